@@ -1,0 +1,1 @@
+"""The processes: configs, wires, servers and launchers of asynchronous RL for language models."""

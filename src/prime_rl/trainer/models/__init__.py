@@ -1,0 +1,1 @@
+"""Model code that is both trained and served."""

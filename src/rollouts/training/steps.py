@@ -1,0 +1,106 @@
+"""What `step_N` means on disk: N completed steps, published whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+STABLE = "STABLE"
+_STEP = re.compile(r"step_(\d+)")
+_TMP = ".tmp-"
+
+
+def step_path(root: Path, step: int) -> Path:
+    """`root/step_N`, unpadded as every document draws it."""
+    return Path(root) / f"step_{step}"
+
+
+def parse_step(name: str) -> int | None:
+    """N of `step_N`, or None when `name` is something else."""
+    match = _STEP.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+def is_complete(path: Path) -> bool:
+    """A reader may trust `path`: its writer got as far as the marker."""
+    return (Path(path) / STABLE).exists()
+
+
+def complete_steps(root: Path) -> list[int]:
+    """All complete steps under `root`, ascending by number (9999 before 10000)."""
+    if not Path(root).is_dir():
+        return []
+    steps = ((parse_step(p.name), p) for p in Path(root).iterdir())
+    return sorted(step for step, path in steps if step is not None and is_complete(path))
+
+
+def latest_step(root: Path) -> int | None:
+    """The highest complete step, or None."""
+    steps = complete_steps(root)
+    return steps[-1] if steps else None
+
+
+def publish_step(root: Path, step: int, write: Callable[[Path], None]) -> Path:
+    """Let `write(dir)` fill a directory, then make it appear as `root/step_N` in one instant.
+
+    Order matters: contents and marker reach the disk before the name does, so a crash at any point leaves either
+    the whole step or none. An existing `step_N` is replaced.
+    """
+    root = Path(root)
+    root.mkdir(parents=True, exist_ok=True)
+    tmp = root / f"{_TMP}step_{step}-{uuid.uuid4().hex[:8]}"
+    tmp.mkdir()
+    try:
+        write(tmp)
+        (tmp / STABLE).touch()
+        _fsync_tree(tmp)
+        final = step_path(root, step)
+        if final.exists():
+            _remove(final)
+        os.rename(tmp, final)
+        _fsync(root)
+    except BaseException:
+        shutil.rmtree(tmp, ignore_errors=True)
+        raise
+    return final
+
+
+def prune_steps(root: Path, keep: Collection[int]) -> list[int]:
+    """Remove every complete step of `root` that is not in `keep`; returns what was removed."""
+    removed = [step for step in complete_steps(root) if step not in keep]
+    for step in removed:
+        _remove(step_path(root, step))
+    return removed
+
+
+def remove_unfinished(root: Path) -> None:
+    """Sweep away what a crashed writer left under `root`."""
+    if Path(root).is_dir():
+        for path in Path(root).glob(f"{_TMP}step_*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove(path: Path) -> None:
+    """Take the name away first, so that nobody reads a directory while it is being emptied."""
+    doomed = path.with_name(f"{_TMP}{path.name}-{uuid.uuid4().hex[:8]}")
+    os.rename(path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _fsync_tree(root: Path) -> None:
+    for folder, _, files in os.walk(root):
+        for name in files:
+            _fsync(Path(folder) / name)
+        _fsync(Path(folder))
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
