@@ -1,0 +1,81 @@
+"""The wire from orchestrator to trainer: one published message of samples per step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from prime_rl.transport.watch import wait_for_blocking
+from rollouts.training.steps import is_complete, publish_step, step_path
+from rollouts.training.types import Sample
+
+SCHEMA = 1
+BATCH_FILE = "batch.msgpack"
+
+
+class _Envelope(msgspec.Struct):
+    """Read first, so that a message of another edition is refused before its samples are parsed."""
+
+    schema: int
+    step: int
+    samples: msgspec.Raw
+
+
+def encode_batch(step: int, samples: list[Sample]) -> bytes:
+    """A msgpack map `{"schema", "step", "samples"}`; samples are maps too, so fields may be added anywhere."""
+    return msgspec.msgpack.encode({"schema": SCHEMA, "step": step, "samples": samples})
+
+
+def decode_batch(data: bytes) -> tuple[int, list[Sample]]:
+    """The inverse of `encode_batch`; raises `ValueError` for another schema or for bytes that are no batch."""
+    try:
+        envelope = msgspec.msgpack.decode(data, type=_Envelope)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise ValueError(f"not a batch of samples: {error}") from error
+    if envelope.schema != SCHEMA:
+        raise ValueError(
+            f"batch of step {envelope.step} has schema {envelope.schema}, this version reads schema {SCHEMA}: "
+            "run orchestrator and trainer from the same version"
+        )
+    try:
+        return envelope.step, msgspec.msgpack.decode(envelope.samples, type=list[Sample])
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise ValueError(f"batch of step {envelope.step} holds a malformed sample: {error}") from error
+
+
+class FilesystemBatchSender:
+    """Publishes batches as `root/step_N/batch.msgpack`; a reader sees a whole step or none."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = Path(root)
+
+    def send(self, step: int, samples: list[Sample]) -> None:
+        """Publish the batch that trains version `step - 1` into version `step`."""
+        data = encode_batch(step, samples)
+        publish_step(self.root, step, lambda directory: _write(directory / BATCH_FILE, data))
+
+
+class FilesystemBatchReceiver:
+    """Waits for batches below `root`, woken by the file system."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = Path(root)
+
+    def receive(self, step: int, timeout_s: float | None = None) -> list[Sample]:
+        """The samples of `step`; blocks until they are published, raises `TimeoutError` after `timeout_s`."""
+        path = step_path(self.root, step)
+        wait_for_blocking(
+            lambda: path if is_complete(path) else None,
+            self.root,
+            timeout_s=timeout_s,
+            what=f"the batch of step {step} from the orchestrator",
+        )
+        found, samples = decode_batch((path / BATCH_FILE).read_bytes())
+        if found != step:
+            raise ValueError(f"{path / BATCH_FILE} holds the batch of step {found}, not of step {step}")
+        return samples
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.write_bytes(data)

@@ -1,0 +1,82 @@
+"""Waiting for a file to appear: woken by the operating system, re-checked as a safety net, never without a name."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import anyio
+import anyio.to_thread
+
+T = TypeVar("T")
+
+RECHECK_S = 0.5  # some file systems (network mounts, containers) deliver no notifications
+BLIND_RECHECK_S = 0.05
+STEP_MS = 10  # how often the watcher looks at its stop flag
+DEBOUNCE_MS = 20  # a burst of writes wakes us once
+
+
+async def wait_for(condition: Callable[[], T | None], root: Path, *, timeout_s: float | None, what: str) -> T:
+    """The first value of `condition()` that is not None, tried again whenever something below `root` changes.
+
+    `root` need not exist yet. Raises `TimeoutError` naming `what` after `timeout_s` seconds (None: wait forever).
+    Cancelling the task ends the wait within one re-check.
+    """
+    stop = threading.Event()
+    try:
+        return await anyio.to_thread.run_sync(
+            lambda: wait_for_blocking(condition, root, timeout_s=timeout_s, what=what, stop=stop),
+            abandon_on_cancel=True,
+        )
+    finally:
+        stop.set()
+
+
+def wait_for_blocking(
+    condition: Callable[[], T | None],
+    root: Path,
+    *,
+    timeout_s: float | None,
+    what: str,
+    stop: threading.Event | None = None,
+) -> T:
+    """The same for threads; setting `stop` ends the wait with `InterruptedError`."""
+    root = Path(root)
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    stop = stop or threading.Event()
+    while not stop.is_set():
+        if (found := condition()) is not None:
+            return found
+        left = RECHECK_S if deadline is None else min(RECHECK_S, deadline - time.monotonic())
+        if left <= 0:
+            raise TimeoutError(f"waited {timeout_s:g} s for {what} (below {root})")
+        found = _until_change(condition, root, left, stop)
+        if found is not None:
+            return found
+    raise InterruptedError(f"stopped waiting for {what}")
+
+
+def _until_change(condition: Callable[[], T | None], root: Path, seconds: float, stop: threading.Event) -> T | None:
+    """Sleep until something below `root` changes, at most `seconds`.
+
+    The condition is tried once more after the watch stands, which closes the gap between check and watch.
+    """
+    from watchfiles._rust_notify import RustNotify
+
+    anchor = root
+    while not anchor.is_dir():  # until root exists, its nearest parent tells of its birth
+        anchor = anchor.parent
+    try:
+        notify = RustNotify([str(anchor)], False, False, 300, anchor == root, True)
+    except OSError:  # out of inotify watches, or the directory vanished: the re-check still holds
+        stop.wait(min(seconds, BLIND_RECHECK_S))
+        return None
+    with notify:
+        if (found := condition()) is not None:
+            return found
+        if notify.watch(DEBOUNCE_MS, STEP_MS, max(1, int(seconds * 1000)), stop) == "signal":
+            raise KeyboardInterrupt
+    return None
