@@ -1,0 +1,164 @@
+"""What may stand at a configuration key: read off a config class, so that files, options and help agree."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+KeyPath = tuple[str, ...]
+WORDS: dict[Any, str] = {int: "int", float: "float", str: "str", bool: "bool", Path: "path", Any: "any"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The kind of value at one key; `annotation` is what pydantic checks a single value against."""
+
+    kind: Literal["section", "list", "dict", "scalar", "any"]
+    annotation: Any
+    optional: bool = False
+    sections: tuple[type[BaseModel], ...] = ()
+    tag: str | None = None
+    item: Shape | None = None
+    choices: tuple[Any, ...] = ()
+
+    @property
+    def is_bool(self) -> bool:
+        """Whether the key is a switch."""
+        return self.kind == "scalar" and _strip(self.annotation)[0] == (bool,)
+
+    @property
+    def is_number(self) -> bool:
+        """Whether only numbers fit."""
+        return self.kind == "scalar" and set(_strip(self.annotation)[0]) <= {int, float}
+
+    def describe(self) -> str:
+        """The kind of value in one word, as the help shows it."""
+        if self.choices:
+            return "{" + ",".join(map(str, self.choices)) + "}"
+        if self.kind == "list":
+            return f"list[{self.item.describe()}]" if self.item else "list"
+        if self.kind in ("section", "dict"):
+            return "section" if self.kind == "section" else "table"
+        return "|".join(
+            WORDS.get(member, getattr(member, "__name__", "value")) for member in _strip(self.annotation)[0]
+        )
+
+
+def _strip(annotation: Any) -> tuple[tuple[Any, ...], bool, str | None]:
+    """The members of an annotation without Annotated, Union and None; whether None is allowed; the discriminator."""
+    if get_origin(annotation) is Annotated:
+        inner, *metadata = get_args(annotation)
+        members, optional, tag = _strip(inner)
+        tags = [item.discriminator for item in metadata if isinstance(item, FieldInfo) and item.discriminator]
+        return members, optional, tags[0] if tags and isinstance(tags[0], str) else tag
+    if get_origin(annotation) in (Union, types.UnionType):
+        parts = [_strip(member) for member in get_args(annotation)]
+        found = [part[2] for part in parts if part[2]]
+        members = tuple(member for part in parts for member in part[0])
+        return members, any(part[1] for part in parts), found[0] if found else None
+    if annotation is type(None) or annotation is None:
+        return (), True, None
+    return (annotation,), False, None
+
+
+def shape_of(annotation: Any, metadata: Iterable[Any] = (), tag: str | None = None) -> Shape:
+    """The shape of a value with this annotation; `metadata` holds a field's constraints."""
+    members, optional, found = _strip(annotation)
+    tag = tag or found
+    rules = tuple(metadata)
+    full = Annotated[(annotation, *rules)] if rules else annotation
+    if members and all(isinstance(member, type) and issubclass(member, BaseModel) for member in members):
+        return Shape("section", full, optional, sections=members, tag=tag)
+    origins = {get_origin(member) or member for member in members}
+    if len(members) == 1:
+        args = get_args(members[0])
+        if origins <= {list, tuple, set, frozenset}:
+            return Shape("list", full, optional, item=shape_of(args[0] if args else Any))
+        if origins <= {dict, Mapping} or any(isinstance(o, type) and issubclass(o, Mapping) for o in origins):
+            return Shape("dict", full, optional, item=shape_of(args[1] if len(args) > 1 else Any))
+        if origins == {Literal}:
+            return Shape("scalar", full, optional, choices=args)
+        if isinstance(members[0], type) and issubclass(members[0], Enum):
+            return Shape("scalar", full, optional, choices=tuple(choice.value for choice in members[0]))
+    if not members or Any in members:
+        return Shape("any", full, True)
+    simple = all(isinstance(member, type) and member in WORDS for member in members)
+    return Shape("scalar" if simple else "any", full, optional)
+
+
+def field_shape(field: FieldInfo) -> Shape:
+    """The shape of one field of a config class."""
+    tag = field.discriminator if isinstance(field.discriminator, str) else None
+    return shape_of(field.annotation, field.metadata, tag)
+
+
+def section_shape(config_cls: type[BaseModel]) -> Shape:
+    """The shape of a whole config class."""
+    return Shape("section", config_cls, sections=(config_cls,))
+
+
+def variant(shape: Shape, tag_value: Any) -> type[BaseModel] | None:
+    """The member of a section union that goes by this tag."""
+    for section in shape.sections:
+        if shape.tag and tag_value in field_shape(section.model_fields[shape.tag]).choices:
+            return section
+    return None
+
+
+def fields_of(shape: Shape) -> dict[str, FieldInfo]:
+    """Every field that some member of the section has."""
+    return {name: field for section in reversed(shape.sections) for name, field in section.model_fields.items()}
+
+
+def child(shape: Shape, name: str) -> Shape | None:
+    """The shape one key below, or None where there is no such key."""
+    if shape.kind == "section":
+        shapes = [field_shape(s.model_fields[name]) for s in shape.sections if name in s.model_fields]
+        if len(shapes) > 1 and all(s.kind == "scalar" for s in shapes):
+            choices = tuple(dict.fromkeys(choice for s in shapes for choice in s.choices))
+            return Shape("scalar", Union[tuple(s.annotation for s in shapes)], shapes[0].optional, choices=choices)
+        return shapes[0] if shapes else None
+    if shape.kind == "list":
+        return shape.item if name.isdigit() else None
+    return shape.item if shape.kind == "dict" else shape if shape.kind == "any" else None
+
+
+def all_keys(shape: Shape, prefix: KeyPath = (), depth: int = 6) -> list[str]:
+    """Every dotted key below a section, lists as their first item."""
+    keys: list[str] = []
+    for name in fields_of(shape) if depth else ():
+        below = child(shape, name)
+        keys.append(".".join((*prefix, name)))
+        if below and below.kind == "section":
+            keys += all_keys(below, (*prefix, name), depth - 1)
+        elif below and below.kind == "list" and below.item and below.item.kind == "section":
+            keys += all_keys(below.item, (*prefix, name, "0"), depth - 1)
+    return keys
+
+
+def suggest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that was probably meant."""
+    choices = list(known)
+    lowered = {choice.lower(): choice for choice in reversed(choices)}
+    close = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
+    return lowered[close[0]] if close else None
+
+
+def suggest_key(key: str, shape: Shape) -> str | None:
+    """The dotted key that was probably meant: a close spelling, or the same last word in another section."""
+    keys = all_keys(shape)
+    *section, last = key.split(".")
+    beside = [known for known in keys if known.split(".")[:-1] == section]
+    near = suggest(last, [known.split(".")[-1] for known in beside])
+    if near:
+        return ".".join((*section, near))
+    homes = [known for known in keys if known.split(".")[-1] == last]
+    return min(homes, key=len) if homes else suggest(key, keys)

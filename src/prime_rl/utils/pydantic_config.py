@@ -1,0 +1,175 @@
+"""Configuration of every command: `BaseConfig`, and from an argument list to a checked config or a clear message."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
+
+from prime_rl.utils.config_draft import Draft
+from prime_rl.utils.config_errors import ConfigError, translate
+from prime_rl.utils.config_keys import field_shape, variant
+from prime_rl.utils.config_sources import apply_options, read_arguments, read_environment, read_file
+
+__all__ = ["BaseConfig", "ConfigError", "note", "note_source", "parse_argv", "run_command", "write_config"]
+
+Config = TypeVar("Config", bound="BaseConfig")
+Provenance = dict[str, str]
+
+
+class BaseConfig(BaseModel):
+    """A section or a whole configuration: unknown keys are errors, and nothing is written to after parsing."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+    spellings: ClassVar[Mapping[str, str]] = {}
+    """Other documented names of keys: name -> dotted key below this section."""
+
+    @cached_property
+    def provenance(self) -> Provenance:
+        """Dotted key -> where its value came from; keys that are missing have their default."""
+        return {}
+
+    @cached_property
+    def notes(self) -> list[str]:
+        """What was changed or ignored while parsing, for the user to read."""
+        return []
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete_sections(cls, data: Any) -> Any:
+        """A section given in part keeps the other values, and the type, of the default that this class has for it."""
+        if not isinstance(data, dict):
+            return data
+        data = dict(data)
+        for name, field in cls.model_fields.items():
+            default = None if field.is_required() else field.get_default(call_default_factory=True)
+            if not isinstance(data.get(name), dict) or not isinstance(default, BaseModel):
+                continue
+            given, shape = data[name], field_shape(field)
+            if shape.tag and variant(shape, given.get(shape.tag, getattr(default, shape.tag))) is not type(default):
+                continue
+            tag = {shape.tag: getattr(default, shape.tag)} if shape.tag else {}
+            data[name] = _merged({**default.model_dump(exclude_unset=True), **tag}, given)
+        return data
+
+
+def note_source(info: ValidationInfo, key: str, source: str) -> None:
+    """For validators that fill keys: record that the dotted `key` got its value from `source`."""
+    if isinstance(info.context, dict):
+        info.context["sources"][key] = source
+
+
+def note(info: ValidationInfo, text: str) -> None:
+    """For validators: one line that the command prints before it starts."""
+    if isinstance(info.context, dict):
+        info.context["notes"].append(text)
+
+
+def parse_argv(
+    config_cls: type[Config], argv: Sequence[str], prog: str, environ: Mapping[str, str] | None = None
+) -> tuple[Config, Provenance]:
+    """The config of an argument list (without the program) and the source of each value; raises ConfigError.
+
+    Precedence: options > `@` files from left to right > PRIME_A__B variables > defaults.
+    """
+    draft = Draft(config_cls, prog)
+    arguments = read_arguments(draft, argv)
+    notes = [f"warning: {text}" for text in read_environment(draft, os.environ if environ is None else environ)]
+    for prefix, name in arguments.files:
+        read_file(draft, prefix, name)
+    apply_options(draft, arguments.options)
+    context = {"sources": draft.sources, "notes": notes}
+    try:
+        config = config_cls.model_validate(draft.values, context=context)
+    except ValidationError as error:
+        raise translate(error.errors(), draft.root, draft.sources, prog) from None
+    _attach_sources(config, draft.sources)
+    config.notes.extend(notes)
+    return config, config.provenance
+
+
+def write_config(config: BaseConfig, path: Path, provenance: Mapping[str, str] | None = None) -> None:
+    """Write the resolved config as TOML that `@` reads back, with the source of each value as a comment."""
+    from prime_rl.utils.config_help import render_toml
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(render_toml(config, config.provenance if provenance is None else provenance), encoding="utf-8")
+    temporary.replace(path)
+
+
+def run_command(prog: str, config_cls: type[Config], run: Callable[[Config], int | None], *, summary: str) -> NoReturn:
+    """A command's whole life: read its arguments, run it, and end with an exit code (0 good, 2 wrong input, 1 failed)."""
+    argv = sys.argv[1:]
+    debug, wants_help, dry_run = "--debug" in argv, "--help" in argv or "-h" in argv, "--dry-run" in argv
+    argv = [word for word in argv if word not in ("--debug", "--help", "-h", "--dry-run")]
+    try:
+        if wants_help:
+            raise SystemExit(_show_help(prog, config_cls, argv, summary))
+        config, _ = parse_argv(config_cls, argv, prog)
+        for text in config.notes:
+            print(text, file=sys.stderr)
+        if dry_run:
+            from prime_rl.utils.config_help import render_toml
+
+            print(render_toml(config, config.provenance), end="")
+            raise SystemExit(0)
+        raise SystemExit(run(config) or 0)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except BrokenPipeError:
+        # The reader of our output (a pager, head) has gone; Python must not complain about it once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    except Exception as error:
+        if debug:
+            raise
+        raise SystemExit(_show_error(error)) from None
+
+
+def _show_error(error: BaseException) -> int:
+    while isinstance(error, BaseExceptionGroup) and error.exceptions:
+        error = error.exceptions[0]
+    if isinstance(error, ValueError):
+        print("\n".join(f"error: {error}".splitlines()[:3]), file=sys.stderr)
+        return 2
+    first = (str(error).splitlines() or [""])[0]
+    print(f"error: {type(error).__name__}: {first}\n  run again with --debug to see where", file=sys.stderr)
+    return 1
+
+
+def _show_help(prog: str, config_cls: type[Config], argv: Sequence[str], summary: str) -> int:
+    """Print the help, with the merged values where there are any; returns the exit code."""
+    from prime_rl.utils.config_help import render_help
+
+    config, problem = None, None
+    try:
+        config, _ = parse_argv(config_cls, argv, prog)
+    except ConfigError as error:
+        problem = error if argv else None
+    print(render_help(prog, config_cls, config if argv or (config and config.provenance) else None, summary))
+    return _show_error(problem) if problem else 0
+
+
+def _merged(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(result.get(key), dict)
+        result[key] = _merged(result[key], value) if both else value
+    return result
+
+
+def _attach_sources(config: BaseConfig, sources: Mapping[str, str]) -> None:
+    """Give each section its own view of the sources, so that a part can be written out alone."""
+    config.provenance.update(sources)
+    for name in type(config).model_fields:
+        section = getattr(config, name)
+        if isinstance(section, BaseConfig):
+            below = {key[len(name) + 1 :]: source for key, source in sources.items() if key.startswith(name + ".")}
+            _attach_sources(section, below)
