@@ -1,0 +1,1 @@
+"""The engine that serves the very model code that is trained."""
