@@ -1,0 +1,164 @@
+"""Numbers that leave the loop: the logger protocol, a JSONL file per run, summaries and pass@k."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class MetricsLogger(Protocol):
+    """Where a training loop sends its numbers."""
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Record `metrics` of `step`; the loop goes on at once."""
+
+    def finish(self) -> None:
+        """Deliver what is pending; nothing is logged afterwards."""
+
+
+class JSONLLogger:
+    """One line `{"step", "timestamp", **metrics}` per call in `log_dir/metrics.jsonl`; existing lines stay."""
+
+    def __init__(self, log_dir: Path) -> None:
+        self.path = Path(log_dir) / METRICS_FILE
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Append one line. A value that is not a number or a negative step raises `ValueError`; NaN becomes null."""
+        check_metrics(metrics, step)
+        append_jsonl(self.path, [{"step": step, "timestamp": time.time(), **metrics}])
+
+    def finish(self) -> None:
+        """Nothing is pending: every line is in the file when `log` returns."""
+
+
+class WandbRun(Protocol):
+    """The two verbs we need of a run opened by `wandb.init(...)`."""
+
+    def log(self, data: dict[str, Any]) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class WandbLogger:
+    """Metrics to an open Weights & Biases run, `WandbLogger(wandb.init(project=...))`, with `step` as a column.
+
+    The run's own step counter is left alone, because several rows of one step would be refused by it.
+    """
+
+    def __init__(self, run: WandbRun) -> None:
+        self.run = run
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Queue one row of the run."""
+        check_metrics(metrics, step)
+        self.run.log({"step": step, **metrics})
+
+    def finish(self) -> None:
+        """Upload what is pending and close the run."""
+        self.run.finish()
+
+
+class CompositeLogger:
+    """Every call to each of `loggers`, in order."""
+
+    def __init__(self, loggers: Sequence[MetricsLogger]) -> None:
+        self.loggers = tuple(loggers)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record `metrics` of `step` everywhere."""
+        for logger in self.loggers:
+            logger.log(dict(metrics), step)
+
+    def finish(self) -> None:
+        """Finish all of them, also when one fails; the failure is raised afterwards."""
+        with ExitStack() as stack:
+            for logger in reversed(self.loggers):
+                stack.callback(logger.finish)
+
+
+def check_metrics(metrics: Mapping[str, float], step: int) -> None:
+    """Raise `ValueError` naming the metric that is not a number, or the step that is not a count."""
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ValueError(f"step {step!r} is not a count: pass an int of at least 0")
+    for name, value in metrics.items():
+        if not isinstance(value, (int, float)) and not hasattr(value, "item"):
+            raise ValueError(f"metric {name!r} is {value!r}: log a number")
+
+
+def append_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Append one line per row, so that lines of several processes never interleave.
+
+    All rows go out in one `write` on a descriptor opened for appending, which the kernel places as a whole at the
+    end of the file. NaN and infinities become null, scalars of array libraries plain numbers.
+    """
+    data = b"".join(msgspec.json.encode(dict(row), enc_hook=_plain_number) + b"\n" for row in rows)
+    if not data:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        if os.write(fd, data) != len(data):
+            raise OSError(f"{path}: the line was cut short, is the disk full?")
+    finally:
+        os.close(fd)
+
+
+def load_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows of `path` in order, none when it does not exist; a line that a crash cut short is left out."""
+    if not Path(path).exists():
+        return
+    with Path(path).open("rb") as lines:
+        for line in lines:
+            if line.endswith(b"\n") and line.strip():
+                yield msgspec.json.decode(line, type=dict[str, Any])
+
+
+def compute_stats(values: Iterable[float]) -> dict[str, float]:
+    """`mean median std min max` of the finite values (`std` of the population); zeros when there is none."""
+    finite = [float(v) for v in values if math.isfinite(v)]
+    if not finite:
+        return {"mean": 0.0, "median": 0.0, "std": 0.0, "min": 0.0, "max": 0.0}
+    return {
+        "mean": statistics.fmean(finite),
+        "median": statistics.median(finite),
+        "std": statistics.pstdev(finite),
+        "min": min(finite),
+        "max": max(finite),
+    }
+
+
+def compute_stats_from_jsonl(file: Path, key: str) -> dict[str, float]:
+    """`mean min max std` of `key` over all rows of `file` that carry it as a number; zeros when none does."""
+    values = (row.get(key) for row in load_jsonl(Path(file)))
+    stats = compute_stats(v for v in values if isinstance(v, (int, float)))
+    return {name: stats[name] for name in ("mean", "min", "max", "std")}
+
+
+def compute_pass_at_k(n: int, c: int, k: int) -> float:
+    """Unbiased chance that one of k draws without replacement from n samples, c of them correct, is correct.
+
+    pass@k = 1 - C(n-c, k) / C(n, k)  (2107.03374, equation 1). `ValueError` unless 0 <= c <= n and 1 <= k <= n.
+    """
+    if not 0 <= c <= n:
+        raise ValueError(f"{c} correct of {n} samples: the first must lie between 0 and the second")
+    if not 1 <= k <= n:
+        raise ValueError(f"pass@{k} needs at least {max(k, 1)} samples and k of at least 1, but there are {n}")
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def _plain_number(value: Any) -> Any:
+    if hasattr(value, "item"):
+        return value.item()
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    raise ValueError(f"{value!r} has no place in a JSON line: log numbers, strings, lists and tables of them")

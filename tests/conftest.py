@@ -1,0 +1,46 @@
+"""Rules of the house for every test: one compute thread, no hub, no tracker, no network."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Before anything imports torch or a hub client; processes that a test starts inherit them.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["MKL_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["WANDB_MODE"] = "disabled"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Children find the sources of this checkout, whatever is installed.
+_SRC = str(Path(__file__).parents[1] / "src")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_SRC, os.environ.get("PYTHONPATH")]))
+
+_LOCAL = ("127.", "::1", "localhost", "0.0.0.0")
+
+
+def _local_only(connect: Callable[..., Any]) -> Callable[..., Any]:
+    def guarded(self: socket.socket, address: Any) -> Any:
+        if isinstance(address, tuple) and not str(address[0]).startswith(_LOCAL):
+            raise PermissionError(f"a test tried to reach {address[0]}: tests talk to this machine only")
+        return connect(self, address)
+
+    return guarded
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket.socket, "connect", _local_only(socket.socket.connect))
+    monkeypatch.setattr(socket.socket, "connect_ex", _local_only(socket.socket.connect_ex))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that start real processes get more time than the two minutes of `pyproject.toml`."""
+    for item in items:
+        if "integration" in item.path.parts and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(400))

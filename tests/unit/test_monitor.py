@@ -1,0 +1,79 @@
+"""The monitor: rows of metrics, intervals and samples, and when Weights & Biases is opened or refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from prime_rl.utils.config import WandbConfig
+from prime_rl.utils.monitor import build_monitor
+
+
+def _rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_processes_share_the_files_of_a_run(tmp_path: Path) -> None:
+    trainer, engine = build_monitor(tmp_path, "trainer"), build_monitor(tmp_path, "inference")
+    trainer.log({"loss/mean": 0.25, "optim/grad_norm": float("nan")}, step=3)
+    engine.log_timeline("decode", 10.5, 11.0, step=2)
+    trainer.finish()
+    metrics, interval = _rows(tmp_path / "metrics.jsonl")
+    assert isinstance(metrics.pop("timestamp"), float) and isinstance(interval.pop("timestamp"), float)
+    assert metrics == {"step": 3, "process": "trainer", "loss/mean": 0.25, "optim/grad_norm": None}
+    assert interval == {
+        "step": 2,
+        "process": "inference",
+        "timeline/what": "decode",
+        "timeline/start": 10.5,
+        "timeline/end": 11.0,
+    }
+
+
+def test_samples_have_their_own_file(tmp_path: Path) -> None:
+    monitor = build_monitor(tmp_path / "new", "orchestrator")
+    monitor.log_samples([{"prompt": "abc", "reward": 1.0}, {"prompt": "xyz", "reward": 0.0, "error": None}], step=1)
+    rows = _rows(tmp_path / "new" / "samples.jsonl")
+    assert [(r["step"], r["process"], r["prompt"], r["reward"]) for r in rows] == [
+        (1, "orchestrator", "abc", 1.0),
+        (1, "orchestrator", "xyz", 0.0),
+    ]
+    assert not (tmp_path / "new" / "metrics.jsonl").exists()
+
+
+def test_a_metric_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'loss'"):
+        build_monitor(tmp_path, "trainer").log({"loss": [1.0]}, step=1)
+
+
+def test_wandb_wanted_but_not_installed_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.delenv("WANDB_MODE")
+    with pytest.raises(ValueError, match=r"wandb\.enabled is true but wandb is not installed") as caught:
+        build_monitor(tmp_path, "trainer", WandbConfig())
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("config", "mode"), [(WandbConfig(enabled=False), "online"), (WandbConfig(), "disabled")])
+def test_wandb_is_left_alone_when_it_is_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: WandbConfig, mode: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setenv("WANDB_MODE", mode)
+    monitor = build_monitor(tmp_path, "trainer", config)
+    monitor.log({"loss": 1.0}, step=1)
+    monitor.finish()
+    assert len(_rows(tmp_path / "metrics.jsonl")) == 1
+
+
+def test_an_offline_wandb_run_receives_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="pip install wandb to run this")
+    monkeypatch.delenv("WANDB_MODE")
+    monitor = build_monitor(tmp_path, "trainer", WandbConfig(offline=True, project="p", name="n", tags=["t"]))
+    monitor.log({"loss": 1.0}, step=1)
+    assert monitor.wandb is not None and dict(monitor.wandb.run.summary)["loss"] == 1.0
+    monitor.finish()
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
