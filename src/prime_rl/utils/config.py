@@ -13,7 +13,7 @@ class LogConfig(BaseConfig):
     """What is said on the terminal and in the log files."""
 
     level: str | None = None
-    """Least severe level shown (trace, debug, info, success, warning, error, critical); unset: LOGGING_LEVEL or info."""
+    """Least severe level shown, such as debug, info or warning; unset: LOGGING_LEVEL, else info."""
 
     file: bool = True
     """Also write the lines to <output_dir>/logs/<process>.log."""
@@ -47,7 +47,7 @@ class WandbConfig(BaseConfig):
 class ClientConfig(BaseConfig):
     """How to reach OpenAI-compatible inference servers."""
 
-    timeout: float = Field(default=1200, gt=0)
+    timeout: float = Field(default=1200.0, gt=0)
     """Seconds one request may take."""
 
     base_url: list[str] = Field(default=["http://localhost:8000/v1"], min_length=1)

@@ -122,6 +122,8 @@ class Draft:
             self.merge(value, label, path)
         elif shape.kind == "dict" and isinstance(value, dict):
             self._set(parent, key, parent[key] if isinstance(_get(parent, key), dict) else {})
+            if not value:
+                self.sources[".".join(path)] = source
             for name, item in value.items():
                 self.put((*path, str(name)), item, label)
         elif shape.kind == "list" and isinstance(value, list):

@@ -124,7 +124,8 @@ def child(shape: Shape, name: str) -> Shape | None:
         shapes = [field_shape(s.model_fields[name]) for s in shape.sections if name in s.model_fields]
         if len(shapes) > 1 and all(s.kind == "scalar" for s in shapes):
             choices = tuple(dict.fromkeys(choice for s in shapes for choice in s.choices))
-            return Shape("scalar", Union[tuple(s.annotation for s in shapes)], shapes[0].optional, choices=choices)
+            either = Union.__getitem__(tuple(s.annotation for s in shapes))
+            return Shape("scalar", either, shapes[0].optional, choices=choices)
         return shapes[0] if shapes else None
     if shape.kind == "list":
         return shape.item if name.isdigit() else None

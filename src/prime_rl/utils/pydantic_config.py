@@ -96,7 +96,7 @@ def parse_argv(
 
 def write_config(config: BaseConfig, path: Path, provenance: Mapping[str, str] | None = None) -> None:
     """Write the resolved config as TOML that `@` reads back, with the source of each value as a comment."""
-    from prime_rl.utils.config_help import render_toml
+    from prime_rl.utils.config_toml import render_toml
 
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -105,7 +105,7 @@ def write_config(config: BaseConfig, path: Path, provenance: Mapping[str, str] |
 
 
 def run_command(prog: str, config_cls: type[Config], run: Callable[[Config], int | None], *, summary: str) -> NoReturn:
-    """A command's whole life: read its arguments, run it, and end with an exit code (0 good, 2 wrong input, 1 failed)."""
+    """A command's whole life: read its arguments, run it, exit with 0 (good), 2 (wrong input) or 1 (failed)."""
     argv = sys.argv[1:]
     debug, wants_help, dry_run = "--debug" in argv, "--help" in argv or "-h" in argv, "--dry-run" in argv
     argv = [word for word in argv if word not in ("--debug", "--help", "-h", "--dry-run")]
@@ -114,11 +114,11 @@ def run_command(prog: str, config_cls: type[Config], run: Callable[[Config], int
             raise SystemExit(_show_help(prog, config_cls, argv, summary))
         config, _ = parse_argv(config_cls, argv, prog)
         for text in config.notes:
-            print(text, file=sys.stderr)
+            sys.stderr.write(f"{text}\n")
         if dry_run:
-            from prime_rl.utils.config_help import render_toml
+            from prime_rl.utils.config_toml import render_toml
 
-            print(render_toml(config, config.provenance), end="")
+            sys.stdout.write(render_toml(config, config.provenance))
             raise SystemExit(0)
         raise SystemExit(run(config) or 0)
     except KeyboardInterrupt:
@@ -137,23 +137,24 @@ def _show_error(error: BaseException) -> int:
     while isinstance(error, BaseExceptionGroup) and error.exceptions:
         error = error.exceptions[0]
     if isinstance(error, ValueError):
-        print("\n".join(f"error: {error}".splitlines()[:3]), file=sys.stderr)
+        sys.stderr.write("\n".join(f"error: {error}".splitlines()[:3]) + "\n")
         return 2
     first = (str(error).splitlines() or [""])[0]
-    print(f"error: {type(error).__name__}: {first}\n  run again with --debug to see where", file=sys.stderr)
+    sys.stderr.write(f"error: {type(error).__name__}: {first}\n  run again with --debug to see where\n")
     return 1
 
 
 def _show_help(prog: str, config_cls: type[Config], argv: Sequence[str], summary: str) -> int:
     """Print the help, with the merged values where there are any; returns the exit code."""
-    from prime_rl.utils.config_help import render_help
+    from prime_rl.utils.config_help import colour, render_help
 
     config, problem = None, None
     try:
         config, _ = parse_argv(config_cls, argv, prog)
     except ConfigError as error:
         problem = error if argv else None
-    print(render_help(prog, config_cls, config if argv or (config and config.provenance) else None, summary))
+    shown = config if config and config.provenance else None
+    sys.stdout.write(colour(render_help(prog, config_cls, shown, summary)) + "\n")
     return _show_error(problem) if problem else 0
 
 
