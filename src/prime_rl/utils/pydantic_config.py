@@ -139,8 +139,10 @@ def _show_error(error: BaseException) -> int:
     if isinstance(error, ValueError):
         sys.stderr.write("\n".join(f"error: {error}".splitlines()[:3]) + "\n")
         return 2
-    first = (str(error).splitlines() or [""])[0]
-    sys.stderr.write(f"error: {type(error).__name__}: {first}\n  run again with --debug to see where\n")
+    # The logger is there only if the command got as far as setting it up.
+    logger = sys.modules.get("prime_rl.utils.logger")
+    where = "in the log file, or with --debug" if logger and logger.log_failure(error) else "with --debug"
+    sys.stderr.write(f"error: {str(error) or type(error).__name__}\n  ({type(error).__name__}; traceback {where})\n")
     return 1
 
 
