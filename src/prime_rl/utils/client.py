@@ -1,0 +1,276 @@
+"""A lean client for OpenAI-compatible servers, shaped like the `openai` one as far as `verifiers` looks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from functools import cache
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from prime_rl.utils.http import HttpPool, Reply, needs_proxy
+
+if TYPE_CHECKING:
+    from prime_rl.utils.config import ClientConfig
+
+MAX_CONNECTIONS = 1024
+MAX_RETRIES = 3  # of requests that reached nobody, or an overloaded server; a slow generation is never sent twice
+RETRY_AFTER_S = 0.25
+RETRIED_STATUS = (429, 502, 503, 504)
+
+
+class FunctionCall(msgspec.Struct):
+    """Which tool with which JSON arguments."""
+
+    name: str = ""
+    arguments: str = ""
+
+
+class ToolCall(msgspec.Struct):
+    """One tool call of an answer."""
+
+    id: str = ""
+    type: str = "function"
+    function: FunctionCall = msgspec.field(default_factory=FunctionCall)
+
+    def model_dump(self) -> dict[str, Any]:
+        """The call as plain data, under the name that `verifiers` asks for."""
+        return {"id": self.id, "type": self.type, "function": msgspec.structs.asdict(self.function)}
+
+
+class AnswerMessage(msgspec.Struct):
+    """What the model said."""
+
+    role: str = "assistant"
+    content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    reasoning_content: str | None = None
+
+
+class TokenLogprob(msgspec.Struct):
+    """Log-probability of one sampled token."""
+
+    logprob: float
+    token: str = ""
+
+
+class Logprobs(msgspec.Struct):
+    """Log-probs of a chat answer (`content`) or of a plain completion (`token_logprobs`)."""
+
+    content: list[TokenLogprob] | None = None
+    token_logprobs: list[float] | None = None
+
+
+class Choice(msgspec.Struct):
+    """One completion. `versions` are `[start, version]` spans over its tokens, told by our own server."""
+
+    index: int = 0
+    message: AnswerMessage = msgspec.field(default_factory=AnswerMessage)
+    text: str = ""
+    finish_reason: str | None = None
+    logprobs: Logprobs | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    versions: list[tuple[int, int]] | None = None
+
+
+class Usage(msgspec.Struct):
+    """Token counts of a request."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+
+
+class Answer(msgspec.Struct):
+    """The fields of an answer that anyone reads; decoding skips the rest."""
+
+    choices: list[Choice] | None
+    id: str = ""
+    created: int = 0
+    model: str = ""
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class InferenceClient:
+    """One server. `.chat.completions.create`, `.completions.create`, `.post` and `base_url` are what `verifiers` uses.
+
+    Answers are `ChatCompletion` / `Completion` by type, filled with light objects; errors are those of `openai`.
+    """
+
+    def __init__(self, base_url: str, *, headers: dict[str, str] | None = None, timeout_s: float = 1200) -> None:
+        self.base_url = base_url.rstrip("/")
+        self.headers = {"content-type": "application/json", **(headers or {})}
+        self.timeout_s = timeout_s
+        self._pool = _build_pool(self.base_url, timeout_s)
+        self._path = urlsplit(self.base_url).path
+        self.completions = _Completions(self, "/completions")
+        self.chat = _Chat(self)
+
+    @property
+    def root_url(self) -> str:
+        """Where control routes such as /health live: `base_url` without its /v1."""
+        return self.base_url.removesuffix("/v1")
+
+    def copy(self, *, base_url: str) -> InferenceClient:
+        """The same server at another path, such as the root for /tokenize; connections are shared."""
+        twin = InferenceClient.__new__(InferenceClient)
+        twin.__dict__.update(self.__dict__, base_url=base_url.rstrip("/"), _path=urlsplit(base_url).path.rstrip("/"))
+        twin.completions, twin.chat = _Completions(twin, "/completions"), _Chat(twin)
+        return twin
+
+    async def post(self, path: str, *, body: dict[str, Any], cast_to: Any = dict) -> Any:
+        """The answer to a POST, as `cast_to`: a completion type of `openai`, any pydantic model, or `dict`."""
+        data = await self.request("POST", path, body)
+        if getattr(cast_to, "__name__", "") in ("ChatCompletion", "Completion"):
+            return _as_completion(data, chat=cast_to.__name__ == "ChatCompletion")
+        return (
+            cast_to.model_validate_json(data) if hasattr(cast_to, "model_validate_json") else msgspec.json.decode(data)
+        )
+
+    async def request(self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = 0) -> bytes:
+        """Body of a good answer to a request below `base_url`; bounded retries, then an error of `openai`."""
+        data = b"" if body is None else msgspec.json.encode(body)
+        for attempt in range(MAX_RETRIES + 1):
+            try:
+                reply = await self._pool.request(method, self._path + path, data, self.headers, timeout_s)
+            except TimeoutError as error:
+                raise _no_answer("APITimeoutError", self.base_url + path, str(error)) from error
+            except ConnectionError as error:
+                if attempt == MAX_RETRIES:
+                    raise _no_answer("APIConnectionError", self.base_url + path, str(error)) from error
+            else:
+                if reply.status < 300:
+                    return reply.body
+                if reply.status not in RETRIED_STATUS or attempt == MAX_RETRIES:
+                    raise _bad_status(reply, self.base_url + path)
+            await asyncio.sleep(RETRY_AFTER_S * 2**attempt)
+        raise AssertionError("unreachable")
+
+    async def close(self) -> None:
+        """Close the idle connections."""
+        await self._pool.close()
+
+
+class _Completions:
+    """`create(**request)` at one route."""
+
+    def __init__(self, client: InferenceClient, path: str) -> None:
+        self._client, self._path = client, path
+
+    async def create(self, *, extra_body: dict[str, Any] | None = None, **request: Any) -> Any:
+        data = await self._client.request("POST", self._path, {**request, **(extra_body or {})})
+        return _as_completion(data, chat=self._path.startswith("/chat"))
+
+
+class _Chat:
+    """The `chat` in `client.chat.completions.create`."""
+
+    def __init__(self, client: InferenceClient) -> None:
+        self.completions = _Completions(client, "/chat/completions")
+
+
+class _HttpxPool:
+    """The same verb through `httpx`, for the rare server that is reached through a proxy."""
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        import httpx
+
+        parts = urlsplit(url)
+        self._root, self._timeout_s = f"{parts.scheme}://{parts.netloc}", timeout_s
+        self._client = httpx.AsyncClient(limits=httpx.Limits(max_connections=MAX_CONNECTIONS))
+        self._no_answer: type[Exception] = httpx.TransportError
+        self._too_late: type[Exception] = httpx.TimeoutException
+
+    async def request(
+        self, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None, timeout_s: float = 0
+    ) -> Reply:
+        limit = timeout_s or self._timeout_s
+        try:
+            reply = await self._client.request(method, self._root + path, content=body, headers=headers, timeout=limit)
+        except self._too_late as error:
+            raise TimeoutError(f"{self._root} did not answer {path} within {limit:g} s") from error
+        except self._no_answer as error:
+            raise ConnectionError(f"no connection to {self._root}: {error}") from error
+        return Reply(reply.status_code, reply.content)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+def build_clients(config: ClientConfig) -> list[InferenceClient]:
+    """One client per `base_url`; groups take turns over them. The key is read from `api_key_var` when it is set."""
+    headers = dict(config.headers)
+    if key := os.environ.get(config.api_key_var):
+        headers.setdefault("authorization", f"Bearer {key}")
+    return [InferenceClient(url, headers=headers, timeout_s=config.timeout) for url in config.base_url]
+
+
+def _build_pool(base_url: str, timeout_s: float) -> HttpPool | _HttpxPool:
+    if needs_proxy(base_url):
+        return _HttpxPool(base_url, timeout_s)
+    return HttpPool(base_url, max_connections=MAX_CONNECTIONS, timeout_s=timeout_s)
+
+
+def _as_completion(data: bytes, *, chat: bool) -> Any:
+    """An instance of the `openai` type with our light fields, built without its validation (which costs milliseconds).
+
+    An answer without token ids also loses its log-probs, so that nobody pairs them with guessed ids.
+    """
+    try:
+        answer = _decode_answer(data)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"the server's answer is not a completion: {error}") from error
+    for choice in answer.choices or []:
+        prompt_ids = answer.prompt_token_ids if chat else choice.prompt_token_ids
+        if choice.token_ids is None or prompt_ids is None:
+            choice.logprobs = None
+    kind = _completion_types()[0 if chat else 1]
+    completion = kind.__new__(kind)
+    completion.__dict__.update({name: getattr(answer, name) for name in Answer.__struct_fields__})
+    for slot in ("__pydantic_extra__", "__pydantic_private__"):
+        object.__setattr__(completion, slot, None)
+    object.__setattr__(completion, "__pydantic_fields_set__", set(Answer.__struct_fields__))
+    return completion
+
+
+_decode_answer = msgspec.json.Decoder(Answer).decode
+
+
+@cache
+def _completion_types() -> tuple[type, type]:
+    from openai.types import Completion
+    from openai.types.chat import ChatCompletion
+
+    return ChatCompletion, Completion
+
+
+def _bad_status(reply: Reply, url: str) -> Exception:
+    """The `openai` error of a status; its `response.text` is the server's own explanation."""
+    import httpx
+    import openai
+
+    kinds: dict[int, type[openai.APIStatusError]] = {
+        400: openai.BadRequestError,
+        401: openai.AuthenticationError,
+        403: openai.PermissionDeniedError,
+        404: openai.NotFoundError,
+        422: openai.UnprocessableEntityError,
+        429: openai.RateLimitError,
+    }
+    kind = kinds.get(reply.status, openai.InternalServerError if reply.status >= 500 else openai.APIStatusError)
+    response = httpx.Response(reply.status, content=reply.body, request=httpx.Request("POST", url))
+    return kind(f"{url} answered {reply.status}: {response.text[:500]}", response=response, body=None)
+
+
+def _no_answer(kind: str, url: str, reason: str) -> Exception:
+    import httpx
+    import openai
+
+    request = httpx.Request("POST", url)
+    if kind == "APITimeoutError":
+        return openai.APITimeoutError(request)
+    return openai.APIConnectionError(message=f"{url}: {reason}", request=request)

@@ -1,0 +1,202 @@
+"""A keep-alive HTTP/1.1 connection pool small enough to cost a fraction of a millisecond per request."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from typing import NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+CONNECT_TIMEOUT_S = 10.0
+
+
+class Reply(NamedTuple):
+    """Status and whole body of an answer."""
+
+    status: int
+    body: bytes
+
+
+class HttpPool:
+    """Requests to one server, at most `max_connections` at a time; further ones wait for a free connection.
+
+    General clients spend 1-5 ms of CPU on each of hundreds of concurrent requests, mostly in searching their pool.
+    Cancelling a request closes its connection, so the server learns that nobody listens any more.
+    """
+
+    def __init__(self, url: str, *, max_connections: int, timeout_s: float) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{url!r} is not an address: write it like http://localhost:8000/v1")
+        self.host = parts.hostname
+        self.port = parts.port or (443 if parts.scheme == "https" else 80)
+        self.timeout_s = timeout_s
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._host_header = parts.netloc.rpartition("@")[2]
+        self._free = asyncio.Semaphore(max_connections)
+        self._idle: list[_Connection] = []
+
+    async def request(
+        self, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None, timeout_s: float = 0
+    ) -> Reply:
+        """The server's answer, whatever its status; raises `ConnectionError` or `TimeoutError` when there is none."""
+        lines = [f"{method} {path} HTTP/1.1", f"host: {self._host_header}", f"content-length: {len(body)}"]
+        lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
+        data = ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1") + body
+        async with self._free:
+            try:
+                async with asyncio.timeout(timeout_s or self.timeout_s):
+                    return await self._send(data)
+            except TimeoutError as error:
+                limit = timeout_s or self.timeout_s
+                raise TimeoutError(f"{self.host}:{self.port} did not answer {path} within {limit:g} s") from error
+
+    async def close(self) -> None:
+        """Close the idle connections; running requests end on their own."""
+        while self._idle:
+            self._idle.pop().close()
+
+    async def _send(self, data: bytes) -> Reply:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.alive:
+                try:
+                    return await self._exchange(connection, data)
+                except _GoneBeforeReply:  # the server closed an idle connection just as we used it
+                    continue
+        return await self._exchange(await self._connect(), data)
+
+    async def _exchange(self, connection: _Connection, data: bytes) -> Reply:
+        try:
+            reply = await connection.send(data)
+        except BaseException:
+            connection.close()
+            raise
+        if connection.alive and connection.reusable:
+            self._idle.append(connection)
+        else:
+            connection.close()
+        return reply
+
+    async def _connect(self) -> _Connection:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                _, connection = await loop.create_connection(_Connection, self.host, self.port, ssl=self._tls)
+        except TimeoutError as error:
+            raise ConnectionError(f"no connection to {self.host}:{self.port} in {CONNECT_TIMEOUT_S:g} s") from error
+        except OSError as error:
+            raise ConnectionError(f"no connection to {self.host}:{self.port}: {error.strerror or error}") from error
+        return connection
+
+
+def needs_proxy(url: str) -> bool:
+    """The environment (HTTP_PROXY, NO_PROXY, ...) wants requests to `url` to go through a proxy."""
+    parts = urlsplit(url)
+    return parts.scheme in getproxies() and not proxy_bypass(parts.hostname or "")
+
+
+class _GoneBeforeReply(ConnectionError):
+    """The connection ended before the first byte of an answer."""
+
+
+class _Connection(asyncio.Protocol):
+    """One connection: one request, one answer, at a time."""
+
+    alive = False
+    reusable = True
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._reply: asyncio.Future[Reply] | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._buffer = bytearray()
+        self._status = 0  # 0: the head is not complete yet
+        self._length = 0  # bytes of the body; -1: chunked; -2: everything until the end of the connection
+
+    async def send(self, data: bytes) -> Reply:
+        assert self._transport is not None
+        self._reset()
+        self._reply = asyncio.get_running_loop().create_future()
+        self._transport.write(data)
+        return await self._reply
+
+    def close(self) -> None:
+        self.alive = False
+        if self._transport is not None:
+            self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport, self.alive = transport, True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.alive = False
+        if self._reply is None or self._reply.done():
+            return
+        if self._status and self._length == -2:
+            self._finish(bytes(self._buffer))
+        elif self._status or self._buffer:
+            self._reply.set_exception(ConnectionError("the server closed the connection in the middle of its answer"))
+        else:
+            self._reply.set_exception(_GoneBeforeReply("the server closed the connection without an answer"))
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        if self._reply is None or self._reply.done():
+            return
+        try:
+            self._advance()
+        except ValueError as error:
+            self._reply.set_exception(ConnectionError(f"not an HTTP answer: {error}"))
+
+    def _advance(self) -> None:
+        while not self._status:
+            end = self._buffer.find(b"\r\n\r\n")
+            if end < 0:
+                return
+            self._read_head(bytes(self._buffer[:end]))
+            del self._buffer[: end + 4]
+        if self._length >= 0:
+            if len(self._buffer) >= self._length:
+                self._finish(bytes(self._buffer[: self._length]))
+        elif self._length == -1 and (body := _unchunk(self._buffer)) is not None:
+            self._finish(body)
+
+    def _read_head(self, head: bytes) -> None:
+        status_line, *lines = head.decode("latin-1").split("\r\n")
+        version, status = status_line.split(" ", 2)[:2]
+        if not version.startswith("HTTP/1."):
+            raise ValueError(status_line)
+        if 100 <= int(status) < 200:  # 100 Continue and friends announce the real answer
+            return
+        fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        self._status = int(status)
+        self.reusable = version == "HTTP/1.1" and fields.get("connection", "").lower() != "close"
+        if "chunked" in fields.get("transfer-encoding", "").lower():
+            self._length = -1
+        elif self._status in (204, 304):
+            self._length = 0
+        else:
+            self._length = int(fields["content-length"]) if "content-length" in fields else -2
+
+    def _finish(self, body: bytes) -> None:
+        assert self._reply is not None
+        self._reply.set_result(Reply(self._status, body))
+
+
+def _unchunk(data: bytearray) -> bytes | None:
+    """The body of a chunked answer, or None while it is incomplete."""
+    body, at = bytearray(), 0
+    while (end := data.find(b"\r\n", at)) >= 0:
+        size = int(bytes(data[at:end]).split(b";")[0], 16)
+        start, at = end + 2, end + 2 + size + 2
+        if size == 0:  # trailer fields may follow; the empty line ends them
+            return bytes(body) if data[start : start + 2] == b"\r\n" or data.find(b"\r\n\r\n", start) >= 0 else None
+        if len(data) < at:
+            return None
+        body += data[start : start + size]
+    return None

@@ -1,0 +1,66 @@
+"""Rewards of a group to advantages: how much better than its siblings a rollout did."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+Baseline = Literal["mean", "leave_one_out", "length_weighted", "none"]
+STD_FLOOR = 1e-8
+
+
+def compute_advantages(rewards: Sequence[float], baseline: float = 0.0) -> list[float]:
+    """A_i = r_i - baseline."""
+    return [reward - baseline for reward in rewards]
+
+
+def compute_group_advantages(
+    rewards: Sequence[float],
+    *,
+    baseline: Baseline = "mean",
+    std: bool = False,
+    lengths: Sequence[int] | None = None,
+) -> list[float]:
+    """Advantages of one group of n rollouts of one prompt.
+
+        mean             A_i = r_i - mean(r)                                  GRPO, 2402.03300
+        leave_one_out    A_i = r_i - mean(r without i) = n/(n-1) (r_i - mean) RLOO, 2402.14740
+        length_weighted  A_i = r_i - sum(l r) / sum(l)                        OPO, 2505.23585, equation 11
+        none             A_i = r_i
+
+    `std` divides by the population standard deviation. A group of equal rewards teaches nothing and gets zeros, and
+    so does a group of one, except with baseline "none". Raises `ValueError` for a reward that is not finite.
+    """
+    if baseline not in get_args(Baseline):
+        raise ValueError(f"baseline {baseline!r} is not one of {', '.join(get_args(Baseline))}")
+    if not all(map(math.isfinite, rewards)):
+        raise ValueError(f"rewards {list(rewards)} hold a value that is not finite: fix the reward function")
+    if baseline != "none" and (not rewards or max(rewards) == min(rewards)):
+        return [0.0] * len(rewards)
+    centred = _centre(rewards, baseline, lengths)
+    if not std:
+        return centred
+    scale = statistics.pstdev(rewards)
+    return [value / scale if scale > STD_FLOOR else 0.0 for value in centred]
+
+
+def _centre(rewards: Sequence[float], baseline: Baseline, lengths: Sequence[int] | None) -> list[float]:
+    if baseline == "none":
+        return list(rewards)
+    if baseline == "length_weighted":
+        if lengths is None or len(lengths) != len(rewards):
+            raise ValueError(f"length_weighted needs the {len(rewards)} lengths of the rollouts, got {lengths}")
+        total = sum(lengths)
+        centre = (
+            math.fsum(r * n for r, n in zip(rewards, lengths, strict=True)) / total
+            if total
+            else math.fsum(rewards) / len(rewards)
+        )
+        return compute_advantages(rewards, centre)
+    centred = compute_advantages(rewards, math.fsum(rewards) / len(rewards))
+    if baseline == "mean":
+        return centred
+    n = len(rewards)
+    return [value * n / (n - 1) for value in centred]

@@ -1,0 +1,12 @@
+"""Where training data comes from: a cursor over prompts, conversations as samples."""
+
+from __future__ import annotations
+
+from rollouts.training.datasets.data_buffer import (
+    DataBuffer,
+    create_buffer_from_jsonl,
+    load_prompts_from_jsonl,
+    load_prompts_from_list,
+)
+
+__all__ = ["DataBuffer", "create_buffer_from_jsonl", "load_prompts_from_jsonl", "load_prompts_from_list"]
