@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ LEVEL_VARIABLE = "LOGGING_LEVEL"
 QUIET_LIBRARIES = ("uvicorn", "httpx", "httpcore", "openai", "verifiers", "transformers", "datasets", "asyncio")
 SECRET_NAME = re.compile(r"(_KEY|_TOKEN|_SECRET)$")
 MIN_SECRET_LENGTH = 6
-FILE_ONLY = "FILE_ONLY"
+FAILURE = "FAILURE"
 
 
 def setup_logger(process: str, log: LogConfig, log_dir: Path | None = None) -> None:
@@ -37,25 +38,18 @@ def setup_logger(process: str, log: LogConfig, log_dir: Path | None = None) -> N
     logger.remove()
     logger.configure(patcher=_redact(_find_secrets()), extra={"process": process})
     try:
-        logger.level(FILE_ONLY)
+        logger.level(FAILURE)
     except ValueError:
-        logger.level(FILE_ONLY, no=45)
+        logger.level(FAILURE, no=45)
     colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    logger.add(
-        sys.stdout,
-        level=level,
-        format=LINE,
-        colorize=colours,
-        backtrace=False,
-        diagnose=False,
-        filter=lambda record: record["level"].name != FILE_ONLY,
-    )
-    if log.file and log_dir is not None:
-        log_dir.mkdir(parents=True, exist_ok=True)
-        path = log_dir / f"{process}.log"
+    path = log_dir / f"{process}.log" if log.file and log_dir is not None else None
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-        if not _is_output(path):
-            logger.add(path, level=level, format=LINE, colorize=False, backtrace=False, diagnose=False)
+    same = path is not None and _is_output(path)
+    logger.add(sys.stdout, level=level, format=LINE, colorize=colours, filter=None if same else _is_for_terminal)
+    if path is not None and not same:
+        logger.add(path, level=level, format=LINE, colorize=False)
     _pass_on_standard_logging()
 
 
@@ -73,11 +67,15 @@ def find_level(configured: str | None) -> str:
 def log_failure(error: BaseException) -> bool:
     """Write a traceback to the log file, not to the terminal; False where no file listens."""
     try:
-        logger.level(FILE_ONLY)
+        logger.level(FAILURE)
     except ValueError:
         return False
-    logger.opt(exception=error).log(FILE_ONLY, "Stopped by an error")
+    logger.log(FAILURE, "{}", "".join(traceback.format_exception(error)).rstrip())
     return True
+
+
+def _is_for_terminal(record: Record) -> bool:
+    return record["level"].name != FAILURE
 
 
 def _is_output(path: Path) -> bool:
