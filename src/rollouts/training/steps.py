@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -30,17 +31,20 @@ def is_complete(path: Path) -> bool:
     return (Path(path) / STABLE).exists()
 
 
-def complete_steps(root: Path) -> list[int]:
-    """All complete steps under `root`, ascending by number (9999 before 10000)."""
+def complete_steps(root: Path, parts: Collection[str] = ()) -> list[int]:
+    """All complete steps under `root`, ascending by number (9999 before 10000).
+
+    With `parts` a step is complete when each `step_N/part` is: checkpoints are published one part per component.
+    """
     if not Path(root).is_dir():
         return []
     steps = ((parse_step(p.name), p) for p in Path(root).iterdir())
-    return sorted(step for step, path in steps if step is not None and is_complete(path))
+    return sorted(s for s, path in steps if s is not None and all(map(is_complete, _part_paths(path, parts))))
 
 
-def latest_step(root: Path) -> int | None:
+def latest_step(root: Path, parts: Collection[str] = ()) -> int | None:
     """The highest complete step, or None."""
-    steps = complete_steps(root)
+    steps = complete_steps(root, parts)
     return steps[-1] if steps else None
 
 
@@ -50,15 +54,19 @@ def publish_step(root: Path, step: int, write: Callable[[Path], None]) -> Path:
     Order matters: contents and marker reach the disk before the name does, so a crash at any point leaves either
     the whole step or none. An existing `step_N` is replaced.
     """
-    root = Path(root)
+    return publish_dir(step_path(root, step), write)
+
+
+def publish_dir(final: Path, write: Callable[[Path], None]) -> Path:
+    """The same for a directory of any name, such as the part `checkpoints/step_N/trainer` of a step."""
+    root = Path(final).parent
     root.mkdir(parents=True, exist_ok=True)
-    tmp = root / f"{_TMP}step_{step}-{uuid.uuid4().hex[:8]}"
+    tmp = root / f"{_TMP}{final.name}-{uuid.uuid4().hex[:8]}"
     tmp.mkdir()
     try:
         write(tmp)
         (tmp / STABLE).touch()
         _fsync_tree(tmp)
-        final = step_path(root, step)
         if final.exists():
             _remove(final)
         os.rename(tmp, final)
@@ -69,11 +77,19 @@ def publish_step(root: Path, step: int, write: Callable[[Path], None]) -> Path:
     return final
 
 
-def prune_steps(root: Path, keep: Collection[int]) -> list[int]:
-    """Remove every complete step of `root` that is not in `keep`; returns what was removed."""
-    removed = [step for step in complete_steps(root) if step not in keep]
+def prune_steps(root: Path, keep: Collection[int], parts: Collection[str] = ()) -> list[int]:
+    """Remove every complete step of `root` that is not in `keep`; returns what was removed.
+
+    With `parts` only these are removed, and the step's directory once nobody else's part is left in it.
+    """
+    removed = [step for step in complete_steps(root, parts) if step not in keep]
     for step in removed:
-        _remove(step_path(root, step))
+        path = step_path(root, step)
+        for part in _part_paths(path, parts):
+            _remove(part)
+        if parts:
+            with contextlib.suppress(OSError):  # others' parts are still there, or they were quicker
+                path.rmdir()
     return removed
 
 
@@ -82,6 +98,10 @@ def remove_unfinished(root: Path) -> None:
     if Path(root).is_dir():
         for path in Path(root).glob(f"{_TMP}step_*"):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _part_paths(path: Path, parts: Collection[str]) -> list[Path]:
+    return [path / part for part in parts] or [path]
 
 
 def _remove(path: Path) -> None:
