@@ -202,7 +202,7 @@ class Decoder(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """A decoder and its output head. `forward` returns hidden states; `logits` is separate so that it can be chunked."""
+    """A decoder and its output head; `logits` is apart from `forward` so that it can be computed in chunks."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
