@@ -1,0 +1,68 @@
+# One place for every chore. `make` lists them. Works from any directory (make -C PATH) and in paths with spaces:
+# every path below is relative to this file.
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help setup test test-unit test-integration demo lint format clean
+
+PY := .venv/bin/python
+STAMP := .venv/.installed
+
+# A copied or moved checkout would go on running the sources of the old place: install again.
+ifneq "$(shell cat $(STAMP) 2>/dev/null)" "$(CURDIR)"
+.PHONY: $(STAMP)
+endif
+
+help:  ## list what can be made
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
+
+setup: $(STAMP)  ## make .venv and install everything into it, with the versions of constraints.txt
+
+$(STAMP): pyproject.toml constraints.txt
+	@rm -f $(STAMP)
+	@found=; for python in "$(PYTHON)" python3 python3.13 python3.12 python3.11 python; do \
+	  [ -n "$$python" ] && command -v "$$python" >/dev/null 2>&1 || continue; \
+	  "$$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue; \
+	  found=$$python; break; \
+	done; \
+	if [ -z "$$found" ]; then \
+	  echo "error: found no Python of at least 3.11 that can make a virtual environment."; \
+	  echo "  Install one (apt install python3 python3-venv, brew install python, uv python install),"; \
+	  echo "  or say where it is: make $(MAKECMDGOALS) PYTHON=path/to/python3"; \
+	  exit 1; \
+	fi >&2; \
+	echo "==> .venv: a virtual environment of $$("$$found" --version)"; \
+	$(PY) -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || "$$found" -m venv --clear .venv
+	@echo "==> installing this package and what it needs, versions of constraints.txt (minutes when nothing is cached)"
+	@$(PY) -m pip install --disable-pip-version-check --progress-bar off -e '.[dev]' -c constraints.txt \
+	  > .venv/install.log 2>&1 \
+	  || { grep -v '^WARNING' .venv/install.log | tail -n 15; echo "error: pip failed, all of it: .venv/install.log"; exit 1; } >&2
+	@printf '%s\n' "$(CURDIR)" > $(STAMP)
+	@echo "==> ready: . .venv/bin/activate && rl --help"
+
+test: test-unit test-integration  ## setup, then all tests
+
+test-unit: setup  ## tests of single rooms
+	@echo "==> unit tests"
+	@$(PY) -m pytest tests/unit
+
+test-integration: setup  ## tests that start the real commands
+	@echo "==> integration tests: the real commands with a tiny model"
+	@$(PY) -m pytest tests/integration
+
+demo: setup  ## setup, then SFT, asynchronous RL and evaluations of a tiny model on the CPU
+	@echo "==> demo"
+	@$(PY) scripts/demo.py
+
+lint: setup  ## style, imports, types
+	@echo "==> ruff check" && $(PY) -m ruff check .
+	@echo "==> ruff format" && $(PY) -m ruff format --check .
+	@echo "==> mypy --strict src" && $(PY) -m mypy
+
+format: setup  ## put style and imports right
+	@$(PY) -m ruff check --fix-only .
+	@$(PY) -m ruff format .
+
+clean:  ## remove build left-overs and caches; .venv and outputs stay
+	@rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@find src tests scripts environments -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	@echo "==> caches are gone; .venv and outputs are still here"
