@@ -8,6 +8,7 @@ fused attention blocks over keys and does not have the property.
 
 from __future__ import annotations
 
+import functools
 from typing import Literal, Protocol
 
 import torch
@@ -20,6 +21,9 @@ MIN_ROWS = 4
 
 KEY_MULTIPLE = 16
 """Keys are padded to a multiple of the vector width, or the lanes in which softmax sums them depend on the padding."""
+
+KEY_BLOCK = 128
+"""Values are summed in blocks of this many keys: GEMM splits a longer sum at places that depend on its length."""
 
 AttentionMode = Literal["exact", "sdpa"]
 
@@ -54,7 +58,15 @@ def masked_attention(
     scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))
     wide = scores.float() if scores.dtype in (torch.bfloat16, torch.float16) else scores
     weights = torch.softmax(wide.masked_fill(~mask, float("-inf")), dim=-1)
-    return torch.matmul(weights.to(v.dtype), v)
+    return weighted_values(weights.to(v.dtype), v)
+
+
+def weighted_values(
+    weights: Float[Tensor, "batch heads rows keys"], v: Float[Tensor, "batch heads keys dim"]
+) -> Float[Tensor, "batch heads rows dim"]:
+    """weights @ v with the sum over keys taken block by block, so that keys of weight 0 at the end change no bit."""
+    blocks = zip(weights.split(KEY_BLOCK, dim=-1), v.split(KEY_BLOCK, dim=-2), strict=True)
+    return functools.reduce(torch.add, (torch.matmul(w, values) for w, values in blocks))
 
 
 def fold_groups(q: Float[Tensor, "batch rows heads dim"], kv_heads: int) -> Float[Tensor, "batch kv_heads rows_x dim"]:

@@ -1,0 +1,258 @@
+"""What the server says to an engine and hears from it, and the thread in which an engine lives."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+T = TypeVar("T")
+FinishReason = Literal["stop", "length", "abort", "error"]
+TopLogprobs = list[tuple[int, float]]
+"""The most likely tokens of one position with their log-probs, most likely first."""
+
+IDLE_GAP_S = 0.02
+"""Steps closer than this are one busy interval."""
+MAX_INTERVAL_S = 1.0
+"""A busy interval is reported at least this often, so that a watcher sees a long one grow."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one completion is drawn; the defaults draw from the model's own distribution."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    top_logprobs: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class GenerationRequest:
+    """One prompt and one completion to be drawn; `stream` asks for every token as it comes."""
+
+    prompt: list[int]
+    params: SamplingParams
+    stream: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Progress:
+    """New tokens of a streaming request; `start` counts the completion tokens before them."""
+
+    request: GenerationRequest
+    start: int
+    token_ids: list[int]
+    logprobs: list[float]
+    top_logprobs: list[TopLogprobs]
+
+
+@dataclass(frozen=True, eq=False)
+class Output:
+    """A finished completion: `logprobs` under the distribution each token was drawn from.
+
+    `versions` are spans `(start, version)`: from completion token `start` on, the weights were those of `version`.
+    `text` is set where stop strings were watched; it ends before the stop string.
+    """
+
+    request: GenerationRequest
+    token_ids: list[int]
+    logprobs: list[float]
+    top_logprobs: list[TopLogprobs]
+    versions: list[tuple[int, int]]
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None
+    text: str | None = None
+
+
+Event = Progress | Output
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counters since the start, and the queue now."""
+
+    running: int = 0
+    waiting: int = 0
+    prompt_tokens: int = 0
+    shared_prompt_tokens: int = 0
+    generated_tokens: int = 0
+    finished: int = 0
+    steps: int = 0
+
+
+class Engine(Protocol):
+    """A synchronous engine; one thread owns it and calls `step` while there is work."""
+
+    version: int
+    max_model_len: int
+
+    def add(self, request: GenerationRequest) -> None:
+        """Queue a request."""
+
+    def cancel(self, request: GenerationRequest) -> None:
+        """Forget a request; nothing happens when it has finished."""
+
+    def has_work(self) -> bool:
+        """True while a request is queued or running."""
+
+    def step(self) -> list[Event]:
+        """One forward pass: a chunk of prompts or one token of every running sequence."""
+
+    def load_weights(self, tensors: dict[str, Any], version: int) -> dict[str, str]:
+        """Replace the weights between two steps; returns the digest of every tensor now held."""
+
+    def stats(self) -> EngineStats:
+        """Counters for `/metrics`."""
+
+
+class IntervalLog(Protocol):
+    """Where busy intervals are written (the monitor of a run)."""
+
+    def log_timeline(self, what: str, start: float, end: float, step: int) -> None:
+        """Append one interval in unix seconds."""
+
+
+@dataclass
+class BusyClock:
+    """Joins engine steps into busy intervals and hands them on when they end."""
+
+    log: IntervalLog | None
+    start: float = 0.0
+    end: float = 0.0
+    version: int = 0
+
+    def add(self, start: float, end: float, version: int) -> None:
+        """One step ran from `start` to `end` (unix seconds) under `version`."""
+        if self.log is None:
+            return
+        if self.end and (
+            start - self.end > IDLE_GAP_S or version != self.version or end - self.start > MAX_INTERVAL_S
+        ):
+            self.flush()
+        if not self.end:
+            self.start, self.version = start, version
+        self.end = end
+
+    def flush(self) -> None:
+        """Write the interval that is open, if any."""
+        if self.log is not None and self.end:
+            self.log.log_timeline("generate", self.start, self.end, self.version)
+        self.end = 0.0
+
+
+@dataclass
+class EngineThread:
+    """Owns an engine in one thread that sleeps while there is nothing to do.
+
+    `deliver` and `on_crash` are called in that thread; `deliver` gets all events of a step at once.
+    """
+
+    engine: Engine
+    deliver: Callable[[list[Event]], None]
+    on_crash: Callable[[BaseException], None]
+    clock: BusyClock = field(default_factory=lambda: BusyClock(None))
+    _wake: threading.Condition = field(default_factory=threading.Condition)
+    _inbox: deque[Callable[[], None]] = field(default_factory=deque)
+    _closed: bool = False
+    _thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request; its events arrive through `deliver`."""
+        self._post(lambda: self.engine.add(request))
+
+    def cancel(self, request: GenerationRequest) -> None:
+        """Forget a request."""
+        self._post(lambda: self.engine.cancel(request))
+
+    def call(self, function: Callable[[Engine], T]) -> Future[T]:
+        """Run `function` on the engine between two steps; the future holds what it returned or raised."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function(self.engine))
+            except Exception as error:
+                future.set_exception(error)
+
+        self._post(run)
+        return future
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Stop after the current step; requests that are left are dropped."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            if self._closed:
+                raise RuntimeError("the engine has stopped")
+            self._inbox.append(command)
+            self._wake.notify()
+
+    def _run(self) -> None:
+        try:
+            while self._serve_commands():
+                if not self.engine.has_work():
+                    continue
+                start, version = time.time(), self.engine.version
+                events = self.engine.step()
+                self.clock.add(start, time.time(), version)
+                if events:
+                    self.deliver(events)
+        except BaseException as error:
+            self._closed = True
+            self.on_crash(error)
+        finally:
+            self.clock.flush()
+
+    def _serve_commands(self) -> bool:
+        """Take what was posted, waiting for it when the engine is idle; False when the thread should end."""
+        if not self._inbox and not self._closed and not self.engine.has_work():
+            with self._wake:
+                if not self._wake.wait_for(self._has_news, IDLE_GAP_S):
+                    self.clock.flush()
+                    self._wake.wait_for(self._has_news)
+        while self._inbox:
+            self._inbox.popleft()()
+        return not self._closed
+
+    def _has_news(self) -> bool:
+        return bool(self._inbox) or self._closed
+
+
+def resolve_allowed(weight_dir: str, allowed: list[Path]) -> Path:
+    """The real path of `weight_dir` if it lies below one of `allowed`, symbolic links and `..` resolved.
+
+    Raises `PermissionError` otherwise, whether or not the directory exists.
+    """
+    path = Path(weight_dir).resolve()
+    if not any(path.is_relative_to(root.resolve()) for root in allowed):
+        raise PermissionError(
+            f"{weight_dir} is not below inference.output_dir or inference.weight_dirs: add its parent to weight_dirs"
+        )
+    return path

@@ -1,0 +1,104 @@
+"""From tokens to text: while they come, up to a stop string, and tool calls in it."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Decode = Callable[[list[int], bool], str]
+"""`decode(token_ids, skip_special_tokens)`."""
+
+UNFINISHED = "�"
+TOOL_OPEN, TOOL_CLOSE = "<tool_call>", "</tool_call>"
+
+
+def build_decode(tokenizer: PreTrainedTokenizerBase) -> Decode:
+    """The tokenizer's decoder, without the detours of its wrapper where it has a Rust core."""
+    core = getattr(tokenizer, "backend_tokenizer", None)
+    if core is not None and not tokenizer.clean_up_tokenization_spaces:
+        return lambda ids, skip: str(core.decode(ids, skip_special_tokens=skip))
+    return lambda ids, skip: str(tokenizer.decode(ids, skip_special_tokens=skip))
+
+
+@dataclass
+class Detokenizer:
+    """Turns tokens into text piece by piece; a character split over tokens appears when it is whole.
+
+    The pieces joined are the text of all tokens (but for a character that never became whole).
+    """
+
+    decode: Decode
+    skip_special: bool = True
+    _context: list[int] = field(default_factory=list)
+    _fresh: list[int] = field(default_factory=list)
+    _shown: int = 0
+
+    def add(self, token: int) -> str:
+        """The text that `token` completes."""
+        self._fresh.append(token)
+        text = self.decode(self._context + self._fresh, self.skip_special)
+        # An incomplete character shows as one replacement mark, and only at the very end.
+        whole = not text.endswith(UNFINISHED)
+        piece = text[self._shown : len(text) if whole else -1]
+        self._shown += len(piece)
+        if whole:
+            # Decoders that join words look one token back, so the last piece stays as context.
+            self._context, self._fresh = self._fresh, []
+            self._shown = len(self.decode(self._context, self.skip_special))
+        return piece
+
+
+@dataclass
+class StopWatch:
+    """Watches the text of one completion for stop strings."""
+
+    detokenizer: Detokenizer
+    stops: tuple[str, ...]
+    include_stop: bool = False
+    text: str = ""
+
+    def add(self, token: int, active: bool) -> str | None:
+        """The stop string that `token` completed while `active`; `text` then ends where the answer ends."""
+        piece = self.detokenizer.add(token)
+        old = len(self.text)
+        self.text += piece
+        if not piece or not active:
+            return None
+        hits = []
+        for stop in self.stops:
+            at = self.text.find(stop, max(old - len(stop) + 1, 0))
+            if at >= 0:
+                hits.append((at, stop))
+        if not hits:
+            return None
+        at, stop = min(hits)
+        self.text = self.text[: at + len(stop) if self.include_stop else at]
+        return stop
+
+
+def parse_tool_calls(text: str) -> tuple[str | None, list[dict[str, Any]]]:
+    """Split off calls written as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes).
+
+    Returns the text before the first call (None when there is none) and the calls in OpenAI's shape. A block that is
+    no such JSON leaves the whole text as it is: half a call is an answer, not a call.
+    """
+    head, *blocks = text.split(TOOL_OPEN)
+    calls = []
+    for block in blocks:
+        try:
+            call = json.loads(block.split(TOOL_CLOSE)[0])
+            name, arguments = call["name"], call.get("arguments", {})
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
+            return text or None, []
+        if not isinstance(name, str):
+            return text or None, []
+        raw = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        function = {"name": name, "arguments": raw}
+        calls.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
+    return (head if head.strip() or not calls else None) or None, calls
