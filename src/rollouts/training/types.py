@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -125,3 +127,38 @@ class RolloutBatch(msgspec.Struct):
             samples=samples,
             group_indices=[s.group_index if s.group_index is not None else i for i, s in enumerate(samples)],
         )
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How a rollout manager fills a batch. `batch_size` counts groups of `n_samples_per_prompt` samples."""
+
+    batch_size: int
+    n_samples_per_prompt: int = 1
+    over_sampling_factor: float = 1.0
+    generate_fn: Callable[..., Any] | None = None
+    reward_fn: Callable[[Sample], Any] | None = None
+    filter_fn: Callable[[list[Sample]], bool] | None = None
+
+    def __post_init__(self) -> None:
+        if self.batch_size <= 0:
+            raise ValueError(f"batch_size {self.batch_size} must be at least 1 group")
+        if self.n_samples_per_prompt <= 0:
+            raise ValueError(f"n_samples_per_prompt {self.n_samples_per_prompt} must be at least 1")
+        if self.over_sampling_factor < 1.0:
+            raise ValueError(f"over_sampling_factor {self.over_sampling_factor} must be at least 1.0")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The numbers; functions have no place in a file."""
+        names = ("batch_size", "n_samples_per_prompt", "over_sampling_factor")
+        return {name: getattr(self, name) for name in names}
+
+    @staticmethod
+    def from_dict(
+        data: dict[str, Any],
+        generate_fn: Callable[..., Any] | None = None,
+        reward_fn: Callable[[Sample], Any] | None = None,
+        filter_fn: Callable[[list[Sample]], bool] | None = None,
+    ) -> RolloutConfig:
+        """The inverse of `to_dict`, with the functions given anew."""
+        return RolloutConfig(**data, generate_fn=generate_fn, reward_fn=reward_fn, filter_fn=filter_fn)

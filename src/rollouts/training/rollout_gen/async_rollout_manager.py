@@ -1,0 +1,324 @@
+"""Batches of scored groups, generated concurrently: over-sampled waves, or a stream bounded by a slot budget."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import math
+from collections import deque
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import Any
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+
+from rollouts.training.datasets.data_buffer import DataBuffer
+from rollouts.training.rollout_gen.groups import GroupAssembler
+from rollouts.training.types import RolloutBatch, RolloutConfig, Sample, Status
+
+STATE_VERSION = 1
+MAX_INCOMPLETE_TRIES = 3
+REJECTED_BATCHES = 10  # batches' worth of groups dropped in a row before we stop hoping
+GenerateGroup = Callable[[int, Any], Awaitable[list[Sample]]]
+
+
+class GroupDropped(Exception):
+    """Raised by a group's generator: this prompt yields nothing to train on, for the reason given."""
+
+
+class RolloutStarvedError(RuntimeError):
+    """Too many groups in a row were dropped; `reasons` counts why."""
+
+    def __init__(self, streak: int, reasons: dict[str, int]) -> None:
+        self.reasons = reasons
+        listed = ", ".join(f"{reason} ({count})" for reason, count in sorted(reasons.items()))
+        super().__init__(f"{streak} groups in a row gave nothing to train on; all drops so far: {listed}")
+
+
+class AsyncRolloutManager:
+    """Draws prompts, generates groups of `n_samples_per_prompt` samples, scores, filters, and emits them in order.
+
+    `config.batch_size` counts groups: a batch holds batch_size * n_samples_per_prompt samples. Without `slots` each
+    `generate_batch` runs a wave of ceil(needed * over_sampling_factor) groups and caches the surplus. With `slots`,
+    inside `async with manager`, groups are generated all the time: a slot is charged when a prompt is drawn and
+    freed when its group is dropped, or by `release(version)` once the batch it went into was trained on. With
+    (L + 1) * batch_size slots, no sample is more than L versions old when its batch is trained.
+
+    `generate_group(group_index, prompt)` makes a whole group; without it `config.generate_fn([prompt], **kwargs)` is
+    called once per sample, and is told `seed` if it takes that name. Runs under asyncio and trio.
+    """
+
+    def __init__(
+        self,
+        data_buffer: DataBuffer,
+        config: RolloutConfig,
+        *,
+        generate_group: GenerateGroup | None = None,
+        slots: int | None = None,
+        max_rejected_groups: int | None = None,
+        seed: int = 0,
+        rollout_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        if generate_group is None and config.generate_fn is None:
+            raise ValueError("RolloutConfig.generate_fn must be provided")
+        if slots is not None and slots < config.batch_size:
+            raise ValueError(f"slots {slots} must hold at least one batch of {config.batch_size} groups")
+        self.data_buffer = data_buffer
+        self.config = config
+        self.slots = slots
+        self.max_rejected_groups = max_rejected_groups or REJECTED_BATCHES * config.batch_size
+        self.seed = seed
+        self.rollout_kwargs = rollout_kwargs or {}
+        self.step_count = 0
+        self.groups = GroupAssembler()
+        self._generate_group = generate_group or self._generate_samples
+        self._unreleased: deque[tuple[int, int]] = deque()  # (step, groups) of batches whose version is not live
+        self._reward_fn = config.reward_fn
+        self._tasks: anyio.abc.TaskGroup | None = None
+        self._running: dict[int, anyio.CancelScope] = {}
+        self._changed = anyio.Event()
+        self._error: BaseException | None = None
+        self._abort_requested = False
+
+    async def __aenter__(self) -> AsyncRolloutManager:
+        if self.slots is not None:
+            self._tasks = anyio.create_task_group()
+            await self._tasks.__aenter__()
+            self._refill()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        if self._tasks is None:
+            return None
+        tasks, self._tasks = self._tasks, None
+        tasks.cancel_scope.cancel()
+        return await tasks.__aexit__(kind, error, trace)
+
+    @property
+    def num_slots_used(self) -> int:
+        """Groups that are open, plus those in batches whose version is not live yet."""
+        return self.groups.num_open + sum(groups for _, groups in self._unreleased)
+
+    async def generate_batch(self, reward_fn: Callable[[Sample], Any] | None = None) -> RolloutBatch:
+        """The next batch of groups, in index order; `reward_fn` overrides the config's for groups begun by this call.
+
+        Raises `RolloutStarvedError` when groups keep being dropped, `RuntimeError` once after `request_abort`, and
+        whatever a generator raised; finished groups are kept and unfinished prompts run again on the next call.
+        """
+        if self.slots is None:
+            samples = await self._generate_wave(reward_fn)
+        elif reward_fn is not None:
+            raise ValueError("with slots, groups start before generate_batch is called: put reward_fn into the config")
+        else:
+            samples = await self._next_in_stream()
+        self.step_count += 1
+        if self.slots is not None:
+            self._unreleased.append((self.step_count, self.config.batch_size))
+            self._refill()
+        metadata = {"epoch_id": self.data_buffer.epoch_id, "step_id": self.step_count}
+        return RolloutBatch.from_samples(samples, metadata)
+
+    def release(self, version: int) -> None:
+        """Batches up to `version` are trained on and their weights are live: their slots may be used again."""
+        while self._unreleased and self._unreleased[0][0] <= version:
+            self._unreleased.popleft()
+        self._refill()
+
+    def request_abort(self) -> None:
+        """Stop what is being generated; the `generate_batch` under way raises. With nothing under way: nothing."""
+        if self._running:
+            self._abort_requested = True
+            for scope in self._running.values():
+                scope.cancel()
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-ready state; taken in mid-generation it says that running groups are to be run again."""
+        return {
+            "version": STATE_VERSION,
+            "buffer_state": self.data_buffer.save_state(),
+            "step_count": self.step_count,
+            **self.groups.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken. Its batches count as released: a resumed run has their weights."""
+        if state.get("version") != STATE_VERSION:
+            raise ValueError(f"rollout state has version {state.get('version')}, this code reads {STATE_VERSION}")
+        if self._running:
+            raise RuntimeError("load the state before generation starts")
+        self.data_buffer.load_state(state["buffer_state"])
+        self.step_count = state["step_count"]
+        self.groups.load_state_dict(state)
+        self._unreleased.clear()
+
+    async def _generate_wave(self, reward_fn: Callable[[Sample], Any] | None) -> list[Sample]:
+        """Run waves until a batch is ready, and wait for the last one whole: its surplus is cached."""
+        self._reward_fn = reward_fn or self.config.reward_fn
+        size = self.config.batch_size
+        while self._failure() is None and (self.groups.num_ready < size or self.groups.returned):
+            needed = max(size - self.groups.num_ready, 0)
+            wave = math.ceil(needed * self.config.over_sampling_factor - 1e-9)
+            async with anyio.create_task_group() as tasks:
+                for _ in range(max(wave, len(self.groups.returned))):
+                    self._start_group(tasks)
+        self._raise_failure()
+        return self._take()
+
+    async def _next_in_stream(self) -> list[Sample]:
+        if self._tasks is None:
+            raise RuntimeError("a manager with slots generates inside `async with manager`")
+        self._raise_failure()
+        self._refill()  # after a failure, this begins again
+        while (ready := self._take_or_none()) is None:
+            self._raise_failure()
+            await self._changed.wait()
+        return ready
+
+    def _refill(self) -> None:
+        """Start a group for every free slot; returned groups hold theirs already."""
+        if self._tasks is None or self.slots is None or self._failure() is not None:
+            return
+        while self.groups.returned or self.num_slots_used < self.slots:
+            self._start_group(self._tasks)
+
+    def _start_group(self, tasks: anyio.abc.TaskGroup) -> None:
+        fresh = not self.groups.returned
+        group_index, position = self.groups.draw(self.data_buffer.position)
+        prompt = self.data_buffer.get_prompts(1)[0] if fresh else self.data_buffer.prompt_at(position)
+        scope = self._running[group_index] = anyio.CancelScope()
+        tasks.start_soon(self._run_group, group_index, prompt, scope)
+
+    async def _run_group(self, group_index: int, prompt: Any, scope: anyio.CancelScope) -> None:
+        """Generate, score, filter; whatever happens, the group ends as ready, dropped or returned."""
+        try:
+            with scope:
+                samples = await self._generate_group(group_index, prompt)
+                _stamp(samples, group_index)
+                await self._score(samples)
+                reason = self._rejection(samples)
+                if reason is None:
+                    self.groups.finish(group_index, samples)
+                else:
+                    self.groups.drop(group_index, reason)
+        except GroupDropped as drop:
+            self.groups.drop(group_index, str(drop))
+        except Exception as error:
+            self._error = self._error or error
+            for other in self._running.values():
+                other.cancel()
+        finally:
+            if group_index in self.groups.in_flight:
+                self.groups.give_back(group_index)
+            del self._running[group_index]
+            self._wake()
+        self._refill()
+
+    async def _score(self, samples: list[Sample]) -> None:
+        if self._reward_fn is None:
+            return
+        for sample in samples:
+            reward = self._reward_fn(sample)
+            sample.reward = float(await reward if inspect.isawaitable(reward) else reward)
+
+    def _rejection(self, samples: list[Sample]) -> str | None:
+        """Name of the filter that refuses the group, or None."""
+        if not samples:
+            return "empty"
+        accept = self.config.filter_fn
+        if accept is None or accept(samples):
+            return None
+        return getattr(accept, "__name__", "filter_fn")
+
+    async def _generate_samples(self, group_index: int, prompt: Any) -> list[Sample]:
+        """A group from the documented per-sample `generate_fn`; tried again when a sample is missing or aborted."""
+        n = self.config.n_samples_per_prompt
+        answers: list[list[Sample]] = [[] for _ in range(n)]
+
+        async def fill(index: int) -> None:
+            for _ in range(MAX_INCOMPLETE_TRIES):
+                answers[index] = await self._call_generate_fn(prompt, sample_seed(self.seed, group_index, index))
+                if len(answers[index]) == 1 and answers[index][0].status != Status.ABORTED:
+                    answers[index][0].validate()
+                    return
+            raise GroupDropped("incomplete")
+
+        await _gather([(fill, index) for index in range(n)])
+        return [answer[0] for answer in answers]
+
+    async def _call_generate_fn(self, prompt: Any, seed: int) -> list[Sample]:
+        function = self.config.generate_fn
+        assert function is not None
+        kwargs = dict(self.rollout_kwargs)
+        if "seed" in inspect.signature(function).parameters:
+            kwargs.setdefault("seed", seed)
+        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+            result = await function([prompt], **kwargs)
+        else:
+            result = await anyio.to_thread.run_sync(lambda: function([prompt], **kwargs))
+        return list(await result if inspect.isawaitable(result) else result)
+
+    def _failure(self) -> BaseException | None:
+        """What the next `generate_batch` has to raise."""
+        if self._error is not None:
+            return self._error
+        if self._abort_requested:
+            return RuntimeError("Abort requested during batch generation")
+        if self.groups.rejected_streak >= self.max_rejected_groups:
+            return RolloutStarvedError(self.groups.rejected_streak, dict(self.groups.drops))
+        return None
+
+    def _raise_failure(self) -> None:
+        """Raise it once; a later call starts afresh with what was kept."""
+        failure = self._failure()
+        if failure is None or self._running:
+            return
+        self._error, self._abort_requested, self.groups.rejected_streak = None, False, 0
+        raise failure
+
+    def _take(self) -> list[Sample]:
+        taken = self._take_or_none()
+        assert taken is not None, "a finished wave leaves no group open"
+        return taken
+
+    def _take_or_none(self) -> list[Sample] | None:
+        groups = self.groups.take(self.config.batch_size)
+        return None if groups is None else [sample for group in groups for sample in group]
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+
+def sample_seed(run_seed: int, group_index: int, index: int) -> int:
+    """Seed of one sample's randomness: the same whatever runs beside it; 53 bits, so JSON numbers carry it."""
+    digest = hashlib.blake2b(f"{run_seed}/{group_index}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 11
+
+
+async def _gather(calls: list[tuple[Callable[..., Awaitable[None]], int]]) -> None:
+    """Run all; the first error is raised as itself, not in a group of errors."""
+    first: list[Exception] = []
+
+    async def guarded(call: Callable[..., Awaitable[None]], argument: int, tasks: anyio.abc.TaskGroup) -> None:
+        try:
+            await call(argument)
+        except Exception as error:
+            first.append(error)
+            tasks.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as tasks:
+        for call, argument in calls:
+            tasks.start_soon(guarded, call, argument, tasks)
+    if first:
+        raise first[0]
+
+
+def _stamp(samples: list[Sample], group_index: int) -> None:
+    for index, sample in enumerate(samples):
+        sample.group_index = group_index
+        if sample.index is None:
+            sample.index = index
