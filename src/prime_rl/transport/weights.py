@@ -21,7 +21,8 @@ SCHEMA = 1
 MANIFEST_FILE = "manifest.json"
 WEIGHTS_FILE = "model.safetensors"
 TEMPLATE_FILE = "chat_template.jinja"
-COPIED_FILES = (
+CONFIG_FILES = ("generation_config.json",)
+TOKENIZER_FILES = (
     "tokenizer*",
     "*tokens*.json",
     "vocab.*",
@@ -29,7 +30,6 @@ COPIED_FILES = (
     "*.model",
     "*.jinja",
     "chat_template.json",
-    "generation_config.json",
 )
 
 
@@ -72,12 +72,13 @@ def publish_weights(
     model_dir: Path,
     *,
     num_layers: int | None = None,
+    tokenizer_dir: Path | None = None,
     chat_template: str | None = None,
 ) -> Path:
     """Publish `root/step_N`: safetensors, the config and tokenizer of `model_dir`, and `manifest.json`.
 
-    `num_layers` is written into the config when layers were cut; `chat_template` replaces that of `model_dir`. The
-    result is what `AutoModelForCausalLM.from_pretrained` and engines read.
+    `num_layers` is written into the config when layers were cut; `tokenizer_dir` and `chat_template` replace what
+    `model_dir` has. The result is what `AutoModelForCausalLM.from_pretrained` and engines read.
     """
 
     def write(directory: Path) -> None:
@@ -88,15 +89,20 @@ def publish_weights(
         dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in held.values()}
         config = adapt_config(json.loads((model_dir / "config.json").read_text(encoding="utf-8")), dtypes, num_layers)
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for path in sorted(model_dir.iterdir()):
-            if path.is_file() and any(fnmatch(path.name, pattern) for pattern in COPIED_FILES):
-                shutil.copyfile(path, directory / path.name)
+        _copy(model_dir, directory, CONFIG_FILES)
+        _copy(tokenizer_dir or model_dir, directory, TOKENIZER_FILES)
         if chat_template is not None:
             (directory / TEMPLATE_FILE).write_text(chat_template, encoding="utf-8")
         manifest = Manifest(SCHEMA, step, describe_tensors(held))
         (directory / MANIFEST_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
 
     return publish_step(Path(root), step, write)
+
+
+def _copy(source: Path, directory: Path, patterns: tuple[str, ...]) -> None:
+    for path in sorted(source.iterdir()):
+        if path.is_file() and any(fnmatch(path.name, pattern) for pattern in patterns):
+            shutil.copyfile(path, directory / path.name)
 
 
 def adapt_config(config: dict[str, Any], dtypes: set[str], num_layers: int | None) -> dict[str, Any]:

@@ -1,0 +1,96 @@
+"""Optimizers and learning-rate schedules from their configs, and float32 masters for a model in a narrower format."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from prime_rl.trainer.config import (
+    AdamConfig,
+    ConstantSchedulerConfig,
+    LinearSchedulerConfig,
+    OptimConfig,
+    SchedulerConfig,
+)
+
+Schedule = Callable[[int], float]
+
+
+def build_optimizer(config: OptimConfig, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """AdamW or SGD over `parameters`, fused on CPU and GPU alike."""
+    if isinstance(config, AdamConfig):
+        return torch.optim.AdamW(
+            parameters,
+            lr=config.lr,
+            betas=(config.betas1, config.betas2),
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+    return torch.optim.SGD(
+        parameters,
+        lr=config.lr,
+        momentum=config.momentum,
+        nesterov=config.nesterov,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+
+def build_schedule(config: SchedulerConfig, lr: float, max_steps: int | None) -> Schedule:
+    """The factor on `lr` in step n = 1, 2, ..., max_steps.
+
+    Warm-up: n / warmup_steps. linear: 1, then in the last `decay_steps` steps straight down to min_lr in the last.
+    cosine: min + (1 - min) (1 + cos(pi p)) / 2 with p from 0 after the warm-up to 1 in the last step.
+    """
+    if isinstance(config, ConstantSchedulerConfig):
+        return lambda step: 1.0
+    low = config.min_lr / lr if lr else 1.0
+    warmup = config.warmup_steps
+    last = max_steps if max_steps is not None else math.inf
+    decay = config.decay_steps if isinstance(config, LinearSchedulerConfig) else last - warmup
+
+    def factor(step: int) -> float:
+        if step <= warmup:
+            return low + (1 - low) * step / warmup
+        progress = min(1.0, 1 - (last - step) / decay) if decay and last - step < decay else 0.0
+        if isinstance(config, LinearSchedulerConfig):
+            return 1 - (1 - low) * progress
+        return low + (1 - low) * (1 + math.cos(math.pi * progress)) / 2
+
+    return factor
+
+
+class MasterWeights:
+    """float32 copies that the optimizer steps, for a model that computes in a narrower format.
+
+    Each micro-batch's gradient is added to the master's in float32 as soon as it is there, so that accumulation
+    loses nothing and the narrow gradients never exist together.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self.by_name: dict[str, Tensor] = {
+            name: p.detach().float().clone().requires_grad_() for name, p in model.named_parameters()
+        }
+        model.to(dtype)
+        self._pairs = [(p, self.by_name[name]) for name, p in model.named_parameters()]
+        for parameter, master in self._pairs:
+            parameter.register_post_accumulate_grad_hook(_add_gradient_to(master))
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Round the masters into the model."""
+        for parameter, master in self._pairs:
+            parameter.copy_(master)
+
+
+def _add_gradient_to(master: Tensor) -> Callable[[Tensor], None]:
+    def hook(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        gradient = parameter.grad.float()
+        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        parameter.grad = None
+
+    return hook

@@ -1,0 +1,112 @@
+"""How fast a trainer is: where the seconds go, tokens per second, model FLOPs against the device's peak, memory."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig
+
+WINDOW_STEPS = 10
+BF16_PEAKS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+"""Dense bf16 FLOP/s by data sheet, for the part of the device name that identifies it."""
+
+
+class Stopwatch:
+    """Seconds per part of the current step, each reported as an interval when it ends."""
+
+    def __init__(self, report: Callable[[str, float, float], None]) -> None:
+        self.report = report
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, what: str) -> Iterator[None]:
+        """Time a part; parts of the same name add up."""
+        start = time.time()
+        try:
+            yield
+        finally:
+            end = time.time()
+            self.seconds[what] = self.seconds.get(what, 0.0) + end - start
+            self.report(what, start, end)
+
+    def lap(self) -> dict[str, float]:
+        """The seconds of the step as metrics `time/<what>`, and start anew."""
+        metrics = {f"time/{what}": seconds for what, seconds in self.seconds.items()}
+        self.seconds = {}
+        return metrics
+
+
+class PerfCounter:
+    """Throughput and model FLOP utilisation over the last steps."""
+
+    def __init__(self, model: CausalLM, device: torch.device, dtype: torch.dtype) -> None:
+        self.config = model.config
+        self.num_matmul_parameters = count_matmul_parameters(model)
+        self.peak = find_peak_flops(device, dtype)
+        self.device = device
+        self._window: deque[tuple[int, float, float]] = deque(maxlen=WINDOW_STEPS)
+
+    def observe(self, lengths: Sequence[int], seconds: float) -> dict[str, float]:
+        """Add a step that trained sequences of these lengths in so many seconds; returns `perf/...` metrics."""
+        flops = compute_train_flops(self.config, self.num_matmul_parameters, lengths)
+        self._window.append((sum(lengths), flops, seconds))
+        tokens, flops, seconds = (sum(column) for column in zip(*self._window, strict=True))
+        throughput = tokens / max(seconds, 1e-9)
+        return {
+            "perf/throughput": throughput,
+            "perf/throughput_per_gpu": throughput,
+            "perf/mfu": 100 * flops / max(seconds, 1e-9) / self.peak,
+            "perf/peak_memory": peak_memory_gib(self.device),
+        }
+
+
+def count_matmul_parameters(model: CausalLM) -> int:
+    """Parameters that every token is multiplied with: matrices and the head, not the embedding look-up."""
+    inside = sum(p.numel() for p in model.model.layers.parameters() if p.ndim == 2)
+    return inside + model.lm_head.weight.numel()
+
+
+def compute_train_flops(config: DecoderConfig, num_matmul_parameters: int, lengths: Sequence[int]) -> float:
+    """Forward and backward: 6 per parameter and token, and 12 L h d per pair of tokens that see each other, n^2 / 2."""
+    width = config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    return 6.0 * num_matmul_parameters * sum(lengths) + 12.0 * width * sum(n * n / 2 for n in lengths)
+
+
+def find_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of the device by data sheet for bf16 on a known GPU, otherwise the best measured matrix product."""
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        name = torch.cuda.get_device_name(device)
+        for part, peak in BF16_PEAKS.items():
+            if part in name:
+                return peak
+    return measure_peak_flops(device, dtype)
+
+
+def measure_peak_flops(device: torch.device, dtype: torch.dtype, size: int = 384, repeats: int = 5) -> float:
+    """The fastest of a few square matrix products (some milliseconds on a CPU)."""
+    if device.type == "cuda":
+        size = 8192
+    a = torch.ones(size, size, device=device, dtype=dtype)
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        a @ a
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return 2.0 * size**3 / best
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory used so far: of the GPU's allocator, or resident in this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

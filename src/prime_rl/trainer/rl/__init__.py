@@ -1,0 +1,1 @@
+"""The RL trainer: batches of samples in, policy versions out."""

@@ -1,0 +1,1 @@
+"""Machines that hold parameters: gradients in, optimizer steps and checkpoints out."""

@@ -1,0 +1,114 @@
+"""The one optimizer step: scale by the global count, accumulate, clip, step, schedule, and survive a bad gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MAX_SKIPPED = 5
+"""So many steps in a row without a finite gradient, and training stops."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one step did: the gradient's norm before clipping, the learning rate, and why it was skipped, if it was."""
+
+    step: int
+    grad_norm: float
+    lr: float
+    skipped: str | None = None
+
+
+class OptimizerStep:
+    """Accumulates gradients of one optimizer's parameters and applies them.
+
+    `schedule(n)` is the factor on each group's own learning rate in step n, counted from 1. `max_norm` bounds the
+    global gradient norm (None: no bound). `after_step` runs when parameters have changed, to copy them elsewhere.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        schedule: Callable[[int], float] | None = None,
+        max_norm: float | None = None,
+        after_step: Callable[[], None] | None = None,
+        max_skipped: int = MAX_SKIPPED,
+    ) -> None:
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self.max_norm = max_norm
+        self.after_step = after_step
+        self.max_skipped = max_skipped
+        self.num_steps = 0
+        self.num_skipped = 0
+        self.base_lrs: list[float] = [group["lr"] for group in optimizer.param_groups]
+        self._skipped_in_a_row = 0
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Everything that is stepped, in the optimizer's order."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def backward(self, loss_sum: Tensor, global_count: float) -> None:
+        """Add the gradient of `loss_sum / global_count`; the count is that of the whole step, over all ranks."""
+        if not global_count > 0:
+            raise ValueError(f"a step needs at least one token with loss, the global count is {global_count}")
+        (loss_sum / global_count).backward()
+
+    def step(self) -> StepReport:
+        """Clip, step and clear the gradients.
+
+        A gradient that is not finite leaves parameters and moments alone; after `max_skipped` such steps in a row
+        `FloatingPointError` is raised.
+        """
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        grad_norm = float(norm)
+        if not torch.isfinite(norm):
+            return self.skip(f"the gradient is not finite (norm {grad_norm})", grad_norm)
+        if self.max_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.max_norm, norm)
+        lr = self._begin()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._skipped_in_a_row = 0
+        if self.after_step is not None:
+            self.after_step()
+        return StepReport(self.num_steps, grad_norm, lr)
+
+    def skip(self, reason: str, grad_norm: float = 0.0) -> StepReport:
+        """Let a step pass without an update; schedules go on, because they count steps of the run."""
+        lr = self._begin()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.num_skipped += 1
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row >= self.max_skipped:
+            raise FloatingPointError(
+                f"{self._skipped_in_a_row} steps in a row were skipped, the last because {reason}: "
+                "look at the data, lower optim.lr or optim.max_norm"
+            )
+        return StepReport(self.num_steps, grad_norm, lr, reason)
+
+    def state(self) -> dict[str, int]:
+        """Counters that a checkpoint has to keep beside parameters and moments."""
+        return {
+            "num_steps": self.num_steps,
+            "num_skipped": self.num_skipped,
+            "skipped_in_a_row": self._skipped_in_a_row,
+        }
+
+    def load_state(self, state: dict[str, int]) -> None:
+        """The inverse of `state`."""
+        self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
+        self._skipped_in_a_row = state["skipped_in_a_row"]
+
+    def _begin(self) -> float:
+        """Count the step and set its learning rate; returns that of the first group."""
+        self.num_steps += 1
+        factor = 1.0 if self.schedule is None else self.schedule(self.num_steps)
+        for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+            group["lr"] = base * factor
+        return float(self.optimizer.param_groups[0]["lr"])

@@ -1,0 +1,204 @@
+"""Samples to micro-batches: shift once, pack whole sequences, balance the work over ranks; pure and without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from rollouts.training.types import Sample
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+T = TypeVar("T", int, float)
+
+QUADRATIC_COST = 1 / 12288
+"""Attention FLOPs of a token per token it sees, over its matrix-product FLOPs: 1 / (12 hidden size), here of 1024."""
+
+MIN_TOKENS = 4
+"""Packs of fewer tokens are filled up as tensors, because a product of fewer rows rounds differently."""
+
+
+@dataclass
+class MicroBatch:
+    """Whole sequences side by side in one row of tokens; every stream is aligned to `labels`.
+
+        tokens of two samples    5 9 7 3 | 4 6
+        input_ids                5 9 7 3   4 6
+        positions                0 1 2 3   0 1
+        labels                   9 7 3 0   6 0      the next token; nothing follows the last one
+        loss_mask                0 1 1 0   1 0      of the label, so 0 at the last position
+
+    `sample_ids` are indices into the list that was packed; a filler that keeps ranks in step has none.
+    """
+
+    input_ids: list[int]
+    positions: list[int]
+    labels: list[int]
+    loss_mask: list[float]
+    advantages: list[float]
+    inference_logprobs: list[float]
+    temperature: list[float]
+    teacher_logprobs: list[float] | None
+    lengths: list[int]
+    sample_ids: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of real samples."""
+        return len(self.input_ids) if self.sample_ids else 0
+
+    @property
+    def loss_count(self) -> float:
+        """Sum of the loss mask: this micro-batch's share of the global count."""
+        return sum(self.loss_mask)
+
+    def to_tensors(self, device: torch.device | str = "cpu") -> TensorBatch:
+        """The same as tensors, with a masked sequence appended when there are fewer than `MIN_TOKENS` tokens."""
+        import torch
+
+        def ints(values: list[int]) -> Tensor:
+            return torch.tensor(values + [0] * pad, dtype=torch.int64).to(device)
+
+        def floats(values: list[float], fill: float = 0.0) -> Tensor:
+            return torch.tensor(values + [fill] * pad, dtype=torch.float32).to(device)
+
+        pad = MIN_TOKENS if len(self.input_ids) < MIN_TOKENS else 0
+        lengths = self.lengths + ([pad] if pad else [])
+        return TensorBatch(
+            input_ids=ints(self.input_ids),
+            positions=torch.cat([torch.arange(n) for n in lengths]).to(device),
+            labels=ints(self.labels),
+            loss_mask=floats(self.loss_mask),
+            advantages=floats(self.advantages),
+            inference_logprobs=floats(self.inference_logprobs),
+            temperature=floats(self.temperature, 1.0),
+            teacher_logprobs=None if self.teacher_logprobs is None else floats(self.teacher_logprobs),
+            sequence=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device),
+            lengths=lengths,
+        )
+
+
+@dataclass(frozen=True)
+class TensorBatch:
+    """A `MicroBatch` on a device; `sequence` numbers the sequence each token belongs to."""
+
+    input_ids: Tensor
+    positions: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    advantages: Tensor
+    inference_logprobs: Tensor
+    temperature: Tensor
+    teacher_logprobs: Tensor | None
+    sequence: Tensor
+    lengths: list[int]
+
+
+def pack_samples(
+    samples: Sequence[Sample],
+    seq_len: int,
+    num_ranks: int = 1,
+    *,
+    rows: int = 1,
+    quadratic_cost: float = QUADRATIC_COST,
+) -> list[list[MicroBatch]]:
+    """Micro-batches per rank, as many for each rank, of at most `rows * seq_len` tokens and only whole sequences.
+
+    Samples go to ranks by cost, the most expensive first and each to the rank with least so far; a rank packs its own
+    by length, so that neighbours need little padding. The result depends on the arguments alone. `ValueError` for a
+    sample longer than `seq_len`, one without tokens and one whose temperature is not above 0.
+    """
+    if seq_len < 1 or num_ranks < 1 or rows < 1:
+        raise ValueError(f"seq_len {seq_len}, num_ranks {num_ranks} and rows {rows} must be at least 1")
+    for i, sample in enumerate(samples):
+        _check_sample(i, sample, seq_len)
+    lengths = [len(sample.tokens) for sample in samples]
+    shares = assign_ranks(lengths, num_ranks, quadratic_cost)
+    packs = [_pack_by_length(share, lengths, rows * seq_len) for share in shares]
+    _even_out(packs, lengths)
+    has_teacher = any(sample.teacher_logprobs is not None for sample in samples)
+    out = [[_build(samples, pack, has_teacher) for pack in rank] for rank in packs]
+    assert sum(micro.num_tokens for rank in out for micro in rank) == sum(lengths), "packing lost or invented tokens"
+    return out
+
+
+def assign_ranks(lengths: Sequence[int], num_ranks: int, quadratic_cost: float = QUADRATIC_COST) -> list[list[int]]:
+    """Indices per rank with nearly equal cost, where a sequence of n tokens costs n + quadratic_cost n^2."""
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    load = [0.0] * num_ranks
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        rank = min(range(num_ranks), key=lambda r: (load[r], len(shares[r]), r))
+        shares[rank].append(i)
+        load[rank] += lengths[i] + quadratic_cost * lengths[i] ** 2
+    return shares
+
+
+def _check_sample(index: int, sample: Sample, seq_len: int) -> None:
+    sample.validate()
+    if len(sample.tokens) > seq_len:
+        raise ValueError(
+            f"sample {index} has {len(sample.tokens)} tokens but seq_len is {seq_len}: "
+            "raise seq_len, or generate fewer tokens (sampling.max_tokens)"
+        )
+    if not sample.temperature > 0:
+        raise ValueError(
+            f"sample {index} was drawn at temperature {sample.temperature}, whose log-probs cannot be trained on: "
+            "set sampling.temperature above 0"
+        )
+
+
+def _pack_by_length(share: list[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Next-fit over indices that come longest first."""
+    packs: list[list[int]] = []
+    room = 0
+    for i in share:
+        if not packs or lengths[i] > room:
+            packs.append([])
+            room = capacity
+        packs[-1].append(i)
+        room -= lengths[i]
+    return packs
+
+
+def _even_out(packs: list[list[list[int]]], lengths: Sequence[int]) -> None:
+    """Give every rank the same number of packs, in place: split the fullest, or add empty ones when none can be.
+
+    Ranks run collectives per micro-batch, so they must agree on how many there are.
+    """
+    most = max(len(rank) for rank in packs)
+    for rank in packs:
+        while len(rank) < most:
+            widest = max(
+                range(len(rank)), key=lambda k: (len(rank[k]) > 1, sum(lengths[i] for i in rank[k])), default=-1
+            )
+            if widest < 0 or len(rank[widest]) < 2:
+                rank.append([])
+                continue
+            pack = rank[widest]
+            rank[widest : widest + 1] = [pack[: len(pack) // 2], pack[len(pack) // 2 :]]
+
+
+def _build(samples: Sequence[Sample], pack: list[int], has_teacher: bool) -> MicroBatch:
+    """Lay the samples of one pack side by side; an empty pack becomes one masked token."""
+    micro = MicroBatch([], [], [], [], [], [], [], [] if has_teacher else None, [], list(pack))
+    for sample in [samples[i] for i in pack] or [Sample(prompt="", tokens=[0], loss_mask=[0.0])]:
+        n = len(sample.tokens)
+        micro.input_ids += sample.tokens
+        micro.positions += range(n)
+        micro.labels += _shifted(sample.tokens, 0)
+        micro.loss_mask += _shifted(sample.loss_mask or [0.0] * n, 0.0)
+        micro.advantages += _shifted(sample.advantages or [0.0] * n, 0.0)
+        micro.inference_logprobs += _shifted(sample.inference_logprobs or [0.0] * n, 0.0)
+        micro.temperature += [sample.temperature] * n
+        micro.lengths.append(n)
+        if micro.teacher_logprobs is not None:
+            micro.teacher_logprobs += _shifted(sample.teacher_logprobs or [0.0] * n, 0.0)
+    return micro
+
+
+def _shifted(stream: list[T], last: T) -> list[T]:
+    """The stream of the next token at every position."""
+    return [*stream[1:], last]
