@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig, init_weights, tensor_names
 
@@ -55,15 +55,26 @@ def load_decoder(
         if num_layers > config.num_hidden_layers:
             raise ValueError(f"model.debug.num_layers is {num_layers} but {model_dir} has {config.num_hidden_layers}")
         config = replace(config, num_hidden_layers=num_layers)
-    with torch.device("meta"):
-        model = CausalLM(config)
-    model = model.to(dtype).to_empty(device=device)
-    if config.tie_word_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight  # to_empty gave each its own storage
+    model = _build_empty(config, dtype, device)
     if random_init:
         init_weights(model, seed)
     else:
         fill_weights(model, read_tensors(model_dir), ignore_layers_from=num_layers, source=str(model_dir))
+    return model
+
+
+def _build_empty(config: DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+    """A decoder whose parameters hold no values yet; torch's own initialisation would cost seconds and be thrown away.
+
+    `Module.to_empty` would do, but it imports torch's compiler (a second of start-up) and unties the head.
+    """
+    with torch.device("meta"):
+        model = CausalLM(config)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device)))
+    if config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
     return model
 
 
