@@ -120,7 +120,7 @@ class Draft:
             self._set(parent, key, parent[key] if isinstance(_get(parent, key), dict) else {})
             self.sources[".".join(path)] = source
             self.merge(value, label, path)
-        elif shape.kind == "dict" and isinstance(value, dict):
+        elif shape.kind in ("dict", "any") and isinstance(value, dict):
             self._set(parent, key, parent[key] if isinstance(_get(parent, key), dict) else {})
             if not value:
                 self.sources[".".join(path)] = source
@@ -146,6 +146,8 @@ class Draft:
                 given = " ".join(given)
             elif isinstance(value, str):
                 value = read_text(value, shape)
+            elif shape.kind == "any":
+                value = _unset_none(value)
         except ValueError as error:
             raise wrong_value(path, given, source, str(error), None, shape) from None
         if shape.kind in ("section", "list", "dict") and isinstance(value, dict if shape.kind != "list" else list):
@@ -224,6 +226,15 @@ class Draft:
         key = ".".join(path)
         for known in [k for k in self.sources if k == key or k.startswith(key + ".")]:
             del self.sources[known]
+
+
+def _unset_none(value: Any) -> Any:
+    """Lists in free-form tables: "None" stands for None there too. (Tables are read key by key.)"""
+    if isinstance(value, list):
+        return [_unset_none(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _unset_none(item) for key, item in value.items()}
+    return None if value == "None" else value
 
 
 def _get(node: Any, key: Any) -> Any:

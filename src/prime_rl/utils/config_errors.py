@@ -82,8 +82,8 @@ def explain(error: ErrorDetails | Mapping[str, Any], shape: Shape | None) -> tup
 
 def wrong_value(path: KeyPath, value: Any, source: str, problem: str, cure: str | None, shape: Shape) -> ConfigError:
     """The error for a value that does not fit its key."""
-    key = ".".join(path)
-    if cure is None and "must be" in problem:
+    key = ".".join(path[:-1] if path[-1].isdigit() and len(path) > 1 else path)
+    if cure is None and problem.removeprefix("must be ") in EXPECTED.values():
         allowed_none = ' (or "None" for unset)' if shape.optional and shape.kind != "any" else ""
         sample = EXAMPLES.get(shape.describe().split("|")[0])
         write = f"--{key} {sample}" if source == COMMAND_LINE else f"{key} = {sample}"

@@ -44,7 +44,6 @@ class Row:
     name: str
     type: str
     value: str
-    source: str
     meaning: str
 
 
@@ -65,7 +64,7 @@ def render_help(prog: str, config_cls: type[BaseModel], config: BaseModel | None
     )
     blocks = [f"usage: {prog} [@ FILE.toml ...] [--KEY VALUE ...] [--dry-run] [--debug] [--help]", summary]
     blocks += _introduction(prog, *_examples(config_cls))
-    blocks += ["\n".join(_group_lines(group, with_source=config is not None)) for group in groups]
+    blocks += ["\n".join(_group_lines(group)) for group in groups]
     return "\n\n".join(blocks)
 
 
@@ -103,7 +102,7 @@ def _groups(
             below += _section_groups(field, shape, value, (*path, name), sources)
         else:
             source = describe_source((*path, name), sources)
-            rows.append(_row(name, field, shape, value, "" if source == "default" else source))
+            rows.append(_row(name, field, shape, value, source))
     yield Group(title, meaning, rows)
     yield from below
 
@@ -152,12 +151,12 @@ def _row(name: str, field: FieldInfo, shape: Shape, value: Any, source: str) -> 
             meaning += f" One of: {', '.join(map(str, shape.choices))}."
     shown = "(required)" if value is REQUIRED else "unset" if value is None else render_value(value)
     shown = shown if len(shown) <= VALUE_WIDTH else shown[: VALUE_WIDTH - 3] + "..."
-    return Row(name, kind, shown, source, meaning)
+    return Row(name, kind, shown, meaning if source == "default" else f"({source}) {meaning}")
 
 
-def _group_lines(group: Group, with_source: bool) -> Iterator[str]:
+def _group_lines(group: Group) -> Iterator[str]:
     yield from textwrap.wrap(f"{group.title}  {group.meaning}", WIDTH, subsequent_indent="    ")
-    columns = [[row.name, row.type, row.value, *([row.source] if with_source else [])] for row in group.rows]
+    columns = [[row.name, row.type, row.value] for row in group.rows]
     widths = [max(map(len, column)) for column in zip(*columns, strict=True)]
     for row, cells in zip(group.rows, columns, strict=True):
         left = "  " + "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))

@@ -129,7 +129,7 @@ def child(shape: Shape, name: str) -> Shape | None:
         return shapes[0] if shapes else None
     if shape.kind == "list":
         return shape.item if name.isdigit() else None
-    return shape.item if shape.kind == "dict" else shape if shape.kind == "any" else None
+    return shape.item if shape.kind == "dict" else shape_of(Any) if shape.kind == "any" else None
 
 
 def all_keys(shape: Shape, prefix: KeyPath = (), depth: int = 6) -> list[str]:
@@ -145,11 +145,11 @@ def all_keys(shape: Shape, prefix: KeyPath = (), depth: int = 6) -> list[str]:
     return keys
 
 
-def suggest(word: str, known: Iterable[str]) -> str | None:
+def suggest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The known word that was probably meant."""
     choices = list(known)
     lowered = {choice.lower(): choice for choice in reversed(choices)}
-    close = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=cutoff)
     return lowered[close[0]] if close else None
 
 
@@ -162,4 +162,4 @@ def suggest_key(key: str, shape: Shape) -> str | None:
     if near:
         return ".".join((*section, near))
     homes = [known for known in keys if known.split(".")[-1] == last]
-    return min(homes, key=len) if homes else suggest(key, keys)
+    return min(homes, key=len) if homes else suggest(key, keys, cutoff=0.75)

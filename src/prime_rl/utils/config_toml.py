@@ -36,8 +36,7 @@ def render_value(value: Any) -> str:
         return "{" + ", ".join(f"{_key(str(key))} = {render_value(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple | set | frozenset):
         return "[" + ", ".join(render_value(item) for item in value) + "]"
-    # JSON and TOML agree on strings, except that TOML wants DEL escaped too.
-    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+    return _quote(str(value))
 
 
 def describe_source(path: KeyPath, sources: Mapping[str, str]) -> str:
@@ -75,4 +74,9 @@ def _bare(path: KeyPath) -> KeyPath:
 
 
 def _key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name)
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _quote(name)
+
+
+def _quote(text: str) -> str:
+    """A string in TOML, which agrees with JSON except that DEL must be escaped and surrogates do not exist."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

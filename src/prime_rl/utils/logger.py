@@ -47,9 +47,11 @@ def setup_logger(process: str, log: LogConfig, log_dir: Path | None = None) -> N
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
     same = path is not None and _is_output(path)
-    logger.add(sys.stdout, level=level, format=LINE, colorize=colours, filter=None if same else _is_for_terminal)
+    # diagnose would print the values of variables into tracebacks, secrets included.
+    shown = None if same else _is_for_terminal
+    logger.add(sys.stdout, level=level, format=LINE, colorize=colours, filter=shown, diagnose=False)
     if path is not None and not same:
-        logger.add(path, level=level, format=LINE, colorize=False)
+        logger.add(path, level=level, format=LINE, colorize=False, diagnose=False)
     _pass_on_standard_logging()
 
 

@@ -155,7 +155,9 @@ def _show_help(prog: str, config_cls: type[Config], argv: Sequence[str], summary
         config, _ = parse_argv(config_cls, argv, prog)
     except ConfigError as error:
         problem = error if argv else None
-    shown = config if config and config.provenance else None
+    # Without files, options and variables the defaults say more than what validators made of them.
+    given = config and any(not source.startswith("shared key") for source in config.provenance.values())
+    shown = config if given else None
     sys.stdout.write(colour(render_help(prog, config_cls, shown, summary)) + "\n")
     return _show_error(problem) if problem else 0
 
