@@ -1,0 +1,1 @@
+"""The trainer for supervised fine-tuning, on the optimizer step of the RL trainer."""
