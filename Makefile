@@ -6,6 +6,7 @@
 
 PY := .venv/bin/python
 STAMP := .venv/.installed
+UNUSED := /site-packages/(transformers/models/[^_aq]|torch/testing/|.*/tests?/)
 
 # A copied or moved checkout would go on running the sources of the old place: install again.
 ifneq "$(shell cat $(STAMP) 2>/dev/null)" "$(CURDIR)"
@@ -33,9 +34,11 @@ $(STAMP): pyproject.toml constraints.txt
 	echo "==> .venv: a virtual environment of $$("$$found" --version)"; \
 	$(PY) -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || "$$found" -m venv --clear .venv
 	@echo "==> installing this package and what it needs, versions of constraints.txt (minutes when nothing is cached)"
-	@$(PY) -m pip install --disable-pip-version-check --progress-bar off -e '.[dev]' -c constraints.txt \
+	@$(PY) -m pip install --disable-pip-version-check --no-compile --progress-bar off -e '.[dev]' -c constraints.txt \
 	  > .venv/install.log 2>&1 \
 	  || { grep -v '^WARNING' .venv/install.log | tail -n 15; echo "error: pip failed, all of it: .venv/install.log"; exit 1; } >&2
+	@echo "==> compiling it on all cores (pip would take one, and models and tests that nobody imports)"
+	@$(PY) -m compileall -q -j 0 -x '$(UNUSED)' "$(CURDIR)/.venv/lib" >> .venv/install.log 2>&1 || true
 	@printf '%s\n' "$(CURDIR)" > $(STAMP)
 	@echo "==> ready: . .venv/bin/activate && rl --help"
 
