@@ -23,7 +23,7 @@ from rollouts.training.agent_integration import Rollout, Turn
 from rollouts.training.types import Status
 
 VERIFIERS_RANGE = ">=0.1.9.post3,<0.1.11"
-PERMANENT = ("OverlongPrompt",)  # failures that another seed does not cure
+PERMANENT = ("OverlongPrompt", "APITimeoutError")  # failures that another try does not cure
 Row = dict[str, Any]
 
 
@@ -145,8 +145,9 @@ class VerifiersEnvironment:
 
 
 def _import_environment(env_id: str, search_dirs: Sequence[Path] | None) -> tuple[ModuleType, str]:
-    name = re.sub(r"@.*", "", env_id).split("/")[-1].replace("-", "_")
-    if not name.isidentifier():
+    parts = re.fullmatch(r"(?:[\w.-]+/)?([A-Za-z_][\w-]*)(?:@[\w.]+)?", env_id)
+    name = parts.group(1).replace("-", "_") if parts else ""
+    if not name:
         raise ValueError(f"environment {env_id!r} is not a name: write it like reverse-text or org/reverse-text")
     tried = []
     for root in search_dirs if search_dirs is not None else _default_search_dirs():
@@ -269,6 +270,9 @@ def _to_rollout(row: Row, result: Any, args: dict[str, Any], scoring_error: Exce
         known.status, (known.error_type, known.error) = Status.FAILED, failure
         return known
     known.completion = result["completion"]
+    known.stop_reason = result.get("stop_condition")
+    if result["trajectory"][-1]["response"].choices[0].finish_reason == "length":
+        known.stop_reason = "length"
     known.turns = [turn for step in result["trajectory"] if (turn := _to_turn(step)) is not None]
     known.num_turns = len(result["trajectory"])
     known.reward = float(result["reward"])
@@ -276,7 +280,6 @@ def _to_rollout(row: Row, result: Any, args: dict[str, Any], scoring_error: Exce
     if errors := result.get("reward_errors"):
         known.error_type, known.error = "RewardError", "; ".join(errors)
     known.status = Status.TRUNCATED if result["is_truncated"] else Status.COMPLETED
-    known.stop_reason = result.get("stop_condition")
     known.generation_ms = result["timing"]["generation_ms"]
     known.scoring_ms = result["timing"]["scoring_ms"]
     return known

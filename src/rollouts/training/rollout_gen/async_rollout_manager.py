@@ -44,7 +44,8 @@ class AsyncRolloutManager:
     `generate_batch` runs a wave of ceil(needed * over_sampling_factor) groups and caches the surplus. With `slots`,
     inside `async with manager`, groups are generated all the time: a slot is charged when a prompt is drawn and
     freed when its group is dropped, or by `release(version)` once the batch it went into was trained on. With
-    (L + 1) * batch_size slots, no sample is more than L versions old when its batch is trained.
+    (L + 1) * batch_size slots, no sample is more than L versions old when its batch is trained. `max_batches` ends
+    the stream: no group is begun that could only go into a later batch.
 
     `generate_group(group_index, prompt)` makes a whole group; without it `config.generate_fn([prompt], **kwargs)` is
     called once per sample, and is told `seed` if it takes that name. Runs under asyncio and trio.
@@ -57,6 +58,7 @@ class AsyncRolloutManager:
         *,
         generate_group: GenerateGroup | None = None,
         slots: int | None = None,
+        max_batches: int | None = None,
         max_rejected_groups: int | None = None,
         seed: int = 0,
         rollout_kwargs: dict[str, Any] | None = None,
@@ -68,6 +70,7 @@ class AsyncRolloutManager:
         self.data_buffer = data_buffer
         self.config = config
         self.slots = slots
+        self._max_groups = None if max_batches is None else max_batches * config.batch_size
         self.max_rejected_groups = max_rejected_groups or REJECTED_BATCHES * config.batch_size
         self.seed = seed
         self.rollout_kwargs = rollout_kwargs or {}
@@ -182,8 +185,11 @@ class AsyncRolloutManager:
         """Start a group for every free slot; returned groups hold theirs already."""
         if self._tasks is None or self.slots is None or self._failure() is not None:
             return
-        while self.groups.returned or self.num_slots_used < self.slots:
+        while self.groups.returned or (self.num_slots_used < self.slots and not self._is_last_drawn()):
             self._start_group(self._tasks)
+
+    def _is_last_drawn(self) -> bool:
+        return self._max_groups is not None and self.groups.num_emitted + self.groups.num_open >= self._max_groups
 
     def _start_group(self, tasks: anyio.abc.TaskGroup) -> None:
         fresh = not self.groups.returned

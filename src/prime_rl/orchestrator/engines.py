@@ -1,0 +1,84 @@
+"""The inference servers before the first request: reachable, at the right version, and enough sockets for them."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import anyio
+import msgspec
+from loguru import logger
+
+from prime_rl.orchestrator.config import OrchestratorConfig
+from prime_rl.utils.client import InferenceClient
+from rollouts.training.steps import step_path
+from rollouts.training.weight_sync import PrimeEngine, sync_weights_to_engines
+
+if TYPE_CHECKING:
+    from prime_rl.utils.config import ClientConfig
+
+CHECK_EVERY_S = 0.2
+SPARE_FILES = 128
+
+
+def build_engines(config: ClientConfig) -> list[PrimeEngine]:
+    """The control side of every server of the client."""
+    headers = dict(config.headers)
+    if key := os.environ.get(config.api_key_var):
+        headers.setdefault("authorization", f"Bearer {key}")
+    return [PrimeEngine(url, headers=headers) for url in config.base_url]
+
+
+async def prepare_engines(
+    config: OrchestratorConfig, clients: Sequence[InferenceClient], engines: Sequence[PrimeEngine], version: int
+) -> None:
+    """Wait until every server is ready, then bring those that hold another version to `version`."""
+    versions: list[int | None] = [await wait_until_ready(client, config.inference_timeout) for client in clients]
+    for engine, held in zip(engines, versions, strict=True):
+        if held is None or held == version:
+            continue
+        logger.info(f"{engine} holds version {held}: loading version {version}")
+        if version == 0:
+            await engine.reload_weights()
+        else:
+            await sync_weights_to_engines([engine], str(step_path(config.output_dir / "weights", version)))
+
+
+async def wait_until_ready(client: InferenceClient, timeout_s: float) -> int | None:
+    """Version that a server reports at /health once it answers; raises `TimeoutError` naming its address."""
+    root = client.copy(base_url=client.root_url)
+    problem = "no answer"
+    logger.info(f"Waiting for the inference server at {client.root_url}")
+    with anyio.move_on_after(timeout_s):
+        while True:
+            try:
+                health = msgspec.json.decode(await root.request("GET", "/health", timeout_s=5.0))
+            except msgspec.DecodeError:
+                return None  # another kind of server: it is there, and tells no version
+            except Exception as error:
+                problem = str(error)
+            else:
+                return health.get("version") if isinstance(health, dict) else None
+            await anyio.sleep(CHECK_EVERY_S)
+    raise TimeoutError(
+        f"the inference server at {client.root_url} was not ready within {timeout_s:g} s ({problem}): "
+        "start it, or set client.base_url"
+    )
+
+
+def ensure_open_files(config: OrchestratorConfig) -> None:
+    """Every rollout in flight holds a socket: raise the soft limit of open files, or say how to."""
+    in_flight = (config.max_async_level + 1) * config.batch_size
+    needed = min(in_flight, config.max_concurrent or in_flight) + SPARE_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    wanted = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if wanted < needed:
+        logger.warning(
+            f"{needed} rollouts and files may be open at once but the limit is {wanted}: "
+            f"run `ulimit -n {needed}` first, or set max_concurrent = {max(wanted - SPARE_FILES, 1)}"
+        )

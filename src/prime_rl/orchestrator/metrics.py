@@ -1,0 +1,131 @@
+"""What a step was like: advantages onto samples, numbers for the metrics file, rows for the samples file."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from statistics import fmean
+from typing import Any
+
+from prime_rl.orchestrator.config import AdvantageConfig
+from rollouts.training.advantages import Baseline, compute_group_advantages
+from rollouts.training.types import Sample, Status
+
+Rollout = list[Sample]  # the samples of one rollout: several where a turn's prompt did not extend the last
+
+
+def split_groups(samples: Iterable[Sample]) -> list[list[Rollout]]:
+    """Groups of rollouts of samples, by the indices that every sample carries."""
+    groups: dict[int | None, dict[int | None, Rollout]] = defaultdict(lambda: defaultdict(list))
+    for sample in samples:
+        groups[sample.group_index][sample.index].append(sample)
+    return [list(rollouts.values()) for rollouts in groups.values()]
+
+
+def assign_advantages(samples: list[Sample], config: AdvantageConfig | None) -> None:
+    """Give every trained token the advantage of its rollout within its group; other tokens carry 0."""
+    baseline: Baseline = "none"
+    if config is not None:
+        baseline = "length_weighted" if config.length_weighted_mean else config.baseline
+    for group in split_groups(samples):
+        advantages = compute_group_advantages(
+            [rollout[0].reward for rollout in group],
+            baseline=baseline,
+            std=config is not None and config.std_norm,
+            lengths=[sum(sample.response_length for sample in rollout) for rollout in group],
+        )
+        for rollout, advantage in zip(group, advantages, strict=True):
+            for sample in rollout:
+                sample.advantages = [advantage if mask > 0 else 0.0 for mask in sample.loss_mask]
+
+
+def drop_overlong(samples: list[Sample], seq_len: int) -> list[Sample]:
+    """Samples the trainer can take. Those with more than `seq_len` tokens are marked truncated, never cut."""
+    for sample in samples:
+        if len(sample.tokens) > seq_len:
+            sample.status, sample.stop_reason = Status.TRUNCATED, "seq_len"
+    return [sample for sample in samples if len(sample.tokens) <= seq_len]
+
+
+def compute_batch_metrics(samples: list[Sample], *, step: int, version: int, num_kept: int) -> dict[str, float]:
+    """Numbers of one batch; every rollout counts once, `batch/overlong` is the share of samples over seq_len."""
+    groups = split_groups(samples)
+    rollouts = [rollout for group in groups for rollout in group]
+    rewards = [[rollout[0].reward for rollout in group] for group in groups]
+    metrics: dict[str, float] = {
+        "reward/mean": fmean(rollout[0].reward for rollout in rollouts),
+        "batch/solve_none": fmean(max(group) <= 0 for group in rewards),
+        "batch/solve_all": fmean(min(group) >= 1 for group in rewards),
+        "batch/effective_batch_size": fmean(max(group) > min(group) for group in rewards),
+        "batch/async_level": float(max(step - 1 - version, 0)),
+        "batch/overlong": 1.0 - num_kept / len(samples),
+        "progress/problems": float(len(groups)),
+        "progress/samples": float(len(rollouts)),
+        "progress/tokens": float(sum(len(sample.tokens) for sample in samples)),
+        "progress/ckpt_step": float(version),
+    }
+    staleness = [max(step - 1 - version_of, 0) for sample in samples for _, version_of in sample.versions]
+    for name, values in [*_lengths(rollouts), ("batch/off_policy_level", map(float, staleness))]:
+        metrics |= _summary(name, list(values))
+    return metrics | _by_environment(rollouts) | _environment_metrics(rollouts)
+
+
+def compute_error_metrics(errors: dict[str, int], num_rollouts: int) -> dict[str, float]:
+    """Rollouts that failed, as a share of all (`error/mean`) and by type of error."""
+    failed = sum(count for kind, count in errors.items() if kind != "RewardError")
+    share = failed / (num_rollouts + failed) if num_rollouts + failed else 0.0
+    return {"error/mean": share, **{f"error/{kind}": float(count) for kind, count in sorted(errors.items())}}
+
+
+def sample_rows(samples: list[Sample]) -> Iterator[dict[str, Any]]:
+    """One row per sample for `samples.jsonl`."""
+    for sample in samples:
+        yield {
+            "env": sample.metadata.get("env"),
+            "group_index": sample.group_index,
+            "index": sample.index,
+            "prompt": sample.prompt,
+            "completion": sample.response,
+            "reward": sample.reward,
+            "advantage": sample.advantages[sample.loss_mask.index(1.0)] if sample.advantages else None,
+            "metrics": sample.metadata.get("metrics", {}),
+            "status": sample.status.value,
+            "stop_reason": sample.stop_reason,
+            "error": sample.error,
+            "versions": sample.versions,
+            "tokens": sample.tokens,
+            "loss_mask": [int(mask) for mask in sample.loss_mask],
+            "logprobs": sample.inference_logprobs,
+        }
+
+
+def _lengths(rollouts: list[Rollout]) -> Iterator[tuple[str, Iterable[float]]]:
+    for name in ("num_turns", "generation_ms", "scoring_ms"):
+        yield name, [float(rollout[0].metadata.get(name, 0.0)) for rollout in rollouts]
+    yield "seq_len", [float(sum(len(s.tokens) for s in rollout)) for rollout in rollouts]
+    yield "completion_len", [float(sum(s.response_length for s in rollout)) for rollout in rollouts]
+    yield "prompt_len", [float(rollout[0].loss_mask.index(1.0)) for rollout in rollouts]
+    yield "is_truncated", [float(any(s.status == Status.TRUNCATED for s in rollout)) for rollout in rollouts]
+
+
+def _by_environment(rollouts: list[Rollout]) -> dict[str, float]:
+    by_env: dict[str, list[float]] = defaultdict(list)
+    for rollout in rollouts:
+        by_env[str(rollout[0].metadata.get("env"))].append(rollout[0].reward)
+    shares = {f"batch/{env}": len(rewards) / len(rollouts) for env, rewards in by_env.items()}
+    return shares | {f"reward/{env}": fmean(rewards) for env, rewards in by_env.items()}
+
+
+def _environment_metrics(rollouts: list[Rollout]) -> dict[str, float]:
+    """Mean of each of the environments' own metrics over the rollouts that have it."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for rollout in rollouts:
+        for name, value in rollout[0].metadata.get("metrics", {}).items():
+            values[f"metrics/{name}"].append(value)
+    return {name: fmean(found) for name, found in values.items()}
+
+
+def _summary(name: str, values: list[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    return {f"{name}/mean": fmean(values), f"{name}/max": max(values), f"{name}/min": min(values)}

@@ -1,0 +1,117 @@
+"""From a published version to engines that hold it, and to freed slots."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import anyio
+from loguru import logger
+
+from prime_rl.transport.watch import wait_for
+from rollouts.training.steps import complete_steps, is_complete, step_path
+from rollouts.training.weight_sync import InferenceEngine, WeightSyncError, sync_weights_to_engines
+
+REMIND_S = 60.0
+
+
+class WeightRelay:
+    """Waits for `weights/step_N`, lets every engine load it, and tells `on_live(N)` once all of them hold it.
+
+        trainer publishes N -> notification -> engines load, answers verified -> version = N -> slots of batch N free
+
+    Intermediate versions that were overtaken are skipped. When versions appear for batches that were never sent, the
+    trainer trains on something else: this is said once, and slots no longer wait for it. In a resumed run such
+    versions are leftovers of the interrupted one, and are not looked at.
+    """
+
+    def __init__(
+        self,
+        weights_dir: Path,
+        engines: Sequence[InferenceEngine],
+        *,
+        version: int,
+        on_live: Callable[[int], None],
+        timeout_s: float,
+        log_timeline: Callable[[str, float, float, int], None],
+    ) -> None:
+        self.weights_dir = Path(weights_dir)
+        self.engines = engines
+        self.version = version
+        self.unread = False
+        self.update_s = 0.0  # of the last update
+        self._on_live = on_live
+        self._timeout_s = timeout_s
+        self._log_timeline = log_timeline
+        self._num_sent = version
+        self._resumed = version > 0
+        self._waiting_since: float | None = None
+        self._changed = anyio.Event()
+
+    async def run(self) -> None:
+        """Relay versions until cancelled. Raises `WeightSyncError`, or `TimeoutError` when the trainer is silent."""
+        while True:
+            try:
+                step = await wait_for(
+                    self._newest, self.weights_dir, timeout_s=REMIND_S, what=f"weights of step {self.version + 1}"
+                )
+            except TimeoutError:
+                self._check_patience()
+                continue
+            await self.load(step)
+
+    async def load(self, step: int) -> None:
+        """Make `step` live in every engine; a directory that is pruned meanwhile is left to the next look."""
+        path, start = step_path(self.weights_dir, step), time.time()
+        try:
+            await sync_weights_to_engines(self.engines, str(path))
+        except WeightSyncError:
+            if is_complete(path):
+                raise
+            return
+        self.version, self.update_s = step, time.time() - start
+        self._waiting_since = time.monotonic() if self._num_sent > step else None
+        self._log_timeline("update_weights", start, time.time(), step)
+        if step > self._num_sent and not self.unread:
+            self.unread = True
+            logger.warning(
+                f"batches unread: version {step} was published when {self._num_sent} batches had been sent, "
+                f"so the trainer does not train on them (fake data, or weights of another run in {self.weights_dir})"
+            )
+        self._on_live(self._num_sent if self.unread else step)
+        self._wake()
+
+    def sent(self, step: int) -> None:
+        """Batch `step` is on its way: version `step` is due."""
+        self._num_sent = step
+        self._waiting_since = self._waiting_since or time.monotonic()
+        if self.unread:
+            self._on_live(step)
+
+    async def wait_version(self, step: int) -> None:
+        """Return when version `step` is live, or at once when nobody reads our batches."""
+        while self.version < step and not self.unread:
+            await self._changed.wait()
+
+    def _newest(self) -> int | None:
+        """The newest version to load, or None while there is nothing new."""
+        last = self._num_sent if self._resumed else math.inf
+        steps = [step for step in complete_steps(self.weights_dir) if self.version < step <= last]
+        return steps[-1] if steps else None
+
+    def _check_patience(self) -> None:
+        """Remind, and at last give up, while a version is due and does not come."""
+        if self._waiting_since is None or self.unread:
+            return
+        waited = time.monotonic() - self._waiting_since
+        wanted = f"version {self.version + 1} in {self.weights_dir}"
+        if waited > self._timeout_s:
+            raise TimeoutError(f"waited {waited:.0f} s for {wanted}: the trainer is not running or stuck")
+        if waited >= REMIND_S:
+            logger.warning(f"waiting for the trainer since {waited:.0f} s: {wanted}")
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
