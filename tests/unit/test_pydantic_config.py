@@ -132,7 +132,7 @@ def test_another_type_drops_what_lower_layers_said_for_the_old_one(tmp_path: Pat
     file = write(tmp_path / "a.toml", "[optim]\nbetas1 = 0.7\nlr = 2")
     assert parse("@", file, "--optim.type", "sgd").optim == SGDConfig(lr=2)
     assert parse("--optim.momentum", "0", "--optim.type", "sgd", "@", file).optim == SGDConfig(lr=2, momentum=0)
-    with pytest.raises(ConfigError, match=r"unknown option --optim\.betas1"):
+    with pytest.raises(ConfigError, match=r"betas1 does not belong to optim.type = sgd"):
         parse("--optim.betas1", "0", "--optim.type", "sgd")
 
 
@@ -405,6 +405,20 @@ def test_help_with_a_wrong_file_shows_both(monkeypatch: pytest.MonkeyPatch, caps
     assert run_tiny(monkeypatch, "--help", "@", "none.toml") == 2
     shown = capsys.readouterr()
     assert "max_steps" in shown.out and "none.toml" in shown.err
+
+
+def test_variables_do_not_reach_the_processes_that_a_command_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["tiny"])
+    monkeypatch.setenv("PRIME_LR", "0.25")
+    monkeypatch.setenv("PRIME_API_KEY", "secret")
+    seen = {}
+
+    def run(config: TinyConfig) -> None:
+        seen.update(os.environ, lr=str(config.lr))
+
+    with pytest.raises(SystemExit):
+        run_command("tiny", TinyConfig, run, summary="")
+    assert seen["lr"] == "0.25" and seen["PRIME_API_KEY"] == "secret" and "PRIME_LR" not in seen
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from prime_rl.utils.config_errors import explain, fail, name_key, unknown_key, wrong_value
-from prime_rl.utils.config_keys import KeyPath, Shape, child, section_shape, variant
+from prime_rl.utils.config_errors import COMMAND_LINE, explain, fail, name_key, unknown_key, wrong_value
+from prime_rl.utils.config_keys import KeyPath, Shape, child, fields_of, section_shape, variant
 
 Label = Callable[[KeyPath], str]
 TRUE_WORDS = ("true", "yes", "on", "1")
@@ -23,11 +23,11 @@ class Text(str):
 
 
 def read_json(text: str) -> Any:
-    """JSON typed as an option's value; raises ValueError with the cure."""
+    """JSON typed as an option's value; raises ValueError with the problem and the cure."""
     try:
         return json.loads(text)
     except ValueError as error:
-        raise ValueError(f"is not valid JSON ({error}); strings need double quotes") from None
+        raise ValueError(f"is not valid JSON: {error}", "strings and keys in JSON need double quotes") from None
 
 
 def read_any(text: str) -> Any:
@@ -52,17 +52,17 @@ def read_text(text: str, shape: Shape) -> Any:
         return [found] if shape.kind == "list" and isinstance(found, dict) else found
     if shape.kind == "list":
         if shape.item and shape.item.kind in ("section", "dict"):
-            raise ValueError(
-                'must be JSON such as \'[{"id": "x"}]\', or be given key by key with an index, as in --list.0.key x'
-            )
+            inner = next(iter(fields_of(shape.item)), "key")
+            raise ValueError("is a list of sections", f"give JSON, or key by key with an index: {{key}}.0.{inner}")
         return [Text(part.strip()) for part in text.split(",") if part.strip()]
-    if shape.kind == "section" and shape.optional and text.lower() in TRUE_WORDS + FALSE_WORDS:
-        return {} if text.lower() in TRUE_WORDS else None
+    if shape.kind == "section":
+        if shape.optional and text.lower() in TRUE_WORDS + FALSE_WORDS:
+            return {} if text.lower() in TRUE_WORDS else None
+        inner = next(iter(fields_of(shape)), "key")
+        raise ValueError("is a section, not a single value", f"give JSON, or key by key: {{key}}.{inner}")
     key, equals, value = text.partition("=")
-    if shape.kind == "section" or not equals:
-        raise ValueError(
-            "must be a table: JSON, or single keys" if shape.kind == "section" else "must be JSON or key=value"
-        )
+    if not equals:
+        raise ValueError("is a table, not a single value", "give JSON, or {key} name=value")
     return {key.strip(): Text(value)}
 
 
@@ -142,14 +142,16 @@ class Draft:
         given = value
         try:
             if isinstance(value, list) and value and all(isinstance(item, Text) for item in value):
+                given = " ".join(value)
                 value = _read_tokens(value, shape)
-                given = " ".join(given)
             elif isinstance(value, str):
                 value = read_text(value, shape)
             elif shape.kind == "any":
                 value = _unset_none(value)
         except ValueError as error:
-            raise wrong_value(path, given, source, str(error), None, shape) from None
+            problem, cure = error.args
+            cure = cure.replace("{key}", ("--" if source == COMMAND_LINE else "") + ".".join(path))
+            raise wrong_value(path, given, source, problem, cure, shape) from None
         if shape.kind in ("section", "list", "dict") and isinstance(value, dict if shape.kind != "list" else list):
             return value
         if shape.kind == "list" and value is not None and not isinstance(value, dict):
@@ -181,9 +183,7 @@ class Draft:
         if not isinstance(node, list):
             return part
         if int(part) > len(node):
-            raise fail(
-                f"{name_key(path, source)}: the list has {len(node)} entries", f"the next free index is {len(node)}"
-            )
+            raise fail(f"{name_key(path, source)}: the list ends before", f"the next free index is {len(node)}")
         return int(part)
 
     @staticmethod

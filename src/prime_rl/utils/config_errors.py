@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
-from prime_rl.utils.config_keys import KeyPath, Shape, child, suggest, suggest_key, variant
+from prime_rl.utils.config_keys import KeyPath, Shape, child, field_shape, fields_of, suggest, suggest_key, variant
 
 COMMAND_LINE = "CLI"
 EXPECTED = {
@@ -43,7 +43,7 @@ def fail(what: str, cure: str | None = None) -> ConfigError:
 
 def shorten(value: Any, limit: int = 60) -> str:
     """A value as it is shown in a message."""
-    text = repr(str(value) if isinstance(value, str) else value)
+    text = str(value).lower() if isinstance(value, bool) else repr(str(value) if isinstance(value, str) else value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
@@ -55,10 +55,32 @@ def name_key(path: KeyPath, source: str) -> str:
 
 def unknown_key(path: KeyPath, source: str, root: Shape, prog: str) -> ConfigError:
     """The error for a key that no section has."""
-    near = suggest_key(".".join(path), root)
     dashes = "--" if source == COMMAND_LINE else ""
-    cure = f"did you mean {dashes}{near}?" if near else f"`{prog} --help` lists every key"
+    if near := suggest_key(".".join(path), root):
+        cure = f"did you mean {dashes}{near}?"
+    elif len(path) > 1 and (beside := _keys_beside(path, root)):
+        cure = f"{'.'.join(path[:-1])} has {beside}"
+    else:
+        cure = f"`{prog} --help` lists every key"
     return fail(f"unknown {'option' if dashes else 'key'} {name_key(path, source)}", cure)
+
+
+def _keys_beside(path: KeyPath, root: Shape) -> str | None:
+    """The keys of the section that a wrong key was looked for in."""
+    shape: Shape | None = root
+    for part in path[:-1]:
+        shape = child(shape, part.replace("-", "_")) if shape else None
+    return ", ".join(fields_of(shape)) if shape and shape.kind == "section" else None
+
+
+def wrong_variant(path: KeyPath, source: str, section: Shape, chosen: Any) -> ConfigError:
+    """The error for a key that only another type of the section has."""
+    tag = f"{'.'.join(path[:-1])}.{section.tag}"
+    homes = [member for member in section.sections if path[-1] in member.model_fields]
+    types = [str(choice) for member in homes for choice in field_shape(member.model_fields[section.tag or ""]).choices]
+    return fail(
+        f"{name_key(path, source)} does not belong to {tag} = {chosen}", f"it needs {tag} = {' or '.join(types)}"
+    )
 
 
 def explain(error: ErrorDetails | Mapping[str, Any], shape: Shape | None) -> tuple[str, str | None]:
@@ -66,7 +88,7 @@ def explain(error: ErrorDetails | Mapping[str, Any], shape: Shape | None) -> tup
     kind, context = str(error["type"]), error.get("ctx") or {}
     if kind in BOUNDS:
         name, words = BOUNDS[kind]
-        return f"must be {words} {context[name]}", None
+        return f"must be {words} {context[name]:g}", None
     if kind in ("literal_error", "enum", "union_tag_invalid") and shape and shape.choices:
         near = suggest(str(error["input"]), map(str, shape.choices))
         return f"must be one of {', '.join(map(str, shape.choices))}", f"did you mean {near}?" if near else None
@@ -115,7 +137,9 @@ def translate(errors: list[ErrorDetails], root: Shape, sources: Mapping[str, str
     if error["type"] == "missing":
         found = fail(f"{key} is required and was not given", f"write --{key} VALUE, or {key} = VALUE in a file")
     elif error["type"] == "extra_forbidden":
-        found = unknown_key(path, source, root, prog)
+        section, chosen = key_of(error["loc"][:-1], root)[1], error["loc"][-2] if len(error["loc"]) > 1 else None
+        other = section.tag and path[-1] in fields_of(section)
+        found = wrong_variant(path, source, section, chosen) if other else unknown_key(path, source, root, prog)
     elif error["type"] in ("value_error", "assertion_error") and shape.kind == "section":
         problem = explain(error, shape)[0]
         found = ConfigError(f"{key}: {problem}" if key else problem)

@@ -20,9 +20,9 @@ VALUE_WIDTH = 26
 REQUIRED = object()
 COMMANDS = (
     ("@ base.toml @ more.toml", "read files: tables are merged, the later file wins"),
-    ("@ run.toml --{key} {value}", "options win over files, files over variables: {variable}={value}"),
+    ("@ run.toml --{key} {value}", "options > files > {variable}={value} > defaults"),
     ("--{section} @ part.toml", "read a file into one section"),
-    ("@ run.toml --dry-run", "print every resolved value and where it comes from, then stop"),
+    ("@ run.toml --dry-run", "print every value and where it comes from, then stop"),
     ("@ run.toml --help", "this page with the values of run.toml"),
 )
 SPELLINGS = (
@@ -62,7 +62,8 @@ def render_help(prog: str, config_cls: type[BaseModel], config: BaseModel | None
     groups = list(
         _groups(config_cls, config, (), f"Keys of {prog}", "written --KEY VALUE, or KEY = VALUE in a file", sources)
     )
-    blocks = [f"usage: {prog} [@ FILE.toml ...] [--KEY VALUE ...] [--dry-run] [--debug] [--help]", summary]
+    blocks = [f"usage: {prog} [@ FILE.toml ...] [--KEY VALUE ...] [--dry-run] [--debug] [--help]"]
+    blocks.append(textwrap.fill(summary, WIDTH))
     blocks += _introduction(prog, *_examples(config_cls))
     blocks += ["\n".join(_group_lines(group)) for group in groups]
     return "\n\n".join(blocks)
@@ -150,8 +151,14 @@ def _row(name: str, field: FieldInfo, shape: Shape, value: Any, source: str) -> 
         if len(shape.choices) > 1:
             meaning += f" One of: {', '.join(map(str, shape.choices))}."
     shown = "(required)" if value is REQUIRED else "unset" if value is None else render_value(value)
-    shown = shown if len(shown) <= VALUE_WIDTH else shown[: VALUE_WIDTH - 3] + "..."
-    return Row(name, kind, shown, meaning if source == "default" else f"({source}) {meaning}")
+    if len(shown) > VALUE_WIDTH:
+        shown = f"{shown[: VALUE_WIDTH // 3]}...{shown[-(VALUE_WIDTH - VALUE_WIDTH // 3 - 3) :]}"
+    return Row(name, kind, shown, meaning if source == "default" else f"({_short(source)}) {meaning}")
+
+
+def _short(source: str) -> str:
+    """Sources with the names of files alone: the whole paths stand in the command that asked for help."""
+    return ", ".join(part.rsplit("/", 1)[-1] for part in source.split(", "))
 
 
 def _group_lines(group: Group) -> Iterator[str]:

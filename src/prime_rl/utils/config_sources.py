@@ -73,7 +73,7 @@ def read_arguments(draft: Draft, argv: Sequence[str]) -> Arguments:
             options.append(option)
             position += 1 + used
         else:
-            raise _misplaced(draft, word)
+            raise _misplaced(draft, word, options[-1] if options else None)
     return Arguments(files, options)
 
 
@@ -103,9 +103,10 @@ def read_file(draft: Draft, prefix: KeyPath, name: str) -> None:
 def load_layers(name: str, above: tuple[Path, ...]) -> list[tuple[dict[str, Any], Callable[[KeyPath], str]]]:
     """The tables of a file and of what it inherits from, base first, each with a function from key to `file:line`."""
     path = Path(name).expanduser()
+    wanted_by = f" (from toml_files in {above[-1].name})" if above else ""
     if path.resolve() in above:
         raise fail(f"{name} inherits from itself through toml_files", "remove it from one of the toml_files lists")
-    text = _load_text(path, name)
+    text = _load_text(path, name + wanted_by)
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -195,13 +196,16 @@ def _section(draft: Draft, word: str) -> KeyPath:
     return located[0]
 
 
-def _misplaced(draft: Draft, word: str) -> ConfigError:
+def _misplaced(draft: Draft, word: str, last: Option | None) -> ConfigError:
     if word.startswith("@"):
         return fail(f"{word}: a space is missing after `@`", f"write `@ {word[1:]}`")
     if word.endswith(".toml"):
         return fail(f"{word} stands alone", f"write `@ {word}` to read the file")
     if word.startswith("-") and not word.startswith("--"):
         return fail(f"unknown option {word}", f"options start with two dashes: -{word}")
+    if last:
+        takes = "true or false" if last.shape.is_bool else "one value" if last.words else "no value"
+        return fail(f"unexpected word {word!r}", f"--{'.'.join(last.path)} before it takes {takes}")
     near = suggest_key(word.partition("=")[0].strip("-"), draft.root)
     return fail(f"unexpected word {word!r}", f"did you mean --{near}?" if near else "options look like --key value")
 

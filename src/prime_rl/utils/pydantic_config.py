@@ -115,6 +115,9 @@ def run_command(prog: str, config_cls: type[Config], run: Callable[[Config], int
         config, _ = parse_argv(config_cls, argv, prog)
         for text in config.notes:
             sys.stderr.write(f"{text}\n")
+        # Processes that this one starts get their part of the config as a file; variables must not reach them again.
+        for source in {source for source in config.provenance.values() if source.startswith("env ")}:
+            os.environ.pop(source.removeprefix("env "), None)
         if dry_run:
             from prime_rl.utils.config_toml import render_toml
 

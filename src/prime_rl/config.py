@@ -1,0 +1,304 @@
+"""Configuration of `rl`: one section per process, and one table of the keys that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
+
+from prime_rl.inference.config import InferenceConfig
+from prime_rl.orchestrator.config import OrchestratorConfig
+from prime_rl.trainer.config import TrainConfig
+from prime_rl.utils.config import DebugModelConfig, LogConfig, WandbConfig
+from prime_rl.utils.pydantic_config import BaseConfig, note, note_source
+
+GpuIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+MISSING = object()
+ANY_ADDRESS = ("0.0.0.0", "::")
+LOOPBACK = ("localhost", "127.0.0.1", "::1", *ANY_ADDRESS)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A key of `rl` and the keys of the processes that get its value."""
+
+    key: str
+    targets: tuple[str, ...]
+    must_agree: bool = True
+    """A value given for one process alone holds for all of them."""
+
+
+def _rows(section: str, names: str, processes: str, below: str = "", must_agree: bool = True) -> list[Shared]:
+    """Rows for several keys that have the same name everywhere."""
+    return [
+        Shared(
+            f"{section}{name}",
+            tuple(f"{process}.{below}{section}{name}" for process in processes.split()),
+            must_agree,
+        )
+        for name in names.split()
+    ]
+
+
+SHARED_KEYS = (
+    *_rows("model.", "name", "trainer orchestrator inference"),
+    *_rows("model.debug.", "random_init num_layers seed", "trainer inference"),
+    *_rows("", "max_steps max_async_level", "trainer orchestrator"),
+    Shared("seq_len", ("trainer.model.seq_len", "orchestrator.seq_len")),
+    *_rows("", "seed output_dir", "trainer orchestrator inference"),
+    *_rows("ckpt.", "interval resume_step keep", "trainer orchestrator"),
+    *_rows("wandb.", "enabled project entity offline group tags", "trainer orchestrator", must_agree=False),
+    *_rows("log.", "level file", "trainer orchestrator inference", must_agree=False),
+)
+
+
+class SharedModelConfig(BaseConfig):
+    """The model that is trained and served."""
+
+    name: str = "Qwen/Qwen3-0.6B"
+    """Directory, shipped name (tiny-qwen3) or hub name."""
+
+    debug: DebugModelConfig = DebugModelConfig()
+
+
+class SharedCkptConfig(BaseConfig):
+    """Checkpoints of trainer and orchestrator, taken at the same steps."""
+
+    interval: int | None = Field(default=None, ge=1)
+    """Steps between checkpoints; unset: only after the last step."""
+
+    resume_step: int | None = Field(default=None, ge=-1)
+    """Continue from this step; -1: from the latest complete one."""
+
+    keep: int | None = Field(default=None, ge=1)
+    """Number of latest checkpoints that stay on disk; unset: all."""
+
+
+class RLConfig(BaseConfig):
+    """Everything `rl` starts. A shared key holds for every process; a process that says otherwise is an error."""
+
+    model: SharedModelConfig = SharedModelConfig()
+
+    max_steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps of the run; unset: until it is stopped."""
+
+    max_async_level: int = Field(default=2, ge=0)
+    """Versions that the policy which samples may be behind the one that is trained; 0: strictly in turn."""
+
+    seq_len: int = Field(default=2048, ge=1)
+    """Most tokens of a sample, prompt included; also the length of a training pack."""
+
+    seed: int = Field(default=42, ge=0)
+    """Seed of prompts, sampling and everything else that is drawn."""
+
+    output_dir: Path = Path("outputs")
+    """Directory of the run: configs, logs, rollouts, weights, checkpoints, metrics.jsonl, samples.jsonl."""
+
+    trainer_gpu_ids: GpuIds | None = None
+    """GPUs of the trainer, as 0,1 or 0 1; unset: the first GPU that inference leaves free, or the CPU."""
+
+    inference_gpu_ids: GpuIds | None = None
+    """GPUs of the inference server; unset: the first GPU, or the CPU."""
+
+    ckpt: SharedCkptConfig | None = None
+
+    wandb: WandbConfig | None = None
+
+    log: LogConfig = LogConfig()
+
+    trainer: TrainConfig = TrainConfig()
+
+    orchestrator: OrchestratorConfig = OrchestratorConfig()
+
+    inference: InferenceConfig | None = InferenceConfig()
+    """The server that rl starts; off: orchestrator.client.base_url names one that already runs."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _share(cls, data: Any, info: ValidationInfo) -> Any:
+        """Give shared keys to the processes, and what must agree but was given to one process to the others."""
+        values = _Values(_plain(data), info)
+        _share_sections(values)
+        for row in SHARED_KEYS:
+            values.share(row)
+        _name_wandb_runs(values)
+        _connect(values)
+        _switch_off_fake_data(values)
+        return values.data
+
+    @field_validator("trainer_gpu_ids", "inference_gpu_ids")
+    @classmethod
+    def _check_gpu_ids(cls, ids: list[int] | None) -> list[int] | None:
+        if ids and len(set(ids)) < len(ids):
+            raise ValueError("names a GPU twice")
+        return ids
+
+    @model_validator(mode="after")
+    def _check_processes_fit(self) -> RLConfig:
+        if self.inference is None:
+            if self.inference_gpu_ids:
+                raise ValueError("inference_gpu_ids is set but inference is off: remove one of them")
+            return self
+        length = self.inference.model.max_model_len
+        if length is not None and length > self.seq_len:
+            raise ValueError(
+                f"inference.model.max_model_len = {length} allows longer samples than seq_len = {self.seq_len}\n"
+                "  raise seq_len, or leave inference.model.max_model_len out: it then follows seq_len"
+            )
+        return self
+
+
+class _Values:
+    """The raw tables of the config with access by dotted key, and the notes of where values come from."""
+
+    def __init__(self, data: dict[str, Any], info: ValidationInfo) -> None:
+        self.data = data
+        self.info = info
+        self.sources: Mapping[str, str] = info.context["sources"] if isinstance(info.context, dict) else {}
+
+    def get(self, key: str) -> Any:
+        """The value that was given for a key, or MISSING."""
+        node: Any = self.data
+        for part in key.split("."):
+            if not isinstance(node, dict) or part not in node:
+                return MISSING
+            node = node[part]
+        return node
+
+    def set(self, key: str, value: Any, source: str) -> None:
+        """Set a key unless a section above it is switched off."""
+        node = self.data
+        *sections, last = key.split(".")
+        for part in sections:
+            node = node.setdefault(part, {})
+            if node is None:
+                return
+        node[last] = value
+        note_source(self.info, key, source)
+
+    def source(self, key: str) -> str:
+        """Where a given value came from."""
+        return self.sources.get(key, "given")
+
+    def show(self, key: str) -> str:
+        """A given value for a message."""
+        value = self.get(key)
+        shown = "on" if isinstance(value, dict) else "off" if value is None else repr(value)
+        return f"{key} = {shown}" + (f" ({self.source(key)})" if key in self.sources else "")
+
+    def share(self, row: Shared) -> None:
+        """Settle one row of the table."""
+        if row.key.startswith("ckpt.") and not isinstance(self.get("ckpt"), dict):
+            return
+        given = [key for key in (row.key, *row.targets) if self.get(key) is not MISSING]
+        if not row.must_agree and row.key not in given:
+            return
+        chosen = self.choose(row, given) if given else None
+        value = self.get(chosen) if chosen else _default(row.key)
+        for key in (row.key, *row.targets):
+            if chosen is None:
+                self.set(key, value, "default")
+            elif key != chosen:
+                self.set(key, value, self.source(chosen) if key == row.key else f"shared key {row.key}")
+
+    def choose(self, row: Shared, given: list[str]) -> str:
+        """The key whose value holds; raises ValueError when two values disagree.
+
+        The shared key on the command line wins over what files say for a process: options are above files everywhere.
+        """
+        chosen = given[0]
+        for key in given[1:]:
+            if _same(self.get(key), self.get(chosen)):
+                continue
+            if chosen == row.key and self.source(chosen) == "CLI" and self.source(key) not in ("CLI", "given"):
+                note(self.info, f"note: {self.show(chosen)} replaces {self.show(key)}")
+                continue
+            raise ValueError(
+                f"{self.show(chosen)} and {self.show(key)} disagree\n  remove one of them; {row.key} alone sets all"
+            )
+        return chosen
+
+
+def _share_sections(values: _Values) -> None:
+    """An optional section that one process has: checkpoints for both, Weights & Biases where asked for."""
+    ckpt = Shared("ckpt", ("trainer.ckpt", "orchestrator.ckpt"))
+    given = [key for key in (ckpt.key, *ckpt.targets) if values.get(key) is not MISSING]
+    if given:
+        chosen = values.choose(ckpt, given)
+        for key in (ckpt.key, *ckpt.targets):
+            if values.get(chosen) is None or not isinstance(values.get(key), dict):
+                source = values.source(chosen) if key in (chosen, ckpt.key) else "shared key ckpt"
+                values.set(key, None if values.get(chosen) is None else {}, source)
+    for target in ("trainer.wandb", "orchestrator.wandb"):
+        if isinstance(values.get("wandb"), dict) and values.get(target) is MISSING:
+            values.set(target, {}, "shared key wandb")
+
+
+def _name_wandb_runs(values: _Values) -> None:
+    """Each process has a run of its own: the shared name with the process behind it."""
+    name = values.get("wandb.name")
+    for process in ("trainer", "orchestrator"):
+        if name not in (MISSING, None) and values.get(f"{process}.wandb.name") is MISSING:
+            values.set(f"{process}.wandb.name", f"{name}-{process}", "shared key wandb.name")
+
+
+def _connect(values: _Values) -> None:
+    """The orchestrator talks to the server that rl starts, which takes samples as long as the trainer does."""
+    if values.get("inference") is None:
+        return
+    if values.get("inference.model.max_model_len") in (MISSING, None):
+        values.set("inference.model.max_model_len", values.get("seq_len"), "shared key seq_len")
+    server = InferenceConfig().server
+    host, port = values.get("inference.server.host"), values.get("inference.server.port")
+    host = server.host if host is MISSING else str(host)
+    port = server.port if port is MISSING else int(port)
+    urls = values.get("orchestrator.client.base_url")
+    if urls is MISSING:
+        address = "localhost" if host in ANY_ADDRESS else f"[{host}]" if ":" in host else host
+        values.set("orchestrator.client.base_url", [f"http://{address}:{port}/v1"], "shared key inference.server")
+    elif not any(_reaches(url, host, port) for url in ([urls] if isinstance(urls, str) else urls)):
+        raise ValueError(
+            f"{values.show('orchestrator.client.base_url')} does not lead to the server that rl starts on port {port}\n"
+            "  leave it out, set inference.server.port to match, or start no server: --no-inference"
+        )
+
+
+def _reaches(url: str, host: str, port: int) -> bool:
+    """Whether a client with this address ends at a server on this host and port."""
+    parts = urlsplit(url)
+    return (parts.port or 80) == port and (parts.hostname == host or (parts.hostname in LOOPBACK and host in LOOPBACK))
+
+
+def _switch_off_fake_data(values: _Values) -> None:
+    if isinstance(values.get("trainer.data.fake"), dict):
+        where = values.source("trainer.data.fake")
+        values.set("trainer.data.fake", None, "rl")
+        note(values.info, f"note: [trainer.data.fake] ({where}) is off: rl trains on the orchestrator's samples")
+
+
+def _default(key: str) -> Any:
+    """The default of a key of `rl`."""
+    owner: Any = RLConfig
+    for part in key.split("."):
+        fields = (owner if isinstance(owner, type) else type(owner)).model_fields
+        owner = getattr(owner, part) if isinstance(owner, BaseModel) else fields[part].get_default()
+        if owner is None and part == "ckpt":
+            owner = SharedCkptConfig()
+    return owner
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, dict) or isinstance(right, dict):
+        return isinstance(left, dict) == isinstance(right, dict)
+    return left == right or str(left) == str(right)
+
+
+def _plain(data: Any) -> Any:
+    """A copy in plain tables, so that configs given as objects are shared like those given as text."""
+    if isinstance(data, BaseModel):
+        return _plain(data.model_dump(exclude_unset=True))
+    return {key: _plain(value) for key, value in data.items()} if isinstance(data, dict) else data

@@ -1,0 +1,282 @@
+"""The config of `rl`: shared keys reach every process, contradictions are refused by name, every TOML file parses."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_rl.config import SHARED_KEYS, RLConfig
+from prime_rl.inference.config import InferenceConfig
+from prime_rl.orchestrator.config import OrchestratorConfig
+from prime_rl.trainer.config import TrainConfig
+from prime_rl.utils.pydantic_config import ConfigError, parse_argv, write_config
+
+ROOT = Path(__file__).parents[2]
+
+
+def parse(*argv: str, **environ: str) -> RLConfig:
+    return parse_argv(RLConfig, argv, "rl", environ)[0]
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def lookup(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
+
+
+# The table
+
+VALUES = {
+    "model.name": "some/dir", "model.debug.random_init": True, "model.debug.num_layers": 1, "model.debug.seed": 3,
+    "max_steps": 5, "max_async_level": 0, "seq_len": 99, "seed": 7, "output_dir": Path("elsewhere"),
+    "ckpt.interval": 4, "ckpt.resume_step": -1, "ckpt.keep": 2,
+    "wandb.enabled": False, "wandb.project": "p", "wandb.entity": "e", "wandb.offline": True, "wandb.group": "g",
+    "wandb.tags": ["t"], "log.level": "debug", "log.file": False,
+}  # fmt: skip
+
+
+def spell(value: Any) -> str:
+    return ",".join(value) if isinstance(value, list) else str(value)
+
+
+@pytest.mark.parametrize("row", SHARED_KEYS, ids=lambda row: row.key)
+def test_a_shared_key_reaches_every_process(row: Any) -> None:
+    value = VALUES[row.key]
+    config, sources = parse_argv(RLConfig, [f"--{row.key}", spell(value)], "rl", {})
+    for key in (row.key, *row.targets):
+        assert lookup(config, key) == value, key
+    assert lookup(RLConfig(), row.key.split(".")[0]) is None or lookup(RLConfig(), row.key) != value
+    assert {sources[key] for key in row.targets} == {f"shared key {row.key}"}
+
+
+@pytest.mark.parametrize("row", [row for row in SHARED_KEYS if row.must_agree], ids=lambda row: row.key)
+def test_a_value_for_one_process_holds_for_all(row: Any, tmp_path: Path) -> None:
+    value = VALUES[row.key]
+    for target in row.targets:
+        config = parse(f"--{target}", spell(value))
+        assert all(lookup(config, key) == value for key in (row.key, *row.targets))
+
+
+@pytest.mark.parametrize("row", SHARED_KEYS, ids=lambda row: row.key)
+def test_contradictions_name_both_keys(row: Any) -> None:
+    other = {bool: lambda v: not v, int: lambda v: v + 1}.get(type(VALUES[row.key]), lambda v: "other")
+    for target in row.targets:
+        argv = [f"--{row.key}", spell(VALUES[row.key]), f"--{target}", spell(other(VALUES[row.key]))]
+        with pytest.raises(ConfigError) as error:
+            parse(*argv)
+        assert row.key in str(error.value) and target in str(error.value) and "disagree" in str(error.value)
+        assert str(error.value).count("\n") <= 2
+
+
+def test_defaults_agree_everywhere() -> None:
+    config = parse()
+    for row in SHARED_KEYS:
+        if row.must_agree and not row.key.startswith("ckpt."):
+            assert len({str(lookup(config, key)) for key in (row.key, *row.targets)}) == 1, row.key
+    assert config.max_async_level == 2 and config.output_dir == Path("outputs")
+    assert (
+        config.ckpt is config.trainer.ckpt is config.orchestrator.ckpt is config.wandb is config.trainer.wandb is None
+    )
+
+
+def test_no_dead_shared_keys() -> None:
+    """Every key of `rl` that is not a process goes somewhere: through the table, or it is read by the launcher."""
+    shared = {row.key.split(".")[0] for row in SHARED_KEYS}
+    assert set(RLConfig.model_fields) - shared == {
+        "trainer", "orchestrator", "inference", "trainer_gpu_ids", "inference_gpu_ids",
+    }  # fmt: skip
+
+
+# Files for the processes
+
+
+def test_three_files_make_one_run(tmp_path: Path) -> None:
+    trainer = "max_steps = 6\n[model]\nname = 'm'\n[optim]\nlr = 0.5\n[data.fake]"
+    argv = [
+        "--trainer", "@", write(tmp_path / "t.toml", trainer),
+        "--orchestrator", "@", write(tmp_path / "o.toml", "batch_size = 8\nrollouts_per_example = 4\nmax_steps = 6"),
+        "--inference", "@", write(tmp_path / "i.toml", "[server]\nport = 8123"),
+    ]  # fmt: skip
+    config = parse(*argv)
+    assert config.max_steps == 6 and config.trainer.optim.lr == 0.5
+    assert config.inference is not None and config.inference.model.name == config.orchestrator.model.name == "m"
+    assert config.orchestrator.client.base_url == ["http://127.0.0.1:8123/v1"]
+    assert config.trainer.data.fake is None
+    (note,) = config.notes
+    assert "trainer.data.fake" in note and f"{tmp_path}/t.toml:6" in note
+
+
+def test_an_option_wins_over_the_files_of_processes(tmp_path: Path) -> None:
+    files = ["--trainer", "@", write(tmp_path / "t.toml", "max_steps = 6\n[ckpt]\ninterval = 2")]
+    config = parse(*files, "--max-steps", "3", "--no-ckpt")
+    assert config.max_steps == config.trainer.max_steps == config.orchestrator.max_steps == 3
+    assert config.ckpt is config.trainer.ckpt is config.orchestrator.ckpt is None
+    assert sum("replaces" in note for note in config.notes) == 2
+    with pytest.raises(ConfigError, match=r"t\.toml:1"):
+        parse(*files, PRIME_MAX_STEPS="4")
+
+
+@pytest.mark.parametrize("argv", [["--ckpt"], ["--trainer.ckpt"], ["--orchestrator.ckpt.interval", "3"]])
+def test_checkpoints_are_for_both_or_none(argv: list[str]) -> None:
+    config = parse(*argv)
+    assert config.ckpt and config.trainer.ckpt and config.orchestrator.ckpt
+    assert config.trainer.ckpt.interval == config.orchestrator.ckpt.interval == config.ckpt.interval
+    with pytest.raises(ConfigError, match=r"ckpt = off"):
+        parse("--trainer.ckpt", "--orchestrator.ckpt", "None")
+
+
+def test_wandb_runs_have_names_of_their_own() -> None:
+    config = parse("--wandb.name", "run", "--orchestrator.wandb.project", "q", "--wandb.project", "q")
+    assert config.trainer.wandb and config.orchestrator.wandb
+    assert (config.trainer.wandb.name, config.orchestrator.wandb.name) == ("run-trainer", "run-orchestrator")
+    assert parse("--trainer.wandb").orchestrator.wandb is None
+    assert parse("--wandb", "--orchestrator.wandb", "None").orchestrator.wandb is None
+    named = parse("--wandb.name", "run", "--trainer.wandb.name", "mine")
+    assert named.trainer.wandb and named.trainer.wandb.name == "mine"
+
+
+def test_each_process_can_be_written_and_read_alone(tmp_path: Path) -> None:
+    config = parse("--max-steps", "4", "--wandb.name", "n", "--ckpt.interval", "2", "--model.debug.random_init")
+    for name, config_cls in (
+        ("trainer", TrainConfig),
+        ("orchestrator", OrchestratorConfig),
+        ("inference", InferenceConfig),
+    ):
+        path = tmp_path / f"{name}.toml"
+        write_config(getattr(config, name), path)
+        assert parse_argv(config_cls, ["@", str(path)], name, {})[0] == getattr(config, name)
+        assert "# shared key " in path.read_text()
+    write_config(config, tmp_path / "rl.toml")
+    assert parse("@", str(tmp_path / "rl.toml")) == config
+
+
+def test_configs_as_objects_are_shared_too() -> None:
+    config = RLConfig(trainer=TrainConfig(max_steps=3), max_async_level=1)
+    assert config.orchestrator.max_steps == 3 and config.orchestrator.max_async_level == 1
+
+
+# Fitting the processes together
+
+
+@pytest.mark.parametrize("words", [["0,1"], ["0", "1"], ["[0, 1]"]])
+@pytest.mark.parametrize("key", ["--trainer_gpu_ids", "--inference-gpu-ids"])
+def test_gpu_ids(key: str, words: list[str]) -> None:
+    config = parse(key, *words, "--max-steps", "2")
+    assert (config.trainer_gpu_ids or config.inference_gpu_ids) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("server", "url"),
+    [
+        ([], "http://127.0.0.1:8000/v1"),
+        (["--inference.server.host", "0.0.0.0"], "http://localhost:8000/v1"),
+        (["--inference.server.host", "10.0.0.5", "--inference.server.port", "81"], "http://10.0.0.5:81/v1"),
+        (["--orchestrator.client.base-url", "http://localhost:8000/v1"], "http://localhost:8000/v1"),
+        (["--no-inference", "--orchestrator.client.base-url", "http://far:9/v1"], "http://far:9/v1"),
+    ],
+)
+def test_the_orchestrator_finds_the_server(server: list[str], url: str) -> None:
+    assert parse(*server).orchestrator.client.base_url == [url]
+
+
+def test_the_server_takes_what_the_trainer_takes() -> None:
+    for argv, length in (["--seq-len", "64"], 64), (["--seq-len", "64", "--inference.model.max_model_len", "32"], 32):
+        config = parse(*argv)
+        assert config.inference is not None and config.inference.model.max_model_len == length
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--inference.model.max_model_len", "4096"], ["inference.model.max_model_len = 4096", "seq_len = 2048"]),
+        (
+            ["--orchestrator.batch_size", "6", "--orchestrator.rollouts_per_example", "4"],
+            ["batch_size = 6", "example = 4"],
+        ),
+        (["--trainer_gpu_ids", "0,0"], ["trainer_gpu_ids", "twice"]),
+        (["--trainer_gpu_ids", "-1"], ["trainer_gpu_ids", "at least 0"]),
+        (["--no-inference", "--inference_gpu_ids", "0"], ["inference_gpu_ids", "inference is off"]),
+        (
+            ["--inference.server.port", "9", "--orchestrator.client.base_url", "http://localhost:8/v1"],
+            ["base_url", "port 9"],
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(argv: list[str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse(*argv)
+    assert all(word in str(error.value) for word in words) and str(error.value).count("\n") <= 2
+
+
+# The files of the repository
+
+CLASSES = {
+    "rl.toml": ("prime_rl.config", "RLConfig"),
+    "sft.toml": ("prime_rl.trainer.config", "SFTConfig"),
+    "eval.toml": ("prime_rl.eval.config", "EvalConfig"),
+    "infer.toml": ("prime_rl.inference.config", "InferenceConfig"),
+    "orch.toml": ("prime_rl.orchestrator.config", "OrchestratorConfig"),
+    "rl/train.toml": ("prime_rl.trainer.config", "TrainConfig"),
+    "sft/train.toml": ("prime_rl.trainer.config", "SFTConfig"),
+}
+FILES = sorted(path for folder in ("configs", "examples", "experiments") for path in (ROOT / folder).rglob("*.toml"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_file_of_the_repository_parses(path: Path) -> None:
+    module, name = next(names for end, names in CLASSES.items() if path.as_posix().endswith("/" + end))
+    config_cls = getattr(importlib.import_module(module), name)
+    config, sources = parse_argv(config_cls, ["@", str(path)], path.stem, {})
+    assert any(str(path) in source for source in sources.values())
+    assert not config.notes
+
+
+def test_the_documented_three_files_parse_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    debug = "configs/debug"
+    config = parse(
+        "--trainer", "@", f"{debug}/rl/train.toml", "--orchestrator", "@", f"{debug}/orch.toml",
+        "--inference", "@", f"{debug}/infer.toml",
+    )  # fmt: skip
+    assert config.trainer.data.fake is None and config.max_steps == config.orchestrator.max_steps
+
+
+# `--help` is instant
+
+ENTRIES = {
+    "rl": "prime_rl.rl", "trainer": "prime_rl.trainer.rl.train", "sft": "prime_rl.trainer.sft.train",
+    "orchestrator": "prime_rl.orchestrator.orchestrator", "inference": "prime_rl.inference.server",
+    "eval": "prime_rl.eval.eval",
+}  # fmt: skip
+ASK = """
+import sys
+from {module} import main
+sys.argv = ["{name}", "--help"]
+try:
+    main()
+except SystemExit as stop:
+    assert stop.code == 0
+print("GIANTS", *(name for name in ("torch", "transformers", "verifiers", "fastapi", "openai") if name in sys.modules))
+"""
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_help_wakes_no_giant(name: str) -> None:
+    code = ASK.format(module=ENTRIES[name], name=name)
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("PRIME_")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environ)
+    assert done.returncode == 0, done.stderr
+    *shown, giants = done.stdout.splitlines()
+    assert giants.split() == ["GIANTS"], giants
+    assert shown[0].startswith(f"usage: {name} ") and max(map(len, shown)) <= 100
