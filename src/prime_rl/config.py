@@ -282,12 +282,12 @@ def _switch_off_fake_data(values: _Values) -> None:
 
 def _default(key: str) -> Any:
     """The default of a key of `rl`."""
-    owner: Any = RLConfig
+    section, _, name = key.rpartition(".")
+    if section == "ckpt":
+        return getattr(SharedCkptConfig(), name)
+    owner: Any = RLConfig.model_construct()
     for part in key.split("."):
-        fields = (owner if isinstance(owner, type) else type(owner)).model_fields
-        owner = getattr(owner, part) if isinstance(owner, BaseModel) else fields[part].get_default()
-        if owner is None and part == "ckpt":
-            owner = SharedCkptConfig()
+        owner = getattr(owner, part)
     return owner
 
 

@@ -235,8 +235,9 @@ FILES = sorted(path for folder in ("configs", "examples", "experiments") for pat
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_file_of_the_repository_parses(path: Path) -> None:
-    module, name = next(names for end, names in CLASSES.items() if path.as_posix().endswith("/" + end))
-    config_cls = getattr(importlib.import_module(module), name)
+    names = [names for end, names in CLASSES.items() if path.as_posix().endswith("/" + end)]
+    assert names, f"{path} belongs to no command: name it like its neighbours, or add its ending to CLASSES"
+    config_cls = getattr(importlib.import_module(names[0][0]), names[0][1])
     config, sources = parse_argv(config_cls, ["@", str(path)], path.stem, {})
     assert any(str(path) in source for source in sources.values())
     assert not config.notes

@@ -87,18 +87,17 @@ class Draft:
     def find(self, path: KeyPath) -> tuple[KeyPath, Shape] | None:
         """The key as its section spells it, and its shape; None where there is no such key."""
         found: KeyPath = ()
-        shape: Shape | None = self.root
+        shape = self.root
         for index, part in enumerate(path):
-            assert shape is not None
             if shape.kind == "section":
                 part = part.replace("-", "_")
                 spellings = getattr(shape.sections[0], "spellings", {})
                 if child(shape, part) is None and part in spellings:
                     return self.find((*found, *spellings[part].split("."), *path[index + 1 :]))
-            shape = child(shape, part)
-            if shape is None:
+            below = child(shape, part)
+            if below is None:
                 return None
-            found = (*found, part)
+            found, shape = (*found, part), below
         return found, shape
 
     def merge(self, table: dict[str, Any], label: Label, prefix: KeyPath = ()) -> None:
@@ -204,7 +203,7 @@ class Draft:
         shape: Shape | None = self.root
         for part in path:
             shape = child(shape, part) if shape else None
-            if isinstance(owner, type):
+            if isinstance(owner, type) and issubclass(owner, BaseModel):
                 field = owner.model_fields[part]
                 owner = None if field.is_required() else field.get_default(call_default_factory=True)
             else:

@@ -25,7 +25,7 @@ LEVEL_VARIABLE = "LOGGING_LEVEL"
 QUIET_LIBRARIES = ("uvicorn", "httpx", "httpcore", "openai", "verifiers", "transformers", "datasets", "asyncio")
 SECRET_NAME = re.compile(r"(_KEY|_TOKEN|_SECRET)$")
 MIN_SECRET_LENGTH = 6
-FAILURE = "FAILURE"
+FAILURE, FAILURE_SEVERITY = "FAILURE", 45  # between error and critical; known only where a file listens
 
 
 def setup_logger(process: str, log: LogConfig, log_dir: Path | None = None) -> None:
@@ -37,15 +37,13 @@ def setup_logger(process: str, log: LogConfig, log_dir: Path | None = None) -> N
     level = find_level(log.level)
     logger.remove()
     logger.configure(patcher=_redact(_find_secrets()), extra={"process": process})
-    try:
-        logger.level(FAILURE)
-    except ValueError:
-        logger.level(FAILURE, no=45)
     colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     path = log_dir / f"{process}.log" if log.file and log_dir is not None else None
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
+        if not _knows_failures():
+            logger.level(FAILURE, no=FAILURE_SEVERITY)
     same = path is not None and _is_output(path)
     # diagnose would print the values of variables into tracebacks, secrets included.
     shown = None if same else _is_for_terminal
@@ -68,11 +66,17 @@ def find_level(configured: str | None) -> str:
 
 def log_failure(error: BaseException) -> bool:
     """Write a traceback to the log file, not to the terminal; False where no file listens."""
+    if not _knows_failures():
+        return False
+    logger.log(FAILURE, "{}", "".join(traceback.format_exception(error)).rstrip())
+    return True
+
+
+def _knows_failures() -> bool:
     try:
         logger.level(FAILURE)
     except ValueError:
         return False
-    logger.log(FAILURE, "{}", "".join(traceback.format_exception(error)).rstrip())
     return True
 
 
