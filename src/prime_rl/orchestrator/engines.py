@@ -19,7 +19,7 @@ from rollouts.training.weight_sync import PrimeEngine, sync_weights_to_engines
 if TYPE_CHECKING:
     from prime_rl.utils.config import ClientConfig
 
-CHECK_EVERY_S = 0.2
+CHECK_EVERY_S = 0.1
 SPARE_FILES = 128
 
 
@@ -54,7 +54,7 @@ async def wait_until_ready(client: InferenceClient, timeout_s: float) -> int | N
     with anyio.move_on_after(timeout_s):
         while True:
             try:
-                health = msgspec.json.decode(await root.request("GET", "/health", timeout_s=5.0))
+                health = msgspec.json.decode(await root.request("GET", "/health", timeout_s=5.0, max_retries=0))
             except msgspec.DecodeError:
                 return None  # another kind of server: it is there, and tells no version
             except Exception as error:

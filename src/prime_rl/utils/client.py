@@ -131,21 +131,28 @@ class InferenceClient:
             cast_to.model_validate_json(data) if hasattr(cast_to, "model_validate_json") else msgspec.json.decode(data)
         )
 
-    async def request(self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = 0) -> bytes:
+    async def request(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        timeout_s: float = 0,
+        max_retries: int = MAX_RETRIES,
+    ) -> bytes:
         """Body of a good answer to a request below `base_url`; bounded retries, then an error of `openai`."""
         data = b"" if body is None else msgspec.json.encode(body)
-        for attempt in range(MAX_RETRIES + 1):
+        for attempt in range(max_retries + 1):
             try:
                 reply = await self._pool.request(method, self._path + path, data, self.headers, timeout_s)
             except TimeoutError as error:
                 raise _no_answer("APITimeoutError", self.base_url + path, str(error)) from error
             except ConnectionError as error:
-                if attempt == MAX_RETRIES:
+                if attempt == max_retries:
                     raise _no_answer("APIConnectionError", self.base_url + path, str(error)) from error
             else:
                 if reply.status < 300:
                     return reply.body
-                if reply.status not in RETRIED_STATUS or attempt == MAX_RETRIES:
+                if reply.status not in RETRIED_STATUS or attempt == max_retries:
                     raise _bad_status(reply, self.base_url + path)
             await asyncio.sleep(RETRY_AFTER_S * 2**attempt)
         raise AssertionError("unreachable")
@@ -228,7 +235,7 @@ def _as_completion(data: bytes, *, chat: bool) -> Any:
         prompt_ids = answer.prompt_token_ids if chat else choice.prompt_token_ids
         if choice.token_ids is None or prompt_ids is None:
             choice.logprobs = None
-    kind = _completion_types()[0 if chat else 1]
+    kind: Any = _completion_types()[0 if chat else 1]
     completion = kind.__new__(kind)
     completion.__dict__.update({name: getattr(answer, name) for name in Answer.__struct_fields__})
     for slot in ("__pydantic_extra__", "__pydantic_private__"):
@@ -262,7 +269,7 @@ def _bad_status(reply: Reply, url: str) -> Exception:
         429: openai.RateLimitError,
     }
     kind = kinds.get(reply.status, openai.InternalServerError if reply.status >= 500 else openai.APIStatusError)
-    response = httpx.Response(reply.status, content=reply.body, request=httpx.Request("POST", url))
+    response: Any = httpx.Response(reply.status, content=reply.body, request=httpx.Request("POST", url))
     return kind(f"{url} answered {reply.status}: {response.text[:500]}", response=response, body=None)
 
 
@@ -270,7 +277,7 @@ def _no_answer(kind: str, url: str, reason: str) -> Exception:
     import httpx
     import openai
 
-    request = httpx.Request("POST", url)
+    request: Any = httpx.Request("POST", url)
     if kind == "APITimeoutError":
         return openai.APITimeoutError(request)
     return openai.APIConnectionError(message=f"{url}: {reason}", request=request)

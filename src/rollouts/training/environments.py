@@ -200,7 +200,8 @@ def _signals_kept() -> Iterator[None]:
 
 def _rubrics(env: Any) -> list[Any]:
     """Every rubric that scores for `env`: those of a rubric group, and those of the parts of an environment group."""
-    found, queue = [], [env.rubric, *(part.rubric for part in getattr(env, "envs", []))]
+    found: list[Any] = []
+    queue = [env.rubric, *(part.rubric for part in getattr(env, "envs", []))]
     while queue:
         rubric = queue.pop()
         if any(rubric is known for known in found):
