@@ -366,6 +366,59 @@ def test_all_spellings_of_a_list_mean_the_same(ids: list[int], random: Any) -> N
     assert parse(*random.choice(spellings)).ids == ids
 
 
+WORDS = [
+    *(
+        f"--{key}"
+        for key in ("max-steps", "lr", "flag", "ids", "tags", "headers", "extra", "model", "model.lora", "optim")
+    ),
+    *("--optim.type", "--env", "--env.0", "--env.0.args", "--env.1.id", "--wandb", "--ids.0", "--extra.a.b", "--a.b"),
+    *(
+        "--no-flag",
+        "--no-model",
+        "--no-ckpt",
+        "--no-",
+        "--",
+        "-",
+        "-x",
+        "--=",
+        "--lr=",
+        "--.",
+        "--model.",
+        "--ckpt.rank.x",
+    ),
+    *(
+        "@",
+        "@x",
+        "x",
+        "1",
+        "-1",
+        "None",
+        "null",
+        "true",
+        "sgd",
+        "a=b",
+        "=",
+        "[",
+        "{",
+        "[]",
+        "{}",
+        '{"id":1}',
+        "[[1]]",
+        "",
+    ),
+]
+
+
+@given(st.lists(st.sampled_from(WORDS) | st.text(max_size=6), max_size=6))
+def test_no_line_ends_in_anything_but_a_config_or_a_short_message(argv: list[str]) -> None:
+    try:
+        config = parse(*argv)
+    except ConfigError as error:
+        assert str(error) and str(error).count("\n") <= 2
+    else:
+        tomllib.loads(render_toml(config, config.provenance))
+
+
 # The command
 
 
