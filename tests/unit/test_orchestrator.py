@@ -183,8 +183,10 @@ def test_resumed_equals_uninterrupted_at_level_0(
     with trainer(out, 3, on_batch=save_half) as first:
         anyio.run(run_until_batch_4)
     assert (out / "rollouts" / "step_4").is_dir(), "a batch beyond the checkpoint is left over"
+    engine.version = 0  # a new server
     with trainer(out, 5, first=4) as second:
         run(config("cut", ckpt={"interval": 1, "resume_step": -1}), environments)
+    assert engine.updates[-3] == "step_3", "the server begins with the version of the checkpoint"
     assert engine.updates[-2:] == ["step_4", "step_5"]
     assert [[(s.tokens, s.advantages) for s in b] for b in first[:3] + second[-2:]] == [
         [(s.tokens, s.advantages) for s in b] for b in whole
@@ -290,6 +292,9 @@ def test_a_directory_with_another_runs_batches_is_refused(
     FilesystemBatchSender(tmp_path / "rollouts").send(2, [])
     with pytest.raises(ValueError, match=r"rollouts holds batches of another run \(step_2 to step_2\)"):
         run(make_config(engine, tmp_path), environments)
+    with trainer(tmp_path, 1) as batches:  # told to resume, it is our own run that died before its first checkpoint
+        run(make_config(engine, tmp_path, max_steps=1, ckpt={"resume_step": -1}), environments)
+    assert len(batches) == 1 and not (tmp_path / "rollouts" / "step_2").exists()
 
 
 def test_two_environments_with_rewards_of_different_scale(

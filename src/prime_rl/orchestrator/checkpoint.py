@@ -63,10 +63,11 @@ class CheckpointStore:
     def claim_batches(self, rollouts_dir: Path, step: int) -> None:
         """Make sure that no batch after `step` lies there, which a trainer would take for one of this run.
 
-        A resumed run replaces its own later batches; a new run refuses a directory that holds another's.
+        A run that was told to resume replaces the later batches, also when there was no checkpoint to resume from; a
+        new run refuses a directory that holds another's.
         """
         later = [found for found in complete_steps(rollouts_dir) if found > step]
-        if later and step == 0:
+        if later and (self.config is None or self.config.resume_step is None):
             raise ValueError(
                 f"{rollouts_dir} holds batches of another run (step_{later[0]} to step_{later[-1]}): choose another "
                 "--output-dir, continue with --ckpt.resume-step -1, or remove it"

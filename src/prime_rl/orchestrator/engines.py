@@ -12,9 +12,10 @@ import msgspec
 from loguru import logger
 
 from prime_rl.orchestrator.config import OrchestratorConfig
+from prime_rl.transport.watch import wait_for
 from prime_rl.utils.client import InferenceClient
-from rollouts.training.steps import step_path
-from rollouts.training.weight_sync import PrimeEngine, sync_weights_to_engines
+from rollouts.training.steps import is_complete, step_path
+from rollouts.training.weight_sync import PrimeEngine, WeightSyncError, sync_weights_to_engines
 
 if TYPE_CHECKING:
     from prime_rl.utils.config import ClientConfig
@@ -43,7 +44,23 @@ async def prepare_engines(
         if version == 0:
             await engine.reload_weights()
         else:
-            await sync_weights_to_engines([engine], str(step_path(config.output_dir / "weights", version)))
+            await _load_resumed(config, engine, version)
+
+
+async def _load_resumed(config: OrchestratorConfig, engine: PrimeEngine, version: int) -> None:
+    """Load the version that a resumed trainer publishes once more: it may replace the directory as we look."""
+    root = config.output_dir / "weights"
+    path = step_path(root, version)
+    for tries_left in (2, 1, 0):
+        await wait_for(
+            lambda: is_complete(path) or None, root, timeout_s=config.weights_timeout, what=f"weights of step {version}"
+        )
+        try:
+            await sync_weights_to_engines([engine], str(path))
+            return
+        except WeightSyncError:
+            if not tries_left:
+                raise
 
 
 async def wait_until_ready(client: InferenceClient, timeout_s: float) -> int | None:
