@@ -98,6 +98,9 @@ class RLConfig(BaseConfig):
     output_dir: Path = Path("outputs")
     """Directory of the run: configs, logs, rollouts, weights, checkpoints, metrics.jsonl, samples.jsonl."""
 
+    clean: bool = False
+    """Remove the steps of an earlier run from output_dir; its metrics, samples and logs move to attempts/."""
+
     trainer_gpu_ids: GpuIds | None = None
     """GPUs of the trainer, as 0,1 or 0 1; unset: the first GPU that inference leaves free, or the CPU."""
 

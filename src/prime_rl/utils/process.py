@@ -26,12 +26,27 @@ from typing import Any, TextIO
 TOKEN_VARIABLE = "RL_RUN_TOKENS"
 TICK_S = 0.1
 TAIL_LINES = 15
+WRONG_INPUT = 2
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 class ChildFailed(RuntimeError):
-    """A process ended while it was still needed; the message says which, how, and shows the end of its log."""
+    """Processes ended while they were still needed; the message says which, how, and shows the end of their logs."""
+
+    def __init__(self, children: Sequence[Child]) -> None:
+        self.children = tuple(children)
+        super().__init__("\n".join(_obituary(child) for child in children))
+
+    @property
+    def wrong_input(self) -> str | None:
+        """`process: what it said`, when a child refused its input (exit code 2 and a last `error: ...`)."""
+        for child in self.children:
+            lines = tail(child.log_path, start=child.log_start) if child.code == WRONG_INPUT else []
+            starts = [i for i, line in enumerate(lines) if line.startswith("error: ")]
+            if starts:
+                return f"{child.name}: " + "\n".join(lines[starts[-1] : starts[-1] + 3]).removeprefix("error: ")
+        return None
 
 
 @dataclass
@@ -145,7 +160,7 @@ class Supervisor:
         ended = [c for c in self.children.values() if c.code is not None and not (c.code == 0 and c.name in may_end)]
         if ended:
             self._follow()
-            raise ChildFailed("\n".join(_obituary(child) for child in ended))
+            raise ChildFailed(ended)
 
     def wait(self, names: Collection[str]) -> None:
         """Return when every child in `names` has exited with 0; raise as `check` does as soon as that cannot happen."""

@@ -1,0 +1,264 @@
+"""`rl`: starts inference server, orchestrator and trainer, shows what they say, and stops all when one falls.
+
+config --> configs/{inference,orchestrator,trainer}.toml --> three processes --> the closing summary
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from prime_rl.config import RLConfig
+from prime_rl.eval.config import EvalConfig
+from prime_rl.utils.process import ChildFailed, Supervisor, check_port_free, find_free_port, num_cores
+from prime_rl.utils.pydantic_config import BaseConfig, run_command, write_config
+from rollouts.training.steps import complete_steps, parse_step, remove_unfinished, step_path
+
+STEP_DIRS = ("rollouts", "weights", "checkpoints")
+RECORDS = ("metrics.jsonl", "samples.jsonl", "logs", "configs")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """GPU ids of the two computing processes; None: the CPU."""
+
+    trainer: tuple[int, ...] | None
+    inference: tuple[int, ...] | None
+
+
+def rl(config: RLConfig) -> int:
+    """Run until trainer and orchestrator are through; returns the exit code."""
+    started = time.monotonic()
+    out = config.output_dir
+    placement = choose_placement(config)
+    check_model(config)
+    if config.inference is not None:
+        check_port_free(config.inference.server.host, config.inference.server.port)
+    with claim_output_dir(out):
+        prepare_output_dir(config)
+        config_paths = write_configs(config)
+        try:
+            with Supervisor(out / "logs", console=sys.stdout) as run:
+                run.say(f"{describe(placement)}; logs in {out / 'logs'}; Ctrl-C stops everything")
+                start_processes(run, config, config_paths, placement)
+                run.wait(["trainer", "orchestrator"])
+        except ChildFailed as failure:
+            return report_failure(failure)
+    sys.stdout.write(summarize(config, time.monotonic() - started))
+    return 0
+
+
+def start_processes(run: Supervisor, config: RLConfig, paths: dict[str, Path], placement: Placement) -> None:
+    """Start all at once: trainer and orchestrator load while the engine does, and wait for it themselves."""
+    num_compute = len(placement.trainer or (0,)) + (config.inference is not None)
+    if config.inference is not None:
+        argv = [sys.executable, "-m", "prime_rl.inference.server", "@", str(paths["inference"])]
+        run.start("inference", argv, env=compute_environment(placement.inference, num_compute))
+    argv = [sys.executable, "-m", "prime_rl.orchestrator.orchestrator", "@", str(paths["orchestrator"])]
+    run.start("orchestrator", argv, env={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
+    argv = build_trainer_argv(paths["trainer"], placement.trainer)
+    run.start("trainer", argv, env=compute_environment(placement.trainer, num_compute))
+
+
+def build_trainer_argv(config_path: Path, gpu_ids: Sequence[int] | None) -> list[str]:
+    """One plain process, or one rank per GPU under torchrun."""
+    module = ["prime_rl.trainer.rl.train", "@", str(config_path)]
+    if gpu_ids is None or len(gpu_ids) == 1:
+        return [sys.executable, "-m", *module]
+    address = f"localhost:{find_free_port()}"
+    launch = ["-m", "torch.distributed.run", f"--nproc-per-node={len(gpu_ids)}", "--rdzv-backend=c10d"]
+    return [sys.executable, *launch, f"--rdzv-endpoint={address}", "-m", *module]
+
+
+def compute_environment(gpu_ids: Sequence[int] | None, num_compute: int) -> dict[str, str]:
+    """Which GPUs a process sees, or its share of the cores: two threads on one core are far slower than one."""
+    if gpu_ids is not None:
+        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpu_ids))}
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, num_cores() // num_compute))
+    return {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": threads}
+
+
+def choose_placement(config: RLConfig) -> Placement:
+    """The given GPU ids; else the first GPU serves and the second trains, one GPU does both, and none means the CPU."""
+    visible = find_gpus()
+    given = [*(config.trainer_gpu_ids or ()), *(config.inference_gpu_ids or ())]
+    if given and not visible:
+        key = "trainer_gpu_ids" if config.trainer_gpu_ids else "inference_gpu_ids"
+        raise ValueError(f"{key} is set but this machine shows no NVIDIA GPU: leave it out to run on the CPU")
+    if config.inference_gpu_ids and len(config.inference_gpu_ids) > 1:
+        raise ValueError(
+            f"inference_gpu_ids = {config.inference_gpu_ids}: the embedded engine uses one GPU, give one id"
+        )
+    if not visible:
+        return Placement(None, None)
+    serving = tuple(config.inference_gpu_ids or (visible[0],)) if config.inference is not None else ()
+    free = [gpu for gpu in visible if gpu not in serving] or visible
+    return Placement(tuple(config.trainer_gpu_ids or free[:1]), serving or None)
+
+
+def find_gpus() -> list[int]:
+    """Ids of the NVIDIA GPUs that processes may use, without asking any driver library."""
+    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
+    present = sorted(int(p.name[6:]) for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit())
+    if wanted is None:
+        return present
+    return [int(gpu) for gpu in wanted.split(",") if gpu.strip().isdigit() and int(gpu) in present]
+
+
+def describe(placement: Placement) -> str:
+    """Where things run, for the first line."""
+    if placement.trainer is None:
+        return f"everything on the CPU ({num_cores()} cores)"
+    return f"trainer on GPU {placement.trainer}, inference on GPU {placement.inference}"
+
+
+def check_model(config: RLConfig) -> None:
+    """A wrong model name fails here, in a sentence; a hub model is fetched once and not by three processes."""
+    from prime_rl.utils.tokenizer import resolve_model_dir
+
+    resolve_model_dir(config.model.name)
+
+
+@contextmanager
+def claim_output_dir(out: Path) -> Iterator[None]:
+    """Two runs that write into one directory would mix; the lock goes when this process does."""
+    import fcntl
+
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"output_dir {out} is in use by another rl: choose another --output-dir") from None
+        yield
+
+
+def prepare_output_dir(config: RLConfig) -> None:
+    """Nothing of an earlier run is mixed in or thrown away unasked; what a crash left half-written is swept away."""
+    out = config.output_dir
+    for name in STEP_DIRS:
+        remove_unfinished(out / name)
+    if config.ckpt is not None and config.ckpt.resume_step is not None:
+        return
+    found = {name: steps for name in STEP_DIRS if (steps := find_steps(out / name))}
+    if found and not config.clean:
+        listed = ", ".join(f"{name} up to step_{max(steps)}" for name, steps in found.items())
+        raise ValueError(
+            f"output_dir {out} holds an earlier run ({listed})\n"
+            "  choose another --output-dir, go on with it by --ckpt.resume-step -1, or remove its steps with --clean"
+        )
+    for name in found:
+        check_model_is_elsewhere(config, out / name)
+    archive_records(out)
+    for name, steps in found.items():
+        remove_steps(out / name, steps)
+
+
+def find_steps(root: Path) -> list[int]:
+    """Every `step_N` below `root`, complete or not."""
+    return [step for path in root.glob("step_*") if (step := parse_step(path.name)) is not None]
+
+
+def check_model_is_elsewhere(config: RLConfig, doomed: Path) -> None:
+    """--clean must not remove the weights that the run is to start from."""
+    if Path(config.model.name).resolve().is_relative_to(doomed.resolve()):
+        raise ValueError(
+            f"model.name {config.model.name} lies in {doomed}, which --clean would empty: choose another --output-dir"
+        )
+
+
+def remove_steps(root: Path, steps: Sequence[int]) -> None:
+    """Remove `step_N` of an earlier run; takes the marker away first, so that nobody reads half of one."""
+    import shutil
+
+    for step in steps:
+        (step_path(root, step) / "STABLE").unlink(missing_ok=True)
+        shutil.rmtree(step_path(root, step))
+
+
+def archive_records(out: Path) -> None:
+    """Metrics, samples, logs and configs of an earlier attempt move to `attempts/N`; they are never deleted."""
+    old = [out / name for name in RECORDS if (out / name).exists()]
+    if not old:
+        return
+    attempts = out / "attempts"
+    number = 1 + max((int(p.name) for p in attempts.glob("*") if p.name.isdigit()), default=0)
+    (attempts / str(number)).mkdir(parents=True)
+    for path in old:
+        path.rename(attempts / str(number) / path.name)
+
+
+def write_configs(config: RLConfig) -> dict[str, Path]:
+    """What each process will read, the whole, and a matching evaluation, as TOML below `configs/`."""
+    parts: dict[str, BaseConfig] = {
+        "rl": config,
+        "orchestrator": config.orchestrator,
+        "trainer": config.trainer,
+        "eval": build_eval_config(config),
+    }
+    if config.inference is not None:
+        parts["inference"] = config.inference
+    paths = {name: config.output_dir / "configs" / f"{name}.toml" for name in parts}
+    for name, part in parts.items():
+        write_config(part, paths[name])
+    return paths
+
+
+def build_eval_config(config: RLConfig) -> EvalConfig:
+    """The evaluation of this run's environments, sampled as in training."""
+    return EvalConfig.model_validate(
+        {
+            "model": {"name": config.model.name},
+            "env": [env.model_dump() for env in config.orchestrator.env],
+            "sampling": config.orchestrator.sampling.model_dump(),
+            "output_dir": config.output_dir,
+        }
+    )
+
+
+def report_failure(failure: ChildFailed) -> int:
+    """Say which process fell and why; input that a process refused is reported as this command's own."""
+    if failure.wrong_input is not None:
+        raise ValueError(failure.wrong_input) from failure
+    sys.stderr.write(f"error: {failure}\nThe other processes were stopped.\n")
+    return 1
+
+
+def summarize(config: RLConfig, seconds: float) -> str:
+    """Steps, time, rewards, where everything lies, and what to do next."""
+    from rollouts.training.metrics import load_jsonl
+
+    out = config.output_dir
+    rows = [r for r in load_jsonl(out / "metrics.jsonl") if r.get("process") == "orchestrator" and "reward/mean" in r]
+    steps = complete_steps(out / "weights")
+    newest = step_path(out / "weights", steps[-1]) if steps else out / "weights"
+    rewards = f"{rows[0]['reward/mean']:.4f} -> {rows[-1]['reward/mean']:.4f}" if rows else "none"
+    table = {
+        "steps": f"{rows[-1]['step'] if rows else 0} in {seconds:.1f} s",
+        "reward": f"{rewards} (mean of a batch, first -> last)",
+        "weights": newest,
+        "metrics": out / "metrics.jsonl",
+        "samples": out / "samples.jsonl",
+        "logs": out / "logs",
+        "next": f"eval @ {out / 'configs' / 'eval.toml'} --model.name {newest}",
+    }
+    return "\n" + "\n".join(f"  {name:<8} {value}" for name, value in table.items()) + "\n"
+
+
+def main() -> None:
+    """Console script `rl`."""
+    run_command(
+        "rl",
+        RLConfig,
+        rl,
+        summary="Train a model by asynchronous RL: starts inference server, orchestrator and trainer together.",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""The launcher's decisions: where things run, which directory may be used, what is written, how a fall is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from prime_rl import rl
+from prime_rl.config import RLConfig
+from prime_rl.inference.config import InferenceConfig
+from prime_rl.trainer.config import TrainConfig
+from prime_rl.utils.process import ChildFailed, Supervisor
+from prime_rl.utils.pydantic_config import parse_argv
+from rollouts.training.metrics import append_jsonl
+from rollouts.training.steps import complete_steps, publish_step
+
+
+def parse(*argv: str) -> RLConfig:
+    return parse_argv(RLConfig, ["--model.name", "tiny-qwen3", *argv], "rl")[0]
+
+
+def publish(root: Path, step: int) -> Path:
+    return publish_step(root, step, lambda directory: (directory / "file").write_text("x"))
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    found: list[int] = []
+    monkeypatch.setattr(rl, "find_gpus", lambda: found)
+    return found
+
+
+def test_without_gpus_everything_is_on_the_cpu(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rl.choose_placement(parse()) == rl.Placement(None, None)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(rl, "num_cores", lambda: 2)
+    assert rl.compute_environment(None, 2) == {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    monkeypatch.setattr(rl, "num_cores", lambda: 1)
+    assert rl.compute_environment(None, 2)["OMP_NUM_THREADS"] == "1"
+    monkeypatch.setattr(rl, "num_cores", lambda: 16)
+    assert rl.compute_environment(None, 2)["OMP_NUM_THREADS"] == "8"
+
+
+def test_gpu_ids_without_a_gpu_are_refused_by_name(gpus: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"trainer_gpu_ids .* leave it out"):
+        rl.choose_placement(parse("--trainer_gpu_ids", "0"))
+
+
+def test_gpus_are_shared_out(gpus: list[int]) -> None:
+    gpus[:] = [3]
+    assert rl.choose_placement(parse()) == rl.Placement((3,), (3,))
+    gpus[:] = [0, 1, 2]
+    assert rl.choose_placement(parse()) == rl.Placement((1,), (0,))
+    assert rl.choose_placement(parse("--trainer_gpu_ids", "0,1")) == rl.Placement((0, 1), (0,))
+    assert rl.choose_placement(parse("--inference_gpu_ids", "2")) == rl.Placement((0,), (2,))
+    assert rl.compute_environment((0, 1), 3)["CUDA_VISIBLE_DEVICES"] == "0,1"
+    with pytest.raises(ValueError, match=r"inference_gpu_ids"):
+        rl.choose_placement(parse("--inference_gpu_ids", "1,2"))
+
+
+def test_several_trainer_gpus_run_under_torchrun() -> None:
+    assert "torch.distributed.run" not in rl.build_trainer_argv(Path("t.toml"), (4,))
+    argv = rl.build_trainer_argv(Path("t.toml"), (0, 1))
+    assert argv[1:4] == ["-m", "torch.distributed.run", "--nproc-per-node=2"]
+    assert argv[-4:] == ["-m", "prime_rl.trainer.rl.train", "@", "t.toml"]
+
+
+def test_an_earlier_run_is_neither_mixed_in_nor_deleted(tmp_path: Path) -> None:
+    publish(tmp_path / "weights", 3)
+    publish(tmp_path / "rollouts", 4)
+    with pytest.raises(ValueError, match=r"rollouts up to step_4, weights up to step_3") as error:
+        rl.prepare_output_dir(parse("--output_dir", str(tmp_path)))
+    for cure in ("--output-dir", "--ckpt.resume-step", "--clean"):
+        assert cure in str(error.value)
+    assert len(str(error.value).splitlines()) <= 3
+    assert complete_steps(tmp_path / "weights") == [3]
+    rl.prepare_output_dir(parse("--output_dir", str(tmp_path), "--ckpt.resume_step", "-1"))
+    assert complete_steps(tmp_path / "rollouts") == [4]
+
+
+def test_clean_removes_steps_and_keeps_records(tmp_path: Path) -> None:
+    publish(tmp_path / "weights", 3)
+    (tmp_path / "weights" / "notes.txt").write_text("mine")
+    for reward in (0.25, 0.5):
+        append_jsonl(tmp_path / "metrics.jsonl", [{"reward": reward}])
+        rl.prepare_output_dir(parse("--output_dir", str(tmp_path), "--clean"))
+        assert not (tmp_path / "metrics.jsonl").exists()
+    assert complete_steps(tmp_path / "weights") == []
+    assert (tmp_path / "weights" / "notes.txt").read_text() == "mine"
+    kept = sorted((tmp_path / "attempts").rglob("metrics.jsonl"))
+    assert [path.read_text() for path in kept] == ['{"reward":0.25}\n', '{"reward":0.5}\n']
+
+
+def test_clean_spares_the_weights_it_starts_from(tmp_path: Path) -> None:
+    model = publish(tmp_path / "weights", 3)
+    config = parse("--output_dir", str(tmp_path), "--clean", "--model.name", str(model))
+    with pytest.raises(ValueError, match=r"model\.name"):
+        rl.prepare_output_dir(config)
+    assert complete_steps(tmp_path / "weights") == [3]
+
+
+def test_half_written_steps_are_swept_away(tmp_path: Path) -> None:
+    left = tmp_path / "weights" / ".tmp-step_3-abc"
+    left.mkdir(parents=True)
+    rl.prepare_output_dir(parse("--output_dir", str(tmp_path)))
+    assert not left.exists()
+
+
+def test_one_directory_serves_one_run(tmp_path: Path) -> None:
+    in_use = pytest.raises(ValueError, match=r"output_dir .* in use")
+    with rl.claim_output_dir(tmp_path), in_use, rl.claim_output_dir(tmp_path):
+        pass
+    with rl.claim_output_dir(tmp_path):
+        pass
+
+
+def test_each_process_reads_back_what_rl_resolved(tmp_path: Path) -> None:
+    config = parse("--output_dir", str(tmp_path), "--max_steps", "7", "--trainer.optim.max_norm", "None")
+    paths = rl.write_configs(config)
+    trainer = parse_argv(TrainConfig, ["@", str(paths["trainer"])], "trainer")[0]
+    inference = parse_argv(InferenceConfig, ["@", str(paths["inference"])], "inference")[0]
+    assert trainer == config.trainer and trainer.max_steps == 7 and trainer.optim.max_norm is None
+    assert inference == config.inference
+    assert parse_argv(RLConfig, ["@", str(paths["rl"])], "rl")[0] == config
+
+
+def test_input_that_a_process_refuses_is_told_in_its_words(tmp_path: Path) -> None:
+    import sys
+
+    says = "import sys; print('loading'); print('error: env \"x\" was not found\\n  try y'); sys.exit(2)"
+    with pytest.raises(ChildFailed) as failure, Supervisor(tmp_path, handle_signals=False) as run:
+        run.start("orchestrator", [sys.executable, "-c", says])
+        run.wait(["orchestrator"])
+    with pytest.raises(ValueError, match=r'^orchestrator: env "x" was not found\n  try y$'):
+        rl.report_failure(failure.value)
+
+
+def test_the_summary_names_what_to_look_at(tmp_path: Path) -> None:
+    for step, reward in ((1, 0.25), (2, 0.75)):
+        append_jsonl(tmp_path / "metrics.jsonl", [{"step": step, "process": "orchestrator", "reward/mean": reward}])
+    weights = publish(tmp_path / "weights", 2)
+    text = rl.summarize(parse("--output_dir", str(tmp_path)), 12.34)
+    for part in ("2 in 12.3 s", "0.2500 -> 0.7500", str(weights), "metrics.jsonl", "samples.jsonl", "eval @ "):
+        assert part in text, part
