@@ -54,7 +54,7 @@ def digest_tensor(tensor: Tensor) -> str:
     import torch
 
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return xxhash.xxh3_128_hexdigest(flat.view(torch.uint8).numpy() if flat.numel() else b"")
+    return xxhash.xxh3_128_hexdigest(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
 
 
 def describe_tensors(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:

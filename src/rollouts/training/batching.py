@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-T = TypeVar("T", int, float)
+T = TypeVar("T")
 
 QUADRATIC_COST = 1 / 12288
 """Attention FLOPs of a token per token it sees, over its matrix-product FLOPs: 1 / (12 hidden size), here of 1024."""

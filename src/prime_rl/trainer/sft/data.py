@@ -5,15 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from prime_rl.trainer.config import FakeSFTDataConfig, SFTConfig, SFTDataConfig
 from prime_rl.utils.tokenizer import load_tokenizer, render_chat
 from rollouts.training.datasets.sft import Row, load_rows, read_conversation, render_conversation
 from rollouts.training.types import Message, Sample, Status
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 FAKE_ROWS = 1024
 MAX_CACHED = 100_000
@@ -27,6 +24,18 @@ class SampleSource(Protocol):
 
     def sample(self, index: int) -> Sample:
         """The sample of this index, always the same."""
+
+
+class Tokenizer(Protocol):
+    """What is used of a Hugging Face tokenizer."""
+
+    chat_template: str | None
+    eos_token_id: int | None
+    all_special_ids: list[int]
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: list[int]) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -117,7 +126,7 @@ class FakeSource:
 class TemplateRenderer:
     """A tokenizer's chat template as the `ChatRenderer` of the library."""
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     end_ids: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -131,7 +140,7 @@ class TemplateRenderer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of token ids."""
-        return str(self.tokenizer.decode(list(tokens)))
+        return self.tokenizer.decode(list(tokens))
 
 
 @dataclass
@@ -139,7 +148,7 @@ class ConversationSource:
     """Rows of a data set, rendered when they are first needed."""
 
     rows: Sequence[Row]
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     vocab_size: int
     _cache: dict[int, Sample] = field(default_factory=dict)
 
@@ -177,7 +186,7 @@ class ConversationSource:
         return Sample(prompt=prompt, tokens=before + after, loss_mask=mask, index=index, status=Status.COMPLETED)
 
 
-def build_sft_batches(config: SFTConfig, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None) -> SFTBatches:
+def build_sft_batches(config: SFTConfig, vocab_size: int, tokenizer: Tokenizer | None) -> SFTBatches:
     """The batches of a config; `tokenizer` is needed for real data only."""
     data = config.data
     if isinstance(data, FakeSFTDataConfig):
@@ -187,11 +196,12 @@ def build_sft_batches(config: SFTConfig, vocab_size: int, tokenizer: PreTrainedT
     return SFTBatches(source, data.seq_len, data.batch_size, data.shuffle, config.seed)
 
 
-def build_tokenizer(config: SFTConfig) -> PreTrainedTokenizerBase | None:
+def build_tokenizer(config: SFTConfig) -> Tokenizer | None:
     """The tokenizer of a run on real data."""
     if not isinstance(config.data, SFTDataConfig):
         return None
-    return load_tokenizer(config.tokenizer.name or config.model.name, config.tokenizer.chat_template)
+    tokenizer: Tokenizer = load_tokenizer(config.tokenizer.name or config.model.name, config.tokenizer.chat_template)
+    return tokenizer
 
 
 def restore_position(progress: Mapping[str, Any]) -> Position:

@@ -57,7 +57,7 @@ class OptimizerStep:
         """Add the gradient of `loss_sum / global_count`; the count is that of the whole step, over all ranks."""
         if not global_count > 0:
             raise ValueError(f"a step needs at least one token with loss, the global count is {global_count}")
-        (loss_sum / global_count).backward()
+        torch.autograd.backward(loss_sum / global_count)
 
     def step(self) -> StepReport:
         """Clip, step and clear the gradients.

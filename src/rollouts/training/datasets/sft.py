@@ -17,8 +17,9 @@ Row = Mapping[str, Any]
 class ChatRenderer(Protocol):
     """A chat template with its tokenizer."""
 
-    end_ids: Collection[int]
-    """Special tokens, one of which ends a turn."""
+    @property
+    def end_ids(self) -> Collection[int]:
+        """Special tokens, one of which ends a turn."""
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, add_generation_prompt: bool

@@ -1,0 +1,193 @@
+"""Checkpoints: interrupted and resumed runs end with the bits of uninterrupted ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prime_rl.trainer.backend import build_backend
+from prime_rl.trainer.ckpt import (
+    find_resume_step,
+    is_checkpoint_due,
+    load_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+)
+from prime_rl.trainer.config import CkptConfig, SFTConfig, TrainConfig
+from prime_rl.trainer.rl.train import train as train_rl
+from prime_rl.trainer.sft.train import train as train_sft
+from prime_rl.transport.weights import read_manifest
+from rollouts.training.metrics import load_jsonl
+from rollouts.training.steps import complete_steps, publish_dir, step_path
+
+MODEL = {"name": "tiny-qwen3", "debug": {"random_init": True}}
+
+
+def rl_config(output_dir: Path, **changes: Any) -> TrainConfig:
+    values = {
+        "model": {**MODEL, "seq_len": 32},
+        "optim": {"lr": 1e-2},
+        "scheduler": {"type": "linear", "warmup_steps": 2, "decay_steps": 3},
+        "data": {"fake": {"batch_size": 4}},
+        "max_steps": 6,
+        "log": {"file": False},
+        "output_dir": output_dir,
+    }
+    return TrainConfig.model_validate({**values, **changes})
+
+
+def sft_config(output_dir: Path, **changes: Any) -> SFTConfig:
+    rows = output_dir.parent / "rows.jsonl"
+    if not rows.exists():
+        letters = ["abcdefgh"[i % 8 :] + "xyz"[: i % 3] for i in range(13)]
+        rows.write_text("".join(json.dumps({"prompt": s, "completion": s[::-1]}) + "\n" for s in letters))
+    values = {
+        "model": MODEL,
+        "optim": {"type": "sgd", "lr": 1e-2},
+        "scheduler": {"type": "cosine", "warmup_steps": 1},
+        "data": {"name": str(rows), "seq_len": 32, "batch_size": 3},
+        "max_steps": 6,
+        "log": {"file": False},
+        "output_dir": output_dir,
+    }
+    return SFTConfig.model_validate({**values, **changes})
+
+
+@pytest.mark.parametrize("kind", ["rl", "sft"])
+@pytest.mark.parametrize("cut", [1, 4])
+def test_resumed_runs_end_with_the_same_bits(tmp_path: Path, kind: str, cut: int) -> None:
+    make, run = {"rl": (rl_config, train_rl), "sft": (sft_config, train_sft)}[kind]
+    run(make(tmp_path / "straight"))
+    # The interrupted run dies after a later step than its checkpoint: what it did since must not matter.
+    broken = tmp_path / "broken"
+    run(make(broken, ckpt={"interval": cut}))
+    for step in complete_steps(broken / "checkpoints", ("trainer",)):
+        if step != cut:
+            (step_path(broken / "checkpoints", step) / "trainer" / "STABLE").unlink()
+    run(make(broken, ckpt={"interval": cut, "resume_step": -1}))
+    a, b = (read_manifest(tmp_path / name / "weights" / "step_6") for name in ("straight", "broken"))
+    assert a == b
+    losses = {
+        name: {r["step"]: r["loss/mean"] for r in load_jsonl(tmp_path / name / "metrics.jsonl") if "loss/mean" in r}
+        for name in ("straight", "broken")
+    }
+    assert losses["straight"] == losses["broken"]
+    totals = [r for r in load_jsonl(broken / "metrics.jsonl") if r["step"] == 6 and "loss/mean" in r]
+    assert totals[0]["progress/total_tokens"] == totals[1]["progress/total_tokens"]
+
+
+def test_resuming_republishes_its_version_and_takes_back_later_ones(tmp_path: Path) -> None:
+    train_rl(rl_config(tmp_path, ckpt={"interval": 2}))
+    expected = read_manifest(tmp_path / "weights" / "step_4")
+    seen: list[list[int]] = []
+    from prime_rl.trainer.rl import data
+
+    class Spy(data.FakeBatches):
+        def receive(self, step: int, timeout_s: float | None = None) -> Any:
+            seen.append(complete_steps(tmp_path / "weights"))
+            return super().receive(step, timeout_s)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "FakeBatches", Spy)
+        train_rl(rl_config(tmp_path, ckpt={"interval": 2, "resume_step": 4}))
+    assert seen[0] == [2, 3, 4], "versions 5 and 6 of the earlier run are gone before step 5 begins"
+    assert read_manifest(tmp_path / "weights" / "step_4") == expected
+
+
+def test_checkpoints_restore_moments_counters_and_random_state(tmp_path: Path) -> None:
+    one = build_backend(rl_config(tmp_path))
+    for name, parameter in one.parameters.items():
+        parameter.grad = torch.full_like(parameter, 0.1 * len(name))
+    one.stepper.step()
+    torch.manual_seed(7)
+    save_checkpoint(tmp_path, 1, one.parameters, one.stepper, {"position": [1, 2]})
+    drawn = torch.rand(3)
+    two = build_backend(rl_config(tmp_path, seed=99))
+    assert load_checkpoint(tmp_path, 1, two.parameters, two.stepper) == {"position": [1, 2]}
+    assert torch.equal(torch.rand(3), drawn) and two.stepper.num_steps == 1
+    for backend in (one, two):
+        for name, parameter in backend.parameters.items():
+            parameter.grad = torch.full_like(parameter, 0.3 / len(name))
+        backend.stepper.step()
+    for a, b in zip(one.parameters.values(), two.parameters.values(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_narrow_model_resumes_from_its_masters(tmp_path: Path) -> None:
+    config = rl_config(tmp_path, model={**MODEL, "dtype": "bfloat16", "seq_len": 32})
+    one, two = build_backend(config), build_backend(config)
+    with torch.no_grad():
+        for parameter in one.parameters.values():
+            parameter.add_(1e-4)
+    save_checkpoint(tmp_path, 1, one.parameters, one.stepper, {})
+    load_checkpoint(tmp_path, 1, two.parameters, two.stepper)
+    for name, parameter in two.model.named_parameters():
+        assert torch.equal(parameter, one.parameters[name].bfloat16())
+
+
+def test_nothing_on_disk_is_a_pickle(tmp_path: Path) -> None:
+    train_rl(rl_config(tmp_path, max_steps=5, ckpt={}))
+    files = [p for p in (tmp_path / "checkpoints").rglob("*") if p.is_file()]
+    assert {p.suffix for p in files} == {".safetensors", ".json", ""}
+    assert {p.name for p in files if not p.suffix} == {"STABLE"}
+
+
+def test_foreign_checkpoints_are_refused(tmp_path: Path) -> None:
+    backend = build_backend(rl_config(tmp_path))
+    for parameter in backend.parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    backend.stepper.step()
+    save_checkpoint(tmp_path, 1, backend.parameters, backend.stepper, {})
+    smaller = build_backend(rl_config(tmp_path, model={**MODEL, "debug": {"random_init": True, "num_layers": 1}}))
+    with pytest.raises(ValueError, match="another model"):
+        load_checkpoint(tmp_path, 1, smaller.parameters, smaller.stepper)
+    sgd = build_backend(rl_config(tmp_path, optim={"type": "sgd", "lr": 1e-2}))
+    with pytest.raises(ValueError, match=r"optim\.type"):
+        load_checkpoint(tmp_path, 1, sgd.parameters, sgd.stepper)
+    with pytest.raises(ValueError, match="not a complete checkpoint"):
+        load_checkpoint(tmp_path, 2, backend.parameters, backend.stepper)
+    state = tmp_path / "step_1" / "trainer" / "state.json"
+    state.write_text(state.read_text().replace('"schema": 1', '"schema": 2'))
+    with pytest.raises(ValueError, match="schema 2"):
+        load_checkpoint(tmp_path, 1, backend.parameters, backend.stepper)
+
+
+def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
+    for step, parts in {2: ("trainer", "orchestrator"), 9: ("trainer", "orchestrator"), 10: ("trainer",)}.items():
+        for part in parts:
+            publish_dir(step_path(tmp_path, step) / part, lambda directory: None)
+    (step_path(tmp_path, 11) / "trainer").mkdir(parents=True)
+    latest = CkptConfig(resume_step=-1)
+    assert find_resume_step(tmp_path, latest) == 10
+    assert find_resume_step(tmp_path, latest, ("trainer", "orchestrator")) == 9
+    assert find_resume_step(tmp_path / "nowhere", latest) is None
+    assert find_resume_step(tmp_path, None) is find_resume_step(tmp_path, CkptConfig()) is None
+    assert find_resume_step(tmp_path, CkptConfig(resume_step=2)) == 2
+    with pytest.raises(ValueError, match=r"resume_step is 11 .*found: 2, 9, 10"):
+        find_resume_step(tmp_path, CkptConfig(resume_step=11))
+
+
+def test_due_and_pruned(tmp_path: Path) -> None:
+    config = CkptConfig(interval=4)
+    assert [s for s in range(1, 11) if is_checkpoint_due(s, config, 10)] == [4, 8, 10]
+    assert [s for s in range(1, 11) if is_checkpoint_due(s, CkptConfig(), 10)] == [10]
+    assert not is_checkpoint_due(10, None, 10)
+    for step in (1, 2, 3):
+        publish_dir(step_path(tmp_path, step) / "trainer", lambda directory: None)
+    publish_dir(step_path(tmp_path, 1) / "orchestrator", lambda directory: None)
+    assert prune_checkpoints(tmp_path, None) == []
+    assert prune_checkpoints(tmp_path, 1) == [1, 2]
+    assert complete_steps(tmp_path, ("trainer",)) == [3]
+    assert (tmp_path / "step_1" / "orchestrator").exists(), "another component's part is its own to remove"
+    assert not (tmp_path / "step_2").exists()
+
+
+def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
+    train_rl(rl_config(tmp_path, max_steps=5, ckpt={}))
+    before = read_manifest(tmp_path / "weights" / "step_5")
+    train_rl(rl_config(tmp_path, max_steps=5, ckpt={"resume_step": -1}))
+    assert read_manifest(tmp_path / "weights" / "step_5") == before

@@ -1,0 +1,365 @@
+"""The step, the schedules and the RL trainer run in this process: gradients, exactness, files and metrics."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from prime_rl.trainer.backend import Backend, build_backend
+from prime_rl.trainer.config import SchedulerConfig, TrainConfig
+from prime_rl.trainer.model import resolve_placement
+from prime_rl.trainer.optim import MasterWeights, build_schedule
+from prime_rl.trainer.perf import Stopwatch, compute_train_flops, count_matmul_parameters
+from prime_rl.trainer.rl.data import FakeBatches, build_batches, check_batch
+from prime_rl.trainer.rl.loss import build_loss, build_spec
+from prime_rl.trainer.rl.train import train
+from prime_rl.transport.batches import FilesystemBatchSender
+from prime_rl.transport.weights import read_manifest, verify_tensors
+from prime_rl.utils.pydantic_config import parse_argv
+from rollouts.training.backends.step import OptimizerStep
+from rollouts.training.batching import pack_samples
+from rollouts.training.metrics import load_jsonl
+from rollouts.training.steps import complete_steps
+from rollouts.training.types import Sample
+
+ROOT = Path(__file__).parents[2]
+
+
+def make_config(output_dir: Path, **changes: Any) -> TrainConfig:
+    return TrainConfig.model_validate(
+        {
+            "model": {"name": "tiny-qwen3", "seq_len": 48, "debug": {"random_init": True}},
+            "optim": {"lr": 1e-3},
+            "data": {"fake": {"batch_size": 8}},
+            "max_steps": 3,
+            "output_dir": output_dir,
+            "log": {"file": False},
+            **changes,
+        }
+    )
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> Backend:
+    return build_backend(make_config(tmp_path))
+
+
+def fake_samples(num: int = 12, seed: int = 0) -> list[Sample]:
+    config = make_config(Path("unused"), data={"fake": {"batch_size": num}}, seed=seed)
+    return build_batches(config, 320).receive(1)
+
+
+def gradients(backend: Backend, packs: list[list[Any]]) -> list[torch.Tensor]:
+    """The gradient of one step over these micro-batches, and none left behind."""
+    loss = build_loss(make_config(Path("unused")).loss)
+    backend.forward_backward([micro for rank in packs for micro in rank], loss)
+    taken = [p.grad.clone() for p in backend.parameters.values() if p.grad is not None]
+    backend.stepper.optimizer.zero_grad()
+    return taken
+
+
+def test_the_gradient_does_not_depend_on_packing_or_micro_batches_or_ranks(backend: Backend) -> None:
+    samples = fake_samples()
+    whole = gradients(backend, pack_samples(samples, 48, rows=100))
+    assert len(whole) == len(backend.parameters) and all(g.abs().sum() > 0 for g in whole)
+    ways = {
+        "one sample per micro-batch": [pack_samples([s], 48)[0] for s in samples],
+        "rows of 48": pack_samples(samples, 48),
+        "three ranks": pack_samples(samples, 48, 3, rows=2),
+        "another order": pack_samples(samples[::-1], 48, rows=2),
+    }
+    for name, packs in ways.items():
+        for ours, theirs in zip(gradients(backend, packs), whole, strict=True):
+            assert torch.allclose(ours, theirs, atol=1e-6, rtol=1e-4), name
+
+
+def test_logprobs_of_a_sample_have_the_same_bits_in_any_pack(backend: Backend) -> None:
+    samples = fake_samples(6)
+    alone = {i: backend.compute_inputs(pack_samples([s], 48)[0][0].to_tensors()) for i, s in enumerate(samples)}
+    [[together]] = pack_samples(samples, 48, rows=100)
+    packed = backend.compute_inputs(together.to_tensors()).trainer_logprobs
+    expected = torch.cat([alone[i].trainer_logprobs for i in together.sample_ids])
+    assert torch.equal(packed, expected)
+
+
+def test_a_pack_of_two_tokens_still_has_the_bits_of_a_long_one(backend: Backend) -> None:
+    short = Sample(prompt="", tokens=[5, 9], loss_mask=[0.0, 1.0])
+    long = Sample(prompt="", tokens=list(range(40)), loss_mask=[0.0] * 39 + [1.0])
+    alone = backend.compute_inputs(pack_samples([short], 48)[0][0].to_tensors()).trainer_logprobs
+    [[micro]] = pack_samples([long, short], 48)
+    assert torch.equal(backend.compute_inputs(micro.to_tensors()).trainer_logprobs[1:], alone)
+
+
+def test_fake_batches_are_groups_and_a_function_of_the_step() -> None:
+    config = make_config(Path("unused"), data={"fake": {"batch_size": 10, "group_size": 4}})
+    batches = build_batches(config, 320)
+    assert isinstance(batches, FakeBatches)
+    first = batches.receive(1)
+    assert [s.group_index for s in first] == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2]
+    assert first == build_batches(config, 320).receive(1) != batches.receive(2)
+    check_batch(first, 0.0, 320)
+    assert all(len(s.tokens) <= 48 for s in first)
+
+
+def test_a_fake_run_publishes_verified_versions_and_logs_every_step(tmp_path: Path) -> None:
+    assert train(make_config(tmp_path, max_steps=4, max_async_level=1)) == 0
+    assert complete_steps(tmp_path / "weights") == [2, 3, 4], "the last max_async_level + 2"
+    from prime_rl.trainer.models.registry import read_tensors
+
+    path = tmp_path / "weights" / "step_4"
+    verify_tensors(read_tensors(path), read_manifest(path))
+    rows = list(load_jsonl(tmp_path / "metrics.jsonl"))
+    steps = [row for row in rows if "loss/mean" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    documented = (
+        "loss/mean loss/std loss/min loss/max loss/policy entropy/mean trainer_probs/mean inference_probs/mean "
+        "mismatch_kl/mean unmasked_mismatch_kl/mean is_masked/mean geo_seq_ratio/mean combined_advantage/mean "
+        "optim/lr optim/grad_norm perf/throughput perf/throughput_per_gpu perf/mfu perf/peak_memory time/step "
+        "time/wait_for_batch time/load_data time/forward_backward time/broadcast_weights"
+    )
+    for row in steps:
+        assert row["process"] == "trainer" and not set(documented.split()) - set(row)
+    timeline = [(row["step"], row["timeline/what"]) for row in rows if "timeline/what" in row]
+    assert {(1, "wait_for_batch"), (1, "forward_backward"), (4, "broadcast_weights")} <= set(timeline)
+    assert all(row["timeline/start"] <= row["timeline/end"] for row in rows if "timeline/what" in row)
+
+
+def test_two_runs_of_one_seed_give_identical_weights(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        train(make_config(tmp_path / name))
+    a, b = (read_manifest(tmp_path / name / "weights" / "step_3") for name in ("a", "b"))
+    assert a == b
+
+
+def test_on_policy_batches_from_the_wire_have_a_mismatch_of_exactly_zero(tmp_path: Path) -> None:
+    backend = build_backend(make_config(tmp_path))
+    samples = fake_samples(8)
+    for sample in samples:
+        inputs = backend.compute_inputs(pack_samples([sample], 48)[0][0].to_tensors())
+        start = sample.loss_mask.index(1.0)
+        sample.inference_logprobs = [0.0] * start + inputs.trainer_logprobs.tolist()
+        assert len(sample.inference_logprobs) == len(sample.tokens)
+    FilesystemBatchSender(tmp_path / "rollouts").send(1, samples)
+    train(make_config(tmp_path, data={"timeout_s": 20}, max_steps=1))
+    [row] = [row for row in load_jsonl(tmp_path / "metrics.jsonl") if "loss/mean" in row]
+    assert row["mismatch_kl/max"] == 0.0 and row["importance_ratio/min"] == row["importance_ratio/max"] == 1.0
+    advantages = [a for s in samples for a, m in zip(s.advantages or [], s.loss_mask, strict=True) if m]
+    assert row["advantages/mean"] == pytest.approx(sum(advantages) / len(advantages), abs=1e-6)
+
+
+def test_training_on_one_answer_makes_it_likelier(tmp_path: Path) -> None:
+    """The sign of everything at once: positive advantage, log-prob up."""
+    good = Sample(
+        prompt="",
+        tokens=[1, 2, 3, 4, 5, 6],
+        loss_mask=[0, 0, 0, 1, 1, 1],
+        inference_logprobs=[0, 0, 0, -5.7, -5.7, -5.7],
+        advantages=[1.0] * 6,
+    )
+    sender = FilesystemBatchSender(tmp_path / "rollouts")
+    for step in range(1, 6):
+        sender.send(step, [good])
+    train(make_config(tmp_path, data={"timeout_s": 20}, max_steps=5))
+    probs = [row["trainer_probs/mean"] for row in load_jsonl(tmp_path / "metrics.jsonl") if "loss/mean" in row]
+    assert probs == sorted(probs) and probs[-1] > 2 * probs[0]
+
+
+def test_waiting_for_an_orchestrator_ends_with_a_name(tmp_path: Path) -> None:
+    with pytest.raises(TimeoutError, match="batch of step 1 from the orchestrator"):
+        train(make_config(tmp_path, data={"timeout_s": 0.2}))
+
+
+def test_a_batch_without_loss_tokens_changes_nothing(tmp_path: Path) -> None:
+    sample = Sample(prompt="", tokens=[1, 2], loss_mask=[0, 0], inference_logprobs=[0, 0], advantages=[0, 0])
+    for step in (1, 2):
+        FilesystemBatchSender(tmp_path / "rollouts").send(step, [sample])
+    train(make_config(tmp_path, data={"timeout_s": 20}, max_steps=2))
+    one, two = (read_manifest(tmp_path / "weights" / f"step_{step}").tensors for step in (1, 2))
+    assert one == two
+    [last] = [row for row in load_jsonl(tmp_path / "metrics.jsonl") if row.get("step") == 2 and "optim/lr" in row]
+    assert last["optim/skipped_steps"] == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "teacher_tau", "words"),
+    [
+        ({"teacher_logprobs": [0.0, -1.0]}, 0.0, "teacher_tau is 0"),
+        ({}, 0.5, "carry no teacher log-probs"),
+        ({"advantages": None}, 0.0, "no `advantages`"),
+        ({"inference_logprobs": None}, 0.0, "no `inference_logprobs`"),
+        ({"tokens": [1, 400]}, 0.0, "the model knows 320"),
+        ({"loss_mask": []}, 0.0, "0 mask entries"),
+    ],
+)
+def test_a_batch_that_does_not_fit_the_config_is_refused(
+    changes: dict[str, Any], teacher_tau: float, words: str
+) -> None:
+    fields: dict[str, Any] = {
+        "tokens": [1, 2],
+        "loss_mask": [0, 1],
+        "inference_logprobs": [0, -1],
+        "advantages": [0, 1],
+    }
+    with pytest.raises(ValueError, match=words):
+        check_batch([Sample(prompt="", **(fields | changes))], teacher_tau, 320)
+
+
+def test_student_tau_follows_teacher_tau() -> None:
+    def taus(**loss: float) -> tuple[float, float, float]:
+        spec = build_spec(make_config(Path("unused"), loss=loss).loss)
+        return spec.adv_tau, spec.teacher_tau, spec.student_tau
+
+    assert taus() == (1.0, 0.0, 0.0)
+    assert taus(teacher_tau=0.5) == (1.0, 0.5, 0.5)
+    assert taus(teacher_tau=1.0, student_tau=0.5, adv_tau=0.0) == (0.0, 1.0, 0.5)
+
+
+def make_stepper(**options: Any) -> tuple[nn.Parameter, OptimizerStep]:
+    parameter = nn.Parameter(torch.tensor([3.0, 4.0]))
+    return parameter, OptimizerStep(torch.optim.SGD([parameter], lr=0.1), **options)
+
+
+def test_the_step_accumulates_over_the_global_count_and_clips_the_norm() -> None:
+    parameter, stepper = make_stepper(max_norm=1.0)
+    stepper.backward((parameter * torch.tensor([6.0, 0.0])).sum(), 2)
+    stepper.backward((parameter * torch.tensor([0.0, 8.0])).sum(), 2)
+    report = stepper.step()
+    assert report.grad_norm == pytest.approx(5.0) and report.skipped is None
+    assert parameter.tolist() == pytest.approx([3 - 0.1 * 3 / 5, 4 - 0.1 * 4 / 5], abs=1e-5)
+    assert parameter.grad is None
+    with pytest.raises(ValueError, match="global count"):
+        stepper.backward(parameter.sum(), 0)
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_and_too_many_end_the_run() -> None:
+    parameter, stepper = make_stepper(max_norm=1.0, max_skipped=3)
+    for _ in range(2):
+        stepper.backward(parameter.sum() * math.nan, 1)
+        report = stepper.step()
+        assert report.skipped is not None and "not finite" in report.skipped
+        assert parameter.tolist() == [3.0, 4.0] and parameter.grad is None
+    stepper.backward(parameter.sum(), 1)
+    assert stepper.step().skipped is None
+    assert (stepper.num_steps, stepper.num_skipped) == (3, 2)
+    stepper.skip("a"), stepper.skip("b")
+    with pytest.raises(FloatingPointError, match="3 steps in a row"):
+        stepper.skip("c")
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "expected"),
+    [
+        ({"type": "constant"}, [1, 1, 1, 1, 1, 1, 1, 1]),
+        ({"type": "linear", "warmup_steps": 2, "decay_steps": 4}, [0.5, 1, 1, 1, 0.75, 0.5, 0.25, 0]),
+        ({"type": "linear", "warmup_steps": 0, "decay_steps": 0}, [1] * 8),
+        (
+            {"type": "linear", "warmup_steps": 4, "decay_steps": 4, "min_lr": 0.2},
+            [0.4, 0.6, 0.8, 1, 0.8, 0.6, 0.4, 0.2],
+        ),
+        ({"type": "cosine", "warmup_steps": 0}, [(1 + math.cos(math.pi * n / 8)) / 2 for n in range(1, 9)]),
+        ({"type": "cosine", "warmup_steps": 4, "min_lr": 0.5}, [0.625, 0.75, 0.875, 1, 0.9268, 0.75, 0.5732, 0.5]),
+    ],
+)
+def test_schedules(scheduler: dict[str, Any], expected: list[float]) -> None:
+    config: SchedulerConfig = make_config(Path("unused"), scheduler=scheduler, max_steps=8, optim={"lr": 1.0}).scheduler
+    schedule = build_schedule(config, 1.0, 8)
+    assert [schedule(n) for n in range(1, 9)] == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_schedule_reaches_the_optimizer() -> None:
+    parameter, stepper = make_stepper(schedule=lambda n: 1 / n)
+    lrs = []
+    for _ in range(3):
+        stepper.backward(parameter.sum(), 1)
+        lrs.append(stepper.step().lr)
+    assert lrs == pytest.approx([0.1, 0.05, 0.1 / 3])
+
+
+def test_narrow_models_train_on_float32_masters(tmp_path: Path) -> None:
+    config = make_config(tmp_path, model={"name": "tiny-qwen3", "dtype": "bfloat16", "debug": {"random_init": True}})
+    backend = build_backend(config)
+    assert {p.dtype for p in backend.model.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in backend.parameters.values()} == {torch.float32}
+    assert backend.model.lm_head.weight is backend.model.model.embed_tokens.weight
+    wide = build_backend(make_config(tmp_path))
+    for ours, theirs in zip(
+        gradients(backend, pack_samples(fake_samples(), 48)),
+        gradients(wide, pack_samples(fake_samples(), 48)),
+        strict=True,
+    ):
+        assert torch.nn.functional.cosine_similarity(ours.flatten(), theirs.flatten(), dim=0) > 0.98
+    before = backend.model.lm_head.weight.clone()
+    [micros] = pack_samples(fake_samples(), 48)
+    backend.optim_step(backend.forward_backward(micros, build_loss(config.loss)))
+    assert not torch.equal(before, backend.model.lm_head.weight)
+    for name, parameter in backend.model.named_parameters():
+        assert torch.equal(parameter, backend.parameters[name].bfloat16()) and parameter.grad is None
+
+
+def test_masters_keep_what_rounding_would_lose() -> None:
+    """Steps far below bfloat16's resolution add up to a change of the model."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 1.0)
+    masters = MasterWeights(model, torch.bfloat16)
+    stepper = OptimizerStep(torch.optim.SGD(masters.by_name.values(), lr=1e-3), after_step=masters.write_back)
+    for _ in range(10):
+        stepper.backward(model(torch.ones(1, 1, dtype=torch.bfloat16)).sum(), 1)
+        stepper.step()
+    assert masters.by_name["weight"].item() == pytest.approx(0.99, abs=1e-5)
+    assert model.weight.item() == torch.tensor(0.99).bfloat16().item() != 1.0
+
+
+def test_train_flops_are_six_per_parameter_and_token_plus_attention(backend: Backend) -> None:
+    layers = 2 * (128 * 128 * 2 + 2 * 128 * 64 + 3 * 128 * 384)
+    assert count_matmul_parameters(backend.model) == layers + 320 * 128
+    flops = compute_train_flops(backend.model.config, 1000, [10, 20])
+    assert flops == 6 * 1000 * 30 + 12 * 2 * 128 * (50 + 200)
+
+
+def test_the_stopwatch_adds_parts_up_and_starts_anew() -> None:
+    told: list[str] = []
+    watch = Stopwatch(lambda what, start, end: told.append(what))
+    for what in ("a", "a", "b"):
+        with watch(what):
+            pass
+    assert told == ["a", "a", "b"] and set(watch.lap()) == {"time/a", "time/b"} and watch.lap() == {}
+
+
+def test_more_than_one_rank_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="nproc-per-node 1"):
+        build_backend(make_config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--parallel.tp", "2"], "tp"),
+        (["--scheduler.type", "cosine"], "max_steps"),
+        (["--scheduler.type", "linear", "--max_steps", "5"], "do not fit into max_steps 5"),
+        (["--optim.type", "sgd", "--optim.momentum", "0"], "nesterov"),
+        (["--optim.betas3", "1"], "betas"),
+        (["--loss.type", "grpo"], "aipo"),
+    ],
+)
+def test_configs_that_cannot_work_are_refused(argv: list[str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        parse_argv(TrainConfig, argv, "trainer", environ={})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of machines without a GPU")
+def test_a_device_that_is_not_there_is_named(tmp_path: Path) -> None:
+    for device in ("cuda", "tpu", "mps"):
+        with pytest.raises(ValueError, match=device):
+            resolve_placement(make_config(tmp_path, model={"device": device}).model)
+    assert resolve_placement(make_config(tmp_path).model).attn == "exact"
+
+
+def test_the_debug_file_is_a_run_of_five_fake_steps() -> None:
+    config, _ = parse_argv(TrainConfig, ["@", str(ROOT / "configs/debug/rl/train.toml")], "trainer", environ={})
+    assert config.max_steps == 5 and config.data.fake is not None
