@@ -88,8 +88,9 @@ class CompositeLogger:
 
 def check_metrics(metrics: Mapping[str, float], step: int) -> None:
     """Raise `ValueError` naming the metric that is not a number, or the step that is not a count."""
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+    if type(step) is not int or step < 0:
         raise ValueError(f"step {step!r} is not a count: pass an int of at least 0")
+    value: Any
     for name, value in metrics.items():
         if not isinstance(value, (int, float)) and not hasattr(value, "item"):
             raise ValueError(f"metric {name!r} is {value!r}: log a number")

@@ -36,8 +36,6 @@ class Sample(msgspec.Struct):
     `versions` lists `(start, version)` spans over token positions, because weights may change in flight.
     """
 
-    Status = Status
-
     prompt: str | list[Message]
     response: str = ""
     tokens: list[int] = []
@@ -54,6 +52,8 @@ class Sample(msgspec.Struct):
     advantages: list[float] | None = None
     teacher_logprobs: list[float] | None = None
     versions: list[tuple[int, int]] = []
+
+    Status = Status
 
     @property
     def rollout_log_probs(self) -> list[float] | None:
