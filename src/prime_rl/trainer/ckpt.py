@@ -138,7 +138,7 @@ def _load_optimizer(
 
 def _rng_tensors() -> dict[str, Tensor]:
     states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():
         states |= {f"cuda:{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
     return states
 

@@ -77,7 +77,7 @@ class MasterWeights:
         model.to(dtype)
         self._pairs = [(p, self.by_name[name]) for name, p in model.named_parameters()]
         for parameter, master in self._pairs:
-            parameter.register_post_accumulate_grad_hook(_add_gradient_to(master))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(_add_gradient_to(master))
 
     @torch.no_grad()
     def write_back(self) -> None:
