@@ -20,7 +20,6 @@ from prime_rl.utils.process import (
     Supervisor,
     check_port_free,
     find_free_port,
-    find_marked,
     is_healthy,
     tail,
 )
@@ -157,7 +156,7 @@ def test_other_runs_are_left_alone(tmp_path: Path) -> None:
         with Supervisor(tmp_path / "inner", handle_signals=False) as inner:
             inner.start("theirs", python(SLEEPER))
         assert mine.code is None
-        assert list(find_marked(outer._token)) == [mine.process.pid]
+        assert outer.find_pids() == [mine.process.pid]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -93,6 +93,8 @@ class Supervisor:
 
     logs_dir: Path
     console: TextIO | None = None
+    format_line: Callable[[str, str], str] = "{:<12} | {}".format
+    """Process name and line -> what the console shows."""
     handle_signals: bool = True
     grace_s: float = 10.0
     children: dict[str, Child] = field(default_factory=dict)
@@ -145,7 +147,7 @@ class Supervisor:
         if self.console is None:
             return
         try:
-            self.console.write(f"{source:<12} | {line}\n")
+            self.console.write(self.format_line(source, line) + "\n")
             self.console.flush()
         except (OSError, ValueError):  # the reader went away (`rl ... | head`): the logs still have everything
             self.console = None
@@ -162,12 +164,20 @@ class Supervisor:
             self._follow()
             raise ChildFailed(ended)
 
-    def wait(self, names: Collection[str]) -> None:
-        """Return when every child in `names` has exited with 0; raise as `check` does as soon as that cannot happen."""
+    def wait(self, names: Collection[str], on_tick: Callable[[], None] = lambda: None) -> None:
+        """Return when every child in `names` has exited with 0; raise as `check` does as soon as that cannot happen.
+
+        `on_tick` is called ten times a second meanwhile.
+        """
         while any(self.children[name].code is None for name in names):
             self.check(may_end=names)
+            on_tick()
             time.sleep(TICK_S)
         self.check(may_end=names)
+
+    def find_pids(self) -> list[int]:
+        """All processes of this run: children, their workers, and whatever these started."""
+        return list(find_marked(self._token))
 
     def wait_for(self, ready: Callable[[], bool], *, timeout_s: float, what: str) -> None:
         """Return when `ready()`; raise `TimeoutError` naming `what`, or as `check` does."""
