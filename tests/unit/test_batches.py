@@ -69,6 +69,9 @@ def test_receive_waits_for_a_directory_that_does_not_exist_yet(tmp_path: Path) -
     timer.start()
     assert FilesystemBatchReceiver(root).receive(3, timeout_s=20) == batch
     timer.join()
+    assert FilesystemBatchSender(root).is_received(3)
+    FilesystemBatchSender(root).send(3, batch)
+    assert not FilesystemBatchSender(root).is_received(3), "a batch that was replaced is unread again"
 
 
 def test_a_half_written_step_is_not_received(tmp_path: Path) -> None:

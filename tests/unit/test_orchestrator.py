@@ -21,7 +21,7 @@ from prime_rl.orchestrator.orchestrator import run_orchestrator
 from prime_rl.orchestrator.rollout_manager import check_not_solved_or_hopeless, mix_prompts
 from prime_rl.orchestrator.weight_relay import WeightRelay
 from prime_rl.transport.batches import FilesystemBatchReceiver, FilesystemBatchSender
-from prime_rl.transport.watch import wait_for
+from prime_rl.transport.watch import wait_for, wait_for_blocking
 from rollouts.training.environments import Environment, load_environment
 from rollouts.training.metrics import load_jsonl
 from rollouts.training.steps import is_complete, publish_dir, publish_step, step_path
@@ -244,19 +244,36 @@ def test_no_engine_at_all(environments: dict[str, Environment], tmp_path: Path) 
         run(config, environments)
 
 
+@pytest.mark.parametrize("is_quick", [True, False])
 def test_a_trainer_that_trains_on_something_else(
-    engine: FakeEngine, environments: dict[str, Environment], tmp_path: Path
+    is_quick: bool,
+    engine: FakeEngine,
+    environments: dict[str, Environment],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A fake trainer publishes fewer versions than we have steps: they are relayed, said once, and nobody hangs."""
-    for step in (1, 2, 3):
-        publish_version(tmp_path, step)
+
+    def publish_all(wait_for_batches: bool) -> None:
+        for step in (1, 2, 3):
+            if wait_for_batches:
+                path = step_path(tmp_path / "rollouts", step)
+                wait_for_blocking(lambda path=path: is_complete(path) or None, path.parent, timeout_s=30, what="batch")
+            publish_version(tmp_path, step)
+
+    monkeypatch.setattr("prime_rl.orchestrator.weight_relay.QUIET_S", 1.0)
+    thread = threading.Thread(target=publish_all, args=(not is_quick,), daemon=True)
+    thread.start()
+    if is_quick:
+        thread.join(timeout=30)
     lines: list[str] = []
     sink = logger.add(lines.append, level="WARNING")
     try:
         run(make_config(engine, tmp_path, max_steps=6, max_async_level=1), environments)
     finally:
         logger.remove(sink)
-    assert engine.version == 3 and len(rows(tmp_path)) == 6
+    thread.join(timeout=30)
+    assert len(rows(tmp_path)) == 6 and engine.version == 3
     assert sum("batches unread" in line for line in lines) == 1
 
 
@@ -402,6 +419,7 @@ def relay_until(out: Path, engine: AnyEngine, version: int, sent: int, wanted: i
             [engine],
             version=version,
             on_live=live.append,
+            is_received=lambda step: True,
             timeout_s=60,
             log_timeline=lambda *interval: None,
         )

@@ -161,15 +161,16 @@ async def build_orchestrator(
     rollouts = build_rollouts(config, environments, generator)
     monitor = build_monitor(out, "orchestrator", config.wandb)
     engines = build_engines(config.client)
+    sender = FilesystemBatchSender(out / "rollouts")
     relay = WeightRelay(
         out / "weights",
         engines,
         version=version,
         on_live=rollouts.release,
+        is_received=sender.is_received,
         timeout_s=config.weights_timeout,
         log_timeline=monitor.log_timeline,
     )
-    sender = FilesystemBatchSender(out / "rollouts")
     parts = Orchestrator(config, generator, rollouts, relay, sender, checkpoints, monitor)
     if state is not None:
         parts.load_state(state)
@@ -200,7 +201,7 @@ def orchestrate(config: OrchestratorConfig) -> int:
     ensure_open_files(config)
     environments = load_environments(config.env)
     anyio.run(run_orchestrator, config, environments)
-    logger.info(f"Done: {config.max_steps} batches, the last version is live")
+    logger.success(f"Finished after {config.max_steps} batches")
     return 0
 
 

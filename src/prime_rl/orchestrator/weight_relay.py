@@ -15,6 +15,7 @@ from rollouts.training.steps import complete_steps, is_complete, step_path
 from rollouts.training.weight_sync import InferenceEngine, WeightSyncError, sync_weights_to_engines
 
 REMIND_S = 60.0
+QUIET_S = 5.0  # a trainer that reads no batches owes us nothing: its versions are relayed as long as they come
 
 
 class WeightRelay:
@@ -22,9 +23,9 @@ class WeightRelay:
 
         trainer publishes N -> notification -> engines load, answers verified -> version = N -> slots of batch N free
 
-    Intermediate versions that were overtaken are skipped. When versions appear for batches that were never sent, the
-    trainer trains on something else: this is said once, and slots no longer wait for it. In a resumed run such
-    versions are leftovers of the interrupted one, and are not looked at.
+    Intermediate versions that were overtaken are skipped. When a version appears whose batch was not sent, or was not
+    received by anybody, the trainer trains on something else: this is said once, and slots no longer wait for it.
+    In a resumed run, versions of batches not yet sent are leftovers of the interrupted one and are not looked at.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class WeightRelay:
         *,
         version: int,
         on_live: Callable[[int], None],
+        is_received: Callable[[int], bool],
         timeout_s: float,
         log_timeline: Callable[[str, float, float, int], None],
     ) -> None:
@@ -43,10 +45,11 @@ class WeightRelay:
         self.unread = False
         self.update_s = 0.0  # of the last update
         self._on_live = on_live
+        self._is_received = is_received
         self._timeout_s = timeout_s
         self._log_timeline = log_timeline
         self._num_sent = version
-        self._resumed = version > 0
+        self._start = version
         self._waiting_since: float | None = None
         self._changed = anyio.Event()
 
@@ -74,11 +77,11 @@ class WeightRelay:
         self.version, self.update_s = step, time.time() - start
         self._waiting_since = time.monotonic() if self._num_sent > step else None
         self._log_timeline("update_weights", start, time.time(), step)
-        if step > self._num_sent and not self.unread:
+        if not self.unread and self._is_unread(step):
             self.unread = True
             logger.warning(
-                f"batches unread: version {step} was published when {self._num_sent} batches had been sent, "
-                f"so the trainer does not train on them (fake data, or weights of another run in {self.weights_dir})"
+                f"batches unread: the trainer published version {step} without reading batch {step}; it trains on "
+                f"something else (fake data?), or {self.weights_dir} holds weights of another run"
             )
         self._on_live(self._num_sent if self.unread else step)
         self._wake()
@@ -91,15 +94,24 @@ class WeightRelay:
             self._on_live(step)
 
     async def wait_version(self, step: int) -> None:
-        """Return when version `step` is live, or at once when nobody reads our batches."""
-        while self.version < step and not self.unread:
-            await self._changed.wait()
+        """Return when version `step` is live; when nobody reads our batches, also once the trainer falls silent."""
+        while self.version < step:
+            with anyio.move_on_after(QUIET_S if self.unread else math.inf) as scope:
+                await self._changed.wait()
+            if scope.cancelled_caught:
+                return
 
     def _newest(self) -> int | None:
         """The newest version to load, or None while there is nothing new."""
-        last = self._num_sent if self._resumed else math.inf
+        last = self._num_sent if self._start else math.inf
         steps = [step for step in complete_steps(self.weights_dir) if self.version < step <= last]
         return steps[-1] if steps else None
+
+    def _is_unread(self, step: int) -> bool:
+        if step > self._num_sent:
+            return True
+        # Just resumed, the trainer may have read the interrupted run's copy of the first batch before we replaced it.
+        return not self._is_received(step) and not (self._start and step == self._start + 1)
 
     def _check_patience(self) -> None:
         """Remind, and at last give up, while a version is due and does not come."""

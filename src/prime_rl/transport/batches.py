@@ -12,6 +12,7 @@ from rollouts.training.types import Sample
 
 SCHEMA = 1
 BATCH_FILE = "batch.msgpack"
+RECEIVED = "RECEIVED"
 
 
 class _Envelope(msgspec.Struct):
@@ -55,9 +56,13 @@ class FilesystemBatchSender:
         data = encode_batch(step, samples)
         publish_step(self.root, step, lambda directory: _write(directory / BATCH_FILE, data))
 
+    def is_received(self, step: int) -> bool:
+        """Whether a receiver has read the batch of `step`."""
+        return (step_path(self.root, step) / RECEIVED).exists()
+
 
 class FilesystemBatchReceiver:
-    """Waits for batches below `root`, woken by the file system."""
+    """Waits for batches below `root`, woken by the file system; leaves a marker in those it has read."""
 
     def __init__(self, root: Path) -> None:
         self.root = Path(root)
@@ -74,6 +79,7 @@ class FilesystemBatchReceiver:
         found, samples = decode_batch((path / BATCH_FILE).read_bytes())
         if found != step:
             raise ValueError(f"{path / BATCH_FILE} holds the batch of step {found}, not of step {step}")
+        (path / RECEIVED).touch()
         return samples
 
 
