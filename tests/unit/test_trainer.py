@@ -169,6 +169,19 @@ def test_training_on_one_answer_makes_it_likelier(tmp_path: Path) -> None:
     assert probs == sorted(probs) and probs[-1] > 2 * probs[0]
 
 
+def test_a_new_run_does_not_mix_with_another(tmp_path: Path) -> None:
+    train(make_config(tmp_path, max_steps=2))
+    first = read_manifest(tmp_path / "weights" / "step_2")
+    with pytest.raises(ValueError, match=r"versions of another run .up to step_2.*--output-dir"):
+        train(make_config(tmp_path, data={"timeout_s": 1}))
+    inside = make_config(tmp_path, model={"name": str(tmp_path / "weights" / "step_2"), "seq_len": 48})
+    with pytest.raises(ValueError, match="versions of another run"):
+        train(inside)
+    train(make_config(tmp_path, max_steps=1))
+    assert complete_steps(tmp_path / "weights") == [1]
+    assert read_manifest(tmp_path / "attempts" / "1" / "weights" / "step_2") == first
+
+
 def test_waiting_for_an_orchestrator_ends_with_a_name(tmp_path: Path) -> None:
     with pytest.raises(TimeoutError, match="batch of step 1 from the orchestrator"):
         train(make_config(tmp_path, data={"timeout_s": 0.2}))

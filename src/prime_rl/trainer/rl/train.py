@@ -30,7 +30,7 @@ def train(config: TrainConfig) -> int:
     vocab_size = backend.model.config.vocab_size
     batches = build_batches(config, vocab_size)
     loss, teacher_tau = build_loss(config.loss), build_spec(config.loss).teacher_tau
-    publish_version(session, config, session.first_step - 1, resumed=True)
+    claim_weights(session, config)
 
     for step in session.steps():
         with watch("wait_for_batch"):
@@ -49,23 +49,43 @@ def train(config: TrainConfig) -> int:
     return session.close()
 
 
-def publish_version(session: Session, config: TrainConfig, step: int, *, resumed: bool = False) -> None:
-    """Publish `weights/step_N` and drop versions that no engine can need any more.
-
-    A resumed run publishes the version it continues from, because engines start from it, and takes back later ones
-    of the run it replaces.
-    """
+def publish_version(session: Session, config: TrainConfig, step: int) -> None:
+    """Publish `weights/step_N` and drop versions that no engine can need any more."""
     from prime_rl.transport.weights import prune_weights
-    from rollouts.training.steps import complete_steps, prune_steps
 
-    root = session.weights_dir
-    if resumed:
-        prune_steps(root, [s for s in complete_steps(root) if s <= step])
-        if step == 0:
-            return
     session.publish_weights(step)
     interval = config.ckpt.interval if config.ckpt else None
-    prune_weights(root, step, config.max_async_level, interval, config.max_steps)
+    prune_weights(session.weights_dir, step, config.max_async_level, interval, config.max_steps)
+
+
+def claim_weights(session: Session, config: TrainConfig) -> None:
+    """Make sure that engines find no version of another run.
+
+    A resumed run takes back the versions after its checkpoint and publishes the one it continues from, because engines
+    start from it. A new run refuses a directory that holds another's (`ValueError`); on fake data, which is for trying
+    things out again and again, it moves them to `attempts/N/weights`.
+    """
+    from loguru import logger
+
+    from rollouts.training.steps import complete_steps, prune_steps
+
+    root, step = session.weights_dir, session.first_step - 1
+    found = complete_steps(root)
+    if config.ckpt is not None and config.ckpt.resume_step is not None:
+        prune_steps(root, [s for s in found if s <= step])
+        if step:
+            publish_version(session, config, step)
+    elif found and (config.data.fake is None or session.backend.model_dir.is_relative_to(root.resolve())):
+        raise ValueError(
+            f"{root} holds versions of another run (up to step_{found[-1]}): choose another --output-dir, "
+            "continue with --ckpt.resume-step -1, or remove it"
+        )
+    elif found:
+        attempts = config.output_dir / "attempts"
+        number = 1 + max((int(p.name) for p in attempts.glob("*") if p.name.isdigit()), default=0)
+        (attempts / str(number)).mkdir(parents=True)
+        root.rename(attempts / str(number) / root.name)
+        logger.info(f"Versions of an earlier run moved to {attempts / str(number) / root.name}")
 
 
 def main() -> None:
