@@ -11,6 +11,8 @@ _HOME = {
     "Status": "types",
     "RolloutBatch": "types",
     "RolloutConfig": "types",
+    "MetricsLogger": "metrics",
+    "JSONLLogger": "metrics",
     "DataBuffer": "datasets.data_buffer",
     "AsyncRolloutManager": "rollout_gen.async_rollout_manager",
     "check_reward_nonzero_std": "filters",
@@ -21,8 +23,6 @@ _HOME = {
     "check_quality_and_diversity": "filters",
     "make_threshold_filter": "filters",
     "make_length_filter": "filters",
-    "MetricsLogger": "metrics",
-    "JSONLLogger": "metrics",
 }
 
 __all__ = [*_HOME]
