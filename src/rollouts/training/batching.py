@@ -143,6 +143,10 @@ def _check_sample(index: int, sample: Sample, seq_len: int) -> None:
             f"sample {index} has {len(sample.tokens)} tokens but seq_len is {seq_len}: "
             "raise seq_len, or generate fewer tokens (sampling.max_tokens)"
         )
+    _check_temperature(index, sample)
+
+
+def _check_temperature(index: int, sample: Sample) -> None:
     if not sample.temperature > 0:
         raise ValueError(
             f"sample {index} was drawn at temperature {sample.temperature}, whose log-probs cannot be trained on: "
@@ -202,3 +206,45 @@ def _build(samples: Sequence[Sample], pack: list[int], has_teacher: bool) -> Mic
 def _shifted(stream: list[T], last: T) -> list[T]:
     """The stream of the next token at every position."""
     return [*stream[1:], last]
+
+
+def pad_samples(samples: Sequence[Sample], *, pad_id: int = 0, multiple: int = 1) -> dict[str, Tensor]:
+    """Samples as rows of one rectangle, filled up on the right; labels are shifted here and nowhere else.
+
+        tokens of two samples    5 9 7 3     4 6
+        input_ids                5 9 7 3     4 6 . .
+        labels                   9 7 3 .     6 . . .
+        loss_mask                0 1 1 0     1 0 0 0     of the label
+        attention_mask           1 1 1 1     1 1 0 0
+        position_ids             0 1 2 3     0 1 2 3
+
+    All are [batch, seq], seq a multiple of `multiple`. Streams that every sample carries come along, shifted like
+    labels: `old_log_probs` (of the sampler) and `advantages`. `temperature` [batch] is there when one is not 1.
+    """
+    import torch
+
+    if not samples:
+        raise ValueError("there are no samples to make a batch of")
+    for i, sample in enumerate(samples):
+        sample.validate()
+        _check_temperature(i, sample)
+    width = -(-max(len(sample.tokens) for sample in samples) // multiple) * multiple
+
+    def rows(streams: list[list[T]], fill: T, dtype: torch.dtype) -> Tensor:
+        return torch.tensor([stream + [fill] * (width - len(stream)) for stream in streams], dtype=dtype)
+
+    masks = [s.loss_mask or [0.0] * len(s.tokens) for s in samples]
+    batch = {
+        "input_ids": rows([s.tokens for s in samples], pad_id, torch.int64),
+        "labels": rows([_shifted(s.tokens, 0) for s in samples], 0, torch.int64),
+        "loss_mask": rows([_shifted(mask, 0.0) for mask in masks], 0.0, torch.float32),
+        "attention_mask": rows([[1] * len(s.tokens) for s in samples], 0, torch.int64),
+        "position_ids": torch.arange(width).repeat(len(samples), 1),
+    }
+    for name, field in (("old_log_probs", "inference_logprobs"), ("advantages", "advantages")):
+        streams = [getattr(sample, field) for sample in samples]
+        if all(stream is not None for stream in streams):
+            batch[name] = rows([_shifted(stream, 0.0) for stream in streams], 0.0, torch.float32)
+    if any(sample.temperature != 1.0 for sample in samples):
+        batch["temperature"] = torch.tensor([sample.temperature for sample in samples])
+    return batch

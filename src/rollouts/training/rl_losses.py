@@ -7,12 +7,16 @@ token that position t predicts. Nothing here shifts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 LOGITS_PER_CHUNK = 1 << 24
 """Logits that are held at once in fp32 (64 MiB); more tokens are taken in chunks and recomputed for the backward."""
@@ -289,3 +293,216 @@ def union_of(dropped: dict[str, Bool[Tensor, " tokens"]], like: Bool[Tensor, " t
     for which in dropped.values():
         union = union | which
     return union
+
+
+Aggregation = Literal["token", "sequence", "constant"]
+KLEstimator = Literal["k1", "k2", "k3"]
+
+
+def mean_over(unit: str) -> Callable[[F], F]:
+    """Say what a loss function's scalar is a mean over: "token", "sequence", or "aggregation" for its own argument.
+
+    With that, a backend weighs the parts of a step so that splitting a batch over calls or ranks changes nothing.
+    """
+
+    def mark(function: F) -> F:
+        function.mean_over = unit  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+@mean_over("sequence")
+def grpo_loss(
+    logits: Float[Tensor, "batch seq vocab"],
+    labels: Int[Tensor, "batch seq"],
+    loss_mask: Float[Tensor, "batch seq"],
+    advantages: Tensor,
+) -> Float[Tensor, ""]:
+    """-mean over sequences of (mean over loss tokens of logp) A  (group relative, without a ratio).
+
+    Labels are shifted already. `advantages` are [batch] or [batch, seq].
+    """
+    logprobs = compute_label_logprobs(logits, labels)
+    return aggregate_tokens(-logprobs * _per_token("advantages", advantages, loss_mask), loss_mask, "sequence")
+
+
+@mean_over("aggregation")
+def ppo_loss(
+    logits: Float[Tensor, "batch seq vocab"],
+    labels: Int[Tensor, "batch seq"],
+    loss_mask: Float[Tensor, "batch seq"],
+    advantages: Tensor,
+    old_log_probs: Tensor,
+    clip_range: float = 0.2,
+    *,
+    clip_range_high: float | None = None,
+    dual_clip: float | None = None,
+    ref_log_probs: Float[Tensor, "batch seq"] | None = None,
+    kl_coef: float = 0.0,
+    kl_estimator: KLEstimator = "k3",
+    entropy_coef: float = 0.0,
+    aggregation: Aggregation = "token",
+    max_tokens: int | None = None,
+) -> Float[Tensor, ""]:
+    """The scalar of `ppo_loss_with_metrics`, which has the formula."""
+    options = {name: value for name, value in locals().items() if name not in _PPO_STREAMS}
+    return ppo_loss_with_metrics(logits, labels, loss_mask, advantages, old_log_probs, **options)[0]
+
+
+@mean_over("aggregation")
+def ppo_loss_with_metrics(
+    logits: Float[Tensor, "batch seq vocab"],
+    labels: Int[Tensor, "batch seq"],
+    loss_mask: Float[Tensor, "batch seq"],
+    advantages: Tensor,
+    old_log_probs: Tensor,
+    clip_range: float = 0.2,
+    *,
+    clip_range_high: float | None = None,
+    dual_clip: float | None = None,
+    ref_log_probs: Float[Tensor, "batch seq"] | None = None,
+    kl_coef: float = 0.0,
+    kl_estimator: KLEstimator = "k3",
+    entropy_coef: float = 0.0,
+    aggregation: Aggregation = "token",
+    max_tokens: int | None = None,
+) -> tuple[Float[Tensor, ""], dict[str, float]]:
+    """Clipped policy loss per token (1707.06347, equation 7), with a KL term and an entropy bonus.
+
+        r = exp(logp - old)        L = -min(r A, clip(r, 1 - clip_range, 1 + clip_range_high) A)
+        dual clip c > 1            L = min(L, -c A) where A < 0  (1912.09729)
+        + kl_coef KL(policy || reference)  - entropy_coef H
+
+    KL per token, d = logp - ref: k1 d, k2 d^2 / 2, k3 exp(-d) - 1 + d. `advantages` are [batch] or [batch, seq].
+    `old_log_probs` are [batch, seq]; with [batch], the mean log-prob of each sequence, the ratio is the sequence's.
+    `aggregation`: mean over all loss tokens, mean over sequences of their means, or sum / (batch `max_tokens`).
+    """
+    high = clip_range if clip_range_high is None else clip_range_high
+    _check_ppo(clip_range, high, dual_clip, ref_log_probs, kl_coef, kl_estimator)
+    active = loss_mask > 0
+    logprobs = compute_label_logprobs(logits, labels)
+    advantage = _per_token("advantages", advantages, loss_mask)
+    log_ratio = _log_ratio(logprobs, old_log_probs, loss_mask)
+    ratio = log_ratio.exp()
+    clipped = torch.maximum(-ratio * advantage, -ratio.clamp(1 - clip_range, 1 + high) * advantage)
+    per_token, is_dual = clipped, torch.zeros_like(active)
+    if dual_clip is not None:
+        is_dual = (advantage < 0) & (clipped > -dual_clip * advantage)
+        per_token = torch.where(is_dual, -dual_clip * advantage, clipped)
+    with torch.no_grad():
+        outside = ((advantage > 0) & (ratio > 1 + high)) | ((advantage < 0) & (ratio < 1 - clip_range))
+        values = {
+            "policy_loss": per_token,
+            "clip_frac": outside.float(),
+            "dual_clip_frac": is_dual.float(),
+            "ratio": ratio,
+            "approx_kl": log_ratio.expm1() - log_ratio,  # k3 of KL(old || policy) over the old policy's tokens
+        }
+    if ref_log_probs is not None:
+        gap = torch.where(active, logprobs - _per_token("ref_log_probs", ref_log_probs, loss_mask), 0.0)
+        kl = compute_kl(gap, kl_estimator)
+        per_token = per_token + kl_coef * kl
+        values["ref_kl"] = kl.detach()
+    entropy = compute_entropy(logits) if entropy_coef else compute_entropy(logits.detach())
+    if entropy_coef:
+        per_token = per_token - entropy_coef * entropy
+    values["entropy"] = entropy.detach()
+    loss = aggregate_tokens(per_token, loss_mask, aggregation, max_tokens)
+    return loss, _means(values, active)
+
+
+def compute_label_logprobs(
+    logits: Float[Tensor, "batch seq vocab"], labels: Int[Tensor, "batch seq"]
+) -> Float[Tensor, "batch seq"]:
+    """Log-prob of each label, in fp32; 0 for the label -100, which stands for no label."""
+    if labels.shape != logits.shape[:-1]:
+        raise ValueError(f"labels have shape {list(labels.shape)}, logits {list(logits.shape)}: they must agree")
+    flat = torch.nn.functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), reduction="none")
+    return -flat.view(labels.shape)
+
+
+def compute_entropy(logits: Float[Tensor, "batch seq vocab"]) -> Float[Tensor, "batch seq"]:
+    """Entropy of each position's distribution, in nats."""
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    return -(logprobs.exp() * logprobs).sum(-1)
+
+
+def compute_kl(gap: Tensor, estimator: KLEstimator = "k3") -> Tensor:
+    """Per-token estimate of KL(policy || reference) from `gap` = logp - ref on the policy's tokens.
+
+    k1: gap (unbiased, may be negative); k2: gap^2 / 2; k3: exp(-gap) - 1 + gap (unbiased and never negative).
+    Source: Schulman, "Approximating KL divergence", 2020.
+    """
+    if estimator == "k1":
+        return gap
+    if estimator == "k2":
+        return 0.5 * gap.square()
+    if estimator == "k3":
+        return (-gap).expm1() + gap
+    raise ValueError(f"kl_estimator {estimator!r} is not one of {', '.join(get_args(KLEstimator))}")
+
+
+def aggregate_tokens(
+    values: Float[Tensor, "batch seq"],
+    loss_mask: Float[Tensor, "batch seq"],
+    aggregation: Aggregation,
+    max_tokens: int | None = None,
+) -> Float[Tensor, ""]:
+    """One number of a per-token loss: mean over loss tokens, mean of sequence means, or sum / (batch max_tokens)."""
+    # Taken out by `where`, not by a product with 0: what is masked may be infinite.
+    weighted = torch.where(loss_mask > 0, values, 0.0) * loss_mask
+    if aggregation == "token":
+        return weighted.sum() / loss_mask.sum().clamp(min=1)
+    if aggregation == "sequence":
+        return (weighted.sum(1) / loss_mask.sum(1).clamp(min=1)).mean()
+    if aggregation == "constant":
+        if max_tokens is None or max_tokens < 1:
+            raise ValueError('aggregation "constant" divides by max_tokens: pass the longest response you allow')
+        return weighted.sum() / (len(values) * max_tokens)
+    raise ValueError(f"aggregation {aggregation!r} is not one of {', '.join(get_args(Aggregation))}")
+
+
+_PPO_STREAMS = ("logits", "labels", "loss_mask", "advantages", "old_log_probs")
+
+
+def _log_ratio(logprobs: Tensor, old: Tensor, loss_mask: Tensor) -> Tensor:
+    """log r per token, 0 where there is no loss; of the sequence's means when `old` is [batch]."""
+    if old.ndim == 1:
+        mean = (logprobs * loss_mask).sum(1) / loss_mask.sum(1).clamp(min=1)
+        logprobs = mean[:, None].expand_as(loss_mask)
+    return torch.where(loss_mask > 0, logprobs - _per_token("old_log_probs", old, loss_mask), 0.0)
+
+
+def _per_token(name: str, stream: Tensor, loss_mask: Tensor) -> Tensor:
+    """[batch] as [batch, seq]; `ValueError` for any other shape."""
+    if stream.shape == loss_mask.shape:
+        return stream
+    if stream.shape != loss_mask.shape[:1]:
+        raise ValueError(
+            f"{name} have shape {list(stream.shape)}: they must be [batch] or [batch, seq] of the loss mask, "
+            f"{list(loss_mask.shape)}"
+        )
+    return stream[:, None].expand_as(loss_mask)
+
+
+def _check_ppo(
+    low: float, high: float, dual_clip: float | None, ref: Tensor | None, kl_coef: float, estimator: str
+) -> None:
+    if not (0 <= low <= 1 and high >= 0):
+        raise ValueError(f"clip_range {low} must lie between 0 and 1, and clip_range_high {high} not below 0")
+    if dual_clip is not None and dual_clip <= 1:
+        raise ValueError(
+            f"dual_clip {dual_clip} must be above 1, it bounds the ratio of tokens with negative advantage"
+        )
+    if kl_coef and ref is None:
+        raise ValueError(f"kl_coef is {kl_coef} but there are no ref_log_probs to compare with")
+    if estimator not in get_args(KLEstimator):
+        raise ValueError(f"kl_estimator {estimator!r} is not one of {', '.join(get_args(KLEstimator))}")
+
+
+def _means(values: dict[str, Tensor], active: Tensor) -> dict[str, float]:
+    """`TokenStats` as plain means, with the largest and smallest ratio beside."""
+    stats = TokenStats.measure({name: value.flatten() for name, value in values.items()}, active.flatten()).summary()
+    kept = ("ratio/max", "ratio/min")
+    return {name.removesuffix("/mean"): v for name, v in stats.items() if name.endswith("/mean") or name in kept}

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
 Message = dict[str, Any]
+T = TypeVar("T")
+ESTIMATORS = ("baseline", "mean", "leave_one_out", "length_weighted")
 
 
 class Status(str, Enum):
@@ -162,3 +168,146 @@ class RolloutConfig:
     ) -> RolloutConfig:
         """The inverse of `to_dict`, with the functions given anew."""
         return RolloutConfig(**data, generate_fn=generate_fn, reward_fn=reward_fn, filter_fn=filter_fn)
+
+
+@dataclass(frozen=True)
+class SFTTrainingConfig:
+    """How many steps to fine-tune for, on how many samples each; `batch_size` counts samples over all ranks.
+
+    Every `checkpoint_every`-th step and the last are saved. `micro_batch_size` bounds the samples of one forward pass
+    per rank (None: all at once) and changes no result.
+    """
+
+    num_steps: int
+    batch_size: int
+    log_every: int = 100
+    checkpoint_every: int = 500
+    micro_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_counts(self, "num_steps", "batch_size", "log_every", "checkpoint_every", "micro_batch_size")
+
+
+@dataclass(frozen=True)
+class RLTrainingConfig:
+    """How many steps of reinforcement learning to take, and how rewards become advantages.
+
+    `estimator` "baseline" is reward - `baseline`; "mean", "leave_one_out" and "length_weighted" compare the samples of
+    a group, divided by the group's deviation with `advantage_std`. Engines get new weights every `sync_every` steps.
+    """
+
+    num_steps: int
+    sync_every: int = 10
+    baseline: float = 0.0
+    log_every: int = 10
+    checkpoint_every: int = 100
+    estimator: str = "baseline"
+    advantage_std: bool = False
+    micro_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_counts(self, "num_steps", "sync_every", "log_every", "checkpoint_every", "micro_batch_size")
+        if self.estimator not in ESTIMATORS:
+            raise ValueError(f"estimator {self.estimator!r} is not one of {', '.join(ESTIMATORS)}")
+        if self.estimator != "baseline" and self.baseline:
+            raise ValueError(
+                f"baseline {self.baseline} has no effect with estimator {self.estimator!r}: leave one of the two out"
+            )
+        if self.estimator == "baseline" and self.advantage_std:
+            raise ValueError("advantage_std divides by a group's deviation: choose an estimator that uses groups")
+
+
+def _check_counts(config: Any, *names: str) -> None:
+    """Raise `ValueError` naming the field that is no count of at least 1."""
+    for name in names:
+        value = getattr(config, name)
+        if value is None and name == "micro_batch_size":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} {value!r} of {type(config).__name__} must be a whole number of at least 1")
+
+
+class TrainFuture(Generic[T]):
+    """The value, or the exception, that an operation ends with; set once, awaited any number of times.
+
+    Both `await future.result()` and `await future` wait for it, in any task of any event loop. None is a value.
+    """
+
+    def __init__(self, operation: str = "") -> None:
+        self.operation = operation
+        self._future: Future[T] = Future()
+
+    def set_result(self, value: T) -> None:
+        """End with `value`. Raises `RuntimeError` when the future has ended before."""
+        self._end(self._future.set_result, value)
+
+    def set_exception(self, error: BaseException) -> None:
+        """End with `error`, which everyone who waits will get. Raises `RuntimeError` when it has ended before."""
+        self._end(self._future.set_exception, error)
+
+    def done(self) -> bool:
+        """Whether waiting would return at once."""
+        return self._future.done()
+
+    def wait(self) -> T:
+        """The value, for code that is not in an event loop: the thread waits."""
+        return self._future.result()
+
+    async def result(self) -> T:
+        """The value; raises the exception the operation ended with."""
+        if not self._future.done():
+            await self._wait_in_loop()
+        return self._future.result()
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        return self.result().__await__()
+
+    def _end(self, setter: Callable[[Any], None], value: Any) -> None:
+        try:
+            setter(value)
+        except InvalidStateError:
+            raise RuntimeError(f"the future of {self.operation or 'an operation'} has its result already") from None
+
+    async def _wait_in_loop(self) -> None:
+        """Sleep until whichever thread ends the future wakes this loop."""
+        import anyio
+        from anyio import from_thread, lowlevel
+
+        event, token, loop_thread = anyio.Event(), lowlevel.current_token(), threading.get_ident()
+
+        def wake(_: Future[T]) -> None:
+            if threading.get_ident() == loop_thread:
+                event.set()
+            else:
+                with suppress(anyio.RunFinishedError):  # nobody is left to be woken
+                    from_thread.run_sync(event.set, token=token)
+
+        self._future.add_done_callback(wake)
+        await event.wait()
+
+
+class ImmediateTrainFuture(TrainFuture[T]):
+    """A future that is done when it is made: for backends that work on the spot."""
+
+    def __init__(self, result: T, operation: str = "") -> None:
+        super().__init__(operation)
+        self.set_result(result)
+
+
+class TrainingBackend(Protocol):
+    """Parameters and their optimizer, wherever they are; operations take effect in the order they are submitted."""
+
+    def forward_backward(self, batch: dict[str, Any]) -> TrainFuture[dict[str, float]]:
+        """Add the gradient of `batch` to what has accumulated; answers at least `loss` and `grad_norm`."""
+
+    def optim_step(self) -> TrainFuture[dict[str, float]]:
+        """Apply what has accumulated and clear it; answers at least `lr` and `step`."""
+
+    def get_weights(self) -> TrainFuture[dict[str, Any]]:
+        """A copy of the parameters by name."""
+
+    def load_weights(self, weights: dict[str, Any]) -> TrainFuture[None]:
+        """Take over parameters by name."""
+
+    async def save_checkpoint(self, step: int, metrics: dict[str, float]) -> Path:
+        """Write a checkpoint and return its directory."""
