@@ -43,8 +43,15 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super()._run_once()  # type: ignore[misc]
 
 
-def run(main: Callable[[], Awaitable[Any]]) -> Any:
-    return anyio.run(main, backend_options={"loop_factory": VirtualLoop})
+def run(main: Callable[[], Awaitable[Any]], backend: str = "asyncio") -> Any:
+    """Run `main` in virtual time."""
+    if backend == "asyncio":
+        return anyio.run(main, backend_options={"loop_factory": VirtualLoop})
+    trio_testing = pytest.importorskip("trio.testing")
+    return anyio.run(main, backend="trio", backend_options={"clock": trio_testing.MockClock(autojump_threshold=0)})
+
+
+both_loops = pytest.mark.parametrize("backend", ["asyncio", "trio"])
 
 
 def accepted(seed: int) -> Callable[[int], bool]:
@@ -84,7 +91,8 @@ def group_indices(samples: list[Sample], n: int) -> list[int]:
     return [group[0].group_index for group in groups]  # type: ignore[misc]
 
 
-@settings(max_examples=60, deadline=None)
+@both_loops
+@settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     factor=st.sampled_from([1.0, 1.15, 1.5, 3.0]),
@@ -94,7 +102,7 @@ def group_indices(samples: list[Sample], n: int) -> list[int]:
     save_after=st.integers(0, 3),
 )
 def test_waves_emit_the_accepted_groups_in_order(
-    seed: int, factor: float, size: int, n: int, aborts: list[float], save_after: int
+    backend: str, seed: int, factor: float, size: int, n: int, aborts: list[float], save_after: int
 ) -> None:
     """The oracle is one line: groups 0, 1, 2, ... that the filter accepts."""
     accept = accepted(seed)
@@ -128,7 +136,7 @@ def test_waves_emit_the_accepted_groups_in_order(
                 manager.load_state_dict(state)
         return emitted
 
-    emitted = run(main)
+    emitted = run(main, backend)
     assert emitted == [g for g in range(1000) if accept(g)][: 4 * size]
 
 
@@ -137,7 +145,8 @@ async def abort_after(manager: AsyncRolloutManager, delay: float) -> None:
     manager.request_abort()
 
 
-@settings(max_examples=60, deadline=None)
+@both_loops
+@settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     level=st.integers(0, 3),
@@ -146,7 +155,7 @@ async def abort_after(manager: AsyncRolloutManager, delay: float) -> None:
     train_time=st.floats(0, 20),
 )
 def test_a_stream_is_never_staler_than_its_slots_allow(
-    seed: int, level: int, size: int, drop_rate: float, train_time: float
+    backend: str, seed: int, level: int, size: int, drop_rate: float, train_time: float
 ) -> None:
     """Against a trainer of random speed: staleness <= level, in order, nothing lost, and the slots are really used."""
     num_steps, noise = 6, random.Random(seed)
@@ -189,14 +198,15 @@ def test_a_stream_is_never_staler_than_its_slots_allow(
             assert not manager.groups.in_flight
         return emitted
 
-    emitted = run(main)
+    emitted = run(main, backend)
     kept = [g for g in range(1000) if random.Random(f"{seed}/{g}").random() >= drop_rate]
     assert emitted == kept[: num_steps * size]
 
 
-@settings(max_examples=30, deadline=None)
+@both_loops
+@settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10**6), stop_at=st.floats(0, 60), size=st.integers(1, 4))
-def test_a_stream_saved_at_any_moment_continues_the_same(seed: int, stop_at: float, size: int) -> None:
+def test_a_stream_saved_at_any_moment_continues_the_same(backend: str, seed: int, stop_at: float, size: int) -> None:
     accept = accepted(seed)
     config = RolloutConfig(size, filter_fn=keep_by(accept))
 
@@ -228,7 +238,7 @@ def test_a_stream_saved_at_any_moment_continues_the_same(seed: int, stop_at: flo
         async with resumed:
             return expected, first + await take(resumed, 6 - len(first) // size)
 
-    expected, resumed = run(main)
+    expected, resumed = run(main, backend)
     assert resumed == expected
 
 
@@ -248,8 +258,9 @@ def test_every_dropped_group_has_a_reason_and_starving_is_an_error() -> None:
     run(main)
 
 
+@both_loops
 @pytest.mark.parametrize("slots", [None, 6])
-def test_an_error_keeps_what_is_finished_and_runs_the_rest_again(slots: int | None) -> None:
+def test_an_error_keeps_what_is_finished_and_runs_the_rest_again(slots: int | None, backend: str) -> None:
     calls: Counter[int] = Counter()
 
     async def generate(group_index: int, prompt: str) -> list[Sample]:
@@ -270,7 +281,7 @@ def test_an_error_keeps_what_is_finished_and_runs_the_rest_again(slots: int | No
         assert [str(s.prompt) for s in batch.samples] == PROMPTS[:4]
         assert calls[0] == calls[1] == 1 and calls[2] == 2
 
-    run(main)
+    run(main, backend)
 
 
 def test_abort_with_nothing_under_way_is_nothing() -> None:
