@@ -108,11 +108,14 @@ def test_each_mask_drops_what_it_says(bound: str, value: float, dropped: list[in
     assert output.count.item() == 4, "dropped tokens still count, or dropping would raise the others' weight"
 
 
-def test_masked_tokens_do_not_enter_sequence_statistics() -> None:
-    # the first token would pull both sequence bounds over, but it carries no loss
-    inputs = make_inputs([-1.0, -1.0], [-9.0, -1.0], [1.0, 1.0], loss_mask=[0.0, 1.0])
-    spec = replace(AIPO, sequence_mask_high=2.0, geo_mask_high=2.0)
-    assert gradient(inputs, spec) == pytest.approx([0.0, -1.0])
+@pytest.mark.parametrize(
+    ("outside", "bounds"),
+    [(-9.0, {"sequence_mask_high": 2.0, "geo_mask_high": 2.0}), (9.0, {"sequence_mask_low": 0.5, "geo_mask_low": 0.5})],
+)
+def test_masked_tokens_do_not_enter_sequence_statistics(outside: float, bounds: dict[str, float]) -> None:
+    # the first token would pull the sequence over both bounds, but it carries no loss
+    inputs = make_inputs([-1.0, -1.0], [outside, -1.0], [1.0, 1.0], loss_mask=[0.0, 1.0])
+    assert gradient(inputs, replace(AIPO, **bounds)) == pytest.approx([0.0, -1.0])
 
 
 def test_an_infinite_ratio_that_is_dropped_leaves_no_nan() -> None:
