@@ -84,6 +84,17 @@ class Output:
 Event = Progress | Output
 
 
+def derive_seed(seed: int, index: int) -> int:
+    """The seed of choice `index` of a request: its own for the first, independent ones for the others (SplitMix64)."""
+    mask = (1 << 64) - 1
+    if index == 0:
+        return seed & mask
+    x = (seed + index * 0x9E3779B97F4A7C15) & mask
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+    return x ^ (x >> 31)
+
+
 @dataclass(frozen=True)
 class EngineStats:
     """Counters since the start, and the queue now."""
@@ -102,6 +113,10 @@ class Engine(Protocol):
 
     version: int
     max_model_len: int
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request."""
@@ -142,9 +157,7 @@ class BusyClock:
         """One step ran from `start` to `end` (unix seconds) under `version`."""
         if self.log is None:
             return
-        if self.end and (
-            start - self.end > IDLE_GAP_S or version != self.version or end - self.start > MAX_INTERVAL_S
-        ):
+        if self.end and (start - self.end > IDLE_GAP_S or version != self.version or end - self.start > MAX_INTERVAL_S):
             self.flush()
         if not self.end:
             self.start, self.version = start, version

@@ -6,10 +6,7 @@ import json
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from typing import Any
 
 Decode = Callable[[list[int], bool], str]
 """`decode(token_ids, skip_special_tokens)`."""
@@ -18,12 +15,44 @@ UNFINISHED = "�"
 TOOL_OPEN, TOOL_CLOSE = "<tool_call>", "</tool_call>"
 
 
-def build_decode(tokenizer: PreTrainedTokenizerBase) -> Decode:
+def build_decode(tokenizer: Any) -> Decode:
     """The tokenizer's decoder, without the detours of its wrapper where it has a Rust core."""
     core = getattr(tokenizer, "backend_tokenizer", None)
     if core is not None and not tokenizer.clean_up_tokenization_spaces:
         return lambda ids, skip: str(core.decode(ids, skip_special_tokens=skip))
     return lambda ids, skip: str(tokenizer.decode(ids, skip_special_tokens=skip))
+
+
+def byte_alphabet() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for (GPT-2: printable Latin-1 is itself)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    shifted = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(shifted)}
+
+
+class TokenNames:
+    """How single tokens are shown in log-probs: text, and bytes, which also tell parts of a character apart."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._decode = build_decode(tokenizer)
+        self._alphabet = byte_alphabet()
+        self._cache: dict[int, tuple[str, list[int]]] = {}
+
+    def __getitem__(self, token: int) -> tuple[str, list[int]]:
+        """`(text, bytes)` of a token."""
+        name = self._cache.get(token)
+        if name is None:
+            text = self._decode([token], False)
+            name = self._cache[token] = (text, self._bytes(token, text))
+        return name
+
+    def _bytes(self, token: int, text: str) -> list[int]:
+        if UNFINISHED in text:  # part of a character: the vocabulary spells its bytes as characters
+            word = self._tokenizer.convert_ids_to_tokens(token) or ""
+            if all(char in self._alphabet for char in word):
+                return [self._alphabet[char] for char in word]
+        return list(text.encode())
 
 
 @dataclass

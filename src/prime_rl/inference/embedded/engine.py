@@ -1,22 +1,22 @@
 """The embedded engine: continuous batching with the model code of the trainer.
 
 In exact mode the log-probs it reports are, bit for bit, those the trainer computes for the same tokens and weights
-(fp32, CPU, one thread), whatever was batched: every matrix product has at least `MIN_ROWS` rows, keys are padded to
+(fp32, CPU, one thread), whatever was batched: every matrix product has enough rows, keys are padded to
 `KEY_MULTIPLE`, and after a weight update running sequences are computed anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prime_rl.inference.embedded.cache import Chunk, DecodeAttention, KVCache, PrefillAttention
-from prime_rl.inference.embedded.sampler import Sampled, SamplingBatch, build_sampling_batch, sample
+from prime_rl.inference.embedded.cache import Chunk, DecodeAttention, KVCache, PrefillAttention, min_tokens
+from prime_rl.inference.embedded.sampler import Sampled, build_sampling_batch, sample
 from prime_rl.inference.embedded.scheduler import Scheduler, Sequence
 from prime_rl.inference.engine import (
     EngineStats,
@@ -28,7 +28,7 @@ from prime_rl.inference.engine import (
     TopLogprobs,
 )
 from prime_rl.inference.text import Decode, Detokenizer, StopWatch
-from prime_rl.trainer.models.attention import MIN_ROWS, padded
+from prime_rl.trainer.models.attention import padded
 from prime_rl.trainer.models.causal_lm import CausalLM, tensor_names
 from prime_rl.trainer.models.registry import fill_weights
 from prime_rl.transport.weights import digest_tensor
@@ -37,8 +37,8 @@ from prime_rl.transport.weights import digest_tensor
 class DecodeBatch:
     """The running sequences as vectors, kept from step to step while nobody comes or goes."""
 
-    def __init__(self, running: list[Sequence], device: torch.device) -> None:
-        rows = max(len(running), MIN_ROWS)  # the rows beyond are unused slots
+    def __init__(self, running: list[Sequence], min_tokens: int, device: torch.device) -> None:
+        rows = max(len(running), min_tokens)  # the rows beyond are unused slots
         self.tokens: Int[Tensor, " rows"] = torch.zeros(rows, dtype=torch.long, device=device)
         self.positions: NDArray[np.int64] = np.zeros(rows, dtype=np.int64)
         self.tokens[: len(running)] = torch.tensor([seq.tokens[-1] for seq in running], device=device)
@@ -70,11 +70,17 @@ class EmbeddedEngine:
         self._layers_kept = layers_kept
         weight = model.model.embed_tokens.weight
         self._device = weight.device
+        self._min_tokens = min_tokens()
         self._cache = KVCache(model.config, weight.dtype, weight.device, max_running, self.max_model_len)
         self._scheduler = Scheduler(max_running, max_prefill_tokens, self._cache.copy_slot)
         self._sequences: dict[GenerationRequest, Sequence] = {}
         self._batch: DecodeBatch | None = None
         self._counts = {"prompt_tokens": 0, "generated_tokens": 0, "finished": 0, "steps": 0}
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self.model.config.vocab_size
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request; `ValueError` when its prompt leaves no room for a token."""
@@ -115,6 +121,7 @@ class EmbeddedEngine:
     def step(self) -> list[Event]:
         """One forward pass: prompts that are not cached yet, else one token for every running sequence."""
         self._scheduler.admit(self.version)
+        self._reserve(0)
         self._counts["steps"] += 1
         if chunks := self._scheduler.next_chunks():
             return self._prefill(chunks)
@@ -153,10 +160,11 @@ class EmbeddedEngine:
             self._cache,
             [chunk for _, chunk in chunks],
             config.num_attention_heads // config.num_key_value_heads,
+            self._min_tokens,
             self._device,
         )
         flat = [token for seq, c in chunks for token in seq.tokens[c.start : c.start + c.length]]
-        flat += flat[-1:] * (MIN_ROWS - len(flat))
+        flat += flat[-1:] * (self._min_tokens - len(flat))
         hidden = self.model(torch.tensor(flat, device=self._device), attend.positions, attend)
         ends = np.cumsum([chunk.length for _, chunk in chunks]) - 1
         done = self._scheduler.mark_cached(chunks)
@@ -165,7 +173,7 @@ class EmbeddedEngine:
         self._batch = None
         rows = [chunks[i][0] for i in done]
         picked = [int(ends[i]) for i in done]
-        picked += picked[-1:] * (MIN_ROWS - len(picked))
+        picked += picked[-1:] * (self._min_tokens - len(picked))
         logits = self.model.logits(hidden[picked])[: len(rows)]
         positions = np.array([len(seq.tokens) for seq in rows])
         return self._advance(rows, sample(logits, build_sampling_batch(rows, self._device), positions))
@@ -173,7 +181,7 @@ class EmbeddedEngine:
     def _decode(self) -> list[Event]:
         running = self._scheduler.running
         if self._batch is None:
-            self._batch = DecodeBatch(running, self._device)
+            self._batch = DecodeBatch(running, self._min_tokens, self._device)
         batch, num = self._batch, len(running)
         width = int(batch.positions.max()) + 1
         self._reserve(width)
@@ -243,7 +251,7 @@ class EmbeddedEngine:
         self._batch = None
 
     def _reserve(self, width: int) -> None:
-        self._cache.reserve(max(len(self._scheduler.running), MIN_ROWS), padded(width))
+        self._cache.reserve(len(self._scheduler.running), padded(width))
 
 
 def _output(seq: Sequence, reason: FinishReason, stop: str | int | None, text: str | None) -> Output:

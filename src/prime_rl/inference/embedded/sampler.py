@@ -65,16 +65,12 @@ def build_sampling_batch(rows: Rows[Drawn], device: torch.device) -> SamplingBat
         greedy=cold.to(device) if bool(cold.any()) else None,
         seeds=np.array([p.seed & _MASK64 for p in params], dtype=np.uint64),
         adjusted=[i for i, p in enumerate(params) if p.repetition_penalty != 1 or p.min_tokens or p.logit_bias],
-        filtered=[
-            i for i, p in enumerate(params) if p.temperature and (p.top_p < 1 or p.top_k > 0 or p.min_p > 0)
-        ],
+        filtered=[i for i, p in enumerate(params) if p.temperature and (p.top_p < 1 or p.top_k > 0 or p.min_p > 0)],
         top_logprobs=max((p.top_logprobs for p in params), default=0),
     )
 
 
-def sample(
-    logits: Float[Tensor, "rows vocab"], batch: SamplingBatch, positions: NDArray[np.int64]
-) -> Sampled:
+def sample(logits: Float[Tensor, "rows vocab"], batch: SamplingBatch, positions: NDArray[np.int64]) -> Sampled:
     """Draw one token per row; `positions` are those of the tokens to be drawn.
 
     `log_softmax(logits / temperature)` in fp32 is the very expression of the trainer, so equal logits give equal bits.
@@ -109,9 +105,7 @@ def _choose(
     return torch.where(batch.greedy, logprobs.argmax(dim=-1), tokens)
 
 
-def invert_cdf(
-    logprobs: Float[Tensor, "rows vocab"], noise: Float[Tensor, " rows"]
-) -> Int[Tensor, " rows"]:
+def invert_cdf(logprobs: Float[Tensor, "rows vocab"], noise: Float[Tensor, " rows"]) -> Int[Tensor, " rows"]:
     """The first token whose cumulative probability exceeds `noise`, in float64; never one of probability 0."""
     cdf = logprobs.double().exp_().cumsum(dim=-1)
     total = cdf[:, -1:]
@@ -125,15 +119,6 @@ def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[
     with np.errstate(over="ignore"):
         mixed = _mix(_mix(seeds + _GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def derive_seed(seed: int, index: int) -> int:
-    """The seed of choice `index` of a request: its own for the first, independent ones for the others."""
-    if index == 0:
-        return seed & _MASK64
-    with np.errstate(over="ignore"):
-        words = np.array([seed & _MASK64], dtype=np.uint64) + np.array([index], dtype=np.uint64) * _GOLDEN
-        return int(_mix(words)[0])
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -156,9 +141,7 @@ def adjust_logits(logits: Float[Tensor, " vocab"], row: Drawn) -> None:
         logits[torch.tensor(sorted(row.stop_ids), device=logits.device)] = float("-inf")
 
 
-def filter_logprobs(
-    logprobs: Float[Tensor, "rows vocab"], params: list[SamplingParams]
-) -> Float[Tensor, "rows vocab"]:
+def filter_logprobs(logprobs: Float[Tensor, "rows vocab"], params: list[SamplingParams]) -> Float[Tensor, "rows vocab"]:
     """Keep the tokens that `min_p`, `top_k` and then `top_p` admit, and normalise again; at least one token stays."""
     vocab, device = logprobs.shape[1], logprobs.device
 

@@ -122,7 +122,7 @@ class Scheduler:
         seq.slot = -1
 
     def change_version(self, version: int, keep_cache: bool) -> None:
-        """New weights: spans begin, no prompt is shared across versions, and unless kept everything is computed anew."""
+        """New weights: a span begins, no prompt is shared across versions, the cache is computed anew unless kept."""
         self._leaders.clear()
         for seq in self.running:
             seq.mark_version(version)

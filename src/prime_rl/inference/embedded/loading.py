@@ -1,0 +1,122 @@
+"""Building the embedded engine from its config, and reading the weights it is told to serve."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from prime_rl.inference.config import InferenceConfig
+from prime_rl.inference.embedded.engine import EmbeddedEngine
+from prime_rl.inference.text import Decode
+from prime_rl.trainer.models.causal_lm import tensor_names
+from prime_rl.trainer.models.registry import load_decoder, load_hf_config, read_tensors
+from prime_rl.transport.weights import MANIFEST_FILE, read_manifest, verify_tensors
+from rollouts.training.steps import is_complete, parse_step
+
+FEW_CORES = 4
+
+
+@dataclass(frozen=True)
+class WeightReader:
+    """Reads weights without touching the engine, so that it serves on meanwhile."""
+
+    config: InferenceConfig
+    model_dir: Path
+
+    def read_base(self) -> tuple[dict[str, Tensor], int]:
+        """The weights the server started with, as version 0."""
+        debug = self.config.model.debug
+        model = load_decoder(
+            self.model_dir, random_init=debug.random_init, num_layers=debug.num_layers, seed=debug.seed
+        )
+        return tensor_names(model), 0
+
+    def read_step(self, directory: Path) -> tuple[dict[str, Tensor], int]:
+        """The tensors and the version of a published directory, checked against its manifest.
+
+        `ValueError` when it is incomplete, damaged, or has no version.
+        """
+        if not directory.is_dir():
+            raise ValueError(f"{directory} does not exist")
+        if not is_complete(directory):
+            raise ValueError(f"{directory} is not complete: it has no STABLE marker")
+        tensors = read_tensors(directory)
+        if (directory / MANIFEST_FILE).is_file():
+            manifest = read_manifest(directory)
+            verify_tensors(tensors, manifest)
+            return tensors, manifest.step
+        step = parse_step(directory.name)
+        if step is None:
+            raise ValueError(f"{directory} has no version: name it step_N or give it a {MANIFEST_FILE}")
+        return tensors, step
+
+
+def build_engine(config: InferenceConfig, model_dir: Path, decode: Decode) -> EmbeddedEngine:
+    """Load the model and wrap it; `ValueError` names the key of what does not fit."""
+    device = _find_device(config.model.device)
+    dtype = _find_dtype(config.model.dtype, device)
+    torch.set_num_threads(_count_threads())
+    debug = config.model.debug
+    model = load_decoder(
+        model_dir,
+        random_init=debug.random_init,
+        num_layers=debug.num_layers,
+        seed=debug.seed,
+        dtype=dtype,
+        device=device,
+    )
+    longest = model.config.max_position_embeddings
+    wanted = config.model.max_model_len
+    if wanted is not None and wanted > longest:
+        raise ValueError(f"model.max_model_len is {wanted}, but {config.model.name} was made for at most {longest}")
+    exact = config.exact if config.exact is not None else dtype == torch.float32 and device.type == "cpu"
+    return EmbeddedEngine(
+        model,
+        eos_ids=load_eos_ids(model_dir),
+        decode=decode,
+        max_model_len=wanted,
+        max_running=config.max_batch_size,
+        max_prefill_tokens=config.max_prefill_tokens,
+        exact=exact,
+        layers_kept=debug.num_layers,
+    )
+
+
+def load_eos_ids(model_dir: Path) -> list[int]:
+    """Every token that ends an answer, by `generation_config.json` or else `config.json`."""
+    path = model_dir / "generation_config.json"
+    generation = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    ids = generation.get("eos_token_id", load_hf_config(model_dir).get("eos_token_id"))
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+
+def _find_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"model.device {name!r} is no device: use auto, cpu or cuda:0") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"model.device is {name!r} but torch sees no GPU: use auto or cpu")
+    return device
+
+
+def _find_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if name == "bfloat16" else torch.float32
+
+
+def _count_threads() -> int:
+    """OMP_NUM_THREADS where it is set; else one thread on few cores, because trainer and engine share them."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    if asked.isdigit() and int(asked) > 0:
+        return int(asked)
+    cores = os.cpu_count() or 1
+    return 1 if cores <= FEW_CORES else cores // 2

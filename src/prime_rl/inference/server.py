@@ -1,0 +1,121 @@
+"""The inference server: the OpenAI API over one engine, and the routes by which a trainer renews its weights.
+
+Run it with `inference @ configs/debug/infer.toml`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from prime_rl.inference.config import InferenceConfig
+from prime_rl.utils.pydantic_config import run_command
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from prime_rl.inference.service import Service
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+SWITCH_INTERVAL_S = 0.0005
+"""The engine takes the interpreter back after each operator; at Python's 5 ms it would wait for busy handlers."""
+SHUTDOWN_TIMEOUT_S = 3
+
+
+def build_app(service: Service) -> FastAPI:
+    """All routes. Handlers are plain functions of a request: no model is validated per token or per answer."""
+    from fastapi import FastAPI
+    from starlette.exceptions import HTTPException
+
+    from prime_rl.inference import routes
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.engine.start()
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(service.engine.close)
+
+    app = FastAPI(title="prime-rl inference", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_exception_handler(HTTPException, routes.refuse_route)
+    for path, method, handler, is_open in routes.ROUTES:
+        app.add_route(path, routes.guarded(service, handler, is_open), methods=[method])
+    return app
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to the address, taken before the model is loaded; `ValueError` when it is in use."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise ValueError(
+            f"server.port {port} on {host} cannot be used ({reason}): "
+            "stop the other server or choose another --server.port"
+        ) from error
+    return bound
+
+
+def serve(config: InferenceConfig) -> int:
+    """Serve until stopped; returns the exit code."""
+    listener = bind(config.server.host, config.server.port)
+    # Only now: --help and a wrong config must not wait for torch.
+    import uvicorn
+    from loguru import logger
+
+    from prime_rl.inference.service import build_service
+    from prime_rl.utils.logger import setup_logger
+
+    setup_logger("inference", config.log, None if config.output_dir is None else config.output_dir / "logs")
+    start = time.time()
+    service = build_service(config)
+    if config.server.host not in LOOPBACK and service.api_key is None:
+        logger.warning(f"anybody who reaches {config.server.host} may use this server: set server.api_key_var")
+    server = uvicorn.Server(
+        uvicorn.Config(
+            build_app(service),
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
+            timeout_keep_alive=120,
+            log_config=None,
+        )
+    )
+
+    def stop() -> None:
+        server.should_exit = True
+
+    service.engine.on_failure = stop
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    gc.freeze()  # what is loaded now stays: the collector need not walk over it again and again
+    logger.info(
+        f"serving {config.model.name} on http://{config.server.host}:{config.server.port}/v1 "
+        f"(loaded in {time.time() - start:.1f} s)"
+    )
+    server.run(sockets=[listener])
+    if service.engine.error is not None:
+        raise RuntimeError(f"the engine failed: {service.engine.error}") from service.engine.error
+    return 0
+
+
+def main() -> None:
+    """Entry point of the `inference` command."""
+    run_command(
+        "inference", InferenceConfig, serve, summary="Serve a model over the OpenAI API, with renewable weights."
+    )
+
+
+if __name__ == "__main__":
+    main()
