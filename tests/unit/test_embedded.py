@@ -1,0 +1,424 @@
+"""The embedded engine: bit-equal to the trainer whatever is batched; sampling that depends on its seed only."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from prime_rl.inference.embedded.engine import EmbeddedEngine
+from prime_rl.inference.embedded.sampler import build_sampling_batch, filter_logprobs, invert_cdf, sample, uniform
+from prime_rl.inference.engine import (
+    BusyClock,
+    EngineThread,
+    Event,
+    GenerationRequest,
+    Output,
+    Progress,
+    SamplingParams,
+    derive_seed,
+)
+from prime_rl.inference.text import Detokenizer, StopWatch, TokenNames, build_decode, parse_tool_calls
+from prime_rl.trainer.models.attention import PackedAttention
+from prime_rl.trainer.models.causal_lm import CausalLM, tensor_names
+from prime_rl.trainer.models.registry import load_decoder
+from prime_rl.transport.weights import digest_tensor
+from prime_rl.utils.tokenizer import load_tokenizer, resolve_model_dir
+
+MODEL_DIR = resolve_model_dir("tiny-qwen3")
+TOKENIZER = load_tokenizer("tiny-qwen3")
+DECODE = build_decode(TOKENIZER)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def build_model(seed: int) -> CausalLM:
+    """Random weights far enough from uniform that a wrong token shows."""
+    model = load_decoder(MODEL_DIR, random_init=True, seed=seed)
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=noise) * 0.05)
+    return model.requires_grad_(False)
+
+
+def trainer_logprobs(model: CausalLM, tokens: list[int], temperature: float) -> Tensor:
+    """What the trainer computes for every next token: [tokens, vocab]."""
+    with torch.no_grad():
+        hidden = model(torch.tensor(tokens), torch.arange(len(tokens)), PackedAttention([len(tokens)]))
+        return torch.log_softmax(model.logits(hidden).float() / torch.full((len(tokens), 1), temperature), dim=-1)
+
+
+def request(prompt: list[int], **params: Any) -> GenerationRequest:
+    stream = params.pop("stream", False)
+    return GenerationRequest(prompt, SamplingParams(**{"max_tokens": 8, **params}), stream)
+
+
+def run(engine: EmbeddedEngine, *requests: GenerationRequest) -> list[Output]:
+    """Outputs in the order of the requests."""
+    for one in requests:
+        engine.add(one)
+    outputs: dict[GenerationRequest, Output] = {}
+    while engine.has_work():
+        outputs |= {event.request: event for event in engine.step() if isinstance(event, Output)}
+    return [outputs[one] for one in requests]
+
+
+def check_exact(output: Output, models: dict[int, CausalLM]) -> int:
+    """Every log-prob equals the trainer's under the version of its span; returns the number of tokens."""
+    prompt, ids = output.request.prompt, output.token_ids
+    ends = [start for start, _ in output.versions[1:]] + [len(ids)]
+    for (start, version), end in zip(output.versions, ends, strict=True):
+        expected = trainer_logprobs(models[version], prompt + ids, output.request.params.temperature)
+        rows = torch.arange(len(prompt) + start, len(prompt) + end) - 1
+        held = torch.tensor(output.logprobs[start:end])
+        assert torch.equal(held, expected[rows, torch.tensor(ids[start:end])])
+    return len(ids)
+
+
+@pytest.mark.parametrize(("seed", "longest", "threads"), [(0, 40, 1), (1, 300, 1), (2, 300, 2)])
+def test_logprobs_equal_the_trainers_bit_for_bit(seed: int, longest: int, threads: int) -> None:
+    """Random arrivals, batch sizes, chunk sizes, shared prompts, cancellations and two updates in flight."""
+    torch.set_num_threads(threads)
+    rng = random.Random(seed)
+    models = {version: build_model(version) for version in range(3)}
+    engine = EmbeddedEngine(
+        build_model(0), max_running=rng.choice([3, 8, 24]), max_prefill_tokens=rng.choice([16, 100, 2048])
+    )
+    shared = [[rng.randrange(256) for _ in range(rng.randint(1, longest))] for _ in range(3)]
+    todo = [
+        request(
+            rng.choice(shared) if rng.random() < 0.5 else rng.choices(range(256), k=rng.randint(1, longest)),
+            max_tokens=rng.randint(1, 40),
+            temperature=rng.choice([1.0, 0.7, 1.3]),
+            seed=i,
+        )
+        for i in range(32)
+    ]
+    alive: list[GenerationRequest] = []
+    outputs: list[Output] = []
+    num_cancelled = 0
+    while todo or engine.has_work():
+        while todo and rng.random() < 0.5:
+            alive.append(todo.pop())
+            engine.add(alive[-1])
+        if alive and num_cancelled < 4 and rng.random() < 0.05:
+            engine.cancel(alive.pop(rng.randrange(len(alive))))
+            num_cancelled += 1
+        if len(outputs) >= 8 * (engine.version + 1) and engine.version < 2:
+            version = engine.version + 1
+            engine.load_weights(tensor_names(models[version]), version)
+        new = [event for event in engine.step() if isinstance(event, Output)] if engine.has_work() else []
+        outputs += new
+        alive = [one for one in alive if all(one is not output.request for output in new)]
+    assert len(outputs) == 32 - num_cancelled
+    assert any(len(output.versions) > 1 for output in outputs)
+    assert sum(check_exact(output, models) for output in outputs) > 300
+    stats = engine.stats()
+    assert (stats.running, stats.waiting) == (0, 0)
+    assert stats.shared_prompt_tokens > 0
+
+
+def test_fast_mode_keeps_the_cache_and_says_which_version_sampled() -> None:
+    models = {version: build_model(version) for version in range(2)}
+    engine = EmbeddedEngine(build_model(0), exact=False)
+    engine.add(request(list(range(60)), max_tokens=10))
+    events: list[Event] = []
+    while engine.has_work():
+        events += engine.step()
+        if engine.stats().generated_tokens == 4 and engine.version == 0:
+            engine.load_weights(tensor_names(models[1]), 1)
+    (output,) = events
+    assert isinstance(output, Output)
+    assert output.versions == [(0, 0), (4, 1)]
+    with pytest.raises(AssertionError):
+        check_exact(output, models)
+    # 1 prefill and 9 decode steps: nothing was computed anew.
+    assert engine.stats().steps == 10
+
+
+def test_a_prompt_is_not_shared_across_versions() -> None:
+    models = {version: build_model(version) for version in range(2)}
+    for exact in (True, False):
+        engine = EmbeddedEngine(build_model(0), exact=exact)
+        prompt = list(range(50))
+        engine.add(request(prompt, max_tokens=30))
+        for _ in range(3):
+            engine.step()
+        engine.load_weights(tensor_names(models[1]), 1)
+        late = request(prompt, seed=5)
+        (output,) = run(engine, late)
+        assert output.versions == [(0, 1)]
+        check_exact(output, models)
+
+
+def test_a_group_shares_its_prompt() -> None:
+    engine = EmbeddedEngine(build_model(0))
+    outputs = run(engine, *(request(list(range(40)), seed=i) for i in range(6)))
+    assert engine.stats().shared_prompt_tokens == 5 * 39
+    assert len({tuple(output.token_ids) for output in outputs}) > 1
+
+
+def test_a_seed_draws_the_same_alone_and_in_a_crowd() -> None:
+    rng = random.Random(3)
+    requests = [request(rng.choices(range(256), k=rng.randint(1, 60)), max_tokens=20, seed=i) for i in range(12)]
+    requests.append(request([1, 2, 3], seed=4, top_p=0.7, top_k=20, min_p=0.01, repetition_penalty=1.2, min_tokens=3))
+    crowd = run(EmbeddedEngine(build_model(0), eos_ids=[5]), *requests)
+    for one, together in zip(requests, crowd, strict=True):
+        (alone,) = run(EmbeddedEngine(build_model(0), eos_ids=[5], max_running=1, max_prefill_tokens=16), one)
+        assert (alone.token_ids, alone.logprobs) == (together.token_ids, together.logprobs)
+    twins = run(EmbeddedEngine(build_model(0)), *(request([7], seed=derive_seed(1, i)) for i in range(3)))
+    assert len({tuple(output.token_ids) for output in twins}) == 3
+
+
+def test_greedy_takes_the_most_likely_token_and_reports_the_untempered_logprob() -> None:
+    model = build_model(0)
+    (output,) = run(EmbeddedEngine(model), request([1, 2, 3], temperature=0.0, top_p=0.5))
+    logprobs = trainer_logprobs(model, [1, 2, 3, *output.token_ids], 1.0)[2:-1]
+    assert output.token_ids == logprobs.argmax(-1).tolist()
+    assert output.logprobs == logprobs.max(-1).values.tolist()
+
+
+def test_an_answer_ends_at_eos_at_stop_tokens_and_at_its_limits() -> None:
+    (free,) = run(EmbeddedEngine(build_model(0)), request([9], max_tokens=12))
+    ids = free.token_ids
+    assert free.finish_reason == "length"
+    assert len(ids) == 12
+    first = next(i for i, token in enumerate(ids) if i > 2 and token not in ids[:i])
+    engine = EmbeddedEngine(build_model(0), eos_ids=[ids[first]])
+    by_eos, ignoring, by_token = run(
+        engine,
+        request([9], max_tokens=12),
+        request([9], max_tokens=12, ignore_eos=True),
+        request([9], max_tokens=12, ignore_eos=True, stop_token_ids=(ids[2],)),
+    )
+    assert (by_eos.token_ids, by_eos.finish_reason, by_eos.stop_reason) == (ids[: first + 1], "stop", None)
+    assert ignoring.token_ids == ids
+    end = ids.index(ids[2]) + 1
+    assert (by_token.token_ids, by_token.stop_reason) == (ids[:end], ids[2])
+    (late,) = run(engine, request([9], max_tokens=12, min_tokens=first + 3))
+    assert ids[first] not in late.token_ids[: first + 3]
+    assert len(late.token_ids) >= first + 3
+    short = EmbeddedEngine(build_model(0), max_model_len=16)
+    (cut,) = run(short, request([9] * 10, max_tokens=50))
+    assert (len(cut.token_ids), cut.finish_reason) == (6, "length")
+    with pytest.raises(ValueError, match="does not fit"):
+        short.add(request([9] * 16))
+
+
+def test_stop_strings_end_the_text_and_keep_the_tokens() -> None:
+    (free,) = run(EmbeddedEngine(build_model(0)), request([9], max_tokens=40, seed=2))
+    text = DECODE(free.token_ids, True)
+    at = next(i for i in range(4, len(text)) if text[i : i + 2].isascii() and text.find(text[i : i + 2]) == i)
+    stop = text[at : at + 2]
+    engine = EmbeddedEngine(build_model(0), decode=DECODE)
+    ended, with_stop = run(
+        engine,
+        request([9], max_tokens=40, seed=2, stop=("never", stop)),
+        request([9], max_tokens=40, seed=2, stop=(stop,), include_stop=True),
+    )
+    assert (ended.text, ended.stop_reason, ended.finish_reason) == (text[:at], stop, "stop")
+    assert with_stop.text == text[: at + 2]
+    assert DECODE(ended.token_ids, True).startswith(text[: at + 2])
+    assert ended.token_ids == free.token_ids[: len(ended.token_ids)]
+
+
+def test_streaming_brings_every_token_once() -> None:
+    engine = EmbeddedEngine(build_model(0))
+    engine.add(request([1, 2], max_tokens=6, stream=True, top_logprobs=3))
+    events: list[Event] = []
+    while engine.has_work():
+        events += engine.step()
+    *pieces, output = events
+    assert isinstance(output, Output)
+    assert [token for piece in pieces for token in piece.token_ids] == output.token_ids[:-1]
+    assert [piece.start for piece in pieces if isinstance(piece, Progress)] == list(range(5))
+    assert all(len(top) == 3 and top[0][1] >= top[2][1] for top in output.top_logprobs)
+
+
+def test_weights_that_do_not_fit_change_nothing() -> None:
+    engine = EmbeddedEngine(build_model(0))
+    before = {name: digest_tensor(tensor) for name, tensor in tensor_names(engine.model).items()}
+    tensors = dict(tensor_names(build_model(1)))
+    tensors.pop("model.norm.weight")
+    with pytest.raises(ValueError, match=r"model\.norm\.weight"):
+        engine.load_weights(tensors, 1)
+    assert engine.version == 0
+    assert {name: digest_tensor(tensor) for name, tensor in tensor_names(engine.model).items()} == before
+
+
+def test_digests_are_those_of_the_tensors_now_held() -> None:
+    engine, new = EmbeddedEngine(build_model(0)), tensor_names(build_model(1))
+    assert engine.load_weights(new, 7) == {name: digest_tensor(tensor) for name, tensor in new.items()}
+    assert engine.version == 7
+
+
+def test_broken_weights_fail_requests_and_leave_no_trace_in_the_cache() -> None:
+    models = {0: build_model(0)}
+    engine = EmbeddedEngine(build_model(0))
+    broken = {name: torch.full_like(tensor, math.nan) for name, tensor in tensor_names(models[0]).items()}
+    engine.load_weights(broken, 1)
+    (output,) = run(engine, request(list(range(30))))
+    assert output.finish_reason == "error"
+    engine.load_weights(tensor_names(models[0]), 0)
+    (output,) = run(engine, request([1, 2, 3], max_tokens=40))
+    assert check_exact(output, models) == 40
+
+
+@dataclass
+class Row:
+    """A sequence as the sampler sees it."""
+
+    params: SamplingParams
+    tokens: list[int]
+    num_prompt: int = 1
+    stop_ids: frozenset[int] = frozenset()
+
+
+def draw(logits: Tensor, params: SamplingParams, tokens: list[int] | None = None, **row: Any) -> tuple[int, float]:
+    one = Row(params, tokens or [0], **row)
+    sampled = sample(logits[None].clone(), build_sampling_batch([one], torch.device("cpu")), np.array([3]))
+    return int(sampled.tokens[0]), float(sampled.logprobs[0])
+
+
+def test_sampled_frequencies_follow_the_distribution() -> None:
+    probs = torch.tensor([0.5, 0.25, 0.125, 0.125, 0.0])
+    noise = uniform(np.arange(20000, dtype=np.uint64), np.full(20000, 11))
+    tokens = invert_cdf(probs.log().expand(20000, -1), torch.from_numpy(noise))
+    counts = torch.bincount(tokens, minlength=5) / 20000
+    assert torch.allclose(counts, probs, atol=0.015)
+    assert counts[4] == 0
+    along = uniform(np.full(20000, 5, dtype=np.uint64), np.arange(20000))
+    assert abs(along.mean() - 0.5) < 0.01
+    assert abs(np.corrcoef(along[:-1], along[1:])[0, 1]) < 0.03
+
+
+def test_the_last_possible_noise_draws_a_possible_token() -> None:
+    logprobs = torch.tensor([[0.3, 0.7, 0.0, 0.0]]).log()
+    assert invert_cdf(logprobs, torch.tensor([1 - 2**-53], dtype=torch.float64)).item() == 1
+    assert invert_cdf(logprobs, torch.tensor([0.0], dtype=torch.float64)).item() == 0
+
+
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [
+        ({"top_k": 2}, [0, 1]),
+        ({"top_p": 0.5}, [0, 1]),  # 0.4 is not enough, 0.7 is
+        ({"top_p": 0.4}, [0]),
+        ({"top_p": 0.01}, [0]),
+        ({"min_p": 0.4}, [0, 1, 2]),  # at least 0.16
+        ({"top_k": 3, "top_p": 0.7}, [0, 1]),  # of 0.9: 0.44, 0.78
+        ({"top_k": 99, "top_p": 1.0, "min_p": 0.0}, [0, 1, 2, 3]),
+    ],
+)
+def test_filters_keep_what_they_name_and_renormalise(params: dict[str, Any], kept: list[int]) -> None:
+    probs = torch.tensor([0.4, 0.3, 0.2, 0.1])
+    order = torch.tensor([2, 0, 3, 1])  # not sorted, so that ranks must be carried back
+    filtered = filter_logprobs(probs[order].log()[None], [SamplingParams(max_tokens=1, **params)])[0].exp()
+    expected = torch.zeros(4)
+    expected[kept] = probs[kept] / probs[kept].sum()
+    assert torch.allclose(filtered, expected[order], atol=1e-6)
+
+
+def test_a_filtered_row_does_not_touch_its_neighbours() -> None:
+    logits = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    plain = Row(SamplingParams(max_tokens=1, seed=1), [0])
+    rows = [plain, Row(replace(plain.params, top_p=0.3, logit_bias=((3, 5.0),)), [0]), plain]
+    positions = np.array([1, 1, 1])
+    mixed = sample(logits, build_sampling_batch(rows, torch.device("cpu")), positions)
+    alone = sample(logits, build_sampling_batch([plain] * 3, torch.device("cpu")), positions)
+    assert mixed.tokens[[0, 2]].tolist() == alone.tokens[[0, 2]].tolist()
+    assert torch.equal(mixed.logprobs[[0, 2]], alone.logprobs[[0, 2]])
+
+
+def test_penalty_bias_and_minimum_length_change_the_distribution() -> None:
+    logits = torch.tensor([2.0, 1.0, -1.0, 0.0])
+    greedy = SamplingParams(max_tokens=9, temperature=0.0)
+    assert draw(logits, greedy)[0] == 0
+    token, logprob = draw(logits, replace(greedy, repetition_penalty=4.0), [0, 2])
+    assert token == 1
+    assert logprob == pytest.approx(torch.log_softmax(torch.tensor([0.5, 1.0, -4.0, 0.0]), -1)[1].item())
+    assert draw(logits, replace(greedy, logit_bias=((3, 9.0),)))[0] == 3
+    short = replace(greedy, min_tokens=2)
+    assert draw(logits, short, [5, 1], stop_ids=frozenset([0]))[0] == 1
+    assert draw(logits, short, [5, 1, 1], stop_ids=frozenset([0]))[0] == 0
+
+
+@given(st.lists(st.integers(0, 272), max_size=40))
+@settings(max_examples=60, deadline=None)
+def test_pieces_of_text_join_to_the_whole(ids: list[int]) -> None:
+    detokenizer = Detokenizer(DECODE)
+    text = "".join(detokenizer.add(token) for token in ids)
+    whole = DECODE(ids, True)
+    assert text in (whole, whole.removesuffix("�"))
+    watch = StopWatch(Detokenizer(DECODE), ("never there",))
+    assert not any(watch.add(token, True) for token in ids)
+    assert watch.text == text
+
+
+def test_a_stop_string_may_span_tokens_and_characters() -> None:
+    ids = TOKENIZER.encode("aé\nUser: x", add_special_tokens=False)
+    watch = StopWatch(Detokenizer(DECODE), ("User:", "é\nUs"))
+    hits = [watch.add(token, True) for token in ids]
+    assert [hit for hit in hits if hit] == ["é\nUs"]
+    assert hits.index("é\nUs") == 5
+    names = TokenNames(TOKENIZER)
+    assert bytes(byte for token in ids for byte in names[token][1]).decode() == "aé\nUser: x"
+
+
+def test_tool_calls_are_split_off_only_when_they_are_calls() -> None:
+    content, (call, second) = parse_tool_calls(
+        'so <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><tool_call>{"name": "now"}</tool_call>'
+    )
+    assert (content, call["function"]) == ("so ", {"name": "add", "arguments": '{"a": 1}'})
+    assert second["function"] == {"name": "now", "arguments": "{}"}
+    assert call["id"] != second["id"]
+    for text in ("<tool_call>{broken</tool_call>", '<tool_call>["list"]</tool_call>', "plain", ""):
+        assert parse_tool_calls(text) == (text or None, [])
+
+
+def test_steps_join_into_busy_intervals() -> None:
+    rows: list[tuple[str, float, float, int]] = []
+
+    class Log:
+        def log_timeline(self, what: str, start: float, end: float, step: int) -> None:
+            rows.append((what, start, end, step))
+
+    clock = BusyClock(Log())
+    for start, end, version in [(1.0, 1.1, 0), (1.105, 1.2, 0), (1.3, 1.4, 0), (1.41, 1.5, 1), (1.5, 2.6, 1)]:
+        clock.add(start, end, version)
+    clock.add(2.61, 2.7, 1)
+    clock.flush()
+    clock.flush()
+    assert [row[1:] for row in rows] == [(1.0, 1.2, 0), (1.3, 1.4, 0), (1.41, 1.5, 1), (1.5, 2.6, 1), (2.61, 2.7, 1)]
+
+
+def test_an_error_in_the_engine_is_told_once_and_ends_the_thread() -> None:
+    engine = EmbeddedEngine(build_model(0))
+    failures: list[BaseException] = []
+    thread = EngineThread(engine, lambda events: None, failures.append)
+    thread.start()
+    assert thread.call(lambda e: e.max_model_len).result(timeout=20) == 2048
+    with pytest.raises(ZeroDivisionError):
+        thread.call(lambda e: 1 // 0).result(timeout=20)
+    thread.submit(request([1] * 5000))
+    assert thread._thread is not None
+    thread._thread.join(20)
+    assert len(failures) == 1
+    with pytest.raises(RuntimeError, match="stopped"):
+        thread.submit(request([1]))
