@@ -283,6 +283,24 @@ def check_names(house: dict[str, Module]) -> list[str]:
     return faults
 
 
+def check_circles(house: dict[str, Module]) -> list[str]:
+    """Modules that import each other while they are loaded, each circle once."""
+    faults = []
+    for start in sorted(house):
+        reached, todo = {start: [start]}, [start]
+        while todo:
+            here = todo.pop(0)
+            for name in sorted(house[here].eager & set(house)):
+                if name == start and start == min(reached[here]):
+                    faults.append(
+                        f"{' -> '.join([*reached[here], start])} is a circle: move what both need to a third room"
+                    )
+                if name not in reached:
+                    reached[name] = [*reached[here], name]
+                    todo.append(name)
+    return faults
+
+
 @cache
 def _house() -> dict[str, Module]:
     return read_house(ROOT / "src")
@@ -312,6 +330,10 @@ def _report(faults: list[str]) -> None:
 
 def test_imports_go_down() -> None:
     _report(check_floors(_house()))
+
+
+def test_nobody_imports_in_circles() -> None:
+    _report(check_circles(_house()))
 
 
 def test_giants_enter_by_their_doors() -> None:
@@ -383,6 +405,7 @@ def test_files_know_no_machine() -> None:
         ("prime_rl/inference/server.py", "import prime_rl.trainer.models", check_floors, "floor 6"),
         ("prime_rl/rl.py", "import prime_rl.orchestrator.b", check_floors, "only their config.py"),
         ("prime_rl/trainer/a.py", "from rollouts.training import Sample", check_floors, "imports the face"),
+        ("prime_rl/trainer/a.py", "from . import a", check_circles, "is a circle"),
         ("prime_rl/attic.py", "", check_floors, "stands on no floor"),
         ("prime_rl/trainer/a.py", "import tests.unit", check_floors, "nobody imports leaves"),
         ("prime_rl/trainer/a.py", "import wandb", check_doors, "prime_rl.utils.monitor"),
