@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import sys
 import time
@@ -31,6 +32,12 @@ MODULES = {
     "eval": "prime_rl.eval.eval",
 }
 MEMORY_EVERY_S = 0.5
+SHOWN_STEPS = {"sft": 20, "rl": 5}  # every so many; the logs have all
+# The sources of this checkout, whatever is installed; and nothing is looked up on a hub.
+ENVIRONMENT_VARIABLES = {
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")])),
+    "HF_HUB_OFFLINE": "1",
+}
 
 sys.path.insert(0, str(ROOT / "src"))
 from prime_rl.utils.process import ChildFailed, Supervisor, find_free_port  # noqa: E402
@@ -68,8 +75,8 @@ class Demo:
         self.console.rule(f"[bold]{len(self.seconds) + 1}/4  {title}", align="left")
         self.console.print(f"$ {command} {shlex.join(options)}\n", highlight=False, soft_wrap=True)
         started = time.monotonic()
-        with Supervisor(self.output_dir / "logs", sys.stdout, lambda _, line: f"  {line}", grace_s=30) as stage:
-            stage.start(command, [sys.executable, "-m", MODULES[command], *options])
+        with Supervisor(self.output_dir / "logs", sys.stdout, thin_out, grace_s=30) as stage:
+            stage.start(command, [sys.executable, "-m", MODULES[command], *options], env=ENVIRONMENT_VARIABLES)
             stage.wait([command], on_tick=lambda: self.memory.look(stage.find_pids()))
         self.seconds[title] = time.monotonic() - started
         self.console.print()
@@ -91,12 +98,14 @@ def main() -> int:
     demo = Demo(Console(highlight=False), output_dir, arguments.seed)
     demo.console.print(
         f"Reverse 6 random letters: supervised warm-up from random weights, then asynchronous RL, seed {demo.seed}.\n"
-        f"Everything goes to {shown(output_dir)}; Ctrl-C stops it.\n"
+        f"Everything goes to {shown(output_dir)}, all lines to {shown(output_dir / 'logs')}; Ctrl-C stops it.\n",
+        soft_wrap=True,
     )
     try:
         before, after = run_stages(demo)
     except ChildFailed as failure:
-        demo.console.print(f"\nerror: {failure}", markup=False)
+        [child] = failure.children
+        demo.console.print(f"\nerror: {child.name} ended with {child.describe_end()}, see {shown(child.log_path)}")
         return 1
     except KeyboardInterrupt:
         demo.console.print("\nstopped")
@@ -152,6 +161,13 @@ def sum_up(demo: Demo, before: dict[str, Any], after: dict[str, Any]) -> None:
         soft_wrap=True,
         markup=False,
     )
+
+
+def thin_out(command: str, line: str) -> str | None:
+    """A line of a stage as it is shown: of the steps only some, and no single version of the engine."""
+    step = re.search(r"Step (\d+) \|", line)
+    skipped = step is not None and int(step[1]) > 1 and int(step[1]) % SHOWN_STEPS.get(command, 1)
+    return None if skipped or re.search(r"version \d+ in service", line) else f"  {line}"
 
 
 def compute_overlap(rows: list[dict[str, Any]]) -> float | None:

@@ -63,6 +63,7 @@ def evaluate(config: EvalConfig) -> int:
             raise
         raise ValueError(failure.wrong_input) from failure
     show_table(summaries)
+    sys.stdout.write(f"Every rollout: {config.output_dir / 'evals'}\n")
     return 0
 
 
@@ -323,7 +324,7 @@ def format_row(summary: Mapping[str, float]) -> dict[str, str]:
         if key.startswith(("avg@", "pass@")) and not key.endswith("/stderr"):
             error = summary.get(f"{key}/stderr", math.nan)
             row[key] = f"{value:.4f}" + (f" ± {error:.4f}" if math.isfinite(error) else "")
-        elif key.startswith("metrics/"):
+        elif key.startswith("metrics/") and (key, value) != ("metrics/num_turns", 1.0):
             row[key.removeprefix("metrics/")] = f"{value:.4f}"
     if "completion_len/mean" in summary:
         row["tokens"] = f"{summary['completion_len/mean']:.1f}"

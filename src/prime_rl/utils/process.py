@@ -93,8 +93,8 @@ class Supervisor:
 
     logs_dir: Path
     console: TextIO | None = None
-    format_line: Callable[[str, str], str] = "{:<12} | {}".format
-    """Process name and line -> what the console shows."""
+    format_line: Callable[[str, str], str | None] = "{:<12} | {}".format
+    """Process name and line -> what the console shows of it; None: nothing."""
     handle_signals: bool = True
     grace_s: float = 10.0
     children: dict[str, Child] = field(default_factory=dict)
@@ -144,10 +144,11 @@ class Supervisor:
 
     def say(self, line: str, source: str = "rl") -> None:
         """Write one line to the console, if there is one that still listens."""
-        if self.console is None:
+        shown = self.format_line(source, line)
+        if self.console is None or shown is None:
             return
         try:
-            self.console.write(self.format_line(source, line) + "\n")
+            self.console.write(shown + "\n")
             self.console.flush()
         except (OSError, ValueError):  # the reader went away (`rl ... | head`): the logs still have everything
             self.console = None
