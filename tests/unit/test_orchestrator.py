@@ -384,16 +384,16 @@ def test_weight_sync_verifies_version_and_tensors(engine: FakeEngine, tmp_path: 
     ],
 )
 def test_an_engine_is_believed_only_when_it_holds_the_weights(
-    answer: dict[str, Any], message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    answer: dict[str, Any], message: str | None, tmp_path: Path
 ) -> None:
     publish_version(tmp_path, 3)
-    engine = PrimeEngine("http://127.0.0.1:1")
 
-    async def post(path: str, body: dict[str, Any]) -> dict[str, Any]:
-        assert (path, body) == ("/update_weights", {"weight_dir": str(tmp_path / "weights" / "step_3")})
-        return answer
+    class Scripted(PrimeEngine):
+        async def load(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+            assert (path, body) == ("/update_weights", {"weight_dir": str(tmp_path / "weights" / "step_3")})
+            return answer
 
-    monkeypatch.setattr(engine, "_post", post)
+    engine = Scripted("http://127.0.0.1:1")
     result = anyio.run(engine.update_weights_from_checkpoint, str(tmp_path / "weights" / "step_3"))
     assert result["success"] is (message is None) and (message is None or result["message"] == message)
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import anyio
 import anyio.to_thread
 
 from rollouts.training.steps import parse_step
+
+CONTROL_TIMEOUT_S = 30.0  # of requests that load nothing
+NO_ROUTE = (404, 405)  # what a server answers that is older than the route
+Kind = Literal["unreachable", "refused", "mismatch"]
 
 
 class InferenceEngine(Protocol):
@@ -18,6 +24,14 @@ class InferenceEngine(Protocol):
 
     async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
         """Load the weights; answers at least `{"success": bool}`."""
+
+
+class EngineError(RuntimeError):
+    """An engine did not take the weights: it was not reached in time, it refused, or it holds others than it should."""
+
+    def __init__(self, kind: Kind, message: str) -> None:
+        self.kind, self.message = kind, message
+        super().__init__(f"{kind}: {message}")
 
 
 class WeightSyncError(RuntimeError):
@@ -29,37 +43,109 @@ class WeightSyncError(RuntimeError):
         super().__init__(f"loading {checkpoint_path} failed: {listed}")
 
 
-class PrimeEngine:
-    """An inference server of `prime_rl`: POST /update_weights, verified by version and by tensor digests."""
+@dataclass(frozen=True)
+class HttpServer:
+    """Control routes of one engine. `timeout` seconds is what loading weights may take."""
 
-    def __init__(self, base_url: str, timeout: float = 300.0, *, headers: dict[str, str] | None = None) -> None:
-        self.base_url = base_url.rstrip("/").removesuffix("/v1")
-        self.timeout = timeout
-        self.headers = headers or {}
+    base_url: str
+    timeout: float = 300.0
+    headers: dict[str, str] = field(default_factory=dict, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not self.base_url.startswith(("http://", "https://")):
+            raise ValueError(f"base_url {self.base_url!r} of an engine must begin with http:// or https://")
+        if not self.timeout > 0:
+            raise ValueError(f"timeout {self.timeout} of an engine must be above 0 seconds")
+        object.__setattr__(self, "base_url", self.base_url.rstrip("/").removesuffix("/v1"))
 
     def __str__(self) -> str:
         return self.base_url
 
+    async def load(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a POST that loads weights. Raises `EngineError`."""
+        return _accepted(path, await self._send("POST", path, body, self.timeout))
+
+    async def post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The answer to a POST. Raises `EngineError`."""
+        return _accepted(path, await self._send("POST", path, body, self._control_timeout))
+
+    async def ask(
+        self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout_s: float | None = None
+    ) -> dict[str, Any] | None:
+        """The answer to any request, or None from a server that does not know the route. Raises `EngineError`."""
+        status, text = await self._send(method, path, body, timeout_s or self._control_timeout)
+        return None if status in NO_ROUTE else _accepted(path, (status, text))
+
+    @property
+    def _control_timeout(self) -> float:
+        return min(CONTROL_TIMEOUT_S, self.timeout)
+
+    async def _send(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> tuple[int, str]:
+        import httpx  # here, so that importing the room stays instant
+
+        # The limit is on the whole request: httpx's own would begin anew with every byte that trickles in.
+        try:
+            with anyio.fail_after(timeout_s):
+                async with httpx.AsyncClient(timeout=None, headers=self.headers, trust_env=False) as client:
+                    reply = await client.request(method, self.base_url + path, json=body)
+        except TimeoutError:
+            raise EngineError("unreachable", f"{path} was not answered within {timeout_s:g} s") from None
+        except httpx.HTTPError as error:
+            raise EngineError("unreachable", f"{path}: {type(error).__name__} {error}".rstrip()) from error
+        return reply.status_code, reply.text
+
+
+class PrimeEngine(HttpServer):
+    """An inference server of `prime_rl`: POST /update_weights, verified by version and by tensor digests."""
+
     async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
         """Load a `step_N` directory. Success means: the server answers version N and holds the published tensors."""
         path = Path(checkpoint_path).resolve()
-        answer = await self._post("/update_weights", {"weight_dir": str(path)})
+        answer = await self.load("/update_weights", {"weight_dir": str(path)})
         problem = _wrong_version(path, answer) or await anyio.to_thread.run_sync(_wrong_tensor, path, answer)
         return {**answer, "success": problem is None, "message": problem or "loaded"}
 
     async def reload_weights(self) -> dict[str, Any]:
         """Back to the weights that the server started with (version 0)."""
-        return {**await self._post("/reload_weights", {}), "success": True}
+        return {**await self.load("/reload_weights", {}), "success": True}
 
-    async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        import httpx  # here, so that importing the room stays instant
 
-        async with httpx.AsyncClient(timeout=self.timeout, headers=self.headers, trust_env=False) as client:
-            reply = await client.post(self.base_url + path, json=body)
-        if reply.status_code != 200:
-            raise RuntimeError(f"{path} answered {reply.status_code}: {reply.text[:300]}")
-        answer: dict[str, Any] = reply.json()
-        return answer
+class SGLangEngine(HttpServer):
+    """An SGLang server; see `update_sglang_weights_from_disk`."""
+
+    async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
+        """Load the directory; `{"success": True, "version": ...}`. Raises `EngineError`."""
+        return await _update_sglang(self, checkpoint_path)
+
+
+class VLLMEngine(HttpServer):
+    """A vLLM server in development mode; see `update_vllm_weights_from_disk`."""
+
+    async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
+        """Load the directory; `{"success": True, "version": ...}`. Raises `EngineError`."""
+        return await _update_vllm(self, checkpoint_path)
+
+
+async def update_sglang_weights_from_disk(
+    base_url: str, checkpoint_path: str, *, timeout: float = 300.0
+) -> dict[str, Any]:
+    """Let an SGLang server load a directory that it can read: pause, update, compare versions, continue.
+
+    Running requests go back to the queue and are computed anew. The version is N of `step_N`; servers before 0.5.2
+    have none, and the answer's `version` is then None. Raises `EngineError`, after which the server stays paused.
+    """
+    return await _update_sglang(HttpServer(base_url, timeout), checkpoint_path)
+
+
+async def update_vllm_weights_from_disk(
+    base_url: str, checkpoint_path: str, *, timeout: float = 300.0
+) -> dict[str, Any]:
+    """Let a vLLM server load a directory that it can read: pause, reload, forget cached prefixes, version, resume.
+
+    Needs VLLM_SERVER_DEV_MODE=1 there. Servers with four-phase weight transfer also keep a version, which is set and
+    compared; with older ones the answer's `version` is None. Raises `EngineError`, after which the server stays paused.
+    """
+    return await _update_vllm(HttpServer(base_url, timeout), checkpoint_path)
 
 
 async def sync_weights_to_engines(engines: Sequence[InferenceEngine], checkpoint_path: str) -> list[dict[str, Any]]:
@@ -76,19 +162,133 @@ async def sync_weights_to_engines(engines: Sequence[InferenceEngine], checkpoint
     async def load(i: int) -> None:
         try:
             answers[i] = await engines[i].update_weights_from_checkpoint(checkpoint_path)
+        except EngineError as error:
+            answers[i] = {"success": False, "message": str(error)}
         except Exception as error:
             answers[i] = {"success": False, "message": f"{type(error).__name__}: {error}"}
 
     async with anyio.create_task_group() as tasks:
         for i in range(len(engines)):
             tasks.start_soon(load, i)
-    if not all(answer.get("success") is True for answer in answers):
+    if not all(_succeeded(answer) for answer in answers):
         states = [
-            (str(engine), "ok" if answer.get("success") is True else str(answer.get("message", answer)))
+            (_name(engine), "ok" if _succeeded(answer) else _complaint(answer))
             for engine, answer in zip(engines, answers, strict=True)
         ]
         raise WeightSyncError(checkpoint_path, states)
     return answers
+
+
+async def _update_sglang(server: HttpServer, checkpoint_path: str) -> dict[str, Any]:
+    path, version = _location(checkpoint_path)
+    route = await _sglang_version_route(server)
+    # Only retracted requests continue under the new weights with a cache that these filled.
+    paused = await server.ask("POST", "/pause_generation", {"mode": "retract"}) is not None
+    with _left(paused):
+        # Servers without versions refuse what they do not know, so they are told the path alone.
+        stamp = {"weight_version": version} if route and version else {}
+        answer = await server.load("/update_weights_from_disk", {"model_path": path, **stamp})
+        if not _succeeded(answer):
+            raise EngineError("refused", f"/update_weights_from_disk: {_complaint(answer)}")
+        held = await _held_version(server, route) if route else None
+        _compare_versions(version if stamp else None, held)
+    if paused:
+        await server.post("/continue_generation", {})
+    return {**answer, "version": held}
+
+
+async def _sglang_version_route(server: HttpServer) -> str | None:
+    """Where the server tells its `weight_version`: it moved with 0.5.15, and began with 0.5.2."""
+    for route in ("/model_info", "/get_weight_version"):
+        if "weight_version" in (await server.ask("GET", route) or {}):
+            return route
+    return None
+
+
+async def _update_vllm(server: HttpServer, checkpoint_path: str) -> dict[str, Any]:
+    path, version = _location(checkpoint_path)
+    versioned = await server.ask("GET", "/weight_info") is not None
+    # Frozen requests would hold on to blocks of the prefix cache, which then could not be emptied: let them finish.
+    paused = await server.ask("POST", "/pause?mode=wait", timeout_s=server.timeout) is not None
+    with _left(paused):
+        # `weights_path` and no other name: with `params` or without a path vLLM loads what it started with.
+        order = {"method": "reload_weights", "args": [], "kwargs": {"weights_path": path}, "timeout": None}
+        answer = await _reload_vllm(server, order)
+        await server.post("/reset_prefix_cache")
+        held = None
+        if versioned and version:
+            await server.post("/update_weight_version", {"new_version": version})
+            held = await _held_version(server, "/weight_info")
+            _compare_versions(version, held)
+    if paused:
+        await server.post("/resume")
+    return {**answer, "success": True, "version": held}
+
+
+async def _held_version(server: HttpServer, route: str) -> str | None:
+    """What the server says it holds."""
+    held = (await server.ask("GET", route) or {}).get("weight_version")
+    return None if held is None else str(held)
+
+
+async def _reload_vllm(server: HttpServer, order: dict[str, Any]) -> dict[str, Any]:
+    try:
+        answer = await server.load("/collective_rpc", order)
+    except EngineError as error:
+        if "answered 404" in error.message:
+            raise EngineError("refused", f"{error.message}; start vLLM with VLLM_SERVER_DEV_MODE=1") from error
+        raise
+    if answer.get("success") is False:
+        raise EngineError("refused", f"/collective_rpc: {_complaint(answer)}")
+    return answer
+
+
+@contextlib.contextmanager
+def _left(paused: bool) -> Iterator[None]:
+    """Say in what state a failure leaves the server: better no samples than samples of unknown weights."""
+    try:
+        yield
+    except EngineError as error:
+        raise EngineError(error.kind, f"{error.message} (left {'paused' if paused else 'running'})") from error
+
+
+def _accepted(path: str, reply: tuple[int, str]) -> dict[str, Any]:
+    """The JSON object of a good reply; an empty body, or another JSON value, is an empty one."""
+    status, text = reply
+    if not 200 <= status < 300:
+        raise EngineError("refused", f"{path} answered {status}: {text[:300]}")
+    try:
+        answer = json.loads(text) if text.strip() else {}
+    except json.JSONDecodeError:
+        answer = {}
+    return answer if isinstance(answer, dict) else {}
+
+
+def _location(checkpoint_path: str) -> tuple[str, str | None]:
+    """What to tell the server: an absolute path where we see the directory, and N of `step_N` as text."""
+    path = Path(checkpoint_path)
+    step = parse_step(path.resolve().name)
+    return str(path.resolve()) if path.exists() else checkpoint_path, None if step is None else str(step)
+
+
+def _compare_versions(asked: str | None, held: str | None) -> None:
+    if asked is not None and held != asked:
+        raise EngineError("mismatch", f"asked for version {asked}, the server reports {held}")
+
+
+def _succeeded(answer: dict[str, Any]) -> bool:
+    return isinstance(answer, dict) and answer.get("success") is True
+
+
+def _complaint(answer: dict[str, Any]) -> str:
+    if not isinstance(answer, dict) or "success" not in answer:
+        return f"answered {answer!r} without `success`"
+    return str(answer.get("message", answer))
+
+
+def _name(engine: InferenceEngine) -> str:
+    """An address where there is one, else the name of the class."""
+    return str(engine) if type(engine).__str__ is not object.__str__ else type(engine).__name__
 
 
 def _wrong_version(path: Path, answer: dict[str, Any]) -> str | None:
