@@ -50,6 +50,8 @@ EXCEPTIONS = {
     "prime_rl.orchestrator": "prime_rl.eval",
     "prime_rl.rl": "prime_rl.config",
     "rollouts.agents": "rollouts.training.types",
+    # a trajectory whose engine told no tokens is rendered and masked like any conversation
+    "rollouts.training.agent_integration": "rollouts.training.datasets",
 }
 
 # Where each third-party giant enters, so that an upgrade is a short list of files.

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import anyio
+import anyio.abc
 import msgspec
 
+from rollouts.agents import AgentEnvironment, ChatAgent, Endpoint, Trajectory, Turn
+from rollouts.training.datasets.chat import TemplateRenderer
+from rollouts.training.datasets.sft import Conversation, render_conversation
 from rollouts.training.types import Message, Sample, Status
 
-
-class Turn(msgspec.Struct):
-    """One call of the model: the tokens it was given and the tokens it sampled."""
-
-    prompt_ids: list[int]
-    completion_ids: list[int]
-    logprobs: list[float]
-    """Of the completion tokens, under the distribution they were sampled from."""
-    versions: list[tuple[int, int]] = []
-    """`(start, version)` spans; `start` counts completion tokens of this turn."""
+__all__ = [
+    "Rollout",
+    "Turn",
+    "agent_rollout_to_sample",
+    "completion_text",
+    "generate_rollout_batch",
+    "rollout_to_samples",
+    "trajectory_to_sample",
+]
 
 
 class Rollout(msgspec.Struct, kw_only=True):
@@ -115,3 +120,94 @@ def _append_turn(sample: Sample, turn: Turn) -> None:
         if not sample.versions or sample.versions[-1][1] != version:
             sample.versions = [*sample.versions, (start + offset, version)]
     assert len(sample.tokens) == len(sample.loss_mask) == len(sample.inference_logprobs)
+
+
+def trajectory_to_sample(trajectory: Trajectory, tokenizer: Any, metadata: dict[str, Any] | None = None) -> Sample:
+    """One sample of an agent's trajectory, with loss on what the model said.
+
+    Where the engine told its tokens these are trained on, with their log-probs. Otherwise `tokenizer` (a Hugging Face
+    tokenizer with a chat template) renders the messages, and log-probs are None. Either way each turn must extend
+    the tokens before it: `ValueError` where the template rewrites earlier turns, and for a trajectory that failed.
+    """
+    if trajectory.status == Status.FAILED:
+        raise ValueError(f"the trajectory failed, there is nothing to learn from: {trajectory.error}")
+    if trajectory.turns:
+        sample = _sample_of_turns(trajectory)
+    else:
+        conversation = Conversation(trajectory.messages, trajectory.num_prompt_messages)
+        sample = render_conversation(conversation, TemplateRenderer(tokenizer))
+        sample.index = None
+    sample.prompt, sample.response = trajectory.prompt, trajectory.text
+    sample.status, sample.stop_reason = trajectory.status, trajectory.stop_reason
+    sample.temperature = trajectory.temperature
+    verdict = {} if trajectory.correct is None else {"correct": trajectory.correct}
+    sample.metadata = {**(metadata or {}), **verdict}
+    sample.validate()
+    return sample
+
+
+async def agent_rollout_to_sample(
+    prompt: str | list[Message],
+    environment_cls: Callable[[], AgentEnvironment] | None,
+    endpoint: Endpoint,
+    tokenizer: Any,
+    max_turns: int = 10,
+    metadata: dict[str, Any] | None = None,
+    *,
+    seed: int | None = None,
+) -> Sample:
+    """Let an agent attempt `prompt` and turn what it did into a sample; a failing server gives one of status FAILED."""
+    trajectory = await ChatAgent(endpoint, environment_cls, max_turns).rollout(prompt, seed=seed)
+    if trajectory.status == Status.FAILED:
+        return Sample(prompt=prompt, status=Status.FAILED, error=trajectory.error, metadata=dict(metadata or {}))
+    return trajectory_to_sample(trajectory, tokenizer, metadata)
+
+
+async def generate_rollout_batch(
+    prompts: Sequence[str | list[Message]],
+    environment_cls: Callable[[], AgentEnvironment] | None,
+    endpoint: Endpoint,
+    tokenizer: Any,
+    max_turns: int = 10,
+    metadata_list: Sequence[dict[str, Any]] | None = None,
+) -> list[Sample]:
+    """`agent_rollout_to_sample` for all prompts at the same time; samples in the order of the prompts.
+
+    Raises `ValueError` unless there is one entry of `metadata_list` per prompt, or when a trajectory cannot be one
+    sample.
+    """
+    if metadata_list is not None and len(metadata_list) != len(prompts):
+        raise ValueError(
+            f"metadata_list has {len(metadata_list)} entries for {len(prompts)} prompts: pass one for each"
+        )
+    samples: list[Sample | None] = [None] * len(prompts)
+    errors: list[Exception] = []
+
+    async def attempt(i: int, tasks: anyio.abc.TaskGroup) -> None:
+        metadata = metadata_list[i] if metadata_list is not None else None
+        try:
+            samples[i] = await agent_rollout_to_sample(
+                prompts[i], environment_cls, endpoint, tokenizer, max_turns, metadata
+            )
+        except Exception as error:  # raised below as itself, not in a group of errors
+            errors.append(error)
+            tasks.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as tasks:
+        for i in range(len(prompts)):
+            tasks.start_soon(attempt, i, tasks)
+    if errors:
+        raise errors[0]
+    return [sample for sample in samples if sample is not None]
+
+
+def _sample_of_turns(trajectory: Trajectory) -> Sample:
+    samples = rollout_to_samples(Rollout(prompt=trajectory.prompt, turns=trajectory.turns))
+    if len(samples) == 1:
+        return samples[0]
+    if not samples:
+        raise ValueError("the model sampled no token: there is nothing to learn from this trajectory")
+    raise ValueError(
+        f"the trajectory falls into {len(samples)} token sequences: the chat template rewrites earlier turns, so a "
+        "later prompt does not extend the tokens before it; use a prefix-stable template, or rollout_to_samples"
+    )

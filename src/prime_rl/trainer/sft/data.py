@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from prime_rl.trainer.config import FakeSFTDataConfig, SFTConfig, SFTDataConfig
-from prime_rl.utils.tokenizer import load_tokenizer, render_chat
+from prime_rl.utils.tokenizer import load_tokenizer
+from rollouts.training.datasets.chat import TemplateRenderer
 from rollouts.training.datasets.sft import Row, load_rows, read_conversation, render_conversation
-from rollouts.training.types import Message, Sample, Status
+from rollouts.training.types import Sample, Status
 
 FAKE_ROWS = 1024
 MAX_CACHED = 100_000
@@ -120,27 +121,6 @@ class FakeSource:
         n = self.config.seq_len if self.config.length == "fixed" else rng.randint(2, self.config.seq_len)
         tokens = [rng.randrange(self.vocab_size) for _ in range(n)]
         return Sample(prompt="", tokens=tokens, loss_mask=[0.0] + [1.0] * (n - 1), index=index, status=Status.COMPLETED)
-
-
-@dataclass
-class TemplateRenderer:
-    """A tokenizer's chat template as the `ChatRenderer` of the library."""
-
-    tokenizer: Tokenizer
-    end_ids: frozenset[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.end_ids = frozenset(self.tokenizer.all_special_ids)
-
-    def render(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, add_generation_prompt: bool
-    ) -> list[int]:
-        """The token ids of a conversation."""
-        return render_chat(self.tokenizer, messages, tools, add_generation_prompt)
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of token ids."""
-        return self.tokenizer.decode(list(tokens))
 
 
 @dataclass

@@ -1,0 +1,214 @@
+"""Agents: messages in, trajectory out; and one that talks to an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import anyio
+import msgspec
+
+from rollouts.training.types import Message, Status
+
+Prompt = str | list[Message]
+
+
+class Turn(msgspec.Struct):
+    """One call of the model: the tokens it was given and the tokens it sampled."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    logprobs: list[float]
+    """Of the completion tokens, under the distribution they were sampled from."""
+    versions: list[tuple[int, int]] = []
+    """`(start, version)` spans; `start` counts completion tokens of this turn."""
+
+
+class Trajectory(msgspec.Struct, kw_only=True):
+    """What an agent did with a prompt. `turns` is empty when the server told no tokens."""
+
+    prompt: Prompt
+    messages: list[Message] = []
+    """All messages, those of the prompt first."""
+    num_prompt_messages: int = 0
+    turns: list[Turn] = []
+    status: Status = Status.COMPLETED
+    stop_reason: str | None = None
+    error: str | None = None
+    temperature: float = 1.0
+    correct: bool | None = None
+    """The judge's verdict, if the agent has one."""
+
+    @property
+    def text(self) -> str:
+        """The assistant's words, turns joined by newlines."""
+        said = self.messages[self.num_prompt_messages :]
+        return "\n".join(str(m.get("content") or "") for m in said if m.get("role") == "assistant")
+
+    @property
+    def tokens(self) -> list[int]:
+        """The whole token sequence as the model saw it last."""
+        return [*self.turns[-1].prompt_ids, *self.turns[-1].completion_ids] if self.turns else []
+
+    @property
+    def prompt_tokens(self) -> list[int]:
+        """The tokens before the first sampled one."""
+        return self.turns[0].prompt_ids if self.turns else []
+
+    @property
+    def response_tokens(self) -> list[int]:
+        """The tokens after the prompt; in several turns, what the environment said is among them."""
+        return self.tokens[len(self.prompt_tokens) :]
+
+
+class Agent(Protocol):
+    """Whatever can be given a prompt and tells what it did."""
+
+    async def rollout(self, prompt: Prompt) -> Trajectory:
+        """One attempt. What goes wrong on the way is told by `status` and `error`."""
+
+
+class AgentEnvironment(Protocol):
+    """The world an agent talks to; one object per rollout. It may offer `tools`, a list of OpenAI tool schemas."""
+
+    def respond(self, messages: list[Message]) -> Any:
+        """The messages that follow the assistant's last one, or none to end; may be async."""
+
+
+class EndpointError(RuntimeError):
+    """The server did not answer a request as it should."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A model behind an OpenAI-compatible server, and how to sample from it.
+
+    With `token_ids` the server is asked for token ids and log-probs, so that training sees exactly what was sampled;
+    ours and vLLM's (started with --logprobs-mode processed_logprobs) answer with both.
+    """
+
+    model: str
+    base_url: str = "http://localhost:8000/v1"
+    api_key: str | None = field(default=None, repr=False)
+    temperature: float = 1.0
+    max_tokens: int | None = None
+    timeout_s: float = 1200.0
+    token_ids: bool = True
+    extra_body: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.base_url.startswith(("http://", "https://")):
+            raise ValueError(f"base_url {self.base_url!r} of an endpoint must begin with http:// or https://")
+
+    async def chat(
+        self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None, seed: int | None = None
+    ) -> dict[str, Any]:
+        """The JSON answer to POST /chat/completions. Raises `EndpointError`."""
+        import httpx  # here, so that importing the words stays instant
+
+        optional = {"max_tokens": self.max_tokens, "seed": seed, "tools": list(tools) if tools else None}
+        ids = {"logprobs": True, "return_token_ids": True} if self.token_ids else {}
+        body = {"model": self.model, "messages": list(messages), "temperature": self.temperature, **ids}
+        body |= {name: value for name, value in optional.items() if value is not None} | self.extra_body
+        headers = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        url = self.base_url.rstrip("/") + "/chat/completions"
+        is_tls = url.startswith("https://")  # building a TLS context costs more than a short answer
+        try:
+            with anyio.fail_after(self.timeout_s):
+                async with httpx.AsyncClient(timeout=None, headers=headers, trust_env=False, verify=is_tls) as client:
+                    reply = await client.post(url, json=body)
+        except TimeoutError:
+            raise EndpointError(f"{url} did not answer within {self.timeout_s:g} s") from None
+        except httpx.HTTPError as error:
+            raise EndpointError(f"{url}: {type(error).__name__} {error}".rstrip()) from error
+        if reply.status_code != 200:
+            raise EndpointError(f"{url} answered {reply.status_code}: {reply.text[:300]}")
+        try:
+            answer = reply.json()
+            answer["choices"][0]["message"]
+        except (ValueError, LookupError, TypeError) as error:
+            raise EndpointError(f"{url} answered with what is no chat completion: {reply.text[:300]}") from error
+        return dict(answer)
+
+
+@dataclass(frozen=True)
+class ChatAgent:
+    """Answers a prompt, turn by turn with what the environment says, until that says nothing or `max_turns`."""
+
+    endpoint: Endpoint
+    environment_cls: Callable[[], AgentEnvironment] | None = None
+    max_turns: int = 10
+    system_prompt: str | None = None
+    judge: Callable[[Trajectory], bool] | None = None
+    """Fills `correct` of a finished trajectory."""
+
+    def __post_init__(self) -> None:
+        if self.max_turns < 1:
+            raise ValueError(f"max_turns {self.max_turns} of an agent must be at least 1")
+
+    async def rollout(self, prompt: Prompt, *, seed: int | None = None) -> Trajectory:
+        """One attempt at `prompt`. Raises `ValueError` for an empty prompt; a failing server is told by `status`."""
+        messages = self._prompt_messages(prompt)
+        trajectory = Trajectory(
+            prompt=prompt,
+            messages=messages,
+            num_prompt_messages=len(messages),
+            temperature=self.endpoint.temperature,
+        )
+        try:
+            await self._talk(trajectory, seed)
+        except EndpointError as error:
+            trajectory.status, trajectory.error = Status.FAILED, str(error)
+            return trajectory
+        trajectory.correct = self.judge(trajectory) if self.judge else None
+        return trajectory
+
+    async def _talk(self, trajectory: Trajectory, seed: int | None) -> None:
+        environment = self.environment_cls() if self.environment_cls else None
+        tools = getattr(environment, "tools", None)
+        told_all = True
+        for _ in range(self.max_turns):
+            answer = await self.endpoint.chat(trajectory.messages, tools=tools, seed=seed)
+            choice = answer["choices"][0]
+            trajectory.messages.append(_said(choice["message"]))
+            trajectory.stop_reason = choice.get("finish_reason")
+            turn = read_turn(answer)
+            told_all = told_all and turn is not None
+            trajectory.turns = [*trajectory.turns, turn] if told_all and turn is not None else []
+            if trajectory.stop_reason == "length":
+                trajectory.status = Status.TRUNCATED
+                return
+            if environment is None:
+                return
+            replies = environment.respond(trajectory.messages)
+            replies = await replies if inspect.isawaitable(replies) else replies
+            if not replies:
+                return
+            trajectory.messages += [dict(reply) for reply in replies]
+        trajectory.status, trajectory.stop_reason = Status.TRUNCATED, "max_turns"
+
+    def _prompt_messages(self, prompt: Prompt) -> list[Message]:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
+        if not prompt or not messages:
+            raise ValueError("the prompt is empty: pass text or a list of messages")
+        return [{"role": "system", "content": self.system_prompt}, *messages] if self.system_prompt else messages
+
+
+def read_turn(answer: dict[str, Any]) -> Turn | None:
+    """The tokens of a chat answer, or None when it lacks ids or log-probs. Raises `EndpointError` if they disagree."""
+    choice = answer["choices"][0]
+    prompt_ids = answer.get("prompt_token_ids") or choice.get("prompt_token_ids")
+    completion_ids, content = choice.get("token_ids"), (choice.get("logprobs") or {}).get("content")
+    if prompt_ids is None or completion_ids is None or content is None:
+        return None
+    if len(content) != len(completion_ids):
+        raise EndpointError(f"the server told {len(completion_ids)} token ids but {len(content)} log-probs")
+    versions = [(int(start), int(version)) for start, version in choice.get("versions") or []]
+    return Turn(list(prompt_ids), list(completion_ids), [float(entry["logprob"]) for entry in content], versions)
+
+
+def _said(message: dict[str, Any]) -> Message:
+    """The assistant's message without the nulls that a template would stumble over."""
+    return {"role": "assistant", "content": ""} | {key: value for key, value in message.items() if value is not None}
