@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,7 +65,7 @@ class OptimizerStep:
         A gradient that is not finite leaves parameters and moments alone; after `max_skipped` such steps in a row
         `FloatingPointError` is raised.
         """
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        norm = compute_total_norm(self.parameters)
         grad_norm = float(norm)
         if not torch.isfinite(norm):
             return self.skip(f"the gradient is not finite (norm {grad_norm})", grad_norm)
@@ -112,3 +112,11 @@ class OptimizerStep:
         for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = base * factor
         return float(self.optimizer.param_groups[0]["lr"])
+
+
+def compute_total_norm(parameters: Sequence[Tensor]) -> Tensor:
+    """Norm of all gradients together; of the whole gradient, also where each rank holds a part of it."""
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    # Of sharded gradients it is a DTensor, known by this method: importing the class would slow every start.
+    whole: Callable[[], Tensor] | None = getattr(norm, "full_tensor", None)
+    return norm if whole is None else whole()

@@ -1,0 +1,231 @@
+"""The documented checkpoint directory: read and written alike by one device and by many that share the parameters.
+
+    step_N/  pytorch_model.bin  optimizer.bin  metadata.json  [config.json]  [tokenizer files]  STABLE
+
+Both `.bin` files hold whole tensors by parameter name, and only tensors, numbers and strings: they are read with
+`weights_only=True`, so nothing in them can run.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from rollouts.training.backends.ranks import Ranks
+from rollouts.training.steps import is_complete, latest_step, step_path
+
+FORMAT = 1
+MODEL_FILE, OPTIMIZER_FILE, METADATA_FILE, CONFIG_FILE = (
+    "pytorch_model.bin",
+    "optimizer.bin",
+    "metadata.json",
+    "config.json",
+)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint directory holds."""
+
+    model: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    metadata: dict[str, Any]
+
+
+def latest_checkpoint(checkpoint_dir: Path) -> Path | None:
+    """The complete checkpoint with the highest step (10000 after 9999), or None."""
+    step = latest_step(checkpoint_dir)
+    return None if step is None else step_path(checkpoint_dir, step)
+
+
+def write_checkpoint(directory: Path, checkpoint: Checkpoint) -> None:
+    """The three documented files."""
+    torch.save(checkpoint.model, directory / MODEL_FILE)
+    torch.save(checkpoint.optimizer, directory / OPTIMIZER_FILE)
+    metadata = {"format": FORMAT, **checkpoint.metadata}
+    (directory / METADATA_FILE).write_text(json.dumps(metadata, indent=2, allow_nan=False), encoding="utf-8")
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read `step_N`. `ValueError` when it is incomplete, of another format, or holds more than tensors and numbers."""
+    path = Path(path)
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a directory: pass a checkpoint such as checkpoints/step_10")
+    if not is_complete(path):
+        raise ValueError(f"{path} is not a complete checkpoint: its writer was interrupted, use an earlier step")
+    metadata = json.loads((path / METADATA_FILE).read_text(encoding="utf-8"))
+    if metadata.get("format") != FORMAT:
+        raise ValueError(f"{path} has checkpoint format {metadata.get('format')}, this version reads format {FORMAT}")
+    return Checkpoint(_read_tensors(path / MODEL_FILE), _read_tensors(path / OPTIMIZER_FILE), metadata)
+
+
+def collect_model(model: torch.nn.Module, ranks: Ranks) -> dict[str, Tensor]:
+    """Whole tensors of the state dict, on the CPU of rank 0; empty on other ranks, which have to take part."""
+    return _kept(((name, _whole(tensor, ranks)) for name, tensor in model.state_dict().items()), ranks)
+
+
+def collect_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> dict[str, Any]:
+    """`{"state": {parameter: moments}, "param_groups": [{..., "params": [names]}]}`, whole tensors as in the model."""
+    names = name_parameters(model, optimizer)
+    state = {
+        names[id(parameter)]: _kept(((key, _whole(value, ranks)) for key, value in moments.items()), ranks)
+        for parameter, moments in optimizer.state.items()
+    }
+    groups = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+    return {"state": state, "param_groups": groups}
+
+
+def check_model(model: torch.nn.Module, saved: Mapping[str, Tensor], source: str) -> None:
+    """Raise `ValueError` naming the first tensor that is missing, foreign, or of another shape."""
+    own = model.state_dict()
+    for name in sorted(saved.keys() | own.keys()):
+        if name not in saved or name not in own or saved[name].shape != own[name].shape:
+            raise ValueError(f"{source} belongs to another model: {_difference(name, saved, own)}")
+
+
+@torch.no_grad()
+def restore_model(model: torch.nn.Module, saved: Mapping[str, Tensor], source: str) -> None:
+    """Copy whole tensors into the model, or this rank's part of them, after `check_model`."""
+    check_model(model, saved, source)
+    for name, tensor in model.state_dict().items():
+        tensor.copy_(_like(saved[name], tensor))
+
+
+def restore_optimizer(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], source: str
+) -> None:
+    """Hand the moments back to the optimizer. Groups must hold the same parameters in the same order."""
+    names = name_parameters(model, optimizer)
+    own = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    if own != [group["params"] for group in saved["param_groups"]]:
+        raise ValueError(f"the optimizer of {source} steps other parameters: build it as in the run it comes from")
+    parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+    index = {name: i for i, name in enumerate(parameters)}
+    state = {
+        index[name]: {
+            key: _like(value, parameters[name]) if _covers(value, parameters[name]) else value
+            for key, value in moments.items()
+        }
+        for name, moments in saved["state"].items()
+    }
+    positions = iter(range(len(parameters)))
+    groups = [{**group, "params": [next(positions) for _ in group["params"]]} for group in saved["param_groups"]]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def name_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
+    """Name of each parameter by `id`. `ValueError` when the optimizer steps one that is not the model's."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise ValueError(
+                    f"the optimizer steps a parameter of shape {list(parameter.shape)} that the model does not have: "
+                    "build it from model.parameters() after the model is on its device"
+                )
+    return names
+
+
+def collect_rng(ranks: Ranks) -> dict[str, list[str]]:
+    """Random states of torch per rank, as text; a rank has one on the CPU and one on its accelerator."""
+    states = {"cpu": torch.get_rng_state()}
+    if ranks.device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(ranks.device)
+    return {
+        name: [base64.b64encode(part.numpy().tobytes()).decode() for part in ranks.gather(state)]
+        for name, state in states.items()
+    }
+
+
+def restore_rng(saved: Mapping[str, list[str]], ranks: Ranks) -> None:
+    """The inverse; a rank that did not exist then goes on from rank 0's state."""
+
+    def state(name: str) -> Tensor:
+        texts = saved[name]
+        data = base64.b64decode(texts[ranks.rank] if ranks.rank < len(texts) else texts[0])
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+    torch.set_rng_state(state("cpu"))
+    if "cuda" in saved and ranks.device.type == "cuda":
+        torch.cuda.set_rng_state(state("cuda"), ranks.device)
+
+
+def write_weights(directory: Path, model: torch.nn.Module, state: Mapping[str, Tensor]) -> None:
+    """`model.safetensors` without the names of tied tensors, which the reader ties again."""
+    aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    aliases -= {name for name, _ in model.named_parameters()}
+    tensors = {name: tensor.contiguous() for name, tensor in state.items() if name not in aliases}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_model_card(directory: Path, model: torch.nn.Module, architecture: str, tokenizer: Any) -> None:
+    """Configuration and tokenizer, when there are any, so that the directory can be loaded by name."""
+    config = getattr(model, "config", None)
+    if hasattr(config, "to_json_string"):
+        fields = json.loads(config.to_json_string())
+        fields["architectures"] = fields.get("architectures") or [architecture]
+        (directory / CONFIG_FILE).write_text(json.dumps(fields, indent=2), encoding="utf-8")
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(directory))
+
+
+def finite_or_null(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Metrics as JSON has them."""
+    return {name: float(value) if math.isfinite(float(value)) else None for name, value in metrics.items()}
+
+
+def _read_tensors(path: Path) -> dict[str, Any]:
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        # Torch tells a truncated file, a foreign one and a dangerous one apart only in its prose.
+        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        raise ValueError(f"{path} cannot be read as tensors and numbers only: {reason}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, not tensors by name")
+    return content
+
+
+def _kept(entries: Iterator[tuple[str, Any]], ranks: Ranks) -> dict[str, Any]:
+    """Run through `entries`, because making them is collective, and keep them on rank 0."""
+    out = {}
+    for name, value in entries:
+        if ranks.rank == 0:
+            out[name] = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+    return out
+
+
+def _whole(value: Any, ranks: Ranks) -> Any:
+    if not isinstance(value, DTensor):
+        return value
+    # Offloaded shards lie on the CPU, but the process group may only speak the accelerator's language.
+    return value.detach().to(ranks.device).full_tensor()
+
+
+def _like(whole: Tensor, own: Tensor) -> Tensor:
+    """A whole tensor as `own` is held: itself, or this rank's shard."""
+    if not isinstance(own, DTensor):
+        return whole
+    return distribute_tensor(whole.detach(), own.device_mesh, own.placements, src_data_rank=None)
+
+
+def _covers(value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape
+
+
+def _difference(name: str, saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
+    if name not in saved:
+        return f"it has no {name}"
+    if name not in own:
+        return f"the model has no {name}"
+    return f"{name} has shape {list(saved[name].shape)} there and {list(own[name].shape)} here"

@@ -1,0 +1,241 @@
+"""Training with parameters, gradients and moments sharded over ranks; checkpoints like those of one device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+from rollouts.training.backends.pytorch import PyTorchTrainingBackend
+from rollouts.training.backends.ranks import Ranks
+from rollouts.training.types import TrainFuture
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+
+
+@dataclass(frozen=True)
+class FSDPConfig:
+    """How a model is spread over the ranks.
+
+    sharding_strategy      FULL_SHARD gathers parameters for each pass; SHARD_GRAD_OP keeps them from the forward to
+                           the backward; NO_SHARD holds all of them everywhere and only averages gradients
+    mixed_precision        compute in bfloat16; parameters, moments and sums of gradients stay as they are
+    cpu_offload            parameters and moments wait in host memory, and the optimizer works there
+    auto_wrap_min_params   layers, or trees of modules, of at least so many parameters are gathered on their own
+    gradient_checkpointing recompute activations of layers in the backward
+    clip_grad              bound on the norm of the whole gradient; None for none
+    """
+
+    sharding_strategy: str = "FULL_SHARD"
+    mixed_precision: bool = True
+    cpu_offload: bool = False
+    auto_wrap_min_params: int = 1_000_000
+    gradient_checkpointing: bool = False
+    clip_grad: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        if self.sharding_strategy not in STRATEGIES:
+            raise ValueError(f"sharding_strategy {self.sharding_strategy!r} is not one of {', '.join(STRATEGIES)}")
+        if self.auto_wrap_min_params < 1:
+            raise ValueError(f"auto_wrap_min_params {self.auto_wrap_min_params} must be at least 1")
+        if self.clip_grad is not None and not self.clip_grad > 0:
+            raise ValueError(f"clip_grad {self.clip_grad} must be above 0, or None for no bound")
+        if self.cpu_offload and self.sharding_strategy == "NO_SHARD":
+            raise ValueError("cpu_offload moves shards, and NO_SHARD has none: use FULL_SHARD or SHARD_GRAD_OP")
+
+
+class FSDPTrainingBackend:
+    """`PyTorchTrainingBackend` with its state spread over the ranks of the default process group.
+
+    Every rank calls the same methods in the same order, `forward_backward` with its own rows; losses and norms are
+    those of the whole batch. The model comes whole, and rank 0's parameters are taken on all ranks; the optimizer is
+    made by `optimizer_fn(model)` once the parameters are sharded. `checkpoint_path` is loaded at the end.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer_fn: Callable[[nn.Module], torch.optim.Optimizer],
+        loss_fn: Callable[..., Any],
+        checkpoint_dir: Path,
+        config: FSDPConfig | None = None,
+        checkpoint_path: Path | None = None,
+        device: torch.device | str | None = None,
+        *,
+        scheduler_fn: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None,
+        tokenizer: Any = None,
+    ) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise ValueError(
+                "FSDP needs a process group: start with torchrun and call torch.distributed.init_process_group() first"
+            )
+        self.config = config or FSDPConfig()
+        self.device = torch.device(device) if device is not None else _own_device()
+        architecture = type(model).__name__
+        ranks = Ranks(dist.get_rank(), dist.get_world_size(), self.device)
+        shard_model(model, self.config, ranks)
+        optimizer = optimizer_fn(model)
+        self._inner = PyTorchTrainingBackend(
+            model,
+            optimizer,
+            loss_fn,
+            checkpoint_dir,
+            self.device,
+            max_grad_norm=self.config.clip_grad,
+            scheduler=scheduler_fn(optimizer) if scheduler_fn else None,
+            tokenizer=tokenizer,
+            ranks=ranks,
+            architecture=architecture,
+        )
+        if checkpoint_path is not None:
+            self._inner.start_from(checkpoint_path)
+
+    @property
+    def model(self) -> nn.Module:
+        """The sharded model."""
+        return self._inner.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of this rank's shards."""
+        return self._inner.optimizer
+
+    @property
+    def rank(self) -> int:
+        """This process among all."""
+        return self._inner.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self._inner.world_size
+
+    @property
+    def current_step(self) -> int:
+        """Steps taken so far."""
+        return self._inner.current_step
+
+    @property
+    def weight_version(self) -> int:
+        """How often the parameters have changed."""
+        return self._inner.weight_version
+
+    @property
+    def data_state(self) -> dict[str, Any]:
+        """Saved and restored with every checkpoint; training loops keep their position in it."""
+        return self._inner.data_state
+
+    def forward_backward(self, batch: dict[str, Any]) -> TrainFuture[dict[str, float]]:
+        """Add the gradient of this rank's rows; answers the loss of all rows and the norm of the whole gradient."""
+        return self._inner.forward_backward(batch)
+
+    def optim_step(self) -> TrainFuture[dict[str, float]]:
+        """Clip by the global norm, step, schedule, clear."""
+        return self._inner.optim_step()
+
+    def get_weights(self) -> TrainFuture[dict[str, Tensor]]:
+        """Whole tensors on rank 0, nothing on the others; all must ask."""
+        return self._inner.get_weights()
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
+        """Take over a whole state dict, given on every rank."""
+        return self._inner.load_weights(weights)
+
+    async def save_checkpoint(self, step: int, metrics: Mapping[str, float]) -> Path:
+        """Publish `checkpoint_dir/step_N` in the layout of one device."""
+        return await self._inner.save_checkpoint(step, metrics)
+
+    async def load_checkpoint(self, path: Path | str) -> dict[str, Any]:
+        """Continue from a checkpoint of any number of ranks; the directory must be visible to all of them."""
+        return await self._inner.load_checkpoint(path)
+
+    async def publish_weights(self, step: int) -> Path:
+        """Write `checkpoint_dir/weights/step_N` for inference engines."""
+        return await self._inner.publish_weights(step)
+
+    async def broadcast(self, data: bytes) -> bytes:
+        """What rank 0 passes, on every rank."""
+        return await self._inner.broadcast(data)
+
+
+def shard_model(model: nn.Module, config: FSDPConfig, ranks: Ranks) -> None:
+    """Spread `model` over the ranks in place, starting from rank 0's parameters and buffers."""
+    kind = ranks.device.type
+    model.to(ranks.device)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor, 0)
+    if config.gradient_checkpointing:
+        _recompute_activations(model)
+    if config.sharding_strategy == "NO_SHARD":
+        mesh = init_device_mesh(kind, (ranks.size, 1), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh(kind, (ranks.size,))
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": config.sharding_strategy == "FULL_SHARD",
+        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        if config.mixed_precision
+        else MixedPrecisionPolicy(),
+    }
+    if config.cpu_offload and kind != "cpu":  # on a CPU they are there already
+        options["offload_policy"] = CPUOffloadPolicy()
+    for module in find_units(model, config.auto_wrap_min_params):
+        fully_shard(module, **options)
+    fully_shard(model, **options)
+
+
+def find_units(model: nn.Module, min_params: int) -> list[nn.Module]:
+    """Modules to gather on their own, inner ones first: of at least `min_params` parameters not yet in another unit.
+
+    A layer that the model calls indivisible (`_no_split_modules`) is not cut. A parameter that is used in two places,
+    as tied embeddings are, stays with the root.
+    """
+    atoms = set(getattr(model, "_no_split_modules", None) or ())
+    uses: dict[int, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    units: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> tuple[int, bool]:
+        """Parameters left below `module`, and whether one of them is shared."""
+        if type(module).__name__ in atoms:
+            left = list(module.parameters())
+            size, shared = sum(p.numel() for p in left), any(uses[id(p)] > 1 for p in left)
+        else:
+            below = [visit(child) for child in module.children()]
+            own = list(module.parameters(recurse=False))
+            size = sum(p.numel() for p in own) + sum(n for n, _ in below)
+            shared = any(uses[id(p)] > 1 for p in own) or any(s for _, s in below)
+        is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        if size >= min_params and not shared and not is_container and module is not model:
+            units.append(module)
+            return 0, False
+        return size, shared
+
+    visit(model)
+    return units
+
+
+def _recompute_activations(model: nn.Module) -> None:
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if enable is None:
+        raise ValueError(
+            f"gradient_checkpointing: {type(model).__name__} has no gradient_checkpointing_enable(), leave it off"
+        )
+    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def _own_device() -> torch.device:
+    """The accelerator of this rank where the process group uses one, else the CPU."""
+    if "nccl" in dist.get_backend() and torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device("cpu")

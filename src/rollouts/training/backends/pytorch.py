@@ -1,0 +1,312 @@
+"""Training on one device, or on one rank of several: gradients accumulate, steps are exact, checkpoints are whole."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from rollouts.training.backends import checkpoint as files
+from rollouts.training.backends.loss_fn import as_loss_fn
+from rollouts.training.backends.ranks import Ranks
+from rollouts.training.backends.step import OptimizerStep, compute_total_norm
+from rollouts.training.steps import complete_steps, prune_steps, publish_step, step_path
+from rollouts.training.types import TrainFuture
+
+T = TypeVar("T")
+
+REQUIRED = ("input_ids", "labels", "loss_mask")
+FORWARD_ARGUMENTS = ("attention_mask", "position_ids")
+KEPT_WEIGHTS = 2
+"""Published versions that stay: the one engines hold and the one they are being told to load."""
+
+
+class PyTorchTrainingBackend:
+    """A model and its optimizer, worked on by one thread in the order of submission.
+
+    `forward_backward` and `optim_step` return at once, with a future to await. Gradients accumulate until
+    `optim_step`, as the mean over everything accumulated. `loss_fn` takes `(logits, batch)`, or logits and streams of
+    the batch by name like `grpo_loss`. After an error in a step nothing more is accepted ("poisoned"), because
+    parameters and gradients may be half way, until `load_checkpoint`.
+
+    `max_grad_norm` bounds the gradient's norm, `scheduler` is stepped with the optimizer, `tokenizer` is saved beside
+    the model. `data_state` is saved and restored with every checkpoint; training loops keep their position in it.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: Callable[..., Any],
+        checkpoint_dir: Path,
+        device: torch.device | str | None = None,
+        weight_version: int = 0,
+        current_step: int = 0,
+        *,
+        max_grad_norm: float | None = None,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        tokenizer: Any = None,
+        ranks: Ranks | None = None,
+        architecture: str | None = None,
+    ) -> None:
+        self.device = _usable_device(device, model)
+        self.model = model.to(self.device) if ranks is None else model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.tokenizer = tokenizer
+        self.checkpoint_dir = Path(checkpoint_dir)
+        self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+        self.ranks = ranks or Ranks(device=self.device)
+        self.weight_version = weight_version
+        self.current_step = current_step
+        self.data_state: dict[str, Any] = {}
+        files.name_parameters(model, optimizer)
+        self._architecture = architecture or type(model).__name__
+        self._loss_fn = as_loss_fn(loss_fn)
+        self._stepper = OptimizerStep(optimizer, max_norm=max_grad_norm)
+        self._forward_names = set(inspect.signature(model.forward).parameters)
+        self._weight, self._loss_sum, self._num_batches = 0.0, 0.0, 0
+        self._poison: BaseException | None = None
+        self._worker = ThreadPoolExecutor(1, "training", _prepare_thread, (self.device,))
+
+    @property
+    def rank(self) -> int:
+        """This process among those that train the model together."""
+        return self.ranks.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes train the model together."""
+        return self.ranks.size
+
+    def forward_backward(self, batch: dict[str, Any]) -> TrainFuture[dict[str, float]]:
+        """Add a batch of [batch, seq] `input_ids`, `labels` (shifted), `loss_mask`; answers `loss` and `grad_norm`.
+
+        Both are of the mean: `loss` over this batch, `grad_norm` over all that has accumulated. `ValueError` at once
+        for a batch that lacks a stream or whose streams differ in shape.
+        """
+        check_batch(batch)
+        return self._submit("forward_backward", self._forward_backward, batch)
+
+    def optim_step(self) -> TrainFuture[dict[str, float]]:
+        """Clip, step, schedule, clear; answers `lr`, `step`, `loss` and `grad_norm` of the step, `skipped` 0 or 1."""
+        return self._submit("optim_step", self._optim_step)
+
+    def get_weights(self) -> TrainFuture[dict[str, Tensor]]:
+        """A copy of the state dict on the CPU; with several ranks all must ask, and rank 0 gets it."""
+        return self._submit("get_weights", files.collect_model, self.model, self.ranks)
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
+        """Take over a whole state dict, strictly; the optimizer stays as it is."""
+        return self._submit("load_weights", self._load_weights, weights)
+
+    async def save_checkpoint(self, step: int, metrics: Mapping[str, float]) -> Path:
+        """Publish `checkpoint_dir/step_N`, whole or not at all, and return it. All ranks must call."""
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise ValueError(f"step {step!r} of a checkpoint must be a whole number of at least 0")
+        return await self._submit("save_checkpoint", self._save, step, dict(metrics), dict(self.data_state))
+
+    async def load_checkpoint(self, path: Path | str) -> dict[str, Any]:
+        """Continue exactly where `save_checkpoint` was called; returns the metadata. Heals a poisoned backend."""
+        return await self._submit("load_checkpoint", self._load, Path(path), heals=True)
+
+    def start_from(self, path: Path | str) -> dict[str, Any]:
+        """`load_checkpoint` for code outside of an event loop: returns when it is done."""
+        return self._submit("load_checkpoint", self._load, Path(path), heals=True).wait()
+
+    async def publish_weights(self, step: int) -> Path:
+        """Write `checkpoint_dir/weights/step_N` for inference engines: safetensors, config, tokenizer; no optimizer."""
+        return await self._submit("publish_weights", self._publish, step)
+
+    async def broadcast(self, data: bytes) -> bytes:
+        """What rank 0 passes, on every rank; in order with the other operations."""
+        return await self._submit("broadcast", self.ranks.broadcast, data)
+
+    def _submit(self, operation: str, work: Callable[..., T], *args: Any, heals: bool = False) -> TrainFuture[T]:
+        future: TrainFuture[T] = TrainFuture(operation)
+
+        def run() -> None:
+            try:
+                if self._poison is not None and not heals:
+                    raise RuntimeError(
+                        f"Backend is poisoned (previous error: {self._poison}): load a checkpoint to go on"
+                    ) from self._poison
+                value = work(*args)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(value)
+
+        self._worker.submit(run)
+        return future
+
+    @contextmanager
+    def _poisoned_by_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._poison = error
+            raise RuntimeError(f"Training step failed: {error}") from error
+
+    def _forward_backward(self, batch: dict[str, Any]) -> dict[str, float]:
+        with self._poisoned_by_errors():
+            self.model.train()
+            batch = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+            loss = self._loss_fn(self._compute_logits(batch), batch)
+            weight, loss_sum = self.ranks.sum([loss.weight, float(loss.mean.detach()) * loss.weight])
+            total = self._weight + weight
+            if self._weight:
+                for parameter in self._stepper.parameters:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(self._weight / total)
+            # Ranks average their gradients, so each one's share of the mean counts `size` times.
+            (loss.mean * (self.ranks.size * loss.weight / total if total else 0.0)).backward()
+            self._weight, self._loss_sum, self._num_batches = total, self._loss_sum + loss_sum, self._num_batches + 1
+            norm = compute_total_norm(self._stepper.parameters)
+            return {**loss.metrics, "loss": loss_sum / weight if weight else 0.0, "grad_norm": float(norm)}
+
+    def _compute_logits(self, batch: dict[str, Any]) -> Tensor:
+        arguments = {name: batch[name] for name in FORWARD_ARGUMENTS if name in batch and name in self._forward_names}
+        if "use_cache" in self._forward_names:
+            arguments["use_cache"] = False
+        output = self.model(batch["input_ids"], **arguments)
+        logits: Tensor = output if isinstance(output, Tensor) else output.logits
+        return logits / batch["temperature"][:, None, None] if "temperature" in batch else logits
+
+    def _optim_step(self) -> dict[str, float]:
+        if not self._num_batches:
+            raise ValueError("optim_step needs a gradient: call forward_backward before it")
+        with self._poisoned_by_errors():
+            loss = self._loss_sum / self._weight if self._weight else 0.0
+            has_loss = self._weight > 0
+            self._weight, self._loss_sum, self._num_batches = 0.0, 0.0, 0
+            # The learning rates of now are the base: a scheduler, or the user, may have changed them.
+            self._stepper.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
+            report = self._stepper.step() if has_loss else self._stepper.skip("no token of the batch carries loss")
+            if self.scheduler is not None:
+                self.scheduler.step()
+            self.current_step += 1
+            self.weight_version += report.skipped is None
+        return {
+            "lr": report.lr,
+            "step": self.current_step,
+            "loss": loss,
+            "grad_norm": report.grad_norm,
+            "skipped": float(report.skipped is not None),
+        }
+
+    def _load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        files.restore_model(self.model, weights, "the weights given")
+        self.weight_version += 1
+
+    def _save(self, step: int, metrics: dict[str, float], data_state: dict[str, Any]) -> Path:
+        if self._num_batches:
+            raise ValueError("gradients have accumulated that no checkpoint holds: call optim_step before saving")
+        snapshot = files.Checkpoint(
+            files.collect_model(self.model, self.ranks),
+            files.collect_optimizer(self.model, self.optimizer, self.ranks),
+            {
+                "step": step,
+                "weight_version": self.weight_version,
+                "timestamp": time.time(),
+                "metrics": files.finite_or_null(metrics),
+                "current_step": self.current_step,
+                "stepper": self._stepper.state(),
+                "scheduler": _plain_state(self.scheduler),
+                "data_state": data_state,
+                "rng": files.collect_rng(self.ranks),
+            },
+        )
+
+        def write(directory: Path) -> None:
+            files.write_checkpoint(directory, snapshot)
+            files.write_model_card(directory, self.model, self._architecture, self.tokenizer)
+
+        self.ranks.run_first(lambda: publish_step(self.checkpoint_dir, step, write))
+        return step_path(self.checkpoint_dir, step)
+
+    def _load(self, path: Path) -> dict[str, Any]:
+        saved = files.read_checkpoint(path)
+        metadata = saved.metadata
+        if (metadata["scheduler"] is None) != (self.scheduler is None):
+            there, here = ("no", "one") if metadata["scheduler"] is None else ("a", "none")
+            raise ValueError(f"{path} was written with {there} scheduler and this backend has {here}: build them alike")
+        # What can be refused is refused before anything is changed.
+        files.check_model(self.model, saved.model, str(path))
+        files.restore_optimizer(self.model, self.optimizer, saved.optimizer, str(path))
+        files.restore_model(self.model, saved.model, str(path))
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(metadata["scheduler"])
+        self._stepper.load_state(metadata["stepper"])
+        self.weight_version, self.current_step = metadata["weight_version"], metadata["current_step"]
+        self.data_state = metadata["data_state"]
+        self.optimizer.zero_grad(set_to_none=True)
+        self._weight, self._loss_sum, self._num_batches, self._poison = 0.0, 0.0, 0, None
+        files.restore_rng(metadata["rng"], self.ranks)
+        return metadata
+
+    def _publish(self, step: int) -> Path:
+        state = files.collect_model(self.model, self.ranks)
+        root = self.checkpoint_dir / "weights"
+
+        def write(directory: Path) -> None:
+            files.write_weights(directory, self.model, state)
+            files.write_model_card(directory, self.model, self._architecture, self.tokenizer)
+
+        def publish() -> None:
+            publish_step(root, step, write)
+            prune_steps(root, [s for s in complete_steps(root) if s <= step][-KEPT_WEIGHTS:])
+
+        self.ranks.run_first(publish)
+        return step_path(root, step)
+
+
+def check_batch(batch: Mapping[str, Any]) -> None:
+    """Raise `ValueError` naming the stream that is missing or differs in shape."""
+    missing = [name for name in REQUIRED if name not in batch]
+    if missing:
+        raise ValueError(f"the batch lacks {', '.join(missing)}: it needs {', '.join(REQUIRED)}")
+    shapes = {name: list(batch[name].shape[:2]) for name in (*REQUIRED, *FORWARD_ARGUMENTS) if name in batch}
+    if any(shape != shapes["input_ids"] for shape in shapes.values()):
+        listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(f"streams of the batch differ in shape: {listed}")
+    if "cu_seqlens" in batch:
+        raise ValueError("packed rows (cu_seqlens) would attend to each other here: pad them with pad_samples")
+
+
+def _plain_state(scheduler: torch.optim.lr_scheduler.LRScheduler | None) -> dict[str, Any] | None:
+    """A scheduler's state as JSON has it; `ValueError` for one that keeps more than numbers."""
+    if scheduler is None:
+        return None
+    try:
+        state: dict[str, Any] = json.loads(json.dumps(scheduler.state_dict()))
+    except TypeError as error:
+        raise ValueError(f"the state of {type(scheduler).__name__} does not fit into metadata.json: {error}") from error
+    return state
+
+
+def _usable_device(device: torch.device | str | None, model: torch.nn.Module) -> torch.device:
+    if device is None:
+        first = next(model.parameters(), None)
+        if first is None:
+            raise ValueError("the model has no parameters to train")
+        return first.device
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"device {str(device)!r} cannot be used here: {reason}") from error
+
+
+def _prepare_thread(device: torch.device) -> None:
+    """The current accelerator is a setting of each thread."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

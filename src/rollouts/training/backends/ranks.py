@@ -1,0 +1,63 @@
+"""The processes that train one model together, or the only one: sums, gathers and broadcasts of plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Rank `rank` of `size`; `device` is where collectives of the default process group work."""
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Each value summed over the ranks, in fp64."""
+        if self.size == 1:
+            return list(values)
+        total = torch.tensor(list(values), dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return [float(value) for value in total.tolist()]
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all ranks, in rank order, on the CPU; they must have the same shape."""
+        if self.size == 1:
+            return [tensor.cpu()]
+        mine = tensor.to(self.device)
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(parts, mine)
+        return [part.cpu() for part in parts]
+
+    def broadcast(self, data: bytes) -> bytes:
+        """What rank 0 passes, on every rank."""
+        if self.size == 1:
+            return data
+        length = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
+        dist.broadcast(length, 0)
+        payload = torch.zeros(int(length), dtype=torch.uint8, device=self.device)
+        if self.rank == 0:
+            payload = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+        if int(length):
+            dist.broadcast(payload, 0)
+        return payload.cpu().numpy().tobytes()
+
+    def run_first(self, work: Callable[[], object]) -> None:
+        """Let rank 0 do `work`; no rank goes on before it is done, and a failure is raised on all of them."""
+        error: BaseException | None = None
+        if self.rank == 0:
+            try:
+                work()
+            except BaseException as caught:
+                error = caught
+        [failed] = self.sum([0.0 if error is None else 1.0])
+        if error is not None:
+            raise error
+        if failed:
+            raise RuntimeError("rank 0 failed, its log says why")
