@@ -240,17 +240,20 @@ class AsyncRolloutManager:
         return getattr(accept, "__name__", "filter_fn")
 
     async def _generate_samples(self, group_index: int, prompt: Any) -> list[Sample]:
-        """A group from the documented per-sample `generate_fn`; tried again when a sample is missing or aborted."""
+        """A group from the documented per-sample `generate_fn`; tried again when a sample is missing, aborted, failed.
+
+        What keeps failing is dropped, for the reason that its last try gave.
+        """
         n = self.config.n_samples_per_prompt
         answers: list[list[Sample]] = [[] for _ in range(n)]
 
         async def fill(index: int) -> None:
             for _ in range(MAX_INCOMPLETE_TRIES):
                 answers[index] = await self._call_generate_fn(prompt, sample_seed(self.seed, group_index, index))
-                if len(answers[index]) == 1 and answers[index][0].status != Status.ABORTED:
+                if len(answers[index]) == 1 and answers[index][0].status not in (Status.ABORTED, Status.FAILED):
                     answers[index][0].validate()
                     return
-            raise GroupDropped("incomplete")
+            raise GroupDropped(next((s.error for s in answers[index] if s.error), "incomplete"))
 
         await _gather([(fill, index) for index in range(n)])
         return [answer[0] for answer in answers]
@@ -297,6 +300,16 @@ class AsyncRolloutManager:
     def _wake(self) -> None:
         self._changed.set()
         self._changed = anyio.Event()
+
+
+async def generate_rollout_batch(
+    data_buffer: DataBuffer,
+    config: RolloutConfig,
+    reward_fn: Callable[[Sample], Any] | None = None,
+    **rollout_kwargs: Any,
+) -> RolloutBatch:
+    """One batch from a manager of its own. What over-sampling makes beyond it is lost, so keep a manager for more."""
+    return await AsyncRolloutManager(data_buffer, config, rollout_kwargs=rollout_kwargs).generate_batch(reward_fn)
 
 
 def sample_seed(run_seed: int, group_index: int, index: int) -> int:

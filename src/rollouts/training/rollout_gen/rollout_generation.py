@@ -1,0 +1,83 @@
+"""Batches for code without an event loop: a generator over the rollout manager, and samples as one batch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from anyio.from_thread import start_blocking_portal
+
+from rollouts.training.datasets.data_buffer import DataBuffer
+from rollouts.training.rollout_gen.async_rollout_manager import AsyncRolloutManager
+from rollouts.training.types import RolloutBatch, RolloutConfig, Sample
+
+
+def generate_rollout_batches(
+    data_buffer: DataBuffer, config: RolloutConfig, **rollout_kwargs: Any
+) -> Iterator[RolloutBatch]:
+    """Batches without end; what is generated, scored and dropped is what `AsyncRolloutManager` says.
+
+    Each batch is made when it is asked for. `generate_fn` may be sync (it runs in worker threads) or async (in an
+    event loop that lives as long as the generator). `rollout_kwargs` are passed to it. Raises `ValueError` at once
+    without a `generate_fn` and for over-sampling.
+    """
+    if config.over_sampling_factor > 1.0:
+        raise ValueError(
+            f"over_sampling_factor {config.over_sampling_factor} needs a cache between batches: use "
+            "AsyncRolloutManager, or 1.0 with generate_rollout_batches"
+        )
+    return _generate(AsyncRolloutManager(data_buffer, config, rollout_kwargs=rollout_kwargs))
+
+
+def _generate(manager: AsyncRolloutManager) -> Iterator[RolloutBatch]:
+    with start_blocking_portal() as portal:
+        while True:
+            batch = portal.call(manager.generate_batch)
+            yield convert_to_batch(batch.samples, **batch.metadata)
+
+
+def convert_to_batch(samples: list[Sample], epoch_id: int = 0, step_id: int = 0) -> RolloutBatch:
+    """Columns over `samples`, with a column `sample_<key>` in the metadata for every metadata key of any sample.
+
+    Raises `ValueError` without samples and for a sample whose streams do not cover its tokens.
+    """
+    if not samples:
+        raise ValueError("a batch needs at least one sample")
+    for sample in samples:
+        sample.validate()
+    keys = list(dict.fromkeys(key for sample in samples for key in sample.metadata))
+    metadata = {
+        "epoch_id": epoch_id,
+        "step_id": step_id,
+        "batch_size": len(samples),
+        "prompts": [sample.prompt for sample in samples],
+        "responses": [sample.response for sample in samples],
+        **{f"sample_{key}": [sample.metadata.get(key) for sample in samples] for key in keys},
+    }
+    return RolloutBatch.from_samples(samples, metadata)
+
+
+class RolloutManager:
+    """The sync manager of the first edition: `AsyncRolloutManager` behind blocking calls. Deprecated."""
+
+    def __init__(self, data_buffer: DataBuffer, config: RolloutConfig, **rollout_kwargs: Any) -> None:
+        warnings.warn(
+            "RolloutManager is deprecated: use AsyncRolloutManager, or generate_rollout_batches",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        self._manager = AsyncRolloutManager(data_buffer, config, rollout_kwargs=rollout_kwargs)
+
+    def generate_batch(self, reward_fn: Callable[[Sample], Any] | None = None) -> RolloutBatch:
+        """See `AsyncRolloutManager.generate_batch`."""
+        with start_blocking_portal() as portal:
+            return portal.call(self._manager.generate_batch, reward_fn)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `AsyncRolloutManager.state_dict`."""
+        return self._manager.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `AsyncRolloutManager.load_state_dict`."""
+        self._manager.load_state_dict(state)

@@ -1,0 +1,139 @@
+"""The sync face of rollout generation, and samples as one batch."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import anyio
+import pytest
+
+from rollouts.training.datasets import DataBuffer
+from rollouts.training.rollout_gen import (
+    AsyncRolloutManager,
+    RolloutManager,
+    convert_to_batch,
+    generate_rollout_batches,
+)
+from rollouts.training.rollout_gen.async_rollout_manager import RolloutStarvedError, generate_rollout_batch
+from rollouts.training.types import RolloutConfig, Sample, Status
+
+PROMPTS = ["a", "b", "c"]
+
+
+def answer(prompts: list[str], seed: int = 0, suffix: str = "") -> list[Sample]:
+    return [Sample(prompt=p, response=f"{p}{suffix}", tokens=[seed % 97, 1], loss_mask=[0.0, 1.0]) for p in prompts]
+
+
+async def answer_async(prompts: list[str], seed: int, suffix: str = "") -> list[Sample]:
+    await anyio.sleep(random.random() / 200)
+    return answer(prompts, seed, suffix)
+
+
+@pytest.mark.parametrize("generate_fn", [answer, answer_async])
+def test_the_generator_yields_what_the_manager_yields(generate_fn: object) -> None:
+    config = RolloutConfig(2, 3, generate_fn=generate_fn)  # type: ignore[arg-type]
+    batches = list(itertools.islice(generate_rollout_batches(DataBuffer(PROMPTS), config, suffix="!"), 3))
+
+    async def main() -> list[list[Sample]]:
+        manager = AsyncRolloutManager(DataBuffer(PROMPTS), config, rollout_kwargs={"suffix": "!"})
+        return [(await manager.generate_batch()).samples for _ in range(3)]
+
+    assert [batch.samples for batch in batches] == anyio.run(main)
+    assert [batch.group_indices[::3] for batch in batches] == [[0, 1], [2, 3], [4, 5]]
+    assert batches[0].metadata["responses"] == ["a!"] * 3 + ["b!"] * 3
+    assert [batch.metadata["step_id"] for batch in batches] == [1, 2, 3]
+
+
+def test_batches_are_made_when_they_are_asked_for() -> None:
+    buffer = DataBuffer(PROMPTS)
+    batches = generate_rollout_batches(buffer, RolloutConfig(2, generate_fn=answer))
+    assert buffer.position == 0
+    next(batches)
+    assert buffer.position == 2
+
+
+def test_rewards_come_before_filters_and_dropped_groups_are_replaced() -> None:
+    config = RolloutConfig(
+        2,
+        generate_fn=answer,
+        reward_fn=lambda sample: float(sample.prompt != "b"),
+        filter_fn=lambda group: group[0].reward > 0,
+    )
+    batch = next(generate_rollout_batches(DataBuffer(PROMPTS), config))
+    assert [s.prompt for s in batch.samples] == ["a", "c"] and batch.group_indices == [0, 2] and batch.rewards == [1, 1]
+
+
+def test_it_works_inside_a_running_event_loop() -> None:
+    async def main() -> int:
+        config = RolloutConfig(2, generate_fn=answer_async)
+        return len(next(generate_rollout_batches(DataBuffer(PROMPTS), config)).tokens)
+
+    assert anyio.run(main) == anyio.run(main, backend="trio") == 2
+
+
+def test_what_it_cannot_do_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match=r"over_sampling_factor 1\.5 .*AsyncRolloutManager"):
+        generate_rollout_batches(DataBuffer(PROMPTS), RolloutConfig(2, 1, 1.5, generate_fn=answer))
+    with pytest.raises(ValueError, match="generate_fn must be provided"):
+        generate_rollout_batches(DataBuffer(PROMPTS), RolloutConfig(2))
+
+
+def test_an_error_of_generate_fn_arrives_as_itself() -> None:
+    def broken(prompts: list[str]) -> list[Sample]:
+        raise OSError("engine gone")
+
+    with pytest.raises(OSError, match="engine gone"):
+        next(generate_rollout_batches(DataBuffer(PROMPTS), RolloutConfig(2, generate_fn=broken)))
+
+
+def test_failed_samples_are_tried_again_and_their_error_is_the_reason() -> None:
+    calls = []
+
+    def failing(prompts: list[str]) -> list[Sample]:
+        calls.append(prompts[0])
+        return [Sample(prompt=prompts[0], status=Status.FAILED, error="no route")]
+
+    with pytest.raises(RolloutStarvedError, match=r"no route \(10\)"):
+        next(generate_rollout_batches(DataBuffer(PROMPTS), RolloutConfig(1, generate_fn=failing)))
+    assert len(calls) == 30
+
+
+def test_convert_to_batch() -> None:
+    samples = [
+        Sample("p", "r", [1, 2, 3], [0.0, 1.0, 1.0], 0.5, metadata={"correct": True}),
+        Sample("q", "s", [4], [1.0], 1.5, metadata={"hard": 2}),
+    ]
+    batch = convert_to_batch(samples, epoch_id=3, step_id=7)
+    assert batch.tokens == [[1, 2, 3], [4]] and batch.loss_masks == [[0.0, 1.0, 1.0], [1.0]]
+    assert batch.rewards == [0.5, 1.5] and batch.response_lengths == [2, 1] and batch.samples == samples
+    assert batch.metadata == {
+        "epoch_id": 3,
+        "step_id": 7,
+        "batch_size": 2,
+        "prompts": ["p", "q"],
+        "responses": ["r", "s"],
+        "sample_correct": [True, None],
+        "sample_hard": [None, 2],
+    }
+    with pytest.raises(ValueError, match="at least one sample"):
+        convert_to_batch([])
+    with pytest.raises(ValueError, match="1 tokens but 2 entries in `loss_mask`"):
+        convert_to_batch([Sample("p", "r", [1], [0.0, 1.0])])
+
+
+def test_one_batch_without_a_manager() -> None:
+    config = RolloutConfig(2, 1, 1.5, generate_fn=answer)
+    batch = anyio.run(generate_rollout_batch, DataBuffer(PROMPTS), config, lambda sample: 2.0)
+    assert batch.rewards == [2.0, 2.0]
+
+
+def test_the_deprecated_manager_says_so_and_still_resumes() -> None:
+    config = RolloutConfig(2, generate_fn=answer)
+    with pytest.warns(DeprecationWarning, match="AsyncRolloutManager"):
+        manager, other = RolloutManager(DataBuffer(PROMPTS), config), RolloutManager(DataBuffer(PROMPTS), config)
+    assert manager.generate_batch().group_indices == [0, 1]
+    state = manager.state_dict()
+    assert {"buffer_state", "step_count"} <= set(state)
+    other.load_state_dict(state)
+    assert other.generate_batch(lambda sample: 1.0).samples == manager.generate_batch(lambda sample: 1.0).samples
