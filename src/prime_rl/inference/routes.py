@@ -27,7 +27,7 @@ from prime_rl.inference.requests import (
 from prime_rl.inference.responses import ChoiceStream, usage
 
 if TYPE_CHECKING:
-    from prime_rl.inference.server import Service
+    from prime_rl.inference.service import Service
 
 RouteHandler = Callable[["Service", Request], Awaitable[Response]]
 TOKENIZE_FIELDS = frozenset(

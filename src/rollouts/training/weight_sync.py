@@ -212,7 +212,12 @@ async def _update_vllm(server: HttpServer, checkpoint_path: str) -> dict[str, An
     paused = await server.ask("POST", "/pause?mode=wait", timeout_s=server.timeout) is not None
     with _left(paused):
         # `weights_path` and no other name: with `params` or without a path vLLM loads what it started with.
-        order = {"method": "reload_weights", "args": [], "kwargs": {"weights_path": path}, "timeout": None}
+        order: dict[str, Any] = {
+            "method": "reload_weights",
+            "args": [],
+            "kwargs": {"weights_path": path},
+            "timeout": None,
+        }
         answer = await _reload_vllm(server, order)
         await server.post("/reset_prefix_cache")
         held = None

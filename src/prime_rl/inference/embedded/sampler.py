@@ -25,10 +25,12 @@ _MASK64 = (1 << 64) - 1
 class Drawn(Protocol):
     """What the sampler needs to know of a sequence."""
 
-    params: SamplingParams
     tokens: list[int]
     num_prompt: int
     stop_ids: frozenset[int]
+
+    @property
+    def params(self) -> SamplingParams: ...
 
 
 @dataclass(frozen=True)
