@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-NUM_EXAMPLES = 4096
-NOISE = 0.4
+NUM_EXAMPLES = 6144
+NOISE = 0.38
 ALPHABET = "abcdefghijklmnop"
 LENGTH = 6
 SEED = 1000  # not the seed of the RL run; texts of the eval split are left out whatever the seed

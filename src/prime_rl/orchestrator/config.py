@@ -88,6 +88,9 @@ class OrchestratorConfig(BaseConfig):
     seq_len: int = Field(default=2048, ge=1)
     """Most tokens of a sample, prompt included; longer ones are counted and not trained on."""
 
+    zero_truncated_completions: bool = False
+    """A rollout that was cut off at max_tokens earns 0: an answer that does not end is no answer."""
+
     max_steps: int | None = Field(default=None, ge=1)
     """Batches to send; unset: until stopped."""
 

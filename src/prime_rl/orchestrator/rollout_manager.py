@@ -77,6 +77,8 @@ class GroupGenerator:
 
     def _to_samples(self, rollout: Rollout, env: str, group_index: int, index: int, version: int) -> list[Sample]:
         """Samples of one rollout; a rollout that cannot be trained on becomes a failed one, and no samples."""
+        if self.config.zero_truncated_completions and rollout.status == Status.TRUNCATED:
+            rollout.reward = 0.0
         try:
             samples = [] if rollout.failed else rollout_to_samples(rollout, group_index=group_index, index=index)
             if not rollout.failed and not samples:
