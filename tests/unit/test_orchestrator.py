@@ -303,6 +303,28 @@ def test_samples_over_seq_len_are_left_out_whole_and_counted(
     )
 
 
+@pytest.mark.parametrize("zeroed", [False, True])
+def test_a_truncated_rollout_may_earn_nothing(
+    zeroed: bool, engine: FakeEngine, environments: dict[str, Environment], tmp_path: Path
+) -> None:
+    """An answer that is right but does not end within max_tokens."""
+
+    def right(body: dict[str, Any]) -> str:
+        return f"<reversed_text>{body['messages'][-1]['content'][::-1]}</reversed_text>"
+
+    # `finish_reason` is "length" when the text fills max_tokens; the tag's end is within, the filler is not.
+    engine.reply = lambda body: right(body) + ("." * 200 if body["seed"] % 2 else "")
+    config = make_config(
+        engine, tmp_path, max_steps=1, max_async_level=0, zero_truncated_completions=zeroed, sampling={"max_tokens": 60}
+    )
+    with trainer(tmp_path, 1):
+        run(config, environments)
+    by_status: dict[str, set[float]] = {}
+    for row in load_jsonl(tmp_path / "samples.jsonl"):
+        by_status.setdefault(row["status"], set()).add(row["reward"])
+    assert by_status == {"completed": {1.0}, "truncated": {0.0 if zeroed else 1.0}}
+
+
 def test_a_directory_with_another_runs_batches_is_refused(
     engine: FakeEngine, environments: dict[str, Environment], tmp_path: Path
 ) -> None:
