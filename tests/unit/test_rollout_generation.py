@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
+import subprocess
+import sys
 
 import anyio
 import pytest
@@ -70,6 +73,36 @@ def test_it_works_inside_a_running_event_loop() -> None:
         return len(next(generate_rollout_batches(DataBuffer(PROMPTS), config)).tokens)
 
     assert anyio.run(main) == anyio.run(main, backend="trio") == 2
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_generator_that_nobody_closed_does_not_keep_the_program_alive(kind: str) -> None:
+    code = f"""if True:
+        from rollouts.training.datasets import DataBuffer
+        from rollouts.training.rollout_gen import generate_rollout_batches
+        from rollouts.training.types import RolloutConfig, Sample
+
+        {kind} generate(prompts):
+            return [Sample(prompt, "", [1], [1.0]) for prompt in prompts]
+
+        batches = generate_rollout_batches(DataBuffer(["a"]), RolloutConfig(1, generate_fn=generate))
+        print(next(batches).group_indices, next(batches).group_indices)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "[0] [1]\n"), done.stderr
+
+
+def test_async_calls_share_one_loop_from_batch_to_batch() -> None:
+    loops = set()
+
+    async def generate(prompts: list[str]) -> list[Sample]:
+        loops.add(asyncio.get_running_loop())
+        return answer(prompts)
+
+    batches = generate_rollout_batches(DataBuffer(PROMPTS), RolloutConfig(2, generate_fn=generate))
+    for _ in range(3):
+        next(batches)
+    assert len(loops) == 1
 
 
 def test_what_it_cannot_do_is_refused_at_once() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 from anyio.from_thread import start_blocking_portal
 
 from rollouts.training.datasets.data_buffer import DataBuffer
-from rollouts.training.rollout_gen.async_rollout_manager import AsyncRolloutManager
+from rollouts.training.rollout_gen.async_rollout_manager import AsyncRolloutManager, is_async
 from rollouts.training.types import RolloutBatch, RolloutConfig, Sample
 
 
@@ -31,9 +32,15 @@ def generate_rollout_batches(
 
 
 def _generate(manager: AsyncRolloutManager) -> Iterator[RolloutBatch]:
-    with start_blocking_portal() as portal:
+    """One event loop for all calls of an async function, whose connections belong to it.
+
+    For a sync one a loop per batch: the idle worker threads of a loop that stays would keep the program from ending.
+    """
+    shared = start_blocking_portal() if is_async(manager.config.generate_fn) else None
+    with shared or nullcontext() as kept:
         while True:
-            batch = portal.call(manager.generate_batch)
+            with nullcontext(kept) if kept else start_blocking_portal() as portal:
+                batch = portal.call(manager.generate_batch)
             yield convert_to_batch(batch.samples, **batch.metadata)
 
 
