@@ -1,0 +1,161 @@
+"""Reinforcement learning in one process: rollouts, advantages, a step, new weights for the engines, and again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from rollouts.training.advantages import compute_advantages, compute_group_advantages
+from rollouts.training.batching import pad_samples
+from rollouts.training.datasets.data_buffer import DataBuffer
+from rollouts.training.loops.stepping import Row, is_due, rank_of, run_step, state_of, steps_of
+from rollouts.training.metrics import MetricsLogger
+from rollouts.training.rollout_gen.async_rollout_manager import AsyncRolloutManager
+from rollouts.training.types import RLTrainingConfig, RolloutBatch, Sample, TrainingBackend
+from rollouts.training.weight_sync import InferenceEngine, sync_weights_to_engines
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["compute_advantages", "compute_reward", "prepare_grpo_batch", "run_rl_training"]
+
+
+async def run_rl_training(
+    backend: TrainingBackend,
+    data_buffer: DataBuffer,
+    rollout_manager: AsyncRolloutManager,
+    inference_engines: Sequence[InferenceEngine],
+    config: RLTrainingConfig,
+    metrics_logger: MetricsLogger | None = None,
+) -> list[Row]:
+    """Take `config.num_steps` steps; returns the metrics of each, with `mean_reward`, `max_reward`, `min_reward`.
+
+        prompts --> rollouts --> advantages --> forward_backward --> optim_step --> engines, log, checkpoint
+                       ^                                                               |
+                       +------------------ weights, every sync_every steps ------------+
+
+    Rewards come from the config's `reward_fn`, else from `compute_reward`. A backend that was loaded from a
+    checkpoint goes on with the rollouts after the last it was trained on, and its weights reach the engines first.
+    """
+    check_run(data_buffer, rollout_manager, inference_engines, config)
+    if "rl" in state_of(backend) and rollout_manager.step_count == 0:
+        rollout_manager.load_state_dict(state_of(backend)["rl"])
+    rows: list[Row] = []
+    steps = steps_of(backend, config)
+    async with AsyncExitStack() as stack:
+        if getattr(backend, "weight_version", 0):
+            await publish(backend, inference_engines, steps[0] - 1, {})
+        if rank_of(backend)[0] == 0:
+            await stack.enter_async_context(rollout_manager)
+        for step in steps:
+            batch = await next_batch(backend, rollout_manager)
+            items = list(zip(batch.samples, batch_advantages(batch, batch.rewards, config), strict=True))
+            row = await run_step(backend, items, collate_grpo, config.micro_batch_size)
+            row |= summarise_rewards(batch.rewards)
+            rows.append(row)
+            if step % config.sync_every == 0 or not inference_engines:
+                await publish(backend, inference_engines, step, row)
+                rollout_manager.release(rollout_manager.step_count)
+            if metrics_logger is not None and is_due(step, config.log_every, steps) and rank_of(backend)[0] == 0:
+                metrics_logger.log(row, step)
+            if is_due(step, config.checkpoint_every, steps):
+                state_of(backend)["rl"] = rollout_manager.state_dict()
+                await backend.save_checkpoint(step, row)
+    return rows
+
+
+def compute_reward(sample: Sample) -> float:
+    """1 or 0 by `metadata["correct"]`; without that entry, the reward the sample came with."""
+    return float(bool(sample.metadata["correct"])) if "correct" in sample.metadata else sample.reward
+
+
+def prepare_grpo_batch(batch: RolloutBatch, rewards: Sequence[float], config: RLTrainingConfig) -> dict[str, Tensor]:
+    """Padded `input_ids`, shifted `labels` and `loss_mask`, and `advantages` [batch] of the rewards."""
+    samples = batch.samples or [
+        Sample(prompt="", tokens=tokens, loss_mask=mask)
+        for tokens, mask in zip(batch.tokens, batch.loss_masks, strict=True)
+    ]
+    return collate_grpo(list(zip(samples, batch_advantages(batch, rewards, config), strict=True)))
+
+
+def batch_advantages(batch: RolloutBatch, rewards: Sequence[float], config: RLTrainingConfig) -> list[float]:
+    """One advantage per sample: reward - baseline, or by the group's other samples as `config.estimator` says."""
+    if len(rewards) != len(batch.tokens):
+        raise ValueError(f"{len(rewards)} rewards for {len(batch.tokens)} samples: give one each")
+    if not all(map(math.isfinite, rewards)):
+        raise ValueError(f"rewards {list(rewards)} hold a value that is not finite: fix the reward function")
+    if config.estimator == "baseline":
+        return compute_advantages(rewards, baseline=config.baseline)
+    members: dict[int, list[int]] = {}
+    for i, group in enumerate(batch.group_indices or range(len(rewards))):
+        members.setdefault(group, []).append(i)
+    advantages = [0.0] * len(rewards)
+    for group in members.values():
+        values = compute_group_advantages(
+            [rewards[i] for i in group],
+            baseline=config.estimator,  # type: ignore[arg-type]
+            std=config.advantage_std,
+            lengths=[batch.response_lengths[i] for i in group],
+        )
+        for i, value in zip(group, values, strict=True):
+            advantages[i] = value
+    return advantages
+
+
+def collate_grpo(items: Sequence[tuple[Sample, float]]) -> dict[str, Tensor]:
+    """Samples with their advantages as a padded batch; advantages per token that all samples carry are kept."""
+    import torch
+
+    batch = pad_samples([sample for sample, _ in items])
+    batch.setdefault("advantages", torch.tensor([advantage for _, advantage in items]))
+    return batch
+
+
+async def next_batch(backend: TrainingBackend, rollout_manager: AsyncRolloutManager) -> RolloutBatch:
+    """Scored groups from rank 0's manager, the same on every rank."""
+    rank, size = rank_of(backend)
+    payload = b""
+    if rank == 0:
+        own = rollout_manager.config.reward_fn is not None
+        early = None if own or rollout_manager.slots is not None else compute_reward
+        batch = await rollout_manager.generate_batch(early)
+        if not own:
+            batch.rewards = [compute_reward(sample) for sample in batch.samples]
+        if size == 1:
+            return batch
+        payload = msgspec.msgpack.encode(batch)
+    shared: Any = backend  # a backend of several ranks can broadcast
+    return msgspec.msgpack.decode(await shared.broadcast(payload), type=RolloutBatch)
+
+
+async def publish(backend: TrainingBackend, engines: Sequence[InferenceEngine], step: int, row: Row) -> None:
+    """Hand version `step` to the engines: weights alone where the backend can, else a checkpoint."""
+    if not engines:
+        return
+    export = getattr(backend, "publish_weights", None)
+    path = await (export(step) if export is not None else backend.save_checkpoint(step, row))
+    if rank_of(backend)[0] == 0:
+        await sync_weights_to_engines(engines, str(path))
+
+
+def summarise_rewards(rewards: Sequence[float]) -> Row:
+    """Mean, largest and smallest."""
+    return {"mean_reward": sum(rewards) / len(rewards), "max_reward": max(rewards), "min_reward": min(rewards)}
+
+
+def check_run(
+    data_buffer: DataBuffer, manager: AsyncRolloutManager, engines: Sequence[InferenceEngine], config: RLTrainingConfig
+) -> None:
+    """Raise `ValueError` for parts that do not belong together."""
+    if manager.data_buffer is not data_buffer:
+        raise ValueError("rollout_manager draws from another DataBuffer than data_buffer: pass the same one")
+    needed = config.sync_every * manager.config.batch_size
+    if manager.slots is not None and engines and manager.slots < needed:
+        raise ValueError(
+            f"slots {manager.slots} are used up before the engines get new weights after {config.sync_every} steps: "
+            f"use at least {needed}, or a smaller sync_every"
+        )

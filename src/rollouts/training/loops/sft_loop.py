@@ -1,0 +1,61 @@
+"""Supervised fine-tuning in one process: samples in, a better model and its checkpoints out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rollouts.training.batching import pad_samples
+from rollouts.training.datasets.data_buffer import DataBuffer
+from rollouts.training.loops.stepping import Row, is_due, rank_of, run_step, state_of, steps_of
+from rollouts.training.metrics import MetricsLogger
+from rollouts.training.types import Sample, SFTTrainingConfig, TrainingBackend
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+async def run_sft_training(
+    backend: TrainingBackend,
+    samples: Sequence[Sample],
+    config: SFTTrainingConfig,
+    metrics_logger: MetricsLogger | None = None,
+) -> list[Row]:
+    """Take `config.num_steps` steps; returns the metrics of each: `loss`, `grad_norm`, `lr`, `step`.
+
+        samples --> batch --> forward_backward --> optim_step --> log, checkpoint
+           ^                                                          |
+           +------------------------ next step -----------------------+
+
+    The first epoch comes in the order given, later ones shuffled. A backend that was loaded from a checkpoint goes on
+    with the sample after the last it was trained on; `ValueError` when these are other samples than then.
+    """
+    for sample in samples:
+        sample.validate()
+    buffer = DataBuffer([sample.tokens for sample in samples])
+    if "sft" in state_of(backend):
+        buffer.load_state(state_of(backend)["sft"])
+    rows: list[Row] = []
+    steps = steps_of(backend, config)
+    for step in steps:
+        batch = next_samples(buffer, samples, config.batch_size)
+        row = await run_step(backend, batch, prepare_sft_batch, config.micro_batch_size)
+        rows.append(row)
+        if metrics_logger is not None and is_due(step, config.log_every, steps) and rank_of(backend)[0] == 0:
+            metrics_logger.log(row, step)
+        if is_due(step, config.checkpoint_every, steps):
+            state_of(backend)["sft"] = buffer.save_state()
+            await backend.save_checkpoint(step, row)
+    return rows
+
+
+def next_samples(buffer: DataBuffer, samples: Sequence[Sample], num_samples: int) -> list[Sample]:
+    """The samples of the next batch; moves the cursor."""
+    start = buffer.position
+    buffer.get_prompts(num_samples)
+    return [samples[buffer.index_at(position)] for position in range(start, start + num_samples)]
+
+
+def prepare_sft_batch(samples: Sequence[Sample]) -> dict[str, Tensor]:
+    """Padded `input_ids`, shifted `labels` and `loss_mask`, and what else `batching.pad_samples` makes."""
+    return pad_samples(samples)

@@ -1,0 +1,66 @@
+"""What both loops do with a backend: one step over the samples of a batch, on one rank or several."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from rollouts.training.types import RLTrainingConfig, SFTTrainingConfig, TrainingBackend
+
+T = TypeVar("T")
+Row = dict[str, float]
+
+
+def steps_of(backend: TrainingBackend, config: SFTTrainingConfig | RLTrainingConfig) -> range:
+    """`num_steps` steps more than the backend has taken, numbered on."""
+    first = getattr(backend, "current_step", 0) + 1
+    return range(first, first + config.num_steps)
+
+
+def rank_of(backend: TrainingBackend) -> tuple[int, int]:
+    """Rank and number of ranks of a backend; a backend that knows neither is alone."""
+    return getattr(backend, "rank", 0), getattr(backend, "world_size", 1)
+
+
+def state_of(backend: TrainingBackend) -> dict[str, Any]:
+    """Where loops keep their position in the data; lost with a backend that saves none."""
+    state: dict[str, Any] = getattr(backend, "data_state", {})
+    return state
+
+
+async def run_step(
+    backend: TrainingBackend,
+    items: Sequence[T],
+    collate: Callable[[Sequence[T]], dict[str, Any]],
+    micro_batch_size: int | None,
+) -> Row:
+    """Gradient of all items, of which each rank takes every `world_size`-th, and one optimizer step."""
+    rank, size = rank_of(backend)
+    if len(items) % size:
+        raise ValueError(f"a batch of {len(items)} samples does not divide over {size} ranks: change batch_size")
+    share = items[rank::size]
+    width = micro_batch_size or len(share)
+    parts = [share[i : i + width] for i in range(0, len(share), width)]
+    forward = [backend.forward_backward(collate(part)) for part in parts]
+    optim = backend.optim_step()
+    rows = [await settle(future) for future in forward]
+    loss = sum(row["loss"] * len(part) for row, part in zip(rows, parts, strict=True)) / len(share)
+    # A backend that weighs the parts itself reports the loss of the step, which then wins.
+    return {**rows[-1], "loss": loss, **await settle(optim)}
+
+
+async def settle(value: Any) -> Any:
+    """What a backend's answer comes to: a future of ours, one with only `result()`, or a coroutine of either."""
+    while True:
+        if inspect.isawaitable(value):
+            value = await value
+        elif hasattr(value, "result"):
+            value = await value.result()
+        else:
+            return value
+
+
+def is_due(step: int, every: int, steps: range) -> bool:
+    """Every `every`-th step, and the last."""
+    return step % every == 0 or step == steps[-1]
