@@ -8,5 +8,12 @@ from rollouts.training.datasets.data_buffer import (
     load_prompts_from_jsonl,
     load_prompts_from_list,
 )
+from rollouts.training.datasets.sft import load_sft_dataset
 
-__all__ = ["DataBuffer", "create_buffer_from_jsonl", "load_prompts_from_jsonl", "load_prompts_from_list"]
+__all__ = [
+    "DataBuffer",
+    "create_buffer_from_jsonl",
+    "load_prompts_from_jsonl",
+    "load_prompts_from_list",
+    "load_sft_dataset",
+]

@@ -62,6 +62,82 @@ def load_rows(name: str, split: str = "train") -> list[Row]:
     return rows
 
 
+def load_sft_dataset(
+    dataset_name: str,
+    split: str = "train",
+    subset: str | None = None,
+    tokenizer: Any = None,
+    max_samples: int | None = None,
+    max_length: int = 2048,
+) -> list[Sample]:
+    """Samples of a data set on the hub or in files, with loss on what the assistant says.
+
+    Rows hold `messages`, `prompt` and `completion`, `instruction` (and `input`) and `output`, `question` and
+    `answer`, or `conversations` of `from` and `value`. At most `max_samples` rows are read; those of more than
+    `max_length` tokens are left out. `metadata` says `dataset` and `index`, the row's number.
+    """
+    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+        raise ValueError("load_sft_dataset needs a tokenizer with a chat template: pass tokenizer=")
+    if max_length < 1 or (max_samples is not None and max_samples < 1):
+        raise ValueError(f"max_length {max_length} and max_samples {max_samples} must be at least 1")
+    path = Path(dataset_name).expanduser()
+    is_local = path.exists() or path.suffix in _READERS
+    if is_local and subset is not None:
+        raise ValueError(f"data set {dataset_name!r} is a file here, which has no subset {subset!r}: leave it out")
+    rows = load_rows(dataset_name, split) if is_local else _load_hub(dataset_name, split, subset)
+    chat = TokenizerRenderer(tokenizer)
+    samples = [
+        render_conversation(read_conversation(as_messages(row), index), chat, index)
+        for index, row in enumerate(rows[:max_samples])
+    ]
+    for sample in samples:
+        sample.metadata = {"dataset": dataset_name, "index": sample.index}
+    return [sample for sample in samples if len(sample.tokens) <= max_length]
+
+
+class TokenizerRenderer:
+    """A tokenizer with its own chat template, as a `ChatRenderer`."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.end_ids: Collection[int] = frozenset(tokenizer.all_special_ids)
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, add_generation_prompt: bool
+    ) -> list[int]:
+        """The token ids of a conversation."""
+        ids = self.tokenizer.apply_chat_template(
+            list(messages),
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=True,
+            return_dict=False,
+        )
+        return list(ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of token ids."""
+        return str(self.tokenizer.decode(list(tokens)))
+
+
+_SPEAKERS = {"human": "user", "user": "user", "gpt": ASSISTANT, "assistant": ASSISTANT, "system": "system"}
+
+
+def as_messages(row: Row) -> Row:
+    """Rows of the other known formats as `prompt` and `completion` or `messages`; any other row as it is."""
+    if row.get("conversations") is not None:
+        turns = row["conversations"]
+        if all(isinstance(turn, Mapping) and turn.get("from") in _SPEAKERS for turn in turns):
+            turns = [{"role": _SPEAKERS[turn["from"]], "content": turn.get("value", "")} for turn in turns]
+        return {"messages": turns, "tools": row.get("tools")}
+    if row.get("instruction") is not None and row.get("output") is not None:
+        prompt = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
+        return {"prompt": prompt, "completion": row["output"]}
+    if row.get("question") is not None and row.get("answer") is not None:
+        return {"prompt": row["question"], "completion": row["answer"]}
+    return row
+
+
 def read_conversation(row: Row, index: int) -> Conversation:
     """A row with `messages`, or with `prompt` and `completion` as strings or lists of messages.
 
@@ -153,7 +229,7 @@ def _load_parquet(path: Path) -> list[Row]:
 _READERS = {".jsonl": _load_jsonl, ".parquet": _load_parquet}
 
 
-def _load_hub(name: str, split: str) -> list[Row]:
+def _load_hub(name: str, split: str, subset: str | None = None) -> list[Row]:
     try:
         import datasets
     except ImportError as error:
@@ -161,7 +237,7 @@ def _load_hub(name: str, split: str) -> list[Row]:
             f"data set {name!r} is no file here, and reading it from the hub needs `datasets` (pip install datasets)"
         ) from error
     try:
-        return list(datasets.load_dataset(name, split=split))
+        return list(datasets.load_dataset(name, subset, split=split))
     except Exception as error:
         # The hub raises a dozen kinds (offline, gated, missing, proxy): for the user they are one.
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
