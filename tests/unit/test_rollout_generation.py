@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import signal
 import subprocess
 import sys
+import threading
 
 import anyio
 import pytest
@@ -90,6 +92,28 @@ def test_a_generator_that_nobody_closed_does_not_keep_the_program_alive(kind: st
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "[0] [1]\n"), done.stderr
+
+
+def test_an_interrupt_stops_what_is_generated() -> None:
+    started = threading.Event()
+
+    async def generate(prompts: list[str]) -> list[Sample]:
+        if not started.is_set():
+            started.set()
+            await anyio.sleep(3600)
+        return answer(prompts)
+
+    def interrupt() -> None:
+        assert started.wait(timeout=30)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    config = RolloutConfig(2, generate_fn=generate)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        next(generate_rollout_batches(DataBuffer(PROMPTS), config))
+    thread.join(timeout=30)
+    assert not [t for t in threading.enumerate() if t.daemon and "work" in t.name]
 
 
 def test_async_calls_share_one_loop_from_batch_to_batch() -> None:

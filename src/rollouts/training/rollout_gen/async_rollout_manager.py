@@ -264,7 +264,7 @@ class AsyncRolloutManager:
         kwargs = dict(self.rollout_kwargs)
         if "seed" in inspect.signature(function).parameters:
             kwargs.setdefault("seed", seed)
-        if is_async(function):
+        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
             result = await function([prompt], **kwargs)
         else:
             result = await anyio.to_thread.run_sync(lambda: function([prompt], **kwargs))
@@ -300,11 +300,6 @@ class AsyncRolloutManager:
     def _wake(self) -> None:
         self._changed.set()
         self._changed = anyio.Event()
-
-
-def is_async(function: Any) -> bool:
-    """Whether calling it makes a coroutine at once; true as well for objects whose `__call__` is async."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 async def generate_rollout_batch(

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import suppress
+from threading import Event, Thread
 from typing import Any
 
-from anyio.from_thread import start_blocking_portal
-
 from rollouts.training.datasets.data_buffer import DataBuffer
-from rollouts.training.rollout_gen.async_rollout_manager import AsyncRolloutManager, is_async
+from rollouts.training.rollout_gen.async_rollout_manager import AsyncRolloutManager
 from rollouts.training.types import RolloutBatch, RolloutConfig, Sample
 
 
@@ -32,16 +32,38 @@ def generate_rollout_batches(
 
 
 def _generate(manager: AsyncRolloutManager) -> Iterator[RolloutBatch]:
-    """One event loop for all calls of an async function, whose connections belong to it.
+    """One event loop for all batches, because connections belong to a loop; between batches it rests, threadless.
 
-    For a sync one a loop per batch: the idle worker threads of a loop that stays would keep the program from ending.
+    Hence a program ends although nobody closed its generator.
     """
-    shared = start_blocking_portal() if is_async(manager.config.generate_fn) else None
-    with shared or nullcontext() as kept:
+    loop = asyncio.new_event_loop()
+    try:
         while True:
-            with nullcontext(kept) if kept else start_blocking_portal() as portal:
-                batch = portal.call(manager.generate_batch)
+            batch = _run_batch(loop, manager)
             yield convert_to_batch(batch.samples, **batch.metadata)
+    finally:
+        loop.close()
+
+
+def _run_batch(
+    loop: asyncio.AbstractEventLoop, manager: AsyncRolloutManager, reward_fn: Callable[[Sample], Any] | None = None
+) -> RolloutBatch:
+    """The next batch, made in a thread of its own, so that the caller may itself stand in an event loop."""
+    task, finished = loop.create_task(manager.generate_batch(reward_fn)), Event()
+
+    def work() -> None:
+        with suppress(BaseException):  # `task.result()` tells
+            loop.run_until_complete(task)
+        finished.set()
+
+    try:
+        Thread(target=work, daemon=True).start()
+        finished.wait()
+    except BaseException:  # an interrupt of the thread that waits: unfinished prompts go back
+        loop.call_soon_threadsafe(task.cancel)
+        finished.wait()
+        raise
+    return task.result()
 
 
 def convert_to_batch(samples: list[Sample], epoch_id: int = 0, step_id: int = 0) -> RolloutBatch:
@@ -78,8 +100,11 @@ class RolloutManager:
 
     def generate_batch(self, reward_fn: Callable[[Sample], Any] | None = None) -> RolloutBatch:
         """See `AsyncRolloutManager.generate_batch`."""
-        with start_blocking_portal() as portal:
-            return portal.call(self._manager.generate_batch, reward_fn)
+        loop = asyncio.new_event_loop()
+        try:
+            return _run_batch(loop, self._manager, reward_fn)
+        finally:
+            loop.close()
 
     def state_dict(self) -> dict[str, Any]:
         """See `AsyncRolloutManager.state_dict`."""
