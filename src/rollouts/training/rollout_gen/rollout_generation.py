@@ -49,21 +49,24 @@ def _run_batch(
     loop: asyncio.AbstractEventLoop, manager: AsyncRolloutManager, reward_fn: Callable[[Sample], Any] | None = None
 ) -> RolloutBatch:
     """The next batch, made in a thread of its own, so that the caller may itself stand in an event loop."""
-    task, finished = loop.create_task(manager.generate_batch(reward_fn)), Event()
+    tasks: list[asyncio.Task[RolloutBatch]] = []
+    finished = Event()
 
     def work() -> None:
-        with suppress(BaseException):  # `task.result()` tells
-            loop.run_until_complete(task)
+        # A task is made in this thread: another's context could tell it that it runs in another kind of loop.
+        tasks.append(loop.create_task(manager.generate_batch(reward_fn)))
+        with suppress(BaseException):  # `result` tells
+            loop.run_until_complete(tasks[0])
         finished.set()
 
     try:
         Thread(target=work, daemon=True).start()
         finished.wait()
     except BaseException:  # an interrupt of the thread that waits: unfinished prompts go back
-        loop.call_soon_threadsafe(task.cancel)
+        loop.call_soon_threadsafe(lambda: tasks[0].cancel())
         finished.wait()
         raise
-    return task.result()
+    return tasks[0].result()
 
 
 def convert_to_batch(samples: list[Sample], epoch_id: int = 0, step_id: int = 0) -> RolloutBatch:
