@@ -15,9 +15,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_EXAMPLES = 6144
-NOISE = 0.38
+NOISE = 0.4
 ALPHABET = "abcdefghijklmnop"
-LENGTH = 6
+LENGTH = 5
 SEED = 1000  # not the seed of the RL run; texts of the eval split are left out whatever the seed
 
 

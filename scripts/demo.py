@@ -2,7 +2,7 @@
 
     python scripts/demo.py [--seed 0] [--output-dir DIR]
 
-The task: reverse 6 random letters. Everything runs on the CPU through the same commands, processes and files as large
+The task: reverse 5 random letters. Everything runs on the CPU through the same commands, processes and files as large
 runs. Each demo gets a directory of its own, so it can be repeated.
 """
 
@@ -97,7 +97,7 @@ def main() -> int:
     output_dir = arguments.output_dir or next_directory(ROOT / "outputs" / "demo")
     demo = Demo(Console(highlight=False), output_dir, arguments.seed)
     demo.console.print(
-        f"Reverse 6 random letters: supervised warm-up from random weights, then asynchronous RL, seed {demo.seed}.\n"
+        f"Reverse 5 random letters: supervised warm-up from random weights, then asynchronous RL, seed {demo.seed}.\n"
         f"Everything goes to {shown(output_dir)}, all lines to {shown(output_dir / 'logs')}; Ctrl-C stops it.\n",
         soft_wrap=True,
     )
