@@ -8,12 +8,18 @@ from rollouts.training.datasets.data_buffer import (
     load_prompts_from_jsonl,
     load_prompts_from_list,
 )
+from rollouts.training.datasets.prompts import load_dataset_with_answers, load_rl_prompts
+from rollouts.training.datasets.sample_files import export_samples_to_jsonl, load_samples_from_jsonl
 from rollouts.training.datasets.sft import load_sft_dataset
 
 __all__ = [
     "DataBuffer",
     "create_buffer_from_jsonl",
+    "export_samples_to_jsonl",
+    "load_dataset_with_answers",
     "load_prompts_from_jsonl",
     "load_prompts_from_list",
+    "load_rl_prompts",
+    "load_samples_from_jsonl",
     "load_sft_dataset",
 ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from rollouts.training.datasets.chat import TemplateRenderer
 from rollouts.training.types import Message, Sample, Status
 
 ASSISTANT = "assistant"
@@ -85,7 +86,7 @@ def load_sft_dataset(
     if is_local and subset is not None:
         raise ValueError(f"data set {dataset_name!r} is a file here, which has no subset {subset!r}: leave it out")
     rows = load_rows(dataset_name, split) if is_local else _load_hub(dataset_name, split, subset)
-    chat = TokenizerRenderer(tokenizer)
+    chat = TemplateRenderer(tokenizer)
     samples = [
         render_conversation(read_conversation(as_messages(row), index), chat, index)
         for index, row in enumerate(rows[:max_samples])
@@ -93,31 +94,6 @@ def load_sft_dataset(
     for sample in samples:
         sample.metadata = {"dataset": dataset_name, "index": sample.index}
     return [sample for sample in samples if len(sample.tokens) <= max_length]
-
-
-class TokenizerRenderer:
-    """A tokenizer with its own chat template, as a `ChatRenderer`."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.end_ids: Collection[int] = frozenset(tokenizer.all_special_ids)
-
-    def render(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, add_generation_prompt: bool
-    ) -> list[int]:
-        """The token ids of a conversation."""
-        ids = self.tokenizer.apply_chat_template(
-            list(messages),
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            tokenize=True,
-            return_dict=False,
-        )
-        return list(ids)
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of token ids."""
-        return str(self.tokenizer.decode(list(tokens)))
 
 
 _SPEAKERS = {"human": "user", "user": "user", "gpt": ASSISTANT, "assistant": ASSISTANT, "system": "system"}

@@ -1,0 +1,51 @@
+"""Prompts of a data set, with or without their answers, for reinforcement learning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollouts.training.datasets.sft import Row, load_rows
+
+QUESTIONS = ("prompt", "question", "problem", "instruction")
+ANSWERS = ("answer", "solution", "ground_truth", "output", "completion")
+
+
+def load_rl_prompts(name: str, split: str = "train", max_prompts: int | None = None) -> list[Any]:
+    """The prompts of a JSONL or parquet file, or of a data set on the hub: text, or messages up to the last question.
+
+    The prompt is the first of `prompt question problem instruction` that a row has, or its `messages` without the
+    assistant's last. `ValueError` for a row with none of them.
+    """
+    if max_prompts is not None and max_prompts < 1:
+        raise ValueError(f"max_prompts {max_prompts} must be at least 1, or None for all")
+    return [_prompt(row, index) for index, row in enumerate(load_rows(name, split)[:max_prompts])]
+
+
+def load_dataset_with_answers(name: str, split: str = "train", max_samples: int | None = None) -> list[dict[str, Any]]:
+    """Rows `{"prompt", "answer"}`: what to ask, and what a reward function compares with."""
+    if max_samples is not None and max_samples < 1:
+        raise ValueError(f"max_samples {max_samples} must be at least 1, or None for all")
+    rows = load_rows(name, split)[:max_samples]
+    return [
+        {"prompt": _prompt(row, index), "answer": _first(row, ANSWERS, "an answer", index)}
+        for index, row in enumerate(rows)
+    ]
+
+
+def _prompt(row: Row, index: int) -> Any:
+    messages = row.get("messages")
+    if messages is None:
+        return _first(row, QUESTIONS, "a prompt", index)
+    last = next((i for i in reversed(range(len(messages))) if messages[i].get("role") == "assistant"), len(messages))
+    if not messages[:last]:
+        raise ValueError(f"row {index} of the data set has no message before the assistant's: nothing to ask")
+    return [dict(message) for message in messages[:last]]
+
+
+def _first(row: Row, names: tuple[str, ...], what: str, index: int) -> Any:
+    for name in names:
+        if row.get(name) is not None:
+            return row[name]
+    raise ValueError(
+        f"row {index} of the data set has the columns {', '.join(sorted(row))}: {what} is one of {', '.join(names)}"
+    )
