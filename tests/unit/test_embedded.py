@@ -296,7 +296,8 @@ class Row:
 
 def draw(logits: Tensor, params: SamplingParams, tokens: list[int] | None = None, **row: Any) -> tuple[int, float]:
     one = Row(params, tokens or [0], **row)
-    sampled = sample(logits[None].clone(), build_sampling_batch([one], torch.device("cpu")), np.array([3]))
+    positions = np.array([len(one.tokens)])
+    sampled = sample(logits[None].clone(), build_sampling_batch([one], torch.device("cpu")), positions)
     return int(sampled.tokens[0]), float(sampled.logprobs[0])
 
 

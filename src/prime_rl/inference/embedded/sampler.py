@@ -41,7 +41,8 @@ class SamplingBatch:
     temperature: Float[Tensor, "rows 1"]  # 1 where greedy: the log-prob is then that of the untempered distribution
     greedy: Bool[Tensor, " rows"] | None  # None: no row is
     seeds: NDArray[np.uint64]
-    adjusted: list[int]  # rows whose logits are changed before the temperature
+    adjusted: list[int]  # rows with a bias or a penalty, applied before the temperature
+    held: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]  # row, end token, position it is held back to
     filtered: list[int]  # rows drawn from a part of the vocabulary
     top_logprobs: int
 
@@ -66,10 +67,23 @@ def build_sampling_batch(rows: Rows[Drawn], device: torch.device) -> SamplingBat
         temperature=torch.where(cold, 1.0, heat)[:, None].to(device),
         greedy=cold.to(device) if bool(cold.any()) else None,
         seeds=np.array([p.seed & _MASK64 for p in params], dtype=np.uint64),
-        adjusted=[i for i, p in enumerate(params) if p.repetition_penalty != 1 or p.min_tokens or p.logit_bias],
+        adjusted=[i for i, p in enumerate(params) if p.repetition_penalty != 1 or p.logit_bias],
+        held=_build_held(rows),
         filtered=[i for i, p in enumerate(params) if p.temperature and (p.top_p < 1 or p.top_k > 0 or p.min_p > 0)],
         top_logprobs=max((p.top_logprobs for p in params), default=0),
     )
+
+
+def _build_held(rows: Rows[Drawn]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """End tokens that `min_tokens` holds back, as three columns."""
+    table = [
+        (i, token, row.num_prompt + row.params.min_tokens)
+        for i, row in enumerate(rows)
+        if row.params.min_tokens
+        for token in row.stop_ids
+    ]
+    columns = np.array(table, dtype=np.int64).reshape(-1, 3).T
+    return columns[0], columns[1], columns[2]
 
 
 def sample(logits: Float[Tensor, "rows vocab"], batch: SamplingBatch, positions: NDArray[np.int64]) -> Sampled:
@@ -78,10 +92,13 @@ def sample(logits: Float[Tensor, "rows vocab"], batch: SamplingBatch, positions:
     `log_softmax(logits / temperature)` in fp32 is the very expression of the trainer, so equal logits give equal bits.
     """
     wide = logits.float()
-    if batch.adjusted:
+    held_rows, held_tokens, until = batch.held
+    if batch.adjusted or len(held_rows):
         wide = wide.clone()
         for row in batch.adjusted:
             adjust_logits(wide[row], batch.rows[row])
+        still = positions[held_rows] < until
+        wide[held_rows[still], held_tokens[still]] = float("-inf")
     logprobs = torch.log_softmax(wide / batch.temperature, dim=-1)
     if batch.filtered:
         logprobs[batch.filtered] = filter_logprobs(
@@ -130,7 +147,7 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def adjust_logits(logits: Float[Tensor, " vocab"], row: Drawn) -> None:
-    """Apply logit bias, minimum length and repetition penalty (1909.05858) of one row in place."""
+    """Apply logit bias and repetition penalty (1909.05858) of one row in place."""
     params = row.params
     for token, bias in params.logit_bias:
         logits[token] += bias
@@ -139,8 +156,6 @@ def adjust_logits(logits: Float[Tensor, " vocab"], row: Drawn) -> None:
         values = logits[seen]
         penalty = params.repetition_penalty
         logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
-    if len(row.tokens) - row.num_prompt < params.min_tokens and row.stop_ids:
-        logits[torch.tensor(sorted(row.stop_ids), device=logits.device)] = float("-inf")
 
 
 def filter_logprobs(logprobs: Float[Tensor, "rows vocab"], params: list[SamplingParams]) -> Float[Tensor, "rows vocab"]:
