@@ -59,7 +59,7 @@ async def run_rl(config: Config, output_dir: Path, checkpoint: Path | None = Non
     tokenizer = load_tokenizer(config.model)
     backend = build_backend(config, output_dir, ppo_loss, config.rl_learning_rate)
     if checkpoint is not None:
-        await continue_with(backend, checkpoint, config.rl_learning_rate)
+        await backend.load_checkpoint(checkpoint, parameters_only=True)
     engine = InProcessEngine(build_model(config), tokenizer, config.max_tokens, config.seed)
     n = config.samples_per_prompt
 
@@ -113,13 +113,6 @@ def build_backend(
         device=device,
         tokenizer=tokenizer,
     )
-
-
-async def continue_with(backend: Any, checkpoint: Path, learning_rate: float) -> None:
-    """Go on from a checkpoint of another stage, at this stage's learning rate."""
-    await backend.load_checkpoint(checkpoint)
-    for group in backend.optimizer.param_groups:
-        group["lr"] = learning_rate
 
 
 def build_demonstrations(config: Config, tokenizer: Any) -> list[Sample]:

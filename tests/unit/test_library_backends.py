@@ -404,6 +404,8 @@ def test_checkpoints_that_are_refused(tmp_path: Path) -> None:
         other = build_backend(tmp_path)
         other.scheduler = create_warmup_cosine_scheduler(other.optimizer, 1, 4)
         anyio.run(other.load_checkpoint, path)
+    anyio.run(partial(other.load_checkpoint, parameters_only=True), path)  # a new stage has its own schedule
+    assert same(weights_of(other), weights_of(backend)) and not other.optimizer.state and other.current_step == 1
     other_model = build_tiny_hf(tie=False)
     other = PyTorchTrainingBackend(
         torch.nn.Sequential(other_model), torch.optim.SGD(other_model.parameters(), 0.1), grpo_loss, tmp_path

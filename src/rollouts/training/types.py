@@ -174,8 +174,9 @@ class RolloutConfig:
 class SFTTrainingConfig:
     """How many steps to fine-tune for, on how many samples each; `batch_size` counts samples over all ranks.
 
-    Every `checkpoint_every`-th step and the last are saved. `micro_batch_size` bounds the samples of one forward pass
-    per rank (None: all at once) and changes no result.
+    `num_steps` are steps of one call, whatever the backend has done before. Every `checkpoint_every`-th step and the
+    last are saved. `micro_batch_size` bounds the samples of one forward pass per rank (None: all at once) and
+    changes no result.
     """
 
     num_steps: int
@@ -190,7 +191,7 @@ class SFTTrainingConfig:
 
 @dataclass(frozen=True)
 class RLTrainingConfig:
-    """How many steps of reinforcement learning to take, and how rewards become advantages.
+    """How many steps of reinforcement learning one call takes, and how rewards become advantages.
 
     `estimator` "baseline" is reward - `baseline`; "mean", "leave_one_out" and "length_weighted" compare the samples of
     a group, divided by the group's deviation with `advantage_std`. Engines get new weights every `sync_every` steps.

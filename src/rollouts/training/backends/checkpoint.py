@@ -170,7 +170,7 @@ def write_weights(directory: Path, model: torch.nn.Module, state: Mapping[str, T
 
 def write_model_card(directory: Path, model: torch.nn.Module, architecture: str, tokenizer: Any) -> None:
     """Configuration and tokenizer, when there are any, so that the directory can be loaded by name."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if hasattr(config, "to_json_string"):
         fields = json.loads(config.to_json_string())
         fields["architectures"] = fields.get("architectures") or [architecture]
@@ -209,7 +209,8 @@ def _whole(value: Any, ranks: Ranks) -> Any:
     if not isinstance(value, DTensor):
         return value
     # Offloaded shards lie on the CPU, but the process group may only speak the accelerator's language.
-    return value.detach().to(ranks.device).full_tensor()
+    local: Any = value.detach().to(ranks.device)
+    return local.full_tensor()
 
 
 def _like(whole: Tensor, own: Tensor) -> Tensor:

@@ -153,9 +153,9 @@ class FSDPTrainingBackend:
         """Publish `checkpoint_dir/step_N` in the layout of one device."""
         return await self._inner.save_checkpoint(step, metrics)
 
-    async def load_checkpoint(self, path: Path | str) -> dict[str, Any]:
+    async def load_checkpoint(self, path: Path | str, *, parameters_only: bool = False) -> dict[str, Any]:
         """Continue from a checkpoint of any number of ranks; the directory must be visible to all of them."""
-        return await self._inner.load_checkpoint(path)
+        return await self._inner.load_checkpoint(path, parameters_only=parameters_only)
 
     async def publish_weights(self, step: int) -> Path:
         """Write `checkpoint_dir/weights/step_N` for inference engines."""
@@ -187,6 +187,11 @@ def shard_model(model: nn.Module, config: FSDPConfig, ranks: Ranks) -> None:
         else MixedPrecisionPolicy(),
     }
     if config.cpu_offload and kind != "cpu":  # on a CPU they are there already
+        if "cpu:" not in dist.get_backend_config():
+            raise ValueError(
+                "cpu_offload sums gradient norms on the CPU, which this process group cannot: "
+                'call init_process_group("cpu:gloo,cuda:nccl")'
+            )
         options["offload_policy"] = CPUOffloadPolicy()
     for module in find_units(model, config.auto_wrap_min_params):
         fully_shard(module, **options)
@@ -236,6 +241,6 @@ def _recompute_activations(model: nn.Module) -> None:
 
 def _own_device() -> torch.device:
     """The accelerator of this rank where the process group uses one, else the CPU."""
-    if "nccl" in dist.get_backend() and torch.cuda.is_available():
+    if "nccl" in dist.get_backend_config() and torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return torch.device("cpu")

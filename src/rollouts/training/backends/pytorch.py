@@ -114,13 +114,17 @@ class PyTorchTrainingBackend:
             raise ValueError(f"step {step!r} of a checkpoint must be a whole number of at least 0")
         return await self._submit("save_checkpoint", self._save, step, dict(metrics), dict(self.data_state))
 
-    async def load_checkpoint(self, path: Path | str) -> dict[str, Any]:
-        """Continue exactly where `save_checkpoint` was called; returns the metadata. Heals a poisoned backend."""
-        return await self._submit("load_checkpoint", self._load, Path(path), heals=True)
+    async def load_checkpoint(self, path: Path | str, *, parameters_only: bool = False) -> dict[str, Any]:
+        """Continue exactly where `save_checkpoint` was called; returns the metadata. Heals a poisoned backend.
+
+        `parameters_only` begins a new stage instead: parameters and the count of steps are taken over, while
+        optimizer, scheduler, random state and position in the data stay this backend's own.
+        """
+        return await self._submit("load_checkpoint", self._load, Path(path), parameters_only, heals=True)
 
     def start_from(self, path: Path | str) -> dict[str, Any]:
         """`load_checkpoint` for code outside of an event loop: returns when it is done."""
-        return self._submit("load_checkpoint", self._load, Path(path), heals=True).wait()
+        return self._submit("load_checkpoint", self._load, Path(path), False, heals=True).wait()
 
     async def publish_weights(self, step: int) -> Path:
         """Write `checkpoint_dir/weights/step_N` for inference engines: safetensors, config, tokenizer; no optimizer."""
@@ -233,25 +237,33 @@ class PyTorchTrainingBackend:
         self.ranks.run_first(lambda: publish_step(self.checkpoint_dir, step, write))
         return step_path(self.checkpoint_dir, step)
 
-    def _load(self, path: Path) -> dict[str, Any]:
+    def _load(self, path: Path, parameters_only: bool) -> dict[str, Any]:
         saved = files.read_checkpoint(path)
+        # What can be refused is refused before anything is changed.
+        files.check_model(self.model, saved.model, str(path))
+        if not parameters_only:
+            self._restore_progress(saved, path)
+        files.restore_model(self.model, saved.model, str(path))
+        self.weight_version, self.current_step = saved.metadata["weight_version"], saved.metadata["current_step"]
+        self.optimizer.zero_grad(set_to_none=True)
+        self._weight, self._loss_sum, self._num_batches, self._poison = 0.0, 0.0, 0, None
+        return saved.metadata
+
+    def _restore_progress(self, saved: files.Checkpoint, path: Path) -> None:
+        """Everything but the parameters."""
         metadata = saved.metadata
         if (metadata["scheduler"] is None) != (self.scheduler is None):
             there, here = ("no", "one") if metadata["scheduler"] is None else ("a", "none")
-            raise ValueError(f"{path} was written with {there} scheduler and this backend has {here}: build them alike")
-        # What can be refused is refused before anything is changed.
-        files.check_model(self.model, saved.model, str(path))
+            raise ValueError(
+                f"{path} was written with {there} scheduler and this backend has {here}: build them alike, "
+                "or load with parameters_only=True"
+            )
         files.restore_optimizer(self.model, self.optimizer, saved.optimizer, str(path))
-        files.restore_model(self.model, saved.model, str(path))
         if self.scheduler is not None:
             self.scheduler.load_state_dict(metadata["scheduler"])
         self._stepper.load_state(metadata["stepper"])
-        self.weight_version, self.current_step = metadata["weight_version"], metadata["current_step"]
         self.data_state = metadata["data_state"]
-        self.optimizer.zero_grad(set_to_none=True)
-        self._weight, self._loss_sum, self._num_batches, self._poison = 0.0, 0.0, 0, None
         files.restore_rng(metadata["rng"], self.ranks)
-        return metadata
 
     def _publish(self, step: int) -> Path:
         state = files.collect_model(self.model, self.ranks)

@@ -94,14 +94,14 @@ def batch_advantages(batch: RolloutBatch, rewards: Sequence[float], config: RLTr
     for i, group in enumerate(batch.group_indices or range(len(rewards))):
         members.setdefault(group, []).append(i)
     advantages = [0.0] * len(rewards)
-    for group in members.values():
+    for places in members.values():
         values = compute_group_advantages(
-            [rewards[i] for i in group],
+            [rewards[i] for i in places],
             baseline=config.estimator,  # type: ignore[arg-type]
             std=config.advantage_std,
-            lengths=[batch.response_lengths[i] for i in group],
+            lengths=[batch.response_lengths[i] for i in places],
         )
-        for i, value in zip(group, values, strict=True):
+        for i, value in zip(places, values, strict=True):
             advantages[i] = value
     return advantages
 
