@@ -18,7 +18,7 @@ from rollouts.training.backends.pytorch_factory import create_adamw_optimizer, c
 STRATEGIES = {"full": "FULL_SHARD", "grad_op": "SHARD_GRAD_OP", "none": "NO_SHARD"}
 
 
-def build(root: Path, **flags: Any) -> FSDPTrainingBackend:
+def build(root: Path, checkpoint_path: Path | None = None, **flags: Any) -> FSDPTrainingBackend:
     # A seed per rank: rank 0's parameters must win.
     return FSDPTrainingBackend(
         build_tiny_hf(dist.get_rank()),
@@ -26,6 +26,7 @@ def build(root: Path, **flags: Any) -> FSDPTrainingBackend:
         create_cross_entropy_loss(),
         root,
         FSDPConfig(clip_grad=0.5, auto_wrap_min_params=1000, **flags),
+        checkpoint_path,
     )
 
 
@@ -48,6 +49,10 @@ async def run(single: Path, root: Path) -> None:
             reports.append(await backend.optim_step())
         await backend.save_checkpoint(4, {"loss": reports[-1]["loss"]})
         results["exact"][name] = reports
+    continued = build(root / "continued", checkpoint_path=single)
+    facts = torch.tensor([continued.current_step, len(await continued.get_weights())])
+    table = torch.stack(continued._inner.ranks.gather(facts)).tolist()
+    results["continued"], results["num_tensors"] = map(list, zip(*table, strict=True))
     half = build(root / "half", gradient_checkpointing=True)
     batch = {key: value[rank::2] for key, value in build_batch(4, 0).items()}
     loss = (await half.forward_backward(batch))["loss"]

@@ -117,6 +117,26 @@ def test_a_future_ends_once_with_a_value_none_or_an_error(loop: str) -> None:
     anyio.run(main, backend=loop)
 
 
+@pytest.mark.parametrize("loop", LOOPS)
+def test_waiting_in_the_loop_while_a_task_awaits_does_not_lock(tmp_path: Path, loop: str) -> None:
+    pytest.importorskip(loop)
+    backend, batch, seen = build_backend(tmp_path), build_batch(), []
+
+    async def main() -> None:
+        async def wait(future: TrainFuture[dict[str, float]]) -> None:
+            seen.append(await future)
+
+        with anyio.fail_after(30):
+            async with anyio.create_task_group() as tasks:
+                for _ in range(3):
+                    tasks.start_soon(wait, backend.forward_backward(batch))
+                    await anyio.lowlevel.checkpoint()
+                    backend.get_weights().wait()
+
+    anyio.run(main, backend=loop)
+    assert len(seen) == 3
+
+
 def test_one_call_is_plain_torch(tmp_path: Path) -> None:
     backend, batch = build_backend(tmp_path, grpo_loss), build_batch()
     model = build_tiny_hf()
@@ -513,3 +533,4 @@ def test_two_ranks_equal_one(tmp_path: Path) -> None:
     assert results["bfloat16"]["loss"] == pytest.approx(results["exact"]["full"][0]["loss"], rel=2e-2)
     assert results["bfloat16"]["param_dtype"] == "torch.float32"
     assert results["broadcast"] == ["hello", "hello"]
+    assert results["continued"] == [2, 2] and results["num_tensors"] == [len(weights_of(single)), 0]

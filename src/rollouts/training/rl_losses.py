@@ -346,8 +346,23 @@ def ppo_loss(
     max_tokens: int | None = None,
 ) -> Float[Tensor, ""]:
     """The scalar of `ppo_loss_with_metrics`, which has the formula."""
-    options = {name: value for name, value in locals().items() if name not in _PPO_STREAMS}
-    return ppo_loss_with_metrics(logits, labels, loss_mask, advantages, old_log_probs, **options)[0]
+    loss, _ = ppo_loss_with_metrics(
+        logits,
+        labels,
+        loss_mask,
+        advantages,
+        old_log_probs,
+        clip_range,
+        clip_range_high=clip_range_high,
+        dual_clip=dual_clip,
+        ref_log_probs=ref_log_probs,
+        kl_coef=kl_coef,
+        kl_estimator=kl_estimator,
+        entropy_coef=entropy_coef,
+        aggregation=aggregation,
+        max_tokens=max_tokens,
+    )
+    return loss
 
 
 @mean_over("aggregation")
@@ -461,9 +476,6 @@ def aggregate_tokens(
             raise ValueError('aggregation "constant" divides by max_tokens: pass the longest response you allow')
         return weighted.sum() / (len(values) * max_tokens)
     raise ValueError(f"aggregation {aggregation!r} is not one of {', '.join(get_args(Aggregation))}")
-
-
-_PPO_STREAMS = ("logits", "labels", "loss_mask", "advantages", "old_log_probs")
 
 
 def _log_ratio(logprobs: Tensor, old: Tensor, loss_mask: Tensor) -> Tensor:

@@ -276,12 +276,15 @@ class TrainFuture(Generic[T]):
 
         event, token, loop_thread = anyio.Event(), lowlevel.current_token(), threading.get_ident()
 
+        def notify() -> None:
+            with suppress(anyio.RunFinishedError):  # nobody is left to be woken
+                from_thread.run_sync(event.set, token=token)
+
         def wake(_: Future[T]) -> None:
             if threading.get_ident() == loop_thread:
                 event.set()
-            else:
-                with suppress(anyio.RunFinishedError):  # nobody is left to be woken
-                    from_thread.run_sync(event.set, token=token)
+            else:  # `run_sync` waits for the loop, and whoever ends the future must not: the loop may wait for it
+                threading.Thread(target=notify, daemon=True).start()
 
         self._future.add_done_callback(wake)
         await event.wait()
