@@ -41,6 +41,7 @@ ENVIRONMENT_VARIABLES = {
 
 sys.path.insert(0, str(ROOT / "src"))
 from prime_rl.utils.process import ChildFailed, Supervisor, find_free_port  # noqa: E402
+from prime_rl.utils.timeline import compute_overlap  # noqa: E402
 from rollouts.training.metrics import load_jsonl  # noqa: E402
 from rollouts.training.steps import latest_step, step_path  # noqa: E402
 
@@ -143,7 +144,7 @@ def sum_up(demo: Demo, before: dict[str, Any], after: dict[str, Any]) -> None:
     rl_dir = demo.output_dir / "rl"
     if demo.memory.peak:
         demo.console.print(f"Peak memory of all processes together: {demo.memory.peak / 2**30:.2f} GiB")
-    if (share := compute_overlap(list(load_jsonl(rl_dir / "metrics.jsonl")))) is not None:
+    if (share := compute_overlap(load_jsonl(rl_dir / "metrics.jsonl"))) is not None:
         demo.console.print(f"Trainer and inference engine were busy at the same time for {share:.0%} of the RL run")
     weights = shown(newest_weights(rl_dir))
     demo.console.print(
@@ -168,39 +169,6 @@ def thin_out(command: str, line: str) -> str | None:
     step = re.search(r"Step (\d+) \|", line)
     skipped = step is not None and int(step[1]) > 1 and int(step[1]) % SHOWN_STEPS.get(command, 1)
     return None if skipped or re.search(r"version \d+ in service", line) else f"  {line}"
-
-
-def compute_overlap(rows: list[dict[str, Any]]) -> float | None:
-    """Share of the run, from the first to the last busy moment, in which trainer and engine are both busy."""
-    trainer, engine = (busy_intervals(rows, process) for process in ("trainer", "inference"))
-    if not trainer or not engine:
-        return None
-    both, i, j = 0.0, 0, 0
-    while i < len(trainer) and j < len(engine):
-        start, end = max(trainer[i][0], engine[j][0]), min(trainer[i][1], engine[j][1])
-        both += max(0.0, end - start)
-        if trainer[i][1] < engine[j][1]:
-            i += 1
-        else:
-            j += 1
-    span = max(trainer[-1][1], engine[-1][1]) - min(trainer[0][0], engine[0][0])
-    return both / span
-
-
-def busy_intervals(rows: list[dict[str, Any]], process: str) -> list[tuple[float, float]]:
-    """When a process computed, in order and merged; waiting is not computing."""
-    found = sorted(
-        (row["timeline/start"], row["timeline/end"])
-        for row in rows
-        if row.get("process") == process and "timeline/what" in row and not row["timeline/what"].startswith("wait")
-    )
-    merged: list[tuple[float, float]] = []
-    for start, end in found:
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged
 
 
 def read_memory(pid: int) -> int:
