@@ -100,6 +100,7 @@ def serve(engine: FakeEngine) -> Iterator[FakeEngine]:
     ]
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
+        listener.listen()  # callers that are quicker than the thread wait instead of being refused
         config = uvicorn.Config(Starlette(routes=routes), log_level="critical", timeout_graceful_shutdown=1)
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)

@@ -180,6 +180,7 @@ def serve_fakes(*fakes: FakeServer) -> Iterator[None]:
     app = Starlette(routes=mounts, exception_handlers={Refused: refused})
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
+        listener.listen()  # callers that are quicker than the thread wait instead of being refused
         config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1, lifespan="off")
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)

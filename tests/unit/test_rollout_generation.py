@@ -144,6 +144,13 @@ def test_an_error_of_generate_fn_arrives_as_itself() -> None:
         next(generate_rollout_batches(DataBuffer(PROMPTS), RolloutConfig(2, generate_fn=broken)))
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
+def test_a_reward_that_is_not_finite_is_named(bad: float) -> None:
+    config = RolloutConfig(2, generate_fn=answer, reward_fn=lambda sample: bad if sample.prompt == "b" else 1.0)
+    with pytest.raises(ValueError, match=f"reward {bad} of sample 0 in group 1 is not finite"):
+        next(generate_rollout_batches(DataBuffer(PROMPTS), config))
+
+
 def test_failed_samples_are_tried_again_and_their_error_is_the_reason() -> None:
     calls = []
 

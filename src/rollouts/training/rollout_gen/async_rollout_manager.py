@@ -229,6 +229,11 @@ class AsyncRolloutManager:
         for sample in samples:
             reward = self._reward_fn(sample)
             sample.reward = float(await reward if inspect.isawaitable(reward) else reward)
+            if not math.isfinite(sample.reward):
+                raise ValueError(
+                    f"reward {sample.reward} of sample {sample.index} in group {sample.group_index} is not finite: "
+                    "fix the reward function"
+                )
 
     def _rejection(self, samples: list[Sample]) -> str | None:
         """Name of the filter that refuses the group, or None."""
