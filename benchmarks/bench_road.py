@@ -30,7 +30,7 @@ from prime_rl.utils.timeline import compute_overlap  # noqa: E402
 from rollouts.training.metrics import load_jsonl  # noqa: E402
 from rollouts.training.steps import latest_step, step_path  # noqa: E402
 
-LEVEL_0_STEPS = 12
+LEVEL_0_STEPS = 16
 
 
 @dataclass(frozen=True)
