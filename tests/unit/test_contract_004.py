@@ -518,7 +518,7 @@ def test_sft_to_rl_by_the_latest_checkpoint(model_dir: Path, tmp_path: Path) -> 
         assert {"pytorch_model.bin", "optimizer.bin", "metadata.json"} <= {p.name for p in latest_ckpt.iterdir()}
         assert json.loads((latest_ckpt / "metadata.json").read_text())["step"] == 10
         rl = build(grpo_loss)
-        rl.start_from(latest_ckpt)
+        await rl.load_checkpoint(latest_ckpt, parameters_only=True)
         trained, loaded = await backend.get_weights(), await rl.get_weights()
         assert all(torch.equal(trained[name], loaded[name]) for name in trained)
         buffer = DataBuffer(["a", "bc"])
