@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -190,3 +192,61 @@ def test_kl_estimators_by_expectation() -> None:
 def test_bad_input(change: dict[str, Any], options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         partial(ppo_loss, **options)(**{**of(draw(), "old_log_probs"), **change})
+
+
+class Trainer(SimpleNamespace):
+    """What the oracle's method reads of its trainer; every option that is not named is off."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+@pytest.mark.parametrize(("kind", "aggregation"), [("grpo", "sequence"), ("bnpo", "token"), ("dr_grpo", "constant")])
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+@pytest.mark.parametrize("options", [{}, {"kl_coef": 0.3}, {"dual_clip": 1.25}], ids=["plain", "kl", "dual"])
+def test_agrees_with_trl(kind: str, aggregation: Any, ratio: str, options: dict[str, float]) -> None:
+    grpo_trainer = pytest.importorskip(
+        "trl.trainer.grpo_trainer", reason="trl 1.16, an independent oracle, is missing", exc_type=ImportError
+    )
+    batch = draw(5)
+    logprobs = compute_label_logprobs(batch["logits"], batch["labels"]).double()
+    trainer = Trainer(
+        _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, torch.zeros_like(logprobs), None),
+        top_entropy_quantile=1.0,
+        beta=options.get("kl_coef", 0.0),
+        importance_sampling_level=ratio,
+        epsilon_low=0.1,
+        epsilon_high=0.2,
+        args=Trainer(delta=options.get("dual_clip")),
+        loss_type=kind,
+        current_gradient_accumulation_steps=1,
+        max_completion_length=9,
+        model=torch.nn.Identity(),
+        accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x),
+        _metrics=defaultdict(lambda: defaultdict(list)),
+    )
+    none = torch.zeros(3, 0, dtype=torch.int64)
+    inputs = {
+        "prompt_ids": none,
+        "prompt_mask": none,
+        "completion_ids": batch["labels"],
+        "completion_mask": batch["loss_mask"],
+        "advantages": batch["advantages"],
+        "old_per_token_logps": batch["old_log_probs"],
+        "ref_per_token_logps": batch["ref_log_probs"],
+    }
+    expected = grpo_trainer.GRPOTrainer._compute_loss(trainer, torch.nn.Identity(), inputs)
+    mask, old = batch["loss_mask"], batch["old_log_probs"]
+    if ratio == "sequence":
+        old = (old * mask).sum(1) / mask.sum(1)
+    names = ("ref_log_probs",) if "kl_coef" in options else ()
+    found = ppo_loss(
+        **of(batch, *names),
+        old_log_probs=old,
+        clip_range=0.1,
+        clip_range_high=0.2,
+        aggregation=aggregation,
+        max_tokens=9,
+        **options,
+    )
+    assert float(found) == pytest.approx(float(expected), rel=1e-5)
