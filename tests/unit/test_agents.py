@@ -176,6 +176,31 @@ def test_an_agent_inside_the_rollout_manager(loop: str) -> None:
     assert len(seeds) == 4
 
 
+def test_with_the_real_engine_its_tokens_are_those_of_the_template() -> None:
+    """Three turns of a random model that likes few letters: told tokens and rendered messages are one sample."""
+    from test_server import RunningServer
+
+    tokenizer = load_tokenizer("tiny-qwen3")
+    end = tokenizer.eos_token_id
+    bias = {str(tokenizer.encode(c, add_special_tokens=False)[0]): 30 for c in "abc"} | {str(end): 29}
+    server = RunningServer(None)
+    try:
+        endpoint = Endpoint("tiny-qwen3", f"{server.root}/v1", max_tokens=200, extra_body={"logit_bias": bias})
+        agent = ChatAgent(endpoint, Countdown, system_prompt="s")
+        first, again = (run(loop, lambda: agent.rollout("hi", seed=3)) for loop in ("asyncio", "trio"))
+    finally:
+        server.stop()
+    assert first == again and len(first.turns) == 3 and first.status == Status.COMPLETED, first.error
+    assert set(first.text) <= set("abc\n") and len(first.text) > 5
+    told = trajectory_to_sample(first, None)
+    first.turns = []
+    rendered = trajectory_to_sample(first, tokenizer)
+    assert told.tokens == rendered.tokens and told.loss_mask == rendered.loss_mask
+    assert told.inference_logprobs is not None and rendered.inference_logprobs is None
+    assert [p < 0 for p in told.inference_logprobs] == [m > 0 for m in told.loss_mask]
+    assert told.versions == [(told.loss_mask.index(1), 0)]
+
+
 def test_bad_input_is_named() -> None:
     with pytest.raises(ValueError, match="'localhost' of an endpoint must begin with http"):
         Endpoint("m", "localhost")
