@@ -17,7 +17,7 @@ from prime_rl.config import RLConfig
 from prime_rl.eval.config import EvalConfig
 from prime_rl.utils.process import ChildFailed, Supervisor, check_port_free, find_free_port, num_cores
 from prime_rl.utils.pydantic_config import BaseConfig, run_command, write_config
-from rollouts.training.steps import complete_steps, parse_step, remove_unfinished, step_path
+from rollouts.training.steps import complete_steps, parse_step, prune_steps, remove_unfinished, step_path
 
 STEP_DIRS = ("rollouts", "weights", "checkpoints")
 RECORDS = ("metrics.jsonl", "samples.jsonl", "logs", "configs")
@@ -144,6 +144,7 @@ def prepare_output_dir(config: RLConfig) -> None:
     for name in STEP_DIRS:
         remove_unfinished(out / name)
     if config.ckpt is not None and config.ckpt.resume_step is not None:
+        drop_later_batches(out, config.ckpt.resume_step)
         return
     found = {name: steps for name in STEP_DIRS if (steps := find_steps(out / name))}
     if found and not config.clean:
@@ -157,6 +158,19 @@ def prepare_output_dir(config: RLConfig) -> None:
     archive_records(out)
     for name, steps in found.items():
         remove_steps(out / name, steps)
+
+
+def drop_later_batches(out: Path, resume_step: int) -> None:
+    """Batches after the checkpoint are of the interrupted attempt: gone before a trainer can take one for new.
+
+    A checkpoint that does not exist is for the processes to refuse; nothing is removed then.
+    """
+    commits = complete_steps(out / "checkpoints", ("trainer", "orchestrator"))
+    if resume_step == -1:
+        resume_step = commits[-1] if commits else 0
+    elif resume_step not in commits:
+        return
+    prune_steps(out / "rollouts", [step for step in complete_steps(out / "rollouts") if step <= resume_step])
 
 
 def find_steps(root: Path) -> list[int]:

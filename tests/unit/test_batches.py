@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prime_rl.transport import batches
 from prime_rl.transport.batches import FilesystemBatchReceiver, FilesystemBatchSender, decode_batch, encode_batch
 from prime_rl.transport.watch import wait_for, wait_for_blocking
 from rollouts.training.types import Sample, Status
@@ -79,6 +81,24 @@ def test_a_half_written_step_is_not_received(tmp_path: Path) -> None:
     (tmp_path / "step_1" / "batch.msgpack").write_bytes(encode_batch(1, []))
     with pytest.raises(TimeoutError, match="batch of step 1 from the orchestrator"):
         FilesystemBatchReceiver(tmp_path).receive(1, timeout_s=0.05)
+
+
+def test_a_batch_that_is_taken_back_as_we_look_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the marker and the read, a resumed run removes what its predecessor had sent."""
+    FilesystemBatchSender(tmp_path).send(1, [])
+    looks = 0
+
+    def is_complete(path: Path) -> bool:
+        nonlocal looks
+        looks += 1
+        if looks == 1:
+            shutil.rmtree(path)
+        return looks == 1 or (path / "STABLE").exists()
+
+    monkeypatch.setattr(batches, "is_complete", is_complete)
+    with pytest.raises(TimeoutError, match="batch of step 1"):
+        FilesystemBatchReceiver(tmp_path).receive(1, timeout_s=0.2)
+    assert looks > 1
 
 
 def test_step_in_the_wrong_directory_is_named(tmp_path: Path) -> None:

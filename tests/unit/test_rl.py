@@ -13,7 +13,7 @@ from prime_rl.trainer.config import TrainConfig
 from prime_rl.utils.process import ChildFailed, Supervisor
 from prime_rl.utils.pydantic_config import parse_argv
 from rollouts.training.metrics import append_jsonl
-from rollouts.training.steps import complete_steps, publish_step
+from rollouts.training.steps import complete_steps, publish_dir, publish_step
 
 
 def parse(*argv: str) -> RLConfig:
@@ -76,7 +76,19 @@ def test_an_earlier_run_is_neither_mixed_in_nor_deleted(tmp_path: Path) -> None:
     assert len(str(error.value).splitlines()) <= 3
     assert complete_steps(tmp_path / "weights") == [3]
     rl.prepare_output_dir(parse("--output_dir", str(tmp_path), "--ckpt.resume_step", "-1"))
-    assert complete_steps(tmp_path / "rollouts") == [4]
+    assert complete_steps(tmp_path / "rollouts") == [], "told to go on, and nothing to go on from: it begins again"
+
+
+@pytest.mark.parametrize("wanted, left", [("-1", [1, 2]), ("2", [1, 2]), ("3", [1, 2, 3, 4])])
+def test_resuming_takes_back_batches_after_the_checkpoint(wanted: str, left: list[int], tmp_path: Path) -> None:
+    """Step 3 is committed by one half only, so it is no checkpoint to go back to, and nothing is removed for it."""
+    for step in (1, 2, 3, 4):
+        publish(tmp_path / "rollouts", step)
+    for step, parts in ((2, ("trainer", "orchestrator")), (3, ("trainer",))):
+        for part in parts:
+            publish_dir(tmp_path / "checkpoints" / f"step_{step}" / part, lambda directory: None)
+    rl.prepare_output_dir(parse("--output_dir", str(tmp_path), "--ckpt.resume_step", wanted))
+    assert complete_steps(tmp_path / "rollouts") == left
 
 
 def test_clean_removes_steps_and_keeps_records(tmp_path: Path) -> None:

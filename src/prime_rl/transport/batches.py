@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import msgspec
@@ -70,17 +71,26 @@ class FilesystemBatchReceiver:
     def receive(self, step: int, timeout_s: float | None = None) -> list[Sample]:
         """The samples of `step`; blocks until they are published, raises `TimeoutError` after `timeout_s`."""
         path = step_path(self.root, step)
-        wait_for_blocking(
-            lambda: path if is_complete(path) else None,
+        data = wait_for_blocking(
+            lambda: _read(path),
             self.root,
             timeout_s=timeout_s,
             what=f"the batch of step {step} from the orchestrator",
         )
-        found, samples = decode_batch((path / BATCH_FILE).read_bytes())
+        found, samples = decode_batch(data)
         if found != step:
             raise ValueError(f"{path / BATCH_FILE} holds the batch of step {found}, not of step {step}")
-        (path / RECEIVED).touch()
+        with contextlib.suppress(FileNotFoundError):
+            (path / RECEIVED).touch()
         return samples
+
+
+def _read(path: Path) -> bytes | None:
+    """The bytes of a published batch; None while there is none, or when it is taken back as we look."""
+    try:
+        return (path / BATCH_FILE).read_bytes() if is_complete(path) else None
+    except FileNotFoundError:
+        return None
 
 
 def _write(path: Path, data: bytes) -> None:
