@@ -18,6 +18,8 @@ import pytest
 
 from rollouts.training.weight_sync import update_vllm_weights_from_disk
 
+PROMPT = [5, 6, 7, 8, 9]
+
 
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(
@@ -50,10 +52,23 @@ def test_a_real_vllm_server_takes_new_weights(tmp_path: Path) -> None:
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tmp_path / "step_0")]
-    options = ["--served-model-name", "m", "--port", str(port), "--enforce-eager", "--max-model-len", "256"]
+    options = [
+        "--served-model-name",
+        "m",
+        "--port",
+        str(port),
+        "--enforce-eager",
+        "--max-model-len",
+        "256",
+        "--dtype",
+        "float32",
+    ]
     with (tmp_path / "vllm.log").open("wb") as log:
         process = subprocess.Popen(
-            [*command, *options], stdout=log, stderr=log, env={**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+            [*command, *options],
+            stdout=log,
+            stderr=log,
+            env={"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ, "VLLM_SERVER_DEV_MODE": "1"},
         )
         try:
             _wait_until_healthy(url, process, tmp_path / "vllm.log")
@@ -67,6 +82,20 @@ def test_a_real_vllm_server_takes_new_weights(tmp_path: Path) -> None:
             process.wait(timeout=60)
     assert answer["success"] is True and answer["version"] in ("1", None)
     assert before == pytest.approx(again, abs=1e-4) and before != pytest.approx(after, abs=1e-2)
+    # A server was once seen to hold neither the old weights nor the new: so compare with the new ones themselves.
+    assert after == pytest.approx(_expected_logprobs(tmp_path / "step_1"), abs=1e-3)
+
+
+def _expected_logprobs(model_dir: Path) -> list[float]:
+    """What transformers computes from the same directory."""
+    import torch
+    import transformers
+
+    ids = torch.tensor([PROMPT])
+    with torch.no_grad():
+        logits = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)(ids).logits
+    found = torch.log_softmax(logits[0, :-1], -1).gather(-1, ids[0, 1:, None])
+    return [float(value) for value in found[:, 0]]
 
 
 def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
@@ -81,7 +110,7 @@ def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -
 
 
 def _prompt_logprobs(url: str) -> list[float]:
-    body = {"model": "m", "prompt": [5, 6, 7, 8, 9], "max_tokens": 1, "prompt_logprobs": 0, "temperature": 0}
+    body = {"model": "m", "prompt": PROMPT, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 0}
     request = urllib.request.Request(
         url + "/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
     )
