@@ -156,7 +156,7 @@ def sum_up(demo: Demo, before: dict[str, Any], after: dict[str, Any]) -> None:
         f"  {shown(rl_dir / 'configs')}   the resolved configuration of each process\n"
         f"\nNext\n"
         f"  . .venv/bin/activate\n"
-        f"  eval @ {RECIPE / 'eval.toml'} --model.name {weights} --rollouts_per_example 8\n"
+        f"  env eval @ {RECIPE / 'eval.toml'} --model.name {weights} --rollouts_per_example 8\n"
         f"  rl @ {RECIPE / 'rl.toml'} --model.name {weights} --output-dir outputs/more --max_steps 20\n"
         f"  inference --model.name {weights}\n",
         soft_wrap=True,

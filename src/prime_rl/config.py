@@ -190,6 +190,7 @@ class _Values:
     def show(self, key: str) -> str:
         """A given value for a message."""
         value = self.get(key)
+        value = str(value) if isinstance(value, Path) else value
         shown = "on" if isinstance(value, dict) else "off" if value is None else repr(value)
         return f"{key} = {shown}" + (f" ({self.source(key)})" if key in self.sources else "")
 

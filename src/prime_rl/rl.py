@@ -20,6 +20,7 @@ from prime_rl.utils.pydantic_config import BaseConfig, run_command, write_config
 from rollouts.training.steps import complete_steps, parse_step, prune_steps, remove_unfinished, step_path
 
 STEP_DIRS = ("rollouts", "weights", "checkpoints")
+CKPT_PARTS = ("trainer", "orchestrator")
 RECORDS = ("metrics.jsonl", "samples.jsonl", "logs", "configs")
 
 
@@ -49,6 +50,9 @@ def rl(config: RLConfig) -> int:
                 run.wait(["trainer", "orchestrator"])
         except ChildFailed as failure:
             return report_failure(failure)
+        except KeyboardInterrupt:
+            sys.stderr.write(describe_stop(out))
+            raise
     sys.stdout.write(summarize(config, time.monotonic() - started))
     return 0
 
@@ -165,9 +169,11 @@ def drop_later_batches(out: Path, resume_step: int) -> None:
 
     A checkpoint that does not exist is for the processes to refuse; nothing is removed then.
     """
-    commits = complete_steps(out / "checkpoints", ("trainer", "orchestrator"))
+    commits = complete_steps(out / "checkpoints", CKPT_PARTS)
     if resume_step == -1:
         resume_step = commits[-1] if commits else 0
+        where = f"goes on from step {resume_step}" if commits else "no checkpoint yet, starts from the beginning"
+        sys.stdout.write(f"note: ckpt.resume_step = -1 in {out}: {where}\n")
     elif resume_step not in commits:
         return
     prune_steps(out / "rollouts", [step for step in complete_steps(out / "rollouts") if step <= resume_step])
@@ -243,6 +249,13 @@ def report_failure(failure: ChildFailed) -> int:
     return 1
 
 
+def describe_stop(out: Path) -> str:
+    """How far a run came that was stopped, and how to go on."""
+    weights, commits = complete_steps(out / "weights"), complete_steps(out / "checkpoints", CKPT_PARTS)
+    how = f"checkpoint of step {commits[-1]}: go on with --ckpt.resume-step -1" if commits else "no checkpoint (--ckpt)"
+    return f"\nstopped after step {weights[-1] if weights else 0}; {how}\n"
+
+
 def summarize(config: RLConfig, seconds: float) -> str:
     """Steps, time, rewards, where everything lies, and what to do next."""
     from rollouts.training.metrics import load_jsonl
@@ -259,7 +272,7 @@ def summarize(config: RLConfig, seconds: float) -> str:
         "metrics": out / "metrics.jsonl",
         "samples": out / "samples.jsonl",
         "logs": out / "logs",
-        "next": f"eval @ {out / 'configs' / 'eval.toml'} --model.name {newest}",
+        "next": f"env eval @ {out / 'configs' / 'eval.toml'} --model.name {newest}",
     }
     return "\n" + "\n".join(f"  {name:<8} {value}" for name, value in table.items()) + "\n"
 

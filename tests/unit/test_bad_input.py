@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from prime_rl.trainer.config import TrainConfig
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.pydantic_config import BaseConfig, run_command
 
@@ -170,3 +171,18 @@ def test_wrong_log_level(key: str, level: str | None, monkeypatch: pytest.Monkey
     monkeypatch.setenv("LOGGING_LEVEL", "loud")
     with pytest.raises(ValueError, match=rf"{key} = 'loud' is not a level; choose one of .*debug.*"):
         setup_logger("test", LogConfig(level=level))
+
+
+@pytest.mark.parametrize("where", ["/proc/nowhere", "a_file", "a_file/below"])
+def test_an_output_dir_that_cannot_be_written(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Told before anything starts, whatever the command, and not as an errno."""
+    (tmp_path / "a_file").touch()
+    target = where if where.startswith("/") else str(tmp_path / where)
+    monkeypatch.setattr("sys.argv", ["trainer", "--output-dir", target])
+    with pytest.raises(SystemExit) as end:
+        run_command("trainer", TrainConfig, lambda config: pytest.fail("must not start"), summary="")
+    told = capsys.readouterr().err
+    assert end.value.code == 2 and len(told.splitlines()) <= 3, told
+    assert f"output_dir {target}" in told and "--output-dir" in told

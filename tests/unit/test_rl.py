@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -155,3 +156,31 @@ def test_the_summary_names_what_to_look_at(tmp_path: Path) -> None:
     text = rl.summarize(parse("--output_dir", str(tmp_path)), 12.34)
     for part in ("2 in 12.3 s", "0.2500 -> 0.7500", str(weights), "metrics.jsonl", "samples.jsonl", "eval @ "):
         assert part in text, part
+
+
+def test_a_stopped_run_says_how_far_it_came_and_how_to_go_on(tmp_path: Path) -> None:
+    assert "stopped after step 0; no checkpoint" in rl.describe_stop(tmp_path)
+    publish(tmp_path / "weights", 7)
+    for part in rl.CKPT_PARTS:
+        publish_dir(tmp_path / "checkpoints" / "step_5" / part, lambda directory: None)
+    told = rl.describe_stop(tmp_path)
+    assert "step 7" in told and "checkpoint of step 5" in told and "--ckpt.resume-step -1" in told
+
+
+def test_commands_that_we_print_can_be_typed_into_a_shell() -> None:
+    """`eval` alone is a builtin of the shell, so no document and no summary may say it bare."""
+    root = Path(__file__).resolve().parents[2]
+    files = [
+        root / "README.md",
+        *root.glob("docs/*.md"),
+        *root.glob("examples/**/*.[mt]*"),
+        *root.glob("configs/**/*.toml"),
+    ]
+    files += [root / "src" / "prime_rl" / "rl.py", root / "scripts" / "demo.py"]
+    bare = [
+        f"{f.name}: {line}"
+        for f in files
+        for line in f.read_text().splitlines()
+        if re.match(r"\W*(f\")?\W*eval +@", line)
+    ]
+    assert [line for line in bare if "differences.md" not in line] == []

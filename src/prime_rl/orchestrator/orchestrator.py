@@ -112,7 +112,7 @@ async def run_orchestrator(config: OrchestratorConfig, environments: Mapping[str
             assign_advantages(samples, config.advantage)
             kept = drop_overlong(samples, config.seq_len)
             if not kept:
-                raise RuntimeError(f"step {step}: all samples are longer than seq_len = {config.seq_len}: raise it")
+                raise ValueError(f"step {step}: all samples are longer than seq_len = {config.seq_len}: raise it")
             parts.count(samples)
             # Before the batch goes out: a trainer that got as far as checkpoint N then never lacks our half of it.
             parts.checkpoints.save(step, parts.state)

@@ -28,7 +28,7 @@ from prime_rl.utils.monitor import Monitor, build_monitor
 from rollouts.training.backends.step import StepReport
 from rollouts.training.batching import MicroBatch
 from rollouts.training.rl_losses import TokenStats
-from rollouts.training.steps import remove_unfinished
+from rollouts.training.steps import complete_steps, remove_unfinished
 
 WAITING = "wait_for_batch"
 
@@ -84,6 +84,26 @@ class Session:
             tokenizer_dir=self.tokenizer_dir,
             chat_template=self.chat_template,
         )
+
+    def claim_weights(self, *, trying_out: bool) -> None:
+        """Versions of another run are neither mixed with ours nor lost.
+
+        A new run refuses a directory that holds some (`ValueError`); one on fake data, which is for `trying_out` again
+        and again, moves them to `attempts/N/weights`.
+        """
+        root = self.weights_dir
+        found = complete_steps(root)
+        if found and (not trying_out or self.backend.model_dir.is_relative_to(root.resolve())):
+            raise ValueError(
+                f"{root} holds versions of another run (up to step_{found[-1]}): choose another --output-dir, "
+                "continue with --ckpt.resume-step -1, or remove it"
+            )
+        if found:
+            attempts = root.parent / "attempts"
+            number = 1 + max((int(p.name) for p in attempts.glob("*") if p.name.isdigit()), default=0)
+            (attempts / str(number)).mkdir(parents=True)
+            root.rename(attempts / str(number) / root.name)
+            logger.info(f"Versions of an earlier run moved to {attempts / str(number) / root.name}")
 
     def finish_step(
         self,

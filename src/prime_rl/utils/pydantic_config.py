@@ -123,6 +123,7 @@ def run_command(prog: str, config_cls: type[Config], run: Callable[[Config], int
 
             sys.stdout.write(render_toml(config, config.provenance))
             raise SystemExit(0)
+        _check_output_dir(config)
         raise SystemExit(run(config) or 0)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
@@ -134,6 +135,20 @@ def run_command(prog: str, config_cls: type[Config], run: Callable[[Config], int
         if debug:
             raise
         raise SystemExit(_show_error(error)) from None
+
+
+def _check_output_dir(config: BaseConfig) -> None:
+    """A directory that cannot be written is told before anything starts, by its key."""
+    path = getattr(config, "output_dir", None)
+    if not isinstance(path, Path):
+        return
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        reason = None if os.access(path, os.W_OK | os.X_OK) else "no permission to write there"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    if reason is not None:
+        raise ConfigError(f"output_dir {path} cannot be written ({reason}): choose another --output-dir")
 
 
 def _show_error(error: BaseException) -> int:

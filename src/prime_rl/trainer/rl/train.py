@@ -62,11 +62,8 @@ def claim_weights(session: Session, config: TrainConfig) -> None:
     """Make sure that engines find no version of another run.
 
     A resumed run takes back the versions after its checkpoint and publishes the one it continues from, because engines
-    start from it. A new run refuses a directory that holds another's (`ValueError`); on fake data, which is for trying
-    things out again and again, it moves them to `attempts/N/weights`.
+    start from it. For a new run see `Session.claim_weights`.
     """
-    from loguru import logger
-
     from rollouts.training.steps import complete_steps, prune_steps
 
     root, step = session.weights_dir, session.first_step - 1
@@ -75,17 +72,8 @@ def claim_weights(session: Session, config: TrainConfig) -> None:
         prune_steps(root, [s for s in found if s <= step])
         if step:
             publish_version(session, config, step)
-    elif found and (config.data.fake is None or session.backend.model_dir.is_relative_to(root.resolve())):
-        raise ValueError(
-            f"{root} holds versions of another run (up to step_{found[-1]}): choose another --output-dir, "
-            "continue with --ckpt.resume-step -1, or remove it"
-        )
-    elif found:
-        attempts = config.output_dir / "attempts"
-        number = 1 + max((int(p.name) for p in attempts.glob("*") if p.name.isdigit()), default=0)
-        (attempts / str(number)).mkdir(parents=True)
-        root.rename(attempts / str(number) / root.name)
-        logger.info(f"Versions of an earlier run moved to {attempts / str(number) / root.name}")
+    else:
+        session.claim_weights(trying_out=config.data.fake is not None)
 
 
 def main() -> None:

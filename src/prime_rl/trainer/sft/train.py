@@ -27,6 +27,8 @@ def train(config: SFTConfig) -> int:
         tokenizer_dir=resolve_model_dir(config.tokenizer.name) if config.tokenizer.name else None,
         chat_template=tokenizer.chat_template if tokenizer and config.tokenizer.chat_template else None,
     )
+    if config.ckpt is None or config.ckpt.resume_step is None:
+        session.claim_weights(trying_out=config.data.type == "fake")
     backend, watch = session.backend, session.watch
     batches = build_sft_batches(config, backend.model.config.vocab_size, tokenizer)
     position = restore_position(session.progress)
