@@ -134,7 +134,9 @@ async def next_batch(parts: Orchestrator) -> list[Sample]:
         return (await parts.rollouts.generate_batch()).samples
     except RolloutStarvedError as error:
         last = parts.generator.last_error
-        raise RuntimeError(f"{error}" + (f"; last error of a rollout: {last}" if last else "")) from error
+        # What prompts and settings do to every rollout is for the user to change; an engine that fails is not.
+        kind = RuntimeError if "engine failed" in error.reasons else ValueError
+        raise kind(f"{error}" + (f"; last error of a rollout: {last}" if last else "")) from error
 
 
 @asynccontextmanager
