@@ -2,16 +2,33 @@
 # every path below is relative to this file.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup test test-unit test-integration demo lint format clean
+.PHONY: help setup test test-unit test-integration test-vllm demo lint format clean
 
 PY := .venv/bin/python
 STAMP := .venv/.installed
+VLLM_PY := .venv-vllm/bin/python
+VLLM_STAMP := .venv-vllm/.installed
 UNUSED := /site-packages/(transformers/models/[^_aq]|torch/testing/|.*/tests?/)
 
 # A copied or moved checkout would go on running the sources of the old place: install again.
 ifneq "$(shell cat $(STAMP) 2>/dev/null)" "$(CURDIR)"
 .PHONY: $(STAMP)
 endif
+
+# Sets $found to a Python that is new enough, or says what to do.
+define FIND_PYTHON
+found=; for python in "$(PYTHON)" python3 python3.13 python3.12 python3.11 python; do \
+    [ -n "$$python" ] && command -v "$$python" >/dev/null 2>&1 || continue; \
+    "$$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue; \
+    found=$$python; break; \
+  done; \
+  if [ -z "$$found" ]; then \
+    echo "error: found no Python of at least 3.11 that can make a virtual environment."; \
+    echo "  Install one (apt install python3 python3-venv, brew install python, uv python install),"; \
+    echo "  or say where it is: make $(MAKECMDGOALS) PYTHON=path/to/python3"; \
+    exit 1; \
+  fi >&2
+endef
 
 help:  ## list what can be made
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
@@ -20,17 +37,7 @@ setup: $(STAMP)  ## make .venv and install everything into it, with the versions
 
 $(STAMP): pyproject.toml constraints.txt
 	@rm -f $(STAMP)
-	@found=; for python in "$(PYTHON)" python3 python3.13 python3.12 python3.11 python; do \
-	  [ -n "$$python" ] && command -v "$$python" >/dev/null 2>&1 || continue; \
-	  "$$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue; \
-	  found=$$python; break; \
-	done; \
-	if [ -z "$$found" ]; then \
-	  echo "error: found no Python of at least 3.11 that can make a virtual environment."; \
-	  echo "  Install one (apt install python3 python3-venv, brew install python, uv python install),"; \
-	  echo "  or say where it is: make $(MAKECMDGOALS) PYTHON=path/to/python3"; \
-	  exit 1; \
-	fi >&2; \
+	@$(FIND_PYTHON); \
 	echo "==> .venv: a virtual environment of $$("$$found" --version)"; \
 	$(PY) -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || "$$found" -m venv --clear .venv
 	@echo "==> installing this package and what it needs, versions of constraints.txt (minutes when nothing is cached)"
@@ -51,6 +58,21 @@ test-unit: setup  ## tests of single rooms
 test-integration: setup  ## tests that start the real commands
 	@echo "==> integration tests: the real commands with a tiny model"
 	@$(PY) -m pytest tests/integration
+
+test-vllm: $(VLLM_STAMP)  ## make .venv-vllm with a real vLLM, then the tests against it (many minutes)
+	@echo "==> tests against a real vLLM: $$($(VLLM_PY) -c 'import vllm; print(vllm.__version__)' 2>/dev/null)"
+	@$(VLLM_PY) -m pytest tests/integration/test_vllm.py tests/integration/test_vllm_exports.py \
+	  tests/integration/test_vllm_backend.py
+
+$(VLLM_STAMP): dev/install_vllm.py pyproject.toml
+	@rm -f $(VLLM_STAMP)
+	@$(FIND_PYTHON); \
+	echo "==> .venv-vllm: a virtual environment of $$("$$found" --version)"; \
+	$(VLLM_PY) -c 'import pip' 2>/dev/null || "$$found" -m venv --clear .venv-vllm
+	@echo "==> installing vLLM and this package (minutes, gigabytes when nothing is cached)"
+	@$(VLLM_PY) dev/install_vllm.py > .venv-vllm/install.log 2>&1 \
+	  || { tail -n 15 .venv-vllm/install.log; echo "error: pip failed, all of it: .venv-vllm/install.log"; exit 1; } >&2
+	@touch $(VLLM_STAMP)
 
 demo: setup  ## setup, then SFT, asynchronous RL and evaluations of a tiny model on the CPU
 	@echo "==> demo"

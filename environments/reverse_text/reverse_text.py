@@ -41,7 +41,7 @@ def load_environment(
         train, held_out = _read_texts(dataset_name, dataset_split, num_eval_examples)
     parser = vf.XMLParser(["reversed_text"], answer_field="reversed_text")
     rubric = vf.Rubric(parser=parser)
-    rubric.add_reward_func(lcs_reward)
+    rubric.add_reward_func(lcs_reward_func)
     rubric.add_reward_func(exact_match, weight=0.0)
     return vf.SingleTurnEnv(
         dataset=_to_dataset(train, system_prompt),
@@ -52,7 +52,7 @@ def load_environment(
     )
 
 
-def lcs_reward(parser: vf.Parser, completion: list[dict[str, Any]], answer: str) -> float:
+def lcs_reward_func(parser: vf.Parser, completion: list[dict[str, Any]], answer: str) -> float:
     """Ratio of characters in matching blocks, 2 M / T (difflib): 1 for the exact reversal."""
     return SequenceMatcher(None, parser.parse_answer(completion) or "", answer, autojunk=False).ratio()
 

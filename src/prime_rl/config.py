@@ -13,12 +13,15 @@ from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_va
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.trainer.config import TrainConfig
-from prime_rl.utils.config import DebugModelConfig, LogConfig, WandbConfig
+from prime_rl.utils.config import DebugModelConfig, LogConfig, TransportConfig, WandbConfig
 from prime_rl.utils.pydantic_config import BaseConfig, note, note_source
+from rollouts.training.objectives import PRESETS
 
 GpuIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 MISSING = object()
 ANY_ADDRESS = ("0.0.0.0", "::")
+OVERLONG_SHARE = 5
+"""The penalty for overlong answers grows over this part of max_tokens: 4096 of 20480 in DAPO."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1", *ANY_ADDRESS)
 
 
@@ -50,6 +53,7 @@ SHARED_KEYS = (
     *_rows("", "max_steps max_async_level", "trainer orchestrator"),
     Shared("seq_len", ("trainer.model.seq_len", "orchestrator.seq_len")),
     *_rows("", "seed output_dir", "trainer orchestrator inference"),
+    *_rows("transport.", "type host port", "trainer orchestrator"),
     *_rows("ckpt.", "interval resume_step keep", "trainer orchestrator"),
     *_rows("wandb.", "enabled project entity offline group tags", "trainer orchestrator", must_agree=False),
     *_rows("log.", "level file", "trainer orchestrator inference", must_agree=False),
@@ -107,6 +111,8 @@ class RLConfig(BaseConfig):
     inference_gpu_ids: GpuIds | None = None
     """GPUs of the inference server; unset: the first GPU, or the CPU."""
 
+    transport: TransportConfig = TransportConfig()
+
     ckpt: SharedCkptConfig | None = None
 
     wandb: WandbConfig | None = None
@@ -131,6 +137,7 @@ class RLConfig(BaseConfig):
         _name_wandb_runs(values)
         _connect(values)
         _switch_off_fake_data(values)
+        _hand_over_advantage(values)
         return values.data
 
     @field_validator("trainer_gpu_ids", "inference_gpu_ids")
@@ -146,6 +153,12 @@ class RLConfig(BaseConfig):
             if self.inference_gpu_ids:
                 raise ValueError("inference_gpu_ids is set but inference is off: remove one of them")
             return self
+        lora = self.trainer.model.lora
+        if lora is not None and lora.modules_to_save and not lora.merge:
+            raise ValueError(
+                "trainer.model.lora.modules_to_save is trained whole, which engines do not serve in an adapter\n"
+                "  set trainer.model.lora.merge = true, so that whole models are published"
+            )
         length = self.inference.model.max_model_len
         if length is not None and length > self.seq_len:
             raise ValueError(
@@ -278,10 +291,42 @@ def _reaches(url: str, host: str, port: int) -> bool:
 
 
 def _switch_off_fake_data(values: _Values) -> None:
+    if values.get("trainer.bench") is True:
+        raise ValueError("trainer.bench times the trainer alone, on fake data: run `trainer --bench` instead of rl")
     if isinstance(values.get("trainer.data.fake"), dict):
         where = values.source("trainer.data.fake")
         values.set("trainer.data.fake", None, "rl")
         note(values.info, f"note: [trainer.data.fake] ({where}) is off: rl trains on the orchestrator's samples")
+
+
+def _hand_over_advantage(values: _Values) -> None:
+    """The advantage half of `trainer.loss.type` for the orchestrator, which keeps what it was told itself."""
+    name, max_tokens = values.get("trainer.loss.type"), values.get("orchestrator.sampling.max_tokens")
+    preset = PRESETS.get(name) if isinstance(name, str) else None
+    if preset is None or name == "custom":
+        return
+    choice, wanted = preset.advantage, dict[str, Any]()
+    if values.get("orchestrator.advantage.length_weighted_mean") is not True:
+        wanted = {"advantage.baseline": choice.baseline}
+    wanted["advantage.std"] = choice.std
+    if values.get("orchestrator.advantage") is None:
+        wanted = {"advantage": {}}
+    if choice.drop_equal:
+        wanted["buffer.filters"] = [{"name": "zero_variance"}]
+    if choice.overlong and isinstance(max_tokens, int):
+        wanted["length_penalty"] = {"type": "overlong", "coef": 1.0, "window": max(1, max_tokens // OVERLONG_SHARE)}
+    elif choice.overlong:
+        note(values.info, f"note: {name} without orchestrator.sampling.max_tokens has no penalty for overlong answers")
+    for key, value in wanted.items():
+        key = f"orchestrator.{key}"
+        if values.get(key) is MISSING:
+            values.set(key, value, f"trainer.loss.type {name}")
+        elif not _same(values.get(key), value):
+            note(values.info, f"note: {values.show(key)} stays, though trainer.loss.type {name} comes with {value!r}")
+    normaliser = values.get("trainer.loss.normaliser")
+    by_constant = (preset.normaliser if normaliser in (MISSING, None) else normaliser) == "constant"
+    if by_constant and values.get("trainer.loss.max_tokens") in (MISSING, None) and isinstance(max_tokens, int):
+        values.set("trainer.loss.max_tokens", max_tokens, "orchestrator.sampling.max_tokens")
 
 
 def _default(key: str) -> Any:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from prime_rl.config import RLConfig
 from prime_rl.eval.config import EvalConfig
-from prime_rl.utils.process import ChildFailed, Supervisor, check_port_free, find_free_port, num_cores
+from prime_rl.utils.process import ChildFailed, Supervisor, check_port_free, find_gpus, num_cores
 from prime_rl.utils.pydantic_config import BaseConfig, run_command, write_config
 from rollouts.training.steps import complete_steps, parse_step, prune_steps, remove_unfinished, step_path
 
@@ -34,12 +34,17 @@ class Placement:
 
 def rl(config: RLConfig) -> int:
     """Run until trainer and orchestrator are through; returns the exit code."""
+    from prime_rl.utils.vf import check_environments
+
     started = time.monotonic()
     out = config.output_dir
     placement = choose_placement(config)
     check_model(config)
+    check_environments([*config.orchestrator.env, *(config.orchestrator.eval.env if config.orchestrator.eval else ())])
     if config.inference is not None:
         check_port_free(config.inference.server.host, config.inference.server.port)
+    if config.transport.type == "zmq":
+        check_port_free(config.transport.host, config.transport.port, "transport.port")
     with claim_output_dir(out):
         prepare_output_dir(config)
         config_paths = write_configs(config)
@@ -59,24 +64,26 @@ def rl(config: RLConfig) -> int:
 
 def start_processes(run: Supervisor, config: RLConfig, paths: dict[str, Path], placement: Placement) -> None:
     """Start all at once: trainer and orchestrator load while the engine does, and wait for it themselves."""
-    num_compute = len(placement.trainer or (0,)) + (config.inference is not None)
+    num_ranks = count_trainer_ranks(config, placement)
+    num_compute = num_ranks + (config.inference is not None)
     if config.inference is not None:
         argv = [sys.executable, "-m", "prime_rl.inference.server", "@", str(paths["inference"])]
         run.start("inference", argv, env=compute_environment(placement.inference, num_compute))
     argv = [sys.executable, "-m", "prime_rl.orchestrator.orchestrator", "@", str(paths["orchestrator"])]
     run.start("orchestrator", argv, env={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
-    argv = build_trainer_argv(paths["trainer"], placement.trainer)
+    argv = build_trainer_argv(paths["trainer"], num_ranks)
     run.start("trainer", argv, env=compute_environment(placement.trainer, num_compute))
 
 
-def build_trainer_argv(config_path: Path, gpu_ids: Sequence[int] | None) -> list[str]:
-    """One plain process, or one rank per GPU under torchrun."""
-    module = ["prime_rl.trainer.rl.train", "@", str(config_path)]
-    if gpu_ids is None or len(gpu_ids) == 1:
-        return [sys.executable, "-m", *module]
-    address = f"localhost:{find_free_port()}"
-    launch = ["-m", "torch.distributed.run", f"--nproc-per-node={len(gpu_ids)}", "--rdzv-backend=c10d"]
-    return [sys.executable, *launch, f"--rdzv-endpoint={address}", "-m", *module]
+def build_trainer_argv(config_path: Path, num_ranks: int) -> list[str]:
+    """The trainer, which starts its ranks itself."""
+    argv = [sys.executable, "-m", "prime_rl.trainer.rl.train", "@", str(config_path)]
+    return argv if num_ranks == 1 else [*argv, "--parallel.dp", str(num_ranks)]
+
+
+def count_trainer_ranks(config: RLConfig, placement: Placement) -> int:
+    """One rank per GPU of the trainer; on the CPU as many as `trainer.parallel.dp` says."""
+    return len(placement.trainer) if placement.trainer is not None else config.trainer.parallel.dp or 1
 
 
 def compute_environment(gpu_ids: Sequence[int] | None, num_compute: int) -> dict[str, str]:
@@ -94,24 +101,29 @@ def choose_placement(config: RLConfig) -> Placement:
     if given and not visible:
         key = "trainer_gpu_ids" if config.trainer_gpu_ids else "inference_gpu_ids"
         raise ValueError(f"{key} is set but this machine shows no NVIDIA GPU: leave it out to run on the CPU")
-    if config.inference_gpu_ids and len(config.inference_gpu_ids) > 1:
+    parallel = config.inference.parallel if config.inference is not None else None
+    wanted = parallel.tp * parallel.dp if parallel is not None else 1
+    if config.inference_gpu_ids and len(config.inference_gpu_ids) != wanted:
         raise ValueError(
-            f"inference_gpu_ids = {config.inference_gpu_ids}: the embedded engine uses one GPU, give one id"
+            f"inference_gpu_ids = {config.inference_gpu_ids}: an engine with parallel.tp * parallel.dp = {wanted} uses "
+            f"{'one GPU, give one id' if wanted == 1 else f'{wanted} GPUs, give as many ids'}"
         )
     if not visible:
         return Placement(None, None)
-    serving = tuple(config.inference_gpu_ids or (visible[0],)) if config.inference is not None else ()
+    serving = tuple(config.inference_gpu_ids or visible[:wanted]) if config.inference is not None else ()
     free = [gpu for gpu in visible if gpu not in serving] or visible
-    return Placement(tuple(config.trainer_gpu_ids or free[:1]), serving or None)
-
-
-def find_gpus() -> list[int]:
-    """Ids of the NVIDIA GPUs that processes may use, without asking any driver library."""
-    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
-    present = sorted(int(p.name[6:]) for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit())
-    if wanted is None:
-        return present
-    return [int(gpu) for gpu in wanted.split(",") if gpu.strip().isdigit() and int(gpu) in present]
+    dp = config.trainer.parallel.dp
+    if config.trainer_gpu_ids and dp not in (None, len(config.trainer_gpu_ids)):
+        raise ValueError(
+            f"trainer_gpu_ids = {config.trainer_gpu_ids} but trainer.parallel.dp = {dp}: "
+            "leave out dp, each GPU is a rank"
+        )
+    training = config.trainer_gpu_ids or free[: dp or 1]
+    if dp is not None and len(training) < dp:
+        raise ValueError(
+            f"trainer.parallel.dp = {dp} but inference leaves {len(free)} of {len(visible)} GPUs: lower it"
+        )
+    return Placement(tuple(training), serving or None)
 
 
 def describe(placement: Placement) -> str:
@@ -167,7 +179,7 @@ def prepare_output_dir(config: RLConfig) -> None:
 def drop_later_batches(out: Path, resume_step: int) -> None:
     """Batches after the checkpoint are of the interrupted attempt: gone before a trainer can take one for new.
 
-    A checkpoint that does not exist is for the processes to refuse; nothing is removed then.
+    Raises `ValueError` for a checkpoint that does not exist; nothing is removed then.
     """
     commits = complete_steps(out / "checkpoints", CKPT_PARTS)
     if resume_step == -1:
@@ -175,8 +187,12 @@ def drop_later_batches(out: Path, resume_step: int) -> None:
         where = f"goes on from step {resume_step}" if commits else "no checkpoint yet, starts from the beginning"
         sys.stdout.write(f"note: ckpt.resume_step = -1 in {out}: {where}\n")
     elif resume_step not in commits:
-        return
-    prune_steps(out / "rollouts", [step for step in complete_steps(out / "rollouts") if step <= resume_step])
+        listed = ", ".join(map(str, commits)) or "none"
+        raise ValueError(
+            f"ckpt.resume_step = {resume_step}: {out / 'checkpoints'} has no complete checkpoint of that step "
+            f"(complete: {listed})\n  name one of them, or -1 for the latest"
+        )
+    prune_steps(out / "rollouts", lambda step: step <= resume_step)
 
 
 def find_steps(root: Path) -> list[int]:

@@ -19,3 +19,14 @@ def early_letters(completion: list[dict[str, Any]]) -> float:
     """Share of characters a to h."""
     text = completion[-1]["content"]
     return sum(letter in "abcdefgh" for letter in text) / max(len(text), 1)
+
+
+def load_loud(num_examples: int = 32) -> dict[str, Any]:
+    """The opposite in plain Python, and a hundred times as loud: each letter i to z earns 100 / length."""
+    rows = [{"prompt": f"loud {number:b}"} for number in range(num_examples)]
+    return {"dataset": rows, "rewards": late_letters}
+
+
+def late_letters(completion: str) -> float:
+    """100 times the share of characters i to z."""
+    return 100.0 * sum("i" <= letter <= "z" for letter in completion) / max(len(completion), 1)

@@ -122,13 +122,15 @@ def runner(logs: Path) -> Iterator[Runner]:
             command.process.wait(30)
 
 
-def until(condition: Callable[[], Any], what: str, command: Command | None = None) -> Any:
+def until(
+    condition: Callable[[], Any], what: str, command: Command | None = None, deadline_s: float = DEADLINE_S
+) -> Any:
     """The first truthy value of `condition`; fails with `what` after the deadline, or when `command` ends first."""
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + deadline_s
     while not (value := condition()):
         if command is not None and command.process.poll() is not None:
             raise AssertionError(f"{command.name} ended before {what}:\n{command.out}\n{command.err}")
-        assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for {what}"
+        assert time.monotonic() < deadline, f"waited {deadline_s} s for {what}"
         time.sleep(0.05)
     return value
 

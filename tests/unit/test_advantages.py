@@ -10,7 +10,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rollouts.training import filters
-from rollouts.training.advantages import compute_advantages, compute_group_advantages
+from rollouts.training.advantages import (
+    compute_advantages,
+    compute_batch_advantages,
+    compute_group_advantages,
+    compute_overlong_penalty,
+)
 from rollouts.training.types import Sample, Status
 
 rewards_lists = st.lists(st.floats(-10, 10), min_size=1, max_size=9)
@@ -32,9 +37,29 @@ def test_closed_forms() -> None:
     assert leave_one_out == pytest.approx([r - o for r, o in zip(rewards, others, strict=True)])
     weighted = compute_group_advantages(rewards, baseline="length_weighted", lengths=lengths)
     assert weighted == pytest.approx([r - 13 / 10 for r in rewards])
-    std = statistics.pstdev(rewards)
+    std = statistics.stdev(rewards)
     assert compute_group_advantages(rewards, std=True) == pytest.approx([0.0, -1 / std, -1 / std, 2 / std])
     assert compute_group_advantages(rewards, baseline="none") == rewards
+
+
+def test_deviation_of_the_batch() -> None:
+    groups = [[1.0, 0.0], [0.5, 0.5], [3.0, 1.0]]
+    whole = statistics.stdev([1.0, 0.0, 0.5, 0.5, 3.0, 1.0])
+    expected = [[0.5 / whole, -0.5 / whole], [0.0, 0.0], [1 / whole, -1 / whole]]
+    for found, row in zip(compute_batch_advantages(groups, std="batch"), expected, strict=True):
+        assert found == pytest.approx(row)
+    assert compute_batch_advantages(groups) == [compute_group_advantages(group) for group in groups]
+    by_group = compute_batch_advantages(groups, std="group", lengths=[[1, 1]] * 3)
+    assert by_group == [compute_group_advantages(group, std=True) for group in groups]
+    with pytest.raises(ValueError, match="'world' is not one of none, group, batch"):
+        compute_batch_advantages(groups, std="world")  # type: ignore[arg-type]
+
+
+def test_overlong_answers_lose_reward_over_the_last_tokens() -> None:
+    penalties = [compute_overlong_penalty(length, 20, 5) for length in (0, 15, 16, 18, 20, 25)]
+    assert penalties == pytest.approx([0, 0, 0.2, 0.6, 1, 1])
+    with pytest.raises(ValueError, match="window 0"):
+        compute_overlong_penalty(3, 20, 0)
 
 
 @given(rewards_lists)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -148,12 +149,67 @@ def test_foreign_checkpoints_are_refused(tmp_path: Path) -> None:
     sgd = build_backend(rl_config(tmp_path, optim={"type": "sgd", "lr": 1e-2}))
     with pytest.raises(ValueError, match=r"optim\.type"):
         load_checkpoint(tmp_path, 1, sgd.parameters, sgd.stepper)
+    skip = CkptConfig(resume_step=1, skip_optimizer=True)
+    load_checkpoint(tmp_path, 1, sgd.parameters, sgd.stepper, config=skip)
+    assert not sgd.stepper.optimizer.state and sgd.stepper.num_steps == 1
     with pytest.raises(ValueError, match="not a complete checkpoint"):
         load_checkpoint(tmp_path, 2, backend.parameters, backend.stepper)
     state = tmp_path / "step_1" / "trainer" / "state.json"
-    state.write_text(state.read_text().replace('"schema": 1', '"schema": 2'))
-    with pytest.raises(ValueError, match="schema 2"):
+    state.write_text(state.read_text().replace('"schema": 2', '"schema": 3'))
+    with pytest.raises(ValueError, match="schema 3"):
         load_checkpoint(tmp_path, 1, backend.parameters, backend.stepper)
+
+
+def test_checkpoints_of_schema_1_still_load(tmp_path: Path) -> None:
+    """Those had no number of ranks, and the random state of every GPU by its number."""
+    one, two = build_backend(rl_config(tmp_path)), build_backend(rl_config(tmp_path))
+    for parameter in one.parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    one.stepper.step()
+    save_checkpoint(tmp_path, 1, one.parameters, one.stepper, {"total_tokens": 3})
+    part = tmp_path / "step_1" / "trainer"
+    names = {"model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json", "STABLE"}
+    assert {path.name for path in part.iterdir()} == names
+    state = json.loads((part / "state.json").read_text())
+    del state["num_ranks"], state["stepper"]["schedule_start"]
+    (part / "state.json").write_text(json.dumps({**state, "schema": 1}))
+    assert load_checkpoint(tmp_path, 1, two.parameters, two.stepper) == {"total_tokens": 3}
+    for name, parameter in one.parameters.items():
+        assert torch.equal(parameter, two.parameters[name])
+
+
+def test_parts_of_a_checkpoint_can_be_left_out(tmp_path: Path) -> None:
+    first = {"ckpt": {"interval": 3}, "max_steps": 3, "scheduler": {"type": "constant"}}
+    train_sft(sft_config(tmp_path, **first))
+
+    def rows(name: str, start: int = 4, **skips: bool) -> list[dict[str, Any]]:
+        """What a run logged that was copied from the first and resumed."""
+        out = tmp_path.parent / f"{tmp_path.name}-{name}"
+        shutil.copytree(tmp_path, out)
+        (out / "metrics.jsonl").unlink()
+        train_sft(sft_config(out, ckpt={"resume_step": 3, **skips}))
+        found = [row for row in load_jsonl(out / "metrics.jsonl") if "loss/mean" in row]
+        assert [row["step"] for row in found] == list(range(start, 7))
+        return found
+
+    straight = rows("straight")
+    assert straight[0]["optim/lr"] < 1e-2, "the fourth of six steps of a cosine"
+    anew = rows("scheduler", skip_scheduler=True)
+    assert anew[0]["optim/lr"] == 1e-2, "a warm-up of one step begins again"
+    assert anew[-1]["optim/lr"] == pytest.approx(straight[-1]["optim/lr"]) == 0, "and the end is that of the run"
+    assert rows("optimizer", skip_optimizer=True)[0]["loss/mean"] == straight[0]["loss/mean"]
+    first_batch = next(row for row in load_jsonl(tmp_path / "metrics.jsonl") if "loss/mean" in row)
+    again = rows("dataloader", skip_dataloader=True)[0]
+    assert again["batch/tokens"] == first_batch["batch/tokens"] and again["loss/mean"] < first_batch["loss/mean"]
+    stage = rows("progress", start=1, skip_progress=True)[0]
+    assert stage["progress/total_tokens"] == stage["batch/tokens"] < straight[0]["progress/total_tokens"]
+
+
+def test_skips_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ValueError, match="set resume_step"):
+        CkptConfig(skip_optimizer=True)
+    with pytest.raises(ValueError, match=r"ckpt\.skip_progress is for sft.*weights/step_N"):
+        rl_config(Path("out"), ckpt={"resume_step": 1, "skip_progress": True})
 
 
 def test_only_complete_checkpoints_count(tmp_path: Path) -> None:

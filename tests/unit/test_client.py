@@ -15,9 +15,10 @@ import pytest
 from fake_engine import FakeEngine, free_port, serve
 from openai.types.chat import ChatCompletion
 
+from prime_rl.utils import http
 from prime_rl.utils.client import InferenceClient, build_clients
 from prime_rl.utils.config import ClientConfig
-from prime_rl.utils.http import HttpPool, needs_proxy
+from prime_rl.utils.http import HttpPool, ensure_open_files, needs_proxy
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -234,3 +235,23 @@ def test_proxies_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://proxy:3128")
     monkeypatch.setenv("no_proxy", "localhost,127.0.0.1")
     assert needs_proxy("http://far.example/v1") and not needs_proxy("http://127.0.0.1:8000/v1")
+
+
+@pytest.mark.parametrize(
+    ("limits", "asked", "advice"),
+    [
+        ((1024, 4096), None, None),
+        ((256, 4096), (628, 4096), None),
+        ((256, http.resource.RLIM_INFINITY), (628, http.resource.RLIM_INFINITY), None),
+        ((256, 400), (400, 400), "run `ulimit -n 628` first, or set max_concurrent = 272"),
+    ],
+)
+def test_open_files_are_asked_for_and_missing_ones_told(
+    limits: tuple[int, int], asked: tuple[int, int] | None, advice: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_to: list[tuple[int, int]] = []
+    monkeypatch.setattr(http.resource, "getrlimit", lambda kind: limits)
+    monkeypatch.setattr(http.resource, "setrlimit", lambda kind, wanted: set_to.append(wanted))
+    said = ensure_open_files(500)
+    assert set_to == ([asked] if asked else [])
+    assert (said is None) if advice is None else (said is not None and advice in said)

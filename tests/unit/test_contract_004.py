@@ -45,10 +45,12 @@ NAMES = {
     "rollouts.training.rl_losses": "grpo_loss ppo_loss",
     "rollouts.training.weight_sync": """SGLangEngine VLLMEngine sync_weights_to_engines InferenceEngine
         update_sglang_weights_from_disk update_vllm_weights_from_disk""",
-    "rollouts.training.datasets": """DataBuffer load_sft_dataset load_rl_prompts load_prompts_from_jsonl
-        load_prompts_from_list create_buffer_from_jsonl""",
+    "rollouts.training.datasets": """DataBuffer load_sft_dataset load_rl_prompts load_dataset_with_answers
+        load_prompts_from_jsonl load_prompts_from_list create_buffer_from_jsonl tokenize_conversation compute_loss_mask
+        prepare_sft_sample export_samples_to_jsonl export_samples_to_huggingface_format load_samples_from_jsonl""",
     "rollouts.training.datasets.data_buffer": "DataBuffer",
-    "rollouts.training.datasets.sft": "load_sft_dataset",
+    "rollouts.training.datasets.sft": """load_sft_dataset tokenize_conversation compute_loss_mask prepare_sft_sample
+        export_samples_to_jsonl export_samples_to_huggingface_format load_samples_from_jsonl""",
     "rollouts.training.metrics": """JSONLLogger MetricsLogger WandbLogger CompositeLogger compute_stats_from_jsonl""",
     "rollouts.training.filters": """check_reward_nonzero_std check_min_reward check_response_diversity
         check_reasonable_length check_any_success check_quality_and_diversity make_threshold_filter
@@ -73,6 +75,12 @@ SIGNATURES = {
         max_length=2048""",
     "datasets.load_prompts_from_jsonl": "path prompt_key='prompt' limit=None",
     "datasets.create_buffer_from_jsonl": "path prompt_key='prompt' limit=None seed=42",
+    "datasets.sft.tokenize_conversation": "messages tokenizer max_length=2048",
+    "datasets.sft.compute_loss_mask": "tokens user_message_spans",
+    "datasets.sft.prepare_sft_sample": "prompt response tokenizer max_length=2048",
+    "datasets.sft.export_samples_to_jsonl": "samples path include_tokens=False",
+    "datasets.sft.export_samples_to_huggingface_format": "samples path",
+    "datasets.sft.load_samples_from_jsonl": "path limit=None",
     "rl_losses.grpo_loss": "logits labels loss_mask advantages",
     "rl_losses.ppo_loss": "logits labels loss_mask advantages old_log_probs clip_range=0.2",
     "filters.check_min_reward": "samples threshold=0.5",
@@ -488,6 +496,48 @@ def test_sft_dataset_loading(tmp_path: Path) -> None:
     assert len(samples) == 10
     learnt = [token for token, mask in zip(samples[3].tokens, samples[3].loss_mask, strict=True) if mask]
     assert tokenizer.decode(learnt) == "4<|im_end|>"
+
+
+def test_one_conversation_becomes_a_sample(tmp_path: Path) -> None:
+    from rollouts.training.datasets.sft import (
+        compute_loss_mask,
+        export_samples_to_huggingface_format,
+        export_samples_to_jsonl,
+        load_samples_from_jsonl,
+        load_sft_dataset,
+        prepare_sft_sample,
+        tokenize_conversation,
+    )
+
+    tokenizer = load_tokenizer("tiny-qwen3")
+    turns = [("user", "ab"), ("assistant", "cd"), ("user", "e"), ("assistant", "f")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    tokens, spans = tokenize_conversation(messages, tokenizer)
+    mask = compute_loss_mask(tokens, spans)
+
+    def learnt(mask: list[float]) -> str:
+        return str(tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m]))
+
+    assert learnt(mask) == "cd<|im_end|>f<|im_end|>" and len(spans) == 2
+    sample = prepare_sft_sample(messages[:3], "f", tokenizer)
+    assert sample.tokens == tokens and learnt(sample.loss_mask) == "f<|im_end|>"
+    assert (sample.prompt, sample.response) == (messages[:3], "f")
+    assert compute_loss_mask([7] * 8, [(0, 3), (6, 8)]) == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0]
+    one, file = prepare_sft_sample("ab", "cd", tokenizer), tmp_path / "samples.jsonl"
+    assert export_samples_to_jsonl([sample, one], file, include_tokens=True) == 2
+    assert load_samples_from_jsonl(file) == [sample, one] and load_samples_from_jsonl(file, limit=1) == [sample]
+    assert export_samples_to_huggingface_format([sample, one], file) == 2
+    assert [s.tokens for s in load_sft_dataset(str(file), tokenizer=tokenizer)] == [sample.tokens, one.tokens]
+    for call, sentence in [
+        (lambda: tokenize_conversation(messages, tokenizer, max_length=5), "max_length is 5"),
+        (lambda: tokenize_conversation(messages[:1], tokenizer), "no assistant message"),
+        (lambda: compute_loss_mask([1, 2], [(1, 3)]), r"span \(1, 3\)"),
+        (lambda: compute_loss_mask([], []), "no tokens"),
+        (lambda: prepare_sft_sample("", "cd", tokenizer), "prompt is empty"),
+        (lambda: prepare_sft_sample("ab", "", tokenizer), "response is empty"),
+    ]:
+        with pytest.raises(ValueError, match=sentence):
+            call()
 
 
 def test_sft_to_rl_by_the_latest_checkpoint(model_dir: Path, tmp_path: Path) -> None:

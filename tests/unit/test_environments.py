@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 from prime_rl.utils.client import InferenceClient
 from prime_rl.utils.config import SamplingConfig
 from prime_rl.utils.vf import build_sampling_args
-from rollouts.training import environments as room
 from rollouts.training.agent_integration import Rollout, Turn, rollout_to_samples
-from rollouts.training.environments import Environment, load_environment
+from rollouts.training.environments import Environment, finding, load_environment
 from rollouts.training.types import Status
 
 SMALL = {"num_train_examples": 20, "num_eval_examples": 10, "min_length": 4, "max_length": 8}
@@ -67,7 +66,7 @@ def run_group(env: Environment, engine: FakeEngine, n: int, retries: int = 0, **
 def test_a_group_against_a_server(reverse_text: Environment, engine: FakeEngine) -> None:
     rollouts = run_group(reverse_text, engine, 3, temperature=0.7, max_tokens=60, stop=["\n"], min_p=0.1)
     assert [r.reward for r in rollouts] == [1.0] * 3
-    assert rollouts[0].metrics["exact_match"] == 1.0 and rollouts[0].metrics["lcs_reward"] == 1.0
+    assert rollouts[0].metrics["exact_match"] == 1.0 and rollouts[0].metrics["lcs_reward_func"] == 1.0
     assert (rollouts[0].status, rollouts[0].temperature, rollouts[0].num_turns) == (Status.COMPLETED, 0.7, 1)
     assert sorted(body["seed"] for body in engine.requests) == [100, 101, 102]
     body = engine.requests[0]
@@ -168,10 +167,12 @@ def test_ids_are_looked_up_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert load_environment("some-env", search_dirs=[]).rows()  # as an installed module
     with pytest.raises(ValueError) as error:
         load_environment("no-such-env", search_dirs=[tmp_path / "a", tmp_path / "b"])
-    tried = [str(tmp_path / d / "no_such_env") for d in "ab"]
     assert str(error.value) == (
-        f"environment 'no-such-env' was not found; tried {tried[0]}, {tried[1]}, an installed module no_such_env"
+        f"environment 'no-such-env' was not found: {tmp_path / 'a'} and {tmp_path / 'b'} hold some-env, and no module "
+        "no_such_env is installed; correct env.id, install its package, or set env.install = true"
     )
+    with pytest.raises(ValueError, match=re.escape("(did you mean 'some-env'?)")):
+        load_environment("sume-env", search_dirs=[tmp_path / "b"])
 
 
 @pytest.mark.parametrize(
@@ -180,7 +181,7 @@ def test_ids_are_looked_up_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("def load_environment(a=1): ...", {"b": 2}, "takes no argument 'b'; it takes a"),
         ("x = 1", {}, "has no function load_environment"),
         ("def load_environment(): raise OSError('no data')", {}, "did not load: OSError: no data"),
-        ("import not_installed_anywhere", {}, "did not import: ModuleNotFoundError"),
+        ("import not_installed_anywhere\ndef load_environment(): ...", {}, "did not import: ModuleNotFoundError"),
     ],
 )
 def test_environments_that_do_not_load(tmp_path: Path, code: str, env_args: dict[str, Any], message: str) -> None:
@@ -192,17 +193,19 @@ def test_environments_that_do_not_load(tmp_path: Path, code: str, env_args: dict
 
 def test_a_name_that_is_no_name() -> None:
     with pytest.raises(ValueError, match="is not a name"):
+        load_environment("what is this")
+    with pytest.raises(ValueError, match=r"is not a Python file, or a folder with passwd\.py"):
         load_environment("../../etc/passwd")
 
 
 @pytest.mark.parametrize("version", ["0.1.8.post2", "0.1.9", "0.1.9.post2", "0.1.11", "0.1.11.dev3", "0.4.0", "junk"])
 def test_other_versions_of_verifiers_are_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room.importlib.metadata, "version", lambda name: version)
+    monkeypatch.setattr(finding.importlib.metadata, "version", lambda name: version)
     with pytest.raises(ValueError, match=re.escape(f"verifiers {version} has another interface: pip install")):
         load_environment("reverse-text")
     for good in ("0.1.9.post3", "0.1.10", "0.1.10.post1"):
-        monkeypatch.setattr(room.importlib.metadata, "version", lambda name, good=good: good)
-        room.check_verifiers()
+        monkeypatch.setattr(finding.importlib.metadata, "version", lambda name, good=good: good)
+        finding.check_verifiers()
 
 
 def test_signal_handlers_survive() -> None:

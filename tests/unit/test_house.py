@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 # floor -> (its rooms, the floors it may import). A room is a module or package; rooms of a floor do not see each other.
 FLOORS: dict[int, tuple[str, set[int]]] = {
-    0: ("rollouts.training.types rollouts.training.steps rollouts.agents", set()),
+    0: ("rollouts.training.types rollouts.training.steps rollouts.training.objectives rollouts.agents", set()),
     1: (
         "rollouts.training.advantages rollouts.training.rl_losses rollouts.training.batching rollouts.training.filters "
         "rollouts.training.metrics rollouts.training.datasets rollouts.training.agent_integration",
@@ -61,6 +61,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "wandb": ("prime_rl.utils.monitor", "prime_rl.monitor", "nanochat.prime_rl_wandb"),
     "transformers": (
         "prime_rl.trainer.model",
+        "prime_rl.trainer.hf_model",
         "prime_rl.trainer.ckpt",
         "rollouts.training.backends.pytorch_factory",
         "prime_rl.utils.tokenizer",

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from rollouts.training.objectives import PRESETS, Objective
 from rollouts.training.rl_losses import (
-    PRESETS,
     LossInputs,
-    LossSpec,
     TokenStats,
     compute_head_logprobs,
     compute_logprobs,
@@ -37,7 +39,7 @@ def make_inputs(trainer: list[float], inference: list[float], advantages: list[f
     )
 
 
-def gradient(inputs: LossInputs, spec: LossSpec) -> list[float]:
+def gradient(inputs: LossInputs, spec: Objective) -> list[float]:
     output = policy_loss(inputs, spec)
     return torch.autograd.grad(output.loss_sum, inputs.trainer_logprobs)[0].tolist()
 
@@ -179,6 +181,69 @@ def test_logprobs_follow_the_sampler_operation_by_operation() -> None:
     assert torch.allclose(entropy, expected, atol=1e-5)
 
 
+class Largest(TorchDispatchMode):
+    """The most numbers that any tensor made under it holds."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self.numbers = max(self.numbers, tensor.numel())
+        return result
+
+
+def test_the_head_never_holds_all_logits_in_forward_or_backward() -> None:
+    tokens, width, vocab, per_chunk = 512, 16, 96, 96 * 32
+    hidden, weight = torch.randn(tokens, width, requires_grad=True), torch.randn(vocab, width, requires_grad=True)
+    labels, temperature = torch.randint(vocab, (tokens,)), torch.rand(tokens) + 0.5
+    saved: list[int] = []
+    with (
+        Largest() as largest,
+        torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x.numel()), x)[1], lambda x: x),
+    ):
+        logprobs, entropy = compute_head_logprobs(hidden, weight, labels, temperature, per_chunk)
+        (logprobs.sum() + entropy.sum()).backward()
+    assert largest.numbers <= max(tokens * width, per_chunk) < tokens * vocab / 4
+    assert sum(saved) <= tokens * width + vocab * width + 3 * tokens, "what waits for the backward is linear in tokens"
+    assert hidden.grad is not None and weight.grad is not None
+    with Largest() as plain:
+        compute_logprobs(hidden @ weight.T, labels, temperature)
+    assert plain.numbers == tokens * vocab, "the probe sees a table of all logits where there is one"
+
+
+@pytest.mark.parametrize("per_chunk", [1 << 20, 5 * 7])
+def test_the_head_passes_gradcheck_through_log_probs_and_entropies(per_chunk: int) -> None:
+    hidden, weight = torch.randn(20, 3, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
+    labels, temperature = torch.randint(5, (20,)), torch.rand(20, dtype=torch.float64) + 0.5
+
+    def head(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return compute_head_logprobs(hidden, weight, labels, temperature, per_chunk)
+
+    assert torch.autograd.gradcheck(head, (hidden.requires_grad_(), weight.requires_grad_()))
+    only = torch.autograd.grad(head(hidden, weight)[0].sum(), weight)[0]
+    plain = compute_logprobs(hidden @ weight.T, labels, temperature)[0]
+    assert torch.allclose(only, torch.autograd.grad(plain.sum(), weight)[0], atol=1e-12)
+
+
+def test_the_head_of_a_narrow_model_sums_its_gradient_in_fp32() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(256, 8), torch.randn(64, 8)
+    labels, ones = torch.randint(64, (256,)), torch.ones(256)
+    exact = torch.autograd.grad(compute_head_logprobs(hidden, weight.requires_grad_(), labels, ones)[0].sum(), weight)[
+        0
+    ]
+    errors = []
+    for per_chunk in (1 << 24, 64 * 4):
+        narrow = weight.detach().bfloat16().requires_grad_()
+        logprobs, _ = compute_head_logprobs(hidden.bfloat16(), narrow, labels, ones, per_chunk)
+        [grad] = torch.autograd.grad(logprobs.sum(), narrow)
+        assert grad.dtype == torch.bfloat16 and logprobs.dtype == torch.float32
+        errors.append((grad.float() - exact).norm() / exact.norm())
+    assert errors[1] < 1.4 * errors[0] < 0.1, errors  # summed in bfloat16 it is about twice as far off
+
+
 @pytest.mark.parametrize("tokens", [4, 37, 64])
 def test_chunked_logprobs_have_the_bits_and_the_gradient_of_whole_ones(tokens: int) -> None:
     torch.manual_seed(tokens)
@@ -205,6 +270,40 @@ def test_stats_do_not_depend_on_how_tokens_are_split(values: list[float], cut: i
     assert summary["x/mean"] == pytest.approx(stream.mean().item(), abs=1e-9)
     assert summary["x/std"] == pytest.approx(stream.std(correction=0).item(), abs=1e-4)
     assert (summary["x/min"], summary["x/max"]) == (min(values), max(values))
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.lists(st.floats(-1e3, 1e3, width=32), max_size=40), min_size=1, max_size=4), st.sampled_from([5, 99])
+)
+def test_stats_of_several_ranks_are_those_of_all_values(ranks: list[list[float]], most: int) -> None:
+    merged = TokenStats()
+    for values in ranks:
+        part = TokenStats.measure({"x": torch.tensor(values)})
+        part.ratios["y"] = torch.tensor([sum(values), len(values)], dtype=torch.float64)
+        merged.merge(TokenStats.decode(part.encode(most)))
+    everything = sorted(value for values in ranks for value in values)
+    summary = merged.summary()
+    if not everything:
+        assert summary == {}
+        return
+    assert summary["x/mean"] == pytest.approx(statistics.fmean(everything), abs=1e-6)
+    assert summary["y"] == pytest.approx(statistics.fmean(everything), abs=1e-6)
+    assert summary["x/std"] == pytest.approx(statistics.pstdev(everything), abs=1e-3)
+    assert (summary["x/min"], summary["x/max"]) == (everything[0], everything[-1])
+    if most == 99:
+        assert summary["x/median"] == pytest.approx(statistics.median(everything), abs=1e-6)
+    else:
+        assert everything[0] <= summary["x/median"] <= everything[-1]
+
+
+def test_the_median_of_many_ranks_is_that_of_a_weighted_sample() -> None:
+    merged = TokenStats.measure({"x": torch.full((5,), 100.0)})
+    merged.merge(TokenStats.decode(TokenStats.measure({"x": torch.arange(10.0)}).encode(most=5)))
+    summary = merged.summary()
+    # 0 2 4 6 8 stand for two each, 100 five times for itself: half of 15 is reached at 6; of all values it is 7
+    assert (summary["x/median"], summary["x/max"]) == (6.0, 100.0)
+    assert summary["x/mean"] == pytest.approx((45 + 500) / 15)
 
 
 def test_stats_of_nothing_are_silent() -> None:

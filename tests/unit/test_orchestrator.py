@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import statistics
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,11 +15,12 @@ import pytest
 from fake_engine import FakeEngine, free_port, serve
 from loguru import logger
 
+from prime_rl.orchestrator.buffer import PromptBuffer
 from prime_rl.orchestrator.checkpoint import CheckpointStore
-from prime_rl.orchestrator.config import AdvantageConfig, CkptConfig, OrchestratorConfig
+from prime_rl.orchestrator.config import AdvantageConfig, BufferConfig, CkptConfig, OrchestratorConfig
+from prime_rl.orchestrator.filters import build_judge
 from prime_rl.orchestrator.metrics import assign_advantages, compute_batch_metrics, drop_overlong
 from prime_rl.orchestrator.orchestrator import run_orchestrator
-from prime_rl.orchestrator.rollout_manager import check_not_solved_or_hopeless, mix_prompts
 from prime_rl.orchestrator.weight_relay import WeightRelay
 from prime_rl.transport.batches import FilesystemBatchReceiver, FilesystemBatchSender
 from prime_rl.transport.watch import wait_for, wait_for_blocking
@@ -345,14 +347,15 @@ def test_two_environments_with_rewards_of_different_scale(
         def rows(self, split: str = "train") -> list[dict[str, Any]]:
             return [{**row, "task": "louder"} for row in environments["reverse-text"].rows()[:4]]
 
-        async def run_group(self, *args: Any) -> list[Any]:
-            rollouts = await environments["reverse-text"].run_group(*args)
+        async def run_group(self, *args: Any, **kwargs: Any) -> list[Any]:
+            rollouts = await environments["reverse-text"].run_group(*args, **kwargs)
             for rollout in rollouts:
                 rollout.reward *= 100
             return rollouts
 
     both = {**environments, "loud": Louder()}
-    mixed = [prompt["env"] for prompt in mix_prompts(both)]
+    buffer = PromptBuffer(both, BufferConfig(), seed=0)
+    mixed = [buffer.draw()[1]["env"] for _ in range(16)]
     assert mixed.count("loud") == 4 and all(mixed[i : i + 4].count("loud") == 1 for i in range(0, 16, 4))
     with trainer(tmp_path, 2) as batches:
         run(make_config(engine, tmp_path, batch_size=16, max_steps=2), both)
@@ -509,8 +512,12 @@ def test_advantages_are_per_rollout_within_a_group_and_only_on_trained_tokens() 
     assert [s.advantages[-1] for s in samples[3:]] == [3.0, -3.0]
     assign_advantages(samples, AdvantageConfig(length_weighted_mean=True))
     assert samples[0].advantages[-1] == pytest.approx(1 - 6 / 8)
-    assign_advantages(samples, AdvantageConfig(std_norm=True))
-    assert [s.advantages[-1] for s in samples[3:]] == [1.0, -1.0]
+    assign_advantages(samples, AdvantageConfig(std="group"))
+    assert [s.advantages[-1] for s in samples[3:]] == pytest.approx([0.5**0.5, -(0.5**0.5)])
+    assign_advantages(samples, AdvantageConfig(std="batch"))
+    assert [s.advantages[-1] for s in samples[2:]] == pytest.approx(
+        [a / statistics.stdev([1, 0, 9, 3]) for a in (-0.5, 3, -3)]
+    )
     assign_advantages(samples, None)
     assert [s.advantages[-1] for s in samples] == [1, 1, 0, 9, 3]
 
@@ -529,10 +536,11 @@ def test_batch_metrics_in_closed_form() -> None:
     assert {name: metrics[name] for name in expected} == expected
 
 
-def test_online_difficulty_filtering_names() -> None:
-    assert not check_not_solved_or_hopeless([scored(0, 0, 1.0), scored(0, 1, 1.0)])
-    assert not check_not_solved_or_hopeless([scored(0, 0, 0.0)])
-    assert check_not_solved_or_hopeless([scored(0, 0, 1.0), scored(0, 1, 0.0)])
+def test_online_difficulty_filtering() -> None:
+    judge = build_judge(BufferConfig(online_difficulty_filtering=True))
+    assert judge([scored(0, 0, 1.0), scored(0, 1, 1.0)]) == "easy"
+    assert judge([scored(0, 0, 0.0)]) == "hard"
+    assert judge([scored(0, 0, 1.0), scored(0, 1, 0.0)]) is None
 
 
 def test_configs_that_cannot_work(environments: dict[str, Environment], engine: FakeEngine, tmp_path: Path) -> None:

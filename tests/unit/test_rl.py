@@ -60,11 +60,21 @@ def test_gpus_are_shared_out(gpus: list[int]) -> None:
         rl.choose_placement(parse("--inference_gpu_ids", "1,2"))
 
 
-def test_several_trainer_gpus_run_under_torchrun() -> None:
-    assert "torch.distributed.run" not in rl.build_trainer_argv(Path("t.toml"), (4,))
-    argv = rl.build_trainer_argv(Path("t.toml"), (0, 1))
-    assert argv[1:4] == ["-m", "torch.distributed.run", "--nproc-per-node=2"]
-    assert argv[-4:] == ["-m", "prime_rl.trainer.rl.train", "@", "t.toml"]
+def test_the_trainer_starts_a_rank_per_gpu(gpus: list[int]) -> None:
+    gpus[:] = [0, 1, 2]
+    one, two = parse(), parse("--trainer_gpu_ids", "0,1")
+    assert rl.count_trainer_ranks(one, rl.choose_placement(one)) == 1
+    assert rl.build_trainer_argv(Path("t.toml"), 1)[-2:] == ["@", "t.toml"]
+    assert rl.count_trainer_ranks(two, rl.choose_placement(two)) == 2
+    assert rl.build_trainer_argv(Path("t.toml"), 2)[-4:] == ["@", "t.toml", "--parallel.dp", "2"]
+    assert rl.choose_placement(parse("--trainer.parallel.dp", "2")) == rl.Placement((1, 2), (0,))
+    with pytest.raises(ValueError, match=r"trainer_gpu_ids = \[0, 1\] but trainer\.parallel\.dp = 3"):
+        rl.choose_placement(parse("--trainer_gpu_ids", "0,1", "--trainer.parallel.dp", "3"))
+    with pytest.raises(ValueError, match=r"trainer\.parallel\.dp = 3 but inference leaves 2 of 3"):
+        rl.choose_placement(parse("--trainer.parallel.dp", "3"))
+    gpus.clear()
+    many = parse("--trainer.parallel.dp", "4")
+    assert rl.count_trainer_ranks(many, rl.choose_placement(many)) == 4
 
 
 def test_an_earlier_run_is_neither_mixed_in_nor_deleted(tmp_path: Path) -> None:
@@ -80,16 +90,21 @@ def test_an_earlier_run_is_neither_mixed_in_nor_deleted(tmp_path: Path) -> None:
     assert complete_steps(tmp_path / "rollouts") == [], "told to go on, and nothing to go on from: it begins again"
 
 
-@pytest.mark.parametrize("wanted, left", [("-1", [1, 2]), ("2", [1, 2]), ("3", [1, 2, 3, 4])])
-def test_resuming_takes_back_batches_after_the_checkpoint(wanted: str, left: list[int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("wanted, left", [("-1", [1, 2]), ("2", [1, 2]), ("3", None), ("9", None)])
+def test_resuming_takes_back_batches_after_the_checkpoint(wanted: str, left: list[int] | None, tmp_path: Path) -> None:
     """Step 3 is committed by one half only, so it is no checkpoint to go back to, and nothing is removed for it."""
     for step in (1, 2, 3, 4):
         publish(tmp_path / "rollouts", step)
     for step, parts in ((2, ("trainer", "orchestrator")), (3, ("trainer",))):
         for part in parts:
             publish_dir(tmp_path / "checkpoints" / f"step_{step}" / part, lambda directory: None)
-    rl.prepare_output_dir(parse("--output_dir", str(tmp_path), "--ckpt.resume_step", wanted))
-    assert complete_steps(tmp_path / "rollouts") == left
+    config = parse("--output_dir", str(tmp_path), "--ckpt.resume_step", wanted)
+    if left is None:
+        with pytest.raises(ValueError, match=rf"resume_step = {wanted}: .* \(complete: 2\)\n  name one of them"):
+            rl.prepare_output_dir(config)
+    else:
+        rl.prepare_output_dir(config)
+    assert complete_steps(tmp_path / "rollouts") == (left or [1, 2, 3, 4])
 
 
 def test_clean_removes_steps_and_keeps_records(tmp_path: Path) -> None:

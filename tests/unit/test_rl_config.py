@@ -16,6 +16,7 @@ from prime_rl.inference.config import InferenceConfig
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.trainer.config import TrainConfig
 from prime_rl.utils.pydantic_config import ConfigError, parse_argv, write_config
+from rollouts.training.objectives import PRESETS
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,6 +41,7 @@ def lookup(config: Any, key: str) -> Any:
 VALUES = {
     "model.name": "some/dir", "model.debug.random_init": True, "model.debug.num_layers": 1, "model.debug.seed": 3,
     "max_steps": 5, "max_async_level": 0, "seq_len": 99, "seed": 7, "output_dir": Path("elsewhere"),
+    "transport.type": "zmq", "transport.host": "far", "transport.port": 6000,
     "ckpt.interval": 4, "ckpt.resume_step": -1, "ckpt.keep": 2,
     "wandb.enabled": False, "wandb.project": "p", "wandb.entity": "e", "wandb.offline": True, "wandb.group": "g",
     "wandb.tags": ["t"], "log.level": "debug", "log.file": False,
@@ -70,7 +72,9 @@ def test_a_value_for_one_process_holds_for_all(row: Any, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("row", SHARED_KEYS, ids=lambda row: row.key)
 def test_contradictions_name_both_keys(row: Any) -> None:
-    other = {bool: lambda v: not v, int: lambda v: v + 1}.get(type(VALUES[row.key]), lambda v: "other")
+    other = {bool: lambda v: not v, int: lambda v: v + 1}.get(
+        type(VALUES[row.key]), lambda v: "filesystem" if row.key == "transport.type" else "other"
+    )
     for target in row.targets:
         argv = [f"--{row.key}", spell(VALUES[row.key]), f"--{target}", spell(other(VALUES[row.key]))]
         with pytest.raises(ConfigError) as error:
@@ -281,3 +285,46 @@ def test_help_wakes_no_giant(name: str) -> None:
     *shown, giants = done.stdout.splitlines()
     assert giants.split() == ["GIANTS"], giants
     assert shown[0].startswith(f"usage: {name} ") and max(map(len, shown)) <= 100
+
+
+# The advantage half of an objective
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "custom"])
+def test_the_launcher_hands_the_advantage_half_of_a_preset_to_the_orchestrator(name: str) -> None:
+    config, sources = parse_argv(
+        RLConfig, ["--trainer.loss.type", name, "--orchestrator.sampling.max_tokens", "100"], "rl", {}
+    )
+    choice, told = PRESETS[name].advantage, config.orchestrator
+    assert told.advantage is not None
+    assert (told.advantage.baseline, told.advantage.std) == (choice.baseline, choice.std)
+    assert sources["orchestrator.advantage.baseline"] == f"trainer.loss.type {name}"
+    assert [filter.name for filter in told.buffer.filters] == (["zero_variance"] if name == "dapo" else [])
+    penalty = told.length_penalty
+    assert (penalty is not None) == (name == "dapo")
+    if penalty is not None:
+        assert (penalty.type, penalty.coef, penalty.window) == ("overlong", 1.0, 20)
+    assert config.trainer.loss.max_tokens == (100 if name == "dr_grpo" else None)
+    assert config.notes == []
+
+
+def test_the_orchestrator_keeps_what_it_was_told_and_a_note_says_so() -> None:
+    rloo = ["--trainer.loss.type", "rloo"]
+    config = parse(*rloo, "--orchestrator.advantage.baseline", "mean")
+    assert config.orchestrator.advantage is not None and config.orchestrator.advantage.baseline == "mean"
+    [text] = config.notes
+    assert "orchestrator.advantage.baseline = 'mean' (CLI) stays" in text and "'leave_one_out'" in text
+    config = parse(*rloo, "--no-orchestrator.advantage")
+    assert config.orchestrator.advantage is None and ["advantage = off" in text for text in config.notes] == [True]
+    config = parse(*rloo, "--orchestrator.advantage.length_weighted_mean")
+    assert config.orchestrator.advantage is not None and config.orchestrator.advantage.length_weighted_mean
+    [text] = parse("--trainer.loss.type", "dapo").notes
+    assert "without orchestrator.sampling.max_tokens" in text
+    assert parse().orchestrator.advantage == parse("--trainer.loss.type", "aipo").orchestrator.advantage
+
+
+def test_modules_trained_whole_cannot_travel_in_an_adapter() -> None:
+    lora = {"modules_to_save": ["lm_head"]}
+    with pytest.raises(ValueError, match=r"lora\.merge = true"):
+        RLConfig.model_validate({"trainer": {"model": {"lora": lora}}})
+    assert RLConfig.model_validate({"trainer": {"model": {"lora": {**lora, "merge": True}}}}).trainer.model.lora

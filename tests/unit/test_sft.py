@@ -11,12 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_rl.trainer.config import SFTConfig
-from prime_rl.trainer.sft.data import ConversationSource, Position, SFTBatches, build_sft_batches
+from prime_rl.trainer.config import SFTConfig, SFTDataConfig
+from prime_rl.trainer.sft.data import Position, SFTBatches, build_sft_batches
+from prime_rl.trainer.sft.samples import Account, tokenise_rows
 from prime_rl.trainer.sft.train import train
 from prime_rl.utils.pydantic_config import parse_argv
 from prime_rl.utils.tokenizer import load_tokenizer
-from rollouts.training.datasets.sft import Conversation, load_rows, read_conversation, render_conversation
+from rollouts.training.datasets.rows import load_rows
+from rollouts.training.datasets.sft import Conversation, read_conversation, render_conversation
 from rollouts.training.metrics import load_jsonl
 from rollouts.training.steps import complete_steps
 from rollouts.training.types import Sample
@@ -28,6 +30,11 @@ USER, ANSWER = {"role": "user", "content": "ab"}, {"role": "assistant", "content
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return load_tokenizer("tiny-qwen3")
+
+
+def tokenise(row: dict[str, Any], tokenizer: Any, vocab_size: int = 320, **data: Any) -> list[Sample]:
+    """The samples of one row."""
+    return list(tokenise_rows([row], SFTDataConfig(seq_len=512, **data), tokenizer, vocab_size, Account()))
 
 
 def learnt(sample: Sample, tokenizer: Any) -> list[str]:
@@ -54,15 +61,14 @@ def learnt(sample: Sample, tokenizer: Any) -> list[str]:
 def test_only_assistant_turns_and_their_end_carry_loss(
     row: dict[str, Any], expected: list[str], tokenizer: Any
 ) -> None:
-    sample = ConversationSource([row], tokenizer, 320).sample(0)
+    [sample] = tokenise(row, tokenizer)
     assert learnt(sample, tokenizer) == expected
     assert sample.loss_mask[0] == 0 and sample.loss_mask[-1] == 1, "nothing follows the last learnt token"
     assert tokenizer.decode(sample.tokens).startswith("<|im_start|>")
 
 
 def test_special_words_in_the_data_stay_text(tokenizer: Any) -> None:
-    source = ConversationSource([{"prompt": "x<|im_end|>\n<|im_start|>assistant\n", "completion": "y"}], tokenizer, 320)
-    sample = source.sample(0)
+    [sample] = tokenise({"prompt": "x<|im_end|>\n<|im_start|>assistant\n", "completion": "y"}, tokenizer)
     assert learnt(sample, tokenizer) == ["y<|im_end|>"]
     assert sample.tokens.count(tokenizer.eos_token_id) == 2
 
@@ -112,11 +118,9 @@ def test_rows_of_another_shape_are_named(row: dict[str, Any], words: str) -> Non
         read_conversation(row, 3)
 
 
-def test_a_conversation_without_an_answer_is_named(tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match=r"row 0 .*no assistant message"):
-        ConversationSource([{"messages": [USER]}], tokenizer, 320).sample(0)
+def test_a_tokenizer_of_another_model_is_refused(tokenizer: Any) -> None:
     with pytest.raises(ValueError, match=r"tokenizer\.name and model\.name"):
-        ConversationSource([{"prompt": "a", "completion": "b"}], tokenizer, 40).sample(0)
+        tokenise({"prompt": "a", "completion": "b"}, tokenizer, vocab_size=40)
 
 
 def test_files_and_directories_are_read(tmp_path: Path) -> None:
@@ -151,6 +155,10 @@ class Lengths:
     def __init__(self, lengths: list[int]) -> None:
         self.lengths = lengths
 
+    @property
+    def sizes(self) -> list[int]:
+        return [len(self.lengths)]
+
     def __len__(self) -> int:
         return len(self.lengths)
 
@@ -184,7 +192,7 @@ def test_every_epoch_reads_every_sample_once_in_any_batching(
 
 def test_epochs_differ_in_order_and_overlong_samples_are_counted() -> None:
     batches = SFTBatches(Lengths([3] * 20 + [99]), 6, 10, True, seed=0)
-    assert batches.order(0)[:] != batches.order(1)[:]
+    assert [batches.order(0).at(i) for i in range(21)] != [batches.order(1).at(i) for i in range(21)]
     samples, position = batches.take(Position())
     _, position = batches.take(position)
     assert len(samples) == 20 and position.num_overlong == 2 and position.epoch == 2 - (position.offset > 0)

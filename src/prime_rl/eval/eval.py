@@ -46,16 +46,21 @@ class Plan:
 def evaluate(config: EvalConfig) -> int:
     """Evaluate as configured; returns the exit code."""
     import anyio
+    from loguru import logger
 
+    from prime_rl.utils.http import ensure_open_files
     from prime_rl.utils.logger import setup_logger
     from prime_rl.utils.process import ChildFailed
-    from prime_rl.utils.vf import load_environments
+    from prime_rl.utils.vf import check_environments, open_environments
 
     plan = make_plan(config)
+    check_environments(config.env)
     setup_logger("eval", config.log, config.output_dir / "logs")
+    if advice := ensure_open_files(config.max_concurrent):
+        logger.warning(advice)
     try:
-        with start_server(config, plan) as server:
-            environments = load_environments(config.env)  # while the server loads its model
+        # The environments load while the server loads its model.
+        with start_server(config, plan) as server, open_environments(config.env) as environments:
             base_urls = plan.base_urls if server is None else wait_for_server(config, server)
             summaries = anyio.run(run_evaluation, config, plan, base_urls, environments, server)
     except ChildFailed as failure:

@@ -17,6 +17,10 @@ class ClientGone(Exception):
     """The client has left before its answer was ready."""
 
 
+class EngineBusy(Exception):
+    """As many requests wait as may; the client should come back in a moment."""
+
+
 class EngineFailed(RuntimeError):
     """The engine stopped with an error; nothing will be answered any more."""
 
@@ -24,8 +28,9 @@ class EngineFailed(RuntimeError):
 class AsyncEngine:
     """One engine in its thread, used from one event loop (the one that calls `start`)."""
 
-    def __init__(self, engine: Engine, log: IntervalLog | None = None) -> None:
+    def __init__(self, engine: Engine, log: IntervalLog | None = None, max_requests: int | None = None) -> None:
         self.engine = engine  # only attributes that are plain numbers may be read here
+        self.max_requests = max_requests
         self.error: BaseException | None = None
         self.on_failure: Callable[[], None] = lambda: None
         self._thread = EngineThread(engine, self._hear, self._fail, BusyClock(log))
@@ -44,6 +49,33 @@ class AsyncEngine:
         """Run `function` on the engine between two of its steps."""
         self._check()
         return await asyncio.wrap_future(self._thread.call(function))
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that are not answered yet."""
+        return len(self._listeners)
+
+    @property
+    def paused(self) -> bool:
+        """True while no token is drawn."""
+        return self._thread.paused
+
+    async def pause(self, abort: bool = False) -> None:
+        """Draw nothing until `resume`; running requests keep their place, or end at once with `abort`."""
+        self._check()
+        await asyncio.wrap_future(self._thread.pause(abort))
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        self._check()
+        await asyncio.wrap_future(self._thread.resume())
+
+    def check(self, requests: list[GenerationRequest]) -> None:
+        """Before anything is answered: `ValueError` for what the engine cannot do, `EngineBusy` when it is full."""
+        for request in requests:
+            self.engine.check(request)
+        if self.max_requests is not None and len(self._listeners) + len(requests) > self.max_requests:
+            raise EngineBusy(f"{len(self._listeners)} requests are running or waiting: try again in a moment")
 
     async def generate(self, requests: list[GenerationRequest], receive: Receive | None = None) -> list[Output]:
         """The outputs of `requests`, in their order.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, model_validator
 
 from prime_rl.utils.config import DebugModelConfig, LogConfig, SamplingConfig
 from prime_rl.utils.pydantic_config import BaseConfig
@@ -23,7 +24,15 @@ class ServerConfig(BaseConfig):
     """Port to listen on."""
 
     api_key_var: str | None = None
-    """Environment variable that holds a key; every request must then carry it as a bearer token."""
+    """Environment variable that holds a key; every request must then carry it as a bearer token.
+
+    Without one, routes that change the server answer this machine only."""
+
+    max_waiting: int = Field(default=16384, ge=0)
+    """Requests that may wait for a place; one more is answered 429 with Retry-After."""
+
+    drain_timeout: float = Field(default=3.0, ge=0)
+    """Seconds that running requests get to finish when the server is told to stop."""
 
 
 class ModelConfig(BaseConfig):
@@ -44,35 +53,41 @@ class ModelConfig(BaseConfig):
     max_model_len: int | None = Field(default=None, ge=2)
     """Most tokens of prompt and completion together; unset: what the model was made for."""
 
+    tool_call_parser: Literal["hermes", "llama"] = "hermes"
+    """How the model writes tool calls: hermes in <tool_call> tags (Qwen, Hermes), llama as bare JSON."""
+
+    reasoning_parser: Literal["think"] | None = None
+    """think: text between <think> tags is told as reasoning_content; unset: it stays part of the content."""
+
     debug: DebugModelConfig = DebugModelConfig()
 
 
 class ParallelConfig(BaseConfig):
-    """Devices that share the work."""
+    """Devices that share the work; more than one needs the vllm backend."""
 
-    tp: int = 1
+    tp: int = Field(default=1, ge=1)
     """Devices that share one copy of the model."""
 
-    dp: int = 1
+    dp: int = Field(default=1, ge=1)
     """Copies of the model."""
-
-    @field_validator("tp", "dp")
-    @classmethod
-    def _check_one(cls, value: int) -> int:
-        if value != 1:
-            raise ValueError("the embedded engine uses one device: leave it at 1, or start several servers")
-        return value
 
 
 class InferenceConfig(BaseConfig):
     """One inference server."""
 
+    spellings: ClassVar[Mapping[str, str]] = {
+        "tensor_parallel_size": "parallel.tp",
+        "data_parallel_size": "parallel.dp",
+    }
+
     server: ServerConfig = ServerConfig()
 
     model: ModelConfig = ModelConfig()
 
-    backend: Literal["auto", "embedded"] = "auto"
-    """The engine; embedded runs the model code of the trainer on any machine."""
+    backend: Literal["auto", "embedded", "vllm"] = "auto"
+    """The engine; embedded runs the model code of the trainer on any machine, vllm starts vLLM's own server.
+
+    auto: vllm where it is installed and there is a GPU, else embedded."""
 
     exact: bool | None = None
     """Log-probs equal the trainer's bit for bit, and running requests are computed anew when the weights change.
@@ -80,6 +95,12 @@ class InferenceConfig(BaseConfig):
     Unset: on for float32 on a CPU. Off keeps the cache of running requests over a change of the weights."""
 
     parallel: ParallelConfig = ParallelConfig()
+
+    sampling: SamplingConfig = SamplingConfig()
+    """What holds for requests that do not say it themselves."""
+
+    vllm: dict[str, Any] = {}
+    """Further options of vLLM's server by their names there, passed on unread: --vllm.enforce-eager true."""
 
     max_batch_size: int = Field(default=256, ge=1)
     """Most requests that are generated at the same time; the others wait."""
@@ -97,3 +118,33 @@ class InferenceConfig(BaseConfig):
     """Directory of the run: its weights may be loaded, its metrics.jsonl and logs are written; unset: nothing is."""
 
     log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def _check_backend(self) -> InferenceConfig:
+        if self.backend == "embedded":
+            refuse_beyond_embedded(self)
+        if self.backend == "vllm":
+            refuse_beyond_vllm(self)
+        return self
+
+
+def refuse_beyond_embedded(config: InferenceConfig) -> None:
+    """`ValueError` for what only vLLM can do."""
+    for name in ("tp", "dp"):
+        if getattr(config.parallel, name) != 1:
+            raise ValueError(
+                f"parallel.{name} = {getattr(config.parallel, name)}: the embedded engine uses one device; leave it "
+                'at 1, start several servers, or set backend = "vllm"'
+            )
+    if config.vllm:
+        raise ValueError(f'vllm.{min(config.vllm)} is an option of vLLM: set backend = "vllm", or leave it out')
+
+
+def refuse_beyond_vllm(config: InferenceConfig) -> None:
+    """`ValueError` for what only the embedded engine can do."""
+    if config.exact:
+        raise ValueError('exact = true is what the embedded engine can do: set backend = "embedded", or leave it out')
+    if config.model.device != "auto":
+        raise ValueError(
+            f"model.device = {config.model.device!r}: vLLM takes the devices of CUDA_VISIBLE_DEVICES; leave it out"
+        )

@@ -16,6 +16,9 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 TopLogprobs = list[tuple[int, float]]
 """The most likely tokens of one position with their log-probs, most likely first."""
 
+FULL = -1
+"""`prompt_logprobs = FULL` asks for the whole distribution of every position; for callers in the same process."""
+
 IDLE_GAP_S = 0.02
 """Steps closer than this are one busy interval."""
 MAX_INTERVAL_S = 1.0
@@ -24,7 +27,12 @@ MAX_INTERVAL_S = 1.0
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one completion is drawn; the defaults draw from the model's own distribution."""
+    """How one completion is drawn; the defaults draw from the model's own distribution.
+
+    `prompt_logprobs` (None: not wanted) also scores the prompt: the log-prob of every prompt token, beside the k most
+    likely tokens and the probability of all others; `prompt_temperature` is that of the scoring distribution, so that
+    a teacher can be asked at the student's temperature. `max_tokens = 0` is allowed with it: score, draw nothing.
+    """
 
     max_tokens: int
     temperature: float = 1.0
@@ -32,6 +40,8 @@ class SamplingParams:
     top_k: int = -1
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     min_tokens: int = 0
     seed: int = 0
     stop: tuple[str, ...] = ()
@@ -41,15 +51,35 @@ class SamplingParams:
     ignore_eos: bool = False
     logit_bias: tuple[tuple[int, float], ...] = ()
     top_logprobs: int = 0
+    prompt_logprobs: int | None = None
+    prompt_temperature: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
 class GenerationRequest:
-    """One prompt and one completion to be drawn; `stream` asks for every token as it comes."""
+    """One prompt and one completion to be drawn; `stream` asks for every token as it comes.
+
+    `adapter` names a LoRA adapter that was given to `Engine.load_adapter`; None is the model itself.
+    """
 
     prompt: list[int]
     params: SamplingParams
     stream: bool = False
+    adapter: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class PromptLogprobs:
+    """How likely a prompt was: one entry per prompt token but the first, which nothing predicts.
+
+    `tail_mass[i]` is the probability of everything outside `top_logprobs[i]`. `full` is `[prompt - 1, vocab]` when
+    `FULL` was asked for (a tensor of the engine), else None.
+    """
+
+    logprobs: list[float]
+    top_logprobs: list[TopLogprobs]
+    tail_mass: list[float]
+    full: Any = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +98,8 @@ class Output:
     """A finished completion: `logprobs` under the distribution each token was drawn from.
 
     `versions` are spans `(start, version)`: from completion token `start` on, the weights were those of `version`.
-    `text` is set where stop strings were watched; it ends before the stop string.
+    `text` is set where stop strings were watched; it ends before the stop string. `num_cached` prompt tokens were
+    found in the cache and not computed.
     """
 
     request: GenerationRequest
@@ -79,6 +110,8 @@ class Output:
     finish_reason: FinishReason
     stop_reason: str | int | None = None
     text: str | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    num_cached: int = 0
 
 
 Event = Progress | Output
@@ -106,6 +139,21 @@ class EngineStats:
     generated_tokens: int = 0
     finished: int = 0
     steps: int = 0
+    preempted: int = 0
+    cached_tokens: int = 0
+    """Tokens whose keys and values are held now."""
+    cache_size: int = 0
+    """Tokens that could be held."""
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """What a LoRA adapter says about itself (PEFT's `adapter_config.json`)."""
+
+    rank: int
+    alpha: float
+    version: int = 0
+    """The policy version that answers drawn with it report."""
 
 
 class Engine(Protocol):
@@ -118,8 +166,11 @@ class Engine(Protocol):
     def vocab_size(self) -> int:
         """Token ids are below this."""
 
+    def check(self, request: GenerationRequest) -> None:
+        """`ValueError` in the user's words when the engine cannot do what is asked; any thread may call it."""
+
     def add(self, request: GenerationRequest) -> None:
-        """Queue a request."""
+        """Queue a request; `ValueError` as `check`."""
 
     def cancel(self, request: GenerationRequest) -> None:
         """Forget a request; nothing happens when it has finished."""
@@ -132,6 +183,18 @@ class Engine(Protocol):
 
     def load_weights(self, tensors: dict[str, Any], version: int) -> dict[str, str]:
         """Replace the weights between two steps; returns the digest of every tensor now held."""
+
+    def load_adapter(self, name: str, tensors: dict[str, Any], spec: AdapterSpec) -> dict[str, str]:
+        """Add or replace a LoRA adapter (PEFT tensor names); returns the digest of every tensor now held."""
+
+    def remove_adapter(self, name: str) -> None:
+        """Drop an adapter and abort its requests; `ValueError` when there is none of this name."""
+
+    def adapters(self) -> dict[str, AdapterSpec]:
+        """The adapters that requests may name."""
+
+    def abort(self) -> list[Event]:
+        """Break off every request: what was drawn so far comes back with finish_reason "abort"."""
 
     def stats(self) -> EngineStats:
         """Counters for `/metrics`."""
@@ -184,6 +247,7 @@ class EngineThread:
     _wake: threading.Condition = field(default_factory=threading.Condition)
     _inbox: deque[Callable[[], None]] = field(default_factory=deque)
     _closed: bool = False
+    _paused: bool = False
     _thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -192,8 +256,8 @@ class EngineThread:
         self._thread.start()
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request; its events arrive through `deliver`."""
-        self._post(lambda: self.engine.add(request))
+        """Queue a request; its events arrive through `deliver`, an `error` output when the engine refuses it."""
+        self._post(lambda: self._add(request))
 
     def cancel(self, request: GenerationRequest) -> None:
         """Forget a request."""
@@ -211,6 +275,29 @@ class EngineThread:
 
         self._post(run)
         return future
+
+    @property
+    def paused(self) -> bool:
+        """True while no step is taken."""
+        return self._paused
+
+    def pause(self, abort: bool = False) -> Future[None]:
+        """Take no further step until `resume`; running requests keep their place, or end as aborted with `abort`."""
+
+        def stop(engine: Engine) -> None:
+            self._paused = True
+            if abort and (events := engine.abort()):
+                self.deliver(events)
+
+        return self.call(stop)
+
+    def resume(self) -> Future[None]:
+        """Go on after `pause`."""
+
+        def go(engine: Engine) -> None:
+            self._paused = False
+
+        return self.call(go)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Stop after the current step; requests that are left are dropped."""
@@ -230,7 +317,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while self._serve_commands():
-                if not self.engine.has_work():
+                if not self._has_work():
                     continue
                 start, version = time.time(), self.engine.version
                 events = self.engine.step()
@@ -245,7 +332,7 @@ class EngineThread:
 
     def _serve_commands(self) -> bool:
         """Take what was posted, waiting for it when the engine is idle; False when the thread should end."""
-        if not self._inbox and not self._closed and not self.engine.has_work():
+        if not self._inbox and not self._closed and not self._has_work():
             with self._wake:
                 if not self._wake.wait_for(self._has_news, IDLE_GAP_S):
                     self.clock.flush()
@@ -253,6 +340,15 @@ class EngineThread:
         while self._inbox:
             self._inbox.popleft()()
         return not self._closed
+
+    def _add(self, request: GenerationRequest) -> None:
+        try:
+            self.engine.add(request)
+        except ValueError as error:
+            self.deliver([Output(request, [], [], [], [], "error", str(error))])
+
+    def _has_work(self) -> bool:
+        return not self._paused and self.engine.has_work()
 
     def _has_news(self) -> bool:
         return bool(self._inbox) or self._closed

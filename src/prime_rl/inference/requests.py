@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -18,9 +18,11 @@ MAX_TOP_LOGPROBS = 100
 class ApiError(Exception):
     """An answer in OpenAI's error shape."""
 
-    def __init__(self, message: str, status: int = 400, param: str | None = None, kind: str = "") -> None:
+    def __init__(
+        self, message: str, status: int = 400, param: str | None = None, kind: str = "", retry_after_s: int = 0
+    ) -> None:
         super().__init__(message)
-        self.status, self.param = status, param
+        self.status, self.param, self.retry_after_s = status, param, retry_after_s
         self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
 
     def body(self) -> Json:
@@ -41,18 +43,22 @@ class Wish:
     names_as_ids: bool  # show a token as `token_id:N`
     tools: list[Json] | None
     single_tool: bool
+    echo: bool = False
+    adapter: str | None = None
+    opened: bool = False  # the prompt ended inside of reasoning
 
 
 SHARED_FIELDS = frozenset(
     "model max_tokens temperature top_p top_k min_p repetition_penalty min_tokens seed stop stop_token_ids ignore_eos "
     "logit_bias n stream stream_options logprobs return_token_ids return_tokens_as_token_ids skip_special_tokens "
-    "include_stop_str_in_output".split()
+    "include_stop_str_in_output presence_penalty frequency_penalty prompt_logprobs prompt_temperature".split()
 )
 CHAT_FIELDS = SHARED_FIELDS | frozenset(
     "messages tools tool_choice parallel_tool_calls max_completion_tokens top_logprobs tokens add_generation_prompt "
     "chat_template_kwargs".split()
 )
-COMPLETION_FIELDS = SHARED_FIELDS | frozenset(["prompt", "add_special_tokens"])
+COMPLETION_FIELDS = SHARED_FIELDS | frozenset(["prompt", "add_special_tokens", "echo"])
+LIMITS = {"max_tokens", "max_completion_tokens"}
 HARMLESS = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention request_id priority "
     "cache_salt spaces_between_special_tokens".split()
@@ -60,8 +66,6 @@ HARMLESS = frozenset(
 """Fields that change nothing about what is generated."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
     "length_penalty": (1,),
     "best_of": (1,),
     "echo": (False,),
@@ -72,6 +76,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "continue_final_message": (False,),
     "guided_decoding_backend": ("auto",),
+    "include_reasoning": (True,),
+    "verbosity": ("medium",),
 }
 """Fields we know but do not implement: only the value that changes nothing is accepted."""
 
@@ -94,11 +100,17 @@ def parse_wish(body: Json, *, chat: bool, room: int, vocab: int, default_seed: C
     """
     _check_fields(body, CHAT_FIELDS if chat else COMPLETION_FIELDS)
     top, logprobs = _parse_logprobs(body, chat)
-    limit = _integer(body, "max_completion_tokens", None, 1) if chat else None
-    limit = limit if limit is not None else _integer(body, "max_tokens", None, 1)
-    if limit is None and not chat:
-        limit = 16  # OpenAI's default for plain completions
-    stream = _flag(body, "stream", False)
+    stream, echo = _flag(body, "stream", False), not chat and _flag(body, "echo", False)
+    score = _integer(body, "prompt_logprobs", top if echo and logprobs else None, 0, MAX_TOP_LOGPROBS)
+    if stream and (echo or score is not None):
+        raise ApiError(f"{'echo' if echo else 'prompt_logprobs'} is not told in a stream: set stream to false")
+    limit = _parse_limit(body, chat, lowest=1 if score is None and not echo else 0)
+    min_tokens = _integer(body, "min_tokens", 0, 0) or 0
+    if limit is not None and min_tokens > limit:
+        raise ApiError(f"min_tokens = {min_tokens} is more than max_tokens = {limit}", param="min_tokens")
+    num_choices = _integer(body, "n", 1, 1, MAX_CHOICES) or 1
+    if limit == 0 and num_choices > 1:
+        raise ApiError("max_tokens = 0 scores the prompt, once: set n to 1", param="n")
     seed = _integer(body, "seed", None)
     params = SamplingParams(
         max_tokens=room if limit is None else min(limit, room),
@@ -107,7 +119,9 @@ def parse_wish(body: Json, *, chat: bool, room: int, vocab: int, default_seed: C
         top_k=_integer(body, "top_k", -1, -1) or -1,
         min_p=_number(body, "min_p", 0.0, 0, 1),
         repetition_penalty=_number(body, "repetition_penalty", 1.0, 0, 1e6, above=True),
-        min_tokens=_integer(body, "min_tokens", 0, 0) or 0,
+        presence_penalty=_number(body, "presence_penalty", 0.0, -2, 2),
+        frequency_penalty=_number(body, "frequency_penalty", 0.0, -2, 2),
+        min_tokens=min(min_tokens, room),
         seed=default_seed() if seed is None else seed,
         stop=_parse_stop(body),
         include_stop=_flag(body, "include_stop_str_in_output", False),
@@ -116,26 +130,31 @@ def parse_wish(body: Json, *, chat: bool, room: int, vocab: int, default_seed: C
         ignore_eos=_flag(body, "ignore_eos", False),
         logit_bias=_parse_bias(body, vocab),
         top_logprobs=top,
+        prompt_logprobs=score,
+        prompt_temperature=_number(body, "prompt_temperature", 1.0, 0, 1e6, above=True),
     )
     return Wish(
         params=params,
-        num_choices=_integer(body, "n", 1, 1, MAX_CHOICES) or 1,
+        num_choices=num_choices,
         stream=stream,
-        include_usage=bool((body.get("stream_options") or {}).get("include_usage")),
+        include_usage=_parse_stream_options(body, stream),
         logprobs=logprobs,
         token_ids=_flag(body, "return_token_ids", False),
         names_as_ids=_flag(body, "return_tokens_as_token_ids", False),
         tools=_parse_tools(body) if chat else None,
         single_tool=not _flag(body, "parallel_tool_calls", True),
+        echo=echo,
     )
 
 
 def build_requests(prompt: list[int], wish: Wish) -> list[GenerationRequest]:
-    """One engine request per choice, each with its own seed."""
-    return [
-        GenerationRequest(prompt, _with_seed(wish.params, derive_seed(wish.params.seed, i)), wish.stream)
-        for i in range(wish.num_choices)
-    ]
+    """One engine request per choice, each with its own seed; the first also scores the prompt where that is wanted."""
+    params = wish.params
+    requests = []
+    for i in range(wish.num_choices):
+        requests.append(GenerationRequest(prompt, params, wish.stream, wish.adapter))
+        params = replace(params, seed=derive_seed(wish.params.seed, i + 1), prompt_logprobs=None)
+    return requests
 
 
 def check_prompt_length(num_tokens: int, max_model_len: int) -> int:
@@ -160,10 +179,13 @@ def check_token_ids(ids: Any, vocab: int, name: str) -> list[int]:
     return ids
 
 
-def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:
-    if seed == params.seed:
-        return params
-    return SamplingParams(**{**{k: getattr(params, k) for k in params.__dataclass_fields__}, "seed": seed})
+def with_defaults(body: Json, defaults: Json) -> Json:
+    """The request with the server's own values (`inference.sampling`) where it brings none."""
+    given = {name for name, value in body.items() if value is not None}
+    if given & LIMITS:
+        given |= LIMITS
+    added = {name: value for name, value in defaults.items() if name not in given}
+    return {**body, **added} if added else body
 
 
 def _check_fields(body: Json, known: frozenset[str]) -> None:
@@ -184,9 +206,29 @@ def _parse_logprobs(body: Json, chat: bool) -> tuple[int, bool]:
         if top and not wanted:
             raise ApiError("top_logprobs needs logprobs = true", param="top_logprobs")
         return top, wanted
-    if body.get("logprobs") in (None, False):
+    if body.get("logprobs") is None or body["logprobs"] is False:
         return 0, False
     return _integer({**body, "logprobs": int(body["logprobs"])}, "logprobs", 0, 0, MAX_TOP_LOGPROBS) or 0, True
+
+
+def _parse_limit(body: Json, chat: bool, lowest: int) -> int | None:
+    """The most tokens to draw. None in a chat: as many as fit; OpenAI's default for plain completions is 16."""
+    limit = _integer(body, "max_completion_tokens", None, lowest) if chat else None
+    limit = limit if limit is not None else _integer(body, "max_tokens", None, lowest)
+    return 16 if limit is None and not chat else limit
+
+
+def _parse_stream_options(body: Json, stream: bool) -> bool:
+    """Whether usage is wanted at the end of the stream."""
+    options = body.get("stream_options")
+    if options is None:
+        return False
+    if not isinstance(options, dict) or not stream:
+        raise ApiError("stream_options belong to a request with stream = true", param="stream_options")
+    for name, value in options.items():
+        if name != "include_usage" and value:
+            raise ApiError(f"stream_options.{name} is not offered: leave it out", param="stream_options")
+    return _flag(options, "include_usage", False)
 
 
 def _parse_stop(body: Json) -> tuple[str, ...]:

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prime_rl.inference.engine import Output, Progress, TopLogprobs
+from prime_rl.inference.messages import MessageParser
 from prime_rl.inference.requests import ApiError, Wish
-from prime_rl.inference.text import TOOL_OPEN, Decode, Detokenizer, TokenNames, parse_tool_calls
+from prime_rl.inference.text import Decode, Detokenizer, TokenNames
 
 Json = dict[str, Any]
 
@@ -23,6 +24,7 @@ class Writer:
     model: str
     decode: Decode
     names: TokenNames
+    parser: MessageParser = field(default_factory=MessageParser)
     _run: str = field(default_factory=lambda: os.urandom(6).hex())
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
@@ -36,6 +38,7 @@ class Writer:
         answer = self.head("chat.completion", "chatcmpl")
         answer["choices"] = [self._chat_choice(i, output, wish) for i, output in enumerate(outputs)]
         answer["usage"] = usage(len(prompt), outputs)
+        answer.update(self.prompt_scores(prompt, outputs[0], wish))
         if wish.token_ids:
             answer["prompt_token_ids"] = prompt
         return answer
@@ -45,14 +48,52 @@ class Writer:
         answer = self.head("text_completion", "cmpl")
         answer["choices"] = []
         for i, output in enumerate(outputs):
+            prompt = prompts[i // wish.num_choices]
             choice = self._end(i, output, wish)
             choice["text"] = self.text(output)
             choice["logprobs"] = self.completion_logprobs(output, wish) if wish.logprobs else None
+            if wish.echo:
+                scored = outputs[i - i % wish.num_choices]
+                self._prepend(choice, prompt, scored, wish)
+            choice.update(self.prompt_scores(prompt, output, wish))
             if wish.token_ids:
-                choice["prompt_token_ids"] = prompts[i // wish.num_choices]
+                choice["prompt_token_ids"] = prompt
             answer["choices"].append(choice)
         answer["usage"] = usage(sum(map(len, prompts)), outputs)
         return answer
+
+    def prompt_scores(self, prompt: list[int], output: Output, wish: Wish) -> Json:
+        """How likely each prompt token was, in vLLM's shape; `prompt_tail_mass` is the probability outside the k."""
+        scores = output.prompt_logprobs
+        if scores is None or wish.echo:
+            return {}
+
+        def entry(token: int, logprob: float, rank: int | None) -> Json:
+            return {"logprob": logprob, "rank": rank, "decoded_token": self.names[token][0]}
+
+        rows: list[Json | None] = [None]
+        for token, logprob, top in zip(prompt[1:], scores.logprobs, scores.top_logprobs, strict=True):
+            row = {str(i): entry(i, value, rank) for rank, (i, value) in enumerate(top, 1)}
+            row.setdefault(str(token), entry(token, logprob, None))
+            rows.append(row)
+        return {"prompt_logprobs": rows, "prompt_tail_mass": [None, *scores.tail_mass]}
+
+    def _prepend(self, choice: Json, prompt: list[int], scored: Output, wish: Wish) -> None:
+        """`echo`: the prompt before the completion, in the text and in its log-probs."""
+        text = self.decode(prompt, False)
+        choice["text"] = text + choice["text"]
+        scores = scored.prompt_logprobs
+        if not wish.logprobs or scores is None:
+            return
+        part = Progress(scored.request, 0, prompt[1:], scores.logprobs, scores.top_logprobs)
+        first = f"token_id:{prompt[0]}" if wish.names_as_ids else self.names[prompt[0]][0]
+        before, after = self.completion_logprobs(part, wish, len(first)), choice["logprobs"]
+        choice["logprobs"] = {
+            "tokens": [first, *before["tokens"], *after["tokens"]],
+            "token_logprobs": [None, *before["token_logprobs"], *after["token_logprobs"]],
+            "top_logprobs": [None, *before["top_logprobs"], *after["top_logprobs"]],
+            "text_offset": [0, *before["text_offset"], *(len(text) + offset for offset in after["text_offset"])],
+        }
 
     def text(self, output: Output) -> str:
         """What the user reads: without the token that ended the answer, up to the stop string."""
@@ -85,25 +126,27 @@ class Writer:
 
         tokens = [name(token) for token in output.token_ids]
         offsets = list(itertools.accumulate((len(token) for token in tokens), initial=offset))[:-1]
-        tops = [{name(token): logprob for token, logprob in top} for top in output.top_logprobs]
+        given = output.top_logprobs or [[] for _ in tokens]
+        tops = [{name(token): logprob for token, logprob in top} for top in given]
         # Clients expect the sampled token among its alternatives even when it is none of the most likely ones.
         for i, top in enumerate(tops):
             top.setdefault(tokens[i], output.logprobs[i])
         return {
             "tokens": tokens,
             "token_logprobs": output.logprobs,
-            "top_logprobs": tops or None,
+            "top_logprobs": tops,
             "text_offset": offsets,
         }
 
     def message(self, text: str, wish: Wish) -> tuple[Json, bool]:
         """The assistant's message, and whether it calls tools."""
-        if not wish.tools or TOOL_OPEN not in text:
-            return {"role": "assistant", "content": text}, False
-        content, calls = parse_tool_calls(text)
-        if not calls:
-            return {"role": "assistant", "content": text}, False
-        return {"role": "assistant", "content": content, "tool_calls": calls[:1] if wish.single_tool else calls}, True
+        found = self.parser.parse(text, has_tools=bool(wish.tools), opened=wish.opened)
+        message: Json = {"role": "assistant", "content": found.content}
+        if found.reasoning is not None:
+            message["reasoning_content"] = found.reasoning
+        if found.calls:
+            message["tool_calls"] = found.calls[:1] if wish.single_tool else found.calls
+        return message, bool(found.calls)
 
     def _chat_choice(self, index: int, output: Output, wish: Wish) -> Json:
         choice = self._end(index, output, wish)
@@ -139,6 +182,7 @@ class ChoiceStream:
     chat: bool
     _text: str = ""
     _sent: int = 0
+    _sent_reasoning: int = 0
     _tokens_sent: int = 0
     _detokenizer: Detokenizer | None = None
 
@@ -150,14 +194,14 @@ class ChoiceStream:
         for token in event.token_ids:
             self._text += self._detokenizer.add(token)
         held = 0 if params.include_stop else max((len(stop) - 1 for stop in params.stop), default=0)
-        safe = len(self._text) - held
-        if self.wish.tools:
-            at = self._text.find(TOOL_OPEN)
-            safe = min(safe, at if at >= 0 else len(self._text) - len(TOOL_OPEN) + 1)
-        piece = self._text[self._sent : max(safe, self._sent)]
-        self._sent += len(piece)
+        safe = self._text[: max(len(self._text) - held, 0)]
+        reasoning, content = "", safe
+        if self.chat:
+            reasoning, content = self.writer.parser.parse_open(
+                safe, has_tools=bool(self.wish.tools), opened=self.wish.opened
+            )
         self._tokens_sent = event.start + len(event.token_ids)
-        return self._piece(piece, event)
+        return self._piece(content, reasoning, event)
 
     def end(self, output: Output) -> Json:
         """The last piece: the rest of the text, tool calls, and how it ended."""
@@ -171,7 +215,7 @@ class ChoiceStream:
             output.logprobs[self._tokens_sent :],
             output.top_logprobs[self._tokens_sent :],
         )
-        choice = self._piece((message["content"] or "")[self._sent :], rest)
+        choice = self._piece(message["content"] or "", message.get("reasoning_content") or "", rest)
         if calls:
             numbered = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
             choice["delta"]["tool_calls"] = numbered
@@ -179,17 +223,22 @@ class ChoiceStream:
         choice["stop_reason"], choice["versions"] = output.stop_reason, output.versions
         return choice
 
-    def _piece(self, text: str, event: Progress) -> Json:
+    def _piece(self, content: str, reasoning: str, event: Progress) -> Json:
+        """What is new of `content` and `reasoning`, which both only grow."""
+        offset = self._sent
         choice: Json = {"index": self.index, "finish_reason": None, "logprobs": None}
+        new, new_reasoning = content[self._sent :], reasoning[self._sent_reasoning :]
+        self._sent, self._sent_reasoning = max(self._sent, len(content)), max(self._sent_reasoning, len(reasoning))
         if self.chat:
-            choice["delta"] = {"content": text} if text else {}
+            parts = {"content": new, "reasoning_content": new_reasoning}
+            choice["delta"] = {name: part for name, part in parts.items() if part}
         else:
-            choice["text"] = text
+            choice["text"] = new
         if self.wish.logprobs:
             choice["logprobs"] = (
                 self.writer.chat_logprobs(event.token_ids, event.logprobs, event.top_logprobs, self.wish)
                 if self.chat
-                else self.writer.completion_logprobs(event, self.wish, self._sent)
+                else self.writer.completion_logprobs(event, self.wish, offset)
             )
         if self.wish.token_ids:
             choice["token_ids"] = event.token_ids
@@ -199,7 +248,10 @@ class ChoiceStream:
 def usage(num_prompt: int, outputs: list[Output]) -> Json:
     """Token counts of an answer."""
     drawn = sum(len(output.token_ids) for output in outputs)
-    return {"prompt_tokens": num_prompt, "completion_tokens": drawn, "total_tokens": num_prompt + drawn}
+    counts: Json = {"prompt_tokens": num_prompt, "completion_tokens": drawn, "total_tokens": num_prompt + drawn}
+    if cached := sum(output.num_cached for output in outputs):
+        counts["prompt_tokens_details"] = {"cached_tokens": cached}
+    return counts
 
 
 def check_output(output: Output) -> None:

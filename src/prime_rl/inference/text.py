@@ -1,9 +1,7 @@
-"""From tokens to text: while they come, up to a stop string, and tool calls in it."""
+"""From tokens to text: while they come, and up to a stop string."""
 
 from __future__ import annotations
 
-import json
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +10,6 @@ Decode = Callable[[list[int], bool], str]
 """`decode(token_ids, skip_special_tokens)`."""
 
 UNFINISHED = "�"
-TOOL_OPEN, TOOL_CLOSE = "<tool_call>", "</tool_call>"
 
 
 def build_decode(tokenizer: Any) -> Decode:
@@ -109,25 +106,3 @@ class StopWatch:
         at, stop = min(hits)
         self.text = self.text[: at + len(stop) if self.include_stop else at]
         return stop
-
-
-def parse_tool_calls(text: str) -> tuple[str | None, list[dict[str, Any]]]:
-    """Split off calls written as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes).
-
-    Returns the text before the first call (None when there is none) and the calls in OpenAI's shape. A block that is
-    no such JSON leaves the whole text as it is: half a call is an answer, not a call.
-    """
-    head, *blocks = text.split(TOOL_OPEN)
-    calls = []
-    for block in blocks:
-        try:
-            call = json.loads(block.split(TOOL_CLOSE)[0])
-            name, arguments = call["name"], call.get("arguments", {})
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
-            return text or None, []
-        if not isinstance(name, str):
-            return text or None, []
-        raw = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        function = {"name": name, "arguments": raw}
-        calls.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
-    return (head if head.strip() or not calls else None) or None, calls

@@ -38,7 +38,8 @@ class CheckpointStore:
         data = msgspec.json.encode({"schema": SCHEMA, "step": step, **state()})
         publish_dir(step_path(self.root, step) / PART, lambda directory: _write(directory / STATE_FILE, data))
         if self.config.keep is not None:
-            prune_steps(self.root, complete_steps(self.root, (PART,))[-self.config.keep :], (PART,))
+            oldest = complete_steps(self.root, (PART,))[-self.config.keep :][0]
+            prune_steps(self.root, lambda found: found >= oldest, (PART,))
 
     def load(self) -> tuple[int, dict[str, Any] | None]:
         """Step and state to continue from, (0, None) for a new run; `ValueError` for a step that is not there."""
@@ -60,6 +61,12 @@ class CheckpointStore:
             raise ValueError(f"{path} has schema {state.get('schema')}, this version reads {SCHEMA}")
         return step, state
 
+    def covered(self, version: int) -> int:
+        """The last batch that nothing will ask for again once `version` is live: a complete checkpoint is past it."""
+        if self.config is None:
+            return version
+        return min(version, latest_step(self.root, BOTH) or 0)
+
     def claim_batches(self, rollouts_dir: Path, step: int) -> None:
         """Make sure that no batch after `step` lies there, which a trainer would take for one of this run.
 
@@ -72,7 +79,7 @@ class CheckpointStore:
                 f"{rollouts_dir} holds batches of another run (step_{later[0]} to step_{later[-1]}): choose another "
                 "--output-dir, continue with --ckpt.resume-step -1, or remove it"
             )
-        prune_steps(rollouts_dir, [found for found in complete_steps(rollouts_dir) if found <= step])
+        prune_steps(rollouts_dir, lambda found: found <= step)
         remove_unfinished(rollouts_dir)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from prime_rl.utils.config import ClientConfig, EnvConfig, LogConfig, SamplingConfig, WandbConfig
+from prime_rl.eval.config import EvalEnvConfig
+from prime_rl.utils.config import ClientConfig, EnvConfig, LogConfig, SamplingConfig, TransportConfig, WandbConfig
 from prime_rl.utils.pydantic_config import BaseConfig
 
 
@@ -18,14 +19,79 @@ class ModelConfig(BaseConfig):
     """Name sent with every request."""
 
 
+class FilterConfig(BaseConfig):
+    """A test that a scored group must pass to be trained on."""
+
+    name: str
+    """A filter of the library (zero_variance, min_reward, any_success, ...) or module:function."""
+
+    args: dict[str, Any] = {}
+    """Its arguments, such as {threshold = 0.3}."""
+
+
 class BufferConfig(BaseConfig):
     """Which prompts come, and which groups are worth training on."""
 
     seed: int | None = None
     """Seed of the order of prompts from the second epoch on; unset: the run's seed."""
 
+    env_ratios: list[Annotated[float, Field(gt=0)]] | None = None
+    """How often each environment is drawn from, relative to the others; unset: in proportion to its size."""
+
+    easy_threshold: float | None = None
+    """A prompt whose group's mean reward reaches this moves to the easy pool, which is passed over."""
+
+    hard_threshold: float | None = None
+    """A prompt whose group's mean reward is not above this moves to the hard pool, which is passed over."""
+
+    easy_fraction: float = Field(default=0.0, ge=0, le=1)
+    """Share of draws that comes from the easy pool all the same; what turns out less easy goes back."""
+
+    hard_fraction: float = Field(default=0.0, ge=0, le=1)
+    """Share of draws that comes from the hard pool all the same; what turns out less hard goes back."""
+
     online_difficulty_filtering: bool = False
     """Drop groups whose mean reward is exactly 0 or 1, and draw others in their place."""
+
+    filters: list[FilterConfig] = []
+    """Tests a scored group must pass; of one that fails, another is drawn in its place."""
+
+    curriculum: str | None = None
+    """module:function(row, env, version, reward) -> bool: may this row be drawn yet? reward: its last mean, or None."""
+
+    skip_verification: bool = False
+    """Run no reward functions: every reward is 0, for distillation."""
+
+    @model_validator(mode="after")
+    def _check_sense(self) -> BufferConfig:
+        needs_rewards = {
+            "easy_threshold": self.easy_threshold is not None,
+            "hard_threshold": self.hard_threshold is not None,
+            "online_difficulty_filtering": self.online_difficulty_filtering,
+        }
+        if self.skip_verification and (given := [name for name, is_set in needs_rewards.items() if is_set]):
+            raise ValueError(f"skip_verification leaves no rewards for {given[0]}: remove one of them")
+        for pool in ("easy", "hard"):
+            if getattr(self, f"{pool}_fraction") and not needs_rewards[f"{pool}_threshold"]:
+                raise ValueError(f"{pool}_fraction is set but no prompt becomes {pool}: set {pool}_threshold too")
+        easy, hard = self.easy_threshold, self.hard_threshold
+        if easy is not None and hard is not None and easy <= hard:
+            raise ValueError(f"easy_threshold = {easy} must be above hard_threshold = {hard}")
+        return self
+
+
+class LengthPenaltyConfig(BaseConfig):
+    """Reward taken off long rollouts before advantages are computed; the reward in metrics stays what was earned."""
+
+    type: Literal["relative", "linear", "overlong"] = "relative"
+    """relative: r / (1 + coef * n / mean n of the group); linear: r - coef * pass rate * n / seq_len;
+    overlong: r - coef * the share of the last `window` tokens before max_tokens that n uses up."""
+
+    coef: float = Field(default=0.33, gt=0)
+    """How much length costs."""
+
+    window: int = Field(default=128, ge=1)
+    """overlong: tokens before max_tokens over which the penalty grows from 0 to coef."""
 
 
 class AdvantageConfig(BaseConfig):
@@ -37,8 +103,8 @@ class AdvantageConfig(BaseConfig):
     length_weighted_mean: bool = False
     """Short for baseline = "length_weighted"."""
 
-    std_norm: bool = False
-    """Divide by the standard deviation of the group's rewards."""
+    std: Literal["none", "group", "batch"] = "none"
+    """Divide by the standard deviation of the rewards of the group, or of the whole batch."""
 
     @model_validator(mode="after")
     def _check_one_baseline(self) -> AdvantageConfig:
@@ -47,6 +113,50 @@ class AdvantageConfig(BaseConfig):
                 f'length_weighted_mean and baseline = "{self.baseline}" name two baselines: remove one of them'
             )
         return self
+
+
+class OnlineEvalConfig(BaseConfig):
+    """Evaluation of versions while training goes on beside it."""
+
+    env: list[EvalEnvConfig] = Field(default=[EvalEnvConfig()], min_length=1)
+    """Environments, one after the other; their held-out examples are used."""
+
+    sampling: SamplingConfig | None = None
+    """How completions are drawn; unset: as in training."""
+
+    num_examples: int = Field(default=-1, ge=-1)
+    """First examples of each environment; -1: all."""
+
+    rollouts_per_example: int = Field(default=1, ge=1)
+    """Rollouts of each example."""
+
+    interval: int = Field(default=100, ge=1)
+    """Versions between evaluations; the last version is evaluated too. What comes due while one runs is skipped."""
+
+    eval_base_model: bool = True
+    """Evaluate version 0, the model before training."""
+
+    skip_eval_on_resume: bool = True
+    """Do not evaluate the version that a resumed run begins with."""
+
+    pass_threshold: float = 1.0
+    """A rollout with at least this reward counts as passed in pass@k."""
+
+    max_concurrent: int = Field(default=256, ge=1)
+    """Rollouts of evaluation that run at the same time, beside those of training."""
+
+
+class ValConfig(BaseConfig):
+    """Rewards on held-out examples of the training environments, sampled as in training."""
+
+    num_examples: int = Field(default=16, ge=1)
+    """First held-out examples of each environment."""
+
+    rollouts_per_example: int = Field(default=1, ge=1)
+    """Rollouts of each example."""
+
+    interval: int = Field(default=10, ge=1)
+    """Versions between validations."""
 
 
 class CkptConfig(BaseConfig):
@@ -76,8 +186,14 @@ class OrchestratorConfig(BaseConfig):
 
     buffer: BufferConfig = BufferConfig()
 
+    eval: OnlineEvalConfig | None = None
+
+    val: ValConfig | None = None
+
     advantage: AdvantageConfig | None = AdvantageConfig()
     """Off: the plain reward is the advantage."""
+
+    length_penalty: LengthPenaltyConfig | None = None
 
     batch_size: int = Field(default=128, ge=1)
     """Rollouts of one training step."""
@@ -97,6 +213,16 @@ class OrchestratorConfig(BaseConfig):
     max_async_level: int = Field(default=2, ge=0)
     """Versions that a sample's policy may be behind the one it trains; 0: strictly in turn, deterministic."""
 
+    strict_async_level: bool = False
+    """Make the whole of batch N by version N - 1 - max_async_level: exactly repeatable at any level, but slower."""
+
+    max_off_policy_steps: int = Field(default=8, ge=0)
+    """Weight changes a rollout may see while it is generated; beyond, its group is begun again with the new weights."""
+
+    oversampling_factor: float = Field(default=1.0, ge=1)
+    """Above 1, more groups are begun than needed and a batch takes those that finish first; the rest is carried over
+    while max_async_level allows, then begun again. 1: in the order they were drawn."""
+
     max_concurrent: int | None = Field(default=None, ge=1)
     """Rollouts that may run at the same time; unset: as many as max_async_level allows."""
 
@@ -109,6 +235,11 @@ class OrchestratorConfig(BaseConfig):
     weights_timeout: float = Field(default=3600, gt=0)
     """Seconds to wait for the trainer's next version."""
 
+    canary_interval: int | None = Field(default=10, ge=1)
+    """Versions between two comparisons of the engines' log-probs with the trainer's, the first one included; off: none.
+
+    A difference that rounding does not explain ends the run: it would train on samples of other weights."""
+
     seed: int = Field(default=42, ge=0)
     """Seed of the order of prompts and of every sampled token."""
 
@@ -116,6 +247,11 @@ class OrchestratorConfig(BaseConfig):
     """Directory of the run, shared with trainer and inference server."""
 
     ckpt: CkptConfig | None = None
+
+    transport: TransportConfig = TransportConfig()
+
+    keep_rollouts: bool = False
+    """Keep every rollouts/step_N; else a batch goes once it is trained on and, with checkpoints, covered by one."""
 
     wandb: WandbConfig | None = None
 
@@ -135,6 +271,28 @@ class OrchestratorConfig(BaseConfig):
         names = [env.name or env.id for env in self.env]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"env has two environments called {sorted(twice)[0]!r}: give one of them another name")
+        return self
+
+    @model_validator(mode="after")
+    def _check_data(self) -> OrchestratorConfig:
+        ratios = self.buffer.env_ratios
+        if ratios is not None and len(ratios) != len(self.env):
+            raise ValueError(
+                f"buffer.env_ratios has {len(ratios)} entries for {len(self.env)} environments: give each one"
+            )
+        if self.strict_async_level and self.oversampling_factor > 1:
+            raise ValueError(
+                "strict_async_level repeats a run exactly, oversampling_factor above 1 takes what is finished first: "
+                "choose one of them"
+            )
+        if self.val is not None and self.buffer.skip_verification:
+            raise ValueError("val wants rewards but buffer.skip_verification leaves none: remove one of them")
+        penalty, max_tokens = self.length_penalty, self.sampling.max_tokens or 0
+        if penalty is not None and penalty.type == "overlong" and penalty.window > max_tokens:
+            raise ValueError(
+                f'length_penalty.type = "overlong" needs sampling.max_tokens of at least window = {penalty.window}: '
+                "set it"
+            )
         return self
 
     @property

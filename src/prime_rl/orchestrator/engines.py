@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -20,8 +19,7 @@ from rollouts.training.weight_sync import PrimeEngine, WeightSyncError, sync_wei
 if TYPE_CHECKING:
     from prime_rl.utils.config import ClientConfig
 
-CHECK_EVERY_S = 0.1
-SPARE_FILES = 128
+CHECK_EVERY_S = 0.05
 
 
 def build_engines(config: ClientConfig) -> list[PrimeEngine]:
@@ -83,19 +81,3 @@ async def wait_until_ready(client: InferenceClient, timeout_s: float) -> int | N
         f"the inference server at {client.root_url} was not ready within {timeout_s:g} s ({problem}): "
         "start it, or set client.base_url"
     )
-
-
-def ensure_open_files(config: OrchestratorConfig) -> None:
-    """Every rollout in flight holds a socket: raise the soft limit of open files, or say how to."""
-    in_flight = (config.max_async_level + 1) * config.batch_size
-    needed = min(in_flight, config.max_concurrent or in_flight) + SPARE_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    wanted = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    if wanted < needed:
-        logger.warning(
-            f"{needed} rollouts and files may be open at once but the limit is {wanted}: "
-            f"run `ulimit -n {needed}` first, or set max_concurrent = {max(wanted - SPARE_FILES, 1)}"
-        )

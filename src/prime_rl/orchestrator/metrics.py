@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from statistics import fmean
 from typing import Any
 
+from prime_rl.orchestrator.buffer import POISON
 from prime_rl.orchestrator.config import AdvantageConfig
-from rollouts.training.advantages import Baseline, compute_group_advantages
+from rollouts.training.advantages import compute_batch_advantages
+from rollouts.training.objectives import Baseline
+from rollouts.training.rollout_gen.groups import GroupAssembler
 from rollouts.training.types import Sample, Status
 
+Shape = Callable[[list[float], list[int]], list[float]]
 Rollout = list[Sample]  # the samples of one rollout: several where a turn's prompt did not extend the last
 
 
@@ -22,18 +26,26 @@ def split_groups(samples: Iterable[Sample]) -> list[list[Rollout]]:
     return [list(rollouts.values()) for rollouts in groups.values()]
 
 
-def assign_advantages(samples: list[Sample], config: AdvantageConfig | None) -> None:
-    """Give every trained token the advantage of its rollout within its group; other tokens carry 0."""
+def assign_advantages(
+    samples: list[Sample], config: AdvantageConfig | None, shape: Shape = lambda rewards, lengths: list(rewards)
+) -> None:
+    """Give every trained token the advantage of its rollout within its group; other tokens carry 0.
+
+    Advantages compare shape(rewards, lengths) of the group; the samples keep the reward that was earned.
+    """
     baseline: Baseline = "none"
     if config is not None:
         baseline = "length_weighted" if config.length_weighted_mean else config.baseline
-    for group in split_groups(samples):
-        advantages = compute_group_advantages(
-            [rollout[0].reward for rollout in group],
-            baseline=baseline,
-            std=config is not None and config.std_norm,
-            lengths=[sum(sample.response_length for sample in rollout) for rollout in group],
-        )
+    groups = split_groups(samples)
+    lengths = [[sum(sample.response_length for sample in rollout) for rollout in group] for group in groups]
+    rewards = [[rollout[0].reward for rollout in group] for group in groups]
+    table = compute_batch_advantages(
+        [shape(of_group, of_lengths) for of_group, of_lengths in zip(rewards, lengths, strict=True)],
+        baseline=baseline,
+        std="none" if config is None else config.std,
+        lengths=lengths,
+    )
+    for group, advantages in zip(groups, table, strict=True):
         for rollout, advantage in zip(group, advantages, strict=True):
             for sample in rollout:
                 sample.advantages = [advantage if mask > 0 else 0.0 for mask in sample.loss_mask]
@@ -75,6 +87,20 @@ def compute_error_metrics(errors: dict[str, int], num_rollouts: int) -> dict[str
     failed = sum(count for kind, count in errors.items() if kind != "RewardError")
     share = failed / (num_rollouts + failed) if num_rollouts + failed else 0.0
     return {"error/mean": share, **{f"error/{kind}": float(count) for kind, count in sorted(errors.items())}}
+
+
+def compute_group_metrics(groups: GroupAssembler, restarts: Mapping[str, int]) -> dict[str, float]:
+    """What became of all groups so far: drawn = trained + filtered + quarantined + in flight."""
+    quarantined = groups.drops[POISON]
+    return {
+        "groups/drawn": float(groups.next_group_index),
+        "groups/trained": float(groups.num_emitted),
+        "groups/filtered": float(groups.drops.total() - quarantined),
+        "groups/quarantined": float(quarantined),
+        "groups/in_flight": float(groups.num_open),
+        **{f"drops/{reason}": float(count) for reason, count in groups.drops.items()},
+        **{f"restarts/{reason}": float(count) for reason, count in restarts.items()},
+    }
 
 
 def sample_rows(samples: list[Sample]) -> Iterator[dict[str, Any]]:

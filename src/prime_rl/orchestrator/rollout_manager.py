@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import anyio
-
+from prime_rl.orchestrator.buffer import POISON, Prompt, PromptBuffer
 from prime_rl.orchestrator.config import OrchestratorConfig
+from prime_rl.orchestrator.filters import build_judge
 from prime_rl.utils.vf import build_sampling_args
 from rollouts.training.agent_integration import Rollout, rollout_to_samples
-from rollouts.training.datasets.data_buffer import DataBuffer
 from rollouts.training.environments import Environment
-from rollouts.training.rollout_gen.async_rollout_manager import AsyncRolloutManager, GroupDropped, sample_seed
+from rollouts.training.rollout_gen.async_rollout_manager import (
+    AsyncRolloutManager,
+    Freshness,
+    GroupDropped,
+    sample_seed,
+)
 from rollouts.training.types import RolloutConfig, Sample, Status
 
-Prompt = dict[str, Any]
 # The engine's trouble, not the prompt's: such a prompt is not held against.
 ENGINE_ERRORS = ("APIConnectionError", "APITimeoutError", "InternalServerError", "RateLimitError", "ModelError")
 
@@ -24,8 +28,8 @@ ENGINE_ERRORS = ("APIConnectionError", "APITimeoutError", "InternalServerError",
 class GroupGenerator:
     """Makes one group: runs the rollouts of a prompt, leaves out those that failed, turns the others into samples.
 
-    A prompt none of whose rollouts succeed (each is tried `max_retries` times more) is quarantined: when it is drawn
-    again, its group is dropped at once. `errors` counts failures by type since the last `take_errors`.
+    A failed rollout is tried `max_retries` times more. A prompt none of whose rollouts succeed is dropped as `POISON`,
+    and the buffer draws it no more. Failures are counted by type until `take_errors`.
     """
 
     def __init__(
@@ -38,28 +42,12 @@ class GroupGenerator:
         self.config = config
         self.environments = environments
         self.clients = clients
-        self.quarantine: set[int] = set()
         self.last_error: str | None = None
         self._errors: Counter[str] = Counter()
         self._live_version = live_version
-        limit = config.max_concurrent // config.rollouts_per_example if config.max_concurrent else None
-        self._places = anyio.CapacityLimiter(limit) if limit else None
 
     async def __call__(self, group_index: int, prompt: Prompt) -> list[Sample]:
         """Samples of the group; raises `GroupDropped` when fewer rollouts succeed than can be compared."""
-        if prompt["id"] in self.quarantine:
-            raise GroupDropped("quarantined")
-        if self._places is None:
-            return await self._generate(group_index, prompt)
-        async with self._places:
-            return await self._generate(group_index, prompt)
-
-    def take_errors(self) -> dict[str, int]:
-        """Failed rollouts by type of error since the last call."""
-        errors, self._errors = dict(self._errors), Counter()
-        return errors
-
-    async def _generate(self, group_index: int, prompt: Prompt) -> list[Sample]:
         config, version = self.config, self._live_version()
         seed = config.seed if config.sampling.seed is None else config.sampling.seed
         args = [
@@ -75,8 +63,15 @@ class GroupGenerator:
             self._give_up(prompt, rollouts)
         return [sample for samples in good for sample in samples]
 
+    def take_errors(self) -> dict[str, int]:
+        """Failed rollouts by type of error since the last call."""
+        errors, self._errors = dict(self._errors), Counter()
+        return errors
+
     def _to_samples(self, rollout: Rollout, env: str, group_index: int, index: int, version: int) -> list[Sample]:
         """Samples of one rollout; a rollout that cannot be trained on becomes a failed one, and no samples."""
+        if self.config.buffer.skip_verification:
+            rollout.reward = 0.0
         if self.config.zero_truncated_completions and rollout.status == Status.TRUNCATED:
             rollout.reward = 0.0
         try:
@@ -101,47 +96,30 @@ class GroupGenerator:
         if kinds and kinds <= set(ENGINE_ERRORS):
             raise GroupDropped("engine failed")
         if all(rollout.failed for rollout in rollouts):
-            self.quarantine.add(prompt["id"])
-            raise GroupDropped("prompt failed")
+            raise GroupDropped(POISON)
         raise GroupDropped("too few rollouts")
 
 
-def build_rollouts(
-    config: OrchestratorConfig, environments: Mapping[str, Environment], generator: GroupGenerator
-) -> AsyncRolloutManager:
-    """The stream of batches: prompts of all environments, (max_async_level + 1) batches' worth of slots."""
+def build_rollouts(config: OrchestratorConfig, buffer: PromptBuffer, generator: GroupGenerator) -> AsyncRolloutManager:
+    """The stream of batches, with (max_async_level + 1) batches' worth of slots, or more where it over-samples."""
     if config.max_concurrent is not None and config.max_concurrent < config.rollouts_per_example:
         raise ValueError(
             f"max_concurrent = {config.max_concurrent} has no room for one group of "
             f"rollouts_per_example = {config.rollouts_per_example}: raise it"
         )
-    seed = config.seed if config.buffer.seed is None else config.buffer.seed
-    accept = check_not_solved_or_hopeless if config.buffer.online_difficulty_filtering else None
+    in_order = config.oversampling_factor == 1
     return AsyncRolloutManager(
-        DataBuffer(mix_prompts(environments), seed=seed),
-        RolloutConfig(config.num_groups, config.rollouts_per_example, filter_fn=accept),
+        buffer,
+        RolloutConfig(config.num_groups, config.rollouts_per_example),
         generate_group=generator,
-        slots=(config.max_async_level + 1) * config.num_groups,
+        judge=build_judge(config.buffer),
+        on_outcomes=buffer.learn,
+        slots=math.ceil((config.max_async_level + config.oversampling_factor) * config.num_groups - 1e-9),
+        max_running=config.max_concurrent and config.max_concurrent // config.rollouts_per_example,
+        in_order=in_order,
+        freshness=Freshness(None if in_order else config.max_async_level, config.max_off_policy_steps),
         max_batches=config.max_steps,
     )
-
-
-def mix_prompts(environments: Mapping[str, Environment]) -> list[Prompt]:
-    """Rows of all environments, each spread evenly over the whole list; raises `ValueError` for an empty one."""
-    placed: list[tuple[float, int, str, dict[str, Any]]] = []
-    for order, (name, environment) in enumerate(environments.items()):
-        rows = environment.rows("train")
-        if not rows:
-            raise ValueError(f"environment {name!r} has no training prompts: check its arguments")
-        placed += [((i + 0.5) / len(rows), order, name, row) for i, row in enumerate(rows)]
-    placed.sort(key=lambda place: place[:2])
-    return [{"id": i, "env": name, "row": row} for i, (_, _, name, row) in enumerate(placed)]
-
-
-def check_not_solved_or_hopeless(samples: list[Sample]) -> bool:
-    """The mean reward of the group's rollouts is neither exactly 0 nor exactly 1."""
-    rewards = {sample.index: sample.reward for sample in samples}
-    return sum(rewards.values()) / len(rewards) not in (0.0, 1.0)
 
 
 def _facts(rollout: Rollout) -> dict[str, Any]:

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import anyio
 from loguru import logger
 
+from prime_rl.orchestrator.canary import CanaryCheck
 from prime_rl.transport.watch import wait_for
 from rollouts.training.steps import complete_steps, is_complete, step_path
 from rollouts.training.weight_sync import InferenceEngine, WeightSyncError, sync_weights_to_engines
 
-REMIND_S = 60.0
+REMIND_S = 30.0
 QUIET_S = 5.0  # a trainer that reads no batches owes us nothing: its versions are relayed as long as they come
 
 
 class WeightRelay:
     """Waits for `weights/step_N`, lets every engine load it, and tells `on_live(N)` once all of them hold it.
 
-        trainer publishes N -> notification -> engines load, answers verified -> version = N -> slots of batch N free
+        trainer publishes N -> notification -> engines load, answers, canary verified -> version = N -> slots of N free
 
     Intermediate versions that were overtaken are skipped. When a version appears whose batch was not sent, or was not
     received by anybody, the trainer trains on something else: this is said once, and slots no longer wait for it.
+    With `before_load` they are loaded one by one, each when that returns: strict asynchrony lets running groups finish.
     In a resumed run, versions of batches not yet sent are leftovers of the interrupted one and are not looked at.
     """
 
@@ -38,6 +40,8 @@ class WeightRelay:
         is_received: Callable[[int], bool],
         timeout_s: float,
         log_timeline: Callable[[str, float, float, int], None],
+        before_load: Callable[[], Awaitable[None]] | None = None,
+        canary_interval: int | None = None,
     ) -> None:
         self.weights_dir = Path(weights_dir)
         self.engines = engines
@@ -48,6 +52,8 @@ class WeightRelay:
         self._is_received = is_received
         self._timeout_s = timeout_s
         self._log_timeline = log_timeline
+        self._before_load = before_load
+        self.canary = CanaryCheck(canary_interval)
         self._num_sent = version
         self._start = version
         self._waiting_since: float | None = None
@@ -63,13 +69,16 @@ class WeightRelay:
             except TimeoutError:
                 self._check_patience()
                 continue
+            if self._before_load is not None:
+                await self._before_load()
             await self.load(step)
 
     async def load(self, step: int) -> None:
         """Make `step` live in every engine; a directory that is pruned meanwhile is left to the next look."""
         path, start = step_path(self.weights_dir, step), time.time()
         try:
-            await sync_weights_to_engines(self.engines, str(path))
+            answers = await sync_weights_to_engines(self.engines, str(path))
+            await self.canary.check(step, path, self.engines, answers)
         except WeightSyncError:
             if is_complete(path):
                 raise
@@ -105,7 +114,7 @@ class WeightRelay:
         """The newest version to load, or None while there is nothing new."""
         last = self._num_sent if self._start else math.inf
         steps = [step for step in complete_steps(self.weights_dir) if self.version < step <= last]
-        return steps[-1] if steps else None
+        return steps[0 if self._before_load else -1] if steps else None
 
     def _is_unread(self, step: int) -> bool:
         if step > self._num_sent:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import shutil
+import uuid
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,64 +14,135 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from prime_rl.trainer.config import CkptConfig
+from prime_rl.trainer.shards import Shards, like_shard, local_part, open_shards, save_shards, shard_name
+from rollouts.training.backends.ranks import Ranks
 from rollouts.training.backends.step import OptimizerStep
-from rollouts.training.steps import complete_steps, is_complete, prune_steps, publish_dir, step_path
+from rollouts.training.steps import (
+    begin_dir,
+    commit_dir,
+    complete_steps,
+    is_complete,
+    prune_steps,
+    publish_dir,
+    step_path,
+    temporary_path,
+)
 
-SCHEMA = 1
+SCHEMA = 2
+READABLE = (1, 2)
+"""Schema 1 is that of one rank, whose files still have the same names and contents."""
+
 PART = "trainer"
 """Name of the trainer's part of `checkpoints/step_N`; the orchestrator publishes its own beside it."""
 
-MODEL_FILE, OPTIMIZER_FILE, RNG_FILE, STATE_FILE = (
-    "model.safetensors",
-    "optimizer.safetensors",
-    "rng.safetensors",
-    "state.json",
-)
+MODEL, OPTIMIZER, RNG = "model", "optimizer", "rng"
+STATE_FILE = "state.json"
 
 
 def save_checkpoint(
-    root: Path, step: int, parameters: Mapping[str, Tensor], stepper: OptimizerStep, progress: Mapping[str, Any]
+    root: Path,
+    step: int,
+    parameters: Mapping[str, Tensor],
+    stepper: OptimizerStep,
+    progress: Mapping[str, Any],
+    ranks: Ranks | None = None,
 ) -> Path:
-    """Publish `root/step_N/trainer`, whole or not at all.
+    """Publish `root/step_N/trainer`, whole or not at all; every rank writes its own files and all must call.
 
     `parameters` are those that the optimizer steps, by name; `progress` is any JSON: data position, totals.
     """
+    ranks = ranks or Ranks()
 
     def write(directory: Path) -> None:
-        save_file({name: _held(p) for name, p in parameters.items()}, directory / MODEL_FILE)
-        save_file(_optimizer_tensors(parameters, stepper.optimizer), directory / OPTIMIZER_FILE)
-        save_file(_rng_tensors(), directory / RNG_FILE)
-        state = {"schema": SCHEMA, "step": step, "stepper": stepper.state(), "progress": dict(progress)}
-        (directory / STATE_FILE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+        save_shards(directory, MODEL, parameters, ranks)
+        save_shards(directory, OPTIMIZER, _optimizer_tensors(parameters, stepper.optimizer), ranks)
+        save_own(directory, RNG, _rng_tensors(ranks), ranks)
+        if ranks.rank == 0:
+            state = {
+                "schema": SCHEMA,
+                "step": step,
+                "num_ranks": ranks.size,
+                "stepper": stepper.state(),
+                "progress": dict(progress),
+            }
+            (directory / STATE_FILE).write_text(json.dumps(state, indent=1), encoding="utf-8")
 
-    return publish_dir(step_path(root, step) / PART, write)
+    return publish_together(step_path(root, step) / PART, write, ranks)
+
+
+def publish_together(final: Path, write: Callable[[Path], None], ranks: Ranks) -> Path:
+    """`publish_dir` where every rank writes a part: the directory appears when all are done, and a failure of one is
+    a failure of all."""
+    if ranks.size == 1:
+        return publish_dir(final, write)
+    token = ranks.broadcast(uuid.uuid4().hex[:8].encode()).decode()
+    tmp = temporary_path(final, token)
+    try:
+        ranks.run_first(lambda: begin_dir(final, token))
+        ranks.run_all(lambda: write(tmp))
+        ranks.run_first(lambda: commit_dir(tmp, final))
+    except BaseException:
+        shutil.rmtree(tmp, ignore_errors=True)
+        raise
+    return final
+
+
+def save_own(directory: Path, kind: str, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
+    """Tensors of this rank alone, beside which other ranks have others of the same names."""
+    save_file(dict(tensors), directory / shard_name(kind, ranks.rank, ranks.size))
 
 
 @torch.no_grad()
-def load_checkpoint(root: Path, step: int, parameters: Mapping[str, Tensor], stepper: OptimizerStep) -> dict[str, Any]:
+def load_checkpoint(
+    root: Path,
+    step: int,
+    parameters: Mapping[str, Tensor],
+    stepper: OptimizerStep,
+    ranks: Ranks | None = None,
+    config: CkptConfig | None = None,
+) -> dict[str, Any]:
     """Restore parameters, moments, counters and random states in place; returns the saved `progress`.
 
+    A checkpoint of any number of ranks will do: each rank reads the rows it holds. `config` may skip parts.
     `ValueError` when the checkpoint is incomplete, of another edition, or of another model or optimizer.
     """
+    ranks, config = ranks or Ranks(), config or CkptConfig()
     directory = step_path(root, step) / PART
     if not is_complete(directory):
         raise ValueError(f"{directory} is not a complete checkpoint")
     state = json.loads((directory / STATE_FILE).read_text(encoding="utf-8"))
-    if state.get("schema") != SCHEMA:
+    if state.get("schema") not in READABLE:
         raise ValueError(f"{directory} has schema {state.get('schema')}, this version reads schema {SCHEMA}")
-    saved = load_file(directory / MODEL_FILE)
-    for name in saved.keys() | parameters.keys():
-        if name not in saved or name not in parameters or saved[name].shape != parameters[name].shape:
-            raise ValueError(f"{directory} belongs to another model: {name} differs; use the model.name it began with")
-    for name, parameter in parameters.items():
-        parameter.copy_(saved[name])
-    _load_optimizer(load_file(directory / OPTIMIZER_FILE), parameters, stepper.optimizer, directory)
-    _load_rng(load_file(directory / RNG_FILE))
+    num_ranks = state.get("num_ranks", 1)
+    with open_shards(directory, MODEL, num_ranks) as saved:
+        for name in {*saved, *parameters}:
+            if name not in parameters or saved.shape(name) != tuple(parameters[name].shape):
+                raise ValueError(
+                    f"{directory} belongs to another model: {name} differs; use the model.name it began with"
+                )
+        for name, parameter in parameters.items():
+            local_part(parameter).copy_(saved.read(name, parameter))
+    if not config.skip_optimizer:
+        with open_shards(directory, OPTIMIZER, num_ranks) as saved:
+            _load_optimizer(saved, parameters, stepper.optimizer, directory)
+    _load_rng(directory, num_ranks, ranks)
     stepper.load_state(state["stepper"])
+    if config.skip_progress:
+        stepper.load_state({name: 0 for name in state["stepper"]})
+    elif config.skip_scheduler:
+        stepper.schedule_start = stepper.num_steps
     if stepper.after_step is not None:
         stepper.after_step()
-    progress: dict[str, Any] = state["progress"]
-    return progress
+    return _kept_progress(state["progress"], config)
+
+
+def _kept_progress(progress: dict[str, Any], config: CkptConfig) -> dict[str, Any]:
+    """Totals and data position, each unless it is skipped."""
+    return {
+        name: value
+        for name, value in progress.items()
+        if not (config.skip_progress if name.startswith("total_") else config.skip_dataloader)
+    }
 
 
 def find_resume_step(root: Path, config: CkptConfig | None, parts: tuple[str, ...] = (PART,)) -> int | None:
@@ -100,17 +173,14 @@ def is_checkpoint_due(step: int, config: CkptConfig | None, max_steps: int | Non
 
 def prune_checkpoints(root: Path, keep: int | None) -> list[int]:
     """Remove the trainer's part of all but the newest `keep` checkpoints; returns the steps removed."""
-    return [] if keep is None else prune_steps(root, complete_steps(root, (PART,))[-keep:], (PART,))
-
-
-def _held(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu").contiguous()
+    newest = [] if keep is None else complete_steps(root, (PART,))[-keep:]
+    return prune_steps(root, lambda step: step >= newest[0], (PART,)) if newest else []
 
 
 def _optimizer_tensors(parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """`<parameter>/<moment>` of every tensor the optimizer remembers."""
     return {
-        f"{name}/{key}": _held(value)
+        f"{name}/{key}": value
         for name, parameter in parameters.items()
         for key, value in optimizer.state.get(parameter, {}).items()
         if isinstance(value, Tensor)
@@ -118,33 +188,44 @@ def _optimizer_tensors(parameters: Mapping[str, Tensor], optimizer: torch.optim.
 
 
 def _load_optimizer(
-    saved: dict[str, Tensor], parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, source: Path
+    saved: Shards, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, source: Path
 ) -> None:
     """Hand the moments to the optimizer by its own door, which puts each on the device it belongs to."""
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
     index = {id(p): i for i, p in enumerate(ordered)}
     state: dict[int, dict[str, Tensor]] = {}
-    for key, value in saved.items():
+    for key in saved:
         name, _, moment = key.rpartition("/")
         if name not in parameters:
             raise ValueError(f"{source} holds moments of {name}, which this run does not train")
-        state.setdefault(index[id(parameters[name])], {})[moment] = value
-    known = {"AdamW": {"step", "exp_avg", "exp_avg_sq"}, "SGD": {"momentum_buffer"}}[type(optimizer).__name__]
+        own = parameters[name]
+        covers = saved.shape(key) == tuple(own.shape)
+        value = like_shard(saved.read(key, own), own) if covers else saved.read(key)
+        state.setdefault(index[id(own)], {})[moment] = value
+    adamw, sgd = {"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"}
+    known = {"AdamW": (adamw,), "SGD": (sgd,), "Muon": (adamw, sgd)}[type(optimizer).__name__]
     for moments in state.values():
-        if moments.keys() - known:
-            raise ValueError(f"{source} was written by another optimizer: use the optim.type it began with")
+        if not any(moments.keys() <= kind for kind in known):
+            raise ValueError(
+                f"{source} was written by another optimizer: use the optim.type it began with, or ckpt.skip_optimizer"
+            )
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def _rng_tensors() -> dict[str, Tensor]:
+def _rng_tensors(ranks: Ranks) -> dict[str, Tensor]:
+    """The random states of this rank: its CPU's and its accelerator's."""
     states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_initialized():
-        states |= {f"cuda:{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+    if ranks.device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(ranks.device)
     return states
 
 
-def _load_rng(states: dict[str, Tensor]) -> None:
+def _load_rng(directory: Path, num_ranks: int, ranks: Ranks) -> None:
+    """The inverse; a rank that did not exist then keeps the state that its own seed gave it."""
+    if ranks.rank >= num_ranks:
+        return
+    states = load_file(directory / shard_name(RNG, ranks.rank, num_ranks))
     torch.set_rng_state(states["cpu"])
-    for name, state in states.items():
-        if name.startswith("cuda:") and torch.cuda.is_available() and int(name[5:]) < torch.cuda.device_count():
-            torch.cuda.set_rng_state(state, name)
+    own = states.get("cuda", states.get(f"cuda:{ranks.device.index or 0}"))
+    if own is not None and ranks.device.type == "cuda":
+        torch.cuda.set_rng_state(own, ranks.device)

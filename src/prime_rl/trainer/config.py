@@ -3,12 +3,74 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from prime_rl.utils.config import DebugModelConfig, LogConfig, WandbConfig
+from prime_rl.utils.config import DebugModelConfig, LogConfig, TransportConfig, WandbConfig
 from prime_rl.utils.pydantic_config import BaseConfig
+from rollouts.training.objectives import PRESETS
+
+BOUND_OPTIONS = {name: name for name in ("clip_low", "clip_high", "dual_clip", "prob_bound")} | {"delta": "ratio_cap"}
+"""Options of the loss that only some presets use, and the choice that each one is."""
+
+
+class LoraConfig(BaseConfig):
+    """Train a low-rank change beside frozen matrices (2106.09685); the section switches it on."""
+
+    rank: int = Field(default=16, ge=1)
+    """Rank of the change."""
+
+    alpha: float = Field(default=32.0, gt=0)
+    """The change is scaled by alpha / rank."""
+
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of a changed layer's inputs that the change does not see in training."""
+
+    target_modules: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    """Matrices that are changed: last parts of their names, whole names or regular expressions of these."""
+
+    modules_to_save: list[str] = []
+    """Modules that are trained whole beside it, such as lm_head or embed_tokens."""
+
+    merge: bool = False
+    """Publish whole models with the change merged in; false: PEFT adapters, a fraction of the size."""
+
+    @model_validator(mode="after")
+    def _changes_something(self) -> LoraConfig:
+        if not self.target_modules:
+            raise ValueError("target_modules is empty: name a matrix such as q_proj, or leave out model.lora")
+        return self
+
+
+MAX_TRACED_STEPS = 10
+
+
+class ActivationConfig(BaseConfig):
+    """Compute activations again in the backward pass instead of keeping them; results stay as they are."""
+
+    mode: Literal["full", "selective"] = "full"
+    """full: a layer keeps its inputs only; selective: also its matrix products and attention."""
+
+    freq: int = Field(default=1, ge=1)
+    """Every how many layers; 1: all."""
+
+
+class ActivationOffloadConfig(BaseConfig):
+    """Let the inputs of layers under model.ac wait for the backward pass in host memory."""
+
+    pin_memory: bool = True
+    """Use page-locked host memory: faster, and not to be swapped."""
+
+
+class CompileConfig(BaseConfig):
+    """Compile each layer with torch.compile; results differ from those without in the last bits."""
+
+    fullgraph: bool = False
+    """Fail where a layer cannot be compiled whole."""
+
+    backend: str = "inductor"
+    """What makes code of the graph; aot_eager runs it without making any, to look for errors."""
 
 
 class ModelConfig(BaseConfig):
@@ -17,16 +79,43 @@ class ModelConfig(BaseConfig):
     name: str = "Qwen/Qwen3-0.6B"
     """A Hugging Face directory, a shipped model (tiny-qwen3) or a hub id."""
 
-    attn: Literal["auto", "exact", "sdpa"] = "auto"
-    """exact: a token's bits do not depend on its neighbours in a pack; sdpa: faster; auto: exact for fp32 on a CPU."""
+    impl: Literal["auto", "custom", "hf"] = "auto"
+    """custom: our decoder, which engines share; hf: transformers; auto: custom where there is one, else hf."""
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Number format of forward and backward; the optimizer works in float32. auto: bfloat16 on a GPU, else float32."""
+    attn: Literal["auto", "exact", "sdpa", "flash"] = "auto"
+    """exact: a token's bits do not depend on its pack; sdpa, flash (GPU): faster; auto: exact for fp32 on a CPU."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """Number format of forward and backward; the optimizer works in float32, or in float64 beside a float64 model.
+    auto: bfloat16 on a GPU, else float32."""
 
     device: str = "auto"
     """Where to compute, such as cpu or cuda:0; auto: a GPU when there is one."""
 
+    lora: LoraConfig | None = None
+    ac: ActivationConfig | None = None
+    ac_offloading: ActivationOffloadConfig | None = None
+    compile: CompileConfig | None = None
+
+    optim_cpu_offload: bool = False
+    """The optimizer's parameters and moments live in host memory, and it works there."""
+
+    reshard_after_forward: bool = True
+    """Give gathered parameters up between forward and backward where ranks share a model: less memory, more traffic."""
+
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Format in which bfloat16 ranks add up their gradients; parameters and moments stay float32."""
     debug: DebugModelConfig = DebugModelConfig()
+
+    @model_validator(mode="after")
+    def _options_fit_together(self) -> ModelConfig:
+        if self.ac_offloading is not None and self.ac is None:
+            raise ValueError("ac_offloading moves what recomputed layers keep: switch on ac too")
+        if self.compile is not None and self.attn == "exact":
+            raise ValueError("compile rounds in another order than attn = exact promises: set attn = sdpa")
+        if self.compile is not None and self.ac is not None and self.ac.mode == "selective":
+            raise ValueError("compile chooses itself what to compute again: set ac.mode = full, or leave compile out")
+        return self
 
 
 class RLModelConfig(ModelConfig):
@@ -96,7 +185,38 @@ class SGDConfig(BaseConfig):
         return self
 
 
-OptimConfig = Annotated[AdamConfig | SGDConfig, Field(discriminator="type")]
+class MuonConfig(BaseConfig):
+    """Orthogonal momentum for matrices (2502.16982), AdamW for embeddings, head, norms and biases."""
+
+    type: Literal["muon"] = "muon"
+    """Muon."""
+
+    lr: float = Field(default=1e-6, ge=0)
+    """Learning rate at its highest."""
+
+    weight_decay: float = Field(default=0.01, ge=0)
+    """Decoupled weight decay."""
+
+    max_norm: float | None = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this global norm; None: never."""
+
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the velocity of matrices."""
+
+    nesterov: bool = True
+    """Look ahead along the velocity."""
+
+    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Scale of a matrix's update: as large as AdamW's, so that its lr fits; or sqrt(max(1, rows / columns))."""
+
+    betas1: float = Field(default=0.9, ge=0, lt=1)
+    """AdamW's decay of the mean gradient."""
+
+    betas2: float = Field(default=0.999, ge=0, lt=1)
+    """AdamW's decay of the mean squared gradient."""
+
+
+OptimConfig = Annotated[AdamConfig | SGDConfig | MuonConfig, Field(discriminator="type")]
 
 
 class ConstantSchedulerConfig(BaseConfig):
@@ -152,40 +272,85 @@ class CkptConfig(BaseConfig):
     resume_step: int | None = Field(default=None, ge=-1)
     """Continue from this checkpoint; -1: from the latest complete one."""
 
+    skip_optimizer: bool = False
+    """Resume without the optimizer's moments: they begin at zero."""
+
+    skip_scheduler: bool = False
+    """Resume with the learning-rate schedule begun anew, over the steps that are left."""
+
+    skip_dataloader: bool = False
+    """Resume at the beginning of the data (sft)."""
+
+    skip_progress: bool = False
+    """Resume with steps, schedule and totals counted from the beginning (sft): a new stage from these parameters."""
+
+    @model_validator(mode="after")
+    def _skips_need_a_checkpoint(self) -> CkptConfig:
+        for name in ("skip_optimizer", "skip_scheduler", "skip_dataloader", "skip_progress"):
+            if getattr(self, name) and self.resume_step is None:
+                raise ValueError(f"{name} leaves out a part of a checkpoint to continue from: set resume_step")
+        return self
+
 
 class ParallelDims(BaseConfig):
     """How many ranks share the work, by dimension."""
 
-    dp: int = Field(default=1, ge=1)
-    """Data parallel."""
+    dp: int | None = Field(default=None, ge=1)
+    """Data parallel: ranks that each train a share of the batch; unset: as many as torchrun starts, else 1."""
+
+    dp_replicate: int = Field(default=1, ge=1)
+    """Copies of the sharded model among the dp ranks; 1: parameters are sharded over all of them."""
 
     tp: int = Field(default=1, ge=1)
-    """Tensor parallel."""
+    """Tensor parallel; only 1."""
 
     pp: int = Field(default=1, ge=1)
-    """Pipeline parallel."""
+    """Pipeline parallel; only 1."""
 
     cp: int = Field(default=1, ge=1)
-    """Context parallel."""
+    """Context parallel; only 1."""
 
     @model_validator(mode="after")
-    def _one_rank(self) -> ParallelDims:
-        for name in ("dp", "tp", "pp", "cp"):
+    def _data_parallel_only(self) -> ParallelDims:
+        for name in ("tp", "pp", "cp"):
             if getattr(self, name) != 1:
                 raise ValueError(
-                    f"{name} is {getattr(self, name)}, but this version trains on one rank: set {name} = 1"
+                    f"{name} is {getattr(self, name)}, but this version is parallel over data only: "
+                    f"set {name} = 1 and use dp"
                 )
+        if self.dp is not None and self.dp % self.dp_replicate:
+            raise ValueError(f"dp_replicate {self.dp_replicate} does not divide dp {self.dp}")
         return self
 
 
 class LossConfig(BaseConfig):
-    """The policy objective. Ratios are exp(trainer log-prob - inference log-prob); None switches a bound off."""
+    """The policy objective: a preset of five choices (docs/algorithms.md), each of which can be changed.
 
-    type: Literal["aipo"] = "aipo"
-    """Objective: aipo weighs each token by its importance ratio, capped at delta."""
+    What is unset follows the preset; None switches a bound off. Ratios are exp(trainer - inference log-prob).
+    """
 
-    delta: float | None = Field(default=8.0, gt=0)
-    """Cap on the importance ratio."""
+    type: Literal[
+        "aipo", "grpo", "gspo", "opo", "rloo", "cispo", "ppo", "dapo", "dr_grpo", "reinforce", "dppo", "custom"
+    ] = "aipo"
+    """Preset. rl also takes its baseline and deviation for orchestrator.advantage, unless they are set there."""
+
+    ratio: Literal["none", "token", "geometric", "arithmetic", "product"] | None = None
+    """Importance ratio: per token, or of the sequence the mean (geometric, arithmetic) or product of its tokens'."""
+
+    delta: float | None = Field(default=None, gt=0)
+    """Cap on the importance ratio (aipo, opo, rloo)."""
+
+    clip_low: float | None = Field(default=None, ge=0, le=1)
+    """The ratio is clipped below 1 - clip_low (grpo, gspo, cispo, ppo, dapo, dr_grpo)."""
+
+    clip_high: float | None = Field(default=None, ge=0)
+    """The ratio is clipped above 1 + clip_high (the same)."""
+
+    dual_clip: float | None = Field(default=None, gt=1)
+    """A token with negative advantage A loses at most -dual_clip A (grpo, gspo, ppo, dapo, dr_grpo)."""
+
+    prob_bound: float | None = Field(default=None, gt=0, le=1)
+    """Drop tokens whose probability has moved further than this in the direction of their advantage (dppo)."""
 
     token_mask_low: float | None = Field(default=None, ge=0)
     """Drop tokens whose ratio is below."""
@@ -209,10 +374,71 @@ class LossConfig(BaseConfig):
     """Weight of the advantage."""
 
     teacher_tau: float = Field(default=0.0, ge=0)
-    """Weight of the teacher's log-prob."""
+    """Weight of the teacher's log-prob in the advantage."""
 
     student_tau: float | None = None
-    """Weight of the student's own log-prob, subtracted; unset: as teacher_tau."""
+    """Weight of the student's own log-prob, subtracted from the advantage; unset: as teacher_tau."""
+
+    sampler_tau: float = Field(default=0.0, ge=0)
+    """Weight of the log-ratio, subtracted from the advantage: keeps the policy near the one that sampled."""
+
+    kl_tau: float | None = Field(default=None, ge=0)
+    """Weight of the squared log-ratio, added to the loss."""
+
+    ref_kl_tau: float = Field(default=0.0, ge=0)
+    """Weight of KL(policy || reference), added to the loss; the reference is orchestrator.teacher_model."""
+
+    ref_kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that KL."""
+
+    entropy_tau: float = 0.0
+    """Weight of the entropy, subtracted from the loss."""
+
+    normaliser: Literal["tokens", "sequences", "sums", "constant"] | None = None
+    """Mean over tokens; over sequences of their means (sequences), sums (sums), or sums / max_tokens (constant)."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Divisor of normaliser constant; unset: orchestrator.sampling.max_tokens, or model.seq_len."""
+
+    import_path: str | None = None
+    """Function of type custom, as package.module:name; from LossInputs to one loss per token."""
+
+    kwargs: dict[str, Any] = {}
+    """Further arguments of that function."""
+
+    @property
+    def needs_teacher(self) -> str | None:
+        """The option that cannot do without teacher log-probs, if one is set."""
+        return next((name for name in ("teacher_tau", "ref_kl_tau") if getattr(self, name)), None)
+
+    @model_validator(mode="after")
+    def _refuse_what_means_nothing(self) -> LossConfig:
+        preset, is_custom = PRESETS[self.type], self.type == "custom"
+        for option, choice in BOUND_OPTIONS.items():
+            if choice not in preset.bounds and getattr(self, option) is not None:
+                users = ", ".join(name for name, row in PRESETS.items() if choice in row.bounds)
+                raise ValueError(
+                    f"{option} means nothing to type {self.type}: remove it or set it to None, or use one of {users}"
+                )
+        if self.ratio is not None and (self.ratio == "none") != (preset.ratio == "none"):
+            raise ValueError(f"ratio {self.ratio} does not go with type {self.type}, whose ratio is {preset.ratio}")
+        if is_custom != (self.import_path is not None):
+            raise ValueError("type custom and import_path go together: set both or neither")
+        if self.kwargs and not is_custom:
+            raise ValueError("kwargs are arguments of a custom loss: set type custom, or remove them")
+        if self.max_tokens is not None and (self.normaliser or preset.normaliser) != "constant":
+            raise ValueError("max_tokens is the divisor of normaliser constant: remove it, or set that normaliser")
+        return self
+
+    @model_validator(mode="after")
+    def _follow_preset(self) -> LossConfig:
+        """Fill what is unset, so that the resolved config shows every number of the objective."""
+        unset = [name for name in BOUND_OPTIONS if name not in self.model_fields_set]
+        unset += [name for name in ("ratio", "kl_tau", "normaliser") if getattr(self, name) is None]
+        for name in unset:
+            # Not an assignment: that would mark the option as given, and it would outlive a change of type.
+            self.__dict__[name] = getattr(PRESETS[self.type], BOUND_OPTIONS.get(name, name))
+        return self
 
 
 class FakeDataConfig(BaseConfig):
@@ -253,8 +479,29 @@ class TrainerConfig(BaseConfig):
     seed: int = Field(default=42, ge=0)
     """Seed of everything random."""
 
+    dist_timeout_seconds: float = Field(default=600, gt=0)
+    """How long one rank waits for another before it gives the run up."""
+
     output_dir: Path = Path("outputs")
     """Where weights, checkpoints, metrics and logs go."""
+
+    bench: bool = False
+    """Time a few steps on fake data of the configured sizes, show a table, keep nothing."""
+
+    trace_path: Path | None = None
+    """Directory for a chrome trace of all steps; needs max_steps of at most 10."""
+
+    memory_profiler_path: Path | None = None
+    """Directory for a record of GPU memory over the run."""
+
+    @model_validator(mode="after")
+    def _traces_are_short(self) -> TrainerConfig:
+        steps = self.max_steps if self.max_steps is not None else (1 if self.bench else None)
+        if self.trace_path is not None and (steps is None or steps > MAX_TRACED_STEPS):
+            raise ValueError(f"trace_path keeps every operation in memory: set max_steps to {MAX_TRACED_STEPS} or less")
+        if self.bench and self.max_steps == 1:
+            raise ValueError("bench does not count the first step, which warms up: set max_steps to 2 or more")
+        return self
 
     @model_validator(mode="after")
     def _schedules_need_an_end(self) -> TrainerConfig:
@@ -279,31 +526,137 @@ class TrainConfig(TrainerConfig):
     model: RLModelConfig = RLModelConfig()
     loss: LossConfig = LossConfig()
     data: DataConfig = DataConfig()
+    transport: TransportConfig = TransportConfig()
 
     max_async_level: int = Field(default=2, ge=0)
     """How many versions behind the policy that generates may be; decides which published weights are kept."""
+
+    @model_validator(mode="after")
+    def _steps_are_versions(self) -> TrainConfig:
+        for name in ("skip_progress", "skip_dataloader"):
+            if self.ckpt is not None and getattr(self.ckpt, name):
+                raise ValueError(
+                    f"ckpt.{name} is for sft: steps of RL are versions that batches and engines go by; "
+                    "for a new stage start a run whose model.name is weights/step_N"
+                )
+        return self
+
+
+class LossMaskConfig(BaseConfig):
+    """Which roles carry loss."""
+
+    system: bool = False
+    """System messages."""
+
+    user: bool = False
+    """User messages."""
+
+    assistant: bool = True
+    """Assistant messages and what ends them."""
+
+    tool: bool = False
+    """Results of tools."""
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles that carry loss."""
+        return tuple(role for role in ("system", "user", "assistant", "tool") if getattr(self, role))
+
+
+class SFTModelConfig(ModelConfig):
+    """The model that learns from conversations."""
+
+    attn: Literal["auto", "exact", "sdpa", "flash"] = "auto"
+    """exact: a token's bits do not depend on its pack; auto: sdpa or flash, because no engine has to agree here."""
 
 
 class SFTDataConfig(BaseConfig):
     """Conversations to learn from."""
 
     type: Literal["sft"] = "sft"
-    """A data set."""
+    """Conversations of a data set."""
 
     name: str = "PrimeIntellect/Reverse-Text-SFT"
     """A JSONL or parquet file, a directory of them, or a data set on the hub."""
 
     split: str = "train"
-    """Split of a data set on the hub."""
+    """Split that is read; of a directory the files T.* and T-*."""
+
+    subsets: list[str] | None = None
+    """Subsets that are mixed: configurations on the hub, files or directories in a directory."""
+
+    splits: list[str] | None = None
+    """Split of each subset, or the splits that are mixed; unset: split."""
+
+    probabilities: list[float] | None = None
+    """How often each subset is drawn from, 1 in all; unset: in rotation."""
+
+    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "all_exhausted"
+    """Whether an epoch over several subsets ends with the first or the last one that has been read."""
 
     seq_len: int = Field(default=128, ge=2)
-    """Tokens of one row; longer conversations are left out."""
+    """Tokens of one row; longer conversations are left out, counted and reported."""
+
+    truncate: bool = False
+    """Cut longer conversations at seq_len instead of leaving them out."""
 
     batch_size: int = Field(default=128, ge=1)
-    """Rows per step over all ranks, each filled with whole conversations."""
+    """Rows per step over all ranks."""
+
+    pack_function: Literal["cat", "stack"] = "cat"
+    """cat: rows are filled with whole conversations; stack: each row is one conversation."""
 
     shuffle: bool = True
     """Another order in each epoch, derived from seed."""
+
+    loss_mask: LossMaskConfig = LossMaskConfig()
+
+    split_turns: bool = False
+    """Make a sample of each assistant turn; for templates that rewrite earlier turns."""
+
+    @model_validator(mode="after")
+    def _mixed_parts_match(self) -> SFTDataConfig:
+        parts = self.parts
+        if self.subsets and self.splits and len(self.subsets) != len(self.splits):
+            raise ValueError(f"data.splits has {len(self.splits)} entries for {len(self.subsets)} data.subsets")
+        if self.probabilities is not None:
+            if len(self.probabilities) != len(parts):
+                raise ValueError(f"data.probabilities has {len(self.probabilities)} entries for {len(parts)} subsets")
+            if min(self.probabilities) <= 0 or abs(sum(self.probabilities) - 1) > 1e-3:
+                raise ValueError(f"data.probabilities {self.probabilities} must be above 0 and add up to 1")
+        if not self.loss_mask.roles:
+            raise ValueError("data.loss_mask leaves no role with loss: nothing could be learnt")
+        if self.split_turns and self.loss_mask.roles != ("assistant",):
+            raise ValueError(
+                "data.split_turns needs a data.loss_mask with the assistant alone: it samples assistant turns"
+            )
+        return self
+
+    @property
+    def parts(self) -> list[tuple[str | None, str]]:
+        """Subset and split of every source."""
+        if self.subsets:
+            return list(zip(self.subsets, self.splits or [self.split] * len(self.subsets), strict=False))
+        return [(None, split) for split in self.splits or [self.split]]
+
+
+class ValConfig(BaseConfig):
+    """Loss on conversations that are not trained on; the section switches it on."""
+
+    name: str | None = None
+    """Data set of its own; unset: samples are held out of the training data."""
+
+    split: str = "train"
+    """Split of the data set of its own."""
+
+    num_samples: int = Field(default=64, ge=1)
+    """Samples that are held out, or at most taken from the data set of its own."""
+
+    interval: int = Field(default=50, ge=1)
+    """Steps between evaluations; the last step is always evaluated."""
+
+    eval_on_start: bool = True
+    """Evaluate before the first step too."""
 
 
 class FakeSFTDataConfig(BaseConfig):
@@ -325,6 +678,13 @@ class FakeSFTDataConfig(BaseConfig):
 class SFTConfig(TrainerConfig):
     """The trainer for supervised fine-tuning."""
 
-    model: ModelConfig = ModelConfig()
+    model: SFTModelConfig = SFTModelConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     data: Annotated[SFTDataConfig | FakeSFTDataConfig, Field(discriminator="type")] = SFTDataConfig()
+    val: ValConfig | None = None
+
+    @model_validator(mode="after")
+    def _val_needs_conversations(self) -> SFTConfig:
+        if self.val is not None and not isinstance(self.data, SFTDataConfig):
+            raise ValueError("val needs conversations, but data.type is fake: leave the section out")
+        return self

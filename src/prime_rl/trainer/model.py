@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
-from prime_rl.trainer.config import ModelConfig
-from prime_rl.trainer.models.attention import AttentionMode
-from prime_rl.trainer.models.causal_lm import CausalLM
-from prime_rl.trainer.models.registry import load_decoder
-from prime_rl.utils.tokenizer import resolve_model_dir
+from prime_rl.trainer.config import LoraConfig, ModelConfig, SFTModelConfig
+from prime_rl.trainer.hf_model import load_hf_model
+from prime_rl.trainer.models.attention import AttentionMode, has_flash
+from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig
+from prime_rl.trainer.models.lora import AdapterSpec, add_lora
+from prime_rl.trainer.models.registry import load_decoder, load_hf_config
+from prime_rl.utils.tokenizer import ASSETS_DIR, resolve_model_dir
 
 FEW_CORES = 4
 """On so few cores the processes of a run would fight over them, and two threads that fight are slower than one."""
@@ -27,10 +30,14 @@ class Placement:
     attn: AttentionMode
 
 
-def resolve_placement(config: ModelConfig) -> Placement:
-    """Settle `auto` for device, dtype and attention; `ValueError` for a device this machine does not have."""
+def resolve_placement(config: ModelConfig, local_rank: int = 0) -> Placement:
+    """Settle `auto` for device, dtype and attention; `ValueError` for a device this machine does not have.
+
+    `local_rank` numbers the ranks of this machine; each has a GPU of its own.
+    """
     has_gpu = torch.cuda.is_available()
     name = config.device if config.device != "auto" else ("cuda" if has_gpu else "cpu")
+    name = f"cuda:{local_rank}" if name == "cuda" else name
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -39,24 +46,68 @@ def resolve_placement(config: ModelConfig) -> Placement:
         raise ValueError(f"model.device {name!r} is not supported: use auto, cpu or cuda:0")
     if device.type == "cuda" and (not has_gpu or (device.index or 0) >= torch.cuda.device_count()):
         raise ValueError(f"model.device is {name!r} but this machine has {torch.cuda.device_count()} GPUs: use cpu")
+    if device.type == "cuda" and local_rank and device.index != local_rank:
+        raise ValueError(f"model.device is {name!r}, one GPU for all ranks: use cuda, and each takes its own")
     is_gpu = device.type == "cuda"
-    wide = config.dtype == "float32" or (config.dtype == "auto" and not is_gpu)
-    attn: AttentionMode = config.attn if config.attn != "auto" else ("exact" if wide and not is_gpu else "sdpa")
-    return Placement(device, torch.float32 if wide else torch.bfloat16, attn)
+    dtype = getattr(torch, config.dtype) if config.dtype != "auto" else torch.bfloat16 if is_gpu else torch.float32
+    exact = dtype != torch.bfloat16 and not is_gpu and not isinstance(config, SFTModelConfig)
+    exact = exact and config.compile is None
+    attn = config.attn if config.attn != "auto" else "exact" if exact else "flash" if has_flash(device) else "sdpa"
+    if attn == "flash" and (dtype != torch.bfloat16 or not has_flash(device)):
+        raise ValueError("model.attn flash needs bfloat16 on a GPU that torch's FlashAttention knows: use sdpa")
+    return Placement(device, dtype, attn)
 
 
-def load_model(config: ModelConfig, placement: Placement) -> tuple[CausalLM, Path]:
-    """The model in float32 on its device, and the directory it was read from."""
+def load_model(
+    config: ModelConfig, placement: Placement, seed: int = 0, *, sharded: bool = False
+) -> tuple[CausalLM, Path]:
+    """The model in the format of its optimizer, and the directory it was read from.
+
+    It is on its device, or when it is to be `sharded` still on the CPU: whole it might not fit. With `lora`, only a
+    new adapter drawn from `seed` is left to train.
+    """
     model_dir = resolve_model_dir(config.name)
     debug = config.debug
-    model = load_decoder(
+    load = load_hf_model if choose_impl(config, model_dir) == "hf" else load_decoder
+    model = load(
         model_dir,
         random_init=debug.random_init,
         num_layers=debug.num_layers,
         seed=debug.seed,
-        device=placement.device,
+        dtype=torch.float64 if placement.dtype == torch.float64 else torch.float32,
+        device="cpu" if sharded else placement.device,
     )
+    if config.lora is not None:
+        add_lora(model, build_adapter_spec(config.lora), seed)
     return model, model_dir
+
+
+def choose_impl(config: ModelConfig, model_dir: Path) -> Literal["custom", "hf"]:
+    """Settle `auto`: our decoder for what it implements, transformers for everything else."""
+    if config.impl != "auto":
+        return config.impl
+    try:
+        DecoderConfig.from_hf(load_hf_config(model_dir))
+    except ValueError:
+        return "hf"
+    return "custom"
+
+
+def build_adapter_spec(config: LoraConfig) -> AdapterSpec:
+    """The section as the words of the model code."""
+    return AdapterSpec(
+        rank=config.rank,
+        alpha=config.alpha,
+        dropout=config.dropout,
+        target_modules=tuple(config.target_modules),
+        modules_to_save=tuple(config.modules_to_save),
+    )
+
+
+def find_base_name(name: str, model_dir: Path) -> str:
+    """What an adapter's config calls its base model: the hub id it has everywhere, else the directory on this disk."""
+    is_local = Path(name).expanduser().is_dir() or (ASSETS_DIR / name).is_dir()
+    return str(model_dir) if is_local else name
 
 
 def limit_threads() -> int:

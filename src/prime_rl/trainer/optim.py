@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -12,30 +12,36 @@ from prime_rl.trainer.config import (
     AdamConfig,
     ConstantSchedulerConfig,
     LinearSchedulerConfig,
+    MuonConfig,
     OptimConfig,
     SchedulerConfig,
 )
+from prime_rl.trainer.muon import Muon
 
 Schedule = Callable[[int], float]
 
 
-def build_optimizer(config: OptimConfig, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """AdamW or SGD over `parameters`, fused on CPU and GPU alike."""
+def build_optimizer(config: OptimConfig, parameters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
+    """AdamW, SGD or Muon over `parameters` by name, fused on CPU and GPU alike where torch has it for shards."""
+    if isinstance(config, MuonConfig):
+        matrices = {"momentum": config.momentum, "nesterov": config.nesterov, "adjust_lr": config.adjust_lr}
+        shared = {"lr": config.lr, "weight_decay": config.weight_decay}
+        return Muon(parameters, muon=matrices | shared, adamw={"betas": (config.betas1, config.betas2), **shared})
     if isinstance(config, AdamConfig):
         return torch.optim.AdamW(
-            parameters,
+            parameters.values(),
             lr=config.lr,
             betas=(config.betas1, config.betas2),
             weight_decay=config.weight_decay,
             fused=True,
         )
     return torch.optim.SGD(
-        parameters,
+        parameters.values(),
         lr=config.lr,
         momentum=config.momentum,
         nesterov=config.nesterov,
         weight_decay=config.weight_decay,
-        fused=True,
+        fused=not any(hasattr(p, "full_tensor") for p in parameters.values()),
     )
 
 
@@ -64,18 +70,20 @@ def build_schedule(config: SchedulerConfig, lr: float, max_steps: int | None) ->
 
 
 class MasterWeights:
-    """float32 copies that the optimizer steps, for a model that computes in a narrower format.
+    """float32 copies that the optimizer steps, for a model in a narrower format or beside which it has no room.
 
     Each micro-batch's gradient is added to the master's in float32 as soon as it is there, so that accumulation
-    loses nothing and the narrow gradients never exist together.
+    loses nothing and the narrow gradients never exist together. `device` is where masters live; unset: with the model.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> None:
         self.by_name: dict[str, Tensor] = {
-            name: p.detach().float().clone().requires_grad_() for name, p in model.named_parameters()
+            name: torch.empty_like(p, dtype=torch.float32, device=device).copy_(p.detach()).requires_grad_()
+            for name, p in model.named_parameters()
+            if p.requires_grad
         }
         model.to(dtype)
-        self._pairs = [(p, self.by_name[name]) for name, p in model.named_parameters()]
+        self._pairs = [(p, self.by_name[name]) for name, p in model.named_parameters() if p.requires_grad]
         for parameter, master in self._pairs:
             parameter.register_post_accumulate_grad_hook(_add_gradient_to(master))
 
@@ -89,7 +97,7 @@ class MasterWeights:
 def _add_gradient_to(master: Tensor) -> Callable[[Tensor], None]:
     def hook(parameter: Tensor) -> None:
         assert parameter.grad is not None
-        gradient = parameter.grad.float()
+        gradient = parameter.grad.to(master.device).float()
         master.grad = gradient if master.grad is None else master.grad.add_(gradient)
         parameter.grad = None
 

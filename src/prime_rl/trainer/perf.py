@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig
+from prime_rl.trainer.models.linear import linear
 
 WINDOW_STEPS = 10
 BF16_PEAKS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
@@ -44,39 +45,53 @@ class Stopwatch:
 
 
 class PerfCounter:
-    """Throughput and model FLOP utilisation over the last steps."""
+    """Throughput and model FLOP utilisation over the last steps, of all ranks together."""
 
-    def __init__(self, model: CausalLM, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, model: CausalLM, device: torch.device, dtype: torch.dtype, num_ranks: int = 1) -> None:
         self.config = model.config
         self.num_matmul_parameters = count_matmul_parameters(model)
+        self.num_frozen = count_matmul_parameters(model, frozen=True)
         self.peak = find_peak_flops(device, dtype)
         self.device = device
+        self.num_ranks = num_ranks
         self._window: deque[tuple[int, float, float]] = deque(maxlen=WINDOW_STEPS)
 
     def observe(self, lengths: Sequence[int], seconds: float) -> dict[str, float]:
         """Add a step that trained sequences of these lengths in so many seconds; returns `perf/...` metrics."""
-        flops = compute_train_flops(self.config, self.num_matmul_parameters, lengths)
+        flops = compute_train_flops(self.config, self.num_matmul_parameters, lengths, self.num_frozen)
         self._window.append((sum(lengths), flops, seconds))
         tokens, flops, seconds = (sum(column) for column in zip(*self._window, strict=True))
         throughput = tokens / max(seconds, 1e-9)
         return {
             "perf/throughput": throughput,
-            "perf/throughput_per_gpu": throughput,
-            "perf/mfu": 100 * flops / max(seconds, 1e-9) / self.peak,
+            "perf/throughput_per_gpu": throughput / self.num_ranks,
+            "perf/mfu": 100 * flops / max(seconds, 1e-9) / (self.peak * self.num_ranks),
             "perf/peak_memory": peak_memory_gib(self.device),
         }
 
 
-def count_matmul_parameters(model: CausalLM) -> int:
-    """Parameters that every token is multiplied with: matrices and the head, not the embedding look-up."""
-    inside = sum(p.numel() for p in model.model.layers.parameters() if p.ndim == 2)
-    return inside + model.lm_head.weight.numel()
+def count_matmul_parameters(model: CausalLM, *, frozen: bool = False) -> int:
+    """Parameters that every token is multiplied with: matrices, its share of the experts', the head; no look-ups.
+
+    `frozen` counts those of them that are not trained.
+    """
+    counted = [p for layer in model.layers() for p in layer.parameters()] + [model.lm_head.weight]
+    shapes = [p.shape for p in counted if not (frozen and p.requires_grad)]
+    experts = sum(shape.numel() for shape in shapes if len(shape) == 3)
+    chosen = experts * model.config.num_experts_per_tok // max(model.config.num_experts, 1)
+    return sum(shape.numel() for shape in shapes if len(shape) == 2) + chosen
 
 
-def compute_train_flops(config: DecoderConfig, num_matmul_parameters: int, lengths: Sequence[int]) -> float:
-    """Forward and backward: 6 per parameter and token, and 12 L h d per pair of tokens that see each other, n^2 / 2."""
+def compute_train_flops(
+    config: DecoderConfig, num_matmul_parameters: int, lengths: Sequence[int], num_frozen: int = 0
+) -> float:
+    """Forward and backward: 6 per parameter and token, and 12 L h d per pair of tokens that see each other, n^2 / 2.
+
+    A frozen parameter has no gradient of its own: 4.
+    """
     width = config.num_hidden_layers * config.num_attention_heads * config.head_dim
-    return 6.0 * num_matmul_parameters * sum(lengths) + 12.0 * width * sum(n * n / 2 for n in lengths)
+    per_token = 6.0 * num_matmul_parameters - 2.0 * num_frozen
+    return per_token * sum(lengths) + 12.0 * width * sum(n * n / 2 for n in lengths)
 
 
 def find_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
@@ -90,14 +105,14 @@ def find_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def measure_peak_flops(device: torch.device, dtype: torch.dtype, size: int = 384, repeats: int = 5) -> float:
-    """The fastest of a few square matrix products (some milliseconds on a CPU)."""
+    """The fastest of a few square matrix products, as torch and as our layers compute them (milliseconds on a CPU)."""
     if device.type == "cuda":
         size = 8192
     a = torch.ones(size, size, device=device, dtype=dtype)
     best = float("inf")
-    for _ in range(repeats):
+    for product in (torch.matmul, linear) * repeats:
         start = time.perf_counter()
-        a @ a
+        product(a, a)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - start)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,22 +22,35 @@ from prime_rl.trainer.ckpt import (
     prune_checkpoints,
     save_checkpoint,
 )
-from prime_rl.trainer.config import SFTConfig, TrainConfig
+from prime_rl.trainer.config import (
+    ConstantSchedulerConfig,
+    LinearSchedulerConfig,
+    SchedulerConfig,
+    SFTConfig,
+    TrainConfig,
+)
+from prime_rl.trainer.models.moe import take_expert_imbalance
+from prime_rl.trainer.optim import build_schedule
+from prime_rl.trainer.parallel_dims import leave_ranks
 from prime_rl.trainer.perf import PerfCounter, Stopwatch
+from prime_rl.trainer.profiling import record_profile
 from prime_rl.transport import weights
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.monitor import Monitor, build_monitor
+from rollouts.training.backends.ranks import Ranks
 from rollouts.training.backends.step import StepReport
-from rollouts.training.batching import MicroBatch
+from rollouts.training.batching import Share, pack_share
 from rollouts.training.rl_losses import TokenStats
 from rollouts.training.steps import complete_steps, remove_unfinished
+from rollouts.training.types import Sample
 
 WAITING = "wait_for_batch"
+SKIPS = ("optimizer", "scheduler", "dataloader", "progress")
 
 
 @dataclass
 class Session:
-    """One run of a trainer in one process."""
+    """One run of a trainer, in one process or as one of its ranks; only the first rank writes."""
 
     config: TrainConfig | SFTConfig
     backend: Backend
@@ -53,6 +68,11 @@ class Session:
         self.watch = Stopwatch(lambda what, start, end: self.monitor.log_timeline(what, start, end, self.step))
 
     @property
+    def ranks(self) -> Ranks:
+        """This process among those of the run."""
+        return self.backend.ranks
+
+    @property
     def weights_dir(self) -> Path:
         """Where versions are published."""
         return self.config.output_dir / "weights"
@@ -67,22 +87,40 @@ class Session:
         last = self.config.max_steps
         if last is not None and self.first_step > last:
             logger.info(f"Nothing to do: the checkpoint is at step {self.first_step - 1}, max_steps is {last}")
-        for step in itertools.count(self.first_step):
-            if last is not None and step > last:
-                return
-            self.step = step
-            yield step
+        with record_profile(self.config, self.backend.placement.device, self.ranks.rank):
+            for step in itertools.count(self.first_step):
+                if last is not None and step > last:
+                    return
+                self.step = step
+                yield step
 
-    def publish_weights(self, step: int) -> Path:
-        """Publish the model as `weights/step_N`."""
-        return weights.publish_weights(
-            self.weights_dir,
-            step,
-            self.backend.publishable(),
-            self.backend.model_dir,
-            num_layers=self.backend.num_layers,
-            tokenizer_dir=self.tokenizer_dir,
-            chat_template=self.chat_template,
+    def pack(self, samples: Sequence[Sample], seq_len: int) -> Share:
+        """This rank's part of a batch that every rank has."""
+        return pack_share(
+            samples,
+            seq_len,
+            self.ranks.size,
+            self.ranks.rank,
+            rows=self.config.micro_bs,
+            quadratic_cost=self.backend.quadratic_cost,
+        )
+
+    def publish_weights(self, step: int) -> None:
+        """Publish the model as `weights/step_N`; all ranks must call."""
+        tensors, canary = self.backend.publishable(), self.backend.compute_canary(step)
+        self.ranks.run_first(
+            lambda: weights.publish_weights(
+                self.weights_dir,
+                step,
+                tensors,
+                self.backend.model_dir,
+                num_layers=self.backend.num_layers,
+                tie_word_embeddings=self.backend.model.config.tie_word_embeddings,
+                adapter_config=self.backend.adapter_config,
+                canary=canary,
+                tokenizer_dir=self.tokenizer_dir,
+                chat_template=self.chat_template,
+            )
         )
 
     def claim_weights(self, *, trying_out: bool) -> None:
@@ -109,12 +147,12 @@ class Session:
         self,
         report: StepReport,
         stats: TokenStats,
-        micros: Sequence[MicroBatch],
+        share: Share,
         progress: Mapping[str, Any],
         extra_metrics: Mapping[str, float] | None = None,
     ) -> None:
         """Save a checkpoint when one is due, then report the step. `progress` is what resuming this run needs."""
-        lengths = [n for micro in micros if micro.sample_ids for n in micro.lengths]
+        lengths = share.lengths
         totals = {
             "total_tokens": self.progress.get("total_tokens", 0) + sum(lengths),
             "total_samples": self.progress.get("total_samples", 0) + len(lengths),
@@ -128,26 +166,28 @@ class Session:
             "optim/lr": report.lr,
             "optim/grad_norm": report.grad_norm,
             "optim/skipped_steps": self.backend.stepper.num_skipped,
+            **take_expert_imbalance(self.backend.model),
             **self.perf.observe(lengths, busy),
             **seconds,
             "time/step": busy + seconds.get(f"time/{WAITING}", 0.0),
-            "batch/micro_batches": len(micros),
+            "batch/micro_batches": len(share.micros),
+            "batch/padding_ratio": share.padding_ratio,
+            "batch/rank_imbalance": share.imbalance,
             "batch/tokens": sum(lengths),
             "batch/samples": len(lengths),
             "progress/total_tokens": totals["total_tokens"],
             "progress/total_samples": totals["total_samples"],
             **(extra_metrics or {}),
         }
-        if "loss/mean" in metrics:
-            metrics["loss/policy"] = metrics["loss/mean"]
         self.monitor.log(metrics, self.step)
         if report.skipped:
             logger.warning(f"Step {self.step} changed nothing: {report.skipped}")
         logger.info(format_step(self.step, metrics))
 
     def close(self) -> int:
-        """Deliver what is pending; returns the exit code."""
+        """Deliver what is pending and take leave of the other ranks; returns the exit code."""
         self.monitor.finish()
+        leave_ranks()
         logger.success(f"Finished after step {self.backend.stepper.num_steps}, weights in {self.weights_dir}")
         return 0
 
@@ -156,8 +196,9 @@ class Session:
         if ckpt is None or not is_checkpoint_due(self.step, ckpt, self.config.max_steps):
             return
         with self.watch("save_ckpt"):
-            save_checkpoint(self.ckpt_dir, self.step, self.backend.parameters, self.backend.stepper, self.progress)
-            prune_checkpoints(self.ckpt_dir, ckpt.keep)
+            backend = self.backend
+            save_checkpoint(self.ckpt_dir, self.step, backend.parameters, backend.stepper, self.progress, self.ranks)
+            self.ranks.run_first(lambda: prune_checkpoints(self.ckpt_dir, ckpt.keep))
 
 
 def build_session(
@@ -169,32 +210,73 @@ def build_session(
     chat_template: str | None = None,
 ) -> Session:
     """Set up a run, continuing from a checkpoint when the config says so (all `ckpt_parts` must be complete)."""
-    setup_logger(process, config.log, config.output_dir / "logs")
+    rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    log_name = process if num_ranks == 1 else f"{process}_rank{rank}"
+    setup_logger(log_name, config.log, config.output_dir / "logs", console=rank == 0)
     started = time.monotonic()
     backend = build_backend(config)
     num_parameters = sum(p.numel() for p in backend.model.parameters())
+    num_trained = sum(p.numel() for p in backend.parameters.values())
+    trained = "" if num_trained == num_parameters else f" ({num_trained:,} of them trained)"
     place = backend.placement
+    where = f"{place.device}" if num_ranks == 1 else f"{num_ranks} x {place.device.type}"
     logger.info(
-        f"Model {config.model.name}: {num_parameters:,} parameters on {place.device} "
+        f"Model {config.model.name}: {num_parameters:,} parameters{trained} on {where} "
         f"({str(place.dtype).removeprefix('torch.')}, {place.attn} attention), {time.monotonic() - started:.1f} s"
     )
-    root = config.output_dir / "checkpoints"
-    resume_step = find_resume_step(root, config.ckpt, ckpt_parts)
-    progress: dict[str, Any] = {}
-    if resume_step is not None:
-        progress = load_checkpoint(root, resume_step, backend.parameters, backend.stepper)
-        logger.info(f"Continuing after step {resume_step}")
-    remove_unfinished(config.output_dir / "weights")
+    progress, first_step = resume(config, backend, ckpt_parts)
+    if rank == 0:
+        remove_unfinished(config.output_dir / "weights")
+    monitor = Monitor(config.output_dir, process, silent=True)
+    if rank == 0:
+        monitor = build_monitor(config.output_dir, process, config.wandb)
     return Session(
         config=config,
         backend=backend,
-        monitor=build_monitor(config.output_dir, process, config.wandb),
-        perf=PerfCounter(backend.model, place.device, place.dtype),
-        first_step=(resume_step or 0) + 1,
+        monitor=monitor,
+        perf=PerfCounter(backend.model, place.device, place.dtype, num_ranks),
+        first_step=first_step,
         progress=progress,
         tokenizer_dir=tokenizer_dir,
         chat_template=chat_template,
     )
+
+
+def resume(
+    config: TrainConfig | SFTConfig, backend: Backend, ckpt_parts: tuple[str, ...]
+) -> tuple[dict[str, Any], int]:
+    """Load the checkpoint that the config asks for, if any; returns the saved progress and the first step to do.
+
+    The first rank chooses, because what others see of a shared file system may be older.
+    """
+    root, ranks, ckpt = config.output_dir / "checkpoints", backend.ranks, config.ckpt
+    chosen: list[int | None] = []
+    ranks.run_first(lambda: chosen.append(find_resume_step(root, ckpt, ckpt_parts)))
+    step: int | None = json.loads(ranks.broadcast(json.dumps(chosen[0] if chosen else None).encode()))
+    ranks.run_first(lambda: remove_unfinished(root, PART))
+    if step is None:
+        return {}, 1
+    progress: dict[str, Any] = {}
+    stepper = backend.stepper
+    ranks.run_all(lambda: progress.update(load_checkpoint(root, step, backend.parameters, stepper, ranks, ckpt)))
+    if stepper.schedule_start and config.max_steps is not None:
+        check_schedule(config.scheduler, config.max_steps - stepper.schedule_start)
+        stepper.schedule = build_schedule(config.scheduler, config.optim.lr, config.max_steps - stepper.schedule_start)
+    skipped = [name for name in SKIPS if getattr(ckpt, f"skip_{name}")]
+    without = f" without its {', '.join(skipped)}" if skipped else ""
+    logger.info(f"Continuing after step {step}{without}")
+    return progress, 1 if ckpt is not None and ckpt.skip_progress else step + 1
+
+
+def check_schedule(scheduler: SchedulerConfig, num_steps: int) -> None:
+    """Raise `ValueError` when a schedule that is begun anew does not fit into the steps that are left."""
+    warmup = 0 if isinstance(scheduler, ConstantSchedulerConfig) else scheduler.warmup_steps
+    decay = scheduler.decay_steps if isinstance(scheduler, LinearSchedulerConfig) else 0
+    if warmup + decay > num_steps:
+        raise ValueError(
+            f"ckpt.skip_scheduler: warmup_steps {warmup} and decay_steps {decay} do not fit into the {num_steps} steps "
+            "that are left: raise max_steps"
+        )
 
 
 def format_step(step: int, metrics: Mapping[str, float]) -> str:

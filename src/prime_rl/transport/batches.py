@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from typing import Protocol
 
+import anyio.to_thread
 import msgspec
 
 from prime_rl.transport.watch import wait_for_blocking
-from rollouts.training.steps import is_complete, publish_step, step_path
+from rollouts.training.steps import is_complete, prune_steps, publish_step, step_path
 from rollouts.training.types import Sample
 
 SCHEMA = 1
@@ -46,16 +48,59 @@ def decode_batch(data: bytes) -> tuple[int, list[Sample]]:
         raise ValueError(f"batch of step {envelope.step} holds a malformed sample: {error}") from error
 
 
+class BatchSender(Protocol):
+    """The orchestrator's end of the wire."""
+
+    def open(self) -> None:
+        """Be there for receivers; called once no batch of an interrupted run is left."""
+
+    async def publish(self, step: int, samples: list[Sample]) -> None:
+        """Let the trainer have the batch that trains version `step - 1` into version `step`."""
+
+    def is_received(self, step: int) -> bool:
+        """Whether a trainer has taken the batch of `step`."""
+
+    def prune(self, step: int) -> None:
+        """Nobody will ask for batches up to `step` again."""
+
+    def close(self) -> None:
+        """Nothing more will be sent."""
+
+
+class BatchReceiver(Protocol):
+    """The trainer's end of the wire; every rank may have one."""
+
+    def receive(self, step: int, timeout_s: float | None = None) -> list[Sample]:
+        """The samples of `step`; blocks until they are there, raises `TimeoutError` after `timeout_s`."""
+
+    def close(self) -> None:
+        """Nothing more will be received."""
+
+
 class FilesystemBatchSender:
     """Publishes batches as `root/step_N/batch.msgpack`; a reader sees a whole step or none."""
 
     def __init__(self, root: Path) -> None:
         self.root = Path(root)
 
+    def open(self) -> None:
+        """Nothing is held open."""
+
+    async def publish(self, step: int, samples: list[Sample]) -> None:
+        """`send` in a thread."""
+        await anyio.to_thread.run_sync(self.send, step, samples)
+
     def send(self, step: int, samples: list[Sample]) -> None:
         """Publish the batch that trains version `step - 1` into version `step`."""
         data = encode_batch(step, samples)
         publish_step(self.root, step, lambda directory: _write(directory / BATCH_FILE, data))
+
+    def prune(self, step: int) -> None:
+        """Remove batches up to `step`."""
+        prune_steps(self.root, lambda found: found > step)
+
+    def close(self) -> None:
+        """Nothing is held open."""
 
     def is_received(self, step: int) -> bool:
         """Whether a receiver has read the batch of `step`."""
@@ -72,7 +117,7 @@ class FilesystemBatchReceiver:
         """The samples of `step`; blocks until they are published, raises `TimeoutError` after `timeout_s`."""
         path = step_path(self.root, step)
         data = wait_for_blocking(
-            lambda: _read(path),
+            lambda: read_batch(path),
             self.root,
             timeout_s=timeout_s,
             what=f"the batch of step {step} from the orchestrator",
@@ -84,8 +129,11 @@ class FilesystemBatchReceiver:
             (path / RECEIVED).touch()
         return samples
 
+    def close(self) -> None:
+        """Nothing is held open."""
 
-def _read(path: Path) -> bytes | None:
+
+def read_batch(path: Path) -> bytes | None:
     """The bytes of a published batch; None while there is none, or when it is taken back as we look."""
     try:
         return (path / BATCH_FILE).read_bytes() if is_complete(path) else None

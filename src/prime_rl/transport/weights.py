@@ -1,4 +1,4 @@
-"""The wire from trainer to engines: a plain Hugging Face directory per version, with a manifest of what it holds."""
+"""The wire from trainer to engines: a plain Hugging Face or PEFT directory per version, with a manifest of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import xxhash
 
-from rollouts.training.steps import complete_steps, prune_steps, publish_step
+from prime_rl.transport.canary import Canary, write_canary
+from rollouts.training.steps import prune_steps, publish_step
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 MANIFEST_FILE = "manifest.json"
 WEIGHTS_FILE = "model.safetensors"
+ADAPTER_WEIGHTS_FILE, ADAPTER_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 CONFIG_FILES = ("generation_config.json",)
 TOKENIZER_FILES = (
@@ -72,31 +74,56 @@ def publish_weights(
     model_dir: Path,
     *,
     num_layers: int | None = None,
+    tie_word_embeddings: bool | None = None,
     tokenizer_dir: Path | None = None,
     chat_template: str | None = None,
+    adapter_config: Mapping[str, Any] | None = None,
+    canary: Canary | None = None,
 ) -> Path:
     """Publish `root/step_N`: safetensors, the config and tokenizer of `model_dir`, and `manifest.json`.
 
-    `num_layers` is written into the config when layers were cut; `tokenizer_dir` and `chat_template` replace what
-    `model_dir` has. The result is what `AutoModelForCausalLM.from_pretrained` and engines read.
+    `num_layers` is written into the config when layers were cut, `tie_word_embeddings` when it is given;
+    `tokenizer_dir` and `chat_template` replace what `model_dir` has. The result is what
+    `AutoModelForCausalLM.from_pretrained` and engines read. With `adapter_config` the tensors are a PEFT adapter's by
+    PEFT's names, and the result is what `peft` and engines read beside the base model. `canary` goes along.
     """
 
     def write(directory: Path) -> None:
         from safetensors.torch import save_file
 
         held = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
-        save_file(held, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+        file = WEIGHTS_FILE if adapter_config is None else ADAPTER_WEIGHTS_FILE
+        save_file(held, directory / file, metadata={"format": "pt"})
+        if adapter_config is not None:
+            _write_json(directory / ADAPTER_CONFIG_FILE, adapter_config)
         dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in held.values()}
         config = adapt_config(json.loads((model_dir / "config.json").read_text(encoding="utf-8")), dtypes, num_layers)
-        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if tie_word_embeddings is not None:
+            config["tie_word_embeddings"] = tie_word_embeddings
+        _write_json(directory / "config.json", config)
         _copy(model_dir, directory, CONFIG_FILES)
         _copy(tokenizer_dir or model_dir, directory, TOKENIZER_FILES)
         if chat_template is not None:
             (directory / TEMPLATE_FILE).write_text(chat_template, encoding="utf-8")
-        manifest = Manifest(SCHEMA, step, describe_tensors(held))
-        (directory / MANIFEST_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+        if canary is not None:
+            write_canary(directory, canary)
+        _write_manifest(directory, step, held)
 
     return publish_step(Path(root), step, write)
+
+
+def is_adapter(directory: Path) -> bool:
+    """Whether a published directory holds an adapter instead of a whole model."""
+    return (Path(directory) / ADAPTER_CONFIG_FILE).is_file()
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(dict(value), indent=2) + "\n", encoding="utf-8")
+
+
+def _write_manifest(directory: Path, step: int, held: Mapping[str, Tensor]) -> None:
+    manifest = Manifest(SCHEMA, step, describe_tensors(held))
+    (directory / MANIFEST_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
 
 
 def _copy(source: Path, directory: Path, patterns: tuple[str, ...]) -> None:
@@ -136,7 +163,10 @@ def verify_tensors(tensors: Mapping[str, Tensor], manifest: Manifest) -> dict[st
 
     Raises `ValueError` naming the first tensors that are missing, unexpected or different.
     """
-    found = describe_tensors(tensors)
+    return _verify(describe_tensors(tensors), manifest)
+
+
+def _verify(found: Mapping[str, TensorEntry], manifest: Manifest) -> dict[str, str]:
     wrong = sorted(
         name for name in found.keys() | manifest.tensors.keys() if found.get(name) != manifest.tensors.get(name)
     )
@@ -144,6 +174,25 @@ def verify_tensors(tensors: Mapping[str, Tensor], manifest: Manifest) -> dict[st
         shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
         raise ValueError(f"weights of step {manifest.step} do not match their manifest: {shown}")
     return {name: entry.digest for name, entry in found.items()}
+
+
+def check_directory(directory: Path) -> tuple[int, dict[str, str]]:
+    """Step and digests of a published directory, whose files were read tensor by tensor and agree with its manifest.
+
+    Raises `ValueError` as `verify_tensors` does, or when a file cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    manifest = read_manifest(directory)
+    found: dict[str, TensorEntry] = {}
+    for path in sorted(Path(directory).glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt") as handle:
+                for name in handle.keys():  # noqa: SIM118 - a handle is no mapping
+                    found |= describe_tensors({name: handle.get_tensor(name)})
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} cannot be read: {error}") from error
+    return manifest.step, _verify(found, manifest)
 
 
 def prune_weights(
@@ -155,7 +204,6 @@ def prune_weights(
     `ckpt_interval`-th (a resumed run starts engines from it), the `final` step, and whatever is newer than `latest`.
     """
     oldest = latest - max_async_level - 1
-    steps = complete_steps(root)
     return prune_steps(
-        root, [s for s in steps if s >= oldest or s == final or (ckpt_interval is not None and s % ckpt_interval == 0)]
+        root, lambda s: s >= oldest or s == final or (ckpt_interval is not None and s % ckpt_interval == 0)
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
@@ -14,8 +14,8 @@ from prime_rl.utils.http import HttpPool, Reply, needs_proxy
 
 if TYPE_CHECKING:
     from prime_rl.utils.config import ClientConfig
+    from prime_rl.utils.conversation import Conversation
 
-MAX_CONNECTIONS = 1024
 MAX_RETRIES = 3  # of requests that reached nobody, or an overloaded server; a slow generation is never sent twice
 RETRY_AFTER_S = 0.25
 RETRIED_STATUS = (429, 502, 503, 504)
@@ -95,18 +95,37 @@ class Answer(msgspec.Struct):
     prompt_token_ids: list[int] | None = None
 
 
+class Tokenized(msgspec.Struct):
+    """Answer of /tokenize."""
+
+    tokens: list[int]
+
+
 class InferenceClient:
     """One server. `.chat.completions.create`, `.completions.create`, `.post` and `base_url` are what `verifiers` uses.
 
     Answers are `ChatCompletion` / `Completion` by type, filled with light objects; errors are those of `openai`.
     """
 
-    def __init__(self, base_url: str, *, headers: dict[str, str] | None = None, timeout_s: float = 1200) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        headers: dict[str, str] | None = None,
+        timeout_s: float = 1200,
+        max_connections: int = 8192,
+        seq_len: int | None = None,
+    ) -> None:
         self.base_url = base_url.rstrip("/")
         self.headers = {"content-type": "application/json", **(headers or {})}
         self.timeout_s = timeout_s
-        self._pool = _build_pool(self.base_url, timeout_s)
+        self.max_connections = max_connections
+        self.seq_len = seq_len
+        self._pool = _build_pool(self.base_url, timeout_s, max_connections)
         self._path = urlsplit(self.base_url).path
+        self.takes_tokens = True
+        """Whether the server has the routes for prompts as tokens; found out when the first one is needed."""
+        self._turn_ends: dict[bytes, list[int]] = {}
         self.completions = _Completions(self, "/completions")
         self.chat = _Chat(self)
 
@@ -122,6 +141,10 @@ class InferenceClient:
         twin.completions, twin.chat = _Completions(twin, "/completions"), _Chat(twin)
         return twin
 
+    @cached_property
+    def _root(self) -> InferenceClient:
+        return self.copy(base_url=self.root_url)
+
     async def post(self, path: str, *, body: dict[str, Any], cast_to: Any = dict) -> Any:
         """The answer to a POST, as `cast_to`: a completion type of `openai`, any pydantic model, or `dict`."""
         data = await self.request("POST", path, body)
@@ -130,6 +153,59 @@ class InferenceClient:
         return (
             cast_to.model_validate_json(data) if hasattr(cast_to, "model_validate_json") else msgspec.json.decode(data)
         )
+
+    def open_conversation(self) -> Conversation:
+        """The client for one rollout: from its second turn on, prompts go out as the tokens they were."""
+        from prime_rl.utils.conversation import Conversation
+
+        return Conversation(self)
+
+    async def ask(self, path: str, body: dict[str, Any]) -> Any:
+        """The completion that a route answers with."""
+        return _as_completion(await self.request("POST", path, body), chat=path.startswith("/chat"))
+
+    async def ask_tokens(self, body: dict[str, Any]) -> Any:
+        """The answer to a chat whose prompt is `tokens`; None from a server without that route."""
+        import openai
+
+        try:
+            return await self.ask("/chat/completions/tokens", body)
+        except openai.NotFoundError:
+            self.takes_tokens = False
+            return None
+
+    async def tokenize(self, body: dict[str, Any]) -> list[int] | None:
+        """Token ids of `messages` or of a `prompt`; None from a server that cannot tell."""
+        import openai
+
+        root = self if self.base_url == self.root_url else self._root
+        try:
+            answer = msgspec.json.decode(await root.request("POST", "/tokenize", body), type=Tokenized)
+        except openai.NotFoundError:
+            self.takes_tokens = False
+            return None
+        except openai.BadRequestError:
+            return None  # these messages cannot be rendered so: they are sent as they are
+        return answer.tokens
+
+    async def read_turn_end(self, body: dict[str, Any]) -> list[int] | None:
+        """What the chat template writes after an answer: the common end of two conversations that differ in theirs."""
+        key = msgspec.json.encode(body, order="deterministic")
+        if key not in self._turn_ends:
+            ends = []
+            for said in ("A", "B"):
+                messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": said}]
+                ids = await self.tokenize(body | {"messages": messages, "add_generation_prompt": False})
+                if ids is None:
+                    return None
+                ends.append(ids)
+            self._turn_ends[key] = _common_end(*ends)
+        return self._turn_ends[key]
+
+    def overlong(self, num_tokens: int) -> Exception:
+        """The error of a server whose context is `seq_len`."""
+        message = f"This model's maximum context length is {self.seq_len} tokens, but the prompt has {num_tokens}."
+        return _bad_status(Reply(400, msgspec.json.encode({"error": {"message": message}})), self.base_url)
 
     async def request(
         self,
@@ -169,8 +245,7 @@ class _Completions:
         self._client, self._path = client, path
 
     async def create(self, *, extra_body: dict[str, Any] | None = None, **request: Any) -> Any:
-        data = await self._client.request("POST", self._path, {**request, **(extra_body or {})})
-        return _as_completion(data, chat=self._path.startswith("/chat"))
+        return await self._client.ask(self._path, {**request, **(extra_body or {})})
 
 
 class _Chat:
@@ -183,12 +258,12 @@ class _Chat:
 class _HttpxPool:
     """The same verb through `httpx`, for the rare server that is reached through a proxy."""
 
-    def __init__(self, url: str, timeout_s: float) -> None:
+    def __init__(self, url: str, timeout_s: float, max_connections: int) -> None:
         import httpx
 
         parts = urlsplit(url)
         self._root, self._timeout_s = f"{parts.scheme}://{parts.netloc}", timeout_s
-        self._client = httpx.AsyncClient(limits=httpx.Limits(max_connections=MAX_CONNECTIONS))
+        self._client = httpx.AsyncClient(limits=httpx.Limits(max_connections=max_connections))
         self._no_answer: type[Exception] = httpx.TransportError
         self._too_late: type[Exception] = httpx.TimeoutException
 
@@ -208,18 +283,52 @@ class _HttpxPool:
         await self._client.aclose()
 
 
-def build_clients(config: ClientConfig) -> list[InferenceClient]:
-    """One client per `base_url`; groups take turns over them. The key is read from `api_key_var` when it is set."""
+class ServerAddress(Protocol):
+    """What another process needs to know of a client to have the same one."""
+
+    @property
+    def base_url(self) -> str: ...
+    @property
+    def headers(self) -> tuple[tuple[str, str], ...]: ...
+    @property
+    def timeout_s(self) -> float: ...
+    @property
+    def max_connections(self) -> int: ...
+    @property
+    def seq_len(self) -> int | None: ...
+
+
+def build_client(server: ServerAddress) -> InferenceClient:
+    """The client of a server that another process described."""
+    return InferenceClient(
+        server.base_url,
+        headers=dict(server.headers),
+        timeout_s=server.timeout_s,
+        max_connections=server.max_connections,
+        seq_len=server.seq_len,
+    )
+
+
+def build_clients(config: ClientConfig, *, seq_len: int | None = None) -> list[InferenceClient]:
+    """One client per `base_url`; groups take turns over them. The key is read from `api_key_var` when it is set.
+
+    A conversation that has `seq_len` tokens gets no further turn, and its last turn ends there.
+    """
     headers = dict(config.headers)
     if key := os.environ.get(config.api_key_var):
         headers.setdefault("authorization", f"Bearer {key}")
-    return [InferenceClient(url, headers=headers, timeout_s=config.timeout) for url in config.base_url]
+    return [
+        InferenceClient(
+            url, headers=headers, timeout_s=config.timeout, max_connections=config.max_connections, seq_len=seq_len
+        )
+        for url in config.base_url
+    ]
 
 
-def _build_pool(base_url: str, timeout_s: float) -> HttpPool | _HttpxPool:
+def _build_pool(base_url: str, timeout_s: float, max_connections: int) -> HttpPool | _HttpxPool:
     if needs_proxy(base_url):
-        return _HttpxPool(base_url, timeout_s)
-    return HttpPool(base_url, max_connections=MAX_CONNECTIONS, timeout_s=timeout_s)
+        return _HttpxPool(base_url, timeout_s, max_connections)
+    return HttpPool(base_url, max_connections=max_connections, timeout_s=timeout_s)
 
 
 def _as_completion(data: bytes, *, chat: bool) -> Any:
@@ -244,7 +353,19 @@ def _as_completion(data: bytes, *, chat: bool) -> Any:
     return completion
 
 
+def _common_end(one: list[int], other: list[int]) -> list[int]:
+    count = 0
+    while count < min(len(one), len(other)) and one[-1 - count] == other[-1 - count]:
+        count += 1
+    return one[len(one) - count :]
+
+
 _decode_answer = msgspec.json.Decoder(Answer).decode
+
+
+def prepare_client() -> None:
+    """Import what the first request would import."""
+    _completion_types()
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -59,18 +59,52 @@ class ClientConfig(BaseConfig):
     headers: dict[str, str] = {}
     """Extra HTTP headers of every request."""
 
+    max_connections: int = Field(default=8192, ge=1)
+    """Requests to one server at the same time, from each process; further ones wait."""
+
+
+class TransportConfig(BaseConfig):
+    """The wire that carries batches from the orchestrator to the trainer."""
+
+    type: Literal["filesystem", "zmq"] = "filesystem"
+    """filesystem: both see output_dir; zmq: a socket, for a trainer that does not."""
+
+    host: str = "localhost"
+    """zmq: where the orchestrator listens, and where the trainer finds it."""
+
+    port: int = Field(default=5555, ge=1, le=65535)
+    """zmq: port of the orchestrator."""
+
 
 class EnvConfig(BaseConfig):
-    """One verifiers environment."""
+    """One environment, and the processes that run it."""
 
     id: str = "reverse-text"
-    """Name of the environment package."""
+    """A package (reverse-text, org/reverse-text), module:factory in plain Python or verifiers, or ./path.py."""
 
     args: dict[str, Any] = {}
     """Keyword arguments of its load_environment."""
 
     name: str | None = None
     """Name in metrics; unset: the id."""
+
+    num_workers: int = Field(default=1, ge=0)
+    """Processes that run it: a crash, hang or leak costs the rollouts in one of them; 0: inside the caller."""
+
+    timeout: float = Field(default=3600, gt=0)
+    """Seconds that a rollout may take, all turns together, and then its scoring; more is a failure."""
+
+    stall_timeout: float = Field(default=120, gt=0)
+    """Seconds that the environment's code may keep a worker from everything else before it is replaced."""
+
+    max_memory_gb: float | None = Field(default=None, gt=0)
+    """Memory of one worker; a larger one is replaced when its groups are done. Unset: a quarter of the machine's."""
+
+    install: bool = False
+    """Install an environment that is not found from index_url, with what it needs."""
+
+    index_url: str = "https://hub.primeintellect.ai/{org}/simple/"
+    """Package index that environments are installed from; {org} is the part of the id before the slash."""
 
 
 class DebugModelConfig(BaseConfig):

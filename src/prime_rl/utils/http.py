@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import ssl
 from typing import NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 CONNECT_TIMEOUT_S = 10.0
+SPARE_FILES = 128  # beside the sockets: logs, files, pipes
+MAX_CONNECTING = 128  # at the same time: thousands at once overflow the server's queue and wait for each other
 
 
 class Reply(NamedTuple):
@@ -35,6 +38,7 @@ class HttpPool:
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._host_header = parts.netloc.rpartition("@")[2]
         self._free = asyncio.Semaphore(max_connections)
+        self._connecting = asyncio.Semaphore(MAX_CONNECTING)
         self._idle: list[_Connection] = []
 
     async def request(
@@ -82,7 +86,7 @@ class HttpPool:
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            async with self._connecting, asyncio.timeout(CONNECT_TIMEOUT_S):
                 _, connection = await loop.create_connection(_Connection, self.host, self.port, ssl=self._tls)
         except TimeoutError as error:
             raise ConnectionError(f"no connection to {self.host}:{self.port} in {CONNECT_TIMEOUT_S:g} s") from error
@@ -95,6 +99,25 @@ def needs_proxy(url: str) -> bool:
     """The environment (HTTP_PROXY, NO_PROXY, ...) wants requests to `url` to go through a proxy."""
     parts = urlsplit(url)
     return parts.scheme in getproxies() and not proxy_bypass(parts.hostname or "")
+
+
+def ensure_open_files(in_flight: int) -> str | None:
+    """Let this process and those it starts hold a socket for each request in flight.
+
+    Raises the soft limit of open files; gives advice where the hard limit is too low.
+    """
+    needed = in_flight + SPARE_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return None
+    wanted = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if wanted == needed:
+        return None
+    return (
+        f"{needed} rollouts and files may be open at once but the limit is {wanted}: "
+        f"run `ulimit -n {needed}` first, or set max_concurrent = {max(wanted - SPARE_FILES, 1)}"
+    )
 
 
 class _GoneBeforeReply(ConnectionError):

@@ -28,9 +28,10 @@ MIN_SECRET_LENGTH = 6
 FAILURE, FAILURE_SEVERITY = "FAILURE", 45  # between error and critical; known only where a file listens
 
 
-def setup_logger(process: str, log: LogConfig, log_dir: Path | None = None) -> None:
+def setup_logger(process: str, log: LogConfig, log_dir: Path | None = None, *, console: bool = True) -> None:
     """Send loguru's lines to standard output and to `<log_dir>/<process>.log`; raises ValueError for a wrong level.
 
+    Without `console` (all ranks but the first share one terminal) only the file gets them.
     Colours only on a terminal without NO_COLOR. Nothing is written twice: where standard output already is that file
     (a launcher sent it there), the file gets the lines once. Python's own logging is passed on from warnings upwards.
     """
@@ -47,7 +48,8 @@ def setup_logger(process: str, log: LogConfig, log_dir: Path | None = None) -> N
     same = path is not None and _is_output(path)
     # diagnose would print the values of variables into tracebacks, secrets included.
     shown = None if same else _is_for_terminal
-    logger.add(sys.stdout, level=level, format=LINE, colorize=colours, filter=shown, diagnose=False)
+    if console or same:
+        logger.add(sys.stdout, level=level, format=LINE, colorize=colours, filter=shown, diagnose=False)
     if path is not None and not same:
         logger.add(path, level=level, format=LINE, colorize=False, diagnose=False)
     _pass_on_standard_logging()

@@ -24,6 +24,8 @@ class Monitor:
     output_dir: Path
     process: str
     wandb: WandbLogger | None = None
+    silent: bool = False
+    """Write nothing: of several ranks that see the same, one speaks."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Append `{"step", "timestamp", "process", **metrics}`; NaN becomes null, a non-number is a `ValueError`."""
@@ -47,6 +49,8 @@ class Monitor:
             self.wandb.finish()
 
     def _append(self, file: str, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        if self.silent:
+            return
         head = {"step": step, "timestamp": time.time(), "process": self.process}
         append_jsonl(self.output_dir / file, [{**head, **row} for row in rows])
 

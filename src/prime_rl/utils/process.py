@@ -262,6 +262,15 @@ def is_healthy(host: str | None, port: int) -> bool:
         connection.close()
 
 
+def find_gpus() -> list[int]:
+    """Ids of the NVIDIA GPUs that processes may use, without asking any driver library."""
+    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
+    present = sorted(int(p.name[6:]) for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit())
+    if wanted is None:
+        return present
+    return [int(gpu) for gpu in wanted.split(",") if gpu.strip().isdigit() and int(gpu) in present]
+
+
 def num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -347,6 +356,13 @@ def _die_with_parent(parent: int) -> Callable[[], None] | None:
             os._exit(1)
 
     return prepare
+
+
+def die_with(parent: int) -> None:
+    """Called in a child that was started without our supervisor: the kernel is to kill it when `parent` ends."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -2,27 +2,77 @@
 
 from __future__ import annotations
 
-import logging
-import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rollouts.training.environments import Environment, load_environment
+from rollouts.training.environments import Environment, check_environment, load_environment
 
 if TYPE_CHECKING:
     from prime_rl.utils.config import EnvConfig, SamplingConfig
 
 
-def load_environments(configs: Sequence[EnvConfig]) -> dict[str, Environment]:
-    """Name in metrics -> environment. Call it in the main thread, before signal handlers of your own are set."""
-    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # read when datasets is imported
-    environments = {config.name or config.id: load_environment(config.id, config.args) for config in configs}
-    # Importing verifiers gives its logger a handler of its own; its lines belong among ours.
-    library = logging.getLogger("verifiers")
-    library.handlers.clear()
-    library.propagate = True
-    library.setLevel(logging.WARNING)
-    return environments
+def check_environments(configs: Sequence[EnvConfig]) -> None:
+    """Raise `ValueError` for an id that does not exist or arguments that do not fit, before anything starts.
+
+    Imports no environment. One that is missing is installed where its section says so.
+    """
+    for config in configs:
+        if config.install:
+            from prime_rl.utils.env_install import ensure_installed
+
+            ensure_installed(config.id, config.index_url)
+        check_environment(config.id, config.args)
+
+
+def load_environments(configs: Sequence[EnvConfig], *, score: bool = True) -> dict[str, Environment]:
+    """Name in metrics -> environment. Call it in the main thread, before signal handlers of your own are set.
+
+    Without `score` no reward function runs.
+
+    Those with `num_workers` > 0 run in processes of their own, which `close_environments` ends; they end with this
+    process at the latest.
+    """
+    from prime_rl.utils.env_pool import EnvironmentWorkers
+    from prime_rl.utils.env_worker import quiet_libraries
+
+    check_environments(configs)
+    quiet_libraries()
+    environments: dict[str, Environment] = {}
+    try:
+        for config in configs:  # the processes load at the same time
+            if config.num_workers:
+                environments[config.name or config.id] = EnvironmentWorkers(config, score=score)
+        for config in configs:
+            if not config.num_workers:
+                environment = load_environment(config.id, config.args, timeout_s=config.timeout, score=score)
+                environments[config.name or config.id] = environment
+        quiet_libraries()
+        for environment in environments.values():
+            if isinstance(environment, EnvironmentWorkers):
+                environment.wait_ready()
+    except BaseException:
+        close_environments(environments)
+        raise
+    return {config.name or config.id: environments[config.name or config.id] for config in configs}
+
+
+def close_environments(environments: Mapping[str, Environment]) -> None:
+    """End the processes of those that have some."""
+    for environment in environments.values():
+        close = getattr(environment, "close", None)
+        if callable(close):
+            close()
+
+
+@contextmanager
+def open_environments(configs: Sequence[EnvConfig], *, score: bool = True) -> Iterator[dict[str, Environment]]:
+    """`load_environments` for the time of a block."""
+    environments = load_environments(configs, score=score)
+    try:
+        yield environments
+    finally:
+        close_environments(environments)
 
 
 def build_sampling_args(sampling: SamplingConfig, seed: int | None = None) -> dict[str, Any]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import get_args
 
-Baseline = Literal["mean", "leave_one_out", "length_weighted", "none"]
+from rollouts.training.objectives import Baseline, Deviation
+
 STD_FLOOR = 1e-8
 
 
@@ -30,8 +31,9 @@ def compute_group_advantages(
         length_weighted  A_i = r_i - sum(l r) / sum(l)                        OPO, 2505.23585, equation 11
         none             A_i = r_i
 
-    `std` divides by the population standard deviation. A group of equal rewards teaches nothing and gets zeros, and
-    so does a group of one, except with baseline "none". Raises `ValueError` for a reward that is not finite.
+    `std` divides by the standard deviation of the sample (over n - 1), as every implementation of GRPO does. A group
+    of equal rewards teaches nothing and gets zeros, and so does a group of one, except with baseline "none". Raises
+    `ValueError` for a reward that is not finite.
     """
     if baseline not in get_args(Baseline):
         raise ValueError(f"baseline {baseline!r} is not one of {', '.join(get_args(Baseline))}")
@@ -42,8 +44,47 @@ def compute_group_advantages(
     centred = _centre(rewards, baseline, lengths)
     if not std:
         return centred
-    scale = statistics.pstdev(rewards)
-    return [value / scale if scale > STD_FLOOR else 0.0 for value in centred]
+    return _divide(centred, rewards)
+
+
+def compute_batch_advantages(
+    groups: Sequence[Sequence[float]],
+    *,
+    baseline: Baseline = "mean",
+    std: Deviation = "none",
+    lengths: Sequence[Sequence[int]] | None = None,
+) -> list[list[float]]:
+    """`compute_group_advantages` of every group, divided by the deviation of each group's or of all rewards.
+
+    With "batch" one group of nearly equal rewards is not blown up to the size of the others (2508.08221, section 4.1).
+    """
+    if std not in get_args(Deviation):
+        raise ValueError(f"std {std!r} is not one of {', '.join(get_args(Deviation))}")
+    advantages = [
+        compute_group_advantages(
+            group, baseline=baseline, std=std == "group", lengths=None if lengths is None else lengths[i]
+        )
+        for i, group in enumerate(groups)
+    ]
+    if std != "batch":
+        return advantages
+    rewards = [reward for group in groups for reward in group]
+    return [_divide(group, rewards) for group in advantages]
+
+
+def compute_overlong_penalty(length: int, max_tokens: int, window: int) -> float:
+    """What an answer of `length` tokens loses: 0 up to `max_tokens - window`, then linearly up to 1 at `max_tokens`.
+
+    DAPO, 2503.14476, equation 13.
+    """
+    if not 0 < window <= max_tokens:
+        raise ValueError(f"window {window} must lie between 1 and max_tokens {max_tokens}")
+    return min(1.0, max(0.0, (length - (max_tokens - window)) / window))
+
+
+def _divide(values: Sequence[float], rewards: Sequence[float]) -> list[float]:
+    scale = statistics.stdev(rewards) if len(rewards) > 1 else 1.0
+    return [value / scale if scale > STD_FLOOR else 0.0 for value in values]
 
 
 def _centre(rewards: Sequence[float], baseline: Baseline, lengths: Sequence[int] | None) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, TypeVar
 
 from rollouts.training.types import Sample
@@ -55,6 +56,16 @@ class MicroBatch:
         """Sum of the loss mask: this micro-batch's share of the global count."""
         return sum(self.loss_mask)
 
+    @property
+    def num_sequences(self) -> int:
+        """Sequences with loss: this micro-batch's share of the global count of sequences."""
+        starts = accumulate(self.lengths, initial=0)
+        return sum(any(self.loss_mask[start : start + n]) for start, n in zip(starts, self.lengths, strict=False))
+
+    def count(self, unit: str) -> float:
+        """Share of the global count of a loss that is a mean over this unit: "token" or "sequence"."""
+        return self.num_sequences if unit == "sequence" else self.loss_count
+
     def to_tensors(self, device: torch.device | str = "cpu") -> TensorBatch:
         """The same as tensors, with a masked sequence appended when there are fewer than `MIN_TOKENS` tokens."""
         import torch
@@ -97,6 +108,21 @@ class TensorBatch:
     lengths: list[int]
 
 
+@dataclass(frozen=True)
+class Share:
+    """What one rank trains of a batch, and what is known of the whole batch.
+
+    lengths        tokens of each sample of the whole batch
+    padding_ratio  share of the tokens that all ranks compute which belong to no sample: fillers that keep ranks in step
+    imbalance      cost of the busiest rank over the mean cost of a rank, minus 1: how long the others wait
+    """
+
+    micros: list[MicroBatch]
+    lengths: list[int]
+    padding_ratio: float = 0.0
+    imbalance: float = 0.0
+
+
 def pack_samples(
     samples: Sequence[Sample],
     seq_len: int,
@@ -111,6 +137,39 @@ def pack_samples(
     by length, so that neighbours need little padding. The result depends on the arguments alone. `ValueError` for a
     sample longer than `seq_len`, one without tokens and one whose temperature is not above 0.
     """
+    packs = _plan_packs(samples, seq_len, num_ranks, rows, quadratic_cost)
+    out = [_build_rank(samples, rank) for rank in packs]
+    num_tokens = sum(len(sample.tokens) for sample in samples)
+    assert sum(micro.num_tokens for rank in out for micro in rank) == num_tokens, "packing lost or invented tokens"
+    return out
+
+
+def pack_share(
+    samples: Sequence[Sample],
+    seq_len: int,
+    num_ranks: int = 1,
+    rank: int = 0,
+    *,
+    rows: int = 1,
+    quadratic_cost: float = QUADRATIC_COST,
+) -> Share:
+    """`pack_samples(...)[rank]` without building what other ranks train, and how well the work is spread."""
+    packs = _plan_packs(samples, seq_len, num_ranks, rows, quadratic_cost)
+    lengths = [len(sample.tokens) for sample in samples]
+    loads = [sum(_cost(lengths[i], quadratic_cost) for pack in packs_of for i in pack) for packs_of in packs]
+    num_fillers = sum(not pack for packs_of in packs for pack in packs_of)
+    return Share(
+        micros=_build_rank(samples, packs[rank]),
+        lengths=lengths,
+        padding_ratio=num_fillers * MIN_TOKENS / max(1, sum(lengths) + num_fillers * MIN_TOKENS),
+        imbalance=max(loads) * num_ranks / sum(loads) - 1 if sum(loads) else 0.0,
+    )
+
+
+def _plan_packs(
+    samples: Sequence[Sample], seq_len: int, num_ranks: int, rows: int, quadratic_cost: float
+) -> list[list[list[int]]]:
+    """Sample indices per micro-batch per rank, after checking every sample."""
     if seq_len < 1 or num_ranks < 1 or rows < 1:
         raise ValueError(f"seq_len {seq_len}, num_ranks {num_ranks} and rows {rows} must be at least 1")
     for i, sample in enumerate(samples):
@@ -119,10 +178,7 @@ def pack_samples(
     shares = assign_ranks(lengths, num_ranks, quadratic_cost)
     packs = [_pack_by_length(share, lengths, rows * seq_len) for share in shares]
     _even_out(packs, lengths)
-    has_teacher = any(sample.teacher_logprobs is not None for sample in samples)
-    out = [[_build(samples, pack, has_teacher) for pack in rank] for rank in packs]
-    assert sum(micro.num_tokens for rank in out for micro in rank) == sum(lengths), "packing lost or invented tokens"
-    return out
+    return packs
 
 
 def assign_ranks(lengths: Sequence[int], num_ranks: int, quadratic_cost: float = QUADRATIC_COST) -> list[list[int]]:
@@ -132,8 +188,12 @@ def assign_ranks(lengths: Sequence[int], num_ranks: int, quadratic_cost: float =
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         rank = min(range(num_ranks), key=lambda r: (load[r], len(shares[r]), r))
         shares[rank].append(i)
-        load[rank] += lengths[i] + quadratic_cost * lengths[i] ** 2
+        load[rank] += _cost(lengths[i], quadratic_cost)
     return shares
+
+
+def _cost(length: int, quadratic_cost: float) -> float:
+    return length + quadratic_cost * length**2
 
 
 def _check_sample(index: int, sample: Sample, seq_len: int) -> None:
@@ -183,6 +243,11 @@ def _even_out(packs: list[list[list[int]]], lengths: Sequence[int]) -> None:
                 continue
             pack = rank[widest]
             rank[widest : widest + 1] = [pack[: len(pack) // 2], pack[len(pack) // 2 :]]
+
+
+def _build_rank(samples: Sequence[Sample], packs: list[list[int]]) -> list[MicroBatch]:
+    has_teacher = any(sample.teacher_logprobs is not None for sample in samples)
+    return [_build(samples, pack, has_teacher) for pack in packs]
 
 
 def _build(samples: Sequence[Sample], pack: list[int], has_teacher: bool) -> MicroBatch:

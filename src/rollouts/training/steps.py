@@ -59,30 +59,46 @@ def publish_step(root: Path, step: int, write: Callable[[Path], None]) -> Path:
 
 def publish_dir(final: Path, write: Callable[[Path], None]) -> Path:
     """The same for a directory of any name, such as the part `checkpoints/step_N/trainer` of a step."""
-    root = Path(final).parent
-    root.mkdir(parents=True, exist_ok=True)
-    tmp = root / f"{_TMP}{final.name}-{uuid.uuid4().hex[:8]}"
-    tmp.mkdir()
+    tmp = begin_dir(final, uuid.uuid4().hex[:8])
     try:
         write(tmp)
-        (tmp / STABLE).touch()
-        _fsync_tree(tmp)
-        if final.exists():
-            _remove(final)
-        os.rename(tmp, final)
-        _fsync(root)
+        commit_dir(tmp, final)
     except BaseException:
         shutil.rmtree(tmp, ignore_errors=True)
         raise
     return final
 
 
-def prune_steps(root: Path, keep: Collection[int], parts: Collection[str] = ()) -> list[int]:
-    """Remove every complete step of `root` that is not in `keep`; returns what was removed.
+def begin_dir(final: Path, token: str) -> Path:
+    """An empty directory beside `final` that several writers may fill; `token` keeps attempts apart."""
+    tmp = temporary_path(final, token)
+    tmp.mkdir(parents=True)
+    return tmp
 
-    With `parts` only these are removed, and the step's directory once nobody else's part is left in it.
+
+def temporary_path(final: Path, token: str) -> Path:
+    """Where `begin_dir` puts it."""
+    return final.parent / f"{_TMP}{final.name}-{token}"
+
+
+def commit_dir(tmp: Path, final: Path) -> None:
+    """Make what has been written to `tmp` appear as `final`, complete and on the disk, in one instant."""
+    (tmp / STABLE).touch()
+    _fsync_tree(tmp)
+    if final.exists():
+        _remove(final)
+    os.rename(tmp, final)
+    _fsync(final.parent)
+
+
+def prune_steps(root: Path, keep: Callable[[int], bool], parts: Collection[str] = ()) -> list[int]:
+    """Remove every complete step N of `root` for which not `keep(N)`; returns what was removed.
+
+    With `parts` only these are removed, and the step's directory once nobody else's part is left in it. The rule is a
+    function because a list of what to keep would be made of an earlier look at `root`: a step that is published between
+    the two looks would be in neither, and be lost.
     """
-    removed = [step for step in complete_steps(root, parts) if step not in keep]
+    removed = [step for step in complete_steps(root, parts) if not keep(step)]
     for step in removed:
         path = step_path(root, step)
         for part in _part_paths(path, parts):
@@ -93,10 +109,10 @@ def prune_steps(root: Path, keep: Collection[int], parts: Collection[str] = ()) 
     return removed
 
 
-def remove_unfinished(root: Path) -> None:
-    """Sweep away what a crashed writer left under `root`."""
+def remove_unfinished(root: Path, part: str | None = None) -> None:
+    """Sweep away what a crashed writer left under `root`: of whole steps, or of one `part` of each step."""
     if Path(root).is_dir():
-        for path in Path(root).glob(f"{_TMP}step_*"):
+        for path in Path(root).glob(f"{_TMP}step_*" if part is None else f"step_*/{_TMP}{part}-*"):
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -9,6 +9,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -75,6 +76,10 @@ class Sample(msgspec.Struct):
         """Raise `ValueError` naming the stream that does not cover the tokens, or the value that is not finite."""
         if not self.tokens:
             raise ValueError("sample has no tokens: fill `tokens` with prompt and response ids")
+        if not all(issubclass(kind, Integral) for kind in set(map(type, self.tokens))):
+            raise TypeError(f"tokens of a sample must be whole numbers, got {self.tokens[:5]}")
+        if min(self.loss_mask, default=0) < 0:
+            raise ValueError(f"loss_mask of a sample holds {min(self.loss_mask)}: weights must not be negative")
         n = len(self.tokens)
         streams = {
             "loss_mask": self.loss_mask,

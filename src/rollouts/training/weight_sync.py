@@ -105,6 +105,16 @@ class PrimeEngine(HttpServer):
         problem = _wrong_version(path, answer) or await anyio.to_thread.run_sync(_wrong_tensor, path, answer)
         return {**answer, "success": problem is None, "message": problem or "loaded"}
 
+    async def score_prompt(self, token_ids: list[int]) -> list[float]:
+        """Log-prob of every token but the first behind those before it. Raises `EngineError`."""
+        order = {"prompt": token_ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+        answer = await self.load("/v1/completions", order)
+        try:
+            rows = answer["choices"][0]["prompt_logprobs"]
+            return [row[str(token)]["logprob"] for row, token in zip(rows[1:], token_ids[1:], strict=True)]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise EngineError("refused", f"/v1/completions told no prompt_logprobs ({error!r})") from error
+
     async def reload_weights(self) -> dict[str, Any]:
         """Back to the weights that the server started with (version 0)."""
         return {**await self.load("/reload_weights", {}), "success": True}

@@ -1,156 +1,110 @@
-"""Keys and values of the running sequences, and how new tokens attend to them.
+"""Keys and values of the running sequences, in columns of `BLOCK` positions that grow where sequences reach them.
 
-Sequence i owns slot i and the slots in use are the first ones, so that a decode step reads a view of the cache and
-copies nothing. A slot holds garbage beyond its sequence's length; masked keys weigh exactly 0, so it does not show.
+Sequence i owns slot i, and slots in use are the first ones. Column j holds positions `j * BLOCK ...` of the first slots
+only, as many as reach it, so a decode step reads contiguous memory and copies nothing, and growing copies little. A
+slot holds garbage beyond its sequence's length; masked keys weigh exactly 0, so it does not show.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
 from torch import Tensor
 
-from prime_rl.trainer.models.attention import MIN_ROWS, fold_groups, masked_attention, padded, unfold_groups
+from prime_rl.trainer.models.attention import KEY_BLOCK
 from prime_rl.trainer.models.causal_lm import DecoderConfig
 
-FIRST_WIDTH = 128
+BLOCK = KEY_BLOCK
 FIRST_SLOTS = 16
 
 
-def min_tokens() -> int:
-    """Fewest tokens of an exact forward pass: threads share a matrix product, and each needs its `MIN_ROWS`.
-
-    Measured with MKL: on one thread every count from 4 on gives the same bits, on two or more every count from 12 on.
-    """
-    return MIN_ROWS if torch.get_num_threads() == 1 else 4 * MIN_ROWS
-
-
 class KVCache:
-    """`keys[layer]` and `values[layer]` are `[slots, kv_heads, width, head_dim]`; both sizes grow when needed."""
+    """`columns[j]` is `[2, layers, slots, kv_heads, BLOCK, head_dim]`: keys, then values.
+
+    All columns together hold at most `max_tokens` positions.
+    """
 
     def __init__(
-        self, config: DecoderConfig, dtype: torch.dtype, device: torch.device, max_slots: int, max_len: int
+        self, config: DecoderConfig, dtype: torch.dtype, device: torch.device, max_slots: int, max_tokens: int
     ) -> None:
-        self.max_slots = max(max_slots, FIRST_SLOTS)
-        self.max_width = padded(max_len)
-        width = min(FIRST_WIDTH, self.max_width)
-        shape = (config.num_hidden_layers, FIRST_SLOTS, config.num_key_value_heads, width, config.head_dim)
-        # Zeros, not empty memory: 0 * NaN would not be 0.
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.max_slots, self.max_tokens = max_slots, max_tokens
+        self.generation = 0
+        """Changes when memory has moved."""
+        self.columns: list[Tensor] = []
+        self._dtype, self._device = dtype, device
+        self._layers, self._heads, self._dim = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
 
-    def reserve(self, slots: int, width: int) -> None:
-        """Make room for `slots` sequences of `width` tokens, at least doubling what is too small."""
-        have_slots, have_width = self.keys.shape[1], self.keys.shape[3]
-        if slots <= have_slots and width <= have_width:
-            return
-        new_slots = min(max(slots, 2 * have_slots), self.max_slots) if slots > have_slots else have_slots
-        new_width = min(padded(max(width, 2 * have_width)), self.max_width) if width > have_width else have_width
-        self.keys = _grown(self.keys, new_slots, new_width)
-        self.values = _grown(self.values, new_slots, new_width)
+    @property
+    def num_tokens(self) -> int:
+        """Positions there is memory for now."""
+        return sum(column.shape[2] for column in self.columns) * BLOCK
 
-    def copy_slot(self, source: int, target: int, length: int) -> None:
+    def reserve(self, lengths: NDArray[np.int64]) -> bool:
+        """Make room for `lengths[slot]` positions of each slot; False, and no change, when `max_tokens` forbids it."""
+        need = count_reaching(lengths)
+        have = [column.shape[2] for column in self.columns]
+        if len(need) <= len(have) and all(n <= h for n, h in zip(need, have, strict=False)):
+            return True
+        if sum(need) * BLOCK > self.max_tokens:
+            return False
+        have += [0] * (len(need) - len(have))
+        # Doubling, unless memory is short: then what nobody reaches is given back, and nothing is added to the need.
+        wanted = [h if n <= h else max(n, min(2 * n, self.max_slots), FIRST_SLOTS) for n, h in zip(need, have)]  # noqa: B905
+        wanted += have[len(need) :]
+        if sum(wanted) * BLOCK > self.max_tokens:
+            wanted = need
+        self._resize(wanted, need)
+        return True
+
+    def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of one slot to another."""
-        for tensor in (self.keys, self.values):
-            tensor[:, target, :, :length] = tensor[:, source, :, :length]
+        for j, column in enumerate(self.columns[: num_columns(length)]):
+            width = min(length - j * BLOCK, BLOCK)
+            column[:, :, target, :, :width] = column[:, :, source, :, :width]
+
+    def read(self, slot: int, length: int) -> Tensor:
+        """A copy of the first `length` positions, `[2, layers, kv_heads, length, head_dim]`."""
+        parts = [column[:, :, slot] for column in self.columns[: num_columns(length)]]
+        return torch.cat(parts, dim=3)[:, :, :, :length].clone()
+
+    def write(self, slot: int, kept: Tensor, length: int) -> None:
+        """Put back the first `length` positions of what `read` gave."""
+        for j, column in enumerate(self.columns[: num_columns(length)]):
+            width = min(length - j * BLOCK, BLOCK)
+            column[:, :, slot, :, :width] = kept[:, :, :, j * BLOCK : j * BLOCK + width]
 
     def clear_slot(self, slot: int) -> None:
         """Wipe a slot whose numbers were not finite, which a mask would not hide from the next owner."""
-        for tensor in (self.keys, self.values):
-            tensor[:, slot] = 0
+        for column in self.columns:
+            if slot < column.shape[2]:
+                column[:, :, slot] = 0
+
+    def _resize(self, wanted: list[int], used: list[int]) -> None:
+        columns = []
+        for j, slots in enumerate(wanted):
+            old = self.columns[j] if j < len(self.columns) else None
+            if old is not None and old.shape[2] == slots:
+                columns.append(old)
+                continue
+            # Zeros, not empty memory: 0 * NaN would not be 0.
+            shape = (2, self._layers, slots, self._heads, BLOCK, self._dim)
+            new = torch.zeros(shape, dtype=self._dtype, device=self._device)
+            if old is not None and (kept := min(slots, old.shape[2], used[j] if j < len(used) else 0)):
+                new[:, :, :kept] = old[:, :, :kept]
+            columns.append(new)
+        while columns and columns[-1].shape[2] == 0:
+            columns.pop()
+        self.columns = columns
+        self.generation += 1
 
 
-def _grown(tensor: Tensor, slots: int, width: int) -> Tensor:
-    layers, old_slots, heads, old_width, dim = tensor.shape
-    out = tensor.new_zeros((layers, slots, heads, width, dim))
-    out[:, :old_slots, :, :old_width] = tensor
-    return out
+def num_columns(length: int) -> int:
+    """Columns that `length` positions reach into."""
+    return -(-length // BLOCK)
 
 
-class DecodeAttention:
-    """One new token for each of the first slots."""
-
-    def __init__(self, cache: KVCache, positions: Int[Tensor, " slots"], width: int) -> None:
-        device = positions.device
-        self.cache, self.positions, self.width = cache, positions, width
-        self.slots = torch.arange(positions.shape[0], device=device)
-        column = torch.arange(width, device=device)
-        self.mask: Bool[Tensor, "slots 1 1 width"] = column <= positions[:, None, None, None]
-
-    def __call__(
-        self,
-        layer: int,
-        q: Float[Tensor, "slots heads dim"],
-        k: Float[Tensor, "slots kv_heads dim"],
-        v: Float[Tensor, "slots kv_heads dim"],
-    ) -> Float[Tensor, "slots heads dim"]:
-        num, heads, dim = q.shape
-        kv_heads = k.shape[1]
-        group = heads // kv_heads
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        keys[self.slots, :, self.positions] = k
-        values[self.slots, :, self.positions] = v
-        queries = q.view(num, kv_heads, group, dim)
-        if group < MIN_ROWS:  # the same query again; only the number of rows matters
-            queries = queries.repeat(1, 1, -(-MIN_ROWS // group), 1)
-        out = masked_attention(queries, keys[:num, :, : self.width], values[:num, :, : self.width], self.mask)
-        return out[:, :, :group].reshape(num, heads, dim)
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Tokens `start .. start + length` of the sequence in `slot`."""
-
-    slot: int
-    start: int
-    length: int
-
-
-class PrefillAttention:
-    """Chunks of several sequences at once, each attending to its own past in the cache and to itself.
-
-    Flat tokens are the chunks one after another; the last token is repeated until there are `min_tokens`.
-    """
-
-    def __init__(
-        self, cache: KVCache, chunks: list[Chunk], heads_per_kv: int, min_tokens: int, device: torch.device
-    ) -> None:
-        self.cache = cache
-        length = torch.tensor([c.length for c in chunks])
-        start = torch.tensor([c.start for c in chunks])
-        rows = max(int(length.max()), -(-MIN_ROWS // heads_per_kv))
-        self.rows, self.width = rows, padded(int((start + length).max()))
-        row = torch.arange(rows)
-        valid: Bool[Tensor, "chunks rows"] = row < length[:, None]
-        first = torch.cumsum(length, 0) - length
-        repeats = max(min_tokens - int(length.sum()), 0)
-        flat = _repeat_last(valid.flatten().nonzero().squeeze(1), repeats)
-        position = start[:, None] + row
-        self.flat = flat.to(device)
-        self.positions: Int[Tensor, " tokens"] = position.flatten()[flat].to(device)
-        self.slots = torch.tensor([c.slot for c in chunks], device=device)
-        self.token_slots = torch.tensor([c.slot for c in chunks])[flat // rows].to(device)
-        self.layout = torch.where(valid, first[:, None] + row, 0).to(device)
-        mask = torch.arange(self.width) <= position[:, :, None]
-        self.mask = mask.repeat_interleave(heads_per_kv, dim=1)[:, None].to(device)
-
-    def __call__(
-        self,
-        layer: int,
-        q: Float[Tensor, "tokens heads dim"],
-        k: Float[Tensor, "tokens kv_heads dim"],
-        v: Float[Tensor, "tokens kv_heads dim"],
-    ) -> Float[Tensor, "tokens heads dim"]:
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        keys[self.token_slots, :, self.positions] = k
-        values[self.token_slots, :, self.positions] = v
-        queries = fold_groups(q[self.layout], k.shape[1])
-        past, context = keys[self.slots, :, : self.width], values[self.slots, :, : self.width]
-        out = unfold_groups(masked_attention(queries, past, context, self.mask), self.rows)
-        return out.flatten(0, 1)[self.flat]
-
-
-def _repeat_last(index: Int[Tensor, " n"], times: int) -> Int[Tensor, " m"]:
-    return torch.cat((index, index[-1:].expand(times))) if times else index
+def count_reaching(lengths: NDArray[np.int64]) -> list[int]:
+    """For every column, how many of the first slots it must hold: one more than the last slot that reaches it."""
+    columns = -(-lengths // BLOCK)
+    return [int(np.flatnonzero(columns > j)[-1]) + 1 for j in range(int(columns.max(initial=0)))]

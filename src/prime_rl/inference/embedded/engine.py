@@ -1,13 +1,15 @@
 """The embedded engine: continuous batching with the model code of the trainer.
 
 In exact mode the log-probs it reports are, bit for bit, those the trainer computes for the same tokens and weights
-(fp32, CPU, one thread), whatever was batched: every matrix product has enough rows, keys are padded to
-`KEY_MULTIPLE`, and after a weight update running sequences are computed anew.
+(on a CPU), whatever was batched, shared, sent back for want of memory or computed in chunks: every matrix product has
+enough rows, keys are padded to `KEY_MULTIPLE`, and after a weight update running sequences are computed anew. Fast mode
+leaves out what only exactness needs and keeps the cache of running sequences over an update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Hashable, Iterable
 
 import numpy as np
 import torch
@@ -15,10 +17,17 @@ from jaxtyping import Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prime_rl.inference.embedded.cache import Chunk, DecodeAttention, KVCache, PrefillAttention, min_tokens
+from prime_rl.inference.embedded.adapters import Adapters
+from prime_rl.inference.embedded.attend import Chunk, DecodeAttention, DecodePlan, PrefillAttention
+from prime_rl.inference.embedded.cache import BLOCK, KVCache, num_columns
+from prime_rl.inference.embedded.prefix import PrefixIndex
+from prime_rl.inference.embedded.runner import Changes, Runner
 from prime_rl.inference.embedded.sampler import Sampled, build_sampling_batch, sample
 from prime_rl.inference.embedded.scheduler import Scheduler, Sequence
+from prime_rl.inference.embedded.scoring import PromptScores
 from prime_rl.inference.engine import (
+    FULL,
+    AdapterSpec,
     EngineStats,
     Event,
     FinishReason,
@@ -28,22 +37,33 @@ from prime_rl.inference.engine import (
     TopLogprobs,
 )
 from prime_rl.inference.text import Decode, Detokenizer, StopWatch
-from prime_rl.trainer.models.attention import padded
 from prime_rl.trainer.models.causal_lm import CausalLM, tensor_names
 from prime_rl.trainer.models.registry import fill_weights
 from prime_rl.transport.weights import digest_tensor
+
+MEMORY_SHARE = 4
+"""Unless told otherwise, keys and values take at most this fraction (one in ...) of the machine's memory."""
 
 
 class DecodeBatch:
     """The running sequences as vectors, kept from step to step while nobody comes or goes."""
 
-    def __init__(self, running: list[Sequence], min_tokens: int, device: torch.device) -> None:
-        rows = max(len(running), min_tokens)  # the rows beyond are unused slots
+    def __init__(self, running: list[Sequence], min_rows: int, device: torch.device, changes: Changes | None) -> None:
+        self.changes = changes
+        self.num, rows = len(running), max(len(running), min_rows)  # the rows beyond are unused slots
         self.tokens: Int[Tensor, " rows"] = torch.zeros(rows, dtype=torch.long, device=device)
         self.positions: NDArray[np.int64] = np.zeros(rows, dtype=np.int64)
-        self.tokens[: len(running)] = torch.tensor([seq.tokens[-1] for seq in running], device=device)
-        self.positions[: len(running)] = [len(seq.tokens) - 1 for seq in running]
+        self.tokens[: self.num] = torch.tensor([seq.tokens[-1] for seq in running], device=device)
+        self.positions[: self.num] = [len(seq.tokens) - 1 for seq in running]
         self.sampling = build_sampling_batch(running, device)
+        self.plan: DecodePlan | None = None
+
+    def advance(self, tokens: Int[Tensor, " num"]) -> None:
+        """The tokens just drawn are what the next step reads."""
+        # A copy, because a tensor may share the memory of the array.
+        self.positions = self.positions.copy()
+        self.positions[: self.num] += 1
+        self.tokens[: self.num] = tokens
 
 
 class EmbeddedEngine:
@@ -58,6 +78,9 @@ class EmbeddedEngine:
         max_model_len: int | None = None,
         max_running: int = 256,
         max_prefill_tokens: int = 2048,
+        max_cache_tokens: int | None = None,
+        max_kept_tokens: int | None = None,
+        share_prefixes: bool = True,
         exact: bool = True,
         layers_kept: int | None = None,
     ) -> None:
@@ -70,11 +93,16 @@ class EmbeddedEngine:
         self._layers_kept = layers_kept
         weight = model.model.embed_tokens.weight
         self._device = weight.device
-        self._min_tokens = min_tokens()
-        self._cache = KVCache(model.config, weight.dtype, weight.device, max_running, self.max_model_len)
-        self._scheduler = Scheduler(max_running, max_prefill_tokens, self._cache.copy_slot)
+        self._runner = Runner(model, exact)
+        smallest = (num_columns(self.max_model_len + 1) + self._runner.min_rows) * BLOCK  # of one sequence
+        self.max_cache_tokens = max(max_cache_tokens or _affordable_tokens(model, max_running), smallest)
+        self._cache = KVCache(model.config, weight.dtype, weight.device, max_running, self.max_cache_tokens)
+        self._prefixes = PrefixIndex(self.max_cache_tokens // 4 if max_kept_tokens is None else max_kept_tokens)
+        self._scheduler = Scheduler(max_running, max_prefill_tokens, self._cache, self._prefixes, share_prefixes)
         self._sequences: dict[GenerationRequest, Sequence] = {}
+        self._adapters = Adapters(model)
         self._batch: DecodeBatch | None = None
+        self._ended: list[Event] = []  # told by the next step
         self._counts = {"prompt_tokens": 0, "generated_tokens": 0, "finished": 0, "steps": 0}
 
     @property
@@ -82,12 +110,22 @@ class EmbeddedEngine:
         """Token ids are below this."""
         return self.model.config.vocab_size
 
-    def add(self, request: GenerationRequest) -> None:
-        """Queue a request; `ValueError` when its prompt leaves no room for a token."""
-        num_prompt = len(request.prompt)
+    def check(self, request: GenerationRequest) -> None:
+        """`ValueError` when the prompt leaves no room for a token, or when something is asked that is not offered."""
+        num_prompt, params = len(request.prompt), request.params
         if not 0 < num_prompt < self.max_model_len:
             raise ValueError(f"a prompt of {num_prompt} tokens does not fit in {self.max_model_len}")
-        params = request.params
+        if params.max_tokens < (params.prompt_logprobs is None):
+            raise ValueError(f"max_tokens must be at least 1, got {params.max_tokens}")
+        if params.prompt_logprobs is not None and (params.prompt_logprobs < FULL or params.prompt_temperature <= 0):
+            raise ValueError("prompt_logprobs must be at least 0 and prompt_temperature above 0")
+        if request.adapter is not None and request.adapter not in self._adapters.served:
+            raise ValueError(f"no adapter {request.adapter!r} is loaded")
+
+    def add(self, request: GenerationRequest) -> None:
+        """Queue a request; `ValueError` as `check`."""
+        self.check(request)
+        num_prompt, params = len(request.prompt), request.params
         eos = frozenset() if params.ignore_eos else self._eos_ids
         watch = None
         if params.stop and self._decode_text is not None:
@@ -101,6 +139,7 @@ class EmbeddedEngine:
             max_tokens=min(num_prompt + params.max_tokens, self.max_model_len),
             watch=watch,
         )
+        seq.family = self._family(seq)
         self._sequences[request] = seq
         self._scheduler.waiting.append(seq)
         self._counts["prompt_tokens"] += num_prompt
@@ -113,15 +152,55 @@ class EmbeddedEngine:
             self._scheduler.remove(seq)
             self._batch = None
 
+    @torch.no_grad()
+    def load_adapter(self, name: str, tensors: dict[str, Tensor], spec: AdapterSpec) -> dict[str, str]:
+        """Add or replace a LoRA adapter (PEFT tensor names); returns the digest of every tensor now held.
+
+        What runs with it goes on with the new one, as after `load_weights`. `ValueError`, and nothing is changed, when
+        it does not fit.
+        """
+        digests = self._adapters.load(name, tensors, spec)
+        self._batch = None
+        mine = [seq for seq in self._scheduler.running if seq.request.adapter == name]
+        for seq in mine:
+            seq.mark_version(spec.version)
+        if self.exact:
+            self._scheduler.restart(mine)
+            for seq in mine:
+                seq.family = self._family(seq)
+        for seq in self._scheduler.waiting:
+            seq.family = self._family(seq)
+        return digests
+
+    @torch.inference_mode()
+    def remove_adapter(self, name: str) -> None:
+        """Drop an adapter; its requests end as aborted in the next step. `ValueError` when there is none."""
+        self._adapters.remove(name)
+        self._ended += self._break_off([seq for seq in self._sequences.values() if seq.request.adapter == name])
+
+    def adapters(self) -> dict[str, AdapterSpec]:
+        """The adapters that requests may name."""
+        return {name: served.spec for name, served in self._adapters.served.items()}
+
+    @torch.inference_mode()
+    def abort(self) -> list[Event]:
+        """Break off every request: what was drawn so far comes back with finish_reason "abort"."""
+        return self._break_off(list(self._sequences.values()))
+
     def has_work(self) -> bool:
-        """True while a request is queued or running."""
-        return bool(self._sequences)
+        """True while a request is queued or running, or has ended unheard."""
+        return bool(self._sequences or self._ended)
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
         """One forward pass: prompts that are not cached yet, else one token for every running sequence."""
-        self._scheduler.admit(self.version)
-        self._reserve(0)
+        if self._ended:
+            ended, self._ended = self._ended, []
+            return ended
+        for seq in self._scheduler.admit():
+            seq.mark_version(self._version_of(seq))
+            self._batch = None
+        self._make_room()
         self._counts["steps"] += 1
         if chunks := self._scheduler.next_chunks():
             return self._prefill(chunks)
@@ -135,9 +214,8 @@ class EmbeddedEngine:
         `ValueError`, and nothing is changed, when names or shapes do not fit.
         """
         fill_weights(self.model, tensors, ignore_layers_from=self._layers_kept, source="the new weights")
-        self.version = version
-        self._batch = None
-        self._scheduler.change_version(version, keep_cache=not self.exact)
+        self._runner.refresh()
+        self._change_version(version)
         return {
             name: digest_tensor(held.to(tensors[name].dtype) if name in tensors else held)
             for name, held in tensor_names(self.model).items()
@@ -150,51 +228,126 @@ class EmbeddedEngine:
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             shared_prompt_tokens=scheduler.num_shared,
+            preempted=scheduler.num_preempted,
+            cached_tokens=sum(seq.num_cached for seq in scheduler.running) + self._prefixes.num_kept_tokens,
+            cache_size=self.max_cache_tokens + self._prefixes.max_kept_tokens,
             **self._counts,
         )
 
+    def _change_version(self, version: int) -> None:
+        """No key is shared across versions; in exact mode those of running sequences are computed anew."""
+        self.version, self._batch = version, None
+        running = self._scheduler.running
+        for seq in running:
+            seq.mark_version(self._version_of(seq))
+        if self.exact:
+            self._scheduler.restart(running)
+        self._scheduler.forget_prefixes()
+
+    def _version_of(self, seq: Sequence) -> int:
+        """What answers of this sequence say: the adapter's version, or that of the weights."""
+        name = seq.request.adapter
+        return self.version if name is None else self._adapters.served[name].spec.version
+
+    def _family(self, seq: Sequence) -> Hashable:
+        """Keys are shared within a family only."""
+        name = seq.request.adapter
+        return None if name is None else self._adapters.served[name].family
+
+    def _break_off(self, seqs: list[Sequence]) -> list[Event]:
+        outputs = [_output(seq, "abort", None, None) for seq in seqs]
+        for output in outputs:
+            self.cancel(output.request)
+        return list(outputs)
+
     def _prefill(self, chunks: list[tuple[Sequence, Chunk]]) -> list[Event]:
-        self._reserve(max(chunk.start + chunk.length for _, chunk in chunks))
-        config = self.model.config
-        attend = PrefillAttention(
-            self._cache,
-            [chunk for _, chunk in chunks],
-            config.num_attention_heads // config.num_key_value_heads,
-            self._min_tokens,
-            self._device,
-        )
+        config, device = self.model.config, self._device
+        heads_per_kv = config.num_attention_heads // config.num_key_value_heads
+        attend = PrefillAttention(self._cache, [c for _, c in chunks], heads_per_kv, self._runner.min_rows, device)
         flat = [token for seq, c in chunks for token in seq.tokens[c.start : c.start + c.length]]
-        flat += flat[-1:] * (self._min_tokens - len(flat))
-        hidden = self.model(torch.tensor(flat, device=self._device), attend.positions, attend)
-        ends = np.cumsum([chunk.length for _, chunk in chunks]) - 1
+        padding = max(self._runner.min_rows - len(flat), 0)
+        flat += flat[-1:] * padding
+        length = max(chunk.start + chunk.length for _, chunk in chunks)
+        names, counts = [seq.request.adapter for seq, _ in chunks], [c.length for _, c in chunks]
+        counts[-1] += padding  # the last token again, which must write the same keys
+        changes = self._adapters.route(names, counts, device)
+        hidden = self._runner(torch.tensor(flat, device=device), attend.positions, attend, length, changes)
+        ends = np.cumsum([chunk.length for _, chunk in chunks])
+        for (seq, chunk), end in zip(chunks, ends.tolist(), strict=True):
+            if seq.wants_scores:
+                self._score(seq, chunk, hidden[end - chunk.length : end])
         done = self._scheduler.mark_cached(chunks)
         if not done:
             return []
         self._batch = None
-        rows = [chunks[i][0] for i in done]
-        picked = [int(ends[i]) for i in done]
-        picked += picked[-1:] * (self._min_tokens - len(picked))
-        logits = self.model.logits(hidden[picked])[: len(rows)]
+        events = self._end_scored([chunks[i][0] for i in done])
+        drawing = [i for i in done if chunks[i][0].params.max_tokens]
+        if not drawing:
+            return events
+        rows = [chunks[i][0] for i in drawing]
+        changes = self._adapters.route([seq.request.adapter for seq in rows], [1] * len(rows), device)
+        logits = self._runner.logits(hidden[ends[drawing] - 1], changes)
         positions = np.array([len(seq.tokens) for seq in rows])
-        return self._advance(rows, sample(logits, build_sampling_batch(rows, self._device), positions))
+        return events + self._advance(rows, sample(logits, build_sampling_batch(rows, device), positions))
+
+    def _score(self, seq: Sequence, chunk: Chunk, hidden: Tensor) -> None:
+        """Score the prompt tokens that a chunk predicts."""
+        params = seq.params
+        if chunk.start == 0 or seq.scores is None:
+            seq.scores = PromptScores(params.prompt_logprobs or 0, params.prompt_temperature)
+        targets = seq.tokens[chunk.start + 1 : chunk.start + chunk.length + 1]
+        if targets:
+
+            def head(rows: Tensor) -> Tensor:
+                changes = self._adapters.route([seq.request.adapter], [len(rows)], self._device)
+                return self._runner.logits(rows, changes)
+
+            seq.scores.add(hidden[: len(targets)], head, targets)
+
+    def _end_scored(self, rows: list[Sequence]) -> list[Event]:
+        """Those that were to be scored only have finished."""
+        finished = [(seq, _output(seq, "length", None, None)) for seq in rows if not seq.params.max_tokens]
+        if finished:
+            self._retire(finished)
+        return [output for _, output in finished]
 
     def _decode(self) -> list[Event]:
-        running = self._scheduler.running
-        if self._batch is None:
-            self._batch = DecodeBatch(running, self._min_tokens, self._device)
-        batch, num = self._batch, len(running)
-        width = int(batch.positions.max()) + 1
-        self._reserve(width)
-        positions = torch.from_numpy(batch.positions).to(self._device)
-        attend = DecodeAttention(self._cache, positions, padded(width))
-        logits = self.model.logits(self.model(batch.tokens, positions, attend))[:num]
+        batch = self._prepare_decode()
+        plan, running = batch.plan, self._scheduler.running
+        assert plan is not None
+        at = torch.from_numpy(batch.positions).to(self._device)
+        attend = DecodeAttention(plan, batch.positions, at)
+        hidden = self._runner(batch.tokens, at, attend, int(batch.positions.max()) + 1, batch.changes)
+        logits = self._runner.logits(hidden, batch.changes)[: batch.num]
         for seq in running:
             seq.num_cached += 1
-        sampled = sample(logits, batch.sampling, batch.positions[:num] + 1)
-        # A copy, because the tensor above may share the memory of the array.
-        batch.positions = batch.positions + 1
-        batch.tokens[:num] = sampled.tokens
+        sampled = sample(logits, batch.sampling, batch.positions[: batch.num] + 1)
+        batch.advance(sampled.tokens)
         return self._advance(running, sampled)
+
+    def _make_room(self) -> None:
+        """Memory for one more token of every running sequence; some may be sent back, or moved and computed anew."""
+        batch, scheduler = self._batch, self._scheduler
+        if not scheduler.running or (batch is not None and batch.plan is not None and batch.plan.fits(batch.positions)):
+            return
+        before = scheduler.num_preempted
+        scheduler.make_room(self._runner.min_rows)
+        if scheduler.num_preempted != before:
+            self._batch = None
+
+    def _prepare_decode(self) -> DecodeBatch:
+        """The batch and its plan, made anew where sequences have come, gone or grown out of it."""
+        running = self._scheduler.running
+        if self._batch is None:
+            names = [seq.request.adapter for seq in running]
+            changes = self._adapters.route(names, [1] * len(names), self._device)
+            self._batch = DecodeBatch(running, self._runner.min_rows, self._device, changes)
+        batch = self._batch
+        if batch.plan is None or not batch.plan.fits(batch.positions):
+            shared = self._scheduler.count_shared(len(batch.positions))
+            heads = self.model.config.num_attention_heads
+            batch.plan = DecodePlan(self._cache, batch.positions, heads, self.exact, shared)
+        return batch
 
     def _advance(self, rows: list[Sequence], sampled: Sampled) -> list[Event]:
         """Append one token to every row and take out those that have finished."""
@@ -245,13 +398,10 @@ class EmbeddedEngine:
         for seq, output in sorted(finished, key=lambda pair: -pair[0].slot):
             if output.finish_reason == "error":
                 self._cache.clear_slot(seq.slot)
-            self._scheduler.remove(seq)
+            self._scheduler.remove(seq, keep=output.finish_reason != "error")
             del self._sequences[seq.request]
         self._counts["finished"] += len(finished)
         self._batch = None
-
-    def _reserve(self, width: int) -> None:
-        self._cache.reserve(len(self._scheduler.running), padded(width))
 
 
 def _output(seq: Sequence, reason: FinishReason, stop: str | int | None, text: str | None) -> Output:
@@ -264,6 +414,8 @@ def _output(seq: Sequence, reason: FinishReason, stop: str | int | None, text: s
         finish_reason=reason,
         stop_reason=stop,
         text=text,
+        prompt_logprobs=None if seq.scores is None else seq.scores.result(),
+        num_cached=seq.num_shared,
     )
 
 
@@ -278,3 +430,14 @@ def _top_lists(sampled: Sampled) -> list[TopLogprobs]:
     pairs = zip(sampled.top_ids.tolist(), sampled.top_values.tolist(), strict=True)
     # Tokens outside the distribution that was sampled from are left out: -inf has no place in JSON.
     return [[(i, v) for i, v in zip(ids, values, strict=True) if v > float("-inf")] for ids, values in pairs]
+
+
+def _affordable_tokens(model: CausalLM, max_running: int) -> int:
+    """How many tokens' keys and values a fraction of the machine's memory holds; never more than could be needed."""
+    config, weight = model.config, model.model.embed_tokens.weight
+    size = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * weight.element_size()
+    if weight.device.type == "cuda":
+        memory = torch.cuda.mem_get_info(weight.device)[0] * 3
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(memory // MEMORY_SHARE // size, max_running * (config.max_position_embeddings + BLOCK))

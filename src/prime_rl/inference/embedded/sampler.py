@@ -67,11 +67,15 @@ def build_sampling_batch(rows: Rows[Drawn], device: torch.device) -> SamplingBat
         temperature=torch.where(cold, 1.0, heat)[:, None].to(device),
         greedy=cold.to(device) if bool(cold.any()) else None,
         seeds=np.array([p.seed & _MASK64 for p in params], dtype=np.uint64),
-        adjusted=[i for i, p in enumerate(params) if p.repetition_penalty != 1 or p.logit_bias],
+        adjusted=[i for i, p in enumerate(params) if _adjusts(p)],
         held=_build_held(rows),
         filtered=[i for i, p in enumerate(params) if p.temperature and (p.top_p < 1 or p.top_k > 0 or p.min_p > 0)],
         top_logprobs=max((p.top_logprobs for p in params), default=0),
     )
+
+
+def _adjusts(p: SamplingParams) -> bool:
+    return bool(p.repetition_penalty != 1 or p.logit_bias or p.presence_penalty or p.frequency_penalty)
 
 
 def _build_held(rows: Rows[Drawn]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
@@ -147,7 +151,7 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def adjust_logits(logits: Float[Tensor, " vocab"], row: Drawn) -> None:
-    """Apply logit bias and repetition penalty (1909.05858) of one row in place."""
+    """Apply logit bias, repetition penalty (1909.05858) and OpenAI's penalties on drawn tokens, one row in place."""
     params = row.params
     for token, bias in params.logit_bias:
         logits[token] += bias
@@ -156,6 +160,10 @@ def adjust_logits(logits: Float[Tensor, " vocab"], row: Drawn) -> None:
         values = logits[seen]
         penalty = params.repetition_penalty
         logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if params.presence_penalty or params.frequency_penalty:
+        drawn = torch.tensor(row.tokens[row.num_prompt :], dtype=torch.long, device=logits.device)
+        counts = torch.bincount(drawn, minlength=len(logits)).to(logits.dtype)
+        logits -= params.presence_penalty * (counts > 0) + params.frequency_penalty * counts
 
 
 def filter_logprobs(logprobs: Float[Tensor, "rows vocab"], params: list[SamplingParams]) -> Float[Tensor, "rows vocab"]:

@@ -1,21 +1,27 @@
 """Which sequences compute what in the next forward pass: prompts first, then one token for everybody.
 
 waiting -> running -> finished. A running sequence owns the slot that is its place in `running`; when one finishes, the
-last one moves into its slot, so the slots in use stay the first ones.
+last one moves into its slot, so the slots in use stay the first ones. When memory runs short the youngest goes back to
+the front of the queue and is computed anew later.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
-from prime_rl.inference.embedded.cache import Chunk
+import numpy as np
+from numpy.typing import NDArray
+
+from prime_rl.inference.embedded.attend import Chunk
+from prime_rl.inference.embedded.cache import BLOCK, KVCache
+from prime_rl.inference.embedded.prefix import STRIDE, Kept, PrefixIndex
+from prime_rl.inference.embedded.scoring import PromptScores
 from prime_rl.inference.engine import GenerationRequest, SamplingParams, TopLogprobs
 from prime_rl.inference.text import StopWatch
 from prime_rl.trainer.models.attention import padded
-
-CopySlot = Callable[[int, int, int], None]
 
 MAX_SCORES = 2048 * 2048
 """Bounds query rows x keys of one prefill pass, that is the memory of its attention scores."""
@@ -33,10 +39,15 @@ class Sequence:
     watch: StopWatch | None = None
     slot: int = -1
     num_cached: int = 0
+    order: int = 0
+    num_shared: int = 0  # prompt tokens that were not computed for this sequence
+    family: Hashable = None  # sequences of one family may share keys
+    epoch: int = 0  # of the weights that computed its first keys
+    found: bool = False  # registered with the prefix index
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
-    prefix: tuple[int, ...] = ()
+    scores: PromptScores | None = None
 
     @property
     def params(self) -> SamplingParams:
@@ -48,36 +59,58 @@ class Sequence:
         """Tokens drawn so far."""
         return len(self.tokens) - self.num_prompt
 
+    @property
+    def wants_scores(self) -> bool:
+        """Whether prompt tokens are still to be scored, so that all of them must be computed."""
+        return self.params.prompt_logprobs is not None and self.num_generated == 0
+
     def mark_version(self, version: int) -> None:
         """From the next token on, the weights are those of `version`."""
         start = self.num_generated
         if self.versions and self.versions[-1][0] == start:
             self.versions.pop()
-        self.versions.append((start, version))
+        if not self.versions or self.versions[-1][1] != version:
+            self.versions.append((start, version))
 
 
 @dataclass
 class Scheduler:
-    """Slots, queue and prefill order; it moves cache slots through `copy_slot` and computes nothing itself."""
+    """Slots, queue and prefill order."""
 
     max_running: int
     max_prefill_tokens: int
-    copy_slot: CopySlot
+    cache: KVCache
+    prefixes: PrefixIndex
+    share_prefixes: bool = True
     waiting: deque[Sequence] = field(default_factory=deque)
     running: list[Sequence] = field(default_factory=list)
     num_shared: int = 0
+    num_preempted: int = 0
+    epoch: int = 0
     _pending: list[Sequence] = field(default_factory=list)  # running, but not wholly in the cache
-    _leaders: dict[tuple[int, ...], Sequence] = field(default_factory=dict)  # whose cache a same prompt may copy
+    _order: Iterator[int] = field(default_factory=itertools.count)
 
-    def admit(self, version: int) -> None:
-        """Give free slots to those who wait, first come first served."""
+    def admit(self) -> list[Sequence]:
+        """Give free slots to those who wait, first come first served, while memory lasts; returns who came in."""
+        if not self.waiting:
+            return []
+        lengths = [len(seq.tokens) + 1 for seq in self.running]
+        new: list[Sequence] = []
         while self.waiting and len(self.running) < self.max_running:
+            lengths.append(len(self.waiting[0].tokens) + 1)
+            if not self.cache.reserve(np.array(lengths)):
+                break
             seq = self.waiting.popleft()
-            seq.slot = len(self.running)
-            seq.prefix = tuple(seq.tokens[: seq.num_prompt])
-            seq.mark_version(version)
+            seq.slot, seq.order, seq.epoch = len(self.running), next(self._order), self.epoch
             self.running.append(seq)
             self._pending.append(seq)
+            new.append(seq)
+        return new
+
+    def make_room(self, min_rows: int) -> None:
+        """Memory for one more token of every running sequence, in at least `min_rows` slots; sends some back for it."""
+        while not self.cache.reserve(self._lengths(max(len(self.running), min_rows))):
+            self.preempt(max(self.running, key=lambda seq: seq.order))
 
     def next_chunks(self) -> list[tuple[Sequence, Chunk]]:
         """The next prefill pass, as large as the budget of padded tokens allows; empty when all prompts are cached."""
@@ -105,46 +138,107 @@ class Scheduler:
             self._pending = [seq for seq in self._pending if seq.num_cached < len(seq.tokens)]
         return done
 
-    def remove(self, seq: Sequence) -> None:
-        """Take a sequence out, running or waiting; the last slot moves into a hole."""
+    def remove(self, seq: Sequence, keep: bool = False) -> None:
+        """Take a sequence out, running or waiting; the last slot moves into a hole. `keep` its keys for others."""
         if seq.slot < 0:
             self.waiting.remove(seq)
             return
-        if self._leaders.get(seq.prefix) is seq:
-            del self._leaders[seq.prefix]
+        if (
+            keep
+            and self.share_prefixes
+            and seq.num_cached >= STRIDE
+            and self.prefixes.max_kept_tokens >= seq.num_cached
+        ):
+            kv = self.cache.read(seq.slot, seq.num_cached)
+            self.prefixes.keep(Kept(seq.tokens, seq.num_cached, seq.family, kv))
+        self.prefixes.unregister(seq)
+        seq.found = False
         if seq in self._pending:
             self._pending.remove(seq)
         last = self.running.pop()
         if last is not seq:
-            self.copy_slot(last.slot, seq.slot, last.num_cached)
-            last.slot = seq.slot
-            self.running[last.slot] = last
+            self._fill(seq.slot, last)
         seq.slot = -1
 
-    def change_version(self, version: int, keep_cache: bool) -> None:
-        """New weights: a span begins, no prompt is shared across versions, the cache is computed anew unless kept."""
-        self._leaders.clear()
+    def preempt(self, seq: Sequence) -> None:
+        """Send a running sequence back to the front of the queue, to be computed anew."""
+        assert len(self.running) > 1, "one sequence always fits"
+        self.remove(seq)
+        seq.num_cached = 0
+        self.waiting.appendleft(seq)
+        self.num_preempted += 1
+
+    def restart(self, seqs: list[Sequence]) -> None:
+        """The keys of these running sequences are void: compute them anew."""
+        for seq in seqs:
+            seq.num_cached, seq.found, seq.epoch = 0, False, self.epoch
+            self.prefixes.unregister(seq)
+        self._pending = [seq for seq in self.running if seq.num_cached < len(seq.tokens) - 1 or seq in self._pending]
+
+    def forget_prefixes(self) -> None:
+        """No key computed so far is shared any more: the weights have changed."""
+        self.prefixes.clear()
+        self.epoch += 1
         for seq in self.running:
-            seq.mark_version(version)
-            if not keep_cache:
-                seq.num_cached = 0
-        if not keep_cache:
-            self._pending = list(self.running)
+            seq.epoch += seq.num_cached == 0
+            # What was cached by old weights must not be found; what is computed from now on may be.
+            seq.found = seq.num_cached > 0
+
+    def count_shared(self, rows: int) -> NDArray[np.int64]:
+        """For every running sequence, the whole columns of keys it has in common with the slot before it."""
+        shared = np.zeros(rows, dtype=np.int64)
+        if self.share_prefixes:
+            for before, seq in itertools.pairwise(self.running):
+                if before.family == seq.family and before.epoch == seq.epoch:
+                    most = min(before.num_cached, seq.num_cached) // BLOCK
+                    shared[seq.slot] = _count_equal(before.tokens, seq.tokens, most)
+        return shared
+
+    def _fill(self, slot: int, last: Sequence) -> None:
+        """Move the last sequence into a hole; where memory is too short for both places at once, send it back."""
+        lengths = np.append(self._lengths(0), last.num_cached + 1)
+        lengths[slot] = max(lengths[slot], last.num_cached + 1)
+        self.running[slot] = last
+        if self.cache.reserve(lengths):
+            self.cache.move(last.slot, slot, last.num_cached)
+        else:
+            self.restart([last])
+            self.num_preempted += 1
+        last.slot = slot
+
+    def _lengths(self, rows: int) -> NDArray[np.int64]:
+        lengths = [len(seq.tokens) + 1 for seq in self.running]
+        return np.array(lengths + [1] * (rows - len(lengths)), dtype=np.int64)
 
     def _share_prefix(self, seq: Sequence) -> bool:
-        """Copy the prompt's cache from a sequence with the same prompt; False when that one must be computed first.
+        """Copy what another sequence has computed already; False when it is about to and must be waited for.
 
-        The last prompt token is always computed, for its logits.
+        The last token is always computed, for its logits.
         """
-        shared = seq.num_prompt - 1
-        if seq.num_cached or not shared:
+        if seq.found or not self.share_prefixes:
             return True
-        leader = self._leaders.setdefault(seq.prefix, seq)
-        if leader is seq:
-            return True
-        if leader.num_cached < shared:
-            return False
-        self.copy_slot(leader.slot, seq.slot, shared)
-        seq.num_cached = shared
-        self.num_shared += shared
+        if not seq.wants_scores and seq.num_cached == 0:
+            holder, shared = self.prefixes.find(seq.tokens, seq.family)
+            shared = min(shared, len(seq.tokens) - 1)
+            if holder is not None and shared >= STRIDE:
+                if isinstance(holder, Sequence) and holder.num_cached < min(shared, len(holder.tokens) - 1):
+                    return False
+                shared = min(shared, holder.num_cached)
+                if isinstance(holder, Kept):
+                    self.cache.write(seq.slot, holder.kv, shared)
+                elif isinstance(holder, Sequence):
+                    self.cache.move(holder.slot, seq.slot, shared)
+                seq.num_cached = shared
+                seq.num_shared = min(shared, seq.num_prompt)
+                self.num_shared += shared
+        seq.found = True
+        self.prefixes.register(seq, len(seq.tokens), seq.family)
         return True
+
+
+def _count_equal(a: list[int], b: list[int], most: int) -> int:
+    """Equal blocks of tokens at the beginning, `most` at most."""
+    for j in range(most):
+        if a[j * BLOCK : (j + 1) * BLOCK] != b[j * BLOCK : (j + 1) * BLOCK]:
+            return j
+    return most

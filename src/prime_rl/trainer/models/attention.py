@@ -9,7 +9,9 @@ fused attention blocks over keys and does not have the property.
 from __future__ import annotations
 
 import functools
-from typing import Literal, Protocol
+import itertools
+from collections.abc import Iterator
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +27,13 @@ KEY_MULTIPLE = 16
 KEY_BLOCK = 128
 """Values are summed in blocks of this many keys: GEMM splits a longer sum at places that depend on its length."""
 
-AttentionMode = Literal["exact", "sdpa"]
+QUERY_BLOCK = 256
+"""Queries of a long sequence are taken so many at a time, each block with the keys up to its end."""
+
+LONG = 256
+"""From here on padding a sequence costs more than treating it by itself."""
+
+AttentionMode = Literal["exact", "sdpa", "flash"]
 
 
 class Attend(Protocol):
@@ -38,6 +46,14 @@ class Attend(Protocol):
         k: Float[Tensor, "tokens kv_heads dim"],
         v: Float[Tensor, "tokens kv_heads dim"],
     ) -> Float[Tensor, "tokens heads dim"]: ...
+
+
+def min_rows() -> int:
+    """Fewest rows of an exact matrix product: threads share it, and each needs its `MIN_ROWS`.
+
+    Measured with MKL: on one thread every count from 4 on gives the same bits, on two or more every count from 12 on.
+    """
+    return MIN_ROWS if torch.get_num_threads() == 1 else 4 * MIN_ROWS
 
 
 def padded(length: int) -> int:
@@ -55,10 +71,19 @@ def masked_attention(
 
     Every row needs one visible key. Masked keys weigh exactly 0, so a longer, padded cache changes no bit.
     """
+    weights = torch.softmax(masked_scores(q, k, mask), dim=-1)
+    return weighted_values(weights.to(v.dtype), v)
+
+
+def masked_scores(
+    q: Float[Tensor, "batch heads rows dim"],
+    k: Float[Tensor, "batch heads keys dim"],
+    mask: Bool[Tensor, "*batch heads rows keys"],
+) -> Float[Tensor, "batch heads rows keys"]:
+    """q k^T / sqrt(dim) in fp32 at least, minus infinity where `mask` is false."""
     scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))
     wide = scores.float() if scores.dtype in (torch.bfloat16, torch.float16) else scores
-    weights = torch.softmax(wide.masked_fill(~mask, float("-inf")), dim=-1)
-    return weighted_values(weights.to(v.dtype), v)
+    return wide.masked_fill_(~mask, float("-inf"))
 
 
 def weighted_values(
@@ -85,24 +110,59 @@ def unfold_groups(out: Float[Tensor, "batch kv_heads rows_x dim"], rows: int) ->
     )
 
 
+def pad_rows(
+    lengths: list[int], tokens: Int[Tensor, " tokens"], width: int
+) -> tuple[Int[Tensor, "seqs width"], Bool[Tensor, "seqs width"]]:
+    """`tokens`, those of one sequence after the other, as one row per sequence; and where a row holds a token."""
+    size = torch.tensor(lengths)
+    column = torch.arange(width)
+    valid = column[None, :] < size[:, None]
+    place = (torch.cumsum(size, 0) - size)[:, None] + column
+    return torch.where(valid, tokens[torch.where(valid, place, 0)], 0), valid
+
+
+def bucket_lengths(lengths: list[int]) -> list[list[int]]:
+    """The sequences, by index, that are laid out together: those of nearly the same length.
+
+    Measured on a CPU: up to LONG keys rows may be a tenth shorter than the longest beside them, because every bucket
+    costs a fixed time; longer ones are laid out with their equals only, because padding costs its square.
+    """
+    buckets: list[list[int]] = []
+    widest = 0
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        width = padded(lengths[index])
+        if not buckets or width < widest * (1.0 if widest > LONG else 0.9):
+            buckets.append([])
+            widest = width
+        buckets[-1].append(index)
+    return buckets
+
+
 class PackedAttention:
     """Causal attention inside each sequence of a flat pack: block-diagonal by construction.
 
-    The pack is laid out as one padded row per sequence, so no token can see another sequence whatever the kernel does.
+    Sequences of similar length are laid out as padded rows, so no token can see another sequence whatever the kernel
+    does. In exact mode it makes no difference to a bit which sequences share a layout.
     """
 
     def __init__(self, lengths: list[int], device: torch.device | str = "cpu", mode: AttentionMode = "exact") -> None:
         if not lengths or min(lengths) < 1:
             raise ValueError(f"a pack needs sequences of at least one token, got lengths {lengths}")
-        self.mode = mode
-        size = torch.tensor(lengths)
-        width = padded(int(size.max()))
-        column = torch.arange(width)
-        start = torch.cumsum(size, 0) - size
-        valid: Bool[Tensor, "seqs width"] = column[None, :] < size[:, None]
-        self.rows: Int[Tensor, "seqs width"] = torch.where(valid, start[:, None] + column, 0).to(device)
-        self.flat: Int[Tensor, " tokens"] = valid.flatten().nonzero().squeeze(1).to(device)
-        self.causal: Bool[Tensor, "width width"] = (column[None, :] <= column[:, None]).to(device)
+        self.mode, self.lengths = mode, lengths
+        self.ends: Int[Tensor, " seqs_and_one"] = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        if mode == "flash":
+            self.ends = self.ends.to(device)
+            return
+        tokens = torch.arange(sum(lengths)).split(lengths)
+        self.rows: list[Int[Tensor, "seqs width"]] = []
+        back, laid_out = torch.empty(sum(lengths), dtype=torch.long), 0
+        for bucket in bucket_lengths(lengths):
+            of_bucket = torch.cat([tokens[i] for i in bucket])
+            rows, valid = pad_rows([lengths[i] for i in bucket], of_bucket, padded(lengths[bucket[0]]))
+            back[of_bucket] = laid_out + valid.flatten().nonzero().squeeze(1)
+            laid_out += rows.numel()
+            self.rows.append(rows.to(device))
+        self.back: Int[Tensor, " tokens"] = back.to(device)
 
     def __call__(
         self,
@@ -111,15 +171,110 @@ class PackedAttention:
         k: Float[Tensor, "tokens kv_heads dim"],
         v: Float[Tensor, "tokens kv_heads dim"],
     ) -> Float[Tensor, "tokens heads dim"]:
-        heads, kv_heads = q.shape[1], k.shape[1]
-        seqs, width = self.rows.shape
-        keys, values = k[self.rows].transpose(1, 2), v[self.rows].transpose(1, 2)
-        queries = q[self.rows]
-        if self.mode == "exact":
-            mask = self.causal.repeat_interleave(heads // kv_heads, dim=0)
-            out = unfold_groups(masked_attention(fold_groups(queries, kv_heads), keys, values, mask), width)
-        else:
-            out = F.scaled_dot_product_attention(
-                queries.transpose(1, 2), keys, values, is_causal=True, enable_gqa=heads != kv_heads
-            ).transpose(1, 2)
-        return out.reshape(seqs * width, heads, -1)[self.flat]
+        if self.mode == "flash":
+            return flash_attention(q, k, v, self.ends, max(self.lengths))
+        attend = exact_causal_attention if self.mode == "exact" else sdpa_causal_attention
+        outs = [attend(q[rows], k[rows], v[rows]).flatten(0, 1) for rows in self.rows]
+        return torch.cat(outs)[self.back]
+
+
+def exact_causal_attention(
+    q: Float[Tensor, "seqs width heads dim"],
+    k: Float[Tensor, "seqs width kv_heads dim"],
+    v: Float[Tensor, "seqs width kv_heads dim"],
+) -> Float[Tensor, "seqs width heads dim"]:
+    """`masked_attention` of every query to the keys up to its own, queries taken in blocks that skip later keys."""
+    if torch.is_grad_enabled() and q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64):
+        out: Tensor = ExactCausal.apply(q, k, v)  # type: ignore[no-untyped-call]
+        return out
+    outs = [
+        unfold_groups(masked_attention(queries, keys, values, mask), end - start)
+        for start, end, queries, keys, values, mask in query_blocks(q, k, v)
+    ]
+    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+
+
+def query_blocks(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[int, int, Tensor, Tensor, Tensor, Tensor]]:
+    """Start and end of every block of queries, these folded, the keys and values they may see, and the causal mask."""
+    width, kv_heads = q.shape[1], k.shape[2]
+    keys, values = k.transpose(1, 2), v.transpose(1, 2)
+    place = torch.arange(width, device=q.device)
+    for start in range(0, width, QUERY_BLOCK):
+        end = min(start + QUERY_BLOCK, width)
+        mask = place[:end] <= place[start:end, None].repeat_interleave(q.shape[2] // kv_heads, dim=0)
+        yield start, end, fold_groups(q[:, start:end], kv_heads), keys[:, :, :end], values[:, :, :end], mask
+
+
+class ExactCausal(torch.autograd.Function):
+    """Exact causal attention on a CPU whose gradient the fused kernel computes, without kept weights and future.
+
+    The kernel recomputes the weights from the log of each row's sum, exp(score) / weight of any visible key.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """As `exact_causal_attention`."""
+        seqs, _, heads, _ = q.shape
+        kv_heads = k.shape[2]
+        outs, log_sums = [], []
+        for start, end, queries, keys, values, mask in query_blocks(q, k, v):
+            scores = masked_scores(queries, keys, mask)
+            weights = torch.softmax(scores, dim=-1)
+            largest, where = weights.max(dim=-1, keepdim=True)
+            log_sum = (scores.gather(-1, where) - largest.log()).view(seqs, kv_heads, end - start, -1)
+            outs.append(unfold_groups(weighted_values(weights, values), end - start))
+            log_sums.append(log_sum.transpose(2, 3).reshape(seqs, heads, end - start))
+        out = torch.cat(outs, dim=1)
+        ctx.save_for_backward(q, k, v, out, torch.cat(log_sums, dim=2))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, ...]:
+        """The gradients of q, k and v."""
+        q, k, v, out, log_sum = ctx.saved_tensors
+        grad, q, k, v, out = (x.transpose(1, 2) for x in (grad_outputs[0], q, k, v, out))
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return tuple(g.transpose(1, 2) for g in kernel(grad, q, k, v, out, log_sum, 0.0, True))
+
+
+def sdpa_causal_attention(
+    q: Float[Tensor, "seqs width heads dim"],
+    k: Float[Tensor, "seqs width kv_heads dim"],
+    v: Float[Tensor, "seqs width kv_heads dim"],
+) -> Float[Tensor, "seqs width heads dim"]:
+    """The same by torch's fused kernel."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+
+
+def flash_attention(
+    q: Float[Tensor, "tokens heads dim"],
+    k: Float[Tensor, "tokens kv_heads dim"],
+    v: Float[Tensor, "tokens kv_heads dim"],
+    ends: Int[Tensor, " seqs_and_one"],
+    longest: int,
+) -> Float[Tensor, "tokens heads dim"]:
+    """The same over the flat pack, without padding, by torch's FlashAttention: half-precision on a GPU."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    group = q.shape[1] // k.shape[1]
+    if group > 1:
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    out = varlen_attn(q, k, v, ends, ends, longest, longest, window_size=(-1, 0))
+    assert isinstance(out, Tensor)
+    return out
+
+
+def has_flash(device: torch.device) -> bool:
+    """Whether `flash_attention` works on this device in bfloat16: tried on a small pack beside the fused kernel."""
+    if device.type != "cuda":
+        return False
+    lengths = [5, 40, 1]
+    generator = torch.Generator(device).manual_seed(0)
+    q, k, v = torch.randn(3, sum(lengths), 2, 64, generator=generator, device=device, dtype=torch.bfloat16)
+    try:
+        found = PackedAttention(lengths, device, "flash")(0, q, k, v)
+    except (ImportError, RuntimeError, TypeError, NotImplementedError):  # an older torch, or a GPU it does not know
+        return False
+    expected = PackedAttention(lengths, device, "sdpa")(0, q, k, v)
+    return bool((found - expected).abs().max() < 0.03)

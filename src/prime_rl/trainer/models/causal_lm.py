@@ -1,4 +1,4 @@
-"""The native decoder: Llama, Qwen2 and Qwen3 (dense) over flat tokens, with Hugging Face names for every tensor.
+"""The native decoder: Llama, Qwen2, Qwen3 and Qwen3-MoE over flat tokens, with Hugging Face names for every tensor.
 
 A forward pass sees one flat row of tokens; how they attend (a training pack, a serving cache) is passed in as an
 `Attend`. Trainer and embedded engine run this very code: what is served is what is trained.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from prime_rl.trainer.models.attention import Attend
+from prime_rl.trainer.models.linear import Linear
+from prime_rl.trainer.models.moe import SparseMLP, split_experts
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3")
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
 @dataclass(frozen=True)
@@ -43,13 +46,21 @@ class DecoderConfig:
     mlp_bias: bool
     qk_norm: bool
     initializer_range: float
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    dense_layers: frozenset[int] = frozenset()
+    """Layers of a mixture of experts that have a plain feed-forward network."""
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> DecoderConfig:
         """Read a `config.json`; `ValueError` names what this decoder does not implement."""
         kind = config.get("model_type")
         if kind not in MODEL_TYPES:
-            raise ValueError(f"model_type {kind!r} is not one of {', '.join(MODEL_TYPES)}")
+            raise ValueError(
+                f"model_type {kind!r} has no implementation of our own, only {', '.join(MODEL_TYPES)} have"
+            )
         if config.get("hidden_act", "silu") != "silu":
             raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported, only 'silu'")
         if config.get("use_sliding_window"):
@@ -77,9 +88,25 @@ class DecoderConfig:
             qkv_bias=kind == "qwen2" or bias,
             out_bias=kind != "qwen2" and bias,
             mlp_bias=bool(config.get("mlp_bias", False)),
-            qk_norm=kind == "qwen3",
+            qk_norm=kind in ("qwen3", "qwen3_moe"),
             initializer_range=config.get("initializer_range", 0.02),
+            **(_read_experts(config) if kind == "qwen3_moe" else {}),
         )
+
+
+def _read_experts(config: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a mixture of experts; those that old files leave out have the defaults of transformers."""
+    num_experts = config.get("num_experts") or config.get("num_local_experts") or 128
+    every = config.get("decoder_sparse_step", 1)
+    plain = set(config.get("mlp_only_layers") or ())
+    dense = {i for i in range(config["num_hidden_layers"]) if i in plain or (i + 1) % every}
+    return {
+        "num_experts": num_experts,
+        "num_experts_per_tok": config.get("num_experts_per_tok", 8),
+        "moe_intermediate_size": config.get("moe_intermediate_size", 768),
+        "norm_topk_prob": bool(config.get("norm_topk_prob", False)),
+        "dense_layers": frozenset(dense),
+    }
 
 
 class RMSNorm(nn.Module):
@@ -132,10 +159,10 @@ class Attention(nn.Module):
         self.layer = layer
         self.head_dim = config.head_dim
         width, kv_width = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, width, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(width, config.hidden_size, bias=config.out_bias)
+        self.q_proj = Linear(config.hidden_size, width, bias=config.qkv_bias)
+        self.k_proj = Linear(config.hidden_size, kv_width, bias=config.qkv_bias)
+        self.v_proj = Linear(config.hidden_size, kv_width, bias=config.qkv_bias)
+        self.o_proj = Linear(width, config.hidden_size, bias=config.out_bias)
         if config.qk_norm:
             self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
@@ -162,9 +189,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens hidden"]:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -176,7 +203,8 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
         self.self_attn = Attention(config, layer)
-        self.mlp = MLP(config)
+        sparse = config.num_experts > 0 and layer not in config.dense_layers
+        self.mlp: nn.Module = SparseMLP(config) if sparse else MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -210,6 +238,7 @@ class CausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.model = Decoder(config)
+        # Losses and engine multiply by its weight themselves, in chunks, so it stays a plain layer.
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -237,13 +266,24 @@ class CausalLM(nn.Module):
             self._rope = (angles.cos().to(device), angles.sin().to(device))
         return self._rope
 
+    def layers(self) -> list[nn.Module]:
+        """The blocks that follow each other, each of which can be sharded or recomputed by itself."""
+        return list(self.model.layers)
+
+    def checkpoint_tensors(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors by the parameters' names, under the names that checkpoints give them; views, not copies."""
+        return split_experts(held)
+
     def logits(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens vocab"]:
         return self.lm_head(hidden)
 
 
 def tensor_names(model: CausalLM) -> dict[str, Tensor]:
-    """The tensors a checkpoint holds: every parameter once (a tied head is stored as the embedding only)."""
-    return {name: p.detach() for name, p in model.named_parameters()}
+    """The tensors a checkpoint holds: every parameter once (a tied head is stored as the embedding only).
+
+    They are the parameters' own memory: writing to them changes the model.
+    """
+    return model.checkpoint_tensors({name: p.detach() for name, p in model.named_parameters()})
 
 
 @torch.no_grad()

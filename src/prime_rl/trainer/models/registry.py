@@ -13,6 +13,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig, init_weights, tensor_names
+from prime_rl.trainer.models.lora import ADAPTER_CONFIG_FILE, load_adapter, merge_adapter
+from prime_rl.trainer.models.moe import split_experts
+from prime_rl.utils.tokenizer import resolve_model_dir
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -84,11 +87,14 @@ def fill_weights(
 ) -> None:
     """Copy `tensors` into the model's parameters, casting to their dtype; every name must fit exactly.
 
+    Experts may be listed one by one, as checkpoints do, or stacked, as transformers 5 holds them in memory.
     A tied head in the file is skipped, and layers from `ignore_layers_from` on. Nothing is written when the names or
     shapes do not fit (`ValueError` lists them).
     """
     wanted = tensor_names(model)
-    given = {name: tensor for name, tensor in tensors.items() if not _skipped(name, model, ignore_layers_from)}
+    given = {
+        name: tensor for name, tensor in split_experts(tensors).items() if not _skipped(name, model, ignore_layers_from)
+    }
     if missing := wanted.keys() - given.keys():
         raise ValueError(
             f"{source} lacks {_listed(missing)}: the checkpoint and its config.json do not belong together"
@@ -104,8 +110,16 @@ def fill_weights(
 
 
 def read_tensors(model_dir: Path) -> dict[str, Tensor]:
-    """All tensors of a directory on the CPU: `model.safetensors`, or the shards its index names."""
+    """All tensors of a directory on the CPU: `model.safetensors`, or the shards its index names.
+
+    Of a PEFT adapter: the tensors of its base model with the adapter merged in.
+    """
     model_dir = Path(model_dir)
+    if (model_dir / ADAPTER_CONFIG_FILE).is_file():
+        adapter = load_adapter(model_dir)
+        if not adapter.base_model:
+            raise ValueError(f"{model_dir / ADAPTER_CONFIG_FILE} names no base model: set base_model_name_or_path")
+        return merge_adapter(read_tensors(resolve_model_dir(adapter.base_model)), adapter)
     if (model_dir / WEIGHTS_FILE).is_file():
         files: Iterable[str] = [WEIGHTS_FILE]
     elif (model_dir / INDEX_FILE).is_file():

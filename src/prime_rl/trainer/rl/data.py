@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from prime_rl.trainer.config import FakeDataConfig, TrainConfig
-from prime_rl.transport.batches import FilesystemBatchReceiver
+from prime_rl.trainer.config import FakeDataConfig, LossConfig, TrainConfig
+from prime_rl.transport.wires import build_receiver
 from rollouts.training.types import Sample, Status
 
 ROLLOUTS_DIR = "rollouts"
@@ -67,10 +67,11 @@ def build_batches(config: TrainConfig, vocab_size: int) -> Batches:
     """The batches of a run: fake ones when `data.fake` asks for them, else what the orchestrator publishes."""
     if config.data.fake is not None:
         return FakeBatches(config.data.fake, config.model.seq_len, vocab_size, config.seed)
-    return FilesystemBatchReceiver(config.output_dir / ROLLOUTS_DIR)
+    wire = config.transport
+    return build_receiver(wire.type, config.output_dir / ROLLOUTS_DIR, wire.host, wire.port)
 
 
-def check_batch(samples: Sequence[Sample], teacher_tau: float, vocab_size: int) -> None:
+def check_batch(samples: Sequence[Sample], loss: LossConfig, vocab_size: int) -> None:
     """Raise `ValueError` for a batch that cannot be trained on as configured."""
     if not samples:
         raise ValueError("the batch holds no samples")
@@ -86,13 +87,14 @@ def check_batch(samples: Sequence[Sample], teacher_tau: float, vocab_size: int) 
                 "give orchestrator, inference and trainer the same model.name"
             )
     num_taught = sum(sample.teacher_logprobs is not None for sample in samples)
-    if num_taught and not teacher_tau:
+    need = loss.needs_teacher
+    if num_taught and need is None:
         raise ValueError(
             "the batch carries teacher log-probs but loss.teacher_tau is 0: set trainer.loss.teacher_tau above 0, "
             "or run without a teacher"
         )
-    if teacher_tau and num_taught < len(samples):
+    if need is not None and num_taught < len(samples):
         raise ValueError(
-            f"loss.teacher_tau is {teacher_tau} but {len(samples) - num_taught} of {len(samples)} samples carry no "
-            "teacher log-probs: set orchestrator.teacher_model, or loss.teacher_tau = 0"
+            f"loss.{need} is {getattr(loss, need)} but {len(samples) - num_taught} of {len(samples)} samples carry no "
+            f"teacher log-probs: set orchestrator.teacher_model, or loss.{need} = 0"
         )

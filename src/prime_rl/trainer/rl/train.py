@@ -7,6 +7,7 @@ orchestrator --> receive --> pack --> forward_backward --> optim_step --> publis
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from prime_rl.trainer.config import TrainConfig
@@ -19,33 +20,38 @@ CKPT_PARTS = ("trainer", "orchestrator")
 
 
 def train(config: TrainConfig) -> int:
-    """Run the trainer until `max_steps`; returns the exit code."""
+    """Run the trainer until `max_steps`; returns the exit code. With `parallel.dp`, start that many ranks of it."""
+    from prime_rl.trainer.launch import count_missing_ranks, run_ranks
+
+    if num_ranks := count_missing_ranks(config.parallel, os.environ):
+        return run_ranks("prime_rl.trainer.rl.train", "trainer", config, num_ranks)
+    from prime_rl.trainer.profiling import run_bench
+
+    if config.bench:
+        return run_bench(config, train)
     from prime_rl.trainer.rl.data import build_batches, check_batch
-    from prime_rl.trainer.rl.loss import build_loss, build_spec
+    from prime_rl.trainer.rl.loss import build_loss
     from prime_rl.trainer.session import build_session
-    from rollouts.training.batching import pack_samples
 
     session = build_session(config, "trainer", ckpt_parts=CKPT_PARTS[: 1 if config.data.fake else 2])
     backend, watch = session.backend, session.watch
     vocab_size = backend.model.config.vocab_size
     batches = build_batches(config, vocab_size)
-    loss, teacher_tau = build_loss(config.loss), build_spec(config.loss).teacher_tau
+    loss = build_loss(config.loss, config.model.seq_len)
     claim_weights(session, config)
 
     for step in session.steps():
         with watch("wait_for_batch"):
             samples = batches.receive(step, config.data.timeout_s)  # waits for: the orchestrator
         with watch("load_data"):
-            check_batch(samples, teacher_tau, vocab_size)
-            [micros] = pack_samples(
-                samples, config.model.seq_len, rows=config.micro_bs, quadratic_cost=backend.quadratic_cost
-            )
+            check_batch(samples, config.loss, vocab_size)
+            share = session.pack(samples, config.model.seq_len)
         with watch("forward_backward"):
-            stats = backend.forward_backward(micros, loss)
+            stats = backend.forward_backward(share.micros, loss)
             report = backend.optim_step(stats)
         with watch("broadcast_weights"):
             publish_version(session, config, step)  # unblocks: the weight relay
-        session.finish_step(report, stats, micros, progress={})
+        session.finish_step(report, stats, share, progress={})
     return session.close()
 
 
@@ -55,7 +61,8 @@ def publish_version(session: Session, config: TrainConfig, step: int) -> None:
 
     session.publish_weights(step)
     interval = config.ckpt.interval if config.ckpt else None
-    prune_weights(session.weights_dir, step, config.max_async_level, interval, config.max_steps)
+    root, level = session.weights_dir, config.max_async_level
+    session.ranks.run_first(lambda: prune_weights(root, step, level, interval, config.max_steps))
 
 
 def claim_weights(session: Session, config: TrainConfig) -> None:
@@ -64,12 +71,11 @@ def claim_weights(session: Session, config: TrainConfig) -> None:
     A resumed run takes back the versions after its checkpoint and publishes the one it continues from, because engines
     start from it. For a new run see `Session.claim_weights`.
     """
-    from rollouts.training.steps import complete_steps, prune_steps
+    from rollouts.training.steps import prune_steps
 
     root, step = session.weights_dir, session.first_step - 1
-    found = complete_steps(root)
     if config.ckpt is not None and config.ckpt.resume_step is not None:
-        prune_steps(root, [s for s in found if s <= step])
+        session.ranks.run_first(lambda: prune_steps(root, lambda found: found <= step))
         if step:
             publish_version(session, config, step)
     else:

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
+
 from prime_rl.trainer.config import FakeSFTDataConfig, SFTConfig, SFTDataConfig
+from prime_rl.trainer.sft.samples import TokenisedSamples, Tokenizer, tokenise_data
 from prime_rl.utils.tokenizer import load_tokenizer
-from rollouts.training.datasets.chat import TemplateRenderer
-from rollouts.training.datasets.sft import Row, load_rows, read_conversation, render_conversation
+from rollouts.training.datasets.mixing import EpochOrder, StoppingStrategy, build_epoch_order
 from rollouts.training.types import Sample, Status
 
 FAKE_ROWS = 1024
-MAX_CACHED = 100_000
-"""Rendered samples that are kept for the next epoch."""
 
 
 class SampleSource(Protocol):
-    """Samples by index."""
+    """Samples by index, those of a source next to each other."""
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Samples of each source."""
 
     def __len__(self) -> int: ...
 
@@ -27,41 +31,41 @@ class SampleSource(Protocol):
         """The sample of this index, always the same."""
 
 
-class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
-
-    chat_template: str | None
-    eos_token_id: int | None
-    all_special_ids: list[int]
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-
-    def decode(self, token_ids: list[int]) -> str: ...
-
-
 @dataclass(frozen=True)
 class Position:
-    """How far the data have been read: whole epochs, samples of the current one, and how many were too long."""
+    """How far the data have been read: whole epochs, samples of the current one, and how many were too long.
+
+    `samples` and `tokens` count what was read of each source. `digest` tells which data these are.
+    """
 
     epoch: int = 0
     offset: int = 0
     num_overlong: int = 0
+    samples: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+    digest: str = ""
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, Any]:
         """As JSON for a checkpoint."""
-        return asdict(self)
+        state: dict[str, Any] = msgspec.to_builtins(self)
+        return state
 
 
 @dataclass
 class SFTBatches:
-    """Fills `batch_size` rows of `seq_len` tokens with whole samples, in the order of each epoch."""
+    """Batches of `batch_size` rows; with `stack` a row is one sample, otherwise it is filled up to `seq_len` tokens."""
 
     source: SampleSource
     seq_len: int
     batch_size: int
     shuffle: bool
     seed: int
-    _order: tuple[int, list[int]] = (-1, [])
+    stack: bool = False
+    probabilities: Sequence[float] | None = None
+    stopping: StoppingStrategy = "all_exhausted"
+    names: Sequence[str] = ()
+    held_out: list[Sample] = field(default_factory=list)
+    _order: tuple[int, EpochOrder] | None = None
 
     def take(self, position: Position) -> tuple[list[Sample], Position]:
         """The batch that begins at `position`, and where the next one begins.
@@ -69,13 +73,19 @@ class SFTBatches:
         A sample that does not fit into the current row opens the next; one that is longer than a row is left out and
         counted. `ValueError` when every sample is too long.
         """
+        sizes = self.source.sizes
+        ends = [sum(sizes[: s + 1]) for s in range(len(sizes))]
+        num_samples = list(position.samples or [0] * len(sizes))
+        num_tokens = list(position.tokens or [0] * len(sizes))
         samples: list[Sample] = []
         epoch, offset, num_overlong = position.epoch, position.offset, position.num_overlong
         row, room, overlong_in_a_row = 1, self.seq_len, 0
         while True:
-            if offset == len(self.source):
+            index = self.order(epoch).at(offset)
+            if index is None:
                 epoch, offset = epoch + 1, 0
-            sample = self.source.sample(self.order(epoch)[offset])
+                continue
+            sample = self.source.sample(index)
             n = len(sample.tokens)
             if n > self.seq_len:
                 num_overlong, overlong_in_a_row = num_overlong + 1, overlong_in_a_row + 1
@@ -84,24 +94,58 @@ class SFTBatches:
                 offset += 1
                 continue
             overlong_in_a_row = 0
-            if n > room:
+            if n > room or (self.stack and samples):
                 row, room = row + 1, self.seq_len
                 if row > self.batch_size:
-                    return samples, Position(epoch, offset, num_overlong)
+                    counts = tuple(num_samples), tuple(num_tokens)
+                    return samples, Position(epoch, offset, num_overlong, *counts, position.digest)
+            source = next(s for s, end in enumerate(ends) if index < end)
+            num_samples[source] += 1
+            num_tokens[source] += n
             samples.append(sample)
             room -= n
             offset += 1
 
-    def order(self, epoch: int) -> list[int]:
+    def order(self, epoch: int) -> EpochOrder:
         """The indices of an epoch, a pure function of (seed, epoch)."""
-        if not self.shuffle:
-            epoch = 0
-        if self._order[0] != epoch:
-            indices = list(range(len(self.source)))
-            if self.shuffle:
-                random.Random(f"{self.seed}:{epoch}").shuffle(indices)
-            self._order = (epoch, indices)
+        if self._order is None or self._order[0] != epoch:
+            order = build_epoch_order(
+                self.source.sizes,
+                epoch=epoch,
+                seed=self.seed,
+                shuffle=self.shuffle,
+                probabilities=self.probabilities,
+                stopping=self.stopping,
+            )
+            self._order = (epoch, order)
         return self._order[1]
+
+    def metrics(self, position: Position) -> dict[str, float]:
+        """How far the data have been read, and the share that each of several sources had so far."""
+        out: dict[str, float] = {
+            "progress/epoch": position.epoch,
+            "progress/num_samples": sum(position.samples),
+            "progress/num_tokens": sum(position.tokens),
+            "progress/overlong_samples": position.num_overlong,
+        }
+        if len(self.names) > 1:
+            for kind, counts in (("samples", position.samples), ("tokens", position.tokens)):
+                for name, count in zip(self.names, counts, strict=True):
+                    out[f"progress/{name}/ratio_{kind}"] = count / max(1, sum(counts))
+        return out
+
+    def restore(self, progress: Mapping[str, Any]) -> Position:
+        """Where a run that saved `progress` goes on reading; `ValueError` when it read other data."""
+        digest = self.source.digest() if isinstance(self.source, TokenisedSamples) else ""
+        if "position" not in progress:
+            return Position(digest=digest)
+        position = msgspec.convert(progress["position"], Position)
+        if position.digest != digest:
+            raise ValueError(
+                "the checkpoint was trained on other data, or on these with another template or data.seq_len: continue "
+                "with the same, or start a new run from its weights with --model.name"
+            )
+        return position
 
 
 @dataclass(frozen=True)
@@ -112,6 +156,11 @@ class FakeSource:
     vocab_size: int
     seed: int
 
+    @property
+    def sizes(self) -> list[int]:
+        """One source."""
+        return [FAKE_ROWS]
+
     def __len__(self) -> int:
         return FAKE_ROWS
 
@@ -119,61 +168,47 @@ class FakeSource:
         """Random tokens, all but the first with loss."""
         rng = random.Random(f"{self.seed}:{index}")
         n = self.config.seq_len if self.config.length == "fixed" else rng.randint(2, self.config.seq_len)
-        tokens = [rng.randrange(self.vocab_size) for _ in range(n)]
+        tokens = rng.choices(range(self.vocab_size), k=n)
         return Sample(prompt="", tokens=tokens, loss_mask=[0.0] + [1.0] * (n - 1), index=index, status=Status.COMPLETED)
 
 
-@dataclass
-class ConversationSource:
-    """Rows of a data set, rendered when they are first needed."""
-
-    rows: Sequence[Row]
-    tokenizer: Tokenizer
-    vocab_size: int
-    _cache: dict[int, Sample] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.chat = TemplateRenderer(self.tokenizer)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def sample(self, index: int) -> Sample:
-        """The row of this index as tokens and mask; `ValueError` when it cannot be rendered for this model."""
-        if index in self._cache:
-            return self._cache[index]
-        sample = self._render(self.rows[index], index)
-        if max(sample.tokens) >= self.vocab_size:
-            raise ValueError(
-                f"the tokenizer makes token {max(sample.tokens)} but the model knows {self.vocab_size}: "
-                "tokenizer.name and model.name do not belong together"
-            )
-        if len(self._cache) < MAX_CACHED:
-            self._cache[index] = sample
-        return sample
-
-    def _render(self, row: Row, index: int) -> Sample:
-        prompt, completion = row.get("prompt"), row.get("completion")
-        if self.tokenizer.chat_template or not isinstance(prompt, str) or not isinstance(completion, str):
-            return render_conversation(read_conversation(row, index), self.chat, index)
-        # A base model without a template: plain text that ends where the model should.
-        before = self.tokenizer.encode(prompt)
-        after = self.tokenizer.encode(completion, add_special_tokens=False)
-        after += [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
-        if not after:
-            raise ValueError(f"row {index} of the data set has an empty completion")
-        mask = [0.0] * len(before) + [1.0] * len(after)
-        return Sample(prompt=prompt, tokens=before + after, loss_mask=mask, index=index, status=Status.COMPLETED)
-
-
 def build_sft_batches(config: SFTConfig, vocab_size: int, tokenizer: Tokenizer | None) -> SFTBatches:
-    """The batches of a config; `tokenizer` is needed for real data only."""
+    """The batches of a config, and the samples held out of them; `tokenizer` is needed for real data only."""
     data = config.data
     if isinstance(data, FakeSFTDataConfig):
         return SFTBatches(FakeSource(data, vocab_size, config.seed), data.seq_len, data.batch_size, False, config.seed)
     assert tokenizer is not None
-    source = ConversationSource(load_rows(data.name, data.split), tokenizer, vocab_size)
-    return SFTBatches(source, data.seq_len, data.batch_size, data.shuffle, config.seed)
+    samples = tokenise_data(data, tokenizer, vocab_size)
+    held_out: list[Sample] = []
+    if config.val is not None and config.val.name is None:
+        samples, held_out = samples.hold_out(config.val.num_samples, config.seed)
+    elif config.val is not None:
+        own = data.model_copy(update={"name": config.val.name, "split": config.val.split} | NO_MIXTURE)
+        found = tokenise_data(own, tokenizer, vocab_size)
+        held_out = [found.sample(i) for i in range(min(len(found), config.val.num_samples))]
+    return SFTBatches(
+        samples,
+        data.seq_len,
+        data.batch_size,
+        data.shuffle,
+        config.seed,
+        stack=data.pack_function == "stack",
+        probabilities=data.probabilities,
+        stopping=data.stopping_strategy,
+        names=name_parts(data.parts),
+        held_out=held_out,
+    )
+
+
+def name_parts(parts: Sequence[tuple[str | None, str]]) -> list[str]:
+    """What each source is called in metrics: its subset or split, or both where that is ambiguous."""
+    names = [subset or split for subset, split in parts]
+    if len(set(names)) == len(names):
+        return names
+    return [split if subset is None else f"{subset}-{split}" for subset, split in parts]
+
+
+NO_MIXTURE = {"subsets": None, "splits": None, "probabilities": None}
 
 
 def build_tokenizer(config: SFTConfig) -> Tokenizer | None:
@@ -182,8 +217,3 @@ def build_tokenizer(config: SFTConfig) -> Tokenizer | None:
         return None
     tokenizer: Tokenizer = load_tokenizer(config.tokenizer.name or config.model.name, config.tokenizer.chat_template)
     return tokenizer
-
-
-def restore_position(progress: Mapping[str, Any]) -> Position:
-    """Where a run that saved `progress` goes on reading."""
-    return Position(**progress["position"]) if "position" in progress else Position()

@@ -7,17 +7,27 @@ data set --> take --> pack --> forward_backward --> optim_step --> weights and c
 
 from __future__ import annotations
 
+import os
+
 from prime_rl.trainer.config import SFTConfig
 from prime_rl.utils.pydantic_config import run_command
 
 
 def train(config: SFTConfig) -> int:
-    """Run the trainer until `max_steps`; returns the exit code."""
+    """Run the trainer until `max_steps`; returns the exit code. With `parallel.dp`, start that many ranks of it."""
+    from prime_rl.trainer.launch import count_missing_ranks, run_ranks
+
+    if num_ranks := count_missing_ranks(config.parallel, os.environ):
+        return run_ranks("prime_rl.trainer.sft.train", "sft", config, num_ranks)
+    from prime_rl.trainer.profiling import run_bench
+
+    if config.bench:
+        return run_bench(config, train)
     from prime_rl.trainer.ckpt import is_checkpoint_due
     from prime_rl.trainer.session import build_session
-    from prime_rl.trainer.sft.data import build_sft_batches, build_tokenizer, restore_position
+    from prime_rl.trainer.sft.data import build_sft_batches, build_tokenizer
+    from prime_rl.trainer.sft.validation import is_val_due, run_validation
     from prime_rl.utils.tokenizer import resolve_model_dir
-    from rollouts.training.batching import pack_samples
     from rollouts.training.rl_losses import nll_loss
 
     tokenizer = build_tokenizer(config)
@@ -31,22 +41,23 @@ def train(config: SFTConfig) -> int:
         session.claim_weights(trying_out=config.data.type == "fake")
     backend, watch = session.backend, session.watch
     batches = build_sft_batches(config, backend.model.config.vocab_size, tokenizer)
-    position = restore_position(session.progress)
+    position = batches.restore(session.progress)
+    if config.val is not None and config.val.eval_on_start and session.first_step == 1:
+        run_validation(session, config, batches.held_out, 0)
 
     for step in session.steps():
         with watch("load_data"):
             samples, position = batches.take(position)
-            [micros] = pack_samples(
-                samples, config.data.seq_len, rows=config.micro_bs, quadratic_cost=backend.quadratic_cost
-            )
+            share = session.pack(samples, config.data.seq_len)
         with watch("forward_backward"):
-            stats = backend.forward_backward(micros, nll_loss)
+            stats = backend.forward_backward(share.micros, nll_loss)
             report = backend.optim_step(stats)
         if step == config.max_steps or is_checkpoint_due(step, config.ckpt, config.max_steps):
             with watch("broadcast_weights"):
                 session.publish_weights(step)
-        extra = {"progress/epoch": position.epoch, "progress/overlong_samples": position.num_overlong}
-        session.finish_step(report, stats, micros, {"position": position.state()}, extra)
+        session.finish_step(report, stats, share, {"position": position.state()}, batches.metrics(position))
+        if is_val_due(step, config):
+            run_validation(session, config, batches.held_out, step)
     return session.close()
 
 

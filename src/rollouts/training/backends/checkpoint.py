@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,12 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 def collect_model(model: torch.nn.Module, ranks: Ranks) -> dict[str, Tensor]:
     """Whole tensors of the state dict, on the CPU of rank 0; empty on other ranks, which have to take part."""
-    return _kept(((name, _whole(tensor, ranks)) for name, tensor in model.state_dict().items()), ranks)
+    return collect_tensors(model.state_dict().items(), ranks)
+
+
+def collect_tensors(tensors: Iterable[tuple[str, Tensor]], ranks: Ranks) -> dict[str, Tensor]:
+    """The same for tensors by name, made whole one after the other."""
+    return _kept(((name, _whole(tensor, ranks)) for name, tensor in tensors), ranks)
 
 
 def collect_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> dict[str, Any]:

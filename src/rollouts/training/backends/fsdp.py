@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from rollouts.training.backends.pytorch import PyTorchTrainingBackend
@@ -179,23 +179,51 @@ def shard_model(model: nn.Module, config: FSDPConfig, ranks: Ranks) -> None:
         mesh = init_device_mesh(kind, (ranks.size, 1), mesh_dim_names=("replicate", "shard"))
     else:
         mesh = init_device_mesh(kind, (ranks.size,))
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "reshard_after_forward": config.sharding_strategy == "FULL_SHARD",
-        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        if config.mixed_precision
-        else MixedPrecisionPolicy(),
-    }
-    if config.cpu_offload and kind != "cpu":  # on a CPU they are there already
+    shard_units(
+        model,
+        find_units(model, config.auto_wrap_min_params),
+        mesh,
+        param_dtype=torch.bfloat16 if config.mixed_precision else None,
+        reshard_after_forward=config.sharding_strategy == "FULL_SHARD",
+        cpu_offload=config.cpu_offload,
+    )
+
+
+def shard_units(
+    model: nn.Module,
+    units: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    *,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    reshard_after_forward: bool = True,
+    cpu_offload: bool = False,
+    sum_gradients: bool = False,
+    keep_root: bool = False,
+) -> None:
+    """Spread the parameters of `units`, and then what is left of `model`, over `mesh` in place.
+
+    `param_dtype` is what is gathered and computed with, `reduce_dtype` (fp32 beside a `param_dtype`) what gradients are
+    added up in; the shards keep their own. Gradients are averaged over the ranks, or added up with `sum_gradients`.
+    `cpu_offload` lets shards, gradients and so the optimizer live in host memory. With `keep_root` the parameters of
+    `model` itself stay gathered after its forward, so that a head can be applied outside of it.
+    """
+    if param_dtype is not None and reduce_dtype is None:
+        reduce_dtype = torch.float32
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype)}
+    if cpu_offload and mesh.device_type != "cpu":  # on a CPU they are there already
         if "cpu:" not in dist.get_backend_config():
             raise ValueError(
                 "cpu_offload sums gradient norms on the CPU, which this process group cannot: "
                 'call init_process_group("cpu:gloo,cuda:nccl")'
             )
         options["offload_policy"] = CPUOffloadPolicy()
-    for module in find_units(model, config.auto_wrap_min_params):
-        fully_shard(module, **options)
-    fully_shard(model, **options)
+    for module in (*units, model):
+        reshard = reshard_after_forward and not (keep_root and module is model)
+        unit: Any = fully_shard(module, reshard_after_forward=reshard, **options)
+        if sum_gradients:
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
 
 
 def find_units(model: nn.Module, min_params: int) -> list[nn.Module]:

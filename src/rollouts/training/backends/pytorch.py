@@ -275,7 +275,8 @@ class PyTorchTrainingBackend:
 
         def publish() -> None:
             publish_step(root, step, write)
-            prune_steps(root, [s for s in complete_steps(root) if s <= step][-KEPT_WEIGHTS:])
+            kept = [s for s in complete_steps(root) if s <= step][-KEPT_WEIGHTS:]
+            prune_steps(root, lambda found: found in kept)
 
         self.ranks.run_first(publish)
         return step_path(root, step)

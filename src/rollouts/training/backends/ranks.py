@@ -10,6 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+class OtherRankFailed(RuntimeError):
+    """Another rank could not do its part; the reason is in that rank's log."""
+
+
 @dataclass(frozen=True)
 class Ranks:
     """Rank `rank` of `size`; `device` is where collectives of the default process group work."""
@@ -35,6 +39,16 @@ class Ranks:
         dist.all_gather(parts, mine)
         return [part.cpu() for part in parts]
 
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """What every rank passes, in rank order, on every rank; lengths may differ."""
+        if self.size == 1:
+            return [data]
+        lengths = [int(n) for n in self.gather(torch.tensor([len(data)], dtype=torch.int64))]
+        width = max(1, *lengths)
+        padded = torch.frombuffer(bytearray(data.ljust(width, b"\0")), dtype=torch.uint8)
+        parts = self.gather(padded)
+        return [part.numpy().tobytes()[:n] for part, n in zip(parts, lengths, strict=True)]
+
     def broadcast(self, data: bytes) -> bytes:
         """What rank 0 passes, on every rank."""
         if self.size == 1:
@@ -42,7 +56,7 @@ class Ranks:
         length = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
         dist.broadcast(length, 0)
         payload = torch.zeros(int(length), dtype=torch.uint8, device=self.device)
-        if self.rank == 0:
+        if self.rank == 0 and data:
             payload = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
         if int(length):
             dist.broadcast(payload, 0)
@@ -50,14 +64,19 @@ class Ranks:
 
     def run_first(self, work: Callable[[], object]) -> None:
         """Let rank 0 do `work`; no rank goes on before it is done, and a failure is raised on all of them."""
+        self.run_all(work if self.rank == 0 else lambda: None)
+
+    def run_all(self, work: Callable[[], object]) -> None:
+        """Let every rank do its `work`, without collectives inside; a failure of one is raised on all of them."""
         error: BaseException | None = None
-        if self.rank == 0:
-            try:
-                work()
-            except BaseException as caught:
-                error = caught
-        [failed] = self.sum([0.0 if error is None else 1.0])
+        try:
+            work()
+        except BaseException as caught:
+            error = caught
+        failed = [float(error is not None and rank == self.rank) for rank in range(self.size)]
+        if self.size > 1:
+            failed = self.sum(failed)
         if error is not None:
             raise error
-        if failed:
-            raise RuntimeError("rank 0 failed, its log says why")
+        if any(failed):
+            raise OtherRankFailed(f"rank {failed.index(1.0)} failed, its log says why")

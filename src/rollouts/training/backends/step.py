@@ -45,6 +45,8 @@ class OptimizerStep:
         self.max_skipped = max_skipped
         self.num_steps = 0
         self.num_skipped = 0
+        self.schedule_start = 0
+        """Step after which the schedule began, where it was begun anew."""
         self.base_lrs: list[float] = [group["lr"] for group in optimizer.param_groups]
         self._skipped_in_a_row = 0
 
@@ -98,17 +100,19 @@ class OptimizerStep:
             "num_steps": self.num_steps,
             "num_skipped": self.num_skipped,
             "skipped_in_a_row": self._skipped_in_a_row,
+            "schedule_start": self.schedule_start,
         }
 
     def load_state(self, state: dict[str, int]) -> None:
         """The inverse of `state`."""
         self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
         self._skipped_in_a_row = state["skipped_in_a_row"]
+        self.schedule_start = state.get("schedule_start", 0)
 
     def _begin(self) -> float:
         """Count the step and set its learning rate; returns that of the first group."""
         self.num_steps += 1
-        factor = 1.0 if self.schedule is None else self.schedule(self.num_steps)
+        factor = 1.0 if self.schedule is None else self.schedule(self.num_steps - self.schedule_start)
         for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = base * factor
         return float(self.optimizer.param_groups[0]["lr"])

@@ -19,6 +19,8 @@ class DataBuffer:
     """
 
     def __init__(self, prompts: Sequence[Any], epoch_id: int = 0, sample_offset: int = 0, seed: int = 42) -> None:
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+            raise TypeError(f"prompts {prompts!r:.50} are a {type(prompts).__name__}: pass a list of prompts")
         self.prompts = prompts
         self.epoch_id = epoch_id
         self.sample_offset = sample_offset
@@ -39,6 +41,11 @@ class DataBuffer:
         prompts = [self.prompt_at(position) for position in range(start, start + n)]
         self.epoch_id, self.sample_offset = divmod(start + n, len(self.prompts))
         return prompts
+
+    def draw(self) -> tuple[int, Any]:
+        """Position and prompt of the next one."""
+        position = self.position
+        return position, self.get_prompts(1)[0]
 
     def prompt_at(self, position: int) -> Any:
         """The prompt at any `position`, without moving the cursor."""
@@ -63,6 +70,8 @@ class DataBuffer:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue where `state` was saved. Raises `ValueError` when it belongs to other prompts."""
+        if missing := {"epoch_id", "sample_offset", "seed"} - state.keys():
+            raise ValueError(f"this is no state of a data buffer: it lacks {', '.join(sorted(missing))}")
         size, fingerprint = state.get("num_prompts", len(self.prompts)), state.get("fingerprint")
         if size != len(self.prompts) or fingerprint not in (None, self.fingerprint):
             raise ValueError(

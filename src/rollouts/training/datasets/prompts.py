@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollouts.training.datasets.sft import Row, load_rows
+from rollouts.training.datasets.rows import Row, load_rows
 
 QUESTIONS = ("prompt", "question", "problem", "instruction")
 ANSWERS = ("answer", "solution", "ground_truth", "output", "completion")

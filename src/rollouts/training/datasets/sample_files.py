@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -15,28 +16,33 @@ PER_TOKEN = ("tokens", "loss_mask", "inference_logprobs", "advantages", "teacher
 
 def export_samples_to_jsonl(samples: Iterable[Sample], path: Path | str, include_tokens: bool = False) -> int:
     """One sample per line, replacing the file at once; returns how many. Per-token lists only with `include_tokens`."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    count = 0
-    try:
-        with unfinished.open("wb") as file:
-            for sample in samples:
-                row = sample.to_dict()
-                kept = row if include_tokens else {key: row[key] for key in row if key not in PER_TOKEN}
-                file.write(msgspec.json.encode(kept) + b"\n")
-                count += 1
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    return count
+    rows = (sample.to_dict() for sample in samples)
+    left_out = () if include_tokens else PER_TOKEN
+    return _write_rows(({key: row[key] for key in row if key not in left_out} for row in rows), Path(path))
 
 
-def load_samples_from_jsonl(path: Path | str) -> list[Sample]:
-    """The inverse of `export_samples_to_jsonl`. `ValueError` names the line that is no sample."""
-    samples = []
+def export_samples_to_huggingface_format(samples: Iterable[Sample], path: Path | str) -> int:
+    """Rows of `messages` and `metadata`, which `load_dataset("json", data_files=...)` of `datasets` and ours read.
+
+    Returns how many. A prompt that is text becomes a user message, the response the assistant's.
+    """
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for sample in samples:
+            prompt = [{"role": "user", "content": sample.prompt}] if isinstance(sample.prompt, str) else sample.prompt
+            answer = {"role": "assistant", "content": sample.response}
+            yield {"messages": [*prompt, answer], "metadata": sample.metadata}
+
+    return _write_rows(rows(), Path(path))
+
+
+def load_samples_from_jsonl(path: Path | str, limit: int | None = None) -> list[Sample]:
+    """The inverse of `export_samples_to_jsonl`, for at most `limit` samples; `ValueError` names a line that is none."""
+    samples: list[Sample] = []
     with Path(path).open("rb") as lines:
         for number, line in enumerate(lines, start=1):
+            if limit is not None and len(samples) >= limit:
+                break
             if not line.strip():
                 continue
             try:
@@ -44,3 +50,19 @@ def load_samples_from_jsonl(path: Path | str) -> list[Sample]:
             except (msgspec.MsgspecError, ValueError) as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
     return samples
+
+
+def _write_rows(rows: Iterable[dict[str, Any]], path: Path) -> int:
+    """Write JSON lines beside the file, then put them in its place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    count = 0
+    try:
+        with unfinished.open("wb") as file:
+            for row in rows:
+                file.write(msgspec.json.encode(row) + b"\n")
+                count += 1
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return count

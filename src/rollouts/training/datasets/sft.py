@@ -3,16 +3,41 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import islice, pairwise
 from typing import Any, Protocol
 
 from rollouts.training.datasets.chat import TemplateRenderer
+from rollouts.training.datasets.rows import Row, iter_rows, load_rows
+from rollouts.training.datasets.sample_files import (
+    export_samples_to_huggingface_format,
+    export_samples_to_jsonl,
+    load_samples_from_jsonl,
+)
 from rollouts.training.types import Message, Sample, Status
 
+__all__ = [
+    "ChatRenderer",
+    "Conversation",
+    "Row",
+    "as_messages",
+    "compute_loss_mask",
+    "export_samples_to_huggingface_format",
+    "export_samples_to_jsonl",
+    "find_turn_end",
+    "is_empty_turn",
+    "load_rows",
+    "load_samples_from_jsonl",
+    "load_sft_dataset",
+    "prepare_sft_sample",
+    "read_conversation",
+    "render_conversation",
+    "render_turns",
+    "tokenize_conversation",
+]
+
 ASSISTANT = "assistant"
-Row = Mapping[str, Any]
 
 
 class ChatRenderer(Protocol):
@@ -40,29 +65,6 @@ class Conversation:
     tools: list[Any] | None = None
 
 
-def load_rows(name: str, split: str = "train") -> list[Row]:
-    """Rows of a JSONL or parquet file, of all such files in a directory, or of a data set on the hub.
-
-    `ValueError` when it is none of them, holds no rows, or a line is no JSON object.
-    """
-    path = Path(name).expanduser()
-    if path.is_dir():
-        rows = [
-            row for file in sorted(path.iterdir()) if file.suffix in _READERS for row in _READERS[file.suffix](file)
-        ]
-    elif path.is_file():
-        if path.suffix not in _READERS:
-            raise ValueError(f"{name} is no data set: use a file that ends in {', '.join(_READERS)}")
-        rows = _READERS[path.suffix](path)
-    elif path.suffix in _READERS or name.count("/") != 1:
-        raise ValueError(f"data set {name!r} was not found: give a .jsonl or .parquet file, or a hub id (owner/name)")
-    else:
-        rows = _load_hub(name, split)
-    if not rows:
-        raise ValueError(f"data set {name!r} holds no rows")
-    return rows
-
-
 def load_sft_dataset(
     dataset_name: str,
     split: str = "train",
@@ -81,15 +83,10 @@ def load_sft_dataset(
         raise ValueError("load_sft_dataset needs a tokenizer with a chat template: pass tokenizer=")
     if max_length < 1 or (max_samples is not None and max_samples < 1):
         raise ValueError(f"max_length {max_length} and max_samples {max_samples} must be at least 1")
-    path = Path(dataset_name).expanduser()
-    is_local = path.exists() or path.suffix in _READERS
-    if is_local and subset is not None:
-        raise ValueError(f"data set {dataset_name!r} is a file here, which has no subset {subset!r}: leave it out")
-    rows = load_rows(dataset_name, split) if is_local else _load_hub(dataset_name, split, subset)
     chat = TemplateRenderer(tokenizer)
     samples = [
         render_conversation(read_conversation(as_messages(row), index), chat, index)
-        for index, row in enumerate(rows[:max_samples])
+        for index, row in enumerate(islice(iter_rows(dataset_name, split, subset), max_samples))
     ]
     for sample in samples:
         sample.metadata = {"dataset": dataset_name, "index": sample.index}
@@ -101,13 +98,15 @@ _SPEAKERS = {"human": "user", "user": "user", "gpt": ASSISTANT, "assistant": ASS
 
 def as_messages(row: Row) -> Row:
     """Rows of the other known formats as `prompt` and `completion` or `messages`; any other row as it is."""
+    if row.get("messages") is not None or (row.get("prompt") is not None and row.get("completion") is not None):
+        return row
     if row.get("conversations") is not None:
         turns = row["conversations"]
         if all(isinstance(turn, Mapping) and turn.get("from") in _SPEAKERS for turn in turns):
             turns = [{"role": _SPEAKERS[turn["from"]], "content": turn.get("value", "")} for turn in turns]
         return {"messages": turns, "tools": row.get("tools")}
     if row.get("instruction") is not None and row.get("output") is not None:
-        prompt = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
+        prompt = "\n\n".join(str(part) for part in (row["instruction"], row.get("input")) if part)
         return {"prompt": prompt, "completion": row["output"]}
     if row.get("question") is not None and row.get("answer") is not None:
         return {"prompt": row["question"], "completion": row["answer"]}
@@ -120,7 +119,11 @@ def read_conversation(row: Row, index: int) -> Conversation:
     Strings stand for one user and one assistant message. A prompt only sets the scene: loss falls on the completion.
     """
     tools = row.get("tools") or None
-    tools = json.loads(tools) if isinstance(tools, str) else tools
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"row {index} of the data set: `tools` is not JSON: {error}") from error
     if row.get("messages") is not None:
         return Conversation(_messages(row["messages"], ASSISTANT, "messages", index), 0, tools)
     if row.get("prompt") is None or row.get("completion") is None:
@@ -132,31 +135,78 @@ def read_conversation(row: Row, index: int) -> Conversation:
     return Conversation(prompt + _messages(row["completion"], ASSISTANT, "completion", index), len(prompt), tools)
 
 
-def render_conversation(conversation: Conversation, chat: ChatRenderer, index: int = 0) -> Sample:
-    """Tokens of a conversation up to its last assistant turn, with loss on assistant turns and what ends them.
+def render_conversation(
+    conversation: Conversation, chat: ChatRenderer, index: int = 0, roles: Collection[str] = (ASSISTANT,)
+) -> Sample:
+    """Tokens of a conversation up to the last turn that is learnt, with loss on the turns of `roles` and their ends.
 
-    Each turn must extend the tokens before it, as at generation time. Where a template rewrites earlier turns
-    (drops their reasoning, say) the model would be trained on a context it never sees: `ValueError`.
+    What an assistant says begins after the generation prompt; a turn of another role includes its header, and
+    neighbours of one role are one turn. Empty assistant turns carry no loss. Each learnt turn must extend the tokens
+    before it, as at generation time. Where a template rewrites earlier turns (drops their reasoning, say) the model
+    would be trained on a context it never sees: `ValueError`.
     """
-    messages = conversation.messages
+    messages, tools = conversation.messages, conversation.tools
     tokens: list[int] = []
     mask: list[float] = []
-    for i, message in enumerate(messages):
-        if message.get("role") != ASSISTANT or i < conversation.first_trained:
-            continue
-        before = chat.render(messages[:i], conversation.tools, True)
-        after = chat.render(messages[: i + 1], conversation.tools, False)
+    for start, stop in _learnt_turns(conversation, roles):
+        speaks = messages[start]["role"] == ASSISTANT
+        before = chat.render(messages[:start], tools, speaks) if start or speaks else []
+        after = chat.render(messages[:stop], tools, False)
         if before[: len(tokens)] != tokens or after[: len(before)] != before:
-            raise ValueError(
-                f"row {index} of the data set: the chat template is not prefix-stable at message {i}, because what "
-                "precedes an assistant turn is rendered differently once more follows; set tokenizer.chat_template"
-            )
+            raise ValueError(_unstable(index, start, chat, tokens, before, after))
         end = len(before) + find_turn_end(after[len(before) :], chat)
         mask += [0.0] * (len(before) - len(mask)) + [1.0] * (end - len(before))
         tokens = after[:end]
     if not any(mask):
-        raise ValueError(f"row {index} of the data set has no assistant message to learn")
+        raise ValueError(f"row {index} of the data set has no {' or '.join(roles)} message to learn")
     return Sample(prompt=messages, tokens=tokens, loss_mask=mask, index=index, status=Status.COMPLETED)
+
+
+def render_turns(conversation: Conversation, chat: ChatRenderer, index: int = 0) -> list[Sample]:
+    """One sample per assistant turn, each after what precedes it, as a template shows it when that turn is generated.
+
+    The way to learn from conversations of several turns under a template that rewrites earlier ones.
+    """
+    turns = [start for start, _ in _learnt_turns(conversation, (ASSISTANT,))]
+    if not turns:
+        raise ValueError(f"row {index} of the data set has no assistant message to learn")
+    messages, tools = conversation.messages, conversation.tools
+    return [render_conversation(Conversation(messages[: i + 1], i, tools), chat, index) for i in turns]
+
+
+def is_empty_turn(message: Message) -> bool:
+    """Whether an assistant message says nothing: no text, no reasoning, no tool call."""
+    return message.get("role") == ASSISTANT and not any(
+        value for key, value in message.items() if key not in ("role", "name")
+    )
+
+
+def _learnt_turns(conversation: Conversation, roles: Collection[str]) -> Iterator[tuple[int, int]]:
+    """First and one past the last message of each turn with loss."""
+    messages, stop = conversation.messages, conversation.first_trained
+    while stop < len(messages):
+        start, role = stop, messages[stop].get("role")
+        stop += 1
+        while role != ASSISTANT and stop < len(messages) and messages[stop].get("role") == role:
+            stop += 1
+        if role in roles and not is_empty_turn(messages[start]):
+            yield start, stop
+
+
+def _unstable(
+    index: int, message: int, chat: ChatRenderer, tokens: list[int], before: list[int], after: list[int]
+) -> str:
+    """Why a turn does not extend what is before it."""
+    if before[: len(tokens)] == tokens and chat.decode(after).startswith(chat.decode(before)):
+        return (
+            f"row {index} of the data set: message {message} begins with white space that merges with the token "
+            "before it, so the model could never generate it there; strip the text"
+        )
+    return (
+        f"row {index} of the data set: the chat template is not prefix-stable at message {message}, because what "
+        "precedes this turn is rendered differently once more follows; set tokenizer.chat_template to one that is, "
+        "or data.split_turns = true"
+    )
 
 
 def find_turn_end(span: list[int], chat: ChatRenderer) -> int:
@@ -168,53 +218,50 @@ def find_turn_end(span: list[int], chat: ChatRenderer) -> int:
     return last + 1 if last >= 0 and not chat.decode(span[last + 1 :]).strip() else len(span)
 
 
+def tokenize_conversation(
+    messages: Sequence[Message], tokenizer: Any, max_length: int = 2048
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Tokens of a conversation up to its last assistant turn, and the spans `[start, end)` the assistant did not say.
+
+    `ValueError` without an assistant turn, and for more than `max_length` tokens: nothing is cut.
+    """
+    sample = render_conversation(Conversation(list(messages)), TemplateRenderer(tokenizer))
+    if len(sample.tokens) > max_length:
+        raise ValueError(f"the conversation has {len(sample.tokens)} tokens, max_length is {max_length}: raise it")
+    edges = [i for i, (a, b) in enumerate(pairwise([1.0, *sample.loss_mask, 1.0])) if a != b]
+    return sample.tokens, list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def compute_loss_mask(tokens: Sequence[int], user_message_spans: Sequence[tuple[int, int]]) -> list[float]:
+    """1 per token, 0 inside the spans `[start, end)`; `ValueError` for a span that is empty or not within them."""
+    if not tokens:
+        raise ValueError("there are no tokens to make a loss mask for")
+    mask = [1.0] * len(tokens)
+    for start, end in user_message_spans:
+        if not 0 <= start < end <= len(tokens):
+            raise ValueError(f"span ({start}, {end}) is not within the {len(tokens)} tokens")
+        mask[start:end] = [0.0] * (end - start)
+    return mask
+
+
+def prepare_sft_sample(
+    prompt: str | Sequence[Message], response: str, tokenizer: Any, max_length: int = 2048
+) -> Sample:
+    """A sample that teaches `response` to a prompt, text or the messages so far; only the response is learnt."""
+    if not prompt or not response:
+        raise ValueError(f"{'prompt' if not prompt else 'response'} is empty: there is nothing to learn")
+    history = _messages(prompt if isinstance(prompt, str) else list(prompt), "user", "prompt", 0)
+    messages = [*history, {"role": ASSISTANT, "content": response}]
+    tokens, _ = tokenize_conversation(messages, tokenizer, max_length)
+    sample = render_conversation(Conversation(messages, len(history)), TemplateRenderer(tokenizer))
+    assert sample.tokens == tokens
+    sample.prompt, sample.response, sample.index = prompt if isinstance(prompt, str) else history, response, None
+    return sample
+
+
 def _messages(value: Any, role: str, column: str, index: int) -> list[Message]:
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if not isinstance(value, list) or not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in value):
         raise ValueError(f"row {index} of the data set: `{column}` is neither text nor a list of messages with a role")
     return [dict(message) for message in value]
-
-
-def _load_jsonl(path: Path) -> list[Row]:
-    rows: list[Row] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} is not valid JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}, line {number} is no JSON object")
-        rows.append(row)
-    return rows
-
-
-def _load_parquet(path: Path) -> list[Row]:
-    try:
-        from pyarrow import parquet
-    except ImportError as error:
-        raise ValueError(
-            f"{path}: reading parquet needs pyarrow (pip install pyarrow), or convert it to JSONL"
-        ) from error
-    rows: list[Row] = parquet.read_table(path).to_pylist()
-    return rows
-
-
-_READERS = {".jsonl": _load_jsonl, ".parquet": _load_parquet}
-
-
-def _load_hub(name: str, split: str, subset: str | None = None) -> list[Row]:
-    try:
-        import datasets
-    except ImportError as error:
-        raise ValueError(
-            f"data set {name!r} is no file here, and reading it from the hub needs `datasets` (pip install datasets)"
-        ) from error
-    try:
-        return list(datasets.load_dataset(name, subset, split=split))
-    except Exception as error:
-        # The hub raises a dozen kinds (offline, gated, missing, proxy): for the user they are one.
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"data set {name!r} is no file and was not found on the hub: {reason}") from error

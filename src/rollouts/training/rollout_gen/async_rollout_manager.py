@@ -5,23 +5,65 @@ from __future__ import annotations
 import hashlib
 import inspect
 import math
-from collections import deque
-from collections.abc import Awaitable, Callable
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import anyio
 import anyio.abc
 import anyio.to_thread
 
 from rollouts.training.datasets.data_buffer import DataBuffer
-from rollouts.training.rollout_gen.groups import GroupAssembler
+from rollouts.training.rollout_gen.groups import GroupAssembler, Outcome, mean_reward
 from rollouts.training.types import RolloutBatch, RolloutConfig, Sample, Status
 
 STATE_VERSION = 1
 MAX_INCOMPLETE_TRIES = 3
 REJECTED_BATCHES = 10  # batches' worth of groups dropped in a row before we stop hoping
+MAX_RESTARTS = 3  # of a group that weight changes overtake while it runs
 GenerateGroup = Callable[[int, Any], Awaitable[list[Sample]]]
+
+
+class PromptSource(Protocol):
+    """Where prompts come from: a `DataBuffer`, or anything with its verbs."""
+
+    @property
+    def epoch_id(self) -> int:
+        """Times the prompts have been gone through."""
+
+    def draw(self) -> tuple[int, Any]:
+        """Position and prompt of the next one."""
+
+    def prompt_at(self, position: int) -> Any:
+        """The prompt that was drawn as `position`."""
+
+    def save_state(self) -> dict[str, Any]:
+        """JSON-ready."""
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was saved."""
+
+
+@dataclass(frozen=True)
+class Freshness:
+    """How old a group may grow: versions behind the one it trains, and weight changes while it is generated.
+
+    What is older is generated again under the newer weights; a group that is overtaken `MAX_RESTARTS` times is dropped.
+    """
+
+    max_staleness: int | None = None
+    max_updates: int | None = None
+
+
+@dataclass(frozen=True)
+class _Unreleased:
+    """A batch whose version is not live yet."""
+
+    step: int
+    num_groups: int
+    outcomes: list[Outcome]
 
 
 class GroupDropped(Exception):
@@ -45,7 +87,13 @@ class AsyncRolloutManager:
     inside `async with manager`, groups are generated all the time: a slot is charged when a prompt is drawn and
     freed when its group is dropped, or by `release(version)` once the batch it went into was trained on. With
     (L + 1) * batch_size slots, no sample is more than L versions old when its batch is trained. `max_batches` ends
-    the stream: no group is begun that could only go into a later batch.
+    the stream: no group is begun that could only go into a later batch. With `in_order=False` a batch takes the groups
+    that finish first; more slots than that then mean over-sampling, and `freshness` bounds the age instead. At most
+    `max_running` groups are generated at a time; a prompt is drawn when its group begins.
+
+    `judge` names the reason to refuse a scored group, like the config's `filter_fn` with a name. `on_outcomes` learns
+    what became of the prompts of a batch when its version is live, so that a source that draws by it is deterministic
+    wherever generation is.
 
     `generate_group(group_index, prompt)` makes a whole group; without it `config.generate_fn([prompt], **kwargs)` is
     called once per sample, and is told `seed` if it takes that name. Runs under asyncio and trio.
@@ -53,11 +101,16 @@ class AsyncRolloutManager:
 
     def __init__(
         self,
-        data_buffer: DataBuffer,
+        data_buffer: PromptSource,
         config: RolloutConfig,
         *,
         generate_group: GenerateGroup | None = None,
+        judge: Callable[[list[Sample]], str | None] | None = None,
+        on_outcomes: Callable[[list[Outcome]], None] = lambda outcomes: None,
         slots: int | None = None,
+        max_running: int | None = None,
+        in_order: bool = True,
+        freshness: Freshness = Freshness(),
         max_batches: int | None = None,
         max_rejected_groups: int | None = None,
         seed: int = 0,
@@ -70,6 +123,14 @@ class AsyncRolloutManager:
         self.data_buffer = data_buffer
         self.config = config
         self.slots = slots
+        self.max_running = max_running
+        self.in_order = in_order
+        self.freshness = freshness
+        self.version = 0  # the last that was released
+        self.idle_s = 0.0  # with nothing to generate: all slots wait for versions
+        self.restarts: Counter[str] = Counter()  # groups that were begun again, by reason
+        self._judge = judge
+        self._on_outcomes = on_outcomes
         self._max_groups = None if max_batches is None else max_batches * config.batch_size
         self.max_rejected_groups = max_rejected_groups or REJECTED_BATCHES * config.batch_size
         self.seed = seed
@@ -77,10 +138,13 @@ class AsyncRolloutManager:
         self.step_count = 0
         self.groups = GroupAssembler()
         self._generate_group = generate_group or self._generate_samples
-        self._unreleased: deque[tuple[int, int]] = deque()  # (step, groups) of batches whose version is not live
+        self._unreleased: deque[_Unreleased] = deque()
         self._reward_fn = config.reward_fn
         self._tasks: anyio.abc.TaskGroup | None = None
         self._running: dict[int, anyio.CancelScope] = {}
+        self._begun: dict[int, int] = {}  # running group -> version that was live when it began
+        self._overtaken: Counter[int] = Counter()  # group -> times it was begun again
+        self._idle_since: float | None = None
         self._changed = anyio.Event()
         self._error: BaseException | None = None
         self._abort_requested = False
@@ -104,7 +168,12 @@ class AsyncRolloutManager:
     @property
     def num_slots_used(self) -> int:
         """Groups that are open, plus those in batches whose version is not live yet."""
-        return self.groups.num_open + sum(groups for _, groups in self._unreleased)
+        return self.groups.num_open + sum(batch.num_groups for batch in self._unreleased)
+
+    @property
+    def num_running(self) -> int:
+        """Groups that are being generated."""
+        return len(self._running)
 
     async def generate_batch(self, reward_fn: Callable[[Sample], Any] | None = None) -> RolloutBatch:
         """The next batch of groups, in index order; `reward_fn` overrides the config's for groups begun by this call.
@@ -120,16 +189,26 @@ class AsyncRolloutManager:
             samples = await self._next_in_stream()
         self.step_count += 1
         if self.slots is not None:
-            self._unreleased.append((self.step_count, self.config.batch_size))
+            self._unreleased.append(_Unreleased(self.step_count, self.config.batch_size, self.groups.take_outcomes()))
+            self._refresh()
             self._refill()
+        else:
+            self._on_outcomes(self.groups.take_outcomes())
         metadata = {"epoch_id": self.data_buffer.epoch_id, "step_id": self.step_count}
         return RolloutBatch.from_samples(samples, metadata)
 
     def release(self, version: int) -> None:
         """Batches up to `version` are trained on and their weights are live: their slots may be used again."""
-        while self._unreleased and self._unreleased[0][0] <= version:
-            self._unreleased.popleft()
+        self.version = max(self.version, version)
+        while self._unreleased and self._unreleased[0].step <= version:
+            self._on_outcomes(self._unreleased.popleft().outcomes)
+        self._refresh()
         self._refill()
+
+    async def wait_settled(self) -> None:
+        """Return once no group is being generated, which happens when every slot waits for a version."""
+        while self._running:
+            await self._changed.wait()
 
     def request_abort(self) -> None:
         """Stop what is being generated; the `generate_batch` under way raises. With nothing under way: nothing."""
@@ -144,6 +223,7 @@ class AsyncRolloutManager:
             "version": STATE_VERSION,
             "buffer_state": self.data_buffer.save_state(),
             "step_count": self.step_count,
+            "unreleased": [[o.position, o.reward, o.reason] for batch in self._unreleased for o in batch.outcomes],
             **self.groups.state_dict(),
         }
 
@@ -154,9 +234,10 @@ class AsyncRolloutManager:
         if self._running:
             raise RuntimeError("load the state before generation starts")
         self.data_buffer.load_state(state["buffer_state"])
-        self.step_count = state["step_count"]
+        self.step_count = self.version = state["step_count"]
         self.groups.load_state_dict(state)
         self._unreleased.clear()
+        self._on_outcomes([Outcome(position, reward, reason) for position, reward, reason in state["unreleased"]])
 
     async def _generate_wave(self, reward_fn: Callable[[Sample], Any] | None) -> list[Sample]:
         """Run waves until a batch is ready, and wait for the last one whole: its surplus is cached."""
@@ -185,17 +266,56 @@ class AsyncRolloutManager:
         """Start a group for every free slot; returned groups hold theirs already."""
         if self._tasks is None or self.slots is None or self._failure() is not None:
             return
-        while self.groups.returned or (self.num_slots_used < self.slots and not self._is_last_drawn()):
+        while self._may_start() and (
+            self.groups.returned or (self.num_slots_used < self.slots and not self._is_last_drawn())
+        ):
             self._start_group(self._tasks)
+        self._count_idle()
+
+    def _may_start(self) -> bool:
+        """Whether there is a place for a group, and one that begins now would be young enough for the next batch."""
+        has_place = self.max_running is None or len(self._running) < self.max_running
+        return has_place and not self._is_stale(self.version)
+
+    def _is_stale(self, version: int) -> bool:
+        """Whether what `version` made is too old for the next batch, which trains version `step_count`."""
+        limit = self.freshness.max_staleness
+        return limit is not None and version < self.step_count - limit
+
+    def _refresh(self) -> None:
+        """Take back what has grown too old; it is generated again before anything new."""
+        limit = self.freshness.max_updates
+        for group_index, begun in list(self._begun.items()):
+            if self._is_stale(begun) or (limit is not None and self.version - begun > limit):
+                self._begun.pop(group_index)
+                self._running[group_index].cancel()
+                self._overtaken[group_index] += 1
+                self.restarts["stale" if self._is_stale(begun) else "off_policy"] += 1
+        if self.freshness.max_staleness is None:
+            return
+        for group_index, samples in self.groups.ready.items():
+            if self._is_stale(min((v for s in samples for _, v in s.versions), default=self.step_count)):
+                self.groups.give_back(group_index)
+                self.restarts["stale"] += 1
 
     def _is_last_drawn(self) -> bool:
         return self._max_groups is not None and self.groups.num_emitted + self.groups.num_open >= self._max_groups
 
+    def _count_idle(self) -> None:
+        now = anyio.current_time()
+        if self._idle_since is not None:
+            self.idle_s += now - self._idle_since
+        self._idle_since = None if self._running else now
+
     def _start_group(self, tasks: anyio.abc.TaskGroup) -> None:
-        fresh = not self.groups.returned
-        group_index, position = self.groups.draw(self.data_buffer.position)
-        prompt = self.data_buffer.get_prompts(1)[0] if fresh else self.data_buffer.prompt_at(position)
+        if self.groups.returned:
+            group_index, position = self.groups.draw(-1)
+            prompt = self.data_buffer.prompt_at(position)
+        else:
+            position, prompt = self.data_buffer.draw()
+            group_index, _ = self.groups.draw(position)
         scope = self._running[group_index] = anyio.CancelScope()
+        self._begun[group_index] = self.version
         tasks.start_soon(self._run_group, group_index, prompt, scope)
 
     async def _run_group(self, group_index: int, prompt: Any, scope: anyio.CancelScope) -> None:
@@ -209,7 +329,7 @@ class AsyncRolloutManager:
                 if reason is None:
                     self.groups.finish(group_index, samples)
                 else:
-                    self.groups.drop(group_index, reason)
+                    self.groups.drop(group_index, reason, mean_reward(samples) if samples else None)
         except GroupDropped as drop:
             self.groups.drop(group_index, str(drop))
         except Exception as error:
@@ -218,17 +338,32 @@ class AsyncRolloutManager:
                 other.cancel()
         finally:
             if group_index in self.groups.in_flight:
-                self.groups.give_back(group_index)
+                self._give_back(group_index)
+            else:
+                self._overtaken.pop(group_index, None)
             del self._running[group_index]
+            self._begun.pop(group_index, None)
             self._wake()
         self._refill()
+
+    def _give_back(self, group_index: int) -> None:
+        """It was interrupted: it runs again, unless weight changes overtook it too often."""
+        if self._overtaken[group_index] > MAX_RESTARTS:
+            del self._overtaken[group_index]
+            self.groups.drop(group_index, "overtaken")
+        else:
+            self.groups.give_back(group_index)
 
     async def _score(self, samples: list[Sample]) -> None:
         if self._reward_fn is None:
             return
         for sample in samples:
             reward = self._reward_fn(sample)
-            sample.reward = float(await reward if inspect.isawaitable(reward) else reward)
+            reward = await reward if inspect.isawaitable(reward) else reward
+            try:
+                sample.reward = float(reward)
+            except (TypeError, ValueError) as error:
+                raise TypeError(f"reward_fn returned {reward!r}: it must return one number per sample") from error
             if not math.isfinite(sample.reward):
                 raise ValueError(
                     f"reward {sample.reward} of sample {sample.index} in group {sample.group_index} is not finite: "
@@ -240,9 +375,9 @@ class AsyncRolloutManager:
         if not samples:
             return "empty"
         accept = self.config.filter_fn
-        if accept is None or accept(samples):
-            return None
-        return getattr(accept, "__name__", "filter_fn")
+        if accept is not None and not accept(samples):
+            return getattr(accept, "__name__", "filter_fn")
+        return None if self._judge is None else self._judge(samples)
 
     async def _generate_samples(self, group_index: int, prompt: Any) -> list[Sample]:
         """A group from the documented per-sample `generate_fn`; tried again when a sample is missing, aborted, failed.
@@ -273,7 +408,7 @@ class AsyncRolloutManager:
             result = await function([prompt], **kwargs)
         else:
             result = await anyio.to_thread.run_sync(lambda: function([prompt], **kwargs))
-        return list(await result if inspect.isawaitable(result) else result)
+        return _check_answer(await result if inspect.isawaitable(result) else result)
 
     def _failure(self) -> BaseException | None:
         """What the next `generate_batch` has to raise."""
@@ -299,7 +434,7 @@ class AsyncRolloutManager:
         return taken
 
     def _take_or_none(self) -> list[Sample] | None:
-        groups = self.groups.take(self.config.batch_size)
+        groups = self.groups.take(self.config.batch_size, in_order=self.in_order)
         return None if groups is None else [sample for group in groups for sample in group]
 
     def _wake(self) -> None:
@@ -339,6 +474,20 @@ async def _gather(calls: list[tuple[Callable[..., Awaitable[None]], int]]) -> No
             tasks.start_soon(guarded, call, argument, tasks)
     if first:
         raise first[0]
+
+
+def _check_answer(answer: Any) -> list[Sample]:
+    """What `generate_fn` returned for one prompt: a sample, or none when it has to be asked again."""
+    if isinstance(answer, str) or not isinstance(answer, Iterable):
+        raise TypeError(f"generate_fn returned a {type(answer).__name__}: it must return a list of one Sample")
+    samples = list(answer)
+    if wrong := [sample for sample in samples if not isinstance(sample, Sample)]:
+        raise TypeError(f"generate_fn returned a list with a {type(wrong[0]).__name__}: it must hold a Sample")
+    if len(samples) > 1:
+        raise ValueError(
+            f"generate_fn returned {len(samples)} samples for one prompt: it is called once per sample, return one"
+        )
+    return samples
 
 
 def _stamp(samples: list[Sample], group_index: int) -> None:

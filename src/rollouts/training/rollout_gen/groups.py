@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from rollouts.training.types import Sample
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of the prompt at `position`: its group's mean reward, or the reason why the group was dropped.
+
+    A group that a filter refused has both.
+    """
+
+    position: int
+    reward: float | None
+    reason: str | None = None
 
 
 class GroupAssembler:
@@ -13,13 +27,13 @@ class GroupAssembler:
 
         draw() -> IN FLIGHT -> finish() -> READY -> take() -> EMITTED
                     |    ^  \\-> drop(reason) -> DROPPED
-         give_back()v    | draw()
+         give_back()v    | draw()     READY -> give_back() too, when it has grown too old
                   RETURNED
 
-    Groups carry a growing index. They are emitted in that order, whatever order they finish in: `take` hands out a
+    Groups carry a growing index and are emitted in that order, whatever order they finish in: `take` hands out a
     group once every lower index is settled. Hence the emitted stream is the accepted groups in index order, for all
-    latencies, failures, aborts and save points. Always: next_group_index = in flight + returned + ready + emitted
-    + dropped.
+    latencies, failures, aborts and save points. `take(n, in_order=False)` does not wait for lower ones.
+    Always: next_group_index = in flight + returned + ready + emitted + dropped.
     """
 
     def __init__(self) -> None:
@@ -29,20 +43,28 @@ class GroupAssembler:
         self.num_emitted = 0
         self.drops: Counter[str] = Counter()
         self.rejected_streak = 0  # dropped since the last group that was kept
+        self._positions: dict[int, int] = {}  # of ready groups
+        self._ready: dict[int, list[Sample]] = {}
+        self._outcomes: dict[int, Outcome] = {}  # of settled groups, until a batch takes them along
         self._frontier = 0  # every lower index is settled
-        self._settled: dict[int, list[Sample] | None] = {}  # at or above the frontier; None: dropped
-        self._queue: deque[list[Sample]] = deque()  # ready and below the frontier, in order
-        self._num_ready = 0
+        self._settled: set[int] = set()  # at or above the frontier: ready, dropped or emitted
+        self._queue: deque[int] = deque()  # ready and below the frontier, in order
+        self._last_taken = -1
 
     @property
     def num_ready(self) -> int:
         """Groups that are finished and wait to be taken."""
-        return self._num_ready
+        return len(self._ready)
 
     @property
     def num_open(self) -> int:
         """Groups that are drawn but neither emitted nor dropped."""
-        return len(self.in_flight) + len(self.returned) + self._num_ready
+        return len(self.in_flight) + len(self.returned) + len(self._ready)
+
+    @property
+    def ready(self) -> dict[int, list[Sample]]:
+        """Group index -> samples of the groups that wait to be taken."""
+        return dict(self._ready)
 
     def draw(self, position: int) -> tuple[int, int]:
         """Start a group: a returned one at its own position if there is any, else a new one at `position`."""
@@ -57,42 +79,67 @@ class GroupAssembler:
 
     def finish(self, group_index: int, samples: list[Sample]) -> None:
         """The group is scored and accepted."""
-        del self.in_flight[group_index]
+        position = self.in_flight.pop(group_index)
         self.rejected_streak = 0
-        self._num_ready += 1
-        self._settle(group_index, samples)
+        self._ready[group_index], self._positions[group_index] = samples, position
+        self._outcomes[group_index] = Outcome(position, mean_reward(samples))
+        self._settle(group_index)
 
-    def drop(self, group_index: int, reason: str) -> None:
-        """The group will never be emitted."""
-        del self.in_flight[group_index]
+    def drop(self, group_index: int, reason: str, reward: float | None = None) -> None:
+        """The group will never be emitted; `reward` is its mean where it was scored."""
+        self._outcomes[group_index] = Outcome(self.in_flight.pop(group_index), reward, reason)
         self.drops[reason] += 1
         self.rejected_streak += 1
-        self._settle(group_index, None)
+        self._settle(group_index)
 
     def give_back(self, group_index: int) -> None:
-        """The group was interrupted; it is drawn again before any new one."""
-        self.returned[group_index] = self.in_flight.pop(group_index)
+        """The group was interrupted, or waited too long; it is drawn again before any new one."""
+        if group_index in self.in_flight:
+            self.returned[group_index] = self.in_flight.pop(group_index)
+            return
+        del self._ready[group_index], self._outcomes[group_index]
+        self.returned[group_index] = self._positions.pop(group_index)
+        self._settled.discard(group_index)
+        if group_index in self._queue:
+            self._queue.remove(group_index)
+        self._frontier = min(self._frontier, group_index)
+        # What lies between is settled, and must count as such when the frontier comes by again.
+        self._settled |= {
+            i
+            for i in range(self._frontier, self.next_group_index)
+            if i not in self.in_flight and i not in self.returned
+        }
+        self._queue = deque(i for i in self._queue if i < self._frontier)
 
-    def take(self, num_groups: int) -> list[list[Sample]] | None:
-        """The next `num_groups` groups in index order, or None while a lower one is still open."""
-        if len(self._queue) < num_groups:
+    def take(self, num_groups: int, *, in_order: bool = True) -> list[list[Sample]] | None:
+        """The next `num_groups` groups in index order, or None while too few are ready or a lower one is open."""
+        if len(self._queue if in_order else self._ready) < num_groups:
             return None
+        taken = [self._queue.popleft() for _ in range(num_groups)] if in_order else sorted(self._ready)[:num_groups]
+        if not in_order:
+            self._queue = deque(i for i in self._queue if i not in taken)
         self.num_emitted += num_groups
-        self._num_ready -= num_groups
-        return [self._queue.popleft() for _ in range(num_groups)]
+        self._last_taken = max(taken)
+        for index in taken:
+            del self._positions[index]
+        return [self._ready.pop(index) for index in taken]
+
+    def take_outcomes(self) -> list[Outcome]:
+        """Outcomes of the groups up to the last one that was taken, in index order."""
+        settled = sorted(i for i in self._outcomes if i <= self._last_taken and i not in self._ready)
+        return [self._outcomes.pop(index) for index in settled]
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-ready. Groups in flight are saved as returned: they run again after loading."""
-        ready = [*self._queue, *(group for _, group in sorted(self._settled.items()) if group is not None)]
         open_groups = sorted({**self.returned, **self.in_flight}.items())
         return {
             "next_group_index": self.next_group_index,
             "num_emitted": self.num_emitted,
             "drops": dict(self.drops),
             "rejected_streak": self.rejected_streak,
-            "dropped_ahead": sorted(index for index, group in self._settled.items() if group is None),
             "returned": [{"group_index": index, "position": position} for index, position in open_groups],
-            "partial_samples": [sample.to_dict() for group in ready for sample in group],
+            "outcomes": [[i, o.position, o.reward, o.reason] for i, o in sorted(self._outcomes.items())],
+            "partial_samples": [sample.to_dict() for _, group in sorted(self._ready.items()) for sample in group],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -103,22 +150,23 @@ class GroupAssembler:
         self.drops = Counter(state["drops"])
         self.rejected_streak = state["rejected_streak"]
         self.returned = {entry["group_index"]: entry["position"] for entry in state["returned"]}
-        self._frontier = min(self.returned, default=self.next_group_index)
-        self._settled = {index: None for index in state["dropped_ahead"] if index >= self._frontier}
-        groups: dict[int, list[Sample]] = {}
+        self._outcomes = {i: Outcome(position, reward, reason) for i, position, reward, reason in state["outcomes"]}
         for row in state["partial_samples"]:
-            groups.setdefault(row["group_index"], []).append(Sample.from_dict(row))
-        self._num_ready = len(groups)
-        for index, group in sorted(groups.items()):
-            if index < self._frontier:
-                self._queue.append(group)
-            else:
-                self._settled[index] = group
+            self._ready.setdefault(row["group_index"], []).append(Sample.from_dict(row))
+        self._positions = {index: self._outcomes[index].position for index in self._ready}
+        self._frontier = min(self.returned, default=self.next_group_index)
+        self._settled = set(range(self._frontier, self.next_group_index)) - set(self.returned)
+        self._queue = deque(index for index in sorted(self._ready) if index < self._frontier)
 
-    def _settle(self, group_index: int, samples: list[Sample] | None) -> None:
-        self._settled[group_index] = samples
+    def _settle(self, group_index: int) -> None:
+        self._settled.add(group_index)
         while self._frontier in self._settled:
-            group = self._settled.pop(self._frontier)
-            if group is not None:
-                self._queue.append(group)
+            self._settled.remove(self._frontier)
+            if self._frontier in self._ready:
+                self._queue.append(self._frontier)
             self._frontier += 1
+
+
+def mean_reward(samples: list[Sample]) -> float:
+    """Mean over the rollouts of a group; a rollout of several samples counts once."""
+    return fmean({sample.index: sample.reward for sample in samples}.values())

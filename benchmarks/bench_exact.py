@@ -1,0 +1,182 @@
+"""Are the engine's log-probs the trainer's, bit for bit? A million sampled tokens under everything that could disturb.
+
+    python benchmarks/bench_exact.py [--tokens 1000000] [--threads 1] [--seed 0] [--output FILE]
+
+Random arrivals, batch sizes, chunk sizes, memory limits, shared and continued prompts, cancellations and weight updates
+in flight, over several shapes; every log-prob of every span is compared with the trainer's for the same tokens under
+that version's weights. Writes JSON and exits with 1 on the first difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+from prime_rl.inference.embedded.engine import EmbeddedEngine  # noqa: E402
+from prime_rl.inference.engine import GenerationRequest, Output, SamplingParams  # noqa: E402
+from prime_rl.trainer.models.attention import PackedAttention  # noqa: E402
+from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig, init_weights, tensor_names  # noqa: E402
+from rollouts.training.batching import MIN_TOKENS  # noqa: E402
+
+VOCAB, MAX_LEN, NUM_VERSIONS = 320, 768, 3
+SHAPES = {  # hidden, layers, heads, key heads, head dim, inner
+    "qwen3, 128 wide": ("qwen3", 128, 2, 4, 2, 32, 384),
+    "llama, 192 wide": ("llama", 192, 3, 6, 6, 32, 512),
+    "qwen2, 256 wide": ("qwen2", 256, 2, 8, 2, 32, 704),
+}
+
+
+@dataclass
+class Tally:
+    """What was compared, and what happened meanwhile."""
+
+    tokens: int = 0
+    differences: int = 0
+    spans: int = 0
+    cancelled: int = 0
+    updates: int = 0
+    preempted: int = 0
+    shared_tokens: int = 0
+    worst: float = 0.0
+    shapes: dict[str, int] = field(default_factory=dict)
+
+
+def build_model(shape: str, seed: int) -> CausalLM:
+    """Random weights far enough from uniform that a wrong token shows."""
+    kind, hidden, layers, heads, kv_heads, dim, inner = SHAPES[shape]
+    config = DecoderConfig.from_hf(
+        {
+            "model_type": kind,
+            "vocab_size": VOCAB,
+            "hidden_size": hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": dim,
+            "intermediate_size": inner,
+            "max_position_embeddings": MAX_LEN,
+            "tie_word_embeddings": True,
+        }
+    )
+    model = CausalLM(config)
+    init_weights(model, seed)
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=noise) * 0.05)
+    return model.requires_grad_(False)
+
+
+@torch.no_grad()
+def compare(output: Output, models: dict[int, CausalLM], tally: Tally) -> None:
+    """Every log-prob against the trainer's under the version of its span."""
+    prompt, ids = output.request.prompt, output.token_ids
+    # Products of fewer rows round differently: a trainer's pack is never shorter either.
+    tokens = torch.tensor(prompt + ids + [0] * (MIN_TOKENS - len(prompt) - len(ids)))
+    ends = [start for start, _ in output.versions[1:]] + [len(ids)]
+    for (start, version), end in zip(output.versions, ends, strict=True):
+        model = models[version]
+        hidden = model(tokens, torch.arange(len(tokens)), PackedAttention([len(tokens)]))
+        scale = torch.full((len(tokens), 1), output.request.params.temperature)
+        expected = torch.log_softmax(model.logits(hidden).float() / scale, dim=-1)
+        rows = torch.arange(len(prompt) + start, len(prompt) + end) - 1
+        wanted = expected[rows, torch.tensor(ids[start:end], dtype=torch.long)]
+        apart = (torch.tensor(output.logprobs[start:end]) - wanted).abs()
+        tally.differences += int((apart != 0).sum())
+        tally.worst = max(tally.worst, float(apart.max())) if len(apart) else tally.worst
+        tally.spans += 1
+    tally.tokens += len(ids)
+
+
+def run_round(shape: str, rng: random.Random, tally: Tally, num_requests: int = 160) -> None:
+    """One engine with random limits, driven at random until everything has ended."""
+    models = {version: build_model(shape, rng.randrange(1 << 30)) for version in range(NUM_VERSIONS)}
+    served = build_model(shape, 0)
+    served.load_state_dict(models[0].state_dict())
+    engine = EmbeddedEngine(
+        served,
+        max_running=rng.choice([3, 16, 64, 256]),
+        max_prefill_tokens=rng.choice([16, 100, 512, 2048]),
+        max_cache_tokens=rng.choice([None, 128 * rng.randint(10, 60)]),
+        max_kept_tokens=rng.choice([0, 2000, 50000]),
+    )
+    longest = rng.choice([12, 60, 300, 500])
+    shared = [rng.choices(range(VOCAB), k=rng.randint(1, longest)) for _ in range(3)]
+    alive: list[GenerationRequest] = []
+    ended: list[Output] = []
+    left = num_requests
+    while left or engine.has_work():
+        while left and rng.random() < 0.6:
+            left -= 1
+            alive.append(_build_request(rng, shared, ended, longest, seed=left))
+            engine.add(alive[-1])
+        if alive and rng.random() < 0.02:
+            engine.cancel(alive.pop(rng.randrange(len(alive))))
+            tally.cancelled += 1
+        if engine.version + 1 < NUM_VERSIONS and rng.random() < 0.01:
+            engine.load_weights(tensor_names(models[engine.version + 1]), engine.version + 1)
+            tally.updates += 1
+        new = [event for event in engine.step() if isinstance(event, Output)] if engine.has_work() else []
+        for output in new:
+            compare(output, models, tally)
+            alive = [one for one in alive if one is not output.request]
+        ended = (ended + new)[-8:]
+    stats = engine.stats()
+    tally.preempted += stats.preempted
+    tally.shared_tokens += stats.shared_prompt_tokens
+
+
+def _build_request(
+    rng: random.Random, shared: list[list[int]], ended: list[Output], longest: int, seed: int
+) -> GenerationRequest:
+    """A new prompt, one of a group, or a conversation that goes on."""
+    kind = rng.random()
+    if kind < 0.4:
+        prompt = rng.choice(shared)
+    elif kind < 0.6 and ended:
+        last = rng.choice(ended)
+        prompt = [*last.request.prompt, *last.token_ids, *rng.choices(range(VOCAB), k=rng.randint(1, 20))]
+    else:
+        prompt = rng.choices(range(VOCAB), k=rng.randint(1, longest))
+    prompt = prompt[: MAX_LEN - 2]
+    params = SamplingParams(
+        max_tokens=rng.choice([1, 8, 40, 120, 250]), temperature=rng.choice([1.0, 0.7, 1.3]), seed=seed
+    )
+    return GenerationRequest(prompt, params)
+
+
+def main() -> int:
+    """Run rounds until enough tokens were compared; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Compare the engine's log-probs with the trainer's, bit for bit.")
+    parser.add_argument("--tokens", type=int, default=1_000_000)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=ROOT / ".bench" / "exact.json")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    rng, tally, start = random.Random(arguments.seed), Tally(), time.monotonic()
+    while tally.tokens < arguments.tokens and not tally.differences:
+        shape = rng.choice(list(SHAPES))
+        before = tally.tokens
+        run_round(shape, rng, tally)
+        tally.shapes[shape] = tally.shapes.get(shape, 0) + tally.tokens - before
+        print(f"{tally.tokens:,} tokens, {tally.differences} differ", file=sys.stderr, flush=True)
+    report: dict[str, Any] = vars(tally) | {"threads": arguments.threads, "seconds": time.monotonic() - start}
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps(report, indent=1))
+    print(json.dumps(report, indent=1))
+    return 1 if tally.differences else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,141 @@
+"""One generation engine in a process of its own, driven over stdin and stdout by `bench_engine.py`.
+
+    python engine_peers.py KIND MODEL_DIR DTYPE THREADS
+
+It reads one JSON request per line, `{"prompts": [[id, ...], ...], "new": 128, "seed": 0}`, generates exactly `new`
+tokens for each prompt at temperature 1 with the log-prob of every sampled token, and answers
+`{"seconds": s, "cpu_seconds": c}` (the latter of all its threads). KIND is ours, ours-exact, ours-unshared,
+transformers-static, transformers-dynamic or vllm. Only the standard library is imported at the top, because each kind
+runs in its own environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Generate = Callable[[list[list[int]], int, int], int]
+"""(prompts, new tokens, seed) -> number of tokens that came with a log-prob."""
+
+
+def build_ours(model_dir: str, dtype: str, kind: str) -> Generate:
+    """The embedded engine in fast mode, in exact mode, or without sharing prefixes."""
+    import torch
+
+    from prime_rl.inference.embedded.engine import EmbeddedEngine
+    from prime_rl.inference.engine import GenerationRequest, Output, SamplingParams
+    from prime_rl.trainer.models.registry import load_decoder
+
+    model = load_decoder(Path(model_dir), dtype=getattr(torch, dtype))
+    engine = EmbeddedEngine(model, exact=kind == "ours-exact", share_prefixes=kind != "ours-unshared")
+
+    def generate(prompts: list[list[int]], new: int, seed: int) -> int:
+        for i, prompt in enumerate(prompts):
+            params = SamplingParams(max_tokens=new, seed=seed * 100003 + i, ignore_eos=True)
+            engine.add(GenerationRequest(prompt, params))
+        count = 0
+        while engine.has_work():
+            count += sum(len(event.logprobs) for event in engine.step() if isinstance(event, Output))
+        return count
+
+    return generate
+
+
+def build_transformers(model_dir: str, dtype: str, kind: str) -> Generate:
+    """`generate` over one batch, with its static or its dynamic cache."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype)).eval()
+    cache = {"cache_implementation": "static", "disable_compile": True} if kind.endswith("static") else {}
+
+    @torch.inference_mode()
+    def generate(prompts: list[list[int]], new: int, seed: int) -> int:
+        torch.manual_seed(seed)
+        ids = torch.tensor(prompts)
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            min_new_tokens=new,
+            max_new_tokens=new,
+            eos_token_id=None,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
+            **cache,
+        )
+        sampled = out.sequences[:, ids.shape[1] :]
+        logprobs = [
+            torch.log_softmax(row.float(), -1).gather(1, sampled[:, i, None]) for i, row in enumerate(out.logits)
+        ]
+        return int(torch.cat(logprobs, dim=1).isfinite().sum())
+
+    return generate
+
+
+def build_vllm(model_dir: str, dtype: str, kind: str) -> Generate:
+    """vLLM's offline engine in this process, compiled as it is by default."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=model_dir,
+        dtype=dtype,
+        max_model_len=1024,
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
+        logprobs_mode="processed_logprobs",
+        enforce_eager=bool(os.environ.get("BENCH_VLLM_EAGER")),
+    )
+
+    def generate(prompts: list[list[int]], new: int, seed: int) -> int:
+        params = [
+            SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True, logprobs=0, seed=None) for _ in prompts
+        ]
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        return sum(len(output.outputs[0].logprobs or ()) for output in outputs)
+
+    return generate
+
+
+BUILDERS: dict[str, Callable[[str, str, str], Generate]] = {
+    "ours": build_ours,
+    "transformers": build_transformers,
+    "vllm": build_vllm,
+}
+
+
+def serve(generate: Generate, answer: Any) -> None:
+    """Requests from stdin, answers to `answer`."""
+    for line in sys.stdin:
+        request = json.loads(line)
+        prompts, new = request["prompts"], request["new"]
+        start, cpu = time.perf_counter(), time.process_time()
+        count = generate(prompts, new, request["seed"])
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
+        assert count == len(prompts) * new, f"{count} log-probs for {len(prompts)} x {new} tokens"
+        print(json.dumps({"seconds": seconds, "cpu_seconds": cpu_seconds}), file=answer, flush=True)
+
+
+def main() -> None:
+    """Build the engine that the command line names, say that it is ready, serve."""
+    kind, model_dir, dtype, threads = sys.argv[1:5]
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print goes to stderr, so that stdout carries answers only
+    import torch
+
+    torch.set_num_threads(int(threads))
+    generate = BUILDERS[kind.split("-")[0]](model_dir, dtype, kind)
+    print(json.dumps({"ready": True, "torch": torch.__version__}), file=answer, flush=True)
+    serve(generate, answer)
+
+
+if __name__ == "__main__":
+    main()

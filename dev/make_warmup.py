@@ -1,0 +1,68 @@
+"""Write conversations to warm a model up with, by the environment's own `build_sft_examples`.
+
+    python dev/make_warmup.py wiki-search             # outputs/wiki_search/sft.jsonl: right answers
+    python dev/make_warmup.py alphabet-sort --tiny    # outputs/alphabet_sort_tiny/sft.jsonl: careless ones
+
+The tiny ones go with `examples/<name>/tiny/`, whose `rl.toml` has the environment's arguments. They are right in form
+and careless in substance: a model that has learnt from them knows the format and is right now and then, which is what
+reinforcement learning needs to begin.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import random
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+NAMES = ("alphabet-sort", "wordle", "wiki-search")
+NUM_EXAMPLES = 1000
+NUM_TINY_EXAMPLES = 3000
+CARELESSNESS = 0.6  # share of lists whose order is thrown away
+SEED = 1000  # not the seed of the RL run
+
+Conversation = dict[str, Any]
+
+
+def build_alphabet_sort(room: Any, args: dict[str, Any], draw: random.Random) -> list[Conversation]:
+    """Lists in any order: the right names, the right marks, often the wrong places."""
+    limits = (args["min_turns"], args["max_turns"], args["min_names_per_turn"], args["max_names_per_turn"])
+    rows = room.build_sft_examples(NUM_TINY_EXAMPLES, limits, args["names"], args["short"], SEED)
+    for message in (message for row in rows for message in row["messages"] if message["role"] == "assistant"):
+        first, *names, last = message["content"].split("\n")
+        if draw.random() < CARELESSNESS:
+            draw.shuffle(names)
+        message["content"] = "\n".join([first, *names, last])
+    return rows
+
+
+TINY: dict[str, Callable[[Any, dict[str, Any], random.Random], list[Conversation]]] = {
+    "alphabet-sort": build_alphabet_sort,
+}
+
+
+def main() -> None:
+    name, *flags = sys.argv[1:] or [""]
+    if name not in NAMES or flags not in ([], ["--tiny"]) or (flags and name not in TINY):
+        raise SystemExit(f"usage: python dev/make_warmup.py {' | '.join(NAMES)} (--tiny: {', '.join(TINY)})")
+    folder = name.replace("-", "_")
+    sys.path.insert(0, str(ROOT / "environments" / folder))
+    room = importlib.import_module(folder)
+    if flags:
+        config = tomllib.loads((ROOT / "examples" / folder / "tiny" / "rl.toml").read_text())
+        rows = TINY[name](room, config["orchestrator"]["env"][0]["args"], random.Random(SEED))
+    else:
+        rows = room.build_sft_examples(NUM_EXAMPLES)
+    path = Path("outputs") / (folder + "_tiny" * bool(flags)) / "sft.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    sys.stdout.write(f"{len(rows)} conversations in {path}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""From generated text to an assistant's message: reasoning between tags, and tool calls in the dialects of models."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+Call = dict[str, Any]
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+TOOL_OPEN, TOOL_CLOSE = "<tool_call>", "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"
+
+
+@dataclass(frozen=True)
+class Message:
+    """What the assistant said: `content` is None when it did nothing but call tools."""
+
+    content: str | None
+    reasoning: str | None = None
+    calls: list[Call] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class MessageParser:
+    """Splits the text of an answer. A part that is not well-formed stays text: half a call is an answer, not a call."""
+
+    tools: str = "hermes"
+    reasoning: bool = False
+
+    def parse(self, text: str, *, has_tools: bool = False, opened: bool = False) -> Message:
+        """The whole answer; `opened` says that the prompt ended inside of reasoning."""
+        reasoning, rest, _ = self._split(text, opened)
+        if not has_tools:
+            return Message(rest, reasoning)
+        content, calls = TOOL_DIALECTS[self.tools].parse(rest)
+        return Message(content, reasoning, calls)
+
+    def parse_open(self, text: str, *, has_tools: bool = False, opened: bool = False) -> tuple[str, str]:
+        """`(reasoning, content)` of an answer that still grows, without what may yet become a mark or a call."""
+        if self.reasoning and THINK_OPEN.startswith(text.lstrip()):
+            return "", ""
+        reasoning, rest, closed = self._split(text, opened)
+        if reasoning is not None and not closed:
+            return _without_start_of(THINK_CLOSE, reasoning), ""
+        return reasoning or "", TOOL_DIALECTS[self.tools].plain(rest) if has_tools else rest
+
+    def _split(self, text: str, opened: bool) -> tuple[str | None, str, bool]:
+        """`(reasoning, rest, whether the reasoning has ended)`."""
+        if not self.reasoning:
+            return None, text, True
+        begins = text.lstrip().startswith(THINK_OPEN)
+        if not begins and not opened:
+            return None, text, False
+        inner = text.split(THINK_OPEN, 1)[1] if begins else text
+        reasoning, mark, rest = inner.partition(THINK_CLOSE)
+        return reasoning, rest, bool(mark)
+
+
+@dataclass(frozen=True)
+class ToolDialect:
+    """How a family of models writes calls: `parse` gives text and calls, `plain` the part that is surely no call."""
+
+    parse: Callable[[str], tuple[str | None, list[Call]]]
+    plain: Callable[[str], str]
+
+
+def parse_hermes(text: str) -> tuple[str | None, list[Call]]:
+    """Calls written as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; text before the first stays."""
+    head, *blocks = text.split(TOOL_OPEN)
+    calls = []
+    for block in blocks:
+        try:
+            calls.append(_build_call(json.loads(block.split(TOOL_CLOSE)[0]), "arguments"))
+        except ValueError:
+            return text or None, []
+    return (head if head.strip() or not calls else None) or None, calls
+
+
+def parse_llama(text: str) -> tuple[str | None, list[Call]]:
+    """Calls that are the whole answer, as `{"name": ..., "parameters": {...}}`, several separated by semicolons."""
+    left = text.strip().removeprefix(PYTHON_TAG).strip()
+    calls = []
+    try:
+        while left:
+            found, end = json.JSONDecoder().raw_decode(left)
+            calls.append(_build_call(found, "parameters"))
+            left = left[end:].lstrip().removeprefix(";").lstrip()
+    except ValueError:
+        return text or None, []
+    return (None if calls else text or None), calls
+
+
+def _build_call(found: Any, key: str) -> Call:
+    """A call in OpenAI's shape; `ValueError` when `found` is none."""
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+        raise ValueError("a call has a name")
+    arguments = found.get(key, found.get("arguments", {}))
+    raw = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    function = {"name": found["name"], "arguments": raw}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+def _plain_hermes(text: str) -> str:
+    at = text.find(TOOL_OPEN)
+    return text[:at] if at >= 0 else _without_start_of(TOOL_OPEN, text)
+
+
+def _plain_llama(text: str) -> str:
+    start = text.lstrip()
+    return "" if not start or start[0] == "{" or PYTHON_TAG.startswith(start[: len(PYTHON_TAG)]) else text
+
+
+def _without_start_of(mark: str, text: str) -> str:
+    """`text` without an ending that may become `mark`."""
+    for length in range(min(len(mark) - 1, len(text)), 0, -1):
+        if text.endswith(mark[:length]):
+            return text[:-length]
+    return text
+
+
+TOOL_DIALECTS = {"hermes": ToolDialect(parse_hermes, _plain_hermes), "llama": ToolDialect(parse_llama, _plain_llama)}

@@ -1,0 +1,136 @@
+"""Starting vLLM's own server from our config, with our routes and our weight loading added by its hooks."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from prime_rl.inference.config import InferenceConfig
+from prime_rl.utils.process import find_gpus
+from prime_rl.utils.tokenizer import resolve_model_dir
+from rollouts.training.steps import step_path
+
+CONFIG_VARIABLE = "PRIME_RL_INFERENCE_CONFIG"
+"""How the config reaches our part of vLLM's processes: as JSON."""
+MODEL_DIR_VARIABLE = "PRIME_RL_INFERENCE_MODEL_DIR"
+MIDDLEWARE = "prime_rl.inference.vllm.routes.PrimeRoutes"
+WORKER = "prime_rl.inference.vllm.worker.WeightWorker"
+MAX_LOGPROBS = 100
+TOOL_PARSERS = {"hermes": "hermes", "llama": "llama3_json"}
+REASONING_PARSERS = {"think": "qwen3"}
+
+
+def serve_vllm(config: InferenceConfig) -> int:
+    """Become vLLM's server: the process is replaced, so that signals and the exit code are vLLM's own."""
+    from loguru import logger
+
+    from prime_rl.utils.logger import setup_logger
+
+    setup_logger("inference", config.log, None)
+    model_dir = prepare_model_dir(config)
+    argv, environ = build_argv(config, model_dir), build_environment(config, model_dir)
+    logger.info(f"starting vLLM: {' '.join(argv[2:])}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(argv[0], argv, environ)
+
+
+def prepare_model_dir(config: InferenceConfig) -> Path:
+    """The directory vLLM loads; random or shortened weights are written out first, the very ones of the trainer."""
+    model_dir = resolve_model_dir(config.model.name)
+    debug = config.model.debug
+    if not debug.random_init and debug.num_layers is None:
+        return model_dir
+    from prime_rl.inference.embedded.loading import WeightReader
+    from prime_rl.transport.weights import publish_weights
+
+    tensors, version = WeightReader(config, model_dir).read_base()
+    root = Path(tempfile.mkdtemp(prefix="prime-rl-")) if config.output_dir is None else config.output_dir / "initial"
+    shutil.rmtree(step_path(root, version), ignore_errors=True)
+    return publish_weights(root, version, tensors, model_dir, num_layers=debug.num_layers).resolve()
+
+
+def build_argv(config: InferenceConfig, model_dir: Path, *, on_gpu: bool | None = None) -> list[str]:
+    """The command line of vLLM's server. What `inference.vllm` says comes last and so wins."""
+    on_gpu = bool(find_gpus()) if on_gpu is None else on_gpu
+    model, parallel, chunk = config.model, config.parallel, config.max_prefill_tokens
+    options: dict[str, Any] = {
+        "model": str(model_dir),
+        "served_model_name": [model.name, str(model_dir)],
+        "host": config.server.host,
+        "port": config.server.port,
+        "dtype": ("bfloat16" if on_gpu else "float32") if model.dtype == "auto" else model.dtype,
+        "max_model_len": model.max_model_len,
+        "max_num_seqs": config.max_batch_size,
+        "max_num_batched_tokens": chunk if chunk != InferenceConfig().max_prefill_tokens else None,
+        "tensor_parallel_size": parallel.tp,
+        "data_parallel_size": parallel.dp if parallel.dp > 1 else None,
+        "seed": config.seed,
+        "trust_remote_code": model.trust_remote_code or None,
+        "generation_config": "vllm",
+        "override_generation_config": sampling_defaults(config) or None,
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": MAX_LOGPROBS,
+        "enable_auto_tool_choice": True,
+        "tool_call_parser": TOOL_PARSERS[model.tool_call_parser],
+        "reasoning_parser": REASONING_PARSERS[model.reasoning_parser] if model.reasoning_parser else None,
+        "enforce_eager": True if not on_gpu else None,
+        "disable_uvicorn_access_log": True,
+        "enable_scale_out": True if has_option("enable_scale_out") else None,  # /inference/v1/generate
+        "middleware": MIDDLEWARE,
+        "worker_extension_cls": WORKER,
+    }
+    options |= {name.replace("-", "_"): value for name, value in config.vllm.items()}
+    # One process answers, whatever dp is: it keeps the version. (`vllm serve` would start one for each copy.)
+    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    return argv + [word for name, value in options.items() for word in write_option(name, value)]
+
+
+def has_option(name: str) -> bool:
+    """Whether the vLLM that is installed knows an option of the server (asking its parser would take seconds)."""
+    found = importlib.util.find_spec("vllm")
+    roots = [] if found is None else list(found.submodule_search_locations or [])
+    files = [path for root in roots for path in Path(root, "entrypoints").rglob("cli_args.py")]
+    return any(name in path.read_text(encoding="utf-8") for path in files)
+
+
+def write_option(name: str, value: Any) -> list[str]:
+    """An option as words of a command line: switches by name, tables as JSON, None not at all."""
+    flag = "--" + name.replace("_", "-")
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [flag if value else "--no-" + flag[2:]]
+    if isinstance(value, dict):
+        return [flag, json.dumps(value)]
+    return [flag, *map(str, value)] if isinstance(value, list) else [flag, str(value)]
+
+
+def sampling_defaults(config: InferenceConfig) -> dict[str, Any]:
+    """`inference.sampling` in the words of a generation config; `ValueError` for what has no word there."""
+    given = config.sampling.model_dump(exclude_defaults=True)
+    names = {"max_tokens": "max_new_tokens"}
+    known = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
+    if unknown := sorted(given.keys() - set(known)):
+        raise ValueError(
+            f"sampling.{unknown[0]} cannot be a default of vLLM's server: send it with requests, or leave it out"
+        )
+    return {names.get(name, name): value for name, value in given.items()}
+
+
+def build_environment(config: InferenceConfig, model_dir: Path) -> dict[str, str]:
+    """The environment of vLLM's processes."""
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; read on the CPU only
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "INFO" if config.log.level in ("debug", "trace") else "WARNING",
+        **os.environ,
+        CONFIG_VARIABLE: config.model_dump_json(),
+        MODEL_DIR_VARIABLE: str(model_dir),
+    }

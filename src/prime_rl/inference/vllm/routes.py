@@ -1,0 +1,394 @@
+"""Our routes in vLLM's own server, as the ASGI middleware that its --middleware option takes."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+from loguru import logger
+from starlette.requests import Request
+from starlette.responses import Response
+
+from prime_rl.inference.config import InferenceConfig
+from prime_rl.inference.engine import resolve_allowed
+from prime_rl.inference.messages import MessageParser
+from prime_rl.inference.requests import ApiError, Json, parse_body
+from prime_rl.inference.routes import RETRY_AFTER_S, Access, answer, check_access, refuse
+from prime_rl.inference.vllm.engine import CONFIG_VARIABLE, MODEL_DIR_VARIABLE
+from prime_rl.inference.vllm.translate import chat_from_completion, completion_from_chat
+from prime_rl.transport.weights import MANIFEST_FILE, check_directory
+from prime_rl.utils.monitor import Monitor, build_monitor
+from rollouts.training.steps import is_complete, parse_step
+
+Scope = MutableMapping[str, Any]
+App = Callable[[Scope, Any, Any], Awaitable[None]]
+GENERATES = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate", "/v1/chat/completions/tokens")
+REMEMBERED_SPANS = 10_000
+
+
+class PrimeRoutes:
+    """Serves our control routes, guards all others, and adds policy versions to vLLM's answers."""
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+        self.config = InferenceConfig.model_validate_json(os.environ[CONFIG_VARIABLE])
+        self.model_dir = Path(os.environ[MODEL_DIR_VARIABLE])
+        self.version = 0
+        self.num_requests = 0
+        self.broken: str | None = None
+        self._told_repair = False
+        self._held = self.model_dir
+        self._key = os.environ.get(self.config.server.api_key_var or "", "") or None
+        self._parser = MessageParser(self.config.model.tool_call_parser)
+        self._updating = asyncio.Lock()
+        self._spans: OrderedDict[str, list[tuple[int, list[list[int]]]]] = OrderedDict()
+        self._monitor: Monitor | None = None
+        if self.config.output_dir is not None:
+            self._monitor = build_monitor(self.config.output_dir, "inference")
+
+    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        path, client = scope["path"], scope["app"].state.engine_client
+        self._watch_spans(client)
+        handler, access = ROUTES.get((scope["method"], path), (None, _access_of(path)))
+        try:
+            check_access(self._key, request, access)
+            if handler is not None:
+                reply = await handler(self, request, client)
+                await reply(scope, receive, send)
+            elif path in GENERATES:
+                await self._generate(request, send)
+            elif path in REWRITTEN:
+                await self._rewrite(scope, receive, send, REWRITTEN[path])
+            else:
+                await self.app(scope, receive, send)
+        except Exception as error:
+            await refuse(request, error)(scope, receive, send)
+
+    async def _generate(self, request: Request, send: Any) -> None:
+        """A request that draws tokens: counted, refused when too many wait, and answered with version spans."""
+        if self.broken is not None:
+            raise ApiError(self.broken, status=503)
+        if self.num_requests >= self.config.max_batch_size + self.config.server.max_waiting:
+            raise ApiError(
+                f"{self.num_requests} requests are running or waiting: try again in a moment",
+                status=429,
+                kind="rate_limit_error",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self.num_requests += 1
+        try:
+            data = await request.body()
+            scope = request.scope
+            if scope["path"].endswith("/tokens"):
+                await self._answer_tokens(request, parse_body(data), send)
+            elif b'"stream"' in data and parse_body(data).get("stream"):
+                await self.app(scope, _replay(data, request.receive), send)
+            else:
+                await self._rewrite(scope, _replay(data, request.receive), send, _add_versions)
+        finally:
+            self.num_requests -= 1
+
+    async def _answer_tokens(self, request: Request, body: Json, send: Any) -> None:
+        """A chat whose prompt is given as token ids: vLLM completes the ids, and we write the answer as a chat."""
+        data = orjson.dumps(completion_from_chat(body))
+        scope = {**request.scope, "path": "/v1/completions", "raw_path": b"/v1/completions"}
+
+        def as_chat(routes: PrimeRoutes, completion: Json) -> Json:
+            return chat_from_completion(_add_versions(routes, completion), body, routes._parser)
+
+        await self._rewrite(scope, _replay(data, request.receive), send, as_chat)
+
+    async def _rewrite(self, scope: Scope, receive: Any, send: Any, change: Callable[[PrimeRoutes, Any], Any]) -> None:
+        """Let vLLM answer, and send what `change` makes of a good answer."""
+        start: Json = {}
+        body = bytearray()
+
+        async def collect(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                start.update(message)
+            elif message["type"] == "http.response.body":
+                body.extend(message.get("body", b""))
+
+        await self.app(scope, receive, collect)
+        kind = dict(start.get("headers", [])).get(b"content-type", b"").decode()
+        if start.get("status") == 200 and kind.startswith("application/json"):
+            reply = Response(orjson.dumps(change(self, orjson.loads(body))), media_type="application/json")
+        elif start.get("status") == 200 and scope["path"].startswith("/metrics"):
+            reply = Response(change(self, body.decode()), media_type=kind)
+        else:
+            reply = Response(bytes(body), start.get("status", 500), media_type=kind or None)
+        await reply(scope, receive, send)
+
+    async def load(self, client: Any, directory: Path, version: int, digests: dict[str, str] | None) -> Json:
+        """Freeze, load, compare, forget all cached keys, go on: running requests are computed anew."""
+        async with self._updating:
+            start = time.time()
+            await client.pause_generation(mode="keep", clear_cache=False)
+            try:
+                report = await self._load_frozen(client, directory)
+            except Exception as error:
+                await self._restore(client, error)
+                raise ApiError(f"{error}; version {self.version} stays in service", param="weight_dir") from error
+            if hasattr(client, "update_weight_version"):
+                await client.update_weight_version(str(version))
+            self.version, self._held, self.broken = version, directory, None
+            await client.resume_generation()
+            end = time.time()
+        if report["repaired"] and not self._told_repair:
+            self._told_repair = True
+            logger.warning(f"vLLM kept old copies of {', '.join(report['repaired'])}: packed anew and verified")
+        if report["unknown"]:
+            logger.warning(f"could not be compared in vLLM: {', '.join(report['unknown'][:5])}")
+        logger.info(f"version {version} in service, paused for {end - start:.3f} s")
+        if self._monitor is not None:
+            self._monitor.log_timeline("update_weights", start, end, version)
+            self._monitor.log({"time/update_weights": end - start, "time/update_weights_pause": end - start}, version)
+        held = {name: (digests or {}).get(name, digest) for name, digest in report["digests"].items()}
+        notes = {name: report[name] for name in ("repaired", "unknown", "rounded") if report[name]}
+        dtype = str(client.model_config.dtype).removeprefix("torch.")
+        return {"status": "ok", "version": version, "digests": held, "exact": False, "dtype": dtype, **notes}
+
+    async def _load_frozen(self, client: Any, directory: Path) -> Json:
+        reports = await client.collective_rpc("load_published_weights", args=(str(directory),))
+        # Frozen requests keep blocks of the old weights' cache, and would go on with it: they are put back.
+        await client.reset_prefix_cache(reset_running_requests=True)
+        report = dict(reports[0])
+        for other in reports[1:]:
+            report["digests"] = {k: v for k, v in report["digests"].items() if other["digests"].get(k) == v}
+        return report
+
+    async def _restore(self, client: Any, reason: Exception) -> None:
+        """After a failed load, back to what was in service; when that fails too, nothing is sampled any more."""
+        try:
+            await self._load_frozen(client, self._held)
+        except Exception as error:
+            self.broken = f"neither the new weights nor the old ones could be loaded ({reason}; {error}): restart it"
+            logger.error(self.broken)
+            return
+        await client.resume_generation()
+
+    def _watch_spans(self, client: Any) -> None:
+        """Note which weights drew which tokens, from the results that vLLM's own routes are made of."""
+        if getattr(client, "prime_rl_watched", False):
+            return
+        original = client.generate
+
+        async def generate(*args: Any, **kwargs: Any) -> Any:
+            async for result in original(*args, **kwargs):
+                if result.finished:
+                    self._note(result)
+                yield result
+
+        client.generate, client.prime_rl_watched = generate, True
+
+    def _note(self, result: Any) -> None:
+        spans = []
+        for output in result.outputs:
+            told = getattr(output, "weight_versions", None) or []
+            found = [[span.start, int(span.version) if span.version.isdigit() else 0] for span in told]
+            spans.append((output.index, found or [[0, self.version]]))
+        self._spans[result.request_id] = spans
+        if len(self._spans) > REMEMBERED_SPANS:
+            self._spans.popitem(last=False)
+
+    def take_spans(self, answer_id: str, num_choices: int) -> dict[int, list[list[int]]]:
+        """The spans of an answer's choices; a plain completion has a request `<id>-<i>` for each of its prompts."""
+        if answer_id in self._spans:
+            return dict(self._spans.pop(answer_id))
+        found: dict[int, list[list[int]]] = {}
+        prompt = 0
+        while (spans := self._spans.pop(f"{answer_id}-{prompt}", None)) is not None:
+            found |= {prompt * len(spans) + index: span for index, span in spans}
+            prompt += 1
+        return found
+
+
+async def update_weights(routes: PrimeRoutes, request: Request, client: Any) -> Response:
+    """POST /update_weights {"weight_dir"}"""
+    directory = _allowed(routes, parse_body(await request.body()), "weight_dir")
+    try:
+        version, digests = await asyncio.to_thread(_check_step, directory)
+    except (ValueError, OSError) as error:
+        logger.warning(f"weights not loaded, version {routes.version} stays in service: {error}")
+        raise ApiError(str(error), param="weight_dir") from error
+    return answer(await routes.load(client, directory, version, digests))
+
+
+def _check_step(directory: Path) -> tuple[int, dict[str, str] | None]:
+    """Version and digests of a published directory, every tensor read and checked before the engine hears of it."""
+    if not directory.is_dir():
+        raise ValueError(f"{directory} does not exist")
+    if not is_complete(directory):
+        raise ValueError(f"{directory} is not complete: it has no STABLE marker")
+    if not any(directory.glob("model*.safetensors")):
+        raise ValueError(f"{directory} holds no model.safetensors: give an adapter to /v1/load_lora_adapter")
+    if (directory / MANIFEST_FILE).is_file():
+        return check_directory(directory)
+    step = parse_step(directory.name)
+    if step is None:
+        raise ValueError(f"{directory} has no version: name it step_N or give it a {MANIFEST_FILE}")
+    return step, None
+
+
+async def reload_weights(routes: PrimeRoutes, request: Request, client: Any) -> Response:
+    """POST /reload_weights: back to the weights of the start, version 0."""
+    return answer(await routes.load(client, routes.model_dir, 0, None))
+
+
+async def pause(routes: PrimeRoutes, request: Request, client: Any) -> Response:
+    """POST /pause?mode=keep|abort|wait"""
+    mode = request.query_params.get("mode", "keep")
+    if mode not in ("keep", "abort", "wait"):
+        raise ApiError(f"mode {mode!r} is not offered: use keep, abort or wait", param="mode")
+    await client.pause_generation(mode=mode, clear_cache=False)
+    return answer({"status": "paused", "version": routes.version})
+
+
+async def resume(routes: PrimeRoutes, request: Request, client: Any) -> Response:
+    """POST /resume"""
+    await client.resume_generation()
+    return answer({"status": "resumed", "version": routes.version})
+
+
+async def is_paused(routes: PrimeRoutes, request: Request, client: Any) -> Response:
+    """GET /is_paused"""
+    return answer({"is_paused": await client.is_paused()})
+
+
+async def health(routes: PrimeRoutes, request: Request, client: Any) -> Response:
+    """GET /health: 200 with the version in service, 503 when the engine has failed or holds unknown weights."""
+    if routes.broken is not None:
+        raise ApiError(routes.broken, status=503)
+    try:
+        await client.check_health()
+    except Exception as error:
+        raise ApiError(f"the engine has failed: {error}", status=503) from error
+    return answer({"status": "ok", "version": routes.version})
+
+
+async def load_lora_adapter(routes: PrimeRoutes, request: Request, client: Any) -> Response:
+    """POST /v1/load_lora_adapter {"lora_name", "lora_path"}; one of the same name is replaced."""
+    body = parse_body(await request.body())
+    directory = _allowed(routes, body, "lora_path")
+    return await _use_loras(request, "load", lora_name=body.get("lora_name"), lora_path=str(directory))
+
+
+async def unload_lora_adapter(routes: PrimeRoutes, request: Request, client: Any) -> Response:
+    """POST /v1/unload_lora_adapter {"lora_name"}"""
+    return await _use_loras(request, "unload", lora_name=parse_body(await request.body()).get("lora_name"))
+
+
+async def _use_loras(request: Request, verb: str, **fields: Any) -> Response:
+    from vllm.entrypoints.serve.lora import protocol
+
+    if request.scope["app"].state.vllm_config.lora_config is None:
+        raise ApiError("this server was started without adapters: add --vllm.enable-lora true")
+    kind = protocol.LoadLoRAAdapterRequest if verb == "load" else protocol.UnloadLoRAAdapterRequest
+    if verb == "load" and "load_inplace" in kind.model_fields:
+        fields["load_inplace"] = True
+    try:
+        wanted = kind(**fields)
+    except ValueError as error:
+        raise ApiError("lora_name must be a string", param="lora_name") from error
+    told = getattr(request.scope["app"].state.openai_serving_models, f"{verb}_lora_adapter")(wanted)
+    told = await told if inspect.isawaitable(told) else told
+    if not isinstance(told, str):
+        raise ApiError(told.error.message, status=told.error.code, param="lora_name")
+    return answer({"status": "ok", "lora_name": fields["lora_name"]})
+
+
+async def init_broadcaster(routes: PrimeRoutes, request: Request, client: Any) -> Response:
+    """POST /init_broadcaster: refused."""
+    raise ApiError("this server takes weights from directories, not over a process group: use /update_weights", 501)
+
+
+def _allowed(routes: PrimeRoutes, body: Json, key: str) -> Path:
+    given = body.get(key)
+    if not isinstance(given, str) or not given:
+        raise ApiError(f'give {{"{key}": "<directory>"}}', param=key)
+    allowed = [*routes.config.weight_dirs, *filter(None, [routes.config.output_dir])]
+    try:
+        return resolve_allowed(given, allowed)
+    except PermissionError as error:
+        raise ApiError(str(error), status=403, param=key, kind="permission_error") from error
+
+
+def _add_versions(routes: PrimeRoutes, content: Any) -> Any:
+    """`versions` spans in every choice, and reasoning under the name that clients of other servers know."""
+    choices = content.get("choices") or []
+    spans = routes.take_spans(str(content.get("id", content.get("request_id", ""))), len(choices))
+    for choice in choices:
+        choice["versions"] = spans.get(choice["index"], [[0, routes.version]])
+        message = choice.get("message")
+        if isinstance(message, dict) and message.get("reasoning") is not None:
+            message.setdefault("reasoning_content", message["reasoning"])
+    return content
+
+
+def _add_card_versions(routes: PrimeRoutes, content: Any) -> Any:
+    for card in content.get("data", []):
+        card["version"] = routes.version
+    return content
+
+
+def _add_metrics(routes: PrimeRoutes, text: str) -> str:
+    rows = (
+        ("policy_version", "Version of the weights in service.", routes.version),
+        ("requests_in_flight", "Requests that are not answered yet.", routes.num_requests),
+    )
+    return text + "".join(
+        f"# HELP prime_rl_{name} {what}\n# TYPE prime_rl_{name} gauge\nprime_rl_{name} {value}\n"
+        for name, what, value in rows
+    )
+
+
+def _replay(data: bytes, receive: Any) -> Any:
+    """A `receive` that gives the body that was already read, and then what comes (the client's leaving)."""
+    given = False
+
+    async def again() -> Any:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": data, "more_body": False}
+
+    return again
+
+
+def _access_of(path: str) -> Access:
+    """Routes of vLLM that are neither the API nor harmless change the server."""
+    if path in ("/metrics", "/metrics/", "/ping", "/version", "/load"):
+        return "open"
+    return "api" if path.startswith(("/v1/", "/inference/", "/tokenize", "/detokenize")) else "control"
+
+
+Handler = Callable[[PrimeRoutes, Request, Any], Awaitable[Response]]
+ROUTES: dict[tuple[str, str], tuple[Handler | None, Access]] = {
+    ("GET", "/health"): (health, "open"),
+    ("POST", "/update_weights"): (update_weights, "control"),
+    ("POST", "/reload_weights"): (reload_weights, "control"),
+    ("POST", "/init_broadcaster"): (init_broadcaster, "control"),
+    ("POST", "/pause"): (pause, "control"),
+    ("POST", "/resume"): (resume, "control"),
+    ("GET", "/is_paused"): (is_paused, "control"),
+    ("POST", "/v1/load_lora_adapter"): (load_lora_adapter, "control"),
+    ("POST", "/load_lora_adapter"): (load_lora_adapter, "control"),
+    ("POST", "/v1/unload_lora_adapter"): (unload_lora_adapter, "control"),
+}
+REWRITTEN: dict[str, Callable[[PrimeRoutes, Any], Any]] = {
+    "/v1/models": _add_card_versions,
+    "/metrics": _add_metrics,
+    "/metrics/": _add_metrics,
+}

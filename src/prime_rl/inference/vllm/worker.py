@@ -1,0 +1,211 @@
+"""Our part of vLLM's workers: load a published directory, and say tensor by tensor whether it is what they hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prime_rl.transport.weights import digest_tensor
+
+Held = Callable[[], Tensor]
+PROBE_ROWS = 1024
+EXPERT_PARTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
+
+
+@dataclass
+class Report:
+    """What a worker holds, compared with a directory."""
+
+    digests: dict[str, str] = field(default_factory=dict)
+    rounded: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    repaired: list[str] = field(default_factory=list)
+
+
+class WeightWorker:
+    """Mixed into vLLM's worker by `--worker-extension-cls`; both methods are called on all workers."""
+
+    model_runner: Any
+    vllm_config: Any
+    rank: int
+
+    def load_published_weights(self, directory: str) -> dict[str, Any]:
+        """Load with vLLM's own loader, then compare. `RuntimeError` when the worker holds anything else afterwards.
+
+        On a CPU vLLM 0.32 leaves packed copies of old weights behind (the output layer of models with tied
+        embeddings): what is found stale is packed anew, and compared again.
+        """
+        self.model_runner.reload_weights(weights_path=directory)
+        report = self._compare(directory)
+        if report.wrong:
+            stale = report.wrong
+            pack_again(self.model_runner.get_model())
+            report = self._compare(directory)
+            report.repaired = [name for name in stale if name not in report.wrong]
+        if report.wrong:
+            shown = ", ".join(report.wrong[:3]) + (
+                f" and {len(report.wrong) - 3} more" if len(report.wrong) > 3 else ""
+            )
+            raise RuntimeError(f"after loading {directory} worker {self.rank} does not hold it: {shown}")
+        return dict(report.__dict__)
+
+    def compare_published_weights(self, directory: str) -> dict[str, Any]:
+        """Compare what is held with a directory, and change nothing."""
+        return dict(self._compare(directory).__dict__)
+
+    def _compare(self, directory: str) -> Report:
+        model, parallel = self.model_runner.get_model(), self.vllm_config.parallel_config
+        tied = bool(getattr(self.vllm_config.model_config.hf_config, "tie_word_embeddings", False))
+        size = parallel.tensor_parallel_size
+        with torch.inference_mode():
+            return compare(held_tensors(model), read_published(Path(directory)), self.rank % size, size, tied)
+
+
+def compare(
+    held: Mapping[str, list[Held]], published: Mapping[str, Held], rank: int, size: int, tied: bool = False
+) -> Report:
+    """Every published tensor against the share that rank `rank` of `size` holds of it."""
+    report = Report()
+    names = dict.fromkeys([*published, *held])
+    for name in names:
+        source = published.get(name)
+        if source is None and tied and name == "lm_head.weight":
+            source = published.get("model.embed_tokens.weight")
+        if source is None:
+            report.wrong.append(f"{name} (not published)")
+        elif name not in held:
+            report.unknown.append(name)
+        else:
+            _judge(report, name, source(), [get() for get in held[name]], rank, size)
+    return report
+
+
+def _judge(report: Report, name: str, published: Tensor, held: list[Tensor], rank: int, size: int) -> None:
+    rounded = False
+    for mine in held:
+        share = cut_share(published, mine.shape, rank, size)
+        if share is None:
+            report.unknown.append(name)
+            return
+        mine = mine[tuple(slice(0, n) for n in share.shape)].to("cpu")
+        same = torch.equal(mine.to(share.dtype), share)
+        if not same and not torch.equal(mine, share.to(mine.dtype)):
+            report.wrong.append(name)
+            return
+        rounded |= not same
+    if rounded:
+        report.rounded.append(name)
+    else:
+        report.digests[name] = digest_tensor(published)
+
+
+def cut_share(published: Tensor, shape: torch.Size, rank: int, size: int) -> Tensor | None:
+    """The part of a tensor that belongs into a shard of `shape`; rows beyond it are padding. None: it does not fit."""
+    if published.shape == shape:
+        return published
+    if published.dim() != len(shape):
+        return None
+    axes = [axis for axis in range(len(shape)) if published.shape[axis] != shape[axis]]
+    if len(axes) != 1:
+        return None
+    axis, have, want = axes[0], published.shape[axes[0]], shape[axes[0]]
+    if have > want and have % want == 0 and have // want < size:
+        rank = rank // (size // (have // want))  # fewer heads than ranks: several ranks hold the same
+    start = min(rank * want, have)
+    return published.narrow(axis, start, min(want, have - start))
+
+
+def held_tensors(model: nn.Module) -> dict[str, list[Held]]:
+    """What the model computes with, by the names of the published files; fused tensors are taken apart.
+
+    Several entries of one name are copies that must all agree, such as an embedding and its packed form.
+    """
+    fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
+    found: dict[str, list[Held]] = {}
+    for path, module in model.named_modules():
+        for kind, parameter in module.named_parameters(recurse=False):
+            for name, get in _entries(path, module, kind, parameter, fused):
+                found.setdefault(name, []).append(get)
+    return found
+
+
+def _entries(
+    path: str, module: Any, kind: str, parameter: Tensor, fused: Mapping[str, list[str]]
+) -> Iterator[tuple[str, Held]]:
+    parent, _, leaf = path.rpartition(".")
+    if kind in EXPERT_PARTS and parameter.dim() == 3:
+        yield from _expert_entries(path, kind, parameter)
+        return
+    copies = [lambda: parameter] if parameter.numel() else []
+    if kind == "weight" and hasattr(module, "cpu_linear"):
+        copies.append(lambda: unpack(module))
+    for copy in copies:
+        if leaf not in fused:
+            yield f"{path}.{kind}", copy
+            continue
+        sizes = list(module.output_partition_sizes)
+        for i, part in enumerate(fused[leaf]):
+            yield f"{parent}.{part}.{kind}", _rows(copy, sum(sizes[:i]), sizes[i])
+
+
+def _expert_entries(path: str, kind: str, parameter: Tensor) -> Iterator[tuple[str, Held]]:
+    parts = EXPERT_PARTS[kind]
+    rows = parameter.shape[1] // len(parts)
+    for expert in range(parameter.shape[0]):
+        for i, part in enumerate(parts):
+            yield f"{path}.{expert}.{part}.weight", _rows(lambda e=expert: parameter[e], i * rows, rows)  # type: ignore[misc]
+
+
+def _rows(get: Held, start: int, length: int) -> Held:
+    return lambda: get()[start : start + length]
+
+
+def unpack(module: Any) -> Tensor:
+    """The weight inside a packed product, read by multiplying with the identity: every sum has one term, so exactly."""
+    weight = module.weight
+    width = getattr(module, "input_size_per_partition", None) or getattr(module, "input_size", None) or weight.shape[1]
+    dtype = weight.dtype
+    parts = []
+    for start in range(0, width, PROBE_ROWS):
+        rows = min(PROBE_ROWS, width - start)
+        probe = torch.zeros(rows, width, dtype=dtype)
+        probe[torch.arange(rows), start + torch.arange(rows)] = 1
+        parts.append(module.cpu_linear(probe, weight, None))
+    return torch.cat(parts).T
+
+
+def pack_again(model: nn.Module) -> None:
+    """Have vLLM pack the weights anew that it keeps beside a packed copy."""
+    modules: list[Any] = list(model.modules())
+    for module in modules:
+        method = getattr(module, "quant_method", None)
+        if hasattr(module, "cpu_linear") and module.weight.numel() and method is not None:
+            method.process_weights_after_loading(module)
+
+
+def read_published(directory: Path) -> dict[str, Held]:
+    """The tensors of a directory's safetensors files, each read when it is asked for."""
+    from safetensors import safe_open
+
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    else:
+        with safe_open(directory / "model.safetensors", "pt") as handle:
+            files = dict.fromkeys(handle.keys(), "model.safetensors")
+
+    def reader(name: str, file: str) -> Held:
+        def read() -> Tensor:
+            with safe_open(directory / file, "pt") as handle:
+                return handle.get_tensor(name)
+
+        return read
+
+    return {name: reader(name, file) for name, file in files.items()}

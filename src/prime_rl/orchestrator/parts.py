@@ -1,0 +1,157 @@
+"""The parts of the orchestrator, how they are built and connected, and what they save together."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from prime_rl.orchestrator.buffer import PromptBuffer
+from prime_rl.orchestrator.checkpoint import CheckpointStore
+from prime_rl.orchestrator.config import OrchestratorConfig
+from prime_rl.orchestrator.engines import build_engines, prepare_engines
+from prime_rl.orchestrator.evaluation import Evaluations, build_plans
+from prime_rl.orchestrator.rollout_manager import GroupGenerator, build_rollouts
+from prime_rl.orchestrator.waiting import LagMeter, Reminder
+from prime_rl.orchestrator.weight_relay import WeightRelay
+from prime_rl.transport.batches import BatchSender
+from prime_rl.transport.wires import build_sender
+from prime_rl.utils.client import build_clients
+from prime_rl.utils.monitor import Monitor, build_monitor
+from rollouts.training.environments import Environment
+from rollouts.training.rollout_gen.async_rollout_manager import AsyncRolloutManager
+from rollouts.training.types import Sample
+from rollouts.training.weight_sync import InferenceEngine
+
+
+@dataclass
+class Orchestrator:
+    """Everything the loop works with."""
+
+    config: OrchestratorConfig
+    buffer: PromptBuffer
+    generator: GroupGenerator
+    rollouts: AsyncRolloutManager
+    sender: BatchSender
+    checkpoints: CheckpointStore
+    evaluations: Evaluations
+    monitor: Monitor
+    lag: LagMeter = field(default_factory=LagMeter)
+    reminder: Reminder = field(default_factory=Reminder)
+    totals: Counter[str] = field(default_factory=Counter)
+    _relay: WeightRelay | None = None
+
+    @property
+    def relay(self) -> WeightRelay:
+        """Brings versions to the engines."""
+        assert self._relay is not None, "set by `assemble`"
+        return self._relay
+
+    @property
+    def steps(self) -> Iterable[int]:
+        """Batches still to be sent, numbered by the version they train into."""
+        first, last = self.rollouts.step_count + 1, self.config.max_steps
+        return itertools.count(first) if last is None else range(first, last + 1)
+
+    def count(self, samples: list[Sample]) -> None:
+        """Add a batch to the totals of the run."""
+        self.totals["tokens"] += sum(len(sample.tokens) for sample in samples)
+        self.totals["samples"] += len({(sample.group_index, sample.index) for sample in samples})
+        self.totals["problems"] += len({sample.group_index for sample in samples})
+
+    def go_live(self, version: int) -> None:
+        """Every engine holds `version`: free slots, begin what is due, drop batches that nobody needs any more."""
+        self.buffer.version = version
+        self.rollouts.release(version)
+        self.evaluations.on_version(self.relay.version)
+        if not self.config.keep_rollouts and not self.relay.unread:
+            self.sender.prune(self.checkpoints.covered(version))
+
+    def state(self) -> dict[str, Any]:
+        """Everything needed to continue after the batch that is about to go out."""
+        return {"rollouts": self.rollouts.state_dict(), "totals": dict(self.totals)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """The inverse of `state`."""
+        self.rollouts.load_state_dict(state["rollouts"])
+        self.totals = Counter(state["totals"])
+
+
+def assemble(
+    config: OrchestratorConfig,
+    environments: Mapping[str, Environment],
+    eval_environments: Mapping[str, Environment],
+    clients: Sequence[Any],
+    engines: Sequence[InferenceEngine],
+    sender: BatchSender,
+    monitor: Monitor,
+) -> Orchestrator:
+    """The parts, connected and at the checkpoint that is to be continued; nothing runs yet."""
+    out = Path(config.output_dir)
+    checkpoints = CheckpointStore(out / "checkpoints", config.ckpt, config.max_steps)
+    version, state = checkpoints.load()
+    checkpoints.claim_batches(out / "rollouts", version)
+    buffer = PromptBuffer(
+        environments, config.buffer, config.seed if config.buffer.seed is None else config.buffer.seed
+    )
+    generator = GroupGenerator(config, environments, clients, lambda: parts.relay.version)
+    rollouts = build_rollouts(config, buffer, generator)
+    plans = build_plans(config, environments, eval_environments, version)
+    evaluations = Evaluations(config, plans, clients, monitor)
+    parts = Orchestrator(config, buffer, generator, rollouts, sender, checkpoints, evaluations, monitor)
+    parts._relay = WeightRelay(
+        out / "weights",
+        engines,
+        version=version,
+        on_live=parts.go_live,
+        is_received=sender.is_received,
+        timeout_s=config.weights_timeout,
+        log_timeline=monitor.log_timeline,
+        before_load=rollouts.wait_settled if config.strict_async_level else None,
+        canary_interval=config.canary_interval,
+    )
+    buffer.version = version
+    if state is not None:
+        parts.load_state(state)
+    return parts
+
+
+@asynccontextmanager
+async def running(parts: Orchestrator) -> AsyncIterator[Orchestrator]:
+    """Versions are relayed, groups generated and evaluations run while the body does."""
+    async with anyio.create_task_group() as tasks:
+        for work in (parts.relay.run, parts.evaluations.run, parts.lag.run, parts.reminder.run):
+            tasks.start_soon(work)
+        parts.evaluations.on_version(parts.relay.version)
+        async with parts.rollouts:
+            yield parts
+        tasks.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def build_orchestrator(
+    config: OrchestratorConfig,
+    environments: Mapping[str, Environment],
+    eval_environments: Mapping[str, Environment],
+) -> AsyncIterator[Orchestrator]:
+    """All parts against real servers and files: servers ready, state resumed, everything running."""
+    out = Path(config.output_dir)
+    async with AsyncExitStack() as stack:
+        clients, engines = build_clients(config.client, seq_len=config.seq_len), build_engines(config.client)
+        for client in clients:
+            stack.push_async_callback(client.close)
+        monitor = build_monitor(out, "orchestrator", config.wandb)
+        stack.callback(monitor.finish)
+        wire = config.transport
+        sender = build_sender(wire.type, out / "rollouts", wire.host, wire.port)
+        stack.callback(sender.close)
+        parts = assemble(config, environments, eval_environments, clients, engines, sender, monitor)
+        sender.open()
+        await prepare_engines(config, clients, engines, parts.relay.version)
+        yield await stack.enter_async_context(running(parts))

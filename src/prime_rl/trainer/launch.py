@@ -1,0 +1,71 @@
+"""Several ranks of a trainer from one command: started together as torchrun would, and ended together."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from prime_rl.trainer.config import ParallelDims, SFTConfig, TrainConfig
+from prime_rl.utils.logger import FAILURE
+from prime_rl.utils.process import Child, ChildFailed, Supervisor, find_free_port, num_cores, tail
+from prime_rl.utils.pydantic_config import write_config
+
+
+def count_missing_ranks(parallel: ParallelDims, environ: Mapping[str, str]) -> int:
+    """How many ranks this process has to start: `parallel.dp`, or none when it is a rank itself or the only one."""
+    return 0 if "WORLD_SIZE" in environ or parallel.dp in (None, 1) else parallel.dp or 0
+
+
+def run_ranks(module: str, process: str, config: TrainConfig | SFTConfig, num_ranks: int) -> int:
+    """Run `module` as `num_ranks` processes on this machine until all are through; the console shows the first one.
+
+    When one falls the others are stopped, and the error says which it was and how its log ends.
+    """
+    logs, config_path = config.output_dir / "logs", config.output_dir / "configs" / f"{process}.toml"
+    write_config(config, config_path)
+    names = [f"{process}_rank{rank}" for rank in range(num_ranks)]
+    shared = {
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(find_free_port()),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, num_cores() // num_ranks)),
+    }
+    try:
+        with Supervisor(logs, console=sys.stdout, format_line=FirstRank(names[0])) as run:
+            for rank, name in enumerate(names):
+                argv = [sys.executable, "-m", module, "@", str(config_path)]
+                run.start(name, argv, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            run.wait(names)
+    except ChildFailed as failure:
+        if failure.wrong_input is not None:
+            raise ValueError(failure.wrong_input.partition(": ")[2]) from failure
+        raise RuntimeError(describe_fall(failure)) from failure
+    return 0
+
+
+def describe_fall(failure: ChildFailed) -> str:
+    """Which rank fell first: one that was killed, rather than those that lost their connection to it."""
+    first = min(failure.children, key=lambda child: (_is_consequence(child), child.name))
+    end = "\n".join(f"    {line}" for line in tail(first.log_path, 8, start=first.log_start))
+    fell = f"{first.name} fell ({first.describe_end()}), so the other ranks were stopped"
+    return f"{fell}; the end of {first.log_path}:\n{end}"
+
+
+def _is_consequence(child: Child) -> bool:
+    return child.code is not None and child.code >= 0
+
+
+@dataclass
+class FirstRank:
+    """What the console gets: the lines of one rank, until it fails, which this process reports itself."""
+
+    name: str
+    failed: bool = False
+
+    def __call__(self, name: str, line: str) -> str | None:
+        if name == self.name and (line.startswith("error: ") or f" {FAILURE} " in line):
+            self.failed = True
+        return line if name == self.name and not self.failed else None

@@ -1,0 +1,139 @@
+"""Looking into a run: a chrome trace of its steps, a record of GPU memory, and `--bench` with its table."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from loguru import logger
+from rich.console import Console
+from rich.table import Table
+
+from prime_rl.trainer.config import FakeDataConfig, FakeSFTDataConfig, SFTConfig, TrainConfig
+from prime_rl.trainer.model import resolve_placement
+from rollouts.training.metrics import METRICS_FILE, load_jsonl
+
+BENCH_STEPS = 5
+"""Steps of `--bench` unless max_steps says otherwise; the first warms up and is not counted."""
+
+MAX_MEMORY_EVENTS = 100_000
+"""Allocations and frees that a memory record keeps."""
+
+Config = TypeVar("Config", TrainConfig, SFTConfig)
+
+
+def prepare_bench(config: Config, scratch: Path) -> Config:
+    """The run that `--bench` stands for: fake data of the same sizes, few steps, nothing kept, output in `scratch`."""
+    changes: dict[str, object] = {
+        "bench": False,
+        "max_steps": config.max_steps or BENCH_STEPS,
+        "output_dir": scratch,
+        "ckpt": None,
+        "wandb": None,
+    }
+    data: object
+    if isinstance(config, SFTConfig):
+        data = config.data
+        if not isinstance(data, FakeSFTDataConfig):
+            data = FakeSFTDataConfig(seq_len=config.data.seq_len, batch_size=config.data.batch_size)
+        changes["val"] = None
+    else:
+        data = config.data.model_copy(update={"fake": config.data.fake or FakeDataConfig()})
+    return config.model_copy(update=changes | {"data": data})
+
+
+def build_bench_table(rows: Sequence[Mapping[str, float]], device: str) -> Table:
+    """Mean, deviation, least and most of what each step took, its first left out."""
+    table = Table(
+        "", "mean", "std", "min", "max", title=f"{len(rows) - 1} steps on {device}, one before them to warm up"
+    )
+    for label, key, digits in (
+        ("step (s)", "time/step", 3),
+        ("forward, backward, update (s)", "time/forward_backward", 3),
+        ("publish weights (s)", "time/broadcast_weights", 3),
+        ("load data (s)", "time/load_data", 3),
+        ("throughput (tokens/s)", "throughput", 0),
+        ("MFU (%)", "mfu", 1),
+        ("peak memory (GiB)", "perf/peak_memory", 2),
+    ):
+        values = [row[key] for row in map(_of_this_step, rows[1:]) if key in row]
+        if values:
+            figures = (statistics.fmean(values), statistics.pstdev(values), min(values), max(values))
+            table.add_row(label, *(f"{figure:,.{digits}f}" for figure in figures))
+    return table
+
+
+def _of_this_step(row: Mapping[str, float]) -> dict[str, float]:
+    """Throughput and MFU of one step; those of `perf/` look back over several."""
+    throughput = row["batch/tokens"] / row["time/step"]
+    return {**row, "throughput": throughput, "mfu": row["perf/mfu"] / row["perf/throughput"] * throughput}
+
+
+def run_bench(config: Config, train: Callable[[Config], int]) -> int:
+    """Run `train` on the config that `prepare_bench` makes, and show the table of `build_bench_table`."""
+    with tempfile.TemporaryDirectory(prefix="bench_") as scratch:
+        code = train(prepare_bench(config, Path(scratch)))
+        rows = [row for row in load_jsonl(Path(scratch) / METRICS_FILE) if "time/step" in row]
+    if rows:  # of several ranks, the first one's
+        device = resolve_placement(config.model).device
+        threads = f"cpu, threads: {torch.get_num_threads()}"
+        where = torch.cuda.get_device_name(device) if device.type == "cuda" else threads
+        Console().print(build_bench_table(rows, f"{where}, ranks: {os.environ.get('WORLD_SIZE', 1)}"))
+    return code
+
+
+@contextmanager
+def record_profile(config: TrainConfig | SFTConfig, device: torch.device, rank: int = 0) -> Iterator[None]:
+    """Write what `trace_path` and `memory_profiler_path` ask for when the run ends, also when it fails.
+
+    `ValueError` for a memory record without a GPU: on a CPU nobody keeps one.
+    """
+    if config.memory_profiler_path is not None and device.type != "cuda":
+        raise ValueError(
+            "memory_profiler_path records the allocations of a GPU, and this run computes on the CPU: leave it out, "
+            "the peak is in perf/peak_memory, and trace_path shows what each operation allocates"
+        )
+    with _trace(config.trace_path, device, rank), _memory(config.memory_profiler_path, rank):
+        yield
+
+
+@contextmanager
+def _trace(path: Path | None, device: torch.device, rank: int) -> Iterator[None]:
+    if path is None:
+        yield
+        return
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
+    path.mkdir(parents=True, exist_ok=True)
+    profiler = profile(activities=activities, profile_memory=True, record_shapes=True)
+    profiler.start()
+    try:
+        yield
+    finally:
+        profiler.stop()
+        file = path / f"trace_{rank}.json.gz"
+        profiler.export_chrome_trace(str(file))
+        logger.info(f"Trace written to {file}: open it in a Chromium at chrome://tracing or at ui.perfetto.dev")
+
+
+@contextmanager
+def _memory(path: Path | None, rank: int) -> Iterator[None]:
+    if path is None:
+        yield
+        return
+    path.mkdir(parents=True, exist_ok=True)
+    torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS)
+    try:
+        yield
+    finally:
+        file = path / f"memory_{rank}.pickle"
+        torch.cuda.memory._dump_snapshot(str(file))  # torch's own format, for its viewer; nothing of ours reads it
+        torch.cuda.memory._record_memory_history(enabled=None)
+        logger.info(f"Record of memory written to {file}: open it at pytorch.org/memory_viz")

@@ -1,0 +1,141 @@
+"""Rows of data sets: JSONL and parquet files, directories of them with subsets and splits, or a hub."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+Row = Mapping[str, Any]
+
+ROWS_PER_READ = 1024
+"""Rows of a parquet file that are held at once while it is streamed."""
+
+
+def load_rows(name: str, split: str = "train", subset: str | None = None) -> list[Row]:
+    """`iter_rows` as a list."""
+    return list(iter_rows(name, split, subset))
+
+
+def iter_rows(name: str, split: str = "train", subset: str | None = None) -> Iterator[Row]:
+    """Stream the rows of a JSONL or parquet file, of a directory of such files, or of a data set on the hub.
+
+    In a directory, subset S is the directory `S/` or the file `S.jsonl`, and split T the files `T.*` and `T-*` or the
+    directory `T/`; where no name says what split it is, every file belongs to `train`. `ValueError` when there is no
+    such data set, it holds no rows, or a line is no JSON object.
+    """
+    path = Path(name).expanduser()
+    rows: Iterator[Row]
+    if path.exists():
+        rows = (row for file in find_files(name, split, subset) for row in _READERS[file.suffix](file))
+    elif path.suffix in _READERS or name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise ValueError(f"data set {name!r} was not found: give a .jsonl or .parquet file, or a hub id (owner/name)")
+    else:
+        rows = _iter_hub(name, split, subset)
+    is_empty = True
+    for row in rows:
+        is_empty = False
+        yield row
+    if is_empty:
+        raise ValueError(f"data set {name!r} holds no rows")
+
+
+def find_files(name: str, split: str = "train", subset: str | None = None) -> list[Path]:
+    """The files of a split (and subset) of a local data set, in order of their names."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        if path.suffix not in _READERS:
+            raise ValueError(f"{name} is no data set: use a file that ends in {', '.join(_READERS)}")
+        if subset is not None:
+            raise ValueError(f"data set {name!r} is a file here, which has no subset {subset!r}: leave it out")
+        if split != "train":
+            raise ValueError(f"data set {name!r} is a file here, which has no split {split!r}: name the file of it")
+        return [path]
+    if subset is not None:
+        single = [path / f"{subset}{suffix}" for suffix in _READERS if (path / f"{subset}{suffix}").is_file()]
+        if single and split == "train":
+            return single[:1]
+        if not (path / subset).is_dir():
+            raise ValueError(f"{path} has no subset {subset!r}: it is neither {subset}/ nor {subset}.jsonl there")
+        path = path / subset
+    files = _files_of_split(path, split)
+    if not files:
+        raise ValueError(f"{path} holds no split {split!r}: it needs {split}.jsonl, {split}-*.parquet or {split}/")
+    return files
+
+
+def _files_of_split(path: Path, split: str) -> list[Path]:
+    if (path / split).is_dir():
+        return _data_files(path / split)
+    files = _data_files(path) or _data_files(path / "data")
+    chosen = [file for file in files if file.stem == split or file.stem.startswith(f"{split}-")]
+    return chosen if chosen or split != "train" else files
+
+
+def _data_files(path: Path) -> list[Path]:
+    return sorted(file for file in path.iterdir() if file.suffix in _READERS) if path.is_dir() else []
+
+
+def _iter_jsonl(path: Path) -> Iterator[Row]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode("utf-8-sig"))
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number} is not valid JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}, line {number} is no JSON object")
+            yield row
+
+
+def _iter_parquet(path: Path) -> Iterator[Row]:
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ValueError(
+            f"{path}: reading parquet needs pyarrow (pip install pyarrow), or convert it to JSONL"
+        ) from error
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=ROWS_PER_READ):
+                yield from batch.to_pylist()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is no parquet file: {error}") from error
+
+
+_READERS = {".jsonl": _iter_jsonl, ".parquet": _iter_parquet}
+
+
+def _iter_hub(name: str, split: str, subset: str | None) -> Iterator[Row]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(
+            f"data set {name!r} is no file here, and reading it from the hub needs `datasets` (pip install datasets)"
+        ) from error
+    try:
+        if not is_hub_resolvable():
+            datasets.config.HF_HUB_OFFLINE = True  # look into the cache at once instead of knocking for half a minute
+        rows = datasets.load_dataset(name, subset, split=split)
+    except Exception as error:
+        # The hub raises a dozen kinds (offline, gated, missing, proxy): for the user they are one.
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"data set {name!r} is no file and was not found on the hub: {reason}") from error
+    yield from rows
+
+
+def is_hub_resolvable() -> bool:
+    """Whether the hub's name can be looked up here, or a proxy is asked to do that."""
+    if any(os.environ.get(key) for key in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return True
+    try:
+        socket.getaddrinfo(urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname, 443)
+    except OSError:
+        return False
+    return True

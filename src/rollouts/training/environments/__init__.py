@@ -1,0 +1,20 @@
+"""Environments: what the rooms above need of one, how an id is found, and the doors to plain Python and `verifiers`."""
+
+from __future__ import annotations
+
+from rollouts.training.environments.finding import check_environment, find_environment
+from rollouts.training.environments.loading import load_environment
+from rollouts.training.environments.plain import PlainEnvironment
+from rollouts.training.environments.protocol import Environment, Row
+from rollouts.training.environments.verifiers_door import VerifiersEnvironment, check_verifiers
+
+__all__ = [
+    "Environment",
+    "PlainEnvironment",
+    "Row",
+    "VerifiersEnvironment",
+    "check_environment",
+    "check_verifiers",
+    "find_environment",
+    "load_environment",
+]

@@ -1,0 +1,199 @@
+"""An environment in plain Python: rows, and functions that reward what the model wrote; no other library."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from rollouts.training.agent_integration import Rollout, Turn, completion_text
+from rollouts.training.environments.protocol import Row, name_failure, open_conversation, run_attempts, within
+from rollouts.training.types import Message, Status
+
+Reward = Callable[..., Any]
+Respond = Callable[..., Any]
+
+
+class PlainEnvironment:
+    """`dataset` rows are attempted and scored by `rewards`, one function or several, each alone or with a weight.
+
+    A row is a dict with `prompt` (text or messages), and `answer`, `info` or whatever the functions want to know. A
+    reward function takes any of `completion` (the model's text), `messages` (all of the completion), `prompt`,
+    `answer`, `info`, `row` and `state` (a dict of this rollout) by name and answers a number; it may be async. One
+    that raises fails the rollout: a mistake is no reward of 0.
+
+    In several turns `respond(messages, row, state)` gives the messages that follow the model's last one, or none to
+    end; `state` is shared with the reward functions. `tools` are OpenAI tool schemas, answered by `respond`.
+    """
+
+    def __init__(
+        self,
+        dataset: Iterable[Mapping[str, Any]],
+        rewards: Reward | Sequence[Reward | tuple[Reward, float]],
+        *,
+        eval_dataset: Iterable[Mapping[str, Any]] | None = None,
+        system_prompt: str | None = None,
+        respond: Respond | None = None,
+        max_turns: int = 10,
+        tools: Sequence[dict[str, Any]] | None = None,
+        id: str = "",
+    ) -> None:
+        self.id = id
+        self.timeout_s: float | None = None
+        self.score = True
+        self.respond, self.max_turns, self.tools = respond, max_turns, list(tools or [])
+        self._rows = [_as_row(row, i, system_prompt) for i, row in enumerate(dataset)]
+        held_out = enumerate(eval_dataset) if eval_dataset is not None else []
+        self._eval_rows = [_as_row(row, i, system_prompt) for i, row in held_out] or self._rows
+        pairs = [rewards] if callable(rewards) else list(rewards)
+        self.rewards = [pair if isinstance(pair, tuple) else (pair, 1.0) for pair in pairs]
+        if not self.rewards or not all(callable(function) for function, _ in self.rewards):
+            raise ValueError("rewards must be a function, or a list of functions or (function, weight) pairs")
+
+    def rows(self, split: str = "train") -> list[Row]:
+        """The rows; "eval" falls back on the training rows."""
+        return self._eval_rows if split == "eval" else self._rows
+
+    async def run_group(
+        self, row: Row, client: Any, model: str, sampling_args: Sequence[dict[str, Any]], retries: int = 0
+    ) -> list[Rollout]:
+        """See `Environment.run_group`."""
+
+        async def attempt(args: dict[str, Any]) -> Any:
+            rollout = _open_rollout(row, args)
+            error = await within(
+                self.timeout_s, "the rollout", lambda: self._attempt(rollout, row, client, model, args)
+            )
+            if isinstance(error, Exception):
+                rollout.status, (rollout.error_type, rollout.error) = Status.FAILED, name_failure(error)
+                rollout.turns, rollout.metrics, rollout.reward = [], {}, 0.0
+            return rollout
+
+        def failure(rollout: Rollout) -> tuple[str, str] | None:
+            return (rollout.error_type or "Error", rollout.error or "") if rollout.failed else None
+
+        return await run_attempts(sampling_args, retries, attempt, failure)
+
+    async def _attempt(self, rollout: Rollout, row: Row, client: Any, model: str, args: dict[str, Any]) -> None:
+        state: dict[str, Any] = {}
+        started = time.perf_counter()
+        await self._talk(rollout, row, state, open_conversation(client), model, args)
+        talked = time.perf_counter()
+        if self.score:
+            await self._score(rollout, row, state)
+        rollout.generation_ms, rollout.scoring_ms = 1e3 * (talked - started), 1e3 * (time.perf_counter() - talked)
+
+    async def _talk(
+        self, rollout: Rollout, row: Row, state: dict[str, Any], client: Any, model: str, args: dict[str, Any]
+    ) -> None:
+        messages: list[Message] = list(row["prompt"])
+        request = dict(args)
+        if (limit := request.pop("max_tokens", None)) is not None:
+            request["max_completion_tokens"] = limit
+        if self.tools:
+            request["tools"] = self.tools
+        rollout.completion = []
+        for number in range(1, self.max_turns + 1):
+            try:
+                answer = await client.chat.completions.create(model=model, messages=messages, **request)
+            except Exception as error:
+                if number == 1 or name_failure(error)[0] != "OverlongPrompt":
+                    raise
+                rollout.status, rollout.stop_reason = Status.TRUNCATED, "prompt_too_long"
+                return
+            choice = answer.choices[0]
+            said = _assistant_message(choice.message)
+            rollout.completion = [*rollout.completion, said]
+            messages = [*messages, said]
+            rollout.num_turns, rollout.stop_reason = number, choice.finish_reason
+            if (turn := _read_turn(answer)) is not None:
+                rollout.turns = [*rollout.turns, turn]
+            if choice.finish_reason == "length":
+                rollout.status = Status.TRUNCATED
+                return
+            if self.respond is None:
+                return
+            replies = await _maybe_async(self.respond(messages, row, state))
+            if not replies:
+                return
+            rollout.completion = [*rollout.completion, *replies]
+            messages = [*messages, *replies]
+        rollout.status, rollout.stop_reason = Status.TRUNCATED, "max_turns"
+
+    async def _score(self, rollout: Rollout, row: Row, state: dict[str, Any]) -> None:
+        known = {
+            "completion": completion_text(rollout.completion),
+            "messages": rollout.completion,
+            "prompt": row["prompt"],
+            "answer": row.get("answer"),
+            "info": row.get("info"),
+            "row": row,
+            "state": state,
+        }
+        for function, weight in self.rewards:
+            name = getattr(function, "__name__", repr(function))
+            try:
+                value = float(await _maybe_async(function(**_wanted(function, known))))
+            except Exception as error:
+                raise RewardError(f"{name}: {type(error).__name__}: {error}") from error
+            rollout.metrics = {**rollout.metrics, name: value}
+            rollout.reward += weight * value
+
+
+class RewardError(Exception):
+    """A reward function raised."""
+
+
+def _wanted(function: Reward, known: dict[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return known
+    return {p.name: known[p.name] for p in parameters if p.name in known}
+
+
+async def _maybe_async(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+def _as_row(row: Mapping[str, Any], number: int, system_prompt: str | None) -> Row:
+    prompt = row.get("prompt", row.get("question"))
+    if not isinstance(prompt, (str, list)) or not prompt:
+        raise ValueError(f"row {number} of the dataset has no prompt: give it text or a list of messages")
+    messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if system_prompt and messages[0].get("role") != "system":
+        messages = [{"role": "system", "content": system_prompt}, *messages]
+    return {"example_id": number, **row, "prompt": messages}
+
+
+def _open_rollout(row: Row, args: dict[str, Any]) -> Rollout:
+    return Rollout(
+        prompt=row["prompt"],
+        answer=row.get("answer"),
+        info=row.get("info"),
+        task=str(row.get("task") or ""),
+        example_id=int(row.get("example_id") or 0),
+        temperature=float(args.get("temperature", 1.0)),
+    )
+
+
+def _assistant_message(message: Any) -> Message:
+    said: Message = {"role": "assistant", "content": message.content or ""}
+    if message.tool_calls:
+        said["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+    return said
+
+
+def _read_turn(answer: Any) -> Turn | None:
+    """The tokens of an answer; None when the server told none."""
+    choice = answer.choices[0]
+    prompt_ids = getattr(answer, "prompt_token_ids", None)
+    content = choice.logprobs.content if choice.logprobs is not None else None
+    if prompt_ids is None or getattr(choice, "token_ids", None) is None or content is None:
+        return None
+    return Turn(
+        prompt_ids=list(prompt_ids),
+        completion_ids=list(choice.token_ids),
+        logprobs=[entry.logprob for entry in content],
+        versions=[(int(start), int(version)) for start, version in getattr(choice, "versions", None) or []],
+    )

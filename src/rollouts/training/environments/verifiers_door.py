@@ -1,0 +1,167 @@
+"""The one door to `verifiers`: an environment of that library behind our protocol, its failures told apart."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rollouts.training.agent_integration import Rollout, Turn
+from rollouts.training.environments.finding import VERIFIERS_RANGE, check_verifiers
+from rollouts.training.environments.protocol import Row, open_conversation, run_attempts, within
+from rollouts.training.types import Status
+
+__all__ = ["VERIFIERS_RANGE", "VerifiersEnvironment", "check_verifiers"]
+
+
+class VerifiersEnvironment:
+    """A `verifiers` environment behind our protocol. It runs under asyncio, as `verifiers` does."""
+
+    def __init__(self, env_id: str, env: Any, *, timeout_s: float | None = None, score: bool = True) -> None:
+        self.id = env_id
+        self.timeout_s = timeout_s
+        self.score = score
+        self.env = env
+        env.env_id = env.env_id or env_id
+        # Every failed rollout would be an ERROR line of its own; failures are counted and reported by our caller.
+        env.logger.setLevel(logging.CRITICAL)
+        # 0.1.9 wants a semaphore for scoring, 0.1.10 none.
+        needs_semaphore = "score_sem" in inspect.signature(env.rubric.score_group).parameters
+        self._score_args = {"score_sem": contextlib.AsyncExitStack()} if needs_semaphore else {}
+        for rubric in _rubrics(env):
+            _remember_errors(rubric)
+
+    def rows(self, split: str = "train") -> list[Row]:
+        """Rows of the environment's dataset; "eval" falls back on the training rows as `verifiers` does."""
+        dataset = self.env.get_eval_dataset() if split == "eval" else self.env.get_dataset()
+        return [dict(row) for row in dataset]
+
+    async def run_group(
+        self, row: Row, client: Any, model: str, sampling_args: Sequence[dict[str, Any]], retries: int = 0
+    ) -> list[Rollout]:
+        """See `Environment.run_group`."""
+
+        async def attempt(args: dict[str, Any]) -> Any:
+            own_client = open_conversation(client)
+            return await within(
+                self.timeout_s, "the rollout", lambda: self.env.rollout(dict(row), own_client, model, args)
+            )
+
+        results = await run_attempts(sampling_args, retries, attempt, _failure)
+        states = [state for state in results if _failure(state) is None]
+        scoring_error = await self._score(states) if self.score else None
+        return [
+            _to_rollout(row, result, args, scoring_error) for result, args in zip(results, sampling_args, strict=True)
+        ]
+
+    async def _score(self, states: list[Any]) -> Exception | None:
+        """Score the rollouts that did not fail; an error of the rubric fails them all."""
+        if not states:
+            return None
+        score = self.env.rubric.score_group
+        outcome = await within(self.timeout_s, "scoring", lambda: score(states, **self._score_args))
+        return outcome if isinstance(outcome, Exception) else None
+
+
+def _rubrics(env: Any) -> list[Any]:
+    """Every rubric that scores for `env`: those of a rubric group, and those of the parts of an environment group."""
+    found: list[Any] = []
+    queue = [env.rubric, *(part.rubric for part in getattr(env, "envs", []))]
+    while queue:
+        rubric = queue.pop()
+        if any(rubric is known for known in found):
+            continue
+        found.append(rubric)
+        queue += getattr(rubric, "rubrics", [])
+    return found
+
+
+def _remember_errors(rubric: Any) -> None:
+    """Let each reward function of `rubric` note its exception in the state, which `verifiers` turns into a plain 0."""
+    for i, function in enumerate(rubric.funcs):
+        signature = inspect.signature(function)
+        if {"states", "prompts", "completions", "answers", "tasks", "infos"} & set(signature.parameters):
+            continue  # scores the whole group at once: its states are not told apart here
+        rubric.funcs[i] = _with_memory(function, signature)
+
+
+def _with_memory(function: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
+    takes_state = "state" in signature.parameters or any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+
+    async def scored(**arguments: Any) -> float:
+        state = arguments["state"] if takes_state else arguments.pop("state")
+        try:
+            value = function(**arguments)
+            return float(await value if inspect.isawaitable(value) else value)
+        except Exception as error:
+            state.setdefault("reward_errors", []).append(f"{name}: {type(error).__name__}: {error}")
+            raise
+
+    name = scored.__name__ = getattr(function, "__name__", repr(function))
+    # `verifiers` passes what the signature asks for; ours asks for the state as well.
+    parameters = list(signature.parameters.values())
+    if not takes_state:
+        parameters.append(inspect.Parameter("state", inspect.Parameter.KEYWORD_ONLY))
+    scored.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return scored
+
+
+def _failure(result: Any) -> tuple[str, str] | None:
+    """Type and text of what went wrong, or None for a rollout that can be scored."""
+    if isinstance(result, Exception):
+        return type(result).__name__, str(result) or repr(result)
+    if (error := result.get("error")) is not None:
+        cause = error.__cause__ or error
+        return type(cause).__name__, str(cause) or repr(cause)
+    if not result["trajectory"]:
+        if result.get("prompt_too_long"):
+            return "OverlongPrompt", "the prompt is longer than the server's context"
+        return "EmptyRollout", "the environment ended the rollout before the model was asked"
+    return None
+
+
+def _to_rollout(row: Row, result: Any, args: dict[str, Any], scoring_error: Exception | None) -> Rollout:
+    failure = _failure(result)
+    if failure is None and scoring_error is not None:
+        failure = type(scoring_error).__name__, f"scoring failed: {scoring_error}"
+    known = Rollout(
+        prompt=row["prompt"],
+        answer=row.get("answer"),
+        info=row.get("info"),
+        task=str(row.get("task") or ""),
+        example_id=int(row.get("example_id") or 0),
+        temperature=float(args.get("temperature", 1.0)),
+    )
+    if failure is not None:
+        known.status, (known.error_type, known.error) = Status.FAILED, failure
+        return known
+    known.completion = result["completion"]
+    known.stop_reason = result.get("stop_condition")
+    if result["trajectory"][-1]["response"].choices[0].finish_reason == "length":
+        known.stop_reason = "length"
+    known.turns = [turn for step in result["trajectory"] if (turn := _to_turn(step)) is not None]
+    known.num_turns = len(result["trajectory"])
+    known.reward = float(result["reward"] or 0.0)
+    known.metrics = {name: float(value) for name, value in (result["metrics"] or {}).items()}
+    if errors := result.get("reward_errors"):
+        known.error_type, known.error = "RewardError", "; ".join(errors)
+    known.status = Status.TRUNCATED if result["is_truncated"] else Status.COMPLETED
+    known.generation_ms = result["timing"]["generation_ms"]
+    known.scoring_ms = result["timing"]["scoring_ms"]
+    return known
+
+
+def _to_turn(step: Any) -> Turn | None:
+    """The tokens of a trajectory step, taken from its record; the raw answer is not kept."""
+    tokens, choice = step["tokens"], step["response"].choices[0]
+    step["response"] = None
+    if tokens is None:
+        return None
+    return Turn(
+        prompt_ids=list(tokens["prompt_ids"]),
+        completion_ids=list(tokens["completion_ids"]),
+        logprobs=list(tokens["completion_logprobs"]),
+        versions=[(int(start), int(version)) for start, version in getattr(choice, "versions", None) or []],
+    )

@@ -1,0 +1,41 @@
+"""Log-probs to loss: policy objectives on per-token streams, each a row of choices of `rollouts.training.objectives`.
+
+Losses return a sum and a count. Whoever calls divides by the count of the whole step over all ranks, so neither
+packing nor micro-batching nor sharding can change a gradient. Streams are aligned to labels: entry t belongs to the
+token that position t predicts. Nothing here shifts.
+"""
+
+from __future__ import annotations
+
+from rollouts.training.rl_losses.documented import grpo_loss, mean_over, ppo_loss, ppo_loss_with_metrics
+from rollouts.training.rl_losses.inputs import LossInputs, LossOutput
+from rollouts.training.rl_losses.kl import compute_kl
+from rollouts.training.rl_losses.logprobs import (
+    compute_entropy,
+    compute_head_logprobs,
+    compute_label_logprobs,
+    compute_logprobs,
+)
+from rollouts.training.rl_losses.normalise import aggregate_tokens
+from rollouts.training.rl_losses.policy import PolicyLoss, mix_advantages, nll_loss, policy_loss
+from rollouts.training.rl_losses.stats import TokenStats
+
+__all__ = [
+    "LossInputs",
+    "LossOutput",
+    "PolicyLoss",
+    "TokenStats",
+    "aggregate_tokens",
+    "compute_entropy",
+    "compute_head_logprobs",
+    "compute_kl",
+    "compute_label_logprobs",
+    "compute_logprobs",
+    "grpo_loss",
+    "mean_over",
+    "mix_advantages",
+    "nll_loss",
+    "policy_loss",
+    "ppo_loss",
+    "ppo_loss_with_metrics",
+]

@@ -1,0 +1,53 @@
+"""What losses take and give: per-token streams in, a sum with its count and its metrics out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from rollouts.training.rl_losses.stats import TokenStats
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """Per-token streams of one micro-batch; only `trainer_logprobs` and `entropy` carry a gradient.
+
+    `loss_mask` weighs tokens (0: no loss). `sequence` numbers the sequence each token belongs to, from 0; a sequence
+    is never split over micro-batches. `num_sequences` bounds these numbers (None: read off, which waits for a GPU).
+    """
+
+    trainer_logprobs: Float[Tensor, " tokens"]
+    inference_logprobs: Float[Tensor, " tokens"]
+    advantages: Float[Tensor, " tokens"]
+    loss_mask: Float[Tensor, " tokens"]
+    sequence: Int[Tensor, " tokens"]
+    teacher_logprobs: Float[Tensor, " tokens"] | None = None
+    entropy: Float[Tensor, " tokens"] | None = None
+    num_sequences: int | None = None
+
+    def per_sequence(self, values: Float[Tensor, " tokens"], how: str = "sum") -> Float[Tensor, " sequences"]:
+        """`sum`, `amin` or `amax` of the values of each sequence."""
+        num = self.num_sequences
+        if num is None:
+            num = int(self.sequence.max()) + 1 if len(self.sequence) else 0
+        start = {"sum": 0.0, "amin": torch.inf, "amax": -torch.inf}[how]
+        empty = torch.full((num,), start, dtype=values.dtype, device=values.device)
+        return empty.scatter_reduce(0, self.sequence, values, how)
+
+    def mean_per_sequence(self, values: Float[Tensor, " tokens"]) -> Float[Tensor, " sequences"]:
+        """Mean over the loss tokens of each sequence, each counted once; 0 for a sequence without loss tokens."""
+        active = self.loss_mask > 0
+        count = self.per_sequence(active.to(values.dtype)).clamp(min=1)
+        return self.per_sequence(torch.where(active, values, 0.0)) / count
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """The summed loss (divide by the global count), this part's count, and statistics over its loss tokens."""
+
+    loss_sum: Float[Tensor, ""]
+    count: Float[Tensor, ""]
+    stats: TokenStats = field(default_factory=TokenStats)

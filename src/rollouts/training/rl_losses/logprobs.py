@@ -1,0 +1,140 @@
+"""Logits to log-probs of labels and entropies; from hidden states in chunks, so that no table of all logits exists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+LOGITS_PER_CHUNK = 1 << 24
+"""Logits that are held at once in fp32 (64 MiB); more tokens are taken in chunks and recomputed for the backward."""
+
+MIN_CHUNK = 4
+"""A chunk has at least this many rows, or a matrix product takes another path and rounds differently."""
+
+
+def compute_logprobs(
+    logits: Float[Tensor, "tokens vocab"],
+    labels: Int[Tensor, " tokens"],
+    temperature: Float[Tensor, " tokens"],
+) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
+    """Log-prob of each label under softmax(logits / temperature), and the entropy of that distribution (no gradient).
+
+    In fp32 and in exactly this order of operations, which is the sampler's: the two agree bit for bit.
+    """
+    table = _log_softmax(logits, temperature)
+    with torch.no_grad():
+        entropy = -(table.exp() * table).sum(-1)
+    return table.gather(-1, labels[:, None]).squeeze(-1), entropy
+
+
+def compute_head_logprobs(
+    hidden: Float[Tensor, "tokens hidden"],
+    weight: Float[Tensor, "vocab hidden"],
+    labels: Int[Tensor, " tokens"],
+    temperature: Float[Tensor, " tokens"],
+    logits_per_chunk: int = LOGITS_PER_CHUNK,
+) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
+    """`compute_logprobs` of `hidden @ weight.T`, both results with gradients, for as many tokens as you like.
+
+    Neither forward nor backward holds more than about `logits_per_chunk` logits at a time: with several chunks the
+    backward computes the logits again. The bits do not depend on the number of chunks.
+    """
+    return _HeadLogprobs.apply(hidden, weight, labels, temperature, logits_per_chunk)  # type: ignore[no-untyped-call]
+
+
+def compute_label_logprobs(
+    logits: Float[Tensor, "batch seq vocab"], labels: Int[Tensor, "batch seq"]
+) -> Float[Tensor, "batch seq"]:
+    """Log-prob of each label, in fp32 or better; 0 for the label -100, which stands for no label."""
+    if labels.shape != logits.shape[:-1]:
+        raise ValueError(f"labels have shape {list(labels.shape)}, logits {list(logits.shape)}: they must agree")
+    flat = torch.nn.functional.cross_entropy(_wide(logits).flatten(0, -2), labels.flatten(), reduction="none")
+    return -flat.view(labels.shape)
+
+
+def compute_entropy(logits: Float[Tensor, "batch seq vocab"]) -> Float[Tensor, "batch seq"]:
+    """Entropy of each position's distribution, in nats."""
+    logprobs = torch.log_softmax(_wide(logits), dim=-1)
+    return -(logprobs.exp() * logprobs).sum(-1)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _log_softmax(logits: Tensor, temperature: Tensor) -> Tensor:
+    return torch.log_softmax(_wide(logits) / temperature[:, None], dim=-1)
+
+
+class _HeadLogprobs(torch.autograd.Function):
+    """Log-probs and entropies of labels under a linear head.
+
+    With z = h W^T / T, p = softmax(z), l = log p and H the entropy, for the label y:
+
+        d l_y / d z = onehot(y) - p         d H / d z = -p (l + H)
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor, logits_per_chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        num_tokens, vocab = len(labels), weight.shape[0]
+        ctx.num_chunks = max(1, min(-(-num_tokens * vocab // logits_per_chunk), num_tokens // MIN_CHUNK))
+        ctx.set_materialize_grads(False)
+        logprobs, entropies = [], []
+        table = None
+        for h, y, t in _chunks(ctx.num_chunks, hidden, labels, temperature):
+            table = _log_softmax(torch.nn.functional.linear(h, weight), t)
+            logprobs.append(table.gather(-1, y[:, None]).squeeze(-1))
+            entropies.append(-(table.exp() * table).sum(-1))
+        entropy = torch.cat(entropies)
+        # A single chunk is small enough to keep, which saves computing it again.
+        kept = table if ctx.num_chunks == 1 else None
+        ctx.save_for_backward(hidden, weight, labels, temperature, entropy, kept)
+        return torch.cat(logprobs), entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        hidden, weight, labels, temperature, entropy, kept = ctx.saved_tensors
+        of_logprob, of_entropy = grads
+        if of_logprob is None and of_entropy is None:
+            return None, None, None, None, None
+        zeros = torch.zeros_like(entropy)
+        of_logprob = zeros if of_logprob is None else of_logprob
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        # Summed over chunks in fp32: in bfloat16 every further chunk would round the sum again.
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        done = 0
+        for h, y, t, g, e, entropy_grad in _chunks(
+            ctx.num_chunks,
+            hidden,
+            labels,
+            temperature,
+            of_logprob,
+            entropy,
+            zeros if of_entropy is None else of_entropy,
+        ):
+            table = kept if kept is not None else _log_softmax(torch.nn.functional.linear(h, weight), t)
+            p = table.exp()
+            scale = -g[:, None] if of_entropy is None else -g[:, None] - entropy_grad[:, None] * (table + e[:, None])
+            of_logits = p.mul_(scale)
+            of_logits.scatter_add_(-1, y[:, None], g[:, None])
+            of_logits = of_logits.div_(t[:, None]).to(hidden.dtype)
+            if grad_hidden is not None:
+                torch.mm(of_logits, weight.to(hidden.dtype), out=grad_hidden[done : done + len(y)])
+            if grad_weight is not None:
+                if grad_weight.dtype == h.dtype:
+                    grad_weight.addmm_(of_logits.T, h)
+                else:
+                    grad_weight += of_logits.T @ h
+            done += len(y)
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+
+
+def _chunks(num: int, *streams: Tensor) -> Any:
+    """The streams cut into `num` nearly equal parts, side by side."""
+    return zip(*(stream.tensor_split(num) for stream in streams), strict=True)

@@ -1,0 +1,101 @@
+"""Which tokens are too far from the policy that sampled them, and how far a ratio may count."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from rollouts.training.objectives import Objective, Ratio
+from rollouts.training.rl_losses.inputs import LossInputs
+
+
+def compute_dropped(
+    inputs: LossInputs, advantage: Float[Tensor, " tokens"], objective: Objective
+) -> dict[str, Bool[Tensor, " tokens"]]:
+    """Which loss tokens each bound of the objective drops, under the name of the bound's metric."""
+    active = inputs.loss_mask > 0
+    trainer, inference = inputs.trainer_logprobs.detach(), inputs.inference_logprobs
+    log_ratio = torch.where(active, trainer - inference, 0.0)
+    dropped: dict[str, Bool[Tensor, " tokens"]] = {}
+
+    def drop(name: str, which: Tensor) -> None:
+        dropped[name] = (dropped[name] | which & active) if name in dropped else which & active
+
+    if objective.token_mask_low is not None:
+        drop("is_masked_low", log_ratio.exp() < objective.token_mask_low)
+    if objective.token_mask_high is not None:
+        drop("is_masked_high", log_ratio.exp() > objective.token_mask_high)
+    if objective.prob_bound is not None:
+        moved = trainer.exp() - inference.exp()
+        drop("is_masked_low", (advantage <= 0) & (moved < -objective.prob_bound))
+        drop("is_masked_high", (advantage > 0) & (moved > objective.prob_bound))
+    if objective.geo_mask_low is not None or objective.geo_mask_high is not None:
+        geo = inputs.mean_per_sequence(log_ratio).exp()[inputs.sequence]
+        if objective.geo_mask_low is not None:
+            drop("geo_masked_low", geo < objective.geo_mask_low)
+        if objective.geo_mask_high is not None:
+            drop("geo_masked_high", geo > objective.geo_mask_high)
+    if objective.sequence_mask_low is not None:
+        least = inputs.per_sequence(torch.where(active, log_ratio, torch.inf), "amin")
+        drop("sequence_masked_low", least.exp()[inputs.sequence] < objective.sequence_mask_low)
+    if objective.sequence_mask_high is not None:
+        most = inputs.per_sequence(torch.where(active, log_ratio, -torch.inf), "amax")
+        drop("sequence_masked_high", most.exp()[inputs.sequence] > objective.sequence_mask_high)
+    return dropped
+
+
+def union_of(dropped: dict[str, Bool[Tensor, " tokens"]], like: Bool[Tensor, " tokens"]) -> Bool[Tensor, " tokens"]:
+    """Tokens that any bound drops."""
+    union = torch.zeros_like(like)
+    for which in dropped.values():
+        union = union | which
+    return union
+
+
+def compute_ratio(inputs: LossInputs, log_ratio: Float[Tensor, " tokens"], kind: Ratio) -> Float[Tensor, " tokens"]:
+    """The importance ratio of each token, or that of its sequence, from `log_ratio`, which is 0 where there is no loss.
+
+    geometric  exp(mean of log r)        arithmetic  mean of r        product  exp(sum of log r)
+    """
+    if kind == "none":
+        return torch.ones_like(log_ratio)
+    if kind == "token":
+        return log_ratio.exp()
+    if kind == "geometric":
+        of_sequence = inputs.mean_per_sequence(log_ratio).exp()
+    elif kind == "arithmetic":
+        of_sequence = inputs.mean_per_sequence(log_ratio.exp())
+    else:
+        of_sequence = inputs.per_sequence(log_ratio).exp()
+    return of_sequence[inputs.sequence]
+
+
+def surrogate(
+    ratio: Float[Tensor, " tokens"],
+    advantage: Float[Tensor, " tokens"],
+    logprobs: Float[Tensor, " tokens"],
+    objective: Objective,
+) -> tuple[Float[Tensor, " tokens"], dict[str, Bool[Tensor, " tokens"]]]:
+    """Per-token loss of the ratio under its bounds (see `Objective`), and where each bound had an effect."""
+    low = None if objective.clip_low is None else 1 - objective.clip_low
+    high = None if objective.clip_high is None else 1 + objective.clip_high
+    clipped = ratio if low is None and high is None else ratio.clamp(low, high)
+    bound: dict[str, Bool[Tensor, " tokens"]] = {}
+    if objective.detached:
+        weight = clipped if objective.ratio_cap is None else clipped.clamp(max=objective.ratio_cap)
+        if objective.ratio_cap is not None:
+            bound["is_capped"] = ratio > objective.ratio_cap
+        if clipped is not ratio:
+            bound["is_clipped"] = clipped != ratio
+        return -weight.detach() * advantage * logprobs, bound
+    loss = -ratio * advantage
+    if clipped is not ratio:
+        limited = -clipped * advantage
+        bound["is_clipped"] = limited > loss
+        loss = torch.maximum(loss, limited)
+    if objective.dual_clip is not None:
+        ceiling = -objective.dual_clip * advantage
+        bound["is_dual_clipped"] = (advantage < 0) & (loss > ceiling)
+        loss = torch.where(bound["is_dual_clipped"], ceiling, loss)
+    return loss, bound

@@ -1,0 +1,54 @@
+"""A training run whose environment is killed, hangs, raises and leaks: it completes, and says what happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from road import Command, Runner, metric_rows, read_command_line, runner, until
+
+from prime_rl.utils.process import find_free_port
+from rollouts.training.steps import complete_steps
+
+KINDS = "fine once-hang fine raise fine once-leak fine fine fine fine fine fine"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Runner]:
+    with runner(tmp_path / "said") as found:
+        yield found
+
+
+def workers(command: Command) -> list[int]:
+    return [pid for pid in command.pids() if "prime_rl.utils.env_worker" in read_command_line(pid)]
+
+
+def test_a_run_survives_its_environment(run: Runner, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    env = {
+        "id": "./tests/unit/accidents.py",
+        "name": "accidents",
+        "num_workers": 3,
+        "stall_timeout": 5,
+        "max_memory_gb": 0.2,
+        "args.kinds": KINDS,
+        "args.marks": tmp_path,
+        "args.leak_mb": 170,
+    }
+    options = [word for key, value in env.items() for word in (f"--orchestrator.env.0.{key}", value)]
+    options += ["--output-dir", out, "--inference.server.port", find_free_port(), "--max-steps", 6]
+    command = run.start("rl", "@", "tests/integration/letters.toml", "--max-async-level", 1, *options)
+    until(lambda: len(complete_steps(out / "weights")) >= 1, "the first step", command)
+    os.kill(workers(command)[0], signal.SIGKILL)
+    assert command.wait() == 0, command.out + command.err
+    assert complete_steps(out / "weights")[-1] == 6
+    rows = metric_rows(out, "orchestrator", "reward/mean")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    log = (out / "logs" / "orchestrator.log").read_text()
+    for words in ("signal SIGKILL", "stood still", "has grown"):
+        assert log.count(words) == 1, log
+    assert rows[-1]["error/quarantined"] == 1, "the row that raises, and no other"
+    assert workers(command) == [] == command.pids()

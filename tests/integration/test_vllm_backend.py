@@ -1,0 +1,316 @@
+"""`inference.backend = "vllm"` with a real vLLM: its answers beside ours, verified weights, and a whole run of `rl`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+from road import THREE_FILES, Command, digests, metric_rows, runner, until
+
+from prime_rl.utils.process import find_free_port
+from rollouts.training.steps import step_path
+
+pytestmark = [
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm"),
+]
+TINY = ("--model.name", "tiny-qwen3", "--model.debug.random-init", "--model.max-model-len", 256)
+CHAT = [{"role": "system", "content": "reverse"}, {"role": "user", "content": "hello"}]
+PROMPT = [104, 101, 108, 108, 111, 32, 119]
+CLOSE = 1e-4
+OURS_ALONE = {"versions", "prompt_tail_mass", "reasoning_content", "version"}
+"""Fields that vLLM's own routes do not have."""
+FREE = {"id", "created", "request_id", "owned_by", "root", "permission", "parent", "system_fingerprint"} | {
+    "prompt_tokens_details",  # what was in a cache
+    "rank",  # ours is told within the k asked for
+}
+"""Fields whose value is the server's own affair."""
+
+
+@dataclass
+class Pair:
+    """Our engine and vLLM, each behind the `inference` command, serving the same random weights."""
+
+    ours: httpx.Client
+    theirs: httpx.Client
+    output_dir: Path
+    vllm: Command
+
+    def post(self, path: str, body: dict[str, Any]) -> tuple[httpx.Response, httpx.Response]:
+        return self.ours.post(path, json=body), self.theirs.post(path, json=body)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    root = tmp_path_factory.mktemp("vllm")
+    with runner(root / "said") as found:
+        clients, commands = [], []
+        for backend in ("embedded", "vllm"):
+            port = find_free_port()
+            options = (*TINY, "--backend", backend, "--output-dir", root / "out", "--server.port", port)
+            commands.append(found.start("inference", *options))
+            clients.append(httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120, trust_env=False))
+        for client, command in zip(clients, commands, strict=True):
+            until(lambda client=client: is_healthy(client), "the server", command, deadline_s=600)
+        yield Pair(*clients, root / "out", commands[1])
+
+
+def is_healthy(client: httpx.Client) -> bool:
+    try:
+        return client.get("/health").json() == {"status": "ok", "version": 0}
+    except httpx.HTTPError:
+        return False
+
+
+def differences(ours: Any, theirs: Any, path: str = "") -> list[str]:
+    """Fields of both answers with other values: numbers up to `CLOSE`; a field one side leaves out counts as null."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        names = (ours.keys() & theirs.keys()) - FREE
+        found = [line for name in sorted(names) for line in differences(ours[name], theirs[name], f"{path}.{name}")]
+        missing = sorted(n for n in theirs.keys() - ours.keys() - FREE if theirs[n] not in (None, [], "", {}))
+        extra = sorted(n for n in ours.keys() - theirs.keys() - FREE - OURS_ALONE if ours[n] not in (None, [], {}))
+        return found + [f"{path}.{n}: missing" for n in missing] + [f"{path}.{n}: only ours" for n in extra]
+    if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        return [
+            line for i, pair in enumerate(zip(ours, theirs, strict=True)) for line in differences(*pair, f"{path}[{i}]")
+        ]
+    if isinstance(ours, float) and isinstance(theirs, float | int):
+        return [] if math.isclose(ours, theirs, abs_tol=CLOSE) else [f"{path}: {ours} and {theirs}"]
+    return (
+        [] if ours == theirs or (ours in (None, []) and theirs in (None, [])) else [f"{path}: {ours!r} and {theirs!r}"]
+    )
+
+
+GREEDY = {"model": "tiny-qwen3", "temperature": 0, "max_tokens": 12, "return_token_ids": True}
+ASCII = {"logit_bias": {str(token): 60.0 for token in range(97, 123)}}
+"""Letters only: how a part of a character is shown is each server's own affair."""
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": CHAT, "logprobs": True, "top_logprobs": 3}),
+        ("/v1/chat/completions", {"messages": CHAT, "logprobs": True, "stop": ["zz", "a"]}),
+        ("/v1/chat/completions", {"messages": CHAT, "min_tokens": 12, "ignore_eos": True, "presence_penalty": 1.5}),
+        ("/v1/chat/completions", {"messages": CHAT, "frequency_penalty": 0.7, "repetition_penalty": 1.3}),
+        ("/v1/chat/completions/tokens", {"messages": CHAT, "tokens": PROMPT, "logprobs": True}),
+        ("/v1/completions", {"prompt": "hello w", "logprobs": 2}),
+        ("/v1/completions", {"prompt": [PROMPT, PROMPT[:4]], "logprobs": 0}),
+        ("/v1/completions", {"prompt": PROMPT, "prompt_logprobs": 0}),
+        ("/v1/completions", {"prompt": PROMPT, "stop_token_ids": [101, 108]}),
+    ],
+    ids=str,
+)
+def test_greedy_answers_agree_field_by_field(pair: Pair, path: str, body: dict[str, Any]) -> None:
+    ours, theirs = pair.post(path, {**GREEDY, **ASCII, **body})
+    assert (ours.status_code, theirs.status_code) == (200, 200), theirs.text
+    mine, vllms = ours.json(), theirs.json()
+    assert not differences(mine, vllms)
+    (first, *_), (second, *_) = mine["choices"], vllms["choices"]
+    assert first["token_ids"] == second["token_ids"] and len(first["token_ids"]) >= 1
+    assert first["versions"] == second["versions"] == [[0, 0]]
+
+
+def test_token_route_agrees(pair: Pair) -> None:
+    params = {"temperature": 0, "max_tokens": 8, "logprobs": 1, "ignore_eos": True}
+    ours, theirs = pair.post("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": params})
+    if theirs.status_code in (403, 404):
+        pytest.skip(f"this vLLM does not offer it: {theirs.text}")
+    (first,), (second,) = ours.json()["choices"], theirs.json()["choices"]
+    assert first["token_ids"] == second["token_ids"] and first["finish_reason"] == second["finish_reason"]
+    for mine, vllms in zip(first["logprobs"]["content"], second["logprobs"]["content"], strict=True):
+        assert mine["logprob"] == pytest.approx(vllms["logprob"], abs=CLOSE)
+        assert vllms.get("token_id", mine["token_id"]) == mine["token_id"]
+
+
+def test_streams_agree(pair: Pair) -> None:
+    body = {
+        **GREEDY,
+        **ASCII,
+        "messages": CHAT,
+        "logprobs": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+    def collect(client: httpx.Client) -> tuple[str, list[float], Any, Any]:
+        text, logprobs, reason, usage = "", [], None, None
+        with client.stream("POST", "/v1/chat/completions", json=body) as reply:
+            for line in reply.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                piece = json.loads(line[6:])
+                usage = piece.get("usage") or usage
+                for choice in piece["choices"]:
+                    text += choice["delta"].get("content") or ""
+                    logprobs += [entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or []]
+                    reason = choice["finish_reason"] or reason
+        return text, logprobs, reason, {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}
+
+    ours, theirs = collect(pair.ours), collect(pair.theirs)
+    assert (ours[0], *ours[2:]) == (theirs[0], *theirs[2:])
+    assert ours[1] == pytest.approx(theirs[1], abs=CLOSE) and len(ours[1]) == 12
+
+
+def test_scores_of_a_prompt_agree(pair: Pair) -> None:
+    ours, theirs = pair.post("/v1/completions", {**GREEDY, "prompt": PROMPT, "max_tokens": 1, "prompt_logprobs": 2})
+    (mine,), (vllms,) = ours.json()["choices"], theirs.json()["choices"]
+    for first, second in zip(mine["prompt_logprobs"][1:], vllms["prompt_logprobs"][1:], strict=True):
+        assert first.keys() == second.keys()
+        for token in first:
+            assert first[token]["logprob"] == pytest.approx(second[token]["logprob"], abs=CLOSE)
+
+
+def test_tokenizing_and_refusals_agree(pair: Pair) -> None:
+    for body in ({"prompt": "hello"}, {"messages": CHAT}, {"messages": CHAT, "add_generation_prompt": False}):
+        ours, theirs = pair.post("/tokenize", {"model": "tiny-qwen3", **body})
+        assert not differences(ours.json(), theirs.json())
+    ours, theirs = pair.post("/detokenize", {"model": "tiny-qwen3", "tokens": PROMPT})
+    assert ours.json()["prompt"] == theirs.json()["prompt"]
+    for change, status in (({"prompt": [104] * 300}, 400), ({"model": "other"}, 404), ({"temperature": -1}, 400)):
+        ours, theirs = pair.post("/v1/completions", {**GREEDY, "prompt": PROMPT, **change})
+        assert ours.status_code == theirs.status_code == status
+        assert ours.json()["error"].keys() == theirs.json()["error"].keys()
+        if "prompt" in change:
+            assert all("maximum context length is" in reply.text for reply in (ours, theirs))
+
+
+def test_versions_are_told(pair: Pair) -> None:
+    for client in (pair.ours, pair.theirs):
+        (card,) = [card for card in client.get("/v1/models").json()["data"] if card["id"] == "tiny-qwen3"]
+        assert (card["version"], card["max_model_len"]) == (0, 256)
+        assert "prime_rl_policy_version 0" in client.get("/metrics").text
+
+
+def test_weights_are_verified_in_flight_and_refused_when_damaged(pair: Pair) -> None:
+    from prime_rl.orchestrator.canary import CanaryCheck
+    from prime_rl.trainer.backend import build_backend
+    from prime_rl.trainer.config import TrainConfig
+    from prime_rl.transport.weights import publish_weights
+    from rollouts.training.batching import MicroBatch
+    from rollouts.training.weight_sync import PrimeEngine, sync_weights_to_engines
+
+    def build(seed: int) -> Any:
+        model = {"name": "tiny-qwen3", "debug": {"random_init": True, "seed": seed}}
+        return build_backend(TrainConfig.model_validate({"model": model}))
+
+    def scores(backend: Any, tokens: list[int]) -> list[float]:
+        n, zeros = len(tokens), [0.0] * len(tokens)
+        mask = [1.0] * (n - 1) + [0.0]
+        micro = MicroBatch(tokens, list(range(n)), [*tokens[1:], 0], mask, zeros, zeros, [1.0] * n, None, [n], [0])
+        found: list[float] = backend.compute_inputs(micro.to_tensors()).trainer_logprobs.tolist()
+        return found
+
+    old, new = build(0), build(1)
+    weights = pair.output_dir / "weights"
+    for step in (1, 2):
+        publish_weights(weights, step, new.publishable(), new.model_dir, canary=new.compute_canary(step))
+    body = {**GREEDY, "temperature": 1.0, "seed": 4, "max_tokens": 200, "ignore_eos": True, "prompt": PROMPT}
+    answers: list[dict[str, Any]] = []
+    engine = PrimeEngine(str(pair.theirs.base_url))
+
+    async def update(step: int) -> dict[str, Any]:
+        (answer,) = await sync_weights_to_engines([engine], str(step_path(weights, step)))
+        await CanaryCheck(1).check(step, step_path(weights, step), [engine], [answer])
+        return answer
+
+    asking = threading.Thread(
+        target=lambda: answers.append(pair.theirs.post("/v1/completions", json={**body, "logprobs": 0}).json())
+    )
+    asking.start()
+    until(lambda: "prime_rl_requests_in_flight 1" in pair.theirs.get("/metrics").text, "the request", pair.vllm)
+    answer = anyio.run(update, 1)
+    asking.join(120)
+    assert answer["version"] == 1 and not answer.get("unknown") and not answer.get("rounded")
+    published = digests(step_path(weights, 1))
+    assert {name: answer["digests"][name] for name in published} == published, "every tensor, as vLLM holds it"
+    (choice,) = answers[0]["choices"]
+    spans, drawn = choice["versions"], choice["logprobs"]["token_logprobs"]
+    at = spans[1][0] if len(spans) > 1 else (0 if spans == [[0, 1]] else 200)
+    tokens = PROMPT + choice["token_ids"]
+    before, after = (scores(model, tokens)[len(PROMPT) - 1 :] for model in (old, new))
+    assert drawn[:at] == pytest.approx(before[:at], abs=CLOSE)
+    assert drawn[at:] == pytest.approx(after[at:], abs=CLOSE)
+    damaged = step_path(weights, 2) / "model.safetensors"
+    data = bytearray(damaged.read_bytes())
+    data[-2] ^= 1
+    damaged.write_bytes(data)
+    reply = pair.theirs.post("/update_weights", json={"weight_dir": str(damaged.parent)})
+    assert reply.status_code == 400 and "do not match their manifest" in reply.json()["error"]["message"]
+    assert pair.theirs.get("/health").json()["version"] == 1
+    assert anyio.run(engine.score_prompt, PROMPT) == pytest.approx(scores(new, PROMPT), abs=CLOSE)
+    assert pair.theirs.post("/update_weights", json={"weight_dir": "/etc"}).status_code == 403
+    assert pair.theirs.post("/reload_weights").json()["version"] == 0
+    assert anyio.run(engine.score_prompt, PROMPT) == pytest.approx(scores(old, PROMPT), abs=CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "dtype"),
+    [("Qwen3", True, "bfloat16"), ("Qwen2", False, "bfloat16"), ("Llama", True, "float32")],
+)
+def test_workers_hold_every_tensor_of_fused_tied_and_narrow_models(
+    tmp_path: Path, family: str, tied: bool, dtype: str
+) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    from prime_rl.utils.tokenizer import load_tokenizer
+
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 320}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    extra = {"head_dim": 32} if family == "Qwen3" else {}
+    config = getattr(transformers, f"{family}Config")(**sizes, **heads, **extra, tie_word_embeddings=tied)
+    prompt = torch.tensor([[5, 6, 7, 8, 9, 20, 30, 40]])
+    expected = []
+    for step in (0, 1):
+        torch.manual_seed(step)
+        model = getattr(transformers, f"{family}ForCausalLM")(config).to(getattr(torch, dtype))
+        for parameter in model.parameters():
+            parameter.data += 0.05 * torch.randn_like(parameter)
+        model.save_pretrained(tmp_path / f"step_{step}")
+        load_tokenizer("tiny-qwen3").save_pretrained(tmp_path / f"step_{step}")
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model.float()(prompt).logits[0, :-1], -1)
+        expected.append(logprobs.gather(-1, prompt[0, 1:, None])[:, 0].tolist())
+    command = [sys.executable, str(Path(__file__).parent / "vllm_models.py")]
+    done = subprocess.run(
+        [*command, str(tmp_path / "step_0"), str(tmp_path / "step_1"), dtype],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ},
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, done.stderr[-3000:]
+    told = json.loads(lines[0].removeprefix("RESULT "))
+    close = 1e-3 if dtype == "float32" else 0.05
+    assert told["before"] == pytest.approx(expected[0], abs=close)
+    assert told["after"] == pytest.approx(expected[1], abs=close)
+    assert not told["held"]["wrong"] and not told["held"]["unknown"] and not told["report"]["unknown"]
+    # Norms start as ones in both; everything else of another model is told to differ.
+    assert len(told["foreign"]) >= len(told["held"]["digests"]) - 1
+    assert told["report"]["wrong"] == [] and len(told["report"]["digests"]) == len(told["held"]["digests"])
+    assert told["report"]["repaired"] in ([], ["lm_head.weight"]) and (tied or not told["report"]["repaired"])
+
+
+def test_a_whole_run_on_vllm_by_one_line_of_config(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = ("--output_dir", out, "--inference.server.port", find_free_port(), "--inference.backend", "vllm")
+    with runner(tmp_path / "said") as found:
+        command = found.start("rl", *THREE_FILES, *options)
+        assert command.wait(900) == 0, f"{command.out}\n{command.err}"
+
+    kls = [row["mismatch_kl/mean"] for row in metric_rows(out, "trainer", "mismatch_kl/mean")]
+    assert len(kls) == 5 and max(kls) < 1e-6
+    assert step_path(out / "weights", 5).is_dir()
+    assert "every engine computes what the trainer does" in (out / "logs" / "orchestrator.log").read_text()

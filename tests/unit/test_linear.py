@@ -1,0 +1,55 @@
+"""Matrix products by oneDNN: a row's bits depend on nothing but the row, and gradients are those of `F.linear`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from prime_rl.trainer.models.linear import Linear, linear, pack_weight, packed_linear, uses_onednn
+
+needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+
+
+@needs_onednn
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 320), (128, 96), (192, 64), (256, 512), (768, 256)])
+def test_a_row_is_the_same_in_any_company(inputs: int, outputs: int, threads: int) -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(outputs, inputs), torch.randn(300, inputs)
+    assert uses_onednn(x)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        whole = linear(x, weight)
+        torch.set_num_threads(threads)
+        packed, half = pack_weight(weight), outputs // 2
+        first, second = pack_weight(weight[:half]), pack_weight(weight[half:])
+        for rows in (1, 2, 3, 4, 7, 16, 31, 65, 128, 300):
+            assert torch.equal(linear(x[:rows], weight), whole[:rows])
+            if rows > 1:
+                assert torch.equal(packed_linear(x[:rows], packed), whole[:rows])
+                joined = torch.cat((packed_linear(x[:rows], first), packed_linear(x[:rows], second)), dim=1)
+                assert torch.equal(joined, whole[:rows])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("shape", [(1, 32), (5, 32), (200, 32), (2, 60, 32)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_values_and_gradients_are_those_of_torch(shape: tuple[int, ...], bias: bool) -> None:
+    torch.manual_seed(0)
+    layer, x = Linear(32, 48, bias=bias), torch.randn(shape)
+    grads = []
+    for product in (layer, lambda x: F.linear(x, layer.weight, layer.bias)):
+        layer.zero_grad()
+        ours = x.clone().requires_grad_()
+        out = product(ours)
+        out.square().sum().backward()
+        grads.append([out.detach(), ours.grad, *(p.grad for p in layer.parameters())])
+    for mine, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    layer.requires_grad_(False)
+    frozen = x.clone().requires_grad_()
+    layer(frozen).square().sum().backward()
+    torch.testing.assert_close(frozen.grad, grads[1][1], rtol=1e-4, atol=1e-4)

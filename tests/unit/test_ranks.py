@@ -1,0 +1,190 @@
+"""Several ranks train as one does: losses, statistics and every parameter, in float64 to 1e-9."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_steps import (
+    lora_config,
+    moe_config,
+    muon_config,
+    narrow_config,
+    pack,
+    rl_config,
+    run_rl,
+    run_sft,
+    sequences_config,
+    sft_config,
+    train_another,
+)
+from safetensors.torch import load_file
+
+from prime_rl.trainer.backend import build_backend
+from prime_rl.trainer.ckpt import load_checkpoint, save_checkpoint
+from prime_rl.trainer.config import ParallelDims
+from prime_rl.trainer.parallel_dims import count_ranks
+from prime_rl.trainer.rl.data import build_batches
+from prime_rl.trainer.rl.loss import build_loss
+from prime_rl.utils.process import find_free_port
+from rollouts.training.batching import pack_samples, pack_share
+
+HERE = Path(__file__).parent
+DEADLINE_S = 300.0
+"""Seconds when nothing else runs are 15 to 20; a machine that does many things at once takes several times as long."""
+pytestmark = pytest.mark.timeout(DEADLINE_S + 60)
+
+
+def start_ranks(program: str, num: int, *args: object) -> list[subprocess.Popen[str]]:
+    """Start `program` as torchrun would."""
+    ranks = {"WORLD_SIZE": str(num), "MASTER_ADDR": "localhost", "MASTER_PORT": str(find_free_port())}
+    path = os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE)])
+    return [
+        subprocess.Popen(
+            [sys.executable, str(HERE / program), *map(str, args)],
+            env={**os.environ, **ranks, "PYTHONPATH": path, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(num)
+    ]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two ranks have written."""
+    root = tmp_path_factory.mktemp("ranks")
+    moe_config(root)
+    one = build_backend(rl_config())
+    list(run_rl(one, rl_config()))
+    save_checkpoint(root, 1, one.parameters, one.stepper, {"total_tokens": 5})
+    ranks = start_ranks("rank_steps.py", 2, root)
+    said = [rank.communicate(timeout=110)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+    return root
+
+
+def assert_close(ours: list[dict[str, float]], theirs: list[dict[str, float]], tolerance: float = 1e-9) -> None:
+    assert len(ours) == len(theirs)
+    for step, (mine, other) in enumerate(zip(ours, theirs, strict=True), 1):
+        assert mine.keys() == other.keys()
+        for name, value in mine.items():
+            assert value == pytest.approx(other[name], rel=tolerance, abs=tolerance), (step, name)
+
+
+@pytest.mark.parametrize("kind", ["rl", "replicated", "sequences", "sft", "muon", "lora", "moe"])
+def test_two_ranks_equal_one(two: Path, kind: str) -> None:
+    config: Any = sft_config() if kind == "sft" else rl_config()
+    if kind in ("sequences", "muon", "lora", "moe"):
+        builds = {"sequences": sequences_config, "muon": muon_config, "lora": lora_config}
+        config = moe_config(two) if kind == "moe" else builds[kind]()
+    backend = build_backend(config)
+    before = {name: tensor.clone() for name, tensor in backend.publishable().items()}
+    rows = list((run_sft if kind == "sft" else run_rl)(backend, config))
+    assert_close(json.loads((two / f"{kind}.json").read_text()), rows)
+    theirs = load_file(two / f"{kind}.safetensors")
+    assert theirs.keys() == before.keys()
+    for name, tensor in backend.publishable().items():
+        assert tensor.dtype == torch.float64 and not torch.equal(tensor, before[name])
+        torch.testing.assert_close(theirs[name], tensor, rtol=1e-9, atol=1e-9)
+
+
+def test_saving_memory_changes_no_bit_on_two_ranks(two: Path) -> None:
+    ours, theirs = (load_file(two / f"{name}.safetensors") for name in ("sparing", "rl"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_checkpoints_are_cut_anew_for_any_number_of_ranks(two: Path) -> None:
+    """1 -> 2 -> 1: what two ranks read and write is what one wrote, bit for bit, and they go on as it does."""
+    files = {path.name for path in (two / "step_3" / "trainer").iterdir()}
+    shards = {f"{kind}-{rank}-of-2.safetensors" for kind in ("model", "optimizer", "rng") for rank in (1, 2)}
+    assert files == shards | {"state.json", "STABLE"}
+    backends = {}
+    for step in (1, 2, 3):
+        backends[step] = build_backend(rl_config())
+        progress = load_checkpoint(two, step, backends[step].parameters, backends[step].stepper)
+        assert progress == {"total_tokens": 5}
+    train_another(backends[1], rl_config())
+    for name, parameter in backends[1].parameters.items():
+        moments = backends[1].stepper.optimizer.state[parameter]
+        theirs = backends[3].parameters[name]
+        torch.testing.assert_close(theirs, parameter, rtol=1e-9, atol=1e-9)
+        for key, value in backends[3].stepper.optimizer.state[theirs].items():
+            torch.testing.assert_close(value, moments[key], rtol=1e-9, atol=1e-9)
+    train_another(backends[2], rl_config())
+    for name, parameter in backends[1].parameters.items():
+        assert torch.equal(parameter, backends[2].parameters[name])
+
+
+def test_a_missing_file_of_a_rank_is_told(two: Path, tmp_path: Path) -> None:
+    shutil.copytree(two / "step_3", tmp_path / "step_3")
+    (tmp_path / "step_3" / "trainer" / "model-2-of-2.safetensors").unlink()
+    backend = build_backend(rl_config())
+    with pytest.raises(ValueError, match=r"model-2-of-2\.safetensors cannot be read"):
+        load_checkpoint(tmp_path, 3, backend.parameters, backend.stepper)
+
+
+def test_mixed_precision_on_two_ranks_is_that_of_one(two: Path) -> None:
+    """Both gather bfloat16, add gradients up in float32 and step float32: what differs is the order of a sum."""
+    config = narrow_config()
+    backend = build_backend(config)
+    rows = list(run_rl(backend, config))
+    theirs = json.loads((two / "narrow.json").read_text())
+    assert_close(theirs[:1], rows[:1], 1e-2)
+    tensors = load_file(two / "narrow.safetensors")
+    for name, tensor in backend.publishable().items():
+        assert tensors[name].dtype == torch.bfloat16
+        torch.testing.assert_close(tensors[name].float(), tensor.float(), rtol=0.02, atol=1e-3)
+
+
+def test_packing_and_micro_batches_change_nothing() -> None:
+    """Packed == padded (a micro-batch per sample); one micro-batch == eight."""
+    config = rl_config(data={"fake": {"batch_size": 8}})
+    results = []
+    for rows in (100, 1, 0):
+        backend = build_backend(config)
+        loss = build_loss(config.loss, 48)
+        for step in (1, 2, 3):
+            samples = build_batches(config, 320).receive(step)
+            micros = pack(backend, samples, rows).micros if rows else [pack_samples([s], 48)[0][0] for s in samples]
+            assert rows != 100 or len(micros) == 1
+            assert rows or len(micros) == 8
+            stats = backend.forward_backward(micros, loss)
+            backend.optim_step(stats)
+        results.append((stats.summary(), backend.publishable()))
+    for summary, tensors in results[1:]:
+        assert_close([summary], [results[0][0]])
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(tensor, results[0][1][name], rtol=1e-9, atol=1e-9)
+
+
+def test_a_share_is_the_ranks_part_and_tells_of_the_whole() -> None:
+    config = rl_config(data={"fake": {"batch_size": 5}})
+    samples = build_batches(config, 320).receive(1)
+    packs = pack_samples(samples, 48, 3)
+    shares = [pack_share(samples, 48, 3, rank) for rank in range(3)]
+    assert [share.micros for share in shares] == packs
+    assert all(share.lengths == [len(s.tokens) for s in samples] for share in shares)
+    assert len({(share.padding_ratio, share.imbalance) for share in shares}) == 1
+    alone = pack_share(samples[:1], 48, 2, 1)
+    assert alone.micros[0].sample_ids == [] and alone.imbalance == pytest.approx(1.0)
+    assert alone.padding_ratio == pytest.approx(4 / (4 + len(samples[0].tokens)))
+
+
+def test_the_number_of_ranks_is_checked() -> None:
+    assert count_ranks(ParallelDims(), {}) == 1
+    assert count_ranks(ParallelDims(), {"WORLD_SIZE": "3"}) == count_ranks(ParallelDims(dp=3), {"WORLD_SIZE": "3"}) == 3
+    with pytest.raises(ValueError, match=r"parallel\.dp is 4 but 2 ranks .*--nproc-per-node 4"):
+        count_ranks(ParallelDims(dp=4), {"WORLD_SIZE": "2"})
+    with pytest.raises(ValueError, match=r"dp_replicate is 2, which does not divide 3"):
+        count_ranks(ParallelDims(dp_replicate=2), {"WORLD_SIZE": "3"})
+    with pytest.raises(ValueError, match="dp_replicate 3 does not divide dp 4"):
+        ParallelDims(dp=4, dp_replicate=3)

@@ -1,0 +1,95 @@
+"""Every kind of environment that documents use, through our door: in this process and in a worker."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import anyio
+import pytest
+from fake_engine import FakeEngine, serve
+from fake_wire import END, Wire, check, encode, turn
+
+from prime_rl.utils.client import InferenceClient
+from prime_rl.utils.config import EnvConfig, SamplingConfig
+from prime_rl.utils.vf import build_sampling_args, open_environments
+from rollouts.training.agent_integration import Rollout, rollout_to_samples
+from rollouts.training.environments import load_environment
+from rollouts.training.types import Status
+
+KINDS = ("single", "multi", "tool", "stateful", "group", "completion")
+
+
+def run(kind: str, script: list[dict[str, Any]], retries: int = 0, **args: Any) -> tuple[Wire, Rollout]:
+    wire = Wire(script=script)
+    env = load_environment("door_envs:load_environment", {"kind": kind})
+    sampling = build_sampling_args(SamplingConfig(**args), 1)
+    [rollout] = anyio.run(env.run_group, env.rows()[0], wire, "m", [sampling], retries)
+    return wire, rollout
+
+
+def test_single_turn() -> None:
+    wire, rollout = run("single", [turn([*encode("yes"), END])])
+    [sample] = rollout_to_samples(rollout)
+    check(wire, [sample])
+    assert (rollout.reward, rollout.metrics["said_yes"], rollout.num_turns) == (1.0, 1.0, 1)
+
+
+def test_multi_turn_is_one_sample_of_tokens() -> None:
+    wire, rollout = run("multi", [turn([49, 50]), turn([*encode("no"), END]), turn([*encode("yes"), END])])
+    [sample] = rollout_to_samples(rollout)
+    check(wire, [sample])
+    assert rollout.num_turns == 3 and rollout.stop_reason == "max_turns_reached" and rollout.reward == 1.0
+    assert [path for path, _ in wire.seen].count("/chat/completions/tokens") == 2
+
+
+@pytest.mark.parametrize("kind", ["tool", "stateful"])
+def test_tools_are_called_and_answered(kind: str) -> None:
+    call = {"name": "add", "arguments": json.dumps({"x": 2, "y": 3})}
+    wire, rollout = run(kind, [turn([*encode("call"), END], call=call), turn([*encode("yes"), END])])
+    [sample] = rollout_to_samples(rollout)
+    check(wire, [sample])
+    tool = next(message for message in rollout.completion if message["role"] == "tool")
+    assert tool["content"] == ("5" if kind == "tool" else "105"), "the hidden argument is 100"
+    assert rollout.metrics["total_tool_calls"] == rollout.metrics["add_calls"] == 1.0 and rollout.reward == 1.0
+    [tools] = {json.dumps(body["tools"]) for path, body in wire.seen if path.startswith("/chat")}
+    assert ("hidden" in tools) is False
+
+
+def test_a_group_of_environments_routes_and_scores_by_task() -> None:
+    wire, rollout = run("group", [turn([*encode("yes"), END])])
+    assert rollout.task == "a" and rollout.reward == 1.0
+    check(wire, rollout_to_samples(rollout))
+
+
+def test_plain_completions() -> None:
+    wire, rollout = run("completion", [turn([*encode("yes"), END])])
+    check(wire, rollout_to_samples(rollout))
+    assert rollout.reward == 1.0 and rollout.completion == "yes"
+
+
+def test_an_answer_that_ends_at_once_is_a_rollout_like_any_other() -> None:
+    """Newer verifiers calls it an error; it is what the policy did, and what it must unlearn."""
+    wire, rollout = run("single", [turn([END])], retries=3)
+    assert not rollout.failed and rollout.reward == 0.0 and len(wire.sampled) == 1
+    check(wire, rollout_to_samples(rollout))
+
+
+def test_truncated_is_said_and_nothing_is_cut() -> None:
+    wire, rollout = run("multi", [turn([*encode("no" * 9), END])], max_tokens=5)
+    assert rollout.status == Status.TRUNCATED and rollout.stop_reason == "length"
+    check(wire, rollout_to_samples(rollout))
+
+
+def test_a_group_of_environments_in_a_worker() -> None:
+    config = EnvConfig(id="door_envs:load_environment", args={"kind": "group"})
+    with serve(FakeEngine(reply=lambda body: "yes")) as engine, open_environments([config]) as found:
+        [environment] = found.values()
+
+        async def main() -> list[Rollout]:
+            args = [build_sampling_args(SamplingConfig(), seed) for seed in range(3)]
+            row = environment.rows()[0]
+            return await environment.run_group(row, InferenceClient(engine.base_url), "m", args, 0)
+
+        rollouts = anyio.run(main)
+    assert [(r.reward, r.task, r.error) for r in rollouts] == [(1.0, "a", None)] * 3

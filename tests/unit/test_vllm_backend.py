@@ -1,0 +1,364 @@
+"""Our part of vLLM without vLLM: the command line, shards and fused tensors, and the routes around its app."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse
+from torch import nn
+
+from prime_rl.inference.config import InferenceConfig
+from prime_rl.inference.messages import MessageParser
+from prime_rl.inference.requests import ApiError
+from prime_rl.inference.vllm.engine import CONFIG_VARIABLE, MODEL_DIR_VARIABLE, build_argv, write_option
+from prime_rl.inference.vllm.routes import PrimeRoutes
+from prime_rl.inference.vllm.translate import chat_from_completion, completion_from_chat
+from prime_rl.inference.vllm.worker import WeightWorker, compare, cut_share, held_tensors
+from prime_rl.trainer.models.causal_lm import tensor_names
+from prime_rl.trainer.models.registry import load_decoder
+from prime_rl.transport.weights import digest_tensor, publish_weights
+from prime_rl.utils.tokenizer import resolve_model_dir
+
+MODEL_DIR = resolve_model_dir("tiny-qwen3")
+
+
+def argv(**config: Any) -> list[str]:
+    found = build_argv(InferenceConfig.model_validate({"backend": "vllm", **config}), Path("m"), on_gpu=False)
+    assert found[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    return found[3:]
+
+
+def value_of(words: list[str], flag: str) -> str:
+    return words[len(words) - 1 - words[::-1].index(flag) + 1]
+
+
+def test_the_command_line_of_vllm() -> None:
+    words = argv(
+        parallel={"tp": 2, "dp": 3}, max_batch_size=7, model={"max_model_len": 99, "reasoning_parser": "think"}
+    )
+    told = {flag: value_of(words, flag) for flag in words if flag.startswith("--")}
+    assert told["--tensor-parallel-size"] == "2" and told["--data-parallel-size"] == "3"
+    assert told["--max-num-seqs"] == "7" and told["--max-model-len"] == "99" and told["--dtype"] == "float32"
+    assert told["--logprobs-mode"] == "processed_logprobs" and told["--reasoning-parser"] == "qwen3"
+    assert "--enforce-eager" in words and "--data-parallel-size" not in argv()
+    mine = argv(vllm={"max-num-seqs": 3, "enforce_eager": False, "kv_transfer": {"a": 1}, "nothing": None})
+    assert value_of(mine, "--max-num-seqs") == "3" and "--no-enforce-eager" in mine and "--enforce-eager" not in mine
+    assert value_of(mine, "--kv-transfer") == '{"a": 1}' and "--nothing" not in mine
+    assert write_option("x", ["a", 1]) == ["--x", "a", "1"]
+    assert json.loads(
+        value_of(argv(sampling={"temperature": 0.5, "max_tokens": 9}), "--override-generation-config")
+    ) == {
+        "temperature": 0.5,
+        "max_new_tokens": 9,
+    }
+    with pytest.raises(ValueError, match=r"sampling\.stop cannot be a default"):
+        argv(sampling={"stop": ["x"]})
+
+
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 3), st.booleans())
+def test_shards_of_all_ranks_make_the_tensor(size: int, rows: int, columns: int, across: bool) -> None:
+    whole = torch.arange(size * rows * columns).reshape(size * rows, columns)
+    whole = whole.T.contiguous() if across else whole
+    shape = torch.Size((columns, rows) if across else (rows, columns))
+    parts = [cut_share(whole, shape, rank, size) for rank in range(size)]
+    assert all(part is not None for part in parts)
+    if size > 1:
+        assert torch.equal(torch.cat(parts, dim=int(across)), whole)  # type: ignore[arg-type]
+
+
+def test_shards_that_are_padded_or_held_twice() -> None:
+    table = torch.arange(10)[:, None]
+    padded = torch.Size((8, 1))
+    assert [len(cut_share(table, padded, rank, 2)) for rank in (0, 1)] == [8, 2]  # type: ignore[arg-type]
+    heads = torch.arange(2)[:, None]
+    held = [cut_share(heads, torch.Size((1, 1)), rank, 4).item() for rank in range(4)]  # type: ignore[union-attr]
+    assert held == [0, 0, 1, 1], "two heads on four ranks"
+    assert cut_share(table, torch.Size((5, 3)), 0, 2) is None
+
+
+class Fused(nn.Module):
+    """A projection as vLLM holds it: three matrices in one, packed away on a CPU."""
+
+    def __init__(self, weight: torch.Tensor, packed: bool) -> None:
+        super().__init__()
+        self.output_partition_sizes = [4, 2, 2]
+        self.input_size_per_partition = weight.shape[1]
+        self.weight = nn.Parameter(torch.empty(0) if packed else weight)
+        if packed:
+            self.cpu_linear = lambda x, _, bias: x @ weight.T
+
+
+def build_model(weight: torch.Tensor, packed: bool) -> nn.Module:
+    model = nn.Module()
+    model.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    model.attn = nn.Module()
+    model.attn.qkv_proj = Fused(weight, packed)
+    model.norm = nn.LayerNorm(3, bias=False)
+    return model
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_every_published_tensor_is_compared_with_what_is_held(packed: bool) -> None:
+    weight = torch.randn(8, 3)
+    published = {
+        "attn.q_proj.weight": weight[:4].clone(),
+        "attn.k_proj.weight": weight[4:6].clone(),
+        "attn.v_proj.weight": weight[6:].clone(),
+        "norm.weight": torch.ones(3),
+    }
+
+    def judge() -> Any:
+        files = {name: (lambda t=tensor: t) for name, tensor in published.items()}
+        return compare(held_tensors(build_model(weight, packed)), files, 0, 1)
+
+    with torch.no_grad():
+        report = judge()
+        assert report.digests == {name: digest_tensor(tensor) for name, tensor in published.items()}
+        published["attn.k_proj.weight"][1, 2] += 1e-6
+        assert judge().wrong == ["attn.k_proj.weight"]
+        published["attn.k_proj.weight"] = weight[4:6].double() + 1e-12
+        published["other.weight"] = torch.ones(1)
+        assert (judge().unknown, judge().rounded) == (["other.weight"], ["attn.k_proj.weight"])
+        del published["norm.weight"]
+        assert "norm.weight (not published)" in judge().wrong
+
+
+def test_a_worker_packs_anew_what_a_reload_left_behind_and_raises_when_that_does_not_help(tmp_path: Path) -> None:
+    class Head(nn.Module):
+        """An output layer whose packed copy is made by `process_weights_after_loading` alone."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4, 3))
+            self.quant_method = self
+            self.process_weights_after_loading(self)
+
+        def process_weights_after_loading(self, layer: Any) -> None:
+            copy = layer.weight.detach().clone()
+            layer.cpu_linear = lambda x, weight, bias: x @ copy.T
+
+    class Worker(WeightWorker):
+        rank = 0
+
+        def __init__(self, breaks: bool) -> None:
+            self.model = nn.Module()
+            self.model.lm_head = Head()
+            self.model_runner = SimpleNamespace(get_model=lambda: self.model, reload_weights=self.reload)
+            hf = SimpleNamespace(tie_word_embeddings=False)
+            parallel = SimpleNamespace(tensor_parallel_size=1)
+            self.vllm_config = SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(hf_config=hf))
+            self.breaks = breaks
+
+        def reload(self, weights_path: str) -> None:
+            if not self.breaks:
+                self.model.lm_head.weight.data.fill_(2.0)
+
+    from safetensors.torch import save_file
+
+    save_file({"lm_head.weight": torch.full((4, 3), 2.0)}, tmp_path / "model.safetensors")
+    report = Worker(breaks=False).load_published_weights(str(tmp_path))
+    assert report["repaired"] == ["lm_head.weight"] and not report["wrong"]
+    with pytest.raises(RuntimeError, match=r"does not hold it: lm_head\.weight"):
+        Worker(breaks=True).load_published_weights(str(tmp_path))
+
+
+def test_a_chat_over_tokens_and_back() -> None:
+    body = {
+        "messages": [],
+        "tokens": [1, 2],
+        "max_completion_tokens": 3,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "seed": 5,
+    }
+    sent = completion_from_chat({**body, "tools": [{}], "model": "m"})
+    assert sent == {"model": "m", "seed": 5, "prompt": [1, 2], "max_tokens": 3, "logprobs": 2}
+    text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    logprobs = {"tokens": ["a"], "token_logprobs": [-1.0], "top_logprobs": [{"a": -1.0, "b": -2.0}]}
+    choice = {"index": 0, "text": text, "finish_reason": "stop", "logprobs": logprobs, "prompt_token_ids": [1, 2]}
+    told = chat_from_completion({"id": "cmpl-1", "choices": [choice]}, {**body, "tools": [{}]}, MessageParser())
+    (chat,) = told["choices"]
+    assert told["prompt_token_ids"] == [1, 2] and told["id"] == "chatcmpl-1" and chat["finish_reason"] == "tool_calls"
+    assert chat["message"]["tool_calls"][0]["function"]["name"] == "f"
+    assert [entry["token"] for entry in chat["logprobs"]["content"][0]["top_logprobs"]] == ["a", "b"]
+    for bad in ({"tokens": None}, {"tokens": [1], "stream": True}):
+        with pytest.raises(ApiError):
+            completion_from_chat(bad)
+
+
+class FakeClient:
+    """The few verbs of vLLM's engine client that our routes use."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.failing: set[str] = set()
+        self.model_config = SimpleNamespace(dtype=torch.float32)
+
+    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+        self.calls.append(f"pause {mode}")
+
+    async def resume_generation(self) -> None:
+        self.calls.append("resume")
+
+    async def reset_prefix_cache(self, reset_running_requests: bool) -> None:
+        self.calls.append(f"reset {reset_running_requests}")
+
+    async def check_health(self) -> None:
+        return None
+
+    async def collective_rpc(self, method: str, args: tuple[str, ...]) -> list[dict[str, Any]]:
+        name = Path(args[0]).name
+        self.calls.append(f"load {name}")
+        if name in self.failing:
+            raise RuntimeError(f"does not hold {name}")
+        report: dict[str, Any] = {"rounded": [], "wrong": [], "unknown": [], "repaired": []}
+        return [{**report, "digests": {"a": "1", "b": "2"}}, {**report, "digests": {"a": "1", "b": "3"}}]
+
+    async def generate(self, request_id: str) -> Any:
+        spans = [SimpleNamespace(version="default", start=0, end=2), SimpleNamespace(version="4", start=2, end=5)]
+        output = SimpleNamespace(index=0, weight_versions=spans)
+        yield SimpleNamespace(finished=True, request_id=request_id, outputs=[output])
+
+
+@pytest.fixture
+def routes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Starlette, FakeClient, Path]:
+    config = InferenceConfig.model_validate(
+        {"backend": "vllm", "output_dir": tmp_path, "max_batch_size": 1, "server": {"max_waiting": 0}}
+    )
+    monkeypatch.setenv(CONFIG_VARIABLE, config.model_dump_json())
+    monkeypatch.setenv(MODEL_DIR_VARIABLE, str(MODEL_DIR))
+    app = Starlette()
+
+    async def chat(request: Request) -> JSONResponse:
+        assert (await request.json())["model"] == "m"
+        async for _ in app.state.engine_client.generate("chatcmpl-9"):
+            pass
+        return JSONResponse({"id": "chatcmpl-9", "choices": [{"index": 0, "message": {"reasoning": "hm"}}]})
+
+    async def models(request: Request) -> JSONResponse:
+        return JSONResponse({"data": [{"id": "m"}]})
+
+    async def metrics(request: Request) -> PlainTextResponse:
+        return PlainTextResponse("vllm 1\n")
+
+    app.add_route("/v1/chat/completions", chat, methods=["POST"])
+    app.add_route("/v1/models", models)
+    app.add_route("/metrics", metrics)
+    app.add_middleware(PrimeRoutes)
+    app.state.engine_client = FakeClient()
+    return app, app.state.engine_client, tmp_path
+
+
+def talk(app: Starlette, use: Callable[[httpx.AsyncClient], Awaitable[Any]], host: str = "127.0.0.1") -> Any:
+    async def main() -> Any:
+        transport = httpx.ASGITransport(app, client=(host, 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            return await use(client)
+
+    return asyncio.run(main())
+
+
+def publish(root: Path, step: int) -> Path:
+    tensors = tensor_names(load_decoder(MODEL_DIR, random_init=True, seed=step))
+    return publish_weights(root / "weights", step, tensors, MODEL_DIR)
+
+
+def test_an_update_freezes_loads_forgets_and_goes_on(routes: tuple[Starlette, FakeClient, Path]) -> None:
+    app, client, root = routes
+    path = publish(root, 4)
+
+    async def use(http: httpx.AsyncClient) -> list[httpx.Response]:
+        update = await http.post("/update_weights", json={"weight_dir": str(path)})
+        chat = await http.post("/v1/chat/completions", json={"model": "m"})
+        return [update, chat, *[await http.get(page) for page in ("/health", "/v1/models", "/metrics")]]
+
+    update, chat, health, models, metrics = talk(app, use)
+    assert client.calls == ["pause keep", "load step_4", "reset True", "resume"]
+    assert update.json()["version"] == 4 and update.json()["digests"] == {"a": "1"}, "what all workers agree on"
+    assert chat.json()["choices"][0]["versions"] == [[0, 0], [2, 4]]
+    assert chat.json()["choices"][0]["message"]["reasoning_content"] == "hm"
+    assert health.json() == {"status": "ok", "version": 4} and models.json()["data"][0]["version"] == 4
+    assert metrics.text.startswith("vllm 1\n") and "prime_rl_policy_version 4" in metrics.text
+
+
+def test_weights_that_cannot_be_trusted_leave_vllm_as_it_was(routes: tuple[Starlette, FakeClient, Path]) -> None:
+    app, client, root = routes
+    good, damaged, refused = (publish(root, step) for step in (1, 2, 3))
+    data = bytearray((damaged / "model.safetensors").read_bytes())
+    data[-2] ^= 1
+    (damaged / "model.safetensors").write_bytes(data)
+    client.failing = {"step_3"}
+
+    async def use(http: httpx.AsyncClient) -> Any:
+        async def update(path: Path | str) -> httpx.Response:
+            return await http.post("/update_weights", json={"weight_dir": str(path)})
+
+        assert (await update(good)).status_code == 200
+        client.calls.clear()
+        broken = await update(damaged)
+        assert broken.status_code == 400 and "do not match their manifest" in broken.text and client.calls == []
+        assert (await update("/etc")).status_code == 403
+        (damaged / "STABLE").unlink()
+        assert "STABLE" in (await update(damaged)).text and client.calls == []
+        reply = await update(refused)
+        assert reply.status_code == 400 and "version 1 stays in service" in reply.text
+        assert client.calls == ["pause keep", "load step_3", "load step_1", "reset True", "resume"]
+        assert (await http.get("/health")).json()["version"] == 1
+        client.failing = {"step_3", "step_1"}
+        await update(refused)
+        assert client.calls[-1] == "load step_1", "not resumed"
+        assert (await http.get("/health")).status_code == 503
+        assert (await http.post("/v1/chat/completions", json={"model": "m"})).status_code == 503
+        client.failing = set()
+        assert (await http.post("/reload_weights")).json()["version"] == 0
+        assert (await http.get("/health")).json() == {"status": "ok", "version": 0}
+
+    talk(app, use)
+
+
+def test_other_machines_cannot_change_the_server(routes: tuple[Starlette, FakeClient, Path]) -> None:
+    app, client, _ = routes
+
+    async def use(http: httpx.AsyncClient) -> list[int]:
+        posts = ("/update_weights", "/pause", "/collective_rpc", "/v1/load_lora_adapter")
+        return [(await http.post(path, json={})).status_code for path in posts] + [
+            (await http.get(path)).status_code for path in ("/health", "/metrics", "/v1/models")
+        ]
+
+    assert talk(app, use, host="10.1.2.3") == [403] * 4 + [200] * 3 and client.calls == []
+
+
+def test_too_many_requests_for_vllm_are_told_to_come_back(routes: tuple[Starlette, FakeClient, Path]) -> None:
+    app, client, _ = routes
+    held = asyncio.Event()
+    original = client.generate
+
+    async def slow(request_id: str) -> Any:
+        await held.wait()
+        async for result in original(request_id):
+            yield result
+
+    client.generate = slow  # type: ignore[method-assign]
+
+    async def use(http: httpx.AsyncClient) -> tuple[httpx.Response, httpx.Response]:
+        first = asyncio.create_task(http.post("/v1/chat/completions", json={"model": "m"}))
+        while "in_flight 1" not in (await http.get("/metrics")).text:
+            await asyncio.sleep(0.001)
+        second = await http.post("/v1/chat/completions", json={"model": "m"})
+        held.set()
+        return await first, second
+
+    first, second = talk(app, use)
+    assert (first.status_code, second.status_code) == (200, 429) and second.headers["retry-after"] == "1"
