@@ -10,6 +10,8 @@ Deviation = Literal["none", "group", "batch"]
 Ratio = Literal["none", "token", "geometric", "arithmetic", "product"]
 Normaliser = Literal["tokens", "sequences", "sums", "constant"]
 KLEstimator = Literal["k1", "k2", "k3"]
+Estimator = Literal["token", "togo", "sequence", "topk+tail", "full"]
+Direction = Literal["reverse", "forward", "jsd"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,54 @@ class AdvantageChoice:
 
 
 @dataclass(frozen=True)
+class DistillChoice:
+    """How the teacher's term of an objective is estimated; `rl_losses.distill` has the formulas.
+
+    token      the sampled token's log-probs, in the advantage of that token
+    togo       those of the tokens that follow too, against the rest of the group
+    sequence   those of the whole response on each of its tokens, against the rest of the group
+    topk+tail  the teacher's k likeliest tokens and all others as one, in the loss
+    full       the whole vocabulary, in the loss
+
+    `direction` says which divergence the last two minimise (the others know reverse KL only); `jsd_beta` is the
+    teacher's share of the mixture of jsd.
+    """
+
+    estimator: Estimator = "token"
+    direction: Direction = "reverse"
+    jsd_beta: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.direction != "reverse" and not self.has_table:
+            raise ValueError(
+                f"direction {self.direction} needs more than the sampled token: "
+                f"estimator topk+tail or full, not {self.estimator}"
+            )
+        if not 0 < self.jsd_beta < 1:
+            raise ValueError(f"jsd_beta {self.jsd_beta} must lie between 0 and 1")
+
+    @property
+    def has_table(self) -> bool:
+        """Whether the loss compares distributions, not the log-probs of sampled tokens alone."""
+        return self.estimator in ("topk+tail", "full")
+
+
+LOW_COVERAGE = 0.2
+"""Where students put less than this on the teacher's favourite token, they hardly ever sample what it would say."""
+
+
+def choose_distillation(coverage: float, has_topk: bool) -> DistillChoice:
+    """What to distil with, given the mean probability that students give to the teacher's likeliest token.
+
+    A student that never samples what the teacher would say learns nothing from the log-probs of its own tokens: there
+    forward KL pulls where reverse KL only pushes. `has_topk`: the teacher's server tells more than sampled tokens.
+    """
+    if not has_topk:
+        return DistillChoice("token")
+    return DistillChoice("topk+tail", "forward" if coverage < LOW_COVERAGE else "reverse")
+
+
+@dataclass(frozen=True)
 class Objective:
     """One objective as choices. With l the trainer's log-prob, r = exp(l - inference log-prob), sg = stop-gradient:
 
@@ -35,6 +85,7 @@ class Objective:
         loss = -sg(min(clip(w), ratio_cap)) A' l        when `detached`
              = max(-w A', -clip(w) A'), at most -dual_clip A' where A' < 0        otherwise
              + kl_tau (l - inference)^2 + ref_kl_tau KL(policy || reference) - entropy_tau H
+             + the teacher's term, where `distill` compares distributions
 
     clip(w) lies in [1 - clip_low, 1 + clip_high]. The masks drop a token when its own ratio, the geometric mean of its
     sequence's ratios, or any single ratio of its sequence is out of bounds; `prob_bound` d drops it when
@@ -69,6 +120,7 @@ class Objective:
     normaliser: Normaliser = "tokens"
     max_tokens: int | None = None
     advantage: AdvantageChoice = AdvantageChoice()
+    distill: DistillChoice = DistillChoice()
 
     @property
     def unit(self) -> Literal["token", "sequence"]:

@@ -7,12 +7,20 @@ token that position t predicts. Nothing here shifts.
 
 from __future__ import annotations
 
+from rollouts.training.rl_losses.distill import (
+    anchor_samples,
+    compute_coverage,
+    compute_divergence,
+    compute_fixed_point,
+    credit_samples,
+)
 from rollouts.training.rl_losses.documented import grpo_loss, mean_over, ppo_loss, ppo_loss_with_metrics
 from rollouts.training.rl_losses.inputs import LossInputs, LossOutput
 from rollouts.training.rl_losses.kl import compute_kl
 from rollouts.training.rl_losses.logprobs import (
     compute_entropy,
     compute_head_logprobs,
+    compute_head_table,
     compute_label_logprobs,
     compute_logprobs,
 )
@@ -26,11 +34,17 @@ __all__ = [
     "PolicyLoss",
     "TokenStats",
     "aggregate_tokens",
+    "anchor_samples",
+    "compute_coverage",
+    "compute_divergence",
     "compute_entropy",
+    "compute_fixed_point",
     "compute_head_logprobs",
+    "compute_head_table",
     "compute_kl",
     "compute_label_logprobs",
     "compute_logprobs",
+    "credit_samples",
     "grpo_loss",
     "mean_over",
     "mix_advantages",

@@ -13,10 +13,11 @@ from rollouts.training.rl_losses.stats import TokenStats
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Per-token streams of one micro-batch; only `trainer_logprobs` and `entropy` carry a gradient.
+    """Per-token streams of one micro-batch; only `trainer_logprobs`, `entropy` and `student_table` carry one.
 
     `loss_mask` weighs tokens (0: no loss). `sequence` numbers the sequence each token belongs to, from 0; a sequence
     is never split over micro-batches. `num_sequences` bounds these numbers (None: read off, which waits for a GPU).
+    `student_table` (with a gradient) and `teacher_table` are log-probs of the same outcomes, see `distill`.
     """
 
     trainer_logprobs: Float[Tensor, " tokens"]
@@ -27,6 +28,8 @@ class LossInputs:
     teacher_logprobs: Float[Tensor, " tokens"] | None = None
     entropy: Float[Tensor, " tokens"] | None = None
     num_sequences: int | None = None
+    student_table: Float[Tensor, "tokens outcomes"] | None = None
+    teacher_table: Float[Tensor, "tokens outcomes"] | None = None
 
     def per_sequence(self, values: Float[Tensor, " tokens"], how: str = "sum") -> Float[Tensor, " sequences"]:
         """`sum`, `amin` or `amax` of the values of each sequence."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 LOGITS_PER_CHUNK = 1 << 24
 """Logits that are held at once in fp32 (64 MiB); more tokens are taken in chunks and recomputed for the backward."""
@@ -43,6 +44,41 @@ def compute_head_logprobs(
     backward computes the logits again. The bits do not depend on the number of chunks.
     """
     return _HeadLogprobs.apply(hidden, weight, labels, temperature, logits_per_chunk)  # type: ignore[no-untyped-call]
+
+
+def compute_head_table(
+    hidden: Float[Tensor, "tokens hidden"],
+    weight: Float[Tensor, "vocab hidden"],
+    temperature: Float[Tensor, " tokens"],
+    ids: Int[Tensor, "tokens k"] | None = None,
+    logits_per_chunk: int = LOGITS_PER_CHUNK,
+) -> Float[Tensor, "tokens outcomes"]:
+    """Log-probs of `hidden @ weight.T` over the vocabulary, with a gradient; in chunks, recomputed for the backward.
+
+    With `ids` over k + 1 outcomes: these tokens, then all others together. The ids of a token must differ,
+    and be fewer than the vocabulary.
+    """
+    if ids is not None and ids.shape[-1] >= weight.shape[0]:
+        raise ValueError(f"{ids.shape[-1]} outcomes of {weight.shape[0]} tokens leave no others: take all, without ids")
+    num = max(1, min(-(-len(hidden) * weight.shape[0] // logits_per_chunk), len(hidden) // MIN_CHUNK))
+    rows = zip(*(x.tensor_split(num) for x in (hidden, temperature)), strict=True)
+    chosen = [None] * num if ids is None else ids.tensor_split(num)
+    parts = [
+        _table(h, weight, t, i)
+        if num == 1
+        else checkpoint(_table, h, weight, t, i, use_reentrant=False, preserve_rng_state=False)
+        for (h, t), i in zip(rows, chosen, strict=True)
+    ]
+    return torch.cat(parts)
+
+
+def _table(hidden: Tensor, weight: Tensor, temperature: Tensor, ids: Tensor | None) -> Tensor:
+    table = _log_softmax(torch.nn.functional.linear(hidden, weight), temperature)
+    if ids is None:
+        return table
+    # Not log(1 - sum): where the others have little mass, that would be rounding.
+    others = table.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.cat((table.gather(-1, ids), others), -1)
 
 
 def compute_label_logprobs(

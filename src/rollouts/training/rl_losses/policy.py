@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rollouts.training.objectives import Objective, Ratio
+from rollouts.training.rl_losses.distill import distill_term, measure_tables
 from rollouts.training.rl_losses.inputs import LossInputs, LossOutput
 from rollouts.training.rl_losses.kl import compute_kl
 from rollouts.training.rl_losses.normalise import normalise
@@ -86,14 +87,17 @@ def nll_loss(inputs: LossInputs) -> LossOutput:
 def mix_advantages(inputs: LossInputs, objective: Objective) -> Float[Tensor, " tokens"]:
     """A' = adv_tau A + teacher_tau lt - student_tau ls - sampler_tau (ls - li), detached.
 
-    lt, ls, li: log-prob of the teacher, the student (the trainer) and the sampler (inference).
+    lt, ls, li: log-prob of the teacher, the student (the trainer) and the sampler (inference). With the estimators
+    togo and sequence the first three terms are in the advantages already (`distill.credit_samples`); with those that
+    compare distributions the teacher's and the student's stand beside the policy term (`extra_terms`).
     """
     student = inputs.trainer_logprobs.detach()
-    mixed = objective.adv_tau * inputs.advantages
-    if objective.teacher_tau:
-        mixed = mixed + objective.teacher_tau * _teacher(inputs, "teacher_tau", objective.teacher_tau)
-    if objective.student_tau:
-        mixed = mixed - objective.student_tau * student
+    mixed = inputs.advantages if _is_credited(objective) else objective.adv_tau * inputs.advantages
+    if not _is_credited(objective) and not _compares(objective):
+        if objective.teacher_tau:
+            mixed = mixed + objective.teacher_tau * _teacher(inputs, "teacher_tau", objective.teacher_tau)
+        if objective.student_tau:
+            mixed = mixed - objective.student_tau * student
     if objective.sampler_tau:
         mixed = mixed - objective.sampler_tau * (student - inputs.inference_logprobs)
     return mixed
@@ -103,6 +107,8 @@ def extra_terms(inputs: LossInputs, objective: Objective) -> dict[str, Float[Ten
     """What is added to the loss of each loss token, under the name of its metric; dropped tokens have it too."""
     active = inputs.loss_mask > 0
     terms: dict[str, Float[Tensor, " tokens"]] = {}
+    if _compares(objective):
+        terms["loss_distill"] = distill_term(inputs, objective)
     if objective.kl_tau:
         gap = torch.where(active, inputs.trainer_logprobs - inputs.inference_logprobs, 0.0)
         terms["loss_kl"] = objective.kl_tau * gap.square()
@@ -115,6 +121,14 @@ def extra_terms(inputs: LossInputs, objective: Objective) -> dict[str, Float[Ten
             raise ValueError(f"loss.entropy_tau is {objective.entropy_tau} but no entropies were computed")
         terms["loss_entropy"] = -objective.entropy_tau * torch.where(active, inputs.entropy, 0.0)
     return terms
+
+
+def _is_credited(objective: Objective) -> bool:
+    return objective.distill.estimator in ("togo", "sequence")
+
+
+def _compares(objective: Objective) -> bool:
+    return objective.distill.has_table and objective.teacher_tau > 0
 
 
 _SHOWN_RATIO: dict[Ratio, Ratio] = {"none": "token"}
@@ -152,6 +166,7 @@ def _measure(inputs: LossInputs, objective: Objective, values: dict[str, Tensor]
         # E over the student's tokens of ls - lt estimates KL(student || teacher) and falls to 0 as they agree.
         gap = student - inputs.teacher_logprobs
         values["teacher_kl"], values["teacher_kl_k3"] = gap, compute_kl(gap, "k3")
+    values |= measure_tables(inputs)
     stats = TokenStats.measure(values, active)
     stats.merge(TokenStats.measure({"masked_mismatch_kl": mismatch_kl}, active & is_masked))
     stats.merge(TokenStats.measure({"unmasked_mismatch_kl": mismatch_kl}, active & ~is_masked))
