@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 
+from prime_rl.config_teacher import add_teacher
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.trainer.config import TrainConfig
@@ -111,6 +112,9 @@ class RLConfig(BaseConfig):
     inference_gpu_ids: GpuIds | None = None
     """GPUs of the inference server; unset: the first GPU, or the CPU."""
 
+    teacher_gpu_ids: GpuIds | None = None
+    """GPUs of the teacher's server; unset: those that inference and trainer leave free, else those of inference."""
+
     transport: TransportConfig = TransportConfig()
 
     ckpt: SharedCkptConfig | None = None
@@ -126,6 +130,9 @@ class RLConfig(BaseConfig):
     inference: InferenceConfig | None = InferenceConfig()
     """The server that rl starts; off: orchestrator.client.base_url names one that already runs."""
 
+    teacher_inference: InferenceConfig | None = None
+    """The teacher's server: what inference says, but for what is said here; its port follows that of inference."""
+
     @model_validator(mode="before")
     @classmethod
     def _share(cls, data: Any, info: ValidationInfo) -> Any:
@@ -138,14 +145,32 @@ class RLConfig(BaseConfig):
         _connect(values)
         _switch_off_fake_data(values)
         _hand_over_advantage(values)
+        add_teacher(values)
         return values.data
 
-    @field_validator("trainer_gpu_ids", "inference_gpu_ids")
+    @field_validator("trainer_gpu_ids", "inference_gpu_ids", "teacher_gpu_ids")
     @classmethod
     def _check_gpu_ids(cls, ids: list[int] | None) -> list[int] | None:
         if ids and len(set(ids)) < len(ids):
             raise ValueError("names a GPU twice")
         return ids
+
+    @model_validator(mode="after")
+    def _check_teacher_is_used(self) -> RLConfig:
+        loss, teacher = self.trainer.loss, self.orchestrator.teacher_model
+        if teacher is None and loss.needs_teacher:
+            raise ValueError(
+                f"trainer.loss.{loss.needs_teacher} is {getattr(loss, loss.needs_teacher)} but there is no teacher: "
+                "set [orchestrator.teacher_model]"
+            )
+        if teacher is not None and not loss.needs_teacher and not teacher.eval_baseline:
+            raise ValueError(
+                "orchestrator.teacher_model teaches nothing with trainer.loss.teacher_tau = 0: raise it, or leave the "
+                "section out"
+            )
+        if self.teacher_gpu_ids and self.teacher_inference is None:
+            raise ValueError("teacher_gpu_ids is set but rl starts no teacher: remove it")
+        return self
 
     @model_validator(mode="after")
     def _check_processes_fit(self) -> RLConfig:
@@ -184,6 +209,10 @@ class _Values:
                 return MISSING
             node = node[part]
         return node
+
+    def has(self, key: str) -> bool:
+        """Whether a key was given, and not as None."""
+        return self.get(key) not in (MISSING, None)
 
     def set(self, key: str, value: Any, source: str) -> None:
         """Set a key unless a section above it is switched off."""

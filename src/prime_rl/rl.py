@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prime_rl.config import RLConfig
+from prime_rl.config_teacher import describe_taus
 from prime_rl.eval.config import EvalConfig
+from prime_rl.inference.config import InferenceConfig
 from prime_rl.utils.process import ChildFailed, Supervisor, check_port_free, find_gpus, num_cores
 from prime_rl.utils.pydantic_config import BaseConfig, run_command, write_config
 from rollouts.training.steps import complete_steps, parse_step, prune_steps, remove_unfinished, step_path
@@ -26,10 +28,11 @@ RECORDS = ("metrics.jsonl", "samples.jsonl", "logs", "configs")
 
 @dataclass(frozen=True)
 class Placement:
-    """GPU ids of the two computing processes; None: the CPU."""
+    """GPU ids of the computing processes; None: the CPU, or no such process."""
 
     trainer: tuple[int, ...] | None
     inference: tuple[int, ...] | None
+    teacher: tuple[int, ...] | None = None
 
 
 def rl(config: RLConfig) -> int:
@@ -43,6 +46,8 @@ def rl(config: RLConfig) -> int:
     check_environments([*config.orchestrator.env, *(config.orchestrator.eval.env if config.orchestrator.eval else ())])
     if config.inference is not None:
         check_port_free(config.inference.server.host, config.inference.server.port)
+    if (teacher := config.teacher_inference) is not None:
+        check_port_free(teacher.server.host, teacher.server.port, "teacher_inference.server.port")
     if config.transport.type == "zmq":
         check_port_free(config.transport.host, config.transport.port, "transport.port")
     with claim_output_dir(out):
@@ -51,6 +56,8 @@ def rl(config: RLConfig) -> int:
         try:
             with Supervisor(out / "logs", console=sys.stdout) as run:
                 run.say(f"{describe(placement)}; logs in {out / 'logs'}; Ctrl-C stops everything")
+                if config.orchestrator.teacher_model is not None:
+                    run.say(describe_taus(config.trainer.loss))
                 start_processes(run, config, config_paths, placement)
                 run.wait(["trainer", "orchestrator"])
         except ChildFailed as failure:
@@ -65,10 +72,12 @@ def rl(config: RLConfig) -> int:
 def start_processes(run: Supervisor, config: RLConfig, paths: dict[str, Path], placement: Placement) -> None:
     """Start all at once: trainer and orchestrator load while the engine does, and wait for it themselves."""
     num_ranks = count_trainer_ranks(config, placement)
-    num_compute = num_ranks + (config.inference is not None)
-    if config.inference is not None:
-        argv = [sys.executable, "-m", "prime_rl.inference.server", "@", str(paths["inference"])]
-        run.start("inference", argv, env=compute_environment(placement.inference, num_compute))
+    servers = {"inference": placement.inference, "teacher_inference": placement.teacher}
+    servers = {name: gpus for name, gpus in servers.items() if name in paths}
+    num_compute = num_ranks + len(servers)
+    for name, gpus in servers.items():
+        argv = [sys.executable, "-m", "prime_rl.inference.server", "@", str(paths[name])]
+        run.start(name, argv, env=compute_environment(gpus, num_compute))
     argv = [sys.executable, "-m", "prime_rl.orchestrator.orchestrator", "@", str(paths["orchestrator"])]
     run.start("orchestrator", argv, env={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
     argv = build_trainer_argv(paths["trainer"], num_ranks)
@@ -95,23 +104,42 @@ def compute_environment(gpu_ids: Sequence[int] | None, num_compute: int) -> dict
 
 
 def choose_placement(config: RLConfig) -> Placement:
-    """The given GPU ids; else the first GPU serves and the second trains, one GPU does both, and none means the CPU."""
+    """The given GPU ids; else the first GPUs serve and the next train, one GPU does all, and none means the CPU.
+
+    A teacher's server takes what the others leave, or shares the GPUs of inference. Where the configuration asks for
+    the CPU by name, GPU ids mean nothing and are told so.
+    """
+    if find_cpu_keys(config):
+        return Placement(None, None)
     visible = find_gpus()
-    given = [*(config.trainer_gpu_ids or ()), *(config.inference_gpu_ids or ())]
-    if given and not visible:
-        key = "trainer_gpu_ids" if config.trainer_gpu_ids else "inference_gpu_ids"
-        raise ValueError(f"{key} is set but this machine shows no NVIDIA GPU: leave it out to run on the CPU")
-    parallel = config.inference.parallel if config.inference is not None else None
-    wanted = parallel.tp * parallel.dp if parallel is not None else 1
-    if config.inference_gpu_ids and len(config.inference_gpu_ids) != wanted:
+    if (given := given_gpus(config)) and not visible:
         raise ValueError(
-            f"inference_gpu_ids = {config.inference_gpu_ids}: an engine with parallel.tp * parallel.dp = {wanted} uses "
-            f"{'one GPU, give one id' if wanted == 1 else f'{wanted} GPUs, give as many ids'}"
+            f"{next(iter(given))} is set but this machine shows no NVIDIA GPU: leave it out to run on the CPU"
         )
+    return place(config, visible)
+
+
+def given_gpus(config: RLConfig) -> dict[str, list[int]]:
+    """The GPU ids that the configuration names."""
+    keys = ("trainer_gpu_ids", "inference_gpu_ids", "teacher_gpu_ids")
+    return {key: ids for key in keys if (ids := getattr(config, key))}
+
+
+def find_cpu_keys(config: RLConfig) -> bool:
+    """Whether every computing process is told to use the CPU."""
+    devices = [config.trainer.model.device]
+    devices += [server.model.device for server in (config.inference, config.teacher_inference) if server is not None]
+    return all(device == "cpu" for device in devices)
+
+
+def place(config: RLConfig, visible: Sequence[int]) -> Placement:
+    """Which of the visible GPUs each process gets."""
+    wanted = check_serving_gpus(config.inference, config.inference_gpu_ids, "inference")
+    num_teaching = check_serving_gpus(config.teacher_inference, config.teacher_gpu_ids, "teacher")
     if not visible:
         return Placement(None, None)
     serving = tuple(config.inference_gpu_ids or visible[:wanted]) if config.inference is not None else ()
-    free = [gpu for gpu in visible if gpu not in serving] or visible
+    free = [gpu for gpu in visible if gpu not in (*serving, *(config.teacher_gpu_ids or ()))] or list(visible)
     dp = config.trainer.parallel.dp
     if config.trainer_gpu_ids and dp not in (None, len(config.trainer_gpu_ids)):
         raise ValueError(
@@ -123,14 +151,47 @@ def choose_placement(config: RLConfig) -> Placement:
         raise ValueError(
             f"trainer.parallel.dp = {dp} but inference leaves {len(free)} of {len(visible)} GPUs: lower it"
         )
-    return Placement(tuple(training), serving or None)
+    teaching: tuple[int, ...] = ()
+    if config.teacher_inference is not None:
+        left = [gpu for gpu in visible if gpu not in (*serving, *training)]
+        teaching = tuple(config.teacher_gpu_ids or left[:num_teaching] or serving[:num_teaching] or visible[:1])
+    return Placement(tuple(training), serving or None, teaching or None)
+
+
+def check_serving_gpus(server: InferenceConfig | None, ids: Sequence[int] | None, name: str) -> int:
+    """How many GPUs a server uses; `ValueError` when other many are given."""
+    wanted = server.parallel.tp * server.parallel.dp if server is not None else 1
+    if ids and len(ids) != wanted:
+        section = "parallel" if name == "inference" else "teacher_inference.parallel"
+        raise ValueError(
+            f"{name}_gpu_ids = {list(ids)}: an engine with {section}.tp * {section}.dp = {wanted} uses "
+            f"{'one GPU, give one id' if wanted == 1 else f'{wanted} GPUs, give as many ids'}"
+        )
+    return wanted
 
 
 def describe(placement: Placement) -> str:
     """Where things run, for the first line."""
     if placement.trainer is None:
         return f"everything on the CPU ({num_cores()} cores)"
-    return f"trainer on GPU {placement.trainer}, inference on GPU {placement.inference}"
+    text = f"trainer on GPU {placement.trainer}, inference on GPU {placement.inference}"
+    return text if placement.teacher is None else f"{text}, teacher on GPU {placement.teacher}"
+
+
+def explain(config: RLConfig) -> list[str]:
+    """What --dry-run says before the values: the map of GPUs, and the taus of a distillation."""
+    given = [gpu for ids in given_gpus(config).values() for gpu in ids]
+    on_cpu = find_cpu_keys(config)
+    placement = Placement(None, None) if on_cpu else place(config, sorted({*given, *find_gpus()}))
+    lines = [describe(placement)] if on_cpu or placement.trainer is None else draw_map(placement)
+    taught = config.orchestrator.teacher_model is not None
+    return [*lines, *([describe_taus(config.trainer.loss)] if taught else [])]
+
+
+def draw_map(placement: Placement) -> list[str]:
+    """One line per process with its GPUs."""
+    rows = {"inference": placement.inference, "teacher": placement.teacher, "trainer": placement.trainer}
+    return [f"{name:<9} GPU {','.join(map(str, gpus))}" for name, gpus in rows.items() if gpus is not None]
 
 
 def check_model(config: RLConfig) -> None:
@@ -239,6 +300,8 @@ def write_configs(config: RLConfig) -> dict[str, Path]:
     }
     if config.inference is not None:
         parts["inference"] = config.inference
+    if config.teacher_inference is not None:
+        parts["teacher_inference"] = config.teacher_inference
     paths = {name: config.output_dir / "configs" / f"{name}.toml" for name in parts}
     for name, part in parts.items():
         write_config(part, paths[name])
@@ -250,7 +313,7 @@ def build_eval_config(config: RLConfig) -> EvalConfig:
     return EvalConfig.model_validate(
         {
             "model": {"name": config.model.name},
-            "env": [env.model_dump() for env in config.orchestrator.env],
+            "env": [env.plain() for env in config.orchestrator.env],
             "sampling": config.orchestrator.sampling.model_dump(),
             "output_dir": config.output_dir,
         }
@@ -300,6 +363,7 @@ def main() -> None:
         RLConfig,
         rl,
         summary="Train a model by asynchronous RL: starts inference server, orchestrator and trainer together.",
+        explain=explain,
     )
 
 

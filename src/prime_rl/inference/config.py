@@ -80,6 +80,9 @@ class InferenceConfig(BaseConfig):
         "data_parallel_size": "parallel.dp",
     }
 
+    name: str = "inference"
+    """What the server is called in logs and metrics."""
+
     server: ServerConfig = ServerConfig()
 
     model: ModelConfig = ModelConfig()

@@ -103,7 +103,7 @@ def serve(config: InferenceConfig) -> int:
     from prime_rl.inference.service import build_service
     from prime_rl.utils.logger import setup_logger
 
-    setup_logger("inference", config.log, None if config.output_dir is None else config.output_dir / "logs")
+    setup_logger(config.name, config.log, None if config.output_dir is None else config.output_dir / "logs")
     start = time.time()
     service = build_service(config)
     if config.server.host not in LOOPBACK and service.api_key is None:

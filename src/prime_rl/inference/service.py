@@ -205,7 +205,7 @@ def build_service(config: InferenceConfig) -> Service:
     decode = build_decode(tokenizer)
     engine = build_engine(config, model_dir, decode)
     parser = MessageParser(config.model.tool_call_parser, config.model.reasoning_parser is not None)
-    monitor = None if config.output_dir is None else build_monitor(config.output_dir, "inference")
+    monitor = None if config.output_dir is None else build_monitor(config.output_dir, config.name)
     return Service(
         config=config,
         engine=AsyncEngine(engine, monitor, config.max_batch_size + config.server.max_waiting),

@@ -172,6 +172,96 @@ class CkptConfig(BaseConfig):
     """Number of latest checkpoints that stay on disk; unset: all."""
 
 
+Insert = Literal["user_prefix", "system_append", "system_replace", "message"]
+
+
+class ContextConfig(BaseConfig):
+    """What the teacher is told and the student is not; at most one of the four sources."""
+
+    context: str | None = None
+    """The text itself."""
+
+    context_file: Path | None = None
+    """A file that holds the text."""
+
+    context_template: str | None = None
+    """Text with {{example.KEY}} in it, filled from each prompt's row: {{example.info.hint}}."""
+
+    context_fn: str | None = None
+    """module:function(example, rng) -> text, a list of messages, or None for a prompt without a teacher."""
+
+    @property
+    def source(self) -> str | None:
+        """The key that says the context, if one does."""
+        given = [name for name in CONTEXT_SOURCES if getattr(self, name) is not None]
+        return given[0] if given else None
+
+    @model_validator(mode="after")
+    def _check_one_source(self) -> ContextConfig:
+        given = [name for name in CONTEXT_SOURCES if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{given[0]} and {given[1]} both say the context: remove one of them")
+        return self
+
+
+CONTEXT_SOURCES = ("context", "context_file", "context_template", "context_fn")
+
+
+class TeacherModelConfig(BaseConfig):
+    """Which model teaches."""
+
+    name: str | None = None
+    """Name sent with every request; unset: the student's own model, as it was before training."""
+
+
+class TeacherClientConfig(ClientConfig):
+    """How to reach a teacher that runs already."""
+
+    base_url: list[str] = []
+    """Its addresses, /v1 included; any server that tells prompt_logprobs. Unset: rl starts one."""
+
+
+class TeacherConfig(ContextConfig):
+    """The model that is learnt from, under a context that the student does not see."""
+
+    model: TeacherModelConfig = TeacherModelConfig()
+
+    client: TeacherClientConfig = TeacherClientConfig()
+
+    insert: Insert = "user_prefix"
+    """Where the context goes: before the first user message, to the end of the system message, in its place, or as
+    a message of its own after it."""
+
+    separator: str = ""
+    """What stands between the context and the text that it joins."""
+
+    weights: Literal["frozen", "live"] = "frozen"
+    """The teacher's weights: those before training, or (live) always the student's own."""
+
+    temperature: float | None = Field(default=None, gt=0)
+    """Temperature of the teacher's distribution; unset: that of sampling, so that the two can be compared."""
+
+    top_logprobs: int = Field(default=0, ge=-1)
+    """Most likely tokens told beside the sampled one; -1: all. rl sets what trainer.loss.distill needs."""
+
+    eval_baseline: bool = False
+    """Evaluate student and teacher, with and without the context, before training and at every evaluation."""
+
+
+class TrainEnvConfig(EnvConfig, ContextConfig):
+    """An environment that is trained on, and what its teacher is told; unset: what teacher_model says."""
+
+    insert: Insert | None = None
+    """Where the context goes; unset: teacher_model.insert."""
+
+    teacher: Literal["context", "anchor", "none"] = "context"
+    """context: learn from the teacher under the context; anchor: stay near the teacher without one, which retains what
+    the student could do; none: reward only."""
+
+    anchor_weight: float = Field(default=1.0, gt=0)
+    """anchor: weight of KL(student || teacher) on these rollouts, in place of the taus."""
+
+
 class OrchestratorConfig(BaseConfig):
     """Everything the orchestrator reads."""
 
@@ -181,7 +271,9 @@ class OrchestratorConfig(BaseConfig):
 
     sampling: SamplingConfig = SamplingConfig()
 
-    env: list[EnvConfig] = Field(default=[EnvConfig()], min_length=1)
+    teacher_model: TeacherConfig | None = None
+
+    env: list[TrainEnvConfig] = Field(default=[TrainEnvConfig()], min_length=1)
     """Environments; their prompts are mixed evenly, each in proportion to its size."""
 
     buffer: BufferConfig = BufferConfig()
@@ -292,6 +384,21 @@ class OrchestratorConfig(BaseConfig):
             raise ValueError(
                 f'length_penalty.type = "overlong" needs sampling.max_tokens of at least window = {penalty.window}: '
                 "set it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_teacher(self) -> OrchestratorConfig:
+        teacher = self.teacher_model
+        for i, env in enumerate(self.env):
+            if teacher is None and (env.teacher == "anchor" or env.source is not None):
+                what = 'teacher = "anchor"' if env.source is None else env.source
+                raise ValueError(f"env.{i} has {what} but there is no teacher: set the section teacher_model")
+            if env.teacher != "context" and env.source is not None:
+                raise ValueError(f'env.{i} has teacher = "{env.teacher}" and {env.source}: remove one of them')
+        if teacher is not None and teacher.eval_baseline and self.eval is None:
+            raise ValueError(
+                "teacher_model.eval_baseline needs evaluation environments: add [orchestrator.eval], or leave it out"
             )
         return self
 

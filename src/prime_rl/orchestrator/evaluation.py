@@ -183,7 +183,7 @@ def build_plans(
         val_config = EvalConfig.model_validate(
             {
                 **shared,
-                "env": [EvalEnvConfig.model_validate(env.model_dump()) for env in config.env],
+                "env": [EvalEnvConfig.model_validate(env.plain()) for env in config.env],
                 "sampling": config.sampling,
                 "num_examples": config.val.num_examples,
                 "rollouts_per_example": config.val.rollouts_per_example,

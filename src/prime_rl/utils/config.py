@@ -8,6 +8,9 @@ from pydantic import Field
 
 from prime_rl.utils.pydantic_config import BaseConfig
 
+BASE_MODEL = "base"
+"""Name under which the embedded engine answers with its own weights, whatever adapter the policy has become."""
+
 
 class LogConfig(BaseConfig):
     """What is said on the terminal and in the log files."""
@@ -105,6 +108,10 @@ class EnvConfig(BaseConfig):
 
     index_url: str = "https://hub.primeintellect.ai/{org}/simple/"
     """Package index that environments are installed from; {org} is the part of the id before the slash."""
+
+    def plain(self) -> dict[str, Any]:
+        """The environment alone, without what a richer section says about it."""
+        return self.model_dump(include=set(EnvConfig.model_fields))
 
 
 class DebugModelConfig(BaseConfig):

@@ -16,7 +16,16 @@ from prime_rl.utils.config_errors import ConfigError, translate
 from prime_rl.utils.config_keys import field_shape, variant
 from prime_rl.utils.config_sources import apply_options, read_arguments, read_environment, read_file
 
-__all__ = ["BaseConfig", "ConfigError", "note", "note_source", "parse_argv", "run_command", "write_config"]
+__all__ = [
+    "BaseConfig",
+    "ConfigError",
+    "merge_tables",
+    "note",
+    "note_source",
+    "parse_argv",
+    "run_command",
+    "write_config",
+]
 
 Config = TypeVar("Config", bound="BaseConfig")
 Provenance = dict[str, str]
@@ -55,7 +64,7 @@ class BaseConfig(BaseModel):
             if shape.tag and variant(shape, given.get(shape.tag, getattr(default, shape.tag))) is not type(default):
                 continue
             tag = {shape.tag: getattr(default, shape.tag)} if shape.tag else {}
-            data[name] = _merged({**default.model_dump(exclude_unset=True), **tag}, given)
+            data[name] = merge_tables({**default.model_dump(exclude_unset=True), **tag}, given)
         return data
 
 
@@ -104,8 +113,18 @@ def write_config(config: BaseConfig, path: Path, provenance: Mapping[str, str] |
     temporary.replace(path)
 
 
-def run_command(prog: str, config_cls: type[Config], run: Callable[[Config], int | None], *, summary: str) -> NoReturn:
-    """A command's whole life: read its arguments, run it, exit with 0 (good), 2 (wrong input) or 1 (failed)."""
+def run_command(
+    prog: str,
+    config_cls: type[Config],
+    run: Callable[[Config], int | None],
+    *,
+    summary: str,
+    explain: Callable[[Config], list[str]] = lambda _: [],
+) -> NoReturn:
+    """A command's whole life: read its arguments, run it, exit with 0 (good), 2 (wrong input) or 1 (failed).
+
+    `explain` gives lines that --dry-run shows before the values, as comments.
+    """
     argv = sys.argv[1:]
     debug, wants_help, dry_run = "--debug" in argv, "--help" in argv or "-h" in argv, "--dry-run" in argv
     argv = [word for word in argv if word not in ("--debug", "--help", "-h", "--dry-run")]
@@ -121,7 +140,8 @@ def run_command(prog: str, config_cls: type[Config], run: Callable[[Config], int
         if dry_run:
             from prime_rl.utils.config_toml import render_toml
 
-            sys.stdout.write(render_toml(config, config.provenance))
+            comments = "".join(f"# {line}\n" for line in explain(config))
+            sys.stdout.write(comments + render_toml(config, config.provenance))
             raise SystemExit(0)
         _check_output_dir(config)
         raise SystemExit(run(config) or 0)
@@ -180,11 +200,12 @@ def _show_help(prog: str, config_cls: type[Config], argv: Sequence[str], summary
     return _show_error(problem) if problem else 0
 
 
-def _merged(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def merge_tables(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """`above` over `below`, key by key at any depth."""
     result = dict(below)
     for key, value in above.items():
         both = isinstance(value, dict) and isinstance(result.get(key), dict)
-        result[key] = _merged(result[key], value) if both else value
+        result[key] = merge_tables(result[key], value) if both else value
     return result
 
 

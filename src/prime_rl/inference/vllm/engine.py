@@ -32,7 +32,7 @@ def serve_vllm(config: InferenceConfig) -> int:
 
     from prime_rl.utils.logger import setup_logger
 
-    setup_logger("inference", config.log, None)
+    setup_logger(config.name, config.log, None)
     model_dir = prepare_model_dir(config)
     argv, environ = build_argv(config, model_dir), build_environment(config, model_dir)
     logger.info(f"starting vLLM: {' '.join(argv[2:])}")

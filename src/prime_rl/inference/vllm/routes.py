@@ -51,7 +51,7 @@ class PrimeRoutes:
         self._spans: OrderedDict[str, list[tuple[int, list[list[int]]]]] = OrderedDict()
         self._monitor: Monitor | None = None
         if self.config.output_dir is not None:
-            self._monitor = build_monitor(self.config.output_dir, "inference")
+            self._monitor = build_monitor(self.config.output_dir, self.config.name)
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
