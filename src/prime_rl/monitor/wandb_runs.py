@@ -1,0 +1,156 @@
+"""Runs at Weights & Biases: listing them, their history, and the tables of samples they logged."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from prime_rl.monitor.series import Series, join_processes, read_series
+
+HISTORY_ROWS = 10_000
+"""Rows asked for; of a longer history the server chooses as many, evenly."""
+
+
+@dataclass(frozen=True)
+class WandbRun:
+    """One run, and where it was logged as several processes the others of its group."""
+
+    parts: tuple[Any, ...]
+
+    @cached_property
+    def histories(self) -> list[tuple[Any, list[dict[str, Any]]]]:
+        """Each part with its rows."""
+        return [(part, part.history(samples=HISTORY_ROWS, pandas=False)) for part in self.parts]
+
+    @property
+    def name(self) -> str:
+        """Entity, project, id and display name."""
+        run = self.parts[0]
+        return f"{'/'.join(run.path)} ({run.name})"
+
+    @property
+    def state(self) -> str:
+        """As the server says: running, finished, crashed, failed."""
+        return str(self.parts[0].state)
+
+    def load_series(self) -> dict[str, Series]:
+        """Metric -> series over the logged column `step`, or over the run's own counter where there is none."""
+        rows: list[dict[str, Any]] = []
+        for part, history in self.histories:
+            for row in history:
+                rows.append({**row, "step": row.get("step", row.get("_step")), "process": _process(part)})
+        return join_processes(read_series(rows))
+
+    def samples(self) -> Iterator[dict[str, Any]]:
+        """Rows of every logged table that has a `reward` column, each with its step."""
+        with tempfile.TemporaryDirectory() as folder:
+            for part, history in self.histories:
+                for row in history:
+                    for value in row.values():
+                        if isinstance(value, dict) and "table-file" in str(value.get("_type")):
+                            yield from _table_rows(part, value, row, Path(folder))
+
+
+def list_runs(entity: str | None, project: str, limit: int) -> list[Any]:
+    """The newest runs of a project; `ValueError` with the cure when they cannot be read."""
+    with _explained(entity, project):
+        runs = _api(entity).runs(_path(entity, project), order="-created_at", per_page=min(max(limit, 1), 50))
+        return [run for run, _ in zip(runs, range(limit), strict=False)]
+
+
+def open_run(run_id: str, entity: str | None, project: str) -> WandbRun:
+    """A run with the others of its group; `ValueError` with the cure when it is not there."""
+    with _explained(entity, project, run_id):
+        api = _api(entity)
+        path = run_id if "/" in run_id else f"{_path(entity, project)}/{run_id}"
+        run = api.run(path)
+        others = []
+        if run.group:
+            others = _siblings(run, list(api.runs("/".join(run.path[:-1]), filters={"group": run.group})))
+    return WandbRun((run, *others))
+
+
+def runs_text(runs: list[Any]) -> list[tuple[str, str, str, str]]:
+    """(id, state, created, name) of each."""
+    return [
+        (run.id, str(run.state), str(run.created_at)[:16].replace("T", " "), f"{run.name} {_process(run)}".strip())
+        for run in runs
+    ]
+
+
+def has_key() -> bool:
+    """Whether the environment or the file that `wandb login` writes holds a key."""
+    netrc = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
+    return bool(os.environ.get("WANDB_API_KEY")) or netrc.exists()
+
+
+class _explained:
+    """Errors of the client become `ValueError`s in the user's words."""
+
+    def __init__(self, entity: str | None, project: str, run_id: str | None = None) -> None:
+        self.what = f"run {run_id} of {_path(entity, project)}" if run_id else f"project {_path(entity, project)}"
+
+    def __enter__(self) -> None:
+        if not has_key():
+            raise ValueError("Weights & Biases wants a key: set WANDB_API_KEY, or give the directory of a local run")
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None or (isinstance(error, (ValueError, KeyboardInterrupt)) and not _is_of_wandb(error)):
+            return
+        if isinstance(error, ImportError):
+            raise ValueError("reading W&B runs needs wandb: pip install wandb pandas") from error
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"{self.what} cannot be read ({reason}): check --entity, --project and WANDB_API_KEY"
+        ) from error
+
+
+def _is_of_wandb(error: BaseException) -> bool:
+    return type(error).__module__.split(".")[0] == "wandb" or "project" in str(error).lower()
+
+
+def _api(entity: str | None) -> Any:
+    os.environ.setdefault("WANDB_SILENT", "true")
+    import wandb
+
+    return wandb.Api(overrides={"entity": entity} if entity else None, timeout=30)
+
+
+def _path(entity: str | None, project: str) -> str:
+    return f"{entity}/{project}" if entity else project
+
+
+def _process(run: Any) -> str:
+    return str(getattr(run, "job_type", None) or "")
+
+
+def _siblings(run: Any, grouped: list[Any]) -> list[Any]:
+    """The other processes of a run among the runs of its group, which may hold several experiments.
+
+    They carry its name; without a common name they are known where the group has one run of each process.
+    """
+    others = [other for other in grouped if other.id != run.id]
+    named = [other for other in others if other.name == run.name]
+    if named:
+        return named
+    kinds = [_process(other) for other in (run, *others)]
+    return others if len(set(kinds)) == len(kinds) else []
+
+
+def _table_rows(run: Any, value: dict[str, Any], row: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
+    path = str(value.get("path", ""))
+    if not path.endswith(".json"):
+        return
+    run.file(path).download(root=str(folder), replace=True).close()
+    table = json.loads((folder / path).read_text(encoding="utf-8"))
+    columns = table.get("columns", [])
+    if "reward" not in columns:
+        return
+    for cells in table.get("data", []):
+        yield {"step": row.get("step", row.get("_step")), **dict(zip(columns, cells, strict=False))}
