@@ -33,7 +33,8 @@ SAMPLED = ("token", "togo", "sequence")
 def objective(estimator: str = "token", direction: str = "reverse", **choices: Any) -> Objective:
     """REINFORCE with the taus 0/1/1 unless told otherwise, summed over tokens and divided by sequences."""
     taus = {"adv_tau": 0.0, "teacher_tau": 1.0, "student_tau": 1.0, "normaliser": "sums", "ratio": "none"}
-    return replace(PRESETS["reinforce"], distill=DistillChoice(estimator, direction), **{**taus, **choices})  # type: ignore[arg-type]
+    distill = DistillChoice(estimator, direction)  # type: ignore[arg-type]
+    return replace(PRESETS["reinforce"], **{"distill": distill, **taus, **choices})
 
 
 def drawn(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
@@ -319,6 +320,19 @@ def test_credit_by_hand() -> None:
     assert credit(samples, "togo") == [[0, 2 - 7 + 3, 2 - 6, 2 - 4], [0, 2 - 3 + 7], [0, 2 - 8]]
     assert credit(samples, "token") == [s.advantages for s in samples]
     assert [s.advantages for s in samples] == [[0, 1, 1, 1], [0, 1], [0, 1]]  # untouched
+
+
+def test_a_clip_bounds_the_distance_of_teacher_and_student() -> None:
+    clipped = objective("togo", distill=DistillChoice("togo", clip=3.0), adv_tau=0.0)
+    samples = [taught([-1.0, -9.0]), taught([0.0, 0.0])]
+    assert [s.advantages for s in credit_samples(samples, clipped)] == [[0, -4, -3], [0, 4, 3]]
+    student = torch.tensor([[-1.0, -0.5], [-1.0, -0.5]], dtype=torch.float64).requires_grad_()
+    teacher = torch.tensor([[-9.0, 0.0], [-2.0, 0.0]], dtype=torch.float64)
+    choice = objective(distill=DistillChoice("token", clip=3.0))
+    [gradient] = torch.autograd.grad(policy_loss(make_inputs(student, teacher, table=False), choice).loss_sum, student)
+    assert gradient[:, 0].tolist() == [3.0, 1.0]
+    with pytest.raises(ValueError, match="clip"):
+        DistillChoice("full", clip=3.0)
 
 
 def test_tokens_of_the_environment_have_no_part_in_credit() -> None:

@@ -39,12 +39,14 @@ class DistillChoice:
     full       the whole vocabulary, in the loss
 
     `direction` says which divergence the last two minimise (the others know reverse KL only); `jsd_beta` is the
-    teacher's share of the mixture of jsd.
+    teacher's share of the mixture of jsd. `clip` bounds the teacher's log-prob of a sampled token to that of the
+    student plus or minus so much.
     """
 
     estimator: Estimator = "token"
     direction: Direction = "reverse"
     jsd_beta: float = 0.5
+    clip: float | None = None
 
     def __post_init__(self) -> None:
         if self.direction != "reverse" and not self.has_table:
@@ -54,6 +56,8 @@ class DistillChoice:
             )
         if not 0 < self.jsd_beta < 1:
             raise ValueError(f"jsd_beta {self.jsd_beta} must lie between 0 and 1")
+        if self.clip is not None and (self.has_table or not self.clip > 0):
+            raise ValueError(f"clip {self.clip} bounds sampled tokens and must be above 0: remove it")
 
     @property
     def has_table(self) -> bool:

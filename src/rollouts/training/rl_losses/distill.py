@@ -14,6 +14,7 @@ Sources: reverse KL on a student's own samples, MiniLLM 2306.08543 and GKD 2306.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import accumulate, zip_longest
@@ -134,11 +135,13 @@ def credit_samples(samples: Sequence[Sample], objective: Objective) -> list[Samp
 
 
 def _own_credit(sample: Sample, objective: Objective) -> list[float]:
-    """a lt - b li of each loss token."""
+    """a lt - b li of each loss token, lt within `clip` of li."""
     inference, teacher = sample.inference_logprobs, sample.teacher_logprobs
     assert inference is not None and teacher is not None, "both have spoken"
+    clip = math.inf if objective.distill.clip is None else objective.distill.clip
+    a, b = objective.teacher_tau, objective.student_tau
     rows = zip(teacher, inference, sample.loss_mask, strict=True)
-    return [objective.teacher_tau * lt - objective.student_tau * li for lt, li, m in rows if m > 0]
+    return [a * min(max(lt, li - clip), li + clip) - b * li for lt, li, m in rows if m > 0]
 
 
 def _compare_totals(rows: list[list[float]]) -> list[list[float]]:

@@ -95,7 +95,10 @@ def mix_advantages(inputs: LossInputs, objective: Objective) -> Float[Tensor, " 
     mixed = inputs.advantages if _is_credited(objective) else objective.adv_tau * inputs.advantages
     if not _is_credited(objective) and not _compares(objective):
         if objective.teacher_tau:
-            mixed = mixed + objective.teacher_tau * _teacher(inputs, "teacher_tau", objective.teacher_tau)
+            teacher = _teacher(inputs, "teacher_tau", objective.teacher_tau)
+            if (clip := objective.distill.clip) is not None:
+                teacher = student + (teacher - student).clamp(-clip, clip)
+            mixed = mixed + objective.teacher_tau * teacher
         if objective.student_tau:
             mixed = mixed - objective.student_tau * student
     if objective.sampler_tau:
