@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from prime_rl.trainer.config import MuonConfig, TrainConfig
-from prime_rl.trainer.muon import MatrixMuon, is_matrix, orthogonalise
 from prime_rl.trainer.optim import build_optimizer
 from prime_rl.trainer.rl.train import train
 from prime_rl.transport.weights import read_manifest
+from rollouts.training.backends.muon import MatrixMuon, is_matrix, orthogonalise
 
 
 def run_steps(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], num: int = 4) -> None:

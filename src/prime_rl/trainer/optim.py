@@ -16,7 +16,7 @@ from prime_rl.trainer.config import (
     OptimConfig,
     SchedulerConfig,
 )
-from prime_rl.trainer.muon import Muon
+from rollouts.training.backends.muon import Muon
 
 Schedule = Callable[[int], float]
 

@@ -7,7 +7,7 @@ update. Where ranks hold shards, each gathers a matrix's update, makes it orthog
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,27 +85,22 @@ def _whole(update: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     return changed.redistribute(placements=update.placements)
 
 
-class Muon(torch.optim.Optimizer):
-    """Muon for the matrices among `parameters`, AdamW for embeddings, head, norms and biases, stepped together."""
+class JoinedOptimizer(torch.optim.Optimizer):
+    """Several optimizers stepped together; what is saved and scheduled is one, with the groups of all in order."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], *, muon: dict[str, Any], adamw: dict[str, Any]) -> None:
-        matrices = [p for name, p in parameters.items() if is_matrix(name, p)]
-        rest = [p for name, p in parameters.items() if not is_matrix(name, p)]
-        self._parts: list[torch.optim.Optimizer] = []
-        if matrices:
-            self._parts.append(MatrixMuon(matrices, muon))
-        if rest:
-            self._parts.append(torch.optim.AdamW(rest, fused=True, **adamw))
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        self._parts = list(parts)
         super().__init__([group for part in self._parts for group in part.param_groups], {})
         self._share()
 
     def _share(self) -> None:
-        """Both parts work on the groups and the state of this one: what is saved and scheduled is one optimizer."""
-        for part, group in zip(self._parts, self.param_groups, strict=True):
-            part.param_groups, part.state = [group], self.state
+        """All parts work on the groups and the state of this one."""
+        groups = iter(self.param_groups)
+        for part in self._parts:
+            part.param_groups, part.state = [next(groups) for _ in part.param_groups], self.state
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One step of both parts."""
+        """One step of every part."""
         for part in self._parts:
             part.step()
 
@@ -113,6 +108,20 @@ class Muon(torch.optim.Optimizer):
         """Restore what `state_dict` gave."""
         super().load_state_dict(state_dict)
         self._share()
+
+
+class Muon(JoinedOptimizer):
+    """Muon for the matrices among `parameters`, AdamW for embeddings, head, norms and biases, stepped together."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], *, muon: dict[str, Any], adamw: dict[str, Any]) -> None:
+        matrices = [p for name, p in parameters.items() if is_matrix(name, p)]
+        rest = [p for name, p in parameters.items() if not is_matrix(name, p)]
+        parts: list[torch.optim.Optimizer] = []
+        if matrices:
+            parts.append(MatrixMuon(matrices, muon))
+        if rest:
+            parts.append(torch.optim.AdamW(rest, fused=True, **adamw))
+        super().__init__(parts)
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:

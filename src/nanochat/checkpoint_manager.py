@@ -1,0 +1,199 @@
+"""Checkpoints of every stage by source, tag and step: the seed era's files, and whole `step_N` directories."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanochat.common import get_base_dir, resolve_device
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.tokenizer import NanochatTokenizer, get_tokenizer
+from rollouts.training.steps import complete_steps, parse_step, publish_step, step_path
+
+SOURCES = {
+    "base": "base_checkpoints",
+    "mid": "mid_checkpoints",
+    "sft": "chatsft_checkpoints",
+    "rl": "chatrl_checkpoints",
+    "prime_rl": "prime_rl_checkpoints",
+}
+MODEL_FILE, METADATA_FILE, OPTIMIZER_FILE, STATE_FILE = "model.pt", "metadata.json", "optimizer.bin", "state.json"
+BOOTSTRAP = "python -m scripts.tiny_bootstrap"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a checkpoint lies: a directory `step_N`, or the flat files `model_00000N.pt` and `meta_00000N.json`."""
+
+    model_path: Path
+    meta_path: Path
+    step: int
+
+    @property
+    def directory(self) -> Path:
+        return self.model_path.parent
+
+
+def load_model(
+    source: str,
+    device: torch.device | str = "auto",
+    phase: str = "eval",
+    model_tag: str | None = None,
+    step: int | None = None,
+) -> tuple[GPT, NanochatTokenizer, dict[str, Any]]:
+    """Model, tokenizer and metadata of a checkpoint of `source`: base, mid, sft, rl or prime_rl.
+
+    `model_tag` defaults to the deepest `d<N>`, `step` to the last; `phase` "train" or "eval" sets the model's mode.
+    `ValueError` when there is no such checkpoint, with what there is, and when the tokenizer is another one.
+    """
+    if phase not in ("train", "eval"):
+        raise ValueError(f"phase {phase!r} is neither train nor eval")
+    place = find_checkpoint(source, model_tag, step)
+    model, meta = read_model(place, resolve_device(device))
+    tokenizer = get_tokenizer()
+    if tokenizer.get_vocab_size() != model.config.vocab_size:
+        raise ValueError(
+            f"{place.model_path} has {model.config.vocab_size} tokens and the tokenizer of {get_base_dir()} "
+            f"{tokenizer.get_vocab_size()}: copy the tokenizer it was trained with to {get_base_dir() / 'tokenizer'}"
+        )
+    model.train(phase == "train")
+    return model, tokenizer, meta
+
+
+def find_checkpoint(source: str, model_tag: str | None = None, step: int | None = None) -> Place:
+    """Where the checkpoint lies; `ValueError` lists what there is."""
+    if source not in SOURCES:
+        raise ValueError(f"source {source!r} is not one of {', '.join(SOURCES)}")
+    root = get_base_dir() / SOURCES[source]
+    tag = model_tag or _deepest_tag(root)
+    if tag is None:
+        raise ValueError(f"there is no {source} checkpoint in {root}: make a small one with `{BOOTSTRAP}`")
+    places = list_checkpoints(root / tag)
+    if not places:
+        tags = ", ".join(_tags(root)) or "none"
+        raise ValueError(
+            f"there is no {source} checkpoint {tag!r} in {root} (there: {tags}): make a small one with `{BOOTSTRAP}`"
+        )
+    if step is not None and step not in places:
+        raise ValueError(f"{root / tag} has no step {step}; it has {', '.join(map(str, sorted(places)))}")
+    return places[max(places) if step is None else step]
+
+
+def list_checkpoints(directory: Path) -> dict[int, Place]:
+    """Every complete checkpoint of a tag by its step, of either layout."""
+    places = {}
+    for path in directory.glob("model_*.pt"):
+        match = re.fullmatch(r"model_(\d+)\.pt", path.name)
+        meta = path.with_name(f"meta_{match[1]}.json") if match else path
+        if match and meta.is_file():
+            places[int(match[1])] = Place(path, meta, int(match[1]))
+    for step in complete_steps(directory):
+        folder = step_path(directory, step)
+        places[step] = Place(folder / MODEL_FILE, folder / METADATA_FILE, step)
+    # Published `step_N` directories need no marker of ours: both documented files are enough.
+    for folder in directory.glob("step_*"):
+        number = parse_step(folder.name)
+        if number is not None and (folder / METADATA_FILE).is_file() and (folder / MODEL_FILE).is_file():
+            places.setdefault(number, Place(folder / MODEL_FILE, folder / METADATA_FILE, number))
+    return places
+
+
+def read_model(place: Place, device: torch.device) -> tuple[GPT, dict[str, Any]]:
+    """The model of a checkpoint in float32 on `device`, and its metadata; `ValueError` when they do not fit."""
+    meta = json.loads(place.meta_path.read_text(encoding="utf-8"))
+    if "model_config" not in meta:
+        raise ValueError(f"{place.meta_path} has no model_config: it belongs to no nanochat model")
+    model = GPT(GPTConfig.from_meta(meta["model_config"]))
+    load_state(model, read_tensors(place.model_path), str(place.model_path))
+    return model.to(device), {**meta, "step": meta.get("step", place.step)}
+
+
+@torch.no_grad()
+def load_state(model: GPT, tensors: Mapping[str, Tensor], source: str) -> None:
+    """Copy a state dict into the model, casting to its format; names that `torch.compile` adds are taken off."""
+    given = {name.removeprefix("_orig_mod."): tensor for name, tensor in tensors.items()}
+    held = dict(model.named_parameters())
+    for name in sorted(given.keys() ^ held.keys()):
+        raise ValueError(f"{source} {'lacks' if name in held else 'has'} {name}: it is of another architecture")
+    for name, parameter in held.items():
+        if parameter.shape != given[name].shape:
+            shapes = f"{list(given[name].shape)}, model_config asks for {list(parameter.shape)}"
+            raise ValueError(f"{name} of {source} has shape {shapes}")
+        parameter.copy_(given[name])
+
+
+def save_checkpoint(
+    source: str, model_tag: str, step: int, model: GPT, metadata: Mapping[str, Any], *, flat: bool = False
+) -> Path:
+    """Write model and metadata and return where: `step_N/`, or `flat` as the seed era did; whole or not at all."""
+    root = get_base_dir() / SOURCES[source] / model_tag
+    meta = {"step": step, "model_config": model.config.to_meta(), **metadata}
+    if not flat:
+        return publish_step(root, step, lambda directory: write_model(directory, model, meta))
+    root.mkdir(parents=True, exist_ok=True)
+    path = root / f"model_{step:06d}.pt"
+    _write_aside(path, lambda aside: torch.save(model.state_dict(), aside))
+    text = json.dumps(meta, indent=2)
+    _write_aside(root / f"meta_{step:06d}.json", lambda aside: aside.write_text(text, encoding="utf-8"))
+    return path
+
+
+def write_model(directory: Path, model: GPT, metadata: Mapping[str, Any]) -> None:
+    """The two documented files."""
+    torch.save({name: tensor.cpu() for name, tensor in model.state_dict().items()}, directory / MODEL_FILE)
+    text = json.dumps(dict(metadata), indent=2, allow_nan=False)
+    (directory / METADATA_FILE).write_text(text, encoding="utf-8")
+
+
+def write_progress(directory: Path, optimizer: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """What a run needs beside the model to go on exactly: moments, and everything that JSON can say."""
+    torch.save(dict(optimizer), directory / OPTIMIZER_FILE)
+    (directory / STATE_FILE).write_text(json.dumps(dict(state), allow_nan=False), encoding="utf-8")
+
+
+def read_progress(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The inverse of `write_progress`; `ValueError` for a checkpoint that cannot be gone on from."""
+    if not (directory / STATE_FILE).is_file() or not (directory / OPTIMIZER_FILE).is_file():
+        raise ValueError(f"{directory} holds a model and no progress: use it as --source instead of --resume")
+    state = json.loads((directory / STATE_FILE).read_text(encoding="utf-8"))
+    return read_tensors(directory / OPTIMIZER_FILE), state
+
+
+def read_tensors(path: Path) -> dict[str, Any]:
+    """A file of torch's zip format that holds tensors and plain values, and nothing that could run."""
+    try:
+        tensors: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises half a dozen kinds for a damaged or unsafe file
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"{path} cannot be read as a file of tensors: {reason}") from error
+    return tensors
+
+
+def _write_aside(path: Path, write: Callable[[Path], object]) -> None:
+    """The file appears whole under its name or not at all."""
+    aside = path.with_name(f".tmp-{path.name}")
+    write(aside)
+    with aside.open("rb") as written:
+        os.fsync(written.fileno())
+    os.replace(aside, path)
+
+
+def _tags(root: Path) -> list[str]:
+    return sorted(path.name for path in root.glob("*") if path.is_dir() and list_checkpoints(path))
+
+
+def _deepest_tag(root: Path) -> str | None:
+    """The largest d<N>, else the newest directory."""
+    tags = _tags(root)
+    deep = [tag for tag in tags if re.fullmatch(r"d\d+", tag)]
+    if deep:
+        return max(deep, key=lambda tag: int(tag[1:]))
+    return max(tags, key=lambda tag: (root / tag).stat().st_mtime, default=None)
