@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from prime_rl.inference.embedded.engine import EmbeddedEngine
-from prime_rl.inference.embedded.sampler import build_sampling_batch, filter_logprobs, invert_cdf, sample, uniform
+from prime_rl.inference.embedded.sampler import build_sampling_batch, filter_logprobs, sample
 from prime_rl.inference.engine import (
     FULL,
     AdapterSpec,
@@ -38,6 +38,7 @@ from prime_rl.trainer.models.lora import adapter_tensors, add_lora, peft_tensors
 from prime_rl.trainer.models.registry import load_decoder
 from prime_rl.transport.weights import digest_tensor
 from prime_rl.utils.tokenizer import load_tokenizer, resolve_model_dir
+from rollouts.training.sampling import invert_cdf, uniform
 
 MODEL_DIR = resolve_model_dir("tiny-qwen3")
 TOKENIZER = load_tokenizer("tiny-qwen3")

@@ -23,7 +23,8 @@ FLOORS: dict[int, tuple[str, set[int]]] = {
     0: ("rollouts.training.types rollouts.training.steps rollouts.training.objectives rollouts.agents", set()),
     1: (
         "rollouts.training.advantages rollouts.training.rl_losses rollouts.training.batching rollouts.training.filters "
-        "rollouts.training.metrics rollouts.training.datasets rollouts.training.agent_integration",
+        "rollouts.training.metrics rollouts.training.datasets rollouts.training.agent_integration "
+        "rollouts.training.sampling",
         {0},
     ),
     2: (
@@ -67,7 +68,7 @@ DOORS: dict[str, tuple[str, ...]] = {
         "rollouts.training.backends.pytorch_factory",
         "prime_rl.utils.tokenizer",
     ),
-    "openai": ("prime_rl.utils.client",),
+    "openai": ("prime_rl.utils.client", "rollouts.training.environments.answers"),
     "fastapi": ("prime_rl.inference.server", "prime_rl.monitor"),
     "plotly": ("prime_rl.monitor", "nanochat.prime_rl_wandb"),
 }

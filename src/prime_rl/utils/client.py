@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from functools import cache, cached_property
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
 
 from prime_rl.utils.http import HttpPool, Reply, needs_proxy
+from rollouts.training.environments.answers import completion_types, read_completion
 
 if TYPE_CHECKING:
     from prime_rl.utils.config import ClientConfig
@@ -19,80 +20,6 @@ if TYPE_CHECKING:
 MAX_RETRIES = 3  # of requests that reached nobody, or an overloaded server; a slow generation is never sent twice
 RETRY_AFTER_S = 0.25
 RETRIED_STATUS = (429, 502, 503, 504)
-
-
-class FunctionCall(msgspec.Struct):
-    """Which tool with which JSON arguments."""
-
-    name: str = ""
-    arguments: str = ""
-
-
-class ToolCall(msgspec.Struct):
-    """One tool call of an answer."""
-
-    id: str = ""
-    type: str = "function"
-    function: FunctionCall = msgspec.field(default_factory=FunctionCall)
-
-    def model_dump(self) -> dict[str, Any]:
-        """The call as plain data, under the name that `verifiers` asks for."""
-        return {"id": self.id, "type": self.type, "function": msgspec.structs.asdict(self.function)}
-
-
-class AnswerMessage(msgspec.Struct):
-    """What the model said."""
-
-    role: str = "assistant"
-    content: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    reasoning_content: str | None = None
-
-
-class TokenLogprob(msgspec.Struct):
-    """Log-probability of one sampled token."""
-
-    logprob: float
-    token: str = ""
-
-
-class Logprobs(msgspec.Struct):
-    """Log-probs of a chat answer (`content`) or of a plain completion (`token_logprobs`)."""
-
-    content: list[TokenLogprob] | None = None
-    token_logprobs: list[float] | None = None
-
-
-class Choice(msgspec.Struct):
-    """One completion. `versions` are `[start, version]` spans over its tokens, told by our own server."""
-
-    index: int = 0
-    message: AnswerMessage = msgspec.field(default_factory=AnswerMessage)
-    text: str = ""
-    finish_reason: str | None = None
-    logprobs: Logprobs | None = None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-    versions: list[tuple[int, int]] | None = None
-
-
-class Usage(msgspec.Struct):
-    """Token counts of a request."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    total_tokens: int = 0
-
-
-class Answer(msgspec.Struct):
-    """The fields of an answer that anyone reads; decoding skips the rest."""
-
-    choices: list[Choice] | None
-    id: str = ""
-    created: int = 0
-    model: str = ""
-    usage: Usage | None = None
-    prompt_token_ids: list[int] | None = None
 
 
 class Tokenized(msgspec.Struct):
@@ -149,7 +76,7 @@ class InferenceClient:
         """The answer to a POST, as `cast_to`: a completion type of `openai`, any pydantic model, or `dict`."""
         data = await self.request("POST", path, body)
         if getattr(cast_to, "__name__", "") in ("ChatCompletion", "Completion"):
-            return _as_completion(data, chat=cast_to.__name__ == "ChatCompletion")
+            return read_completion(data, chat=cast_to.__name__ == "ChatCompletion")
         return (
             cast_to.model_validate_json(data) if hasattr(cast_to, "model_validate_json") else msgspec.json.decode(data)
         )
@@ -162,7 +89,7 @@ class InferenceClient:
 
     async def ask(self, path: str, body: dict[str, Any]) -> Any:
         """The completion that a route answers with."""
-        return _as_completion(await self.request("POST", path, body), chat=path.startswith("/chat"))
+        return read_completion(await self.request("POST", path, body), chat=path.startswith("/chat"))
 
     async def ask_tokens(self, body: dict[str, Any]) -> Any:
         """The answer to a chat whose prompt is `tokens`; None from a server without that route."""
@@ -331,28 +258,6 @@ def _build_pool(base_url: str, timeout_s: float, max_connections: int) -> HttpPo
     return HttpPool(base_url, max_connections=max_connections, timeout_s=timeout_s)
 
 
-def _as_completion(data: bytes, *, chat: bool) -> Any:
-    """An instance of the `openai` type with our light fields, built without its validation (which costs milliseconds).
-
-    An answer without token ids also loses its log-probs, so that nobody pairs them with guessed ids.
-    """
-    try:
-        answer = _decode_answer(data)
-    except msgspec.MsgspecError as error:
-        raise ValueError(f"the server's answer is not a completion: {error}") from error
-    for choice in answer.choices or []:
-        prompt_ids = answer.prompt_token_ids if chat else choice.prompt_token_ids
-        if choice.token_ids is None or prompt_ids is None:
-            choice.logprobs = None
-    kind: Any = _completion_types()[0 if chat else 1]
-    completion = kind.__new__(kind)
-    completion.__dict__.update({name: getattr(answer, name) for name in Answer.__struct_fields__})
-    for slot in ("__pydantic_extra__", "__pydantic_private__"):
-        object.__setattr__(completion, slot, None)
-    object.__setattr__(completion, "__pydantic_fields_set__", set(Answer.__struct_fields__))
-    return completion
-
-
 def _common_end(one: list[int], other: list[int]) -> list[int]:
     count = 0
     while count < min(len(one), len(other)) and one[-1 - count] == other[-1 - count]:
@@ -360,20 +265,9 @@ def _common_end(one: list[int], other: list[int]) -> list[int]:
     return one[len(one) - count :]
 
 
-_decode_answer = msgspec.json.Decoder(Answer).decode
-
-
 def prepare_client() -> None:
     """Import what the first request would import."""
-    _completion_types()
-
-
-@cache
-def _completion_types() -> tuple[type, type]:
-    from openai.types import Completion
-    from openai.types.chat import ChatCompletion
-
-    return ChatCompletion, Completion
+    completion_types()
 
 
 def _bad_status(reply: Reply, url: str) -> Exception:

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prime_rl.inference.engine import SamplingParams
+from rollouts.training.sampling import invert_cdf, uniform
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MASK64 = (1 << 64) - 1
 
 
@@ -126,28 +126,6 @@ def _choose(
     if batch.greedy is None:
         return tokens
     return torch.where(batch.greedy, logprobs.argmax(dim=-1), tokens)
-
-
-def invert_cdf(logprobs: Float[Tensor, "rows vocab"], noise: Float[Tensor, " rows"]) -> Int[Tensor, " rows"]:
-    """The first token whose cumulative probability exceeds `noise`, in float64; never one of probability 0."""
-    cdf = logprobs.double().exp_().cumsum(dim=-1)
-    total = cdf[:, -1:]
-    # Rounding could lift noise * total to the total itself, past the last token that has any probability.
-    target = torch.minimum(noise[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, target, right=True).squeeze(1).clamp_(max=logprobs.shape[1] - 1)
-
-
-def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Numbers in [0, 1) with 53 random bits, one per (seed, position) (SplitMix64, Steele et al. 2014)."""
-    with np.errstate(over="ignore"):
-        mixed = _mix(_mix(seeds + _GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
-    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 def adjust_logits(logits: Float[Tensor, " vocab"], row: Drawn) -> None:

@@ -1,0 +1,120 @@
+"""Answers of a model in the shape that `verifiers` looks at: types of `openai`, filled with light objects."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import msgspec
+
+
+class FunctionCall(msgspec.Struct):
+    """Which tool with which JSON arguments."""
+
+    name: str = ""
+    arguments: str = ""
+
+
+class ToolCall(msgspec.Struct):
+    """One tool call of an answer."""
+
+    id: str = ""
+    type: str = "function"
+    function: FunctionCall = msgspec.field(default_factory=FunctionCall)
+
+    def model_dump(self) -> dict[str, Any]:
+        """The call as plain data, under the name that `verifiers` asks for."""
+        return {"id": self.id, "type": self.type, "function": msgspec.structs.asdict(self.function)}
+
+
+class AnswerMessage(msgspec.Struct):
+    """What the model said."""
+
+    role: str = "assistant"
+    content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    reasoning_content: str | None = None
+
+
+class TokenLogprob(msgspec.Struct):
+    """Log-probability of one sampled token."""
+
+    logprob: float
+    token: str = ""
+
+
+class Logprobs(msgspec.Struct):
+    """Log-probs of a chat answer (`content`) or of a plain completion (`token_logprobs`)."""
+
+    content: list[TokenLogprob] | None = None
+    token_logprobs: list[float] | None = None
+
+
+class Choice(msgspec.Struct):
+    """One completion. `versions` are `[start, version]` spans over its tokens, told by our own server."""
+
+    index: int = 0
+    message: AnswerMessage = msgspec.field(default_factory=AnswerMessage)
+    text: str = ""
+    finish_reason: str | None = None
+    logprobs: Logprobs | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    versions: list[tuple[int, int]] | None = None
+
+
+class Usage(msgspec.Struct):
+    """Token counts of a request."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+
+
+class Answer(msgspec.Struct):
+    """The fields of an answer that anyone reads; decoding skips the rest."""
+
+    choices: list[Choice] | None
+    id: str = ""
+    created: int = 0
+    model: str = ""
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+def read_completion(data: bytes, *, chat: bool) -> Any:
+    """A server's answer as `as_completion`. One without token ids also loses its log-probs, so that nobody pairs them
+    with guessed ids; `ValueError` for what is no completion.
+    """
+    try:
+        answer = _decode_answer(data)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"the server's answer is not a completion: {error}") from error
+    for choice in answer.choices or []:
+        prompt_ids = answer.prompt_token_ids if chat else choice.prompt_token_ids
+        if choice.token_ids is None or prompt_ids is None:
+            choice.logprobs = None
+    return as_completion(answer, chat=chat)
+
+
+def as_completion(answer: Answer, *, chat: bool) -> Any:
+    """A `ChatCompletion` or `Completion` with our fields, built without its validation (which costs milliseconds)."""
+    kind: Any = completion_types()[0 if chat else 1]
+    completion = kind.__new__(kind)
+    completion.__dict__.update({name: getattr(answer, name) for name in Answer.__struct_fields__})
+    for slot in ("__pydantic_extra__", "__pydantic_private__"):
+        object.__setattr__(completion, slot, None)
+    object.__setattr__(completion, "__pydantic_fields_set__", set(Answer.__struct_fields__))
+    return completion
+
+
+_decode_answer = msgspec.json.Decoder(Answer).decode
+
+
+@cache
+def completion_types() -> tuple[type, type]:
+    """The types of a chat answer and of a plain completion."""
+    from openai.types import Completion
+    from openai.types.chat import ChatCompletion
+
+    return ChatCompletion, Completion

@@ -1,0 +1,48 @@
+"""Drawing tokens: the noise of a token is a number of its own, so it does not matter what is drawn beside it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def invert_cdf(logprobs: Float[Tensor, "rows vocab"], noise: Float[Tensor, " rows"]) -> Int[Tensor, " rows"]:
+    """The first token whose cumulative probability exceeds `noise`, in float64; never one of probability 0."""
+    cdf = logprobs.double().exp_().cumsum(dim=-1)
+    total = cdf[:, -1:]
+    # Rounding could lift noise * total to the total itself, past the last token that has any probability.
+    target = torch.minimum(noise[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cdf, target, right=True).squeeze(1).clamp_(max=logprobs.shape[1] - 1)
+
+
+def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Numbers in [0, 1) with 53 random bits, one per (seed, position) (SplitMix64, Steele et al. 2014)."""
+    with np.errstate(over="ignore"):
+        mixed = _mix(_mix(seeds + _GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def keep_top_k(
+    logits: Float[Tensor, "*rows vocab"], k: int | None, also: Int[Tensor, "*rows"] | None = None
+) -> Float[Tensor, "*rows vocab"]:
+    """Minus infinity for all but the `k` highest of each row (those equal to the last of them stay); None or 0: all.
+
+    `also` names a token of each row that stays, for the log-prob of what an older policy drew.
+    """
+    if not k or k >= logits.shape[-1]:
+        return logits
+    drop = logits < logits.topk(k, dim=-1).values[..., -1:]
+    if also is not None:
+        drop = drop.scatter(-1, also[..., None], False)
+    return logits.masked_fill(drop, float("-inf"))
