@@ -30,6 +30,16 @@ class Ranks:
         dist.all_reduce(total)
         return [float(value) for value in total.tolist()]
 
+    def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Replace each gradient by its sum over the ranks, all in one message; a missing one counts as 0."""
+        if self.size == 1:
+            return
+        grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
+        flat = torch.cat([grad.flatten() for grad in grads])
+        dist.all_reduce(flat)
+        for parameter, part in zip(parameters, flat.split([grad.numel() for grad in grads]), strict=True):
+            parameter.grad = part.view_as(parameter)
+
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks, in rank order, on the CPU; they must have the same shape."""
         if self.size == 1:

@@ -1,0 +1,115 @@
+"""Held-out questions: pass@k over samples, exact match and format as the environment scores them, letters by logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+import anyio
+import msgspec
+import torch
+
+from nanochat.chat_client import ChatClient, run_rollouts
+from nanochat.engine import Engine
+from rollouts.training.agent_integration import Rollout
+from rollouts.training.backends.ranks import Ranks
+from rollouts.training.environments.protocol import Environment, Row
+from rollouts.training.metrics import compute_pass_at_k
+
+LETTERS = "ABCDE"
+ROWS_AT_ONCE = 32
+
+
+class Scored(msgspec.Struct):
+    """The samples of one question: how many were right, their rewards, lengths and the environment's metrics."""
+
+    index: int
+    correct: int
+    rewards: list[float]
+    lengths: list[int]
+    metrics: dict[str, list[float]]
+    letter_right: bool | None = None
+
+
+async def evaluate(
+    env: Environment,
+    client: ChatClient,
+    rows: Sequence[Row],
+    ranks: Ranks,
+    *,
+    num_samples: int,
+    seed: int,
+    sampling: dict[str, Any],
+    letters: bool = True,
+) -> list[Scored]:
+    """Every question with `num_samples` samples, shared out over the ranks; all ranks get all of them, in order."""
+    own: list[Scored] = []
+
+    async def attempt(index: int) -> None:
+        rollouts = await run_rollouts(env, client, rows[index], num_samples, (seed, index), sampling)
+        own.append(_score(index, rollouts))
+
+    mine = list(range(ranks.rank, len(rows), ranks.size))
+    for start in range(0, len(mine), ROWS_AT_ONCE):
+        async with anyio.create_task_group() as tasks:
+            for index in mine[start : start + ROWS_AT_ONCE]:
+                tasks.start_soon(attempt, index)
+    if letters:
+        for scored in own:
+            scored.letter_right = letter_is_right(client.engine, rows[scored.index])
+    parts = ranks.gather_bytes(msgspec.msgpack.encode(own))
+    gathered = [scored for part in parts for scored in msgspec.msgpack.decode(part, type=list[Scored])]
+    return sorted(gathered, key=lambda scored: scored.index)
+
+
+def summarise(scored: Sequence[Scored]) -> dict[str, float]:
+    """pass@k for k = 1, 2, 4, ... up to the samples there are, and means of everything else, over questions.
+
+    `accuracy` is pass@1: the share of right samples at the sampling temperature. `accuracy_se` is its standard error
+    over questions. `categorical_accuracy` takes the most probable letter, without reasoning.
+    """
+    num = min((len(s.rewards) for s in scored), default=0)
+    if not num:
+        return {}
+    powers = [2**i for i in range(num.bit_length()) if 2**i <= num]
+    out = {f"pass@{k}": fmean(compute_pass_at_k(len(s.rewards), s.correct, k) for s in scored) for k in powers}
+    shares = [s.correct / len(s.rewards) for s in scored]
+    out["accuracy"] = fmean(shares)
+    out["accuracy_se"] = float(torch.tensor(shares).std(correction=0)) / len(shares) ** 0.5
+    out["reward"] = fmean(fmean(s.rewards) for s in scored)
+    out["mean_length"] = fmean(fmean(s.lengths) for s in scored)
+    for name in sorted({name for s in scored for name in s.metrics}):
+        out[name] = fmean(fmean(s.metrics[name]) for s in scored if s.metrics.get(name))
+    if letters := [s.letter_right for s in scored if s.letter_right is not None]:
+        out["categorical_accuracy"] = fmean(letters)
+    return out
+
+
+def _score(index: int, rollouts: Sequence[Rollout]) -> Scored:
+    """A rollout that failed counts as wrong; right is a full exact match, or without such a metric a reward of 1."""
+    scored = Scored(index, 0, [], [], {})
+    for rollout in rollouts:
+        scored.rewards.append(0.0 if rollout.failed else rollout.reward)
+        scored.lengths.append(sum(len(turn.completion_ids) for turn in rollout.turns))
+        for name, value in rollout.metrics.items():
+            scored.metrics.setdefault(name.removesuffix("_reward"), []).append(value)
+        right = rollout.metrics.get("exact_match_reward", rollout.reward)
+        scored.correct += not rollout.failed and right >= 1.0
+    return scored
+
+
+@torch.no_grad()
+def letter_is_right(engine: Engine, row: Row) -> bool | None:
+    """Whether `Answer: X`, said at once, is most probable for the right letter; None for a row without a letter."""
+    answer = row.get("answer")
+    if not isinstance(answer, str) or answer not in tuple(LETTERS):
+        return None
+    tokenizer, model = engine.tokenizer, engine.model
+    prompt = tokenizer.render_for_completion(row["prompt"])
+    said = [tokenizer.encode(f"Answer: {letter}") for letter in LETTERS]
+    width = max(map(len, said))
+    tokens = torch.tensor([[*prompt, *one, *[0] * (width - len(one))] for one in said], device=model.get_device())
+    table = model(tokens)[:, len(prompt) - 1 :].log_softmax(-1)
+    totals = [float(table[i, range(len(one)), one].sum()) for i, one in enumerate(said)]
+    return LETTERS[max(range(len(LETTERS)), key=totals.__getitem__)] == answer

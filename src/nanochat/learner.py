@@ -1,0 +1,156 @@
+"""From scored samples to one optimizer step: the same step for every split into micro-batches and over every rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from nanochat.common import autocast
+from nanochat.gpt import GPT, causal_attention
+from rollouts.training.backends.ranks import Ranks
+from rollouts.training.backends.step import OptimizerStep, StepReport
+from rollouts.training.rl_losses import LossInputs, PolicyLoss, TokenStats
+from rollouts.training.sampling import keep_top_k
+from rollouts.training.types import Sample
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What a step did: the optimizer's report, token statistics over all ranks, and the gradient's norm by matrix."""
+
+    report: StepReport
+    stats: dict[str, float]
+    num_tokens: int
+    sync_s: float
+    grad_norms: dict[str, float] = field(default_factory=dict)
+
+
+class Learner:
+    """Trains `model`, whole on every rank, with `loss`; `top_k` is that of the sampler, whose distribution is trained.
+
+    `micro_batch_size` bounds the samples of one pass on one rank. `reference` gives the log-probs that a KL term of the
+    loss compares with.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        optimizer: torch.optim.Optimizer,
+        loss: PolicyLoss,
+        *,
+        ranks: Ranks,
+        micro_batch_size: int,
+        top_k: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        schedule: Callable[[int], float] | None = None,
+        max_grad_norm: float | None = None,
+        reference: GPT | None = None,
+    ) -> None:
+        self.model, self.loss, self.ranks = model, loss, ranks
+        self.micro_batch_size, self.top_k, self.dtype, self.reference = micro_batch_size, top_k, dtype, reference
+        self.stepper = OptimizerStep(optimizer, schedule=schedule, max_norm=max_grad_norm)
+
+    def learn(self, samples: Sequence[Sample]) -> Learned:
+        """One step on all samples of the run's ranks, which every rank passes alike."""
+        usable = [s for s in samples if s.response_length]
+        count = len(usable) if self.loss.mean_over == "sequence" else sum(s.response_length for s in usable)
+        stats = TokenStats()
+        teaches = usable if _has_other_terms(self.loss) else [s for s in usable if any(s.advantages or [])]
+        # The longest first and dealt in turns: ranks and passes get samples of like length.
+        mine = sorted(teaches, key=lambda s: -len(s.tokens))[self.ranks.rank :: self.ranks.size]
+        for start in range(0, len(mine), self.micro_batch_size):
+            stats.merge(self._backward(mine[start : start + self.micro_batch_size], count))
+        began = time.perf_counter()
+        self.ranks.sum_gradients(self.stepper.parameters)
+        gathered = self.ranks.gather_bytes(stats.encode())
+        sync_s = time.perf_counter() - began
+        everything = TokenStats()
+        for part in gathered:
+            everything.merge(TokenStats.decode(part))
+        norms = {n: float(p.grad.norm()) for n, p in self.model.named_parameters() if p.grad is not None}
+        report = self.stepper.step() if teaches else self.stepper.skip("all samples of the step were equally good")
+        return Learned(report, everything.summary(), sum(len(s.tokens) for s in teaches), sync_s, norms)
+
+    def _backward(self, samples: Sequence[Sample], count: float) -> TokenStats:
+        device = self.model.get_device()
+        rows = _pad(samples, device)
+        at = rows.loss_mask > 0  # of the label that follows
+        labels, temperature = rows.labels[at], rows.temperature[at.nonzero()[:, 0]]
+        with autocast(device, self.dtype):
+            logprobs, entropy = _score(self.model, rows.tokens, at, labels, temperature, self.top_k)
+        reference = None
+        if self.reference is not None:
+            with torch.no_grad(), autocast(device, self.dtype):
+                reference, _ = _score(self.reference, rows.tokens, at, labels, temperature, self.top_k)
+        out = self.loss(
+            LossInputs(
+                trainer_logprobs=logprobs,
+                inference_logprobs=rows.inference_logprobs[at],
+                advantages=rows.advantages[at],
+                loss_mask=rows.loss_mask[at],
+                sequence=at.nonzero()[:, 0],
+                teacher_logprobs=reference,
+                entropy=entropy,
+                num_sequences=len(samples),
+            )
+        )
+        self.stepper.backward(out.loss_sum, count)
+        return out.stats
+
+
+def _has_other_terms(loss: PolicyLoss) -> bool:
+    """Whether a sample without advantage still has a gradient."""
+    objective = loss.objective
+    return bool(objective.kl_tau or objective.ref_kl_tau or objective.entropy_tau or objective.sampler_tau)
+
+
+def _score(
+    model: GPT,
+    tokens: Int[Tensor, "rows width"],
+    at: Tensor,
+    labels: Int[Tensor, " tokens"],
+    temperature: Float[Tensor, " tokens"],
+    top_k: int | None,
+) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
+    """Log-prob of each label in the distribution it was drawn from, and that distribution's entropy (no gradient)."""
+    hidden = model.hidden(tokens, torch.arange(tokens.shape[1], device=tokens.device), causal_attention)
+    table = torch.log_softmax(keep_top_k(model.logits(hidden[at]), top_k, labels) / temperature[:, None], dim=-1)
+    with torch.no_grad():
+        entropy = torch.special.entr(table.exp()).sum(-1)
+    return table.gather(-1, labels[:, None])[:, 0], entropy
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Samples as rows of one width; streams belong to the token that follows, so the last column has none."""
+
+    tokens: Int[Tensor, "rows width"]
+    labels: Int[Tensor, "rows width"]
+    loss_mask: Float[Tensor, "rows width"]
+    advantages: Float[Tensor, "rows width"]
+    inference_logprobs: Float[Tensor, "rows width"]
+    temperature: Float[Tensor, " rows"]
+
+
+def _pad(samples: Sequence[Sample], device: torch.device) -> _Rows:
+    width = max(len(s.tokens) for s in samples)
+
+    def rectangle(streams: list[list[float]] | list[list[int]], dtype: torch.dtype) -> Tensor:
+        return torch.tensor([[*row, *[0] * (width - len(row))] for row in streams], dtype=dtype, device=device)
+
+    def shifted(streams: list[list[float]]) -> Tensor:
+        return rectangle([row[1:] for row in streams], torch.float32)
+
+    return _Rows(
+        rectangle([s.tokens for s in samples], torch.long),
+        rectangle([s.tokens[1:] for s in samples], torch.long),
+        shifted([s.loss_mask for s in samples]),
+        shifted([s.advantages or [0.0] * len(s.tokens) for s in samples]),
+        shifted([s.inference_logprobs or [0.0] * len(s.tokens) for s in samples]),
+        torch.tensor([s.temperature for s in samples], device=device),
+    )
