@@ -12,9 +12,14 @@ import anyio
 import pytest
 
 from prime_rl.eval import envs
-from prime_rl.eval.config import EvalConfig, EvalEnvConfig
-from prime_rl.eval.eval import Plan, build_server_argv, evaluate_environment, format_row, make_plan
-from prime_rl.utils.config import SamplingConfig
+from prime_rl.eval.config import EvalConfig
+from prime_rl.eval.eval import Evaluation, Plan, close_journals, evaluate_environment, make_plan, server_options
+from prime_rl.eval.results import format_metrics, format_row
+from prime_rl.utils import asking
+from prime_rl.utils.config import AskedEnvConfig, SamplingConfig
+from prime_rl.utils.journal import Result, to_result
+from prime_rl.utils.model_server import build_server_argv
+from prime_rl.utils.monitor import build_monitor
 from prime_rl.utils.pydantic_config import ConfigError, parse_argv
 from rollouts.training.agent_integration import Rollout, Turn
 from rollouts.training.metrics import load_jsonl
@@ -29,6 +34,11 @@ def rollout(reward: float, length: int = 2, **fields: Any) -> Rollout:
 
 def failed() -> Rollout:
     return Rollout(prompt="p", status=Status.FAILED, error="boom", error_type="KeyError")
+
+
+def summarize(groups: list[list[Rollout]], k: int, threshold: float = 1.0) -> dict[str, float]:
+    results = [[to_result(rollout, number) for number, rollout in enumerate(group)] for group in groups]
+    return envs.summarize(results, k, threshold)
 
 
 def parse(*argv: str) -> EvalConfig:
@@ -69,7 +79,7 @@ def test_the_numbers_of_two_examples() -> None:
     for r in groups[0]:
         r.metrics = {"exact_match": 0.0}
     groups[0][1].status = Status.TRUNCATED
-    summary = envs.summarize(groups, 2, pass_threshold=1.0)
+    summary = summarize(groups, 2)
     assert summary["avg@2"] == 0.75
     # Example means 0.5 and 1: s = 0.3536, divided by sqrt(2).
     assert summary["avg@2/stderr"] == pytest.approx(0.25)
@@ -83,7 +93,7 @@ def test_the_numbers_of_two_examples() -> None:
 
 
 def test_failed_rollouts_are_counted_and_in_no_average() -> None:
-    summary = envs.summarize([[rollout(1.0), failed()], [failed(), failed()], [rollout(0.0), rollout(1.0)]], 2, 1.0)
+    summary = summarize([[rollout(1.0), failed()], [failed(), failed()], [rollout(0.0), rollout(1.0)]], 2)
     assert summary["avg@2"] == pytest.approx(0.75)
     assert summary["pass@1"] == pytest.approx(0.75)
     assert summary["pass@2"] == 1.0
@@ -92,14 +102,14 @@ def test_failed_rollouts_are_counted_and_in_no_average() -> None:
 
 
 def test_nothing_but_failures_is_nan_and_not_zero() -> None:
-    summary = envs.summarize([[failed()]], 1, 1.0)
+    summary = summarize([[failed()]], 1)
     assert math.isnan(summary["avg@1"]) and math.isnan(summary["pass@1"])
     assert summary["error/mean"] == 1.0
 
 
 def test_pass_at_k_counts_what_reaches_the_threshold() -> None:
     groups = [[rollout(r) for r in (0.4, 0.6, 0.9, 1.0)]]
-    summary = envs.summarize(groups, 4, pass_threshold=0.9)
+    summary = summarize(groups, 4, 0.9)
     assert summary["pass@1"] == 0.5
     assert summary["pass@2"] == pytest.approx(5 / 6)  # 1 - C(2, 2) / C(4, 2)
     assert summary["pass@4"] == 1.0
@@ -108,15 +118,22 @@ def test_pass_at_k_counts_what_reaches_the_threshold() -> None:
 
 
 def test_results_keep_every_rollout() -> None:
-    rows = envs.result_rows([[rollout(0.5, 3, example_id=7), failed()]])
-    assert [(row["example_id"], row["rollout_idx"]) for row in rows] == [(7, 0), (0, 1)]
-    assert rows[0]["reward"] == 0.5 and rows[0]["completion_len"] == 3 and rows[0]["error"] is None
-    assert rows[1]["reward"] is None and rows[1]["error"] == "KeyError: boom"
+    kept, lost = to_result(rollout(0.5, 3, example_id=7), 0), to_result(failed(), 1)
+    assert (kept.example_id, kept.rollout_idx, lost.rollout_idx) == (7, 0, 1)
+    assert kept.reward == 0.5 and kept.completion_len == 3 and kept.error is None
+    assert lost.reward is None and lost.error == "KeyError: boom"
+
+
+def test_lengths_come_from_tokens_or_else_from_the_servers_count() -> None:
+    by_usage = Rollout(prompt="p", reward=1.0, completion_tokens=40, stop_reason="length")
+    summary = summarize([[rollout(1.0, 20)], [by_usage], [Rollout(prompt="p", reward=1.0)]], 1)
+    assert summary["completion_len/mean"] == 30.0
+    assert summary["stop/length"] == pytest.approx(1 / 3) and summary["stop/unknown"] == pytest.approx(2 / 3)
 
 
 def rewards(config: EvalConfig, num_rows: int = 4) -> list[list[float]]:
-    target = envs.Target([Client()], "m")
-    groups = anyio.run(envs.run_environment, Echo(num_rows), config.env[0], config, target)
+    target = asking.Target([Client()], "m")
+    groups = anyio.run(asking.run_environment, Echo(num_rows), config.env[0], config, target)
     return [[r.reward for r in group] for group in groups]
 
 
@@ -131,63 +148,186 @@ def test_same_seed_same_completions_whatever_runs_beside_them() -> None:
 
 def test_examples_come_from_the_evaluation_split_in_order() -> None:
     config = parse("--num_examples", "3")
-    target = envs.Target([Client()], "m")
-    groups = anyio.run(envs.run_environment, Echo(), config.env[0], config, target)
+    target = asking.Target([Client()], "m")
+    groups = anyio.run(asking.run_environment, Echo(), config.env[0], config, target)
     assert [group[0].example_id for group in groups] == [0, 1, 2]
 
 
 def test_max_concurrent_bounds_the_rollouts_in_flight() -> None:
     environment, config = Echo(8), parse("--rollouts_per_example", "2", "--max_concurrent", "4")
-    anyio.run(envs.run_environment, environment, config.env[0], config, envs.Target([Client()], "m"))
+    anyio.run(asking.run_environment, environment, config.env[0], config, asking.Target([Client()], "m"))
     assert environment.most == 4
     with pytest.raises(ConfigError, match="max_concurrent"):
         parse("--rollouts_per_example", "5", "--max_concurrent", "4")
 
 
 def test_an_environment_has_numbers_of_its_own() -> None:
-    env = EvalEnvConfig(id="echo", num_examples=1, rollouts_per_example=3)
+    env = AskedEnvConfig(id="echo", num_examples=1, rollouts_per_example=3)
     config = EvalConfig(env=[env], num_examples=4, rollouts_per_example=2)
     assert [len(group) for group in rewards(config)] == [3]
 
 
+def run_echo(config: EvalConfig, environment: Echo, version: int = 20, *, remove: bool = True) -> dict[str, float]:
+    """One environment's evaluation, as the command makes it; `remove`: it was the last."""
+    target = asking.Target([Client()], "m", version=version)
+    monitor = build_monitor(config.output_dir, "eval")
+    run = Evaluation(config, Plan("some/model"), {"reverse-text": environment}, monitor)
+    try:
+        return anyio.run(evaluate_environment, run, config.env[0], environment, target)
+    finally:
+        close_journals(run, remove=remove)
+
+
 def test_results_summary_and_metrics_are_written(tmp_path: Path) -> None:
     config = parse("--rollouts_per_example", "2", "--output_dir", str(tmp_path), "--model.name", "some/model")
-    target = envs.Target([Client()], "m", version=20)
     for _ in range(2):
-        summary = anyio.run(evaluate_environment, config, config.env[0], Echo(), target)
+        summary = run_echo(config, Echo())
     folder = tmp_path / "evals" / "reverse-text"
-    assert len(list(load_jsonl(folder / "results.jsonl"))) == 8
+    lines = list(load_jsonl(folder / "results.jsonl"))
+    assert len(lines) == 8 and "tools" not in lines[0]
     written = json.loads((folder / "summary.json").read_text())
     assert written["avg@2"] == summary["avg@2"] and written["model"] == "some/model" and written["step"] == 20
     rows = list(load_jsonl(tmp_path / "metrics.jsonl"))
     assert [(row["step"], row["process"]) for row in rows] == [(20, "eval")] * 2
     assert rows[0]["eval/reverse-text/avg@2"] == summary["avg@2"]
     assert rows[0]["eval/reverse-text/metrics/exact_match"] == summary["metrics/exact_match"]
+    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
+
+
+def test_parquet_holds_the_same_rows(tmp_path: Path) -> None:
+    from pyarrow import parquet
+
+    run_echo(parse("--output_dir", str(tmp_path)), Echo())
+    folder = tmp_path / "evals" / "reverse-text"
+    lines, columns = list(load_jsonl(folder / "results.jsonl")), parquet.read_table(folder / "results.parquet")
+    assert columns.column("reward").to_pylist() == [line["reward"] for line in lines]
+    assert columns.column("prompt").to_pylist() == [line["prompt"] for line in lines]
+    assert columns.column("metrics/exact_match").to_pylist() == [line["metrics"]["exact_match"] for line in lines]
+
+
+class Killed(BaseException):
+    """Ends a run in the middle."""
+
+
+class Counting(Echo):
+    """Remembers which rollouts were asked for; dies after some groups, and answers some with a failure."""
+
+    def __init__(self, num_rows: int = 6, dies_after: int | None = None, fails: str = "") -> None:
+        super().__init__(num_rows)
+        self.asked: list[tuple[int, int]] = []
+        self.dies_after, self.fails = dies_after, fails
+
+    async def run_group(
+        self, row: dict[str, Any], client: Any, model: str, sampling_args: Any, retries: int = 0
+    ) -> Any:
+        if self.dies_after is not None and len(self.asked) >= self.dies_after:
+            raise Killed
+        self.asked += [(row["example_id"], args["seed"]) for args in sampling_args]
+        made = await super().run_group(row, client, model, sampling_args, retries)
+        if self.fails and row["example_id"] == 1:
+            made[0] = Rollout(prompt=row["prompt"], status=Status.FAILED, error="gone", error_type=self.fails)
+        return made
+
+
+def test_an_interrupted_evaluation_goes_on_and_does_nothing_twice(tmp_path: Path) -> None:
+    config = parse("--rollouts_per_example", "2", "--max_concurrent", "2", "--output_dir", str(tmp_path / "a"))
+    first, second = Counting(dies_after=6), Counting()
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run_echo(config, first, remove=False)
+    assert caught.group_contains(Killed)
+    summary = run_echo(config, second)
+    assert len(first.asked) == 6 and len(second.asked) == 6
+    assert not set(first.asked) & set(second.asked)
+    whole = parse("--rollouts_per_example", "2", "--output_dir", str(tmp_path / "b"))
+    assert {**run_echo(whole, Counting()), "time": 0} == {**summary, "time": 0}
+    results = [(tmp_path / name / "evals" / "reverse-text" / "results.jsonl").read_text() for name in "ab"]
+    assert results[0] == results[1]
+
+
+def test_a_line_cut_short_costs_one_group_only(tmp_path: Path) -> None:
+    config = parse("--rollouts_per_example", "2", "--output_dir", str(tmp_path))
+    with pytest.raises(BaseExceptionGroup):
+        run_echo(
+            parse("--rollouts_per_example", "2", "--max_concurrent", "2", "--output_dir", str(tmp_path)),
+            Counting(dies_after=8),
+            remove=False,
+        )
+    [journal] = (tmp_path / "evals" / "reverse-text").glob(".unfinished-*")
+    journal.write_bytes(journal.read_bytes()[:-7])
+    second = Counting()
+    assert run_echo(config, second)["rollouts"] == 12
+    assert len(second.asked) == 6  # two groups that were never begun, and the one that was cut
+
+
+@pytest.mark.parametrize("change", [["--seed", "1"], ["--sampling.temperature", "0.5"], ["--no-resume"]])
+def test_other_settings_take_nothing_over(tmp_path: Path, change: list[str]) -> None:
+    options = ["--rollouts_per_example", "2", "--output_dir", str(tmp_path)]
+    run_echo(parse(*options), Counting(), remove=False)
+    again = Counting()
+    run_echo(parse(*options, *change), again)
+    assert len(again.asked) == 12
+
+
+def test_what_failed_is_tried_again_unless_that_cannot_help(tmp_path: Path) -> None:
+    for kind, wanted in (("ConnectionError", 1), ("OverlongPrompt", 0)):
+        config = parse("--rollouts_per_example", "2", "--output_dir", str(tmp_path / kind))
+        assert run_echo(config, Counting(fails=kind), remove=False)["error/mean"] == pytest.approx(1 / 12)
+        again = Counting()
+        run_echo(config, again)
+        assert len(again.asked) == wanted
+
+
+def test_two_evaluations_do_not_write_one_journal(tmp_path: Path) -> None:
+    from prime_rl.utils.journal import Journal
+
+    journal = Journal(tmp_path, {"seed": 0})
+    with pytest.raises(ValueError, match="is being written"):
+        Journal(tmp_path, {"seed": 0})
+    Journal(tmp_path, {"seed": 1}).close()
+    journal.close()
+    Journal(tmp_path, {"seed": 0}).close()
+    assert list(tmp_path.iterdir()) == []  # nothing was in them
+
+
+def test_numbers_that_json_lacks_survive_the_journal(tmp_path: Path) -> None:
+    from prime_rl.utils.journal import Journal
+
+    row = {"prompt": "p", "answer": Path("x")}
+    journal = Journal(tmp_path, {})
+    journal.add(0, row, [Result(reward=0.5, metrics={"ratio": math.nan})], 1.5)
+    journal.close()
+    found = Journal(tmp_path, {})
+    assert found.missing(0, row, 2) == [1] and found.elapsed == 1.5
+    [result] = found.results(0, 2)
+    assert result.reward == 0.5 and result.metrics == {"ratio": None}
+    found.close()
 
 
 def test_a_row_of_the_table() -> None:
-    row = format_row({**envs.summarize([[rollout(1.0)], [rollout(0.5)]], 1, 1.0), "time": 1.0})
-    assert row["avg@1"] == "0.7500 ± 0.2500"
-    assert row["pass@1"] == "0.5000"
+    summary = {**summarize([[rollout(1.0)], [rollout(0.5)]], 1), "time": 1.0}
+    row = format_row(summary)
+    assert row["avg@k"].startswith("0.7500 (") and row["k"] == "1" and "pass@1" not in row
+    assert row["pass@k"].startswith("0.5000 (")
     assert row["truncated"] == "0.0%"
+    assert format_metrics({"metrics/a": 0.5, "metrics/num_turns": 1.0}) == {"a": "0.5000"}
 
 
 def test_strict_servers_get_no_unknown_fields() -> None:
-    ours = envs.build_request(SamplingConfig(), 2**40, "http://localhost:8000/v1")
+    ours = asking.build_request(SamplingConfig(), 2**40, "http://localhost:8000/v1")
     assert ours["extra_body"]["return_token_ids"] is True and ours["seed"] == 2**40
-    strict = envs.build_request(SamplingConfig(), 2**40, "https://api.openai.com/v1")
+    strict = asking.build_request(SamplingConfig(), 2**40, "https://api.openai.com/v1")
     assert strict["extra_body"] == {} and "logprobs" not in strict and 0 <= strict["seed"] < 2**31
 
 
 def test_who_serves_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    assert make_plan(parse("--model.name", "tiny-qwen3")) == Plan("tiny-qwen3", True, ())
+    assert make_plan(parse("--model.name", "tiny-qwen3")) == Plan("tiny-qwen3")
     url = "http://localhost:1/v1"
-    assert make_plan(parse("--model.name", "x", "--client.base-url", url)) == Plan("x", False, (url,))
+    assert make_plan(parse("--model.name", "x", "--client.base-url", url)) == Plan("x", (url,))
     with pytest.raises(ValueError, match="OPENAI_API_KEY"):
         make_plan(parse())
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    assert make_plan(parse()) == Plan("gpt-4.1-mini", False, ("https://api.openai.com/v1",))
+    assert make_plan(parse()) == Plan("gpt-4.1-mini", ("https://api.openai.com/v1",))
     for name in ("outputs/rl/weights/step_2O", "tiny-qwen", str(tmp_path)):
         with pytest.raises(ValueError, match=r"model\.name"):
             make_plan(parse("--model.name", name))
@@ -197,10 +337,10 @@ def test_a_series_of_steps(tmp_path: Path) -> None:
     for step in (5, 10):
         publish_step(tmp_path, step, lambda directory: (directory / "config.json").write_text("{}") and None)
     plan = make_plan(parse("--weights-dir", str(tmp_path)))
-    assert plan == Plan(str(tmp_path / "step_5"), True, (), (5, 10))
+    assert plan == Plan(str(tmp_path / "step_5"), (), (5, 10))
     config = parse("--weights-dir", str(tmp_path), "--steps", "10")
     assert make_plan(config).steps == (10,)
-    argv = build_server_argv(config, plan, 1234)
+    argv = build_server_argv(config, server_options(config, plan))
     assert argv[argv.index("--weight_dirs") + 1] == json.dumps([str(tmp_path)])
     with pytest.raises(ValueError, match=r"weights_dir .* step_7; there are: 5, 10"):
         make_plan(parse("--weights-dir", str(tmp_path), "--steps", "5,7"))

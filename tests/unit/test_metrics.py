@@ -6,6 +6,8 @@ import itertools
 import json
 import math
 import multiprocessing
+import random
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +20,7 @@ from rollouts.training.metrics import (
     JSONLLogger,
     WandbLogger,
     append_jsonl,
+    compute_interval,
     compute_pass_at_k,
     compute_stats,
     compute_stats_from_jsonl,
@@ -168,3 +171,31 @@ def test_the_face_of_the_library_is_lazy_and_complete() -> None:
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_interval_of_shares_is_wilsons() -> None:
+    # 8 of 10: s^2 = 0.1778 is the spread of 9 draws; (p + z^2/2n -+ z sqrt(p q/n + z^2/4n^2)) / (1 + z^2/n) at n = 9
+    assert compute_interval([1.0] * 8 + [0.0] * 2) == pytest.approx((0.4738, 0.9467), abs=1e-4)
+    assert compute_interval([0.0] * 10) == pytest.approx((0.0, 3.8415 / 13.8415), abs=1e-4)
+    assert compute_interval([1.0] * 10) == pytest.approx((10 / 13.8415, 1.0), abs=1e-4)
+    assert all(map(math.isnan, compute_interval([])))
+
+
+def test_the_interval_of_any_values_is_students() -> None:
+    for n, t in ((2, 12.7062), (3, 4.3027), (4, 3.1824), (11, 2.2281), (101, 1.9840)):
+        values = [float(i) for i in range(-n, 0)]
+        low, high = compute_interval(values)
+        assert (low + high) / 2 == pytest.approx(statistics.fmean(values))
+        assert (high - low) / 2 == pytest.approx(t * statistics.stdev(values) / math.sqrt(n), rel=3e-3)
+    assert all(map(math.isnan, compute_interval([5.0])))
+
+
+@pytest.mark.parametrize(("a", "b"), [(0.3, 0.7), (2.0, 2.0), (8.0, 0.5)])
+def test_the_interval_holds_the_truth_as_often_as_it_says(a: float, b: float) -> None:
+    """Chances of examples are drawn from Beta(a, b), each is tried four times: their mean is a / (a + b)."""
+    draw, hits, rounds = random.Random(7), 0, 600
+    for _ in range(rounds):
+        chances = [draw.betavariate(a, b) for _ in range(40)]
+        low, high = compute_interval([statistics.fmean(draw.random() < p for _ in range(4)) for p in chances])
+        hits += low <= a / (a + b) <= high
+    assert 0.92 <= hits / rounds <= 0.985

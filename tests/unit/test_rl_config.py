@@ -231,6 +231,9 @@ CLASSES = {
     "eval.toml": ("prime_rl.eval.config", "EvalConfig"),
     "infer.toml": ("prime_rl.inference.config", "InferenceConfig"),
     "orch.toml": ("prime_rl.orchestrator.config", "OrchestratorConfig"),
+    "eval/single_env.toml": ("prime_rl.eval.config", "EvalConfig"),
+    "eval/multi_env.toml": ("prime_rl.eval.config", "EvalConfig"),
+    "eval/local_model.toml": ("prime_rl.eval.config", "EvalConfig"),
     "rl/train.toml": ("prime_rl.trainer.config", "TrainConfig"),
     "sft/train.toml": ("prime_rl.trainer.config", "SFTConfig"),
 }

@@ -7,8 +7,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from prime_rl.eval.config import EvalEnvConfig
-from prime_rl.utils.config import ClientConfig, EnvConfig, LogConfig, SamplingConfig, TransportConfig, WandbConfig
+from prime_rl.utils.config import (
+    AskedEnvConfig,
+    ClientConfig,
+    EnvConfig,
+    LogConfig,
+    SamplingConfig,
+    TransportConfig,
+    WandbConfig,
+)
 from prime_rl.utils.pydantic_config import BaseConfig
 
 
@@ -118,7 +125,7 @@ class AdvantageConfig(BaseConfig):
 class OnlineEvalConfig(BaseConfig):
     """Evaluation of versions while training goes on beside it."""
 
-    env: list[EvalEnvConfig] = Field(default=[EvalEnvConfig()], min_length=1)
+    env: list[AskedEnvConfig] = Field(default=[AskedEnvConfig()], min_length=1)
     """Environments, one after the other; their held-out examples are used."""
 
     sampling: SamplingConfig | None = None

@@ -12,10 +12,13 @@ import anyio
 import anyio.to_thread
 from loguru import logger
 
-from prime_rl.eval.config import EvalConfig, EvalEnvConfig
-from prime_rl.eval.envs import Target, result_rows, run_environment, summarize
-from prime_rl.eval.eval import write_results
+from prime_rl.eval.config import EvalConfig
+from prime_rl.eval.envs import summarize
+from prime_rl.eval.results import write_results
 from prime_rl.orchestrator.config import OrchestratorConfig
+from prime_rl.utils.asking import Target, run_environment
+from prime_rl.utils.config import AskedEnvConfig
+from prime_rl.utils.journal import to_result
 
 if TYPE_CHECKING:
     from prime_rl.utils.monitor import Monitor
@@ -133,14 +136,15 @@ class Evaluations:
         self.monitor.log_timeline(plan.what, start, time.time(), version)
 
     async def _report_eval(
-        self, plan: Plan, env: EvalEnvConfig, target: Target, groups: list[list[Rollout]], seconds: float
+        self, plan: Plan, env: AskedEnvConfig, target: Target, groups: list[list[Rollout]], seconds: float
     ) -> None:
         name, version = env.name or env.id, target.version
         num_rollouts = plan.config.num_rollouts(env)
-        summary = summarize(groups, num_rollouts, plan.config.pass_threshold)
+        results = [[to_result(rollout, number) for number, rollout in enumerate(group)] for group in groups]
+        summary = summarize(results, num_rollouts, plan.config.pass_threshold)
         summary |= {"time": seconds, **version_span(groups, version)}
         folder = plan.config.output_dir / "evals" / f"step_{version}" / name.replace("/", "_")
-        await anyio.to_thread.run_sync(write_results, folder, result_rows(groups), summary, plan.config, target)
+        await anyio.to_thread.run_sync(write_results, folder, results, summary, plan.config, target)
         self.monitor.log({f"eval/{name}/{key}": value for key, value in summary.items()}, version)
         lowest, highest = int(summary["version/min"]), int(summary["version/max"])
         span = f"version {version}" if lowest == highest == version else f"version {version} ({lowest} to {highest})"
@@ -183,7 +187,7 @@ def build_plans(
         val_config = EvalConfig.model_validate(
             {
                 **shared,
-                "env": [EvalEnvConfig.model_validate(env.plain()) for env in config.env],
+                "env": [AskedEnvConfig.model_validate(env.plain()) for env in config.env],
                 "sampling": config.sampling,
                 "num_examples": config.val.num_examples,
                 "rollouts_per_example": config.val.rollouts_per_example,

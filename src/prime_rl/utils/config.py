@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from prime_rl.utils.pydantic_config import BaseConfig
 
@@ -159,3 +160,92 @@ class SamplingConfig(BaseConfig):
 
     extra_body: dict[str, Any] = {}
     """Further fields of the request, passed on unchanged."""
+
+
+class AskedModelConfig(BaseConfig):
+    """The model that is asked."""
+
+    name: str = "gpt-4.1-mini"
+    """A model directory, shipped model or hub id, served by this command itself; or a model at client.base_url.
+
+    Without such a server, gpt-* and o1, o3, ... are asked of the OpenAI API (OPENAI_BASE_URL, if set)."""
+
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Most tokens of prompt and completion where this command serves the model; unset: what it was made for."""
+
+    debug: DebugModelConfig = DebugModelConfig()
+
+
+class AskedClientConfig(ClientConfig):
+    """How to reach the server."""
+
+    base_url: list[str] = []
+    """Addresses of the servers, /v1 included; unset: one is started for a local model, else the OpenAI API is asked."""
+
+
+class AskedEnvConfig(EnvConfig):
+    """One environment and how much of it."""
+
+    num_examples: int | None = Field(default=None, ge=-1)
+    """Examples of this environment; unset: the num_examples of all."""
+
+    rollouts_per_example: int | None = Field(default=None, ge=1)
+    """Rollouts per example here; unset: the rollouts_per_example of all."""
+
+
+class AskConfig(BaseConfig):
+    """Which model is asked, in which environments, how often: what `eval` and `synthesize` share."""
+
+    model: AskedModelConfig = AskedModelConfig()
+
+    client: AskedClientConfig = AskedClientConfig()
+
+    env: list[AskedEnvConfig] = Field(default=[AskedEnvConfig()], min_length=1)
+    """Environments, one after the other."""
+
+    sampling: SamplingConfig = SamplingConfig()
+
+    num_examples: int = Field(default=-1, ge=-1)
+    """First examples of each environment; -1: all."""
+
+    rollouts_per_example: int = Field(default=1, ge=1)
+    """Rollouts of each example."""
+
+    max_concurrent: int = Field(default=256, ge=1)
+    """Rollouts that run at the same time."""
+
+    max_retries: int = Field(default=2, ge=0)
+    """Further tries of a rollout that failed."""
+
+    seed: int = Field(default=0, ge=0)
+    """Seed of every sampled token: the same model, examples and seed give the same completions."""
+
+    resume: bool = True
+    """Go on with what an interrupted run of the same settings has finished; off: begin anew."""
+
+    server_timeout: float = Field(default=600, gt=0)
+    """Seconds to wait for the server to be ready."""
+
+    output_dir: Path = Path("outputs")
+    """Where results and metrics.jsonl go."""
+
+    log: LogConfig = LogConfig()
+
+    wandb: WandbConfig | None = None
+
+    @model_validator(mode="after")
+    def _check_env(self) -> AskConfig:
+        names = [env.name or env.id for env in self.env]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"env has two environments called {sorted(twice)[0]!r}: give one of them another name")
+        for env in self.env:
+            if (wanted := self.num_rollouts(env)) > self.max_concurrent:
+                raise ValueError(
+                    f"max_concurrent = {self.max_concurrent} has no room for the {wanted} rollouts of one example: "
+                    "raise it or lower rollouts_per_example"
+                )
+        return self
+
+    def num_rollouts(self, env: AskedEnvConfig) -> int:
+        """Rollouts per example of an environment."""
+        return env.rollouts_per_example or self.rollouts_per_example

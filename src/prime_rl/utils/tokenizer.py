@@ -11,7 +11,7 @@ from rollouts.training.datasets.chat import render_chat
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ASSETS_DIR", "load_tokenizer", "render_chat", "resolve_model_dir"]
+__all__ = ["ASSETS_DIR", "fingerprint_model", "load_tokenizer", "render_chat", "resolve_model_dir"]
 
 ASSETS_DIR = Path(__file__).resolve().parents[1] / "assets"
 
@@ -41,6 +41,15 @@ def resolve_model_dir(name: str) -> Path:
         # The hub raises a dozen kinds (offline, gated, missing, proxy): for the user they are one.
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"model.name {name!r} is no directory and was not found on the hub: {reason}") from error
+
+
+def fingerprint_model(name: str) -> list[str]:
+    """Tells the weights of a local model directory from others under its name; empty for what is not on this disk."""
+    path = Path(name).expanduser()
+    if not path.is_dir():
+        return []
+    files = sorted(path.glob("*.safetensors"))
+    return [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
 
 
 def load_tokenizer(

@@ -45,6 +45,10 @@ class Rollout(msgspec.Struct, kw_only=True):
     example_id: int = 0
     generation_ms: float = 0.0
     scoring_ms: float = 0.0
+    completion_tokens: int | None = None
+    """Sampled tokens by the server's own count; None where it does not tell."""
+    tools: list[dict[str, Any]] | None = None
+    """Tools that the model was offered, as OpenAI schemas."""
 
     @property
     def failed(self) -> bool:

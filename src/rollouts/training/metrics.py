@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 METRICS_FILE = "metrics.jsonl"
+Z95 = statistics.NormalDist().inv_cdf(0.975)
 
 
 class MetricsLogger(Protocol):
@@ -155,6 +156,47 @@ def compute_pass_at_k(n: int, c: int, k: int) -> float:
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} needs at least {max(k, 1)} samples and k of at least 1, but there are {n}")
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def compute_interval(values: Sequence[float]) -> tuple[float, float]:
+    """A 95 % confidence interval (low, high) of the mean of independent `values`; NaN without values.
+
+    Values in [0, 1] (shares, chances): Wilson's interval (1927) for as many draws as would have this spread,
+    n' = p (1 - p) / (s^2 / n), and n where there is no spread: n values of 1 give n / (n + z^2) ... 1, not 1 ... 1.
+    Others: mean +- t s / sqrt(n) with Student's t; NaN for fewer than two.
+    """
+    n = len(values)
+    if not n:
+        return math.nan, math.nan
+    mean = statistics.fmean(values)
+    variance = statistics.variance(values) if n > 1 else 0.0
+    if all(0 <= value <= 1 for value in values):
+        spread = mean * (1 - mean)
+        draws = spread * n / variance if variance > 0 else n
+        share = Z95**2 / draws
+        middle = (mean + share / 2) / (1 + share)
+        half = math.sqrt(max(spread / draws + share / (4 * draws), 0.0)) * Z95 / (1 + share)
+        return max(middle - half, 0.0), min(middle + half, 1.0)
+    if n < 2:
+        return math.nan, math.nan
+    half = _student_t95(n - 1) * math.sqrt(variance / n)
+    return mean - half, mean + half
+
+
+def _student_t95(freedom: int) -> float:
+    """The 0.975 quantile of Student's t: exact for 1 and 2 degrees, then Cornish and Fisher's expansion (AS 26.7.5)."""
+    if freedom == 1:
+        return math.tan(math.pi * 0.475)
+    if freedom == 2:
+        return 0.95 * math.sqrt(2 / (1 - 0.95**2))
+    z, f = Z95, freedom
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / f**power for power, term in enumerate(terms, start=1))
 
 
 def _plain_number(value: Any) -> Any:

@@ -8,7 +8,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rollouts.training.agent_integration import Rollout, Turn, completion_text
-from rollouts.training.environments.protocol import Row, name_failure, open_conversation, run_attempts, within
+from rollouts.training.environments.protocol import (
+    Row,
+    add_usage,
+    name_failure,
+    open_conversation,
+    run_attempts,
+    within,
+)
 from rollouts.training.types import Message, Status
 
 Reward = Callable[..., Any]
@@ -92,7 +99,7 @@ class PlainEnvironment:
         if (limit := request.pop("max_tokens", None)) is not None:
             request["max_completion_tokens"] = limit
         if self.tools:
-            request["tools"] = self.tools
+            request["tools"] = rollout.tools = self.tools
         rollout.completion = []
         for number in range(1, self.max_turns + 1):
             try:
@@ -107,6 +114,7 @@ class PlainEnvironment:
             rollout.completion = [*rollout.completion, said]
             messages = [*messages, said]
             rollout.num_turns, rollout.stop_reason = number, choice.finish_reason
+            rollout.completion_tokens = add_usage(rollout.completion_tokens, answer)
             if (turn := _read_turn(answer)) is not None:
                 rollout.turns = [*rollout.turns, turn]
             if choice.finish_reason == "length":

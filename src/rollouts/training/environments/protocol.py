@@ -90,6 +90,12 @@ def name_failure(error: BaseException) -> tuple[str, str]:
     return type(error).__name__, str(error) or repr(error)
 
 
+def add_usage(so_far: int | None, answer: Any) -> int | None:
+    """Completion tokens of a rollout with those of one more answer, as its server counts them."""
+    used = getattr(getattr(answer, "usage", None), "completion_tokens", None)
+    return so_far if used is None else (so_far or 0) + used
+
+
 def open_conversation(client: Any) -> Any:
     """The client's view for one rollout, where it has one: it keeps what was sampled as tokens over the turns."""
     opener = getattr(client, "open_conversation", None)

@@ -10,7 +10,7 @@ from typing import Any
 
 from rollouts.training.agent_integration import Rollout, Turn
 from rollouts.training.environments.finding import VERIFIERS_RANGE, check_verifiers
-from rollouts.training.environments.protocol import Row, open_conversation, run_attempts, within
+from rollouts.training.environments.protocol import Row, add_usage, open_conversation, run_attempts, within
 from rollouts.training.types import Status
 
 __all__ = ["VERIFIERS_RANGE", "VerifiersEnvironment", "check_verifiers"]
@@ -141,6 +141,9 @@ def _to_rollout(row: Row, result: Any, args: dict[str, Any], scoring_error: Exce
     known.stop_reason = result.get("stop_condition")
     if result["trajectory"][-1]["response"].choices[0].finish_reason == "length":
         known.stop_reason = "length"
+    for step in result["trajectory"]:
+        known.completion_tokens = add_usage(known.completion_tokens, step["response"])
+    known.tools = _offered_tools(result)
     known.turns = [turn for step in result["trajectory"] if (turn := _to_turn(step)) is not None]
     known.num_turns = len(result["trajectory"])
     known.reward = float(result["reward"] or 0.0)
@@ -151,6 +154,12 @@ def _to_rollout(row: Row, result: Any, args: dict[str, Any], scoring_error: Exce
     known.generation_ms = result["timing"]["generation_ms"]
     known.scoring_ms = result["timing"]["scoring_ms"]
     return known
+
+
+def _offered_tools(result: Any) -> list[dict[str, Any]] | None:
+    """The tools of a rollout as plain data: `verifiers` keeps them in the state, or in the row's info."""
+    tools = result.get("oai_tools") or (result.get("info") or {}).get("oai_tools")
+    return [dict(tool) for tool in tools] if tools else None
 
 
 def _to_turn(step: Any) -> Turn | None:

@@ -1,0 +1,143 @@
+"""What an evaluation leaves behind: results as JSONL and parquet, a summary, and a table for people."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from rollouts.training.metrics import append_jsonl
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from prime_rl.eval.config import EvalConfig
+    from prime_rl.utils.asking import Target
+    from prime_rl.utils.journal import Result
+
+Summaries = dict[tuple[str, int], dict[str, float]]
+JSON_COLUMNS = ("prompt", "completion", "answer", "tools")
+"""Values of many shapes: columns of JSON text in parquet, where a column has one shape."""
+
+
+def results_dir(config: EvalConfig, name: str, version: int) -> Path:
+    """`evals/<env>`, in a series `evals/step_N/<env>`."""
+    root = config.output_dir / "evals"
+    folder = name.replace("/", "_")
+    return root / folder if config.weights_dir is None else root / f"step_{version}" / folder
+
+
+def write_results(
+    folder: Path,
+    groups: Sequence[Sequence[Result]],
+    summary: Mapping[str, float],
+    config: EvalConfig,
+    target: Target,
+) -> None:
+    """Write results.jsonl, results.parquet and summary.json whole, in place of those of an earlier evaluation."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [_to_row(result) for group in groups for result in group]
+    temporary = folder / ".results"
+    temporary.unlink(missing_ok=True)
+    append_jsonl(temporary, rows)
+    temporary.replace(folder / "results.jsonl")
+    _write_parquet(temporary, rows)
+    temporary.replace(folder / "results.parquet")
+    model = str(config.weights_dir / f"step_{target.version}") if config.weights_dir else config.model.name
+    numbers = {key: value if math.isfinite(value) else None for key, value in summary.items()}
+    content = {"model": model, "step": target.version, "seed": config.seed, **numbers}
+    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(folder / "summary.json")
+
+
+def _to_row(result: Result) -> dict[str, Any]:
+    row = msgspec.structs.asdict(result)
+    if result.tools is None:
+        del row["tools"]
+    return row
+
+
+def _write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """The same rows as columns; each metric is a column `metrics/<name>`."""
+    import pyarrow
+    from pyarrow import parquet
+
+    names = sorted({name for row in rows for name in row["metrics"]})
+    flat = []
+    for row in rows:
+        columns = {key: value for key, value in row.items() if key != "metrics"}
+        for key in JSON_COLUMNS:
+            value = columns.get(key)
+            columns[key] = value if value is None or isinstance(value, str) else _as_json(value)
+        flat.append(columns | {f"metrics/{name}": row["metrics"].get(name) for name in names})
+    parquet.write_table(pyarrow.Table.from_pylist(flat), path)
+
+
+def _as_json(value: Any) -> str:
+    return msgspec.json.encode(value, enc_hook=str).decode()
+
+
+def show_summary(summaries: Summaries, config: EvalConfig) -> None:
+    """One row per environment (and step), one per reward function, and where everything lies."""
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    labelled = {(f"{name} (step {step})" if step else name): s for (name, step), s in summaries.items()}
+    rows = {label: format_row(summary) for label, summary in labelled.items()}
+    console.print(_table("Evaluation, with 95 % confidence intervals over the examples", rows))
+    if parts := {label: found for label, s in labelled.items() if (found := format_metrics(s))}:
+        console.print(_table("Reward functions and other metrics, means", parts))
+    folders = [results_dir(config, name, step) for name, step in summaries]
+    files = folders[0] if len(folders) == 1 else config.output_dir / "evals"
+    where = {"rollouts": f"{files} (results.jsonl, results.parquet, summary.json)"}
+    where |= {"metrics": str(config.output_dir / "metrics.jsonl"), "log": str(config.output_dir / "logs" / "eval.log")}
+    sys.stdout.write("".join(f"  {name:<8} {value}\n" for name, value in where.items()))
+
+
+def _table(title: str, rows: Mapping[str, Mapping[str, str]]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("environment", no_wrap=True)
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+    for column in columns:
+        table.add_column(column, justify="right")
+    for label, row in rows.items():
+        table.add_row(label, *(row.get(column, "") for column in columns))
+    return table
+
+
+def format_row(summary: Mapping[str, float]) -> dict[str, str]:
+    """Column -> text of one row of the table; k is the number of rollouts per example."""
+    [k] = [key.removeprefix("avg@") for key in summary if key.startswith("avg@") and "/" not in key]
+    row = {"examples": f"{summary['examples']:.0f}", "k": k, "avg@k": _with_interval(summary, f"avg@{k}")}
+    if k != "1":
+        row["pass@1"] = f"{summary['pass@1']:.4f}"
+    row["pass@k"] = _with_interval(summary, f"pass@{k}")
+    if "completion_len/mean" in summary:
+        row["tokens"] = f"{summary['completion_len/mean']:.1f}"
+    row["truncated"] = f"{summary['is_truncated/mean']:.1%}"
+    row["errors"] = f"{summary['error/mean']:.1%}"
+    row["time"] = f"{summary['time']:.1f} s"
+    return row
+
+
+def _with_interval(summary: Mapping[str, float], key: str) -> str:
+    low, high = summary[f"{key}/ci_low"], summary[f"{key}/ci_high"]
+    return f"{summary[key]:.4f}" + (f" ({low:.3f} to {high:.3f})" if math.isfinite(low) else "")
+
+
+def format_metrics(summary: Mapping[str, float]) -> dict[str, str]:
+    """Column -> text of the environment's own metrics, where they say something."""
+    found = {key: value for key, value in summary.items() if key.startswith("metrics/")}
+    return {
+        key.removeprefix("metrics/"): f"{value:.4f}"
+        for key, value in found.items()
+        if (key, value) != ("metrics/num_turns", 1.0)
+    }
