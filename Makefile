@@ -53,7 +53,7 @@ test: test-unit test-integration  ## setup, then all tests
 
 test-unit: setup  ## tests of single rooms
 	@echo "==> unit tests"
-	@$(PY) -m pytest tests/unit
+	@$(PY) -m pytest tests/unit -n auto --dist worksteal
 
 test-integration: setup  ## tests that start the real commands
 	@echo "==> integration tests: the real commands with a tiny model"

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
 from prime_rl.trainer.config import ParallelDims
 from prime_rl.trainer.launch import FirstRank, count_missing_ranks
 
@@ -18,3 +24,29 @@ def test_the_console_shows_the_first_rank_until_it_fails() -> None:
     assert console("trainer_rank0", "12:00:00    INFO Step 1") == "12:00:00    INFO Step 1"
     assert console("trainer_rank0", "12:00:00 FAILURE Traceback (most recent call last):") is None
     assert console("trainer_rank0", "  File ...") is None, "the launcher says what happened"
+
+
+def test_a_rank_leaves_without_taking_the_interpreter_down() -> None:
+    """Threads of gloo, unwound while Python shuts down, have killed ranks that were through; see `run_trainer`."""
+    program = textwrap.dedent("""
+        import atexit, os
+        from prime_rl.trainer import launch
+
+        class Fuse:
+            def __del__(self):
+                os.abort()
+
+        def finished(*_, **__):
+            raise SystemExit(3)
+
+        launch.fuse, launch.run_command = Fuse(), finished
+        atexit.register(print, "said at exit")
+        launch.run_trainer("trainer", None, None, summary="")
+    """)
+    ends = {}
+    for world_size in ("1", "2"):
+        environ = {**os.environ, "WORLD_SIZE": world_size}
+        done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True)
+        assert done.stdout == "said at exit\n"
+        ends[world_size] = done.returncode
+    assert ends == {"1": -signal.SIGABRT, "2": 3}

@@ -11,7 +11,7 @@ import os
 from typing import TYPE_CHECKING
 
 from prime_rl.trainer.config import TrainConfig
-from prime_rl.utils.pydantic_config import run_command
+from prime_rl.trainer.launch import count_missing_ranks, run_ranks, run_trainer
 
 if TYPE_CHECKING:
     from prime_rl.trainer.session import Session
@@ -21,8 +21,6 @@ CKPT_PARTS = ("trainer", "orchestrator")
 
 def train(config: TrainConfig) -> int:
     """Run the trainer until `max_steps`; returns the exit code. With `parallel.dp`, start that many ranks of it."""
-    from prime_rl.trainer.launch import count_missing_ranks, run_ranks
-
     if num_ranks := count_missing_ranks(config.parallel, os.environ):
         return run_ranks("prime_rl.trainer.rl.train", "trainer", config, num_ranks)
     from prime_rl.trainer.profiling import run_bench
@@ -84,7 +82,7 @@ def claim_weights(session: Session, config: TrainConfig) -> None:
 
 def main() -> None:
     """The `trainer` command."""
-    run_command("trainer", TrainConfig, train, summary="Train a policy on the batches an orchestrator publishes.")
+    run_trainer("trainer", TrainConfig, train, summary="Train a policy on the batches an orchestrator publishes.")
 
 
 if __name__ == "__main__":

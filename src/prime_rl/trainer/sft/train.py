@@ -10,13 +10,11 @@ from __future__ import annotations
 import os
 
 from prime_rl.trainer.config import SFTConfig
-from prime_rl.utils.pydantic_config import run_command
+from prime_rl.trainer.launch import count_missing_ranks, run_ranks, run_trainer
 
 
 def train(config: SFTConfig) -> int:
     """Run the trainer until `max_steps`; returns the exit code. With `parallel.dp`, start that many ranks of it."""
-    from prime_rl.trainer.launch import count_missing_ranks, run_ranks
-
     if num_ranks := count_missing_ranks(config.parallel, os.environ):
         return run_ranks("prime_rl.trainer.sft.train", "sft", config, num_ranks)
     from prime_rl.trainer.profiling import run_bench
@@ -63,7 +61,7 @@ def train(config: SFTConfig) -> int:
 
 def main() -> None:
     """The `sft` command."""
-    run_command("sft", SFTConfig, train, summary="Fine-tune a model on conversations.")
+    run_trainer("sft", SFTConfig, train, summary="Fine-tune a model on conversations.")
 
 
 if __name__ == "__main__":
