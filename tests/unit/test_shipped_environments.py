@@ -34,8 +34,9 @@ ARGS: dict[str, dict[str, Any]] = {
     "sokoban-env": {"num_train_examples": NUM, "num_eval_examples": 50},
     "gsm8k": {"num_train_examples": NUM},
     "hendrycks-math": {"num_train_examples": NUM},
+    "nanochatAquaRat": {"num_train_examples": NUM, "difficulty": 3},
 }
-BEST = {**dict.fromkeys(ARGS, 1.0), "wordle": 2.2}
+BEST = {**dict.fromkeys(ARGS, 1.0), "wordle": 2.2, "nanochatAquaRat": 1.1}
 
 
 @pytest.fixture(scope="module", params=list(ARGS))
@@ -93,6 +94,7 @@ def oracle(name: str) -> Callable[[Message], Reply]:
         "wiki-search": wiki_oracle,
         "sokoban-env": lambda row: lambda _: f"I push.\n<answer>{', '.join(row['answer'])}</answer>",
         "gsm8k": lambda row: lambda _: f"So it is \\boxed{{\\${row['answer']}.00}}.",
+        "nanochatAquaRat": lambda row: lambda _: f"1 + 1 = 2, so A is wrong.\nAnswer: {row['answer']}",
         "hendrycks-math": lambda row: lambda _: f"<think>\\boxed{{0}}?</think> It is \\boxed{{ {row['answer']} }}",
     }
     return players[name]
