@@ -31,7 +31,8 @@ class SamplingParams:
 
     `prompt_logprobs` (None: not wanted) also scores the prompt: the log-prob of every prompt token, beside the k most
     likely tokens and the probability of all others; `prompt_temperature` is that of the scoring distribution, so that
-    a teacher can be asked at the student's temperature. `max_tokens = 0` is allowed with it: score, draw nothing.
+    a teacher can be asked at the student's temperature. Tokens before `prompt_start` are not scored, so that what they
+    have in common with other prompts is computed once. `max_tokens = 0` is allowed with it: score, draw nothing.
     """
 
     max_tokens: int
@@ -53,6 +54,7 @@ class SamplingParams:
     top_logprobs: int = 0
     prompt_logprobs: int | None = None
     prompt_temperature: float = 1.0
+    prompt_start: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,9 +72,9 @@ class GenerationRequest:
 
 @dataclass(frozen=True, eq=False)
 class PromptLogprobs:
-    """How likely a prompt was: one entry per prompt token but the first, which nothing predicts.
+    """How likely a prompt was: one entry per prompt token from `prompt_start` on; nothing predicts the first.
 
-    `tail_mass[i]` is the probability of everything outside `top_logprobs[i]`. `full` is `[prompt - 1, vocab]` when
+    `tail_mass[i]` is the probability of everything outside `top_logprobs[i]`. `full` is `[scored, vocab]` when
     `FULL` was asked for (a tensor of the engine), else None.
     """
 
@@ -165,6 +167,10 @@ class Engine(Protocol):
     @property
     def vocab_size(self) -> int:
         """Token ids are below this."""
+
+    @property
+    def max_score_len(self) -> int:
+        """Most tokens of a sequence that is only scored."""
 
     def check(self, request: GenerationRequest) -> None:
         """`ValueError` in the user's words when the engine cannot do what is asked; any thread may call it."""

@@ -35,7 +35,7 @@ def build_app(service: Service) -> FastAPI:
     from fastapi import FastAPI
     from starlette.exceptions import HTTPException
 
-    from prime_rl.inference import control, routes, token_route
+    from prime_rl.inference import control, routes, score_route, token_route
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -47,7 +47,8 @@ def build_app(service: Service) -> FastAPI:
 
     app = FastAPI(title="prime-rl inference", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(HTTPException, routes.refuse_route)
-    for path, method, handler, access in (*routes.ROUTES, *token_route.TOKEN_ROUTES, *control.CONTROL_ROUTES):
+    tables = (routes.ROUTES, token_route.TOKEN_ROUTES, score_route.SCORE_ROUTES, control.CONTROL_ROUTES)
+    for path, method, handler, access in (route for table in tables for route in table):
         app.add_route(path, routes.guarded(service, handler, access), methods=[method])
     return app
 

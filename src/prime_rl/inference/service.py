@@ -24,6 +24,7 @@ from prime_rl.inference.messages import THINK_OPEN, MessageParser
 from prime_rl.inference.requests import ApiError, Json
 from prime_rl.inference.responses import Writer
 from prime_rl.inference.text import TokenNames, build_decode
+from prime_rl.utils.config import BASE_MODEL
 from prime_rl.utils.monitor import Monitor, build_monitor
 from prime_rl.utils.tokenizer import load_tokenizer, render_chat, resolve_model_dir
 
@@ -89,6 +90,8 @@ class Service:
     def find_adapter(self, body: Json) -> str | None:
         """The adapter that answers a request, None for the plain model; 404 for a model that is not served here."""
         name = body.get("model")
+        if name == BASE_MODEL:
+            return None
         if name is None or name in self.names:
             return POLICY if self._has_policy else None
         adapters = self.named_adapters()
@@ -148,8 +151,8 @@ class Service:
 
     async def load_adapter(self, name: str, directory: Path) -> Json:
         """Serve an adapter beside the model; one of the same name is replaced."""
-        if name == POLICY:
-            raise ApiError(f"lora_name {POLICY!r} is taken: choose another", param="lora_name")
+        if name in (POLICY, BASE_MODEL):
+            raise ApiError(f"lora_name {name!r} is taken: choose another", param="lora_name")
         async with self._updating:
             try:
                 tensors, spec = await asyncio.to_thread(read_adapter, directory, self.version)

@@ -72,6 +72,11 @@ class Backend:
             hidden[rows], self.model.lm_head.weight, batch.labels[rows], batch.temperature[rows]
         )
         n = len(chosen)
+        student_table = None
+        if batch.teacher_table is not None:
+            student_table = compute_head_table(
+                hidden[rows], self.model.lm_head.weight, batch.temperature[rows], _repeat(batch.teacher_table[0], rows)
+            )[:n]
         return LossInputs(
             trainer_logprobs=logprobs[:n],
             inference_logprobs=batch.inference_logprobs[chosen],
@@ -81,6 +86,9 @@ class Backend:
             teacher_logprobs=None if batch.teacher_logprobs is None else batch.teacher_logprobs[chosen],
             entropy=entropy[:n],
             num_sequences=len(batch.lengths),
+            taught=None if batch.taught is None else batch.taught[chosen],
+            student_table=student_table,
+            teacher_table=None if batch.teacher_table is None else batch.teacher_table[1],
         )
 
     def forward_backward(self, micros: Sequence[MicroBatch], loss: Loss) -> TokenStats:
@@ -152,6 +160,14 @@ class Backend:
         )
         whole = collect_tensors(needed, self.ranks)
         return build(self.model, whole) if self.ranks.rank == 0 else {}
+
+
+def _repeat(ids: Int[Tensor, "chosen k"] | None, rows: Int[Tensor, " rows"]) -> Int[Tensor, "rows k"] | None:
+    """The ids of each row, the last ones again for the rows that only go along."""
+    if ids is None or len(ids) == len(rows):
+        return ids
+    last = ids[-1:] if len(ids) else torch.arange(ids.shape[1], device=ids.device)[None]
+    return torch.cat((ids, last.expand(len(rows) - len(ids), -1)))
 
 
 def merge_stats(stats: TokenStats, ranks: Ranks) -> TokenStats:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, TypeVar
 
-from rollouts.training.types import Sample
+from rollouts.training.types import Sample, TeacherTable
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +45,10 @@ class MicroBatch:
     teacher_logprobs: list[float] | None
     lengths: list[int]
     sample_ids: list[int]
+    taught: list[bool] | None = None
+    """Where a teacher has spoken; None: everywhere."""
+    teacher_tables: list[TeacherTable | None] | None = None
+    """Of the samples, in their order."""
 
     @property
     def num_tokens(self) -> int:
@@ -87,9 +91,37 @@ class MicroBatch:
             inference_logprobs=floats(self.inference_logprobs),
             temperature=floats(self.temperature, 1.0),
             teacher_logprobs=None if self.teacher_logprobs is None else floats(self.teacher_logprobs),
+            taught=None if self.taught is None else torch.tensor(self.taught + [True] * pad).to(device),
+            teacher_table=None if self.teacher_tables is None else self._join_tables(device),
             sequence=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device),
             lengths=lengths,
         )
+
+
+    def _join_tables(self, device: torch.device | str) -> tuple[Tensor | None, Tensor]:
+        """Token ids `[loss tokens, k]` (None: the whole vocabulary) and log-probs `[loss tokens, k + 1]`."""
+        import torch
+
+        assert self.teacher_tables is not None
+        found = [table for table in self.teacher_tables if table is not None]
+        k, is_full = (found[0].k, not found[0].ids) if found else (1, False)
+        ids, logprobs = [], []
+        starts = accumulate(self.lengths, initial=0)
+        for start, length, table in zip(starts, self.lengths, self.teacher_tables, strict=False):
+            num = sum(mask > 0 for mask in self.loss_mask[start : start + length])
+            if table is None or not num:  # whatever it says, it is not heard: any outcomes will do
+                ids.append(torch.arange(k).expand(num, k))
+                logprobs.append(torch.zeros(num, k + (not is_full)))
+                continue
+            if (table.k, not table.ids) != (k, is_full):
+                raise ValueError(f"the teacher tells {k} tokens of one sample and {table.k} of another: ask for as many")
+            values = torch.frombuffer(bytearray(table.logprobs), dtype=torch.float32).view(num, k)
+            if not is_full:
+                tail = torch.frombuffer(bytearray(table.tail_mass), dtype=torch.float32).log()
+                values = torch.cat((values, tail[:, None]), dim=1)
+                ids.append(torch.frombuffer(bytearray(table.ids), dtype=torch.int32).view(num, k).long())
+            logprobs.append(values)
+        return None if is_full else torch.cat(ids).to(device), torch.cat(logprobs).to(device)
 
 
 @dataclass(frozen=True)
@@ -106,6 +138,8 @@ class TensorBatch:
     teacher_logprobs: Tensor | None
     sequence: Tensor
     lengths: list[int]
+    taught: Tensor | None = None
+    teacher_table: tuple[Tensor | None, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -247,7 +281,16 @@ def _even_out(packs: list[list[list[int]]], lengths: Sequence[int]) -> None:
 
 def _build_rank(samples: Sequence[Sample], packs: list[list[int]]) -> list[MicroBatch]:
     has_teacher = any(sample.teacher_logprobs is not None for sample in samples)
-    return [_build(samples, pack, has_teacher) for pack in packs]
+    is_partial = has_teacher and any(sample.teacher_logprobs is None for sample in samples)
+    has_table = any(sample.teacher_table is not None for sample in samples)
+    micros = [_build(samples, pack, has_teacher) for pack in packs]
+    for micro in micros if is_partial else ():
+        parts = zip(micro.sample_ids, micro.lengths, strict=False)
+        micro.taught = [samples[i].teacher_logprobs is not None for i, length in parts for _ in range(length)]
+        micro.taught += [False] * (len(micro.input_ids) - len(micro.taught))
+    for micro in micros if has_table else ():
+        micro.teacher_tables = [samples[i].teacher_table for i in micro.sample_ids] or [None]
+    return micros
 
 
 def _build(samples: Sequence[Sample], pack: list[int], has_teacher: bool) -> MicroBatch:

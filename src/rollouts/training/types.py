@@ -30,6 +30,29 @@ class Status(str, Enum):
     FAILED = "failed"
 
 
+class TeacherTable(msgspec.Struct):
+    """What a teacher says of every loss token of a sample, in order: `[tokens, k]` numbers, packed.
+
+    `ids` (int32) and `logprobs` (float32) are its k most likely tokens, `tail_mass` (float32, `[tokens]`) the
+    probability of all others. With the whole vocabulary, `ids` and `tail_mass` are empty.
+    """
+
+    k: int
+    logprobs: bytes
+    ids: bytes = b""
+    tail_mass: bytes = b""
+
+    def validate(self, num_tokens: int) -> None:
+        """Raise `ValueError` unless there is a row for each of `num_tokens` loss tokens."""
+        sizes = {"logprobs": self.k, "ids": self.k if self.ids else 0, "tail_mass": 1 if self.ids else 0}
+        for name, width in sizes.items():
+            if len(getattr(self, name)) != 4 * width * num_tokens:
+                raise ValueError(
+                    f"`{name}` of a teacher's table has {len(getattr(self, name)) // 4} numbers, not {width} for each "
+                    f"of {num_tokens} loss tokens"
+                )
+
+
 class Sample(msgspec.Struct):
     """One token sequence to train on, from prompt to last token.
 
@@ -59,6 +82,9 @@ class Sample(msgspec.Struct):
     advantages: list[float] | None = None
     teacher_logprobs: list[float] | None = None
     versions: list[tuple[int, int]] = []
+    teacher_table: TeacherTable | None = None
+    taught: bool = True
+    """False: no teacher is meant to speak of this sample, which has no term of one."""
 
     Status = Status
 
@@ -96,6 +122,8 @@ class Sample(msgspec.Struct):
                 )
             if not all(map(math.isfinite, stream)):
                 raise ValueError(f"`{name}` of a sample holds a value that is not finite")
+        if self.teacher_table is not None:
+            self.teacher_table.validate(sum(mask > 0 for mask in self.loss_mask))
         if not math.isfinite(self.reward):
             raise ValueError(f"reward {self.reward} of a sample is not finite: fix the reward function")
 

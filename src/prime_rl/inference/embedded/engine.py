@@ -110,15 +110,24 @@ class EmbeddedEngine:
         """Token ids are below this."""
         return self.model.config.vocab_size
 
+    @property
+    def max_score_len(self) -> int:
+        """Most tokens of a sequence that is only scored: what the model was made for, if the cache can hold it."""
+        room = (self.max_cache_tokens // BLOCK - self._runner.min_rows) * BLOCK - 1
+        return max(min(self.model.config.max_position_embeddings, room), self.max_model_len - 1)
+
     def check(self, request: GenerationRequest) -> None:
         """`ValueError` when the prompt leaves no room for a token, or when something is asked that is not offered."""
         num_prompt, params = len(request.prompt), request.params
-        if not 0 < num_prompt < self.max_model_len:
-            raise ValueError(f"a prompt of {num_prompt} tokens does not fit in {self.max_model_len}")
+        longest = self.max_score_len if params.max_tokens == 0 else self.max_model_len - 1
+        if not 0 < num_prompt <= longest:
+            raise ValueError(f"a prompt of {num_prompt} tokens does not fit in {longest + (params.max_tokens > 0)}")
         if params.max_tokens < (params.prompt_logprobs is None):
             raise ValueError(f"max_tokens must be at least 1, got {params.max_tokens}")
         if params.prompt_logprobs is not None and (params.prompt_logprobs < FULL or params.prompt_temperature <= 0):
             raise ValueError("prompt_logprobs must be at least 0 and prompt_temperature above 0")
+        if params.prompt_logprobs is not None and not 1 <= params.prompt_start <= max(num_prompt - 1, 1):
+            raise ValueError(f"prompt_start {params.prompt_start} must be from 1 to the last of {num_prompt} tokens")
         if request.adapter is not None and request.adapter not in self._adapters.served:
             raise ValueError(f"no adapter {request.adapter!r} is loaded")
 
@@ -136,7 +145,7 @@ class EmbeddedEngine:
             stop_ids=eos | frozenset(params.stop_token_ids),
             tokens=list(request.prompt),
             num_prompt=num_prompt,
-            max_tokens=min(num_prompt + params.max_tokens, self.max_model_len),
+            max_tokens=max(min(num_prompt + params.max_tokens, self.max_model_len), num_prompt),
             watch=watch,
         )
         seq.family = self._family(seq)
@@ -293,9 +302,11 @@ class EmbeddedEngine:
     def _score(self, seq: Sequence, chunk: Chunk, hidden: Tensor) -> None:
         """Score the prompt tokens that a chunk predicts."""
         params = seq.params
-        if chunk.start == 0 or seq.scores is None:
+        if seq.scores is None:
             seq.scores = PromptScores(params.prompt_logprobs or 0, params.prompt_temperature)
-        targets = seq.tokens[chunk.start + 1 : chunk.start + chunk.length + 1]
+        skipped = max(params.prompt_start - 1 - chunk.start, 0)
+        hidden = hidden[skipped:]
+        targets = seq.tokens[chunk.start + skipped + 1 : chunk.start + chunk.length + 1]
         if targets:
 
             def head(rows: Tensor) -> Tensor:

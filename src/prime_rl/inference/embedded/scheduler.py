@@ -164,14 +164,14 @@ class Scheduler:
         """Send a running sequence back to the front of the queue, to be computed anew."""
         assert len(self.running) > 1, "one sequence always fits"
         self.remove(seq)
-        seq.num_cached = 0
+        seq.num_cached, seq.scores = 0, _scores_left(seq)
         self.waiting.appendleft(seq)
         self.num_preempted += 1
 
     def restart(self, seqs: list[Sequence]) -> None:
         """The keys of these running sequences are void: compute them anew."""
         for seq in seqs:
-            seq.num_cached, seq.found, seq.epoch = 0, False, self.epoch
+            seq.num_cached, seq.found, seq.epoch, seq.scores = 0, False, self.epoch, _scores_left(seq)
             self.prefixes.unregister(seq)
         self._pending = [seq for seq in self.running if seq.num_cached < len(seq.tokens) - 1 or seq in self._pending]
 
@@ -217,9 +217,10 @@ class Scheduler:
         """
         if seq.found or not self.share_prefixes:
             return True
-        if not seq.wants_scores and seq.num_cached == 0:
+        if seq.num_cached == 0:
             holder, shared = self.prefixes.find(seq.tokens, seq.family)
-            shared = min(shared, len(seq.tokens) - 1)
+            # What predicts a token that is to be scored must be computed.
+            shared = min(shared, len(seq.tokens) - 1, seq.params.prompt_start - 1 if seq.wants_scores else shared)
             if holder is not None and shared >= STRIDE:
                 if isinstance(holder, Sequence) and holder.num_cached < min(shared, len(holder.tokens) - 1):
                     return False
@@ -234,6 +235,11 @@ class Scheduler:
         seq.found = True
         self.prefixes.register(seq, len(seq.tokens), seq.family)
         return True
+
+
+def _scores_left(seq: Sequence) -> PromptScores | None:
+    """Scores that stay when a sequence is computed anew: those of a prompt that was scored whole."""
+    return None if seq.wants_scores else seq.scores
 
 
 def _count_equal(a: list[int], b: list[int], most: int) -> int:
