@@ -163,7 +163,7 @@ class RLConfig(BaseConfig):
                 f"trainer.loss.{loss.needs_teacher} is {getattr(loss, loss.needs_teacher)} but there is no teacher: "
                 "set [orchestrator.teacher_model]"
             )
-        if teacher is not None and not loss.needs_teacher and not teacher.eval_baseline:
+        if teacher is not None and not loss.needs_teacher:
             raise ValueError(
                 "orchestrator.teacher_model teaches nothing with trainer.loss.teacher_tau = 0: raise it, or leave the "
                 "section out"

@@ -24,6 +24,9 @@ class Turn(msgspec.Struct):
     """Of the completion tokens, under the distribution they were sampled from."""
     versions: list[tuple[int, int]] = []
     """`(start, version)` spans; `start` counts completion tokens of this turn."""
+    asked: dict[str, Any] | None = None
+    """The messages, tools and template arguments, or the text, of a prompt that the server rendered; None where the
+    prompt went out as tokens."""
 
 
 class Trajectory(msgspec.Struct, kw_only=True):

@@ -1,4 +1,4 @@
-"""POST /score: how likely given tokens are, as packed numbers; for teachers, who are asked about thousands of tokens."""
+"""POST /score: how likely given tokens are, as packed numbers, for teachers who are asked about thousands of them."""
 
 from __future__ import annotations
 

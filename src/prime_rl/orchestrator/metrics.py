@@ -9,6 +9,7 @@ from typing import Any
 
 from prime_rl.orchestrator.buffer import POISON
 from prime_rl.orchestrator.config import AdvantageConfig
+from prime_rl.orchestrator.context import first_user_text
 from rollouts.training.advantages import compute_batch_advantages
 from rollouts.training.objectives import Baseline
 from rollouts.training.rollout_gen.groups import GroupAssembler
@@ -111,6 +112,7 @@ def sample_rows(samples: list[Sample]) -> Iterator[dict[str, Any]]:
             "group_index": sample.group_index,
             "index": sample.index,
             "prompt": sample.prompt,
+            "prompt_text": first_user_text(sample.prompt),
             "completion": sample.response,
             "reward": sample.reward,
             "advantage": sample.advantages[sample.loss_mask.index(1.0)] if sample.advantages else None,
@@ -122,6 +124,7 @@ def sample_rows(samples: list[Sample]) -> Iterator[dict[str, Any]]:
             "tokens": sample.tokens,
             "loss_mask": [int(mask) for mask in sample.loss_mask],
             "logprobs": sample.inference_logprobs,
+            **({"teacher_logprobs": sample.teacher_logprobs} if sample.teacher_logprobs is not None else {}),
         }
 
 

@@ -98,6 +98,7 @@ def orchestrate(config: OrchestratorConfig) -> int:
     from prime_rl.orchestrator.buffer import load_curriculum
     from prime_rl.orchestrator.checkpoint import CheckpointStore
     from prime_rl.orchestrator.filters import build_judge
+    from prime_rl.orchestrator.teacher import build_teacher
     from prime_rl.utils.http import ensure_open_files
     from prime_rl.utils.logger import setup_logger
     from prime_rl.utils.vf import open_environments
@@ -105,6 +106,7 @@ def orchestrate(config: OrchestratorConfig) -> int:
     # What cannot work is refused before environments and servers are waited for.
     CheckpointStore(config.output_dir / "checkpoints", config.ckpt, config.max_steps).load()
     build_judge(config.buffer)
+    build_teacher(config)
     load_curriculum(config.buffer.curriculum)
     setup_logger("orchestrator", config.log, Path(config.output_dir) / "logs")
     if config.rollouts_per_example == 1 and config.advantage is not None and config.advantage.baseline != "none":

@@ -18,6 +18,7 @@ from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.orchestrator.engines import build_engines, prepare_engines
 from prime_rl.orchestrator.evaluation import Evaluations, build_plans
 from prime_rl.orchestrator.rollout_manager import GroupGenerator, build_rollouts
+from prime_rl.orchestrator.teacher import Teacher, build_teacher
 from prime_rl.orchestrator.waiting import LagMeter, Reminder
 from prime_rl.orchestrator.weight_relay import WeightRelay
 from prime_rl.transport.batches import BatchSender
@@ -45,6 +46,7 @@ class Orchestrator:
     lag: LagMeter = field(default_factory=LagMeter)
     reminder: Reminder = field(default_factory=Reminder)
     totals: Counter[str] = field(default_factory=Counter)
+    teacher: Teacher | None = None
     _relay: WeightRelay | None = None
 
     @property
@@ -91,6 +93,7 @@ def assemble(
     engines: Sequence[InferenceEngine],
     sender: BatchSender,
     monitor: Monitor,
+    teacher: Teacher | None = None,
 ) -> Orchestrator:
     """The parts, connected and at the checkpoint that is to be continued; nothing runs yet."""
     out = Path(config.output_dir)
@@ -100,11 +103,12 @@ def assemble(
     buffer = PromptBuffer(
         environments, config.buffer, config.seed if config.buffer.seed is None else config.buffer.seed
     )
-    generator = GroupGenerator(config, environments, clients, lambda: parts.relay.version)
+    generator = GroupGenerator(config, environments, clients, lambda: parts.relay.version, teacher)
     rollouts = build_rollouts(config, buffer, generator)
     plans = build_plans(config, environments, eval_environments, version)
     evaluations = Evaluations(config, plans, clients, monitor)
     parts = Orchestrator(config, buffer, generator, rollouts, sender, checkpoints, evaluations, monitor)
+    parts.teacher = teacher
     parts._relay = WeightRelay(
         out / "weights",
         engines,
@@ -146,12 +150,17 @@ async def build_orchestrator(
         clients, engines = build_clients(config.client, seq_len=config.seq_len), build_engines(config.client)
         for client in clients:
             stack.push_async_callback(client.close)
+        teacher = build_teacher(config)
+        if teacher is not None:
+            stack.push_async_callback(teacher.close)
         monitor = build_monitor(out, "orchestrator", config.wandb)
         stack.callback(monitor.finish)
         wire = config.transport
         sender = build_sender(wire.type, out / "rollouts", wire.host, wire.port)
         stack.callback(sender.close)
-        parts = assemble(config, environments, eval_environments, clients, engines, sender, monitor)
+        parts = assemble(config, environments, eval_environments, clients, engines, sender, monitor, teacher)
         sender.open()
         await prepare_engines(config, clients, engines, parts.relay.version)
+        if teacher is not None:
+            await teacher.wait_ready(config.inference_timeout)
         yield await stack.enter_async_context(running(parts))

@@ -31,6 +31,8 @@ class Reporter:
         metrics |= compute_group_metrics(parts.rollouts.groups, parts.rollouts.restarts)
         metrics |= parts.buffer.take_metrics() | self._filtered() | parts.lag.take_metrics()
         metrics |= {f"progress/total_{name}": float(count) for name, count in parts.totals.items()}
+        if parts.teacher is not None:
+            metrics |= parts.teacher.take_metrics()
         metrics |= {f"time/{name}": value for name, value in times.items()}
         metrics |= {"time/update_weights": parts.relay.update_s, "time/wait_for_ckpt": self._idle()}
         metrics["perf/throughput"] = metrics["progress/tokens"] / max(times["step"], 1e-9)

@@ -10,6 +10,7 @@ from typing import Any
 from prime_rl.orchestrator.buffer import POISON, Prompt, PromptBuffer
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.orchestrator.filters import build_judge
+from prime_rl.orchestrator.teacher import Teacher
 from prime_rl.utils.vf import build_sampling_args
 from rollouts.training.agent_integration import Rollout, rollout_to_samples
 from rollouts.training.environments import Environment
@@ -38,8 +39,10 @@ class GroupGenerator:
         environments: Mapping[str, Environment],
         clients: Sequence[Any],
         live_version: Callable[[], int],
+        teacher: Teacher | None = None,
     ) -> None:
         self.config = config
+        self.teacher = teacher
         self.environments = environments
         self.clients = clients
         self.last_error: str | None = None
@@ -61,12 +64,23 @@ class GroupGenerator:
         good = [samples for samples in groups if samples]
         if len(good) < min(2, config.rollouts_per_example):
             self._give_up(prompt, rollouts)
-        return [sample for samples in good for sample in samples]
+        return await self._teach([sample for samples in good for sample in samples], prompt, client)
 
     def take_errors(self) -> dict[str, int]:
         """Failed rollouts by type of error since the last call."""
         errors, self._errors = dict(self._errors), Counter()
         return errors
+
+    async def _teach(self, samples: list[Sample], prompt: Prompt, client: Any) -> list[Sample]:
+        """The samples with what the teacher says of them; those it cannot speak of are left out."""
+        if self.teacher is not None:
+            samples = await self.teacher.teach(samples, prompt["env"], prompt["row"], client)
+            if len({sample.index for sample in samples}) < min(2, self.config.rollouts_per_example):
+                self.last_error = self.teacher.last_error
+                raise GroupDropped("too few rollouts")
+        for sample in samples:
+            sample.metadata.pop("asked", None)
+        return samples
 
     def _to_samples(self, rollout: Rollout, env: str, group_index: int, index: int, version: int) -> list[Sample]:
         """Samples of one rollout; a rollout that cannot be trained on becomes a failed one, and no samples."""
@@ -82,7 +96,7 @@ class GroupGenerator:
                 sample.validate()
                 if not sample.versions:  # a server that does not tell held at least this version
                     sample.versions = [(sample.loss_mask.index(1.0), version)]
-                sample.metadata = {"env": env, **_facts(rollout)}
+                sample.metadata = {**sample.metadata, "env": env, **_facts(rollout)}
         except ValueError as error:
             rollout.status, rollout.error_type, rollout.error = Status.FAILED, "InvalidRollout", str(error)
             samples = []

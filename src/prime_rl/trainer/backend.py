@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from prime_rl.trainer.activations import recompute_layers
@@ -33,7 +34,7 @@ from rollouts.training.backends.fsdp import shard_units
 from rollouts.training.backends.ranks import Ranks
 from rollouts.training.backends.step import OptimizerStep, StepReport
 from rollouts.training.batching import MIN_TOKENS, MicroBatch, TensorBatch
-from rollouts.training.rl_losses import LossInputs, LossOutput, TokenStats, compute_head_logprobs
+from rollouts.training.rl_losses import LossInputs, LossOutput, TokenStats, compute_head_logprobs, compute_head_table
 
 Loss = Callable[[LossInputs], LossOutput]
 

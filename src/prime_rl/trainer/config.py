@@ -324,29 +324,24 @@ class ParallelDims(BaseConfig):
 
 
 class DistillConfig(BaseConfig):
-    """How the pull towards the teacher is measured (docs/on_policy_distillation.md); needs teacher_tau above 0."""
+    """How the pull towards the teacher is estimated (docs/on_policy_distillation.md)."""
 
     estimator: Literal["token", "togo", "sequence", "topk+tail", "full"] = "token"
     """token: of the sampled token alone; togo: of it and all that follow; sequence: of the whole answer, against its
-    group's mean; topk+tail: over the teacher's k most likely tokens and the rest as one; full: over all tokens."""
+    group; topk+tail: over the teacher's k most likely tokens and the rest as one; full: over all tokens."""
 
     direction: Literal["reverse", "forward", "jsd"] = "reverse"
-    """reverse: KL(student || teacher); forward: KL(teacher || student); jsd: between the two. The last two need
-    topk+tail or full, and equal taus."""
+    """reverse: KL(student || teacher); forward: KL(teacher || student); jsd: both against their mixture. The last two
+    need topk+tail or full."""
 
     k: int = Field(default=8, ge=1, le=100)
     """topk+tail: tokens of the teacher that are told apart."""
 
-    beta: float = Field(default=0.5, gt=0, lt=1)
-    """jsd: the teacher's share of the mixture that both are compared with."""
+    jsd_beta: float = Field(default=0.5, gt=0, lt=1)
+    """jsd: the teacher's share of the mixture."""
 
     clip: float | None = Field(default=None, gt=0)
-    """token, togo: bound on a token's teacher - student log-prob; keeps a few tokens of style from outweighing all."""
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether whole distributions are compared, not sampled tokens."""
-        return self.estimator in ("topk+tail", "full")
+    """token: bound on the difference of the two log-probs, so that a few tokens of style do not outweigh all others."""
 
     @property
     def top_logprobs(self) -> int:
@@ -355,13 +350,13 @@ class DistillConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _check_direction(self) -> DistillConfig:
-        if self.direction != "reverse" and not self.is_dense:
+        if self.direction != "reverse" and not self.top_logprobs:
             raise ValueError(
                 f'direction = "{self.direction}" compares distributions, of which estimator = "{self.estimator}" sees '
                 'one token\n  set estimator to "topk+tail" or "full"'
             )
-        if self.clip is not None and self.estimator not in ("token", "togo"):
-            raise ValueError('clip bounds sampled tokens: remove it, or set estimator to "token" or "togo"')
+        if self.clip is not None and self.estimator != "token":
+            raise ValueError('clip bounds sampled tokens: remove it, or set estimator to "token"')
         return self
 
 
@@ -470,11 +465,6 @@ class LossConfig(BaseConfig):
             raise ValueError("type custom and import_path go together: set both or neither")
         if self.kwargs and not is_custom:
             raise ValueError("kwargs are arguments of a custom loss: set type custom, or remove them")
-        if self.distill.direction != "reverse" and self.student_tau not in (None, self.teacher_tau):
-            raise ValueError(
-                f'distill.direction = "{self.distill.direction}" has one weight: leave student_tau out, it follows '
-                "teacher_tau"
-            )
         if self.max_tokens is not None and (self.normaliser or preset.normaliser) != "constant":
             raise ValueError("max_tokens is the divisor of normaliser constant: remove it, or set that normaliser")
         return self

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from prime_rl.utils.client import InferenceClient
 
 Body = dict[str, Any]
+RENDERED = ("messages", "tools", "chat_template_kwargs")
+"""What of a request the chat template sees."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ class Conversation:
             answer = await self._client.ask("/chat/completions", body)
         choice = answer.choices[0] if answer.choices else None
         if choice is not None and choice.token_ids is not None and answer.prompt_token_ids is not None:
+            if extended is None:
+                choice.asked = _plain_copy({key: body[key] for key in RENDERED if body.get(key) is not None})
             said = _as_message(choice.message)
             self._turns.append(
                 _Turn(
@@ -123,6 +127,8 @@ class Conversation:
         answer = await self._client.ask("/completions", body)
         choice = answer.choices[0] if answer.choices else None
         if choice is not None and choice.token_ids is not None and choice.prompt_token_ids is not None:
+            if turn is None:
+                choice.asked = {"prompt": text}
             tokens = [*choice.prompt_token_ids, *choice.token_ids]
             self._text_turns.append(_TextTurn(body["model"], text + choice.text, tokens))
         return answer
@@ -186,6 +192,11 @@ class _Chat:
 
 def _encode(value: Any) -> bytes:
     return msgspec.json.encode(value, enc_hook=str, order="deterministic")
+
+
+def _plain_copy(value: Any) -> Any:
+    """The value as plain data, which nobody else can change."""
+    return msgspec.json.decode(_encode(value))
 
 
 def _plain(message: Any) -> Body:

@@ -75,6 +75,7 @@ def rollout_to_samples(rollout: Rollout, *, group_index: int | None = None, inde
         turn 2   prompt [1 2 3 4 5]      completion [6]      -> tokens [1 2 3 4 5 6], mask [0 0 1 1 0 1]
         turn 3   prompt [1 2 9]          completion [7]      -> a second sample [1 2 9 7], mask [0 0 0 1]
 
+    `metadata["asked"]` is what the server rendered to a sample's prompt, where that is known.
     Turns without sampled tokens train nothing and are left out. Raises `ValueError` where a turn's log-probs and
     tokens differ in number.
     """
@@ -89,6 +90,8 @@ def rollout_to_samples(rollout: Rollout, *, group_index: int | None = None, inde
             continue
         if not samples or not _extends(turn.prompt_ids, samples[-1].tokens):
             samples.append(_open_sample(rollout, group_index, index))
+            if turn.asked is not None:
+                samples[-1].metadata = {"asked": turn.asked}
         _append_turn(samples[-1], turn)
     return samples
 

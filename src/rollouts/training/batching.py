@@ -97,7 +97,6 @@ class MicroBatch:
             lengths=lengths,
         )
 
-
     def _join_tables(self, device: torch.device | str) -> tuple[Tensor | None, Tensor]:
         """Token ids `[loss tokens, k]` (None: the whole vocabulary) and log-probs `[loss tokens, k + 1]`."""
         import torch
@@ -114,7 +113,9 @@ class MicroBatch:
                 logprobs.append(torch.zeros(num, k + (not is_full)))
                 continue
             if (table.k, not table.ids) != (k, is_full):
-                raise ValueError(f"the teacher tells {k} tokens of one sample and {table.k} of another: ask for as many")
+                raise ValueError(
+                    f"the teacher tells {k} tokens of one sample and {table.k} of another: ask for as many"
+                )
             values = torch.frombuffer(bytearray(table.logprobs), dtype=torch.float32).view(num, k)
             if not is_full:
                 tail = torch.frombuffer(bytearray(table.tail_mass), dtype=torch.float32).log()

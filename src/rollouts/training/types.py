@@ -85,6 +85,8 @@ class Sample(msgspec.Struct):
     teacher_table: TeacherTable | None = None
     taught: bool = True
     """False: no teacher is meant to speak of this sample, which has no term of one."""
+    anchor: float = 0.0
+    """Above 0: held near a teacher that has seen what the student saw, with this weight; its reward does not count."""
 
     Status = Status
 

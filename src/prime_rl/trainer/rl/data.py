@@ -71,6 +71,13 @@ def build_batches(config: TrainConfig, vocab_size: int) -> Batches:
     return build_receiver(wire.type, config.output_dir / ROLLOUTS_DIR, wire.host, wire.port)
 
 
+def apply_anchors(samples: Sequence[Sample]) -> list[Sample]:
+    """The batch with its anchors weighed and without their rewards."""
+    from rollouts.training.rl_losses import anchor_samples
+
+    return [anchor_samples([sample], sample.anchor)[0] if sample.anchor else sample for sample in samples]
+
+
 def check_batch(samples: Sequence[Sample], loss: LossConfig, vocab_size: int) -> None:
     """Raise `ValueError` for a batch that cannot be trained on as configured."""
     if not samples:
@@ -86,6 +93,11 @@ def check_batch(samples: Sequence[Sample], loss: LossConfig, vocab_size: int) ->
                 f"sample {i} of the batch holds token {max(sample.tokens)}, but the model knows {vocab_size}: "
                 "give orchestrator, inference and trainer the same model.name"
             )
+    check_teacher(samples, loss)
+
+
+def check_teacher(samples: Sequence[Sample], loss: LossConfig) -> None:
+    """Raise `ValueError` where what the teacher said is not what the loss compares."""
     num_taught = sum(sample.teacher_logprobs is not None for sample in samples)
     need = loss.needs_teacher
     if num_taught and need is None:
@@ -93,8 +105,20 @@ def check_batch(samples: Sequence[Sample], loss: LossConfig, vocab_size: int) ->
             "the batch carries teacher log-probs but loss.teacher_tau is 0: set trainer.loss.teacher_tau above 0, "
             "or run without a teacher"
         )
-    if need is not None and num_taught < len(samples):
+    num_missing = sum(sample.teacher_logprobs is None and sample.taught for sample in samples)
+    if need is not None and num_missing:
         raise ValueError(
-            f"loss.{need} is {getattr(loss, need)} but {len(samples) - num_taught} of {len(samples)} samples carry no "
+            f"loss.{need} is {getattr(loss, need)} but {num_missing} of {len(samples)} samples carry no "
             f"teacher log-probs: set orchestrator.teacher_model, or loss.{need} = 0"
         )
+    wanted = loss.distill.top_logprobs if loss.teacher_tau else 0
+    for sample in samples:
+        if not wanted or sample.teacher_logprobs is None:
+            continue
+        table = sample.teacher_table
+        if table is None or (wanted == -1) != (not table.ids) or wanted not in (-1, table.k):
+            told = "sampled tokens only" if table is None else f"{table.k} tokens of each position"
+            raise ValueError(
+                f'loss.distill.estimator is "{loss.distill.estimator}" but the teacher told {told}: set '
+                f"orchestrator.teacher_model.top_logprobs = {wanted}, or start both by rl"
+            )

@@ -8,17 +8,19 @@ from importlib import import_module
 from typing import Any
 
 from prime_rl.trainer.config import BOUND_OPTIONS, LossConfig
-from rollouts.training.objectives import PRESETS, Objective
+from rollouts.training.objectives import PRESETS, DistillChoice, Objective
 from rollouts.training.rl_losses import PolicyLoss
 
 
 def build_objective(config: LossConfig, longest: int) -> Objective:
     """The preset that `loss.type` names, with the options of the config; no response is longer than `longest`."""
-    given = config.model_dump(exclude={"type", "import_path", "kwargs"})
+    given = config.model_dump(exclude={"type", "import_path", "kwargs", "distill"})
     given["student_tau"] = config.teacher_tau if config.student_tau is None else config.student_tau
     if config.normaliser == "constant":
         given["max_tokens"] = config.max_tokens or longest
     preset = PRESETS[config.type]
+    distill = config.distill
+    given["distill"] = DistillChoice(distill.estimator, distill.direction, distill.jsd_beta, distill.clip)
     choices = {BOUND_OPTIONS.get(name, name): value for name, value in given.items()}
     return Objective(**{"name": preset.name, "detached": preset.detached, "advantage": preset.advantage, **choices})
 

@@ -27,9 +27,10 @@ def train(config: TrainConfig) -> int:
 
     if config.bench:
         return run_bench(config, train)
-    from prime_rl.trainer.rl.data import build_batches, check_batch
+    from prime_rl.trainer.rl.data import apply_anchors, build_batches, check_batch
     from prime_rl.trainer.rl.loss import build_loss
     from prime_rl.trainer.session import build_session
+    from rollouts.training.rl_losses import credit_samples
 
     session = build_session(config, "trainer", ckpt_parts=CKPT_PARTS[: 1 if config.data.fake else 2])
     backend, watch = session.backend, session.watch
@@ -43,7 +44,7 @@ def train(config: TrainConfig) -> int:
             samples = batches.receive(step, config.data.timeout_s)  # waits for: the orchestrator
         with watch("load_data"):
             check_batch(samples, config.loss, vocab_size)
-            share = session.pack(samples, config.model.seq_len)
+            share = session.pack(credit_samples(apply_anchors(samples), loss.objective), config.model.seq_len)
         with watch("forward_backward"):
             stats = backend.forward_backward(share.micros, loss)
             report = backend.optim_step(stats)

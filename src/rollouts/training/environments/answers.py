@@ -61,6 +61,8 @@ class Choice(msgspec.Struct):
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     versions: list[tuple[int, int]] | None = None
+    asked: dict[str, Any] | None = None
+    """What the server rendered to this choice's prompt; noted by the client of a conversation."""
 
 
 class Usage(msgspec.Struct):

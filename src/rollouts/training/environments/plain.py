@@ -204,4 +204,5 @@ def _read_turn(answer: Any) -> Turn | None:
         completion_ids=list(choice.token_ids),
         logprobs=[entry.logprob for entry in content],
         versions=[(int(start), int(version)) for start, version in getattr(choice, "versions", None) or []],
+        asked=getattr(choice, "asked", None),
     )

@@ -173,4 +173,5 @@ def _to_turn(step: Any) -> Turn | None:
         completion_ids=list(tokens["completion_ids"]),
         logprobs=list(tokens["completion_logprobs"]),
         versions=[(int(start), int(version)) for start, version in getattr(choice, "versions", None) or []],
+        asked=getattr(choice, "asked", None),
     )

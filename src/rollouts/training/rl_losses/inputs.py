@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rollouts.training.rl_losses.stats import TokenStats
@@ -17,6 +17,7 @@ class LossInputs:
 
     `loss_mask` weighs tokens (0: no loss). `sequence` numbers the sequence each token belongs to, from 0; a sequence
     is never split over micro-batches. `num_sequences` bounds these numbers (None: read off, which waits for a GPU).
+    `taught` is true where a teacher has spoken (None: everywhere); elsewhere there is no term of one.
     `student_table` (with a gradient) and `teacher_table` are log-probs of the same outcomes, see `distill`.
     """
 
@@ -28,8 +29,13 @@ class LossInputs:
     teacher_logprobs: Float[Tensor, " tokens"] | None = None
     entropy: Float[Tensor, " tokens"] | None = None
     num_sequences: int | None = None
+    taught: Bool[Tensor, " tokens"] | None = None
     student_table: Float[Tensor, "tokens outcomes"] | None = None
     teacher_table: Float[Tensor, "tokens outcomes"] | None = None
+
+    def where_taught(self, values: Float[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
+        """The values, 0 where no teacher has spoken."""
+        return values if self.taught is None else torch.where(self.taught, values, 0.0)
 
     def per_sequence(self, values: Float[Tensor, " tokens"], how: str = "sum") -> Float[Tensor, " sequences"]:
         """`sum`, `amin` or `amax` of the values of each sequence."""

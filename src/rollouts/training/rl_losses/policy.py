@@ -98,9 +98,9 @@ def mix_advantages(inputs: LossInputs, objective: Objective) -> Float[Tensor, " 
             teacher = _teacher(inputs, "teacher_tau", objective.teacher_tau)
             if (clip := objective.distill.clip) is not None:
                 teacher = student + (teacher - student).clamp(-clip, clip)
-            mixed = mixed + objective.teacher_tau * teacher
+            mixed = mixed + inputs.where_taught(objective.teacher_tau * teacher)
         if objective.student_tau:
-            mixed = mixed - objective.student_tau * student
+            mixed = mixed - inputs.where_taught(objective.student_tau * student)
     if objective.sampler_tau:
         mixed = mixed - objective.sampler_tau * (student - inputs.inference_logprobs)
     return mixed
@@ -111,14 +111,15 @@ def extra_terms(inputs: LossInputs, objective: Objective) -> dict[str, Float[Ten
     active = inputs.loss_mask > 0
     terms: dict[str, Float[Tensor, " tokens"]] = {}
     if _compares(objective):
-        terms["loss_distill"] = distill_term(inputs, objective)
+        terms["loss_distill"] = inputs.where_taught(distill_term(inputs, objective))
     if objective.kl_tau:
         gap = torch.where(active, inputs.trainer_logprobs - inputs.inference_logprobs, 0.0)
         terms["loss_kl"] = objective.kl_tau * gap.square()
     if objective.ref_kl_tau:
         reference = _teacher(inputs, "ref_kl_tau", objective.ref_kl_tau)
         gap = torch.where(active, inputs.trainer_logprobs - reference, 0.0)
-        terms["loss_ref_kl"] = objective.ref_kl_tau * compute_kl(gap, objective.ref_kl_estimator)
+        penalty = compute_kl(gap, objective.ref_kl_estimator)
+        terms["loss_ref_kl"] = inputs.where_taught(objective.ref_kl_tau * penalty)
     if objective.entropy_tau:
         if inputs.entropy is None:
             raise ValueError(f"loss.entropy_tau is {objective.entropy_tau} but no entropies were computed")
@@ -150,6 +151,15 @@ def _check_custom(losses: Tensor, active: Tensor) -> Tensor:
     return losses
 
 
+def _compare_teacher(inputs: LossInputs) -> dict[str, Float[Tensor, " tokens"]]:
+    """How far the student is from its teacher, where there is one."""
+    if inputs.teacher_logprobs is None:
+        return {}
+    # E over the student's tokens of ls - lt estimates KL(student || teacher) and falls to 0 as they agree.
+    gap = inputs.trainer_logprobs.detach() - inputs.teacher_logprobs
+    return {"teacher_kl": gap, "teacher_kl_k3": compute_kl(gap, "k3"), **measure_tables(inputs)}
+
+
 @torch.no_grad()
 def _measure(inputs: LossInputs, objective: Objective, values: dict[str, Tensor], is_masked: Tensor) -> TokenStats:
     """The metrics of the loss, each over the loss tokens it speaks of."""
@@ -165,12 +175,9 @@ def _measure(inputs: LossInputs, objective: Objective, values: dict[str, Tensor]
     }
     if inputs.entropy is not None:
         values["entropy"] = inputs.entropy
-    if inputs.teacher_logprobs is not None:
-        # E over the student's tokens of ls - lt estimates KL(student || teacher) and falls to 0 as they agree.
-        gap = student - inputs.teacher_logprobs
-        values["teacher_kl"], values["teacher_kl_k3"] = gap, compute_kl(gap, "k3")
-    values |= measure_tables(inputs)
     stats = TokenStats.measure(values, active)
+    taught = active if inputs.taught is None else active & inputs.taught
+    stats.merge(TokenStats.measure(_compare_teacher(inputs), taught))
     stats.merge(TokenStats.measure({"masked_mismatch_kl": mismatch_kl}, active & is_masked))
     stats.merge(TokenStats.measure({"unmasked_mismatch_kl": mismatch_kl}, active & ~is_masked))
     has_loss = inputs.per_sequence(active.to(student.dtype)) > 0

@@ -1,0 +1,376 @@
+"""The teacher: its prompt, its log-probs against a plain transformers forward, and what it cannot speak of."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from running_server import RunningServer
+
+from prime_rl.inference.config import InferenceConfig
+from prime_rl.orchestrator.config import OrchestratorConfig
+from prime_rl.orchestrator.context import Contexts, build_source, fill_template, first_user_text, insert_context
+from prime_rl.orchestrator.rollout_manager import GroupGenerator
+from prime_rl.orchestrator.teacher import Teacher, build_teacher
+from prime_rl.trainer.backend import Backend, build_backend
+from prime_rl.trainer.config import LossConfig, TrainConfig
+from prime_rl.trainer.models.causal_lm import tensor_names
+from prime_rl.trainer.rl.data import apply_anchors, check_batch
+from prime_rl.trainer.rl.loss import build_loss
+from prime_rl.utils.client import build_clients
+from prime_rl.utils.config import ClientConfig
+from prime_rl.utils.tokenizer import load_tokenizer, resolve_model_dir
+from rollouts.training.batching import pack_samples
+from rollouts.training.environments import load_environment
+from rollouts.training.rollout_gen.async_rollout_manager import GroupDropped
+from rollouts.training.types import Sample, TeacherTable
+
+CONTEXT = "Answer with letters only, and keep it short.\n\n"
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+USER = {"role": "user", "content": "What is next?"}
+SYSTEM = {"role": "system", "content": "You are a clock."}
+
+
+def count_calls() -> float:
+    CALLS.append(1)
+    return 1.0
+
+
+CALLS: list[int] = []
+
+
+def respond(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": "And then?"}] if len(messages) < 5 else []
+
+
+def build_rows(system: bool = False, turns: int = 1, tools: bool = False) -> dict[str, Any]:
+    """An environment in plain Python, as a factory of the tests."""
+    world: dict[str, Any] = {
+        "dataset": [{"prompt": [SYSTEM, USER] if system else [USER], "info": {"hint": "7"}}],
+        "rewards": count_calls,
+        "tools": TOOLS if tools else None,
+    }
+    if turns > 1:
+        world |= {"respond": lambda messages, row, state: respond(messages), "max_turns": turns}
+    return world
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    server = RunningServer(None, max_prefill_tokens=64)
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def plain_model(server: RunningServer) -> Any:
+    """The server's weights in transformers' own model."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(resolve_model_dir("tiny-qwen3")))
+    missing, _ = model.load_state_dict(tensor_names(server.service.engine.engine.model), strict=False)  # type: ignore[attr-defined]
+    assert set(missing) <= {"lm_head.weight"}
+    model.tie_weights()
+    return model.float().eval()
+
+
+def make_config(server: RunningServer, env: dict[str, Any] | None = None, **changes: Any) -> OrchestratorConfig:
+    client = {"base_url": [f"{server.root}/v1"]}
+    teacher = {"context": CONTEXT, "client": client, "model": {"name": "base"}, **changes.pop("teacher", {})}
+    return OrchestratorConfig.model_validate(
+        {
+            "client": client,
+            "model": {"name": "tiny-qwen3"},
+            "teacher_model": teacher,
+            "env": [{"id": "test_teacher:build_rows", "name": "rows", **(env or {})}],
+            "batch_size": 2,
+            "rollouts_per_example": 2,
+            "sampling": {"max_tokens": 6},
+            **changes,
+        }
+    )
+
+
+def make_group(config: OrchestratorConfig, score: bool = True, **args: Any) -> tuple[list[Sample], Teacher]:
+    """The samples of one group that went through environment, engine and teacher."""
+    teacher = build_teacher(config)
+    assert teacher is not None
+
+    async def run() -> list[Sample]:
+        clients = build_clients(config.client, seq_len=config.seq_len)
+        environment = load_environment("test_teacher:build_rows", args, score=score)
+        generator = GroupGenerator(config, {"rows": environment}, clients, lambda: 0, teacher)
+        try:
+            return await generator(0, {"id": 0, "env": "rows", "row": environment.rows()[0]})
+        finally:
+            for client in (*clients, *teacher.scorer.clients):
+                await client.close()
+
+    return anyio.run(run), teacher
+
+
+@pytest.mark.parametrize(
+    ("args", "insert", "temperature"),
+    [
+        ({}, "user_prefix", 1.0),
+        ({"system": True}, "user_prefix", 0.7),
+        ({"system": True, "tools": True}, "system_append", 1.0),
+        ({"turns": 3}, "user_prefix", 1.0),
+        ({"turns": 2, "system": True, "tools": True}, "system_replace", 1.3),
+        ({}, "message", 1.0),
+    ],
+)
+def test_teacher_logprobs_are_those_of_a_plain_forward_under_the_context(
+    server: RunningServer, plain_model: Any, args: dict[str, Any], insert: str, temperature: float
+) -> None:
+    config = make_config(
+        server,
+        teacher={"insert": insert, "top_logprobs": 3},
+        sampling={"max_tokens": 6, "temperature": temperature},
+    )
+    samples, _ = make_group(config, **args)
+    assert len(samples) == 2
+    told: list[dict[str, Any]] = [dict(USER)]
+    if insert == "user_prefix":
+        told[0]["content"] = CONTEXT + USER["content"]
+    if insert == "message":
+        told = [{"role": "user", "content": CONTEXT}, USER]
+    if args.get("system"):
+        content = {"user_prefix": SYSTEM["content"], "system_append": SYSTEM["content"] + CONTEXT}
+        told = [{"role": "system", "content": content.get(insert, CONTEXT)}, *told]
+    tools = TOOLS if args.get("tools") else None
+    tokenizer = load_tokenizer("tiny-qwen3")
+    text = tokenizer.apply_chat_template(told, tools=tools, tokenize=False, add_generation_prompt=True)
+    prompt = tokenizer.encode(str(text), add_special_tokens=False)
+    for sample in samples:
+        start = sample.loss_mask.index(1.0)
+        ids = [*prompt, *sample.tokens[start:]]
+        if args.get("turns", 1) > 1:
+            assert 0.0 in sample.loss_mask[start:], "what the environment said stands between two turns"
+        with torch.no_grad():
+            table = torch.log_softmax(plain_model(torch.tensor([ids])).logits[0] / temperature, -1)
+        assert sample.teacher_logprobs is not None and sample.teacher_table is not None
+        top = array("f", sample.teacher_table.logprobs).tolist()
+        tails = array("f", sample.teacher_table.tail_mass).tolist()
+        row = 0
+        for i, mask in enumerate(sample.loss_mask):
+            if mask == 0:
+                assert sample.teacher_logprobs[i] == 0
+                continue
+            there = table[len(prompt) + i - start - 1]
+            assert sample.teacher_logprobs[i] == pytest.approx(float(there[sample.tokens[i]]), abs=1e-5)
+            best = there.topk(3).values
+            assert top[3 * row : 3 * row + 3] == pytest.approx(best.tolist(), abs=1e-5)
+            assert tails[row] == pytest.approx(float(1 - best.exp().sum()), abs=1e-5)
+            row += 1
+        assert row * 3 == len(top)
+
+
+def test_a_context_is_computed_once(server: RunningServer) -> None:
+    config = make_config(server, teacher={"context": "A long context. " * 20})
+    _, teacher = make_group(config)
+    first = teacher.take_metrics()["teacher/cached_prompt"]
+    _, teacher = make_group(config)
+    assert first > 0.4, "the second rollout of the group found what the first computed"
+    assert teacher.take_metrics()["teacher/cached_prompt"] > 0.9
+
+
+def test_plain_text_prompts_have_a_teacher_too() -> None:
+    config = OrchestratorConfig.model_validate({"teacher_model": {"context": "Hint. "}})
+    assert config.teacher_model is not None
+    contexts = Contexts(config, config.teacher_model)
+    assert contexts.insert("reverse-text", {"prompt": "Go on"}, "Hint. ") == {"prompt": "Hint. Go on"}
+
+
+def test_what_is_too_long_for_the_teacher_is_left_out_and_counted(server: RunningServer) -> None:
+    config = make_config(server, teacher={"context": "x" * 3000})
+    teacher = build_teacher(config)
+    with pytest.raises(BaseException) as caught:
+        make_group(config)
+    assert isinstance(caught.value, GroupDropped)
+    assert teacher is not None
+
+    async def run() -> list[Sample]:
+        [client] = build_clients(config.client)
+        tokens = [*b"ab", 99]
+        sample = Sample(prompt="", tokens=tokens, loss_mask=[0, 0, 1.0], metadata={"asked": {"messages": [USER]}})
+        taught = await teacher.teach([sample], "rows", {}, client)
+        for opened in (client, *teacher.scorer.clients):
+            await opened.close()
+        return taught
+
+    assert anyio.run(run) == []
+    assert teacher.take_metrics()["teacher/skipped/prompt"] == 1, "these tokens are not what the server renders"
+    assert teacher.last_error is not None and "other tokens" in teacher.last_error
+
+
+def test_without_verification_no_reward_function_runs(server: RunningServer) -> None:
+    CALLS.clear()
+    samples, _ = make_group(make_config(server, buffer={"skip_verification": True}), score=False)
+    assert not CALLS and [sample.reward for sample in samples] == [0.0, 0.0]
+    assert all(sample.teacher_logprobs is not None for sample in samples)
+    make_group(make_config(server))
+    assert CALLS, "else it does"
+
+
+def test_environments_without_a_teacher_and_anchors(server: RunningServer) -> None:
+    samples, _ = make_group(make_config(server, env={"teacher": "none"}))
+    assert all(sample.teacher_logprobs is None and not sample.taught for sample in samples)
+    samples, _ = make_group(make_config(server, env={"teacher": "anchor", "anchor_weight": 2.0}))
+    for sample in samples:
+        assert sample.anchor == 2.0 and sample.inference_logprobs is not None
+        assert sample.teacher_logprobs == pytest.approx(sample.inference_logprobs, abs=1e-5), "no context, same model"
+    sample.advantages = [1.0] * len(sample.tokens)
+    weighed = apply_anchors([sample])[0]
+    assert max(weighed.loss_mask) == 2.0 and not any(weighed.advantages or [1.0])
+
+
+def test_where_a_context_goes() -> None:
+    chat = [SYSTEM, USER, {"role": "assistant", "content": "Six."}, USER]
+    prefixed = insert_context(chat, "C ", "user_prefix", "| ")
+    assert [message["content"] for message in prefixed] == [
+        "You are a clock.",
+        "C | What is next?",
+        "Six.",
+        "What is next?",
+    ]
+    assert chat[1] == USER, "the student's own messages stay"
+    assert insert_context(chat, "C", "system_append", "\n")[0]["content"] == "You are a clock.\nC"
+    assert insert_context(chat, "C", "system_replace", "")[:2] == [{"role": "system", "content": "C"}, USER]
+    assert insert_context([USER], "C", "system_append", "-")[0] == {"role": "system", "content": "C"}
+    assert insert_context(chat, "C", "message", "")[1] == {"role": "user", "content": "C"}
+    shots = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    assert insert_context(chat, shots, "user_prefix", "")[1:3] == shots
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    assert first_user_text(insert_context(parts, "C ", "user_prefix", "")) == "C Hi"
+    with pytest.raises(ValueError, match="no user message"):
+        insert_context([SYSTEM], "C", "user_prefix", "")
+
+
+def give_hint(example: dict[str, Any], rng: Any) -> str | None:
+    return f"{example['info']['hint']} {rng.random()}" if example["info"]["hint"] else None
+
+
+def test_where_a_context_comes_from(tmp_path: Path) -> None:
+    row = {"info": {"hint": "7"}, "example_id": 3}
+    assert fill_template("It is {{example.info.hint}}, {{ example.example_id }}.", row) == "It is 7, 3."
+    assert fill_template("{{example.info.hint}}", {"info": '{"hint": 8}'}) == "8"
+    with pytest.raises(ValueError, match=r"no info\.clue \(there is hint\)"):
+        fill_template("{{example.info.clue}}", row)
+    (tmp_path / "c.md").write_text("from a file\n")
+    config = OrchestratorConfig.model_validate(
+        {
+            "teacher_model": {"context_file": tmp_path / "c.md"},
+            "env": [{"id": "a", "context_fn": "test_teacher:give_hint"}, {"id": "b"}, {"id": "c", "context": "own"}],
+        }
+    )
+    assert config.teacher_model is not None
+    contexts = Contexts(config, config.teacher_model)
+    assert contexts.of("b", row) == "from a file\n" and contexts.of("c", row) == "own"
+    assert str(contexts.of("a", row)).startswith("7 ") and contexts.of("a", row) == contexts.of("a", row)
+    assert contexts.of("a", {"info": {"hint": ""}}) is None
+    assert len(contexts.warnings()) == 1 and "env c ends with 'n'" in contexts.warnings()[0]
+    with pytest.raises(ValueError, match="leads nowhere"):
+        build_source(config.teacher_model.model_copy(update={"context_file": None, "context_fn": "no:where"}), 0)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"teacher_model": {"context": "a", "context_file": "b"}}, "both say the context"),
+        ({"teacher_model": {"eval_baseline": True}}, r"\[orchestrator.eval\]"),
+        ({"env": [{"id": "a", "context": "b"}]}, "there is no teacher"),
+        ({"teacher_model": {}, "env": [{"id": "a", "context": "b", "teacher": "anchor"}]}, "remove one of them"),
+    ],
+)
+def test_a_teacher_that_makes_no_sense_is_refused(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        OrchestratorConfig.model_validate(config)
+
+
+# The trainer's side
+
+
+@pytest.fixture(scope="module")
+def backend(tmp_path_factory: pytest.TempPathFactory) -> Backend:
+    values = {
+        "model": {"name": "tiny-qwen3", "seq_len": 48, "debug": {"random_init": True}},
+        "output_dir": tmp_path_factory.mktemp("trainer"),
+        "log": {"file": False},
+    }
+    return build_backend(TrainConfig.model_validate(values))
+
+
+def own_table(backend: Backend, sample: Sample, k: int | None, temperature: float) -> TeacherTable:
+    """What the model itself says of a sample's loss tokens."""
+    from prime_rl.trainer.models.attention import PackedAttention
+
+    n = len(sample.tokens)
+    with torch.no_grad():
+        hidden = backend.model(torch.tensor(sample.tokens), torch.arange(n), PackedAttention([n]))
+        table = torch.log_softmax(hidden @ backend.model.lm_head.weight.T / temperature, -1)
+    rows = table[[i - 1 for i, mask in enumerate(sample.loss_mask) if mask > 0]]
+    if k is None:
+        return TeacherTable(rows.shape[1], array("f", rows.flatten().tolist()).tobytes())
+    best = rows.topk(k)
+    ids, values = array("i", best.indices.flatten().tolist()), array("f", best.values.flatten().tolist())
+    tails = array("f", (1 - best.values.double().exp().sum(-1)).tolist())
+    return TeacherTable(k, values.tobytes(), ids.tobytes(), tails.tobytes())
+
+
+@pytest.mark.parametrize(("estimator", "k"), [("topk+tail", 5), ("full", None)])
+def test_a_student_equal_to_its_teacher_has_nothing_to_learn(backend: Backend, estimator: str, k: int | None) -> None:
+    """Rows of distributions meet their tokens, however samples are packed and whoever has no teacher."""
+    samples = []
+    for i, length in enumerate((7, 12, 5, 9)):
+        tokens = [(31 * i + 7 * t) % 320 for t in range(length)]
+        mask = [0.0, 0.0, *[float((t + i) % 3 > 0) for t in range(length - 2)]]
+        sample = Sample(prompt="", tokens=tokens, loss_mask=mask, temperature=0.8, inference_logprobs=[-5.0] * length)
+        sample.advantages = [0.0] * length
+        if i == 2:
+            sample.taught = False
+        else:
+            sample.teacher_table = own_table(backend, sample, k, 0.8)
+            sample.teacher_logprobs = [-5.0] * length
+        samples.append(sample)
+    config = LossConfig(adv_tau=0.0, teacher_tau=1.0, distill={"estimator": estimator, "k": k or 8})  # type: ignore[arg-type]
+    check_batch(samples, config, 320)
+    loss = build_loss(config, 48)
+    for num_ranks in (1, 2):
+        for [micro, *_] in pack_samples(samples, 48, num_ranks):
+            output = loss(backend.compute_inputs(micro.to_tensors()))
+            summary = output.stats.summary()
+            assert summary["teacher_kl_reverse/max"] < 1e-5 and summary["loss_distill/max"] < 1e-5
+            assert float(output.loss_sum) == pytest.approx(0.0, abs=1e-5)
+    wrong = Sample(**{name: getattr(samples[0], name) for name in Sample.__struct_fields__})
+    wrong.teacher_table = own_table(backend, samples[1], k, 0.8)
+    with pytest.raises(ValueError, match="of a teacher's table has"):
+        wrong.validate()
+
+
+def test_a_batch_with_another_table_than_the_loss_compares_is_refused() -> None:
+    sample = Sample(prompt="", tokens=[1, 2], loss_mask=[0, 1.0], inference_logprobs=[0, -1], advantages=[0, 1])
+    sample.teacher_logprobs = [0.0, -1.0]
+    sampled = LossConfig(teacher_tau=1.0)
+    check_batch([sample], sampled, 320)
+    for estimator in ("topk+tail", "full"):
+        config = LossConfig(teacher_tau=1.0, distill={"estimator": estimator})  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="the teacher told sampled tokens only"):
+            check_batch([sample], config, 320)
+    untold = Sample(prompt="", tokens=[1, 2], loss_mask=[0, 1.0], inference_logprobs=[0, -1], advantages=[0, 1])
+    with pytest.raises(ValueError, match="1 of 2 samples carry no teacher log-probs"):
+        check_batch([sample, untold], sampled, 320)
+    untold.taught = False
+    check_batch([sample, untold], sampled, 320)
+
+
+def test_the_name_of_a_server_is_that_of_its_log(tmp_path: Path) -> None:
+    assert InferenceConfig().name == "inference"
+    assert ClientConfig().base_url, "a student's client has an address by default, a teacher's has none"
+    with pytest.raises(ValueError, match=r"teacher_model\.client\.base_url is unset"):
+        build_teacher(OrchestratorConfig.model_validate({"teacher_model": {"context": "a "}}))
