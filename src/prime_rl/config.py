@@ -145,6 +145,7 @@ class RLConfig(BaseConfig):
         _connect(values)
         _switch_off_fake_data(values)
         _hand_over_advantage(values)
+        _fit_to_cpu(values)
         add_teacher(values)
         return values.data
 
@@ -317,6 +318,21 @@ def _reaches(url: str, host: str, port: int) -> bool:
     """Whether a client with this address ends at a server on this host and port."""
     parts = urlsplit(url)
     return (parts.port or 80) == port and (parts.hostname == host or (parts.hostname in LOOPBACK and host in LOOPBACK))
+
+
+def _fit_to_cpu(values: _Values) -> None:
+    """Where the CPU is asked for by name, what is said about GPUs has no meaning, and is told so."""
+    servers = [name for name in ("inference", "teacher_inference") if isinstance(values.get(name), dict)]
+    on_cpu = values.get("inference.model.device") == "cpu"
+    for server in servers if on_cpu and values.get("inference.backend") != "vllm" else ():
+        for key in (f"{server}.parallel.tp", f"{server}.parallel.dp"):
+            if values.get(key) not in (MISSING, 1):
+                note(values.info, f"note: {values.show(key)} is for GPUs: one engine runs on the CPU")
+                values.set(key, 1, "inference.model.device")
+    if on_cpu and values.get("trainer.model.device") == "cpu":
+        for key in ("inference_gpu_ids", "teacher_gpu_ids", "trainer_gpu_ids"):
+            if values.has(key):
+                note(values.info, f"note: {key} are left alone: the devices are set to the CPU")
 
 
 def _switch_off_fake_data(values: _Values) -> None:

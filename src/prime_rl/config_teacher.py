@@ -144,7 +144,8 @@ def _start(values: Values) -> None:
 
 def _share_gpus(values: Values, parallel: Mapping[str, Any]) -> dict[str, int]:
     """As many copies as the teacher's GPUs hold, each over as many of them as the student's."""
-    ids = values.get("teacher_gpu_ids") if values.has("teacher_gpu_ids") else None
+    is_cpu = values.get("inference.model.device") == "cpu"
+    ids = values.get("teacher_gpu_ids") if values.has("teacher_gpu_ids") and not is_cpu else None
     num = len(ids) if isinstance(ids, list) else 1
     tp = math.gcd(int(parallel.get("tp", 1)), num)
     return {"tp": tp, "dp": num // tp}
