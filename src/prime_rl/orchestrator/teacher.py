@@ -111,7 +111,7 @@ class Teacher:
 
     async def _render(self, asked: Mapping[str, Any], client: Any) -> list[int]:
         """Token ids of a prompt, by the student's server: the same template, tools and arguments."""
-        key = msgspec.json.encode(asked, order="deterministic")
+        key = msgspec.json.encode(asked)
         if (known := self._prompts.get(key)) is not None:
             self._prompts.move_to_end(key)
             return known

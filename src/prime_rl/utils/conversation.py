@@ -195,8 +195,8 @@ def _encode(value: Any) -> bytes:
 
 
 def _plain_copy(value: Any) -> Any:
-    """The value as plain data, which nobody else can change."""
-    return msgspec.json.decode(_encode(value))
+    """The value as plain data, which nobody else can change; keys keep their order, which templates write out."""
+    return msgspec.json.decode(msgspec.json.encode(value, enc_hook=str))
 
 
 def _plain(message: Any) -> Body:
