@@ -101,6 +101,16 @@ class InferenceClient:
             self.takes_tokens = False
             return None
 
+    async def ask_scores(self, body: dict[str, Any]) -> bytes | None:
+        """The packed answer of /score; None from a server without that route."""
+        import openai
+
+        root = self if self.base_url == self.root_url else self._root
+        try:
+            return await root.request("POST", "/score", body)
+        except openai.NotFoundError:
+            return None
+
     async def tokenize(self, body: dict[str, Any]) -> list[int] | None:
         """Token ids of `messages` or of a `prompt`; None from a server that cannot tell."""
         import openai

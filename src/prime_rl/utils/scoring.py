@@ -50,20 +50,18 @@ class TokenScorer:
 
     async def score(self, tokens: list[int], start: int) -> Scored:
         """Log-probs of `tokens[start:]`; raises the client's errors, `ValueError` for what a server cannot tell."""
-        import openai
-
         self._turn += 1
         client = self.clients[self._turn % len(self.clients)]
         if self._packed:
-            try:
-                return await self._score_packed(client, tokens, start)
-            except openai.NotFoundError:
-                self._packed = False
+            if (scored := await self._score_packed(client, tokens, start)) is not None:
+                return scored
+            self._packed = False
         return await self._score_prompt(client, tokens, start)
 
-    async def _score_packed(self, client: InferenceClient, tokens: list[int], start: int) -> Scored:
+    async def _score_packed(self, client: InferenceClient, tokens: list[int], start: int) -> Scored | None:
         body = {"model": self.model, "tokens": tokens, "start": start, "top": self.top, "temperature": self.temperature}
-        data = await client.copy(base_url=client.root_url).request("POST", "/score", body)
+        if (data := await client.ask_scores(body)) is None:
+            return None
         found = msgspec.msgpack.decode(data, type=PackedScores)
         logprobs = array("f", found.logprobs).tolist()
         top = len(found.top_logprobs) // (4 * len(logprobs)) if self.top == FULL else self.top
