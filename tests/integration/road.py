@@ -26,6 +26,7 @@ MODULES = {
     "orchestrator": "prime_rl.orchestrator.orchestrator",
     "inference": "prime_rl.inference.server",
     "eval": "prime_rl.eval.eval",
+    "synthesize": "prime_rl.synthesize.synthesize",
 }
 THREE_FILES = (
     *("--trainer", "@", "configs/debug/rl/train.toml"),

@@ -13,9 +13,10 @@ import pytest
 
 from prime_rl.eval import envs
 from prime_rl.eval.config import EvalConfig
-from prime_rl.eval.eval import Evaluation, Plan, close_journals, evaluate_environment, make_plan, server_options
+from prime_rl.eval.eval import Plan, evaluate_environment, make_plan, server_options
 from prime_rl.eval.results import format_metrics, format_row
 from prime_rl.utils import asking
+from prime_rl.utils.ask_command import AskRun
 from prime_rl.utils.config import AskedEnvConfig, SamplingConfig
 from prime_rl.utils.journal import Result, to_result
 from prime_rl.utils.model_server import build_server_argv
@@ -171,11 +172,11 @@ def run_echo(config: EvalConfig, environment: Echo, version: int = 20, *, remove
     """One environment's evaluation, as the command makes it; `remove`: it was the last."""
     target = asking.Target([Client()], "m", version=version)
     monitor = build_monitor(config.output_dir, "eval")
-    run = Evaluation(config, Plan("some/model"), {"reverse-text": environment}, monitor)
+    run = AskRun(config, {"reverse-text": environment}, monitor)
     try:
-        return anyio.run(evaluate_environment, run, config.env[0], environment, target)
+        return anyio.run(evaluate_environment, run, config, config.env[0], environment, target)
     finally:
-        close_journals(run, remove=remove)
+        run.close_journals(remove=remove)
 
 
 def test_results_summary_and_metrics_are_written(tmp_path: Path) -> None:

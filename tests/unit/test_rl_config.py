@@ -234,6 +234,9 @@ CLASSES = {
     "eval/single_env.toml": ("prime_rl.eval.config", "EvalConfig"),
     "eval/multi_env.toml": ("prime_rl.eval.config", "EvalConfig"),
     "eval/local_model.toml": ("prime_rl.eval.config", "EvalConfig"),
+    "synthesize/single_turn.toml": ("prime_rl.synthesize.config", "SynthesizeConfig"),
+    "synthesize/multi_turn.toml": ("prime_rl.synthesize.config", "SynthesizeConfig"),
+    "synthesize/tools.toml": ("prime_rl.synthesize.config", "SynthesizeConfig"),
     "rl/train.toml": ("prime_rl.trainer.config", "TrainConfig"),
     "sft/train.toml": ("prime_rl.trainer.config", "SFTConfig"),
 }
@@ -265,7 +268,7 @@ def test_the_documented_three_files_parse_together(monkeypatch: pytest.MonkeyPat
 ENTRIES = {
     "rl": "prime_rl.rl", "trainer": "prime_rl.trainer.rl.train", "sft": "prime_rl.trainer.sft.train",
     "orchestrator": "prime_rl.orchestrator.orchestrator", "inference": "prime_rl.inference.server",
-    "eval": "prime_rl.eval.eval",
+    "eval": "prime_rl.eval.eval", "synthesize": "prime_rl.synthesize.synthesize",
 }  # fmt: skip
 ASK = """
 import sys

@@ -8,10 +8,8 @@ model --> server (ours for a local model) --> environments --> journal --> evals
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +18,9 @@ from prime_rl.utils.pydantic_config import run_command
 
 if TYPE_CHECKING:
     from prime_rl.eval.results import Summaries
+    from prime_rl.utils.ask_command import AskRun
     from prime_rl.utils.asking import Target
     from prime_rl.utils.config import AskedEnvConfig
-    from prime_rl.utils.journal import Journal, Result
-    from prime_rl.utils.model_server import Server
-    from prime_rl.utils.monitor import Monitor
-    from rollouts.training.agent_integration import Rollout
     from rollouts.training.environments import Environment
 
 
@@ -38,58 +33,18 @@ class Plan:
     steps: tuple[int, ...] = ()
 
 
-@dataclass
-class Evaluation:
-    """One run of the command: its environments, its monitor, and the journals that are open until its end."""
-
-    config: EvalConfig
-    plan: Plan
-    environments: Mapping[str, Environment]
-    monitor: Monitor
-    journals: list[Journal] = field(default_factory=list)
-    summaries: Summaries = field(default_factory=dict)
-    num_failed: int = 0
-
-
 def evaluate(config: EvalConfig) -> int:
     """Evaluate as configured; returns the exit code."""
-    import anyio
-    from loguru import logger
-
     from prime_rl.eval.results import show_summary
-    from prime_rl.utils.http import ensure_open_files
-    from prime_rl.utils.logger import setup_logger
-    from prime_rl.utils.model_server import start_server, wait_for_server
-    from prime_rl.utils.monitor import build_monitor
-    from prime_rl.utils.process import ChildFailed
-    from prime_rl.utils.vf import check_environments, open_environments
+    from prime_rl.utils.ask_command import run_asking
 
-    plan = make_plan(config)
-    check_environments(config.env)
-    setup_logger("eval", config.log, config.output_dir / "logs")
-    if advice := ensure_open_files(config.max_concurrent):
-        logger.warning(advice)
-    serving = nullcontext() if plan.base_urls else start_server(config, "eval", server_options(config, plan))
-    try:
-        # The environments load while the server loads its model.
-        with serving as server, open_environments(config.env) as environments, ExitStack() as stack:
-            monitor = build_monitor(config.output_dir, "eval", config.wandb)
-            stack.callback(monitor.finish)
-            run = Evaluation(config, plan, environments, monitor)
-            base_urls = plan.base_urls if server is None else wait_for_server(config, server)
-            try:
-                anyio.run(run_evaluation, run, base_urls, server)
-            except BaseException:
-                close_journals(run, remove=False)
-                raise
-    except ChildFailed as failure:
-        if failure.wrong_input is None:
-            raise
-        raise ValueError(failure.wrong_input) from failure
-    close_journals(run, remove=not run.num_failed)
-    show_summary(run.summaries, config)
-    if run.num_failed:
-        logger.warning(f"{run.num_failed} rollouts failed: the same command tries them again, --no-resume begins anew")
+    plan, summaries = make_plan(config), dict[tuple[str, int], dict[str, float]]()
+
+    async def work(run: AskRun, base_urls: Sequence[str]) -> None:
+        await run_evaluation(run, config, plan, base_urls, summaries)
+
+    run_asking("eval", config, plan.base_urls, server_options(config, plan), work)
+    show_summary(summaries, config)
     return 0
 
 
@@ -130,33 +85,24 @@ def server_options(config: EvalConfig, plan: Plan) -> dict[str, Any]:
     return options
 
 
-async def run_evaluation(run: Evaluation, base_urls: Sequence[str], server: Server | None) -> None:
-    """Every step in every environment; a server that falls meanwhile ends it at once."""
-    from prime_rl.utils.model_server import run_beside
-
-    async def work() -> None:
-        async with targets(run.config, run.plan, base_urls) as found:
-            async for target in found:
-                for env in run.config.env:
-                    name = env.name or env.id
-                    summary = await evaluate_environment(run, env, run.environments[name], target)
-                    run.summaries[name, target.version] = summary
-
-    await run_beside(server, work)
-
-
-@asynccontextmanager
-async def targets(config: EvalConfig, plan: Plan, base_urls: Sequence[str]) -> AsyncIterator[AsyncIterator[Target]]:
-    """The model as it was given, or each step of `weights_dir` once the servers hold it."""
+async def run_evaluation(
+    run: AskRun, config: EvalConfig, plan: Plan, base_urls: Sequence[str], summaries: Summaries
+) -> None:
+    """Every step in every environment."""
     from prime_rl.utils.model_server import connect
 
     async with connect(config.client, base_urls) as clients:
-        yield _series(config, plan, base_urls, clients)
+        async for target in targets(config, plan, base_urls, clients):
+            for env in config.env:
+                name = env.name or env.id
+                environment = run.environments[name]
+                summaries[name, target.version] = await evaluate_environment(run, config, env, environment, target)
 
 
-async def _series(
+async def targets(
     config: EvalConfig, plan: Plan, base_urls: Sequence[str], clients: list[Any]
 ) -> AsyncIterator[Target]:
+    """The model as it was given, or each step of `weights_dir` once the servers hold it."""
     from loguru import logger
 
     from prime_rl.utils.asking import Target
@@ -178,97 +124,27 @@ async def _series(
 
 
 async def evaluate_environment(
-    run: Evaluation, env: AskedEnvConfig, environment: Environment, target: Target
+    run: AskRun, config: EvalConfig, env: AskedEnvConfig, environment: Environment, target: Target
 ) -> dict[str, float]:
     """Run what is missing in one environment, write its results, and return its summary."""
     from prime_rl.eval.envs import summarize
     from prime_rl.eval.results import results_dir, write_results
+    from prime_rl.utils.ask_command import run_missing
     from prime_rl.utils.asking import choose_rows
-    from prime_rl.utils.journal import Journal
-
-    config, name = run.config, env.name or env.id
-    folder = results_dir(config, name, target.version)
-    rows, num_rollouts = choose_rows(environment, env, config), config.num_rollouts(env)
-    journal = Journal(folder, settings_of(config, env, run.plan, target), resume=config.resume)
-    run.journals.append(journal)
-    await fill_journal(journal, environment, rows, env, config, target)
-    groups = [journal.results(index, num_rollouts) for index in range(len(rows))]
-    summary = summarize(groups, num_rollouts, config.pass_threshold) | {"time": journal.elapsed}
-    write_results(folder, groups, summary, config, target)
-    if not journal.reported:
-        run.monitor.log({f"eval/{name}/{key}": value for key, value in summary.items()}, target.version)
-        journal.mark_reported()
-    report_failures(run, name, [result for group in groups for result in group if result.failed], summary)
-    return summary
-
-
-async def fill_journal(
-    journal: Journal,
-    environment: Environment,
-    rows: Sequence[dict[str, Any]],
-    env: AskedEnvConfig,
-    config: EvalConfig,
-    target: Target,
-) -> None:
-    """Run the rollouts that the journal lacks; each group is in it as soon as it is finished."""
-    from loguru import logger
-
-    from prime_rl.utils.asking import run_rows
-    from prime_rl.utils.journal import to_result
-    from prime_rl.utils.progress import show_progress
-
-    name, num_rollouts = env.name or env.id, config.num_rollouts(env)
-    missing = [journal.missing(index, row, num_rollouts) for index, row in enumerate(rows)]
-    total, todo = len(rows) * num_rollouts, sum(map(len, missing))
-    if todo < total:
-        logger.info(f"{name}: {total - todo} of {total} rollouts are there already, going on with the rest")
-    started, before = time.monotonic(), journal.elapsed
-    rewards: list[float] = []
-
-    with show_progress(name, total, total - todo) as progress:
-
-        def keep(index: int, numbers: Sequence[int], rollouts: list[Rollout]) -> None:
-            results = [to_result(rollout, number) for number, rollout in zip(numbers, rollouts, strict=True)]
-            journal.add(index, rows[index], results, before + time.monotonic() - started)
-            rewards.extend(result.reward for result in results if result.reward is not None)
-            mean = f"reward {sum(rewards) / len(rewards):.4f}" if rewards else ""
-            progress.advance(len(results), mean)
-
-        await run_rows(environment, rows, missing, config, target, keep)
-
-
-def settings_of(config: EvalConfig, env: AskedEnvConfig, plan: Plan, target: Target) -> dict[str, Any]:
-    """What the rollouts of an environment depend on; with other settings nothing is taken over."""
-    from prime_rl.utils.tokenizer import fingerprint_model
     from rollouts.training.steps import step_path
 
-    folder = plan.model if config.weights_dir is None else str(step_path(config.weights_dir, target.version))
-    return {
-        "model": [plan.model, target.version, fingerprint_model(folder), config.model.model_dump(exclude={"name"})],
-        "servers": plan.base_urls,
-        "env": [env.id, env.args],
-        "rollouts": config.num_rollouts(env),
-        "sampling": config.sampling.model_dump(),
-        "seed": config.seed,
-    }
-
-
-def report_failures(run: Evaluation, name: str, failed: Sequence[Result], summary: Mapping[str, float]) -> None:
-    """Say how many rollouts failed and why; `RuntimeError` when all of them did."""
-    from loguru import logger
-
-    if not failed:
-        return
-    run.num_failed += sum(result.may_be_tried_again for result in failed)
-    logger.warning(f"{name}: {len(failed)} rollouts failed and are in no average; the last: {failed[-1].error}")
-    if not summary["rollouts"]:
-        raise RuntimeError(f"all rollouts of {name} failed; the last: {failed[-1].error}")
-
-
-def close_journals(run: Evaluation, *, remove: bool) -> None:
-    """Remove the journals of an evaluation that is through; keep them where the same command may go on."""
-    for journal in run.journals:
-        journal.close(remove=remove)
+    name, version = env.name or env.id, target.version
+    folder, rows = results_dir(config, name, version), choose_rows(environment, env, config)
+    model = config.model.name if config.weights_dir is None else str(step_path(config.weights_dir, version))
+    journal = run.open_journal(folder, env, target, model)
+    groups = await run_missing(journal, environment, rows, env, config, target)
+    summary = summarize(groups, config.num_rollouts(env), config.pass_threshold) | {"time": journal.elapsed}
+    write_results(folder, groups, summary, config, target)
+    if not journal.reported:
+        run.monitor.log({f"eval/{name}/{key}": value for key, value in summary.items()}, version)
+        journal.mark_reported()
+    run.report_failures(name, groups)
+    return summary
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,7 +122,7 @@ async def list_models(client: Any) -> list[str]:
     return [str(card["id"]) for card in cards or [] if isinstance(card, dict) and "id" in card]
 
 
-async def run_beside(server: Server | None, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+async def run_beside(server: Server | None, work: Callable[[], Awaitable[None]]) -> None:
     """Run `work`; when the server falls meanwhile that ends at once, with the server's error."""
     import anyio
 
