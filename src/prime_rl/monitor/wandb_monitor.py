@@ -26,6 +26,8 @@ W&B needs the variable WANDB_API_KEY.
 
   monitor --list                                  runs below outputs/, and of the W&B project
   monitor outputs/rl --save-dir plots             summary, failed samples, loss.png, reward.png, optimizer.png
+  monitor outputs/rl --report report.html         one page with curves, timeline and rollouts, to keep or to send
+  monitor outputs/rl --serve                      the same page, live
   monitor 4fj2k1x9 --entity my-team --project prime-rl --reward-threshold 0.3 --max-samples 20
 """
 
@@ -60,6 +62,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--reward-threshold", type=float, default=0.5, metavar="R", help="samples below this reward failed (0.5)"
     )
     parser.add_argument("--max-samples", type=_count, default=5, metavar="N", help="failed samples that are shown (5)")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write the run as one page that needs no network")
+    parser.add_argument("--serve", action="store_true", help="show the run as a page on this machine, live")
+    parser.add_argument("--port", type=int, default=8050, help="where --serve listens, 0 for any free port (8050)")
+    parser.add_argument("--explain", action="store_true", help="batch algebra, who waits for whom, and what to change")
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--metrics-only", action="store_true", help="no samples")
     only.add_argument("--samples-only", action="store_true", help="no metrics and no plots")
@@ -75,17 +81,44 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError("which run? give a directory or a W&B run id, or --list to see what there is")
     if Path(options.run).is_dir():
         found = local_runs.open_run(Path(options.run))
+        if options.report or options.serve or options.explain:
+            return look(options, found)
         series = local_runs.load_series(found)
         show(options, f"{found.name} ({local_runs.state_of(found, series)})", series, found.samples())
     else:
         from prime_rl.monitor import wandb_runs
 
+        if options.report or options.serve or options.explain:
+            raise ValueError(f"{options.run} is no directory: --report, --serve and --explain read local runs")
         if "/" in options.run and options.run.count("/") != 2:
             raise ValueError(f"{options.run} is no directory; a W&B run is named by its id, or as entity/project/id")
         remote = wandb_runs.open_run(options.run, options.entity, options.project or "prime-rl")
         samples: Iterable[Mapping[str, Any]] = () if options.metrics_only else remote.samples()
         series = {} if options.samples_only else remote.load_series()
         show(options, f"{remote.name} ({remote.state})", series, samples)
+    return 0
+
+
+def look(options: argparse.Namespace, found: local_runs.LocalRun) -> int:
+    """The report, the explanation and the live page of a local run."""
+    if options.explain:
+        from prime_rl.monitor.explain import findings_text
+        from prime_rl.monitor.page_data import explain_run
+
+        say(f"{found.name}\n\n{findings_text(explain_run(found))}")
+    if options.report:
+        from prime_rl.monitor.report import write_report
+
+        held = write_report(found, options.report)
+        tokens = "" if held["with_tokens"] == held["rollouts"] else f", {held['with_tokens']} of them with their tokens"
+        say(
+            f"{options.report}: {held['rollouts']} of {held['total']} rollouts{tokens}, {held['bytes'] / 1e6:.2f} MB; "
+            "open it in a browser"
+        )
+    if options.serve:
+        from prime_rl.monitor.serve import serve
+
+        return serve(found, options.port, say)
     return 0
 
 
@@ -140,6 +173,7 @@ def list_all(options: argparse.Namespace) -> None:
 def say(text: str) -> None:
     """One piece of output; what it quotes cannot move the cursor."""
     sys.stdout.write(printable(text) + "\n")
+    sys.stdout.flush()
 
 
 def _count(text: str) -> int:

@@ -1,0 +1,116 @@
+// The whole page: header, sections, keyboard, light and dark, and what changes while a run goes on.
+
+const SECTIONS = [["overview", "Overview"], ["curves", "Curves"], ["timeline", "Timeline"], ["rollouts", "Rollouts"], ["config", "Config"]];
+
+const KEYS = [["1 … 5", "sections"], ["j  k", "next, previous rollout"], ["c  t  g", "conversation, tokens, group"], ["n", "next colouring"],
+  ["/", "search"], ["Esc", "leave the search field"], ["d", "light or dark"], ["?", "this help"]];
+
+class Page {
+  constructor(source) {
+    this.source = source;
+    this.browser = null;
+    this.section = null;
+    this.state = {};
+    addEventListener("hashchange", () => this.open());
+    addEventListener("keydown", (event) => this.key(event));
+    document.title = `${source.data.run.name} · prime-rl`;
+    if (source.live) source.listen(() => this.update(), (state) => this.mark(state));
+    this.drawHeader();
+    this.open();
+  }
+
+  drawHeader() {
+    const { run } = this.source.data;
+    this.badge = el("span", { class: `badge ${run.state}` }, run.state);
+    this.nav = el("nav", {}, SECTIONS.map(([name, label], i) => el("a", { href: `#${name}`, title: `key ${i + 1}` }, label)));
+    fill(document.getElementById("top"), el("h1", { title: run.path }, run.name), this.badge, this.nav,
+      el("button", { class: "quiet", title: "keys (?)", onclick: () => this.help() }, "?"),
+      el("button", { class: "quiet", title: "light or dark (d)", onclick: () => this.turn() }, "◐"));
+  }
+
+  go(section) {
+    location.hash = section;
+  }
+
+  open() {
+    const [name, wanted] = location.hash.slice(1).split("?");
+    this.section = SECTIONS.some(([known]) => known === name) ? name : "overview";
+    for (const link of this.nav.children) link.toggleAttribute("aria-current", link.hash === `#${this.section}`);
+    const step = new URLSearchParams(wanted).get("step");
+    if (step !== null) {
+      this.state = { query: { step: Number(step) } };
+      this.browser = null;
+    }
+    this.draw();
+    scrollTo(0, 0);
+  }
+
+  draw() {
+    hideTip();
+    const main = document.getElementById("main"), { data } = this.source;
+    main.className = this.section;
+    const onStep = this.source.facts.count ? (step) => this.go(`rollouts?step=${this.nearestStep(step)}`) : null;
+    if (this.section === "overview") fill(main, overview(data, this.source, (section) => this.go(section)));
+    else if (this.section === "curves") fill(main, curvesView(data, onStep));
+    else if (this.section === "timeline") fill(main, timelineView(data));
+    else if (this.section === "config") fill(main, configView(data));
+    else fill(main, (this.browser ||= new Browser(this.source, this.state)).node);
+  }
+
+  nearestStep(step) {
+    const { steps } = this.source.facts;
+    return steps.length ? steps[nearest(steps, step)] : step;
+  }
+
+  // Something new was logged: redraw what shows it, without taking away what somebody reads.
+  update() {
+    const { state } = this.source.data.run;
+    this.badge.textContent = state;
+    this.badge.className = `badge ${state}`;
+    if (this.section === "rollouts") this.browser.refresh();
+    else if (document.activeElement?.tagName !== "INPUT") {
+      const place = scrollY;
+      this.draw();
+      scrollTo(0, place);
+      if (this.browser) this.browser = null;
+    }
+  }
+
+  mark(state) {
+    this.badge.classList.toggle("lost", state === "lost");
+    this.badge.title = state === "lost" ? "the server does not answer: what you see is the last state" : "changes appear by themselves";
+  }
+
+  key(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.key === "Escape") { document.activeElement?.blur(); document.querySelector("dialog")?.close(); return; }
+    if (/^(INPUT|SELECT|TEXTAREA)$/.test(document.activeElement?.tagName)) return;
+    const place = Number(event.key);
+    if (place >= 1 && place <= SECTIONS.length) this.go(SECTIONS[place - 1][0]);
+    else if (event.key === "?") this.help();
+    else if (event.key === "d") this.turn();
+    else if (this.section === "rollouts" && document.activeElement?.tagName !== "CANVAS" && this.browser.key(event.key)) event.preventDefault();
+    else if (event.key === "/") {
+      const field = document.querySelector("main input[type=search]");
+      if (field) { field.focus(); event.preventDefault(); }
+    }
+  }
+
+  help() {
+    document.querySelector("dialog")?.remove();
+    const box = el("dialog", { onclick: () => box.close() }, el("h2", {}, "Keys"), el("table", {}, KEYS.map(([key, what]) => el("tr", {}, el("th", {}, el("kbd", {}, key)), el("td", {}, what)))));
+    document.body.append(box);
+    box.showModal();
+  }
+
+  turn() {
+    const root = document.documentElement, dark = getComputedStyle(root).getPropertyValue("--dark").trim() === "1";
+    root.dataset.theme = dark ? "light" : "dark";
+    this.draw();
+  }
+}
+
+openSource().then((source) => { window.page = new Page(source); }).catch((error) => {
+  fill(document.getElementById("main"), el("p", { class: "loading" }, `This run cannot be shown: ${error.message}`));
+  throw error;
+});

@@ -1,0 +1,186 @@
+// The rollout browser: a list that filters as you type, one rollout beside it, its group side by side, and the keyboard.
+
+const PAGE = 100;
+
+class Browser {
+  constructor(source, state) {
+    this.source = source;
+    this.query = { text: "", step: null, env: null, status: null, min: null, max: null, sort: "step", descending: true, ...state.query };
+    this.view = state.view || "conversation";
+    this.colour = state.colour || null;
+    this.rows = [];
+    this.total = 0;
+    this.at = 0;
+    this.list = el("ol", { class: "list", tabindex: 0, "aria-label": "Rollouts" });
+    this.detail = el("article", { class: "detail" });
+    this.counter = el("output", {});
+    this.search = el("input", { type: "search", placeholder: "search prompts and answers  ( / )", value: this.query.text,
+      oninput: later(() => this.change({ text: this.search.value }), 120) });
+    this.filters = el("div", { class: "filters" });
+    this.node = el("div", { class: "browser" }, this.filters, el("div", { class: "panes" }, this.list, this.detail));
+    this.list.addEventListener("scroll", () => {
+      if (this.list.scrollTop + this.list.clientHeight > this.list.scrollHeight - 400) this.more();
+    });
+    this.drawFilters();
+    this.ready = this.load();
+  }
+
+  drawFilters() {
+    const { facts } = this.source, { query } = this;
+    const choose = (label, key, options, read) => options.length > 1 && el("label", {}, label, el("select", {
+      "aria-label": label, onchange: (event) => this.change({ [key]: event.target.value === "" ? null : read(event.target.value) }) },
+    el("option", { value: "" }, "all"), options.map((o) => el("option", { value: o, selected: query[key] === o }, o))));
+    const bound = (label, key) => el("label", {}, label, el("input", { type: "number", step: "any", value: query[key] ?? "", "aria-label": label,
+      oninput: later((event) => this.change({ [key]: event.target.value === "" ? null : Number(event.target.value) }), 150) }));
+    fill(this.filters, this.search,
+      choose("step", "step", facts.steps.slice().reverse(), Number), choose("environment", "env", facts.envs, String),
+      choose("status", "status", facts.statuses, String), bound("reward ≥", "min"), bound("reward ≤", "max"),
+      el("label", {}, "sort", el("select", { "aria-label": "sort", onchange: (event) => {
+        const [sort, way] = event.target.value.split(" ");
+        this.change({ sort, descending: way === "down" });
+      } }, [["step down", "newest first"], ["step up", "oldest first"], ["reward down", "best first"], ["reward up", "worst first"],
+        ["tokens down", "longest first"], ["tokens up", "shortest first"], ["advantage down", "largest advantage"]].map(([value, label]) =>
+        el("option", { value, selected: value === `${query.sort} ${query.descending ? "down" : "up"}` }, label)))),
+      this.counter);
+  }
+
+  change(part) {
+    Object.assign(this.query, part);
+    this.at = 0;
+    this.ready = this.load();
+  }
+
+  async load(keep = false) {
+    const { total, rows } = await this.source.select(this.query, 0, keep ? Math.max(this.rows.length, PAGE) : PAGE);
+    this.total = total;
+    const chosen = this.rows[this.at]?.id;
+    this.rows = rows;
+    const all = this.source.facts.count;
+    const outside = this.source.total > all ? `; ${this.source.total.toLocaleString("en")} in the run` : "";
+    this.counter.value = (total === all ? count(total, "rollout") : `${total.toLocaleString("en")} of ${count(all, "rollout")}`) + outside;
+    fill(this.list, rows.map((row, i) => this.item(row, i)));
+    if (!rows.length) fill(this.detail, el("p", { class: "empty" }, all ? "No rollout fits." : "No rollouts were recorded yet."));
+    else if (keep && rows.some((row) => row.id === chosen)) this.mark(rows.findIndex((row) => row.id === chosen));
+    else await this.open(0);
+  }
+
+  async more() {
+    if (this.loading || this.rows.length >= this.total) return;
+    this.loading = true;
+    const { rows } = await this.source.select(this.query, this.rows.length, PAGE);
+    append(this.list, rows.map((row, i) => this.item(row, this.rows.length + i)));
+    this.rows.push(...rows);
+    this.loading = false;
+  }
+
+  item(row, i) {
+    return el("li", { onclick: () => this.open(i), class: i === this.at ? "chosen" : "" },
+      rewardChip(row.reward), el("span", { class: "said" }, el("small", {}, oneLine(row.asked)), oneLine(row.said) || el("i", {}, row.status || "empty")),
+      el("small", { class: "where" }, `step ${row.step}`, el("br"), count(row.tokens, "token")));
+  }
+
+  mark(i) {
+    this.list.children[this.at]?.classList.remove("chosen");
+    this.at = i;
+    this.list.children[i]?.classList.add("chosen");
+    this.list.children[i]?.scrollIntoView({ block: "nearest" });
+  }
+
+  async open(i) {
+    if (i < 0 || i >= this.rows.length) return;
+    this.mark(i);
+    if (i > this.rows.length - 20) this.more();
+    const row = this.rows[i];
+    const detail = await this.source.detail(row.id);
+    if (this.rows[this.at] === row) await this.draw(row, detail);
+  }
+
+  async draw(row, detail) {
+    const choices = colourings(detail);
+    const colour = choices.includes(this.colour) ? this.colour : choices[0];
+    const views = [["conversation", "Conversation"], ["tokens", "Tokens"], ["group", "Group"]];
+    const tabs = el("div", { class: "tabs", role: "tablist" }, views.map(([name, label]) => el("button", { role: "tab", "aria-selected": String(this.view === name),
+      onclick: () => this.show(name) }, label)));
+    const body = el("div", { class: "body" });
+    fill(this.detail, detailHead(row, detail), tabs, body);
+    if (this.view === "conversation") fill(body, conversation(detail, this.source.vocab));
+    else if (this.view === "tokens") this.drawTokens(body, [detail], colour, choices);
+    else await this.drawGroup(body, row, colour);
+  }
+
+  drawTokens(body, details, colour, choices) {
+    const detail = details[0];
+    if (!detail.tokens.length) return fill(body, el("p", { class: "empty" }, "The tokens of this rollout are not in the report: only its text fits. The live page (--serve) has them."));
+    const scale = tintScale(colour, details);
+    fill(body, this.colourBar(colour, choices, scale), tokenView(detail, this.source.vocab, colour, { scale }));
+  }
+
+  async drawGroup(body, row, colour) {
+    const rows = await this.source.group(row);
+    const details = await Promise.all(rows.slice(0, 32).map((other) => this.source.detail(other.id)));
+    const scale = tintScale(colour, details);
+    const rewards = rows.map((other) => other.reward).filter((r) => r !== null);
+    const mean = rewards.reduce((a, b) => a + b, 0) / Math.max(rewards.length, 1);
+    const cards = details.map((detail) => el("section", { class: detail.id === row.id ? "card chosen" : "card" },
+      el("header", {}, rewardChip(detail.reward), el("small", {}, `#${detail.index ?? detail.id}`),
+        el("small", { title: "advantage" }, `A ${detail.advantage > 0 ? "+" : ""}${number(detail.advantage, 3)}`)),
+      detail.tokens.length ? tokenView(detail, this.source.vocab, colour, { scale, onlyWritten: true }) : el("pre", {}, plainText(detail.completion))));
+    fill(body, this.colourBar(colour, colourings(details[0]), scale),
+      el("p", { class: "lead" }, `${count(rows.length, "rollout")} of the same prompt, mean reward ${number(mean, 3)}. `,
+        "Training raises what scored above the mean and lowers what scored below."),
+      el("details", { class: "aside", open: true }, el("summary", {}, "the prompt"), el("pre", {}, plainText(details[0].prompt))),
+      el("div", { class: "cards" }, cards));
+  }
+
+  colourBar(colour, choices, scale) {
+    return el("div", { class: "colours" }, el("label", {}, "colour by ", el("select", { "aria-label": "colour by", onchange: (event) => { this.colour = event.target.value; this.open(this.at); } },
+      choices.map((name) => el("option", { value: name, selected: name === colour }, COLOURING[name][0])))),
+    legendOf(colour, scale), el("p", {}, COLOURING[colour][1]));
+  }
+
+  show(view) {
+    this.view = view;
+    this.open(this.at);
+  }
+
+  key(key) {
+    const actions = {
+      j: () => this.open(this.at + 1), ArrowDown: () => this.open(this.at + 1),
+      k: () => this.open(this.at - 1), ArrowUp: () => this.open(this.at - 1),
+      c: () => this.show("conversation"), t: () => this.show("tokens"), g: () => this.show("group"),
+      n: () => {
+        const choices = [...this.detail.querySelectorAll("select[aria-label='colour by'] option")].map((o) => o.value);
+        if (!choices.length) return;
+        this.colour = choices[(choices.indexOf(this.colour ?? choices[0]) + 1) % choices.length];
+        this.open(this.at);
+      },
+      "/": () => this.search.focus(),
+    };
+    actions[key]?.();
+    return key in actions;
+  }
+
+  async refresh() {
+    this.drawFilters();
+    await this.load(true);
+  }
+}
+
+function detailHead(row, detail) {
+  const facts = [["step", detail.step], ["environment", detail.env], ["group", detail.group], ["rollout", detail.index], ["tokens", row.tokens],
+    ["advantage", detail.advantage === null || detail.advantage === undefined ? null : number(detail.advantage, 3)], ["status", detail.status], ["ended by", detail.stop_reason],
+    ...Object.entries(detail.metrics || {}).map(([name, value]) => [name, number(value, 3)])];
+  return el("header", { class: "facts" }, rewardChip(detail.reward),
+    facts.filter(([, value]) => value !== null && value !== undefined).map(([name, value]) => el("span", {}, el("small", {}, name), String(value))));
+}
+
+function rewardChip(reward) {
+  const known = reward !== null && reward !== undefined;
+  const chip = el("span", { class: "chip", title: "reward" }, known ? number(reward, 3) : "–");
+  if (known) chip.style.setProperty("--share", `${Math.round(Math.min(Math.max(reward, 0), 1) * 100)}%`);
+  return chip;
+}
+
+function oneLine(text) {
+  return text.replace(/\s+/g, " ").trim();
+}

@@ -1,0 +1,174 @@
+// Where the page gets a run from: the report carries it inside, the live page asks the server that sent it.
+
+async function openSource() {
+  const inside = document.getElementById("data").textContent.trim();
+  const source = inside ? new ReportSource(inside) : new LiveSource();
+  await source.open();
+  return source;
+}
+
+class ReportSource {
+  constructor(encoded) {
+    this.encoded = encoded;
+    this.live = false;
+  }
+
+  async open() {
+    const packed = Uint8Array.from(atob(this.encoded), (letter) => letter.charCodeAt(0));
+    this.encoded = "";
+    const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+    const buffer = await new Response(stream).arrayBuffer();
+    const length = new DataView(buffer).getUint32(0, true);
+    this.data = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length)));
+    this.vocab = this.data.vocab;
+    const { rows, details, facts, layout } = this.data.rollouts;
+    this.rows = rows;
+    this.details = details;
+    this.facts = { ...facts, count: rows.length, steps: [...new Set(rows.map((row) => row.step))].sort((a, b) => a - b) };
+    this.total = facts.count;
+    this.columns = readColumns(buffer, 4 + length, layout);
+    this.byId = new Map(rows.map((row, place) => [row.id, place]));
+    this.words = details.map((d) => [d.prompt, d.completion, d.error].map(plainText).join("\n").toLowerCase());
+    let start = 0;
+    this.starts = details.map((d) => (start += d.length) - d.length);
+  }
+
+  async select(query, offset, limit) {
+    const text = query.text.toLowerCase();
+    const fits = (row, place) =>
+      (query.step === null || row.step === query.step) &&
+      (query.env === null || row.env === query.env) &&
+      (query.status === null || row.status === query.status) &&
+      (query.min === null || row.reward >= query.min) &&
+      (query.max === null || row.reward <= query.max) &&
+      (!text || this.words[place].includes(text));
+    const found = this.rows.filter(fits);
+    const way = query.descending ? -1 : 1;
+    const last = (value) => (value === null || value === undefined ? -Infinity * way : value);
+    found.sort((a, b) => way * (last(a[query.sort]) - last(b[query.sort])) || a.id - b.id);
+    return { total: found.length, rows: found.slice(offset, offset + limit) };
+  }
+
+  async group(row) {
+    return row.group === null ? [row] : this.rows.filter((other) => other.step === row.step && other.group === row.group);
+  }
+
+  async detail(id) {
+    const place = this.byId.get(id);
+    const detail = { ...this.details[place], tokens: [], mask: [], streams: {} };
+    const start = this.starts[place], end = start + detail.length;
+    for (const [name, values] of Object.entries(this.columns)) {
+      const part = Array.from(values.subarray(start, end));
+      if (name === "tokens" || name === "mask") detail[name] = part;
+      else detail.streams[name] = part.map(SCALES[name] || SCALES.difference);
+    }
+    return detail;
+  }
+}
+
+// The inverse of how the report stores each stream.
+const SCALES = {
+  logprob: (q) => -((q / 64) ** 2),
+  version: (q) => q,
+  difference: (q) => Math.sign(q) * (q / 32) ** 2,
+};
+
+function readColumns(buffer, start, layout) {
+  const kinds = { u4: Uint32Array, u2: Uint16Array, u1: Uint8Array, i1: Int8Array };
+  const columns = {};
+  for (const [name, kind, length] of layout) {
+    const size = length * kinds[kind].BYTES_PER_ELEMENT;
+    columns[name] = new kinds[kind](buffer.slice(start, start + size));
+    start += Math.ceil(size / 4) * 4;
+  }
+  return columns;
+}
+
+class LiveSource {
+  constructor() {
+    this.live = true;
+    this.vocab = {};
+  }
+
+  async open() {
+    this.data = await this.ask("api/run");
+    this.facts = this.data.facts;
+  }
+
+  async ask(path) {
+    const answer = await fetch(path);
+    if (!answer.ok) throw new Error(`${path}: ${answer.status} ${await answer.text()}`);
+    return answer.json();
+  }
+
+  async select(query, offset, limit) {
+    const words = new URLSearchParams({ offset, limit });
+    for (const [name, value] of Object.entries(query)) if (value !== null && value !== "") words.set(name, value);
+    return this.ask(`api/rollouts?${words}`);
+  }
+
+  async group(row) {
+    return row.group === null ? [row] : this.ask(`api/groups/${row.step}/${row.group}`);
+  }
+
+  async detail(id) {
+    const { detail, vocab } = await this.ask(`api/rollouts/${id}`);
+    Object.assign(this.vocab, vocab);
+    return detail;
+  }
+
+  // Calls back after every change of the run; the server says when, nobody polls.
+  listen(onChange, onState) {
+    const events = new EventSource("api/events");
+    events.addEventListener("open", () => onState("live"));
+    events.addEventListener("error", () => onState("lost"));
+    events.addEventListener("change", async () => {
+      const update = await this.ask(`api/update?offset=${this.data.offset}`);
+      const { state, ...news } = update;
+      mergeRun(this.data, news);
+      this.data.run.state = state;
+      this.facts = update.facts;
+      onChange();
+    });
+  }
+}
+
+function mergeRun(data, update) {
+  data.offset = update.offset;
+  for (const [process, metrics] of Object.entries(update.series.curves)) {
+    const curves = (data.series.curves[process] ||= {});
+    for (const [name, [place, values]] of Object.entries(metrics)) {
+      const old = curves[name] ? { steps: data.series.steps[curves[name][0]], values: curves[name][1] } : { steps: [], values: [] };
+      data.series.steps.push([...old.steps, ...update.series.steps[place]]);
+      curves[name] = [data.series.steps.length - 1, [...old.values, ...values]];
+    }
+  }
+  for (const [process, spans] of Object.entries(update.lanes.lanes)) {
+    const lane = (data.lanes.lanes[process] ||= []);
+    for (const [what, ...rest] of spans) {
+      const name = update.lanes.names[what];
+      if (!data.lanes.names.includes(name)) data.lanes.names.push(name);
+      lane.push([data.lanes.names.indexOf(name), ...rest]);
+    }
+  }
+  for (const part of ["findings", "shares", "evals", "weights", "checkpoints", "facts"]) if (update[part]) data[part] = update[part];
+}
+
+// One metric of a process, or of the first process that has it.
+function curve(data, name, process) {
+  const order = ["trainer", "sft", "orchestrator", "inference"];
+  const known = Object.keys(data.series.curves).sort((a, b) => (order.indexOf(a) + 9) % 9 - (order.indexOf(b) + 9) % 9);
+  const owner = process || known.find((candidate) => data.series.curves[candidate][name]);
+  const found = owner && data.series.curves[owner]?.[name];
+  return found ? { name, process: owner, steps: data.series.steps[found[0]], values: found[1] } : null;
+}
+
+function allCurves(data) {
+  return Object.entries(data.series.curves).flatMap(([process, metrics]) =>
+    Object.keys(metrics).map((name) => curve(data, name, process)));
+}
+
+function plainText(value) {
+  if (Array.isArray(value)) return value.map((part) => plainText(part?.content ?? part?.text)).join("\n");
+  return value === null || value === undefined ? "" : String(value);
+}

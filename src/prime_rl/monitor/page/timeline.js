@@ -1,0 +1,135 @@
+// Who does what when: one lane per process on a canvas, zoomed with the wheel, moved by dragging.
+
+const WAITING = /^wait/;
+
+function timelineView(data) {
+  const { names, lanes } = data.lanes;
+  const processes = ["inference", "orchestrator", "trainer", "sft", "teacher", "eval"].filter((p) => lanes[p])
+    .concat(Object.keys(lanes).filter((p) => !["inference", "orchestrator", "trainer", "sft", "teacher", "eval"].includes(p)));
+  if (!processes.length) return el("p", { class: "empty" }, "This run recorded no timeline.");
+  const rows = processes.flatMap((process) => {
+    const whats = [...new Set(lanes[process].map(([what]) => what))].sort((a, b) => busy(lanes[process], b) - busy(lanes[process], a));
+    return whats.map((what, k) => ({ process: k ? "" : process, owner: process, what, spans: lanes[process].filter((s) => s[0] === what) }));
+  });
+  const all = rows.flatMap((row) => row.spans);
+  const begin = extremes(all.map((s) => s[1]))[0], end = extremes(all.map((s) => s[1] + s[2]))[1];
+  const view = { from: begin, to: end, begin, end };
+  const canvas = el("canvas", { class: "lanes", tabindex: 0, "aria-label": "Timeline of all processes; arrow keys move, plus and minus zoom" });
+  const draw = () => drawTimeline(canvas, rows, names, view);
+  const zoom = (factor, at = 0.5) => {
+    const span = Math.min(Math.max((view.to - view.from) * factor, 0.05), end - begin), point = view.from + (view.to - view.from) * at;
+    view.from = Math.max(begin, Math.min(point - span * at, end - span));
+    view.to = view.from + span;
+    draw();
+  };
+  const move = (share) => {
+    const span = view.to - view.from;
+    view.from = Math.max(begin, Math.min(view.from + share * span, end - span));
+    view.to = view.from + span;
+    draw();
+  };
+  listenTimeline(canvas, rows, names, view, zoom, move);
+  new ResizeObserver(draw).observe(canvas);
+  const last = Math.min(end - begin, 20);
+  const buttons = el("span", { class: "buttons" },
+    el("button", { onclick: () => zoom(0.5) }, "closer"), el("button", { onclick: () => zoom(2) }, "further"),
+    el("button", { onclick: () => { view.from = begin; view.to = end; draw(); } }, "whole run"),
+    el("button", { onclick: () => { view.from = end - last; view.to = end; draw(); } }, `last ${duration(last)}`));
+  return el("div", {}, el("p", { class: "lead" }, "Each row is one kind of work of one process. Hatched stretches are waiting. ",
+    "Good overlap looks like the engine writing while the trainer computes."), buttons, canvas, shareTable(data));
+}
+
+function activity(process, what) {
+  return ACTIVITY[`${process} ${what}`] || ACTIVITY[what] || what;
+}
+
+function busy(spans, what) {
+  return spans.reduce((sum, span) => sum + (span[0] === what ? span[2] : 0), 0);
+}
+
+function drawTimeline(canvas, rows, names, view) {
+  const ratio = devicePixelRatio || 1, width = canvas.clientWidth, lane = 24, left = 210, height = rows.length * lane + 30;
+  if (!width) return;
+  canvas.width = width * ratio;
+  canvas.height = height * ratio;
+  canvas.style.height = `${height}px`;
+  const style = getComputedStyle(document.documentElement), colour = (name) => style.getPropertyValue(name).trim();
+  const pen = canvas.getContext("2d");
+  pen.scale(ratio, ratio);
+  pen.font = "12px system-ui, sans-serif";
+  const x = (time) => left + ((width - left - 8) * (time - view.from)) / (view.to - view.from);
+  for (const tick of ticks(view.from - view.begin, view.to - view.begin, (width - left) / 110)) {
+    pen.fillStyle = colour("--grid");
+    pen.fillRect(x(tick + view.begin), 0, 1, height - 24);
+    pen.fillStyle = colour("--faint");
+    pen.fillText(`${number(tick, 4)} s`, x(tick + view.begin) - 8, height - 8);
+  }
+  rows.forEach((row, k) => {
+    const top = k * lane;
+    if (row.process) {
+      pen.fillStyle = colour("--line");
+      if (k) pen.fillRect(0, top, width, 1);
+      pen.fillStyle = colour("--ink");
+      pen.font = "600 12px system-ui, sans-serif";
+      pen.fillText(row.process, 4, top + 16);
+      pen.font = "12px system-ui, sans-serif";
+    }
+    pen.fillStyle = colour("--faint");
+    pen.fillText(activity(row.owner, names[row.what]), 92, top + 16);
+    const waits = WAITING.test(names[row.what]);
+    pen.fillStyle = waits ? hatch(pen, colour("--warn")) : colour(`--c${row.what % 6}`);
+    for (const [, start, length] of row.spans) {
+      if (start + length < view.from || start > view.to) continue;
+      const x0 = Math.max(x(start), left), x1 = Math.min(x(start + length), width - 8);
+      pen.fillRect(x0, top + 4, Math.max(x1 - x0 - 0.5, 0.8), lane - 8);
+    }
+  });
+}
+
+function hatch(pen, colour) {
+  const tile = document.createElement("canvas");
+  tile.width = tile.height = 6;
+  const brush = tile.getContext("2d");
+  brush.strokeStyle = colour;
+  brush.lineWidth = 1.5;
+  brush.beginPath();
+  brush.moveTo(-1, 7);
+  brush.lineTo(7, -1);
+  brush.stroke();
+  return pen.createPattern(tile, "repeat");
+}
+
+function listenTimeline(canvas, rows, names, view, zoom, move) {
+  const share = (event) => Math.min(Math.max((event.offsetX - 210) / (canvas.clientWidth - 218), 0), 1);
+  let dragged = null;
+  canvas.addEventListener("wheel", (event) => { event.preventDefault(); zoom(event.deltaY > 0 ? 1.25 : 0.8, share(event)); }, { passive: false });
+  canvas.addEventListener("pointerdown", (event) => { dragged = event.offsetX; canvas.setPointerCapture(event.pointerId); });
+  canvas.addEventListener("pointerup", () => { dragged = null; });
+  canvas.addEventListener("pointerleave", hideTip);
+  canvas.addEventListener("pointermove", (event) => {
+    if (dragged !== null) {
+      move((dragged - event.offsetX) / (canvas.clientWidth - 218));
+      dragged = event.offsetX;
+      return hideTip();
+    }
+    const row = rows[Math.floor(event.offsetY / 24)], time = view.from + share(event) * (view.to - view.from);
+    const near = (view.to - view.from) / canvas.clientWidth;
+    const span = row?.spans.find(([, start, length]) => time >= start - near && time <= start + length + near);
+    if (!span) return hideTip();
+    showTip(event, el("b", {}, `${row.owner} ${activity(row.owner, names[row.what])}`),
+      el("div", {}, `${duration(span[2])}, step ${span[3]}, at ${number(span[1] - view.begin, 5)} s`));
+  });
+  canvas.addEventListener("keydown", (event) => {
+    const action = { ArrowLeft: () => move(-0.2), ArrowRight: () => move(0.2), "+": () => zoom(0.6), "-": () => zoom(1.6) }[event.key];
+    if (action) { event.preventDefault(); action(); }
+  });
+}
+
+function shareTable(data) {
+  const rows = Object.entries(data.shares).flatMap(([process, whats]) =>
+    Object.entries(whats).sort((a, b) => b[1] - a[1]).map(([what, share], k) => el("tr", {},
+      el("th", {}, k ? "" : process), el("td", {}, activity(process, what)),
+      el("td", { class: "bar" }, el("i", { class: WAITING.test(what) ? "wait" : "", style: { width: `${Math.min(share, 1) * 100}%` } })),
+      el("td", { class: "num" }, percent(share)))));
+  return rows.length ? el("table", { class: "shares" }, el("caption", {}, "Share of the run, without its first two steps"), rows) : null;
+}

@@ -1,0 +1,205 @@
+"""What the page shows of a run besides its rollouts, as plain values for JSON."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from prime_rl.monitor.explain import Finding, Lanes, explain, waiting_shares
+from prime_rl.monitor.local_runs import LocalRun, state_of
+from prime_rl.monitor.series import Series, join_processes, read_series
+from prime_rl.monitor.summary import summarise
+from rollouts.training.steps import complete_steps, step_path
+
+MAX_POINTS = 600
+"""Points of one curve; longer ones keep the smallest and largest value of each stretch."""
+
+MAX_SPANS = 6000
+"""Intervals of one process on the timeline; the newest ones are kept."""
+
+_CONFIG_LINE = re.compile(r"^(?P<key>[^=\s]+|\"[^\"]+\") = (?P<value>.*?)(?:\s{2,}# (?P<source>.*))?$")
+_CONFIG_SECTION = re.compile(r"^(?P<name>\[\[?[^\]]+\]\]?)")
+
+
+def read_rows(path: Path, start: int = 0) -> tuple[list[dict[str, Any]], int]:
+    """The complete lines of a JSONL file from byte `start` on, and where the next one begins."""
+    rows: list[dict[str, Any]] = []
+    if not path.exists():
+        return rows, start
+    with path.open("rb") as file:
+        file.seek(start)
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            start += len(line)
+            if line.strip():
+                rows.append(msgspec.json.decode(line))
+    return rows, start
+
+
+def build_page_data(run: LocalRun) -> dict[str, Any]:
+    """Everything but the rollouts; `offset` is where `build_update` goes on."""
+    rows, offset = read_rows(run.metrics_path)
+    table, lanes = read_series(rows), read_lanes(rows)
+    joined = join_processes(table)
+    configs = run.configs()
+    parsed = {name: _values(text) for name, text in configs.items()}
+    times = [row["timestamp"] for row in rows if isinstance(row.get("timestamp"), (int, float))]
+    return {
+        "run": {
+            "name": run.path.name if run.path.name not in ("rl", "sft") else f"{run.path.parent.name}/{run.path.name}",
+            "path": run.name,
+            "state": state_of(run, joined),
+            "model": run.config_value("model.name"),
+            "max_steps": run.config_value("max_steps"),
+            "started": min(times, default=None),
+            "changed": max(times, default=None),
+            "written": time.time(),
+        },
+        "offset": offset,
+        "series": pack_series(table),
+        "lanes": pack_lanes(lanes),
+        "summary": [[i.name, i.first, i.last, i.low, i.high, i.recent, i.count] for i in summarise(joined)],
+        "findings": [[f.topic, f.text, f.advice] for f in explain(table, lanes, parsed)],
+        "shares": waiting_shares(lanes),
+        "evals": find_evals(run),
+        "weights": find_weights(run.path / "weights"),
+        "checkpoints": find_checkpoints(run.path / "checkpoints"),
+        "configs": {name: config_rows(text) for name, text in configs.items()},
+    }
+
+
+def explain_run(run: LocalRun) -> list[Finding]:
+    """What `explain` finds in a run directory."""
+    rows, _ = read_rows(run.metrics_path)
+    configs = {name: _values(text) for name, text in run.configs().items()}
+    return explain(read_series(rows), read_lanes(rows), configs)
+
+
+def build_update(run: LocalRun, offset: int) -> dict[str, Any]:
+    """What was logged since `offset`: points and intervals to append."""
+    rows, end = read_rows(run.metrics_path, offset)
+    return {"offset": end, "series": pack_series(read_series(rows)), "lanes": pack_lanes(read_lanes(rows))}
+
+
+def pack_series(table: Mapping[str, Mapping[str, Series]]) -> dict[str, Any]:
+    """Series with steps shared: `{"steps": [[1, 2, ...]], "curves": {process: {metric: [steps number, values]}}}`."""
+    numbers: dict[tuple[int, ...], int] = {}
+    curves: dict[str, dict[str, Any]] = {}
+    for process, metrics in sorted(table.items()):
+        for name, points in sorted(metrics.items()):
+            kept = thin(points)
+            number = numbers.setdefault(tuple(step for step, _ in kept), len(numbers))
+            curves.setdefault(process, {})[name] = [number, [_short(value) for _, value in kept]]
+    return {"steps": [list(steps) for steps in numbers], "curves": curves}
+
+
+def thin(points: Series, limit: int = MAX_POINTS) -> Series:
+    """At most about `limit` points: of each stretch the smallest and the largest, so that no spike is lost."""
+    if len(points) <= limit:
+        return points
+    stretches, kept = limit // 2, []
+    for k in range(stretches):
+        part = points[k * len(points) // stretches : (k + 1) * len(points) // stretches]
+        kept += sorted({min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])})
+    return sorted({points[0], *kept, points[-1]})
+
+
+def read_lanes(rows: Iterable[Mapping[str, Any]]) -> Lanes:
+    """Timelines by process."""
+    lanes: dict[str, list[tuple[str, float, float, int]]] = {}
+    for row in rows:
+        if "timeline/what" in row:
+            span = (str(row["timeline/what"]), row["timeline/start"], row["timeline/end"], int(row.get("step", 0)))
+            lanes.setdefault(str(row.get("process", "run")), []).append(span)
+    return lanes
+
+
+def pack_lanes(lanes: Lanes) -> dict[str, Any]:
+    """`{"names": [...], "lanes": {process: [[name number, start, duration, step], ...]}}`, times to the millisecond."""
+    names = sorted({what for spans in lanes.values() for what, *_ in spans})
+    packed = {
+        process: [
+            [names.index(what), round(start, 3), round(end - start, 3), step]
+            for what, start, end, step in sorted(spans, key=lambda span: span[1])[-MAX_SPANS:]
+        ]
+        for process, spans in sorted(lanes.items())
+    }
+    return {"names": names, "lanes": packed}
+
+
+def find_evals(run: LocalRun) -> list[dict[str, Any]]:
+    """Summaries of evaluations: of versions during the run, and of whole evaluations written into its directory."""
+    found = []
+    for path in sorted((run.path / "evals").rglob("summary.json")):
+        step = re.search(r"step_(\d+)", path.parent.as_posix()[len(str(run.path)) :])
+        try:
+            summary = msgspec.json.decode(path.read_bytes())
+        except (msgspec.DecodeError, OSError):
+            continue
+        known = int(step[1]) if step else summary.get("step")
+        found.append({"env": path.parent.name, "step": known, "summary": summary})
+    return sorted(found, key=lambda row: (str(row["env"]), row["step"] if isinstance(row["step"], int) else -1))
+
+
+def find_weights(root: Path) -> list[dict[str, Any]]:
+    """Published versions: size, tensors and types."""
+    found = []
+    for step in complete_steps(root):
+        path = step_path(root, step)
+        try:
+            tensors = msgspec.json.decode((path / "manifest.json").read_bytes())["tensors"]
+        except (OSError, msgspec.DecodeError, KeyError):
+            tensors = {}
+        size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+        kinds = sorted({str(tensor.get("dtype")) for tensor in tensors.values()})
+        found.append(
+            {"step": step, "path": f"weights/step_{step}", "bytes": size, "tensors": len(tensors), "dtypes": kinds}
+        )
+    return found
+
+
+def find_checkpoints(root: Path) -> list[dict[str, Any]]:
+    """Checkpoints with the components that completed them."""
+    if not root.is_dir():
+        return []
+    steps = sorted((int(path.name[5:]), path) for path in root.glob("step_*") if path.name[5:].isdigit())
+    return [
+        {
+            "step": step,
+            "parts": sorted(p.parent.name for p in path.glob("*/STABLE"))
+            or (["trainer"] if (path / "STABLE").exists() else []),
+            "bytes": sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),
+        }
+        for step, path in steps
+    ]
+
+
+def config_rows(text: str) -> list[list[str]]:
+    """`[section, key, value, source]` of every line of a resolved configuration."""
+    rows, section = [], ""
+    for line in text.splitlines():
+        if match := _CONFIG_SECTION.match(line):
+            section = match["name"].strip("[]")
+        elif match := _CONFIG_LINE.match(line):
+            rows.append([section, match["key"], match["value"], match["source"] or ""])
+    return rows
+
+
+def _values(text: str) -> dict[str, Any]:
+    import tomllib
+
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        return {}
+
+
+def _short(value: float) -> float:
+    """Six digits are more than a screen has pixels."""
+    return float(f"{value:.6g}")

@@ -1,0 +1,288 @@
+"""The page in a real browser: report, live server, filters, rollouts, keyboard, hostile texts, a run that goes on."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1]))
+from page_runs import HOSTILE, metric_rows, sample_rows, write_page_run
+from prime_rl.monitor.local_runs import open_run
+from prime_rl.monitor.report import write_report
+from rollouts.training.metrics import append_jsonl
+
+ROOT = Path(__file__).parents[2]
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+PATIENCE_S = 30.0
+Open = Callable[[str], "OpenPage"]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Chromium without a window; the tests are skipped where there is none."""
+    api = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed: pip install 'prime-rl[browser]'"
+    )
+    with api.sync_playwright() as playwright:
+        found = next(filter(None, map(shutil.which, BROWSERS)), None)
+        if found is None and not Path(playwright.chromium.executable_path).exists():
+            pytest.skip(f"no browser: install one of {', '.join(BROWSERS)}, or run `playwright install chromium`")
+        instance = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield instance
+        instance.close()
+
+
+class OpenPage:
+    """A page with what it asked for and what went wrong in it."""
+
+    def __init__(self, browser: Any, url: str) -> None:
+        self.page = browser.new_page(viewport={"width": 1300, "height": 800})
+        self.asked: list[str] = []
+        self.wrong: list[str] = []
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
+        self.page.on("console", lambda m: self.wrong.append(m.text) if m.type in ("error", "warning") else None)
+        self.page.goto(url)
+        self.page.wait_for_selector(".sentence, .list li")
+
+    def texts(self, selector: str) -> list[str]:
+        return self.page.locator(selector).all_inner_texts()
+
+    def counter(self) -> str:
+        return self.page.locator(".filters output").inner_text()
+
+    def wait_until(self, holds: Callable[[], bool], what: str) -> None:
+        """Look again until it holds; nothing is evaluated in the page by text, which its policy forbids."""
+        until = time.monotonic() + PATIENCE_S
+        while not holds():
+            assert time.monotonic() < until, f"{what}; the page says: {self.wrong}"
+            self.page.wait_for_timeout(20)
+
+    def wait_counter(self, text: str) -> None:
+        self.wait_until(lambda: self.counter().startswith(text), f"the counter says {self.counter()}, not {text}")
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_page_run(tmp_path_factory.mktemp("page") / "run")
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[Open]:
+    opened: list[OpenPage] = []
+
+    def opening(url: str) -> OpenPage:
+        opened.append(OpenPage(browser, url))
+        return opened[-1]
+
+    yield opening
+    for one in opened:
+        one.page.close()
+        assert one.wrong == [], "the page complained"
+
+
+@pytest.fixture(scope="module")
+def report(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    write_report(open_run(run_dir), path)
+    return path.as_uri()
+
+
+def test_report_opens_without_network_and_shows_the_run(report: str, open_page: Open) -> None:
+    opened = open_page(report)
+    assert [url for url in opened.asked if not url.startswith(("file:", "blob:", "data:"))] == []
+    [sentence] = opened.texts(".sentence")
+    assert (
+        "tiny" in sentence and "12 of 12 steps" in sentence and "144 rollouts" in sentence and "rose from" in sentence
+    )
+    assert {"Reward", "Loss", "Entropy", "Mismatch KL"} <= {text.split("\n")[0] for text in opened.texts(".tile")}
+    assert "0.75 ± 0.02" in opened.texts(".panel table")[0]
+    assert "the trainer waits for batches" in " ".join(opened.texts(".findings")).lower()
+
+    opened.page.keyboard.press("2")
+    titles = opened.texts(".chart figcaption > b")
+    assert {"reward/mean", "loss/mean", "entropy/mean", "mismatch_kl/mean", "perf/throughput"} <= set(titles)
+    plot = opened.page.locator(".chart svg").first
+    plot.hover()
+    assert re.match(r"step \d+", opened.page.locator("#tip").inner_text())
+    plot.click()
+    opened.page.wait_for_selector(".browser")
+    assert re.fullmatch(r"12 of 144 rollouts", opened.counter()), "a click on a curve leads to the rollouts of its step"
+
+    opened.page.keyboard.press("3")
+    assert opened.page.locator("canvas.lanes").bounding_box()["height"] > 90
+    assert "waits for rollouts" in opened.texts(".shares")[0]
+    opened.page.keyboard.press("5")
+    opened.page.locator("main input[type=checkbox]").check()
+    assert [row.split("\t")[0] for row in opened.texts(".config tbody tr")] == ["max_steps", "model.name", "model.note"]
+
+
+def test_rollouts_are_filtered_and_read(report: str, open_page: Open) -> None:
+    opened = open_page(report)
+    page = opened.page
+    page.keyboard.press("4")
+    opened.wait_counter("144 rollouts")
+    page.keyboard.press("/")
+    page.keyboard.type("QUESTION 7")
+    opened.wait_counter("11 of 144")
+    page.keyboard.press("Escape")
+    page.select_option("select[aria-label=environment]", "beta")
+    opened.wait_counter("4 of 144")
+    page.select_option("select[aria-label=sort]", "reward up")
+    opened.wait_until(lambda: page.locator(".list li").count() == 4, "four rows")
+    rewards = [float(text) for text in opened.texts(".list .chip")]
+    assert rewards == sorted(rewards)
+    page.fill("input[aria-label='reward ≥']", str(rewards[2]))
+    opened.wait_counter("2 of 144")
+    assert float(opened.texts(".facts .chip")[0]) == rewards[2]
+
+    assert "look_up" in opened.texts(".call")[0] and "word" in opened.texts(".call th")[0]
+    assert page.locator(".bubble.assistant details.aside summary").inner_text().startswith("thought")
+    page.keyboard.press("Escape")
+    page.keyboard.press("j")
+    second = opened.texts(".list .chip")[1]
+    opened.wait_until(lambda: opened.texts(".facts .chip") == [second], "j opens the next one")
+
+    page.keyboard.press("t")
+    page.wait_for_selector(".tokens .token")
+    assert page.locator(".token.given").count() == 8
+    told = {
+        "advantage": "How much",
+        "logprob": "How surprising",
+        "teacher": "Blue",
+        "trainer": "Diff",
+        "version": "Which",
+    }
+    for colouring, begins in told.items():
+        page.select_option("select[aria-label='colour by']", colouring)
+        opened.wait_until(lambda begins=begins: opened.texts(".colours p")[0].startswith(begins), colouring)
+        assert page.locator(".token:not(.given)[style*=background]").count() > 5, colouring
+    page.locator(".token:not(.given)").first.hover()
+    tip = page.locator("#tip").inner_text()
+    assert all(word in tip for word in ("probability", "advantage", "teacher − student", "trainer − engine", "id "))
+    page.keyboard.press("g")
+    page.wait_for_selector(".cards .card")
+    assert page.locator(".card").count() == 4 and page.locator(".card.chosen").count() == 1
+
+
+def test_what_models_write_is_shown_and_never_run(report: str, open_page: Open) -> None:
+    opened = open_page(report + "#rollouts")
+    page = opened.page
+    page.fill(".filters input[type=search]", "onerror")
+    opened.wait_counter("12 of 144")
+    page.wait_for_selector(".bubble.error")
+    shown = page.locator(".bubble.assistant pre").evaluate("node => node.textContent")
+    assert shown == HOSTILE
+    page.keyboard.press("Escape")
+    page.keyboard.press("g")
+    page.wait_for_selector(".cards .card")
+    page.keyboard.press("5")
+    assert "<b>not bold</b>" in opened.texts(".config")[0]
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("main b:text-is('bold'), main img, main script").count() == 0
+    # Even markup that got into the page could not run: only the script of the page may.
+    page.evaluate(
+        "document.body.append(document.createRange().createContextualFragment('<script>window.hacked = 3</script>'))"
+    )
+    assert page.evaluate("window.hacked") is None
+    opened.wrong[:] = [text for text in opened.wrong if "Content Security Policy" not in text]
+
+
+def test_light_and_dark_keep_their_contrast(report: str, open_page: Open) -> None:
+    opened = open_page(report)
+    contrast = """() => {
+      const pen = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
+      const linear = v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+      const light = name => {
+        pen.fillStyle = getComputedStyle(document.documentElement).getPropertyValue(name);
+        pen.fillRect(0, 0, 1, 1);
+        const [r, g, b] = [...pen.getImageData(0, 0, 1, 1).data].map(v => linear(v / 255));
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05;
+      };
+      const ratio = (a, b) => Math.max(light(a) / light(b), light(b) / light(a));
+      const grounds = ['--panel', '--ground'];
+      return [...grounds.flatMap(g => [ratio('--ink', g), ratio('--faint', g)]), ratio('--accent', '--soft')];
+    }"""
+    for theme in ("light", "dark"):
+        assert opened.page.evaluate("getComputedStyle(document.documentElement).colorScheme") == theme
+        assert min(opened.page.evaluate(contrast)) >= 4.5, theme
+        opened.page.keyboard.press("d")
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    """A run, and the address at which the real command shows it."""
+    run = write_page_run(tmp_path / "run", num_steps=3)
+    command = [sys.executable, "-m", "prime_rl.monitor.wandb_monitor", str(run), "--serve", "--port", "0"]
+    environ = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")])),
+    }
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
+    try:
+        assert process.stdout is not None
+        [url] = re.findall(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())
+        yield run, url
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def test_the_live_page_follows_a_run(served: tuple[Path, str], open_page: Open) -> None:
+    run, url = served
+    opened = open_page(url)
+    page = opened.page
+    page.wait_for_selector(".badge:not(.lost)")
+    page.keyboard.press("4")
+    opened.wait_counter("36 rollouts")
+    chosen = page.locator(".list li.chosen").inner_text()
+    rng = random.Random(5)
+    append_jsonl(run / "samples.jsonl", sample_rows(rng, 4))
+    append_jsonl(run / "metrics.jsonl", metric_rows(4))
+    opened.wait_counter("48 rollouts")
+    assert page.locator(".list li.chosen").inner_text() == chosen, "what somebody reads stays open"
+    page.keyboard.press("2")
+    page.locator(".chart svg").first.hover(position={"x": 350, "y": 60})
+    opened.wait_until(lambda: page.locator("#tip").inner_text().startswith("step 4"), "the curve has grown")
+    last = "() => window.page.source.data.series.steps.at(-1).at(-1)"
+    for step in (5, 6):
+        append_jsonl(run / "metrics.jsonl", metric_rows(step))
+        opened.wait_until(lambda step=step: page.evaluate(last) == step, f"step {step}")
+    page.keyboard.press("1")
+    assert "6 of 3 steps" in opened.texts(".sentence")[0]
+    assert all(asked.startswith((url, "blob:")) for asked in opened.asked)
+
+
+def test_the_live_page_reads_rollouts_as_the_report_does(served: tuple[Path, str], open_page: Open) -> None:
+    run, url = served
+    opened = open_page(url + "#rollouts")
+    page = opened.page
+    opened.wait_counter("36 rollouts")
+    page.fill(".filters input[type=search]", "question 2 2")
+    opened.wait_counter("4 of 36")
+    page.keyboard.press("Escape")
+    page.keyboard.press("g")
+    page.wait_for_selector(".cards .card")
+    assert page.locator(".card").count() == 4
+    page.keyboard.press("t")
+    page.wait_for_selector(".token.given")
+    live = page.locator(".tokens").inner_text()
+    path = run.parent / "report.html"
+    write_report(open_run(run), path)
+    again = open_page(path.as_uri() + "#rollouts")
+    again.page.fill(".filters input[type=search]", "question 2 2")
+    again.wait_counter("4 of 36")
+    again.page.keyboard.press("Escape")
+    again.page.keyboard.press("t")
+    again.page.wait_for_selector(".token.given")
+    assert again.page.locator(".tokens").inner_text() == live

@@ -1,0 +1,264 @@
+"""What the page is made of: index of rollouts, packed report, token texts, explanations, and the server's routes."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import random
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1]))
+from page_runs import HOSTILE, sample_rows, write_page_run
+from prime_rl.monitor.explain import explain, findings_text, waiting_shares
+from prime_rl.monitor.local_runs import open_run
+from prime_rl.monitor.page_data import build_page_data, build_update, config_rows, thin
+from prime_rl.monitor.report import MAX_BYTES, choose_rollouts, write_report
+from prime_rl.monitor.rollout_detail import rollout_detail
+from prime_rl.monitor.rollout_index import Query, RolloutIndex
+from prime_rl.monitor.serve import LiveRun, build_app, read_query
+from prime_rl.monitor.vocabulary import Vocabulary
+from rollouts.training.metrics import append_jsonl, load_jsonl
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_page_run(tmp_path_factory.mktemp("page") / "run")
+
+
+def index_of(run_dir: Path) -> RolloutIndex:
+    index = RolloutIndex(run_dir / "samples.jsonl")
+    index.grow()
+    return index
+
+
+def test_selection_is_that_of_a_plain_loop(run_dir: Path) -> None:
+    index, rows = index_of(run_dir), list(load_jsonl(run_dir / "samples.jsonl"))
+    queries = [
+        Query(),
+        Query(step=3, sort="reward"),
+        Query(env="beta", min_reward=0.2, max_reward=0.7, sort="tokens", descending=False),
+        Query(text="QUESTION 1 2", sort="advantage"),
+        Query(status="failed", text="onerror"),
+        Query(group=502),
+        Query(env="nowhere"),
+    ]
+
+    def words(row: dict[str, Any]) -> str:
+        return "\n".join([*(m["content"] for m in row["prompt"]), row["completion"], row["error"] or ""]).lower()
+
+    def fits(row: dict[str, Any], q: Query) -> bool:
+        same = [(q.step, row["step"]), (q.env, row["env"]), (q.status, row["status"]), (q.group, row["group_index"])]
+        low, high = (-9 if q.min_reward is None else q.min_reward), (9 if q.max_reward is None else q.max_reward)
+        return all(a in (None, b) for a, b in same) and low <= row["reward"] <= high and q.text.lower() in words(row)
+
+    for query in queries:
+        keys = {"tokens": lambda r: len(r["tokens"])}
+        key = keys.get(query.sort, lambda r, name=query.sort: r[name])
+        found = [n for n, row in enumerate(rows) if fits(row, query)]
+        wanted = sorted(found, key=lambda n: key(rows[n]) * (-1 if query.descending else 1))
+        assert index.select(query).tolist() == wanted, query
+    assert index.row(7) == rows[7]
+
+
+def test_the_index_grows_with_the_file_and_waits_for_whole_lines(tmp_path: Path) -> None:
+    path, rows = tmp_path / "samples.jsonl", sample_rows(random.Random(0), 1)
+    index = RolloutIndex(path)
+    assert not index.grow() and len(index) == 0
+    append_jsonl(path, rows[:5])
+    with path.open("ab") as file:
+        file.write(b'{"step": 2, "env"')
+    assert index.grow() and len(index) == 5
+    assert not index.grow()
+    with path.open("ab") as file:
+        file.write(b': "late"}\nnot json\n{"step": "wrong"}\n')
+    append_jsonl(path, rows[5:6])
+    assert index.grow() and len(index) == 7
+    assert index.row(5) == {"step": 2, "env": "late"} and index.row(6) == json.loads(msgspec.json.encode(rows[5]))
+    assert index.facts()["envs"] == ["alpha", "beta", "late"]
+    assert index.select(Query(sort="reward")).tolist()[-1] == 5, "what has no reward comes last"
+
+
+def test_reports_choose_whole_groups_from_all_over_the_run(run_dir: Path) -> None:
+    index = index_of(run_dir)
+    assert choose_rollouts(index, 10_000) == list(range(len(index)))
+    chosen = choose_rollouts(index, 50)
+    assert len(chosen) <= 50 and len(chosen) % 4 == 0
+    steps = {index.row(n)["step"] for n in chosen}
+    assert min(steps) == 1 and max(steps) == 12 and len(steps) >= 9
+    assert choose_rollouts(index, 3) == []
+
+
+def unpack(page: str) -> tuple[dict[str, Any], bytes]:
+    """The data of a report: JSON and columns."""
+    [data] = re.findall(r'<script type="application/octet-stream" id="data">([^<]*)</script>', page)
+    raw = gzip.decompress(base64.b64decode(data))
+    length = int.from_bytes(raw[:4], "little")
+    return json.loads(raw[4 : 4 + length]), raw[4 + length :]
+
+
+def test_a_report_holds_the_run_and_asks_nobody(run_dir: Path, tmp_path: Path) -> None:
+    held = write_report(open_run(run_dir), tmp_path / "deep" / "report.html")
+    page = (tmp_path / "deep" / "report.html").read_text(encoding="utf-8")
+    assert held == {"rollouts": 144, "total": 144, "with_tokens": 144, "bytes": len(page.encode())}
+    assert held["bytes"] < MAX_BYTES
+    assert "window.hacked" not in page and page.count("<script") == 2 and page.count("</script>") == 2
+    assert not re.findall(r"""(?:src|href)=["'](?!#)|https?://(?!www\.w3\.org/)|url\(|@import""", page)
+    data, columns = unpack(page)
+    assert data["run"]["state"] == "finished" and set(data["series"]["curves"]) == {"trainer", "orchestrator"}
+    assert data["rollouts"]["details"][0]["completion"] == HOSTILE
+    layout = {name: (kind, count) for name, kind, count in data["rollouts"]["layout"]}
+    assert set(layout) == {"tokens", "mask", "logprob", "advantage", "teacher", "trainer", "version"}
+    assert sum(detail["length"] for detail in data["rollouts"]["details"]) == layout["tokens"][1]
+    assert len(columns) == sum(-(-n * int(kind[1]) // 4) * 4 for kind, n in layout.values())
+    number = layout["tokens"][1]
+    tokens = np.frombuffer(columns[: 2 * number], dtype="<u2")
+    rows = list(load_jsonl(run_dir / "samples.jsonl"))
+    assert tokens.tolist() == [token for row in rows for token in row["tokens"]]
+    assert data["vocab"]["900"] == "<end>"
+
+
+def test_what_is_too_much_loses_tokens_before_texts_and_texts_before_rollouts(tmp_path: Path) -> None:
+    rng = random.Random(1)
+    run = write_page_run(tmp_path / "run", num_steps=3, groups=2, size=2)
+
+    def long_row(row: dict[str, Any]) -> dict[str, Any]:
+        tokens = [rng.randrange(60_000) for _ in range(2000)]
+        streams = {"tokens": tokens, "loss_mask": [1] * 2000, "logprobs": [-(t % 97) / 9 for t in tokens]}
+        return {**row, **streams, "teacher_logprobs": None, "trainer_logprobs": None}
+
+    rows = [long_row(row) for step in range(4, 14) for row in sample_rows(rng, step)]
+    append_jsonl(run / "samples.jsonl", rows)
+    held = write_report(open_run(run), tmp_path / "report.html", max_bytes=450_000)
+    assert held["bytes"] <= 450_000 and held["rollouts"] == held["total"] == 132
+    assert 20 <= held["with_tokens"] < 132
+    few = write_report(open_run(run), tmp_path / "report.html", max_bytes=170_000)
+    assert few["bytes"] <= 170_000 and few["with_tokens"] < held["with_tokens"]
+
+
+def test_streams_of_a_row() -> None:
+    engine, teacher = [0, -1.0, -2.0], [0, -0.5, -3.0]
+    row = {"tokens": [1, 2, 3], "loss_mask": [0, 1, 1], "logprobs": engine, "teacher_logprobs": teacher}
+    row |= {"advantage": 0.25, "versions": [[1, 4], [2, 5]]}
+    streams = rollout_detail(0, row)["streams"]
+    assert streams == {
+        "logprob": [0, -1, -2], "teacher": [0, 0.5, -1], "advantage": [0, 0.25, 0.25], "version": [4, 4, 5],
+    }  # fmt: skip
+    assert rollout_detail(0, {**row, "loss_mask": [1]})["streams"] == {}
+    assert rollout_detail(0, {**row, "teacher_logprobs": [1]})["streams"].keys() == {"logprob", "advantage", "version"}
+
+
+def test_vocabulary_knows_bytes_of_both_kinds(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    levels = {"model": {"vocab": {"\u0120hi": 1, "\u00c3": 2, "\u00a9": 3}}, "decoder": {"type": "ByteLevel"}}
+    path.write_text(json.dumps({**levels, "added_tokens": [{"id": 9, "content": "<end>"}]}))
+    vocabulary = Vocabulary(path)
+    assert [vocabulary.bytes_of(t) for t in (1, 9, 77)] == [b" hi", b"<end>", b""]
+    assert (vocabulary.bytes_of(2) + vocabulary.bytes_of(3)).decode() == "é"
+    path.write_text(
+        json.dumps({"model": {"vocab": [["\u2581hi", 0.0], ["<0x0A>", -1.0]]}, "decoder": {"type": "Sequence"}})
+    )
+    assert Vocabulary(path).table([0, 1]) == {"0": " hi", "1": "\n"}
+
+
+def test_our_tokenizer_reads_the_same_as_the_real_one(tmp_path: Path) -> None:
+    import tokenizers
+
+    path = Path(__file__).parents[2] / "src/prime_rl/assets/tiny-qwen3/tokenizer.json"
+    real, ours = tokenizers.Tokenizer.from_file(str(path)), Vocabulary(path)
+    text = "Naïve 東京 🙂\n\tend <|im_end|> ok"
+    ids = real.encode(text).ids
+    joined = b"".join(ours.bytes_of(token) for token in ids).decode()
+    assert joined == real.decode(ids, skip_special_tokens=False) == text
+
+
+def test_thin_curves_keep_their_spikes() -> None:
+    points = [(step, float(step % 7)) for step in range(10_000)]
+    points[4321] = (4321, 99.0)
+    kept = thin(points, 400)
+    assert len(kept) <= 402 and (4321, 99.0) in kept and kept[0] == points[0] and kept[-1] == points[-1]
+    assert kept == sorted(kept) and thin(points[:400], 400) == points[:400]
+
+
+def test_page_data_and_its_updates_add_up(tmp_path: Path) -> None:
+    run_dir = write_page_run(tmp_path / "run")
+    first = build_page_data(open_run(run_dir))
+    assert first["configs"]["trainer"][2] == ["model", "name", '"tiny"', "run.toml:3"]
+    assert [(e["env"], e["step"]) for e in first["evals"]] == [("alpha", 12)]
+    assert first["weights"][0]["dtypes"] == ["float32"]
+    append_jsonl(run_dir / "metrics.jsonl", [{"step": 13, "process": "trainer", "timestamp": 1.0, "loss/mean": 7.0}])
+    update = build_update(open_run(run_dir), first["offset"])
+    assert update["series"] == {"steps": [[13]], "curves": {"trainer": {"loss/mean": [0, [7.0]]}}}
+    assert build_update(open_run(run_dir), update["offset"])["series"]["curves"] == {}
+
+
+def test_config_rows_take_values_that_hold_signs() -> None:
+    text = 'a = "x # y = z"   # file.toml:1\n[b.c]  # here\nd = {e = 1, f = "g"}  # default\n"odd key" = 3\n'
+    assert config_rows(text) == [
+        ["", "a", '"x # y = z"', "file.toml:1"],
+        ["b.c", "d", '{e = 1, f = "g"}', "default"],
+        ["b.c", '"odd key"', "3", ""],
+    ]
+
+
+def test_explanations_name_who_waits_and_the_cure() -> None:
+    def lanes(wait: float, generate: float) -> dict[str, list[tuple[str, float, float, int]]]:
+        spans = [("wait_for_batch", 10.0 * s, 10.0 * s + wait, s) for s in range(1, 9)]
+        spans += [("forward_backward", 10.0 * s + wait, 10.0 * s + 10, s) for s in range(1, 9)]
+        return {"trainer": spans, "inference": [("generate", 10.0 * s, 10.0 * s + generate, s) for s in range(1, 9)]}
+
+    config = {"orchestrator": {"max_async_level": 1}, "trainer": {"micro_bs": 8, "model": {"seq_len": 100}}}
+    shares = waiting_shares(lanes(4, 9))
+    assert shares["trainer"]["wait_for_batch"] == pytest.approx(0.4)
+    assert shares["inference"]["generate"] == pytest.approx(0.9)
+    starved = findings_text(explain({}, lanes(4, 9), config))
+    assert "waits for batches 40%" in starved and "add engines" in starved
+    assert "raise max_async_level" in findings_text(explain({}, lanes(4, 5), config))
+    stalled = {
+        "orchestrator": {
+            "time/wait_for_ckpt": [(s, 5.0) for s in range(1, 9)],
+            "time/step": [(s, 10.0) for s in range(1, 9)],
+        }
+    }
+    assert "trainer is the bottleneck" in findings_text(explain(stalled, lanes(1, 4), config))
+    cut = {"orchestrator": {"is_truncated/mean": [(1, 0.5)], "batch/effective_batch_size": [(1, 0.2)]}}
+    text = findings_text(explain(cut, {}, config))
+    assert "max_tokens" in text and "online_difficulty_filtering" in text
+    batch = {"batch/samples": [(1, 40.0)], "batch/tokens": [(1, 1000.0)], "batch/micro_batches": [(1, 5.0)]}
+    assert "micro-batches are 25% full" in findings_text(explain({"trainer": batch}, {}, config))
+    assert findings_text([]) == "nothing to explain yet: no step is complete"
+
+
+def test_routes_answer_this_machine_only(run_dir: Path) -> None:
+    from starlette.testclient import TestClient
+
+    live = LiveRun(open_run(run_dir))
+    live.index.grow()
+    client = TestClient(build_app(live), base_url="http://127.0.0.1:8050")  # without its life cycle: nothing is watched
+    page = client.get("/")
+    assert page.status_code == 200 and page.headers["x-content-type-options"] == "nosniff"
+    assert client.get("/api/run").json()["facts"]["count"] == 144
+    found = client.get(
+        "/api/rollouts", params={"text": "question 3 2", "limit": 2, "sort": "reward", "descending": "false"}
+    ).json()
+    assert found["total"] == 4 and len(found["rows"]) == 2 and found["rows"][0]["reward"] <= found["rows"][1]["reward"]
+    detail = client.get(f"/api/rollouts/{found['rows'][0]['id']}").json()
+    assert detail["detail"]["group"] == 302 and detail["vocab"]["900"] == "<end>"
+    assert len(client.get("/api/groups/3/302").json()) == 4
+    for wrong in (
+        "/api/rollouts?sort=colour",
+        "/api/rollouts?step=x",
+        "/api/rollouts?nonsense=1",
+        "/api/rollouts/999999",
+    ):
+        assert client.get(wrong).status_code == 400
+    assert client.post("/api/run").status_code == 405
+    assert client.get("/api/run", headers={"host": "rebound.example"}).status_code == 403
+    assert read_query({"min": "0.5"}) == Query(min_reward=0.5)
