@@ -35,6 +35,8 @@ ARGS: dict[str, dict[str, Any]] = {
     "gsm8k": {"num_train_examples": NUM},
     "hendrycks-math": {"num_train_examples": NUM},
     "nanochatAquaRat": {"num_train_examples": NUM, "difficulty": 3},
+    "facts": {"num_train_examples": NUM},
+    "modes": {"num_train_examples": NUM},
 }
 BEST = {**dict.fromkeys(ARGS, 1.0), "wordle": 2.2, "nanochatAquaRat": 1.1}
 
@@ -95,6 +97,8 @@ def oracle(name: str) -> Callable[[Message], Reply]:
         "sokoban-env": lambda row: lambda _: f"I push.\n<answer>{', '.join(row['answer'])}</answer>",
         "gsm8k": lambda row: lambda _: f"So it is \\boxed{{\\${row['answer']}.00}}.",
         "nanochatAquaRat": lambda row: lambda _: f"1 + 1 = 2, so A is wrong.\nAnswer: {row['answer']}",
+        "facts": lambda row: lambda _: row["answer"],
+        "modes": lambda row: lambda _: row["answer"],
         "hendrycks-math": lambda row: lambda _: f"<think>\\boxed{{0}}?</think> It is \\boxed{{ {row['answer']} }}",
     }
     return players[name]
@@ -220,6 +224,46 @@ def test_meanings_of_answers_and_a_checker_that_is_killed(environments: Any) -> 
 
     verdicts = anyio.run(main)
     assert verdicts == ["right"] * len(same) + ["wrong"] * len(other) + ["timed out", "right"]
+
+
+# facts and modes ----------------------------------------------------------------------------------------------------
+
+
+def test_what_a_prompt_shows_is_what_the_answer_goes_by() -> None:
+    for row in load_environment("facts", {"facts": None, "num_train_examples": 50}).rows():
+        table, asked = row["prompt"][-1]["content"].split("\n")
+        assert row["answer"] == "".join(dict(table.split())[key] for key in asked)  # type: ignore[arg-type]
+    rewritten = {"copy": "bac", "reverse": "cab", "sort": "abc", "next": "cbd"}
+    rows = load_environment(
+        "modes", {"mode": None, "length": 3, "num_train_examples": 50, "num_eval_examples": 9}
+    ).rows()
+    assert {row["prompt"][-1]["content"].split("\n")[0] for row in rows} == set(rewritten)
+    assert {way: rewrite("bac") for way, rewrite in sys.modules["modes"].MODES.items()} == rewritten
+    for row in rows:
+        way, letters = row["prompt"][-1]["content"].split("\n")
+        assert row["answer"] == sys.modules["modes"].MODES[way](letters)
+    for name, args in (("facts", {"facts": "a3 a4"}), ("facts", {"num_asked": 0}), ("modes", {"mode": "turn"})):
+        with pytest.raises(ValueError, match=r"must be|is not one of"):
+            load_environment(name, args)
+
+
+@pytest.mark.parametrize("name", ["facts", "modes"])
+def test_warm_ups_hold_no_prompt_of_an_evaluation(environments: Any, name: str) -> None:
+    hidden = {"facts": {"facts": None}, "modes": {"mode": None}}[name]
+    held_out = {
+        row["prompt"][-1]["content"]
+        for env in (environments(name), load_environment(name, hidden))
+        for row in env.rows("eval")
+    }
+    rows = sys.modules[name].build_sft_examples(3000)
+    assert len(held_out) > 100 and not held_out & {row["prompt"] for row in rows}
+    shown = [row for row in rows if "\n" in row["prompt"]]
+    assert 0.75 < len(shown) / len(rows) < 0.85
+    plain = [row for row in rows if "\n" not in row["prompt"]]
+    right = {row["prompt"][-1]["content"]: row["answer"] for row in environments(name).rows()}
+    asked = [row for row in plain if row["prompt"] in right]
+    # without a context they know next to nothing of what the environment asks for
+    assert mean(row["completion"] == right[row["prompt"]] for row in asked) < {"facts": 0.02, "modes": 0.25}[name]
 
 
 # alphabet-sort ------------------------------------------------------------------------------------------------------
