@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rollouts.training.agent_integration import Rollout, Turn
+from rollouts.training.environments.completion import ChatCompletion, plain_completion
 from rollouts.training.environments.finding import VERIFIERS_RANGE, check_verifiers
 from rollouts.training.environments.protocol import Row, add_usage, open_conversation, run_attempts, within
 from rollouts.training.types import Status
@@ -57,10 +58,16 @@ class VerifiersEnvironment:
         ]
 
     async def _score(self, states: list[Any]) -> Exception | None:
-        """Score the rollouts that did not fail; an error of the rubric fails them all."""
+        """Score the rollouts that did not fail; an error of the rubric fails them all.
+
+        Rewards see completions that answer as text too, also those added to the rubric after it was made.
+        """
         if not states:
             return None
         score = self.env.rubric.score_group
+        for state in states:
+            if isinstance(state["completion"], list):
+                state["completion"] = ChatCompletion(state["completion"])
         outcome = await within(self.timeout_s, "scoring", lambda: score(states, **self._score_args))
         return outcome if isinstance(outcome, Exception) else None
 
@@ -137,7 +144,7 @@ def _to_rollout(row: Row, result: Any, args: dict[str, Any], scoring_error: Exce
     if failure is not None:
         known.status, (known.error_type, known.error) = Status.FAILED, failure
         return known
-    known.completion = result["completion"]
+    known.completion = plain_completion(result["completion"])
     known.stop_reason = result.get("stop_condition")
     if result["trajectory"][-1]["response"].choices[0].finish_reason == "length":
         known.stop_reason = "length"
