@@ -8,6 +8,7 @@ import importlib.util
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 from rollouts.training.environments.finding import NAME, find_environment
 
@@ -38,6 +39,11 @@ def ensure_installed(env_id: str, index_url: str) -> None:
     if requirements:
         _pip(env_id, *requirements)
         importlib.invalidate_caches()
+
+
+def install_folder(folder: Path) -> None:
+    """Install the package in `folder` in editable form, with what it needs; raises `ValueError` when that fails."""
+    _pip(folder.name, "--editable", str(folder))
 
 
 def _pip(env_id: str, *arguments: str) -> None:
