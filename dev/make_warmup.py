@@ -41,8 +41,37 @@ def build_alphabet_sort(room: Any, args: dict[str, Any], draw: random.Random) ->
     return rows
 
 
+def build_wordle(room: Any, args: dict[str, Any], draw: random.Random) -> list[Conversation]:
+    """Games of a player who reads the hints half of the time."""
+    kept = {name: args[name] for name in ("words", "system_prompt", "rules", "max_guesses", "held_out_words")}
+    return room.build_sft_examples(NUM_TINY_EXAMPLES, **kept, attention=0.5, seed=SEED)
+
+
+def build_wiki_search(room: Any, args: dict[str, Any], draw: random.Random) -> list[Conversation]:
+    """Calls that read the right section half of the time, another one of the same page else, and answer from it."""
+    kept = {name: args[name] for name in ("num_pages", "tools", "system_prompt")}
+    right = room.build_sft_examples(NUM_EXAMPLES, **kept)
+    by_page: dict[str, list[Conversation]] = {}
+    for row in right:
+        by_page.setdefault(_read_page(row), []).append(row)
+    rows = []
+    for _ in range(NUM_TINY_EXAMPLES):
+        asked = draw.choice(right)
+        told = draw.choice(by_page[_read_page(asked)]) if draw.random() < CARELESSNESS else asked
+        rows.append({**told, "messages": [*asked["messages"][:1], *told["messages"][1:]]})
+    return rows
+
+
+def _read_page(row: Conversation) -> str:
+    """The page of the section that a conversation reads last."""
+    calls = [call for message in row["messages"] for call in message.get("tool_calls") or []]
+    return str(json.loads(calls[-1]["function"]["arguments"])["section_id"].split(":")[0])
+
+
 TINY: dict[str, Callable[[Any, dict[str, Any], random.Random], list[Conversation]]] = {
     "alphabet-sort": build_alphabet_sort,
+    "wordle": build_wordle,
+    "wiki-search": build_wiki_search,
 }
 
 

@@ -197,26 +197,42 @@ def build_sft_examples(
     rules: str = RULES,
     max_guesses: int = 6,
     held_out_words: bool = True,
+    attention: float = 0.0,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """Games of a careless player, who never repeats a guess but reads no hint, as rows for supervised fine-tuning."""
+    """Games of a careless player as rows for supervised fine-tuning.
+
+    The player never repeats a guess, and reads the hints before this share of guesses: `attention`, 0 to 1.
+    """
     known = _read_words(words)
     draw = random.Random(f"sft-{seed}")
     first = rules.format(length=len(known[0]), max_guesses=max_guesses, example=known[0])
     rows = []
     for answer in build_secrets(num_examples, known, split="train" if held_out_words else None, seed=seed):
         messages = _prompt(system_prompt, first)
-        for turn, guess in enumerate(draw.sample(known, min(max_guesses, len(known)))):
+        guesses: list[str] = []
+        while True:
+            guess = _guess(draw, known, guesses, answer, reads_hints=draw.random() < attention)
+            guesses.append(guess)
             messages.append({"role": "assistant", "content": f"<guess>[{guess}]</guess>"})
-            left = max_guesses - turn - 1
+            left = min(max_guesses, len(known)) - len(guesses)
             if guess == answer or not left:
                 break
             content = f"{render_hint(guess, answer)}\n\nYou have {left} guess{'' if left == 1 else 'es'} left."
             messages.append({"role": "user", "content": content})
-        if messages[-1]["role"] == "user":
-            messages.pop()
         rows.append({"messages": messages})
     return rows
+
+
+def _guess(draw: random.Random, known: list[str], guesses: list[str], answer: str, *, reads_hints: bool) -> str:
+    """A new word; one that all hints so far allow, for a player who reads them."""
+    hints = [(guess, compute_hint(guess, answer)) for guess in guesses] if reads_hints else []
+    allowed = [
+        word
+        for word in known
+        if word not in guesses and all(compute_hint(guess, word) == hint for guess, hint in hints)
+    ]
+    return draw.choice(allowed)
 
 
 def _split_of(word: str) -> str:

@@ -20,6 +20,7 @@ from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
 from running_server import DEADLINE_S, RunningServer, wait_until
 
 from prime_rl.inference.config import InferenceConfig
+from prime_rl.inference.embedded.loading import build_engine
 from prime_rl.inference.engine import GenerationRequest, Output, Progress, SamplingParams, resolve_allowed
 from prime_rl.inference.requests import ApiError, parse_wish
 from prime_rl.inference.responses import ChoiceStream, Writer
@@ -379,6 +380,22 @@ def test_a_failed_engine_answers_503(tmp_path: Path) -> None:
         assert server.post("/v1/completions", {"prompt": "a"}).status_code == 503
     finally:
         server.stop()
+
+
+def test_the_cache_is_what_the_config_says() -> None:
+    shared = {}
+    for share_prefixes in (True, False):
+        cache = {"max_tokens": 4096, "max_kept_tokens": 512, "share_prefixes": share_prefixes}
+        model = {"name": "tiny-qwen3", "debug": {"random_init": True, "num_layers": 1}, "max_model_len": 128}
+        config = InferenceConfig.model_validate({"model": model, "cache": cache})
+        engine = build_engine(config, resolve_model_dir("tiny-qwen3"), lambda ids: "")
+        assert engine.stats().cache_size == 4096 + 512
+        for _ in range(2):
+            engine.add(GenerationRequest([5, 6, 7] * 20, SamplingParams(max_tokens=1)))
+            while engine.has_work():
+                engine.step()
+        shared[share_prefixes] = engine.stats().shared_prompt_tokens
+    assert shared[True] > shared[False] == 0
 
 
 def test_wrong_configs_are_one_sentence() -> None:

@@ -243,6 +243,8 @@ def test_which_engine_serves(monkeypatch: pytest.MonkeyPatch) -> None:
         chosen(True, [], vllm={"enforce_eager": True})
     with pytest.raises(ValueError, match="exact = true"):
         InferenceConfig.model_validate({"backend": "vllm", "exact": True})
+    with pytest.raises(ValueError, match=r"cache.max_tokens = 4096 is for the embedded engine"):
+        InferenceConfig.model_validate({"backend": "vllm", "cache": {"max_tokens": 4096}})
 
 
 def test_the_engine_is_asked_before_a_request_is_answered(server: RunningServer) -> None:

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from prime_rl.utils.config import DebugModelConfig, LogConfig, SamplingConfig
 from prime_rl.utils.pydantic_config import BaseConfig
 
-__all__ = ["InferenceConfig", "ModelConfig", "ParallelConfig", "SamplingConfig", "ServerConfig"]
+__all__ = ["CacheConfig", "InferenceConfig", "ModelConfig", "ParallelConfig", "SamplingConfig", "ServerConfig"]
 
 
 class ServerConfig(BaseConfig):
@@ -72,6 +72,20 @@ class ParallelConfig(BaseConfig):
     """Copies of the model."""
 
 
+class CacheConfig(BaseConfig):
+    """Keys and values that the embedded engine keeps."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens of running requests, at least one of max_model_len; beyond it the youngest request waits and is
+    computed anew. Unset: a share of the memory that is free."""
+
+    max_kept_tokens: int | None = Field(default=None, ge=0)
+    """Most tokens of ended requests that are kept for those that begin alike; unset: a quarter of max_tokens."""
+
+    share_prefixes: bool = True
+    """Compute what requests have in common at their beginning once."""
+
+
 class InferenceConfig(BaseConfig):
     """One inference server."""
 
@@ -110,6 +124,8 @@ class InferenceConfig(BaseConfig):
 
     max_prefill_tokens: int = Field(default=2048, ge=16)
     """Most prompt tokens of one forward pass; longer prompts are computed in chunks."""
+
+    cache: CacheConfig = CacheConfig()
 
     seed: int = Field(default=0, ge=0)
     """Seed of requests that bring none."""
@@ -150,4 +166,9 @@ def refuse_beyond_vllm(config: InferenceConfig) -> None:
     if config.model.device != "auto":
         raise ValueError(
             f"model.device = {config.model.device!r}: vLLM takes the devices of CUDA_VISIBLE_DEVICES; leave it out"
+        )
+    for name, value in config.cache.model_dump(exclude_defaults=True).items():
+        raise ValueError(
+            f"cache.{name} = {value!r} is for the embedded engine: leave it out; vLLM's own options are "
+            "--vllm.kv-cache-memory-bytes, --vllm.gpu-memory-utilization and --vllm.enable-prefix-caching"
         )

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Literal
 
-from prime_rl.inference.config import InferenceConfig, refuse_beyond_embedded
+from prime_rl.inference.config import CacheConfig, InferenceConfig, refuse_beyond_embedded
 from prime_rl.utils.process import find_gpus
 from prime_rl.utils.pydantic_config import run_command
 
@@ -75,8 +75,8 @@ def choose_backend(config: InferenceConfig) -> Literal["embedded", "vllm"]:
     """Which engine serves; `ValueError` for what it cannot do."""
     chosen = config.backend
     if chosen == "auto":
-        fits = is_installed("vllm") and bool(find_gpus())
-        chosen = "vllm" if fits and not config.exact and config.model.device == "auto" else "embedded"
+        asks_for_ours = config.exact or config.model.device != "auto" or config.cache != CacheConfig()
+        chosen = "vllm" if is_installed("vllm") and find_gpus() and not asks_for_ours else "embedded"
     if chosen == "embedded":
         refuse_beyond_embedded(config)
         return "embedded"

@@ -82,6 +82,9 @@ def build_engine(config: InferenceConfig, model_dir: Path, decode: Decode) -> Em
         max_model_len=wanted,
         max_running=config.max_batch_size,
         max_prefill_tokens=config.max_prefill_tokens,
+        max_cache_tokens=config.cache.max_tokens,
+        max_kept_tokens=config.cache.max_kept_tokens,
+        share_prefixes=config.cache.share_prefixes,
         exact=exact,
         layers_kept=debug.num_layers,
     )
