@@ -197,3 +197,8 @@ def _deepest_tag(root: Path) -> str | None:
     if deep:
         return max(deep, key=lambda tag: int(tag[1:]))
     return max(tags, key=lambda tag: (root / tag).stat().st_mtime, default=None)
+
+
+def prime_rl_dir(model_tag: str) -> Path:
+    """Where the `step_N` of a model that RL trains lie."""
+    return get_base_dir() / SOURCES["prime_rl"] / model_tag

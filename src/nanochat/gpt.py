@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from rollouts.training.rl_losses.logprobs import cap_logits
+
 LOGIT_CAP = 15.0
 ROPE_BASE = 10000.0
 HEAD_DIM = 128
@@ -219,9 +221,7 @@ class GPT(nn.Module):
 
     def logits(self, x: Float[Tensor, "*tokens width"]) -> Float[Tensor, "*tokens vocab"]:
         """15 tanh(W x / 15), in float32 at least."""
-        logits = self.lm_head(x)
-        wide = logits if logits.dtype == torch.float64 else logits.float()
-        return LOGIT_CAP * torch.tanh(wide / LOGIT_CAP)
+        return cap_logits(self.lm_head(x), LOGIT_CAP)
 
     def rope(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Tables of cos and sin, [10 * sequence_len, 1, head_dim / 2] in float32, rounded as the published ones."""

@@ -14,7 +14,7 @@ from nanochat.common import autocast
 from nanochat.gpt import GPT, causal_attention
 from rollouts.training.backends.ranks import Ranks
 from rollouts.training.backends.step import OptimizerStep, StepReport
-from rollouts.training.rl_losses import LossInputs, PolicyLoss, TokenStats
+from rollouts.training.rl_losses import LossInputs, LossOutput, PolicyLoss, TokenStats, nll_loss
 from rollouts.training.sampling import keep_top_k
 from rollouts.training.types import Sample
 
@@ -30,6 +30,17 @@ class Learned:
     grad_norms: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Likelihood:
+    """The loss of supervised fine-tuning: every token with loss is made more probable."""
+
+    mean_over = "token"
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """Sum and count of one micro-batch."""
+        return nll_loss(inputs)
+
+
 class Learner:
     """Trains `model`, whole on every rank, with `loss`; `top_k` is that of the sampler, whose distribution is trained.
 
@@ -41,7 +52,7 @@ class Learner:
         self,
         model: GPT,
         optimizer: torch.optim.Optimizer,
-        loss: PolicyLoss,
+        loss: PolicyLoss | Likelihood,
         *,
         ranks: Ranks,
         micro_batch_size: int,
@@ -100,11 +111,14 @@ class Learner:
             )
         )
         self.stepper.backward(out.loss_sum, count)
+        out.stats.merge(TokenStats.measure({"logprobs": logprobs}))
         return out.stats
 
 
-def _has_other_terms(loss: PolicyLoss) -> bool:
+def _has_other_terms(loss: PolicyLoss | Likelihood) -> bool:
     """Whether a sample without advantage still has a gradient."""
+    if isinstance(loss, Likelihood):
+        return True
     objective = loss.objective
     return bool(objective.kl_tau or objective.ref_kl_tau or objective.entropy_tau or objective.sampler_tau)
 

@@ -70,7 +70,11 @@ class Backend:
         # A product of fewer rows rounds differently (see attention.MIN_ROWS), so a few that are not needed go along.
         rows = chosen if len(chosen) >= MIN_TOKENS else torch.cat((chosen, chosen.new_zeros(MIN_TOKENS)))
         logprobs, entropy = compute_head_logprobs(
-            hidden[rows], self.model.lm_head.weight, batch.labels[rows], batch.temperature[rows]
+            hidden[rows],
+            self.model.lm_head.weight,
+            batch.labels[rows],
+            batch.temperature[rows],
+            cap=self.model.config.logit_cap,
         )
         n = len(chosen)
         student_table = None

@@ -91,7 +91,7 @@ class EmbeddedEngine:
         self._eos_ids = frozenset(eos_ids)
         self._decode_text = decode
         self._layers_kept = layers_kept
-        weight = model.model.embed_tokens.weight
+        weight = model.embedding()
         self._device = weight.device
         self._runner = Runner(model, exact)
         smallest = (num_columns(self.max_model_len + 1) + self._runner.min_rows) * BLOCK  # of one sequence
@@ -445,7 +445,7 @@ def _top_lists(sampled: Sampled) -> list[TopLogprobs]:
 
 def _affordable_tokens(model: CausalLM, max_running: int) -> int:
     """How many tokens' keys and values a fraction of the machine's memory holds; never more than could be needed."""
-    config, weight = model.config, model.model.embed_tokens.weight
+    config, weight = model.config, model.embedding()
     size = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * weight.element_size()
     if weight.device.type == "cuda":
         memory = torch.cuda.mem_get_info(weight.device)[0] * 3

@@ -116,7 +116,7 @@ class AdapterTable:
 
     def _build(self, name: str, adapter: Adapter) -> dict[str, Change]:
         """The changes of an adapter on this model's device and in its number format, by module."""
-        weight = self.model.model.embed_tokens.weight
+        weight = self.model.embedding()
         modules = dict(self.model.named_modules())
         held = {key: tensor.to(weight.device, weight.dtype) for key, tensor in adapter.tensors.items()}
         changes: dict[str, Change] = {}

@@ -21,7 +21,7 @@ from prime_rl.trainer.models.attention import Attend
 from prime_rl.trainer.models.linear import Linear
 from prime_rl.trainer.models.moe import SparseMLP, split_experts
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "nanochat")
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,8 @@ class DecoderConfig:
     norm_topk_prob: bool = False
     dense_layers: frozenset[int] = frozenset()
     """Layers of a mixture of experts that have a plain feed-forward network."""
+    logit_cap: float | None = None
+    """Logits are c tanh(logits / c)."""
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> DecoderConfig:
@@ -61,8 +63,9 @@ class DecoderConfig:
             raise ValueError(
                 f"model_type {kind!r} has no implementation of our own, only {', '.join(MODEL_TYPES)} have"
             )
-        if config.get("hidden_act", "silu") != "silu":
-            raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported, only 'silu'")
+        activation = "relu2" if kind == "nanochat" else "silu"
+        if config.get("hidden_act", activation) != activation:
+            raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported, only {activation!r}")
         if config.get("use_sliding_window"):
             raise ValueError("use_sliding_window is not supported")
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -90,6 +93,7 @@ class DecoderConfig:
             mlp_bias=bool(config.get("mlp_bias", False)),
             qk_norm=kind in ("qwen3", "qwen3_moe"),
             initializer_range=config.get("initializer_range", 0.02),
+            logit_cap=config.get("final_logit_softcapping"),
             **(_read_experts(config) if kind == "qwen3_moe" else {}),
         )
 
@@ -276,6 +280,10 @@ class CausalLM(nn.Module):
 
     def logits(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens vocab"]:
         return self.lm_head(hidden)
+
+    def embedding(self) -> Tensor:
+        """The table of token vectors, which tells device and number format of the model."""
+        return self.model.embed_tokens.weight
 
 
 def tensor_names(model: CausalLM) -> dict[str, Tensor]:

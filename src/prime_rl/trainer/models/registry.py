@@ -15,11 +15,14 @@ from torch import Tensor, nn
 from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig, init_weights, tensor_names
 from prime_rl.trainer.models.lora import ADAPTER_CONFIG_FILE, load_adapter, merge_adapter
 from prime_rl.trainer.models.moe import split_experts
+from prime_rl.trainer.models.nanochat import NanochatLM
 from prime_rl.utils.tokenizer import resolve_model_dir
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
+MODEL_CLASSES: dict[str, type[CausalLM]] = {"nanochat": NanochatLM}
+"""Families with an architecture of their own; all others are `CausalLM`."""
 _LISTED = 4  # names shown before an error says "and N more"
 
 
@@ -72,7 +75,7 @@ def _build_empty(config: DecoderConfig, dtype: torch.dtype, device: torch.device
     `Module.to_empty` would do, but it imports torch's compiler (a second of start-up) and unties the head.
     """
     with torch.device("meta"):
-        model = CausalLM(config)
+        model = MODEL_CLASSES.get(config.model_type, CausalLM)(config)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device)))

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-NOT_MATRICES = ("embed_tokens", "lm_head")
+NOT_MATRICES = ("embed_tokens", "wte", "lm_head")
 """Matrices by shape only: a row is a token's own vector, which steps by itself."""
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -37,13 +37,15 @@ def compute_head_logprobs(
     labels: Int[Tensor, " tokens"],
     temperature: Float[Tensor, " tokens"],
     logits_per_chunk: int = LOGITS_PER_CHUNK,
+    cap: float | None = None,
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
     """`compute_logprobs` of `hidden @ weight.T`, both results with gradients, for as many tokens as you like.
 
+    With `cap` logits are cap tanh(logits / cap) first.
     Neither forward nor backward holds more than about `logits_per_chunk` logits at a time: with several chunks the
     backward computes the logits again. The bits do not depend on the number of chunks.
     """
-    return _HeadLogprobs.apply(hidden, weight, labels, temperature, logits_per_chunk)  # type: ignore[no-untyped-call]
+    return _HeadLogprobs.apply(hidden, weight, labels, temperature, logits_per_chunk, cap)  # type: ignore[no-untyped-call]
 
 
 def compute_head_table(
@@ -101,8 +103,13 @@ def _wide(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def _log_softmax(logits: Tensor, temperature: Tensor) -> Tensor:
-    return torch.log_softmax(_wide(logits) / temperature[:, None], dim=-1)
+def cap_logits(logits: Tensor, cap: float | None) -> Tensor:
+    """cap tanh(logits / cap), in fp32 at least; None: as they are."""
+    return logits if cap is None else cap * torch.tanh(_wide(logits) / cap)
+
+
+def _log_softmax(logits: Tensor, temperature: Tensor, cap: float | None = None) -> Tensor:
+    return torch.log_softmax(_wide(cap_logits(logits, cap)) / temperature[:, None], dim=-1)
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -111,24 +118,33 @@ class _HeadLogprobs(torch.autograd.Function):
     With z = h W^T / T, p = softmax(z), l = log p and H the entropy, for the label y:
 
         d l_y / d z = onehot(y) - p         d H / d z = -p (l + H)
+
+    A cap c of the logits u multiplies both by d (c tanh(u / c)) / d u = 1 - tanh(u / c)^2.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: Tensor, logits_per_chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        temperature: Tensor,
+        logits_per_chunk: int,
+        cap: float | None,
     ) -> tuple[Tensor, Tensor]:
         num_tokens, vocab = len(labels), weight.shape[0]
         ctx.num_chunks = max(1, min(-(-num_tokens * vocab // logits_per_chunk), num_tokens // MIN_CHUNK))
         ctx.set_materialize_grads(False)
+        ctx.cap = cap
         logprobs, entropies = [], []
         table = None
         for h, y, t in _chunks(ctx.num_chunks, hidden, labels, temperature):
-            table = _log_softmax(torch.nn.functional.linear(h, weight), t)
+            table = _log_softmax(torch.nn.functional.linear(h, weight), t, cap)
             logprobs.append(table.gather(-1, y[:, None]).squeeze(-1))
             entropies.append(-(table.exp() * table).sum(-1))
         entropy = torch.cat(entropies)
         # A single chunk is small enough to keep, which saves computing it again.
-        kept = table if ctx.num_chunks == 1 else None
+        kept = table if ctx.num_chunks == 1 and cap is None else None
         ctx.save_for_backward(hidden, weight, labels, temperature, entropy, kept)
         return torch.cat(logprobs), entropy
 
@@ -137,7 +153,7 @@ class _HeadLogprobs(torch.autograd.Function):
         hidden, weight, labels, temperature, entropy, kept = ctx.saved_tensors
         of_logprob, of_entropy = grads
         if of_logprob is None and of_entropy is None:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         zeros = torch.zeros_like(entropy)
         of_logprob = zeros if of_logprob is None else of_logprob
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
@@ -154,12 +170,16 @@ class _HeadLogprobs(torch.autograd.Function):
             entropy,
             zeros if of_entropy is None else of_entropy,
         ):
-            table = kept if kept is not None else _log_softmax(torch.nn.functional.linear(h, weight), t)
+            logits = torch.nn.functional.linear(h, weight) if kept is None else None
+            table = kept if logits is None else _log_softmax(logits, t, ctx.cap)
             p = table.exp()
             scale = -g[:, None] if of_entropy is None else -g[:, None] - entropy_grad[:, None] * (table + e[:, None])
             of_logits = p.mul_(scale)
             of_logits.scatter_add_(-1, y[:, None], g[:, None])
-            of_logits = of_logits.div_(t[:, None]).to(hidden.dtype)
+            of_logits = of_logits.div_(t[:, None])
+            if ctx.cap is not None and logits is not None:
+                of_logits *= 1 - torch.tanh(_wide(logits) / ctx.cap).square()
+            of_logits = of_logits.to(hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(of_logits, weight.to(hidden.dtype), out=grad_hidden[done : done + len(y)])
             if grad_weight is not None:
@@ -168,7 +188,7 @@ class _HeadLogprobs(torch.autograd.Function):
                 else:
                     grad_weight += of_logits.T @ h
             done += len(y)
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
 
 
 def _chunks(num: int, *streams: Tensor) -> Any:

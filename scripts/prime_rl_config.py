@@ -1,0 +1,415 @@
+"""What `scripts.prime_rl_train` can be told: documented arguments and sections of TOML files, and what they mean."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from prime_rl.utils.pydantic_config import BaseConfig, ConfigError, parse_argv
+from rollouts.training.objectives import PRESETS, AdvantageChoice, Objective
+
+PROG = "prime_rl_train"
+ENV_FILE = ".env"
+
+
+class EnvSection(BaseConfig):
+    """The environment."""
+
+    id: str | None = None
+    """Environment id, such as harleycooper/nanochatAquaRat; a folder below `environments` or an installed module."""
+    args: dict[str, Any] = {}
+    """Arguments of its load_environment."""
+
+
+class TrainerArgs(BaseConfig):
+    """Trainer arguments under the names of the TOML files; each sets one of the documented arguments."""
+
+    learning_rate: float | None = None
+    """Learning rate of the matrices; embedding 10 times and head 0.2 times as much."""
+    rollouts_per_example: int | None = None
+    """num_samples."""
+    max_steps: int | None = None
+    """max_steps."""
+    per_device_train_batch_size: int | None = None
+    """device_batch_size."""
+    gradient_accumulation_steps: int = 1
+    """With per_device_train_batch_size: sequences of a rank per step, rounded up to whole groups."""
+    eval_steps: int | None = None
+    """eval_every."""
+    save_steps: int | None = None
+    """save_every."""
+    logging_steps: int | None = None
+    """log_every."""
+    temperature: float | None = None
+    """temperature."""
+    top_k: int | None = None
+    """top_k."""
+    max_new_tokens: int | None = None
+    """max_new_tokens."""
+    weight_decay: float | None = None
+    """weight_decay."""
+    warmup_steps: int | None = None
+    """warmup_steps."""
+    max_grad_norm: float | None = None
+    """max_grad_norm."""
+    report_to: list[Literal["wandb", "none"]] | None = None
+    """wandb, or none for local files only."""
+    run_name: str | None = None
+    """run."""
+
+
+class TrainerSection(BaseConfig):
+    """The trainer."""
+
+    args: TrainerArgs = TrainerArgs()
+    """Its arguments."""
+
+
+class WandbSection(BaseConfig):
+    """Weights & Biases."""
+
+    spellings: ClassVar[Mapping[str, str]] = {"notes": "run_notes"}
+
+    project: str | None = None
+    """wandb_project."""
+    entity: str | None = None
+    """wandb_entity."""
+    name: str | None = None
+    """run."""
+    tags: list[str] = []
+    """Tags of the run."""
+    run_notes: str | None = None
+    """Notes of the run (`notes` in files)."""
+
+
+class DistributedSection(BaseConfig):
+    """Ranks."""
+
+    backend: Literal["nccl", "gloo"] | None = None
+    """Collectives: nccl on GPUs, gloo on CPUs, whatever is written here (a difference is said)."""
+    find_unused_parameters: bool = False
+    """Must stay false: every parameter of the model takes part in every step."""
+    gradient_as_bucket_view: bool = True
+    """Must stay true: gradients are summed over ranks in one message."""
+
+
+class PrimeRLTrainConfig(BaseConfig):
+    """Arguments of the command line, and the sections of the documented TOML files."""
+
+    spellings: ClassVar[Mapping[str, str]] = {"num_steps": "max_steps", "wandb_run": "run"}
+
+    run: str = "prime_rl_default"
+    """Name of the run; "dummy" keeps all metrics local."""
+    source: Literal["base", "mid", "sft", "rl", "prime_rl"] = "sft"
+    """Stage whose checkpoint to begin with."""
+    model_tag: str | None = None
+    """Which model, such as d20; unset: the deepest there is."""
+    step: int | None = None
+    """Which step of it; unset: the last."""
+    resume: bool = False
+    """Go on with the last prime_rl checkpoint of this model, exactly."""
+    device: str = "auto"
+    """auto, cpu or cuda."""
+    dtype: Literal["bfloat16", "float16", "float32"] | None = None
+    """Format of the computation; unset: bfloat16 on a GPU, float32 on a CPU."""
+    device_batch_size: int = Field(8, ge=1)
+    """Most sequences of one forward pass per rank."""
+    examples_per_step: int = Field(16, ge=1)
+    """Questions per step, over all ranks."""
+    num_samples: int = Field(16, ge=1)
+    """Rollouts per question."""
+    max_new_tokens: int = Field(256, ge=1)
+    """Most tokens of an answer."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature."""
+    top_k: int | None = Field(50, ge=0)
+    """Sample from the k most probable tokens; None or 0: from all."""
+    learning_rate: float | None = Field(None, gt=0)
+    """Sets matrix_lr, embedding_lr (10 times it), unembedding_lr (0.2 times it) and init_lr_frac 1."""
+    unembedding_lr: float = 0.004
+    """Learning rate of the head, for a width of 768."""
+    embedding_lr: float = 0.2
+    """Learning rate of the embedding, for a width of 768."""
+    matrix_lr: float = 0.02
+    """Learning rate of the matrices (Muon)."""
+    weight_decay: float = 0.0
+    """Weight decay of head and embedding."""
+    init_lr_frac: float = Field(0.05, gt=0)
+    """All learning rates begin at this fraction and fall linearly to 0."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps in which they rise to it."""
+    max_grad_norm: float | None = Field(None, gt=0)
+    """Bound of the gradient's norm, of all ranks together."""
+    num_epochs: int = Field(1, ge=1)
+    """Times the training questions are gone through."""
+    max_steps: int | None = Field(None, ge=1)
+    """Steps in all, whatever the epochs come to."""
+    num_train_examples: int = 2000
+    """Training questions; -1: all."""
+    num_eval_examples: int = 254
+    """Held-out questions; -1: all."""
+    eval_examples: int = Field(400, ge=1)
+    """Most of them that one evaluation takes."""
+    eval_samples: int = Field(8, ge=1)
+    """Samples per question of an evaluation, for pass@k."""
+    save_every: int = Field(60, ge=1)
+    """Steps between checkpoints; the last step is always saved."""
+    eval_every: int = Field(60, ge=1)
+    """Steps between evaluations; there is one at the start and one at the end."""
+    log_every: int = Field(1, ge=1)
+    """Steps between printed lines."""
+    viz_every: int | None = Field(None, ge=1)
+    """Steps between figures; unset: with each evaluation."""
+    use_verifiers_env: bool = True
+    """Must stay true: rollouts always go through the environment and its rubric."""
+    env_id: str = "harleycooper/nanochatAquaRat"
+    """The environment."""
+    wandb_project: str = "nanochat-prime-rl"
+    """Project at Weights & Biases."""
+    wandb_entity: str | None = None
+    """User or team at Weights & Biases."""
+    seed: int = 42
+    """Of questions, samples and everything else."""
+    async_level: int = Field(0, ge=0)
+    """How many steps rollouts may lag behind; 0: generation and training take turns, and runs are reproducible."""
+    objective: str | None = None
+    """Preset of the loss (reinforce, grpo, aipo, ...); unset: policy gradient, with an importance ratio if async."""
+    baseline: Literal["mean", "leave_one_out", "length_weighted", "none"] | None = None
+    """What an advantage compares with; unset: the objective's, or the mean of the group."""
+    advantage_std: bool | None = None
+    """Divide advantages by the group's deviation; unset: the objective's, or no."""
+    clip: float | None = Field(None, gt=0)
+    """Bounds of the importance ratio, 1 - clip and 1 + clip, for objectives that clip."""
+    ref_kl_tau: float = Field(0.0, ge=0)
+    """Weight of the KL to the model that the run began with."""
+    env: EnvSection = EnvSection()
+    """The environment, in TOML files."""
+    trainer: TrainerSection = TrainerSection()
+    """The trainer, in TOML files."""
+    wandb: WandbSection = WandbSection()
+    """Weights & Biases, in TOML files."""
+    distributed: DistributedSection = DistributedSection()
+    """Ranks, in TOML files."""
+    model: str | None = None
+    """nanochat-SOURCE, nanochat-SOURCE:TAG or nanochat-SOURCE:TAG@STEP, in TOML files."""
+
+
+# Documented argument -> its keys in TOML files, the first given wins.
+TOML_KEYS = {
+    "run": ("trainer.args.run_name", "wandb.name"),
+    "learning_rate": ("trainer.args.learning_rate",),
+    "num_samples": ("trainer.args.rollouts_per_example",),
+    "max_steps": ("trainer.args.max_steps",),
+    "device_batch_size": ("trainer.args.per_device_train_batch_size",),
+    "eval_every": ("trainer.args.eval_steps",),
+    "save_every": ("trainer.args.save_steps",),
+    "log_every": ("trainer.args.logging_steps",),
+    "temperature": ("trainer.args.temperature",),
+    "top_k": ("trainer.args.top_k",),
+    "max_new_tokens": ("trainer.args.max_new_tokens",),
+    "weight_decay": ("trainer.args.weight_decay",),
+    "warmup_steps": ("trainer.args.warmup_steps",),
+    "max_grad_norm": ("trainer.args.max_grad_norm",),
+    "num_train_examples": ("env.args.num_train_examples",),
+    "num_eval_examples": ("env.args.num_eval_examples",),
+    "seed": ("env.args.seed",),
+    "env_id": ("env.id",),
+    "wandb_project": ("wandb.project",),
+    "wandb_entity": ("wandb.entity",),
+}
+# Documented argument -> environment variable, also looked for in `.env`.
+VARIABLES = {"wandb_project": "WANDB_PROJECT", "wandb_entity": "WANDB_ENTITY", "env_id": "PRIME_INTELLECT_ENV_ID"}
+OWN_ENVIRONMENT = "nanochatAquaRat"
+RATIOS = {"matrix_lr": 1.0, "embedding_lr": 10.0, "unembedding_lr": 0.2}
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The configuration with every value in its documented argument, and where each came from."""
+
+    config: PrimeRLTrainConfig
+    sources: dict[str, str]
+    notes: list[str]
+
+    @property
+    def env_args(self) -> dict[str, Any]:
+        """Arguments for the environment; numbers of questions and seed, where it is ours or they were given."""
+        config = self.config
+        known = {name: getattr(config, name) for name in ("num_train_examples", "num_eval_examples", "seed")}
+        is_ours = config.env_id.rpartition("/")[2].partition("@")[0] == OWN_ENVIRONMENT
+        return {**config.env.args, **{k: v for k, v in known.items() if is_ours or k in self.sources}}
+
+    @property
+    def objective(self) -> Objective:
+        """The loss as a row of choices."""
+        return build_objective(self.config)
+
+    def describe(self) -> str:
+        """A line per value that somebody set, and what follows from them."""
+        config = self.config
+        lines = [
+            f"  {name} = {getattr(config, name)!r}  ({self.sources[name]})"
+            for name in PrimeRLTrainConfig.model_fields
+            if name in self.sources
+        ]
+        size = config.examples_per_step * config.num_samples
+        return "\n".join(
+            [*lines, f"  {config.examples_per_step} questions x {config.num_samples} = {size} sequences per step"]
+        )
+
+
+def parse_arguments(argv: Sequence[str], num_ranks: int, environ: Mapping[str, str] | None = None) -> Resolved:
+    """Read a command line. Precedence: command line > TOML > environment > `.env` > defaults; raises `ConfigError`."""
+    environ = os.environ if environ is None else environ
+    config, sources = parse_argv(PrimeRLTrainConfig, normalise_argv(argv), PROG, environ)
+    return resolve(config, sources, num_ranks, environ)
+
+
+def normalise_argv(argv: Sequence[str]) -> list[str]:
+    """One leading `--` is torchrun's and dropped; `--config F`, `--config=F`, `@F` and a bare `F.toml` become `@ F`."""
+    words = list(argv[1:] if argv[:1] == ["--"] else argv)
+    out: list[str] = []
+    while words:
+        word = words.pop(0)
+        if word == "--config" and words:
+            out += ["@", words.pop(0)]
+        elif word.startswith("--config="):
+            out += ["@", word.removeprefix("--config=")]
+        elif word.startswith("@") and len(word) > 1:
+            out += ["@", word[1:]]
+        elif word.endswith(".toml") and not word.startswith("-") and out[-1:] != ["@"]:
+            out += ["@", word]
+        else:
+            out.append(word)
+    return out
+
+
+def resolve(
+    config: PrimeRLTrainConfig, given: Mapping[str, str], num_ranks: int, environ: Mapping[str, str]
+) -> Resolved:
+    """Fill every documented argument from where it was given."""
+    values: dict[str, Any] = {}
+    sources = {name: given[name] for name in PrimeRLTrainConfig.model_fields if name in given}
+    notes = list(config.notes)
+
+    def fill(name: str, value: Any, source: str) -> None:
+        if name not in sources and value is not None:
+            values[name], sources[name] = value, source
+
+    for name, keys in TOML_KEYS.items():
+        for key in keys:
+            if (found := _find(config, key)) is not None and (source := _source_of(key, given)):
+                fill(name, found, source)
+    files = read_env_file(Path(ENV_FILE))
+    for name, variable in VARIABLES.items():
+        fill(name, environ.get(variable) or None, f"${variable}")
+        fill(name, files.get(variable) or None, f"{ENV_FILE} {variable}")
+    if config.model is not None:
+        for name, value in _read_model(config.model).items():
+            fill(name, value, _source_of("model", given) or "model")
+    merged = config.model_copy(update=values)
+    if merged.learning_rate is not None:
+        for name, ratio in RATIOS.items():
+            fill(name, merged.learning_rate * ratio, "learning_rate")
+        fill("init_lr_frac", 1.0, "learning_rate")
+    _fill_batch(merged, given, num_ranks, fill, notes)
+    merged = config.model_copy(update=values)
+    _check(merged, notes)
+    return Resolved(merged, sources, notes)
+
+
+def _fill_batch(
+    config: PrimeRLTrainConfig, given: Mapping[str, str], num_ranks: int, fill: Any, notes: list[str]
+) -> None:
+    """Sequences per rank, as TOML files say it, as whole groups over all ranks."""
+    args = config.trainer.args
+    source = _source_of("trainer.args.per_device_train_batch_size", given)
+    if args.per_device_train_batch_size is None or source is None:
+        return
+    sequences = args.per_device_train_batch_size * args.gradient_accumulation_steps * num_ranks
+    groups = math.ceil(sequences / config.num_samples)
+    if groups * config.num_samples != sequences:
+        notes.append(
+            f"{sequences} sequences per step are no whole number of groups of {config.num_samples}: taking {groups} "
+            f"groups, {groups * config.num_samples} sequences"
+        )
+    fill("examples_per_step", groups, source)
+
+
+def _check(config: PrimeRLTrainConfig, notes: list[str]) -> None:
+    if not config.use_verifiers_env:
+        raise ConfigError("use_verifiers_env is false, but rollouts always go through the environment: leave it out")
+    if config.distributed.find_unused_parameters or not config.distributed.gradient_as_bucket_view:
+        raise ConfigError(
+            "distributed: every parameter is used and gradients travel in one message here: set "
+            "find_unused_parameters = false and gradient_as_bucket_view = true, or leave both out"
+        )
+    build_objective(config)
+
+
+def build_objective(config: PrimeRLTrainConfig) -> Objective:
+    """The preset with the options over it. Unset: the policy gradient per token with the group's mean as baseline,
+    and where rollouts lag behind, times the importance ratio cut off at 8 (2505.24034).
+    """
+    name = config.objective or ("aipo" if config.async_level else "reinforce")
+    if name not in PRESETS or name == "custom":
+        known = ", ".join(sorted(set(PRESETS) - {"custom"}))
+        raise ConfigError(f"objective {name!r} is not one of {known}: correct --objective")
+    row = PRESETS[name]
+    advantage = row.advantage if config.objective else AdvantageChoice("mean")
+    if config.baseline is not None:
+        advantage = replace(advantage, baseline=config.baseline)
+    if config.advantage_std is not None:
+        advantage = replace(advantage, std="group" if config.advantage_std else "none")
+    if config.clip is not None:
+        if "clip_low" not in row.bounds:
+            raise ConfigError(
+                f"clip has no effect in objective {name!r}: choose --objective grpo, ppo or cispo, or leave it out"
+            )
+        row = replace(row, clip_low=config.clip, clip_high=config.clip)
+    if row.normaliser == "constant":
+        row = replace(row, max_tokens=config.max_new_tokens)
+    return replace(row, advantage=advantage, ref_kl_tau=config.ref_kl_tau)
+
+
+def read_env_file(path: Path) -> dict[str, str]:
+    """KEY=VALUE lines of a `.env`; quotes around a value are dropped, other lines are not read."""
+    if not path.is_file():
+        return {}
+    pairs = (line.partition("=") for line in path.read_text(encoding="utf-8").splitlines() if "=" in line)
+    return {
+        key.strip().removeprefix("export "): value.strip().strip("\"'")
+        for key, _, value in pairs
+        if not key.lstrip().startswith("#")
+    }
+
+
+def _read_model(name: str) -> dict[str, Any]:
+    """source, model_tag and step of nanochat-SOURCE:TAG@STEP."""
+    body, _, step = name.removeprefix("nanochat-").partition("@")
+    source, _, tag = body.partition(":")
+    sources = ("base", "mid", "sft", "rl", "prime_rl")
+    if not name.startswith("nanochat-") or source not in sources or (step and not step.isdigit()):
+        raise ConfigError(f"model {name!r} is not nanochat-SOURCE[:TAG[@STEP]] with a source of {', '.join(sources)}")
+    return {"source": source, "model_tag": tag or None, "step": int(step) if step else None}
+
+
+def _find(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = config.get(part) if isinstance(config, dict) else getattr(config, part, None)
+    return config
+
+
+def _source_of(key: str, given: Mapping[str, str]) -> str | None:
+    """Where a key was given, by itself or with the table around it; None for a default."""
+    while key:
+        if key in given:
+            return given[key]
+        key = key.rpartition(".")[0]
+    return None

@@ -1,0 +1,391 @@
+"""Reinforcement learning of a nanochat model in a verifiers environment, on one process or on many.
+
+    python -m scripts.prime_rl_train                                    # documented defaults, the deepest sft model
+    python -m scripts.prime_rl_train --config configs/prime_rl/small_scale.toml --run=debug
+    torchrun --standalone --nproc_per_node=8 -m scripts.prime_rl_train -- --run=my_experiment
+
+        questions --> groups of rollouts, through the environment and its rubric     (every rank its share)
+                        |  rewards, all ranks together --> advantages
+                        v
+        one step of Muon and AdamW, gradients summed over ranks --> the next version of the policy
+
+With `--async_level=L` generation runs ahead of training, by L versions at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import TYPE_CHECKING, Any
+
+from scripts.prime_rl_config import PROG, PrimeRLTrainConfig, Resolved, normalise_argv, resolve
+
+from prime_rl.utils.pydantic_config import run_command
+
+if TYPE_CHECKING:
+    from nanochat.learner import Learned
+    from rollouts.training.backends.ranks import Ranks
+    from rollouts.training.types import Sample
+
+
+class Trainer:
+    """Everything of one rank: policy, learner, engine, environment, questions, and what is written down."""
+
+    def __init__(self, resolved: Resolved, ranks: Ranks, env: Any, threads: ExitStack) -> None:
+        from nanochat.chat_client import ChatClient
+        from nanochat.checkpoint_manager import find_checkpoint, load_model
+        from nanochat.common import resolve_dtype
+        from nanochat.engine import Engine
+        from nanochat.learner import Learner
+        from nanochat.optim import build_optimizer
+        from rollouts.training.rl_losses import PolicyLoss
+
+        self.resolved, self.ranks, self.env = resolved, ranks, env
+        config = self.config = resolved.config
+        self.place = find_checkpoint(config.source, config.model_tag, config.step)
+        self.tag = config.model_tag or _tag_of(self.place.model_path)
+        self.model, self.tokenizer, self.meta = load_model(
+            config.source, ranks.device, "train", self.tag, self.place.step
+        )
+        self.objective = resolved.objective
+        self.rows = env.rows("train")
+        self.eval_rows = env.rows("eval")[: config.eval_examples]
+        if not self.rows:
+            raise ValueError(f"environment {config.env_id!r} has no training questions: raise num_train_examples")
+        self.num_groups = min(config.examples_per_step, len(self.rows))
+        self.num_steps = config.max_steps or math.ceil(len(self.rows) / self.num_groups) * config.num_epochs
+        dtype = resolve_dtype(config.dtype, ranks.device)
+        self.optimizer = build_optimizer(
+            self.model,
+            unembedding_lr=config.unembedding_lr,
+            embedding_lr=config.embedding_lr,
+            matrix_lr=config.matrix_lr,
+            weight_decay=config.weight_decay,
+        )
+        self.learner = Learner(
+            self.model,
+            self.optimizer,
+            PolicyLoss(self.objective),
+            ranks=ranks,
+            micro_batch_size=config.device_batch_size,
+            top_k=config.top_k,
+            dtype=dtype,
+            schedule=partial(learning_rate_factor, config=config, num_steps=self.num_steps),
+            max_grad_norm=config.max_grad_norm,
+            reference=deepcopy(self.model).requires_grad_(False) if self.objective.ref_kl_tau else None,
+        )
+        # At level 0 one thread does everything in turn; else the engine has a thread and weights of its own.
+        self.learning = threads.enter_context(ThreadPoolExecutor(1, "learner"))
+        self.is_async = config.async_level > 0
+        generating = threads.enter_context(ThreadPoolExecutor(1, "engine")) if self.is_async else self.learning
+        served = deepcopy(self.model).requires_grad_(False) if self.is_async else self.model
+        self.client = ChatClient(Engine(served, self.tokenizer, dtype=dtype), generating, config.max_new_tokens)
+        self.eval_client = ChatClient(Engine(self.model, self.tokenizer, dtype=dtype), self.learning)
+        self.evaluation: dict[str, float] = {}
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """How answers are sampled, in training and in evaluations."""
+        config = self.config
+        extra = {"top_k": config.top_k} if config.top_k else {}
+        return {"temperature": config.temperature, "max_tokens": config.max_new_tokens, "extra_body": extra}
+
+    async def generate_group(self, group_index: int, row: dict[str, Any]) -> list[Sample]:
+        """The rollouts of one question, made by the rank whose turn it is; others hold a place for them."""
+        from nanochat.chat_client import group_samples, run_rollouts
+        from rollouts.training.types import Sample
+
+        if group_index % self.ranks.size != self.ranks.rank:
+            return [Sample("")]
+        seed = (self.config.seed, group_index)
+        rollouts = await run_rollouts(self.env, self.client, row, self.config.num_samples, seed, self.sampling)
+        return group_samples(self.client, rollouts, group_index)
+
+    def learn(self, samples: list[Sample]) -> tuple[list[Sample], Learned, float]:
+        """Exchange samples with the other ranks, credit them, take the step; also the seconds of the exchange."""
+        began = time.perf_counter()
+        everything = exchange(samples, self.ranks)
+        exchange_s = time.perf_counter() - began
+        credit(everything, self.objective.advantage.baseline, self.objective.advantage.std)
+        return everything, self.learner.learn(everything), exchange_s
+
+    async def publish(self, version: int) -> None:
+        """Hand the weights of a version to the engine, between two of its batches."""
+        if self.is_async:
+            weights = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self.client.executor, self.client.engine.model.load_state_dict, weights)
+        self.client.version = version
+
+    async def evaluate(self, step: int) -> dict[str, float]:
+        """Held-out questions at the training's temperature, by the weights of now; on every rank the same numbers."""
+        from nanochat.evaluation import evaluate, summarise
+
+        if not self.eval_rows:
+            return {}
+        scored = await evaluate(
+            self.env,
+            self.eval_client,
+            self.eval_rows,
+            self.ranks,
+            num_samples=self.config.eval_samples,
+            seed=self.config.seed + 1,
+            sampling=self.sampling,
+        )
+        self.evaluation = summarise(scored)
+        return {f"eval/{name}": value for name, value in self.evaluation.items()}
+
+    def save(self, step: int, progress: dict[str, Any]) -> None:
+        """Publish `prime_rl_checkpoints/TAG/step_N`, from rank 0, with all that is needed to go on exactly."""
+        from nanochat.checkpoint_manager import prime_rl_dir, write_model, write_progress
+        from rollouts.training.backends.checkpoint import collect_optimizer
+        from rollouts.training.steps import publish_step
+
+        moments = collect_optimizer(self.model, self.optimizer, self.ranks)
+        metadata = {
+            "step": step,
+            "model_config": self.model.config.to_meta(),
+            "source": {"source": self.config.source, "model_tag": self.tag, "step": self.place.step},
+            "tokenizer": hashlib.sha256(self.tokenizer.inner.to_str().encode()).hexdigest(),
+            "evaluation": self.evaluation,
+            "config": self.config.model_dump(mode="json"),
+        }
+        state = {"manager": progress, "stepper": self.learner.stepper.state(), "num_steps": self.num_steps}
+
+        def write(directory: Path) -> None:
+            write_model(directory, self.model, metadata)
+            write_progress(directory, moments, state)
+
+        self.ranks.run_first(lambda: publish_step(prime_rl_dir(self.tag), step, write))
+
+    def resume(self, manager: Any) -> int:
+        """Take over the last checkpoint of this model; returns its step."""
+        from nanochat.checkpoint_manager import find_checkpoint, load_state, read_progress, read_tensors
+        from rollouts.training.backends.checkpoint import restore_optimizer
+
+        place = find_checkpoint("prime_rl", self.tag)
+        moments, state = read_progress(place.directory)
+        if state["num_steps"] != self.num_steps:
+            raise ValueError(
+                f"{place.directory} belongs to a run of {state['num_steps']} steps, this one has {self.num_steps}: "
+                "resume with the same arguments"
+            )
+        load_state(self.model, read_tensors(place.model_path), str(place.model_path))
+        restore_optimizer(self.model, self.optimizer, moments, str(place.directory))
+        self.learner.stepper.load_state(state["stepper"])
+        manager.load_state_dict(state["manager"])
+        return place.step
+
+
+async def train(trainer: Trainer, log: Any) -> None:
+    """The loop: it waits for groups, learns from them, and frees the slots of those that may be begun then."""
+    from rollouts.training.datasets.data_buffer import DataBuffer
+    from rollouts.training.rollout_gen.async_rollout_manager import AsyncRolloutManager
+    from rollouts.training.types import RolloutConfig
+
+    config, loop = trainer.config, asyncio.get_running_loop()
+    manager = AsyncRolloutManager(
+        DataBuffer(trainer.rows, seed=config.seed),
+        RolloutConfig(trainer.num_groups, config.num_samples),
+        generate_group=trainer.generate_group,
+        slots=(config.async_level + 1) * trainer.num_groups,
+        max_batches=trainer.num_steps,
+        seed=config.seed,
+    )
+    start = trainer.resume(manager) if config.resume else 0
+    await trainer.publish(start)
+    if start == 0:
+        log(0, await trainer.evaluate(0))
+    async with manager:
+        for step in range(start + 1, trainer.num_steps + 1):
+            began = time.perf_counter()
+            batch = await manager.generate_batch()  # waits for: rollouts
+            rolled = time.perf_counter()
+            samples, learned, exchange_s = await loop.run_in_executor(trainer.learning, trainer.learn, batch.samples)
+            done = time.perf_counter()
+            metrics = summarise_step(step, samples, learned)
+            metrics |= {"time/rollout_s": rolled - began, "time/train_s": done - rolled, "time/step_s": done - began}
+            metrics |= {"distributed/world_size": trainer.ranks.size, "distributed/exchange_s": exchange_s}
+            metrics["perf/tokens_per_s"] = learned.num_tokens / max(done - began, 1e-9)
+            metrics["perf/samples_per_s"] = len(samples) / max(done - began, 1e-9)
+            is_last = step == trainer.num_steps
+            if is_last or step % config.eval_every == 0:
+                metrics |= await trainer.evaluate(step)
+                metrics["time/eval_s"] = time.perf_counter() - done
+            await trainer.publish(step)
+            manager.release(step)  # unblocks: rollouts by the new version
+            if is_last or step % config.save_every == 0:
+                trainer.save(step, manager.state_dict())
+            log(step, metrics, samples=samples, learned=learned)
+
+
+def exchange(samples: Sequence[Sample], ranks: Ranks) -> list[Sample]:
+    """The samples of all ranks, groups in order; places held for others are left out."""
+    import msgspec
+
+    from rollouts.training.types import Sample, Status
+
+    mine = [sample for sample in samples if sample.tokens or sample.status == Status.FAILED]
+    parts = ranks.gather_bytes(msgspec.msgpack.encode(mine))
+    everything = [sample for part in parts for sample in msgspec.msgpack.decode(part, type=list[Sample])]
+    everything.sort(key=lambda sample: (sample.group_index, sample.index))
+    usable = [sample for sample in everything if sample.status != Status.FAILED]
+    if not usable:
+        reason = next((sample.error for sample in everything if sample.error), "the environment made none")
+        raise RuntimeError(f"no rollout of this step can be used: {reason}")
+    return everything
+
+
+def credit(samples: Sequence[Sample], baseline: Any, std: Any) -> None:
+    """Advantages of every group, the same for all tokens of a rollout; failed rollouts are in nobody's statistics."""
+    from rollouts.training.advantages import compute_batch_advantages
+    from rollouts.training.types import Status
+
+    groups: dict[int, dict[int, list[Sample]]] = {}
+    for sample in samples:
+        if sample.status != Status.FAILED:
+            groups.setdefault(sample.group_index or 0, {}).setdefault(sample.index or 0, []).append(sample)
+    rewards = [[rollout[0].reward for rollout in group.values()] for group in groups.values()]
+    lengths = [[sum(s.response_length for s in rollout) for rollout in group.values()] for group in groups.values()]
+    advantages = compute_batch_advantages(rewards, baseline=baseline, std=std, lengths=lengths)
+    for group, values in zip(groups.values(), advantages, strict=True):
+        for rollout, value in zip(group.values(), values, strict=True):
+            for sample in rollout:
+                sample.advantages = [value * weight for weight in sample.loss_mask]
+
+
+def learning_rate_factor(step: int, *, config: PrimeRLTrainConfig, num_steps: int) -> float:
+    """`init_lr_frac`, falling linearly to 0 after the last step; in the warm-up rising to it."""
+    warm = min(1.0, step / config.warmup_steps) if config.warmup_steps else 1.0
+    return config.init_lr_frac * warm * max(0.0, 1 - (step - 1) / num_steps)
+
+
+def summarise_step(step: int, samples: Sequence[Sample], learned: Learned) -> dict[str, float]:
+    """Numbers of one step, each over its samples or tokens; nothing that was not measured."""
+    from rollouts.training.types import Status
+
+    whole = [s for s in samples if s.status != Status.FAILED]
+    rewards, lengths = [s.reward for s in whole], [s.response_length for s in whole]
+    # One number per sample: every loss token of it has the same.
+    advantages = [max(s.advantages or [0.0], key=abs) for s in whole]
+    groups: dict[int | None, list[float]] = {}
+    for sample in whole:
+        groups.setdefault(sample.group_index, []).append(sample.reward)
+    metrics = {
+        "rollout/mean_reward": fmean(rewards),
+        "rollout/max_reward": max(rewards),
+        "rollout/min_reward": min(rewards),
+        "rollout/std_reward": pstdev(rewards),
+        "rollout/mean_length": fmean(lengths),
+        "rollout/truncated": fmean(s.status == Status.TRUNCATED for s in whole),
+        "rollout/failed": 1 - len(whole) / len(samples),
+        "rollout/staleness": fmean(step - 1 - min((v for _, v in s.versions), default=step - 1) for s in whole),
+        "advantages/mean": fmean(advantages),
+        "advantages/std": pstdev(advantages),
+        "advantages/equal_groups": fmean(max(group) == min(group) for group in groups.values()),
+        "train/grad_norm": learned.report.grad_norm,
+        "train/skipped": float(learned.report.skipped is not None),
+        "distributed/mean_sync_time": learned.sync_s,
+    }
+    names = {
+        "loss/policy": "policy/loss",
+        "entropy/mean": "policy/entropy",
+        "logprobs/mean": "tokens/mean_logprob",
+        "mismatch_kl/mean": "tokens/mismatch_kl",
+        "loss_ref_kl/mean": "policy/ref_kl",
+    }
+    metrics |= {ours: learned.stats[theirs] for theirs, ours in names.items() if theirs in learned.stats}
+    if "policy/entropy" in metrics:
+        metrics["tokens/mean_entropy"] = metrics["policy/entropy"]
+    if "policy/loss" in metrics:
+        metrics["train/loss"] = metrics["policy/loss"]
+    shown = {name for s in whole for name in s.metadata.get("metrics", {})}
+    for name in sorted(shown):
+        values = [s.metadata["metrics"][name] for s in whole if name in s.metadata.get("metrics", {})]
+        metrics[f"rollout/{name}"] = fmean(values)
+    return metrics
+
+
+def build_log(trainer: Trainer) -> Any:
+    """What is printed and written for each step: rank 0 does, the others keep quiet."""
+    from nanochat.common import get_base_dir
+    from rollouts.training.metrics import JSONLLogger
+
+    if trainer.ranks.rank:
+        return lambda step, metrics, **_: None
+    config = trainer.config
+    lines = JSONLLogger(get_base_dir() / "prime_rl_runs" / config.run)
+
+    def log(step: int, metrics: dict[str, float], samples: Any = None, learned: Any = None) -> None:
+        rates = {f"train/lr_{group['name']}": group["lr"] for group in trainer.optimizer.param_groups}
+        metrics = {**metrics, **rates}
+        lines.log(metrics, step)
+        if step % config.log_every == 0 or step == trainer.num_steps or "eval/accuracy" in metrics:
+            print(describe_step(step, trainer.num_steps, metrics), flush=True)
+
+    return log
+
+
+def describe_step(step: int, num_steps: int, metrics: dict[str, float]) -> str:
+    """One line: reward, length and loss of the step, and its evaluation where there was one."""
+    shown = {
+        "reward": "rollout/mean_reward",
+        "length": "rollout/mean_length",
+        "equal": "advantages/equal_groups",
+        "loss": "train/loss",
+        "grad": "train/grad_norm",
+        "pass@1": "eval/pass@1",
+        "pass@8": "eval/pass@8",
+        "letter": "eval/categorical_accuracy",
+        "s": "time/step_s",
+    }
+    parts = [f"{label} {metrics[name]:.3f}" for label, name in shown.items() if name in metrics]
+    return f"step {step}/{num_steps}  " + "  ".join(parts)
+
+
+def _tag_of(path: Path) -> str:
+    """The directory of a tag, above flat files or above `step_N`."""
+    return path.parent.parent.name if path.parent.name.startswith("step_") else path.parent.name
+
+
+def run(config: PrimeRLTrainConfig) -> int:
+    """Load everything, then train; the exit code."""
+    import logging
+
+    resolved = resolve(config, config.provenance, int(os.environ.get("WORLD_SIZE", "1")), os.environ)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    from nanochat.checkpoint_manager import find_checkpoint
+    from nanochat.common import open_ranks
+    from rollouts.training.environments import load_environment
+
+    config = resolved.config
+    find_checkpoint(config.source, config.model_tag, config.step)  # before anything that takes time
+    with open_ranks(config.device) as ranks, ExitStack() as threads:
+        env = load_environment(config.env_id, resolved.env_args)
+        trainer = Trainer(resolved, ranks, env, threads)
+        if ranks.rank == 0:
+            for note in resolved.notes:
+                print(f"note: {note}")
+            print(
+                f"{config.source} model {trainer.tag} step {trainer.place.step} on {ranks.device}, {ranks.size} ranks"
+            )
+            print(f"rollouts through {getattr(env, 'env', env)!r}")
+            print(resolved.describe(), flush=True)
+        asyncio.run(train(trainer, build_log(trainer)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.argv[1:] = normalise_argv(sys.argv[1:])
+    run_command(PROG, PrimeRLTrainConfig, run, summary=str(__doc__).splitlines()[0])

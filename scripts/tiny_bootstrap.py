@@ -1,0 +1,157 @@
+"""A tokenizer and a tiny fine-tuned model from nothing, on a CPU in minutes: something for RL to begin with.
+
+python -m scripts.tiny_bootstrap                 # d2, made problems of the easiest tier
+python -m scripts.tiny_bootstrap --depth=4 --difficulty=1 --num_steps=3000
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from pydantic import Field
+
+from prime_rl.utils.pydantic_config import BaseConfig, run_command
+
+
+class TinyBootstrapConfig(BaseConfig):
+    """What to train on, and for how long."""
+
+    depth: int = Field(2, ge=1)
+    """Layers; the width is 64 times as much."""
+    num_heads: int | None = Field(4, ge=1)
+    """Attention heads, more than the family has at this width: looking things up takes several. None: as it has."""
+    vocab_size: int = Field(512, ge=265)
+    """Tokens, of which 9 are special."""
+    sequence_len: int = Field(512, ge=16)
+    """Context the model is made for."""
+    num_examples: int = Field(20000, ge=1)
+    """Worked problems to learn from."""
+    difficulty: int | None = 0
+    """Problems of up to this tier, 0 to 3; None: of all."""
+    templates: list[str] | None = None
+    """Only problems of these families."""
+    short: bool = True
+    """Ask with the problem alone, without a system prompt and instructions."""
+    show_option: bool = True
+    """Let answers begin with the line of the option that they choose, which is then easily read off."""
+    num_steps: int = Field(600, ge=1)
+    """Steps of supervised fine-tuning."""
+    batch_size: int = Field(32, ge=1)
+    """Worked problems per step."""
+    noise: float = Field(0.0, ge=0, lt=1)
+    """Share of problems whose answer is replaced by a random letter, so that the model knows less."""
+    matrix_lr: float = 0.02
+    """Learning rate of the matrices."""
+    embedding_lr: float = 0.2
+    """Learning rate of the embedding."""
+    unembedding_lr: float = 0.004
+    """Learning rate of the head."""
+    device: str = "auto"
+    """auto, cpu or cuda."""
+    seed: int = 42
+    """Of problems, weights and order."""
+    model_tag: str | None = None
+    """Name of the model; unset: d and its depth."""
+
+
+def bootstrap(config: TinyBootstrapConfig) -> None:
+    """Train the tokenizer, then the model, and write both to the base directory."""
+    import torch
+
+    from nanochat.checkpoint_manager import save_checkpoint
+    from nanochat.common import get_base_dir, resolve_device
+    from nanochat.gpt import GPT, GPTConfig
+    from nanochat.learner import Learner, Likelihood
+    from nanochat.optim import build_optimizer
+    from nanochat.tokenizer import NanochatTokenizer
+    from rollouts.training.backends.ranks import Ranks
+
+    began = time.process_time()
+    conversations = build_conversations(config)
+    texts = [str(message["content"]) for messages in conversations for message in messages]
+    tokenizer = NanochatTokenizer.train(texts, config.vocab_size)
+    tokenizer.save(get_base_dir() / "tokenizer")
+    samples = render_samples(tokenizer, conversations, config.sequence_len)
+    print(f"tokenizer: {tokenizer.get_vocab_size()} tokens, an example has {_mean_length(samples):.0f}")
+
+    shape = GPTConfig.of_depth(config.depth, tokenizer.get_vocab_size(), config.sequence_len)
+    if config.num_heads is not None:
+        shape = replace(shape, n_head=config.num_heads, n_kv_head=config.num_heads)
+    model = GPT(shape)
+    model.init_weights(config.seed)
+    device = resolve_device(config.device)
+    model.to(device)
+    print(f"model: d{config.depth}, {sum(p.numel() for p in model.parameters()):,} parameters, on {device}")
+    optimizer = build_optimizer(
+        model,
+        matrix_lr=config.matrix_lr,
+        embedding_lr=config.embedding_lr,
+        unembedding_lr=config.unembedding_lr,
+    )
+    learner = Learner(
+        model,
+        optimizer,
+        Likelihood(),
+        ranks=Ranks(device=torch.device("cpu")),
+        micro_batch_size=config.batch_size,
+        schedule=lambda step: min(1.0, 2 * (1 - (step - 1) / config.num_steps)),
+    )
+    order = random.Random(config.seed)
+    for step in range(1, config.num_steps + 1):
+        learned = learner.learn(order.sample(samples, min(config.batch_size, len(samples))))
+        if step % 100 == 0 or step == config.num_steps:
+            print(f"step {step}/{config.num_steps}  loss {learned.stats['loss/mean']:.3f}", flush=True)
+    tag = config.model_tag or f"d{config.depth}"
+    path = save_checkpoint("sft", tag, config.num_steps, model, {"user_config": config.model_dump()}, flat=True)
+    print(f"wrote {path} in {time.process_time() - began:.0f} CPU seconds")
+    print("next: python -m scripts.prime_rl_train")
+
+
+def build_conversations(config: TinyBootstrapConfig) -> list[list[dict[str, Any]]]:
+    """Made problems with their solutions, as messages."""
+    from environments.nanochatAquaRat.nanochatAquaRat import build_sft_examples
+
+    rows = build_sft_examples(
+        config.num_examples,
+        seed=config.seed,
+        difficulty=config.difficulty,
+        templates=config.templates,
+        short=config.short,
+    )
+    draw = random.Random(config.seed)
+    conversations = []
+    for row in rows:
+        *prompt, answer = [*row["prompt"], *row["completion"]]
+        text, letter = str(answer["content"]), str(answer["content"])[-1]
+        if draw.random() < config.noise:
+            letter = draw.choice("ABCDE")
+        if config.show_option:
+            lines = str(prompt[-1]["content"]).splitlines()
+            text = f"{next(line for line in lines if line.endswith(f'={letter}'))}\n{text}"
+        text = text[:-1] + letter
+        conversations.append([*prompt, {**answer, "content": text}])
+    return conversations
+
+
+def render_samples(tokenizer: Any, conversations: Sequence[Sequence[dict[str, Any]]], max_tokens: int) -> list[Any]:
+    """Conversations as samples with loss on what the assistant says."""
+    from rollouts.training.types import Sample
+
+    rendered = [tokenizer.render_conversation(messages, max_tokens) for messages in conversations]
+    return [Sample("", tokens=ids, loss_mask=[float(m) for m in mask]) for ids, mask in rendered]
+
+
+def _mean_length(samples: Sequence[Any]) -> float:
+    return sum(len(sample.tokens) for sample in samples) / len(samples)
+
+
+def _run(config: TinyBootstrapConfig) -> None:
+    bootstrap(config)
+
+
+if __name__ == "__main__":
+    run_command("tiny_bootstrap", TinyBootstrapConfig, _run, summary=str(__doc__).splitlines()[0])
