@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
@@ -85,6 +85,8 @@ class SharedCkptConfig(BaseConfig):
 
 class RLConfig(BaseConfig):
     """Everything `rl` starts. A shared key holds for every process; a process that says otherwise is an error."""
+
+    spellings: ClassVar[Mapping[str, str]] = {"inspect_context": "orchestrator.teacher_model.inspect_context"}
 
     model: SharedModelConfig = SharedModelConfig()
 

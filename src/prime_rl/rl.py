@@ -39,6 +39,9 @@ def rl(config: RLConfig) -> int:
     """Run until trainer and orchestrator are through; returns the exit code."""
     from prime_rl.utils.vf import check_environments
 
+    teacher = config.orchestrator.teacher_model
+    if teacher is not None and teacher.inspect_context is not None:
+        return show_contexts(config)
     started = time.monotonic()
     out = config.output_dir
     placement = choose_placement(config)
@@ -46,8 +49,8 @@ def rl(config: RLConfig) -> int:
     check_environments([*config.orchestrator.env, *(config.orchestrator.eval.env if config.orchestrator.eval else ())])
     if config.inference is not None:
         check_port_free(config.inference.server.host, config.inference.server.port)
-    if (teacher := config.teacher_inference) is not None:
-        check_port_free(teacher.server.host, teacher.server.port, "teacher_inference.server.port")
+    if (server := config.teacher_inference) is not None:
+        check_port_free(server.server.host, server.server.port, "teacher_inference.server.port")
     if config.transport.type == "zmq":
         check_port_free(config.transport.host, config.transport.port, "transport.port")
     with claim_output_dir(out):
@@ -67,6 +70,17 @@ def rl(config: RLConfig) -> int:
             raise
     sys.stdout.write(summarize(config, time.monotonic() - started))
     return 0
+
+
+def show_contexts(config: RLConfig) -> int:
+    """Let the orchestrator show prompts, and start nothing; returns its exit code."""
+    import subprocess
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="prime-rl-") as directory:
+        path = Path(directory) / "orchestrator.toml"
+        write_config(config.orchestrator, path)
+        return subprocess.run([sys.executable, "-m", "prime_rl.orchestrator.orchestrator", "@", str(path)]).returncode
 
 
 def start_processes(run: Supervisor, config: RLConfig, paths: dict[str, Path], placement: Placement) -> None:

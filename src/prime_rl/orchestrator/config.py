@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -251,6 +252,9 @@ class TeacherConfig(ContextConfig):
     top_logprobs: int = Field(default=0, ge=-1)
     """Most likely tokens told beside the sampled one; -1: all. rl sets what trainer.loss.distill needs."""
 
+    inspect_context: int | None = Field(default=None, ge=1)
+    """Show so many prompts of each environment as student and teacher see them, and do nothing else."""
+
     eval_baseline: bool = False
     """Evaluate student and teacher, with and without the context, before training and at every evaluation."""
 
@@ -271,6 +275,8 @@ class TrainEnvConfig(EnvConfig, ContextConfig):
 
 class OrchestratorConfig(BaseConfig):
     """Everything the orchestrator reads."""
+
+    spellings: ClassVar[Mapping[str, str]] = {"inspect_context": "teacher_model.inspect_context"}
 
     client: ClientConfig = ClientConfig()
 

@@ -15,12 +15,14 @@ from loguru import logger
 from prime_rl.eval.config import EvalConfig
 from prime_rl.eval.envs import summarize
 from prime_rl.eval.results import write_results
+from prime_rl.orchestrator.arms import HeldOutEnvironment
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.utils.asking import Target, run_environment
 from prime_rl.utils.config import AskedEnvConfig
 from prime_rl.utils.journal import to_result
 
 if TYPE_CHECKING:
+    from prime_rl.orchestrator.arms import Arms
     from prime_rl.utils.monitor import Monitor
     from rollouts.training.agent_integration import Rollout
     from rollouts.training.environments import Environment
@@ -62,8 +64,10 @@ class Evaluations:
         plans: Sequence[Plan],
         clients: Sequence[Any],
         monitor: Monitor,
+        arms: Arms | None = None,
     ) -> None:
         self.config = config
+        self.arms = arms
         self.plans = plans
         self.clients = clients
         self.monitor = monitor
@@ -124,6 +128,8 @@ class Evaluations:
             seconds = time.monotonic() - begun
             if plan.what == "eval":
                 await self._report_eval(plan, env, target, groups, seconds)
+                if self.arms is not None:
+                    self.monitor.log(await self._measure_arms(self.arms, plan, env, groups, version), version)
             else:
                 scored = [rollout.reward for group in groups for rollout in group if not rollout.failed]
                 metrics[f"val_reward/{name}"] = sum(scored) / len(scored) if scored else math.nan
@@ -134,6 +140,19 @@ class Evaluations:
             self.monitor.log({"val_reward/mean": self.val_reward or math.nan, **metrics}, version)
             logger.info(f"Validated version {version} | Val. Reward: {metrics_text(self.val_reward)}")
         self.monitor.log_timeline(plan.what, start, time.time(), version)
+
+    async def _measure_arms(
+        self, arms: Arms, plan: Plan, env: AskedEnvConfig, groups: list[list[Rollout]], version: int
+    ) -> dict[str, float]:
+        """The other arms of a distillation, asked the same questions with the same seeds."""
+        name = env.name or env.id
+        environment = plan.environments[name]
+
+        async def run(asked: Environment, clients: Sequence[Any], model: str) -> list[list[Rollout]]:
+            return await run_environment(asked, env, plan.config, Target(clients, model, version))
+
+        rows = environment.rows("eval")[: len(groups)]
+        return await arms.measure(name, environment, rows, version, groups, plan.config.sampling.temperature, run)
 
     async def _report_eval(
         self, plan: Plan, env: AskedEnvConfig, target: Target, groups: list[list[Rollout]], seconds: float
@@ -181,7 +200,13 @@ def build_plans(
                 "max_concurrent": wanted.max_concurrent,
             }
         )
-        begins = not wanted.skip_eval_on_resume if version else wanted.eval_base_model
+        has_arms = config.teacher_model is not None and config.teacher_model.eval_baseline
+        begins = not wanted.skip_eval_on_resume if version else wanted.eval_base_model or has_arms
+        if has_arms:
+            eval_environments = {
+                name: HeldOutEnvironment(environment, environments.get(name), name)
+                for name, environment in eval_environments.items()
+            }
         plans.append(Plan("eval", eval_config, eval_environments, wanted.interval, last=-1 if begins else version))
     if config.val is not None:
         val_config = EvalConfig.model_validate(

@@ -7,6 +7,7 @@ prompts -> GroupGenerator -> AsyncRolloutManager -> advantages -> rollouts/step_
 
 from __future__ import annotations
 
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -103,6 +104,11 @@ def orchestrate(config: OrchestratorConfig) -> int:
     from prime_rl.utils.logger import setup_logger
     from prime_rl.utils.vf import open_environments
 
+    if config.teacher_model is not None and config.teacher_model.inspect_context is not None:
+        from prime_rl.orchestrator.inspection import inspect_contexts
+
+        sys.stdout.write(inspect_contexts(config, config.teacher_model.inspect_context))
+        return 0
     # What cannot work is refused before environments and servers are waited for.
     CheckpointStore(config.output_dir / "checkpoints", config.ckpt, config.max_steps).load()
     build_judge(config.buffer)

@@ -12,6 +12,7 @@ from typing import Any
 
 import anyio
 
+from prime_rl.orchestrator.arms import Arms
 from prime_rl.orchestrator.buffer import PromptBuffer
 from prime_rl.orchestrator.checkpoint import CheckpointStore
 from prime_rl.orchestrator.config import OrchestratorConfig
@@ -106,7 +107,10 @@ def assemble(
     generator = GroupGenerator(config, environments, clients, lambda: parts.relay.version, teacher)
     rollouts = build_rollouts(config, buffer, generator)
     plans = build_plans(config, environments, eval_environments, version)
-    evaluations = Evaluations(config, plans, clients, monitor)
+    arms = None
+    if teacher is not None and config.teacher_model is not None and config.teacher_model.eval_baseline:
+        arms = Arms(config, teacher, clients, out / "evals")
+    evaluations = Evaluations(config, plans, clients, monitor, arms)
     parts = Orchestrator(config, buffer, generator, rollouts, sender, checkpoints, evaluations, monitor)
     parts.teacher = teacher
     parts._relay = WeightRelay(
@@ -133,6 +137,8 @@ async def running(parts: Orchestrator) -> AsyncIterator[Orchestrator]:
         for work in (parts.relay.run, parts.evaluations.run, parts.lag.run, parts.reminder.run):
             tasks.start_soon(work)
         parts.evaluations.on_version(parts.relay.version)
+        if parts.evaluations.arms is not None and not parts.relay.version:
+            await parts.evaluations.wait()  # the baseline is of the weights before training, all of it
         async with parts.rollouts:
             yield parts
         tasks.cancel_scope.cancel()

@@ -101,15 +101,15 @@ class Teacher:
         if asked is None:
             raise Skipped("prompt", "the prompt of this rollout is not known as messages: the environment hides them")
         try:
-            plain = await self._render(asked, client)
-            prompt = await self._render(self.contexts.insert(env, asked, context), client)
+            plain = await self.render(asked, client)
+            prompt = await self.render(self.contexts.insert(env, asked, context), client)
         except ValueError as error:
             raise Skipped("prompt", str(error)) from error
         if sample.tokens[:start] != plain:
             raise Skipped("prompt", "the template renders this prompt to other tokens than the student was given")
         return [*prompt, *sample.tokens[start:]], len(prompt)
 
-    async def _render(self, asked: Mapping[str, Any], client: Any) -> list[int]:
+    async def render(self, asked: Mapping[str, Any], client: Any) -> list[int]:
         """Token ids of a prompt, by the student's server: the same template, tools and arguments."""
         key = msgspec.json.encode(asked)
         if (known := self._prompts.get(key)) is not None:
