@@ -14,12 +14,20 @@ from prime_rl.config_teacher import add_teacher
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.trainer.config import TrainConfig
-from prime_rl.utils.config import DebugModelConfig, LogConfig, TransportConfig, WandbConfig
+from prime_rl.utils.config import (
+    DebugModelConfig,
+    LogConfig,
+    TensorboardConfig,
+    TrackioConfig,
+    TransportConfig,
+    WandbConfig,
+)
 from prime_rl.utils.pydantic_config import BaseConfig, note, note_source
 from rollouts.training.objectives import PRESETS
 
 GpuIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 MISSING = object()
+TRACKERS = ("wandb", "tensorboard", "trackio", "prometheus")
 ANY_ADDRESS = ("0.0.0.0", "::")
 OVERLONG_SHARE = 5
 """The penalty for overlong answers grows over this part of max_tokens: 4096 of 20480 in DAPO."""
@@ -57,6 +65,10 @@ SHARED_KEYS = (
     *_rows("transport.", "type host port", "trainer orchestrator"),
     *_rows("ckpt.", "interval resume_step keep", "trainer orchestrator"),
     *_rows("wandb.", "enabled project entity offline group tags", "trainer orchestrator", must_agree=False),
+    *_rows("wandb.log_extras.", "samples distributions interval max_samples", "trainer orchestrator", must_agree=False),
+    *_rows("tensorboard.", "enabled", "trainer orchestrator", must_agree=False),
+    *_rows("trackio.", "enabled project name space_id", "trainer orchestrator", must_agree=False),
+    *_rows("prometheus.", "enabled", "trainer orchestrator", must_agree=False),
     *_rows("log.", "level file", "trainer orchestrator inference", must_agree=False),
 )
 
@@ -81,6 +93,13 @@ class SharedCkptConfig(BaseConfig):
 
     keep: int | None = Field(default=None, ge=1)
     """Number of latest checkpoints that stay on disk; unset: all."""
+
+
+class SharedPrometheusConfig(BaseConfig):
+    """Serve the newest metrics of trainer and orchestrator at 127.0.0.1, ports 9401 and 9402."""
+
+    enabled: bool = True
+    """Off keeps the section without listening."""
 
 
 class RLConfig(BaseConfig):
@@ -122,6 +141,12 @@ class RLConfig(BaseConfig):
     ckpt: SharedCkptConfig | None = None
 
     wandb: WandbConfig | None = None
+
+    tensorboard: TensorboardConfig | None = None
+
+    trackio: TrackioConfig | None = None
+
+    prometheus: SharedPrometheusConfig | None = None
 
     log: LogConfig = LogConfig()
 
@@ -273,7 +298,7 @@ class _Values:
 
 
 def _share_sections(values: _Values) -> None:
-    """An optional section that one process has: checkpoints for both, Weights & Biases where asked for."""
+    """An optional section that one process has: checkpoints for both, trackers where they are asked for."""
     ckpt = Shared("ckpt", ("trainer.ckpt", "orchestrator.ckpt"))
     given = [key for key in (ckpt.key, *ckpt.targets) if values.get(key) is not MISSING]
     if given:
@@ -282,9 +307,10 @@ def _share_sections(values: _Values) -> None:
             if values.get(chosen) is None or not isinstance(values.get(key), dict):
                 source = values.source(chosen) if key in (chosen, ckpt.key) else "shared key ckpt"
                 values.set(key, None if values.get(chosen) is None else {}, source)
-    for target in ("trainer.wandb", "orchestrator.wandb"):
-        if isinstance(values.get("wandb"), dict) and values.get(target) is MISSING:
-            values.set(target, {}, "shared key wandb")
+    for section in TRACKERS:
+        for target in (f"trainer.{section}", f"orchestrator.{section}"):
+            if isinstance(values.get(section), dict) and values.get(target) is MISSING:
+                values.set(target, {}, f"shared key {section}")
 
 
 def _name_wandb_runs(values: _Values) -> None:

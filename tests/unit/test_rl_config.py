@@ -44,7 +44,10 @@ VALUES = {
     "transport.type": "zmq", "transport.host": "far", "transport.port": 6000,
     "ckpt.interval": 4, "ckpt.resume_step": -1, "ckpt.keep": 2,
     "wandb.enabled": False, "wandb.project": "p", "wandb.entity": "e", "wandb.offline": True, "wandb.group": "g",
-    "wandb.tags": ["t"], "log.level": "debug", "log.file": False,
+    "wandb.tags": ["t"], "wandb.log_extras.samples": False, "wandb.log_extras.distributions": False,
+    "wandb.log_extras.interval": 3, "wandb.log_extras.max_samples": 4, "tensorboard.enabled": False,
+    "trackio.enabled": False, "trackio.project": "p", "trackio.name": "n", "trackio.space_id": "me/runs",
+    "prometheus.enabled": False, "log.level": "debug", "log.file": False,
 }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from prime_rl.inference.engine import resolve_allowed
 from prime_rl.inference.requests import ApiError, Json, parse_body
 from prime_rl.inference.routes import Route, answer
 from prime_rl.transport.weights import is_adapter
+from prime_rl.utils.prometheus import CONTENT_TYPE, Sample, render_samples
 
 if TYPE_CHECKING:
     from prime_rl.inference.service import Service
@@ -105,7 +106,7 @@ async def health(service: Service, request: Request) -> Response:
 async def metrics(service: Service, request: Request) -> Response:
     """GET /metrics in the text format of Prometheus."""
     stats = service.engine.engine.stats()
-    rows = [
+    rows: list[Sample] = [
         ("requests_running", "gauge", "Requests that hold a place.", stats.running),
         ("requests_waiting", "gauge", "Requests that wait for a place.", stats.waiting),
         ("requests_finished_total", "counter", "Requests answered.", stats.finished),
@@ -120,11 +121,7 @@ async def metrics(service: Service, request: Request) -> Response:
         ("paused", "gauge", "1 while no token is drawn.", int(service.engine.paused)),
         ("policy_version", "gauge", "Version of the weights in service.", service.version),
     ]
-    lines = [
-        f"# HELP prime_rl_{name} {text}\n# TYPE prime_rl_{name} {kind}\nprime_rl_{name} {value}\n"
-        for name, kind, text, value in rows
-    ]
-    return Response("".join(lines), media_type="text/plain; version=0.0.4")
+    return Response(render_samples(rows), media_type=CONTENT_TYPE)
 
 
 def _allowed(service: Service, body: Json, key: str) -> Path:

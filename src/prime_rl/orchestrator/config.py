@@ -14,8 +14,8 @@ from prime_rl.utils.config import (
     EnvConfig,
     LogConfig,
     SamplingConfig,
+    TrackersConfig,
     TransportConfig,
-    WandbConfig,
 )
 from prime_rl.utils.pydantic_config import BaseConfig
 
@@ -273,7 +273,7 @@ class TrainEnvConfig(EnvConfig, ContextConfig):
     """anchor: weight of KL(student || teacher) on these rollouts, in place of the taus."""
 
 
-class OrchestratorConfig(BaseConfig):
+class OrchestratorConfig(TrackersConfig):
     """Everything the orchestrator reads."""
 
     spellings: ClassVar[Mapping[str, str]] = {"inspect_context": "teacher_model.inspect_context"}
@@ -357,8 +357,6 @@ class OrchestratorConfig(BaseConfig):
 
     keep_rollouts: bool = False
     """Keep every rollouts/step_N; else a batch goes once it is trained on and, with checkpoints, covered by one."""
-
-    wandb: WandbConfig | None = None
 
     log: LogConfig = LogConfig()
 

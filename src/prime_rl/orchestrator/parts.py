@@ -159,7 +159,7 @@ async def build_orchestrator(
         teacher = build_teacher(config)
         if teacher is not None:
             stack.push_async_callback(teacher.close)
-        monitor = build_monitor(out, "orchestrator", config.wandb)
+        monitor = build_monitor(out, "orchestrator", config)
         stack.callback(monitor.finish)
         wire = config.transport
         sender = build_sender(wire.type, out / "rollouts", wire.host, wire.port)

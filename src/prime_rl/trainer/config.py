@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from prime_rl.utils.config import DebugModelConfig, LogConfig, TransportConfig, WandbConfig
+from prime_rl.utils.config import DebugModelConfig, LogConfig, TrackersConfig, TransportConfig
 from prime_rl.utils.pydantic_config import BaseConfig
 from rollouts.training.objectives import PRESETS
 
@@ -499,7 +499,7 @@ class DataConfig(BaseConfig):
     """How long to wait for one batch of the orchestrator."""
 
 
-class TrainerConfig(BaseConfig):
+class TrainerConfig(TrackersConfig):
     """What both trainers share."""
 
     optim: OptimConfig = AdamConfig()
@@ -507,8 +507,6 @@ class TrainerConfig(BaseConfig):
     parallel: ParallelDims = ParallelDims()
     ckpt: CkptConfig | None = None
     log: LogConfig = LogConfig()
-    wandb: WandbConfig | None = None
-
     micro_bs: int = Field(default=1, ge=1)
     """Rows of seq_len tokens that go through the model at once."""
 

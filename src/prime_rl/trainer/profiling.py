@@ -17,6 +17,7 @@ from rich.table import Table
 
 from prime_rl.trainer.config import FakeDataConfig, FakeSFTDataConfig, SFTConfig, TrainConfig
 from prime_rl.trainer.model import resolve_placement
+from prime_rl.utils.config import TrackersConfig
 from rollouts.training.metrics import METRICS_FILE, load_jsonl
 
 BENCH_STEPS = 5
@@ -35,7 +36,7 @@ def prepare_bench(config: Config, scratch: Path) -> Config:
         "max_steps": config.max_steps or BENCH_STEPS,
         "output_dir": scratch,
         "ckpt": None,
-        "wandb": None,
+        **dict.fromkeys(TrackersConfig.model_fields),
     }
     data: object
     if isinstance(config, SFTConfig):

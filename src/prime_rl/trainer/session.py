@@ -229,7 +229,7 @@ def build_session(
         remove_unfinished(config.output_dir / "weights")
     monitor = Monitor(config.output_dir, process, silent=True)
     if rank == 0:
-        monitor = build_monitor(config.output_dir, process, config.wandb)
+        monitor = build_monitor(config.output_dir, process, config)
     return Session(
         config=config,
         backend=backend,

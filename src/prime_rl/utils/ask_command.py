@@ -95,7 +95,7 @@ def run_asking(
     try:
         # The environments load while the server loads its model.
         with serving as server, open_environments(config.env) as environments, ExitStack() as stack:
-            monitor = build_monitor(config.output_dir, process, config.wandb)
+            monitor = build_monitor(config.output_dir, process, config)
             stack.callback(monitor.finish)
             run = AskRun(config, environments, monitor, base_urls)
             urls = base_urls if server is None else wait_for_server(config, server)

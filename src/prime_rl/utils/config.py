@@ -23,6 +23,22 @@ class LogConfig(BaseConfig):
     """Also write the lines to <output_dir>/logs/<process>.log."""
 
 
+class LogExtrasConfig(BaseConfig):
+    """Tables of rollouts beside the numbers."""
+
+    samples: bool = True
+    """A table of rollouts to read."""
+
+    distributions: bool = True
+    """Rewards, advantages and lengths of all rollouts of the step."""
+
+    interval: int = Field(default=10, ge=1)
+    """Steps between two tables; the first step has one too."""
+
+    max_samples: int = Field(default=16, ge=1)
+    """Rollouts in a table of samples, from the lowest to the highest reward."""
+
+
 class WandbConfig(BaseConfig):
     """Send metrics to Weights & Biases; the section switches it on."""
 
@@ -46,6 +62,53 @@ class WandbConfig(BaseConfig):
 
     tags: list[str] = []
     """Free words to find the run by."""
+
+    log_extras: LogExtrasConfig = LogExtrasConfig()
+
+
+class TensorboardConfig(BaseConfig):
+    """Write metrics for TensorBoard to <output_dir>/tensorboard/<process>; the section switches it on."""
+
+    enabled: bool = True
+    """Off keeps the section without writing anything."""
+
+
+class TrackioConfig(BaseConfig):
+    """Keep metrics with trackio, a local dashboard; the section switches it on."""
+
+    enabled: bool = True
+    """Off keeps the section without sending anything."""
+
+    project: str = "prime-rl"
+    """Project the run is filed under."""
+
+    name: str | None = None
+    """Name of the run."""
+
+    space_id: str | None = None
+    """A Hugging Face space that shows it; unset: this machine."""
+
+
+class PrometheusConfig(BaseConfig):
+    """Serve the newest metrics at http://127.0.0.1:<port>/metrics; the section switches it on."""
+
+    enabled: bool = True
+    """Off keeps the section without listening."""
+
+    port: int | None = Field(default=None, ge=1, le=65535)
+    """Unset: 9401 trainer, 9402 orchestrator, 9403 sft, 9404 eval, 9405 synthesize."""
+
+
+class TrackersConfig(BaseConfig):
+    """Where a process sends its metrics beside metrics.jsonl."""
+
+    wandb: WandbConfig | None = None
+
+    tensorboard: TensorboardConfig | None = None
+
+    trackio: TrackioConfig | None = None
+
+    prometheus: PrometheusConfig | None = None
 
 
 class ClientConfig(BaseConfig):
@@ -193,7 +256,7 @@ class AskedEnvConfig(EnvConfig):
     """Rollouts per example here; unset: the rollouts_per_example of all."""
 
 
-class AskConfig(BaseConfig):
+class AskConfig(TrackersConfig):
     """Which model is asked, in which environments, how often: what `eval` and `synthesize` share."""
 
     model: AskedModelConfig = AskedModelConfig()
@@ -230,8 +293,6 @@ class AskConfig(BaseConfig):
     """Where results and metrics.jsonl go."""
 
     log: LogConfig = LogConfig()
-
-    wandb: WandbConfig | None = None
 
     @model_validator(mode="after")
     def _check_env(self) -> AskConfig:

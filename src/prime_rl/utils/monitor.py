@@ -1,18 +1,19 @@
-"""What a process tells the world: one shared `metrics.jsonl`, `samples.jsonl`, and Weights & Biases when asked for."""
+"""What a process tells the world: one shared `metrics.jsonl`, `samples.jsonl`, and the trackers that were asked for."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollouts.training.metrics import METRICS_FILE, WandbLogger, append_jsonl, check_metrics
+from prime_rl.utils.trackers import Tracker, build_trackers
+from rollouts.training.metrics import METRICS_FILE, append_jsonl, check_metrics
 
 if TYPE_CHECKING:
-    from prime_rl.utils.config import WandbConfig
+    from prime_rl.utils.config import TrackersConfig
 
 SAMPLES_FILE = "samples.jsonl"
 
@@ -23,7 +24,7 @@ class Monitor:
 
     output_dir: Path
     process: str
-    wandb: WandbLogger | None = None
+    trackers: tuple[Tracker, ...] = ()
     silent: bool = False
     """Write nothing: of several ranks that see the same, one speaks."""
 
@@ -31,8 +32,8 @@ class Monitor:
         """Append `{"step", "timestamp", "process", **metrics}`; NaN becomes null, a non-number is a `ValueError`."""
         check_metrics(metrics, step)
         self._append(METRICS_FILE, step, [metrics])
-        if self.wandb is not None:
-            self.wandb.log(metrics, step)
+        for tracker in self.trackers:
+            tracker.log(metrics, step)
 
     def log_timeline(self, what: str, start: float, end: float, step: int) -> None:
         """Append one interval (unix seconds) in which this process did `what` for `step`, such as "decode"."""
@@ -41,12 +42,16 @@ class Monitor:
 
     def log_samples(self, rows: Iterable[Mapping[str, Any]], step: int) -> None:
         """Append rollouts of `step`, one line each, to `samples.jsonl`."""
-        self._append(SAMPLES_FILE, step, rows)
+        found = [dict(row) for row in rows]
+        self._append(SAMPLES_FILE, step, found)
+        for tracker in self.trackers:
+            tracker.log_samples(found, step)
 
     def finish(self) -> None:
-        """Close the Weights & Biases run; the files are complete at any time."""
-        if self.wandb is not None:
-            self.wandb.finish()
+        """Close the trackers, all of them also when one fails; the files are complete at any time."""
+        with ExitStack() as stack:
+            for tracker in reversed(self.trackers):
+                stack.callback(tracker.finish)
 
     def _append(self, file: str, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         if self.silent:
@@ -55,40 +60,13 @@ class Monitor:
         append_jsonl(self.output_dir / file, [{**head, **row} for row in rows])
 
 
-def build_monitor(output_dir: Path, process: str, wandb: WandbConfig | None = None) -> Monitor:
+def build_monitor(output_dir: Path, process: str, config: TrackersConfig | None = None) -> Monitor:
     """The monitor of `process` ("trainer", "orchestrator", ...) writing below `output_dir`.
 
-    A `wandb` section with `enabled` opens a run as well, unless the environment says WANDB_MODE=disabled.
-    Raises `ValueError` when that run cannot be opened.
+    The trackers that `config` switches on get everything as well; WANDB_MODE=disabled switches Weights & Biases off.
+    Raises `ValueError` when one of them cannot be opened.
     """
     output_dir = Path(output_dir)
-    wanted = wandb is not None and wandb.enabled and os.environ.get("WANDB_MODE") != "disabled"
-    return Monitor(output_dir, process, _open_wandb(output_dir, process, wandb) if wandb and wanted else None)
-
-
-def _open_wandb(output_dir: Path, process: str, config: WandbConfig) -> WandbLogger:
-    try:
-        import wandb
-    except ImportError as error:
-        raise ValueError(
-            "wandb.enabled is true but wandb is not installed: pip install wandb, or pass --no-wandb.enabled"
-        ) from error
-    output_dir.mkdir(parents=True, exist_ok=True)
-    try:
-        run = wandb.init(
-            project=config.project,
-            name=config.name,
-            entity=config.entity,
-            group=config.group,
-            tags=config.tags,
-            job_type=process,
-            dir=output_dir,
-            mode="offline" if config.offline else None,
-        )
-    except wandb.Error as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(
-            f"wandb did not start ({reason}): set WANDB_API_KEY, --wandb.offline or WANDB_MODE=disabled"
-        ) from error
-    run.define_metric("*", step_metric="step")
-    return WandbLogger(run)
+    if config is None:
+        return Monitor(output_dir, process)
+    return Monitor(output_dir, process, tuple(build_trackers(output_dir, process, config)))
