@@ -48,7 +48,7 @@ def build_page_data(run: LocalRun) -> dict[str, Any]:
     table, lanes = read_series(rows), read_lanes(rows)
     joined = join_processes(table)
     configs = run.configs()
-    parsed = {name: _values(text) for name, text in configs.items()}
+    parsed = {name: parse_toml(text) for name, text in configs.items()}
     times = [row["timestamp"] for row in rows if isinstance(row.get("timestamp"), (int, float))]
     return {
         "run": {
@@ -77,7 +77,7 @@ def build_page_data(run: LocalRun) -> dict[str, Any]:
 def explain_run(run: LocalRun) -> list[Finding]:
     """What `explain` finds in a run directory."""
     rows, _ = read_rows(run.metrics_path)
-    configs = {name: _values(text) for name, text in run.configs().items()}
+    configs = {name: parse_toml(text) for name, text in run.configs().items()}
     return explain(read_series(rows), read_lanes(rows), configs)
 
 
@@ -191,7 +191,7 @@ def config_rows(text: str) -> list[list[str]]:
     return rows
 
 
-def _values(text: str) -> dict[str, Any]:
+def parse_toml(text: str) -> dict[str, Any]:
     import tomllib
 
     try:

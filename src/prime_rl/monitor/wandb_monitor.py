@@ -66,6 +66,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--serve", action="store_true", help="show the run as a page on this machine, live")
     parser.add_argument("--port", type=int, default=8050, help="where --serve listens, 0 for any free port (8050)")
     parser.add_argument("--explain", action="store_true", help="batch algebra, who waits for whom, and what to change")
+    parser.add_argument("--diff", nargs=2, type=Path, metavar=("A", "B"), help="where two runs part for the first time")
+    parser.add_argument("--replay", type=_count, metavar="STEP", help="take an optimizer step again and compare hashes")
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--metrics-only", action="store_true", help="no samples")
     only.add_argument("--samples-only", action="store_true", help="no metrics and no plots")
@@ -77,10 +79,14 @@ def run(options: argparse.Namespace) -> int:
     if options.list:
         list_all(options)
         return 0
+    if options.diff is not None:
+        return diff(*options.diff)
     if options.run is None:
         raise ValueError("which run? give a directory or a W&B run id, or --list to see what there is")
     if Path(options.run).is_dir():
         found = local_runs.open_run(Path(options.run))
+        if options.replay is not None:
+            return replay_step(found, options.replay)
         if options.report or options.serve or options.explain:
             return look(options, found)
         series = local_runs.load_series(found)
@@ -88,8 +94,8 @@ def run(options: argparse.Namespace) -> int:
     else:
         from prime_rl.monitor import wandb_runs
 
-        if options.report or options.serve or options.explain:
-            raise ValueError(f"{options.run} is no directory: --report, --serve and --explain read local runs")
+        if options.report or options.serve or options.explain or options.replay is not None:
+            raise ValueError(f"{options.run} is no directory: --report, --serve, --explain, --replay read local runs")
         if "/" in options.run and options.run.count("/") != 2:
             raise ValueError(f"{options.run} is no directory; a W&B run is named by its id, or as entity/project/id")
         remote = wandb_runs.open_run(options.run, options.entity, options.project or "prime-rl")
@@ -120,6 +126,25 @@ def look(options: argparse.Namespace, found: local_runs.LocalRun) -> int:
 
         return serve(found, options.port, say)
     return 0
+
+
+def diff(a: Path, b: Path) -> int:
+    """Tell where two runs part; 0 when they do not, else 1."""
+    from prime_rl.monitor.compare import compare_runs, differences_text
+
+    runs = local_runs.open_run(a), local_runs.open_run(b)
+    found = compare_runs(*runs)
+    say(differences_text(*runs, found))
+    return int(any(difference.step is not None for difference in found))
+
+
+def replay_step(found: local_runs.LocalRun, step: int) -> int:
+    """Take a step again; 0 when it comes out equal, else 1."""
+    from prime_rl.monitor.replay import replay, verdict_text
+
+    verdict = replay(found, step, say)
+    say(verdict_text(step, verdict))
+    return 0 if verdict.equal else 1
 
 
 def show(
@@ -184,13 +209,16 @@ def _count(text: str) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Console script `monitor`: exit code 0, or 2 for wrong input."""
+    """Console script `monitor`: exit code 0, 1 where runs differ or a replay fails, 2 for wrong input."""
     options = build_parser().parse_args(argv)
     try:
         raise SystemExit(run(options))
     except ValueError as error:
         sys.stderr.write("\n".join(f"error: {error}".splitlines()[:3]) + "\n")
         raise SystemExit(2) from None
+    except RuntimeError as error:
+        sys.stderr.write(f"error: {error}\n")
+        raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except BrokenPipeError:

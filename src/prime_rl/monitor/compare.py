@@ -1,0 +1,153 @@
+"""`monitor --diff A B`: the first step, token and tensor in which two runs differ, and the settings that differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+from prime_rl.monitor.local_runs import LocalRun
+from prime_rl.monitor.page_data import config_rows
+from prime_rl.monitor.series import read_series
+from prime_rl.transport.weights import read_manifest
+from rollouts.training.steps import complete_steps, step_path
+
+MEASURED = (
+    "time/", "perf/", "system/", "event_loop_lag", "worker", "generation_ms", "scoring_ms", "inference/", "groups/",
+    "progress/ckpt_step", "batch/async_level", "restarts/",
+)  # fmt: skip
+"""Metrics that tell of the clock and of chance between processes, not of what was learnt."""
+
+SHOWN = 8
+PLACES = ("output_dir", "base_url", "port", "name")
+"""Settings that differ between any two runs."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One place where two runs part; `step` is None for settings."""
+
+    what: str
+    step: int | None
+    text: str
+
+
+def compare_runs(a: LocalRun, b: LocalRun) -> list[Difference]:
+    """All kinds of differences, each at its first place: settings, samples, metrics, weights, in the order of steps."""
+    found = [*compare_configs(a, b)]
+    later = [d for d in (compare_samples(a, b), compare_metrics(a, b), compare_weights(a, b)) if d is not None]
+    order = {"sample": 0, "metric": 1, "weights": 2}  # within a step: what is trained on, then what comes of it
+    return [*found, *sorted(later, key=lambda d: (d.step or 0, order[d.what]))]
+
+
+def differences_text(a: LocalRun, b: LocalRun, found: list[Difference]) -> str:
+    """What is told of two runs."""
+    lines = [f"A  {a.name}", f"B  {b.name}", ""]
+    settings = [d for d in found if d.step is None]
+    lines += [f"settings: {d.text}" for d in settings[:SHOWN]]
+    if len(settings) > SHOWN:
+        lines.append(f"settings: and {len(settings) - SHOWN} more")
+    parted = [d for d in found if d.step is not None]
+    for number, d in enumerate(parted):
+        lines.append(f"{'first difference' if number == 0 else 'then'}: step {d.step}, {d.what}: {d.text}")
+    if not parted:
+        lines.append("samples, metrics and weights are equal, as far as both runs have them")
+    return "\n".join(lines)
+
+
+def compare_configs(a: LocalRun, b: LocalRun) -> Iterator[Difference]:
+    """Settings of processes that both have, apart from the places they write to."""
+    ours, theirs = a.configs(), b.configs()
+    for process in sorted(ours.keys() & theirs.keys() - {"rl"}):
+        left, right = (_settings(text) for text in (ours[process], theirs[process]))
+        for key in sorted(left.keys() | right.keys()):
+            if left.get(key) != right.get(key) and key.rpartition(".")[2] not in PLACES:
+                yield Difference("setting", None, f"{process} {key} = {left.get(key)} / {right.get(key)}")
+
+
+def compare_samples(a: LocalRun, b: LocalRun) -> Difference | None:
+    """The first sample, in the order of steps and groups, whose tokens, log-probs or reward differ."""
+    for left, right in zip_longest(a.samples(), b.samples()):
+        if left is None or right is None:
+            row = left or right or {}
+            return Difference("sample", row.get("step"), f"only {'A' if left else 'B'} goes on with {_place(row)}")
+        if left.get("step") != right.get("step"):
+            step = min(left.get("step", 0), right.get("step", 0))
+            return Difference("sample", step, f"A has {_place(left)} where B has {_place(right)}")
+        text = _parted(left, right)
+        if text is not None:
+            return Difference("sample", left.get("step"), f"{_place(left)}: {text}")
+    return None
+
+
+def compare_metrics(a: LocalRun, b: LocalRun) -> Difference | None:
+    """The first step at which a metric that does not measure time differs; steps that only one run has do not count."""
+    ours, theirs = read_series(a.rows()), read_series(b.rows())
+    first: tuple[int, str, float, float] | None = None
+    for process in sorted(ours.keys() & theirs.keys()):
+        for name in sorted(ours[process].keys() & theirs[process].keys()):
+            if name.startswith(MEASURED):
+                continue
+            right = dict(theirs[process][name])
+            parted = next(((s, v, right[s]) for s, v in ours[process][name] if s in right and v != right[s]), None)
+            if parted is not None and (first is None or parted[0] < first[0]):
+                first = (parted[0], f"{process} {name}", parted[1], parted[2])
+    return None if first is None else Difference("metric", first[0], f"{first[1]} = {first[2]!r} / {first[3]!r}")
+
+
+def compare_weights(a: LocalRun, b: LocalRun) -> Difference | None:
+    """The first version that both still have whose tensors differ."""
+    roots = a.path / "weights", b.path / "weights"
+    for step in sorted(set(complete_steps(roots[0])) & set(complete_steps(roots[1]))):
+        left, right = (read_manifest(step_path(root, step)).tensors for root in roots)
+        names = [name for name in left if left[name] != right.get(name)] + [name for name in right if name not in left]
+        if names:
+            text = (
+                f"{names[0]}{_largest(roots[0], roots[1], step, names[0])}; {len(names)} of {len(left)} tensors differ"
+            )
+            return Difference("weights", step, text)
+    return None
+
+
+def _parted(left: Mapping[str, Any], right: Mapping[str, Any]) -> str | None:
+    """Where two samples part, None when they do not."""
+    ours, theirs = left.get("tokens") or [], right.get("tokens") or []
+    at = next((i for i, (x, y) in enumerate(zip(ours, theirs, strict=False)) if x != y), None)
+    if at is not None:
+        return f"token {at} is {ours[at]} / {theirs[at]}"
+    if len(ours) != len(theirs):
+        return f"{len(ours)} / {len(theirs)} tokens, the first {min(len(ours), len(theirs))} alike"
+    for name in ("logprobs", "teacher_logprobs", "loss_mask"):
+        x, y = left.get(name) or [], right.get(name) or []
+        at = next((i for i, (p, q) in enumerate(zip(x, y, strict=False)) if p != q), None)
+        if at is not None:
+            return f"{name} of token {at} (id {ours[at]}) is {x[at]!r} / {y[at]!r}"
+    for name in ("reward", "advantage"):
+        if left.get(name) != right.get(name):
+            return f"{name} {left.get(name)!r} / {right.get(name)!r}"
+    return None
+
+
+def _place(row: Mapping[str, Any]) -> str:
+    return f"step {row.get('step')} group {row.get('group_index')} rollout {row.get('index')}"
+
+
+def _largest(a: Any, b: Any, step: int, name: str) -> str:
+    """How far two tensors are apart, where they can be compared."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        tensors = []
+        for root in (a, b):
+            with safe_open(step_path(root, step) / "model.safetensors", "numpy") as file:
+                tensors.append(file.get_tensor(name).astype("float64"))
+        apart = float(abs(tensors[0] - tensors[1]).max())
+    except (OSError, ValueError, TypeError, SafetensorError):
+        return ""
+    return f" (up to {apart:.3g} apart)" if math.isfinite(apart) else " (not finite)"
+
+
+def _settings(text: str) -> dict[str, str]:
+    return {".".join(filter(None, (section, key))): value for section, key, value, _ in config_rows(text)}

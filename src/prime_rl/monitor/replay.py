@@ -1,0 +1,135 @@
+"""`monitor RUN --replay STEP`: take a recorded optimizer step once more, by the same command, and compare."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from prime_rl.monitor.local_runs import LocalRun, open_run
+from prime_rl.monitor.page_data import parse_toml, read_rows
+from prime_rl.monitor.series import read_series
+from prime_rl.transport.batches import BATCH_FILE
+from prime_rl.transport.weights import TensorEntry, read_manifest
+from prime_rl.utils.process import ChildFailed, Supervisor
+from rollouts.training.steps import complete_steps, is_complete, step_path
+
+COMPARED = ("loss/mean", "optim/grad_norm", "entropy/mean")
+TIMEOUT_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What is needed: the step, the checkpoint before it, and the batches in between."""
+
+    step: int
+    start: int
+    batches: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Tensors by name that came out otherwise, of how many, and (metric, recorded, replayed) that differ."""
+
+    num_tensors: int
+    tensors: list[str]
+    metrics: list[tuple[str, float, float]]
+
+    @property
+    def equal(self) -> bool:
+        """Whether everything that was recorded came out again."""
+        return not self.tensors and not self.metrics
+
+
+def plan_replay(run: LocalRun, step: int) -> Replay:
+    """The shortest way to the step; `ValueError` naming what was not kept, and how to keep it."""
+    if "trainer" not in run.configs():
+        raise ValueError(f"{run.name} has no configs/trainer.toml: only runs that `rl` started can be replayed")
+    versions = complete_steps(run.path / "weights")
+    if step not in versions or step < 1:
+        raise ValueError(
+            f"weights of step {step} are not in {run.name}/weights, so there is nothing to compare with; there are "
+            f"{', '.join(map(str, (v for v in versions if v))) or 'none'}"
+        )
+    both = ("trainer", "orchestrator")
+    data = parse_toml(run.configs()["trainer"]).get("data", {})
+    fake = isinstance(data.get("fake"), dict)  # else it says "None"
+    starts = [0, *complete_steps(run.path / "checkpoints", both[:1] if fake else both)]
+    start = max(found for found in starts if found < step)
+    batches = () if fake else tuple(step_path(run.path / "rollouts", n) for n in range(start + 1, step + 1))
+    missing = next((path for path in batches if not is_complete(path)), None)
+    if missing is not None:
+        raise ValueError(
+            f"{missing.name} of {run.name}/rollouts was removed when it was trained on: "
+            "start runs that are to be replayed with --orchestrator.keep-rollouts and --ckpt.interval"
+        )
+    return Replay(step, start, batches)
+
+
+def replay(run: LocalRun, step: int, say: Callable[[str], None]) -> Verdict:
+    """Take the step again in a directory of its own; the run itself is only read."""
+    plan = plan_replay(run, step)
+    begun = f"checkpoint {plan.start}" if plan.start else "the first weights"
+    many = "1 step" if step == plan.start + 1 else f"{step - plan.start} steps"
+    say(f"replaying step {step} of {run.name} from {begun}: {many}")
+    with tempfile.TemporaryDirectory(prefix="replay-") as folder:
+        place = Path(folder)
+        for batch in plan.batches:
+            (place / "rollouts" / batch.name).mkdir(parents=True)
+            for name in (BATCH_FILE, "STABLE"):
+                shutil.copy(batch / name, place / "rollouts" / batch.name / name)
+        if plan.start:
+            source = step_path(run.path / "checkpoints", plan.start)
+            (place / "checkpoints").mkdir()
+            (place / "checkpoints" / source.name).symlink_to(source)
+        _train(run, plan, place)
+        return compare(run, open_run(place), step)
+
+
+def compare(run: LocalRun, again: LocalRun, step: int) -> Verdict:
+    """The recorded and the repeated version of a step."""
+    ours, theirs = (_manifest(part, step) for part in (run, again))
+    names = [name for name in ours if ours[name] != theirs.get(name)] + [name for name in theirs if name not in ours]
+    before, after = (read_series(part.rows()).get("trainer", {}) for part in (run, again))
+    pairs = [(name, dict(before.get(name, ())).get(step), dict(after.get(name, ())).get(step)) for name in COMPARED]
+    metrics = [(name, old, new) for name, old, new in pairs if old is not None and new is not None and old != new]
+    return Verdict(len(ours), names, metrics)
+
+
+def verdict_text(step: int, verdict: Verdict) -> str:
+    """What came out."""
+    if verdict.equal:
+        return f"step {step} came out again: all {verdict.num_tensors} tensors have the recorded digests"
+    lines = [f"step {step} came out differently: {len(verdict.tensors)} of {verdict.num_tensors} tensors"]
+    lines += [f"  {name}" for name in verdict.tensors[:5]]
+    lines += [f"  {name} was {old!r}, is {new!r}" for name, old, new in verdict.metrics]
+    lines.append("  the same result needs the same device, library versions and number of threads and ranks")
+    return "\n".join(lines)
+
+
+def _train(run: LocalRun, plan: Replay, place: Path) -> None:
+    config = run.path / "configs" / "trainer.toml"
+    argv = [sys.executable, "-m", "prime_rl.trainer.rl.train", "@", str(config), "--output-dir", str(place)]
+    argv += ["--wandb", "None", "--transport.type", "filesystem", "--ckpt", "None"]
+    if plan.start:
+        argv = [*argv[:-2], "--ckpt.resume-step", str(plan.start)]
+    try:
+        with Supervisor(place / "logs", None, grace_s=5) as children:
+            children.start("trainer", argv)
+            # The metrics of a step are written after its weights.
+            children.wait_for(lambda: _has_step(place, plan.step), timeout_s=TIMEOUT_S, what=f"step {plan.step}")
+    except ChildFailed as error:
+        if not _has_step(place, plan.step):  # with the last step the trainer ends by itself
+            raise RuntimeError(f"the trainer failed: {error}") from error
+
+
+def _has_step(place: Path, step: int) -> bool:
+    rows, _ = read_rows(place / "metrics.jsonl")
+    return any(row.get("step") == step and "loss/mean" in row for row in rows)
+
+
+def _manifest(run: LocalRun, step: int) -> dict[str, TensorEntry]:
+    return read_manifest(step_path(run.path / "weights", step)).tensors
