@@ -69,7 +69,7 @@ def _ask_for_enough(values: Values) -> None:
     key, distill = f"{TEACHER}.top_logprobs", values.get("trainer.loss.distill")
     given = distill if isinstance(distill, dict) else {}
     estimator, k = given.get("estimator", "token"), given.get("k", DistillConfig().k)
-    wanted = {"topk+tail": k, "full": -1}.get(estimator, 0)
+    wanted = {"auto": k, "topk+tail": k, "full": -1}.get(estimator, 0)
     if not values.has(key):
         values.set(key, wanted, "trainer.loss.distill")
     elif values.get(key) != wanted:

@@ -67,8 +67,7 @@ class ScriptedTeacher(Teacher):
         return []
 
 
-@pytest.mark.parametrize("name", ["world", "elsewhere"])
-def test_arms_over_time(tmp_path: Path, name: str) -> None:
+def test_arms_over_time(tmp_path: Path) -> None:
     """The teacher's arms are measured once, failures count as 0, and a student that forgets to be told is noticed."""
     config = OrchestratorConfig.model_validate(
         {
@@ -95,11 +94,11 @@ def test_arms_over_time(tmp_path: Path, name: str) -> None:
         asked.append((model, is_told))
         return answer(environment, earned["told" if is_told else "plain"])
 
-    def measure(version: int) -> dict[str, float]:
+    def measure(version: int, name: str = "world") -> dict[str, float]:
         groups = answer(world, earned["plain"])
         return anyio.run(arms.measure, name, world, world.rows("eval"), version, groups, 1.0, run)
 
-    arms = Arms(config, teacher, ["student"], tmp_path)
+    arms, name = Arms(config, teacher, ["student"], tmp_path), "world"
     first = measure(0)
     before, told = 0.2 * 29 / 30, 29 / 30
     assert first[f"eval/{name}/baseline_student/avg"] == pytest.approx(before)
@@ -111,9 +110,13 @@ def test_arms_over_time(tmp_path: Path, name: str) -> None:
     assert second[f"distill/{name}/gap_closed"] == pytest.approx(0.5)
     assert second[f"distill/{name}/teacher_context/avg"] == pytest.approx(told)
     assert second[f"distill/{name}/collapsed"] == 1.0 and first[f"distill/{name}/collapsed"] == 0.0
-    assert (f"distill/{name}/retention" in second) == (name == "elsewhere")
     assert not [key for key in second if "baseline" in key], "told once"
     arms = Arms(config, teacher, ["student"], tmp_path)  # the run is resumed
     earned["told"] = 1.0
     resumed = measure(6)
     assert resumed[f"distill/{name}/gap_closed"] == pytest.approx(0.5), "the student before training is remembered"
+    earned["plain"] = 0.2
+    assert measure(0, "elsewhere")["distill/elsewhere/retention"] == 1.0
+    earned["plain"] = 0.1
+    other = measure(6, "elsewhere")
+    assert other["distill/elsewhere/retention"] == pytest.approx(0.5) and "distill/elsewhere/gap_closed" not in other

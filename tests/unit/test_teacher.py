@@ -21,7 +21,7 @@ from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.config import LossConfig, TrainConfig
 from prime_rl.trainer.models.causal_lm import tensor_names
 from prime_rl.trainer.rl.data import apply_anchors, check_batch
-from prime_rl.trainer.rl.loss import build_loss
+from prime_rl.trainer.rl.loss import adapt_loss, build_loss
 from prime_rl.utils.client import build_clients
 from prime_rl.utils.config import ClientConfig
 from prime_rl.utils.tokenizer import load_tokenizer, resolve_model_dir
@@ -375,3 +375,37 @@ def test_the_name_of_a_server_is_that_of_its_log(tmp_path: Path) -> None:
     assert ClientConfig().base_url, "a student's client has an address by default, a teacher's has none"
     with pytest.raises(ValueError, match=r"teacher_model\.client\.base_url is unset"):
         build_teacher(OrchestratorConfig.model_validate({"teacher_model": {"context": "a "}}))
+
+
+def test_taus_that_are_annealed() -> None:
+    config = LossConfig(adv_tau=1.0, teacher_tau=1.0, student_tau=0.5, anneal={"after": 10, "steps": 20})  # type: ignore[arg-type]
+    loss = build_loss(config, 48)
+
+    def taus(step: int) -> tuple[float, float, float]:
+        objective = adapt_loss(loss, config, step, []).objective
+        return objective.adv_tau, objective.teacher_tau, objective.student_tau
+
+    assert taus(1) == taus(10) == (1.0, 1.0, 0.5)
+    assert taus(20) == pytest.approx((1.0, 0.1, 0.05)), "the geometric middle"
+    assert taus(30) == taus(99) == pytest.approx((1.0, 0.01, 0.005))
+    gone = LossConfig(teacher_tau=1.0, anneal={"after": 0, "steps": 4, "factor": 0.0})  # type: ignore[arg-type]
+    assert adapt_loss(build_loss(gone, 48), gone, 4, []).objective.teacher_tau == 0.0
+    with pytest.raises(ValueError, match="teacher_tau is 0"):
+        LossConfig(anneal={})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("favourites", "chosen"),
+    [([7, 8, 9], ("topk+tail", "reverse")), ([1, 2, 3], ("topk+tail", "forward")), (None, ("token", "reverse"))],
+)
+def test_the_estimator_that_suits_the_coverage(favourites: list[int] | None, chosen: tuple[str, str]) -> None:
+    """What the student never samples cannot be learnt from its own samples."""
+    sample = Sample(prompt="", tokens=[5, 7, 8, 9], loss_mask=[0, 1.0, 1.0, 1.0], inference_logprobs=[0, -1, -1, -1])
+    sample.advantages, sample.teacher_logprobs = [0.0] * 4, [0.0, -1.0, -1.0, -1.0]
+    if favourites is not None:
+        ids = array("i", [number for favourite in favourites for number in (favourite, 0)]).tobytes()
+        sample.teacher_table = TeacherTable(2, array("f", [-1.0] * 6).tobytes(), ids, array("f", [0.3] * 3).tobytes())
+    config = LossConfig(teacher_tau=1.0, distill={"estimator": "auto", "k": 2})  # type: ignore[arg-type]
+    check_batch([sample], config, 320)
+    choice = adapt_loss(build_loss(config, 48), config, 1, [sample]).objective.distill
+    assert (choice.estimator, choice.direction) == chosen

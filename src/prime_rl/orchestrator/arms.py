@@ -123,6 +123,8 @@ class Arms:
         run: Run,
     ) -> dict[str, float]:
         """Metrics of one environment at `version`; `groups` are the student's rollouts of `rows`, `run` makes more."""
+        if self.teacher.contexts.role(name) != "context":
+            return await self._measure_other(name, rows, version, groups, temperature)
         told = ToldEnvironment(environment, self.teacher.contexts, name)
         scores = {"student": example_scores(groups)}
         own = (self.clients, self.config.model.name)
@@ -140,8 +142,6 @@ class Arms:
         closed = await anyio.to_thread.run_sync(compute_gap_closed, scores["student"], arm.before, arm.teacher)
         if closed is not None:
             found |= dict(zip(("gap_closed", "gap_closed/ci_low", "gap_closed/ci_high"), closed, strict=True))
-        if self.teacher.contexts.role(name) != "context" and (was := statistics.fmean(arm.before)):
-            found["retention"] = found["student/avg"] / was
         if temperature == self.teacher.scorer.temperature:
             found |= await self._divergences(name, rows, groups, arm)
         found["collapsed"] = float(self._is_collapsed(name, found, arm))
@@ -173,10 +173,29 @@ class Arms:
         arm.teacher = example_scores(groups)
         arm.taught = await self._swap_prompts(groups, environment.rows("eval"))
         if not version:
-            path = self.directory / f"baseline_{name.replace('/', '_')}.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({"student": arm.before, "teacher": arm.teacher}), encoding="utf-8")
+            self._remember(name, arm)
         return arm
+
+    async def _measure_other(
+        self, name: str, rows: Sequence[Row], version: int, groups: Groups, temperature: float
+    ) -> dict[str, float]:
+        """What is left of the student where no context is learnt."""
+        scores = example_scores(groups)
+        arm = self._arms.get(name)
+        if arm is None:
+            arm = self._arms[name] = Arm((self._recall(name) if version else scores) or scores)
+            self._remember(name, arm)
+        found = {"student/avg": statistics.fmean(scores)}
+        if was := statistics.fmean(arm.before):
+            found["retention"] = found["student/avg"] / was
+        if temperature == self.teacher.scorer.temperature:
+            found |= await self._divergences(name, rows, groups, arm)
+        return {f"distill/{name}/{key}": value for key, value in found.items()}
+
+    def _remember(self, name: str, arm: Arm) -> None:
+        path = self.directory / f"baseline_{name.replace('/', '_')}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"student": arm.before, "teacher": arm.teacher}), encoding="utf-8")
 
     def _is_own_model(self) -> bool:
         return self._settings.model.name in (None, BASE_MODEL, self.config.model.name)

@@ -326,9 +326,10 @@ class ParallelDims(BaseConfig):
 class DistillConfig(BaseConfig):
     """How the pull towards the teacher is estimated (docs/on_policy_distillation.md)."""
 
-    estimator: Literal["token", "togo", "sequence", "topk+tail", "full"] = "token"
+    estimator: Literal["auto", "token", "togo", "sequence", "topk+tail", "full"] = "token"
     """token: of the sampled token alone; togo: of it and all that follow; sequence: of the whole answer, against its
-    group; topk+tail: over the teacher's k most likely tokens and the rest as one; full: over all tokens."""
+    group; topk+tail: over the teacher's k most likely tokens and the rest as one; full: over all tokens; auto:
+    topk+tail, in the forward direction while students seldom sample what the teacher would say, or else token."""
 
     direction: Literal["reverse", "forward", "jsd"] = "reverse"
     """reverse: KL(student || teacher); forward: KL(teacher || student); jsd: both against their mixture. The last two
@@ -346,11 +347,11 @@ class DistillConfig(BaseConfig):
     @property
     def top_logprobs(self) -> int:
         """What the teacher must tell beside the sampled token: so many most likely tokens, -1 for all."""
-        return {"topk+tail": self.k, "full": -1}.get(self.estimator, 0)
+        return {"auto": self.k, "topk+tail": self.k, "full": -1}.get(self.estimator, 0)
 
     @model_validator(mode="after")
     def _check_direction(self) -> DistillConfig:
-        if self.direction != "reverse" and not self.top_logprobs:
+        if self.direction != "reverse" and self.estimator not in ("topk+tail", "full"):
             raise ValueError(
                 f'direction = "{self.direction}" compares distributions, of which estimator = "{self.estimator}" sees '
                 'one token\n  set estimator to "topk+tail" or "full"'
@@ -358,6 +359,28 @@ class DistillConfig(BaseConfig):
         if self.clip is not None and self.estimator != "token":
             raise ValueError('clip bounds sampled tokens: remove it, or set estimator to "token"')
         return self
+
+
+class AnnealConfig(BaseConfig):
+    """Distil first, then let the reward lead: both taus shrink, so that a reward is worth more and more nats.
+
+    The section switches it on. A student passes its teacher once adv_tau / student_tau is more than it costs, in nats
+    per answer, to leave it.
+    """
+
+    after: int = Field(default=50, ge=0)
+    """Steps at the taus as they are."""
+
+    steps: int = Field(default=50, ge=1)
+    """Steps over which they shrink, by the same factor each."""
+
+    factor: float = Field(default=0.01, ge=0, lt=1)
+    """What is left of them in the end."""
+
+    def scale(self, step: int) -> float:
+        """What the taus are multiplied with in a step, counted from 1."""
+        part = min(max(step - self.after, 0) / self.steps, 1.0)
+        return self.factor**part if self.factor else 1.0 - part
 
 
 class LossConfig(BaseConfig):
@@ -418,6 +441,8 @@ class LossConfig(BaseConfig):
 
     distill: DistillConfig = DistillConfig()
 
+    anneal: AnnealConfig | None = None
+
     sampler_tau: float = Field(default=0.0, ge=0)
     """Weight of the log-ratio, subtracted from the advantage: keeps the policy near the one that sampled."""
 
@@ -465,6 +490,8 @@ class LossConfig(BaseConfig):
             raise ValueError("type custom and import_path go together: set both or neither")
         if self.kwargs and not is_custom:
             raise ValueError("kwargs are arguments of a custom loss: set type custom, or remove them")
+        if self.anneal is not None and not self.teacher_tau:
+            raise ValueError("anneal shrinks the taus but teacher_tau is 0: raise it, or leave anneal out")
         if self.max_tokens is not None and (self.normaliser or preset.normaliser) != "constant":
             raise ValueError("max_tokens is the divisor of normaliser constant: remove it, or set that normaliser")
         return self

@@ -116,6 +116,8 @@ def check_teacher(samples: Sequence[Sample], loss: LossConfig) -> None:
         if not wanted or sample.teacher_logprobs is None:
             continue
         table = sample.teacher_table
+        if table is None and loss.distill.estimator == "auto":
+            continue
         if table is None or (wanted == -1) != (not table.ids) or wanted not in (-1, table.k):
             told = "sampled tokens only" if table is None else f"{table.k} tokens of each position"
             raise ValueError(

@@ -28,7 +28,7 @@ def train(config: TrainConfig) -> int:
     if config.bench:
         return run_bench(config, train)
     from prime_rl.trainer.rl.data import apply_anchors, build_batches, check_batch
-    from prime_rl.trainer.rl.loss import build_loss
+    from prime_rl.trainer.rl.loss import adapt_loss, build_loss
     from prime_rl.trainer.session import build_session
     from rollouts.training.rl_losses import credit_samples
 
@@ -44,9 +44,10 @@ def train(config: TrainConfig) -> int:
             samples = batches.receive(step, config.data.timeout_s)  # waits for: the orchestrator
         with watch("load_data"):
             check_batch(samples, config.loss, vocab_size)
-            share = session.pack(credit_samples(apply_anchors(samples), loss.objective), config.model.seq_len)
+            of_step = adapt_loss(loss, config.loss, step, samples)
+            share = session.pack(credit_samples(apply_anchors(samples), of_step.objective), config.model.seq_len)
         with watch("forward_backward"):
-            stats = backend.forward_backward(share.micros, loss)
+            stats = backend.forward_backward(share.micros, of_step)
             report = backend.optim_step(stats)
         with watch("broadcast_weights"):
             publish_version(session, config, step)  # unblocks: the weight relay
