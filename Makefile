@@ -2,7 +2,7 @@
 # every path below is relative to this file.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup test test-unit test-integration test-vllm demo lint format clean
+.PHONY: help setup test test-unit test-integration test-vllm demo distill lint format clean
 
 PY := .venv/bin/python
 STAMP := .venv/.installed
@@ -77,6 +77,10 @@ $(VLLM_STAMP): dev/install_vllm.py pyproject.toml
 demo: setup  ## setup, then SFT, asynchronous RL and evaluations of a tiny model on the CPU
 	@echo "==> demo"
 	@$(PY) scripts/demo.py
+
+distill: setup  ## setup, then context distillation of a tiny model on the CPU: SFT, distillation, what was learnt
+	@echo "==> distill"
+	@$(PY) scripts/distill.py
 
 lint: setup  ## style, imports, types
 	@echo "==> ruff check" && $(PY) -m ruff check .

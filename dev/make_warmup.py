@@ -2,6 +2,7 @@
 
     python dev/make_warmup.py wiki-search             # outputs/wiki_search/sft.jsonl: right answers
     python dev/make_warmup.py alphabet-sort --tiny    # outputs/alphabet_sort_tiny/sft.jsonl: careless ones
+    python dev/make_warmup.py facts                   # outputs/facts/sft.jsonl: following contexts, for distillation
 
 The tiny ones go with `examples/<name>/tiny/`, whose `rl.toml` has the environment's arguments. They are right in form
 and careless in substance: a model that has learnt from them knows the format and is right now and then, which is what
@@ -20,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-NAMES = ("alphabet-sort", "wordle", "wiki-search")
-NUM_EXAMPLES = 1000
+NAMES = ("alphabet-sort", "wordle", "wiki-search", "facts", "modes")
+NUM_EXAMPLES = {"facts": 12_000, "modes": 12_000}
+FEW_EXAMPLES = 1000  # of the others
 NUM_TINY_EXAMPLES = 3000
 CARELESSNESS = 0.6  # share of lists whose order is thrown away
 SEED = 1000  # not the seed of the RL run
@@ -86,7 +88,7 @@ def main() -> None:
         config = tomllib.loads((ROOT / "examples" / folder / "tiny" / "rl.toml").read_text())
         rows = TINY[name](room, config["orchestrator"]["env"][0]["args"], random.Random(SEED))
     else:
-        rows = room.build_sft_examples(NUM_EXAMPLES)
+        rows = room.build_sft_examples(NUM_EXAMPLES.get(name, FEW_EXAMPLES))
     path = Path("outputs") / (folder + "_tiny" * bool(flags)) / "sft.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -68,12 +68,13 @@ class Demo:
     console: Console
     output_dir: Path
     seed: int
+    num_stages: int = 4
     memory: Memory = field(default_factory=Memory)
     seconds: dict[str, float] = field(default_factory=dict)
 
     def run(self, title: str, command: str, *options: str) -> None:
         """Run one command to its end, showing what it says; raises `ChildFailed` when it fails."""
-        self.console.rule(f"[bold]{len(self.seconds) + 1}/4  {title}", align="left")
+        self.console.rule(f"[bold]{len(self.seconds) + 1}/{self.num_stages}  {title}", align="left")
         self.console.print(f"$ {command} {shlex.join(options)}\n", highlight=False, soft_wrap=True)
         started = time.monotonic()
         with Supervisor(self.output_dir / "logs", sys.stdout, thin_out, grace_s=30) as stage:
@@ -199,10 +200,13 @@ def shown(path: Path) -> str:
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a tiny model by SFT and asynchronous RL on the CPU.")
+def parse_arguments(
+    description: str = "Train a tiny model by SFT and asynchronous RL on the CPU.", root: str = "demo"
+) -> argparse.Namespace:
+    """The seed, and the directory of this demo."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights, the data order and every sample")
-    parser.add_argument("--output-dir", type=lambda text: Path(text).resolve(), help="default: outputs/demo/run_N")
+    parser.add_argument("--output-dir", type=lambda text: Path(text).resolve(), help=f"default: outputs/{root}/run_N")
     arguments = parser.parse_args()
     if arguments.output_dir and arguments.output_dir.exists() and any(arguments.output_dir.iterdir()):
         parser.error(f"--output-dir {arguments.output_dir} is not empty: choose a new one")

@@ -231,6 +231,12 @@ def test_what_does_not_fit_is_refused(argv: list[str], words: list[str]) -> None
 CLASSES = {
     "rl.toml": ("prime_rl.config", "RLConfig"),
     "sft.toml": ("prime_rl.trainer.config", "SFTConfig"),
+    "tiny.toml": ("prime_rl.config", "RLConfig"),
+    "context_distill/pure.toml": ("prime_rl.config", "RLConfig"),
+    "context_distill/tiny_modes.toml": ("prime_rl.config", "RLConfig"),
+    "context_distill/tiny_hybrid.toml": ("prime_rl.config", "RLConfig"),
+    "context_distill/tiny_sft.toml": ("prime_rl.trainer.config", "SFTConfig"),
+    "context_distill/tiny_modes_sft.toml": ("prime_rl.trainer.config", "SFTConfig"),
     "eval.toml": ("prime_rl.eval.config", "EvalConfig"),
     "infer.toml": ("prime_rl.inference.config", "InferenceConfig"),
     "orch.toml": ("prime_rl.orchestrator.config", "OrchestratorConfig"),

@@ -1,0 +1,251 @@
+"""Context distillation measured in one process: estimators, retention, taus, rewards beside a teacher, coverage.
+
+    python benchmarks/bench_distill.py [--seeds 0 1 2] [--only taus,hybrid] [--json FILE]
+
+Every row prints its numbers, one per seed, and the threshold that holds for each of them. About 25 minutes with three
+seeds on a quiet CPU core. Accuracies are exact (the probability of the right answer, on questions that training never
+asks), divergences are of whole answers, in nats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from distill_lab import (
+    BEGIN,
+    GROUP,
+    PROMPTS,
+    CausalLM,
+    Recipe,
+    Task,
+    aim,
+    build_facts,
+    build_modes,
+    compute_accuracy,
+    context_of,
+    distill,
+    learn,
+    main_share,
+    pick,
+    predicted_share,
+    warm_up,
+)
+
+MARKS = (0, 20, 40, 60)
+Check = Callable[[dict[str, float]], bool]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table: a recipe, the numbers that are shown, and what must hold for every seed."""
+
+    table: str
+    name: str
+    recipe: Recipe
+    shown: tuple[str, ...]
+    threshold: str
+    check: Check
+    task: str = "facts"
+    prepare: Callable[[Task, CausalLM, int], CausalLM] | None = None
+
+
+CLOSED = ("gap_closed", "kl_reverse", "kl_forward")
+
+
+def closes(gap: float = 0.95, kl: float = 0.05) -> tuple[str, Check]:
+    """What a distillation that worked looks like."""
+    return f"gap > {gap}, reverse KL < {kl}", lambda m: m["gap_closed"] > gap and m["kl_reverse"] < kl
+
+
+def build_rows() -> Iterator[Row]:
+    """All tables."""
+    yield from _estimators()
+    yield from _retention()
+    yield from _taus()
+    yield from _hybrid()
+    yield from _coverage()
+
+
+def _estimators() -> Iterator[Row]:
+    facts = {
+        "full reverse": Recipe(aim("full")),
+        "full forward": Recipe(aim("full", "forward")),
+        "full jsd": Recipe(aim("full", "jsd")),
+        "topk+tail, k 4": Recipe(aim("topk+tail")),
+        "topk+tail, k 1": Recipe(aim("topk+tail"), top_k=1),
+        "token": Recipe(aim("token")),
+        "togo": Recipe(aim("togo")),
+        "sequence": Recipe(aim("sequence")),
+        "SFT on the teacher's answers": Recipe(aim(), on_teacher_samples=True),
+    }
+    for name, recipe in facts.items():
+        yield Row("estimators", name, _marked(recipe, 100), CLOSED, *closes(kl=0.1 if "SFT" in name else 0.05))
+    for name in ("full", "token", "sequence"):
+        recipe = _marked(Recipe(aim(name)), 120)
+        yield Row("estimators", f"modes: {name}", recipe, CLOSED, *closes(kl=0.05 if name == "full" else 0.2), "modes")
+
+
+def _retention() -> Iterator[Row]:
+    shown = ("gap_closed", "retention", "teacher", "student_with_context")
+
+    def row(name: str, threshold: str, check: Check, **choices: object) -> Row:
+        return Row("retention", name, Recipe(aim("full"), **choices), shown, threshold, check)  # type: ignore[arg-type]
+
+    yield row("frozen", "retention < .5", lambda m: m["retention"] < 0.5)
+    yield row(
+        "frozen, anchor 1",
+        "gap > .95, retention > .9",
+        lambda m: m["gap_closed"] > 0.95 < m["retention"] + 0.05,
+        anchor=1.0,
+    )
+    yield row("live", "gap < .5: collapse", lambda m: m["gap_closed"] < 0.5, teacher="live")
+    yield row("live, anchor 1", "retention > .9", lambda m: m["retention"] > 0.9, teacher="live", anchor=1.0)
+    yield row("ema .95", "teacher < .9: collapse", lambda m: m["teacher"] < 0.9, teacher="ema")
+
+
+def _taus() -> Iterator[Row]:
+    shown = ("predicted", "share", "entropy")
+
+    def row(estimator: str, tt: float, st: float, far: float, **choices: object) -> Row:
+        recipe = Recipe(aim(estimator, teacher_tau=tt, student_tau=st), steps=100, noisy=True, **choices)  # type: ignore[arg-type]
+        name = f"{estimator} {tt:g}, {st:g}" + "".join(f", {k} {v:g}" for k, v in choices.items())  # type: ignore[str-format]
+        return Row(
+            "taus",
+            name,
+            recipe,
+            shown,
+            f"|share - predicted| < {far}",
+            lambda m: abs(m["share"] - m["predicted"]) < far,
+        )
+
+    for estimator, far in (("full", 0.05), ("token", 0.08), ("sequence", 0.08)):
+        yield row(estimator, 1.0, 1.0, far)
+        yield row(estimator, 1.0, 0.5, far)
+    yield row("full", 1.0, 2.0, 0.08)
+    yield row("full", 1.0, 0.05, 0.05)
+    yield row("full", 1.0, 1.0, 0.05, temperature=0.7, teacher_temperature=0.7)
+    collapse = Recipe(aim("token", teacher_tau=1.0, student_tau=0.0), steps=100, noisy=True)
+    yield Row("taus", "token 1, 0", collapse, shown, "entropy < .2: collapse", lambda m: m["entropy"] < 0.2)
+
+
+def _hybrid() -> Iterator[Row]:
+    truth = torch.tensor([[3, 7, 1, 0, 5, 2]])
+    context = torch.tensor([[3, 7, 1, 0, 5, 6]])  # one of six is wrong
+
+    def row(estimator: str, adv: float, tau: float, threshold: str, check: Check) -> Row:
+        objective = aim(estimator, adv_tau=adv, teacher_tau=tau, student_tau=tau)
+        recipe = Recipe(objective, steps=120, context=context, truth=truth)
+        return Row("hybrid", f"{estimator} {adv:g}, {tau:g}", recipe, ("teacher", "accuracy"), threshold, check)
+
+    at_most = "accuracy < teacher + .1"
+    yield row("sequence", 0, 1, at_most, lambda m: m["accuracy"] < m["teacher"] + 0.1)
+    yield row("sequence", 1, 1, at_most, lambda m: m["accuracy"] < m["teacher"] + 0.1)
+    yield row("sequence", 1, 0.1, "accuracy < .9", lambda m: m["accuracy"] < 0.9)
+    yield row("sequence", 1, 0.01, "accuracy > .95: beats the teacher", lambda m: m["accuracy"] > 0.95)
+    yield row("token", 1, 1, at_most, lambda m: m["accuracy"] < m["teacher"] + 0.1)
+    yield row("token", 1, 0.01, "accuracy > .95: beats the teacher", lambda m: m["accuracy"] > 0.95)
+    yield row("token", 1, 0, "accuracy < .1: no success to learn from", lambda m: m["accuracy"] < 0.1)
+
+
+def _coverage() -> Iterator[Row]:
+    def row(name: str, estimator: str, direction: str, sure: bool, threshold: str, check: Check) -> Row:
+        def prepare(task: Task, base: CausalLM, seed: int) -> CausalLM:
+            return make_wrong(task, base, seed, 0.0 if sure else 0.08)
+
+        recipe = Recipe(aim(estimator, direction), steps=60)
+        shown = ("coverage at start", "accuracy")
+        return Row("coverage", name, recipe, shown, threshold, check, prepare=prepare)
+
+    learns: tuple[str, Check] = ("accuracy > .9", lambda m: m["accuracy"] > 0.9)
+    yield row("full reverse", "full", "reverse", True, *learns)
+    yield row("full forward", "full", "forward", True, *learns)
+    yield row("full jsd", "full", "jsd", True, *learns)
+    yield row("topk+tail forward", "topk+tail", "forward", True, *learns)
+    yield row("token", "token", "reverse", True, "accuracy < .7: stalls", lambda m: m["accuracy"] < 0.7)
+    yield row("token, 8 % noise", "token", "reverse", False, *learns)
+
+
+def _marked(recipe: Recipe, steps: int) -> Recipe:
+    return replace(recipe, steps=steps, marks=MARKS)
+
+
+def make_wrong(task: Task, base: CausalLM, seed: int, eps: float, steps: int = 150) -> CausalLM:
+    """The model after learning another table by heart, each value with probability 1 - eps; contexts still work."""
+    draw, model = torch.Generator().manual_seed(seed + 3000), copy.deepcopy(base)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    old = torch.tensor([[6, 2, 5, 4, 0, 3]])
+    for _ in range(steps):
+        questions = pick(task.train, PROMPTS * GROUP // 2, draw)
+        answers = task.solve(questions, old)
+        hit = (torch.rand(answers.shape, generator=draw) < eps) & (answers < 8)
+        answers = torch.where(hit, torch.randint(8, answers.shape, generator=draw), answers)
+        contexts = task.draw_contexts(len(questions), draw)
+        shown = task.show(questions, contexts, BEGIN)
+        loss = learn(model, task.plain(questions), answers) + learn(model, shown, task.solve(questions, contexts))
+        torch.autograd.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def run_row(row: Row, task: Task, base: CausalLM, seed: int) -> dict[str, object]:
+    """The measurements of one row at its end, with its curve."""
+    recipe, extra = row.recipe, {}
+    if row.prepare is not None:
+        base = row.prepare(task, base, seed)
+        recipe = replace(recipe, marks=(0,))
+    model, curve = distill(task, base, recipe, seed)
+    found = dict(curve[-1])
+    if row.prepare is not None:
+        extra["coverage at start"] = curve[0]["coverage"]
+    if row.table == "taus":
+        extra["predicted"] = predicted_share(task, base, recipe)
+        extra["share"], extra["entropy"] = main_share(task, model, recipe)
+    found |= extra
+    return {**found, "curve": [c["accuracy"] for c in curve], "ok": row.check(found)}
+
+
+def main() -> int:
+    """Print a line per row; exit code 1 when one misses its threshold."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument(
+        "--only", type=lambda text: text.split(","), help="tables, of estimators,retention,taus,hybrid,coverage"
+    )
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = [row for row in build_rows() if not args.only or row.table in args.only]
+    tasks = {task.name: task for task in (build_facts(), build_modes()) if any(r.task == task.name for r in rows)}
+    started, bases = time.process_time(), {}
+    for seed in args.seeds:
+        for task in tasks.values():
+            bases[task.name, seed] = base = warm_up(task, seed)
+            context = context_of(task, Recipe(aim()))
+            able = compute_accuracy(base, task.show(task.eval, context, BEGIN), task.solve(task.eval, context))
+            print(f"warm-up {task.name}, seed {seed}: follows the context in {able:.3f}", flush=True)
+    results, table = [], ""
+    for row in rows:
+        if row.table != table:
+            table = row.table
+            print(f"\n{table}\n\n| | {' | '.join(row.shown)} | threshold | |\n|---|{'---|' * (len(row.shown) + 2)}")
+        found = [run_row(row, tasks[row.task], bases[row.task, seed], seed) for seed in args.seeds]
+        cells = [" ".join(f"{m[name]:.3f}".replace("0.", ".", 1) for m in found) for name in row.shown]
+        ok = all(m["ok"] for m in found)
+        print(f"| {row.name} | {' | '.join(cells)} | {row.threshold} | {'ok' if ok else 'MISSED'} |", flush=True)
+        results.append({"table": table, "name": row.name, "threshold": row.threshold, "ok": ok, "seeds": found})
+    print(f"\n{time.process_time() - started:.0f} CPU seconds, seeds {args.seeds}")
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1) + "\n")
+    return 0 if all(row["ok"] for row in results) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

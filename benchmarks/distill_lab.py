@@ -1,0 +1,451 @@
+"""Context distillation in one process: a model of 0.1 million parameters, two tasks, exact measurements.
+
+The arithmetic is the library's (`policy_loss`, `credit_samples`, `compute_fixed_point`), the decoder is the one that is
+trained and served; only prompts, sampling and the loop are here, on rectangles of token ids.
+
+    facts   plain `B Q key key key A`, with a context `B v0 .. v5 Q key key key A` -> the keys' values, end
+    modes   plain `B x x x x A`, with a context `B way x x x x A` -> the letters rewritten, end
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig, init_weights  # noqa: E402
+from rollouts.training.objectives import PRESETS, DistillChoice, Objective  # noqa: E402
+from rollouts.training.rl_losses import (  # noqa: E402
+    LossInputs,
+    compute_coverage,
+    compute_divergence,
+    credit_samples,
+    nll_loss,
+    policy_loss,
+)
+from rollouts.training.types import Sample  # noqa: E402
+
+VALUES, KEYS, WAYS = 8, 6, 4
+KEY, WAY, BEGIN, NOISY, ASK, ANSWER, END, VOCAB = 8, 14, 18, 19, 20, 21, 22, 24
+NOISE = 0.3
+GROUP, PROMPTS = 8, 16
+Rows = Tensor  # int64 [rows, length]
+
+
+class Rectangle:
+    """Causal attention over rows of one length, as the decoder takes it."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.unflatten(0, (self.rows, -1)).transpose(1, 2) for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return out.transpose(1, 2).flatten(0, 1)
+
+
+def build_model(seed: int) -> CausalLM:
+    """Two layers of width 64."""
+    config = {
+        "model_type": "qwen3",
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+        "initializer_range": 0.05,
+        "max_position_embeddings": 64,
+    }
+    model = CausalLM(DecoderConfig.from_hf(config))
+    with torch.no_grad():
+        init_weights(model, seed)
+    return model
+
+
+def compute_table(model: CausalLM, tokens: Rows, last: int, temperature: float = 1.0) -> Tensor:
+    """Log-probs [rows, last, VOCAB] of what follows each of the `last` positions before the final token."""
+    rows, length = tokens.shape
+    positions = torch.arange(length).repeat(rows)
+    hidden = model(tokens.flatten(), positions, Rectangle(rows)).unflatten(0, (rows, length))
+    logits = model.logits(hidden[:, length - 1 - last : length - 1].flatten(0, 1))
+    return torch.log_softmax(logits / temperature, -1).unflatten(0, (rows, last))
+
+
+@torch.no_grad()
+def sample(model: CausalLM, prompts: Rows, length: int, draw: torch.Generator, temperature: float = 1.0) -> Rows:
+    """Prompts with `length` sampled tokens each; after an end come more ends."""
+    tokens = prompts
+    for _ in range(length):
+        padded = torch.cat((tokens, tokens[:, :1]), 1)
+        p = compute_table(model, padded, 1, temperature)[:, 0].exp()
+        chosen = torch.multinomial(p, 1, generator=draw)
+        ended = (tokens[:, prompts.shape[1] :] == END).any(1, keepdim=True)
+        tokens = torch.cat((tokens, torch.where(ended, END, chosen)), 1)
+    return tokens[:, prompts.shape[1] :]
+
+
+# tasks --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Task:
+    """Questions, what contexts put before them, and right answers; a context has a row per question, or one for all."""
+
+    name: str
+    length: int  # of an answer, with its end
+    train: Rows
+    eval: Rows
+    show: Callable[[Rows, Rows, int], Rows]  # questions, contexts, first token -> prompts
+    solve: Callable[[Rows, Rows], Rows]
+    draw_contexts: Callable[[int, torch.Generator], Rows]
+    answer_plainly: Callable[[Rows, torch.Generator], Rows]
+    sft_steps: int
+
+    def plain(self, questions: Rows) -> Rows:
+        """The student's prompts."""
+        return self.show(questions, questions[:, :0], BEGIN)
+
+
+def split(questions: Rows) -> tuple[Rows, Rows]:
+    """Every fifth of a fixed shuffle is for evaluation."""
+    order = torch.randperm(len(questions), generator=torch.Generator().manual_seed(0))
+    is_eval = order % 5 == 0
+    return questions[~is_eval], questions[is_eval]
+
+
+def wrap(*parts: Rows | int) -> Rows:
+    """Columns side by side; a number is the same in every row."""
+    rows = max(len(part) for part in parts if isinstance(part, Tensor))
+    columns = [torch.full((1, 1), p) if isinstance(p, int) else p for p in parts]
+    return torch.cat([column.expand(rows, -1) for column in columns], 1)
+
+
+def build_facts() -> Task:
+    """A context is six values, one per key; a question is three keys."""
+    train, held_out = split(torch.cartesian_prod(*[torch.arange(KEYS)] * 3))
+    return Task(
+        "facts",
+        4,
+        train,
+        held_out,
+        show=lambda asked, table, first: wrap(first, table, ASK, asked + KEY, ANSWER),
+        solve=lambda asked, table: wrap(table.expand(len(asked), -1).gather(1, asked), END),
+        draw_contexts=lambda n, draw: torch.randint(VALUES, (n, KEYS), generator=draw),
+        answer_plainly=lambda asked, draw: wrap(torch.randint(VALUES, asked.shape, generator=draw), END),
+        sft_steps=450,
+    )
+
+
+def build_modes() -> Task:
+    """A context is a way to rewrite: copy, reverse, sort, next; a question is four letters."""
+    train, held_out = split(torch.cartesian_prod(*[torch.arange(VALUES)] * 4)[::4])
+
+    def solve(letters: Rows, way: Rows) -> Rows:
+        ways = torch.stack((letters, letters.flip(1), letters.sort(1).values, (letters + 1) % VALUES), 1)
+        return wrap(ways[torch.arange(len(letters)), way.expand(len(letters), -1)[:, 0]], END)
+
+    def answer_plainly(letters: Rows, draw: torch.Generator) -> Rows:
+        shares = torch.tensor([0.55, 0.15, 0.15, 0.15])
+        return solve(letters, torch.multinomial(shares, len(letters), True, generator=draw)[:, None])
+
+    return Task(
+        "modes",
+        5,
+        train,
+        held_out,
+        show=lambda letters, way, first: wrap(first, way + WAY, letters, ANSWER),
+        solve=solve,
+        draw_contexts=lambda n, draw: torch.randint(WAYS, (n, 1), generator=draw),
+        answer_plainly=answer_plainly,
+        sft_steps=900,
+    )
+
+
+def pick(questions: Rows, count: int, draw: torch.Generator) -> Rows:
+    """Random questions, with repetition."""
+    return questions[torch.randint(len(questions), (count,), generator=draw)]
+
+
+def make_noisy(answers: Rows, draw: torch.Generator) -> Rows:
+    """Each value is the next one with probability NOISE."""
+    hit = (torch.rand(answers.shape, generator=draw) < NOISE) & (answers < VALUES)
+    return torch.where(hit, (answers + 1) % VALUES, answers)
+
+
+def warm_up(task: Task, seed: int, steps: int | None = None, batch: int = 128) -> CausalLM:
+    """A model that follows contexts (a fifth of them noisily) and answers plain questions at random."""
+    torch.manual_seed(seed)
+    draw, model = torch.Generator().manual_seed(seed), build_model(seed)
+    steps = steps or task.sft_steps
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    num_plain = num_noisy = batch // 5
+    num_noisy *= task.name == "facts"
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 * min(1.0, (step + 1) / 20) * (0.02 + 0.98 * (1 + math.cos(math.pi * step / steps)) / 2)
+        questions = pick(task.train, batch - num_plain, draw)
+        contexts = task.draw_contexts(len(questions), draw)
+        answers = task.solve(questions, contexts)
+        shown = task.show(questions, contexts, BEGIN)
+        if num_noisy:
+            shown[:num_noisy, 0] = NOISY
+            answers[:num_noisy] = make_noisy(answers[:num_noisy], draw)
+        plain = pick(task.train, num_plain, draw)
+        loss = learn(model, shown, answers) * (len(shown) / batch)
+        loss = loss + learn(model, task.plain(plain), task.answer_plainly(plain, draw)) * (num_plain / batch)
+        torch.autograd.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def learn(model: CausalLM, prompts: Rows, answers: Rows) -> Tensor:
+    """The loss of supervised fine-tuning: nll_loss over the answers, per token."""
+    table = compute_table(model, torch.cat((prompts, answers), 1), answers.shape[1])
+    output = nll_loss(make_inputs(table, answers, table.detach()))
+    return output.loss_sum / output.count
+
+
+# distillation -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One run: what is minimised, by which teacher, from where."""
+
+    objective: Objective
+    steps: int = 80
+    context: Rows | None = None  # the teacher's; None: the task's own
+    truth: Rows | None = None  # what rewards go by; None: the context
+    noisy: bool = False
+    on_teacher_samples: bool = False  # supervised fine-tuning on what the teacher says
+    teacher: str = "frozen"  # live, ema
+    ema_decay: float = 0.95
+    anchor: float = 0.0
+    top_k: int = 4
+    temperature: float = 1.0
+    teacher_temperature: float = 1.0
+    lr: float = 1e-3
+    start: CausalLM | None = None
+    marks: Sequence[int] = ()
+
+
+def aim(estimator: str = "token", direction: str = "reverse", **choices: Any) -> Objective:
+    """An objective with the taus 0/1/1 unless told otherwise."""
+    taus = {"adv_tau": 0.0, "teacher_tau": 1.0, "student_tau": 1.0}
+    distill = DistillChoice(estimator, direction)  # type: ignore[arg-type]
+    return replace(PRESETS["aipo"], distill=distill, **{**taus, **choices})
+
+
+def make_inputs(
+    table: Tensor, answers: Rows, teacher: Tensor, weight: float = 1.0, advantages: Tensor | None = None
+) -> LossInputs:
+    """Streams of all answer tokens up to the first end; the sampler is the student itself."""
+    rows, length = answers.shape
+    logprobs = table.gather(-1, answers[..., None]).squeeze(-1)
+    before_end = (answers == END).long().cumsum(1) - (answers == END).long() == 0
+    return LossInputs(
+        trainer_logprobs=logprobs.flatten(),
+        inference_logprobs=logprobs.detach().flatten(),
+        advantages=torch.zeros(rows * length) if advantages is None else advantages.flatten(),
+        loss_mask=weight * before_end.flatten().float(),
+        sequence=torch.arange(rows).repeat_interleave(length),
+        teacher_logprobs=teacher.gather(-1, answers[..., None]).flatten(),
+        num_sequences=rows,
+    )
+
+
+def add_tables(inputs: LossInputs, student: Tensor, teacher: Tensor, choice: DistillChoice, k: int) -> LossInputs:
+    """The distributions that the estimator compares."""
+    student, teacher = student.flatten(0, 1), teacher.flatten(0, 1)
+    if choice.estimator == "topk+tail":
+        ids = teacher.topk(k).indices
+        student, teacher = (
+            torch.cat((x.gather(-1, ids), x.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)), -1)
+            for x in (student, teacher)
+        )
+    return replace(inputs, student_table=student, teacher_table=teacher)
+
+
+def spread_credit(inputs: LossInputs, rows: int, objective: Objective, groups: int) -> LossInputs:
+    """`credit_samples` over these streams: the estimators togo and sequence."""
+    streams = {
+        name: getattr(inputs, name).view(rows, -1).tolist()
+        for name in ("inference_logprobs", "teacher_logprobs", "loss_mask", "advantages")
+    }
+    size = rows // groups
+    samples = [
+        Sample(prompt="", tokens=[0] * len(mask), group_index=i // size, **{n: s[i] for n, s in streams.items()})
+        for i, mask in enumerate(streams["loss_mask"])
+    ]
+    credited = [s.advantages for s in credit_samples(samples, objective)]
+    return replace(inputs, advantages=torch.tensor(credited).flatten())
+
+
+def distill(task: Task, base: CausalLM, recipe: Recipe, seed: int) -> tuple[CausalLM, list[dict[str, float]]]:
+    """Train a copy of `base` (or of `recipe.start`); measurements at `recipe.marks` and at the end."""
+    torch.manual_seed(seed)
+    draw = torch.Generator().manual_seed(seed + 1000)
+    student = copy.deepcopy(recipe.start or base)
+    teacher = copy.deepcopy(base)
+    optimizer = torch.optim.AdamW(student.parameters(), lr=recipe.lr)
+    curve = []
+    for step in range(recipe.steps + 1):
+        if step in recipe.marks or step == recipe.steps:
+            judge = student if recipe.teacher == "live" else teacher
+            curve.append({"step": step, **measure(task, base, student, judge, recipe, seed)})
+        if step == recipe.steps:
+            return student, curve
+        losses = [teach(task, student, student if recipe.teacher == "live" else teacher, recipe, draw)]
+        if recipe.anchor:
+            losses.append(hold(task, student, base, recipe, draw))
+        total = sum(loss for loss, _ in losses) / sum(count for _, count in losses)
+        torch.autograd.backward(total)
+        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if recipe.teacher == "ema":
+            with torch.no_grad():
+                for mine, theirs in zip(teacher.parameters(), student.parameters(), strict=True):
+                    mine.lerp_(theirs, 1 - recipe.ema_decay)
+    raise AssertionError("the last step returns")
+
+
+def context_of(task: Task, recipe: Recipe) -> Rows:
+    """The teacher's context: one row."""
+    if recipe.context is not None:
+        return recipe.context
+    return torch.tensor([[3, 7, 1, 0, 5, 2]]) if task.name == "facts" else torch.tensor([[1]])
+
+
+def teacher_prompts(task: Task, recipe: Recipe, questions: Rows) -> Rows:
+    """What the teacher sees."""
+    return task.show(questions, context_of(task, recipe), NOISY if recipe.noisy else BEGIN)
+
+
+def teach(
+    task: Task, student: CausalLM, teacher: CausalLM, recipe: Recipe, draw: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Sum and count of the loss of one batch: PROMPTS groups of GROUP answers."""
+    questions = pick(task.train, PROMPTS, draw).repeat_interleave(GROUP, 0)
+    plain, shown = task.plain(questions), teacher_prompts(task, recipe, questions)
+    if recipe.on_teacher_samples:
+        answers = sample(teacher, shown, task.length, draw)
+        table = compute_table(student, torch.cat((plain, answers), 1), task.length)
+        output = nll_loss(make_inputs(table, answers, table.detach()))
+        return output.loss_sum, output.count
+    answers = sample(student, plain, task.length, draw, recipe.temperature)
+    table = compute_table(student, torch.cat((plain, answers), 1), task.length, recipe.temperature)
+    with torch.no_grad():
+        told = compute_table(teacher, torch.cat((shown, answers), 1), task.length, recipe.teacher_temperature)
+    truth = context_of(task, recipe) if recipe.truth is None else recipe.truth
+    rewards = (answers == task.solve(questions, truth)).all(1).float().view(PROMPTS, GROUP)
+    advantages = (rewards - rewards.mean(1, keepdim=True)).view(-1, 1).expand(-1, task.length)
+    inputs = make_inputs(table, answers, told, advantages=advantages)
+    objective = recipe.objective
+    if objective.distill.estimator in ("togo", "sequence"):
+        inputs = spread_credit(inputs, len(answers), objective, PROMPTS)
+    if objective.distill.has_table:
+        inputs = add_tables(inputs, table, told, objective.distill, recipe.top_k)
+    output = policy_loss(inputs, objective)
+    return output.loss_sum, output.count
+
+
+def hold(task: Task, student: CausalLM, base: CausalLM, recipe: Recipe, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Sum and count of the anchor: KL(student || initial model) under other contexts, which both see."""
+    questions = pick(task.train, PROMPTS * GROUP // 2, draw)
+    shown = task.show(questions, task.draw_contexts(len(questions), draw), BEGIN)
+    answers = sample(student, shown, task.length, draw)
+    tokens = torch.cat((shown, answers), 1)
+    table = compute_table(student, tokens, task.length)
+    with torch.no_grad():
+        told = compute_table(base, tokens, task.length)
+    inputs = make_inputs(table, answers, told, weight=recipe.anchor)
+    full = aim("full")
+    output = policy_loss(add_tables(inputs, table, told, full.distill, 0), full)
+    return output.loss_sum, output.count
+
+
+# measurements: exact where they can be ------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def compute_accuracy(model: CausalLM, prompts: Rows, answers: Rows) -> float:
+    """Mean probability of the right answer: what sampling at temperature 1 scores in expectation."""
+    table = compute_table(model, torch.cat((prompts, answers), 1), answers.shape[1])
+    return table.gather(-1, answers[..., None]).squeeze(-1).sum(1).exp().mean().item()
+
+
+@torch.no_grad()
+def measure(
+    task: Task, base: CausalLM, student: CausalLM, teacher: CausalLM, recipe: Recipe, seed: int
+) -> dict[str, float]:
+    """Accuracies on held-out questions, KL of whole answers in nats, entropy, retention, coverage."""
+    draw = torch.Generator().manual_seed(seed + 2000)
+    questions, context = task.eval, context_of(task, recipe)
+    truth = task.solve(questions, context if recipe.truth is None else recipe.truth)
+    plain, shown = task.plain(questions), teacher_prompts(task, recipe, questions)
+    others = torch.cat([task.eval] * 3)
+    other_contexts = task.draw_contexts(len(others), draw)
+    other = (task.show(others, other_contexts, BEGIN), task.solve(others, other_contexts))
+    base_plain, base_shown = (compute_accuracy(base, prompts, truth) for prompts in (plain, shown))
+    accuracy = compute_accuracy(student, plain, truth)
+    before, after = compute_accuracy(base, *other), compute_accuracy(student, *other)
+    many, many_shown = plain.repeat(4, 1), shown.repeat(4, 1)
+    answers = sample(student, many, task.length, draw)
+    s, t = (
+        compute_table(m, torch.cat((p, answers), 1), task.length) for m, p in ((student, many), (teacher, many_shown))
+    )
+    mask = make_inputs(s, answers, t).loss_mask.view(len(answers), -1)
+    flat = (s.flatten(0, 1), t.flatten(0, 1))
+    reverse = (compute_divergence(*flat).view_as(mask) * mask).sum(1).mean().item()
+    answers = sample(teacher, many_shown, task.length, draw)
+    s2, t2 = (
+        compute_table(m, torch.cat((p, answers), 1), task.length) for m, p in ((student, many), (teacher, many_shown))
+    )
+    mask2 = make_inputs(s2, answers, t2).loss_mask.view(len(answers), -1)
+    forward = compute_divergence(s2.flatten(0, 1), t2.flatten(0, 1), "forward").view_as(mask2)
+    values = s[:, :-1]
+    return {
+        "accuracy": accuracy,
+        "teacher": compute_accuracy(teacher, shown, truth),
+        "gap_closed": (accuracy - base_plain) / (base_shown - base_plain) if base_shown != base_plain else math.nan,
+        "kl_reverse": reverse,
+        "kl_forward": (forward * mask2).sum(1).mean().item(),
+        "entropy": -(values.exp() * values).sum(-1).mean().item(),
+        "coverage": compute_coverage(*flat).mean().item(),
+        "retention": after / before,
+        "student_with_context": compute_accuracy(student, shown, truth),
+    }
+
+
+@torch.no_grad()
+def main_share(task: Task, model: CausalLM, recipe: Recipe, truth: Rows | None = None) -> tuple[float, float]:
+    """The student's mean probability of each right value, and the entropy of its values, on held-out questions."""
+    answers = task.solve(task.eval, context_of(task, recipe) if truth is None else truth)
+    table = compute_table(model, torch.cat((task.plain(task.eval), answers), 1), task.length, recipe.temperature)
+    table = table[:, :-1]
+    share = table.gather(-1, answers[:, :-1, None]).exp().mean().item()
+    return share, -(table.exp() * table).sum(-1).mean().item()
+
+
+@torch.no_grad()
+def predicted_share(task: Task, teacher: CausalLM, recipe: Recipe) -> float:
+    """The same of the fixed point of the taus, made of the teacher's own distribution."""
+    answers = task.solve(task.eval, context_of(task, recipe))
+    tokens = torch.cat((teacher_prompts(task, recipe, task.eval), answers), 1)
+    table = compute_table(teacher, tokens, task.length, recipe.teacher_temperature)[:, :-1]
+    a, b = recipe.objective.teacher_tau, recipe.objective.student_tau
+    target = torch.log_softmax(a / b * table, -1) if b else (table == table.max(-1, keepdim=True).values).float().log()
+    return target.gather(-1, answers[:, :-1, None]).exp().mean().item()

@@ -1,0 +1,117 @@
+"""The main job of `make distill`: move six facts of a context into the weights of a tiny model, and show the way there.
+
+    python scripts/distill.py [--seed 0] [--output-dir DIR]
+
+A warm-up from random weights teaches to read tables, not what any table says. Then the model learns from itself with
+the table in its prompt; no reward is looked at. Everything runs on the CPU through the same commands and processes as
+large runs.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from demo import ROOT, Demo, newest_weights, next_directory, parse_arguments, shown
+from rich.console import Console
+from rich.table import Table
+
+from prime_rl.utils.process import ChildFailed, find_free_port
+from rollouts.training.metrics import load_jsonl
+
+RECIPE = Path("experiments/context_distill")
+TASK, OTHER = "facts", "other-tables"
+
+
+def main() -> int:
+    """Warm up, distil and sum up; returns the exit code."""
+    arguments = parse_arguments("Distil a context into a tiny model on the CPU.", "distill")
+    os.chdir(ROOT)  # the recipe's paths are relative to the repository
+    output_dir = arguments.output_dir or next_directory(ROOT / "outputs" / "distill")
+    demo = Demo(Console(highlight=False), output_dir, arguments.seed, num_stages=2)
+    demo.console.print(
+        f"Six facts of a context move into the weights of a tiny model, seed {demo.seed}.\n"
+        f"Everything goes to {shown(output_dir)}, all lines to {shown(output_dir / 'logs')}; Ctrl-C stops it.\n",
+        soft_wrap=True,
+    )
+    try:
+        run_stages(demo)
+    except ChildFailed as failure:
+        [child] = failure.children
+        demo.console.print(f"\nerror: {child.name} ended with {child.describe_end()}, see {shown(child.log_path)}")
+        return 1
+    except KeyboardInterrupt:
+        demo.console.print("\nstopped")
+        return 130
+    demo.console.rule("[bold]Summary", align="left")
+    sum_up(demo)
+    return 0
+
+
+def run_stages(demo: Demo) -> None:
+    """Warm-up and distillation."""
+    sft_dir, rl_dir, seed = demo.output_dir / "sft", demo.output_dir / "rl", str(demo.seed)
+    data = write_conversations(demo.output_dir)
+    options = ["@", str(RECIPE / "tiny_sft.toml"), "--data.name", shown(data), "--output-dir", shown(sft_dir)]
+    demo.run("supervised warm-up from random weights", "sft", *options, "--seed", seed, "--model.debug.seed", seed)
+    options = ["@", str(RECIPE / "tiny.toml"), "--model.name", shown(newest_weights(sft_dir))]
+    options += ["--output-dir", shown(rl_dir), "--seed", seed, "--inference.server.port", str(find_free_port())]
+    demo.run("distillation of the context", "rl", *options)
+
+
+def write_conversations(output_dir: Path) -> Path:
+    """The conversations of the warm-up, by the script that writes them for everyone."""
+    subprocess.run([sys.executable, "dev/make_warmup.py", TASK], check=True, stdout=subprocess.DEVNULL)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    return Path(shutil.copy(Path("outputs") / TASK / "sft.jsonl", output_dir / "sft.jsonl"))
+
+
+def find_arms(rows: list[dict[str, Any]], env: str) -> list[dict[str, Any]]:
+    """What was measured of an environment, once per evaluated version."""
+    key, marker = f"distill/{env}/", f"distill/{env}/student/avg"
+    return [
+        {"step": row["step"], **{name.removeprefix(key): value for name, value in row.items() if name.startswith(key)}}
+        for row in rows
+        if marker in row
+    ]
+
+
+def sum_up(demo: Demo) -> None:
+    """How much of the gap is closed, what was forgotten, what it took."""
+    rl_dir = demo.output_dir / "rl"
+    rows = load_jsonl(rl_dir / "metrics.jsonl")
+    table = Table(title="Held-out questions, in the course of the run", title_justify="left")
+    columns = ("step", "student", "with the context", "gap closed", "KL to the teacher (nats)", "other tables")
+    for column in columns:
+        table.add_column(column, justify="right")
+    others = {row["step"]: row for row in find_arms(rows, OTHER)}
+    for row in find_arms(rows, TASK):
+        other = others.get(row["step"], {})
+        cells = (row.get("student/avg"), row.get("student_context/avg"), row.get("gap_closed"))
+        cells += (row.get("kl_rev_sequence"), other.get("student/avg"))
+        table.add_row(f"{row['step']}", *("-" if cell is None else f"{cell:.3f}" for cell in cells))
+    demo.console.print(table)
+    seconds = ", ".join(f"{title} {seconds:.1f} s" for title, seconds in demo.seconds.items())
+    weights = shown(newest_weights(rl_dir))
+    demo.console.print(
+        f"Time: {seconds}\n"
+        f"\nLook at\n"
+        f"  {shown(rl_dir / 'metrics.jsonl')}   every metric, distill/{TASK}/gap_closed among them\n"
+        f"  {shown(rl_dir / 'samples.jsonl')}   every rollout with its prompt\n"
+        f"  {weights}   the model that knows the facts\n"
+        f"\nNext\n"
+        f"  . .venv/bin/activate\n"
+        f"  rl @ {RECIPE / 'tiny.toml'} --inspect-context 2\n"
+        f"  rl @ {RECIPE / 'tiny_hybrid.toml'} --model.name {shown(newest_weights(demo.output_dir / 'sft'))}\n"
+        f"  docs/on_policy_distillation.md\n",
+        soft_wrap=True,
+        markup=False,
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
