@@ -70,7 +70,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     ),
     "openai": ("prime_rl.utils.client", "rollouts.training.environments.answers"),
     "fastapi": ("prime_rl.inference.server", "prime_rl.monitor"),
-    "plotly": ("prime_rl.monitor", "nanochat.prime_rl_wandb"),
+    "plotly": ("prime_rl.monitor", "nanochat.prime_rl_figures"),
 }
 
 # These never name torch, not even inside a function: the conductor is light, words and arithmetic on lists are too.
