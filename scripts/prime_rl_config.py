@@ -6,16 +6,15 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from nanochat.env_file import ENV_FILE, read_env_file
 from prime_rl.utils.pydantic_config import BaseConfig, ConfigError, parse_argv
 from rollouts.training.objectives import PRESETS, AdvantageChoice, Objective
 
 PROG = "prime_rl_train"
-ENV_FILE = ".env"
 
 
 class EnvSection(BaseConfig):
@@ -306,7 +305,7 @@ def resolve(
         for key in keys:
             if (found := _find(config, key)) is not None and (source := _source_of(key, given)):
                 fill(name, found, source)
-    files = read_env_file(Path(ENV_FILE))
+    files = read_env_file(ENV_FILE)
     for name, variable in VARIABLES.items():
         fill(name, environ.get(variable) or None, f"${variable}")
         fill(name, files.get(variable) or None, f"{ENV_FILE} {variable}")
@@ -376,18 +375,6 @@ def build_objective(config: PrimeRLTrainConfig) -> Objective:
     if row.normaliser == "constant":
         row = replace(row, max_tokens=config.max_new_tokens)
     return replace(row, advantage=advantage, ref_kl_tau=config.ref_kl_tau)
-
-
-def read_env_file(path: Path) -> dict[str, str]:
-    """KEY=VALUE lines of a `.env`; quotes around a value are dropped, other lines are not read."""
-    if not path.is_file():
-        return {}
-    pairs = (line.partition("=") for line in path.read_text(encoding="utf-8").splitlines() if "=" in line)
-    return {
-        key.strip().removeprefix("export "): value.strip().strip("\"'")
-        for key, _, value in pairs
-        if not key.lstrip().startswith("#")
-    }
 
 
 def _read_model(name: str) -> dict[str, Any]:

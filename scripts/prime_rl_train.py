@@ -22,11 +22,10 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any
 
 from scripts.prime_rl_config import PROG, PrimeRLTrainConfig, Resolved, normalise_argv, resolve
@@ -34,6 +33,8 @@ from scripts.prime_rl_config import PROG, PrimeRLTrainConfig, Resolved, normalis
 from prime_rl.utils.pydantic_config import run_command
 
 if TYPE_CHECKING:
+    from scripts.prime_rl_watch import Watch
+
     from nanochat.learner import Learned
     from rollouts.training.backends.ranks import Ranks
     from rollouts.training.types import Sample
@@ -188,8 +189,10 @@ class Trainer:
         return place.step
 
 
-async def train(trainer: Trainer, log: Any) -> None:
+async def train(trainer: Trainer, watch: Watch) -> None:
     """The loop: it waits for groups, learns from them, and frees the slots of those that may be begun then."""
+    from scripts.prime_rl_watch import summarise_step
+
     from rollouts.training.datasets.data_buffer import DataBuffer
     from rollouts.training.rollout_gen.async_rollout_manager import AsyncRolloutManager
     from rollouts.training.types import RolloutConfig
@@ -206,7 +209,7 @@ async def train(trainer: Trainer, log: Any) -> None:
     start = trainer.resume(manager) if config.resume else 0
     await trainer.publish(start)
     if start == 0:
-        log(0, await trainer.evaluate(0))
+        watch.log(0, await trainer.evaluate(0))
     async with manager:
         for step in range(start + 1, trainer.num_steps + 1):
             began = time.perf_counter()
@@ -223,11 +226,13 @@ async def train(trainer: Trainer, log: Any) -> None:
             if is_last or step % config.eval_every == 0:
                 metrics |= await trainer.evaluate(step)
                 metrics["time/eval_s"] = time.perf_counter() - done
+            if watch.is_drawn(step):
+                await loop.run_in_executor(trainer.learning, watch.measure_surface, step, samples)
             await trainer.publish(step)
             manager.release(step)  # unblocks: rollouts by the new version
             if is_last or step % config.save_every == 0:
                 trainer.save(step, manager.state_dict())
-            log(step, metrics, samples=samples, learned=learned)
+            watch.log(step, metrics, samples, learned)
 
 
 def exchange(samples: Sequence[Sample], ranks: Ranks) -> list[Sample]:
@@ -271,89 +276,6 @@ def learning_rate_factor(step: int, *, config: PrimeRLTrainConfig, num_steps: in
     return config.init_lr_frac * warm * max(0.0, 1 - (step - 1) / num_steps)
 
 
-def summarise_step(step: int, samples: Sequence[Sample], learned: Learned) -> dict[str, float]:
-    """Numbers of one step, each over its samples or tokens; nothing that was not measured."""
-    from rollouts.training.types import Status
-
-    whole = [s for s in samples if s.status != Status.FAILED]
-    rewards, lengths = [s.reward for s in whole], [s.response_length for s in whole]
-    # One number per sample: every loss token of it has the same.
-    advantages = [max(s.advantages or [0.0], key=abs) for s in whole]
-    groups: dict[int | None, list[float]] = {}
-    for sample in whole:
-        groups.setdefault(sample.group_index, []).append(sample.reward)
-    metrics = {
-        "rollout/mean_reward": fmean(rewards),
-        "rollout/max_reward": max(rewards),
-        "rollout/min_reward": min(rewards),
-        "rollout/std_reward": pstdev(rewards),
-        "rollout/mean_length": fmean(lengths),
-        "rollout/truncated": fmean(s.status == Status.TRUNCATED for s in whole),
-        "rollout/failed": 1 - len(whole) / len(samples),
-        "rollout/staleness": fmean(step - 1 - min((v for _, v in s.versions), default=step - 1) for s in whole),
-        "advantages/mean": fmean(advantages),
-        "advantages/std": pstdev(advantages),
-        "advantages/equal_groups": fmean(max(group) == min(group) for group in groups.values()),
-        "train/grad_norm": learned.report.grad_norm,
-        "train/skipped": float(learned.report.skipped is not None),
-        "distributed/mean_sync_time": learned.sync_s,
-    }
-    names = {
-        "loss/policy": "policy/loss",
-        "entropy/mean": "policy/entropy",
-        "logprobs/mean": "tokens/mean_logprob",
-        "mismatch_kl/mean": "tokens/mismatch_kl",
-        "loss_ref_kl/mean": "policy/ref_kl",
-    }
-    metrics |= {ours: learned.stats[theirs] for theirs, ours in names.items() if theirs in learned.stats}
-    if "policy/entropy" in metrics:
-        metrics["tokens/mean_entropy"] = metrics["policy/entropy"]
-    if "policy/loss" in metrics:
-        metrics["train/loss"] = metrics["policy/loss"]
-    shown = {name for s in whole for name in s.metadata.get("metrics", {})}
-    for name in sorted(shown):
-        values = [s.metadata["metrics"][name] for s in whole if name in s.metadata.get("metrics", {})]
-        metrics[f"rollout/{name}"] = fmean(values)
-    return metrics
-
-
-def build_log(trainer: Trainer) -> Any:
-    """What is printed and written for each step: rank 0 does, the others keep quiet."""
-    from nanochat.common import get_base_dir
-    from rollouts.training.metrics import JSONLLogger
-
-    if trainer.ranks.rank:
-        return lambda step, metrics, **_: None
-    config = trainer.config
-    lines = JSONLLogger(get_base_dir() / "prime_rl_runs" / config.run)
-
-    def log(step: int, metrics: dict[str, float], samples: Any = None, learned: Any = None) -> None:
-        rates = {f"train/lr_{group['name']}": group["lr"] for group in trainer.optimizer.param_groups}
-        metrics = {**metrics, **rates}
-        lines.log(metrics, step)
-        if step % config.log_every == 0 or step == trainer.num_steps or "eval/accuracy" in metrics:
-            print(describe_step(step, trainer.num_steps, metrics), flush=True)
-
-    return log
-
-
-def describe_step(step: int, num_steps: int, metrics: dict[str, float]) -> str:
-    """One line: reward, length and loss of the step, and its evaluation where there was one."""
-    shown = {
-        "reward": "rollout/mean_reward",
-        "length": "rollout/mean_length",
-        "equal": "advantages/equal_groups",
-        "loss": "train/loss",
-        "grad": "train/grad_norm",
-        "pass@1": "eval/pass@1",
-        "pass@8": "eval/pass@8",
-        "letter": "eval/categorical_accuracy",
-        "s": "time/step_s",
-    }
-    parts = [f"{label} {metrics[name]:.3f}" for label, name in shown.items() if name in metrics]
-    return f"step {step}/{num_steps}  " + "  ".join(parts)
-
-
 def _tag_of(path: Path) -> str:
     """The directory of a tag, above flat files or above `step_N`."""
     return path.parent.parent.name if path.parent.name.startswith("step_") else path.parent.name
@@ -365,6 +287,8 @@ def run(config: PrimeRLTrainConfig) -> int:
 
     resolved = resolve(config, config.provenance, int(os.environ.get("WORLD_SIZE", "1")), os.environ)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    from scripts.prime_rl_watch import Watch
+
     from nanochat.checkpoint_manager import find_checkpoint
     from nanochat.common import open_ranks
     from rollouts.training.environments import load_environment
@@ -382,7 +306,8 @@ def run(config: PrimeRLTrainConfig) -> int:
             )
             print(f"rollouts through {getattr(env, 'env', env)!r}")
             print(resolved.describe(), flush=True)
-        asyncio.run(train(trainer, build_log(trainer)))
+        with closing(Watch(trainer)) as watch:
+            asyncio.run(train(trainer, watch))
     return 0
 
 

@@ -87,7 +87,21 @@ class Learner:
         report = self.stepper.step() if teaches else self.stepper.skip("all samples of the step were equally good")
         return Learned(report, everything.summary(), sum(len(s.tokens) for s in teaches), sync_s, norms)
 
+    @torch.no_grad()
+    def measure_loss(self, samples: Sequence[Sample]) -> float:
+        """The loss of these samples as the model is now, per token or sequence as in a step; nothing is changed."""
+        usable = [s for s in samples if s.response_length]
+        count = len(usable) if self.loss.mean_over == "sequence" else sum(s.response_length for s in usable)
+        starts = range(0, len(usable), self.micro_batch_size)
+        parts = [self._compute_loss(usable[i : i + self.micro_batch_size]) for i in starts]
+        return sum(float(part.loss_sum) for part in parts) / max(1, count)
+
     def _backward(self, samples: Sequence[Sample], count: float) -> TokenStats:
+        out = self._compute_loss(samples)
+        self.stepper.backward(out.loss_sum, count)
+        return out.stats
+
+    def _compute_loss(self, samples: Sequence[Sample]) -> LossOutput:
         device = self.model.get_device()
         rows = _pad(samples, device)
         at = rows.loss_mask > 0  # of the label that follows
@@ -110,9 +124,8 @@ class Learner:
                 num_sequences=len(samples),
             )
         )
-        self.stepper.backward(out.loss_sum, count)
         out.stats.merge(TokenStats.measure({"logprobs": logprobs}))
-        return out.stats
+        return out
 
 
 def _has_other_terms(loss: PolicyLoss | Likelihood) -> bool:

@@ -1,0 +1,167 @@
+"""What is seen of `scripts.prime_rl_train`: a line per step, metrics of samples and ranks, and five figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from nanochat.common import get_base_dir
+from nanochat.loss_surface import compute_loss_surface
+from nanochat.prime_rl_wandb import (
+    LocalRun,
+    RLMetricsTracker,
+    log_prime_rl_metrics_to_wandb,
+    setup_prime_rl_wandb,
+)
+from rollouts.training.types import Sample, Status
+
+if TYPE_CHECKING:
+    from scripts.prime_rl_train import Trainer
+
+    from nanochat.learner import Learned
+
+SURFACE_SAMPLES = 8
+"""Samples whose loss makes the surface; 82 passes over them each time."""
+EVALUATION = "eval/"
+
+
+class Watch:
+    """Rank 0 prints, and sends metrics and figures to `prime_rl_runs/RUN` and Weights & Biases; others keep quiet."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, config = trainer, trainer.config
+        self.tracker = RLMetricsTracker(max_history=max(1000, trainer.num_steps + 1))
+        self.runs: list[Any] = []
+        if trainer.ranks.rank:
+            return
+        directory = get_base_dir() / "prime_rl_runs" / config.run
+        resolved = config.model_dump(mode="json")
+        self.runs.append(LocalRun(directory, config.run, resolved))
+        if config.trainer.args.report_to != ["none"]:
+            run = setup_prime_rl_wandb(
+                config.wandb_project,
+                config.run,
+                resolved,
+                config.wandb.tags,
+                entity=config.wandb_entity,
+                notes=config.wandb.notes,
+                log_dir=directory,
+            )
+            self.runs += [] if isinstance(run, LocalRun) else [run]
+
+    def is_drawn(self, step: int) -> bool:
+        """Whether there are figures at this step."""
+        config = self.trainer.config
+        return step == self.trainer.num_steps or step % (config.viz_every or config.eval_every) == 0
+
+    def measure_surface(self, step: int, samples: Sequence[Sample]) -> None:
+        """The loss around the policy, of samples of the step that teach; to be called in the thread that trains."""
+        teaching = [s for s in samples if s.response_length and any(s.advantages or [])][:SURFACE_SAMPLES]
+        if self.runs and teaching:
+            learner = self.trainer.learner
+            surface = compute_loss_surface(learner.model, lambda: learner.measure_loss(teaching))
+            self.tracker.log_loss_surface(step, surface)
+
+    def log(
+        self, step: int, metrics: dict[str, float], samples: Sequence[Sample] = (), learned: Learned | None = None
+    ) -> None:
+        """Take down a step, and what was measured beside it."""
+        if not self.runs:
+            return
+        config, tracker = self.trainer.config, self.tracker
+        rates = {f"train/lr_{group['name']}": float(group["lr"]) for group in self.trainer.optimizer.param_groups}
+        tracker.log_metrics(step, {k: v for k, v in metrics.items() if not k.startswith(EVALUATION)} | rates)
+        whole = [s for s in samples if s.status != Status.FAILED]
+        if whole:
+            tracker.log_rollout(
+                step,
+                [s.reward for s in whole],
+                [s.response_length for s in whole],
+                # One number per sample: every loss token of it has the same.
+                [max(s.advantages or [0.0], key=abs) for s in whole],
+            )
+            size = self.trainer.ranks.size
+            sync_s = metrics["distributed/mean_sync_time"]
+            tracker.log_distributed_metrics(size, sync_s, describe_ranks(whole, size), step)
+        if learned is not None:
+            tracker.log_gradients(step, learned.grad_norms)
+        evaluation = {k.removeprefix(EVALUATION): v for k, v in metrics.items() if k.startswith(EVALUATION)}
+        if evaluation:
+            pass_at_k = {int(k[5:]): v for k, v in evaluation.items() if k.startswith("pass@")}
+            others = {k: v for k, v in evaluation.items() if not k.startswith("pass@")}
+            tracker.log_evaluation(step, others.pop("accuracy"), pass_at_k, **others)
+        for run in self.runs:
+            log_prime_rl_metrics_to_wandb(run, step, tracker, create_visualizations=self.is_drawn(step) and step > 0)
+        if step % config.log_every == 0 or step == self.trainer.num_steps or evaluation:
+            print(describe_step(step, self.trainer.num_steps, tracker.get_wandb_summary(step)), flush=True)
+
+    def close(self) -> None:
+        """Deliver what is pending, and say where everything is."""
+        for run in self.runs:
+            run.finish()
+        if self.runs:
+            print(f"metrics.jsonl and figures (viz/*.html) are in {self.runs[0].directory}")
+
+
+def summarise_step(step: int, samples: Sequence[Sample], learned: Learned) -> dict[str, float]:
+    """Numbers of one step that are not statistics of rewards, lengths and advantages; nothing that was not measured."""
+    whole = [s for s in samples if s.status != Status.FAILED]
+    groups: dict[int | None, list[float]] = {}
+    for sample in whole:
+        groups.setdefault(sample.group_index, []).append(sample.reward)
+    metrics = {
+        "rollout/truncated": fmean(s.status == Status.TRUNCATED for s in whole),
+        "rollout/failed": 1 - len(whole) / len(samples),
+        "rollout/staleness": fmean(step - 1 - min((v for _, v in s.versions), default=step - 1) for s in whole),
+        "advantages/equal_groups": fmean(max(group) == min(group) for group in groups.values()),
+        "train/grad_norm": learned.report.grad_norm,
+        "train/skipped": float(learned.report.skipped is not None),
+        "distributed/mean_sync_time": learned.sync_s,
+    }
+    names = {
+        "loss/policy": ("policy/loss", "train/loss"),
+        "entropy/mean": ("policy/entropy", "tokens/mean_entropy"),
+        "logprobs/mean": ("tokens/mean_logprob",),
+        "mismatch_kl/mean": ("tokens/mismatch_kl",),
+        "loss_ref_kl/mean": ("policy/ref_kl",),
+    }
+    for theirs, ours in names.items():
+        if theirs in learned.stats:
+            metrics |= dict.fromkeys(ours, learned.stats[theirs])
+    for name in sorted({name for s in whole for name in s.metadata.get("metrics", {})}):
+        values = [s.metadata["metrics"][name] for s in whole if name in s.metadata.get("metrics", {})]
+        metrics[f"rollout/{name}"] = fmean(values)
+    return metrics
+
+
+def describe_ranks(samples: Sequence[Sample], size: int) -> list[dict[str, float]]:
+    """Reward, length and number of the samples that each rank made: groups are dealt out in turns."""
+    ranks = []
+    for rank in range(size):
+        own = [s for s in samples if (s.group_index or 0) % size == rank]
+        numbers = {"samples": float(len(own))}
+        if own:
+            numbers |= {
+                "mean_reward": fmean(s.reward for s in own),
+                "mean_length": fmean(s.response_length for s in own),
+            }
+        ranks.append(numbers)
+    return ranks
+
+
+def describe_step(step: int, num_steps: int, metrics: dict[str, float]) -> str:
+    """One line: reward, length and loss of the step, and its evaluation where there was one."""
+    shown = {
+        "reward": "rollout/mean_reward",
+        "length": "rollout/mean_length",
+        "equal": "advantages/equal_groups",
+        "loss": "train/loss",
+        "grad": "train/grad_norm",
+        "pass@1": "eval/pass@1",
+        "pass@8": "eval/pass@8",
+        "letter": "eval/categorical_accuracy",
+        "s": "time/step_s",
+    }
+    parts = [f"{label} {metrics[name]:.3f}" for label, name in shown.items() if name in metrics]
+    return f"step {step}/{num_steps}  " + "  ".join(parts)
