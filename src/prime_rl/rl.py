@@ -18,8 +18,9 @@ from prime_rl.config_teacher import describe_taus
 from prime_rl.eval.config import EvalConfig
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.utils.process import ChildFailed, Supervisor, check_port_free, find_gpus, num_cores
+from prime_rl.utils.progress import show_progress
 from prime_rl.utils.pydantic_config import BaseConfig, run_command, write_config
-from rollouts.training.steps import complete_steps, parse_step, prune_steps, remove_unfinished, step_path
+from rollouts.training.steps import complete_steps, latest_step, parse_step, prune_steps, remove_unfinished, step_path
 
 STEP_DIRS = ("rollouts", "weights", "checkpoints")
 CKPT_PARTS = ("trainer", "orchestrator")
@@ -57,12 +58,12 @@ def rl(config: RLConfig) -> int:
         prepare_output_dir(config)
         config_paths = write_configs(config)
         try:
-            with Supervisor(out / "logs", console=sys.stdout) as run:
+            with show_progress("steps", config.max_steps, lines=False) as bar, start_supervisor(out) as run:
                 run.say(f"{describe(placement)}; logs in {out / 'logs'}; Ctrl-C stops everything")
                 if config.orchestrator.teacher_model is not None:
                     run.say(describe_taus(config.trainer.loss))
                 start_processes(run, config, config_paths, placement)
-                run.wait(["trainer", "orchestrator"])
+                run.wait(["trainer", "orchestrator"], on_tick=lambda: bar.reach(latest_step(out / "weights") or 0))
         except ChildFailed as failure:
             return report_failure(failure)
         except KeyboardInterrupt:
@@ -70,6 +71,11 @@ def rl(config: RLConfig) -> int:
             raise
     sys.stdout.write(summarize(config, time.monotonic() - started))
     return 0
+
+
+def start_supervisor(out: Path) -> Supervisor:
+    """Shows on the console what the processes say: above the progress bar, where there is one."""
+    return Supervisor(out / "logs", console=sys.stdout)
 
 
 def show_contexts(config: RLConfig) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,11 +38,13 @@ from prime_rl.trainer.profiling import record_profile
 from prime_rl.transport import weights
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.monitor import Monitor, build_monitor
+from prime_rl.utils.process import TOKEN_VARIABLE
+from prime_rl.utils.progress import show_progress
 from rollouts.training.backends.ranks import Ranks
 from rollouts.training.backends.step import StepReport
 from rollouts.training.batching import Share, pack_share
 from rollouts.training.rl_losses import TokenStats
-from rollouts.training.steps import complete_steps, remove_unfinished
+from rollouts.training.steps import complete_steps, remove_unfinished, step_path
 from rollouts.training.types import Sample
 
 WAITING = "wait_for_batch"
@@ -87,12 +90,14 @@ class Session:
         last = self.config.max_steps
         if last is not None and self.first_step > last:
             logger.info(f"Nothing to do: the checkpoint is at step {self.first_step - 1}, max_steps is {last}")
-        with record_profile(self.config, self.backend.placement.device, self.ranks.rank):
+        bar = show_progress("steps", last, self.first_step - 1, lines=False, hidden=self.ranks.rank != 0)
+        with record_profile(self.config, self.backend.placement.device, self.ranks.rank), bar as progress:
             for step in itertools.count(self.first_step):
                 if last is not None and step > last:
                     return
                 self.step = step
                 yield step
+                progress.advance()
 
     def pack(self, samples: Sequence[Sample], seq_len: int) -> Share:
         """This rank's part of a batch that every rank has."""
@@ -189,7 +194,19 @@ class Session:
         self.monitor.finish()
         leave_ranks()
         logger.success(f"Finished after step {self.backend.stepper.num_steps}, weights in {self.weights_dir}")
+        if self.ranks.rank == 0 and TOKEN_VARIABLE not in os.environ:  # a launcher has a summary of its own
+            sys.stdout.write(self._summary())
         return 0
+
+    def _summary(self) -> str:
+        """Where everything lies, and what to do next."""
+        out, newest = self.config.output_dir, step_path(self.weights_dir, self.backend.stepper.num_steps)
+        table: dict[str, object] = {"metrics": out / "metrics.jsonl", "logs": out / "logs"}
+        if self.config.ckpt is not None:
+            table["go on"] = f"--output-dir {out} --ckpt.resume-step -1, and a higher --max-steps"
+        if newest.exists():
+            table |= {"weights": newest, "next": f"env eval @ configs/debug/eval.toml --model.name {newest}"}
+        return "".join(f"  {name:<8} {value}\n" for name, value in table.items())
 
     def _save_checkpoint(self) -> None:
         ckpt = self.config.ckpt

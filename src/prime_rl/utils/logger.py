@@ -49,10 +49,16 @@ def setup_logger(process: str, log: LogConfig, log_dir: Path | None = None, *, c
     # diagnose would print the values of variables into tracebacks, secrets included.
     shown = None if same else _is_for_terminal
     if console or same:
-        logger.add(sys.stdout, level=level, format=LINE, colorize=colours, filter=shown, diagnose=False)
+        logger.add(_say, level=level, format=LINE, colorize=colours, filter=shown, diagnose=False)
     if path is not None and not same:
         logger.add(path, level=level, format=LINE, colorize=False, diagnose=False)
     _pass_on_standard_logging()
+
+
+def _say(line: str) -> None:
+    """To what standard output is now: a progress bar replaces it for its time, to keep lines above itself."""
+    sys.stdout.write(line)
+    sys.stdout.flush()
 
 
 def find_level(configured: str | None) -> str:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
-    from rich.progress import TaskID
 
 LINE_EVERY_S = 30.0
 
@@ -24,10 +24,11 @@ class Progress:
     what: str
     total: int | None = None
     done: int = 0
-    _bars: Bars | None = None
-    _task: TaskID | None = None
-    _started: float = field(default_factory=time.monotonic)
-    _said: float = field(default_factory=time.monotonic)
+    lines: bool = True
+    """Without a bar, say now and then in the log how far it is; off where the work says so itself."""
+    bar: Callable[[int, str], None] | None = None
+    _started: float = field(default_factory=lambda: time.monotonic())
+    _said: float = field(default_factory=lambda: time.monotonic())
     _done_before: int = 0
 
     def __post_init__(self) -> None:
@@ -35,10 +36,14 @@ class Progress:
 
     def advance(self, count: int = 1, note: str = "") -> None:
         """`count` more pieces are done; `note` is shown behind the bar."""
-        self.done += count
-        if self._bars is not None and self._task is not None:
-            self._bars.update(self._task, completed=self.done, note=note)
-        elif time.monotonic() - self._said > LINE_EVERY_S and self.done != self.total:
+        self.reach(self.done + count, note)
+
+    def reach(self, done: int, note: str = "") -> None:
+        """This many pieces are done by now."""
+        self.done = done
+        if self.bar is not None:
+            self.bar(done, note)
+        elif self.lines and time.monotonic() - self._said > LINE_EVERY_S and done != self.total:
             self._said = time.monotonic()
             self._say(note)
 
@@ -59,27 +64,42 @@ class Progress:
 
 
 @contextmanager
-def show_progress(what: str, total: int | None = None, done: int = 0) -> Iterator[Progress]:
-    """Progress of `what` for the time of a block. Lines that are logged meanwhile go above the bar."""
-    if not is_interactive():
-        yield Progress(what, total, done)
+def show_progress(
+    what: str, total: int | None = None, done: int = 0, *, lines: bool = True, hidden: bool = False
+) -> Iterator[Progress]:
+    """Progress of `what` for the time of a block. What is logged or printed meanwhile goes above the bar.
+
+    Without `lines` only a terminal shows anything, `hidden` shows nothing at all.
+    """
+    if hidden or not is_interactive():
+        yield Progress(what, total, done, lines and not hidden)
         return
+    bars = _build_bars()
+    atexit.register(bars.stop)  # a block that is never left (an abandoned generator) must not keep the cursor
+    try:
+        with bars:
+            task = bars.add_task(what, total=total, completed=done, note="")
+            yield Progress(what, total, done, lines, lambda count, note: bars.update(task, completed=count, note=note))
+    finally:
+        atexit.unregister(bars.stop)
+
+
+def _build_bars() -> Bars:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
 
-    columns = (
+    return Bars(
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
+        TextColumn("{task.fields[note]}", markup=False),
+        console=Console(file=sys.stdout),
+        transient=True,
     )
-    with Bars(*columns, console=Console(file=sys.stdout), transient=True) as bars:
-        task = bars.add_task(what, total=total, completed=done, note="")
-        yield Progress(what, total, done, bars, task)
 
 
 def is_interactive() -> bool:
