@@ -314,3 +314,31 @@ def test_a_whole_run_on_vllm_by_one_line_of_config(tmp_path: Path) -> None:
     assert len(kls) == 5 and max(kls) < 1e-6
     assert step_path(out / "weights", 5).is_dir()
     assert "every engine computes what the trainer does" in (out / "logs" / "orchestrator.log").read_text()
+
+
+@pytest.mark.parametrize("top", [0, 4])
+def test_a_teacher_on_vllm_says_what_ours_says(pair: Pair, top: int) -> None:
+    """The same log-probs under a context, by vLLM's prompt log-probs and by our packed scores."""
+    from array import array
+
+    from prime_rl.utils.client import InferenceClient
+    from prime_rl.utils.scoring import FULL, Scored, TokenScorer
+
+    tokens, start = [*b"the answer is always a vowel\n", *PROMPT], 29
+
+    async def ask(root: str, top: int, temperature: float = 1.0) -> Scored:
+        client = InferenceClient(f"{root}/v1")
+        try:
+            return await TokenScorer([client], "tiny-qwen3", temperature, top).score(tokens, start)
+        finally:
+            await client.close()
+
+    ours, theirs = (anyio.run(ask, str(server.base_url).rstrip("/"), top) for server in (pair.ours, pair.theirs))
+    assert len(ours.logprobs) == len(PROMPT) and theirs.logprobs == pytest.approx(ours.logprobs, abs=CLOSE)
+    for name in ("top_logprobs", "tail_mass"):
+        one, other = (array("f", getattr(scored, name)).tolist() for scored in (ours, theirs))
+        assert other == pytest.approx(one, abs=CLOSE) if top else not other
+    with pytest.raises(ValueError, match="temperature 1 only"):
+        anyio.run(ask, str(pair.theirs.base_url).rstrip("/"), 0, 0.5)
+    with pytest.raises(ValueError, match="whole distributions"):
+        anyio.run(ask, str(pair.theirs.base_url).rstrip("/"), FULL)

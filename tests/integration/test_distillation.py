@@ -1,0 +1,124 @@
+"""Context distillation through the real processes, by the documented flags, with a tiny model on the CPU."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from road import Runner, metric_rows, runner
+
+from prime_rl.utils.process import find_free_port
+from rollouts.training.steps import complete_steps
+
+CONFIG = """
+max_steps = 3
+max_async_level = 1
+seq_len = 96
+
+[model]
+name = "tiny-qwen3"
+debug = { random_init = true }
+
+[inference.model]
+device = "cpu"
+
+[trainer]
+micro_bs = 16
+
+[trainer.model]
+device = "cpu"
+
+[trainer.optim]
+lr = 1e-2
+
+[orchestrator]
+batch_size = 16
+rollouts_per_example = 4
+
+[orchestrator.sampling]
+max_tokens = 8
+
+[orchestrator.teacher_model]
+context = "Say only a, b, c and d.\\n"
+eval_baseline = true
+
+[[orchestrator.env]]
+id = "distillation_world:load_world"
+name = "world"
+
+[[orchestrator.env]]
+id = "distillation_world:load_world"
+name = "other"
+teacher = "anchor"
+
+[orchestrator.eval]
+interval = 3
+
+[[orchestrator.eval.env]]
+id = "distillation_world:load_world"
+name = "world"
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Runner]:
+    with runner(tmp_path / "said") as found:
+        yield found
+
+
+def launch(run: Runner, tmp_path: Path, flags: str) -> Path:
+    (tmp_path / "rl.toml").write_text(CONFIG)
+    out = tmp_path / "out"
+    options = ["--output-dir", out, "--inference.server.port", find_free_port(), *shlex.split(flags)]
+    run.run_well("rl", "@", tmp_path / "rl.toml", *options)
+    assert complete_steps(out / "weights")[-1] == 3
+    return out
+
+
+def trainer_rows(out: Path, key: str) -> list[dict[str, Any]]:
+    rows = metric_rows(out, "trainer", key)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    return rows
+
+
+def test_a_teacher_of_its_own_by_the_documented_flags(run: Runner, tmp_path: Path) -> None:
+    """The 8 GPU command of document 001, on the CPU; every distribution of the teacher is compared."""
+    flags = (
+        "--inference_gpu_ids 0 1 --teacher_gpu_ids 2 3 --trainer_gpu_ids 4 5 6 7 "
+        "--inference.parallel.tp 2 --teacher_inference.parallel.tp 2 "
+        "--trainer.loss.adv_tau 0 --trainer.loss.teacher_tau 1 --trainer.loss.distill.estimator full"
+    )
+    out = launch(run, tmp_path, flags)
+    said = run.commands[-1]
+    assert "pulled to the teacher's own distribution" in said.out and "is for GPUs" in said.err
+    for row in trainer_rows(out, "teacher_kl_reverse/mean"):
+        assert row["teacher_kl_reverse/min"] > -1e-5 and row["teacher_coverage/mean"] > 0
+    [baseline] = metric_rows(out, "orchestrator", "eval/world/baseline_student/avg")
+    assert baseline["step"] == 0
+    gap = baseline["eval/world/baseline_teacher/avg"] - baseline["eval/world/baseline_student/avg"]
+    assert baseline["eval/world/baseline_diff"] == pytest.approx(gap)
+    measured = metric_rows(out, "orchestrator", "distill/world/kl_rev")
+    assert [row["step"] for row in measured] == [0, 3]
+    assert measured[0]["distill/world/teacher_context/avg"] == measured[1]["distill/world/teacher_context/avg"]
+    steps = metric_rows(out, "orchestrator", "time/teacher_logprobs")
+    assert not any(row["teacher/skipped/prompt"] + row["teacher/skipped/server"] for row in steps)
+    records = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    assert all(record["prompt_text"] and record["teacher_logprobs"] for record in records)
+    ends = [record for record in records if record["env"] == "other"]
+    for record in ends[:4]:  # an anchor's teacher is the model before training, without the context
+        assert record["versions"][0][1] or record["teacher_logprobs"] == pytest.approx(record["logprobs"], abs=1e-5)
+
+
+def test_one_copy_of_the_weights_teaches_its_own_adapter(run: Runner, tmp_path: Path) -> None:
+    out = launch(run, tmp_path, "--trainer.model.lora.rank 4 --trainer.loss.distill.estimator auto")
+    assert not (out / "configs" / "teacher_inference.toml").exists(), "one server is enough"
+    trainer_rows(out, "teacher_coverage/mean")
+    records = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    later = [r for r in records if r["env"] == "other" and r["versions"][0][1] >= 1]
+    assert later, "the adapter has sampled"
+    gaps = [abs(a - b) for r in later for a, b in zip(r["logprobs"], r["teacher_logprobs"], strict=True)]
+    assert max(gaps) > 1e-4, "and the teacher is the model without it"
