@@ -84,7 +84,9 @@ class Teacher:
         return {"time/teacher_logprobs": seconds, "teacher/cached_prompt": share, **metrics}
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Wait until every server of the teacher answers."""
+        """Wait until every server of the teacher answers; say what is odd about its contexts first."""
+        for line in self.contexts.warnings():
+            logger.warning(line)
         for client in self.scorer.clients:
             await wait_until_ready(client, timeout_s)
 
@@ -168,8 +170,6 @@ def build_teacher(config: OrchestratorConfig) -> Teacher | None:
     if teacher is None:
         return None
     contexts = Contexts(config, teacher)
-    for line in contexts.warnings():
-        logger.warning(line)
     clients = build_clients(teacher.client)
     temperature = config.sampling.temperature if teacher.temperature is None else teacher.temperature
     scorer = TokenScorer(clients, teacher_name(config, teacher), temperature, teacher.top_logprobs)

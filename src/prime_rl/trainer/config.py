@@ -342,7 +342,8 @@ class DistillConfig(BaseConfig):
     """jsd: the teacher's share of the mixture."""
 
     clip: float | None = Field(default=None, gt=0)
-    """token: bound on the difference of the two log-probs, so that a few tokens of style do not outweigh all others."""
+    """token, togo, sequence: bound on the difference of a token's two log-probs, so that a few tokens of style do not
+    outweigh all others."""
 
     @property
     def top_logprobs(self) -> int:
@@ -356,7 +357,7 @@ class DistillConfig(BaseConfig):
                 f'direction = "{self.direction}" compares distributions, of which estimator = "{self.estimator}" sees '
                 'one token\n  set estimator to "topk+tail" or "full"'
             )
-        if self.clip is not None and self.estimator != "token":
+        if self.clip is not None and self.top_logprobs:
             raise ValueError('clip bounds sampled tokens: remove it, or set estimator to "token"')
         return self
 
