@@ -233,6 +233,7 @@ CLASSES = {
     "sft.toml": ("prime_rl.trainer.config", "SFTConfig"),
     "tiny.toml": ("prime_rl.config", "RLConfig"),
     "context_distill/pure.toml": ("prime_rl.config", "RLConfig"),
+    "context_distill/hybrid.toml": ("prime_rl.config", "RLConfig"),
     "context_distill/tiny_modes.toml": ("prime_rl.config", "RLConfig"),
     "context_distill/tiny_hybrid.toml": ("prime_rl.config", "RLConfig"),
     "context_distill/tiny_sft.toml": ("prime_rl.trainer.config", "SFTConfig"),
