@@ -19,7 +19,7 @@ LAYER = re.compile(r"(?:^|\.)(?:h|layers|blocks)\.(\d+)\.")
 
 
 def density_data(samples: Mapping[int, Sequence[float]]) -> Data | None:
-    """How the samples of each step spread: `density[step][bin]` are shares of the step, `mean[step]` its mean."""
+    """How the samples of each step spread: `density[step][bin]` are shares of it, `mean` and `std` one per step."""
     steps = sorted(step for step in samples if samples[step])
     if len(steps) < 2:
         return None
@@ -34,11 +34,16 @@ def density_data(samples: Mapping[int, Sequence[float]]) -> Data | None:
         for value in samples[step]:
             counts[min(int((value - low) / width), NUM_BINS - 1)] += 1
         density.append([count / len(samples[step]) for count in counts])
+    means = [math.fsum(samples[step]) / len(samples[step]) for step in steps]
     return {
         "step": steps,
         "bin": [low + (i + 0.5) * width for i in range(NUM_BINS)],
         "density": density,
-        "mean": [math.fsum(samples[step]) / len(samples[step]) for step in steps],
+        "mean": means,
+        "std": [
+            math.sqrt(math.fsum((value - mean) ** 2 for value in samples[step]) / len(samples[step]))
+            for step, mean in zip(steps, means, strict=True)
+        ],
     }
 
 
@@ -84,7 +89,7 @@ def pass_at_k_data(evaluations: Mapping[int, Mapping[int, float]]) -> Data | Non
 
 
 def draw_density(data: Data, title: str, what: str) -> Any:
-    """A landscape over step and value whose height is the share of samples, with the mean as a line above it."""
+    """A landscape over step and value whose height is the share of samples; above it lines of mean and deviation."""
     graph = _plotly()
     figure = graph.Figure(
         graph.Surface(
@@ -98,16 +103,16 @@ def draw_density(data: Data, title: str, what: str) -> Any:
         )
     )
     top = max(map(max, data["density"])) * 1.05
-    figure.add_scatter3d(
-        x=data["step"],
-        y=data["mean"],
-        z=[top] * len(data["step"]),
-        mode="lines+markers",
-        line={"width": 5, "color": ACCENT},
-        marker={"size": 2.5, "color": ACCENT},
-        name=f"mean {what}",
-        hovertemplate=f"step %{{x}}<br>mean {what} %{{y:.3f}}<extra></extra>",
-    )
+    for label, sign, width in ((f"mean {what}", 0, 5), ("mean + std", 1, 2), ("mean - std", -1, 2)):
+        figure.add_scatter3d(
+            x=data["step"],
+            y=[mean + sign * std for mean, std in zip(data["mean"], data["std"], strict=True)],
+            z=[top] * len(data["step"]),
+            mode="lines",
+            line={"width": width, "color": ACCENT, "dash": "dash" if sign else "solid"},
+            name=label,
+            hovertemplate=f"step %{{x}}<br>{label} %{{y:.3f}}<extra></extra>",
+        )
     return _lay_out(figure, title, "step", what, "share of samples")
 
 
@@ -208,7 +213,7 @@ def _lay_out(figure: Any, title: str, x: str, y: str, z: str) -> Any:
             "xaxis": {"title": {"text": x}},
             "yaxis": {"title": {"text": y}},
             "zaxis": {"title": {"text": z}},
-            "camera": {"eye": {"x": -1.5, "y": -1.6, "z": 1.1}},
+            "camera": {"eye": {"x": -1.4, "y": -1.5, "z": 0.9}, "center": {"x": 0, "y": 0, "z": -0.15}},
             "aspectmode": "cube",
         },
     )
