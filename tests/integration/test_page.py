@@ -124,7 +124,7 @@ def test_report_opens_without_network_and_shows_the_run(report: str, open_page: 
     assert "waits for rollouts" in opened.texts(".shares")[0]
     opened.page.keyboard.press("5")
     opened.page.locator("main input[type=checkbox]").check()
-    assert [row.split("\t")[0] for row in opened.texts(".config tbody tr")] == ["max_steps", "model.name", "model.note"]
+    assert [row.split("\t")[0] for row in opened.texts(".settings tbody tr")] == ["max_steps", "model.name", "model.note"]
 
 
 def test_rollouts_are_filtered_and_read(report: str, open_page: Open) -> None:
@@ -136,6 +136,7 @@ def test_rollouts_are_filtered_and_read(report: str, open_page: Open) -> None:
     page.keyboard.type("QUESTION 7")
     opened.wait_counter("11 of 144")
     page.keyboard.press("Escape")
+    assert page.locator(".filters input[type=search]").input_value() == "QUESTION 7", "leaving the field keeps its words"
     page.select_option("select[aria-label=environment]", "beta")
     opened.wait_counter("4 of 144")
     page.select_option("select[aria-label=sort]", "reward up")
@@ -187,7 +188,7 @@ def test_what_models_write_is_shown_and_never_run(report: str, open_page: Open) 
     page.keyboard.press("g")
     page.wait_for_selector(".cards .card")
     page.keyboard.press("5")
-    assert "<b>not bold</b>" in opened.texts(".config")[0]
+    assert "<b>not bold</b>" in opened.texts(".settings")[0]
     assert page.evaluate("window.hacked") is None
     assert page.locator("main b:text-is('bold'), main img, main script").count() == 0
     # Even markup that got into the page could not run: only the script of the page may.

@@ -27,7 +27,10 @@ from prime_rl.monitor.rollout_detail import rollout_detail
 from prime_rl.monitor.rollout_index import Query, RolloutIndex
 from prime_rl.monitor.serve import LiveRun, build_app, read_query
 from prime_rl.monitor.vocabulary import Vocabulary
+from prime_rl.trainer.rl.recording import recorded_rows
+from rollouts.training.batching import pack_samples
 from rollouts.training.metrics import append_jsonl, load_jsonl
+from rollouts.training.types import Sample
 
 
 @pytest.fixture(scope="module")
@@ -336,3 +339,35 @@ def test_a_replay_tells_equal_from_different(tmp_path: Path) -> None:
     verdict = compare(a, b, 4)
     assert (verdict.equal, verdict.tensors, verdict.metrics) == (False, ["b.weight"], [("loss/mean", 0.025, 0.5)])
     assert "1 of 2 tensors" in verdict_text(4, verdict) and "loss/mean was 0.025, is 0.5" in verdict_text(4, verdict)
+
+
+def test_recorded_logprobs_find_their_sample(tmp_path: Path) -> None:
+    def micro(samples: list[Sample]) -> list[Any]:
+        return pack_samples(samples, seq_len=8)[0]
+
+    samples = [
+        Sample(prompt="", tokens=[1, 2, 3], loss_mask=[0, 1, 1], inference_logprobs=[0, -1, -2], advantages=[0, 1, 1],
+               group_index=5, index=0),
+        Sample(prompt="", tokens=[4, 5, 6, 7], loss_mask=[0, 1, 0, 1], inference_logprobs=[0, -3, 0, -4],
+               advantages=[0, 1, 0, 1], group_index=5, index=1),
+    ]  # fmt: skip
+    micros = micro(samples)
+    # numbers by which each label is known
+    given = [[-10.0 * token for token, m in zip(p.labels, p.loss_mask, strict=True) if m] for p in micros]
+    rows = {row["index"]: row["trainer_logprobs"] for row in recorded_rows(samples, micros, given)}
+    assert rows == {0: [0.0, -20.0, -30.0], 1: [0.0, -50.0, 0.0, -70.0]}
+
+    lines = [{"step": 3, "group_index": 5, "index": i, "tokens": s.tokens, "loss_mask": s.loss_mask,
+              "logprobs": s.inference_logprobs} for i, s in enumerate(samples)]  # fmt: skip
+    append_jsonl(tmp_path / "samples.jsonl", lines)
+    index = RolloutIndex(tmp_path / "samples.jsonl")
+    index.grow()
+    assert "trainer" not in rollout_detail(0, index.row(0))["streams"]
+    recorded = [{"step": 3, "group_index": 5, "index": i, "trainer_logprobs": row} for i, row in rows.items()]
+    append_jsonl(tmp_path / "trainer_logprobs.jsonl", recorded)
+    assert index.grow() and not index.grow()
+    assert rollout_detail(1, index.row(1))["streams"]["trainer"] == [0.0, -47.0, 0.0, -66.0]
+    append_jsonl(tmp_path / "trainer_logprobs.jsonl", recorded[:1])
+    index.grow()
+    twice = recorded[0]["index"]
+    assert "trainer_logprobs" not in index.row(twice), "two that fit: nobody knows which"

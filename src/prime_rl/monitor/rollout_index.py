@@ -13,8 +13,19 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from prime_rl.utils.monitor import TRAINER_LOGPROBS_FILE
+
 SORTS = ("step", "reward", "advantage", "tokens")
 PREVIEW = 160
+
+
+class _Recorded(msgspec.Struct):
+    """What is needed of a line of `trainer_logprobs.jsonl` to find it again."""
+
+    step: int
+    group_index: int | None = None
+    index: int | None = None
+    trainer_logprobs: msgspec.Raw = msgspec.Raw(b"")
 
 
 class _Line(msgspec.Struct):
@@ -48,11 +59,50 @@ class Query:
     descending: bool = True
 
 
+class RecordedLogprobs:
+    """Log-probs that the trainer recorded, found by step, group, rollout and number of tokens."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._read = 0
+        self._places: dict[tuple[int, int | None, int | None, int], list[tuple[int, int]]] = {}
+        self._decode = msgspec.json.Decoder(_Recorded).decode
+
+    def grow(self) -> bool:
+        """Take in what was appended; returns whether there was anything."""
+        begun = self._read
+        if not self.path.exists():
+            return False
+        with self.path.open("rb") as file:
+            file.seek(begun)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                start, self._read = self._read, self._read + len(line)
+                row = self._decode(line)
+                key = (row.step, row.group_index, row.index, bytes(row.trainer_logprobs).count(b",") + 1)
+                self._places.setdefault(key, []).append((start, self._read))
+        return self._read > begun
+
+    def of(self, row: dict[str, Any]) -> list[float] | None:
+        """The log-probs of a sample; None where none were recorded, or where several would fit."""
+        key = (row.get("step", 0), row.get("group_index"), row.get("index"), len(row.get("tokens") or ()))
+        places = self._places.get(key, [])
+        if len(places) != 1:
+            return None
+        [(start, end)] = places
+        with self.path.open("rb") as file:
+            file.seek(start)
+            found: list[float] = msgspec.json.decode(file.read(end - start))["trainer_logprobs"]
+        return found
+
+
 class RolloutIndex:
     """An index over `samples.jsonl` that grows with it. Methods may be called from any thread."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.recorded = RecordedLogprobs(path.with_name(TRAINER_LOGPROBS_FILE))
         self.envs: list[str] = []
         self.statuses: list[str] = []
         self._read = 0
@@ -69,8 +119,9 @@ class RolloutIndex:
 
     def grow(self, max_bytes: int = 1 << 62) -> bool:
         """Take in what was appended to the file, up to about `max_bytes`; returns whether there was anything."""
+        recorded = self.recorded.grow()
         if not self.path.exists():
-            return False
+            return recorded
         with self.path.open("rb") as file:
             file.seek(self._read)
             begun = self._read
@@ -81,7 +132,7 @@ class RolloutIndex:
                     self._take(line)
                 if self._read - begun > max_bytes:
                     break
-        return self._read > begun
+        return recorded or self._read > begun
 
     def select(self, query: Query) -> NDArray[np.int64]:
         """Numbers of the rollouts that fit, in the order that is asked for."""
@@ -121,12 +172,14 @@ class RolloutIndex:
         return list(found.values())
 
     def row(self, number: int) -> dict[str, Any]:
-        """The whole line of a rollout."""
+        """The whole line of a rollout, with the trainer's log-probs where they were recorded."""
         with self._lock:
             start, end = self._starts[number], self._ends[number]
         with self.path.open("rb") as file:
             file.seek(start)
             row: dict[str, Any] = msgspec.json.decode(file.read(end - start))
+        if "trainer_logprobs" not in row and (recorded := self.recorded.of(row)) is not None:
+            row["trainer_logprobs"] = recorded
         return row
 
     def brief(self, numbers: Sequence[int]) -> list[dict[str, Any]]:

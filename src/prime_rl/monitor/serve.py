@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 HOSTS = ("127.0.0.1", "localhost")
+WATCHED = ("metrics.jsonl", "samples.jsonl", "trainer_logprobs.jsonl", "STABLE", "summary.json")
 SETTLE_MS = 150
 """Changes closer together than this are told as one."""
 
@@ -107,9 +108,7 @@ class LiveRun:
         self._catch_up()
         watched = watch(
             self.run.path,
-            watch_filter=lambda _, path: (
-                Path(path).name in ("metrics.jsonl", "samples.jsonl", "STABLE", "summary.json")
-            ),
+            watch_filter=lambda _, path: Path(path).name in WATCHED,
             stop_event=self._stop,
             debounce=SETTLE_MS,
             step=50,

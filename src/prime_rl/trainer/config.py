@@ -596,6 +596,9 @@ class TrainConfig(TrainerConfig):
     max_async_level: int = Field(default=2, ge=0)
     """How many versions behind the policy that generates may be; decides which published weights are kept."""
 
+    record_logprobs: int | None = Field(default=None, ge=1)
+    """Steps between two whose log-probs by the trainer, token by token, go to trainer_logprobs.jsonl for `monitor`."""
+
     @model_validator(mode="after")
     def _steps_are_versions(self) -> TrainConfig:
         for name in ("skip_progress", "skip_dataloader"):

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from prime_rl.utils.config import TrackersConfig
 
 SAMPLES_FILE = "samples.jsonl"
+TRAINER_LOGPROBS_FILE = "trainer_logprobs.jsonl"
+"""Written by a trainer that records them, read by the page of a run."""
 
 
 @dataclass(frozen=True)

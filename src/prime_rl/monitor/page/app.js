@@ -83,7 +83,7 @@ class Page {
 
   key(event) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
-    if (event.key === "Escape") { document.activeElement?.blur(); document.querySelector("dialog")?.close(); return; }
+    if (event.key === "Escape") { event.preventDefault(); document.activeElement?.blur(); document.querySelector("dialog")?.close(); return; }
     if (/^(INPUT|SELECT|TEXTAREA)$/.test(document.activeElement?.tagName)) return;
     const place = Number(event.key);
     if (place >= 1 && place <= SECTIONS.length) this.go(SECTIONS[place - 1][0]);

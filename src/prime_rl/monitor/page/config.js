@@ -9,7 +9,7 @@ function configView(data) {
   const find = el("input", { type: "search", placeholder: "key, value or source  ( / )", oninput: later(() => draw(), 100) });
   const chosen = el("input", { type: "checkbox", onchange: () => draw() });
   const tabs = el("div", { class: "tabs", role: "tablist" });
-  const table = el("table", { class: "config" });
+  const table = el("table", { class: "settings" });
   const draw = () => {
     fill(tabs, processes.map((name) => el("button", { role: "tab", "aria-selected": String(name === process), onclick: () => { process = name; draw(); } }, name)));
     const words = find.value.toLowerCase();

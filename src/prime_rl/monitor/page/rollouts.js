@@ -15,7 +15,7 @@ class Browser {
     this.detail = el("article", { class: "detail" });
     this.counter = el("output", {});
     this.search = el("input", { type: "search", placeholder: "search prompts and answers  ( / )", value: this.query.text,
-      oninput: later(() => this.change({ text: this.search.value }), 120) });
+      oninput: later(() => this.change({ text: this.search.value }), 40) });
     this.filters = el("div", { class: "filters" });
     this.node = el("div", { class: "browser" }, this.filters, el("div", { class: "panes" }, this.list, this.detail));
     this.list.addEventListener("scroll", () => {
@@ -88,6 +88,7 @@ class Browser {
 
   async open(i) {
     if (i < 0 || i >= this.rows.length) return;
+    hideTip();
     this.mark(i);
     if (i > this.rows.length - 20) this.more();
     const row = this.rows[i];

@@ -1,6 +1,7 @@
 // Who does what when: one lane per process on a canvas, zoomed with the wheel, moved by dragging.
 
 const WAITING = /^wait/;
+const LEFT = 226; // pixels for the names
 
 function timelineView(data) {
   const { names, lanes } = data.lanes;
@@ -48,7 +49,7 @@ function busy(spans, what) {
 }
 
 function drawTimeline(canvas, rows, names, view) {
-  const ratio = devicePixelRatio || 1, width = canvas.clientWidth, lane = 24, left = 210, height = rows.length * lane + 30;
+  const ratio = devicePixelRatio || 1, width = canvas.clientWidth, lane = 24, left = LEFT, height = rows.length * lane + 30;
   if (!width) return;
   canvas.width = width * ratio;
   canvas.height = height * ratio;
@@ -62,7 +63,7 @@ function drawTimeline(canvas, rows, names, view) {
     pen.fillStyle = colour("--grid");
     pen.fillRect(x(tick + view.begin), 0, 1, height - 24);
     pen.fillStyle = colour("--faint");
-    pen.fillText(`${number(tick, 4)} s`, x(tick + view.begin) - 8, height - 8);
+    pen.fillText(`${number(tick, 4)} s`, Math.min(x(tick + view.begin) - 8, width - 36), height - 8);
   }
   rows.forEach((row, k) => {
     const top = k * lane;
@@ -75,7 +76,7 @@ function drawTimeline(canvas, rows, names, view) {
       pen.font = "12px system-ui, sans-serif";
     }
     pen.fillStyle = colour("--faint");
-    pen.fillText(activity(row.owner, names[row.what]), 92, top + 16);
+    pen.fillText(activity(row.owner, names[row.what]), 104, top + 16);
     const waits = WAITING.test(names[row.what]);
     pen.fillStyle = waits ? hatch(pen, colour("--warn")) : colour(`--c${row.what % 6}`);
     for (const [, start, length] of row.spans) {
@@ -100,7 +101,7 @@ function hatch(pen, colour) {
 }
 
 function listenTimeline(canvas, rows, names, view, zoom, move) {
-  const share = (event) => Math.min(Math.max((event.offsetX - 210) / (canvas.clientWidth - 218), 0), 1);
+  const share = (event) => Math.min(Math.max((event.offsetX - LEFT) / (canvas.clientWidth - LEFT - 8), 0), 1);
   let dragged = null;
   canvas.addEventListener("wheel", (event) => { event.preventDefault(); zoom(event.deltaY > 0 ? 1.25 : 0.8, share(event)); }, { passive: false });
   canvas.addEventListener("pointerdown", (event) => { dragged = event.offsetX; canvas.setPointerCapture(event.pointerId); });
@@ -108,7 +109,7 @@ function listenTimeline(canvas, rows, names, view, zoom, move) {
   canvas.addEventListener("pointerleave", hideTip);
   canvas.addEventListener("pointermove", (event) => {
     if (dragged !== null) {
-      move((dragged - event.offsetX) / (canvas.clientWidth - 218));
+      move((dragged - event.offsetX) / (canvas.clientWidth - LEFT - 8));
       dragged = event.offsetX;
       return hideTip();
     }

@@ -29,6 +29,7 @@ def train(config: TrainConfig) -> int:
         return run_bench(config, train)
     from prime_rl.trainer.rl.data import apply_anchors, build_batches, check_batch
     from prime_rl.trainer.rl.loss import adapt_loss, build_loss
+    from prime_rl.trainer.rl.recording import record_when_due
     from prime_rl.trainer.session import build_session
     from rollouts.training.rl_losses import credit_samples
 
@@ -45,9 +46,10 @@ def train(config: TrainConfig) -> int:
         with watch("load_data"):
             check_batch(samples, config.loss, vocab_size)
             of_step = adapt_loss(loss, config.loss, step, samples)
-            share = session.pack(credit_samples(apply_anchors(samples), of_step.objective), config.model.seq_len)
-        with watch("forward_backward"):
-            stats = backend.forward_backward(share.micros, of_step)
+            samples = credit_samples(apply_anchors(samples), of_step.objective)
+            share = session.pack(samples, config.model.seq_len)
+        with watch("forward_backward"), record_when_due(of_step, config, step, samples, share.micros) as watched:
+            stats = backend.forward_backward(share.micros, watched)
             report = backend.optim_step(stats)
         with watch("broadcast_weights"):
             publish_version(session, config, step)  # unblocks: the weight relay
