@@ -124,7 +124,8 @@ def test_report_opens_without_network_and_shows_the_run(report: str, open_page: 
     assert "waits for rollouts" in opened.texts(".shares")[0]
     opened.page.keyboard.press("5")
     opened.page.locator("main input[type=checkbox]").check()
-    assert [row.split("\t")[0] for row in opened.texts(".settings tbody tr")] == ["max_steps", "model.name", "model.note"]
+    keys = [row.split("\t")[0] for row in opened.texts(".settings tbody tr")]
+    assert keys == ["max_steps", "model.name", "model.note"]
 
 
 def test_rollouts_are_filtered_and_read(report: str, open_page: Open) -> None:
@@ -136,7 +137,8 @@ def test_rollouts_are_filtered_and_read(report: str, open_page: Open) -> None:
     page.keyboard.type("QUESTION 7")
     opened.wait_counter("11 of 144")
     page.keyboard.press("Escape")
-    assert page.locator(".filters input[type=search]").input_value() == "QUESTION 7", "leaving the field keeps its words"
+    words = page.locator(".filters input[type=search]").input_value()
+    assert words == "QUESTION 7", "leaving the field keeps its words"
     page.select_option("select[aria-label=environment]", "beta")
     opened.wait_counter("4 of 144")
     page.select_option("select[aria-label=sort]", "reward up")
