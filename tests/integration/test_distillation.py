@@ -64,6 +64,11 @@ name = "world"
 """
 
 
+DEADLINE_S = 600.0
+"""Four processes start at once, which takes minutes on a machine that is busy with other things."""
+pytestmark = pytest.mark.timeout(2 * DEADLINE_S)
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Runner]:
     with runner(tmp_path / "said") as found:
@@ -74,7 +79,8 @@ def launch(run: Runner, tmp_path: Path, flags: str) -> Path:
     (tmp_path / "rl.toml").write_text(CONFIG)
     out = tmp_path / "out"
     options = ["--output-dir", out, "--inference.server.port", find_free_port(), *shlex.split(flags)]
-    run.run_well("rl", "@", tmp_path / "rl.toml", *options)
+    command = run.start("rl", "@", tmp_path / "rl.toml", *options)
+    assert command.wait(DEADLINE_S) == 0, f"{command.out}\n{command.err}"
     assert complete_steps(out / "weights")[-1] == 3
     return out
 

@@ -373,6 +373,44 @@ def test_a_prompt_is_scored_as_the_trainer_scores_it(budget: int) -> None:
         assert tail == pytest.approx(1 - row.exp().topk(5).values.double().sum().item(), abs=1e-6)
 
 
+@pytest.mark.parametrize("budget", [16, 2048])
+def test_what_comes_before_the_scored_tokens_is_computed_once(budget: int) -> None:
+    """Prompts with one context share its keys; an update on the way scores everything anew."""
+    models = [build_model(seed) for seed in (0, 1)]
+    rng = random.Random(0)
+    context = rng.choices(range(256), k=100)
+    prompts = [context + rng.choices(range(256), k=length) for length in (30, 3, 17)]
+    engine = EmbeddedEngine(build_model(0), max_prefill_tokens=budget)
+    wanted = [request(prompt, max_tokens=0, prompt_logprobs=2, prompt_start=101) for prompt in prompts]
+    outputs = run(engine, *wanted)
+
+    def check(version: int) -> None:
+        for prompt, output in zip(prompts, outputs, strict=True):
+            expected = trainer_logprobs(models[version], prompt, 1.0)[100:-1]
+            scores = output.prompt_logprobs
+            assert scores is not None and len(scores.top_logprobs) == len(prompt) - 101
+            held = torch.tensor(scores.logprobs)
+            torch.testing.assert_close(held, expected.gather(1, torch.tensor(prompt[101:])[:, None])[:, 0])
+
+    check(0)
+    assert outputs[0].num_cached == 0 and min(output.num_cached for output in outputs[1:]) >= 96
+    late = [replace(one, params=replace(one.params)) for one in wanted]
+    engine.load_weights(dict(tensor_names(models[1])), 1)
+    for one in late:
+        engine.add(one)
+    early = engine.step()
+    engine.load_weights(dict(tensor_names(models[0])), 2)
+    engine.load_weights(dict(tensor_names(models[1])), 3)
+    heard = {event.request: event for event in early if isinstance(event, Output)}
+    while engine.has_work():
+        heard |= {event.request: event for event in engine.step() if isinstance(event, Output)}
+    outputs = [heard[one] for one in late]
+    check(1)
+    with pytest.raises(ValueError, match="prompt_start 130 must be"):
+        engine.check(request(prompts[0], max_tokens=0, prompt_logprobs=0, prompt_start=130))
+    assert engine.max_score_len > len(prompts[0])
+
+
 def build_adapter(seed: int, rank: int = 4) -> tuple[CausalLM, dict[str, Tensor]]:
     """A model with an adapter that shows, and the adapter's tensors."""
     model = build_model(0)

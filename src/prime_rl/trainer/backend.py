@@ -94,6 +94,7 @@ class Backend:
             taught=None if batch.taught is None else batch.taught[chosen],
             student_table=student_table,
             teacher_table=None if batch.teacher_table is None else batch.teacher_table[1],
+            has_tail=batch.teacher_table is not None and batch.teacher_table[0] is not None,
         )
 
     def forward_backward(self, micros: Sequence[MicroBatch], loss: Loss) -> TokenStats:

@@ -85,7 +85,7 @@ def compute_divergence(
 def compute_coverage(
     student: Float[Tensor, "tokens outcomes"], teacher: Float[Tensor, "tokens outcomes"]
 ) -> Float[Tensor, " tokens"]:
-    """The student's probability of the teacher's likeliest outcome: how often it samples what the teacher would say."""
+    """The student's probability of the teacher's likeliest token: how often it samples what the teacher would say."""
     return student.gather(-1, teacher.argmax(-1, keepdim=True)).squeeze(-1).exp()
 
 
@@ -97,7 +97,7 @@ def measure_tables(inputs: LossInputs) -> dict[str, Float[Tensor, " tokens"]]:
     return {
         "teacher_kl_reverse": compute_divergence(student, teacher, "reverse"),
         "teacher_kl_forward": compute_divergence(student, teacher, "forward"),
-        "teacher_coverage": compute_coverage(student, teacher),
+        "teacher_coverage": compute_coverage(student, teacher[:, :-1] if inputs.has_tail else teacher),
     }
 
 

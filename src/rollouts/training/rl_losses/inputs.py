@@ -32,6 +32,8 @@ class LossInputs:
     taught: Bool[Tensor, " tokens"] | None = None
     student_table: Float[Tensor, "tokens outcomes"] | None = None
     teacher_table: Float[Tensor, "tokens outcomes"] | None = None
+    has_tail: bool = False
+    """Whether the last outcome of the tables is all other tokens together."""
 
     def where_taught(self, values: Float[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
         """The values, 0 where no teacher has spoken."""
