@@ -272,7 +272,7 @@ def parse_arguments(argv: Sequence[str], num_ranks: int, environ: Mapping[str, s
 
 def normalise_argv(argv: Sequence[str]) -> list[str]:
     """One leading `--` is torchrun's and dropped; `--config F`, `--config=F`, `@F` and a bare `F.toml` become `@ F`."""
-    words = list(argv[1:] if argv[:1] == ["--"] else argv)
+    words = list(argv)[1:] if list(argv[:1]) == ["--"] else list(argv)
     out: list[str] = []
     while words:
         word = words.pop(0)

@@ -45,7 +45,7 @@ class Watch:
                 resolved,
                 config.wandb.tags,
                 entity=config.wandb_entity,
-                notes=config.wandb.notes,
+                notes=config.wandb.run_notes,
                 log_dir=directory,
             )
             self.runs += [] if isinstance(run, LocalRun) else [run]

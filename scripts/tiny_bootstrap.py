@@ -38,6 +38,8 @@ class TinyBootstrapConfig(BaseConfig):
     """Ask with the problem alone, without a system prompt and instructions."""
     show_option: bool = True
     """Let answers begin with the line of the option that they choose, which is then easily read off."""
+    drill: float = Field(0.5, ge=0, lt=1)
+    """Share of examples that only repeat pairs of a number and a letter in another order: reading off, in plenty."""
     num_steps: int = Field(600, ge=1)
     """Steps of supervised fine-tuning."""
     batch_size: int = Field(32, ge=1)
@@ -103,7 +105,7 @@ def bootstrap(config: TinyBootstrapConfig) -> None:
     order = random.Random(config.seed)
     for step in range(1, config.num_steps + 1):
         learned = learner.learn(order.sample(samples, min(config.batch_size, len(samples))))
-        if step % 100 == 0 or step == config.num_steps:
+        if step % 50 == 0 or step == config.num_steps:
             print(f"step {step}/{config.num_steps}  loss {learned.stats['loss/mean']:.3f}", flush=True)
     tag = config.model_tag or f"d{config.depth}"
     path = save_checkpoint("sft", tag, config.num_steps, model, {"user_config": config.model_dump()}, flat=True)
@@ -134,7 +136,15 @@ def build_conversations(config: TinyBootstrapConfig) -> list[list[dict[str, Any]
             text = f"{next(line for line in lines if line.endswith(f'={letter}'))}\n{text}"
         text = text[:-1] + letter
         conversations.append([*prompt, {**answer, "content": text}])
-    return conversations
+    num_drills = round(len(rows) * config.drill / (1 - config.drill))
+    return conversations + [build_drill(draw) for _ in range(num_drills)]
+
+
+def build_drill(draw: random.Random, num_pairs: int = 8) -> list[dict[str, Any]]:
+    """Lines `number=letter`, and the same lines shuffled as the answer."""
+    lines = [f"{number}={draw.choice('ABCDE')}" for number in draw.sample(range(100), num_pairs)]
+    again = draw.sample(lines, num_pairs)
+    return [{"role": "user", "content": "\n".join(lines)}, {"role": "assistant", "content": "\n".join(again)}]
 
 
 def render_samples(tokenizer: Any, conversations: Sequence[Sequence[dict[str, Any]]], max_tokens: int) -> list[Any]:
