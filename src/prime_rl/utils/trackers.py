@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from rollouts.training.metrics import WandbLogger
+
 if TYPE_CHECKING:
     from prime_rl.utils.config import LogExtrasConfig, TrackersConfig, TrackioConfig, WandbConfig
 
@@ -32,16 +34,13 @@ class Tracker(Protocol):
         """Deliver what is pending."""
 
 
-class WandbTracker:
-    """A Weights & Biases run; `step` is a column, since a run's own counter refuses several rows of one step."""
+class WandbTracker(WandbLogger):
+    """A Weights & Biases run, with tables of rollouts beside the numbers."""
 
     def __init__(self, run: Any, table: Callable[..., Any], extras: LogExtrasConfig) -> None:
-        self.run, self._table, self._extras = run, table, extras
+        super().__init__(run)
+        self._table, self._extras = table, extras
         run.define_metric("*", step_metric="step")
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Queue one row of the run."""
-        self.run.log({"step": step, **metrics})
 
     def log_samples(self, rows: list[dict[str, Any]], step: int) -> None:
         """Tables `samples` (to read) and `distributions` (of all rollouts), every `log_extras.interval` steps."""
@@ -59,10 +58,6 @@ class WandbTracker:
             tables["distributions"] = self._table(columns=list(DISTRIBUTION_COLUMNS), data=data)
         if tables:
             self.run.log({"step": step, **tables})
-
-    def finish(self) -> None:
-        """Upload what is pending and close the run."""
-        self.run.finish()
 
 
 class TensorboardTracker:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import random
-import time
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -13,6 +13,7 @@ import xxhash
 from loguru import logger
 
 from prime_rl.trainer.config import SFTDataConfig
+from prime_rl.utils.progress import show_progress
 from rollouts.training.datasets.chat import TemplateRenderer
 from rollouts.training.datasets.rows import Row, iter_rows
 from rollouts.training.datasets.sft import (
@@ -24,7 +25,7 @@ from rollouts.training.datasets.sft import (
 )
 from rollouts.training.types import Sample, Status
 
-SECONDS_BETWEEN_NEWS = 5.0
+ROWS_BETWEEN_NEWS = 100
 
 
 class Tokenizer(Protocol):
@@ -140,8 +141,12 @@ def tokenise_data(config: SFTDataConfig, tokenizer: Tokenizer, vocab_size: int) 
         name = config.name if subset is None else f"{config.name} ({subset})"
         out.sizes.append(0)
         account = Account()
-        for sample in tokenise_rows(iter_rows(config.name, split, subset), config, tokenizer, vocab_size, account):
-            out.append(sample)
+        rows = iter_rows(config.name, split, subset)
+        with show_progress(f"tokenising {name}", hidden=os.environ.get("RANK", "0") != "0") as progress:
+            for sample in tokenise_rows(rows, config, tokenizer, vocab_size, account):
+                out.append(sample)
+                if account.rows >= progress.done + ROWS_BETWEEN_NEWS:
+                    progress.reach(account.rows, f"{account.tokens:,} tokens")
         account.report(name, config.seq_len)
         if not account.samples:
             fault = f"is longer than data.seq_len = {config.seq_len}: raise it" if account.overlong else "is empty"
@@ -154,7 +159,6 @@ def tokenise_rows(
 ) -> Iterator[Sample]:
     """The samples of rows that can be learnt; what cannot goes to the account."""
     chat = TemplateRenderer(tokenizer)
-    news = time.monotonic() + SECONDS_BETWEEN_NEWS
     for index, row in enumerate(rows):
         account.rows += 1
         samples = list(render_row(row, index, config, tokenizer, chat, account))
@@ -177,9 +181,6 @@ def tokenise_rows(
             account.tokens += len(sample.tokens)
             account.loss_tokens += int(sum(sample.loss_mask))
             yield sample
-        if time.monotonic() > news:
-            logger.info(f"Tokenised {account.rows:,} rows, {account.tokens:,} tokens")
-            news = time.monotonic() + SECONDS_BETWEEN_NEWS
 
 
 def render_row(
