@@ -19,6 +19,7 @@ from prime_rl.monitor.plots import save_plots, ticks
 from prime_rl.monitor.png import Canvas
 from prime_rl.monitor.series import join_processes, read_series, smooth
 from prime_rl.monitor.summary import failed_samples, messages_of, sample_text, summarise
+from prime_rl.utils.trackers import SAMPLE_COLUMNS
 from rollouts.training.metrics import append_jsonl
 
 ROOT = Path(__file__).parents[2]
@@ -152,7 +153,11 @@ def test_list_shows_local_runs_the_newest_first(
     names = [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
     assert code == 0 and [Path(name).name for name in names] == ["new", "middle"]
     assert "WANDB_API_KEY" in out
-    assert local_runs.state_of(local_runs.open_run(tmp_path / "old"), {}) == "stopped"
+    old = local_runs.open_run(tmp_path / "old")
+    assert local_runs.state_of(old, {}) == "stopped"
+    (old.path / "logs").mkdir()
+    (old.path / "logs" / "sft.log").write_text("x" * 900 + "\n12:00:00 SUCCESS Finished after step 240, weights in w\n")
+    assert local_runs.state_of(old, {}) == "finished"
 
 
 @pytest.mark.parametrize(
@@ -181,7 +186,10 @@ def test_wrong_input_names_its_cure(
 def wandb_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeWandb]:
     """A project with one experiment of two processes, and a run of another experiment in the same group."""
     pytest.importorskip("wandb")
-    table = {"columns": ["prompt", "completion", "reward"], "data": [["say hi", "<b>hi</b>", 0.1], ["ho", "ho", 0.9]]}
+    asked = json.dumps([{"role": "user", "content": "say hi"}])
+    cells = [(asked, "<b>hi</b>", 0.1), ("ho", "ho", 0.9)]
+    rows = [{"step": 5, **dict(zip(("prompt", "completion", "reward"), row, strict=True))} for row in cells]
+    table = {"columns": SAMPLE_COLUMNS, "data": [[row.get(name) for name in SAMPLE_COLUMNS] for row in rows]}
     link = {"_type": "table-file", "path": "media/table/samples_5.table.json", "nrows": 2, "ncols": 3}
     steps = range(1, 6)
     runs = [
@@ -217,7 +225,7 @@ def test_wandb_runs_are_listed_read_and_refused(wandb_server: FakeWandb, capsys:
     table = {line.split()[0]: line.split() for line in out.splitlines() if line}
     assert table["loss/mean"][1:5] == ["1", "0.2", "0.2", "1"]
     assert table["reward/mean"][2] == "0.5", "the other process of the experiment belongs to it"
-    assert "say hi" in out and "[assistant] <b>hi</b>" in out and "1 samples" in out
+    assert "[user] say hi" in out and "[assistant] <b>hi</b>" in out and "1 samples" in out
 
     code, out, err = call(capsys, "nope", "--entity", "ada")
     assert (code, out) == (2, "") and "nope" in err and "--project" in err

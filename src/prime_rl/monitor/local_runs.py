@@ -92,7 +92,18 @@ def state_of(run: LocalRun, series: dict[str, Series]) -> str:
     max_steps, loss = run.config_value("max_steps"), series.get("loss/mean")
     if loss and isinstance(max_steps, int) and loss[-1][0] >= max_steps:
         return "finished"
+    if any(_says_finished(run.path / "logs" / f"{process}.log") for process in ("trainer", "sft")):
+        return "finished"
     return "running" if time.time() - run.changed < FRESH_S else "stopped"
+
+
+def _says_finished(log: Path) -> bool:
+    """Whether the last lines of a trainer's log say so; sft leaves no configuration to tell by."""
+    if not log.exists():
+        return False
+    with log.open("rb") as file:
+        file.seek(max(log.stat().st_size - 500, 0))
+        return b"Finished after step" in file.read()
 
 
 def load_series(run: LocalRun) -> dict[str, Series]:
