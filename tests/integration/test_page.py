@@ -23,7 +23,8 @@ from rollouts.training.metrics import append_jsonl
 
 ROOT = Path(__file__).parents[2]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-PATIENCE_S = 30.0
+PATIENCE_S = 90.0
+pytestmark = pytest.mark.timeout(400)
 Open = Callable[[str], "OpenPage"]
 
 
@@ -52,6 +53,7 @@ class OpenPage:
         self.page.on("request", lambda request: self.asked.append(request.url))
         self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
         self.page.on("console", lambda m: self.wrong.append(m.text) if m.type in ("error", "warning") else None)
+        self.page.set_default_timeout(1000 * PATIENCE_S)
         self.page.goto(url)
         self.page.wait_for_selector(".sentence, .list li")
 

@@ -215,6 +215,7 @@ def wandb_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeWandb
         assert fake.refused == [], "only these routes are used"
 
 
+@pytest.mark.timeout(400)
 def test_wandb_runs_are_listed_read_and_refused(wandb_server: FakeWandb, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "--list", "--project", "prime-rl", "--num-runs", 2)
     assert code == 0
@@ -233,6 +234,7 @@ def test_wandb_runs_are_listed_read_and_refused(wandb_server: FakeWandb, capsys:
     assert (code, out) == (2, "") and "other" in err
 
 
+@pytest.mark.timeout(400)  # wandb starts a process of its own, on machines that may be busy
 def test_it_runs_by_path_with_nothing_but_wandb_and_pandas(wandb_server: FakeWandb, tmp_path: Path) -> None:
     # The other packages of this project are hidden, as they are where `uvx --with wandb --with pandas` runs it.
     hidden = "msgspec anyio torch rollouts orjson loguru fastapi httpx transformers rich".split()
@@ -241,7 +243,7 @@ def test_it_runs_by_path_with_nothing_but_wandb_and_pandas(wandb_server: FakeWan
     script = ROOT / "src" / "prime_rl" / "monitor" / "wandb_monitor.py"
     argv = [sys.executable, str(script), "t1", "--project", "prime-rl", "--save-dir", str(tmp_path / "plots")]
     done = subprocess.run(
-        argv, capture_output=True, text=True, timeout=100, env={**os.environ, "PYTHONPATH": str(tmp_path)}
+        argv, capture_output=True, text=True, timeout=380, env={**os.environ, "PYTHONPATH": str(tmp_path)}
     )
     assert done.returncode == 0, done.stderr
     assert "loss/mean" in done.stdout and "say hi" in done.stdout
