@@ -83,7 +83,7 @@ def find_arms(rows: list[dict[str, Any]], env: str) -> list[dict[str, Any]]:
 def sum_up(demo: Demo) -> None:
     """How much of the gap is closed, what was forgotten, what it took."""
     rl_dir = demo.output_dir / "rl"
-    rows = load_jsonl(rl_dir / "metrics.jsonl")
+    rows = list(load_jsonl(rl_dir / "metrics.jsonl"))
     table = Table(title="Held-out questions, in the course of the run", title_justify="left")
     columns = ("step", "student", "with the context", "gap closed", "KL to the teacher (nats)", "other tables")
     for column in columns:
