@@ -100,19 +100,19 @@ def start_processes(run: Supervisor, config: RLConfig, paths: dict[str, Path], p
         run.start(name, argv, env=compute_environment(gpus, num_compute))
     argv = [sys.executable, "-m", "prime_rl.orchestrator.orchestrator", "@", str(paths["orchestrator"])]
     run.start("orchestrator", argv, env={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
-    argv = build_trainer_argv(paths["trainer"], num_ranks)
+    argv = build_trainer_argv(paths["trainer"], num_ranks // config.trainer.parallel.model_ranks)
     run.start("trainer", argv, env=compute_environment(placement.trainer, num_compute))
 
 
-def build_trainer_argv(config_path: Path, num_ranks: int) -> list[str]:
+def build_trainer_argv(config_path: Path, dp: int) -> list[str]:
     """The trainer, which starts its ranks itself."""
     argv = [sys.executable, "-m", "prime_rl.trainer.rl.train", "@", str(config_path)]
-    return argv if num_ranks == 1 else [*argv, "--parallel.dp", str(num_ranks)]
+    return argv if dp == 1 else [*argv, "--parallel.dp", str(dp)]
 
 
 def count_trainer_ranks(config: RLConfig, placement: Placement) -> int:
-    """One rank per GPU of the trainer; on the CPU as many as `trainer.parallel.dp` says."""
-    return len(placement.trainer) if placement.trainer is not None else config.trainer.parallel.dp or 1
+    """One rank per GPU of the trainer; on the CPU as many as `trainer.parallel` asks for."""
+    return len(placement.trainer) if placement.trainer is not None else config.trainer.parallel.num_ranks
 
 
 def compute_environment(gpu_ids: Sequence[int] | None, num_compute: int) -> dict[str, str]:
@@ -160,16 +160,19 @@ def place(config: RLConfig, visible: Sequence[int]) -> Placement:
         return Placement(None, None)
     serving = tuple(config.inference_gpu_ids or visible[:wanted]) if config.inference is not None else ()
     free = [gpu for gpu in visible if gpu not in (*serving, *(config.teacher_gpu_ids or ()))] or list(visible)
-    dp = config.trainer.parallel.dp
-    if config.trainer_gpu_ids and dp not in (None, len(config.trainer_gpu_ids)):
+    parallel = config.trainer.parallel
+    if config.trainer_gpu_ids:
+        try:
+            parallel.resolve(len(config.trainer_gpu_ids))
+        except ValueError as error:
+            raise ValueError(
+                f"trainer_gpu_ids = {config.trainer_gpu_ids}, each GPU is a rank: trainer.{error}"
+            ) from error
+    training = config.trainer_gpu_ids or free[: parallel.num_ranks]
+    if not config.trainer_gpu_ids and len(training) < parallel.num_ranks:
         raise ValueError(
-            f"trainer_gpu_ids = {config.trainer_gpu_ids} but trainer.parallel.dp = {dp}: "
-            "leave out dp, each GPU is a rank"
-        )
-    training = config.trainer_gpu_ids or free[: dp or 1]
-    if dp is not None and len(training) < dp:
-        raise ValueError(
-            f"trainer.parallel.dp = {dp} but inference leaves {len(free)} of {len(visible)} GPUs: lower it"
+            f"trainer.parallel asks for {parallel.num_ranks} ranks but inference leaves {len(free)} of {len(visible)} "
+            "GPUs: lower trainer.parallel.dp"
         )
     teaching: tuple[int, ...] = ()
     if config.teacher_inference is not None:

@@ -155,8 +155,8 @@ def test_foreign_checkpoints_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not a complete checkpoint"):
         load_checkpoint(tmp_path, 2, backend.parameters, backend.stepper)
     state = tmp_path / "step_1" / "trainer" / "state.json"
-    state.write_text(state.read_text().replace('"schema": 2', '"schema": 3'))
-    with pytest.raises(ValueError, match="schema 3"):
+    state.write_text(state.read_text().replace('"schema": 3', '"schema": 4'))
+    with pytest.raises(ValueError, match="schema 4"):
         load_checkpoint(tmp_path, 1, backend.parameters, backend.stepper)
 
 

@@ -22,7 +22,7 @@ from prime_rl.trainer.models.attention import (
     unfold_groups,
 )
 from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig, init_weights, tensor_names
-from prime_rl.trainer.models.moe import SparseMLP, take_expert_imbalance
+from prime_rl.trainer.models.moe import SparseMLP, compute_imbalance, take_expert_load
 from prime_rl.trainer.models.registry import fill_weights
 
 SHAPE = dict(
@@ -171,12 +171,12 @@ def test_the_imbalance_of_experts_is_measured_where_gradients_are() -> None:
     ids = torch.randint(0, 320, (50,))
     with torch.no_grad():
         ours(ids, torch.arange(50), PackedAttention([50]))
-    assert take_expert_imbalance(ours) == {}
+    assert compute_imbalance(take_expert_load(ours)) == {}
     ours(ids, torch.arange(50), PackedAttention([50]))
     block = ours.model.layers[1].mlp
     assert isinstance(block, SparseMLP) and block.load is not None and int(block.load.sum()) == 50 * 3
     block.load = torch.tensor([60, 0, 15, 15, 15, 15, 15, 15])
-    assert take_expert_imbalance(ours)["router/max_violation/mean"] == pytest.approx(60 / 18.75 - 1)
+    assert compute_imbalance(take_expert_load(ours))["router/max_violation/mean"] == pytest.approx(60 / 18.75 - 1)
 
 
 def test_initial_weights_are_a_pure_function_of_config_and_seed() -> None:

@@ -67,7 +67,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     list(run_rl(one, rl_config()))
     save_checkpoint(root, 1, one.parameters, one.stepper, {"total_tokens": 5})
     ranks = start_ranks("rank_steps.py", 2, root)
-    said = [rank.communicate(timeout=110)[0] for rank in ranks]
+    said = [rank.communicate(timeout=DEADLINE_S)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
     return root
 

@@ -68,10 +68,11 @@ def test_the_trainer_starts_a_rank_per_gpu(gpus: list[int]) -> None:
     assert rl.count_trainer_ranks(two, rl.choose_placement(two)) == 2
     assert rl.build_trainer_argv(Path("t.toml"), 2)[-4:] == ["@", "t.toml", "--parallel.dp", "2"]
     assert rl.choose_placement(parse("--trainer.parallel.dp", "2")) == rl.Placement((1, 2), (0,))
-    with pytest.raises(ValueError, match=r"trainer_gpu_ids = \[0, 1\] but trainer\.parallel\.dp = 3"):
+    with pytest.raises(ValueError, match=r"trainer_gpu_ids = \[0, 1\], .*: trainer\.parallel\.dp is 3 but 2"):
         rl.choose_placement(parse("--trainer_gpu_ids", "0,1", "--trainer.parallel.dp", "3"))
-    with pytest.raises(ValueError, match=r"trainer\.parallel\.dp = 3 but inference leaves 2 of 3"):
+    with pytest.raises(ValueError, match=r"trainer\.parallel asks for 3 ranks but inference leaves 2 of 3"):
         rl.choose_placement(parse("--trainer.parallel.dp", "3"))
+    assert rl.choose_placement(parse("--trainer.parallel.tp", "2")) == rl.Placement((1, 2), (0,))
     gpus.clear()
     many = parse("--trainer.parallel.dp", "4")
     assert rl.count_trainer_ranks(many, rl.choose_placement(many)) == 4

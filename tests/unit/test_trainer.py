@@ -352,7 +352,13 @@ def test_the_stopwatch_adds_parts_up_and_starts_anew() -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--parallel.tp", "2"], "tp"),
+        (["--parallel.tp", "2", "--optim.type", "muon"], "muon needs whole matrices"),
+        (["--parallel.cp", "2", "--model.compile.backend", "inductor"], "leave model.compile out"),
+        (["--parallel.ep", "2", "--model.impl", "hf"], "parallel.ep needs a decoder of our own"),
+        (["--parallel.pp_stages", "2"], "set pp above 1"),
+        (["--parallel.cp_style", "ring"], "set cp above 1"),
+        (["--parallel.cp", "2", "--parallel.cp_style", "ring", "--model.attn", "exact"], "attention of its own"),
+        (["--parallel.tp", "2", "--loss.distill.estimator", "full", "--loss.teacher_tau", "1"], "parallel.tp cuts"),
         (["--scheduler.type", "cosine"], "max_steps"),
         (["--scheduler.type", "linear", "--max_steps", "5"], "do not fit into max_steps 5"),
         (["--optim.type", "sgd", "--optim.momentum", "0"], "nesterov"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -10,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from prime_rl.trainer.activations import recompute_layers
 from prime_rl.trainer.config import ModelConfig, SFTConfig, TrainConfig
+from prime_rl.trainer.gradients import Gradients
 from prime_rl.trainer.model import (
     Placement,
     build_adapter_spec,
@@ -23,18 +24,21 @@ from prime_rl.trainer.model import (
     load_model,
     resolve_placement,
 )
-from prime_rl.trainer.models.attention import PackedAttention
 from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.models.lora import merged_tensors, peft_config, peft_tensors
+from prime_rl.trainer.models.moe import Experts, compute_imbalance, counting, take_expert_load
 from prime_rl.trainer.optim import MasterWeights, build_optimizer, build_schedule
-from prime_rl.trainer.parallel_dims import build_mesh, join_ranks
+from prime_rl.trainer.parallel_dims import Mesh, build_mesh, join_ranks
+from prime_rl.trainer.passes import Layout, count_tokens, fill_up, lay_out, read_out
+from prime_rl.trainer.pipeline_parallel import Pipeline, PipelineLM
+from prime_rl.trainer.shards import Cuts, Holders, find_holders, gather_whole
+from prime_rl.trainer.splitting import split_model
 from prime_rl.transport.canary import Canary, build_canary, canary_tokens
-from rollouts.training.backends.checkpoint import collect_tensors
 from rollouts.training.backends.fsdp import shard_units
 from rollouts.training.backends.ranks import Ranks
 from rollouts.training.backends.step import OptimizerStep, StepReport
-from rollouts.training.batching import MIN_TOKENS, MicroBatch, TensorBatch
-from rollouts.training.rl_losses import LossInputs, LossOutput, TokenStats, compute_head_logprobs, compute_head_table
+from rollouts.training.batching import MicroBatch, TensorBatch, build_filler
+from rollouts.training.rl_losses import LossInputs, LossOutput, TokenStats
 
 Loss = Callable[[LossInputs], LossOutput]
 
@@ -44,7 +48,8 @@ class Backend:
     """One rank's share of a trainer.
 
     `parameters` are what the optimizer steps, by name: in float32, and where there are several ranks this rank's part
-    of each.
+    of each. `holders` tells who has the other parts, `cuts` what `mesh` has taken from the model beyond sharding, and
+    `whole` is the model's outline without such cuts.
     """
 
     model: CausalLM
@@ -52,10 +57,15 @@ class Backend:
     parameters: dict[str, Tensor]
     placement: Placement
     model_dir: Path
+    whole: CausalLM
+    holders: Holders
     num_layers: int | None = None
     adapter_config: dict[str, Any] | None = None
     """Of the PEFT adapter that is published; None: whole models are."""
     ranks: Ranks = field(default_factory=Ranks)
+    mesh: Mesh = field(default_factory=Mesh)
+    cuts: Cuts = field(default_factory=dict)
+    pipeline: Pipeline | None = None
 
     @property
     def quadratic_cost(self) -> float:
@@ -63,39 +73,48 @@ class Backend:
         return 1 / (12 * self.model.config.hidden_size)
 
     def compute_inputs(self, batch: TensorBatch) -> LossInputs:
-        """Run the model over a pack; streams of the tokens with loss only, because no other needs logits."""
-        attend = PackedAttention(batch.lengths, self.placement.device, self.placement.attn)
-        hidden = self.model(batch.input_ids, batch.positions, attend)
-        chosen = batch.loss_mask.nonzero().squeeze(1)
-        # A product of fewer rows rounds differently (see attention.MIN_ROWS), so a few that are not needed go along.
-        rows = chosen if len(chosen) >= MIN_TOKENS else torch.cat((chosen, chosen.new_zeros(MIN_TOKENS)))
-        logprobs, entropy = compute_head_logprobs(
-            hidden[rows],
-            self.model.lm_head.weight,
-            batch.labels[rows],
-            batch.temperature[rows],
-            cap=self.model.config.logit_cap,
-        )
-        n = len(chosen)
-        student_table = None
-        if batch.teacher_table is not None:
-            student_table = compute_head_table(
-                hidden[rows], self.model.lm_head.weight, batch.temperature[rows], _repeat(batch.teacher_table[0], rows)
-            )[:n]
-        return LossInputs(
-            trainer_logprobs=logprobs[:n],
-            inference_logprobs=batch.inference_logprobs[chosen],
-            advantages=batch.advantages[chosen],
-            loss_mask=batch.loss_mask[chosen],
-            sequence=batch.sequence[chosen],
-            teacher_logprobs=None if batch.teacher_logprobs is None else batch.teacher_logprobs[chosen],
-            entropy=entropy[:n],
-            num_sequences=len(batch.lengths),
-            taught=None if batch.taught is None else batch.taught[chosen],
-            student_table=student_table,
-            teacher_table=None if batch.teacher_table is None else batch.teacher_table[1],
-            has_tail=batch.teacher_table is not None and batch.teacher_table[0] is not None,
-        )
+        """Run the model over a pack, without a pipeline; streams of the tokens with loss."""
+        return self._compute(lay_out(batch, self.placement, self.mesh))
+
+    def _compute(self, layout: Layout) -> LossInputs:
+        pack = layout.pack
+        with counting(self.model, pack.real):
+            hidden = self.model(pack.input_ids, pack.positions, pack.attend)
+        return read_out(layout, hidden, self.model, self.mesh)
+
+    def run_micros(
+        self, micros: Sequence[MicroBatch], finish: Callable[[MicroBatch, LossInputs], Tensor], *, train: bool
+    ) -> None:
+        """Run the model over micro-batches and `finish` each where its log-probs are; to `train`, go back from the
+        losses that it returns."""
+        if self.pipeline is not None:
+            self._run_pipeline(self.pipeline, micros, finish, train=train)
+            return
+        for micro in micros:
+            loss = finish(micro, self._compute(self._lay_out(micro)))
+            if train:
+                torch.autograd.backward(loss)
+
+    def _lay_out(self, micro: MicroBatch, num_tokens: int = 0) -> Layout:
+        batch = fill_up(micro, self.mesh, self.placement.device, num_tokens)
+        return lay_out(batch, self.placement, self.mesh, len(micro.input_ids) if micro.loss_count else 0)
+
+    def _run_pipeline(
+        self,
+        pipeline: Pipeline,
+        micros: Sequence[MicroBatch],
+        finish: Callable[[MicroBatch, LossInputs], Tensor],
+        *,
+        train: bool,
+    ) -> None:
+        filled = [*micros, *[build_filler(micros[0])] * (-len(micros) % self.mesh.pp.size)]
+        num_tokens = max(count_tokens(micro, self.mesh) for micro in filled)
+        layouts = [self._lay_out(micro, num_tokens) for micro in filled]
+
+        def at_end(hidden: Tensor, number: int) -> Tensor:
+            return finish(filled[number], read_out(layouts[number], hidden, self.model, self.mesh))
+
+        pipeline.run([layout.pack for layout in layouts], at_end, train=train)
 
     def forward_backward(self, micros: Sequence[MicroBatch], loss: Loss) -> TokenStats:
         """Accumulate the gradient of a whole step; the statistics are those of all ranks.
@@ -105,32 +124,40 @@ class Backend:
         many micro-batches.
         """
         unit = getattr(loss, "mean_over", "token")
-        [global_count] = self.ranks.sum([sum(micro.count(unit) for micro in micros)])
+        [global_count] = self.ranks.sum([sum(micro.count(unit) for micro in micros) if self.mesh.speaks else 0.0])
         stats = TokenStats()
-        for micro in micros if global_count else ():
-            if not micro.loss_count and self.ranks.size == 1:
-                continue
-            inputs = self.compute_inputs(micro.to_tensors(self.placement.device))
-            if micro.loss_count:
-                output = loss(inputs)
-                self.stepper.backward(output.loss_sum, global_count)
-                stats.merge(output.stats)
-            else:  # ranks gather parameters and add up gradients together, so this one goes through the motions
-                self.stepper.backward(inputs.trainer_logprobs.sum(), global_count)
-        return merge_stats(stats, self.ranks)
+
+        def finish(micro: MicroBatch, inputs: LossInputs) -> Tensor:
+            if (
+                not micro.loss_count
+            ):  # ranks gather parameters and add up gradients together: it goes through the motions
+                return inputs.trainer_logprobs.sum()
+            output = loss(inputs)
+            stats.merge(output.stats)
+            return output.loss_sum / global_count
+
+        if global_count:
+            self.run_micros(self._needed(micros), finish, train=True)
+        return merge_stats(stats if self.mesh.speaks else TokenStats(), self.ranks)
+
+    def _needed(self, micros: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Those with loss; of several ranks, which run as many, all."""
+        return [micro for micro in micros if micro.loss_count or self.ranks.size > 1]
 
     @torch.no_grad()
     def evaluate(self, micros: Sequence[MicroBatch], loss: Loss) -> TokenStats:
         """The statistics of a loss over all ranks, without a gradient. Every rank passes as many micro-batches."""
         stats = TokenStats()
-        for micro in micros:
-            if micro.loss_count or self.ranks.size > 1:
-                inputs = self.compute_inputs(micro.to_tensors(self.placement.device))
-                if micro.loss_count:
-                    stats.merge(loss(inputs).stats)
+
+        def finish(micro: MicroBatch, inputs: LossInputs) -> Tensor:
+            if micro.loss_count:
+                stats.merge(loss(inputs).stats)
+            return inputs.trainer_logprobs.sum()
+
+        self.run_micros(self._needed(micros), finish, train=False)
         if self.ranks.size > 1:
             self.model.reshard()  # type: ignore[operator]  # a method that fully_shard adds
-        return merge_stats(stats, self.ranks)
+        return merge_stats(stats if self.mesh.speaks else TokenStats(), self.ranks)
 
     @torch.no_grad()
     def compute_canary(self, step: int) -> Canary:
@@ -139,17 +166,28 @@ class Backend:
         n = len(tokens)
         labels, mask, zeros = [*tokens[1:], 0], [1.0] * (n - 1) + [0.0], [0.0] * n
         micro = MicroBatch(tokens, list(range(n)), labels, mask, zeros, zeros, [1.0] * n, None, [n], [0])
-        logprobs = self.compute_inputs(micro.to_tensors(self.placement.device)).trainer_logprobs
+        found: list[float] = []
+
+        def finish(micro: MicroBatch, inputs: LossInputs) -> Tensor:
+            found.extend(inputs.trainer_logprobs.tolist() if micro.loss_count else [])
+            return inputs.trainer_logprobs.sum()
+
+        self.run_micros([micro], finish, train=False)
         if self.ranks.size > 1:
             self.model.reshard()  # type: ignore[operator]  # a method that fully_shard adds
+        told = self.ranks.gather_bytes(json.dumps(found).encode())
+        logprobs = next(filter(None, map(json.loads, told)))
         # A merged adapter, and whatever else is not this very arithmetic, is only near.
         is_plain = self.ranks.size == 1 and all(p.requires_grad for p in self.model.parameters())
         dtype = str(self.placement.dtype).removeprefix("torch.")
-        return build_canary(step, tokens, logprobs.tolist(), dtype, self.placement.attn == "exact" and is_plain)
+        return build_canary(step, tokens, logprobs, dtype, self.placement.attn == "exact" and is_plain)
 
     def optim_step(self, stats: TokenStats) -> StepReport:
         """Apply the accumulated gradient; a step in which no token carried loss is skipped."""
-        return self.stepper.step() if not stats.empty else self.stepper.skip("no token of the batch carries loss")
+        if stats.empty:
+            return self.stepper.skip("no token of the batch carries loss")
+        Gradients(self.parameters, self.holders, self.mesh, self.ranks).complete()
+        return self.stepper.step()
 
     def publishable(self) -> dict[str, Tensor]:
         """The tensors that engines compute with, in the format the trainer computes with.
@@ -159,21 +197,18 @@ class Backend:
         build = merged_tensors if self.adapter_config is None else peft_tensors
         if self.ranks.size == 1:
             return build(self.model)
-        needed = (
-            (name, tensor.detach().to(self.placement.dtype))
-            for name, tensor in self.model.named_parameters()
-            if self.adapter_config is None or tensor.requires_grad
-        )
-        whole = collect_tensors(needed, self.ranks)
-        return build(self.model, whole) if self.ranks.rank == 0 else {}
+        needed = {n: p.detach() for n, p in self.model.named_parameters() if not self.adapter_config or p.requires_grad}
+        holders = find_holders(needed, self.ranks, self.cuts)
+        tensors = gather_whole(needed, holders, self.ranks, self.placement.dtype)
+        return build(self.whole, tensors) if self.ranks.rank == 0 else {}
 
-
-def _repeat(ids: Int[Tensor, "chosen k"] | None, rows: Int[Tensor, " rows"]) -> Int[Tensor, "rows k"] | None:
-    """The ids of each row, the last ones again for the rows that only go along."""
-    if ids is None or len(ids) == len(rows):
-        return ids
-    last = ids[-1:] if len(ids) else torch.arange(ids.shape[1], device=ids.device)[None]
-    return torch.cat((ids, last.expand(len(rows) - len(ids), -1)))
+    def take_imbalance(self) -> dict[str, float]:
+        """How unevenly all ranks have used the experts since the last call; all must call."""
+        loads: dict[str, list[float]] = {}
+        for told in self.ranks.gather_bytes(json.dumps(take_expert_load(self.model)).encode()):
+            for name, load in json.loads(told).items():
+                loads[name] = [a + b for a, b in zip(loads.get(name, [0.0] * len(load)), load, strict=True)]
+        return compute_imbalance(loads)
 
 
 def merge_stats(stats: TokenStats, ranks: Ranks) -> TokenStats:
@@ -212,29 +247,23 @@ def build_backend(config: TrainConfig | SFTConfig) -> Backend:
     limit_threads()
     placement = resolve_placement(config.model, int(os.environ.get("LOCAL_RANK", "0")))
     ranks = join_ranks(config, placement.device)
-    torch.manual_seed(config.seed + ranks.rank)
+    mesh = build_mesh(config.parallel, ranks)
+    torch.manual_seed(config.seed + ranks.rank // mesh.tp.size)  # what they hold alike must drop the same inputs
     model, model_dir = load_model(config.model, placement, config.seed, sharded=ranks.size > 1)
     adapter_config = None
     if config.model.lora is not None and not config.model.lora.merge:
         spec = build_adapter_spec(config.model.lora)
         adapter_config = peft_config(model, spec, find_base_name(config.model.name, model_dir))
+    model, whole, cuts = split_model(model, mesh)
     prepare_layers(model, config.model, placement.device)
-    after_step = None
-    is_narrow = placement.dtype == torch.bfloat16
     if ranks.size > 1:
-        shard_units(
-            model,
-            model.layers(),
-            build_mesh(config.parallel, ranks),
-            param_dtype=placement.dtype if is_narrow else None,
-            reduce_dtype=getattr(torch, config.model.reduce_dtype) if is_narrow else None,
-            reshard_after_forward=config.model.reshard_after_forward,
-            cpu_offload=config.model.optim_cpu_offload,
-            sum_gradients=True,
-            keep_root=True,
-        )
+        shard_model(model, config.model, placement, mesh)
     parameters: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if ranks.size == 1 and (is_narrow or (config.model.optim_cpu_offload and placement.device.type != "cpu")):
+    holders = find_holders(parameters, ranks, cuts)
+    compute_norm, after_step = None, None
+    if ranks.size > 1:
+        compute_norm = Gradients(parameters, holders, mesh, ranks).compute_norm
+    elif is_narrow(placement) or (config.model.optim_cpu_offload and placement.device.type != "cpu"):
         offload = torch.device("cpu") if config.model.optim_cpu_offload else None
         masters = MasterWeights(model, placement.dtype, offload)
         parameters, after_step = masters.by_name, masters.write_back
@@ -243,6 +272,47 @@ def build_backend(config: TrainConfig | SFTConfig) -> Backend:
         schedule=build_schedule(config.scheduler, config.optim.lr, config.max_steps),
         max_norm=config.optim.max_norm,
         after_step=after_step,
+        compute_norm=compute_norm,
     )
-    num_layers = config.model.debug.num_layers
-    return Backend(model, stepper, parameters, placement, model_dir, num_layers, adapter_config, ranks)
+    pipeline = None
+    if isinstance(model, PipelineLM):
+        pipeline = Pipeline(model, mesh.pp, placement.device, placement.dtype)
+    return Backend(
+        model,
+        stepper,
+        parameters,
+        placement,
+        model_dir,
+        whole,
+        holders,
+        num_layers=config.model.debug.num_layers,
+        adapter_config=adapter_config,
+        ranks=ranks,
+        mesh=mesh,
+        cuts=cuts,
+        pipeline=pipeline,
+    )
+
+
+def is_narrow(placement: Placement) -> bool:
+    """Whether the model computes in a narrower format than its optimizer."""
+    return placement.dtype == torch.bfloat16
+
+
+def shard_model(model: CausalLM, config: ModelConfig, placement: Placement, mesh: Mesh) -> None:
+    """Spread what this rank has of the model over the ranks that have the same."""
+    experts = [module for module in model.modules() if isinstance(module, Experts)] if mesh.experts is not None else []
+    roots = model.all_stages() if isinstance(model, PipelineLM) else [model]
+    for units, team in ((experts, mesh.experts), ((*model.layers(), *roots), mesh.dense)):
+        if team is None:
+            continue
+        shard_units(
+            units,
+            team,
+            param_dtype=placement.dtype if is_narrow(placement) else None,
+            reduce_dtype=getattr(torch, config.reduce_dtype) if is_narrow(placement) else None,
+            reshard_after_forward=config.reshard_after_forward,
+            cpu_offload=config.optim_cpu_offload,
+            sum_gradients=True,
+            keep=roots[-1],
+        )

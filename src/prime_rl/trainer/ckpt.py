@@ -14,7 +14,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from prime_rl.trainer.config import CkptConfig
-from prime_rl.trainer.shards import Shards, like_shard, local_part, open_shards, save_shards, shard_name
+from prime_rl.trainer.shards import (
+    Box,
+    Holders,
+    Shards,
+    find_holders,
+    like_shard,
+    local_part,
+    open_shards,
+    save_shards,
+    shard_name,
+)
 from rollouts.training.backends.ranks import Ranks
 from rollouts.training.backends.step import OptimizerStep
 from rollouts.training.steps import (
@@ -28,9 +38,9 @@ from rollouts.training.steps import (
     temporary_path,
 )
 
-SCHEMA = 2
-READABLE = (1, 2)
-"""Schema 1 is that of one rank, whose files still have the same names and contents."""
+SCHEMA = 3
+READABLE = (1, 2, 3)
+"""Schema 1 is that of one rank, whose files still have the same names and contents; 2 was cut between rows only."""
 
 PART = "trainer"
 """Name of the trainer's part of `checkpoints/step_N`; the orchestrator publishes its own beside it."""
@@ -46,16 +56,21 @@ def save_checkpoint(
     stepper: OptimizerStep,
     progress: Mapping[str, Any],
     ranks: Ranks | None = None,
+    holders: Holders | None = None,
 ) -> Path:
     """Publish `root/step_N/trainer`, whole or not at all; every rank writes its own files and all must call.
 
-    `parameters` are those that the optimizer steps, by name; `progress` is any JSON: data position, totals.
+    `parameters` are those that the optimizer steps, by name, and `holders` tells who has which part of them (unset:
+    asked for); `progress` is any JSON: data position, totals. What several ranks hold alike the first of them writes.
     """
     ranks = ranks or Ranks()
+    holders = holders or find_holders(parameters, ranks)
+    ours = {name: p for name, p in parameters.items() if holders.is_first(name, ranks.rank)}
 
     def write(directory: Path) -> None:
-        save_shards(directory, MODEL, parameters, ranks)
-        save_shards(directory, OPTIMIZER, _optimizer_tensors(parameters, stepper.optimizer), ranks)
+        save_shards(directory, MODEL, ours, holders.own, ranks)
+        moments, boxes = _optimizer_tensors(ours, stepper.optimizer, holders)
+        save_shards(directory, OPTIMIZER, moments, boxes, ranks)
         save_own(directory, RNG, _rng_tensors(ranks), ranks)
         if ranks.rank == 0:
             state = {
@@ -100,13 +115,16 @@ def load_checkpoint(
     stepper: OptimizerStep,
     ranks: Ranks | None = None,
     config: CkptConfig | None = None,
+    holders: Holders | None = None,
 ) -> dict[str, Any]:
     """Restore parameters, moments, counters and random states in place; returns the saved `progress`.
 
-    A checkpoint of any number of ranks will do: each rank reads the rows it holds. `config` may skip parts.
+    A checkpoint of any mesh of ranks will do: each rank reads the part that `holders` (unset: asked for) says it has.
+    `config` may skip parts.
     `ValueError` when the checkpoint is incomplete, of another edition, or of another model or optimizer.
     """
     ranks, config = ranks or Ranks(), config or CkptConfig()
+    holders = holders or find_holders(parameters, ranks)
     directory = step_path(root, step) / PART
     if not is_complete(directory):
         raise ValueError(f"{directory} is not a complete checkpoint")
@@ -115,16 +133,16 @@ def load_checkpoint(
         raise ValueError(f"{directory} has schema {state.get('schema')}, this version reads schema {SCHEMA}")
     num_ranks = state.get("num_ranks", 1)
     with open_shards(directory, MODEL, num_ranks) as saved:
-        for name in {*saved, *parameters}:
-            if name not in parameters or saved.shape(name) != tuple(parameters[name].shape):
+        for name in {*saved, *holders.by_name}:
+            if name not in holders.by_name or saved.shape(name) != holders.whole_shape(name):
                 raise ValueError(
                     f"{directory} belongs to another model: {name} differs; use the model.name it began with"
                 )
         for name, parameter in parameters.items():
-            local_part(parameter).copy_(saved.read(name, parameter))
+            local_part(parameter).copy_(saved.read(name, holders.own[name]))
     if not config.skip_optimizer:
         with open_shards(directory, OPTIMIZER, num_ranks) as saved:
-            _load_optimizer(saved, parameters, stepper.optimizer, directory)
+            _load_optimizer(saved, parameters, stepper.optimizer, holders, directory)
     _load_rng(directory, num_ranks, ranks)
     stepper.load_state(state["stepper"])
     if config.skip_progress:
@@ -177,18 +195,25 @@ def prune_checkpoints(root: Path, keep: int | None) -> list[int]:
     return prune_steps(root, lambda step: step >= newest[0], (PART,)) if newest else []
 
 
-def _optimizer_tensors(parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """`<parameter>/<moment>` of every tensor the optimizer remembers."""
-    return {
-        f"{name}/{key}": value
-        for name, parameter in parameters.items()
-        for key, value in optimizer.state.get(parameter, {}).items()
-        if isinstance(value, Tensor)
-    }
+def _optimizer_tensors(
+    parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, holders: Holders
+) -> tuple[dict[str, Tensor], dict[str, Box]]:
+    """`<parameter>/<moment>` of every tensor the optimizer remembers, and where those lie that cover the parameter.
+
+    A number beside them, as the count of steps, is kept by the rank that holds the first part.
+    """
+    moments, boxes = {}, {}
+    for name, parameter in parameters.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                moments[f"{name}/{key}"], boxes[f"{name}/{key}"] = value, holders.own[name]
+            elif isinstance(value, Tensor) and not any(holders.own[name].offset):
+                moments[f"{name}/{key}"] = value
+    return moments, boxes
 
 
 def _load_optimizer(
-    saved: Shards, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, source: Path
+    saved: Shards, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, holders: Holders, source: Path
 ) -> None:
     """Hand the moments to the optimizer by its own door, which puts each on the device it belongs to."""
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
@@ -196,11 +221,13 @@ def _load_optimizer(
     state: dict[int, dict[str, Tensor]] = {}
     for key in saved:
         name, _, moment = key.rpartition("/")
-        if name not in parameters:
+        if name not in holders.by_name:
             raise ValueError(f"{source} holds moments of {name}, which this run does not train")
+        if name not in parameters:  # another rank's
+            continue
         own = parameters[name]
-        covers = saved.shape(key) == tuple(own.shape)
-        value = like_shard(saved.read(key, own), own) if covers else saved.read(key)
+        covers = saved.shape(key) == holders.whole_shape(name)
+        value = like_shard(saved.read(key, holders.own[name]), own) if covers else saved.read(key)
         state.setdefault(index[id(own)], {})[moment] = value
     adamw, sgd = {"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"}
     known = {"AdamW": (adamw,), "SGD": (sgd,), "Muon": (adamw, sgd)}[type(optimizer).__name__]

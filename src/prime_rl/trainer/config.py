@@ -293,33 +293,85 @@ class CkptConfig(BaseConfig):
 
 
 class ParallelDims(BaseConfig):
-    """How many ranks share the work, by dimension."""
+    """How many ranks share the work, by dimension: pp * dp * cp * tp of them, where dp = dp_replicate * dp_shard."""
 
     dp: int | None = Field(default=None, ge=1)
-    """Data parallel: ranks that each train a share of the batch; unset: as many as torchrun starts, else 1."""
+    """Data parallel: groups of ranks that each train a share of the batch; unset: as many as there are ranks for."""
 
     dp_replicate: int = Field(default=1, ge=1)
     """Copies of the sharded model among the dp ranks; 1: parameters are sharded over all of them."""
 
+    dp_shard: int | None = Field(default=None, ge=1)
+    """Ranks over which each copy is sharded; unset: dp / dp_replicate."""
+
     tp: int = Field(default=1, ge=1)
-    """Tensor parallel; only 1."""
+    """Tensor parallel: ranks that share every matrix, by heads, columns and vocabulary."""
 
     pp: int = Field(default=1, ge=1)
-    """Pipeline parallel; only 1."""
+    """Pipeline parallel: ranks that have different layers, through which micro-batches pass one after another."""
+
+    pp_stages: int = Field(default=1, ge=1)
+    """Stages of each pp rank; 1: 1F1B; more: interleaved 1F1B, with shorter waits and more messages."""
 
     cp: int = Field(default=1, ge=1)
-    """Context parallel; only 1."""
+    """Context parallel: ranks that share the tokens of a micro-batch."""
+
+    cp_style: Literal["ulysses", "ring"] = "ulysses"
+    """ulysses: each rank attends for some heads; ring: keys go round, for more ranks than a model has heads."""
+
+    ep: int = Field(default=1, ge=1)
+    """Expert parallel: ranks, of those with other tokens, that have different experts; divides dp_shard * cp."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that this section asks for, of its own."""
+        return self.model_ranks * (self.dp or self.dp_replicate * (self.dp_shard or 1))
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that train one micro-batch together."""
+        return self.pp * self.cp * self.tp
+
+    @property
+    def splits_model(self) -> list[str]:
+        """The dimensions above 1 that need a model of our own."""
+        return [name for name in ("tp", "cp", "pp", "ep") if getattr(self, name) > 1]
+
+    def resolve(self, num_ranks: int) -> ParallelDims:
+        """The same for `num_ranks` ranks, with nothing left unset; `ValueError` says why they do not fit."""
+        if num_ranks % self.model_ranks:
+            raise ValueError(
+                f"parallel: pp {self.pp} * cp {self.cp} * tp {self.tp} = {self.model_ranks} ranks train a micro-batch "
+                f"together, which does not divide {num_ranks} ranks"
+            )
+        dp = num_ranks // self.model_ranks
+        if self.dp not in (None, dp) or (self.dp is None and self.dp_shard and self.num_ranks != num_ranks):
+            given = "parallel.dp" if self.dp else "parallel.dp_shard"
+            raise ValueError(
+                f"{given} is {self.dp or self.dp_shard} but {num_ranks} ranks were started: leave {given} out, "
+                f"or use torchrun --nproc-per-node {self.num_ranks}"
+            )
+        if dp % self.dp_replicate:
+            raise ValueError(f"parallel.dp_replicate is {self.dp_replicate}, which does not divide {dp} ranks")
+        if dp // self.dp_replicate * self.cp % self.ep:
+            raise ValueError(
+                f"parallel.ep {self.ep} does not divide dp_shard {dp // self.dp_replicate} * cp {self.cp}: "
+                "the ranks of ep are among those that have other tokens"
+            )
+        return self.model_copy(update={"dp": dp, "dp_shard": dp // self.dp_replicate})
 
     @model_validator(mode="after")
-    def _data_parallel_only(self) -> ParallelDims:
-        for name in ("tp", "pp", "cp"):
-            if getattr(self, name) != 1:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)}, but this version is parallel over data only: "
-                    f"set {name} = 1 and use dp"
-                )
+    def _sizes_fit(self) -> ParallelDims:
+        if self.pp_stages > 1 and self.pp == 1:
+            raise ValueError("pp_stages says how a pipeline is cut: set pp above 1, or leave it out")
+        if self.cp_style == "ring" and self.cp == 1:
+            raise ValueError("cp_style says how cp ranks share attention: set cp above 1, or leave it out")
         if self.dp is not None and self.dp % self.dp_replicate:
             raise ValueError(f"dp_replicate {self.dp_replicate} does not divide dp {self.dp}")
+        if self.dp is not None and self.dp_shard not in (None, self.dp // self.dp_replicate):
+            raise ValueError(
+                f"dp {self.dp} is not dp_replicate {self.dp_replicate} * dp_shard {self.dp_shard}: leave one out"
+            )
         return self
 
 
@@ -530,6 +582,7 @@ class DataConfig(BaseConfig):
 class TrainerConfig(TrackersConfig):
     """What both trainers share."""
 
+    model: ModelConfig = ModelConfig()
     optim: OptimConfig = AdamConfig()
     scheduler: SchedulerConfig = ConstantSchedulerConfig()
     parallel: ParallelDims = ParallelDims()
@@ -558,6 +611,21 @@ class TrainerConfig(TrackersConfig):
 
     memory_profiler_path: Path | None = None
     """Directory for a record of GPU memory over the run."""
+
+    @model_validator(mode="after")
+    def _parts_of_a_model_fit_together(self) -> TrainerConfig:
+        kinds = self.parallel.splits_model
+        if kinds and self.model.impl == "hf":
+            raise ValueError(f"parallel.{kinds[0]} needs a decoder of our own: set model.impl = auto or custom")
+        if kinds and self.model.compile is not None:
+            raise ValueError(f"parallel.{kinds[0]} talks to other ranks inside a layer: leave model.compile out")
+        if self.parallel.cp_style == "ring" and self.model.attn not in ("auto", "sdpa"):
+            raise ValueError(
+                f"parallel.cp_style ring has an attention of its own: leave model.attn {self.model.attn} out"
+            )
+        if self.parallel.tp > 1 and self.optim.type == "muon":
+            raise ValueError("optim.type muon needs whole matrices, and parallel.tp cuts them: use parallel.dp")
+        return self
 
     @model_validator(mode="after")
     def _traces_are_short(self) -> TrainerConfig:
@@ -598,6 +666,16 @@ class TrainConfig(TrainerConfig):
 
     record_logprobs: int | None = Field(default=None, ge=1)
     """Steps between two whose log-probs by the trainer, token by token, go to trainer_logprobs.jsonl for `monitor`."""
+
+    @model_validator(mode="after")
+    def _distributions_are_whole(self) -> TrainConfig:
+        cut = next((name for name in ("tp", "cp") if getattr(self.parallel, name) > 1), None)
+        if cut and self.loss.distill.estimator in ("topk+tail", "full"):
+            raise ValueError(
+                f"loss.distill.estimator {self.loss.distill.estimator} compares whole distributions, "
+                f"which parallel.{cut} cuts: use another estimator, or parallel.dp and pp"
+            )
+        return self
 
     @model_validator(mode="after")
     def _steps_are_versions(self) -> TrainConfig:

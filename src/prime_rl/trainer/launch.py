@@ -34,8 +34,8 @@ def run_trainer(prog: str, config_cls: type[Config], train: Callable[[Config], i
 
 
 def count_missing_ranks(parallel: ParallelDims, environ: Mapping[str, str]) -> int:
-    """How many ranks this process has to start: `parallel.dp`, or none when it is a rank itself or the only one."""
-    return 0 if "WORLD_SIZE" in environ or parallel.dp in (None, 1) else parallel.dp or 0
+    """How many ranks this process has to start: as `parallel` asks for, or none when it is a rank or the only one."""
+    return 0 if "WORLD_SIZE" in environ or parallel.num_ranks == 1 else parallel.num_ranks
 
 
 def run_ranks(module: str, process: str, config: TrainConfig | SFTConfig, num_ranks: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -29,20 +29,28 @@ def build_optimizer(config: OptimConfig, parameters: Mapping[str, Tensor]) -> to
         return Muon(parameters, muon=matrices | shared, adamw={"betas": (config.betas1, config.betas2), **shared})
     if isinstance(config, AdamConfig):
         return torch.optim.AdamW(
-            parameters.values(),
+            group_by_mesh(parameters.values()),
             lr=config.lr,
             betas=(config.betas1, config.betas2),
             weight_decay=config.weight_decay,
             fused=True,
         )
     return torch.optim.SGD(
-        parameters.values(),
+        group_by_mesh(parameters.values()),
         lr=config.lr,
         momentum=config.momentum,
         nesterov=config.nesterov,
         weight_decay=config.weight_decay,
         fused=not any(hasattr(p, "full_tensor") for p in parameters.values()),
     )
+
+
+def group_by_mesh(parameters: Iterable[Tensor]) -> list[dict[str, list[Tensor]]]:
+    """Groups of an optimizer, one per mesh that parameters are sharded over: a fused kernel takes one at a time."""
+    groups: dict[object, list[Tensor]] = {}
+    for parameter in parameters:
+        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return [{"params": group} for group in groups.values()]
 
 
 def build_schedule(config: SchedulerConfig, lr: float, max_steps: int | None) -> Schedule:

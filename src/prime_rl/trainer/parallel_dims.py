@@ -1,9 +1,15 @@
-"""Which processes train together: their number, the process group that joins them, and the mesh they form."""
+"""Which processes train together: their number, the process group that joins them, and the mesh they form.
+
+    rank = ((pp * dp_replicate + replicate) * dp_shard + shard) * cp * tp + context * tp + tensor
+
+Ranks that talk most stand next to each other: tensor parallel ones innermost, pipeline stages outermost.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -13,17 +19,51 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from prime_rl.trainer.config import ParallelDims, SFTConfig, TrainConfig
 from rollouts.training.backends.ranks import Ranks
 
+__all__ = ["Mesh", "ParallelDims", "Team", "build_mesh", "count_ranks", "join_ranks", "leave_ranks"]
+
+
+@dataclass(frozen=True)
+class Team:
+    """The ranks along one dimension of the mesh: this one is number `rank` of `size`; alone it has no `group`."""
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where this rank stands among all, by dimension.
+
+    `dense` is what parameters are sharded over, `experts` those of experts where ranks have different ones.
+    """
+
+    dims: ParallelDims = field(default_factory=lambda: ParallelDims().resolve(1))
+    dp_rank: int = 0
+    pp: Team = Team()
+    ends: dist.ProcessGroup | None = None
+    """The first and the last stage, on a rank of either."""
+    cp: Team = Team()
+    tp: Team = Team()
+    ep: Team = Team()
+    dense: DeviceMesh | None = None
+    experts: DeviceMesh | None = None
+
+    @property
+    def dp_size(self) -> int:
+        """Groups of ranks that each train a share of the batch."""
+        return self.dims.dp or 1
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank counts and reports for those that train the same micro-batches."""
+        return self.tp.rank == self.cp.rank == 0 and self.pp.rank == self.pp.size - 1
+
 
 def count_ranks(parallel: ParallelDims, environ: Mapping[str, str]) -> int:
     """Ranks of this run: what torchrun started, which must be what the config asks for (`ValueError`)."""
     started = int(environ.get("WORLD_SIZE", "1"))
-    if parallel.dp is not None and parallel.dp != started:
-        raise ValueError(
-            f"parallel.dp is {parallel.dp} but {started} ranks were started: leave parallel.dp out, "
-            f"or use torchrun --nproc-per-node {parallel.dp}"
-        )
-    if started % parallel.dp_replicate:
-        raise ValueError(f"parallel.dp_replicate is {parallel.dp_replicate}, which does not divide {started} ranks")
+    parallel.resolve(started)
     return started
 
 
@@ -58,10 +98,50 @@ def leave_ranks() -> None:
         dist.destroy_process_group()
 
 
-def build_mesh(parallel: ParallelDims, ranks: Ranks) -> DeviceMesh:
-    """All ranks in one row of shards, or `dp_replicate` rows that each hold the whole model."""
-    kind = ranks.device.type
-    if parallel.dp_replicate == 1:
-        return init_device_mesh(kind, (ranks.size,), mesh_dim_names=("shard",))
-    shape = (parallel.dp_replicate, ranks.size // parallel.dp_replicate)
-    return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+def build_mesh(parallel: ParallelDims, ranks: Ranks) -> Mesh:
+    """This rank's place among all; every rank must call."""
+    dims = parallel.resolve(ranks.size)
+    if ranks.size == 1:
+        return Mesh(dims)
+    replicas, shards = dims.dp_replicate, dims.dp_shard or 1
+    mesh = _arrange(ranks, dims, replicate=replicas, shard=shards, cp=dims.cp, tp=dims.tp)
+    # Ranks that share tokens share parameters too: to these they are data parallel.
+    held = _arrange(ranks, dims, replicate=replicas, shard=shards * dims.cp, tp=dims.tp)
+    by_expert = _arrange(ranks, dims, replicate=replicas, shard=shards * dims.cp // dims.ep, ep=dims.ep, tp=dims.tp)
+    return Mesh(
+        dims,
+        dp_rank=mesh.get_local_rank("replicate") * shards + mesh.get_local_rank("shard"),
+        pp=_team(mesh, "pp"),
+        ends=_join_ends(ranks, dims.pp) if dims.pp > 1 else None,
+        cp=_team(mesh, "cp"),
+        tp=_team(mesh, "tp"),
+        ep=_team(by_expert, "ep"),
+        dense=_holders(held),
+        experts=_holders(by_expert) if dims.ep > 1 else None,
+    )
+
+
+def _arrange(ranks: Ranks, dims: ParallelDims, **sizes: int) -> DeviceMesh:
+    """All ranks by these dimensions, inside of stages."""
+    names = ("pp", *sizes)
+    return init_device_mesh(ranks.device.type, (dims.pp, *sizes.values()), mesh_dim_names=names)
+
+
+def _join_ends(ranks: Ranks, pp: int) -> dist.ProcessGroup | None:
+    """A group for each rank of the first stage and the one at the same place of the last; this rank's, if it is one."""
+    found, stride = None, ranks.size // pp
+    for rank in range(stride):
+        pair = [rank, ranks.size - stride + rank]
+        group = dist.new_group(pair)
+        found = group if ranks.rank in pair else found
+    return found
+
+
+def _holders(mesh: DeviceMesh) -> DeviceMesh:
+    """Over which ranks this one's parameters are sharded, and copied where there are several copies."""
+    return mesh["shard"] if mesh["replicate"].size() == 1 else mesh["replicate", "shard"]
+
+
+def _team(mesh: DeviceMesh, name: str) -> Team:
+    size = mesh[name].size()
+    return Team() if size == 1 else Team(mesh.get_local_rank(name), size, mesh.get_group(name))

@@ -30,7 +30,6 @@ from prime_rl.trainer.config import (
     SFTConfig,
     TrainConfig,
 )
-from prime_rl.trainer.models.moe import take_expert_imbalance
 from prime_rl.trainer.optim import build_schedule
 from prime_rl.trainer.parallel_dims import leave_ranks
 from prime_rl.trainer.perf import PerfCounter, Stopwatch
@@ -104,8 +103,8 @@ class Session:
         return pack_share(
             samples,
             seq_len,
-            self.ranks.size,
-            self.ranks.rank,
+            self.backend.mesh.dp_size,
+            self.backend.mesh.dp_rank,
             rows=self.config.micro_bs,
             quadratic_cost=self.backend.quadratic_cost,
         )
@@ -171,7 +170,7 @@ class Session:
             "optim/lr": report.lr,
             "optim/grad_norm": report.grad_norm,
             "optim/skipped_steps": self.backend.stepper.num_skipped,
-            **take_expert_imbalance(self.backend.model),
+            **self.backend.take_imbalance(),
             **self.perf.observe(lengths, busy),
             **seconds,
             "time/step": busy + seconds.get(f"time/{WAITING}", 0.0),
@@ -214,7 +213,15 @@ class Session:
             return
         with self.watch("save_ckpt"):
             backend = self.backend
-            save_checkpoint(self.ckpt_dir, self.step, backend.parameters, backend.stepper, self.progress, self.ranks)
+            save_checkpoint(
+                self.ckpt_dir,
+                self.step,
+                backend.parameters,
+                backend.stepper,
+                self.progress,
+                self.ranks,
+                backend.holders,
+            )
             self.ranks.run_first(lambda: prune_checkpoints(self.ckpt_dir, ckpt.keep))
 
 
@@ -232,14 +239,15 @@ def build_session(
     setup_logger(log_name, config.log, config.output_dir / "logs", console=rank == 0)
     started = time.monotonic()
     backend = build_backend(config)
-    num_parameters = sum(p.numel() for p in backend.model.parameters())
-    num_trained = sum(p.numel() for p in backend.parameters.values())
+    num_parameters = sum(p.numel() for p in backend.whole.parameters())
+    num_trained = sum(p.numel() for p in backend.whole.parameters() if p.requires_grad)
     trained = "" if num_trained == num_parameters else f" ({num_trained:,} of them trained)"
     place = backend.placement
+    attn = "ring" if config.parallel.cp_style == "ring" else place.attn
     where = f"{place.device}" if num_ranks == 1 else f"{num_ranks} x {place.device.type}"
     logger.info(
         f"Model {config.model.name}: {num_parameters:,} parameters{trained} on {where} "
-        f"({str(place.dtype).removeprefix('torch.')}, {place.attn} attention), {time.monotonic() - started:.1f} s"
+        f"({str(place.dtype).removeprefix('torch.')}, {attn} attention), {time.monotonic() - started:.1f} s"
     )
     progress, first_step = resume(config, backend, ckpt_parts)
     if rank == 0:
@@ -251,7 +259,7 @@ def build_session(
         config=config,
         backend=backend,
         monitor=monitor,
-        perf=PerfCounter(backend.model, place.device, place.dtype, num_ranks),
+        perf=PerfCounter(backend.whole, place.device, place.dtype, num_ranks),
         first_step=first_step,
         progress=progress,
         tokenizer_dir=tokenizer_dir,
@@ -274,8 +282,8 @@ def resume(
     if step is None:
         return {}, 1
     progress: dict[str, Any] = {}
-    stepper = backend.stepper
-    ranks.run_all(lambda: progress.update(load_checkpoint(root, step, backend.parameters, stepper, ranks, ckpt)))
+    stepper, held = backend.stepper, (backend.parameters, backend.stepper)
+    ranks.run_all(lambda: progress.update(load_checkpoint(root, step, *held, ranks, ckpt, backend.holders)))
     if stepper.schedule_start and config.max_steps is not None:
         check_schedule(config.scheduler, config.max_steps - stepper.schedule_start)
         stepper.schedule = build_schedule(config.scheduler, config.optim.lr, config.max_steps - stepper.schedule_start)

@@ -22,6 +22,10 @@ MIN_TOKENS = 4
 """Packs of fewer tokens are filled up as tensors, because a product of fewer rows rounds differently."""
 
 
+FILLER = 16
+"""Most tokens of a sequence that fills a pack up: many short ones cost attention less than a long one."""
+
+
 @dataclass
 class MicroBatch:
     """Whole sequences side by side in one row of tokens; every stream is aligned to `labels`.
@@ -70,8 +74,8 @@ class MicroBatch:
         """Share of the global count of a loss that is a mean over this unit: "token" or "sequence"."""
         return self.num_sequences if unit == "sequence" else self.loss_count
 
-    def to_tensors(self, device: torch.device | str = "cpu") -> TensorBatch:
-        """The same as tensors, with a masked sequence appended when there are fewer than `MIN_TOKENS` tokens."""
+    def to_tensors(self, device: torch.device | str = "cpu", num_tokens: int = 0) -> TensorBatch:
+        """The same as tensors, filled up to `num_tokens`, or `MIN_TOKENS`, by masked sequences at the end."""
         import torch
 
         def ints(values: list[int]) -> Tensor:
@@ -81,7 +85,8 @@ class MicroBatch:
             return torch.tensor(values + [fill] * pad, dtype=torch.float32).to(device)
 
         pad = MIN_TOKENS if len(self.input_ids) < MIN_TOKENS else 0
-        lengths = self.lengths + ([pad] if pad else [])
+        pad = max(pad, num_tokens - len(self.input_ids))
+        lengths = [*self.lengths, *(min(FILLER, pad - start) for start in range(0, pad, FILLER))]
         return TensorBatch(
             input_ids=ints(self.input_ids),
             positions=torch.cat([torch.arange(n) for n in lengths]).to(device),
@@ -310,6 +315,11 @@ def _build(samples: Sequence[Sample], pack: list[int], has_teacher: bool) -> Mic
         if micro.teacher_logprobs is not None:
             micro.teacher_logprobs += _shifted(sample.teacher_logprobs or [0.0] * n, 0.0)
     return micro
+
+
+def build_filler(like: MicroBatch) -> MicroBatch:
+    """A micro-batch of no sample, with the streams that `like` has."""
+    return _build([], [], like.teacher_logprobs is not None)
 
 
 def _shifted(stream: list[T], last: T) -> list[T]:

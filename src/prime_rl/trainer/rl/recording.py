@@ -44,10 +44,17 @@ class RecordingLoss:
 
 @contextmanager
 def record_when_due(
-    loss: PolicyLoss, config: TrainConfig, step: int, samples: Sequence[Sample], micros: Sequence[MicroBatch]
+    loss: PolicyLoss,
+    config: TrainConfig,
+    step: int,
+    samples: Sequence[Sample],
+    micros: Sequence[MicroBatch],
+    *,
+    speaks: bool = True,
 ) -> Iterator[PolicyLoss | RecordingLoss]:
-    """The loss of a step; of every `record_logprobs`-th step one whose log-probs are written when the step is done."""
-    if config.record_logprobs is None or step % config.record_logprobs:
+    """The loss of a step; of every `record_logprobs`-th step one whose log-probs are written when the step is done, by
+    the rank that `speaks` for those that train the same micro-batches."""
+    if config.record_logprobs is None or step % config.record_logprobs or not speaks:
         yield loss
         return
     recording = RecordingLoss(loss)

@@ -20,7 +20,7 @@ CKPT_PARTS = ("trainer", "orchestrator")
 
 
 def train(config: TrainConfig) -> int:
-    """Run the trainer until `max_steps`; returns the exit code. With `parallel.dp`, start that many ranks of it."""
+    """Run the trainer until `max_steps`; returns the exit code. Starts the ranks that `parallel` asks for."""
     if num_ranks := count_missing_ranks(config.parallel, os.environ):
         return run_ranks("prime_rl.trainer.rl.train", "trainer", config, num_ranks)
     from prime_rl.trainer.profiling import run_bench
@@ -48,7 +48,8 @@ def train(config: TrainConfig) -> int:
             of_step = adapt_loss(loss, config.loss, step, samples)
             samples = credit_samples(apply_anchors(samples), of_step.objective)
             share = session.pack(samples, config.model.seq_len)
-        with watch("forward_backward"), record_when_due(of_step, config, step, samples, share.micros) as watched:
+        due = record_when_due(of_step, config, step, samples, share.micros, speaks=backend.mesh.speaks)
+        with watch("forward_backward"), due as watched:
             stats = backend.forward_backward(share.micros, watched)
             report = backend.optim_step(stats)
         with watch("broadcast_weights"):

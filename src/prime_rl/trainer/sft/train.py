@@ -14,7 +14,7 @@ from prime_rl.trainer.launch import count_missing_ranks, run_ranks, run_trainer
 
 
 def train(config: SFTConfig) -> int:
-    """Run the trainer until `max_steps`; returns the exit code. With `parallel.dp`, start that many ranks of it."""
+    """Run the trainer until `max_steps`; returns the exit code. Starts the ranks that `parallel` asks for."""
     if num_ranks := count_missing_ranks(config.parallel, os.environ):
         return run_ranks("prime_rl.trainer.sft.train", "sft", config, num_ranks)
     from prime_rl.trainer.profiling import run_bench

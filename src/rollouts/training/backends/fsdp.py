@@ -180,8 +180,7 @@ def shard_model(model: nn.Module, config: FSDPConfig, ranks: Ranks) -> None:
     else:
         mesh = init_device_mesh(kind, (ranks.size,))
     shard_units(
-        model,
-        find_units(model, config.auto_wrap_min_params),
+        (*find_units(model, config.auto_wrap_min_params), model),
         mesh,
         param_dtype=torch.bfloat16 if config.mixed_precision else None,
         reshard_after_forward=config.sharding_strategy == "FULL_SHARD",
@@ -190,7 +189,6 @@ def shard_model(model: nn.Module, config: FSDPConfig, ranks: Ranks) -> None:
 
 
 def shard_units(
-    model: nn.Module,
     units: Sequence[nn.Module],
     mesh: DeviceMesh,
     *,
@@ -199,14 +197,14 @@ def shard_units(
     reshard_after_forward: bool = True,
     cpu_offload: bool = False,
     sum_gradients: bool = False,
-    keep_root: bool = False,
+    keep: nn.Module | None = None,
 ) -> None:
-    """Spread the parameters of `units`, and then what is left of `model`, over `mesh` in place.
+    """Spread the parameters of `units` over `mesh` in place, of inner ones first and then what is left of outer ones.
 
     `param_dtype` is what is gathered and computed with, `reduce_dtype` (fp32 beside a `param_dtype`) what gradients are
     added up in; the shards keep their own. Gradients are averaged over the ranks, or added up with `sum_gradients`.
-    `cpu_offload` lets shards, gradients and so the optimizer live in host memory. With `keep_root` the parameters of
-    `model` itself stay gathered after its forward, so that a head can be applied outside of it.
+    `cpu_offload` lets shards, gradients and so the optimizer live in host memory. The parameters of
+    `keep` itself stay gathered after its forward, so that a head can be applied outside of it.
     """
     if param_dtype is not None and reduce_dtype is None:
         reduce_dtype = torch.float32
@@ -218,8 +216,8 @@ def shard_units(
                 'call init_process_group("cpu:gloo,cuda:nccl")'
             )
         options["offload_policy"] = CPUOffloadPolicy()
-    for module in (*units, model):
-        reshard = reshard_after_forward and not (keep_root and module is model)
+    for module in units:
+        reshard = reshard_after_forward and module is not keep
         unit: Any = fully_shard(module, reshard_after_forward=reshard, **options)
         if sum_gradients:
             unit.set_gradient_divide_factor(1.0)

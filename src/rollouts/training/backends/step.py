@@ -26,7 +26,8 @@ class OptimizerStep:
     """Accumulates gradients of one optimizer's parameters and applies them.
 
     `schedule(n)` is the factor on each group's own learning rate in step n, counted from 1. `max_norm` bounds the
-    global gradient norm (None: no bound). `after_step` runs when parameters have changed, to copy them elsewhere.
+    global gradient norm (None: no bound), which `compute_norm` finds. `after_step` runs when parameters have changed,
+    to copy them elsewhere.
     """
 
     def __init__(
@@ -37,12 +38,14 @@ class OptimizerStep:
         max_norm: float | None = None,
         after_step: Callable[[], None] | None = None,
         max_skipped: int = MAX_SKIPPED,
+        compute_norm: Callable[[Sequence[Tensor]], Tensor] | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.schedule = schedule
         self.max_norm = max_norm
         self.after_step = after_step
         self.max_skipped = max_skipped
+        self.compute_norm = compute_norm or compute_total_norm
         self.num_steps = 0
         self.num_skipped = 0
         self.schedule_start = 0
@@ -67,12 +70,13 @@ class OptimizerStep:
         A gradient that is not finite leaves parameters and moments alone; after `max_skipped` such steps in a row
         `FloatingPointError` is raised.
         """
-        norm = compute_total_norm(self.parameters)
+        norm = self.compute_norm(self.parameters)
         grad_norm = float(norm)
         if not torch.isfinite(norm):
             return self.skip(f"the gradient is not finite (norm {grad_norm})", grad_norm)
         if self.max_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.max_norm, norm)
+            for group in self.optimizer.param_groups:  # those of a group lie on the same ranks
+                torch.nn.utils.clip_grads_with_norm_(group["params"], self.max_norm, norm)
         lr = self._begin()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

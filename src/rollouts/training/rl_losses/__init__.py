@@ -18,6 +18,7 @@ from rollouts.training.rl_losses.documented import grpo_loss, mean_over, ppo_los
 from rollouts.training.rl_losses.inputs import LossInputs, LossOutput
 from rollouts.training.rl_losses.kl import compute_kl
 from rollouts.training.rl_losses.logprobs import (
+    VocabPart,
     compute_entropy,
     compute_head_logprobs,
     compute_head_table,
@@ -33,6 +34,7 @@ __all__ = [
     "LossOutput",
     "PolicyLoss",
     "TokenStats",
+    "VocabPart",
     "aggregate_tokens",
     "anchor_samples",
     "compute_coverage",

@@ -2,18 +2,50 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 LOGITS_PER_CHUNK = 1 << 24
 """Logits that are held at once in fp32 (64 MiB); more tokens are taken in chunks and recomputed for the backward."""
 
 MIN_CHUNK = 4
 """A chunk has at least this many rows, or a matrix product takes another path and rounds differently."""
+
+
+@dataclass(frozen=True)
+class VocabPart:
+    """Rows of an output head that this rank holds, from `start`; the ranks of `group` hold the others.
+
+    Softmax over such a vocabulary needs a maximum and three sums per token of them, never the other ranks' logits.
+    """
+
+    start: int
+    widest: int
+    """Rows of the rank that holds most, which decides how tokens are cut into chunks on all of them."""
+    group: ProcessGroup
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Of all parts, in place."""
+        torch.distributed.all_reduce(values, group=self.group)
+        return values
+
+    def max(self, values: Tensor) -> Tensor:
+        """Of all parts, in place."""
+        torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, group=self.group)
+        return values
+
+    def own(self, labels: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """Labels as rows of this part, and which of them are; the others are row 0."""
+        mine = (labels >= self.start) & (labels < self.start + rows)
+        return torch.where(mine, labels - self.start, 0), mine
 
 
 def compute_logprobs(
@@ -38,14 +70,16 @@ def compute_head_logprobs(
     temperature: Float[Tensor, " tokens"],
     logits_per_chunk: int = LOGITS_PER_CHUNK,
     cap: float | None = None,
+    part: VocabPart | None = None,
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
     """`compute_logprobs` of `hidden @ weight.T`, both results with gradients, for as many tokens as you like.
 
     With `cap` logits are cap tanh(logits / cap) first.
     Neither forward nor backward holds more than about `logits_per_chunk` logits at a time: with several chunks the
-    backward computes the logits again. The bits do not depend on the number of chunks.
+    backward computes the logits again. The bits do not depend on the number of chunks. Where `weight` is a `part` of
+    the head, all ranks of its group pass the same tokens and get the same results; the gradient of `hidden` is whole.
     """
-    return _HeadLogprobs.apply(hidden, weight, labels, temperature, logits_per_chunk, cap)  # type: ignore[no-untyped-call]
+    return _HeadLogprobs.apply(hidden, weight, labels, temperature, logits_per_chunk, cap, part)  # type: ignore[no-untyped-call]
 
 
 def compute_head_table(
@@ -108,8 +142,21 @@ def cap_logits(logits: Tensor, cap: float | None) -> Tensor:
     return logits if cap is None else cap * torch.tanh(_wide(logits) / cap)
 
 
-def _log_softmax(logits: Tensor, temperature: Tensor, cap: float | None = None) -> Tensor:
-    return torch.log_softmax(_wide(cap_logits(logits, cap)) / temperature[:, None], dim=-1)
+def _log_softmax(
+    logits: Tensor, temperature: Tensor, cap: float | None = None, part: VocabPart | None = None
+) -> Tensor:
+    scaled = _wide(cap_logits(logits, cap)) / temperature[:, None]
+    if part is None:
+        return torch.log_softmax(scaled, dim=-1)
+    scaled = scaled - part.max(scaled.amax(-1, keepdim=True))
+    return scaled - part.sum(scaled.exp().sum(-1, keepdim=True)).log()
+
+
+def _of_label(table: Tensor, labels: Tensor, part: VocabPart | None) -> Tensor:
+    if part is None:
+        return table.gather(-1, labels[:, None]).squeeze(-1)
+    rows, mine = part.own(labels, table.shape[-1])
+    return part.sum(torch.where(mine, table.gather(-1, rows[:, None]).squeeze(-1), 0.0))
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -131,17 +178,20 @@ class _HeadLogprobs(torch.autograd.Function):
         temperature: Tensor,
         logits_per_chunk: int,
         cap: float | None,
+        part: VocabPart | None,
     ) -> tuple[Tensor, Tensor]:
-        num_tokens, vocab = len(labels), weight.shape[0]
+        num_tokens, vocab = len(labels), weight.shape[0] if part is None else part.widest
+        ctx.part = part
         ctx.num_chunks = max(1, min(-(-num_tokens * vocab // logits_per_chunk), num_tokens // MIN_CHUNK))
         ctx.set_materialize_grads(False)
         ctx.cap = cap
         logprobs, entropies = [], []
         table = None
         for h, y, t in _chunks(ctx.num_chunks, hidden, labels, temperature):
-            table = _log_softmax(torch.nn.functional.linear(h, weight), t, cap)
-            logprobs.append(table.gather(-1, y[:, None]).squeeze(-1))
-            entropies.append(-(table.exp() * table).sum(-1))
+            table = _log_softmax(torch.nn.functional.linear(h, weight), t, cap, part)
+            logprobs.append(_of_label(table, y, part))
+            own = -(table.exp() * table).sum(-1)
+            entropies.append(own if part is None else part.sum(own))
         entropy = torch.cat(entropies)
         # A single chunk is small enough to keep, which saves computing it again.
         kept = table if ctx.num_chunks == 1 and cap is None else None
@@ -153,7 +203,8 @@ class _HeadLogprobs(torch.autograd.Function):
         hidden, weight, labels, temperature, entropy, kept = ctx.saved_tensors
         of_logprob, of_entropy = grads
         if of_logprob is None and of_entropy is None:
-            return None, None, None, None, None, None
+            return None, None, None, None, None, None, None
+        part: VocabPart | None = ctx.part
         zeros = torch.zeros_like(entropy)
         of_logprob = zeros if of_logprob is None else of_logprob
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
@@ -171,10 +222,13 @@ class _HeadLogprobs(torch.autograd.Function):
             zeros if of_entropy is None else of_entropy,
         ):
             logits = torch.nn.functional.linear(h, weight) if kept is None else None
-            table = kept if logits is None else _log_softmax(logits, t, ctx.cap)
+            table = kept if logits is None else _log_softmax(logits, t, ctx.cap, part)
             p = table.exp()
             scale = -g[:, None] if of_entropy is None else -g[:, None] - entropy_grad[:, None] * (table + e[:, None])
             of_logits = p.mul_(scale)
+            if part is not None:
+                y, mine = part.own(y, weight.shape[0])
+                g = torch.where(mine, g, 0.0)
             of_logits.scatter_add_(-1, y[:, None], g[:, None])
             of_logits = of_logits.div_(t[:, None])
             if ctx.cap is not None and logits is not None:
@@ -188,7 +242,9 @@ class _HeadLogprobs(torch.autograd.Function):
                 else:
                     grad_weight += of_logits.T @ h
             done += len(y)
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+        if grad_hidden is not None and part is not None:
+            part.sum(grad_hidden)
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None, None
 
 
 def _chunks(num: int, *streams: Tensor) -> Any:

@@ -1,0 +1,119 @@
+"""Every mesh trains as one rank does: loss, statistics and every parameter in float64 to 1e-9, on four real ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mesh_walk import NUM_STEPS, SEQ_LEN, WAYS, Way, build_config, train
+from safetensors.torch import load_file, save_file
+
+from prime_rl.trainer.backend import Backend, build_backend
+from prime_rl.trainer.ckpt import load_checkpoint, save_checkpoint
+from prime_rl.trainer.models.attention import PackedAttention
+from prime_rl.trainer.models.registry import load_decoder
+from prime_rl.trainer.rl.data import build_batches
+from prime_rl.trainer.rl.loss import build_loss
+from rollouts.training.batching import pack_share
+
+HERE = Path(__file__).parent
+DEADLINE_S = 300.0
+pytestmark = pytest.mark.timeout(DEADLINE_S + 120)
+KINDS = {way.reference: way for way in WAYS}
+
+
+def build_one(root: Path, reference: str) -> Backend:
+    """One rank with what a reference asks for, apart from the mesh."""
+    way = KINDS[reference]
+    options = {key: value for key, value in way.model.items() if key == "lora"}
+    return build_backend(build_config(root, Way(way.name, way.kind, {}, options, way.loss), way.kind))
+
+
+@pytest.fixture(scope="module")
+def walked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What four ranks have written, and beside it what one rank says."""
+    root = tmp_path_factory.mktemp("meshes")
+    for reference, way in KINDS.items():
+        backend = build_one(root, reference)
+        config = build_config(root, way, way.kind, parallel={})
+        save_checkpoint(root / "relay" / reference, 0, backend.parameters, backend.stepper, {})
+        rows = [train(backend, config, step) for step in range(1, NUM_STEPS + 1)]
+        share = pack_share(build_batches(config, 97).receive(9), SEQ_LEN)
+        evaluated = backend.evaluate(share.micros, build_loss(config.loss, SEQ_LEN)).summary()
+        canary = backend.compute_canary(NUM_STEPS).logprobs
+        told = {"rows": rows, "evaluated": evaluated, "canary": canary}
+        (root / f"one_{reference}.json").write_text(json.dumps(told))
+        save_file(backend.publishable(), root / f"one_{reference}.safetensors")
+    path = os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE)])
+    torchrun = "-m torch.distributed.run --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint localhost:0".split()
+    done = subprocess.run(
+        [sys.executable, *torchrun, str(HERE / "mesh_walk.py"), str(root)],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stdout[-8000:]
+    return root
+
+
+def assert_close(ours: Any, theirs: Any, where: str = "") -> None:
+    """Equal to 1e-9, whatever they are made of."""
+    if isinstance(ours, dict):
+        assert ours.keys() == theirs.keys(), where
+        for key in ours:
+            assert_close(ours[key], theirs[key], f"{where}/{key}")
+    elif isinstance(ours, list):
+        assert len(ours) == len(theirs), where
+        for i, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            assert_close(one, other, f"{where}/{i}")
+    else:
+        assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-9, nan_ok=True), where
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
+def test_a_mesh_equals_one_rank(walked: Path, way: Way) -> None:
+    told = json.loads((walked / f"one_{way.reference}.json").read_text())
+    assert_close(json.loads((walked / f"{way.name}.json").read_text()), told, way.name)
+    ours, theirs = (load_file(walked / f"{name}.safetensors") for name in (way.name, f"one_{way.reference}"))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert tensor.dtype == torch.float64
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-9, atol=1e-9, msg=f"{way.name}: {name}")
+
+
+@pytest.mark.parametrize("reference", KINDS)
+def test_a_run_that_goes_from_mesh_to_mesh_is_the_uninterrupted_one(walked: Path, reference: str) -> None:
+    """Each mesh loads what the one before it saved, and saves another step."""
+    backend, way = build_one(walked, reference), KINDS[reference]
+    config = build_config(walked, way, way.kind, parallel={})
+    root, legs = walked / "relay" / reference, sum(way.reference == reference for way in WAYS)
+    load_checkpoint(root, 0, backend.parameters, backend.stepper)
+    for leg in range(legs):
+        train(backend, config, NUM_STEPS + 1 + leg)
+        other = build_one(walked, reference)
+        load_checkpoint(root, leg + 1, other.parameters, other.stepper)
+        for name, parameter in backend.parameters.items():
+            torch.testing.assert_close(other.parameters[name], parameter, rtol=1e-8, atol=1e-9)
+            theirs = other.stepper.optimizer.state[other.parameters[name]]
+            for key, value in backend.stepper.optimizer.state[parameter].items():
+                torch.testing.assert_close(theirs[key], value, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if "lora" not in way.model], ids=lambda way: way.name)
+def test_what_a_mesh_publishes_loads_in_transformers(walked: Path, way: Way) -> None:
+    from transformers import AutoModelForCausalLM
+
+    directory = walked / "weights" / way.name / f"step_{NUM_STEPS}"
+    theirs = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)  # has no experts in float64
+    ours, ids = load_decoder(directory), torch.arange(20) * 4
+    with torch.no_grad():
+        logits = ours.logits(ours(ids, torch.arange(20), PackedAttention([20])))
+        torch.testing.assert_close(theirs(ids[None]).logits[0], logits, rtol=1e-4, atol=1e-5)
