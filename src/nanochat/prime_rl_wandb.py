@@ -239,12 +239,12 @@ def setup_prime_rl_wandb(
     if run_name == "dummy" or mode == "disabled":
         return LocalRun(directory, run_name or directory.name, config)
     key = read_variable("WANDB_API_KEY")
+    if mode == "online" and not key and not _is_logged_in():
+        return _run_here(directory, run_name, config, "there is no WANDB_API_KEY, and nobody used wandb login")
     try:
         import wandb
     except ImportError:
         return _run_here(directory, run_name, config, "wandb is not installed")
-    if mode == "online" and not key and not _is_logged_in():
-        return _run_here(directory, run_name, config, "there is no WANDB_API_KEY, and nobody used wandb login")
     directory.mkdir(parents=True, exist_ok=True)
 
     def open_run(mode: str) -> Any:
