@@ -66,6 +66,7 @@ def base(tmp_path: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 @pytest.mark.timeout(900)
 def test_training_commands(page: str, base: dict[str, str]) -> None:
@@ -119,7 +120,9 @@ def save_model(base: Path, source: str, tag: str, step: int) -> None:
         save_checkpoint(source, tag, step, model, {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
+@pytest.mark.timeout(900)
 def test_other_commands(page: str, base: dict[str, str], tmp_path: Path) -> None:
     """Imports and template as written; `vf-rl` up to where training begins; none is left that this file forgot."""
     known = {
