@@ -22,8 +22,9 @@ from prime_rl.trainer.config import LossConfig, TrainConfig
 from prime_rl.trainer.models.causal_lm import tensor_names
 from prime_rl.trainer.rl.data import apply_anchors, check_batch
 from prime_rl.trainer.rl.loss import adapt_loss, build_loss
-from prime_rl.utils.client import build_clients
+from prime_rl.utils.client import InferenceClient, build_clients
 from prime_rl.utils.config import ClientConfig
+from prime_rl.utils.scoring import FULL, Scored, TokenScorer
 from prime_rl.utils.tokenizer import load_tokenizer, resolve_model_dir
 from rollouts.training.batching import pack_samples
 from rollouts.training.environments import load_environment
@@ -179,6 +180,36 @@ def test_a_context_is_computed_once(server: RunningServer) -> None:
     _, teacher = make_group(config)
     assert first > 0.4, "the second rollout of the group found what the first computed"
     assert teacher.take_metrics()["teacher/cached_prompt"] > 0.9
+
+
+class PlainClient(InferenceClient):
+    """Of a server that knows the OpenAI API and nothing of ours."""
+
+    async def ask_scores(self, body: dict[str, Any]) -> bytes | None:
+        return None
+
+
+@pytest.mark.parametrize("top", [0, 3])
+def test_any_server_that_tells_prompt_logprobs_can_teach(server: RunningServer, top: int) -> None:
+    tokens = [*b"what comes before, and after"]
+
+    async def ask(kind: type[InferenceClient], temperature: float = 1.0, top: int = top) -> Scored:
+        client = kind(f"{server.root}/v1")
+        try:
+            return await TokenScorer([client], "tiny-qwen3", temperature, top).score(tokens, 18)
+        finally:
+            await client.close()
+
+    packed, plain = anyio.run(ask, InferenceClient), anyio.run(ask, PlainClient)
+    assert len(plain.logprobs) == 10 and plain.logprobs == pytest.approx(packed.logprobs, abs=1e-5)
+    assert plain.top == top and plain.top_ids == packed.top_ids
+    for name in ("top_logprobs", "tail_mass") if top else ():
+        one, other = (array("f", getattr(scored, name)).tolist() for scored in (packed, plain))
+        assert other == pytest.approx(one, abs=1e-5)
+    with pytest.raises(ValueError, match="temperature 1 only"):
+        anyio.run(ask, PlainClient, 0.5)
+    with pytest.raises(ValueError, match="whole distributions"):
+        anyio.run(ask, PlainClient, 1.0, FULL)
 
 
 def test_plain_text_prompts_have_a_teacher_too() -> None:
