@@ -24,7 +24,7 @@ FLOORS: dict[int, tuple[str, set[int]]] = {
     1: (
         "rollouts.training.advantages rollouts.training.rl_losses rollouts.training.batching rollouts.training.filters "
         "rollouts.training.metrics rollouts.training.datasets rollouts.training.agent_integration "
-        "rollouts.training.sampling",
+        "rollouts.training.sampling rollouts.training.linear",
         {0},
     ),
     2: (

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from prime_rl.trainer.models.linear import Linear, linear, pack_weight, packed_linear, uses_onednn
+from prime_rl.trainer.models.attention import ROWS_TRIED, _find_rows
+from rollouts.training.linear import Linear, linear, pack_weight, packed_linear, uses_onednn
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 
@@ -53,3 +54,11 @@ def test_values_and_gradients_are_those_of_torch(shape: tuple[int, ...], bias: b
     frozen = x.clone().requires_grad_()
     layer(frozen).square().sum().backward()
     torch.testing.assert_close(frozen.grad, grads[1][1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_machine_is_asked_how_many_rows_a_product_needs() -> None:
+    def rounds_otherwise_below_nine(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x @ weight.T + (1e-6 if len(x) < 9 else 0.0)
+
+    assert _find_rows(rounds_otherwise_below_nine, 8, 0) == 9
+    assert _find_rows(lambda x, weight: x + len(x), 8, 0) == ROWS_TRIED[-1], "none will do but the most"

@@ -125,7 +125,7 @@ def compute_table(
 
 
 def _enough(rows: Int[Tensor, " rows"]) -> Int[Tensor, " enough"]:
-    """A product of fewer rows rounds differently (see attention.MIN_ROWS), so a few that are not needed go along."""
+    """A product of fewer rows rounds differently (see attention.min_rows), so a few that are not needed go along."""
     return rows if len(rows) >= MIN_TOKENS else torch.cat((rows, rows.new_zeros(MIN_TOKENS)))
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig
-from prime_rl.trainer.models.linear import linear
+from rollouts.training.linear import linear
 
 WINDOW_STEPS = 10
 BF16_PEAKS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prime_rl.inference.embedded.cache import BLOCK, KVCache, count_reaching, num_columns
-from prime_rl.trainer.models.attention import MIN_ROWS, fold_groups, masked_attention, padded, unfold_groups
+from prime_rl.trainer.models.attention import fold_groups, masked_attention, min_query_rows, padded, unfold_groups
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class DecodePlan:
         self.num, self.rows_device = len(positions), cache.columns[0].device
         self.group = heads // self.kv_heads
         # In exact mode the same queries again; only the number of rows matters.
-        self.repeat = -(-MIN_ROWS // self.group) if exact and self.group < MIN_ROWS else 1
+        self.repeat = -(-min_query_rows(self.dim) // self.group) if exact else 1
         column = cache.columns[0]
         wide = int(positions.max()) + 1
         # Half precision is fast on whole columns only, single precision on parts of them as well.
@@ -219,7 +219,7 @@ class PrefillAttention:
         self.cache = cache
         length = torch.tensor([c.length for c in chunks])
         start = torch.tensor([c.start for c in chunks])
-        rows = max(int(length.max()), -(-MIN_ROWS // heads_per_kv))
+        rows = max(int(length.max()), -(-min_query_rows(cache.columns[0].shape[5]) // heads_per_kv))
         self.rows, self.width = rows, padded(int((start + length).max()))
         row = torch.arange(rows)
         valid = row < length[:, None]

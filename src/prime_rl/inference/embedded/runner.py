@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from prime_rl.trainer.models.attention import Attend, min_rows
 from prime_rl.trainer.models.causal_lm import MLP, CausalLM, DecoderLayer, RMSNorm
-from prime_rl.trainer.models.linear import MIN_ROWS as ONEDNN_ROWS
-from prime_rl.trainer.models.linear import pack_weight, packed_linear, uses_onednn
+from rollouts.training.linear import MIN_ROWS as ONEDNN_ROWS
+from rollouts.training.linear import pack_weight, packed_linear, uses_onednn
 
 
 class Changes(Protocol):
@@ -141,7 +141,6 @@ class Runner:
         # What this room does not know how to lay out runs as the model writes it down.
         self.own = type(model) is not CausalLM
         self.min_rows = min_forward_rows(weight)
-        self.min_head_rows = self.min_rows if can_pack(weight) and weight.dtype != torch.float32 else min_rows()
         self._rope: tuple[Tensor, Tensor] | None = None
         self.refresh()
 
@@ -151,9 +150,7 @@ class Runner:
             self.layers, self.head = [], None
             return
         self.layers = [Layer(cast(DecoderLayer, layer)) for layer in self.model.model.layers]
-        # The trainer multiplies by the head itself, without oneDNN: in exact mode in fp32 so do we.
-        head = self.model.lm_head
-        self.head = None if self.exact and head.weight.dtype == torch.float32 else Product(["lm_head"], [head])
+        self.head = Product(["lm_head"], [self.model.lm_head])
 
     def __call__(
         self,
@@ -178,8 +175,8 @@ class Runner:
     ) -> Float[Tensor, "rows vocab"]:
         """Scores of the next token; rows are repeated where a product needs more of them."""
         rows = hidden.shape[0]
-        if rows < self.min_head_rows:
-            hidden = torch.cat((hidden, hidden[-1:].expand(self.min_head_rows - rows, -1)))
+        if rows < self.min_rows:
+            hidden = torch.cat((hidden, hidden[-1:].expand(self.min_rows - rows, -1)))
         logits = self.model.logits(hidden) if self.head is None else self.head(hidden, None)
         if changes is not None:
             changes.change([("lm_head", 0, logits.shape[1])], hidden, logits)

@@ -2,15 +2,15 @@
 
 Exact means: the result for a token does not depend, in any bit, on which other sequences were computed beside it, on
 padding, or on whether its past came from this very call or from a cache. On a CPU in fp32 with one thread this holds
-for explicit masked attention with at least `MIN_ROWS` query rows, because GEMM then computes every row the same way;
-fused attention blocks over keys and does not have the property.
+for explicit masked attention with at least `min_query_rows` query rows, because GEMM then computes every row the same
+way; fused attention blocks over keys and does not have the property.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol
 
 import torch
@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-MIN_ROWS = 4
-"""Below this many rows GEMM takes another path (matrix-vector) whose sums are rounded in another order."""
+ROWS_TRIED = (4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 48, 64, 100)
+"""Numbers of rows with which a product is tried, when this machine is asked how many it needs."""
 
 KEY_MULTIPLE = 16
 """Keys are padded to a multiple of the vector width, or the lanes in which softmax sums them depend on the padding."""
@@ -49,11 +49,36 @@ class Attend(Protocol):
 
 
 def min_rows() -> int:
-    """Fewest rows of an exact matrix product: threads share it, and each needs its `MIN_ROWS`.
+    """Fewest rows of `F.linear` in fp32 from which on a row has the same bits whatever their number.
 
-    Measured with MKL: on one thread every count from 4 on gives the same bits, on two or more every count from 12 on.
+    Below it GEMM takes other paths, whose sums are rounded in another order; which, depends on the processor and on
+    the threads that share the rows. So it is tried: 4 on one CPU with AVX-512, 16 on another, more with two threads.
     """
-    return MIN_ROWS if torch.get_num_threads() == 1 else 4 * MIN_ROWS
+    return max(_find_rows(F.linear, inputs, torch.get_num_threads()) for inputs in (32, 128, 384, 1024))
+
+
+def min_query_rows(dim: int) -> int:
+    """The same for queries of `dim` numbers that are multiplied with keys and then with values."""
+    return max(_find_rows(_many_products, inputs, torch.get_num_threads()) for inputs in (dim, KEY_BLOCK))
+
+
+@functools.cache
+def _find_rows(product: Callable[[Tensor, Tensor], Tensor], inputs: int, threads: int) -> int:
+    """The least number of rows from which on all that are tried give the same bits; `threads` is what they hold for."""
+    draw = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(ROWS_TRIED[-1], inputs, generator=draw), torch.randn(96, inputs, generator=draw)
+    expected = product(x, weight)
+    good = ROWS_TRIED[-1]
+    for rows in reversed(ROWS_TRIED):
+        if not torch.equal(product(x[:rows], weight), expected[:rows]):
+            break
+        good = rows
+    return good
+
+
+def _many_products(x: Tensor, weight: Tensor) -> Tensor:
+    """As attention multiplies: several at once."""
+    return torch.matmul(x.expand(2, 2, -1, -1).contiguous(), weight.expand(2, 2, -1, -1).transpose(-1, -2))[0, 0]
 
 
 def padded(length: int) -> int:

@@ -18,8 +18,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from prime_rl.trainer.models.attention import Attend
-from prime_rl.trainer.models.linear import Linear
 from prime_rl.trainer.models.moe import SparseMLP, split_experts
+from rollouts.training.linear import Linear
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "nanochat")
 

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from prime_rl.trainer.models.causal_lm import CausalLM
-from prime_rl.trainer.models.linear import linear
+from rollouts.training.linear import linear
 
 ADAPTER_WEIGHTS_FILE, ADAPTER_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 PEFT_PREFIX = "base_model.model."
@@ -67,11 +67,11 @@ class Adapter:
 def lora_delta(
     x: Float[Tensor, "tokens in"], a: Float[Tensor, "rank in"], b: Float[Tensor, "out rank"], scale: float
 ) -> Float[Tensor, "tokens out"]:
-    """scale * B (A x). From `attention.MIN_ROWS` tokens on, a row's bits do not depend on how many there are."""
+    """scale * B (A x). From `attention.min_rows` tokens on, a row's bits do not depend on how many there are."""
     if missing := max(MIN_RANK - a.shape[0], 0):  # rows of zeros add exactly nothing
         a, b = F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))
     # The factor is its own product: fused into the addition that follows it would be rounded once instead of twice.
-    return F.linear(F.linear(x, a), b) * scale
+    return linear(linear(x, a), b) * scale
 
 
 class LoraLinear(nn.Linear):

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from prime_rl.trainer.models.attention import min_rows
-from prime_rl.trainer.models.linear import Linear, linear
+from rollouts.training.linear import Linear, linear
 
 if TYPE_CHECKING:
     from prime_rl.trainer.models.causal_lm import DecoderConfig
@@ -64,7 +64,7 @@ class Experts(nn.Module):
         outs: list[Tensor] = []
         for expert, rows in enumerate(x.split(counts.tolist())):
             if (count := len(rows)) or (expert == 0 and not len(x)):  # without any token gradients are zero, not none
-                # An expert that few tokens chose gets rows of zeros besides: see attention.MIN_ROWS.
+                # An expert that few tokens chose gets rows of zeros besides: see attention.min_rows.
                 enough = F.pad(rows, (0, 0, 0, max(fewest - count, 0)))
                 gate, up = linear(enough, self.gate_up_proj[expert]).chunk(2, dim=-1)
                 outs.append(linear(F.silu(gate) * up, self.down_proj[expert])[:count])

@@ -12,7 +12,7 @@ from nanochat.gpt import GPT, LOGIT_CAP, ROPE_BASE, GPTConfig
 from nanochat.hf_format import to_hf
 from prime_rl.trainer.models.attention import Attend
 from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig
-from prime_rl.trainer.models.linear import Linear
+from rollouts.training.linear import Linear
 
 
 class NanochatLM(CausalLM):

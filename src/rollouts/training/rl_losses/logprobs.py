@@ -10,6 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from rollouts.training.linear import linear
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -109,7 +111,7 @@ def compute_head_table(
 
 
 def _table(hidden: Tensor, weight: Tensor, temperature: Tensor, ids: Tensor | None) -> Tensor:
-    table = _log_softmax(torch.nn.functional.linear(hidden, weight), temperature)
+    table = _log_softmax(linear(hidden, weight), temperature)
     if ids is None:
         return table
     # Not log(1 - sum): where the others have little mass, that would be rounding.
@@ -188,7 +190,7 @@ class _HeadLogprobs(torch.autograd.Function):
         logprobs, entropies = [], []
         table = None
         for h, y, t in _chunks(ctx.num_chunks, hidden, labels, temperature):
-            table = _log_softmax(torch.nn.functional.linear(h, weight), t, cap, part)
+            table = _log_softmax(linear(h, weight), t, cap, part)
             logprobs.append(_of_label(table, y, part))
             own = -(table.exp() * table).sum(-1)
             entropies.append(own if part is None else part.sum(own))
@@ -221,7 +223,7 @@ class _HeadLogprobs(torch.autograd.Function):
             entropy,
             zeros if of_entropy is None else of_entropy,
         ):
-            logits = torch.nn.functional.linear(h, weight) if kept is None else None
+            logits = linear(h, weight) if kept is None else None
             table = kept if logits is None else _log_softmax(logits, t, ctx.cap, part)
             p = table.exp()
             scale = -g[:, None] if of_entropy is None else -g[:, None] - entropy_grad[:, None] * (table + e[:, None])
