@@ -52,6 +52,8 @@ EXCEPTIONS = {
     "prime_rl.rl": "prime_rl.config prime_rl.config_teacher",
     "prime_rl.config": "prime_rl.config_teacher",
     "rollouts.agents": "rollouts.training.types",
+    # the product of an output layer has the bits that the layers below it have
+    "rollouts.training.rl_losses": "rollouts.training.linear",
     # a trajectory whose engine told no tokens is rendered and masked like any conversation
     "rollouts.training.agent_integration": "rollouts.training.datasets",
 }

@@ -259,7 +259,7 @@ class TeacherConfig(ContextConfig):
     """Evaluate student and teacher, with and without the context, before training and at every evaluation."""
 
 
-class TrainEnvConfig(EnvConfig, ContextConfig):
+class TrainEnvConfig(ContextConfig, EnvConfig):
     """An environment that is trained on, and what its teacher is told; unset: what teacher_model says."""
 
     insert: Insert | None = None
@@ -270,7 +270,7 @@ class TrainEnvConfig(EnvConfig, ContextConfig):
     the student could do; none: reward only."""
 
     anchor_weight: float = Field(default=1.0, gt=0)
-    """anchor: weight of KL(student || teacher) on these rollouts, in place of the taus."""
+    """anchor: what the taus are multiplied by on these rollouts."""
 
 
 class OrchestratorConfig(TrackersConfig):
