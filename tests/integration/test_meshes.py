@@ -1,4 +1,7 @@
-"""Every mesh trains as one rank does: loss, statistics and every parameter in float64 to 1e-9, on four real ranks."""
+"""Every mesh trains as one rank does: loss, statistics and every parameter in float64 to 1e-9, on four real ranks.
+
+One mesh of each kind by default; PRIME_TEST_MESHES=all walks through all of them, which takes minutes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from mesh_walk import NUM_STEPS, SEQ_LEN, WAYS, Way, build_config, train
+from mesh_walk import NUM_STEPS, SEQ_LEN, Way, build_config, train
+from mesh_walk import WAYS as ALL_WAYS
 from safetensors.torch import load_file, save_file
 
 from prime_rl.trainer.backend import Backend, build_backend
@@ -25,6 +29,8 @@ from rollouts.training.batching import pack_share
 HERE = Path(__file__).parent
 DEADLINE_S = 300.0
 pytestmark = pytest.mark.timeout(DEADLINE_S + 120)
+ONE_OF_EACH = ("tp_dp", "cp_dp", "ring_tp", "ep_dp", "pp_dp_tied")
+WAYS = [way for way in ALL_WAYS if os.environ.get("PRIME_TEST_MESHES") == "all" or way.name in ONE_OF_EACH]
 KINDS = {way.reference: way for way in WAYS}
 
 
@@ -53,7 +59,7 @@ def walked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE)])
     torchrun = "-m torch.distributed.run --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint localhost:0".split()
     done = subprocess.run(
-        [sys.executable, *torchrun, str(HERE / "mesh_walk.py"), str(root)],
+        [sys.executable, *torchrun, str(HERE / "mesh_walk.py"), str(root), *(way.name for way in WAYS)],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
