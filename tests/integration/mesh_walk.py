@@ -159,17 +159,9 @@ def walk(root: Path, way: Way, leg: int) -> None:
         print(f"{way.name}: {time.monotonic() - started:.1f} s", flush=True)
 
 
-def walk_all(root: Path, names: list[str]) -> None:
-    """Every mesh, or those named."""
-    legs: dict[str, int] = {}
-    for way in WAYS:
-        if not names or way.name in names:
-            leg = legs.setdefault(way.reference, 0)
-            walk(root, way, leg)
-            legs[way.reference] += 1
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    walk_all(Path(sys.argv[1]), sys.argv[2:])
+    for word in sys.argv[2:]:  # name:leg
+        name, _, leg = word.partition(":")
+        walk(Path(sys.argv[1]), next(way for way in WAYS if way.name == name), int(leg))
     leave_ranks()
