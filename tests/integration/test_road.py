@@ -242,7 +242,7 @@ def test_eval_of_published_weights(run: Runner, finished: tuple[Path, Command], 
         assert command.pids() == []
     assert len(results[0]) == 32
     assert results[0] == results[1]
-    for part in ("reverse-text", "avg@k", "pass@2", "exact_match"):
+    for part in ("reverse-text", "avg@k", "pass@k", "exact_match"):
         assert part in command.out
     [row] = metric_rows(tmp_path / "two", "eval", "eval/reverse-text/avg@2")
     assert row["step"] == 5 and 0 <= row["eval/reverse-text/avg@2"] <= 1
