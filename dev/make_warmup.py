@@ -11,7 +11,6 @@ reinforcement learning needs to begin.
 
 from __future__ import annotations
 
-import copy
 import importlib
 import json
 import random
@@ -35,8 +34,7 @@ Conversation = dict[str, Any]
 def build_alphabet_sort(room: Any, args: dict[str, Any], draw: random.Random) -> list[Conversation]:
     """Lists in any order: the right names, the right marks, often the wrong places."""
     limits = (args["min_turns"], args["max_turns"], args["min_names_per_turn"], args["max_names_per_turn"])
-    right = room.build_sft_examples(args["num_train_examples"], limits, args["names"], args["short"], SEED)
-    rows = [copy.deepcopy(draw.choice(right)) for _ in range(NUM_TINY_EXAMPLES)]
+    rows = room.build_sft_examples(NUM_TINY_EXAMPLES, limits, args["names"], args["short"], SEED)
     for message in (message for row in rows for message in row["messages"] if message["role"] == "assistant"):
         first, *names, last = message["content"].split("\n")
         if draw.random() < CARELESSNESS:
