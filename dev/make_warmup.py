@@ -50,9 +50,9 @@ def build_wordle(room: Any, args: dict[str, Any], draw: random.Random) -> list[C
 
 
 def build_wiki_search(room: Any, args: dict[str, Any], draw: random.Random) -> list[Conversation]:
-    """Calls that read the right section half of the time, another one of the same page else, and answer from it."""
+    """Calls that often read another section of the right page, and answers from what was read."""
     kept = {name: args[name] for name in ("num_pages", "tools", "system_prompt")}
-    right = room.build_sft_examples(NUM_EXAMPLES, **kept)
+    right = room.build_sft_examples(FEW_EXAMPLES, **kept)
     by_page: dict[str, list[Conversation]] = {}
     for row in right:
         by_page.setdefault(_read_page(row), []).append(row)
