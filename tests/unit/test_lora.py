@@ -120,7 +120,7 @@ def test_adapters_beside_each_other_give_every_token_the_bits_of_its_own_trainer
         with table.route(rows):
             together = compute_logits(base, sequences)
         for sequence, owner, logits in zip(sequences, owners, together, strict=True):
-            filler = torch.zeros(8, dtype=torch.long)  # the trainer's packs are never shorter than MIN_ROWS
+            filler = torch.zeros(8, dtype=torch.long)  # the trainer's packs are never shorter than MIN_TOKENS
             assert torch.equal(logits, compute_logits(trainers[owner], [sequence, filler])[0]), owner
     table.remove("a1")
     ids = torch.randint(0, 96, (9,))
