@@ -124,6 +124,12 @@ class RLConfig(BaseConfig):
     output_dir: Path = Path("outputs")
     """Directory of the run: configs, logs, rollouts, weights, checkpoints, metrics.jsonl, samples.jsonl."""
 
+    resume: bool = False
+    """Go on from the last step that trainer and orchestrator have both committed: ckpt.resume_step = -1."""
+
+    max_restarts: int = Field(default=3, ge=0)
+    """How often a server (inference, teacher) that falls is started again; one more fall stops the run."""
+
     clean: bool = False
     """Remove the steps of an earlier run from output_dir; its metrics, samples and logs move to attempts/."""
 
@@ -165,6 +171,7 @@ class RLConfig(BaseConfig):
     def _share(cls, data: Any, info: ValidationInfo) -> Any:
         """Give shared keys to the processes, and what must agree but was given to one process to the others."""
         values = _Values(_plain(data), info)
+        _resume(values)
         _share_sections(values)
         for row in SHARED_KEYS:
             values.share(row)
@@ -301,6 +308,12 @@ class _Values:
                 f"{self.show(chosen)} and {self.show(key)} disagree\n  remove one of them; {row.key} alone sets all"
             )
         return chosen
+
+
+def _resume(values: _Values) -> None:
+    """--resume is the short form of the latest checkpoint; a step that is given beside it is the one."""
+    if str(values.get("resume")).lower() == "true" and not values.has("ckpt.resume_step"):
+        values.set("ckpt.resume_step", -1, "resume")
 
 
 def _share_sections(values: _Values) -> None:

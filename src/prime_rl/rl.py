@@ -97,7 +97,10 @@ def start_processes(run: Supervisor, config: RLConfig, paths: dict[str, Path], p
     num_compute = num_ranks + len(servers)
     for name, gpus in servers.items():
         argv = [sys.executable, "-m", "prime_rl.inference.server", "@", str(paths[name])]
-        run.start(name, argv, env=compute_environment(gpus, num_compute))
+        # Only the student's server has versions: the orchestrator brings it to the one in use before it answers.
+        options = ["--server.await_weights", "true"] if name == "inference" else []
+        env = compute_environment(gpus, num_compute)
+        run.start(name, argv, env=env, max_restarts=config.max_restarts, restart_options=options)
     argv = [sys.executable, "-m", "prime_rl.orchestrator.orchestrator", "@", str(paths["orchestrator"])]
     run.start("orchestrator", argv, env={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
     argv = build_trainer_argv(paths["trainer"], num_ranks // config.trainer.parallel.model_ranks)
@@ -241,6 +244,8 @@ def claim_output_dir(out: Path) -> Iterator[None]:
 def prepare_output_dir(config: RLConfig) -> None:
     """Nothing of an earlier run is mixed in or thrown away unasked; what a crash left half-written is swept away."""
     out = config.output_dir
+    if config.clean and config.resume:
+        raise ValueError("clean would remove the steps that resume goes on from: leave one of them out")
     for name in STEP_DIRS:
         remove_unfinished(out / name)
     if config.ckpt is not None and config.ckpt.resume_step is not None:
@@ -251,7 +256,7 @@ def prepare_output_dir(config: RLConfig) -> None:
         listed = ", ".join(f"{name} up to step_{max(steps)}" for name, steps in found.items())
         raise ValueError(
             f"output_dir {out} holds an earlier run ({listed})\n"
-            "  choose another --output-dir, go on with it by --ckpt.resume-step -1, or remove its steps with --clean"
+            "  choose another --output-dir, go on with it by --resume, or remove its steps with --clean"
         )
     for name in found:
         check_model_is_elsewhere(config, out / name)
@@ -354,7 +359,7 @@ def report_failure(failure: ChildFailed) -> int:
 def describe_stop(out: Path) -> str:
     """How far a run came that was stopped, and how to go on."""
     weights, commits = complete_steps(out / "weights"), complete_steps(out / "checkpoints", CKPT_PARTS)
-    how = f"checkpoint of step {commits[-1]}: go on with --ckpt.resume-step -1" if commits else "no checkpoint (--ckpt)"
+    how = f"checkpoint of step {commits[-1]}: go on with --resume" if commits else "no checkpoint (--ckpt)"
     return f"\nstopped after step {weights[-1] if weights else 0}; {how}\n"
 
 

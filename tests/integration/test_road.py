@@ -171,7 +171,7 @@ def start_endless(run: Runner, out: Path) -> Command:
     return command
 
 
-@pytest.mark.parametrize("victim", ["trainer", "orchestrator", "inference"])
+@pytest.mark.parametrize("victim", ["trainer", "orchestrator"])
 def test_when_one_falls_all_stop_and_it_is_said(run: Runner, tmp_path: Path, victim: str) -> None:
     command = start_endless(run, tmp_path / "out")
     os.kill(command.find(victim), signal.SIGKILL)

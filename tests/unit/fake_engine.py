@@ -29,6 +29,7 @@ class FakeEngine:
     reply: Reply
     base_url: str = ""
     version: int = 0
+    awaits_weights: bool = False  # started again: it has to be told its version before anybody may ask it
     latency_s: float = 0.0
     max_model_len: int = 10_000
     fail: Callable[[dict[str, Any]], int | None] = lambda body: None
@@ -73,7 +74,7 @@ class FakeEngine:
     async def update(self, request: Request) -> JSONResponse:
         path = Path((await request.json())["weight_dir"])
         self.updates.append(path.name)
-        self.version = int(re.sub(r"\D", "", path.name))
+        self.version, self.awaits_weights = int(re.sub(r"\D", "", path.name)), False
         manifest = path / "manifest.json"
         tensors = json.loads(manifest.read_text())["tensors"] if manifest.exists() else {}
         return JSONResponse(
@@ -82,11 +83,11 @@ class FakeEngine:
 
     async def reload(self, request: Request) -> JSONResponse:
         self.updates.append("reload")
-        self.version = 0
+        self.version, self.awaits_weights = 0, False
         return JSONResponse({"status": "ok", "version": 0})
 
     async def health(self, request: Request) -> JSONResponse:
-        return JSONResponse({"status": "ok", "version": self.version})
+        return JSONResponse({"status": "ok", "version": self.version, "awaits_weights": self.awaits_weights})
 
 
 @contextlib.contextmanager

@@ -102,6 +102,35 @@ def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
         anyio.run(ask, InferenceClient(f"http://127.0.0.1:{port}/v1"))
 
 
+@pytest.mark.parametrize("away", [503, None])
+def test_a_server_that_starts_again_is_waited_for_and_asked_the_same(
+    away: int | None, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More often than overload is: ten times nobody, or a server that is not ready, then the answer."""
+    monkeypatch.setattr("prime_rl.utils.client.RETRY_AFTER_S", 0.001)
+    client, tries = InferenceClient(engine.base_url, reconnect_s=30), 0
+    engine.fail = lambda body: away if tries < 10 else None
+    request = client._pool.request
+
+    async def count(*args: Any, **options: Any) -> Any:
+        nonlocal tries
+        tries += 1
+        if away is None and tries < 10:
+            raise ConnectionError("gone")
+        return await request(*args, **options)
+
+    monkeypatch.setattr(client._pool, "request", count)
+    answer = anyio.run(ask, client)
+    assert answer.choices[0].message.content and tries == 10
+    assert all(body == engine.requests[0] for body in engine.requests)
+
+
+def test_a_server_that_stays_away_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prime_rl.utils.client.RETRY_AFTER_S", 0.001)
+    with pytest.raises(openai.APIConnectionError):
+        anyio.run(ask, InferenceClient(f"http://127.0.0.1:{free_port()}/v1", reconnect_s=0.05))
+
+
 def test_too_slow_is_not_sent_twice(engine: FakeEngine) -> None:
     engine.latency_s = 3
     with pytest.raises(openai.APITimeoutError):

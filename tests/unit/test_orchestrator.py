@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import statistics
 import threading
 from collections.abc import Callable, Iterator
@@ -220,6 +221,54 @@ def test_failures_are_left_out_counted_and_bounded(
     # 12 prompts, 14 groups are needed and one prompt yields none: the second epoch meets it again at most once
     poisoned = [r for r in engine.requests if r["messages"][-1]["content"] == poison]
     assert len(poisoned) == 4 * (1 + config.max_retries), "a quarantined prompt is not asked again"
+
+
+@pytest.mark.parametrize("held", [0, 2])
+def test_an_engine_that_falls_and_starts_again_changes_nothing(
+    held: int,
+    engine: FakeEngine,
+    environments: dict[str, Environment],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the middle of a batch it is back at version 0: it answers nobody before it holds the version in use."""
+    monkeypatch.setattr("prime_rl.utils.client.RETRY_AFTER_S", 0.005)
+    monkeypatch.setattr("prime_rl.orchestrator.engines.WATCH_EVERY_S", 0.02)
+    seen, falls = list[Any](), list[int]()
+
+    def fall(body: dict[str, Any]) -> int | None:
+        if engine.version == held and not falls and engine.requests[3:]:
+            falls.append(held)
+            engine.version, engine.awaits_weights = 0, True
+        return 503 if engine.awaits_weights else None
+
+    for name in ("whole", "fallen"):
+        engine.fail = fall if name == "fallen" else lambda body: None
+        engine.requests.clear()
+        engine.version = 0
+        config = make_config(engine, tmp_path / name, max_steps=4, max_async_level=0)
+        with trainer(tmp_path / name, 4) as batches:
+            run(config, environments)
+        seen.append([[(s.group_index, s.index, s.tokens, s.versions) for s in batch] for batch in batches])
+    assert falls == [held] and engine.updates[-5:].count(f"step_{held}" if held else "reload") >= 1
+    assert seen[0] == seen[1]
+
+
+def test_an_engine_that_stays_away_ends_the_run_with_its_address(
+    engine: FakeEngine, environments: dict[str, Environment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prime_rl.orchestrator.engines.WATCH_EVERY_S", 0.02)
+    config = make_config(engine, tmp_path, max_steps=4, inference_timeout=0.2)
+
+    def leave(step: int) -> None:
+        monkeypatch.setattr(
+            "prime_rl.orchestrator.engines.read_health", lambda client: (_ for _ in ()).throw(ConnectionError("gone"))
+        )
+        engine.fail = lambda body: 503
+
+    with trainer(tmp_path, 4, on_batch=leave), pytest.raises(BaseExceptionGroup) as error:
+        run(config, environments)
+    assert re.search(r"http://127.* has not answered for 0.2 s \(gone\)", str(find_leaf(error.value)))
 
 
 def test_an_engine_that_always_fails_ends_the_run_with_its_reason(

@@ -112,6 +112,30 @@ def test_a_server_that_exits_with_0_while_needed_has_failed(tmp_path: Path) -> N
         run.wait(["work"])
 
 
+def test_a_server_that_falls_is_started_again_so_often_and_no_more(tmp_path: Path) -> None:
+    """Its log goes on, the reason is told each time, and it knows that it is not the first."""
+    console = io.StringIO()
+    server = python("import sys; print('ready as', sys.argv[1:], flush=True); sys.exit(3)")
+    with Supervisor(tmp_path, console=console, handle_signals=False) as supervisor:
+        supervisor.start("server", server, max_restarts=2, restart_options=["--again"])
+        with pytest.raises(ChildFailed, match="server ended with exit code 3"):
+            supervisor.wait_for(lambda: False, timeout_s=DEADLINE_S, what="nothing")
+    said = (tmp_path / "server.log").read_text().splitlines()
+    assert said == ["ready as []", "ready as ['--again']", "ready as ['--again']"]
+    shown = console.getvalue()
+    assert shown.count("server ended with exit code 3") == 2 and "is started again (0 more times" in shown
+    assert shown.count("server       | ready as []") == 1
+
+
+def test_what_refuses_its_input_is_not_started_again(tmp_path: Path) -> None:
+    with Supervisor(tmp_path, handle_signals=False) as supervisor:
+        supervisor.start("server", python("import sys; print('error: no'); sys.exit(2)"), max_restarts=2)
+        with pytest.raises(ChildFailed) as failed:
+            supervisor.wait_for(lambda: False, timeout_s=DEADLINE_S, what="nothing")
+    assert failed.value.wrong_input == "server: no"
+    assert (tmp_path / "server.log").read_text() == "error: no\n"
+
+
 def test_the_run_ends_well_when_the_awaited_exit_with_0(tmp_path: Path) -> None:
     console = io.StringIO()
     with Supervisor(tmp_path, console=console, handle_signals=False) as supervisor:

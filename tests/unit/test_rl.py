@@ -10,6 +10,7 @@ import pytest
 from prime_rl import rl
 from prime_rl.config import RLConfig
 from prime_rl.inference.config import InferenceConfig
+from prime_rl.rl import prepare_output_dir
 from prime_rl.trainer.config import TrainConfig
 from prime_rl.utils.process import ChildFailed, Supervisor
 from prime_rl.utils.pydantic_config import parse_argv
@@ -83,7 +84,7 @@ def test_an_earlier_run_is_neither_mixed_in_nor_deleted(tmp_path: Path) -> None:
     publish(tmp_path / "rollouts", 4)
     with pytest.raises(ValueError, match=r"rollouts up to step_4, weights up to step_3") as error:
         rl.prepare_output_dir(parse("--output_dir", str(tmp_path)))
-    for cure in ("--output-dir", "--ckpt.resume-step", "--clean"):
+    for cure in ("--output-dir", "--resume", "--clean"):
         assert cure in str(error.value)
     assert len(str(error.value).splitlines()) <= 3
     assert complete_steps(tmp_path / "weights") == [3]
@@ -106,6 +107,17 @@ def test_resuming_takes_back_batches_after_the_checkpoint(wanted: str, left: lis
     else:
         rl.prepare_output_dir(config)
     assert complete_steps(tmp_path / "rollouts") == (left or [1, 2, 3, 4])
+
+
+def test_resume_is_the_latest_commit(tmp_path: Path) -> None:
+    assert parse("--output-dir", str(tmp_path)).ckpt is None
+    config = parse("--output-dir", str(tmp_path), "--resume", "--ckpt.interval", "3")
+    assert config.ckpt is not None and config.orchestrator.ckpt is not None and config.trainer.ckpt is not None
+    assert [c.resume_step for c in (config.ckpt, config.orchestrator.ckpt, config.trainer.ckpt)] == [-1, -1, -1]
+    named = parse("--output-dir", str(tmp_path), "--resume", "--ckpt.resume_step", "4")
+    assert named.ckpt is not None and named.ckpt.resume_step == 4
+    with pytest.raises(ValueError, match="clean would remove the steps that resume"):
+        prepare_output_dir(parse("--output-dir", str(tmp_path), "--resume", "--clean"))
 
 
 def test_clean_removes_steps_and_keeps_records(tmp_path: Path) -> None:
@@ -180,7 +192,7 @@ def test_a_stopped_run_says_how_far_it_came_and_how_to_go_on(tmp_path: Path) -> 
     for part in rl.CKPT_PARTS:
         publish_dir(tmp_path / "checkpoints" / "step_5" / part, lambda directory: None)
     told = rl.describe_stop(tmp_path)
-    assert "step 7" in told and "checkpoint of step 5" in told and "--ckpt.resume-step -1" in told
+    assert "step 7" in told and "checkpoint of step 5" in told and "--resume" in told
 
 
 def test_commands_that_we_print_can_be_typed_into_a_shell() -> None:

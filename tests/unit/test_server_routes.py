@@ -173,6 +173,16 @@ def test_pause_freezes_and_resume_goes_on(server: RunningServer) -> None:
     assert answers[0].json()["choices"][0]["finish_reason"] == "abort"
 
 
+def test_a_server_that_was_started_again_answers_nobody_before_it_is_told_its_weights(server: RunningServer) -> None:
+    server.service.awaits_weights = True
+    reply = server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 2})
+    assert reply.status_code == 503 and reply.headers["retry-after"] and "await_weights" in reply.text
+    assert server.http.get("/health").json() == {"status": "ok", "version": 0, "awaits_weights": True}
+    assert server.post("/reload_weights", {}).status_code == 200
+    assert server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 2}).status_code == 200
+    assert "awaits_weights" not in server.http.get("/health").json()
+
+
 def test_too_many_requests_are_told_to_come_back() -> None:
     server = RunningServer(None, max_batch_size=1, server={"max_waiting": 1})
     try:

@@ -31,6 +31,10 @@ class ServerConfig(BaseConfig):
     max_waiting: int = Field(default=16384, ge=0)
     """Requests that may wait for a place; one more is answered 429 with Retry-After."""
 
+    await_weights: bool = False
+    """Answer no request until weights are loaded by a control route: a server that was started again must not speak
+    for weights that the others have left behind."""
+
     drain_timeout: float = Field(default=3.0, ge=0)
     """Seconds that running requests get to finish when the server is told to stop."""
 

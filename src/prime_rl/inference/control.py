@@ -97,10 +97,12 @@ async def models(service: Service, request: Request) -> Response:
 
 
 async def health(service: Service, request: Request) -> Response:
-    """GET /health: 200 with the version in service, 503 when the engine has failed."""
+    """GET /health: 200 with the version in service and whether one is awaited, 503 when the engine has failed."""
     if service.engine.error is not None:
         raise EngineFailed(f"the engine has failed: {service.engine.error}")
-    return answer({"status": "ok", "version": service.version})
+    return answer(
+        {"status": "ok", "version": service.version} | ({"awaits_weights": True} if service.awaits_weights else {})
+    )
 
 
 async def metrics(service: Service, request: Request) -> Response:

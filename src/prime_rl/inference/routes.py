@@ -113,6 +113,8 @@ def guarded(service: Service, handler: RouteHandler, access: Access) -> Callable
     async def handle(request: Request) -> Response:
         try:
             check_access(service.api_key, request, access)
+            if access == "api":
+                check_weights(service.awaits_weights)
             return await handler(service, request)
         except ClientGone:
             return Response(status_code=499)
@@ -157,6 +159,12 @@ def check_access(api_key: str | None, request: Request, access: Access) -> None:
             status=403,
             kind="permission_error",
         )
+
+
+def check_weights(awaited: bool) -> None:
+    """A server that waits to be told its weights answers nothing that depends on them."""
+    if awaited:
+        raise ApiError("waiting to be told its weights (server.await_weights)", 503, retry_after_s=RETRY_AFTER_S)
 
 
 async def _read(service: Service, request: Request) -> Json:

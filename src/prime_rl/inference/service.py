@@ -61,6 +61,7 @@ class Service:
     defaults: Json = field(default_factory=dict)
     started: int = field(default_factory=lambda: int(time.time()))
     num_updates: int = 0
+    awaits_weights: bool = False
     _has_policy: bool = False
     _updating: asyncio.Lock = field(default_factory=asyncio.Lock)
     _seeds: itertools.count[int] = field(default_factory=itertools.count)
@@ -181,6 +182,7 @@ class Service:
                 raise ApiError(str(error), param="weight_dir") from error
             end = time.time()
             self.num_updates += 1
+            self.awaits_weights = False
             logger.info(f"version {version} in service after {end - start:.2f} s, paused for {end - paused:.3f} s")
             if self.monitor is not None:
                 self.monitor.log_timeline("update_weights", paused, end, version)
@@ -220,6 +222,7 @@ def build_service(config: InferenceConfig) -> Service:
         monitor=monitor,
         api_key=api_key,
         defaults=sampling_defaults(config),
+        awaits_weights=config.server.await_weights,
     )
 
 

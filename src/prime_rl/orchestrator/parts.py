@@ -16,7 +16,7 @@ from prime_rl.orchestrator.arms import Arms
 from prime_rl.orchestrator.buffer import PromptBuffer
 from prime_rl.orchestrator.checkpoint import CheckpointStore
 from prime_rl.orchestrator.config import OrchestratorConfig
-from prime_rl.orchestrator.engines import build_engines, prepare_engines
+from prime_rl.orchestrator.engines import EngineKeeper, build_engines, prepare_engines
 from prime_rl.orchestrator.evaluation import Evaluations, build_plans
 from prime_rl.orchestrator.rollout_manager import GroupGenerator, build_rollouts
 from prime_rl.orchestrator.teacher import Teacher, build_teacher
@@ -48,6 +48,7 @@ class Orchestrator:
     reminder: Reminder = field(default_factory=Reminder)
     totals: Counter[str] = field(default_factory=Counter)
     teacher: Teacher | None = None
+    keeper: EngineKeeper | None = None
     _relay: WeightRelay | None = None
 
     @property
@@ -136,6 +137,8 @@ async def running(parts: Orchestrator) -> AsyncIterator[Orchestrator]:
     async with anyio.create_task_group() as tasks:
         for work in (parts.relay.run, parts.evaluations.run, parts.lag.run, parts.reminder.run):
             tasks.start_soon(work)
+        if parts.keeper is not None:
+            tasks.start_soon(parts.keeper.run)
         parts.evaluations.on_version(parts.relay.version)
         if parts.evaluations.arms is not None and not parts.relay.version:
             await parts.evaluations.wait()  # the baseline is of the weights before training, all of it
@@ -169,4 +172,6 @@ async def build_orchestrator(
         await prepare_engines(config, clients, engines, parts.relay.version)
         if teacher is not None:
             await teacher.wait_ready(config.inference_timeout)
+        parts.keeper = EngineKeeper(config, clients, engines, parts.relay)
+        parts.relay.wait_back = parts.keeper.wait_back
         yield await stack.enter_async_context(running(parts))

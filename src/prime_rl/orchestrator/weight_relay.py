@@ -16,6 +16,7 @@ from rollouts.training.steps import complete_steps, is_complete, step_path
 from rollouts.training.weight_sync import InferenceEngine, WeightSyncError, sync_weights_to_engines
 
 REMIND_S = 30.0
+MAX_TRIES = 4
 QUIET_S = 5.0  # a trainer that reads no batches owes us nothing: its versions are relayed as long as they come
 
 
@@ -54,6 +55,10 @@ class WeightRelay:
         self._log_timeline = log_timeline
         self._before_load = before_load
         self.canary = CanaryCheck(canary_interval)
+        self.lock = anyio.Lock()
+        """Held while engines change their version."""
+        self.wait_back: Callable[[WeightSyncError], Awaitable[bool]] | None = None
+        """Set by whoever watches the engines: whether those that failed were away and are back."""
         self._num_sent = version
         self._start = version
         self._waiting_since: float | None = None
@@ -76,14 +81,14 @@ class WeightRelay:
     async def load(self, step: int) -> None:
         """Make `step` live in every engine; a directory that is pruned meanwhile is left to the next look."""
         path, start = step_path(self.weights_dir, step), time.time()
-        try:
-            answers = await sync_weights_to_engines(self.engines, str(path))
-            await self.canary.check(step, path, self.engines, answers)
-        except WeightSyncError:
-            if is_complete(path):
-                raise
-            return
-        self.version, self.update_s = step, time.time() - start
+        async with self.lock:
+            try:
+                await self._update_engines(step, path)
+            except WeightSyncError:
+                if is_complete(path):
+                    raise
+                return
+            self.version, self.update_s = step, time.time() - start
         self._waiting_since = time.monotonic() if self._num_sent > step else None
         self._log_timeline("update_weights", start, time.time(), step)
         if not self.unread and self._is_unread(step):
@@ -94,6 +99,16 @@ class WeightRelay:
             )
         self._on_live(self._num_sent if self.unread else step)
         self._wake()
+
+    async def _update_engines(self, step: int, path: Path) -> None:
+        """All engines load the version and are verified; tried again when one was away and has come back."""
+        for tries_left in reversed(range(MAX_TRIES)):
+            try:
+                answers = await sync_weights_to_engines(self.engines, str(path))
+                return await self.canary.check(step, path, self.engines, answers)
+            except WeightSyncError as error:
+                if not (tries_left and is_complete(path) and self.wait_back and await self.wait_back(error)):
+                    raise
 
     def sent(self, step: int) -> None:
         """Batch `step` is on its way: version `step` is due."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
+import time
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
@@ -19,7 +21,9 @@ if TYPE_CHECKING:
 
 MAX_RETRIES = 3  # of requests that reached nobody, or an overloaded server; a slow generation is never sent twice
 RETRY_AFTER_S = 0.25
+LONGEST_RETRY_S = 1.0
 RETRIED_STATUS = (429, 502, 503, 504)
+NOT_READY = 503
 
 
 class Tokenized(msgspec.Struct):
@@ -42,12 +46,14 @@ class InferenceClient:
         timeout_s: float = 1200,
         max_connections: int = 8192,
         seq_len: int | None = None,
+        reconnect_s: float = 0,
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self.headers = {"content-type": "application/json", **(headers or {})}
         self.timeout_s = timeout_s
         self.max_connections = max_connections
         self.seq_len = seq_len
+        self.reconnect_s = reconnect_s
         self._pool = _build_pool(self.base_url, timeout_s, max_connections)
         self._path = urlsplit(self.base_url).path
         self.takes_tokens = True
@@ -152,22 +158,29 @@ class InferenceClient:
         timeout_s: float = 0,
         max_retries: int = MAX_RETRIES,
     ) -> bytes:
-        """Body of a good answer to a request below `base_url`; bounded retries, then an error of `openai`."""
+        """Body of a good answer to a request below `base_url`; bounded retries, then an error of `openai`.
+
+        A server that cannot be reached, or says that it is not ready, may be starting again: it is asked for
+        `reconnect_s` seconds. The request is the same each time, seed included, and so is the answer.
+        """
         data = b"" if body is None else msgspec.json.encode(body)
-        for attempt in range(max_retries + 1):
+        patient_until = time.monotonic() + (self.reconnect_s if max_retries else 0.0)
+        for attempt in itertools.count():
+            spent = attempt >= max_retries
+            gone = time.monotonic() >= patient_until
             try:
                 reply = await self._pool.request(method, self._path + path, data, self.headers, timeout_s)
             except TimeoutError as error:
                 raise _no_answer("APITimeoutError", self.base_url + path, str(error)) from error
             except ConnectionError as error:
-                if attempt == max_retries:
+                if spent and gone:
                     raise _no_answer("APIConnectionError", self.base_url + path, str(error)) from error
             else:
                 if reply.status < 300:
                     return reply.body
-                if reply.status not in RETRIED_STATUS or attempt == max_retries:
+                if reply.status not in RETRIED_STATUS or (spent and (gone or reply.status != NOT_READY)):
                     raise _bad_status(reply, self.base_url + path)
-            await asyncio.sleep(RETRY_AFTER_S * 2**attempt)
+            await asyncio.sleep(min(RETRY_AFTER_S * 2 ** min(attempt, 8), LONGEST_RETRY_S))
         raise AssertionError("unreachable")
 
     async def close(self) -> None:
@@ -233,6 +246,8 @@ class ServerAddress(Protocol):
     def max_connections(self) -> int: ...
     @property
     def seq_len(self) -> int | None: ...
+    @property
+    def reconnect_s(self) -> float: ...
 
 
 def build_client(server: ServerAddress) -> InferenceClient:
@@ -243,6 +258,7 @@ def build_client(server: ServerAddress) -> InferenceClient:
         timeout_s=server.timeout_s,
         max_connections=server.max_connections,
         seq_len=server.seq_len,
+        reconnect_s=server.reconnect_s,
     )
 
 
@@ -256,7 +272,12 @@ def build_clients(config: ClientConfig, *, seq_len: int | None = None) -> list[I
         headers.setdefault("authorization", f"Bearer {key}")
     return [
         InferenceClient(
-            url, headers=headers, timeout_s=config.timeout, max_connections=config.max_connections, seq_len=seq_len
+            url,
+            headers=headers,
+            timeout_s=config.timeout,
+            max_connections=config.max_connections,
+            seq_len=seq_len,
+            reconnect_s=config.reconnect_timeout,
         )
         for url in config.base_url
     ]

@@ -383,6 +383,7 @@ def describe_server(client: Any) -> Server:
         timeout_s=client.timeout_s,
         max_connections=client.max_connections,
         seq_len=client.seq_len,
+        reconnect_s=client.reconnect_s,
     )
 
 

@@ -55,6 +55,7 @@ class Server(msgspec.Struct, frozen=True):
     timeout_s: float = 1200
     max_connections: int = 1024
     seq_len: int | None = None
+    reconnect_s: float = 0
 
 
 class Group(msgspec.Struct, tag=True):

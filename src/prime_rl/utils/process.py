@@ -18,7 +18,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -49,6 +49,15 @@ class ChildFailed(RuntimeError):
         return None
 
 
+@dataclass(frozen=True)
+class Restart:
+    """How a process that falls is started again, and how often still; without tries left its end ends the run."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    tries_left: int
+
+
 @dataclass
 class Child:
     """One supervised process and how far the console has followed its log."""
@@ -61,6 +70,7 @@ class Child:
     started: float
     partial: bytes = b""
     ended: float | None = None
+    again: Restart | None = None
 
     @property
     def code(self) -> int | None:
@@ -122,8 +132,19 @@ class Supervisor:
             for number, handler in self._previous.items():
                 signal.signal(number, handler)
 
-    def start(self, name: str, argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> Child:
-        """Run `argv` with `env` on top of this process's environment; its output goes to `<logs_dir>/<name>.log`."""
+    def start(
+        self,
+        name: str,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        max_restarts: int = 0,
+        restart_options: Sequence[str] = (),
+    ) -> Child:
+        """Run `argv` with `env` on top of this process's environment; its output goes to `<logs_dir>/<name>.log`.
+
+        When it falls it is started again, `max_restarts` times at most, with `restart_options` behind `argv`.
+        """
         log_path = self.logs_dir / f"{name}.log"
         tokens = ":".join(filter(None, (os.environ.get(TOKEN_VARIABLE), self._token)))
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {}), TOKEN_VARIABLE: tokens}
@@ -139,6 +160,8 @@ class Supervisor:
                 preexec_fn=_die_with_parent(os.getpid()),
             )
         child = Child(name, process, log_path, offset, offset, time.monotonic())
+        if max_restarts:
+            child.again = Restart((*argv, *restart_options), dict(env or {}), max_restarts)
         self.children[name] = child
         return child
 
@@ -161,9 +184,24 @@ class Supervisor:
                 raise KeyboardInterrupt
             raise SystemExit(128 + self._signals[0])
         ended = [c for c in self.children.values() if c.code is not None and not (c.code == 0 and c.name in may_end)]
-        if ended:
-            self._follow()
-            raise ChildFailed(ended)
+        if not ended:
+            return
+        self._follow()
+        final = [c for c in ended if c.again is None or c.code == WRONG_INPUT]
+        if final:
+            raise ChildFailed(final)
+        for child in ended:
+            self._restart(child)
+
+    def _restart(self, child: Child) -> None:
+        """Start a fallen process again, and say why it fell."""
+        assert child.again is not None
+        again, left = child.again, child.again.tries_left - 1
+        self.say(_obituary(child))
+        self.say(f"{child.name} is started again ({left} more times if it falls)")
+        new = self.start(child.name, again.argv, env=again.env)
+        new.offset = child.offset
+        new.again = replace(again, tries_left=left) if left else None
 
     def wait(self, names: Collection[str], on_tick: Callable[[], None] = lambda: None) -> None:
         """Return when every child in `names` has exited with 0; raise as `check` does as soon as that cannot happen.

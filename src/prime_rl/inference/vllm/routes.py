@@ -20,7 +20,7 @@ from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.engine import resolve_allowed
 from prime_rl.inference.messages import MessageParser
 from prime_rl.inference.requests import ApiError, Json, parse_body
-from prime_rl.inference.routes import RETRY_AFTER_S, Access, answer, check_access, refuse
+from prime_rl.inference.routes import RETRY_AFTER_S, Access, answer, check_access, check_weights, refuse
 from prime_rl.inference.vllm.engine import CONFIG_VARIABLE, MODEL_DIR_VARIABLE
 from prime_rl.inference.vllm.translate import chat_from_completion, completion_from_chat
 from prime_rl.transport.weights import MANIFEST_FILE, check_directory
@@ -41,6 +41,7 @@ class PrimeRoutes:
         self.config = InferenceConfig.model_validate_json(os.environ[CONFIG_VARIABLE])
         self.model_dir = Path(os.environ[MODEL_DIR_VARIABLE])
         self.version = 0
+        self.awaits_weights = self.config.server.await_weights
         self.num_requests = 0
         self.broken: str | None = None
         self._told_repair = False
@@ -79,6 +80,7 @@ class PrimeRoutes:
         """A request that draws tokens: counted, refused when too many wait, and answered with version spans."""
         if self.broken is not None:
             raise ApiError(self.broken, status=503)
+        check_weights(self.awaits_weights)
         if self.num_requests >= self.config.max_batch_size + self.config.server.max_waiting:
             raise ApiError(
                 f"{self.num_requests} requests are running or waiting: try again in a moment",
@@ -143,6 +145,7 @@ class PrimeRoutes:
             if hasattr(client, "update_weight_version"):
                 await client.update_weight_version(str(version))
             self.version, self._held, self.broken = version, directory, None
+            self.awaits_weights = False
             await client.resume_generation()
             end = time.time()
         if report["repaired"] and not self._told_repair:
@@ -274,7 +277,9 @@ async def health(routes: PrimeRoutes, request: Request, client: Any) -> Response
         await client.check_health()
     except Exception as error:
         raise ApiError(f"the engine has failed: {error}", status=503) from error
-    return answer({"status": "ok", "version": routes.version})
+    return answer(
+        {"status": "ok", "version": routes.version} | ({"awaits_weights": True} if routes.awaits_weights else {})
+    )
 
 
 async def load_lora_adapter(routes: PrimeRoutes, request: Request, client: Any) -> Response:
