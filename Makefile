@@ -6,6 +6,8 @@
 
 PY := .venv/bin/python
 STAMP := .venv/.installed
+# Set in some shells, it makes every process compile every module anew.
+unexport PYTHONDONTWRITEBYTECODE
 VLLM_PY := .venv-vllm/bin/python
 VLLM_STAMP := .venv-vllm/.installed
 UNUSED := /site-packages/(transformers/models/[^_aq]|torch/testing/|.*/tests?/)
@@ -51,9 +53,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 test: test-unit test-integration  ## setup, then all tests
 
-test-unit: setup  ## tests of single rooms
+test-unit: setup  ## tests of single rooms, and of what the documents promise
 	@echo "==> unit tests"
-	@$(PY) -m pytest tests/unit -n auto --dist worksteal
+	@$(PY) -m pytest tests/unit tests/contract -n auto --dist worksteal
 
 test-integration: setup  ## tests that start the real commands
 	@echo "==> integration tests: the real commands with a tiny model"

@@ -203,6 +203,11 @@ class RLConfig(BaseConfig):
                 "orchestrator.teacher_model teaches nothing with trainer.loss.teacher_tau = 0: raise it, or leave the "
                 "section out"
             )
+        if teacher is not None and not self._teacher_knows_more():
+            raise ValueError(
+                "orchestrator.teacher_model has no context, so the teacher is the student itself\n"
+                "  set orchestrator.teacher_model.context (or context_file, context_template, context_fn)"
+            )
         student_tau = loss.teacher_tau if loss.student_tau is None else loss.student_tau
         if student_tau != loss.teacher_tau and any(env.teacher == "anchor" for env in self.orchestrator.env):
             raise ValueError(
@@ -212,6 +217,14 @@ class RLConfig(BaseConfig):
         if self.teacher_gpu_ids and self.teacher_inference is None:
             raise ValueError("teacher_gpu_ids is set but rl starts no teacher: remove it")
         return self
+
+    def _teacher_knows_more(self) -> bool:
+        """Whether the teacher is told something, holds the student to what it was, or is another model."""
+        teacher, server = self.orchestrator.teacher_model, self.teacher_inference
+        assert teacher is not None
+        if teacher.source or any(env.source or env.teacher == "anchor" for env in self.orchestrator.env):
+            return True
+        return server is None or server.model.name != self.model.name
 
     @model_validator(mode="after")
     def _check_processes_fit(self) -> RLConfig:

@@ -41,10 +41,7 @@ if __name__ == "__main__":
 def test_a_model_and_an_adapter_have_our_logprobs_in_vllm(tmp_path: Path) -> None:
     import torch
 
-    from prime_rl.trainer.models.adapter_table import AdapterTable
-    from prime_rl.trainer.models.attention import PackedAttention
-    from prime_rl.trainer.models.causal_lm import CausalLM, tensor_names
-    from prime_rl.trainer.models.lora import (
+    from prime_rl.trainer.lora import (
         AdapterSpec,
         adapter_tensors,
         add_lora,
@@ -52,6 +49,9 @@ def test_a_model_and_an_adapter_have_our_logprobs_in_vllm(tmp_path: Path) -> Non
         peft_config,
         peft_tensors,
     )
+    from prime_rl.trainer.models.adapter_table import AdapterTable
+    from prime_rl.trainer.models.attention import PackedAttention
+    from prime_rl.trainer.models.causal_lm import CausalLM, tensor_names
     from prime_rl.trainer.models.registry import load_decoder
     from prime_rl.transport.weights import publish_weights
     from prime_rl.utils.tokenizer import resolve_model_dir

@@ -31,10 +31,10 @@ from prime_rl.inference.engine import (
     derive_seed,
 )
 from prime_rl.inference.text import Detokenizer, StopWatch, TokenNames, build_decode
+from prime_rl.trainer.lora import AdapterSpec as LoraSpec
+from prime_rl.trainer.lora import adapter_tensors, add_lora, peft_tensors
 from prime_rl.trainer.models.attention import PackedAttention
 from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig, init_weights, tensor_names
-from prime_rl.trainer.models.lora import AdapterSpec as LoraSpec
-from prime_rl.trainer.models.lora import adapter_tensors, add_lora, peft_tensors
 from prime_rl.trainer.models.registry import load_decoder
 from prime_rl.transport.weights import digest_tensor
 from prime_rl.utils.tokenizer import load_tokenizer, resolve_model_dir

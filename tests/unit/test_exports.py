@@ -9,9 +9,9 @@ import torch
 from test_decoder import FAMILIES, build_pair
 
 from prime_rl.trainer.config import TrainConfig
+from prime_rl.trainer.lora import AdapterSpec, adapter_tensors, add_lora, peft_config, peft_tensors
 from prime_rl.trainer.models.attention import PackedAttention
 from prime_rl.trainer.models.causal_lm import CausalLM, tensor_names
-from prime_rl.trainer.models.lora import AdapterSpec, adapter_tensors, add_lora, peft_config, peft_tensors
 from prime_rl.trainer.models.registry import load_decoder, read_tensors
 from prime_rl.trainer.rl.train import train
 from prime_rl.transport.weights import publish_weights

@@ -47,7 +47,7 @@ LEAVES = ("scripts", "dev", "benchmarks", "environments", "tests")
 FACES = ("rollouts", "rollouts.training", "prime_rl")
 # importer -> what it imports beyond the floors
 EXCEPTIONS = {
-    "prime_rl.inference.embedded": "prime_rl.trainer.models",  # what is served is what is trained
+    "prime_rl.inference.embedded": "prime_rl.trainer.models prime_rl.trainer.lora",  # what is served is what is trained
     "prime_rl.orchestrator": "prime_rl.eval",
     "prime_rl.rl": "prime_rl.config prime_rl.config_teacher",
     "prime_rl.config": "prime_rl.config_teacher",

@@ -10,10 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from prime_rl.trainer.models.adapter_table import AdapterTable
-from prime_rl.trainer.models.attention import PackedAttention
-from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig, init_weights, tensor_names
-from prime_rl.trainer.models.lora import (
+from prime_rl.trainer.lora import (
     PEFT_PREFIX,
     Adapter,
     AdapterSpec,
@@ -26,6 +23,9 @@ from prime_rl.trainer.models.lora import (
     peft_config,
     peft_tensors,
 )
+from prime_rl.trainer.models.adapter_table import AdapterTable
+from prime_rl.trainer.models.attention import PackedAttention
+from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig, init_weights, tensor_names
 from prime_rl.transport.weights import is_adapter, publish_weights, read_manifest, verify_tensors
 
 SHAPE = dict(

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 
 from prime_rl.trainer.backend import build_backend
 from prime_rl.trainer.config import TrainConfig
+from prime_rl.trainer.lora import load_adapter
 from prime_rl.trainer.models.adapter_table import AdapterTable
 from prime_rl.trainer.models.attention import PackedAttention
 from prime_rl.trainer.models.causal_lm import CausalLM
-from prime_rl.trainer.models.lora import load_adapter
 from prime_rl.trainer.models.registry import load_decoder, read_tensors
 from prime_rl.trainer.rl.loss import build_loss
 from prime_rl.trainer.rl.train import train
@@ -123,7 +123,7 @@ def test_gradients_of_an_adapter_equal_those_through_its_matrix(base: Path, tmp_
     train_dir = tmp_path / "merged"
     whole = build_backend(make_config(train_dir, base, None))
     with torch.no_grad():
-        from prime_rl.trainer.models.lora import merged_tensors
+        from prime_rl.trainer.lora import merged_tensors
 
         for name, tensor in merged_tensors(backend.model).items():
             whole.parameters[name].copy_(tensor)

@@ -117,6 +117,12 @@ def test_wandb_wanted_but_not_installed_is_one_sentence(tmp_path: Path, monkeypa
         assert "\n" not in str(caught.value)
 
 
+def test_wandb_mode_disabled_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it would raise
+    build_monitor(tmp_path, "trainer", TrackersConfig(wandb=WandbConfig())).finish()
+
+
 def test_a_few_rollouts_from_low_to_high() -> None:
     rows = [{"reward": reward} for reward in (3, 1, 2, 0, None)]
     assert [row["reward"] for row in spread_by_reward(rows, 3)] == [0, 1, 3]

@@ -16,6 +16,7 @@ from torch import Tensor
 from prime_rl.trainer.activations import recompute_layers
 from prime_rl.trainer.config import ModelConfig, SFTConfig, TrainConfig
 from prime_rl.trainer.gradients import Gradients
+from prime_rl.trainer.lora import merged_tensors, peft_config, peft_tensors
 from prime_rl.trainer.model import (
     Placement,
     build_adapter_spec,
@@ -25,7 +26,6 @@ from prime_rl.trainer.model import (
     resolve_placement,
 )
 from prime_rl.trainer.models.causal_lm import CausalLM
-from prime_rl.trainer.models.lora import merged_tensors, peft_config, peft_tensors
 from prime_rl.trainer.models.moe import Experts, compute_imbalance, counting, take_expert_load
 from prime_rl.trainer.optim import MasterWeights, build_optimizer, build_schedule
 from prime_rl.trainer.parallel_dims import Mesh, build_mesh, join_ranks

@@ -11,9 +11,9 @@ import torch
 
 from prime_rl.trainer.config import LoraConfig, ModelConfig, SFTModelConfig
 from prime_rl.trainer.hf_model import load_hf_model
+from prime_rl.trainer.lora import AdapterSpec, add_lora
 from prime_rl.trainer.models.attention import AttentionMode, has_flash
 from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig
-from prime_rl.trainer.models.lora import AdapterSpec, add_lora
 from prime_rl.trainer.models.registry import load_decoder, load_hf_config
 from prime_rl.utils.tokenizer import ASSETS_DIR, resolve_model_dir
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from prime_rl.inference.patches import pack_again, unpack
 from prime_rl.transport.weights import digest_tensor
 
 Held = Callable[[], Tensor]
-PROBE_ROWS = 1024
 EXPERT_PARTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
 
 
@@ -165,29 +165,6 @@ def _expert_entries(path: str, kind: str, parameter: Tensor) -> Iterator[tuple[s
 
 def _rows(get: Held, start: int, length: int) -> Held:
     return lambda: get()[start : start + length]
-
-
-def unpack(module: Any) -> Tensor:
-    """The weight inside a packed product, read by multiplying with the identity: every sum has one term, so exactly."""
-    weight = module.weight
-    width = getattr(module, "input_size_per_partition", None) or getattr(module, "input_size", None) or weight.shape[1]
-    dtype = weight.dtype
-    parts = []
-    for start in range(0, width, PROBE_ROWS):
-        rows = min(PROBE_ROWS, width - start)
-        probe = torch.zeros(rows, width, dtype=dtype)
-        probe[torch.arange(rows), start + torch.arange(rows)] = 1
-        parts.append(module.cpu_linear(probe, weight, None))
-    return torch.cat(parts).T
-
-
-def pack_again(model: nn.Module) -> None:
-    """Have vLLM pack the weights anew that it keeps beside a packed copy."""
-    modules: list[Any] = list(model.modules())
-    for module in modules:
-        method = getattr(module, "quant_method", None)
-        if hasattr(module, "cpu_linear") and module.weight.numel() and method is not None:
-            method.process_weights_after_loading(module)
 
 
 def read_published(directory: Path) -> dict[str, Held]:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
+from prime_rl.trainer.lora import Adapter, lora_delta
 from prime_rl.trainer.models.attention import min_rows
 from prime_rl.trainer.models.causal_lm import CausalLM
-from prime_rl.trainer.models.lora import Adapter, lora_delta
 
 
 @dataclass(frozen=True)
