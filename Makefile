@@ -2,7 +2,7 @@
 # every path below is relative to this file.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup test test-unit test-integration test-vllm demo distill lint format clean
+.PHONY: help setup test test-unit test-integration test-vllm chaos demo distill lint format clean
 
 PY := .venv/bin/python
 STAMP := .venv/.installed
@@ -75,6 +75,15 @@ $(VLLM_STAMP): dev/install_vllm.py pyproject.toml
 	@$(VLLM_PY) dev/install_vllm.py > .venv-vllm/install.log 2>&1 \
 	  || { tail -n 15 .venv-vllm/install.log; echo "error: pip failed, all of it: .venv-vllm/install.log"; exit 1; } >&2
 	@touch $(VLLM_STAMP)
+
+SEEDS ?= 0-59
+TRIALS ?= 10000
+
+chaos: setup  ## setup, then faults at random moments: real processes (SEEDS=0-59) and virtual time (TRIALS=10000)
+	@echo "==> chaos: $(TRIALS) runs in virtual time"
+	@NUM_TRIALS=$(TRIALS) $(PY) -m pytest -q tests/unit/test_virtual_chaos.py
+	@echo "==> chaos: runs with real processes, seeds $(SEEDS)"
+	@$(PY) tests/integration/chaos.py --seeds $(SEEDS)
 
 demo: setup  ## setup, then SFT, asynchronous RL and evaluations of a tiny model on the CPU
 	@echo "==> demo"

@@ -20,7 +20,15 @@ from prime_rl.inference.config import InferenceConfig
 from prime_rl.utils.process import ChildFailed, Supervisor, check_port_free, find_gpus, num_cores
 from prime_rl.utils.progress import show_progress
 from prime_rl.utils.pydantic_config import BaseConfig, run_command, write_config
-from rollouts.training.steps import complete_steps, latest_step, parse_step, prune_steps, remove_unfinished, step_path
+from rollouts.training.steps import (
+    complete_steps,
+    find_damage,
+    latest_step,
+    parse_step,
+    prune_steps,
+    remove_unfinished,
+    step_path,
+)
 
 STEP_DIRS = ("rollouts", "weights", "checkpoints")
 CKPT_PARTS = ("trainer", "orchestrator")
@@ -249,6 +257,8 @@ def prepare_output_dir(config: RLConfig) -> None:
     for name in STEP_DIRS:
         remove_unfinished(out / name)
     if config.ckpt is not None and config.ckpt.resume_step is not None:
+        if config.ckpt.resume_step == -1:
+            set_damaged_aside(out / "checkpoints")
         drop_later_batches(out, config.ckpt.resume_step)
         return
     found = {name: steps for name in STEP_DIRS if (steps := find_steps(out / name))}
@@ -263,6 +273,17 @@ def prepare_output_dir(config: RLConfig) -> None:
     archive_records(out)
     for name, steps in found.items():
         remove_steps(out / name, steps)
+
+
+def set_damaged_aside(root: Path) -> None:
+    """The newest commit becomes the newest that can be trusted; a damaged one is kept under another name."""
+    for step in reversed(complete_steps(root, CKPT_PARTS)):
+        damage = next(filter(None, (find_damage(step_path(root, step) / part) for part in CKPT_PARTS)), None)
+        if damage is None:
+            return
+        aside = root / f"damaged-{step_path(root, step).name}-{time.time_ns()}"
+        step_path(root, step).rename(aside)
+        sys.stdout.write(f"warning: checkpoint {step} is damaged ({damage}): set aside as {aside.name}\n")
 
 
 def drop_later_batches(out: Path, resume_step: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
-from road import DEADLINE_S, ROOT, THREE_FILES, Command, Runner, digests, metric_rows, runner, until
+from road import DEADLINE_S, ROOT, THREE_FILES, Command, Runner, metric_rows, runner, until
 
 from prime_rl.utils.process import find_free_port
 from rollouts.training.metrics import load_jsonl
@@ -142,26 +142,6 @@ def test_a_second_run_does_not_mix_with_the_first(run: Runner, finished: tuple[P
     command = run.run("rl", *THREE_FILES, *rl_options(out))
     assert_wrong_input(command, str(out), "--output-dir", "--clean")
     assert sorted(path for path in out.rglob("*") if path.is_file()) == before
-
-
-LETTERS = ("@", "tests/integration/letters.toml")
-
-
-def test_level_0_repeats_exactly_and_resumes_exactly(run: Runner, tmp_path: Path) -> None:
-    """Four steps in one go leave the same weights as two and two more; engine and trainer agree to the last bit."""
-    one, two = tmp_path / "one", tmp_path / "two"
-    run.run_well("rl", *LETTERS, *rl_options(one))
-    run.run_well("rl", *LETTERS, "--max_steps", 2, *rl_options(two))
-    assert digests(step_path(one / "weights", 2)) == digests(step_path(two / "weights", 2))
-    run.run_well("rl", *LETTERS, "--ckpt.resume_step", -1, *rl_options(two))
-    assert digests(step_path(one / "weights", 4)) == digests(step_path(two / "weights", 4))
-    assert digests(step_path(one / "weights", 2)) != digests(step_path(one / "weights", 4))
-    batches = metric_rows(two, "orchestrator", "reward/mean")
-    assert [row["step"] for row in batches] == [1, 2, 3, 4]
-    assert all(row["batch/off_policy_level/max"] == 0 and row["reward/mean"] > 0 for row in batches)
-    steps = metric_rows(one, "trainer", "mismatch_kl/max")
-    assert [(row["step"], row["mismatch_kl/max"]) for row in steps] == [(1, 0), (2, 0), (3, 0), (4, 0)]
-    assert all(row["optim/grad_norm"] > 0 for row in steps)
 
 
 def start_endless(run: Runner, out: Path) -> Command:

@@ -6,6 +6,8 @@ the messages. Simulated are what they talk to, the file system's notifications, 
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import shutil
 from collections.abc import Mapping, Sequence
@@ -14,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 from prime_rl.orchestrator import weight_relay
 from prime_rl.orchestrator.config import OrchestratorConfig
+from prime_rl.orchestrator.engines import EngineKeeper
 from prime_rl.orchestrator.metrics import compute_group_metrics
 from prime_rl.orchestrator.orchestrator import run_steps
 from prime_rl.orchestrator.parts import Orchestrator, assemble, running
@@ -26,6 +30,7 @@ from rollouts.agents import Turn
 from rollouts.training.agent_integration import Rollout
 from rollouts.training.steps import complete_steps, latest_step, publish_dir, publish_step, step_path
 from rollouts.training.types import Sample, Status
+from rollouts.training.weight_sync import EngineError
 
 DEADLINE_S = 2000.0  # virtual seconds after which a run counts as stuck
 
@@ -36,7 +41,8 @@ class Faults:
 
     failing: float = 0.0  # of one attempt
     poison: frozenset[int] = frozenset()  # rows that always fail
-    outages: tuple[tuple[float, float], ...] = ()  # intervals in which the engine answers nobody
+    outages: tuple[tuple[float, float], ...] = ()  # intervals in which the engine refuses everybody
+    falls: tuple[tuple[float, float], ...] = ()  # moments at which the engine dies, and seconds until it is back
     latency_s: float = 1.0
     train_s: float = 1.0
     update_s: float = 0.3
@@ -58,6 +64,8 @@ class World:
     trained_s: float = 0.0
     sticky: bool = False  # rollouts begun again take as long as before, and all else always takes the same time
     eval_latency_s: float = 0.0
+    writes_left: int | None = None  # until the disk is full
+    sealed: bool = False  # the trainer's half of a checkpoint has contents, which can be damaged
 
     def __post_init__(self) -> None:
         self.noise = random.Random(self.seed)
@@ -78,6 +86,13 @@ class World:
                 await self.bell.wait()
             return found
         raise TimeoutError(what)
+
+    def reach_disk(self, path: Path) -> None:
+        """Stands in for fsync, where a full disk makes itself known."""
+        if self.writes_left is not None:
+            self.writes_left -= 1
+            if self.writes_left < 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     async def pause(self, mean_s: float, key: str | None = None) -> None:
         """Some time passes; now and then much more than usual."""
@@ -106,7 +121,8 @@ class World:
     async def run(self, patch: pytest.MonkeyPatch, stop_at: float | None = None) -> bool:
         """Run to the end, or until `stop_at`; True when it got to the end."""
         patch.setattr(weight_relay, "wait_for", self.wait_for)
-        patch.setattr("rollouts.training.steps._fsync", lambda path: None)
+        patch.setattr("rollouts.training.steps._fsync", self.reach_disk)
+        patch.setattr("anyio.to_thread.run_sync", _inline)  # a thread would take real time, in which virtual time flies
         environments = {name: Environment(self, name, size) for name, size in self.sizes.items()}
         judged = {"judged": Environment(self, "judged", 3, self.eval_latency_s)} if self.config.eval else {}
         sender = Wire(self)
@@ -115,10 +131,17 @@ class World:
         done = False
         with anyio.fail_after(DEADLINE_S), anyio.move_on_after(stop_at):
             trainer = Trainer(self)
+            self.engine = Engine(self)
             self.engine.version = trainer.version
-            self.parts = assemble(self.config, environments, judged, [Client()], [self.engine], sender, self.metrics())  # type: ignore[arg-type]
+            self.parts = assemble(
+                self.config, environments, judged, [Client(self)], [self.engine], sender, self.metrics()
+            )  # type: ignore[arg-type]
+            if self.faults.falls:
+                keeper = EngineKeeper(self.config, [Client(self)], [self.engine], self.parts.relay)  # type: ignore[list-item]
+                self.parts.keeper, self.parts.relay.wait_back = keeper, keeper.wait_back
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(trainer.run)
+                tasks.start_soon(self.engine.live)
                 async with running(self.parts):
                     await run_steps(self.parts)
                     done = True
@@ -127,10 +150,27 @@ class World:
         return done
 
 
-class Client:
-    """What a group is told to talk to."""
+async def _inline(function: Any, *arguments: Any, **options: Any) -> Any:
+    return function(*arguments)
 
-    base_url = "http://simulated/v1"
+
+class Client:
+    """What a group is told to talk to, and what is asked how the engine is."""
+
+    base_url = root_url = "http://simulated/v1"
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def copy(self, *, base_url: str) -> Client:
+        return self
+
+    async def request(self, method: str, path: str, **options: Any) -> bytes:
+        await self.world.pause(0.01)
+        engine = self.world.engine
+        if engine.away:
+            raise ConnectionError("nobody listens")
+        return msgspec.json.encode({"version": engine.version, "awaits_weights": engine.awaits_weights})
 
 
 class Monitor:
@@ -154,11 +194,37 @@ class Engine:
 
     def __init__(self, world: World) -> None:
         self.world, self.version = world, 0
+        self.away = self.awaits_weights = False
+        self.life = 0  # how often it fell
+
+    async def live(self) -> None:
+        """Fall, and start again with the weights of the start, answering nobody, at the moments of the script."""
+        for moment, seconds in self.world.faults.falls:
+            await anyio.sleep_until(moment)
+            self.life += 1
+            self.away = True
+            await anyio.sleep(seconds)
+            self.version, self.away, self.awaits_weights = 0, False, True
+
+    async def answering(self) -> int:
+        """Wait as a client does while the engine is away; returns which life of it answers."""
+        while self.away or self.awaits_weights:
+            await anyio.sleep(0.25)
+        return self.life
 
     async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
+        life = self.life
         await self.world.pause(self.world.faults.update_s)
-        self.version = int(Path(checkpoint_path).name.removeprefix("step_"))
+        if self.away or life != self.life:
+            raise EngineError("unreachable", "the connection was cut")
+        self.version, self.awaits_weights = int(Path(checkpoint_path).name.removeprefix("step_")), False
         await self.world.pause(self.world.faults.update_s)
+        if self.away or life != self.life:
+            raise EngineError("unreachable", "the connection was cut")
+        return {"success": True}
+
+    async def reload_weights(self) -> dict[str, Any]:
+        self.version, self.awaits_weights = 0, False
         return {"success": True}
 
 
@@ -193,11 +259,15 @@ class Environment:
         prompt_ids = [1000 + row["example_id"]]
         versions, ids = [], list[int]()
         for piece in range(2):  # two pieces of work, between which the weights may change
-            version, length = engine.version, 1 + seed % 3
+            while True:  # a request to an engine that falls is sent again, the same
+                life = await engine.answering()
+                version, length = engine.version, 1 + seed % 3
+                await self.world.pause(self.latency_s / 2, f"{seed}/{piece}")
+                if life == engine.life:
+                    break
             if not versions or versions[-1][1] != version:
                 versions.append((len(ids), version))
             ids += [seed % 97 + version] * length
-            await self.world.pause(self.latency_s / 2, f"{seed}/{piece}")
         draw = random.Random(f"{self.id}/{row['example_id']}/{seed}/{versions}")
         now = anyio.current_time()
         if any(start <= now < end for start, end in faults.outages):
@@ -274,7 +344,10 @@ class Trainer:
             self.version = step
             if config.ckpt is not None and config.ckpt.interval and step % config.ckpt.interval == 0:
                 await world.pause(0.1)
-                publish_dir(step_path(world.out / "checkpoints", step) / "trainer", lambda path: None)
+                half = step_path(world.out / "checkpoints", step) / "trainer"
+                publish_dir(
+                    half, lambda path: (path / "model").write_bytes(b"parameters") and None, sealed=world.sealed
+                )
 
     def _check(self, step: int, samples: list[Sample]) -> None:
         """Whole groups, never staler than the budget; in strict mode exactly as stale as it says."""

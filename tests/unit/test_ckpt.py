@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from prime_rl.rl import set_damaged_aside
 from prime_rl.trainer.backend import build_backend
 from prime_rl.trainer.ckpt import (
     find_resume_step,
@@ -23,7 +25,7 @@ from prime_rl.trainer.rl.train import train as train_rl
 from prime_rl.trainer.sft.train import train as train_sft
 from prime_rl.transport.weights import read_manifest
 from rollouts.training.metrics import load_jsonl
-from rollouts.training.steps import complete_steps, publish_dir, step_path
+from rollouts.training.steps import complete_steps, find_damage, publish_dir, step_path
 
 MODEL = {"name": "tiny-qwen3", "debug": {"random_init": True}}
 
@@ -247,3 +249,50 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
     before = read_manifest(tmp_path / "weights" / "step_5")
     train_rl(rl_config(tmp_path, max_steps=5, ckpt={"resume_step": -1}))
     assert read_manifest(tmp_path / "weights" / "step_5") == before
+
+
+@pytest.mark.parametrize(
+    "file", ["model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json", "STABLE"]
+)
+@pytest.mark.parametrize("how", ["cut", "flipped", "gone"])
+def test_a_damaged_checkpoint_is_refused_by_name(file: str, how: str, tmp_path: Path) -> None:
+    """Complete by its marker, wrong by its bytes: what a disk does, not a crash."""
+    part = step_path(tmp_path, 4) / "trainer"
+
+    def write(directory: Path) -> None:
+        for name in ("model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json"):
+            (directory / name).write_bytes(name.encode() * 9)
+
+    publish_dir(part, write, sealed=True)
+    config = CkptConfig(resume_step=-1)
+    assert find_damage(part) is None and find_resume_step(tmp_path, config, ("trainer",)) == 4
+    data = (part / file).read_bytes()
+    if how == "cut":
+        os.truncate(part / file, len(data) // 2)
+    elif how == "flipped":
+        (part / file).write_bytes(bytes([data[0] ^ 1, *data[1:]]))
+    else:
+        (part / file).unlink()
+    if (file, how) == ("STABLE", "gone"):  # then it is no checkpoint at all
+        assert find_resume_step(tmp_path, config, ("trainer",)) is None
+        return
+    assert file in (find_damage(part) or "")
+    with pytest.raises(ValueError, match=f"(?s)checkpoint 4 is damaged: .*{file}.*ckpt.resume_step"):
+        find_resume_step(tmp_path, config, ("trainer",))
+
+
+def test_rl_goes_on_from_the_newest_commit_that_can_be_trusted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (1, 2, 3):
+        for part in ("trainer", "orchestrator"):
+            publish_dir(
+                step_path(tmp_path, step) / part, lambda path: (path / "x").write_text("x") and None, sealed=True
+            )
+    (step_path(tmp_path, 3) / "orchestrator" / "x").write_text("")
+    (step_path(tmp_path, 2) / "trainer" / "x").unlink()
+    set_damaged_aside(tmp_path)
+    assert complete_steps(tmp_path, ("trainer", "orchestrator")) == [1]
+    told = capsys.readouterr().out
+    assert "checkpoint 3 is damaged" in told and "checkpoint 2 is damaged" in told and "x is missing" in told
+    assert len(list(tmp_path.glob("damaged-step_*"))) == 2, "kept, never deleted"

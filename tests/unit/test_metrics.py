@@ -103,6 +103,8 @@ def test_a_line_cut_short_by_a_crash_is_left_out(tmp_path: Path) -> None:
     path.write_bytes(b'{"step": 1}\n{"step": 2, "lo')
     assert list(load_jsonl(path)) == [{"step": 1}]
     assert list(load_jsonl(tmp_path / "absent.jsonl")) == []
+    append_jsonl(path, [{"step": 3}])
+    assert list(load_jsonl(path)) == [{"step": 1}, {"step": 3}], "what follows is not glued to it"
 
 
 def test_an_unknown_object_in_a_row_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,15 @@ from typing import Any
 import msgspec
 
 from prime_rl.orchestrator.config import CkptConfig
-from rollouts.training.steps import complete_steps, latest_step, prune_steps, publish_dir, remove_unfinished, step_path
+from rollouts.training.steps import (
+    complete_steps,
+    find_damage,
+    latest_step,
+    prune_steps,
+    publish_dir,
+    remove_unfinished,
+    step_path,
+)
 
 SCHEMA = 1
 PART = "orchestrator"
@@ -36,7 +44,8 @@ class CheckpointStore:
         if self.config is None or not self.is_due(step):
             return
         data = msgspec.json.encode({"schema": SCHEMA, "step": step, **state()})
-        publish_dir(step_path(self.root, step) / PART, lambda directory: _write(directory / STATE_FILE, data))
+        part = step_path(self.root, step) / PART
+        publish_dir(part, lambda directory: _write(directory / STATE_FILE, data), sealed=True)
         if self.config.keep is not None:
             oldest = complete_steps(self.root, (PART,))[-self.config.keep :][0]
             prune_steps(self.root, lambda found: found >= oldest, (PART,))
@@ -56,6 +65,8 @@ class CheckpointStore:
                 f"ckpt.resume_step = {wanted}: {step_path(self.root, step)} has no complete checkpoint of trainer and "
                 f"orchestrator; complete: {', '.join(map(str, have)) or 'none'}"
             )
+        if damage := find_damage(path.parent):
+            raise ValueError(f"checkpoint {step} is damaged: {damage}\n  name another step in ckpt.resume_step")
         state = msgspec.json.decode(path.read_bytes())
         if state.get("schema") != SCHEMA:
             raise ValueError(f"{path} has schema {state.get('schema')}, this version reads {SCHEMA}")

@@ -31,6 +31,7 @@ from rollouts.training.steps import (
     begin_dir,
     commit_dir,
     complete_steps,
+    find_damage,
     is_complete,
     prune_steps,
     publish_dir,
@@ -89,13 +90,13 @@ def publish_together(final: Path, write: Callable[[Path], None], ranks: Ranks) -
     """`publish_dir` where every rank writes a part: the directory appears when all are done, and a failure of one is
     a failure of all."""
     if ranks.size == 1:
-        return publish_dir(final, write)
+        return publish_dir(final, write, sealed=True)
     token = ranks.broadcast(uuid.uuid4().hex[:8].encode()).decode()
     tmp = temporary_path(final, token)
     try:
         ranks.run_first(lambda: begin_dir(final, token))
         ranks.run_all(lambda: write(tmp))
-        ranks.run_first(lambda: commit_dir(tmp, final))
+        ranks.run_first(lambda: commit_dir(tmp, final, sealed=True))
     except BaseException:
         shutil.rmtree(tmp, ignore_errors=True)
         raise
@@ -172,14 +173,15 @@ def find_resume_step(root: Path, config: CkptConfig | None, parts: tuple[str, ..
     if config is None or config.resume_step is None:
         return None
     steps = complete_steps(root, parts)
-    if config.resume_step == -1:
-        return steps[-1] if steps else None
-    if config.resume_step not in steps:
+    if config.resume_step == -1 and not steps:
+        return None
+    step = steps[-1] if config.resume_step == -1 else config.resume_step
+    if step not in steps:
         found = ", ".join(map(str, steps)) or "none"
-        raise ValueError(
-            f"ckpt.resume_step is {config.resume_step} but {root} has no such complete checkpoint (found: {found})"
-        )
-    return config.resume_step
+        raise ValueError(f"ckpt.resume_step is {step} but {root} has no such complete checkpoint (found: {found})")
+    if PART in parts and (damage := find_damage(step_path(root, step) / PART)):
+        raise ValueError(f"checkpoint {step} is damaged: {damage}\n  name another step in ckpt.resume_step: {steps}")
+    return step
 
 
 def is_checkpoint_due(step: int, config: CkptConfig | None, max_steps: int | None) -> bool:

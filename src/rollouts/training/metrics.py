@@ -8,7 +8,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -108,8 +108,11 @@ def append_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     if not data:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
+        end = os.fstat(fd).st_size
+        if end and os.pread(fd, 1, end - 1) != b"\n":  # a line that a crash or a full disk cut short stays alone
+            data = b"\n" + data
         if os.write(fd, data) != len(data):
             raise OSError(f"{path}: the line was cut short, is the disk full?")
     finally:
@@ -123,7 +126,8 @@ def load_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     with Path(path).open("rb") as lines:
         for line in lines:
             if line.endswith(b"\n") and line.strip():
-                yield msgspec.json.decode(line, type=dict[str, Any])
+                with suppress(msgspec.DecodeError):
+                    yield msgspec.json.decode(line, type=dict[str, Any])
 
 
 def compute_stats(values: Iterable[float]) -> dict[str, float]:

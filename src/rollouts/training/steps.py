@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 import re
 import shutil
 import uuid
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 STABLE = "STABLE"
 _STEP = re.compile(r"step_(\d+)")
@@ -57,12 +60,15 @@ def publish_step(root: Path, step: int, write: Callable[[Path], None]) -> Path:
     return publish_dir(step_path(root, step), write)
 
 
-def publish_dir(final: Path, write: Callable[[Path], None]) -> Path:
-    """The same for a directory of any name, such as the part `checkpoints/step_N/trainer` of a step."""
+def publish_dir(final: Path, write: Callable[[Path], None], *, sealed: bool = False) -> Path:
+    """The same for a directory of any name, such as the part `checkpoints/step_N/trainer` of a step.
+
+    Sealed, its marker lists every file with size and digest, which `find_damage` holds the files to.
+    """
     tmp = begin_dir(final, uuid.uuid4().hex[:8])
     try:
         write(tmp)
-        commit_dir(tmp, final)
+        commit_dir(tmp, final, sealed=sealed)
     except BaseException:
         shutil.rmtree(tmp, ignore_errors=True)
         raise
@@ -81,14 +87,35 @@ def temporary_path(final: Path, token: str) -> Path:
     return final.parent / f"{_TMP}{final.name}-{token}"
 
 
-def commit_dir(tmp: Path, final: Path) -> None:
+def commit_dir(tmp: Path, final: Path, *, sealed: bool = False) -> None:
     """Make what has been written to `tmp` appear as `final`, complete and on the disk, in one instant."""
-    (tmp / STABLE).touch()
+    (tmp / STABLE).write_text(json.dumps(_describe_files(tmp), indent=1) if sealed else "", encoding="utf-8")
     _fsync_tree(tmp)
     if final.exists():
         _remove(final)
     os.rename(tmp, final)
     _fsync(final.parent)
+
+
+def find_damage(path: Path) -> str | None:
+    """What is wrong with a sealed directory: the first file that is missing, cut short or changed; None: nothing is.
+
+    Of a directory that was not sealed nothing is known, and nothing is wrong.
+    """
+    seal = (Path(path) / STABLE).read_bytes()
+    try:
+        files: dict[str, list[Any]] = json.loads(seal or "{}")
+        for name, (size, digest) in files.items():
+            file = Path(path) / name
+            if not file.is_file():
+                return f"{file} is missing"
+            if file.stat().st_size != size:
+                return f"{file} has {file.stat().st_size} of {size} bytes"
+            if _digest_file(file) != digest:
+                return f"{file} is not what was written"
+    except (ValueError, TypeError, AttributeError):
+        return f"{Path(path) / STABLE} is not what was written"
+    return None
 
 
 def prune_steps(root: Path, keep: Callable[[int], bool], parts: Collection[str] = ()) -> list[int]:
@@ -114,6 +141,16 @@ def remove_unfinished(root: Path, part: str | None = None) -> None:
     if Path(root).is_dir():
         for path in Path(root).glob(f"{_TMP}step_*" if part is None else f"step_*/{_TMP}{part}-*"):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _describe_files(root: Path) -> dict[str, tuple[int, str]]:
+    files = sorted(path for path in root.rglob("*") if path.is_file())
+    return {str(path.relative_to(root)): (path.stat().st_size, _digest_file(path)) for path in files}
+
+
+def _digest_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def _part_paths(path: Path, parts: Collection[str]) -> list[Path]:
