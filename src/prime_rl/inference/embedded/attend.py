@@ -155,28 +155,34 @@ class DecodeAttention:
             new_k, new_v = (k, v) if rows is None else (k[rows], v[rows])
             keys.index_copy_(0, index, new_k.reshape(-1, dim))
             values.index_copy_(0, index, new_v.reshape(-1, dim))
-        queries = (q * dim**-0.5).view(num, kv_heads, plan.group, dim)
+        queries = (q * dim**-0.5).view(num * kv_heads, plan.group, dim)
         if plan.repeat > 1:
-            queries = queries.repeat(1, 1, plan.repeat, 1)
-        queries = queries.view(num * kv_heads, -1, dim)
+            queries = queries.repeat(1, plan.repeat, 1)
         out = self._attend(plan.views[layer], queries)
-        return out.view(num, kv_heads, -1, dim)[:, :, : plan.group].reshape(num, -1, dim)
+        if plan.repeat > 1:
+            out = out[:, : plan.group]
+        return out.reshape(num, -1, dim)
 
     def _attend(self, views: list[View], queries: Float[Tensor, "batch rows dim"]) -> Float[Tensor, "batch rows dim"]:
         plan, rows = self.plan, queries.shape[1]
+        narrow = queries.dtype in (torch.bfloat16, torch.float16)  # scores are fp32 at least
         counts = [reach * plan.kv_heads for reach in plan.reach]
         parts = [self._multiply(j, queries[: counts[j]], views[j].keys) for j in range(len(views))]
         if len(parts) == 1:
-            scores = parts[0].float()
+            scores = parts[0]
         elif len(set(counts)) == 1:
-            scores = torch.cat(parts, dim=-1).float()
+            scores = torch.cat(parts, dim=-1)
         else:
-            scores = queries.new_zeros((len(queries), rows, plan.width), dtype=torch.float32)
+            scores = queries.new_zeros((len(queries), rows, plan.width))
             for j, (count, part) in enumerate(zip(counts, parts, strict=True)):
                 scores[:count, :, j * BLOCK : j * BLOCK + plan.widths[j]] = part
+        if narrow:
+            scores = scores.float()
         scores.view(plan.num, plan.kv_heads, rows, plan.width).add_(self.mask)
-        weights = torch.softmax(scores, dim=-1).to(queries.dtype)
-        out = self._multiply(0, weights[..., : plan.widths[0]], views[0].values)
+        weights = torch.softmax(scores, dim=-1)
+        if narrow:
+            weights = weights.to(queries.dtype)
+        out = self._multiply(0, weights[..., : plan.widths[0]] if len(views) > 1 else weights, views[0].values)
         for j in range(1, len(views)):  # block by block, as `weighted_values` sums
             part = weights[: counts[j], :, j * BLOCK : j * BLOCK + plan.widths[j]]
             product = self._multiply(j, part, views[j].values)

@@ -88,27 +88,27 @@ class Layer:
         if type(mlp) is MLP:
             self.gate_up = Product([f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"], [mlp.gate_proj, mlp.up_proj])
             self.down = Product([f"{name}.mlp.down_proj"], [mlp.down_proj])
-            self.inner = mlp.gate_proj.out_features
 
     def __call__(
         self, x: Float[Tensor, "rows hidden"], cos: Tensor, sin: Tensor, attend: Attend, changes: Changes | None
     ) -> Float[Tensor, "rows hidden"]:
         heads, kv_heads = self.splits
         qkv = self.qkv(normalise(x, self.norms[0]), changes).view(x.shape[0], -1, self.head_dim)
-        qk = qkv[:, : heads + kv_heads]
+        qk, v = qkv.split_with_sizes((heads + kv_heads, kv_heads), 1)
         if self.qk_weight is not None:
-            wide = qk.float() if qk.dtype != torch.float32 else qk
+            narrow = qk.dtype != torch.float32
+            wide = qk.float() if narrow else qk
             wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.qk_eps)
-            qk = self.qk_weight * wide.to(qk.dtype)
-        qk = turn(qk, cos, sin)
-        attended = attend(self.index, qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :])
-        x = x + self.out(attended.flatten(-2), changes)
+            qk = self.qk_weight * (wide.to(qk.dtype) if narrow else wide)
+        q, k = turn(qk, cos, sin).split_with_sizes((heads, kv_heads), 1)
+        attended = attend(self.index, q, k, v)
+        x = self.out(attended.flatten(-2), changes).add_(x)
         normed = normalise(x, self.norms[1])
         if self.mlp is not None:
             with nullcontext() if changes is None else changes.routed():
                 return x + cast(Tensor, self.mlp(normed))
-        both = self.gate_up(normed, changes)
-        return x + self.down(F.silu(both[:, : self.inner]) * both[:, self.inner :], changes)
+        gate, up = self.gate_up(normed, changes).chunk(2, dim=1)
+        return self.down(F.silu(gate).mul_(up), changes).add_(x)
 
 
 def normalise(x: Float[Tensor, "rows size"], norm: RMSNorm) -> Float[Tensor, "rows size"]:
@@ -122,8 +122,8 @@ def turn(
     x: Float[Tensor, "rows heads dim"], cos: Float[Tensor, "rows 1 dim"], sin: Float[Tensor, "rows 1 dim"]
 ) -> Float[Tensor, "rows heads dim"]:
     """`causal_lm.rotate`, with the sign in the table (`signed_sin`) instead of in a copy."""
-    swapped = torch.cat((x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), dim=-1)
-    return (x * cos).add_(swapped.mul_(sin))
+    left, right = x.chunk(2, dim=-1)
+    return (x * cos).add_(torch.cat((right, left), dim=-1).mul_(sin))
 
 
 def signed_sin(sin: Float[Tensor, "length 1 dim"]) -> Float[Tensor, "length 1 dim"]:
