@@ -2,7 +2,7 @@
 
     python benchmarks/bench_distill.py [--seeds 0 1 2] [--only taus,hybrid] [--json FILE]
 
-Every row prints its numbers, one per seed, and the threshold that holds for each of them. About 25 minutes with three
+Every row prints its numbers, one per seed, and the threshold that holds for each of them. About 20 minutes with three
 seeds on a quiet CPU core. Accuracies are exact (the probability of the right answer, on questions that training never
 asks), divergences are of whole answers, in nats.
 """
@@ -38,7 +38,7 @@ from distill_lab import (
     warm_up,
 )
 
-MARKS = (0, 20, 40, 60)
+MARKS = (0, 10, 20, 30, 40, 60)
 Check = Callable[[dict[str, float]], bool]
 
 
@@ -86,9 +86,9 @@ def _estimators() -> Iterator[Row]:
         "SFT on the teacher's answers": Recipe(aim(), on_teacher_samples=True),
     }
     for name, recipe in facts.items():
-        yield Row("estimators", name, _marked(recipe, 100), CLOSED, *closes(kl=0.1 if "SFT" in name else 0.05))
+        yield Row("estimators", name, _marked(recipe, 80), CLOSED, *closes(kl=0.1 if "SFT" in name else 0.05))
     for name in ("full", "token", "sequence"):
-        recipe = _marked(Recipe(aim(name)), 120)
+        recipe = _marked(Recipe(aim(name)), 80)
         yield Row("estimators", f"modes: {name}", recipe, CLOSED, *closes(kl=0.05 if name == "full" else 0.2), "modes")
 
 
@@ -108,13 +108,21 @@ def _retention() -> Iterator[Row]:
     yield row("live", "gap < .5: collapse", lambda m: m["gap_closed"] < 0.5, teacher="live")
     yield row("live, anchor 1", "retention > .9", lambda m: m["retention"] > 0.9, teacher="live", anchor=1.0)
     yield row("ema .95", "teacher < .9: collapse", lambda m: m["teacher"] < 0.9, teacher="ema")
+    yield row(
+        "ema .98, anchor .3",
+        "gap > .95, retention > .9",
+        lambda m: m["gap_closed"] > 0.95 and m["retention"] > 0.9,
+        teacher="ema",
+        ema_decay=0.98,
+        anchor=0.3,
+    )
 
 
 def _taus() -> Iterator[Row]:
     shown = ("predicted", "share", "entropy")
 
     def row(estimator: str, tt: float, st: float, far: float, **choices: object) -> Row:
-        recipe = Recipe(aim(estimator, teacher_tau=tt, student_tau=st), steps=100, noisy=True, **choices)  # type: ignore[arg-type]
+        recipe = Recipe(aim(estimator, teacher_tau=tt, student_tau=st), steps=80, noisy=True, **choices)  # type: ignore[arg-type]
         name = f"{estimator} {tt:g}, {st:g}" + "".join(f", {k} {v:g}" for k, v in choices.items())  # type: ignore[str-format]
         return Row(
             "taus",
@@ -131,7 +139,7 @@ def _taus() -> Iterator[Row]:
     yield row("full", 1.0, 2.0, 0.08)
     yield row("full", 1.0, 0.05, 0.05)
     yield row("full", 1.0, 1.0, 0.05, temperature=0.7, teacher_temperature=0.7)
-    collapse = Recipe(aim("token", teacher_tau=1.0, student_tau=0.0), steps=100, noisy=True)
+    collapse = Recipe(aim("token", teacher_tau=1.0, student_tau=0.0), steps=80, noisy=True)
     yield Row("taus", "token 1, 0", collapse, shown, "entropy < .2: collapse", lambda m: m["entropy"] < 0.2)
 
 
@@ -151,38 +159,58 @@ def _hybrid() -> Iterator[Row]:
     yield row("sequence", 1, 0.01, "accuracy > .95: beats the teacher", lambda m: m["accuracy"] > 0.95)
     yield row("token", 1, 1, at_most, lambda m: m["accuracy"] < m["teacher"] + 0.1)
     yield row("token", 1, 0.01, "accuracy > .95: beats the teacher", lambda m: m["accuracy"] > 0.95)
+    annealed = replace(
+        Recipe(aim("sequence", adv_tau=1.0), context=context, truth=truth), steps=120, anneal=(0, 1, 8.0)
+    )
+    yield Row(
+        "hybrid",
+        "sequence 1, 1, at once to the measured ratio",
+        annealed,
+        ("teacher", "accuracy"),
+        "accuracy > .9: beats the teacher",
+        lambda m: m["accuracy"] > 0.9,
+    )
     yield row("token", 1, 0, "accuracy < .1: no success to learn from", lambda m: m["accuracy"] < 0.1)
 
 
 def _coverage() -> Iterator[Row]:
-    def row(name: str, estimator: str, direction: str, sure: bool, threshold: str, check: Check) -> Row:
-        def prepare(task: Task, base: CausalLM, seed: int) -> CausalLM:
-            return make_wrong(task, base, seed, 0.0 if sure else 0.08)
+    wrong: dict[tuple[int, bool], CausalLM] = {}
 
-        recipe = Recipe(aim(estimator, direction), steps=60)
-        shown = ("coverage at start", "accuracy")
+    def row(
+        name: str, estimator: str, direction: str, sure: bool, threshold: str, check: Check, auto: bool = False
+    ) -> Row:
+        def prepare(task: Task, base: CausalLM, seed: int) -> CausalLM:
+            key = seed, sure
+            if key not in wrong:
+                wrong[key] = make_wrong(task, base, seed, 0.0 if sure else 0.08)
+            return wrong[key]
+
+        recipe = Recipe(aim(estimator, direction), auto=auto)
+        shown = ("coverage at start", "gap_closed")
         return Row("coverage", name, recipe, shown, threshold, check, prepare=prepare)
 
-    learns: tuple[str, Check] = ("accuracy > .9", lambda m: m["accuracy"] > 0.9)
+    learns: tuple[str, Check] = ("gap > .9", lambda m: m["gap_closed"] > 0.9)
     yield row("full reverse", "full", "reverse", True, *learns)
     yield row("full forward", "full", "forward", True, *learns)
     yield row("full jsd", "full", "jsd", True, *learns)
     yield row("topk+tail forward", "topk+tail", "forward", True, *learns)
-    yield row("token", "token", "reverse", True, "accuracy < .7: stalls", lambda m: m["accuracy"] < 0.7)
+    yield row("token", "token", "reverse", True, "gap < .8: stalls", lambda m: m["gap_closed"] < 0.8)
     yield row("token, 8 % noise", "token", "reverse", False, *learns)
+    yield row("auto", "topk+tail", "reverse", True, *learns, auto=True)
+    yield row("auto, 8 % noise", "topk+tail", "reverse", False, *learns, auto=True)
 
 
 def _marked(recipe: Recipe, steps: int) -> Recipe:
     return replace(recipe, steps=steps, marks=MARKS)
 
 
-def make_wrong(task: Task, base: CausalLM, seed: int, eps: float, steps: int = 150) -> CausalLM:
+def make_wrong(task: Task, base: CausalLM, seed: int, eps: float, steps: int = 40) -> CausalLM:
     """The model after learning another table by heart, each value with probability 1 - eps; contexts still work."""
     draw, model = torch.Generator().manual_seed(seed + 3000), copy.deepcopy(base)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     old = torch.tensor([[6, 2, 5, 4, 0, 3]])
     for _ in range(steps):
-        questions = pick(task.train, PROMPTS * GROUP // 2, draw)
+        questions = pick(task.train, PROMPTS * GROUP, draw)
         answers = task.solve(questions, old)
         hit = (torch.rand(answers.shape, generator=draw) < eps) & (answers < 8)
         answers = torch.where(hit, torch.randint(8, answers.shape, generator=draw), answers)
@@ -209,7 +237,7 @@ def run_row(row: Row, task: Task, base: CausalLM, seed: int) -> dict[str, object
         extra["predicted"] = predicted_share(task, base, recipe)
         extra["share"], extra["entropy"] = main_share(task, model, recipe)
     found |= extra
-    return {**found, "curve": [c["accuracy"] for c in curve], "ok": row.check(found)}
+    return {**found, "curve": [(c["step"], c["accuracy"]) for c in curve], "ok": row.check(found)}
 
 
 def main() -> int:
@@ -241,9 +269,9 @@ def main() -> int:
         ok = all(m["ok"] for m in found)
         print(f"| {row.name} | {' | '.join(cells)} | {row.threshold} | {'ok' if ok else 'MISSED'} |", flush=True)
         results.append({"table": table, "name": row.name, "threshold": row.threshold, "ok": ok, "seeds": found})
+        if args.json:
+            args.json.write_text(json.dumps(results, indent=1) + "\n")
     print(f"\n{time.process_time() - started:.0f} CPU seconds, seeds {args.seeds}")
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
     return 0 if all(row["ok"] for row in results) else 1
 
 

@@ -24,12 +24,13 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
 from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig, init_weights  # noqa: E402
-from rollouts.training.objectives import PRESETS, DistillChoice, Objective  # noqa: E402
+from rollouts.training.objectives import PRESETS, DistillChoice, Objective, choose_distillation  # noqa: E402
 from rollouts.training.rl_losses import (  # noqa: E402
     LossInputs,
     compute_coverage,
     compute_divergence,
     credit_samples,
+    estimate_coverage,
     nll_loss,
     policy_loss,
 )
@@ -38,7 +39,7 @@ from rollouts.training.types import Sample  # noqa: E402
 VALUES, KEYS, WAYS = 8, 6, 4
 KEY, WAY, BEGIN, NOISY, ASK, ANSWER, END, VOCAB = 8, 14, 18, 19, 20, 21, 22, 24
 NOISE = 0.3
-GROUP, PROMPTS = 8, 16
+GROUP, PROMPTS = 8, 8
 Rows = Tensor  # int64 [rows, length]
 
 
@@ -74,12 +75,16 @@ def build_model(seed: int) -> CausalLM:
 
 
 def compute_table(model: CausalLM, tokens: Rows, last: int, temperature: float = 1.0) -> Tensor:
-    """Log-probs [rows, last, VOCAB] of what follows each of the `last` positions before the final token."""
+    """Log-probs [rows, last, VOCAB] of what follows each of the `last` positions before the final token.
+
+    Equal rows are computed once: what a student has learnt it says again and again.
+    """
+    tokens, row_of = tokens.unique(dim=0, return_inverse=True)
     rows, length = tokens.shape
     positions = torch.arange(length).repeat(rows)
     hidden = model(tokens.flatten(), positions, Rectangle(rows)).unflatten(0, (rows, length))
     logits = model.logits(hidden[:, length - 1 - last : length - 1].flatten(0, 1))
-    return torch.log_softmax(logits / temperature, -1).unflatten(0, (rows, last))
+    return torch.log_softmax(logits / temperature, -1).unflatten(0, (rows, last))[row_of]
 
 
 @torch.no_grad()
@@ -168,7 +173,7 @@ def build_modes() -> Task:
         solve=solve,
         draw_contexts=lambda n, draw: torch.randint(WAYS, (n, 1), generator=draw),
         answer_plainly=answer_plainly,
-        sft_steps=900,
+        sft_steps=600,
     )
 
 
@@ -183,7 +188,7 @@ def make_noisy(answers: Rows, draw: torch.Generator) -> Rows:
     return torch.where(hit, (answers + 1) % VALUES, answers)
 
 
-def warm_up(task: Task, seed: int, steps: int | None = None, batch: int = 128) -> CausalLM:
+def warm_up(task: Task, seed: int, steps: int | None = None, batch: int = 64) -> CausalLM:
     """A model that follows contexts (a fifth of them noisily) and answers plain questions at random."""
     torch.manual_seed(seed)
     draw, model = torch.Generator().manual_seed(seed), build_model(seed)
@@ -234,10 +239,11 @@ class Recipe:
     ema_decay: float = 0.95
     anchor: float = 0.0
     top_k: int = 4
+    auto: bool = False  # the estimator is chosen for every batch, by the coverage of that batch
     temperature: float = 1.0
     teacher_temperature: float = 1.0
     lr: float = 1e-3
-    start: CausalLM | None = None
+    anneal: tuple[int, int, float] | None = None  # after, steps, margin: see `prime_rl.trainer.config.AnnealConfig`
     marks: Sequence[int] = ()
 
 
@@ -294,20 +300,22 @@ def spread_credit(inputs: LossInputs, rows: int, objective: Objective, groups: i
 
 
 def distill(task: Task, base: CausalLM, recipe: Recipe, seed: int) -> tuple[CausalLM, list[dict[str, float]]]:
-    """Train a copy of `base` (or of `recipe.start`); measurements at `recipe.marks` and at the end."""
+    """Train a copy of `base`; measurements at `recipe.marks` and at the end."""
     torch.manual_seed(seed)
     draw = torch.Generator().manual_seed(seed + 1000)
-    student = copy.deepcopy(recipe.start or base)
+    student = copy.deepcopy(base)
     teacher = copy.deepcopy(base)
     optimizer = torch.optim.AdamW(student.parameters(), lr=recipe.lr)
-    curve = []
+    curve, farthest = [], 0.0
     for step in range(recipe.steps + 1):
         if step in recipe.marks or step == recipe.steps:
             judge = student if recipe.teacher == "live" else teacher
             curve.append({"step": step, **measure(task, base, student, judge, recipe, seed)})
         if step == recipe.steps:
             return student, curve
-        losses = [teach(task, student, student if recipe.teacher == "live" else teacher, recipe, draw)]
+        of_step = replace(recipe, objective=shrink_taus(recipe, step, farthest)) if recipe.anneal else recipe
+        found, count, distance = teach(task, student, student if recipe.teacher == "live" else teacher, of_step, draw)
+        losses, farthest = [(found, count)], max(farthest, distance)
         if recipe.anchor:
             losses.append(hold(task, student, base, recipe, draw))
         total = sum(loss for loss, _ in losses) / sum(count for _, count in losses)
@@ -320,6 +328,15 @@ def distill(task: Task, base: CausalLM, recipe: Recipe, seed: int) -> tuple[Caus
                 for mine, theirs in zip(teacher.parameters(), student.parameters(), strict=True):
                     mine.lerp_(theirs, 1 - recipe.ema_decay)
     raise AssertionError("the last step returns")
+
+
+def shrink_taus(recipe: Recipe, step: int, farthest: float) -> Objective:
+    """The objective of a step: after `after` its taus shrink until a reward of 1 is worth `margin * farthest` nats."""
+    assert recipe.anneal is not None
+    after, steps, margin = recipe.anneal
+    objective, part = recipe.objective, min(max(step - after, 0) / steps, 1.0)
+    scale = min(1.0, objective.adv_tau / (objective.student_tau * margin * max(farthest, 1e-9))) ** part
+    return replace(objective, teacher_tau=scale * objective.teacher_tau, student_tau=scale * objective.student_tau)
 
 
 def context_of(task: Task, recipe: Recipe) -> Rows:
@@ -336,15 +353,15 @@ def teacher_prompts(task: Task, recipe: Recipe, questions: Rows) -> Rows:
 
 def teach(
     task: Task, student: CausalLM, teacher: CausalLM, recipe: Recipe, draw: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Sum and count of the loss of one batch: PROMPTS groups of GROUP answers."""
+) -> tuple[Tensor, Tensor, float]:
+    """Sum and count of the loss of one batch: PROMPTS groups of GROUP answers; nats that these are from the teacher."""
     questions = pick(task.train, PROMPTS, draw).repeat_interleave(GROUP, 0)
     plain, shown = task.plain(questions), teacher_prompts(task, recipe, questions)
     if recipe.on_teacher_samples:
         answers = sample(teacher, shown, task.length, draw)
         table = compute_table(student, torch.cat((plain, answers), 1), task.length)
         output = nll_loss(make_inputs(table, answers, table.detach()))
-        return output.loss_sum, output.count
+        return output.loss_sum, output.count, 0.0
     answers = sample(student, plain, task.length, draw, recipe.temperature)
     table = compute_table(student, torch.cat((plain, answers), 1), task.length, recipe.temperature)
     with torch.no_grad():
@@ -353,18 +370,24 @@ def teach(
     rewards = (answers == task.solve(questions, truth)).all(1).float().view(PROMPTS, GROUP)
     advantages = (rewards - rewards.mean(1, keepdim=True)).view(-1, 1).expand(-1, task.length)
     inputs = make_inputs(table, answers, told, advantages=advantages)
+    distance = (inputs.loss_mask * (inputs.inference_logprobs - told.gather(-1, answers[..., None]).flatten())).sum()
     objective = recipe.objective
+    if recipe.auto:
+        spoken = inputs.loss_mask > 0
+        hits = (answers == told.argmax(-1)).flatten()[spoken]
+        coverage = estimate_coverage(hits, inputs.inference_logprobs[spoken])
+        objective = replace(objective, distill=choose_distillation(coverage, True))
     if objective.distill.estimator in ("togo", "sequence"):
         inputs = spread_credit(inputs, len(answers), objective, PROMPTS)
     if objective.distill.has_table:
         inputs = add_tables(inputs, table, told, objective.distill, recipe.top_k)
     output = policy_loss(inputs, objective)
-    return output.loss_sum, output.count
+    return output.loss_sum, output.count, distance.item() / len(answers)
 
 
 def hold(task: Task, student: CausalLM, base: CausalLM, recipe: Recipe, draw: torch.Generator) -> tuple[Tensor, Tensor]:
     """Sum and count of the anchor: KL(student || initial model) under other contexts, which both see."""
-    questions = pick(task.train, PROMPTS * GROUP // 2, draw)
+    questions = pick(task.train, PROMPTS * GROUP, draw)
     shown = task.show(questions, task.draw_contexts(len(questions), draw), BEGIN)
     answers = sample(student, shown, task.length, draw)
     tokens = torch.cat((shown, answers), 1)

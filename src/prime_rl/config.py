@@ -208,12 +208,6 @@ class RLConfig(BaseConfig):
                 "orchestrator.teacher_model has no context, so the teacher is the student itself\n"
                 "  set orchestrator.teacher_model.context (or context_file, context_template, context_fn)"
             )
-        student_tau = loss.teacher_tau if loss.student_tau is None else loss.student_tau
-        if student_tau != loss.teacher_tau and any(env.teacher == "anchor" for env in self.orchestrator.env):
-            raise ValueError(
-                f"an anchor holds the student where it is only with equal taus, not trainer.loss.teacher_tau = "
-                f"{loss.teacher_tau:g} and student_tau = {student_tau:g}: make them equal"
-            )
         if self.teacher_gpu_ids and self.teacher_inference is None:
             raise ValueError("teacher_gpu_ids is set but rl starts no teacher: remove it")
         return self

@@ -22,6 +22,7 @@ from rollouts.training.rl_losses import (
     compute_fixed_point,
     compute_head_table,
     credit_samples,
+    estimate_coverage,
     policy_loss,
 )
 from rollouts.training.types import Sample
@@ -364,10 +365,24 @@ def test_credit_of_a_group_sums_to_nothing_at_the_first_token(rows: list[list[fl
 
 def test_anchors_weigh_and_have_no_reward() -> None:
     [anchor] = anchor_samples([taught([-1.0, -2.0])], 0.25)
+    assert anchor.anchor == 0.25
     assert (anchor.loss_mask, anchor.advantages) == ([0.0, 0.25, 0.25], [0.0, 0.0, 0.0])
     assert anchor.teacher_logprobs == [0.0, -1.0, -2.0]
     with pytest.raises(ValueError, match="above 0"):
         anchor_samples([], 0.0)
+
+
+def test_coverage_is_measured_where_something_is_open() -> None:
+    def cover(*tokens: tuple[bool, float]) -> float:
+        hits, p = zip(*tokens, strict=True)
+        return estimate_coverage(torch.tensor(hits), torch.tensor(p).log())
+
+    assert cover((True, 1.0), (True, 1.0)) == 1.0, "nothing to learn"
+    assert cover((True, 1.0), (True, 1.0), (False, 1.0)) == 0.0, "the one open token is surely wrong"
+    assert cover((True, 0.5), (False, 0.5)) == pytest.approx(1 / 3), "q / (1 + q)"
+    many = [(True, 0.125)] + [(False, 0.125)] * 7
+    assert cover(*many) == pytest.approx(0.125 / 1.125)
+    assert cover(*many, *[(True, 1.0)] * 99) == pytest.approx(0.125 / 1.125), "forced tokens do not cover for it"
 
 
 def test_the_choice_by_coverage() -> None:

@@ -151,10 +151,6 @@ def test_the_teacher_is_asked_for_what_the_estimator_compares(estimator: str, wa
         ),
         ([*CONTEXT, "--orchestrator.teacher_model.weights", "live", "--teacher_gpu_ids", "1"], "leave teacher_gpu_ids"),
         ([*CONTEXT, "--orchestrator.teacher_model.top_logprobs", "3"], "it follows the estimator"),
-        (
-            [*CONTEXT, "--trainer.loss.student_tau", "1", "--orchestrator.env", '[{"id": "a", "teacher": "anchor"}]'],
-            "make them equal",
-        ),
         ([*CONTEXT, "--trainer.loss.distill.direction", "forward"], "set estimator to"),
         ([*CONTEXT, "--trainer.loss.distill.estimator", "full", "--trainer.loss.distill.clip", "5"], "remove it"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,16 @@ from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.config import LossConfig, TrainConfig
 from prime_rl.trainer.models.causal_lm import tensor_names
 from prime_rl.trainer.rl.data import apply_anchors, check_batch
-from prime_rl.trainer.rl.loss import adapt_loss, build_loss
+from prime_rl.trainer.rl.loss import LossSchedule, build_loss, measure_distance, measure_pulls
 from prime_rl.utils.client import InferenceClient, build_clients
 from prime_rl.utils.config import ClientConfig
 from prime_rl.utils.scoring import FULL, Scored, TokenScorer
 from prime_rl.utils.tokenizer import load_tokenizer, resolve_model_dir
 from rollouts.training.batching import pack_samples
 from rollouts.training.environments import load_environment
+from rollouts.training.objectives import PRESETS, DistillChoice
+from rollouts.training.rl_losses import LossInputs, compute_divergence, credit_samples, policy_loss
+from rollouts.training.rl_losses.policy import extra_terms, mix_advantages
 from rollouts.training.rollout_gen.async_rollout_manager import GroupDropped
 from rollouts.training.types import Sample, TeacherTable
 
@@ -414,16 +418,84 @@ def test_taus_that_are_annealed() -> None:
     loss = build_loss(config, 48)
 
     def taus(step: int) -> tuple[float, float, float]:
-        objective = adapt_loss(loss, config, step, []).objective
+        objective = LossSchedule(loss, config).at(step, [])[0].objective
         return objective.adv_tau, objective.teacher_tau, objective.student_tau
 
     assert taus(1) == taus(10) == (1.0, 1.0, 0.5)
     assert taus(20) == pytest.approx((1.0, 0.1, 0.05)), "the geometric middle"
     assert taus(30) == taus(99) == pytest.approx((1.0, 0.01, 0.005))
     gone = LossConfig(teacher_tau=1.0, anneal={"after": 0, "steps": 4, "factor": 0.0})  # type: ignore[arg-type]
-    assert adapt_loss(build_loss(gone, 48), gone, 4, []).objective.teacher_tau == 0.0
+    assert LossSchedule(build_loss(gone, 48), gone).at(4, [])[0].objective.teacher_tau == 0.0
     with pytest.raises(ValueError, match="teacher_tau is 0"):
         LossConfig(anneal={})  # type: ignore[arg-type]
+
+
+def spoken(student: list[float], teacher: list[float], **more: Any) -> Sample:
+    """A sample of one prompt token and these log-probs."""
+    n = len(student)
+    sample = Sample(prompt="", tokens=[5] * (n + 1), loss_mask=[0.0, *[1.0] * n], **more)
+    sample.inference_logprobs, sample.teacher_logprobs = [0.0, *student], [0.0, *teacher]
+    sample.advantages = [0.0, *[1.0] * n]
+    return sample
+
+
+def test_taus_that_end_at_a_measured_ratio() -> None:
+    """A margin of 2: a reward of 1 is at last worth twice the nats of the farthest batch, resumed or not."""
+    anneal = {"after": 0, "steps": 2, "margin": 2.0}
+    config = LossConfig(adv_tau=1.0, teacher_tau=1.0, student_tau=0.5, anneal=anneal)  # type: ignore[arg-type]
+    schedule = LossSchedule(build_loss(config, 48), config)
+    far, near = spoken([-1.0, -1.0], [-9.0, -3.0]), spoken([-1.0], [-1.0])
+    anchor = spoken([0.0], [-99.0], anchor=1.0)
+    assert measure_distance([far, near, anchor]) == 5.0 and measure_distance([Sample(prompt="")]) is None
+    first, told = schedule.at(1, [far, near, anchor])
+    assert first.objective.student_tau == pytest.approx(0.5 * (1 / (0.5 * 2 * 5.0)) ** 0.5), "half way, in logarithms"
+    assert told["teacher_distance"] == 5.0 and told["pull/teacher_tau"] == first.objective.teacher_tau
+    last = schedule.at(3, [near])[0].objective
+    assert last.adv_tau / last.student_tau == pytest.approx(2 * 5.0) and last.teacher_tau == 2 * last.student_tau
+    resumed = LossSchedule(build_loss(config, 48), config, schedule.progress["teacher_distance"])
+    assert resumed.at(3, [near])[0].objective == last
+    pulls = measure_pulls([far, anchor], replace(last, adv_tau=3.0, teacher_tau=1.0, student_tau=2.0))
+    assert pulls == {"pull/task": 3.0, "pull/teacher": (7 + 1) / 2, "pull/teacher_tau": 1.0}
+    for wrong, words in (({**anneal, "factor": 0.1}, "remove one"), (anneal, "compares adv_tau")):
+        with pytest.raises(ValueError, match=words):
+            LossConfig(adv_tau=0.0, teacher_tau=1.0, anneal=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("estimator", ["token", "togo", "full"])
+def test_an_anchor_holds_as_fast_when_the_taus_shrink(estimator: str) -> None:
+    """The loss of anchors does not know the taus, and is 0 where student and teacher agree; that of others does."""
+    found = {}
+    for tau in (1.0, 0.01):
+        taus = {"adv_tau": 1.0, "teacher_tau": tau, "student_tau": 2 * tau}
+        aim = replace(PRESETS["aipo"], distill=DistillChoice(estimator), **taus)  # type: ignore[arg-type]
+        samples = [spoken([-1.0, -2.0], [-3.0, -1.5], group_index=i, anchor=1.0 - i) for i in range(2)]
+        samples = credit_samples(apply_anchors(samples), aim)
+        [[micro]] = pack_samples(samples, 8)
+        batch = micro.to_tensors()
+        table = torch.log_softmax(torch.arange(6.0 * len(batch.labels)).view(-1, 6).sin(), -1)
+        inputs = LossInputs(
+            trainer_logprobs=batch.inference_logprobs.clone().requires_grad_(),
+            inference_logprobs=batch.inference_logprobs,
+            advantages=batch.advantages,
+            loss_mask=batch.loss_mask,
+            sequence=batch.sequence,
+            teacher_logprobs=batch.teacher_logprobs,
+            anchored=batch.anchored,
+            student_table=table,
+            teacher_table=table.flip(-1),
+        )
+        assert batch.anchored is not None and batch.anchored.tolist() == [i == 0 for i in batch.sequence.tolist()]
+        anchored = batch.anchored & (batch.loss_mask > 0)
+        if estimator == "full":
+            terms = extra_terms(inputs, aim)["loss_distill"]
+            assert torch.allclose(terms[anchored], compute_divergence(table, table.flip(-1))[anchored])
+        else:
+            terms = mix_advantages(inputs, aim)
+        found[tau] = terms[anchored].tolist(), terms[~batch.anchored & (batch.loss_mask > 0)].tolist()
+        if estimator == "token":
+            assert found[tau][0] == pytest.approx([-2.0, 0.5]), "the teacher's log-prob less the student's"
+        assert "anchor_kl/mean" in policy_loss(inputs, aim).stats.summary()
+    assert found[1.0][0] == pytest.approx(found[0.01][0]) and found[1.0][1] != pytest.approx(found[0.01][1])
 
 
 @pytest.mark.parametrize(
@@ -439,5 +511,5 @@ def test_the_estimator_that_suits_the_coverage(favourites: list[int] | None, cho
         sample.teacher_table = TeacherTable(2, array("f", [-1.0] * 6).tobytes(), ids, array("f", [0.3] * 3).tobytes())
     config = LossConfig(teacher_tau=1.0, distill={"estimator": "auto", "k": 2})  # type: ignore[arg-type]
     check_batch([sample], config, 320)
-    choice = adapt_loss(build_loss(config, 48), config, 1, [sample]).objective.distill
+    choice = LossSchedule(build_loss(config, 48), config).at(1, [sample])[0].objective.distill
     assert (choice.estimator, choice.direction) == chosen

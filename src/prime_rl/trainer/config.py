@@ -381,7 +381,8 @@ class DistillConfig(BaseConfig):
     estimator: Literal["auto", "token", "togo", "sequence", "topk+tail", "full"] = "token"
     """token: of the sampled token alone; togo: of it and all that follow; sequence: of the whole answer, against its
     group; topk+tail: over the teacher's k most likely tokens and the rest as one; full: over all tokens; auto:
-    topk+tail, in the forward direction while students seldom sample what the teacher would say, or else token."""
+    topk+tail, in the forward direction while students seldom sample what the teacher would say where that is not
+    settled, or else token."""
 
     direction: Literal["reverse", "forward", "jsd"] = "reverse"
     """reverse: KL(student || teacher); forward: KL(teacher || student); jsd: both against their mixture. The last two
@@ -430,10 +431,21 @@ class AnnealConfig(BaseConfig):
     factor: float = Field(default=0.01, ge=0, lt=1)
     """What is left of them in the end."""
 
-    def scale(self, step: int) -> float:
-        """What the taus are multiplied with in a step, counted from 1."""
+    margin: float | None = Field(default=None, gt=0)
+    """Set: in place of `factor`, a reward of 1 is in the end worth so many times the nats by which answers were from
+    their teacher in the farthest batch so far; a margin of 8 leaves a teacher that is wrong."""
+
+    def scale(self, step: int, measured: float = 1.0) -> float:
+        """What the taus are multiplied with in a step, counted from 1; `measured` is the factor that `margin` wants."""
+        factor = self.factor if self.margin is None else min(measured, 1.0)
         part = min(max(step - self.after, 0) / self.steps, 1.0)
-        return self.factor**part if self.factor else 1.0 - part
+        return factor**part if factor else 1.0 - part
+
+    @model_validator(mode="after")
+    def _end_once(self) -> AnnealConfig:
+        if self.margin is not None and "factor" in self.model_fields_set:
+            raise ValueError("factor and margin both say where the taus end: remove one of them")
+        return self
 
 
 class LossConfig(BaseConfig):
@@ -545,6 +557,10 @@ class LossConfig(BaseConfig):
             raise ValueError("kwargs are arguments of a custom loss: set type custom, or remove them")
         if self.anneal is not None and not self.teacher_tau:
             raise ValueError("anneal shrinks the taus but teacher_tau is 0: raise it, or leave anneal out")
+        if self.anneal is not None and self.anneal.margin and not (self.adv_tau > 0 and self.student_tau != 0):
+            raise ValueError(
+                "anneal.margin compares adv_tau with student_tau: raise both above 0, or set anneal.factor"
+            )
         if self.max_tokens is not None and (self.normaliser or preset.normaliser) != "constant":
             raise ValueError("max_tokens is the divisor of normaliser constant: remove it, or set that normaliser")
         return self

@@ -83,6 +83,7 @@ def read_out(layout: Layout, hidden: Float[Tensor, "own hidden"], model: CausalL
         entropy=entropy,
         num_sequences=len(batch.lengths),
         taught=None if batch.taught is None else batch.taught[chosen],
+        anchored=None if batch.anchored is None else batch.anchored[chosen],
         student_table=student_table,
         teacher_table=None if batch.teacher_table is None else batch.teacher_table[1],
         has_tail=batch.teacher_table is not None and batch.teacher_table[0] is not None,

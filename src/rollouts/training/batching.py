@@ -51,6 +51,8 @@ class MicroBatch:
     sample_ids: list[int]
     taught: list[bool] | None = None
     """Where a teacher has spoken; None: everywhere."""
+    anchored: list[bool] | None = None
+    """Tokens of anchors; None: there are none in the batch."""
     teacher_tables: list[TeacherTable | None] | None = None
     """Of the samples, in their order."""
 
@@ -97,6 +99,7 @@ class MicroBatch:
             temperature=floats(self.temperature, 1.0),
             teacher_logprobs=None if self.teacher_logprobs is None else floats(self.teacher_logprobs),
             taught=None if self.taught is None else torch.tensor(self.taught + [True] * pad).to(device),
+            anchored=None if self.anchored is None else torch.tensor(self.anchored + [False] * pad).to(device),
             teacher_table=None if self.teacher_tables is None else self._join_tables(device),
             sequence=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device),
             lengths=lengths,
@@ -145,6 +148,7 @@ class TensorBatch:
     sequence: Tensor
     lengths: list[int]
     taught: Tensor | None = None
+    anchored: Tensor | None = None
     teacher_table: tuple[Tensor | None, Tensor] | None = None
 
 
@@ -290,13 +294,20 @@ def _build_rank(samples: Sequence[Sample], packs: list[list[int]]) -> list[Micro
     is_partial = has_teacher and any(sample.teacher_logprobs is None for sample in samples)
     has_table = any(sample.teacher_table is not None for sample in samples)
     micros = [_build(samples, pack, has_teacher) for pack in packs]
+    has_anchor = any(sample.anchor for sample in samples)
     for micro in micros if is_partial else ():
-        parts = zip(micro.sample_ids, micro.lengths, strict=False)
-        micro.taught = [samples[i].teacher_logprobs is not None for i, length in parts for _ in range(length)]
-        micro.taught += [False] * (len(micro.input_ids) - len(micro.taught))
+        micro.taught = _spread(micro, [samples[i].teacher_logprobs is not None for i in micro.sample_ids])
+    for micro in micros if has_anchor else ():
+        micro.anchored = _spread(micro, [samples[i].anchor > 0 for i in micro.sample_ids])
     for micro in micros if has_table else ():
         micro.teacher_tables = [samples[i].teacher_table for i in micro.sample_ids] or [None]
     return micros
+
+
+def _spread(micro: MicroBatch, values: list[bool]) -> list[bool]:
+    """The value of each sample on all its tokens; False on those of no sample."""
+    spread = [value for value, length in zip(values, micro.lengths, strict=False) for _ in range(length)]
+    return spread + [False] * (len(micro.input_ids) - len(spread))
 
 
 def _build(samples: Sequence[Sample], pack: list[int], has_teacher: bool) -> MicroBatch:

@@ -28,7 +28,7 @@ def train(config: TrainConfig) -> int:
     if config.bench:
         return run_bench(config, train)
     from prime_rl.trainer.rl.data import apply_anchors, build_batches, check_batch
-    from prime_rl.trainer.rl.loss import adapt_loss, build_loss
+    from prime_rl.trainer.rl.loss import LossSchedule, build_loss
     from prime_rl.trainer.rl.recording import record_when_due
     from prime_rl.trainer.session import build_session
     from rollouts.training.rl_losses import credit_samples
@@ -38,6 +38,7 @@ def train(config: TrainConfig) -> int:
     vocab_size = backend.model.config.vocab_size
     batches = build_batches(config, vocab_size)
     loss = build_loss(config.loss, config.model.seq_len)
+    schedule = LossSchedule(loss, config.loss, session.progress.get("teacher_distance", 0.0))
     claim_weights(session, config)
 
     for step in session.steps():
@@ -45,7 +46,7 @@ def train(config: TrainConfig) -> int:
             samples = batches.receive(step, config.data.timeout_s)  # waits for: the orchestrator
         with watch("load_data"):
             check_batch(samples, config.loss, vocab_size)
-            of_step = adapt_loss(loss, config.loss, step, samples)
+            of_step, told = schedule.at(step, samples)
             samples = credit_samples(apply_anchors(samples), of_step.objective)
             share = session.pack(samples, config.model.seq_len)
         due = record_when_due(of_step, config, step, samples, share.micros, speaks=backend.mesh.speaks)
@@ -54,7 +55,7 @@ def train(config: TrainConfig) -> int:
             report = backend.optim_step(stats)
         with watch("broadcast_weights"):
             publish_version(session, config, step)  # unblocks: the weight relay
-        session.finish_step(report, stats, share, progress={})
+        session.finish_step(report, stats, share, schedule.progress, told)
     return session.close()
 
 

@@ -13,6 +13,7 @@ from rollouts.training.rl_losses.distill import (
     compute_divergence,
     compute_fixed_point,
     credit_samples,
+    estimate_coverage,
 )
 from rollouts.training.rl_losses.documented import grpo_loss, mean_over, ppo_loss, ppo_loss_with_metrics
 from rollouts.training.rl_losses.inputs import LossInputs, LossOutput
@@ -47,6 +48,7 @@ __all__ = [
     "compute_label_logprobs",
     "compute_logprobs",
     "credit_samples",
+    "estimate_coverage",
     "grpo_loss",
     "mean_over",
     "mix_advantages",

@@ -21,7 +21,7 @@ from itertools import accumulate, zip_longest
 
 import msgspec
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rollouts.training.objectives import Direction, Objective
@@ -33,20 +33,18 @@ LEAST_LOGPROB = -100.0
 
 
 def distill_term(inputs: LossInputs, objective: Objective) -> Float[Tensor, " tokens"]:
-    """The divergence of each loss token that `objective.distill` asks for, weighed by the taus; other tokens have 0."""
+    """The divergence of each loss token that `objective.distill` asks for, weighed by the taus, on tokens of anchors by
+    1; other tokens have 0."""
     if inputs.student_table is None or inputs.teacher_table is None:
         raise ValueError(
             f"loss.distill.estimator is {objective.distill.estimator} but the batch carries no distributions of a "
             "teacher: use estimator token, togo or sequence, or a teacher that tells its top-k"
         )
-    term = compute_divergence(
-        inputs.student_table,
-        inputs.teacher_table,
-        objective.distill.direction,
-        objective.teacher_tau,
-        objective.student_tau,
-        objective.distill.jsd_beta,
-    )
+    tables, choice = (inputs.student_table, inputs.teacher_table), objective.distill
+    taus = (objective.teacher_tau, objective.student_tau)
+    term = compute_divergence(*tables, choice.direction, *taus, choice.jsd_beta)
+    if inputs.anchored is not None:
+        term = inputs.where_anchored(compute_divergence(*tables, choice.direction, jsd_beta=choice.jsd_beta), term)
     return torch.where(inputs.loss_mask > 0, term, 0.0)
 
 
@@ -87,6 +85,19 @@ def compute_coverage(
 ) -> Float[Tensor, " tokens"]:
     """The student's probability of the teacher's likeliest token: how often it samples what the teacher would say."""
     return student.gather(-1, teacher.argmax(-1, keepdim=True)).squeeze(-1).exp()
+
+
+def estimate_coverage(hits: Bool[Tensor, " tokens"], logprobs: Float[Tensor, " tokens"]) -> float:
+    """How often students say what the teacher would, where that is not settled: 0 never, .5 nearly always.
+
+    `hits`: the sampled token is the teacher's favourite; `logprobs` are the sampler's. A student that is sure of the
+    teacher's favourite (the end, a forced letter) has nothing to learn there, so hits weigh 1 - p(sampled) and misses
+    weigh 1. With a probability q of the favourite everywhere this tends to q / (1 + q); tokens on which the student is
+    surely wrong pull it to 0, however many others agree. 1 where nothing is open.
+    """
+    unsettled = torch.where(hits, -logprobs.expm1(), 1.0)
+    total = unsettled.sum()
+    return (unsettled[hits].sum() / total).item() if total > 0 else 1.0
 
 
 def measure_tables(inputs: LossInputs) -> dict[str, Float[Tensor, " tokens"]]:
@@ -135,11 +146,11 @@ def credit_samples(samples: Sequence[Sample], objective: Objective) -> list[Samp
 
 
 def _own_credit(sample: Sample, objective: Objective) -> list[float]:
-    """a lt - b li of each loss token, lt within `clip` of li."""
+    """a lt - b li of each loss token, lt within `clip` of li; of an anchor lt - li."""
     inference, teacher = sample.inference_logprobs, sample.teacher_logprobs
     assert inference is not None and teacher is not None, "both have spoken"
     clip = math.inf if objective.distill.clip is None else objective.distill.clip
-    a, b = objective.teacher_tau, objective.student_tau
+    a, b = (1.0, 1.0) if sample.anchor else (objective.teacher_tau, objective.student_tau)
     rows = zip(teacher, inference, sample.loss_mask, strict=True)
     return [a * min(max(lt, li - clip), li + clip) - b * li for lt, li, m in rows if m > 0]
 
@@ -171,14 +182,15 @@ def _advanced(sample: Sample, adv_tau: float, credit: list[float]) -> Sample:
 def anchor_samples(samples: Sequence[Sample], weight: float) -> list[Sample]:
     """Samples that hold the student where it is: their teacher has seen what the student saw, no reward counts.
 
-    Their tokens count `weight` times in the sum and in the count of the loss. Mixed into a batch they keep what the
-    model does with *other* contexts, which distillation alone forgets.
+    Their tokens count `weight` times in the sum and in the count of the loss, whatever the taus are. Mixed into a batch
+    they keep what the model does with *other* contexts, which distillation alone forgets.
     """
     if not weight > 0:
         raise ValueError(f"an anchor's weight {weight} must be above 0: remove the anchor instead")
     return [
         msgspec.structs.replace(
             sample,
+            anchor=weight,
             loss_mask=[weight * m for m in sample.loss_mask],
             advantages=[0.0] * len(sample.tokens),
         )

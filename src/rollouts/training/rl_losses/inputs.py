@@ -17,7 +17,8 @@ class LossInputs:
 
     `loss_mask` weighs tokens (0: no loss). `sequence` numbers the sequence each token belongs to, from 0; a sequence
     is never split over micro-batches. `num_sequences` bounds these numbers (None: read off, which waits for a GPU).
-    `taught` is true where a teacher has spoken (None: everywhere); elsewhere there is no term of one.
+    `taught` is true where a teacher has spoken (None: everywhere); elsewhere there is no term of one. `anchored` is
+    true where the taus do not hold: there the teacher and the student weigh 1 (None: nowhere).
     `student_table` (with a gradient) and `teacher_table` are log-probs of the same outcomes, see `distill`.
     """
 
@@ -30,6 +31,7 @@ class LossInputs:
     entropy: Float[Tensor, " tokens"] | None = None
     num_sequences: int | None = None
     taught: Bool[Tensor, " tokens"] | None = None
+    anchored: Bool[Tensor, " tokens"] | None = None
     student_table: Float[Tensor, "tokens outcomes"] | None = None
     teacher_table: Float[Tensor, "tokens outcomes"] | None = None
     has_tail: bool = False
@@ -38,6 +40,12 @@ class LossInputs:
     def where_taught(self, values: Float[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
         """The values, 0 where no teacher has spoken."""
         return values if self.taught is None else torch.where(self.taught, values, 0.0)
+
+    def where_anchored(
+        self, anchored: Float[Tensor, " tokens"], others: Float[Tensor, " tokens"]
+    ) -> Float[Tensor, " tokens"]:
+        """The first on tokens of anchors, the second on all others."""
+        return others if self.anchored is None else torch.where(self.anchored, anchored, others)
 
     def per_sequence(self, values: Float[Tensor, " tokens"], how: str = "sum") -> Float[Tensor, " sequences"]:
         """`sum`, `amin` or `amax` of the values of each sequence."""

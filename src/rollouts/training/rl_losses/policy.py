@@ -87,20 +87,21 @@ def nll_loss(inputs: LossInputs) -> LossOutput:
 def mix_advantages(inputs: LossInputs, objective: Objective) -> Float[Tensor, " tokens"]:
     """A' = adv_tau A + teacher_tau lt - student_tau ls - sampler_tau (ls - li), detached.
 
-    lt, ls, li: log-prob of the teacher, the student (the trainer) and the sampler (inference). With the estimators
+    lt, ls, li: log-prob of the teacher, the student (the trainer) and the sampler (inference). On tokens of anchors
+    teacher_tau and student_tau are 1: what holds the student does not weaken as the taus do. With the estimators
     togo and sequence the first three terms are in the advantages already (`distill.credit_samples`); with those that
     compare distributions the teacher's and the student's stand beside the policy term (`extra_terms`).
     """
     student = inputs.trainer_logprobs.detach()
     mixed = inputs.advantages if _is_credited(objective) else objective.adv_tau * inputs.advantages
     if not _is_credited(objective) and not _compares(objective):
-        if objective.teacher_tau:
+        if objective.teacher_tau or inputs.anchored is not None:
             teacher = _teacher(inputs, "teacher_tau", objective.teacher_tau)
             if (clip := objective.distill.clip) is not None:
                 teacher = student + (teacher - student).clamp(-clip, clip)
-            mixed = mixed + inputs.where_taught(objective.teacher_tau * teacher)
-        if objective.student_tau:
-            mixed = mixed - inputs.where_taught(objective.student_tau * student)
+            mixed = mixed + inputs.where_taught(inputs.where_anchored(teacher, objective.teacher_tau * teacher))
+        if objective.student_tau or inputs.anchored is not None:
+            mixed = mixed - inputs.where_taught(inputs.where_anchored(student, objective.student_tau * student))
     if objective.sampler_tau:
         mixed = mixed - objective.sampler_tau * (student - inputs.inference_logprobs)
     return mixed
@@ -177,7 +178,11 @@ def _measure(inputs: LossInputs, objective: Objective, values: dict[str, Tensor]
         values["entropy"] = inputs.entropy
     stats = TokenStats.measure(values, active)
     taught = active if inputs.taught is None else active & inputs.taught
-    stats.merge(TokenStats.measure(_compare_teacher(inputs), taught))
+    compared = _compare_teacher(inputs)
+    if compared and inputs.anchored is not None:
+        stats.merge(TokenStats.measure({"anchor_kl": compared["teacher_kl"]}, taught & inputs.anchored))
+        taught = taught & ~inputs.anchored
+    stats.merge(TokenStats.measure(compared, taught))
     stats.merge(TokenStats.measure({"masked_mismatch_kl": mismatch_kl}, active & is_masked))
     stats.merge(TokenStats.measure({"unmasked_mismatch_kl": mismatch_kl}, active & ~is_masked))
     has_loss = inputs.per_sequence(active.to(student.dtype)) > 0
