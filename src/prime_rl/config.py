@@ -130,6 +130,9 @@ class RLConfig(BaseConfig):
     max_restarts: int = Field(default=3, ge=0)
     """How often a server (inference, teacher) that falls is started again; one more fall stops the run."""
 
+    hang_timeout: float | None = Field(default=300.0, gt=0)
+    """Seconds without any progress after which rl says which process waits for which; off: never."""
+
     clean: bool = False
     """Remove the steps of an earlier run from output_dir; its metrics, samples and logs move to attempts/."""
 

@@ -17,6 +17,7 @@ from prime_rl.config import RLConfig
 from prime_rl.config_teacher import describe_taus
 from prime_rl.eval.config import EvalConfig
 from prime_rl.inference.config import InferenceConfig
+from prime_rl.utils.hang import HangWatch
 from prime_rl.utils.process import ChildFailed, Supervisor, check_port_free, find_gpus, num_cores
 from prime_rl.utils.progress import show_progress
 from prime_rl.utils.pydantic_config import BaseConfig, run_command, write_config
@@ -71,7 +72,13 @@ def rl(config: RLConfig) -> int:
                 if config.orchestrator.teacher_model is not None:
                     run.say(describe_taus(config.trainer.loss))
                 start_processes(run, config, config_paths, placement)
-                run.wait(["trainer", "orchestrator"], on_tick=lambda: bar.reach(latest_step(out / "weights") or 0))
+                watch = HangWatch(out, config.hang_timeout, lambda: run.children, run.find_pids, run.say)
+
+                def tick() -> None:
+                    bar.reach(latest_step(out / "weights") or 0)
+                    watch.look()
+
+                run.wait(["trainer", "orchestrator"], on_tick=tick)
         except ChildFailed as failure:
             return report_failure(failure)
         except KeyboardInterrupt:

@@ -102,6 +102,7 @@ def serve(config: InferenceConfig) -> int:
     from loguru import logger
 
     from prime_rl.inference.service import build_service
+    from prime_rl.utils.hang import explain_on_signal
     from prime_rl.utils.logger import setup_logger
 
     setup_logger(config.name, config.log, None if config.output_dir is None else config.output_dir / "logs")
@@ -124,6 +125,8 @@ def serve(config: InferenceConfig) -> int:
         server.should_exit = True
 
     service.engine.on_failure = stop
+    if config.output_dir is not None:
+        explain_on_signal(config.name, config.output_dir, service.describe_wait)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.freeze()  # what is loaded now stays: the collector need not walk over it again and again
     logger.info(

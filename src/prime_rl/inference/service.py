@@ -25,6 +25,7 @@ from prime_rl.inference.requests import ApiError, Json
 from prime_rl.inference.responses import Writer
 from prime_rl.inference.text import TokenNames, build_decode
 from prime_rl.utils.config import BASE_MODEL
+from prime_rl.utils.hang import Wait
 from prime_rl.utils.monitor import Monitor, build_monitor
 from prime_rl.utils.tokenizer import load_tokenizer, render_chat, resolve_model_dir
 
@@ -83,6 +84,20 @@ class Service:
     def named_adapters(self) -> dict[str, AdapterSpec]:
         """Adapters that requests may name as their model."""
         return {name: spec for name, spec in self.engine.engine.adapters().items() if name != POLICY}
+
+    def describe_wait(self) -> Wait:
+        """What the server does, for whoever asks why nothing moves."""
+        stats = self.engine.engine.stats()
+        queues = {"running": stats.running, "waiting": stats.waiting, "open requests": self.engine.num_requests}
+        if self.engine.error is not None:
+            return Wait(f"has failed: {self.engine.error}", None, None, queues)
+        if self.awaits_weights:
+            return Wait("waits to be told its weights", "orchestrator", None, queues)
+        if self.engine.paused:
+            return Wait("is paused: POST /resume lets it go on", None, None, queues)
+        if self.engine.num_requests:
+            return Wait(f"works on {stats.running} requests, {stats.waiting} wait for a place", None, None, queues)
+        return Wait("has no request to work on", "orchestrator", None, queues)
 
     def next_seed(self) -> int:
         """The seed of a request that brings none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -25,6 +26,7 @@ from prime_rl.orchestrator.weight_relay import WeightRelay
 from prime_rl.transport.batches import BatchSender
 from prime_rl.transport.wires import build_sender
 from prime_rl.utils.client import build_clients
+from prime_rl.utils.hang import Wait, explain_on_signal
 from prime_rl.utils.monitor import Monitor, build_monitor
 from rollouts.training.environments import Environment
 from rollouts.training.rollout_gen.async_rollout_manager import AsyncRolloutManager
@@ -85,6 +87,31 @@ class Orchestrator:
         """The inverse of `state`."""
         self.rollouts.load_state_dict(state["rollouts"])
         self.totals = Counter(state["totals"])
+
+
+def describe_wait(parts: Orchestrator | None) -> Wait:
+    """What the orchestrator waits for, for whoever asks why nothing moves; no parts: it is still being built."""
+    if parts is None or parts.keeper is None:
+        return Wait("waits for the inference servers to be ready", "inference")
+    relay, rollouts = parts.relay, parts.rollouts
+    queues = {
+        "groups running": rollouts.num_running,
+        "groups ready": rollouts.groups.num_ready,
+        "slots used": rollouts.num_slots_used,
+        "slots": rollouts.slots,
+        "batches sent": relay.num_sent,
+        "version live": relay.version,
+    }
+    for i, (since, problem) in parts.keeper.away.items():
+        waited = anyio.current_time() - since
+        return Wait(
+            f"waits for {parts.keeper.engines[i]}, which does not answer ({problem})", "inference", waited, queues
+        )
+    if rollouts.num_running:
+        return Wait(f"waits for inference: {rollouts.num_running} groups are under way", "inference", None, queues)
+    if relay.num_sent > relay.version:
+        return Wait(f"waits for version {relay.version + 1}", "trainer", relay.waited_s, queues)
+    return Wait(f"waits for {parts.evaluations.under_way}", None, None, queues)
 
 
 def assemble(
@@ -169,6 +196,8 @@ async def build_orchestrator(
         stack.callback(sender.close)
         parts = assemble(config, environments, eval_environments, clients, engines, sender, monitor, teacher)
         sender.open()
+        if threading.current_thread() is threading.main_thread():
+            explain_on_signal("orchestrator", out, lambda: describe_wait(parts))
         await prepare_engines(config, clients, engines, parts.relay.version)
         if teacher is not None:
             await teacher.wait_ready(config.inference_timeout)

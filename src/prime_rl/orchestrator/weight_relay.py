@@ -64,6 +64,16 @@ class WeightRelay:
         self._waiting_since: float | None = None
         self._changed = anyio.Event()
 
+    @property
+    def num_sent(self) -> int:
+        """The last batch that went out."""
+        return self._num_sent
+
+    @property
+    def waited_s(self) -> float | None:
+        """Seconds for which a version has been due; None: none is."""
+        return None if self._waiting_since is None else time.monotonic() - self._waiting_since
+
     async def run(self) -> None:
         """Relay versions until cancelled. Raises `WeightSyncError`, or `TimeoutError` when the trainer is silent."""
         while True:

@@ -25,15 +25,19 @@ class Stopwatch:
     def __init__(self, report: Callable[[str, float, float], None]) -> None:
         self.report = report
         self.seconds: dict[str, float] = {}
+        self.current: tuple[str, float] | None = None
+        """The part that runs, and when it began."""
 
     @contextmanager
     def __call__(self, what: str) -> Iterator[None]:
         """Time a part; parts of the same name add up."""
         start = time.time()
+        self.current = (what, start)
         try:
             yield
         finally:
             end = time.time()
+            self.current = None
             self.seconds[what] = self.seconds.get(what, 0.0) + end - start
             self.report(what, start, end)
 

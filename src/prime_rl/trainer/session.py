@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ from prime_rl.trainer.parallel_dims import leave_ranks
 from prime_rl.trainer.perf import PerfCounter, Stopwatch
 from prime_rl.trainer.profiling import record_profile
 from prime_rl.transport import weights
+from prime_rl.utils.hang import Wait, explain_on_signal
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.monitor import Monitor, build_monitor
 from prime_rl.utils.process import TOKEN_VARIABLE
@@ -188,6 +190,14 @@ class Session:
             logger.warning(f"Step {self.step} changed nothing: {report.skipped}")
         logger.info(format_step(self.step, metrics))
 
+    def describe_wait(self) -> Wait:
+        """What this process does, for whoever asks why nothing moves."""
+        what, start = self.watch.current or ("between two parts", time.time())
+        waiting = what == WAITING
+        said = "waits for the batch" if waiting else f"is at {what}"
+        on = "orchestrator" if waiting else None
+        return Wait(f"{said} of step {self.step}", on, time.time() - start)
+
     def close(self) -> int:
         """Deliver what is pending and take leave of the other ranks; returns the exit code."""
         self.monitor.finish()
@@ -255,7 +265,7 @@ def build_session(
     monitor = Monitor(config.output_dir, process, silent=True)
     if rank == 0:
         monitor = build_monitor(config.output_dir, process, config)
-    return Session(
+    session = Session(
         config=config,
         backend=backend,
         monitor=monitor,
@@ -265,6 +275,9 @@ def build_session(
         tokenizer_dir=tokenizer_dir,
         chat_template=chat_template,
     )
+    if threading.current_thread() is threading.main_thread():
+        explain_on_signal(log_name, config.output_dir, session.describe_wait)
+    return session
 
 
 def resume(
