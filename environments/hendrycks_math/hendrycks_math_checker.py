@@ -1,6 +1,6 @@
 """Answer checking in processes that can be killed: sympy may think for hours about a short expression.
 
-Run as a program it is such a process: one JSON line in, [right answer, given answer], one JSON line out.
+Run as a program it is such a process: one JSON line in, [right answer, given answer, seconds], one JSON line out.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import logging
 import queue
 import resource
 import select
+import signal
 import subprocess
 import sys
 from enum import Enum
 
 MAX_MEMORY_BYTES = 2 << 30
-START_TIMEOUT_S = 120.0  # importing sympy on a busy machine
+BUSY_S = 120.0  # a busy machine may let a process wait so long: to import sympy, or beyond its seconds of computing
 
 
 class Verdict(Enum):
@@ -30,7 +31,7 @@ class Verdict(Enum):
 class MathChecker:
     """Compares LaTeX answers by their meaning in up to `max_workers` processes, started when they are first needed.
 
-    The `timeout_s` of a check counts from when a process begins with it, not from when it was asked for.
+    The `timeout_s` of a check are seconds of computing of its process: a busy machine makes no right answer wrong.
     """
 
     def __init__(self, max_workers: int = 4, timeout_s: float = 5.0) -> None:
@@ -68,17 +69,17 @@ class _Process:
         self.popen = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
-        if self._read(START_TIMEOUT_S) != "ready":
+        if self._read(BUSY_S) != "ready":
             self.kill()
             raise RuntimeError("the process that checks answers did not start: is math-verify installed?")
 
     def ask(self, right: str, given: str, timeout_s: float) -> Verdict:
         try:
-            self.popen.stdin.write(json.dumps([right, given]).encode() + b"\n")
+            self.popen.stdin.write(json.dumps([right, given, timeout_s]).encode() + b"\n")
             self.popen.stdin.flush()
         except BrokenPipeError:
             return Verdict.TIMED_OUT
-        answer = self._read(timeout_s)
+        answer = self._read(timeout_s + BUSY_S)
         return Verdict(answer) if answer else Verdict.TIMED_OUT
 
     def _read(self, timeout_s: float) -> str:
@@ -94,20 +95,23 @@ class _Process:
 
 
 def run_checks() -> None:
-    """Answer what comes in on standard input until it closes."""
+    """Answer what comes in on standard input until it closes; a question that takes too long ends the process."""
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     logging.disable(logging.CRITICAL)
     from math_verify import parse, verify  # seconds: only in the process that needs it
 
     _say("ready")
     for line in sys.stdin:
+        *texts, timeout_s = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, timeout_s)  # its signal kills, whatever sympy is at
         try:
-            right, given = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in json.loads(line))
+            right, given = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in texts)
             verdict = Verdict.RIGHT if verify(right, given, timeout_seconds=None) else Verdict.WRONG
         except MemoryError:
             verdict = Verdict.TIMED_OUT
         except Exception:  # whatever sympy makes of nonsense, it is not the right answer
             verdict = Verdict.WRONG
+        signal.setitimer(signal.ITIMER_PROF, 0)
         _say(verdict.value)
 
 
