@@ -1,4 +1,4 @@
-"""The commands of the pages on evaluation, synthesis and trackers: every line of their shell blocks parses."""
+"""The commands of the pages on evaluation, synthesis, trackers, planning: every line of their shell blocks parses."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ CLASSES = {
     "rl": ("prime_rl.config", "RLConfig"),
     "sft": ("prime_rl.trainer.config", "SFTConfig"),
     "trainer": ("prime_rl.trainer.config", "TrainConfig"),
+    "plan": ("prime_rl.plan.config", "PlanConfig"),
 }
 LINES = [
     line.removeprefix("env ")
-    for page in ("evaluation", "synthesis", "trackers")
+    for page in ("evaluation", "synthesis", "trackers", "planning")
     for block in re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / f"{page}.md").read_text(), re.DOTALL)
     for line in block.splitlines()
     if not line.startswith("export ")

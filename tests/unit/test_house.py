@@ -41,6 +41,7 @@ FLOORS: dict[int, tuple[str, set[int]]] = {
     ),
     7: ("prime_rl.orchestrator", {0, 1, 2, 3, 4, 5}),
     8: ("prime_rl.rl prime_rl.config prime_rl.config_teacher", {0, 1, 2, 3, 4, 5, 6, 7}),
+    9: ("prime_rl.plan", {5, 6, 8}),
 }
 LEAVES = ("scripts", "dev", "benchmarks", "environments", "tests")
 # The faces of packages: they import nothing of ours when they are loaded.

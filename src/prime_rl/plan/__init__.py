@@ -1,0 +1,1 @@
+"""`plan`: what fits on a cluster, how long a step takes, who waits for whom, and what to change."""

@@ -1,0 +1,128 @@
+"""The shape of a model, and what follows from it: parameters, bytes of a key, operations of a token."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "model_type": "qwen3"}
+_QWEN3_MOE = _QWEN3 | {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8}
+
+
+def _shape(base: dict[str, Any], hidden: int, layers: int, heads: int, inner: int, tied: bool) -> dict[str, Any]:
+    inner_key = "moe_intermediate_size" if "num_experts" in base else "intermediate_size"
+    return base | {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        inner_key: inner,
+        "tie_word_embeddings": tied,
+    }
+
+
+KNOWN = {
+    "Qwen/Qwen3-0.6B": _shape(_QWEN3, 1024, 28, 16, 3072, True),
+    "Qwen/Qwen3-1.7B": _shape(_QWEN3, 2048, 28, 16, 6144, True),
+    "Qwen/Qwen3-4B": _shape(_QWEN3, 2560, 36, 32, 9728, True),
+    "Qwen/Qwen3-8B": _shape(_QWEN3, 4096, 36, 32, 12288, False),
+    "Qwen/Qwen3-14B": _shape(_QWEN3, 5120, 40, 40, 17408, False),
+    "Qwen/Qwen3-32B": _shape(_QWEN3, 5120, 64, 64, 25600, False),
+    "Qwen/Qwen3-30B-A3B": _shape(_QWEN3_MOE, 2048, 48, 32, 768, False),
+    "Qwen/Qwen3-235B-A22B": _shape(_QWEN3_MOE, 4096, 94, 64, 1536, False),
+}
+"""Shapes that need no hub."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder by its sizes; in a mixture of `experts`, `inner` is that of one, and a token uses `active` of them."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    vocab: int
+    tied: bool
+    experts: int = 0
+    active: int = 0
+
+    @property
+    def attention_parameters(self) -> int:
+        """The matrices of all layers but those of the feed-forward."""
+        return self.layers * self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+
+    @property
+    def expert_parameters(self) -> int:
+        """The feed-forward matrices of all layers."""
+        return self.layers * 3 * self.hidden * self.inner * max(self.experts, 1)
+
+    @property
+    def active_inner_parameters(self) -> int:
+        """Those of them that one token passes through."""
+        return self.layers * 3 * self.hidden * self.inner * max(self.active, 1)
+
+    @property
+    def head_parameters(self) -> int:
+        """The output layer's matrix."""
+        return self.hidden * self.vocab
+
+    @property
+    def parameters(self) -> int:
+        """All matrices."""
+        embeddings = self.head_parameters * (1 if self.tied else 2)
+        return self.attention_parameters + self.expert_parameters + embeddings
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that one token is multiplied by."""
+        return self.attention_parameters + self.active_inner_parameters + self.head_parameters
+
+    @property
+    def kv_bytes(self) -> int:
+        """Keys and values of one token, in bf16."""
+        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
+
+    def attention_flops(self, context: float) -> float:
+        """Forward operations of one token that sees `context` others: scores and weighted values, in all layers."""
+        return 4.0 * self.layers * self.heads * self.head_dim * context
+
+    @property
+    def layer_bytes(self) -> int:
+        """What one layer keeps of a token for its backward pass, in bf16 with the inputs of norms in fp32.
+
+        Two norms, queries and keys with their own norms, what attention reads and gives, gate, up, their activation and
+        product. As counted by autograd's hooks for a layer of Qwen3.
+        """
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return 16 * self.hidden + 12 * queries + 10 * keys + 8 * self.inner * max(self.active, 1)
+
+
+def read_shape(name: str) -> Shape:
+    """The shape of a model directory, a shipped model or a hub name; `ValueError` when nothing is known of it."""
+    from prime_rl.utils.tokenizer import resolve_model_dir
+
+    if name in KNOWN and not Path(name).is_dir():
+        return parse_shape(KNOWN[name])
+    directory = resolve_model_dir(name)
+    return parse_shape(json.loads((directory / "config.json").read_text(encoding="utf-8")))
+
+
+def parse_shape(config: dict[str, Any]) -> Shape:
+    """The shape in a `config.json`."""
+    heads, experts = config["num_attention_heads"], config.get("num_experts") or config.get("num_local_experts") or 0
+    return Shape(
+        hidden=config["hidden_size"],
+        layers=config["num_hidden_layers"],
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        inner=config["moe_intermediate_size"] if experts else config["intermediate_size"],
+        vocab=config["vocab_size"],
+        tied=bool(config.get("tie_word_embeddings")),
+        experts=experts,
+        active=config.get("num_experts_per_tok", 0) if experts else 0,
+    )

@@ -1,0 +1,155 @@
+"""Seconds: of a training step, of generating a batch, of handing weights over. Everything is a bound times a share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from prime_rl.plan.config import GPUS, Gpu, PlanConfig
+from prime_rl.plan.memory import cache_tokens, count_lora
+from prime_rl.plan.shapes import Shape
+from prime_rl.trainer.config import ParallelDims
+
+LAUNCH_S = 6e-6 * 4
+"""Of one layer in a decode step, whatever the batch: kernels that a graph launches one after another."""
+GRID = 64
+
+
+@dataclass(frozen=True)
+class Training:
+    """Seconds of one optimizer step, by what bounds them."""
+
+    compute: float
+    exchange: float
+    optimizer: float
+    tokens: float
+
+    @property
+    def seconds(self) -> float:
+        """Gathering and adding up overlap with the products; the optimizer does not."""
+        return max(self.compute, self.exchange) + self.optimizer
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Seconds of one batch: by engines that never run empty (steady), and from start to the last token (alone)."""
+
+    steady: float
+    alone: float
+    concurrent: float
+    wanted: float
+    token_s: float
+
+
+def training_flops(config: PlanConfig, shape: Shape) -> tuple[float, float, float]:
+    """Operations of one token by kind (dense matrices, experts, attention), forward, backward and recomputed.
+
+    A frozen matrix beside an adapter has no gradient of its own; the output layer is always computed twice, in chunks.
+    """
+    passes = 2.0 + 2.0 + (0.0 if count_lora(config, shape) else 2.0)
+    again = 0.0 if config.trainer.model.ac is None else 2.0 / config.trainer.model.ac.freq
+    if config.trainer.model.ac is not None and config.trainer.model.ac.mode == "selective":
+        again *= 0.2
+    matrices = (passes + again) * (shape.attention_parameters + (0 if shape.experts else shape.active_inner_parameters))
+    matrices += (passes + 2.0) * shape.head_parameters
+    experts = (passes + again) * shape.active_inner_parameters if shape.experts else 0.0
+    length = config.workload.prompt_tokens + config.completion_tokens
+    attention = shape.attention_flops(length / 2) * (3.5 + again / 2)
+    return matrices, experts, attention
+
+
+def train(config: PlanConfig, shape: Shape, parallel: ParallelDims, num_gpus: int) -> Training:
+    """One step over `orchestrator.batch_size` rollouts."""
+    gpu, share = GPUS[config.cluster.gpu], config.efficiency
+    tokens = config.orchestrator.batch_size * float(config.workload.prompt_tokens + config.completion_tokens)
+    matrices, experts, attention = training_flops(config, shape)
+    peak = gpu.tflops * 1e12
+    token_s = matrices / (peak * share.matmul) + experts / (peak * share.experts) + attention / (peak * share.attention)
+    micros = max(tokens / (num_gpus * config.trainer.micro_bs * config.seq_len), 1.0)
+    bubble = 1 + (parallel.pp - 1) / max(micros * parallel.pp * parallel.pp_stages, 1)
+    trained = count_lora(config, shape) or shape.parameters
+    link = link_speed(config, gpu, num_gpus) * share.link
+    shards = (parallel.dp_shard or 1) * parallel.cp
+    moved = (2.0 + 2.0) * shape.parameters * (shards > 1) + 4.0 * trained * (num_gpus > 1)
+    moved /= parallel.tp * parallel.pp
+    cut = shards * parallel.tp * parallel.pp
+    return Training(
+        compute=tokens * token_s / num_gpus * bubble,
+        exchange=moved * micros / link,
+        optimizer=28.0 * trained / cut / (gpu.bandwidth * 1e9 * share.memory),
+        tokens=tokens,
+    )
+
+
+def link_speed(config: PlanConfig, gpu: Gpu, num_gpus: int) -> float:
+    """Bytes per second between the ranks: the slowest way that a ring over them takes."""
+    within = num_gpus <= config.cluster.gpus_per_node
+    return (gpu.link if within else min(config.cluster.network_gbs, gpu.link)) * 1e9
+
+
+def decode_s(config: PlanConfig, shape: Shape, batch: float, context: float) -> float:
+    """One decode step of an engine with `batch` sequences of `context` tokens: bytes read, or operations."""
+    assert config.inference is not None
+    gpu, tp = GPUS[config.cluster.gpu], config.inference.parallel.tp
+    touched = 1.0
+    if shape.experts:  # experts that nobody asks for are not read
+        touched = 1 - (1 - shape.active / shape.experts) ** batch
+    weights = 2.0 * (shape.parameters - shape.expert_parameters * (1 - touched))
+    read = (weights + batch * context * shape.kv_bytes) / tp / (gpu.bandwidth * 1e9 * config.efficiency.memory)
+    computed = 2.0 * batch * shape.active_parameters / tp / (gpu.tflops * 1e12 * config.efficiency.matmul)
+    return max(read, computed) + LAUNCH_S * shape.layers
+
+
+def generate(config: PlanConfig, shape: Shape, engines: int) -> Generation:
+    """One batch of rollouts on so many engines."""
+    assert config.inference is not None
+    rollouts, mean = config.orchestrator.batch_size, float(config.completion_tokens)
+    context = config.workload.prompt_tokens + mean / 2
+    waiting = config.workload.turns * config.workload.latency_s
+    level = config.max_async_level
+    wanted = rollouts * (1.0 + (level > 0)) * max(config.orchestrator.oversampling_factor, 1.0) / engines
+    room = min(config.inference.max_batch_size, cache_tokens(config, shape) / context)
+    concurrent = min(wanted, room)
+    if concurrent < 1:
+        return Generation(math.inf, math.inf, concurrent, wanted, math.inf)
+    # Of those under way some wait for the environment: in equilibrium as many as their share of the time.
+    batch = concurrent
+    for _ in range(20):
+        step = decode_s(config, shape, batch, context)
+        batch = max(concurrent * mean * step / (mean * step + waiting), min(concurrent, 1.0))
+    prefill = prefill_s(config, shape, rollouts / engines)
+    steady = rollouts / engines * (mean * step + waiting) / concurrent + prefill
+    lengths = list(quantiles(mean, config.workload.spread, config.longest_completion))
+    alone, before = prefill + waiting, 0.0
+    for i, length in enumerate(lengths):
+        still = min(rollouts / engines * (1 - i / GRID), room)
+        alone += (length - before) * decode_s(config, shape, max(still, 1.0), context)
+        before = length
+    return Generation(steady, max(alone, steady), concurrent, wanted, step)
+
+
+def quantiles(mean: float, spread: float, longest: int) -> Iterator[float]:
+    """Lengths at equal steps of probability of a log-normal with this mean, cut at the longest."""
+    from statistics import NormalDist
+
+    location = math.log(mean) - spread**2 / 2
+    for i in range(GRID):
+        yield min(math.exp(location + spread * NormalDist().inv_cdf((i + 0.5) / GRID)), float(longest))
+
+
+def prefill_s(config: PlanConfig, shape: Shape, rollouts: float) -> float:
+    """The prompts of so many rollouts on one engine; a group's prompt is computed once."""
+    assert config.inference is not None
+    gpu, tp = GPUS[config.cluster.gpu], config.inference.parallel.tp
+    shared = config.orchestrator.rollouts_per_example if config.inference.cache.share_prefixes else 1
+    tokens = rollouts / shared * config.workload.prompt_tokens
+    return 2.0 * tokens * shape.active_parameters / tp / (gpu.tflops * 1e12 * config.efficiency.matmul)
+
+
+def hand_over_s(config: PlanConfig, shape: Shape) -> float:
+    """Weights from the trainer to the engines by the file system: written once, read by all engines at once."""
+    adapter = count_lora(config, shape)
+    merged = config.trainer.model.lora is not None and config.trainer.model.lora.merge
+    size = 2.0 * (adapter if adapter and not merged else shape.parameters)
+    return 2 * size / (config.cluster.disk_gbs * 1e9)

@@ -1,0 +1,197 @@
+"""The planner: its counts against real models, its sums against published runs, its advice against itself."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prime_rl.plan.config import GiB, PlanConfig
+from prime_rl.plan.memory import cache_tokens, count_lora, trainer_memory
+from prime_rl.plan.plan import choose_split, describe, possible_splits
+from prime_rl.plan.shapes import KNOWN, parse_shape, read_shape
+from prime_rl.plan.speed import generate, quantiles, train
+from prime_rl.trainer.lora import AdapterSpec, adapter_tensors, add_lora
+from prime_rl.trainer.models.attention import PackedAttention
+from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig
+from prime_rl.utils.pydantic_config import parse_argv
+
+SMALL = {
+    "model_type": "qwen3", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": False,
+    "moe_intermediate_size": 32, "num_experts_per_tok": 2,
+}  # fmt: skip
+FAMILIES = {
+    "untied": SMALL,
+    "tied": SMALL | {"tie_word_embeddings": True},
+    "experts": SMALL | {"model_type": "qwen3_moe", "num_experts": 8},
+}
+PUBLISHED = [
+    # model, GPU, GPUs, tokens of a sample, rank of the adapter, tokens/s, GiB: prime-rl's table of 2026-02-01
+    ("Qwen/Qwen3-0.6B", "h100", 1, 16384, 0, 11896, 12.5),
+    ("Qwen/Qwen3-0.6B", "h100", 1, 65536, 0, 10147, 19.6),
+    ("Qwen/Qwen3-0.6B", "h100", 1, 16384, 16, 13342, 5.1),
+    ("Qwen/Qwen3-4B", "h100", 1, 16384, 16, 6229, 23),
+    ("Qwen/Qwen3-4B", "h100", 1, 65536, 16, 4164, 42),
+    ("Qwen/Qwen3-4B", "h100", 8, 16384, 0, 26026, 17),
+    ("Qwen/Qwen3-4B", "h100", 8, 65536, 0, 28966, 37),
+    ("Qwen/Qwen3-4B", "h200", 8, 65536, 0, 29544, 36),
+    ("Qwen/Qwen3-4B", "h200", 8, 16384, 16, 52379, 10),
+    ("Qwen/Qwen3-4B", "h200", 8, 65536, 16, 33430, 29),
+]
+
+
+def parse(line: str = "") -> PlanConfig:
+    return parse_argv(PlanConfig, shlex.split(line), "plan", {})[0]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_parameters_are_those_of_the_model(name: str) -> None:
+    with torch.device("meta"):
+        model = CausalLM(DecoderConfig.from_hf(FAMILIES[name]))
+    matrices = {id(p): p.numel() for p in model.parameters() if p.dim() > 1}
+    routers = sum(p.numel() for n, p in model.named_parameters() if n.endswith("mlp.gate.weight"))
+    assert parse_shape(FAMILIES[name]).parameters == sum(matrices.values()) - routers
+
+
+def test_parameters_of_an_adapter_are_those_of_the_model() -> None:
+    model = CausalLM(DecoderConfig.from_hf(SMALL))
+    config = parse("--trainer.model.lora.rank 4")
+    lora = config.trainer.model.lora
+    assert lora is not None
+    add_lora(model, AdapterSpec(rank=4, alpha=8.0, target_modules=tuple(lora.target_modules)), seed=0)
+    assert count_lora(config, parse_shape(SMALL)) == sum(t.numel() for t in adapter_tensors(model).values())
+
+
+def test_a_layer_keeps_what_the_planner_says() -> None:
+    """Bytes that autograd saves for a layer in bf16, parameters left out."""
+    config = SMALL | {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8, "num_key_value_heads": 4}
+    model = CausalLM(DecoderConfig.from_hf(config)).to(torch.bfloat16)
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            saved[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)  # so that no address is used twice
+        return tensor
+
+    alive: list[torch.Tensor] = []
+    tokens = 64
+    x = torch.randn(tokens, 256, dtype=torch.bfloat16, requires_grad=True)
+    cos, sin = (table[:tokens].to(x.dtype) for table in model.rope(tokens, x.device))
+    attend = PackedAttention([tokens], mode="sdpa")
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        model.layers()[0](x, cos, sin, attend)
+    tables = 2 * cos.untyped_storage().nbytes()
+    measured = (sum(saved.values()) - tables) / tokens
+    assert parse_shape(config).layer_bytes == pytest.approx(measured, rel=0.03)
+
+
+def trainer_only(model: str, gpu: str, gpus: int, tokens: int, rank: int) -> tuple[float, float]:
+    """Tokens per second and GiB of a step over two samples on each GPU, layers recomputed."""
+    adapter: dict[str, Any] = {"lora": {"rank": rank}} if rank else {}
+    config = PlanConfig.model_validate(
+        {
+            "model": {"name": model},
+            "seq_len": tokens,
+            "orchestrator": {"batch_size": 2 * gpus, "sampling": {"max_tokens": tokens - 1}},
+            "trainer": {"model": {"ac": {}, **adapter}},
+            "cluster": {"gpu": gpu, "gpus_per_node": max(gpus, 2)},
+            "workload": {"prompt_tokens": 1, "completion_tokens": tokens - 1},
+        }
+    )
+    shape, parallel = read_shape(model), config.trainer.parallel.resolve(gpus)
+    step = train(config, shape, parallel, gpus)
+    return step.tokens / step.seconds, trainer_memory(config, shape, parallel).total / GiB
+
+
+@pytest.mark.parametrize("row", PUBLISHED, ids=str)
+def test_published_runs(row: tuple[str, str, int, int, int, float, float]) -> None:
+    """Memory within 36 %. Speed within a fifth at long samples; short ones lose time there that a bound does not."""
+    *run, rate, memory = row
+    speed, size = trainer_only(*run)  # type: ignore[arg-type]
+    assert 0.64 < size / memory < 1.2
+    assert (0.8 if row[3] > 60000 else 1.0) < speed / rate < (1.2 if row[3] > 60000 else 2.7)
+
+
+def test_every_known_shape_has_the_size_in_its_name() -> None:
+    for name, config in KNOWN.items():
+        billions = float(name.split("-")[1].removesuffix("B"))
+        assert parse_shape(config).parameters / 1e9 == pytest.approx(billions, rel=0.2), name
+    assert parse_shape(KNOWN["Qwen/Qwen3-30B-A3B"]).active_parameters / 1e9 == pytest.approx(3.0, rel=0.15)
+
+
+def test_a_shape_is_read_from_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    assert read_shape(str(tmp_path)) == parse_shape(SMALL)
+
+
+def test_lengths_have_their_mean_and_their_end() -> None:
+    assert sum(quantiles(100.0, 0.5, 10**9)) / 64 == pytest.approx(100, rel=0.02)
+    assert max(quantiles(100.0, 1.0, 150)) == 150
+    assert list(quantiles(100.0, 0.0, 1000)) == pytest.approx([100.0] * 64)
+
+
+def test_more_of_everything_costs_more() -> None:
+    """More shards, recomputing and an adapter save memory; waiting, a tail and level 0 cost time."""
+    shape = read_shape("Qwen/Qwen3-4B")
+
+    def memory(line: str, ranks: int = 2) -> float:
+        config = parse(f"--seq-len 16384 {line}")
+        return trainer_memory(config, shape, config.trainer.parallel.resolve(ranks)).total
+
+    plain = memory("")
+    assert memory("", 4) < plain and memory("--trainer.model.ac") < memory("--trainer.model.ac.freq 2") < plain
+    assert memory("--trainer.model.lora") < plain and memory("--trainer.model.optim-cpu-offload") < plain
+    assert memory("--trainer.parallel.cp 2") < plain and memory("--trainer.parallel.tp 2") < plain
+
+    def seconds(line: str) -> Any:
+        return generate(parse(line), shape, 2)
+
+    usual = seconds("")
+    assert seconds("--workload.latency-s 5").steady > usual.steady
+    assert seconds("--workload.spread 1").alone > seconds("--workload.spread 0").alone >= usual.steady
+    assert seconds("--orchestrator.batch-size 256 --orchestrator.rollouts-per-example 8").steady > usual.steady
+    assert cache_tokens(parse("--cluster.gpu h200"), shape) > cache_tokens(parse(), shape)
+
+
+def test_the_split_is_the_fastest_that_fits() -> None:
+    config = parse("--model.name Qwen/Qwen3-4B --seq-len 8192 --trainer.model.ac --orchestrator.batch-size 512")
+    shape = read_shape(config.model.name)
+    chosen, every = choose_split(config, shape), list(possible_splits(config, shape, None))
+    assert {split.trainer_gpus for split in every} == set(range(1, 8))
+    assert chosen.memory.fits and chosen.seconds == min(split.seconds for split in every if split.memory.fits)
+    assert all(split.training.seconds > later.training.seconds for split, later in itertools.pairwise(every))
+    assert 0 <= min(chosen.idle.values()) < 0.01, "at level 2 the slower side never waits"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--model.name Qwen/Qwen3-8B --seq-len 16384", "[trainer.model.ac]"),
+        ("--model.name Qwen/Qwen3-32B --cluster.gpu rtx3090", "inference.parallel.tp = 2"),
+        ("--max-async-level 0", "max_async_level = 1"),
+        ("--cluster.trainer-gpus 7 --orchestrator.batch-size 512", "cluster.trainer_gpus = "),
+        ("--inference.max-batch-size 4", "max_batch_size lets 4 run at once"),
+        ("--cluster.disk-gbs 0.1", "/dev/shm"),
+    ],
+)
+def test_advice(line: str, words: str) -> None:
+    config = parse(line)
+    shape = read_shape(config.model.name)
+    assert words in "\n".join(describe(config, shape, choose_split(config, shape)))
+
+
+def test_a_cluster_without_room_is_refused() -> None:
+    with pytest.raises(ValueError, match="gpus_per_node"):
+        parse("--cluster.gpus-per-node 2 --trainer.parallel.tp 2")
+    config = parse("--trainer.parallel.tp 3 --cluster.trainer-gpus 4")
+    with pytest.raises(ValueError, match="multiple that leaves an engine"):
+        choose_split(config, read_shape(config.model.name))
