@@ -11,6 +11,7 @@ from prime_rl.orchestrator.metrics import (
     sample_rows,
 )
 from prime_rl.orchestrator.parts import Orchestrator
+from prime_rl.utils.sentinels import BatchSentinels
 from rollouts.training.types import Sample
 
 
@@ -21,6 +22,8 @@ class Reporter:
         self.parts = parts
         self._dropped = {"easy": 0, "hard": 0}
         self._idle_s = 0.0
+        verified = not parts.config.buffer.skip_verification
+        self.sentinels = BatchSentinels(parts.config.max_async_level, verified=verified)
 
     def report(self, step: int, samples: list[Sample], num_kept: int, times: dict[str, float]) -> None:
         """Log the metrics and samples of a step, and its line."""
@@ -39,6 +42,7 @@ class Reporter:
         parts.monitor.log(metrics, step)
         parts.monitor.log_samples(sample_rows(samples), step)
         logger.info(format_step(step, metrics, parts.evaluations.val_reward))
+        self.sentinels.look(samples, metrics["time/wait_for_ckpt"], metrics["time/step"])
         if num_kept < len(samples):
             logger.warning(
                 f"{len(samples) - num_kept} samples are longer than seq_len = {parts.config.seq_len}: left out"

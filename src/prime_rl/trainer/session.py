@@ -156,8 +156,11 @@ class Session:
         share: Share,
         progress: Mapping[str, Any],
         extra_metrics: Mapping[str, float] | None = None,
-    ) -> None:
-        """Save a checkpoint when one is due, then report the step. `progress` is what resuming this run needs."""
+    ) -> dict[str, float]:
+        """Save a checkpoint when one is due, then report the step; returns its metrics.
+
+        `progress` is what resuming this run needs.
+        """
         lengths = share.lengths
         totals = {
             "total_tokens": self.progress.get("total_tokens", 0) + sum(lengths),
@@ -189,6 +192,7 @@ class Session:
         if report.skipped:
             logger.warning(f"Step {self.step} changed nothing: {report.skipped}")
         logger.info(format_step(self.step, metrics))
+        return metrics
 
     def describe_wait(self) -> Wait:
         """What this process does, for whoever asks why nothing moves."""

@@ -31,6 +31,7 @@ def train(config: TrainConfig) -> int:
     from prime_rl.trainer.rl.loss import LossSchedule, build_loss
     from prime_rl.trainer.rl.recording import record_when_due
     from prime_rl.trainer.session import build_session
+    from prime_rl.utils.sentinels import StepSentinels
     from rollouts.training.rl_losses import credit_samples
 
     session = build_session(config, "trainer", ckpt_parts=CKPT_PARTS[: 1 if config.data.fake else 2])
@@ -40,6 +41,7 @@ def train(config: TrainConfig) -> int:
     loss = build_loss(config.loss, config.model.seq_len)
     schedule = LossSchedule(loss, config.loss, session.progress.get("teacher_distance", 0.0))
     claim_weights(session, config)
+    sentinels = StepSentinels(config.max_async_level, adapter=config.model.lora is not None)
 
     for step in session.steps():
         with watch("wait_for_batch"):
@@ -55,7 +57,9 @@ def train(config: TrainConfig) -> int:
             report = backend.optim_step(stats)
         with watch("broadcast_weights"):
             publish_version(session, config, step)  # unblocks: the weight relay
-        session.finish_step(report, stats, share, schedule.progress, told)
+        metrics = session.finish_step(report, stats, share, schedule.progress, told)
+        if session.ranks.rank == 0:
+            sentinels.look(step, metrics, samples)
     return session.close()
 
 
