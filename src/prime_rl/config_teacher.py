@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from prime_rl.inference.config import InferenceConfig
+from prime_rl.orchestrator.config import TeacherConfig
 from prime_rl.trainer.config import DistillConfig, LossConfig
 from prime_rl.utils.config import BASE_MODEL
 from prime_rl.utils.process import check_port_free
@@ -41,6 +42,7 @@ def add_teacher(values: Values) -> None:
         return
     _fill_taus(values)
     _ask_for_enough(values)
+    _follow(values)
     _serve(values)
 
 
@@ -79,6 +81,28 @@ def _ask_for_enough(values: Values) -> None:
         )
 
 
+def _follow(values: Values) -> None:
+    """A teacher that follows the student: the trainer keeps its average; anchors need the weights before training."""
+    weights = _weights(values)
+    if weights == "ema":
+        values.set("trainer.ema_decay", _given(values, "ema_decay", TeacherConfig().ema_decay), TEACHER)
+    envs = values.get("orchestrator.env") if values.has("orchestrator.env") else []
+    rows = [env for env in envs if isinstance(env, dict)] if isinstance(envs, list) else []
+    if weights != "frozen" and any(env.get("teacher") == "anchor" for env in rows) and not _keeps_base(values):
+        raise ValueError(
+            f'{TEACHER}.weights = "{weights}" leaves nobody who knows the weights before training, by which an anchor '
+            'holds\n  set trainer.model.lora (our engine answers without the adapter too), or weights = "frozen"'
+        )
+
+
+def _weights(values: Values) -> str:
+    return str(_given(values, "weights", TeacherConfig().weights))
+
+
+def _given(values: Values, name: str, default: Any) -> Any:
+    return values.get(f"{TEACHER}.{name}") if values.has(f"{TEACHER}.{name}") else default
+
+
 def _serve(values: Values) -> None:
     """Name the server that answers for the teacher: one that runs, the student's, or one that rl starts."""
     own = [key for key in ("teacher_gpu_ids", "teacher_inference") if values.has(key)]
@@ -89,10 +113,11 @@ def _serve(values: Values) -> None:
                 f"{own[0]} is for one that rl starts\n  remove one of them"
             )
         return
-    is_live = values.get(f"{TEACHER}.weights") == "live"
+    is_live = _weights(values) == "live"
     if is_live and own:
         raise ValueError(f'{TEACHER}.weights = "live" is the student\'s own server: leave {own[0]} out')
-    if is_live or (not own and _can_share(values)):
+    is_frozen = _weights(values) == "frozen"
+    if is_live or (is_frozen and not own and not values.has(f"{TEACHER}.model.name") and _keeps_base(values)):
         values.set(f"{TEACHER}.client.base_url", values.get("orchestrator.client.base_url"), "orchestrator.client")
         if not values.has(f"{TEACHER}.model.name"):
             name = values.get("model.name") if is_live else BASE_MODEL
@@ -101,12 +126,12 @@ def _serve(values: Values) -> None:
     _start(values)
 
 
-def _can_share(values: Values) -> bool:
-    """Whether the student's engine holds the teacher too: its weights without the adapter that is trained."""
+def _keeps_base(values: Values) -> bool:
+    """Whether the student's engine also answers with the weights before training: without the adapter."""
     lora = values.get("trainer.model.lora")
     is_adapter = isinstance(lora, dict) and not lora.get("merge", False)
     inference = values.get("inference")
-    if not is_adapter or inference is None or values.has(f"{TEACHER}.model.name"):
+    if not is_adapter or inference is None:
         return False
     backend = inference.get("backend", "auto") if isinstance(inference, dict) else "auto"
     return backend == "embedded" or (backend == "auto" and importlib.util.find_spec("vllm") is None)

@@ -17,6 +17,7 @@ from prime_rl.config import RLConfig
 from prime_rl.config_teacher import describe_taus
 from prime_rl.eval.config import EvalConfig
 from prime_rl.inference.config import InferenceConfig
+from prime_rl.transport.weights import AVERAGE_DIR
 from prime_rl.utils.hang import HangWatch
 from prime_rl.utils.process import ChildFailed, Supervisor, check_port_free, find_gpus, num_cores
 from prime_rl.utils.progress import show_progress
@@ -31,7 +32,7 @@ from rollouts.training.steps import (
     step_path,
 )
 
-STEP_DIRS = ("rollouts", "weights", "checkpoints")
+STEP_DIRS = ("rollouts", "weights", AVERAGE_DIR, "checkpoints")
 CKPT_PARTS = ("trainer", "orchestrator")
 RECORDS = ("metrics.jsonl", "samples.jsonl", "logs", "configs")
 
@@ -112,14 +113,20 @@ def start_processes(run: Supervisor, config: RLConfig, paths: dict[str, Path], p
     num_compute = num_ranks + len(servers)
     for name, gpus in servers.items():
         argv = [sys.executable, "-m", "prime_rl.inference.server", "@", str(paths[name])]
-        # Only the student's server has versions: the orchestrator brings it to the one in use before it answers.
-        options = ["--server.await_weights", "true"] if name == "inference" else []
+        # A server that has versions is brought to the one in use, by the orchestrator, before it answers again.
+        options = ["--server.await_weights", "true"] if name == "inference" or follows(config) else []
         env = compute_environment(gpus, num_compute)
         run.start(name, argv, env=env, max_restarts=config.max_restarts, restart_options=options)
     argv = [sys.executable, "-m", "prime_rl.orchestrator.orchestrator", "@", str(paths["orchestrator"])]
     run.start("orchestrator", argv, env={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
     argv = build_trainer_argv(paths["trainer"], num_ranks // config.trainer.parallel.model_ranks)
     run.start("trainer", argv, env=compute_environment(placement.trainer, num_compute))
+
+
+def follows(config: RLConfig) -> bool:
+    """Whether the teacher's server has versions of its own."""
+    teacher = config.orchestrator.teacher_model
+    return teacher is not None and teacher.weights == "ema"
 
 
 def build_trainer_argv(config_path: Path, dp: int) -> list[str]:

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from road import Runner, metric_rows, runner
+from safetensors.torch import load_file
 
 from prime_rl.utils.process import find_free_port
 from rollouts.training.steps import complete_steps
@@ -128,3 +130,28 @@ def test_one_copy_of_the_weights_teaches_its_own_adapter(run: Runner, tmp_path: 
     assert later, "the adapter has sampled"
     gaps = [abs(a - b) for r in later for a, b in zip(r["logprobs"], r["teacher_logprobs"], strict=True)]
     assert max(gaps) > 1e-4, "and the teacher is the model without it"
+
+
+@pytest.mark.slow
+def test_a_teacher_that_follows_its_student_through_a_crash_and_a_resume(run: Runner, tmp_path: Path) -> None:
+    """The average of every version is published and served; a resumed run goes on with the average, not anew."""
+    flags = (
+        "--trainer.model.lora.rank 4 --orchestrator.teacher_model.weights ema "
+        "--orchestrator.teacher_model.ema_decay 0.5 --trainer.ckpt.interval 1 "
+    )
+    with pytest.raises(AssertionError):  # two steps only
+        launch(run, tmp_path, flags + "--max-steps 2 --orchestrator.eval.interval 2")
+    assert complete_steps(tmp_path / "out" / "weights")[-1] == 2, run.commands[-1].err
+    out = launch(run, tmp_path, flags + "--trainer.ckpt.resume_step -1 --orchestrator.ckpt.resume_step -1")
+
+    def tensors(root: str, step: int) -> dict[str, Any]:
+        return load_file(out / root / f"step_{step}" / "adapter_model.safetensors")
+
+    for step in (2, 3):
+        before, now, mean = tensors("average", step - 1), tensors("weights", step), tensors("average", step)
+        assert mean.keys() == now.keys() == before.keys()
+        for name in mean:
+            assert torch.allclose(mean[name], (before[name] + now[name]) / 2, atol=1e-7), f"{name} of step {step}"
+    log = (out / "logs" / "teacher_inference.log").read_text()
+    assert "version 3 in service" in log
+    assert metric_rows(out, "orchestrator", "distill/world/teacher_context/avg")[-1]["step"] == 3

@@ -524,6 +524,30 @@ def test_a_resumed_relay_leaves_the_interrupted_runs_versions_alone(tmp_path: Pa
     assert engine.loaded[-1] == "step_6" and "step_9" not in engine.loaded
 
 
+def test_a_teacher_that_follows_loads_the_average_of_every_version(tmp_path: Path) -> None:
+    engine, teacher = AnyEngine(), AnyEngine()
+
+    async def load(step: int) -> None:
+        relay = WeightRelay(
+            tmp_path / "weights",
+            [engine],
+            version=step - 1,
+            on_live=lambda version: None,
+            is_received=lambda step: True,
+            timeout_s=60,
+            log_timeline=lambda *interval: None,
+        )
+        relay.followers = (tmp_path / "average", [teacher])
+        await relay.load(step)
+
+    publish_version(tmp_path, 3)
+    with pytest.raises(ValueError, match=r"average holds no average .* set trainer\.ema_decay"):
+        anyio.run(load, 3)
+    publish_dir(tmp_path / "average" / "step_3", lambda path: None)
+    anyio.run(load, 3)
+    assert (engine.loaded[-1], teacher.loaded) == ("step_3", ["step_3"])
+
+
 def test_checkpoints_count_only_when_both_halves_are_there(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, CkptConfig(interval=2, resume_step=-1, keep=2), max_steps=7)
     assert [step for step in range(1, 8) if store.is_due(step)] == [2, 4, 6, 7]

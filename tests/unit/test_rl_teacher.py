@@ -13,6 +13,7 @@ from prime_rl import rl
 from prime_rl.config import RLConfig
 from prime_rl.config_teacher import describe_taus
 from prime_rl.orchestrator import orchestrator
+from prime_rl.orchestrator.teacher import build_teacher
 from prime_rl.utils.process import find_free_port
 from prime_rl.utils.pydantic_config import ConfigError, parse_argv
 
@@ -120,6 +121,35 @@ def test_a_live_teacher_is_the_student() -> None:
     teacher = config.orchestrator.teacher_model
     assert config.teacher_inference is None and teacher is not None
     assert teacher.model.name == "tiny-qwen3" and teacher.client.base_url == config.orchestrator.client.base_url
+
+
+ANCHORED = ("--orchestrator.env", '[{"id": "a"}, {"id": "b", "teacher": "anchor"}]')
+
+
+def test_a_teacher_that_follows_the_student_has_a_server_and_the_trainer_keeps_its_weights() -> None:
+    follow = ("--orchestrator.teacher_model.weights", "ema")
+    for lora in ((), LORA):
+        config = parse(*CONTEXT, *follow, *lora)
+        teacher = config.orchestrator.teacher_model
+        assert config.teacher_inference is not None and teacher is not None
+        assert teacher.client.base_url != config.orchestrator.client.base_url and teacher.model.name == "tiny-qwen3"
+        assert config.trainer.ema_decay == teacher.ema_decay == 0.98
+    config = parse(*CONTEXT, *follow, "--orchestrator.teacher_model.ema_decay", "0.9")
+    assert config.trainer.ema_decay == 0.9 and rl.follows(config)
+    assert parse(*CONTEXT).trainer.ema_decay is None and not rl.follows(parse(*CONTEXT))
+
+
+@pytest.mark.parametrize("weights", ["ema", "live"])
+def test_anchors_need_the_weights_before_training(weights: str) -> None:
+    argv = (*CONTEXT, "--orchestrator.teacher_model.weights", weights, *ANCHORED)
+    with pytest.raises(ConfigError, match=r"leaves nobody who knows[\s\S]*trainer.model.lora"):
+        parse(*argv)
+    config = parse(*argv, *LORA)
+    assert config.orchestrator.teacher_model is not None
+    teacher = build_teacher(config.orchestrator)
+    assert teacher is not None and (teacher.scorer.model, teacher.anchor.model) == ("tiny-qwen3", "base")
+    frozen = build_teacher(parse(*CONTEXT, *ANCHORED).orchestrator)
+    assert frozen is not None and frozen.anchor is frozen.scorer
 
 
 def test_an_external_teacher() -> None:

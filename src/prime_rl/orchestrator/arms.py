@@ -97,15 +97,15 @@ class Arm:
 class Arms:
     """Measures the four arms beside every evaluation; the teacher's, which do not change, once.
 
-    student and student_context follow the training; teacher and teacher_context are those of the start, or, with live
-    weights, the student's own.
+    student and student_context follow the training; teacher and teacher_context are those of the start, with live
+    weights the student's own, with their average those of now.
     """
 
     def __init__(self, config: OrchestratorConfig, teacher: Teacher, clients: Sequence[Any], directory: Path) -> None:
         assert config.teacher_model is not None
         self.config, self.clients = config, clients
         # The same teacher with counters of its own: those of training are not mixed with evaluation.
-        self.teacher = Teacher(teacher.contexts, teacher.scorer, teacher.model)
+        self.teacher = Teacher(teacher.contexts, teacher.scorer, teacher.model, teacher.anchor)
         self.directory = directory
         self._settings = config.teacher_model
         self._arms: dict[str, Arm] = {}
@@ -135,9 +135,14 @@ class Arms:
         if arm is None:
             arm = self._arms[name] = await self._begin(name, environment, told, version, scores, told_groups, run)
             metrics |= baseline_metrics(name, arm)
-        is_live = self._settings.weights == "live"
-        scores["teacher"] = scores["student"] if is_live else arm.teacher_plain
-        scores["teacher_context"] = scores["student_context"] if is_live else arm.teacher
+        if self._settings.weights == "ema" and version:
+            target = (self.teacher.scorer.clients, self.teacher.scorer.model)
+            scores["teacher"] = example_scores(await run(environment, *target))
+            scores["teacher_context"] = example_scores(await run(told, *target))
+        else:
+            is_live = self._settings.weights == "live"
+            scores["teacher"] = scores["student"] if is_live else arm.teacher_plain
+            scores["teacher_context"] = scores["student_context"] if is_live else arm.teacher
         found = {f"{what}/avg": statistics.fmean(values) for what, values in scores.items() if values}
         closed = await anyio.to_thread.run_sync(compute_gap_closed, scores["student"], arm.before, arm.teacher)
         if closed is not None:
@@ -171,6 +176,8 @@ class Arms:
             if not self._is_own_model():
                 arm.teacher_plain = example_scores(await run(environment, *target))
         arm.teacher = example_scores(groups)
+        if version and self._settings.weights != "frozen":  # it has changed since
+            arm.teacher = self._recall(name, "teacher") or arm.teacher
         arm.taught = await self._swap_prompts(groups, environment.rows("eval"))
         if not version:
             self._remember(name, arm)
@@ -200,13 +207,13 @@ class Arms:
     def _is_own_model(self) -> bool:
         return self._settings.model.name in (None, BASE_MODEL, self.config.model.name)
 
-    def _recall(self, name: str) -> list[float]:
-        """Scores of the student before training, as the first attempt of this run wrote them."""
+    def _recall(self, name: str, who: str = "student") -> list[float]:
+        """Scores before training, as the first attempt of this run wrote them."""
         try:
             text = (self.directory / f"baseline_{name.replace('/', '_')}.json").read_text(encoding="utf-8")
         except FileNotFoundError:
             return []
-        return [float(value) for value in json.loads(text)["student"]]
+        return [float(value) for value in json.loads(text)[who]]
 
     async def _swap_prompts(self, groups: Groups, rows: Sequence[Row]) -> list[tuple[Sample, list[int], int]]:
         """The teacher's samples of one turn, behind the prompt that the student sees."""

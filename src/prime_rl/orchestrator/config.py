@@ -243,8 +243,12 @@ class TeacherConfig(ContextConfig):
     separator: str = ""
     """What stands between the context and the text that it joins."""
 
-    weights: Literal["frozen", "live"] = "frozen"
-    """The teacher's weights: those before training, or (live) always the student's own."""
+    weights: Literal["frozen", "ema", "live"] = "frozen"
+    """The teacher's weights: those before training, the moving average of the student's (ema), or always the student's
+    own (live)."""
+
+    ema_decay: float = Field(default=0.98, gt=0, lt=1)
+    """ema: what the average keeps of itself in a step of the trainer; .98 follows by about 50 steps."""
 
     temperature: float | None = Field(default=None, gt=0)
     """Temperature of the teacher's distribution; unset: that of sampling, so that the two can be compared."""

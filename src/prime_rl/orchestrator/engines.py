@@ -34,15 +34,21 @@ def build_engines(config: ClientConfig) -> list[PrimeEngine]:
 
 
 async def prepare_engines(
-    config: OrchestratorConfig, clients: Sequence[InferenceClient], engines: Sequence[PrimeEngine], version: int
+    config: OrchestratorConfig,
+    clients: Sequence[InferenceClient],
+    engines: Sequence[PrimeEngine],
+    version: int,
+    name: str = "weights",
 ) -> None:
-    """Wait until every server is ready, then bring those that hold another version to `version`."""
+    """Wait until every server is ready, then bring those that hold another version to `version` of `name`."""
     states = [await wait_until_ready(client, config.inference_timeout) for client in clients]
     for engine, state in zip(engines, states, strict=True):
-        await bring_to(config, engine, state, version)
+        await bring_to(config, engine, state, version, name)
 
 
-async def bring_to(config: OrchestratorConfig, engine: PrimeEngine, state: Health, version: int) -> None:
+async def bring_to(
+    config: OrchestratorConfig, engine: PrimeEngine, state: Health, version: int, name: str = "weights"
+) -> None:
     """Let a server load `version` unless it holds it, or is of a kind that tells none."""
     if state.version is None or (state.version == version and not state.awaits_weights):
         return
@@ -50,7 +56,7 @@ async def bring_to(config: OrchestratorConfig, engine: PrimeEngine, state: Healt
     if version == 0:
         await engine.reload_weights()
     else:
-        await _load_resumed(config, engine, version)
+        await _load_resumed(config, engine, version, name)
 
 
 class EngineKeeper:
@@ -67,8 +73,10 @@ class EngineKeeper:
         clients: Sequence[InferenceClient],
         engines: Sequence[PrimeEngine],
         relay: WeightRelay,
+        name: str = "weights",
     ) -> None:
         self.config, self.clients, self.engines, self.relay = config, clients, engines, relay
+        self.name = name
         self.num_recovered = 0
         self.away: dict[int, tuple[float, str]] = {}
         """Server -> since when it is away, and why."""
@@ -94,7 +102,7 @@ class EngineKeeper:
             state = await read_health(self.clients[i])
             if i in self.away or state.awaits_weights:
                 async with self.relay.lock:  # not in the middle of an update, of which each engine has its own part
-                    await bring_to(self.config, self.engines[i], state, self.relay.version)
+                    await bring_to(self.config, self.engines[i], state, self.relay.version, self.name)
         except Exception as error:
             self._note_absence(i, str(error))
             return
@@ -111,9 +119,9 @@ class EngineKeeper:
             raise TimeoutError(f"{self.engines[i]} has not answered for {limit:g} s ({problem}): see its log")
 
 
-async def _load_resumed(config: OrchestratorConfig, engine: PrimeEngine, version: int) -> None:
+async def _load_resumed(config: OrchestratorConfig, engine: PrimeEngine, version: int, name: str) -> None:
     """Load the version that a resumed trainer publishes once more: it may replace the directory as we look."""
-    root = config.output_dir / "weights"
+    root = config.output_dir / name
     path = step_path(root, version)
     for tries_left in (2, 1, 0):
         await wait_for(

@@ -24,6 +24,7 @@ from prime_rl.orchestrator.teacher import Teacher, build_teacher
 from prime_rl.orchestrator.waiting import LagMeter, Reminder
 from prime_rl.orchestrator.weight_relay import WeightRelay
 from prime_rl.transport.batches import BatchSender
+from prime_rl.transport.weights import AVERAGE_DIR
 from prime_rl.transport.wires import build_sender
 from prime_rl.utils.client import build_clients
 from prime_rl.utils.hang import Wait, explain_on_signal
@@ -31,7 +32,7 @@ from prime_rl.utils.monitor import Monitor, build_monitor
 from rollouts.training.environments import Environment
 from rollouts.training.rollout_gen.async_rollout_manager import AsyncRolloutManager
 from rollouts.training.types import Sample
-from rollouts.training.weight_sync import InferenceEngine
+from rollouts.training.weight_sync import InferenceEngine, PrimeEngine, WeightSyncError
 
 
 @dataclass
@@ -51,6 +52,7 @@ class Orchestrator:
     totals: Counter[str] = field(default_factory=Counter)
     teacher: Teacher | None = None
     keeper: EngineKeeper | None = None
+    teacher_keeper: EngineKeeper | None = None
     _relay: WeightRelay | None = None
 
     @property
@@ -102,11 +104,12 @@ def describe_wait(parts: Orchestrator | None) -> Wait:
         "batches sent": relay.num_sent,
         "version live": relay.version,
     }
-    for i, (since, problem) in parts.keeper.away.items():
-        waited = anyio.current_time() - since
-        return Wait(
-            f"waits for {parts.keeper.engines[i]}, which does not answer ({problem})", "inference", waited, queues
-        )
+    for name, keeper in (("inference", parts.keeper), ("teacher_inference", parts.teacher_keeper)):
+        if keeper is None:
+            continue
+        for i, (since, problem) in keeper.away.items():
+            waited = anyio.current_time() - since
+            return Wait(f"waits for {keeper.engines[i]}, which does not answer ({problem})", name, waited, queues)
     if rollouts.num_running:
         return Wait(f"waits for inference: {rollouts.num_running} groups are under way", "inference", None, queues)
     if relay.num_sent > relay.version:
@@ -164,8 +167,8 @@ async def running(parts: Orchestrator) -> AsyncIterator[Orchestrator]:
     async with anyio.create_task_group() as tasks:
         for work in (parts.relay.run, parts.evaluations.run, parts.lag.run, parts.reminder.run):
             tasks.start_soon(work)
-        if parts.keeper is not None:
-            tasks.start_soon(parts.keeper.run)
+        for keeper in filter(None, (parts.keeper, parts.teacher_keeper)):
+            tasks.start_soon(keeper.run)
         parts.evaluations.on_version(parts.relay.version)
         if parts.evaluations.arms is not None and not parts.relay.version:
             await parts.evaluations.wait()  # the baseline is of the weights before training, all of it
@@ -203,4 +206,20 @@ async def build_orchestrator(
             await teacher.wait_ready(config.inference_timeout)
         parts.keeper = EngineKeeper(config, clients, engines, parts.relay)
         parts.relay.wait_back = parts.keeper.wait_back
+        if teacher is not None and config.teacher_model is not None and config.teacher_model.weights == "ema":
+            await _follow(parts, teacher, build_engines(config.teacher_model.client))
         yield await stack.enter_async_context(running(parts))
+
+
+async def _follow(parts: Orchestrator, teacher: Teacher, engines: Sequence[PrimeEngine]) -> None:
+    """Servers of a teacher that hold the moving average: at the version in use now, after each update and each fall."""
+    clients = teacher.scorer.clients
+    await prepare_engines(parts.config, clients, engines, parts.relay.version, AVERAGE_DIR)
+    student, own = parts.keeper, EngineKeeper(parts.config, clients, engines, parts.relay, AVERAGE_DIR)
+    assert student is not None
+
+    async def wait_for_both(error: WeightSyncError) -> bool:
+        return await student.wait_back(error) and await own.wait_back(error)
+
+    parts.teacher_keeper, parts.relay.wait_back = own, wait_for_both
+    parts.relay.followers = (Path(parts.config.output_dir) / AVERAGE_DIR, engines)

@@ -18,6 +18,7 @@ from prime_rl.orchestrator.config import OrchestratorConfig, TeacherConfig
 from prime_rl.orchestrator.context import Contexts
 from prime_rl.orchestrator.engines import wait_until_ready
 from prime_rl.utils.client import build_clients
+from prime_rl.utils.config import BASE_MODEL
 from prime_rl.utils.scoring import Scored, TokenScorer
 from rollouts.training.environments.protocol import name_failure
 from rollouts.training.types import Sample, TeacherTable
@@ -38,8 +39,10 @@ class Skipped(Exception):
 class Teacher:
     """Fills the teacher's streams of samples. What it cannot score is left out and counted, never a crash."""
 
-    def __init__(self, contexts: Contexts, scorer: TokenScorer, model: str) -> None:
+    def __init__(self, contexts: Contexts, scorer: TokenScorer, model: str, anchor: TokenScorer | None = None) -> None:
         self.contexts, self.scorer, self.model = contexts, scorer, model
+        self.anchor = anchor or scorer
+        """Who speaks of anchors: the model before training, also where the teacher's weights follow the student's."""
         self.last_error: str | None = None
         self._counts: Counter[str] = Counter()
         self._seconds = 0.0
@@ -60,7 +63,8 @@ class Teacher:
             sample = samples[index]
             try:
                 tokens, start = await self._prompt_of(sample, env, context, client)
-                self._fill(sample, await self._score(tokens, start), start)
+                scorer = self.anchor if role == "anchor" else self.scorer
+                self._fill(sample, await self._score(scorer, tokens, start), start)
             except Skipped as skipped:
                 self._counts[skipped.reason] += 1
                 self.last_error = str(skipped)
@@ -129,9 +133,9 @@ class Teacher:
             self._prompts.popitem(last=False)
         return list(ids)
 
-    async def _score(self, tokens: list[int], start: int) -> Scored:
+    async def _score(self, scorer: TokenScorer, tokens: list[int], start: int) -> Scored:
         try:
-            scored = await self.scorer.score(tokens, start)
+            scored = await scorer.score(tokens, start)
         except ValueError:
             raise  # what this server can never do is for the user to change
         except Exception as error:
@@ -173,7 +177,10 @@ def build_teacher(config: OrchestratorConfig) -> Teacher | None:
     clients = build_clients(teacher.client)
     temperature = config.sampling.temperature if teacher.temperature is None else teacher.temperature
     scorer = TokenScorer(clients, teacher_name(config, teacher), temperature, teacher.top_logprobs)
-    return Teacher(contexts, scorer, config.model.name)
+    anchor = None
+    if teacher.weights != "frozen":
+        anchor = TokenScorer(clients, BASE_MODEL, temperature, teacher.top_logprobs)
+    return Teacher(contexts, scorer, config.model.name, anchor)
 
 
 def teacher_name(config: OrchestratorConfig, teacher: TeacherConfig) -> str:

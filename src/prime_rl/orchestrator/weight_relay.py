@@ -57,6 +57,8 @@ class WeightRelay:
         self.canary = CanaryCheck(canary_interval)
         self.lock = anyio.Lock()
         """Held while engines change their version."""
+        self.followers: tuple[Path, Sequence[InferenceEngine]] | None = None
+        """Where versions of the moving average are, and the engines of a teacher that hold them."""
         self.wait_back: Callable[[WeightSyncError], Awaitable[bool]] | None = None
         """Set by whoever watches the engines: whether those that failed were away and are back."""
         self._num_sent = version
@@ -115,10 +117,20 @@ class WeightRelay:
         for tries_left in reversed(range(MAX_TRIES)):
             try:
                 answers = await sync_weights_to_engines(self.engines, str(path))
+                await self._update_followers(step)
                 return await self.canary.check(step, path, self.engines, answers)
             except WeightSyncError as error:
                 if not (tries_left and is_complete(path) and self.wait_back and await self.wait_back(error)):
                     raise
+
+    async def _update_followers(self, step: int) -> None:
+        """The teacher's engines load the average of the same step, which is published before the version is."""
+        if self.followers is None:
+            return
+        root, engines = self.followers
+        if not complete_steps(root):
+            raise ValueError(f'{root} holds no average though teacher_model.weights = "ema": set trainer.ema_decay')
+        await sync_weights_to_engines(engines, str(step_path(root, step)))
 
     def sent(self, step: int) -> None:
         """Batch `step` is on its way: version `step` is due."""

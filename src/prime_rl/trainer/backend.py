@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from prime_rl.trainer.activations import recompute_layers
+from prime_rl.trainer.average import WeightAverage
 from prime_rl.trainer.config import ModelConfig, SFTConfig, TrainConfig
 from prime_rl.trainer.gradients import Gradients
 from prime_rl.trainer.lora import merged_tensors, peft_config, peft_tensors
@@ -66,6 +67,7 @@ class Backend:
     mesh: Mesh = field(default_factory=Mesh)
     cuts: Cuts = field(default_factory=dict)
     pipeline: Pipeline | None = None
+    average: WeightAverage | None = None
 
     @property
     def quadratic_cost(self) -> float:
@@ -187,7 +189,10 @@ class Backend:
         if stats.empty:
             return self.stepper.skip("no token of the batch carries loss")
         Gradients(self.parameters, self.holders, self.mesh, self.ranks).complete()
-        return self.stepper.step()
+        report = self.stepper.step()
+        if self.average is not None:
+            self.average.update()
+        return report
 
     def publishable(self) -> dict[str, Tensor]:
         """The tensors that engines compute with, in the format the trainer computes with.
@@ -277,6 +282,9 @@ def build_backend(config: TrainConfig | SFTConfig) -> Backend:
     pipeline = None
     if isinstance(model, PipelineLM):
         pipeline = Pipeline(model, mesh.pp, placement.device, placement.dtype)
+    average = None
+    if isinstance(config, TrainConfig) and config.ema_decay is not None:
+        average = WeightAverage(parameters, config.ema_decay, after_step)
     return Backend(
         model,
         stepper,
@@ -291,6 +299,7 @@ def build_backend(config: TrainConfig | SFTConfig) -> Backend:
         mesh=mesh,
         cuts=cuts,
         pipeline=pipeline,
+        average=average,
     )
 
 

@@ -46,7 +46,7 @@ READABLE = (1, 2, 3)
 PART = "trainer"
 """Name of the trainer's part of `checkpoints/step_N`; the orchestrator publishes its own beside it."""
 
-MODEL, OPTIMIZER, RNG = "model", "optimizer", "rng"
+MODEL, OPTIMIZER, AVERAGE, RNG = "model", "optimizer", "average", "rng"
 STATE_FILE = "state.json"
 
 
@@ -58,11 +58,14 @@ def save_checkpoint(
     progress: Mapping[str, Any],
     ranks: Ranks | None = None,
     holders: Holders | None = None,
+    *,
+    average: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Publish `root/step_N/trainer`, whole or not at all; every rank writes its own files and all must call.
 
     `parameters` are those that the optimizer steps, by name, and `holders` tells who has which part of them (unset:
     asked for); `progress` is any JSON: data position, totals. What several ranks hold alike the first of them writes.
+    `average` are this rank's parts of the weights' moving average, by name.
     """
     ranks = ranks or Ranks()
     holders = holders or find_holders(parameters, ranks)
@@ -72,6 +75,8 @@ def save_checkpoint(
         save_shards(directory, MODEL, ours, holders.own, ranks)
         moments, boxes = _optimizer_tensors(ours, stepper.optimizer, holders)
         save_shards(directory, OPTIMIZER, moments, boxes, ranks)
+        if average is not None:
+            save_shards(directory, AVERAGE, {name: average[name] for name in ours}, holders.own, ranks)
         save_own(directory, RNG, _rng_tensors(ranks), ranks)
         if ranks.rank == 0:
             state = {
@@ -117,8 +122,10 @@ def load_checkpoint(
     ranks: Ranks | None = None,
     config: CkptConfig | None = None,
     holders: Holders | None = None,
+    *,
+    average: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Restore parameters, moments, counters and random states in place; returns the saved `progress`.
+    """Restore parameters, moments, `average`, counters and random states in place; returns the saved `progress`.
 
     A checkpoint of any mesh of ranks will do: each rank reads the part that `holders` (unset: asked for) says it has.
     `config` may skip parts.
@@ -144,6 +151,8 @@ def load_checkpoint(
     if not config.skip_optimizer:
         with open_shards(directory, OPTIMIZER, num_ranks) as saved:
             _load_optimizer(saved, parameters, stepper.optimizer, holders, directory)
+    if average is not None:
+        _load_average(directory, num_ranks, average, holders)
     _load_rng(directory, num_ranks, ranks)
     stepper.load_state(state["stepper"])
     if config.skip_progress:
@@ -239,6 +248,14 @@ def _load_optimizer(
                 f"{source} was written by another optimizer: use the optim.type it began with, or ckpt.skip_optimizer"
             )
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _load_average(directory: Path, num_ranks: int, average: Mapping[str, Tensor], holders: Holders) -> None:
+    if not (directory / shard_name(AVERAGE, 0, num_ranks)).is_file():
+        raise ValueError(f"{directory} holds no moving average of the weights: it was written without ema_decay")
+    with open_shards(directory, AVERAGE, num_ranks) as saved:
+        for name, mean in average.items():
+            mean.copy_(saved.read(name, holders.own[name]))
 
 
 def _rng_tensors(ranks: Ranks) -> dict[str, Tensor]:

@@ -680,6 +680,10 @@ class TrainConfig(TrainerConfig):
     max_async_level: int = Field(default=2, ge=0)
     """How many versions behind the policy that generates may be; decides which published weights are kept."""
 
+    ema_decay: float | None = Field(default=None, gt=0, lt=1)
+    """Set: a moving average of the weights is kept with this decay and published as average/step_N beside weights/;
+    rl sets it for a teacher whose weights are "ema"."""
+
     record_logprobs: int | None = Field(default=None, ge=1)
     """Steps between two whose log-probs by the trainer, token by token, go to trainer_logprobs.jsonl for `monitor`."""
 

@@ -36,6 +36,7 @@ from prime_rl.trainer.parallel_dims import leave_ranks
 from prime_rl.trainer.perf import PerfCounter, Stopwatch
 from prime_rl.trainer.profiling import record_profile
 from prime_rl.transport import weights
+from prime_rl.transport.canary import Canary
 from prime_rl.utils.hang import Wait, explain_on_signal
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.monitor import Monitor, build_monitor
@@ -111,12 +112,23 @@ class Session:
             quadratic_cost=self.backend.quadratic_cost,
         )
 
+    @property
+    def average_dir(self) -> Path:
+        """Where versions of the moving average are published."""
+        return self.config.output_dir / weights.AVERAGE_DIR
+
     def publish_weights(self, step: int) -> None:
-        """Publish the model as `weights/step_N`; all ranks must call."""
-        tensors, canary = self.backend.publishable(), self.backend.compute_canary(step)
+        """Publish the model as `weights/step_N`, before it its average, if there is one; all ranks must call."""
+        if self.backend.average is not None:
+            with self.backend.average.in_place():
+                self._publish(self.average_dir, step, None)
+        self._publish(self.weights_dir, step, self.backend.compute_canary(step))
+
+    def _publish(self, root: Path, step: int, canary: Canary | None) -> None:
+        tensors = self.backend.publishable()
         self.ranks.run_first(
             lambda: weights.publish_weights(
-                self.weights_dir,
+                root,
                 step,
                 tensors,
                 self.backend.model_dir,
@@ -235,6 +247,7 @@ class Session:
                 self.progress,
                 self.ranks,
                 backend.holders,
+                average=None if backend.average is None else backend.average.by_name,
             )
             self.ranks.run_first(lambda: prune_checkpoints(self.ckpt_dir, ckpt.keep))
 
@@ -300,7 +313,10 @@ def resume(
         return {}, 1
     progress: dict[str, Any] = {}
     stepper, held = backend.stepper, (backend.parameters, backend.stepper)
-    ranks.run_all(lambda: progress.update(load_checkpoint(root, step, *held, ranks, ckpt, backend.holders)))
+    average = None if backend.average is None else backend.average.by_name
+    ranks.run_all(
+        lambda: progress.update(load_checkpoint(root, step, *held, ranks, ckpt, backend.holders, average=average))
+    )
     if stepper.schedule_start and config.max_steps is not None:
         check_schedule(config.scheduler, config.max_steps - stepper.schedule_start)
         stepper.schedule = build_schedule(config.scheduler, config.optim.lr, config.max_steps - stepper.schedule_start)

@@ -8,6 +8,7 @@ orchestrator --> receive --> pack --> forward_backward --> optim_step --> publis
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING
 
 from prime_rl.trainer.config import TrainConfig
@@ -69,8 +70,9 @@ def publish_version(session: Session, config: TrainConfig, step: int) -> None:
 
     session.publish_weights(step)
     interval = config.ckpt.interval if config.ckpt else None
-    root, level = session.weights_dir, config.max_async_level
-    session.ranks.run_first(lambda: prune_weights(root, step, level, interval, config.max_steps))
+    level = config.max_async_level
+    for root in (session.weights_dir, session.average_dir):
+        session.ranks.run_first(partial(prune_weights, root, step, level, interval, config.max_steps))
 
 
 def claim_weights(session: Session, config: TrainConfig) -> None:
@@ -84,6 +86,7 @@ def claim_weights(session: Session, config: TrainConfig) -> None:
     root, step = session.weights_dir, session.first_step - 1
     if config.ckpt is not None and config.ckpt.resume_step is not None:
         session.ranks.run_first(lambda: prune_steps(root, lambda found: found <= step))
+        session.ranks.run_first(lambda: prune_steps(session.average_dir, lambda found: found <= step))
         if step:
             publish_version(session, config, step)
     else:

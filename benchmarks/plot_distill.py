@@ -1,0 +1,60 @@
+"""The estimators' curves of bench_distill.py as a picture.
+
+    python benchmarks/plot_distill.py results.json curves.svg
+
+One line per estimator: the mean over the seeds of the probability of the right answer, by training step; facts on the
+left, modes on the right.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+WIDTH, HEIGHT, LEFT, TOP = 300, 220, 44, 30
+PANEL = LEFT + WIDTH + 190
+COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#888888", "#000000", "#ff8800")
+
+
+def main() -> int:
+    """Read the results, write the picture."""
+    source, target = map(Path, sys.argv[1:])
+    rows = [row for row in json.loads(source.read_text()) if row["table"] == "estimators"]
+    panels = {"facts": [r for r in rows if ":" not in r["name"]], "modes": [r for r in rows if ":" in r["name"]]}
+    parts = [draw(title, found, PANEL * i) for i, (title, found) in enumerate(panels.items()) if found]
+    size = f'width="{PANEL * len(parts)}" height="{HEIGHT + TOP + 44}"'
+    style = "<style>text{font:11px sans-serif}</style>"
+    target.write_text(f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{style}{"".join(parts)}</svg>\n')
+    return 0
+
+
+def draw(title: str, rows: list[dict[str, Any]], x0: int) -> str:
+    """One panel with its axes and its legend."""
+    curves = {row["name"].split(": ")[-1]: mean_curve(row) for row in rows}
+    last = max(step for curve in curves.values() for step, _ in curve)
+    out = [f'<g transform="translate({x0 + LEFT},{TOP})"><text x="0" y="-12" font-weight="bold">{title}</text>']
+    out += [f'<rect width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#999"/>']
+    for part in (0.0, 0.5, 1.0):
+        y = HEIGHT * (1 - part)
+        out.append(f'<text x="-6" y="{y + 4:.0f}" text-anchor="end">{part:g}</text>')
+        out.append(f'<text x="{WIDTH * part:.0f}" y="{HEIGHT + 16}" text-anchor="middle">{last * part:g}</text>')
+    out.append(f'<text x="{WIDTH / 2}" y="{HEIGHT + 32}" text-anchor="middle">step</text>')
+    for number, (name, curve) in enumerate(curves.items()):
+        points = " ".join(f"{WIDTH * step / last:.1f},{HEIGHT * (1 - value):.1f}" for step, value in curve)
+        colour, y = COLOURS[number % len(COLOURS)], 10 + 18 * number
+        out.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        out.append(f'<path d="M{WIDTH + 8} {y}h16" stroke="{colour}" stroke-width="2"/>')
+        out.append(f'<text x="{WIDTH + 28}" y="{y + 4}">{name.replace("the teacher", "teacher")}</text>')
+    return "".join([*out, "</g>"])
+
+
+def mean_curve(row: dict[str, Any]) -> list[tuple[int, float]]:
+    """Step and mean accuracy over the seeds."""
+    curves = [seed["curve"] for seed in row["seeds"]]
+    return [(points[0][0], sum(value for _, value in points) / len(points)) for points in zip(*curves, strict=True)]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
