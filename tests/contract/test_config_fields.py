@@ -12,7 +12,10 @@ ROOT = Path(__file__).parents[2]
 MODULES = [
     "prime_rl.config",
     "prime_rl.config_teacher",
-    *(f"prime_rl.{room}.config" for room in ("trainer", "orchestrator", "inference", "eval", "synthesize", "plan", "utils")),
+    *(
+        f"prime_rl.{room}.config"
+        for room in ("trainer", "orchestrator", "inference", "eval", "synthesize", "plan", "utils")
+    ),
 ]
 READ_AS_A_WHOLE = {
     "LossMaskConfig": "the roles that are learnt from: `model_dump`",

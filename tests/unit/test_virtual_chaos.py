@@ -99,6 +99,7 @@ def test_whatever_dies_whenever_the_run_ends_where_it_would_have(
 ) -> None:
     """At level 0 the trainer sees the undisturbed run's batches; at any level the invariants of `World` hold."""
     monkeypatch.setattr("prime_rl.orchestrator.weight_relay.MAX_TRIES", 20)
+    monkeypatch.setattr("prime_rl.orchestrator.waiting.LAG_EVERY_S", 50)  # virtual time is never late
     hits, checks, exact = Counter[str](), 0, 0
     for number in range(part, NUM_TRIALS, 3):
         draw = random.Random(number)

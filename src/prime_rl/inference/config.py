@@ -31,6 +31,9 @@ class ServerConfig(BaseConfig):
     max_waiting: int = Field(default=16384, ge=0)
     """Requests that may wait for a place; one more is answered 429 with Retry-After."""
 
+    max_request_mb: float = Field(default=64.0, gt=0)
+    """Largest body of a request in megabytes; a larger one is answered 413 before it is read."""
+
     await_weights: bool = False
     """Answer no request until weights are loaded by a control route: a server that was started again must not speak
     for weights that the others have left behind."""

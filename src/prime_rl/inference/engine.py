@@ -360,14 +360,21 @@ class EngineThread:
         return bool(self._inbox) or self._closed
 
 
+SHOWN_PATH = 200
+
+
 def resolve_allowed(weight_dir: str, allowed: list[Path]) -> Path:
     """The real path of `weight_dir` if it lies below one of `allowed`, symbolic links and `..` resolved.
 
     Raises `PermissionError` otherwise, whether or not the directory exists.
     """
-    path = Path(weight_dir).resolve()
+    shown = weight_dir if len(weight_dir) <= SHOWN_PATH else f"{weight_dir[:SHOWN_PATH]}..."
+    try:
+        path = Path(weight_dir).resolve()
+    except (ValueError, OSError, RuntimeError) as error:  # a zero byte, a name too long, links in a circle
+        raise PermissionError(f"{shown!r} is no path: {error}") from error
     if not any(path.is_relative_to(root.resolve()) for root in allowed):
         raise PermissionError(
-            f"{weight_dir} is not below inference.output_dir or inference.weight_dirs: add its parent to weight_dirs"
+            f"{shown} is not below inference.output_dir or inference.weight_dirs: add its parent to weight_dirs"
         )
     return path

@@ -124,6 +124,34 @@ def guarded(service: Service, handler: RouteHandler, access: Access) -> Callable
     return handle
 
 
+class BodyLimit:
+    """Answers 413 to a request whose body is longer than `max_bytes`, announced or not, without keeping it."""
+
+    def __init__(self, app: Any, max_bytes: int) -> None:
+        self.app, self.max_bytes = app, max_bytes
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        too_long = ApiError(f"the body is longer than {self.max_bytes} bytes (server.max_request_mb)", status=413)
+        announced = dict(scope["headers"]).get(b"content-length", b"0")
+        if not announced.isdigit() or int(announced) > self.max_bytes:
+            await refuse(Request(scope), too_long)(scope, receive, send)
+            return
+        seen = 0
+
+        async def limited() -> Any:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self.max_bytes:
+                raise too_long
+            return message
+
+        await self.app(scope, limited, send)
+
+
 def refuse(request: Request, error: Exception) -> Response:
     """The answer to a request that failed."""
     if isinstance(error, EngineFailed):

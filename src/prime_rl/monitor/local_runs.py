@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 import tomllib
 from collections.abc import Iterator
@@ -16,6 +17,12 @@ METRICS_FILE, SAMPLES_FILE = "metrics.jsonl", "samples.jsonl"
 MAX_DEPTH = 4
 FRESH_S = 60.0
 """A run whose metrics grew within this time counts as running."""
+
+SECRET = re.compile(
+    r"""((?:authorization|password|secret|api[_-]?key|(?:access|auth|api|bearer|hf)[_-]?token)"?\s*=\s*)"[^"\n]*\"""",
+    re.IGNORECASE,
+)
+"""What a table of TOML gives to a key with such a name; the names of variables (api_key_var) are no secrets."""
 
 _SKIPPED = {"weights", "checkpoints", "rollouts", "logs", "configs", "evals", "attempts", "wandb"}
 
@@ -56,8 +63,9 @@ class LocalRun:
         return _load_jsonl(self.samples_path)
 
     def configs(self) -> dict[str, str]:
-        """Process -> its resolved configuration as text, with the source of each value."""
-        return {path.stem: path.read_text(encoding="utf-8") for path in sorted((self.path / "configs").glob("*.toml"))}
+        """Process -> its resolved configuration as text, with the source of each value and without secrets."""
+        paths = sorted((self.path / "configs").glob("*.toml"))
+        return {path.stem: SECRET.sub(r'\1"***"', path.read_text(encoding="utf-8")) for path in paths}
 
     def config_value(self, key: str) -> Any:
         """The value of a dotted key in whichever configuration has it; None where none has."""

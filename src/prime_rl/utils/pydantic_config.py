@@ -104,11 +104,15 @@ def parse_argv(
 
 
 def write_config(config: BaseConfig, path: Path, provenance: Mapping[str, str] | None = None) -> None:
-    """Write the resolved config as TOML that `@` reads back, with the source of each value as a comment."""
+    """Write the resolved config as TOML that `@` reads back, with the source of each value as a comment.
+
+    It may hold keys (headers, arguments of environments), so its owner alone may read it.
+    """
     from prime_rl.utils.config_toml import render_toml
 
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.touch(0o600)
     temporary.write_text(render_toml(config, config.provenance if provenance is None else provenance), encoding="utf-8")
     temporary.replace(path)
 

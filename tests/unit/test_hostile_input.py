@@ -1,0 +1,238 @@
+"""Hostile input: what is planted in data directories is never run, and what is sent never takes more than its share."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running_server import RunningServer
+
+from prime_rl.inference.engine import resolve_allowed
+from prime_rl.monitor.local_runs import LocalRun
+from prime_rl.orchestrator.config import OrchestratorConfig
+from prime_rl.transport.batches import decode_batch, read_batch
+from prime_rl.transport.weights import check_directory, read_manifest
+from prime_rl.utils.pydantic_config import write_config
+from prime_rl.utils.tokenizer import load_tokenizer
+from rollouts.training.datasets.rows import load_rows
+from rollouts.training.metrics import load_jsonl
+from rollouts.training.steps import find_damage
+
+TINY = Path(__file__).parents[2] / "src" / "prime_rl" / "assets" / "tiny-qwen3"
+
+
+class Bomb:
+    """Whoever unpickles it makes `mark`."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.mark,))
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    """A directory in which every name that a reader might open holds a pickle, and the file that it would make."""
+    mark = tmp_path / "executed"
+    root = tmp_path / "planted"
+    root.mkdir()
+    bomb = pickle.dumps(Bomb(mark))
+    pickle.loads(bomb)  # noqa: S301
+    assert mark.exists(), "the bomb works"
+    mark.unlink()
+    names = (
+        "batch.msgpack model.safetensors adapter_model.safetensors manifest.json state.json metrics.jsonl rows.jsonl"
+    )
+    for name in [*names.split(), "STABLE", "tokenizer.json", "config.json", "pytorch_model.bin", "canary.json"]:
+        (root / name).write_bytes(bomb)
+    yield root, mark
+    assert not mark.exists(), "a planted file was run"
+
+
+@pytest.fixture
+def no_unpickling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unpickling anything is an error, in Python's and in C."""
+
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise AssertionError("something was unpickled")
+
+    for name in ("load", "loads", "Unpickler"):
+        monkeypatch.setattr(pickle, name, refuse)
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "a batch": lambda root: decode_batch(read_batch(root) or b""),
+    "a manifest": read_manifest,
+    "weights": check_directory,
+    "a seal": find_damage,
+    "a tokenizer": lambda root: load_tokenizer(str(root)),
+    "rows": lambda root: load_rows(str(root / "rows.jsonl")),
+}
+
+
+@pytest.mark.parametrize("what", READERS)
+def test_pickles_in_data_directories_are_refused_unread(
+    what: str, planted: tuple[Path, Path], no_unpickling: None
+) -> None:
+    if what == "a seal":
+        assert "STABLE is not what was written" in (find_damage(planted[0]) or "")
+        return
+    with pytest.raises((ValueError, OSError)):
+        READERS[what](planted[0])
+
+
+def test_records_of_another_kind_are_left_out(planted: tuple[Path, Path], no_unpickling: None) -> None:
+    assert list(load_jsonl(planted[0] / "metrics.jsonl")) == []
+
+
+def test_a_model_directory_brings_no_code(tmp_path: Path) -> None:
+    """`auto_map` and Python files in a model directory are not imported unless trust_remote_code says so."""
+    root, mark = tmp_path / "model", tmp_path / "executed"
+    shutil.copytree(TINY, root)
+    (root / "evil.py").write_text(f"open({str(mark)!r}, 'w')\nclass Evil: pass\n")
+    settings = json.loads((root / "tokenizer_config.json").read_text())
+    settings["auto_map"] = {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
+    (root / "tokenizer_config.json").write_text(json.dumps(settings))
+    before = set(sys.modules)
+    try:
+        load_tokenizer(str(root))
+    except ValueError as error:
+        assert "trust_remote_code" in str(error)
+    assert not mark.exists() and not [name for name in set(sys.modules) - before if "evil" in name]
+
+
+def test_safetensors_that_lie_about_their_length(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"schema": 1, "step": 1, "tensors": {}}')
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}).encode()
+    for data in (struct.pack("<Q", 2**63) + b"{}", struct.pack("<Q", len(header)) + header, b"", b"\x00" * 7):
+        (tmp_path / "model.safetensors").write_bytes(data)
+        with pytest.raises(ValueError, match=r"model.safetensors cannot be read"):
+            check_directory(tmp_path)
+
+
+def test_weight_directories_outside_the_list(tmp_path: Path) -> None:
+    inside, outside = tmp_path / "run", tmp_path / "outside" / "step_1"
+    (inside / "weights").mkdir(parents=True)
+    outside.mkdir(parents=True)
+    (inside / "link").symlink_to(outside)
+    (inside / "loop").symlink_to(inside / "loop")
+    for path in (outside, inside / ".." / "outside" / "step_1", inside / "link", Path("/"), tmp_path / "run-too", "\0"):
+        with pytest.raises((PermissionError, ValueError, OSError, RuntimeError)):
+            resolve_allowed(str(path), [inside])
+    assert resolve_allowed(str(inside / "weights" / "step_1"), [inside]) == inside / "weights" / "step_1"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    running = RunningServer(None, server={"max_request_mb": 0.01})
+    yield running
+    running.stop()
+
+
+def test_a_body_that_is_too_long_is_refused_announced_or_not(server: RunningServer) -> None:
+    def pieces() -> Iterator[bytes]:
+        yield b'{"prompt": "'
+        for _ in range(50):
+            yield b"a" * 1000
+
+    for content in (b"a" * 20_000, pieces()):
+        reply = server.http.post("/v1/completions", content=content)
+        assert reply.status_code == 413 and "server.max_request_mb" in reply.json()["error"]["message"]
+    assert server.post("/v1/completions", {"prompt": [5, 6], "max_tokens": 1}).status_code == 200
+
+
+NASTY: list[Any] = [
+    None, [], "x", 1, {"prompt": None}, {"prompt": {}}, {"prompt": [[]]}, {"prompt": [-1]}, {"prompt": [2**70]},
+    {"prompt": [1.5]}, {"prompt": [True]}, {"prompt": ["a", 1]}, {"prompt": "a", "n": 10**9}, {"prompt": "a", "n": -1},
+    {"prompt": "a", "max_tokens": -5}, {"prompt": "a", "max_tokens": "3"},
+    {"prompt": "a", "temperature": "hot"}, {"prompt": "a", "temperature": -1}, {"prompt": "a", "top_p": 7},
+    {"prompt": "a", "top_k": 1.5}, {"prompt": "a", "seed": "x"}, {"prompt": "a", "seed": 2**200},
+    {"prompt": "a", "stop": [1]}, {"prompt": "a", "stop": {}}, {"prompt": "a", "logit_bias": [1]},
+    {"prompt": "a", "logit_bias": {"x": 1}}, {"prompt": "a", "logit_bias": {"1": "x"}}, {"prompt": "a", "logprobs": -1},
+    {"prompt": "a", "logprobs": 10**6}, {"prompt": "a", "stream": "yes"}, {"prompt": "a", "model": ["x"]},
+    {"prompt": "a", "model": "../../etc/passwd"}, {"prompt": "a", "echo": 3}, {"prompt": "a" * 5000},
+    {"prompt": "a", "min_tokens": 10**9}, {"prompt": "a", "repetition_penalty": 0}, {"prompt": "a", "unknown": 1},
+]  # fmt: skip
+NASTY_CHATS: list[Any] = [
+    [], {}, {"messages": None}, {"messages": "hi"}, {"messages": []}, {"messages": [1]}, {"messages": [{}]},
+    {"messages": [{"role": 1, "content": "x"}]}, {"messages": [{"role": "user", "content": 3}]},
+    {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+    {"messages": [{"role": "user", "content": "x"}], "tools": "hammer"},
+    {"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"},
+    {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 99},
+    {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": [1]},
+    {"messages": [{"role": "user", "content": "x"}], "tokens": [1]},
+]  # fmt: skip
+WEIGHTS: list[Any] = [
+    [], {}, {"weight_dir": None}, {"weight_dir": 3}, {"weight_dir": ""}, {"weight_dir": "/etc"}, {"weight_dir": "\0"},
+    {"weight_dir": "../.."}, {"weight_dir": "a" * 5000}, {"weight_dir": ["/tmp"]}, {"weight_dir": "~"},
+]  # fmt: skip
+SAID = {"messages": [{"role": "user", "content": "x"}]}
+CASES = [
+    *[("/v1/completions", body) for body in NASTY],
+    *[("/v1/chat/completions", body) for body in NASTY_CHATS],
+    *[("/v1/chat/completions/tokens", {**SAID, "tokens": tokens}) for tokens in ([], [-1], "x", [2**70])],
+    *[("/update_weights", body) for body in WEIGHTS],
+    *[("/v1/load_lora_adapter", b) for b in ({}, {"lora_name": "x"}, {"lora_name": 3, "lora_path": "/"})],
+    *[("/tokenize", body) for body in ([], {}, {"prompt": 3}, {"messages": 3})],
+    *[("/detokenize", body) for body in ([], {}, {"tokens": "x"}, {"tokens": [-1]}, {"tokens": [2**70]})],
+    *[("/score", body) for body in ([], {}, {"tokens": "x"}, {"tokens": [-1]})],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body"), CASES, ids=lambda value: None)
+def test_a_wrong_request_is_refused_in_a_sentence_and_the_server_lives(
+    path: str, body: Any, server: RunningServer
+) -> None:
+    reply = server.post(path, body)
+    assert 400 <= reply.status_code < 500, (reply.status_code, reply.text)
+    message = reply.json()["error"]["message"]
+    assert message and "Traceback" not in message and len(message) < 2000
+
+
+def test_bytes_that_are_no_request_and_the_server_lives(server: RunningServer) -> None:
+    for content in (b"", b"{", b"\x80\xff", b"[" * 9000, b'{"prompt": "\xff"}', b"NaN", b'{"a":1}{"b":2}'):
+        reply = server.http.post("/v1/completions", content=content)
+        assert 400 <= reply.status_code < 500, (content[:20], reply.text)
+    assert server.http.get("/health").status_code == 200
+
+
+def test_reports_and_pages_show_no_secret(tmp_path: Path) -> None:
+    """The processes need what the run directory's configs say; whoever is shown a run does not."""
+    (tmp_path / "configs").mkdir()
+    config = OrchestratorConfig.model_validate(
+        {
+            "client": {"headers": {"Authorization": "Bearer geheim-1"}, "api_key_var": "MY_KEY"},
+            "env": [{"id": "reverse-text", "args": {"judge_api_key": "geheim-2", "password": "geheim-3", "n": 3}}],
+        }
+    )
+    write_config(config, tmp_path / "configs" / "orchestrator.toml")
+    assert "geheim-2" in (tmp_path / "configs" / "orchestrator.toml").read_text()
+    assert (tmp_path / "configs" / "orchestrator.toml").stat().st_mode & 0o077 == 0, "for their owner alone"
+    shown = LocalRun(tmp_path).configs()["orchestrator"]
+    assert "geheim" not in shown and shown.count('"***"') == 3 and 'api_key_var = "MY_KEY"' in shown
+
+
+def test_nothing_of_ours_evaluates_text() -> None:
+    """No `eval` or `exec` of what a model, a row or a config says, and no unpickling but of nanochat's tokenizer."""
+    import ast
+
+    root = Path(__file__).parents[2]
+    found = []
+    for path in [*(root / "src").rglob("*.py"), *(root / "environments").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("eval", "exec"):
+                found.append(f"{path.name}:{node.lineno}")
+            if isinstance(node, ast.Import) and any(
+                alias.name in ("pickle", "marshal", "shelve") for alias in node.names
+            ):
+                found.append(f"{path.name}: pickle")
+    assert found == ["tokenizer.py: pickle"]
