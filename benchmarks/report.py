@@ -1,0 +1,71 @@
+"""Makes `docs/benchmarks.md` of what the benchmarks have left in `.bench/results`.
+
+    python benchmarks/report.py [--results DIR] [--output docs/benchmarks.md]
+
+A benchmark that has not been run on this machine has no section.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from results import RESULTS, ROOT, Row
+
+HEAD = """# Benchmarks
+
+Every number is printed by one command beside its threshold; peers run in the same run, in turns. `make bench` runs all
+of them and writes this page. What was missed is here too.
+"""
+ABOUT = {
+    "engine": (
+        "python benchmarks/bench_engine.py",
+        "Generated tokens per second against vLLM and transformers; ratios.",
+    ),
+    "trainer": ("python benchmarks/bench_trainer.py", "Tokens per CPU-second of a training step against TRL; ratios."),
+    "orchestrator": ("python benchmarks/bench_orchestrator.py", "What a rollout costs client and orchestrator."),
+    "road": ("python benchmarks/bench_road.py", "The demo on three seeds: what it learns, in which time."),
+    "exact": ("python benchmarks/bench_exact.py", "Log-probs of the engine against the trainer's, bit for bit."),
+    "sync": (
+        "python benchmarks/bench_sync.py",
+        "Weights from a trainer into an engine, against a plain copy of the bytes.",
+    ),
+    "startup": ("python benchmarks/bench_startup.py", "How long a command takes to answer."),
+}
+
+
+def section(name: str, report: dict[str, Any]) -> str:
+    """One benchmark as a table."""
+    command, about = ABOUT.get(name, (f"python benchmarks/bench_{name}.py", ""))
+    machine = report["machine"]
+    rows = [Row(**{key: value for key, value in row.items() if key != "ok"}) for row in report["rows"]]
+    lines = [
+        f"## {name}",
+        "",
+        f"{about} `{command}`, {report['date']}, {machine['cores']} x {machine['cpu']}, load {machine['load']:.1f}.",
+        "",
+        "| | measured | threshold | | |",
+        "|---|---|---|---|---|",
+        *(f"| {r.name} | {r.value:.4g} | {r.threshold} | {r.verdict} | {r.detail} |" for r in rows),
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Write the page."""
+    parser = argparse.ArgumentParser(description="Make docs/benchmarks.md of the results.")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "benchmarks.md")
+    options = parser.parse_args()
+    found = {path.stem: json.loads(path.read_text()) for path in sorted(options.results.glob("*.json"))}
+    if not found:
+        raise SystemExit(f"error: {options.results} holds no results: run a benchmark first")
+    order = sorted(found, key=lambda name: (list(ABOUT).index(name) if name in ABOUT else len(ABOUT), name))
+    options.output.write_text("\n\n".join([HEAD.strip(), *(section(name, found[name]) for name in order)]) + "\n")
+    print(f"{options.output}: {', '.join(order)}")
+
+
+if __name__ == "__main__":
+    main()
