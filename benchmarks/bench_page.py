@@ -4,8 +4,9 @@
 
 A run is made up on disk: groups of eight, words of a made-up language. The live page is the real command, read by a
 real Chromium (needs playwright and a browser): first paint is from the request to the first numbers on the screen, a
-filter from the last key to the new count, `filter_server_ms` the server's part of it. The report that is weighed holds
-2,000 rollouts of `--report-tokens` tokens.
+filter from a key (the event's own time stamp) to the frame after the one that holds the new count; `slowest` is the
+worst of all keys, `filter_server_ms` the server's part. The report that is weighed holds 2,000 rollouts of
+`--report-tokens` tokens.
 """
 
 from __future__ import annotations
@@ -28,6 +29,16 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 PAINT_S, FILTER_S, REPORT_BYTES = 1.0, 0.2, 3_000_000
+TYPED = ("bar son", "gult men", "xyz", "e ba")
+TIMER = """() => {
+  let key = null;
+  addEventListener("keydown", event => { key = event.timeStamp; }, true);
+  new MutationObserver(() => {
+    const begun = key;
+    key = null;
+    if (begun !== null) requestAnimationFrame(() => requestAnimationFrame(now => window.taken.push(now - begun)));
+  }).observe(document.querySelector(".filters output"), { childList: true, characterData: true, subtree: true });
+}"""
 WORDS = [a + b + c for a in "bdfgklmnprst" for b in "aeiou" for c in ("", "n", "r", "s", "lt", "nd")]
 
 
@@ -116,9 +127,10 @@ def measure_live(run: Path, rounds: int = 5) -> dict[str, float]:
                 page.wait_for_timeout(50)
             out["index_s"] = time.monotonic() - started
             out["paint_s"] = statistics.median(_paint(browser, url) for _ in range(rounds))
-            out["filter_text_s"] = statistics.median(
-                _filter(page, word) for word in ("bar", "son", "gult", "men", "xyz")
-            )
+            page.evaluate(TIMER)
+            seconds = [second for word in TYPED for second in _type(page, word)]
+            out["filter_text_s"], out["filter_slowest_s"] = statistics.median(seconds), max(seconds)
+            out["filter_keys"] = len(seconds)
             out["filter_server_ms"] = statistics.median(_ask(page, url) for _ in range(rounds))
         browser.close()
     return out
@@ -134,14 +146,15 @@ def _paint(browser: Any, url: str) -> float:
     return seconds
 
 
-def _filter(page: Any, word: str) -> float:
-    """From the last key to the new count; the page waits 40 ms for further keys, which counts."""
-    before = page.locator(".filters output").inner_text()
-    page.fill(".filters input[type=search]", word)
-    start = time.monotonic()
-    while page.locator(".filters output").inner_text() == before:
-        page.wait_for_timeout(5)
-    return time.monotonic() - start
+def _type(page: Any, word: str) -> list[float]:
+    """Seconds of every key of a word that changed the count."""
+    page.fill(".filters input[type=search]", "")
+    page.wait_for_timeout(300)
+    page.evaluate("() => { window.taken = []; }")
+    for letter in word:
+        page.locator(".filters input[type=search]").press_sequentially(letter)
+        page.wait_for_timeout(400)
+    return [milliseconds / 1000 for milliseconds in page.evaluate("() => window.taken")]
 
 
 def _ask(page: Any, url: str) -> float:
@@ -173,6 +186,7 @@ def main() -> None:
     result["good"] = {
         f"first paint <= {PAINT_S} s": live["paint_s"] <= PAINT_S,
         f"filter <= {FILTER_S} s": live["filter_text_s"] <= FILTER_S,
+        f"slowest filter <= {FILTER_S} s": live["filter_slowest_s"] <= FILTER_S,
         "report of 2,000 rollouts <= 3 MB": report["bytes"] <= REPORT_BYTES and report["rollouts"] == 2000,
     }
     print(json.dumps(result, indent=1))

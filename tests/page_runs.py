@@ -43,6 +43,30 @@ def write_page_run(path: Path, *, num_steps: int = 12, groups: int = 3, size: in
     return path
 
 
+def write_evaluation(run: Path, step: int, rewards: list[float | None]) -> None:
+    """What `eval` leaves of two examples, of which one is hostile."""
+    folder = run / "evals" / f"step_{step}" / "alpha"
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [
+        {
+            "example_id": k // 2,
+            "rollout_idx": k % 2,
+            "prompt": [{"role": "user", "content": f"held out {k // 2}"}],
+            "completion": HOSTILE if k == 0 else f"said {step} {k}",
+            "answer": "known",
+            "reward": reward,
+            "metrics": {},
+            "completion_len": 5,
+            "is_truncated": k == 1,
+            "error": None if reward is not None else "TimeoutError: late",
+        }
+        for k, reward in enumerate(rewards)
+    ]
+    (folder / "results.jsonl").unlink(missing_ok=True)
+    append_jsonl(folder / "results.jsonl", rows)
+    (folder / "summary.json").write_text(json.dumps({"step": step, "avg@2": 0.5}))
+
+
 def metric_rows(step: int) -> list[dict[str, Any]]:
     """What trainer, orchestrator and engine log in one step."""
     start = 1000.0 + 2 * step

@@ -2,95 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
-import shutil
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from page_browser import Open, serve_page
 
 sys.path.append(str(Path(__file__).parents[1]))
-from page_runs import HOSTILE, metric_rows, sample_rows, write_page_run
+from page_runs import HOSTILE, metric_rows, sample_rows, write_evaluation, write_page_run
 from prime_rl.monitor.local_runs import open_run
 from prime_rl.monitor.report import write_report
 from rollouts.training.metrics import append_jsonl
 
-ROOT = Path(__file__).parents[2]
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-PATIENCE_S = 90.0
 pytestmark = pytest.mark.timeout(400)
-Open = Callable[[str], "OpenPage"]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """Chromium without a window; the tests are skipped where there is none."""
-    api = pytest.importorskip(
-        "playwright.sync_api", reason="playwright is not installed: pip install 'prime-rl[browser]'"
-    )
-    with api.sync_playwright() as playwright:
-        found = next(filter(None, map(shutil.which, BROWSERS)), None)
-        if found is None and not Path(playwright.chromium.executable_path).exists():
-            pytest.skip(f"no browser: install one of {', '.join(BROWSERS)}, or run `playwright install chromium`")
-        instance = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        yield instance
-        instance.close()
-
-
-class OpenPage:
-    """A page with what it asked for and what went wrong in it."""
-
-    def __init__(self, browser: Any, url: str) -> None:
-        self.page = browser.new_page(viewport={"width": 1300, "height": 800})
-        self.asked: list[str] = []
-        self.wrong: list[str] = []
-        self.page.on("request", lambda request: self.asked.append(request.url))
-        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
-        self.page.on("console", lambda m: self.wrong.append(m.text) if m.type in ("error", "warning") else None)
-        self.page.set_default_timeout(1000 * PATIENCE_S)
-        self.page.goto(url)
-        self.page.wait_for_selector(".sentence, .list li")
-
-    def texts(self, selector: str) -> list[str]:
-        return self.page.locator(selector).all_inner_texts()
-
-    def counter(self) -> str:
-        return self.page.locator(".filters output").inner_text()
-
-    def wait_until(self, holds: Callable[[], bool], what: str) -> None:
-        """Look again until it holds; nothing is evaluated in the page by text, which its policy forbids."""
-        until = time.monotonic() + PATIENCE_S
-        while not holds():
-            assert time.monotonic() < until, f"{what}; the page says: {self.wrong}"
-            self.page.wait_for_timeout(20)
-
-    def wait_counter(self, text: str) -> None:
-        self.wait_until(lambda: self.counter().startswith(text), f"the counter says {self.counter()}, not {text}")
 
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_page_run(tmp_path_factory.mktemp("page") / "run")
-
-
-@pytest.fixture
-def open_page(browser: Any) -> Iterator[Open]:
-    opened: list[OpenPage] = []
-
-    def opening(url: str) -> OpenPage:
-        opened.append(OpenPage(browser, url))
-        return opened[-1]
-
-    yield opening
-    for one in opened:
-        one.page.close()
-        assert one.wrong == [], "the page complained"
 
 
 @pytest.fixture(scope="module")
@@ -228,19 +160,8 @@ def test_light_and_dark_keep_their_contrast(report: str, open_page: Open) -> Non
 def served(tmp_path: Path) -> Iterator[tuple[Path, str]]:
     """A run, and the address at which the real command shows it."""
     run = write_page_run(tmp_path / "run", num_steps=3)
-    command = [sys.executable, "-m", "prime_rl.monitor.wandb_monitor", str(run), "--serve", "--port", "0"]
-    environ = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")])),
-    }
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
-    try:
-        assert process.stdout is not None
-        [url] = re.findall(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())
+    with serve_page(run) as url:
         yield run, url
-    finally:
-        process.terminate()
-        process.wait(30)
 
 
 def test_the_live_page_follows_a_run(served: tuple[Path, str], open_page: Open) -> None:
@@ -263,6 +184,22 @@ def test_the_live_page_follows_a_run(served: tuple[Path, str], open_page: Open) 
     for step in (5, 6):
         append_jsonl(run / "metrics.jsonl", metric_rows(step))
         opened.wait_until(lambda step=step: page.evaluate(last) == step, f"step {step}")
+    page.keyboard.press("4")
+    assert page.locator("select[aria-label=of]").is_hidden(), "there are no other rollouts yet"
+    page.locator(".filters input[type=search]").press_sequentially("said 6")
+    opened.wait_counter("0 of 48")
+    write_evaluation(run, 6, [1.0, 0.5, None, 0.0])
+    opened.wait_until(lambda: page.locator("select[aria-label=of]").is_visible(), "rollouts of an evaluation")
+    page.locator(".filters input[type=search]").press_sequentially(" 1")
+    assert page.locator(".filters input[type=search]").input_value() == "said 6 1", "typing goes on through a change"
+    page.select_option("select[aria-label=of]", "evaluation")
+    opened.wait_counter("1 of 4")
+    assert "expected answer" in opened.texts(".conversation details summary")[0]
+    page.keyboard.press("Escape")
+    page.keyboard.press("1")
+    page.click(".panel td a >> text=alpha")
+    opened.wait_counter("4 rollouts")
+    assert page.evaluate("window.hacked") is None
     page.keyboard.press("1")
     assert "6 of 3 steps" in opened.texts(".sentence")[0]
     assert all(asked.startswith((url, "blob:")) for asked in opened.asked)

@@ -63,3 +63,26 @@ def test_a_recorded_step_is_taken_again(
     assert ended.value.code == 0, said
     assert "from checkpoint 2: 1 step" in said and "came out again: all " in said
     assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before, "the run is only read"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_step_of_sft_is_taken_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+    monkeypatch.setenv("PYTHONPATH", path)
+    run = tmp_path / "run"
+    words = [sys.executable, "-m", "prime_rl.trainer.sft.train", "@", "configs/debug/sft/train.toml"]
+    words += ["--max-steps", "4", "--ckpt.interval", "2", "--output-dir", str(run)]
+    subprocess.run(words, check=True, capture_output=True, timeout=280, cwd=ROOT)
+    assert "configs/debug/sft/train.toml:" in (run / "configs" / "sft.toml").read_text(), (
+        "with where its values are from"
+    )
+    before = sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*"))
+    with pytest.raises(SystemExit) as ended:
+        wandb_monitor.main([str(run), "--replay", "4"])
+    said = capsys.readouterr().out
+    assert ended.value.code == 0, said
+    assert "from checkpoint 2: 2 steps" in said and "came out again: all " in said
+    assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before, "the run is only read"

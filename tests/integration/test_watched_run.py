@@ -1,14 +1,22 @@
-"""A run that is watched: every process answers a scrape, and offline W&B runs hold the documented names."""
+"""A run that is watched: scraped, logged to W&B offline, and looked at in a browser, while it goes on."""
 
 from __future__ import annotations
 
+import json
 import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
-from road import THREE_FILES, runner, until
+from page_browser import Open, serve_page
+from road import THREE_FILES, Command, runner, until
 
+sys.path.append(str(Path(__file__).parents[1]))
+from page_runs import HOSTILE
 from prime_rl.utils.process import find_free_port
 from wandb_files import history_of, read_what_is_there
 
@@ -49,24 +57,96 @@ def names_in_wandb(out: Path) -> dict[str, set[str]]:
     return found
 
 
-def test_every_process_can_be_watched_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb", reason="pip install wandb to run this")
-    monkeypatch.delenv("WANDB_MODE", raising=False)
+HELD_OUT = {
+    "id": "reverse-text",
+    "name": "held-out",
+    "args": {
+        "system_prompt": HOSTILE,
+        "num_train_examples": 8,
+        "num_eval_examples": 8,
+        "min_length": 3,
+        "max_length": 6,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A run that goes on until the tests of this file are through."""
+
+    command: Command
+    out: Path
+    server: int
+    trainer: int
+    orchestrator: int
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    folder = tmp_path_factory.mktemp("watched")
     server, trainer, orchestrator = find_free_port(), find_free_port(), find_free_port()
-    out = tmp_path / "out"
-    options = ["--output_dir", out, "--inference.server.port", server, "--max-steps", 10_000, "--wandb.offline"]
+    options = ["--output_dir", folder / "out", "--inference.server.port", server, "--max-steps", 10_000]
     options += ["--trainer.prometheus.port", trainer, "--orchestrator.prometheus.port", orchestrator]
-    scraped = {trainer: "loss_mean perf_mfu".split(), orchestrator: "reward_mean".split(), server: SERVER}
-    logged = {"trainer": set(TRAINER), "orchestrator": {*ORCHESTRATOR, "samples", "distributions"}}
-    with runner(tmp_path / "said") as run:
+    options += ["--orchestrator.eval.env", json.dumps([HELD_OUT]), "--orchestrator.eval.num-examples", 2]
+    options += ["--orchestrator.eval.interval", 4]
+    if find_spec("wandb") is not None:
+        options += ["--wandb.offline"]
+    with pytest.MonkeyPatch.context() as patch, runner(folder / "said") as run:
+        patch.delenv("WANDB_MODE", raising=False)
         command = run.start("rl", *THREE_FILES, *options)
-        for port, names in scraped.items():
-            until(lambda port=port, names=names: set(names) <= set(scrape(port)), f"{names[0]} at port {port}", command)
-        assert scrape(trainer)["step"] >= 1
-        until(
-            lambda: all(names <= names_in_wandb(out).get(process, set()) for process, names in logged.items()),
-            "every documented name in the runs of both processes",
-            command,
-        )
+        yield Watched(command, folder / "out", server, trainer, orchestrator)
         command.process.send_signal(signal.SIGINT)
         command.wait()
+
+
+def test_every_process_can_be_watched_while_it_runs(watched: Watched) -> None:
+    scraped = {
+        watched.trainer: "loss_mean perf_mfu".split(),
+        watched.orchestrator: "reward_mean".split(),
+        watched.server: SERVER,
+    }
+    for port, names in scraped.items():
+        until(
+            lambda port=port, names=names: set(names) <= set(scrape(port)),
+            f"{names[0]} at port {port}",
+            watched.command,
+        )
+    assert scrape(watched.trainer)["step"] >= 1
+
+
+def test_offline_runs_of_wandb_hold_the_documented_names(watched: Watched) -> None:
+    pytest.importorskip("wandb", reason="pip install wandb to run this")
+    logged = {"trainer": set(TRAINER), "orchestrator": {*ORCHESTRATOR, "samples", "distributions"}}
+    until(
+        lambda: all(names <= names_in_wandb(watched.out).get(process, set()) for process, names in logged.items()),
+        "every documented name in the runs of both processes",
+        watched.command,
+    )
+
+
+def test_the_page_follows_the_run(watched: Watched, open_page: Open) -> None:
+    until((watched.out / "samples.jsonl").exists, "the first rollouts", watched.command)
+    with serve_page(watched.out) as url:
+        opened = open_page(url)
+        page = opened.page
+        assert opened.texts(".badge") == ["running"]
+        page.wait_for_selector(".badge:not(.lost)")
+        page.keyboard.press("4")
+        page.wait_for_selector(".list li")
+        held = int(opened.counter().split()[0].replace(",", ""))
+        opened.wait_until(lambda: int(opened.counter().split()[0].replace(",", "")) > held, "more rollouts")
+        page.keyboard.press("t")
+        page.wait_for_selector(".tokens .token:not(.given)")
+        opened.wait_until(lambda: page.locator("select[aria-label=of]").is_visible(), "rollouts of an evaluation")
+        page.select_option("select[aria-label=of]", "evaluation")
+        page.keyboard.press("Escape")
+        page.keyboard.press("c")
+        page.wait_for_selector(".bubble.system")
+        assert page.locator(".bubble.system pre").evaluate("node => node.textContent") == HOSTILE.strip()
+        assert page.evaluate("window.hacked") is None
+        page.keyboard.press("3")
+        assert {"trainer", "orchestrator", "inference"} <= set(
+            page.evaluate("Object.keys(window.page.source.data.lanes.lanes)")
+        )
+        assert watched.command.process.poll() is None, "the run goes on"
+        page.close()  # before its server ends

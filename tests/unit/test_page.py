@@ -16,16 +16,18 @@ import numpy as np
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1]))
-from page_runs import HOSTILE, sample_rows, write_page_run
+from page_runs import HOSTILE, sample_rows, write_evaluation, write_page_run
+from prime_rl.monitor import text_index
 from prime_rl.monitor.compare import compare_runs, differences_text
 from prime_rl.monitor.explain import explain, findings_text, waiting_shares
-from prime_rl.monitor.local_runs import open_run
+from prime_rl.monitor.local_runs import LocalRun, open_run
 from prime_rl.monitor.page_data import build_page_data, build_update, config_rows, thin
 from prime_rl.monitor.replay import compare, plan_replay, verdict_text
 from prime_rl.monitor.report import MAX_BYTES, choose_rollouts, write_report
 from prime_rl.monitor.rollout_detail import rollout_detail
 from prime_rl.monitor.rollout_index import Query, RolloutIndex
 from prime_rl.monitor.serve import LiveRun, build_app, read_query
+from prime_rl.monitor.text_index import TextIndex
 from prime_rl.monitor.vocabulary import Vocabulary
 from prime_rl.trainer.rl.recording import recorded_rows
 from rollouts.training.batching import pack_samples
@@ -39,7 +41,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def index_of(run_dir: Path) -> RolloutIndex:
-    index = RolloutIndex(run_dir / "samples.jsonl")
+    index = RolloutIndex(LocalRun(run_dir))
     index.grow()
     return index
 
@@ -75,7 +77,7 @@ def test_selection_is_that_of_a_plain_loop(run_dir: Path) -> None:
 
 def test_the_index_grows_with_the_file_and_waits_for_whole_lines(tmp_path: Path) -> None:
     path, rows = tmp_path / "samples.jsonl", sample_rows(random.Random(0), 1)
-    index = RolloutIndex(path)
+    index = RolloutIndex(LocalRun(tmp_path))
     assert not index.grow() and len(index) == 0
     append_jsonl(path, rows[:5])
     with path.open("ab") as file:
@@ -89,6 +91,54 @@ def test_the_index_grows_with_the_file_and_waits_for_whole_lines(tmp_path: Path)
     assert index.row(5) == {"step": 2, "env": "late"} and index.row(6) == json.loads(msgspec.json.encode(rows[5]))
     assert index.facts()["envs"] == ["alpha", "beta", "late"]
     assert index.select(Query(sort="reward")).tolist()[-1] == 5, "what has no reward comes last"
+
+
+def test_rollouts_of_evaluations_are_read_beside_those_of_training(tmp_path: Path) -> None:
+    run = write_page_run(tmp_path / "run", num_steps=2)
+    index = index_of(run)
+    assert list(index.facts()["kinds"]) == ["training"] and index.facts()["count"] == 24
+    write_evaluation(run, 2, [1.0, 0.5, None, 0.0])
+    assert index.grow() and not index.grow()
+    kinds = index.facts()["kinds"]
+    assert kinds["evaluation"] == {
+        "count": 4,
+        "envs": ["alpha"],
+        "statuses": ["completed", "failed", "truncated"],
+        "steps": [2],
+    }
+    assert len(index.select(Query(kind="training"))) == 24 and len(index.select(Query())) == 28
+    [late] = index.select(Query(text="TIMEOUT", kind="evaluation"))
+    row = index.row(int(late))
+    assert (row["status"], row["group_index"], row["index"], row["answer"]) == ("failed", 1, 0, "known")
+    first, second = index.brief(index.siblings(int(late)))
+    assert (first["id"], second["id"]) == (late, late + 1) and first["tokens"] == 5 and first["kind"] == "evaluation"
+    write_evaluation(run, 2, [0.25, 0.25])
+    assert index.grow() and index.facts()["kinds"]["evaluation"]["count"] == 2
+    assert [index.row(int(n))["reward"] for n in index.select(Query(kind="evaluation"))] == [0.25, 0.25]
+    assert sum(map(len, index.groups())) == 26
+
+
+def test_text_search_is_that_of_a_plain_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_index, "BLOCK", 64)
+    rng = random.Random(3)
+    texts = ["".join(rng.choices("abcdeé\n ", k=rng.randrange(40))) for _ in range(300)]
+    index = TextIndex()
+    for text in texts:
+        index.add(text)
+    needles = [
+        "a",
+        "É",
+        "ab",
+        "ca",
+        "abc",
+        "e\nb",
+        "dab c",
+        "zz",
+        "z",
+        *(t[3:9].upper() for t in texts[::20] if t[3:9]),
+    ]
+    for needle in needles:
+        assert index.search(needle).tolist() == [needle.lower() in text for text in texts], needle
 
 
 def test_reports_choose_whole_groups_from_all_over_the_run(run_dir: Path) -> None:
@@ -135,14 +185,14 @@ def test_what_is_too_much_loses_tokens_before_texts_and_texts_before_rollouts(tm
     run = write_page_run(tmp_path / "run", num_steps=3, groups=2, size=2)
 
     def long_row(row: dict[str, Any]) -> dict[str, Any]:
-        tokens = [rng.randrange(60_000) for _ in range(2000)]
-        streams = {"tokens": tokens, "loss_mask": [1] * 2000, "logprobs": [-(t % 97) / 9 for t in tokens]}
+        tokens = [rng.randrange(60_000) for _ in range(600)]
+        streams = {"tokens": tokens, "loss_mask": [1] * 600, "logprobs": [-(t % 97) / 9 for t in tokens]}
         return {**row, **streams, "teacher_logprobs": None, "trainer_logprobs": None}
 
     rows = [long_row(row) for step in range(4, 14) for row in sample_rows(rng, step)]
     append_jsonl(run / "samples.jsonl", rows)
-    held = write_report(open_run(run), tmp_path / "report.html", max_bytes=450_000)
-    assert held["bytes"] <= 450_000 and held["rollouts"] == held["total"] == 132
+    held = write_report(open_run(run), tmp_path / "report.html", max_bytes=260_000)
+    assert held["bytes"] <= 260_000 and held["rollouts"] == held["total"] == 132
     assert 20 <= held["with_tokens"] < 132
     few = write_report(open_run(run), tmp_path / "report.html", max_bytes=170_000)
     assert few["bytes"] <= 170_000 and few["with_tokens"] < held["with_tokens"]
@@ -256,7 +306,7 @@ def test_routes_answer_this_machine_only(run_dir: Path) -> None:
     assert found["total"] == 4 and len(found["rows"]) == 2 and found["rows"][0]["reward"] <= found["rows"][1]["reward"]
     detail = client.get(f"/api/rollouts/{found['rows'][0]['id']}").json()
     assert detail["detail"]["group"] == 302 and detail["vocab"]["900"] == "<end>"
-    assert len(client.get("/api/groups/3/302").json()) == 4
+    assert len(client.get(f"/api/rollouts/{found['rows'][0]['id']}/group").json()) == 4
     for wrong in (
         "/api/rollouts?sort=colour",
         "/api/rollouts?step=x",
@@ -324,8 +374,11 @@ def test_a_replay_says_what_was_not_kept(tmp_path: Path) -> None:
     plan = plan_replay(open_run(run), 12)
     assert (plan.start, [path.name for path in plan.batches]) == (10, ["step_11", "step_12"])
     (run / "configs" / "trainer.toml").unlink()
-    with pytest.raises(ValueError, match="only runs that `rl` started"):
+    with pytest.raises(ValueError, match=r"neither configs/trainer\.toml nor configs/sft\.toml"):
         plan_replay(open_run(run), 12)
+    (run / "configs" / "sft.toml").write_text("max_steps = 12\n")
+    plan = plan_replay(open_run(run), 12)
+    assert (plan.process, plan.start, plan.batches) == ("sft", 11, ()), "the data set has its batches"
 
 
 def test_a_replay_tells_equal_from_different(tmp_path: Path) -> None:
@@ -360,7 +413,7 @@ def test_recorded_logprobs_find_their_sample(tmp_path: Path) -> None:
     lines = [{"step": 3, "group_index": 5, "index": i, "tokens": s.tokens, "loss_mask": s.loss_mask,
               "logprobs": s.inference_logprobs} for i, s in enumerate(samples)]  # fmt: skip
     append_jsonl(tmp_path / "samples.jsonl", lines)
-    index = RolloutIndex(tmp_path / "samples.jsonl")
+    index = RolloutIndex(LocalRun(tmp_path))
     index.grow()
     assert "trainer" not in rollout_detail(0, index.row(0))["streams"]
     recorded = [{"step": 3, "group_index": 5, "index": i, "trainer_logprobs": row} for i, row in rows.items()]

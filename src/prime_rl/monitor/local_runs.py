@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
@@ -25,6 +26,26 @@ SECRET = re.compile(
 """What a table of TOML gives to a key with such a name; the names of variables (api_key_var) are no secrets."""
 
 _SKIPPED = {"weights", "checkpoints", "rollouts", "logs", "configs", "evals", "attempts", "wandb"}
+
+
+@dataclass(frozen=True)
+class EvalDir:
+    """What `evals/` holds of one environment at one version of the weights (None: unknown) when it was written."""
+
+    path: Path
+    env: str
+    step: int | None
+    written_ns: int
+
+    @property
+    def results(self) -> Path:
+        """Its rollouts, one line each."""
+        return self.path / "results.jsonl"
+
+    def summary(self) -> dict[str, Any]:
+        """Its numbers."""
+        found: dict[str, Any] = json.loads((self.path / "summary.json").read_bytes())
+        return found
 
 
 @dataclass(frozen=True)
@@ -61,6 +82,18 @@ class LocalRun:
     def samples(self) -> Iterator[dict[str, Any]]:
         """Lines of rollouts in the order they were written."""
         return _load_jsonl(self.samples_path)
+
+    def evaluations(self) -> list[EvalDir]:
+        """Complete evaluations: of versions during the run, and whole ones written into its directory."""
+        found = []
+        for file in sorted((self.path / "evals").rglob("summary.json")):
+            known = re.search(r"step_(\d+)", file.relative_to(self.path).parent.as_posix())
+            try:
+                step = int(known[1]) if known else json.loads(file.read_bytes()).get("step")
+                found.append(EvalDir(file.parent, file.parent.name, step, file.stat().st_mtime_ns))
+            except (OSError, ValueError):
+                continue  # replaced at this moment, or not ours
+        return found
 
     def configs(self) -> dict[str, str]:
         """Process -> its resolved configuration as text, with the source of each value and without secrets."""
@@ -102,11 +135,13 @@ def state_of(run: LocalRun, series: dict[str, Series]) -> str:
         return "finished"
     if any(_says_finished(run.path / "logs" / f"{process}.log") for process in ("trainer", "sft")):
         return "finished"
-    return "running" if time.time() - run.changed < FRESH_S else "stopped"
+    if time.time() - run.changed < FRESH_S:
+        return "running"
+    return "finished" if not loss and run.evaluations() else "stopped"
 
 
 def _says_finished(log: Path) -> bool:
-    """Whether the last lines of a trainer's log say so; sft leaves no configuration to tell by."""
+    """Whether the last lines of a trainer's log say so."""
     if not log.exists():
         return False
     with log.open("rb") as file:

@@ -49,13 +49,14 @@ def build_page_data(run: LocalRun) -> dict[str, Any]:
     joined = join_processes(table)
     configs = run.configs()
     parsed = {name: parse_toml(text) for name, text in configs.items()}
+    evals = find_evals(run)
     times = [row["timestamp"] for row in rows if isinstance(row.get("timestamp"), (int, float))]
     return {
         "run": {
             "name": run.path.name if run.path.name not in ("rl", "sft") else f"{run.path.parent.name}/{run.path.name}",
             "path": run.name,
             "state": state_of(run, joined),
-            "model": run.config_value("model.name"),
+            "model": run.config_value("model.name") or next((e["summary"].get("model") for e in evals), None),
             "max_steps": run.config_value("max_steps"),
             "started": min(times, default=None),
             "changed": max(times, default=None),
@@ -67,7 +68,7 @@ def build_page_data(run: LocalRun) -> dict[str, Any]:
         "summary": [[i.name, i.first, i.last, i.low, i.high, i.recent, i.count] for i in summarise(joined)],
         "findings": [[f.topic, f.text, f.advice] for f in explain(table, lanes, parsed)],
         "shares": waiting_shares(lanes),
-        "evals": find_evals(run),
+        "evals": evals,
         "weights": find_weights(run.path / "weights"),
         "checkpoints": find_checkpoints(run.path / "checkpoints"),
         "configs": {name: config_rows(text) for name, text in configs.items()},
@@ -136,14 +137,11 @@ def pack_lanes(lanes: Lanes) -> dict[str, Any]:
 def find_evals(run: LocalRun) -> list[dict[str, Any]]:
     """Summaries of evaluations: of versions during the run, and of whole evaluations written into its directory."""
     found = []
-    for path in sorted((run.path / "evals").rglob("summary.json")):
-        step = re.search(r"step_(\d+)", path.parent.as_posix()[len(str(run.path)) :])
+    for place in run.evaluations():
         try:
-            summary = msgspec.json.decode(path.read_bytes())
-        except (msgspec.DecodeError, OSError):
+            found.append({"env": place.env, "step": place.step, "summary": place.summary()})
+        except (OSError, ValueError):
             continue
-        known = int(step[1]) if step else summary.get("step")
-        found.append({"env": path.parent.name, "step": known, "summary": summary})
     return sorted(found, key=lambda row: (str(row["env"]), row["step"] if isinstance(row["step"], int) else -1))
 
 
@@ -156,7 +154,8 @@ def find_weights(root: Path) -> list[dict[str, Any]]:
             tensors = msgspec.json.decode((path / "manifest.json").read_bytes())["tensors"]
         except (OSError, msgspec.DecodeError, KeyError):
             tensors = {}
-        size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+        if (size := _size_of(path)) is None:
+            continue
         kinds = sorted({str(tensor.get("dtype")) for tensor in tensors.values()})
         found.append(
             {"step": step, "path": f"weights/step_{step}", "bytes": size, "tensors": len(tensors), "dtypes": kinds}
@@ -174,10 +173,20 @@ def find_checkpoints(root: Path) -> list[dict[str, Any]]:
             "step": step,
             "parts": sorted(p.parent.name for p in path.glob("*/STABLE"))
             or (["trainer"] if (path / "STABLE").exists() else []),
-            "bytes": sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),
+            "bytes": size,
         }
         for step, path in steps
+        if (size := _size_of(path)) is not None
     ]
+
+
+def _size_of(folder: Path) -> int | None:
+    """Bytes of all files; None for a folder that was removed meanwhile, as the run prunes old steps."""
+    try:
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        return sum(path.stat().st_size for path in files) if folder.is_dir() else None
+    except OSError:
+        return None
 
 
 def config_rows(text: str) -> list[list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import tempfile
@@ -18,13 +19,18 @@ from prime_rl.utils.process import ChildFailed, Supervisor
 from rollouts.training.steps import complete_steps, is_complete, step_path
 
 COMPARED = ("loss/mean", "optim/grad_norm", "entropy/mean")
+MODULES = {"trainer": "prime_rl.trainer.rl.train", "sft": "prime_rl.trainer.sft.train"}
 TIMEOUT_S = 3600.0
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What is needed: the step, the checkpoint before it, and the batches in between."""
+    """What is needed: which trainer, the step, the checkpoint before it, and the batches in between.
 
+    `sft` takes its batches from the data set again, at the place that the checkpoint remembers.
+    """
+
+    process: str
     step: int
     start: int
     batches: tuple[Path, ...]
@@ -46,27 +52,29 @@ class Verdict:
 
 def plan_replay(run: LocalRun, step: int) -> Replay:
     """The shortest way to the step; `ValueError` naming what was not kept, and how to keep it."""
-    if "trainer" not in run.configs():
-        raise ValueError(f"{run.name} has no configs/trainer.toml: only runs that `rl` started can be replayed")
+    process = next((name for name in MODULES if name in run.configs()), None)
+    if process is None:
+        raise ValueError(
+            f"{run.name} has neither configs/trainer.toml nor configs/sft.toml, so no trainer can be asked"
+        )
     versions = complete_steps(run.path / "weights")
     if step not in versions or step < 1:
         raise ValueError(
             f"weights of step {step} are not in {run.name}/weights, so there is nothing to compare with; there are "
             f"{', '.join(map(str, (v for v in versions if v))) or 'none'}"
         )
-    both = ("trainer", "orchestrator")
-    data = parse_toml(run.configs()["trainer"]).get("data", {})
-    fake = isinstance(data.get("fake"), dict)  # else it says "None"
-    starts = [0, *complete_steps(run.path / "checkpoints", both[:1] if fake else both)]
+    data = parse_toml(run.configs()[process]).get("data", {})
+    alone = process == "sft" or isinstance(data.get("fake"), dict)  # else it says "None"
+    starts = [0, *complete_steps(run.path / "checkpoints", ("trainer",) if alone else ("trainer", "orchestrator"))]
     start = max(found for found in starts if found < step)
-    batches = () if fake else tuple(step_path(run.path / "rollouts", n) for n in range(start + 1, step + 1))
+    batches = () if alone else tuple(step_path(run.path / "rollouts", n) for n in range(start + 1, step + 1))
     missing = next((path for path in batches if not is_complete(path)), None)
     if missing is not None:
         raise ValueError(
             f"{missing.name} of {run.name}/rollouts was removed when it was trained on: "
             "start runs that are to be replayed with --orchestrator.keep-rollouts and --ckpt.interval"
         )
-    return Replay(step, start, batches)
+    return Replay(process, step, start, batches)
 
 
 def replay(run: LocalRun, step: int, say: Callable[[str], None]) -> Verdict:
@@ -82,18 +90,18 @@ def replay(run: LocalRun, step: int, say: Callable[[str], None]) -> Verdict:
             for name in (BATCH_FILE, "STABLE"):
                 shutil.copy(batch / name, place / "rollouts" / batch.name / name)
         if plan.start:
+            # Not a link to the folder: what the repeated run prunes must stay where the recorded one has it.
             source = step_path(run.path / "checkpoints", plan.start)
-            (place / "checkpoints").mkdir()
-            (place / "checkpoints" / source.name).symlink_to(source)
+            shutil.copytree(source, place / "checkpoints" / source.name, copy_function=_link)
         _train(run, plan, place)
-        return compare(run, open_run(place), step)
+        return compare(run, open_run(place), step, plan.process)
 
 
-def compare(run: LocalRun, again: LocalRun, step: int) -> Verdict:
+def compare(run: LocalRun, again: LocalRun, step: int, process: str = "trainer") -> Verdict:
     """The recorded and the repeated version of a step."""
     ours, theirs = (_manifest(part, step) for part in (run, again))
     names = [name for name in ours if ours[name] != theirs.get(name)] + [name for name in theirs if name not in ours]
-    before, after = (read_series(part.rows()).get("trainer", {}) for part in (run, again))
+    before, after = (read_series(part.rows()).get(process, {}) for part in (run, again))
     pairs = [(name, dict(before.get(name, ())).get(step), dict(after.get(name, ())).get(step)) for name in COMPARED]
     metrics = [(name, old, new) for name, old, new in pairs if old is not None and new is not None and old != new]
     return Verdict(len(ours), names, metrics)
@@ -111,19 +119,32 @@ def verdict_text(step: int, verdict: Verdict) -> str:
 
 
 def _train(run: LocalRun, plan: Replay, place: Path) -> None:
-    config = run.path / "configs" / "trainer.toml"
-    argv = [sys.executable, "-m", "prime_rl.trainer.rl.train", "@", str(config), "--output-dir", str(place)]
-    argv += ["--wandb", "None", "--transport.type", "filesystem", "--ckpt", "None"]
+    config = run.path / "configs" / f"{plan.process}.toml"
+    argv = [sys.executable, "-m", MODULES[plan.process], "@", str(config), "--output-dir", str(place)]
+    for tracker in ("wandb", "tensorboard", "trackio", "prometheus"):
+        argv += [f"--{tracker}", "None"]
+    if plan.process == "trainer":
+        argv += ["--transport.type", "filesystem"]
     if plan.start:
-        argv = [*argv[:-2], "--ckpt.resume-step", str(plan.start)]
+        argv += ["--ckpt.resume-step", str(plan.start)]
+    elif plan.process == "trainer":  # every version of it is published; sft publishes what it checkpoints
+        argv += ["--ckpt", "None"]
     try:
         with Supervisor(place / "logs", None, grace_s=5) as children:
-            children.start("trainer", argv)
+            children.start(plan.process, argv)
             # The metrics of a step are written after its weights.
             children.wait_for(lambda: _has_step(place, plan.step), timeout_s=TIMEOUT_S, what=f"step {plan.step}")
     except ChildFailed as error:
         if not _has_step(place, plan.step):  # with the last step the trainer ends by itself
             raise RuntimeError(f"the trainer failed: {error}") from error
+
+
+def _link(source: str, target: str) -> None:
+    """The same file under a second name; a copy where a name cannot reach over to."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def _has_step(place: Path, step: int) -> bool:

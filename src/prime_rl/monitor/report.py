@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from prime_rl.monitor.local_runs import LocalRun
 from prime_rl.monitor.page_data import build_page_data
 from prime_rl.monitor.rollout_detail import STREAMS, rollout_detail
-from prime_rl.monitor.rollout_index import RolloutIndex, brief_row
+from prime_rl.monitor.rollout_index import RolloutIndex
 from prime_rl.monitor.vocabulary import Vocabulary, find_tokenizer
 
 MAX_ROLLOUTS = 2000
@@ -50,7 +50,7 @@ _LADDER = ((2000, 1 << 30), (2000, 8000), (2000, 2000), (1000, 1200), (400, 800)
 
 def write_report(run: LocalRun, path: Path, max_bytes: int = MAX_BYTES) -> dict[str, int]:
     """Write the page; returns what it holds: `rollouts`, of `total`, `with_tokens`, `bytes`."""
-    index = RolloutIndex(run.samples_path)
+    index = RolloutIndex(run)
     index.grow()
     shared = build_page_data(run)
     tokenizer = find_tokenizer(run.path, shared["run"]["model"])
@@ -107,21 +107,25 @@ def encode_payload(
 ) -> bytes:
     """gzip of: length of the JSON (4 bytes, little endian), the JSON, then the streams as columns of small integers."""
     kept = spread_groups(index, chosen, with_tokens)
-    rows, details, columns = [], [], _Columns()
+    details, columns = [], _Columns()
     used: set[int] = set()
     for number in chosen:
         row = index.row(number)
-        rows.append(brief_row(number, row))
         detail = rollout_detail(number, row)
         tokens, mask, streams = detail.pop("tokens"), detail.pop("mask"), detail.pop("streams")
-        detail["prompt"], detail["completion"] = (_cut(detail[name], characters) for name in ("prompt", "completion"))
+        detail |= {name: _cut(detail[name], characters) for name in ("prompt", "completion", "answer")}
         keep = number in kept
         used.update(tokens if keep else ())
         detail["length"] = columns.add(tokens, mask, streams) if keep else 0
         details.append(detail)
     head = {
         **shared,
-        "rollouts": {"rows": rows, "details": details, "facts": index.facts(), "layout": columns.layout()},
+        "rollouts": {
+            "rows": index.brief(chosen),
+            "details": details,
+            "facts": index.facts(),
+            "layout": columns.layout(),
+        },
         "vocab": vocabulary.table(used) if vocabulary is not None else {},
     }
     encoded = msgspec.json.encode(head)

@@ -18,7 +18,19 @@ version    of the policy that wrote the token
 
 def rollout_detail(number: int, row: Mapping[str, Any]) -> dict[str, Any]:
     """Facts, messages and per-token streams of a line of `samples.jsonl`."""
-    facts = ("step", "env", "reward", "advantage", "status", "stop_reason", "error", "metrics", "prompt", "completion")
+    facts = (
+        "step",
+        "env",
+        "reward",
+        "advantage",
+        "status",
+        "stop_reason",
+        "error",
+        "metrics",
+        "prompt",
+        "completion",
+        "answer",
+    )
     return {
         "id": number,
         "group": row.get("group_index"),

@@ -1,4 +1,4 @@
-"""All rollouts of a run, found quickly: columns and search text in memory, the rows themselves stay on disk."""
+"""All rollouts of a run, found quickly: columns and signatures in memory, the rows themselves stay on disk."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from prime_rl.monitor.local_runs import EvalDir, LocalRun
+from prime_rl.monitor.text_index import TextIndex
 from prime_rl.utils.monitor import TRAINER_LOGPROBS_FILE
 
+KINDS = ("training", "evaluation")
 SORTS = ("step", "reward", "advantage", "tokens")
 PREVIEW = 160
 
@@ -43,6 +46,39 @@ class _Line(msgspec.Struct):
     error: str | None = None
     tokens: msgspec.Raw = msgspec.Raw(b"")
 
+    @property
+    def num_tokens(self) -> int:
+        """Prompt included."""
+        raw = bytes(self.tokens)
+        return raw.count(b",") + 1 if len(raw) > 2 else 0
+
+
+class _Result(msgspec.Struct):
+    """The same of a line of an evaluation's `results.jsonl`."""
+
+    example_id: int = 0
+    rollout_idx: int = 0
+    prompt: Any = ""
+    completion: Any = ""
+    reward: float | None = None
+    completion_len: int | None = None
+    is_truncated: bool = False
+    error: str | None = None
+
+    def to_line(self, place: EvalDir) -> _Line:
+        """As a line of samples: an example is a group."""
+        return _Line(
+            step=place.step or 0,
+            env=place.env,
+            group_index=self.example_id,
+            index=self.rollout_idx,
+            prompt=self.prompt,
+            completion=self.completion,
+            reward=self.reward,
+            status="failed" if self.reward is None else "truncated" if self.is_truncated else "completed",
+            error=self.error,
+        )
+
 
 @dataclass(frozen=True)
 class Query:
@@ -53,6 +89,7 @@ class Query:
     env: str | None = None
     status: str | None = None
     group: int | None = None
+    kind: str | None = None
     min_reward: float | None = None
     max_reward: float | None = None
     sort: str = "step"
@@ -97,68 +134,88 @@ class RecordedLogprobs:
         return found
 
 
-class RolloutIndex:
-    """An index over `samples.jsonl` that grows with it. Methods may be called from any thread."""
+class _Seen:
+    """What the rollouts of one place are like."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.recorded = RecordedLogprobs(path.with_name(TRAINER_LOGPROBS_FILE))
+    def __init__(self) -> None:
+        self.count = 0
+        self.envs: set[str] = set()
+        self.statuses: set[str] = set()
+        self.steps: set[int] = set()
+
+    def add(self, line: _Line) -> None:
+        """Take one in."""
+        self.count += 1
+        self.envs.add(line.env or "none")
+        self.statuses.add(line.status or "none")
+        self.steps.add(line.step)
+
+
+class RolloutIndex:
+    """An index over the rollouts of a run, of training and of evaluations, that grows with them.
+
+    Methods may be called from any thread.
+    """
+
+    def __init__(self, run: LocalRun) -> None:
+        self.run = run
+        self.recorded = RecordedLogprobs(run.path / TRAINER_LOGPROBS_FILE)
         self.envs: list[str] = []
         self.statuses: list[str] = []
         self._read = 0
-        self._starts, self._ends = array("q"), array("q")
+        self._places: list[EvalDir | None] = [None]  # where a rollout comes from: 0 is training
+        self._seen = [_Seen()]  # by place
+        self._replaced: set[int] = set()
+        self._starts, self._ends, self._place = array("q"), array("q"), array("l")
         self._steps, self._groups, self._tokens = array("q"), array("q"), array("q")
         self._env, self._status = array("h"), array("h")
         self._rewards, self._advantages = array("d"), array("d")
-        self._text, self._text_starts = bytearray(), array("q")
+        self._texts = TextIndex()
         self._lock = threading.Lock()
         self._decode = msgspec.json.Decoder(_Line).decode
+        self._decode_result = msgspec.json.Decoder(_Result).decode
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def grow(self, max_bytes: int = 1 << 62) -> bool:
-        """Take in what was appended to the file, up to about `max_bytes`; returns whether there was anything."""
-        recorded = self.recorded.grow()
-        if not self.path.exists():
-            return recorded
-        with self.path.open("rb") as file:
+        """Take in what was written since, of training up to about `max_bytes`; returns whether there was anything."""
+        recorded, evaluated = self.recorded.grow(), self._grow_evaluations()
+        if not self.run.samples_path.exists():
+            return recorded or evaluated
+        with self.run.samples_path.open("rb") as file:
             file.seek(self._read)
             begun = self._read
             for line in file:
                 if not line.endswith(b"\n"):  # still being written
                     break
+                start, self._read = self._read, self._read + len(line)
                 with self._lock:
-                    self._take(line)
+                    self._take(line, start, 0)
                 if self._read - begun > max_bytes:
                     break
-        return recorded or self._read > begun
+        return recorded or evaluated or self._read > begun
 
     def select(self, query: Query) -> NDArray[np.int64]:
         """Numbers of the rollouts that fit, in the order that is asked for."""
         with self._lock:
-            n = len(self)
-            fits = np.ones(n, dtype=bool)
+            fits = self._of_kind(query.kind)
             for wanted, column in ((query.step, self._steps), (query.group, self._groups)):
                 if wanted is not None:
-                    fits &= np.array(column)[:n] == wanted
+                    fits &= np.array(column) == wanted
             for name, names, codes in ((query.env, self.envs, self._env), (query.status, self.statuses, self._status)):
                 if name is not None:
-                    fits &= np.array(codes)[:n] == (names.index(name) if name in names else -1)
+                    fits &= np.array(codes) == (names.index(name) if name in names else -1)
             rewards = np.array(self._rewards)
             if query.min_reward is not None:
                 fits &= rewards >= query.min_reward
             if query.max_reward is not None:
                 fits &= rewards <= query.max_reward
             if query.text:
-                fits &= self._search(query.text)
+                fits &= self._texts.search(query.text)
             found = np.flatnonzero(fits)
-            keys = {
-                "step": np.array(self._steps),
-                "reward": rewards,
-                "advantage": np.array(self._advantages),
-                "tokens": np.array(self._tokens),
-            }[query.sort][found]
+            columns = {"step": self._steps, "advantage": self._advantages, "tokens": self._tokens}
+            keys = rewards[found] if query.sort == "reward" else np.array(columns[query.sort])[found]
         ascending = -keys if query.descending else keys  # NaN sorts last either way
         order: NDArray[np.int64] = found[np.argsort(ascending, kind="stable")]
         return order
@@ -166,80 +223,131 @@ class RolloutIndex:
     def groups(self) -> list[list[int]]:
         """Rollouts by group, in the order the groups appear."""
         with self._lock:
-            found: dict[tuple[int, int], list[int]] = {}
-            for number, key in enumerate(zip(self._steps, self._groups, strict=True)):
-                found.setdefault(key if key[1] >= 0 else (key[0], -number - 1), []).append(number)
+            found: dict[tuple[int, int, int], list[int]] = {}
+            for number in np.flatnonzero(self._of_kind(None)).tolist():
+                place, step, group = self._place[number], self._steps[number], self._groups[number]
+                found.setdefault((place, step, group if group >= 0 else -number - 1), []).append(number)
         return list(found.values())
 
     def row(self, number: int) -> dict[str, Any]:
         """The whole line of a rollout, with the trainer's log-probs where they were recorded."""
-        with self._lock:
-            start, end = self._starts[number], self._ends[number]
-        with self.path.open("rb") as file:
-            file.seek(start)
-            row: dict[str, Any] = msgspec.json.decode(file.read(end - start))
+        place = self._places[self._place[number]]
+        row: dict[str, Any] = msgspec.json.decode(self._lines([number])[0])
+        if place is not None:
+            line = self._decode_result(msgspec.json.encode(row)).to_line(place)
+            shared = ("step", "env", "group_index", "index", "status")
+            return {**row, **{name: getattr(line, name) for name in shared}}
         if "trainer_logprobs" not in row and (recorded := self.recorded.of(row)) is not None:
             row["trainer_logprobs"] = recorded
         return row
 
     def brief(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
         """What a list shows of rollouts."""
-        return [brief_row(int(number), self.row(int(number))) for number in numbers]
+        rows = []
+        for number, data in zip(numbers, self._lines(numbers), strict=True):
+            line, place = self._read_line(data, self._place[number]), self._place[number]
+            asked, said = _last_words(line.prompt), plain_text(line.completion)
+            rows.append(
+                {
+                    "id": number,
+                    "kind": KINDS[place > 0],
+                    "place": place,
+                    "step": line.step,
+                    "env": line.env,
+                    "group": line.group_index,
+                    "index": line.index,
+                    "reward": line.reward,
+                    "advantage": line.advantage,
+                    "status": line.status,
+                    "tokens": self._tokens[number],
+                    "asked": asked[:PREVIEW],
+                    "said": said[:PREVIEW],
+                }
+            )
+        return rows
+
+    def siblings(self, number: int) -> list[int]:
+        """The rollouts of the same group, this one among them."""
+        with self._lock:
+            if self._groups[number] < 0:
+                return [number]
+            columns = (self._place, self._steps, self._groups)
+            same = [np.array(column) == column[number] for column in columns]
+        return [int(n) for n in np.flatnonzero(same[0] & same[1] & same[2])]
 
     def facts(self) -> dict[str, Any]:
-        """What filters can choose from."""
+        """What filters can choose from, of all rollouts and of each kind."""
         with self._lock:
-            steps = sorted(set(self._steps))
-            return {"count": len(self), "envs": list(self.envs), "statuses": list(self.statuses), "steps": steps}
+            parts = [(n, seen) for n, seen in enumerate(self._seen) if n not in self._replaced]
+            kinds = {kind: _join([seen for n, seen in parts if KINDS[n > 0] == kind]) for kind in KINDS}
+            return {**_join([seen for _, seen in parts]), "kinds": {k: f for k, f in kinds.items() if f["count"]}}
 
-    def _take(self, line: bytes) -> None:
-        start, self._read = self._read, self._read + len(line)
+    def _of_kind(self, kind: str | None) -> NDArray[np.bool_]:
+        """Which rollouts count: those of this kind, and not of an evaluation that was made anew."""
+        places = np.array(self._place)
+        fits = np.ones(len(places), dtype=bool) if kind is None else (places > 0) == (kind == "evaluation")
+        return fits & ~np.isin(places, list(self._replaced)) if self._replaced else fits
+
+    def _grow_evaluations(self) -> bool:
+        """Take in evaluations that are new, or that were written anew."""
+        fresh = [place for place in self.run.evaluations() if place not in self._places and place.results.exists()]
+        for place in fresh:
+            start = 0
+            with self._lock, place.results.open("rb") as file:
+                self._replaced |= {n for n, old in enumerate(self._places) if old and old.path == place.path}
+                self._places.append(place)
+                self._seen.append(_Seen())
+                for line in file:
+                    self._take(line, start, len(self._places) - 1)
+                    start += len(line)
+        return bool(fresh)
+
+    def _read_line(self, data: bytes, number: int) -> _Line:
+        place = self._places[number]
+        return self._decode(data) if place is None else self._decode_result(data).to_line(place)
+
+    def _take(self, data: bytes, start: int, place: int) -> None:
         try:
-            row = self._decode(line)
+            line = self._read_line(data, place)
         except (msgspec.DecodeError, msgspec.ValidationError):
             return  # a line that is no sample hides no other
+        self._ends.append(start + len(data))
+        self._place.append(place)
+        self._steps.append(line.step)
+        self._groups.append(-1 if line.group_index is None else line.group_index)
+        self._tokens.append(line.num_tokens if place == 0 else self._decode_result(data).completion_len or 0)
+        self._env.append(_code(self.envs, line.env))
+        self._status.append(_code(self.statuses, line.status))
+        self._rewards.append(float("nan") if line.reward is None else line.reward)
+        self._advantages.append(float("nan") if line.advantage is None else line.advantage)
+        self._texts.add("\n".join(map(plain_text, (line.prompt, line.completion, line.error or ""))))
         self._starts.append(start)
-        self._ends.append(start + len(line))
-        self._steps.append(row.step)
-        self._groups.append(-1 if row.group_index is None else row.group_index)
-        raw = bytes(row.tokens)
-        self._tokens.append(raw.count(b",") + 1 if len(raw) > 2 else 0)
-        self._env.append(_code(self.envs, row.env))
-        self._status.append(_code(self.statuses, row.status))
-        self._rewards.append(float("nan") if row.reward is None else row.reward)
-        self._advantages.append(float("nan") if row.advantage is None else row.advantage)
-        self._text_starts.append(len(self._text))
-        words = "\n".join(map(plain_text, (row.prompt, row.completion, row.error or "")))
-        self._text += words.lower().encode() + b"\0"
+        self._seen[place].add(line)
 
-    def _search(self, text: str) -> NDArray[np.bool_]:
-        """Rollouts that hold the text, upper and lower case alike; each is looked at once."""
-        needle, starts = text.lower().encode(), np.array(self._text_starts)
-        fits, at = np.zeros(len(starts), dtype=bool), self._text.find(needle)
-        while at >= 0:
-            number = int(np.searchsorted(starts, at, side="right")) - 1
-            fits[number] = True
-            at = self._text.find(needle, int(starts[number + 1])) if number + 1 < len(starts) else -1
-        return fits
+    def _lines(self, numbers: Sequence[int]) -> list[bytes]:
+        """The lines of these rollouts, each file opened once."""
+        found: dict[int, bytes] = {}
+        for place in {self._place[number] for number in numbers}:
+            folder = self._places[place]
+            with (self.run.samples_path if folder is None else folder.results).open("rb") as file:
+                for number in (n for n in numbers if self._place[n] == place):
+                    file.seek(self._starts[number])
+                    found[number] = file.read(self._ends[number] - self._starts[number])
+        return [found[number] for number in numbers]
 
 
-def brief_row(number: int, row: dict[str, Any]) -> dict[str, Any]:
-    """The line of a list for one rollout."""
-    asked = plain_text(row.get("prompt"))
-    said = plain_text(row.get("completion"))
+def _join(parts: Sequence[_Seen]) -> dict[str, Any]:
     return {
-        "id": number,
-        "step": row.get("step", 0),
-        "env": row.get("env"),
-        "group": row.get("group_index"),
-        "index": row.get("index"),
-        "reward": row.get("reward"),
-        "advantage": row.get("advantage"),
-        "status": row.get("status"),
-        "tokens": len(row.get("tokens") or ()),
-        "asked": asked[-PREVIEW:] if len(asked) > PREVIEW else asked,
-        "said": said[:PREVIEW],
+        "count": sum(seen.count for seen in parts),
+        "envs": sorted(set().union(*(seen.envs for seen in parts))),
+        "statuses": sorted(set().union(*(seen.statuses for seen in parts))),
+        "steps": sorted(set().union(*(seen.steps for seen in parts))),
     }
+
+
+def _last_words(prompt: Any) -> str:
+    """The message that was answered: the ones before it are often the same everywhere."""
+    return plain_text(prompt[-1:] if isinstance(prompt, list) else prompt)
 
 
 def plain_text(value: Any) -> str:

@@ -45,7 +45,7 @@ class LiveRun:
 
     def __init__(self, run: LocalRun) -> None:
         self.run = run
-        self.index = RolloutIndex(run.samples_path)
+        self.index = RolloutIndex(run)
         self.changes = 0
         self._vocabulary: Vocabulary | None = None
         self._told: dict[str, Any] = {}
@@ -116,11 +116,11 @@ class LiveRun:
             yield_on_timeout=True,
             ignore_permission_denied=True,
         )
-        size = self._size()
-        for _ in watched:
-            # Some file systems do not notify: look at the sizes at every timeout as well.
-            before, size = size, self._size()
-            if size != before:
+        size = self._state()
+        for changes in watched:
+            # Some file systems do not notify: look yourself at every timeout as well.
+            before, size = size, self._state()
+            if changes or size != before:
                 self._catch_up()
 
     def _catch_up(self) -> None:
@@ -133,9 +133,10 @@ class LiveRun:
         for wake in list(self._listeners):
             wake()
 
-    def _size(self) -> tuple[int, ...]:
+    def _state(self) -> tuple[int, ...]:
         paths = (self.run.metrics_path, self.run.samples_path)
-        return tuple(path.stat().st_size if path.exists() else 0 for path in paths)
+        sizes = [path.stat().st_size if path.exists() else 0 for path in paths]
+        return (*sizes, *(place.written_ns for place in self.run.evaluations()))
 
 
 def build_app(live: LiveRun) -> FastAPI:
@@ -161,6 +162,12 @@ def build_app(live: LiveRun) -> FastAPI:
     async def show_page(request: Request) -> Response:
         return answer(request, page, "text/html; charset=utf-8")
 
+    def number_of(request: Request) -> int:
+        number = int(request.path_params["number"])
+        if number >= len(live.index):
+            raise ValueError(f"there is no rollout {number}")
+        return number
+
     async def show_run(request: Request) -> Response:
         return answer(request, await asyncio.to_thread(live.page_data))
 
@@ -174,15 +181,10 @@ def build_app(live: LiveRun) -> FastAPI:
         return answer(request, await asyncio.to_thread(_find, live.index, read_query(words), offset, limit))
 
     async def show_rollout(request: Request) -> Response:
-        number = int(request.path_params["number"])
-        if number >= len(live.index):
-            raise ValueError(f"there is no rollout {number}")
-        return answer(request, await asyncio.to_thread(_detail, live, number))
+        return answer(request, await asyncio.to_thread(_detail, live, number_of(request)))
 
     async def show_group(request: Request) -> Response:
-        step, group = int(request.path_params["step"]), int(request.path_params["group"])
-        query = Query(step=step, group=group, sort="step")
-        return answer(request, (await asyncio.to_thread(_find, live.index, query, 0, 1000))["rows"])
+        return answer(request, await asyncio.to_thread(_group, live.index, number_of(request)))
 
     async def tell_changes(request: Request) -> Response:
         return _events(live)
@@ -198,7 +200,7 @@ def build_app(live: LiveRun) -> FastAPI:
         ("/api/update", show_update),
         ("/api/rollouts", show_rollouts),
         ("/api/rollouts/{number:int}", show_rollout),
-        ("/api/groups/{step:int}/{group:int}", show_group),
+        ("/api/rollouts/{number:int}/group", show_group),
         ("/api/events", tell_changes),
     ):
         app.add_route(path, _own_name(route), methods=["GET"])
@@ -207,7 +209,9 @@ def build_app(live: LiveRun) -> FastAPI:
 
 def read_query(words: dict[str, str]) -> Query:
     """The conditions of a request; `ValueError` for what is none."""
-    given: dict[str, Any] = {name: words.pop(name) for name in ("text", "env", "status", "sort") if name in words}
+    given: dict[str, Any] = {
+        name: words.pop(name) for name in ("text", "env", "status", "kind", "sort") if name in words
+    }
     given |= {name: int(words.pop(name)) for name in ("step", "group") if name in words}
     given |= {f"{name}_reward": float(words.pop(name)) for name in ("min", "max") if name in words}
     given["descending"] = words.pop("descending", "true") == "true"
@@ -263,6 +267,10 @@ def _own_name(route: Callable[[Request], Any]) -> Callable[[Request], Any]:
 def _find(index: RolloutIndex, query: Query, offset: int, limit: int) -> dict[str, Any]:
     found = index.select(query)
     return {"total": len(found), "rows": index.brief([int(n) for n in found[offset : offset + limit]])}
+
+
+def _group(index: RolloutIndex, number: int) -> list[dict[str, Any]]:
+    return index.brief(index.siblings(number))
 
 
 def _detail(live: LiveRun, number: int) -> dict[str, Any]:

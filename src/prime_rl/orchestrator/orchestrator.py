@@ -136,6 +136,7 @@ def main() -> None:
         OrchestratorConfig,
         orchestrate,
         summary="Generate and score rollouts with an inference server, send batches to the trainer, relay its weights.",
+        record=True,
     )
 
 

@@ -23,7 +23,7 @@ def run_trainer(prog: str, config_cls: type[Config], train: Callable[[Config], i
     exception"). What was registered with `atexit` runs as ever.
     """
     try:
-        run_command(prog, config_cls, train, summary=summary)
+        run_command(prog, config_cls, train, summary=summary, record=True)
     except SystemExit as left:
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             raise

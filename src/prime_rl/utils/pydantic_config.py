@@ -124,10 +124,12 @@ def run_command(
     *,
     summary: str,
     explain: Callable[[Config], list[str]] = lambda _: [],
+    record: bool = False,
 ) -> NoReturn:
     """A command's whole life: read its arguments, run it, exit with 0 (good), 2 (wrong input) or 1 (failed).
 
-    `explain` gives lines that --dry-run shows before the values, as comments.
+    `explain` gives lines that --dry-run shows before the values, as comments. With `record` the values are written to
+    `<output_dir>/configs/<prog>.toml`.
     """
     argv = sys.argv[1:]
     debug, wants_help, dry_run = "--debug" in argv, "--help" in argv or "-h" in argv, "--dry-run" in argv
@@ -148,6 +150,8 @@ def run_command(
             sys.stdout.write(comments + render_toml(config, config.provenance))
             raise SystemExit(0)
         _check_output_dir(config)
+        if record:
+            _record(config, prog)
         raise SystemExit(run(config) or 0)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
@@ -173,6 +177,15 @@ def _check_output_dir(config: BaseConfig) -> None:
         reason = error.strerror or str(error)
     if reason is not None:
         raise ConfigError(f"output_dir {path} cannot be written ({reason}): choose another --output-dir")
+
+
+def _record(config: BaseConfig, prog: str) -> None:
+    """Write what a command runs with, unless it was read from that very file: the sources in there say more."""
+    out_dir = config.model_dump(include={"output_dir"})["output_dir"]
+    path = Path(out_dir).resolve() / "configs" / f"{prog}.toml"
+    files = {Path(source.rpartition(":")[0]) for source in config.provenance.values() if ":" in source}
+    if path not in {file.resolve() for file in files}:
+        write_config(config, path)
 
 
 def _show_error(error: BaseException) -> int:

@@ -36,9 +36,9 @@ class Page {
     const [name, wanted] = location.hash.slice(1).split("?");
     this.section = SECTIONS.some(([known]) => known === name) ? name : "overview";
     for (const link of this.nav.children) link.toggleAttribute("aria-current", link.hash === `#${this.section}`);
-    const step = new URLSearchParams(wanted).get("step");
-    if (step !== null) {
-      this.state = { query: { step: Number(step) } };
+    if (wanted) {
+      const query = Object.fromEntries(new URLSearchParams(wanted));
+      this.state = { query: "step" in query ? { ...query, step: Number(query.step) } : query };
       this.browser = null;
     }
     this.draw();

@@ -40,7 +40,7 @@ function label(name, title) {
 
 function matching(data, pattern, known) {
   const expression = new RegExp(`^${pattern.replaceAll(/[.+?^${}()|[\]\\]/g, "\\$&").replaceAll("*", ".*")}$`);
-  const names = [...new Set(allCurves(data).map((c) => c.name))].filter((name) => expression.test(name) && !known.has(name) && !name.endsWith("stderr"));
+  const names = [...new Set(allCurves(data).map((c) => c.name))].filter((name) => expression.test(name) && !known.has(name) && !/\/(stderr|ci_low|ci_high)$/.test(name));
   const reward = curve(data, "reward/mean");
   return names.map((name) => curve(data, name)).filter((c) => c.name === "reward/mean" || !reward || String(c.values) !== String(reward.values));
 }

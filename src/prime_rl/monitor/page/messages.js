@@ -16,6 +16,8 @@ function messagesOf(detail, vocab) {
 function conversation(detail, vocab) {
   const view = el("div", { class: "conversation" }, messagesOf(detail, vocab).map(bubble));
   if (detail.error) append(view, [el("section", { class: "bubble error" }, el("h4", {}, "error"), el("pre", {}, detail.error))]);
+  if (detail.answer !== null && detail.answer !== undefined && detail.answer !== "")
+    append(view, [folded("expected answer", typeof detail.answer === "string" ? detail.answer : JSON.stringify(detail.answer, null, 1))]);
   return view;
 }
 

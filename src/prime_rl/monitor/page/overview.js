@@ -5,7 +5,7 @@ function overview(data, source, go) {
     el("p", { class: "sentence" }, sentence(data, source)),
     el("div", { class: "tiles" }, TILES.map(([name, label]) => tile(data, name, label, go))),
     findings(data),
-    evaluations(data),
+    evaluations(data, source.facts.kinds.evaluation),
     onDisk(data),
     source.facts.count ? el("p", { class: "lead" }, "Numbers only summarise. ", el("a", { href: "#rollouts" }, "Read a few rollouts"), " before believing them.") : null,
   ];
@@ -13,13 +13,13 @@ function overview(data, source, go) {
 
 function sentence(data, source) {
   const { run } = data, reward = curve(data, "reward/mean"), loss = curve(data, "loss/mean");
-  const steps = loss || reward ? (loss || reward).steps.at(-1) : 0;
-  const sft = !reward;
-  const parts = [`${sft ? "Supervised fine-tuning" : "Asynchronous reinforcement learning"} of `, el("b", {}, shortName(run.model)),
-    source.facts.envs.filter((env) => env !== "none").length ? ` on ${source.facts.envs.join(", ")}` : "", ": ",
-    `${steps.toLocaleString("en")}${run.max_steps ? ` of ${run.max_steps.toLocaleString("en")}` : ""} steps`,
-    source.facts.count ? ` and ${count(source.total ?? source.facts.count, "rollout")}` : "",
-    run.started ? ` in ${duration(run.changed - run.started)}` : "", ". "];
+  const { training, evaluation } = source.facts.kinds, envs = (training ?? evaluation)?.envs.filter((env) => env !== "none") ?? [];
+  const steps = (loss || reward)?.steps.at(-1) ?? 0;
+  const what = reward ? "Asynchronous reinforcement learning" : loss ? "Supervised fine-tuning" : data.evals.length ? "Evaluation" : "A run";
+  const parts = [`${what} of `, el("b", {}, shortName(run.model)), envs.length ? ` on ${envs.join(", ")}` : "", ": ",
+    loss || reward ? `${steps.toLocaleString("en")}${run.max_steps ? ` of ${run.max_steps.toLocaleString("en")}` : ""} steps` : "",
+    (loss || reward) && training ? " and " : "", training || evaluation ? count(source.total ?? (training ?? evaluation).count, "rollout") : "",
+    run.started && run.changed > run.started ? ` in ${duration(run.changed - run.started)}` : "", ". "];
   const best = reward || loss;
   if (best && best.values.length > 4) {
     const ends = [best.values.slice(0, 3), best.values.slice(-3)].map((v) => v.reduce((a, b) => a + b, 0) / v.length);
@@ -52,15 +52,25 @@ function capital(text) {
   return text.charAt(0).toUpperCase() + text.slice(1);
 }
 
-function evaluations(data) {
-  const wanted = (name) => /^(avg@|pass@\d+$|pass\^|completion_len\/mean|is_truncated\/mean|error\/mean)/.test(name) && !name.endsWith("stderr");
-  const fromFiles = data.evals.map(({ env, step, summary }) => ({ env, step, values: Object.fromEntries(Object.entries(summary).filter(([name, v]) => wanted(name) && typeof v === "number")), errors: summary }));
-  if (!fromFiles.length) return null;
-  const names = [...new Set(fromFiles.flatMap((row) => Object.keys(row.values)))];
+function evaluations(data, recorded) {
+  const wanted = (name) => /^(avg@\d+|pass@\d+|pass\^\d+|completion_len\/mean|is_truncated\/mean|error\/mean)$/.test(name);
+  if (!data.evals.length) return null;
+  const names = [...new Set(data.evals.flatMap(({ summary }) => Object.keys(summary).filter((name) => wanted(name) && typeof summary[name] === "number")))];
+  const link = (env, step) => `#rollouts?${new URLSearchParams({ kind: "evaluation", env, ...(step === null ? {} : { step }) })}`;
   return el("section", { class: "panel" }, el("h2", {}, "Evaluations"), el("div", { class: "wide" }, el("table", {},
-    el("thead", {}, el("tr", {}, ["environment", "weights", ...names].map((name) => el("th", {}, name)))),
-    el("tbody", {}, fromFiles.map((row) => el("tr", {}, el("td", {}, row.env), el("td", {}, row.step === null || row.step === undefined ? "–" : `step ${row.step}`),
-      names.map((name) => el("td", { class: "num" }, number(row.values[name], 4), row.errors[`${name}/stderr`] !== undefined && el("small", {}, ` ± ${number(1.96 * row.errors[`${name}/stderr`], 2)}`)))))))));
+    el("thead", {}, el("tr", {}, el("th", {}, "environment"), el("th", {}, "weights"), names.map((name) => el("th", { class: "num" }, name.replace("/mean", ""))))),
+    el("tbody", {}, data.evals.map(({ env, step, summary }) => el("tr", {},
+      el("td", {}, recorded?.envs.includes(env) && recorded.steps.includes(step ?? 0) ? el("a", { href: link(env, step), title: "read its rollouts" }, env) : env),
+      el("td", {}, step === null || step === undefined ? "–" : `step ${step}`),
+      names.map((name) => el("td", { class: "num" }, number(summary[name], 4), el("small", {}, spreadOf(summary, name))))))))));
+}
+
+// The 95 % interval where the evaluation wrote one, else twice its standard error.
+function spreadOf(summary, name) {
+  const [low, high] = ["ci_low", "ci_high"].map((end) => summary[`${name}/${end}`]);
+  if (typeof low === "number" && typeof high === "number") return ` ${number(low, 2)} to ${number(high, 2)}`;
+  const error = summary[`${name}/stderr`];
+  return typeof error === "number" ? ` ± ${number(1.96 * error, 2)}` : "";
 }
 
 function onDisk(data) {

@@ -1,11 +1,12 @@
 // The rollout browser: a list that filters as you type, one rollout beside it, its group side by side, and the keyboard.
 
-const PAGE = 100;
+const PAGE = 40;
 
 class Browser {
   constructor(source, state) {
     this.source = source;
-    this.query = { text: "", step: null, env: null, status: null, min: null, max: null, sort: "step", descending: true, ...state.query };
+    const kinds = Object.keys(source.facts.kinds);
+    this.query = { text: "", kind: kinds[0] ?? null, step: null, env: null, status: null, min: null, max: null, sort: "step", descending: true, ...state.query };
     this.view = state.view || "conversation";
     this.colour = state.colour || null;
     this.rows = [];
@@ -15,62 +16,102 @@ class Browser {
     this.detail = el("article", { class: "detail" });
     this.counter = el("output", {});
     this.search = el("input", { type: "search", placeholder: "search prompts and answers  ( / )", value: this.query.text,
-      oninput: later(() => this.change({ text: this.search.value }), 40) });
-    this.filters = el("div", { class: "filters" });
+      oninput: () => this.change({ text: this.search.value }) });
+    this.choices = { kind: this.chooser("of", "kind", String), step: this.chooser("step", "step", Number),
+      env: this.chooser("environment", "env", String), status: this.chooser("status", "status", String) };
+    this.filters = el("div", { class: "filters" }, this.search, Object.values(this.choices), this.bound("reward ≥", "min"), this.bound("reward ≤", "max"),
+      this.sorter(), this.counter);
     this.node = el("div", { class: "browser" }, this.filters, el("div", { class: "panes" }, this.list, this.detail));
     this.list.addEventListener("scroll", () => {
       if (this.list.scrollTop + this.list.clientHeight > this.list.scrollHeight - 400) this.more();
     });
-    this.drawFilters();
+    this.fillChoices();
     this.ready = this.load();
   }
 
-  drawFilters() {
-    const { facts } = this.source, { query } = this;
-    const choose = (label, key, options, read) => options.length > 1 && el("label", {}, label, el("select", {
-      "aria-label": label, onchange: (event) => this.change({ [key]: event.target.value === "" ? null : read(event.target.value) }) },
-    el("option", { value: "" }, "all"), options.map((o) => el("option", { value: o, selected: query[key] === o }, o))));
-    const bound = (label, key) => el("label", {}, label, el("input", { type: "number", step: "any", value: query[key] ?? "", "aria-label": label,
-      oninput: later((event) => this.change({ [key]: event.target.value === "" ? null : Number(event.target.value) }), 150) }));
-    fill(this.filters, this.search,
-      choose("step", "step", facts.steps.slice().reverse(), Number), choose("environment", "env", facts.envs, String),
-      choose("status", "status", facts.statuses, String), bound("reward ≥", "min"), bound("reward ≤", "max"),
-      el("label", {}, "sort", el("select", { "aria-label": "sort", onchange: (event) => {
-        const [sort, way] = event.target.value.split(" ");
-        this.change({ sort, descending: way === "down" });
-      } }, [["step down", "newest first"], ["step up", "oldest first"], ["reward down", "best first"], ["reward up", "worst first"],
-        ["tokens down", "longest first"], ["tokens up", "shortest first"], ["advantage down", "largest advantage"]].map(([value, label]) =>
-        el("option", { value, selected: value === `${query.sort} ${query.descending ? "down" : "up"}` }, label)))),
-      this.counter);
+  chooser(label, key, read) {
+    return el("label", {}, label, el("select", { "aria-label": label, onchange: (event) => this.change({ [key]: event.target.value === "" ? null : read(event.target.value) }) }));
   }
 
+  bound(label, key) {
+    return el("label", {}, label, el("input", { type: "number", step: "any", value: this.query[key] ?? "", "aria-label": label,
+      oninput: (event) => this.change({ [key]: event.target.value === "" ? null : Number(event.target.value) }) }));
+  }
+
+  sorter() {
+    const ways = [["step down", "newest first"], ["step up", "oldest first"], ["reward down", "best first"], ["reward up", "worst first"],
+      ["tokens down", "longest first"], ["tokens up", "shortest first"], ["advantage down", "largest advantage"]];
+    const now = `${this.query.sort} ${this.query.descending ? "down" : "up"}`;
+    return el("label", {}, "sort", el("select", { "aria-label": "sort", onchange: (event) => {
+      const [sort, way] = event.target.value.split(" ");
+      this.change({ sort, descending: way === "down" });
+    } }, ways.map(([value, label]) => el("option", { value, selected: value === now }, label))));
+  }
+
+  // What there is to choose from grows while a run goes on; the fields stay, somebody may be in one of them.
+  fillChoices() {
+    const { facts } = this.source, { query } = this, of = facts.kinds[query.kind] ?? facts;
+    const options = { kind: Object.keys(facts.kinds), step: of.steps.slice().reverse(), env: of.envs, status: of.statuses };
+    for (const [key, label] of Object.entries(this.choices)) {
+      const select = label.querySelector("select"), values = options[key], told = values.join("\n");
+      label.hidden = values.length < 2;
+      if (select.dataset.told !== told) {
+        fill(select, key !== "kind" && el("option", { value: "" }, "all"), values.map((value) => el("option", { value }, value)));
+        select.dataset.told = told;
+      }
+      select.value = query[key] ?? "";
+    }
+  }
+
+  // One question at a time, and always the newest: while an answer is awaited, further keys only change the next question.
   change(part) {
+    if ("kind" in part) part = { ...part, step: null, env: null, status: null };
     Object.assign(this.query, part);
     this.at = 0;
-    this.ready = this.load();
+    if ("kind" in part) this.fillChoices();
+    this.stale = true;
+    if (!this.asking) this.ready = this.catchUp();
+  }
+
+  async catchUp() {
+    this.asking = true;
+    try {
+      while (this.stale) {
+        this.stale = false;
+        this.fillRows(await this.source.select(this.query, 0, PAGE));
+      }
+    } finally {
+      this.asking = false;
+    }
+    await this.open(0);
   }
 
   async load(keep = false) {
-    const { total, rows } = await this.source.select(this.query, 0, keep ? Math.max(this.rows.length, PAGE) : PAGE);
-    this.total = total;
+    const found = await this.source.select(this.query, 0, keep ? Math.max(this.rows.length, PAGE) : PAGE);
+    if (this.asking) return;
     const chosen = this.rows[this.at]?.id;
-    this.rows = rows;
-    const all = this.source.facts.count;
-    const outside = this.source.total > all ? `; ${this.source.total.toLocaleString("en")} in the run` : "";
-    this.counter.value = (total === all ? count(total, "rollout") : `${total.toLocaleString("en")} of ${count(all, "rollout")}`) + outside;
-    fill(this.list, rows.map((row, i) => this.item(row, i)));
-    if (!rows.length) fill(this.detail, el("p", { class: "empty" }, all ? "No rollout fits." : "No rollouts were recorded yet."));
-    else if (keep && rows.some((row) => row.id === chosen)) this.mark(rows.findIndex((row) => row.id === chosen));
+    this.fillRows(found);
+    if (keep && this.rows.some((row) => row.id === chosen)) this.mark(this.rows.findIndex((row) => row.id === chosen));
     else await this.open(0);
   }
 
+  fillRows({ total, rows }) {
+    this.total = total;
+    this.rows = rows;
+    const { facts } = this.source, all = (facts.kinds[this.query.kind] ?? facts).count;
+    const outside = this.source.total > facts.count ? `; ${this.source.total.toLocaleString("en")} in the run` : "";
+    this.counter.value = (total === all ? count(total, "rollout") : `${total.toLocaleString("en")} of ${count(all, "rollout")}`) + outside;
+    fill(this.list, rows.map((row, i) => this.item(row, i)));
+    if (!rows.length) fill(this.detail, el("p", { class: "empty" }, all ? "No rollout fits." : "No rollouts were recorded yet."));
+  }
+
   async more() {
-    if (this.loading || this.rows.length >= this.total) return;
+    if (this.loading || this.asking || this.rows.length >= this.total) return;
     this.loading = true;
-    const { rows } = await this.source.select(this.query, this.rows.length, PAGE);
+    const first = this.rows[0], { rows } = await this.source.select(this.query, this.rows.length, PAGE).finally(() => (this.loading = false));
+    if (this.rows[0] !== first) return; // another question was answered meanwhile
     append(this.list, rows.map((row, i) => this.item(row, this.rows.length + i)));
     this.rows.push(...rows);
-    this.loading = false;
   }
 
   item(row, i) {
@@ -105,14 +146,15 @@ class Browser {
     const body = el("div", { class: "body" });
     fill(this.detail, detailHead(row, detail), tabs, body);
     if (this.view === "conversation") fill(body, conversation(detail, this.source.vocab));
-    else if (this.view === "tokens") this.drawTokens(body, [detail], colour, choices);
+    else if (this.view === "tokens") this.drawTokens(body, row, detail, colour, choices);
     else await this.drawGroup(body, row, colour);
   }
 
-  drawTokens(body, details, colour, choices) {
-    const detail = details[0];
-    if (!detail.tokens.length) return fill(body, el("p", { class: "empty" }, "The tokens of this rollout are not in the report: only its text fits. The live page (--serve) has them."));
-    const scale = tintScale(colour, details);
+  drawTokens(body, row, detail, colour, choices) {
+    if (!detail.tokens.length) return fill(body, el("p", { class: "empty" }, row.tokens && row.kind === "training" && !this.source.live
+      ? "The tokens of this rollout are not in the report: only its text fits. The live page (--serve) has them."
+      : "No tokens were recorded of this rollout, only its text."));
+    const scale = tintScale(colour, [detail]);
     fill(body, this.colourBar(colour, choices, scale), tokenView(detail, this.source.vocab, colour, { scale }));
   }
 
@@ -162,7 +204,8 @@ class Browser {
   }
 
   async refresh() {
-    this.drawFilters();
+    this.query.kind ??= Object.keys(this.source.facts.kinds)[0] ?? null;
+    this.fillChoices();
     await this.load(true);
   }
 }

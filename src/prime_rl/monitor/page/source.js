@@ -24,7 +24,7 @@ class ReportSource {
     const { rows, details, facts, layout } = this.data.rollouts;
     this.rows = rows;
     this.details = details;
-    this.facts = { ...facts, count: rows.length, steps: [...new Set(rows.map((row) => row.step))].sort((a, b) => a - b) };
+    this.facts = { ...factsOf(rows), envs: facts.envs, kinds: Object.fromEntries(Object.keys(facts.kinds).map((kind) => [kind, factsOf(rows.filter((row) => row.kind === kind))])) };
     this.total = facts.count;
     this.columns = readColumns(buffer, 4 + length, layout);
     this.byId = new Map(rows.map((row, place) => [row.id, place]));
@@ -36,6 +36,7 @@ class ReportSource {
   async select(query, offset, limit) {
     const text = query.text.toLowerCase();
     const fits = (row, place) =>
+      (query.kind === null || row.kind === query.kind) &&
       (query.step === null || row.step === query.step) &&
       (query.env === null || row.env === query.env) &&
       (query.status === null || row.status === query.status) &&
@@ -50,7 +51,7 @@ class ReportSource {
   }
 
   async group(row) {
-    return row.group === null ? [row] : this.rows.filter((other) => other.step === row.step && other.group === row.group);
+    return row.group === null ? [row] : this.rows.filter((other) => other.place === row.place && other.step === row.step && other.group === row.group);
   }
 
   async detail(id) {
@@ -64,6 +65,11 @@ class ReportSource {
     }
     return detail;
   }
+}
+
+function factsOf(rows) {
+  const names = (key) => [...new Set(rows.map((row) => row[key] ?? "none"))];
+  return { count: rows.length, envs: names("env"), statuses: names("status"), steps: names("step").sort((a, b) => a - b) };
 }
 
 // The inverse of how the report stores each stream.
@@ -108,7 +114,7 @@ class LiveSource {
   }
 
   async group(row) {
-    return row.group === null ? [row] : this.ask(`api/groups/${row.step}/${row.group}`);
+    return this.ask(`api/rollouts/${row.id}/group`);
   }
 
   async detail(id) {

@@ -1,0 +1,66 @@
+"""A page in headless Chromium, and the real command that serves the page of a run."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 90.0
+Open = Callable[[str], "OpenPage"]
+
+
+class OpenPage:
+    """A page with what it asked for and what went wrong in it."""
+
+    def __init__(self, browser: Any, url: str) -> None:
+        self.page = browser.new_page(viewport={"width": 1300, "height": 800})
+        self.asked: list[str] = []
+        self.wrong: list[str] = []
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
+        self.page.on("console", lambda m: self.wrong.append(m.text) if m.type in ("error", "warning") else None)
+        self.page.set_default_timeout(1000 * PATIENCE_S)
+        self.page.goto(url)
+        self.page.wait_for_selector(".sentence, .list li")
+
+    def texts(self, selector: str) -> list[str]:
+        return self.page.locator(selector).all_inner_texts()
+
+    def counter(self) -> str:
+        return self.page.locator(".filters output").inner_text()
+
+    def wait_until(self, holds: Callable[[], bool], what: str) -> None:
+        """Look again until it holds; nothing is evaluated in the page by text, which its policy forbids."""
+        until = time.monotonic() + PATIENCE_S
+        while not holds():
+            assert time.monotonic() < until, f"{what}; the page says: {self.wrong}"
+            self.page.wait_for_timeout(20)
+
+    def wait_counter(self, text: str) -> None:
+        self.wait_until(lambda: self.counter().startswith(text), f"the counter says {self.counter()}, not {text}")
+
+
+@contextmanager
+def serve_page(run: Path) -> Iterator[str]:
+    """The address at which the real command shows a run."""
+    command = [sys.executable, "-m", "prime_rl.monitor.wandb_monitor", str(run), "--serve", "--port", "0"]
+    environ = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")])),
+    }
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
+    try:
+        assert process.stdout is not None
+        [url] = re.findall(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())
+        yield url
+    finally:
+        process.terminate()
+        process.wait(30)
