@@ -126,7 +126,7 @@ def train(backend: Backend, config: TrainConfig, step: int) -> dict[str, float]:
     samples = batches.receive(step)
     for sample in samples[1:] if step == 2 else []:
         sample.loss_mask = [0.0] * len(sample.tokens)
-    share = pack_share(samples, SEQ_LEN, backend.mesh.dp_size, backend.mesh.dp_rank, rows=2)
+    share = pack_share(samples, SEQ_LEN, backend.mesh.dp_size, backend.mesh.dp_rank, rows=3)
     stats = backend.forward_backward(share.micros, loss)
     report = backend.optim_step(stats)
     imbalance = backend.take_imbalance()  # in the second it depends on what shares a pack with the one

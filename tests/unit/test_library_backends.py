@@ -501,7 +501,7 @@ def run_ranks(checkpoint: Path, root: Path) -> None:
     logs = [(root / f"rank{rank}.log").open("w+") for rank in range(2)]
     ranks = [subprocess.Popen([*command, str(i)], stdout=log, stderr=log) for i, log in enumerate(logs)]
     try:
-        codes = [rank.wait(timeout=100) for rank in ranks]
+        codes = [rank.wait(timeout=300) for rank in ranks]
         assert codes == [0, 0], [Path(log.name).read_text()[-3000:] for log in logs]
     finally:
         for rank, log in zip(ranks, logs, strict=True):

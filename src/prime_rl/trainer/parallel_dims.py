@@ -8,13 +8,14 @@ Ranks that talk most stand next to each other: tensor parallel ones innermost, p
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from prime_rl.trainer.config import ParallelDims, SFTConfig, TrainConfig
 from rollouts.training.backends.ranks import Ranks
@@ -95,6 +96,7 @@ def join_ranks(config: TrainConfig | SFTConfig, device: torch.device) -> Ranks:
 def leave_ranks() -> None:
     """Take leave of the process group, if there is one."""
     if dist.is_available() and dist.is_initialized():
+        _group.cache_clear()
         dist.destroy_process_group()
 
 
@@ -123,18 +125,31 @@ def build_mesh(parallel: ParallelDims, ranks: Ranks) -> Mesh:
 
 def _arrange(ranks: Ranks, dims: ParallelDims, **sizes: int) -> DeviceMesh:
     """All ranks by these dimensions, inside of stages."""
-    names = ("pp", *sizes)
-    return init_device_mesh(ranks.device.type, (dims.pp, *sizes.values()), mesh_dim_names=names)
+    names, shape = ("pp", *sizes), (dims.pp, *sizes.values())
+    numbers = torch.arange(ranks.size).view(shape)
+    groups = [_join(numbers.movedim(dim, -1).reshape(-1, shape[dim]).tolist(), ranks) for dim in range(len(shape))]
+    held = [group for group in groups if group is not None]
+    assert len(held) == len(groups), "every rank is in one row of each dimension"
+    return DeviceMesh.from_group(held, ranks.device.type, numbers, mesh_dim_names=names)
 
 
 def _join_ends(ranks: Ranks, pp: int) -> dist.ProcessGroup | None:
     """A group for each rank of the first stage and the one at the same place of the last; this rank's, if it is one."""
-    found, stride = None, ranks.size // pp
-    for rank in range(stride):
-        pair = [rank, ranks.size - stride + rank]
-        group = dist.new_group(pair)
-        found = group if ranks.rank in pair else found
-    return found
+    stride = ranks.size // pp
+    return _join([[rank, ranks.size - stride + rank] for rank in range(stride)], ranks)
+
+
+def _join(rows: Sequence[Sequence[int]], ranks: Ranks) -> dist.ProcessGroup | None:
+    """A group of each row of ranks, made by all of them in this order; returns the one that this rank is in."""
+    groups = [_group(dist.group.WORLD, tuple(row)) for row in rows]
+    return next((group for row, group in zip(rows, groups, strict=True) if ranks.rank in row), None)
+
+
+@cache
+def _group(world: dist.ProcessGroup, members: tuple[int, ...]) -> dist.ProcessGroup:
+    """The group of these ranks. Each has connections and threads (or buffers on a GPU), so there is one, whichever
+    dimensions of whichever mesh it serves; all ranks must ask."""
+    return world if len(members) == world.size() else dist.new_group(list(members))
 
 
 def _holders(mesh: DeviceMesh) -> DeviceMesh:

@@ -75,8 +75,7 @@ class OptimizerStep:
         if not torch.isfinite(norm):
             return self.skip(f"the gradient is not finite (norm {grad_norm})", grad_norm)
         if self.max_norm is not None:
-            for group in self.optimizer.param_groups:  # those of a group lie on the same ranks
-                torch.nn.utils.clip_grads_with_norm_(group["params"], self.max_norm, norm)
+            clip_gradients(self.parameters, self.max_norm, norm)
         lr = self._begin()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -125,6 +124,21 @@ class OptimizerStep:
 def compute_total_norm(parameters: Sequence[Tensor]) -> Tensor:
     """Norm of all gradients together; of the whole gradient, also where each rank holds a part of it."""
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    # Of sharded gradients it is a DTensor, known by this method: importing the class would slow every start.
+    # Of sharded gradients it is a DTensor, known by its method: importing the class would slow every start.
     whole: Callable[[], Tensor] | None = getattr(norm, "full_tensor", None)
     return norm if whole is None else whole()
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Multiply all gradients by min(1, max_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grads_with_norm_` does.
+
+    Each rank scales the parts that it holds: asking DTensor how to would cost seconds at the first step.
+    """
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for gradient in (p.grad for p in parameters if p.grad is not None):
+        local: Callable[[], Tensor] | None = getattr(gradient, "to_local", None)
+        by_device.setdefault(gradient.device, []).append(gradient if local is None else local())
+    for device, gradients in by_device.items():
+        torch._foreach_mul_(gradients, factor.to(device))
