@@ -144,6 +144,10 @@ class World:
                 tasks.start_soon(self.engine.live)
                 async with running(self.parts):
                     await run_steps(self.parts)
+                    if self.sealed:
+                        await (
+                            trainer.finished.wait()
+                        )  # as a launcher does: its last commit comes after its last version
                     done = True
                 tasks.cancel_scope.cancel()
         self.check()
@@ -314,7 +318,7 @@ class Trainer:
     """Receives batches in order, checks them, publishes versions and its half of checkpoints."""
 
     def __init__(self, world: World) -> None:
-        self.world = world
+        self.world, self.finished = world, anyio.Event()
         ckpt, out = world.config.ckpt, world.out
         resumed = latest_step(out / "checkpoints", ("trainer", "orchestrator")) if ckpt and ckpt.resume_step else None
         self.version = resumed or 0
@@ -329,6 +333,10 @@ class Trainer:
         self.world.ring()
 
     async def run(self) -> None:
+        await self._steps()
+        self.finished.set()
+
+    async def _steps(self) -> None:
         world, config = self.world, self.world.config
         while config.max_steps is None or self.version < config.max_steps:
             step = self.version + 1

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from prime_rl.trainer.backend import Backend, build_backend
+from prime_rl.trainer.backend import Backend, build_backend, memory_advice
 from prime_rl.trainer.config import LossConfig, SchedulerConfig, TrainConfig
 from prime_rl.trainer.model import resolve_placement
 from prime_rl.trainer.optim import MasterWeights, build_schedule
@@ -249,6 +249,20 @@ def test_the_step_accumulates_over_the_global_count_and_clips_the_norm() -> None
     assert parameter.grad is None
     with pytest.raises(ValueError, match="global count"):
         stepper.backward(parameter.sum(), 0)
+
+
+def test_out_of_memory_says_what_to_change(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_out(*arguments: Any, **options: Any) -> None:
+        torch.empty(2**60, dtype=torch.uint8)
+
+    monkeypatch.setattr(backend, "run_micros", run_out)
+    packs = pack_samples(fake_samples(), 64, 1)[0]
+    with pytest.raises(MemoryError, match=r"lower micro_bs or model.seq_len, switch on model.ac"):
+        backend.forward_backward(packs, build_loss(LossConfig(), 32))
+    with pytest.raises(MemoryError, match="CUDA out of memory"), memory_advice():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+    with pytest.raises(RuntimeError, match="something else"), memory_advice():
+        raise RuntimeError("something else")
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_and_too_many_end_the_run() -> None:

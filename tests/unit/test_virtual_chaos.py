@@ -1,11 +1,13 @@
 """Chaos in virtual time: thousands of runs whose engine falls, disk fills, files are cut and processes are killed.
 
 Real are the orchestrator's code, the checkpoints on disk and how they are trusted again; see `simulated_run`. Many more
-than the default: NUM_TRIALS=10000 pytest tests/unit/test_virtual_chaos.py
+than the default: NUM_TRIALS=10000 pytest tests/unit/test_virtual_chaos.py, in parts with FIRST_TRIAL=5000
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import random
 import shutil
@@ -25,6 +27,7 @@ from rollouts.training.steps import complete_steps, step_path
 __all__ = ["quiet"]
 
 NUM_TRIALS = int(os.environ.get("NUM_TRIALS", "21"))
+FIRST_TRIAL = int(os.environ.get("FIRST_TRIAL", "0"))
 NUM_STEPS = 5
 
 
@@ -86,7 +89,8 @@ def disturb(world: World, monkeypatch: pytest.MonkeyPatch, draw: random.Random, 
         hits["kills" if world.writes_left is None else "full disks"] += 1
         if draw.random() < 0.3:
             hits["cut files"] += damage(world.out, draw)
-        set_damaged_aside(world.out / "checkpoints")
+        with contextlib.redirect_stdout(io.StringIO()):
+            set_damaged_aside(world.out / "checkpoints")
     else:
         world.writes_left = None
         assert attempt(world, monkeypatch, None)
@@ -101,7 +105,7 @@ def test_whatever_dies_whenever_the_run_ends_where_it_would_have(
     monkeypatch.setattr("prime_rl.orchestrator.weight_relay.MAX_TRIES", 20)
     monkeypatch.setattr("prime_rl.orchestrator.waiting.LAG_EVERY_S", 50)  # virtual time is never late
     hits, checks, exact = Counter[str](), 0, 0
-    for number in range(part, NUM_TRIALS, 3):
+    for number in range(FIRST_TRIAL + part, FIRST_TRIAL + NUM_TRIALS, 3):
         draw = random.Random(number)
         config, faults = draw_config(draw), Faults(failing=draw.choice([0.0, 0.2]), poison=frozenset({2}))
         world = make_world(tmp_path / "cut", number, faults, **config)
@@ -122,5 +126,5 @@ def test_whatever_dies_whenever_the_run_ends_where_it_would_have(
             shutil.rmtree(tmp_path / name, ignore_errors=True)
     assert checks > NUM_TRIALS and exact and min(hits[name] for name in ("kills", "full disks", "falls")) > 0
     with capsys.disabled():
-        if NUM_TRIALS > 1000:
+        if NUM_TRIALS > 100:
             print(f"\nvirtual chaos, part {part}: {NUM_TRIALS // 3} trials ({exact} exact), {dict(hits)}, losses 0")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,20 @@ from rollouts.training.batching import MicroBatch, TensorBatch, build_filler
 from rollouts.training.rl_losses import LossInputs, LossOutput, TokenStats
 
 Loss = Callable[[LossInputs], LossOutput]
+
+
+@contextmanager
+def memory_advice() -> Iterator[None]:
+    """Out of memory, on a GPU or a CPU, becomes a `MemoryError` that says what to change."""
+    try:
+        yield
+    except RuntimeError as error:  # torch.OutOfMemoryError is one, and so is what a CPU says
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        raise MemoryError(
+            "out of memory in a micro-batch: lower micro_bs or model.seq_len, switch on model.ac, or train on more "
+            f"ranks (parallel.dp); the last checkpoint stays valid. {str(error).splitlines()[0]}"
+        ) from error
 
 
 @dataclass
@@ -139,7 +154,8 @@ class Backend:
             return output.loss_sum / global_count
 
         if global_count:
-            self.run_micros(self._needed(micros), finish, train=True)
+            with memory_advice():
+                self.run_micros(self._needed(micros), finish, train=True)
         return merge_stats(stats if self.mesh.speaks else TokenStats(), self.ranks)
 
     def _needed(self, micros: Sequence[MicroBatch]) -> list[MicroBatch]:
