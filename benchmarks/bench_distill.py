@@ -21,7 +21,6 @@ import torch
 from distill_lab import (
     BEGIN,
     GROUP,
-    PROMPTS,
     CausalLM,
     Recipe,
     Task,
@@ -38,7 +37,7 @@ from distill_lab import (
     warm_up,
 )
 
-MARKS = (0, 10, 20, 30, 40, 60)
+MARKS = (0, 10, 20, 30, 40, 60, 80)
 Check = Callable[[dict[str, float]], bool]
 
 
@@ -86,9 +85,9 @@ def _estimators() -> Iterator[Row]:
         "SFT on the teacher's answers": Recipe(aim(), on_teacher_samples=True),
     }
     for name, recipe in facts.items():
-        yield Row("estimators", name, _marked(recipe, 80), CLOSED, *closes(kl=0.1 if "SFT" in name else 0.05))
+        yield Row("estimators", name, _marked(recipe, 100), CLOSED, *closes(kl=0.1 if "SFT" in name else 0.05))
     for name in ("full", "token", "sequence"):
-        recipe = _marked(Recipe(aim(name)), 80)
+        recipe = _marked(Recipe(aim(name)), 120)
         yield Row("estimators", f"modes: {name}", recipe, CLOSED, *closes(kl=0.05 if name == "full" else 0.2), "modes")
 
 
@@ -160,7 +159,7 @@ def _hybrid() -> Iterator[Row]:
     yield row("token", 1, 1, at_most, lambda m: m["accuracy"] < m["teacher"] + 0.1)
     yield row("token", 1, 0.01, "accuracy > .95: beats the teacher", lambda m: m["accuracy"] > 0.95)
     annealed = replace(
-        Recipe(aim("sequence", adv_tau=1.0), context=context, truth=truth), steps=120, anneal=(0, 1, 8.0)
+        Recipe(aim("sequence", adv_tau=1.0), context=context, truth=truth), steps=160, anneal=(0, 1, 8.0)
     )
     yield Row(
         "hybrid",
@@ -201,7 +200,7 @@ def _coverage() -> Iterator[Row]:
 
 
 def _marked(recipe: Recipe, steps: int) -> Recipe:
-    return replace(recipe, steps=steps, marks=MARKS)
+    return replace(recipe, steps=steps, prompts=16, marks=MARKS)
 
 
 def make_wrong(task: Task, base: CausalLM, seed: int, eps: float, steps: int = 40) -> CausalLM:
@@ -210,7 +209,7 @@ def make_wrong(task: Task, base: CausalLM, seed: int, eps: float, steps: int = 4
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     old = torch.tensor([[6, 2, 5, 4, 0, 3]])
     for _ in range(steps):
-        questions = pick(task.train, PROMPTS * GROUP, draw)
+        questions = pick(task.train, 8 * GROUP, draw)
         answers = task.solve(questions, old)
         hit = (torch.rand(answers.shape, generator=draw) < eps) & (answers < 8)
         answers = torch.where(hit, torch.randint(8, answers.shape, generator=draw), answers)

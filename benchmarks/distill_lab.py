@@ -39,7 +39,7 @@ from rollouts.training.types import Sample  # noqa: E402
 VALUES, KEYS, WAYS = 8, 6, 4
 KEY, WAY, BEGIN, NOISY, ASK, ANSWER, END, VOCAB = 8, 14, 18, 19, 20, 21, 22, 24
 NOISE = 0.3
-GROUP, PROMPTS = 8, 8
+GROUP = 8
 Rows = Tensor  # int64 [rows, length]
 
 
@@ -231,6 +231,7 @@ class Recipe:
 
     objective: Objective
     steps: int = 80
+    prompts: int = 8  # of a step, each answered GROUP times
     context: Rows | None = None  # the teacher's; None: the task's own
     truth: Rows | None = None  # what rewards go by; None: the context
     noisy: bool = False
@@ -354,8 +355,8 @@ def teacher_prompts(task: Task, recipe: Recipe, questions: Rows) -> Rows:
 def teach(
     task: Task, student: CausalLM, teacher: CausalLM, recipe: Recipe, draw: torch.Generator
 ) -> tuple[Tensor, Tensor, float]:
-    """Sum and count of the loss of one batch: PROMPTS groups of GROUP answers; nats that these are from the teacher."""
-    questions = pick(task.train, PROMPTS, draw).repeat_interleave(GROUP, 0)
+    """Sum and count of the loss of a batch, `prompts` groups of GROUP answers, and how many nats from the teacher."""
+    questions = pick(task.train, recipe.prompts, draw).repeat_interleave(GROUP, 0)
     plain, shown = task.plain(questions), teacher_prompts(task, recipe, questions)
     if recipe.on_teacher_samples:
         answers = sample(teacher, shown, task.length, draw)
@@ -367,7 +368,7 @@ def teach(
     with torch.no_grad():
         told = compute_table(teacher, torch.cat((shown, answers), 1), task.length, recipe.teacher_temperature)
     truth = context_of(task, recipe) if recipe.truth is None else recipe.truth
-    rewards = (answers == task.solve(questions, truth)).all(1).float().view(PROMPTS, GROUP)
+    rewards = (answers == task.solve(questions, truth)).all(1).float().view(recipe.prompts, GROUP)
     advantages = (rewards - rewards.mean(1, keepdim=True)).view(-1, 1).expand(-1, task.length)
     inputs = make_inputs(table, answers, told, advantages=advantages)
     distance = (inputs.loss_mask * (inputs.inference_logprobs - told.gather(-1, answers[..., None]).flatten())).sum()
@@ -378,7 +379,7 @@ def teach(
         coverage = estimate_coverage(hits, inputs.inference_logprobs[spoken])
         objective = replace(objective, distill=choose_distillation(coverage, True))
     if objective.distill.estimator in ("togo", "sequence"):
-        inputs = spread_credit(inputs, len(answers), objective, PROMPTS)
+        inputs = spread_credit(inputs, len(answers), objective, recipe.prompts)
     if objective.distill.has_table:
         inputs = add_tables(inputs, table, told, objective.distill, recipe.top_k)
     output = policy_loss(inputs, objective)
@@ -387,7 +388,7 @@ def teach(
 
 def hold(task: Task, student: CausalLM, base: CausalLM, recipe: Recipe, draw: torch.Generator) -> tuple[Tensor, Tensor]:
     """Sum and count of the anchor: KL(student || initial model) under other contexts, which both see."""
-    questions = pick(task.train, PROMPTS * GROUP, draw)
+    questions = pick(task.train, recipe.prompts * GROUP, draw)
     shown = task.show(questions, task.draw_contexts(len(questions), draw), BEGIN)
     answers = sample(student, shown, task.length, draw)
     tokens = torch.cat((shown, answers), 1)
