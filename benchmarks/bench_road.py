@@ -80,9 +80,9 @@ def run(argv: list[str]) -> None:
         raise SystemExit(f"{' '.join(argv)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
 
 
-def load_summary(run_dir: Path) -> dict[str, Any]:
-    """The evaluation that the demo left beside a stage."""
-    summary: dict[str, Any] = json.loads((run_dir / "evals" / "reverse-text" / "summary.json").read_text())
+def load_summary(run_dir: Path, environment: str = "reverse-text") -> dict[str, Any]:
+    """The evaluation that was left beside a stage."""
+    summary: dict[str, Any] = json.loads((run_dir / "evals" / environment / "summary.json").read_text())
     return summary
 
 

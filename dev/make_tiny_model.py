@@ -12,8 +12,9 @@ TARGET = Path(__file__).resolve().parents[1] / "src/prime_rl/assets/tiny-qwen3"
 ROLES = ("system", "user", "assistant", "tool")
 # A whole header is one special token: prompts stay short, and ordinary text that contains a role word is untouched.
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|im_start|>{role}\n" for role in ROLES))
-# Tags are words of the text: they survive decoding.
-TAGS = tuple(f"<{end}{tag}>" for tag in ("reversed_text", "answer", "think", "guess", "tool_call") for end in ("", "/"))
+# The markup of the tiny recipes, words of the text: they survive decoding.
+TAGGED = "reversed_text answer think guess tool_call alphabetical_sorted combined_alphabetical_sorted".split()
+MARKUP = (*(f"<{end}{tag}>" for tag in TAGGED for end in ("", "/")), " // new name!")
 
 CHAT_TEMPLATE = """\
 {%- macro text(content) -%}
@@ -54,13 +55,13 @@ CHAT_TEMPLATE = """\
 
 
 def build_tokenizer() -> Tokenizer:
-    """256 byte tokens without merges, then the special tokens, then the tags."""
+    """256 byte tokens without merges, then the special tokens, then the markup."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=byte_of)
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
-    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in TAGS])
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in MARKUP])
     return tokenizer
 
 

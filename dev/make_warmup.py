@@ -17,6 +17,7 @@ import random
 import sys
 import tomllib
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,11 @@ def build_alphabet_sort(room: Any, args: dict[str, Any], draw: random.Random) ->
 
 
 def build_wordle(room: Any, args: dict[str, Any], draw: random.Random) -> list[Conversation]:
-    """Games of a player who reads the hints half of the time."""
-    kept = {name: args[name] for name in ("words", "system_prompt", "rules", "max_guesses", "held_out_words")}
-    return room.build_sft_examples(NUM_TINY_EXAMPLES, **kept, attention=0.5, seed=SEED)
+    """Games with every word that the letters could give, of a player who reads the hints half of the time."""
+    letters = [sorted(set(place)) for place in zip(*args["words"], strict=True)]
+    words = ["".join(word) for word in product(*letters)]
+    kept = {name: args[name] for name in ("system_prompt", "rules", "max_guesses", "held_out_words")}
+    return room.build_sft_examples(NUM_TINY_EXAMPLES, words, **kept, attention=0.5, seed=SEED)
 
 
 def build_wiki_search(room: Any, args: dict[str, Any], draw: random.Random) -> list[Conversation]:
