@@ -52,6 +52,8 @@ MODELS: dict[str, dict[str, Any]] = {
 NUM_STEPS = 3
 SEQ_LEN = 40
 LORA = {"rank": 4, "modules_to_save": ["lm_head"]}
+BF16 = {"dtype": "bfloat16"}
+MUON = {"type": "muon"}
 GRPO = {"type": "grpo", "entropy_tau": 0.1}
 
 
@@ -64,11 +66,18 @@ class Way:
     parallel: dict[str, Any]
     model: dict[str, Any] = field(default_factory=dict)
     loss: dict[str, Any] = field(default_factory=dict)
+    optim: dict[str, Any] = field(default_factory=dict)
 
     @property
     def reference(self) -> str:
         """Name of the run of one rank that must come to the same."""
-        return "_".join([self.kind, *(["lora"] if "lora" in self.model else []), *self.loss.get("type", "").split()])
+        marks = ["lora" if "lora" in self.model else "", self.loss.get("type", ""), self.optim.get("type", "")]
+        return "_".join(filter(None, [self.kind, *marks, self.model.get("dtype", "")]))
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether it computes in a format in which the order of a sum shows."""
+        return "dtype" in self.model
 
 
 WAYS = [
@@ -100,6 +109,16 @@ WAYS = [
     Way("pp_cp_lora", "dense", {"pp": 2, "cp": 2}, {"lora": LORA, "ac": {"freq": 1}}),
     Way("pp_ep", "moe", {"pp": 2, "ep": 2}, {"reshard_after_forward": False}),
     Way("tp_moe", "moe", {"tp": 4}),
+    Way("ep_lora", "moe", {"ep": 2}, {"lora": LORA}),
+    Way("muon_cp", "dense", {"cp": 2}, optim=MUON),
+    Way("muon_pp", "dense", {"pp": 2}, optim=MUON),
+    Way("muon_ep", "moe", {"ep": 2}, optim=MUON),
+    Way("bf16_hsdp", "dense", {"dp_replicate": 2}, BF16),
+    Way("bf16_tp", "dense", {"tp": 2}, BF16),
+    Way("bf16_cp", "dense", {"cp": 4}, BF16),
+    Way("bf16_ring_tp", "dense", {"cp": 2, "tp": 2, "cp_style": "ring"}, BF16),
+    Way("bf16_pp", "dense", {"pp": 2}, BF16),
+    Way("bf16_ep", "moe", {"ep": 4}, BF16),
 ]
 
 
@@ -112,7 +131,7 @@ def build_config(root: Path, way: Way | None, kind: str, **changes: Any) -> Trai
     model = {"name": str(directory), "debug": {"random_init": True}, "dtype": "float64", "seq_len": SEQ_LEN}
     values: dict[str, Any] = {
         "model": {**model, **(way.model if way else {})},
-        "optim": {"lr": 1e-2, "weight_decay": 0.1, "max_norm": 0.05},
+        "optim": {"lr": 1e-2, "weight_decay": 0.1, "max_norm": 0.05, **(way.optim if way else {})},
         "data": {"fake": {"batch_size": 9}},
         "loss": way.loss if way else {},
         "parallel": way.parallel if way else {},

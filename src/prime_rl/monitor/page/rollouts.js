@@ -12,6 +12,8 @@ class Browser {
     this.rows = [];
     this.total = 0;
     this.at = 0;
+    this.asked = 0;
+    this.counted = 0;
     this.list = el("ol", { class: "list", tabindex: 0, "aria-label": "Rollouts" });
     this.detail = el("article", { class: "detail" });
     this.counter = el("output", {});
@@ -70,6 +72,7 @@ class Browser {
     this.at = 0;
     if ("kind" in part) this.fillChoices();
     this.stale = true;
+    this.asked += 1;
     if (!this.asking) this.ready = this.catchUp();
   }
 
@@ -87,18 +90,24 @@ class Browser {
   }
 
   async load(keep = false) {
-    const found = await this.source.select(this.query, 0, keep ? Math.max(this.rows.length, PAGE) : PAGE);
-    if (this.asking) return;
+    const { asked } = this, grown = Math.max(this.count() - this.counted, 0); // what is read may have moved down so far
+    const found = await this.source.select(this.query, 0, keep ? Math.min(this.at + grown + PAGE, 1000) : PAGE);
+    if (this.asked !== asked) return; // an answer to another question
     const chosen = this.rows[this.at]?.id;
     this.fillRows(found);
     if (keep && this.rows.some((row) => row.id === chosen)) this.mark(this.rows.findIndex((row) => row.id === chosen));
     else await this.open(0);
   }
 
+  count() {
+    const { facts } = this.source;
+    return (facts.kinds[this.query.kind] ?? facts).count;
+  }
+
   fillRows({ total, rows }) {
     this.total = total;
     this.rows = rows;
-    const { facts } = this.source, all = (facts.kinds[this.query.kind] ?? facts).count;
+    const { facts } = this.source, all = this.counted = this.count();
     const outside = this.source.total > facts.count ? `; ${this.source.total.toLocaleString("en")} in the run` : "";
     this.counter.value = (total === all ? count(total, "rollout") : `${total.toLocaleString("en")} of ${count(all, "rollout")}`) + outside;
     fill(this.list, rows.map((row, i) => this.item(row, i)));
@@ -108,10 +117,11 @@ class Browser {
   async more() {
     if (this.loading || this.asking || this.rows.length >= this.total) return;
     this.loading = true;
-    const first = this.rows[0], { rows } = await this.source.select(this.query, this.rows.length, PAGE).finally(() => (this.loading = false));
-    if (this.rows[0] !== first) return; // another question was answered meanwhile
-    append(this.list, rows.map((row, i) => this.item(row, this.rows.length + i)));
-    this.rows.push(...rows);
+    const { asked } = this, { rows } = await this.source.select(this.query, this.rows.length, PAGE).finally(() => (this.loading = false));
+    if (this.asked !== asked) return;
+    const held = new Set(this.rows.map((row) => row.id)), further = rows.filter((row) => !held.has(row.id));
+    append(this.list, further.map((row, i) => this.item(row, this.rows.length + i)));
+    this.rows.push(...further);
   }
 
   item(row, i) {
@@ -134,7 +144,7 @@ class Browser {
     if (i > this.rows.length - 20) this.more();
     const row = this.rows[i];
     const detail = await this.source.detail(row.id);
-    if (this.rows[this.at] === row) await this.draw(row, detail);
+    if (this.rows[this.at]?.id === row.id) await this.draw(row, detail); // the list may have been read anew meanwhile
   }
 
   async draw(row, detail) {
