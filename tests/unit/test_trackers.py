@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import socket
 import struct
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -178,6 +180,34 @@ def test_trackio_gets_every_finite_number(tmp_path: Path, monkeypatch: pytest.Mo
     assert (wishes["project"], wishes["name"], wishes["group"]) == ("p", "n-trainer", "n") and run.finished
     assert [step for step, _ in run.rows] == [1, 2, 3]
     assert run.rows[0][1] == {name: value for name, value in METRICS.items() if value == value}
+
+
+WITH_TRACKIO = """
+import sys
+from pathlib import Path
+from prime_rl.utils.config import TrackersConfig, TrackioConfig
+from prime_rl.utils.monitor import build_monitor
+monitor = build_monitor(Path(sys.argv[1]), "trainer", TrackersConfig(trackio=TrackioConfig(project="p", name="n")))
+for step in (1, 2):
+    monitor.log({"loss/mean": 0.5 / step}, step)
+monitor.finish()
+"""
+
+
+@pytest.mark.slow
+def test_the_real_trackio_keeps_the_numbers_without_a_network(tmp_path: Path) -> None:
+    pytest.importorskip("trackio", reason="pip install 'prime-rl[trackio]' to run this")
+    import sqlite3
+
+    environ = {**os.environ, "TRACKIO_DIR": str(tmp_path / "kept"), "HF_HUB_OFFLINE": "1"}
+    environ["PYTHONPATH"] = str(Path(__file__).parents[2] / "src")
+    subprocess.run([sys.executable, "-c", WITH_TRACKIO, str(tmp_path)], env=environ, check=True, timeout=300)
+    with sqlite3.connect(tmp_path / "kept" / "p.db") as kept:
+        rows = kept.execute("select run_name, step, metrics from metrics order by step").fetchall()
+    assert [(name, step, json.loads(metrics)) for name, step, metrics in rows] == [
+        ("n-trainer", 1, {"loss/mean": 0.5}),
+        ("n-trainer", 2, {"loss/mean": 0.25}),
+    ]
 
 
 # Prometheus
