@@ -254,6 +254,25 @@ def test_an_engine_that_falls_and_starts_again_changes_nothing(
     assert seen[0] == seen[1]
 
 
+def test_an_engine_that_somebody_else_started_again_is_noticed_by_its_version(
+    engine: FakeEngine, environments: dict[str, Environment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers at once, with the weights of the start: not for long."""
+    monkeypatch.setattr("prime_rl.orchestrator.engines.WATCH_EVERY_S", 0.01)
+    config, falls = make_config(engine, tmp_path, max_steps=4, max_async_level=0), list[int]()
+
+    def fall(body: dict[str, Any]) -> int | None:
+        if engine.version == 2 and not falls:
+            falls.append(2)
+            engine.version, engine.latency_s = 0, 0.3
+        return None
+
+    engine.fail = fall
+    with trainer(tmp_path, 4):
+        run(config, environments)
+    assert falls and engine.updates.count("step_2") == 2
+
+
 def test_an_engine_that_stays_away_ends_the_run_with_its_address(
     engine: FakeEngine, environments: dict[str, Environment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,8 +100,9 @@ class EngineKeeper:
     async def _look(self, i: int) -> None:
         try:
             state = await read_health(self.clients[i])
-            if i in self.away or state.awaits_weights:
+            if i in self.away or state.awaits_weights or state.version not in (None, self.relay.version):
                 async with self.relay.lock:  # not in the middle of an update, of which each engine has its own part
+                    state = await read_health(self.clients[i])
                     await bring_to(self.config, self.engines[i], state, self.relay.version, self.name)
         except Exception as error:
             self._note_absence(i, str(error))

@@ -129,7 +129,7 @@ class ClientConfig(BaseConfig):
     max_connections: int = Field(default=8192, ge=1)
     """Requests to one server at the same time, from each process; further ones wait."""
 
-    reconnect_timeout: float = Field(default=60.0, ge=0)
+    reconnect_timeout: float = Field(default=300.0, ge=0)
     """Seconds to go on asking a server that cannot be reached or is not ready: it may be starting again."""
 
 
