@@ -2,9 +2,9 @@
 
     python benchmarks/bench_distill.py [--seeds 0 1 2] [--only taus,hybrid] [--json FILE]
 
-Every row prints its numbers, one per seed, and the threshold that holds for each of them. About 20 minutes with three
-seeds on a quiet CPU core. Accuracies are exact (the probability of the right answer, on questions that training never
-asks), divergences are of whole answers, in nats.
+Every row prints its numbers, one per seed, and the threshold that should hold for each of them. By the time of single
+rows, about 25 minutes with three seeds on a quiet CPU core; it has not been run as a whole yet. Accuracies are exact (
+the probability of the right answer, on questions that training never asks), divergences are of whole answers, in nats.
 """
 
 from __future__ import annotations

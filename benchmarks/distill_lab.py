@@ -188,7 +188,7 @@ def make_noisy(answers: Rows, draw: torch.Generator) -> Rows:
     return torch.where(hit, (answers + 1) % VALUES, answers)
 
 
-def warm_up(task: Task, seed: int, steps: int | None = None, batch: int = 64) -> CausalLM:
+def warm_up(task: Task, seed: int, steps: int | None = None, batch: int = 128) -> CausalLM:
     """A model that follows contexts (a fifth of them noisily) and answers plain questions at random."""
     torch.manual_seed(seed)
     draw, model = torch.Generator().manual_seed(seed), build_model(seed)
