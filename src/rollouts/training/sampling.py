@@ -13,7 +13,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 def invert_cdf(logprobs: Float[Tensor, "rows vocab"], noise: Float[Tensor, " rows"]) -> Int[Tensor, " rows"]:
     """The first token whose cumulative probability exceeds `noise`, in float64; never one of probability 0."""
-    cdf = logprobs.double().exp_().cumsum(dim=-1)
+    cdf = logprobs.to(torch.float64, copy=True).exp_().cumsum(dim=-1)
     total = cdf[:, -1:]
     # Rounding could lift noise * total to the total itself, past the last token that has any probability.
     target = torch.minimum(noise[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))

@@ -23,14 +23,15 @@ EPS = 1e-7
 
 
 def orthogonalise(matrix: Float[Tensor, "*stack rows columns"]) -> Float[Tensor, "*stack rows columns"]:
-    """Nearly U V^T of U S V^T, by five Newton-Schulz steps X <- aX + (b G + c G^2) X with G = X X^T, in bfloat16 (of a
-    float64 matrix in float64).
+    """Nearly U V^T of U S V^T, by five Newton-Schulz steps X <- aX + (b G + c G^2) X with G = X X^T: in bfloat16 on a
+    GPU, in the matrix's own format on a CPU, where that is faster and ranks round alike; float64 stays float64.
 
     The singular values come out between 0.5 and 1.5 or so. Of a stack, each matrix by itself.
     """
     a, b, c = COEFFICIENTS
     tall = matrix.shape[-2] > matrix.shape[-1]
-    x = matrix.to(torch.bfloat16) if matrix.dtype != torch.float64 else matrix
+    is_narrowed = matrix.is_cuda and matrix.dtype != torch.float64
+    x = matrix.to(torch.bfloat16) if is_narrowed else matrix
     x = x.mT if tall else x
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=EPS)
     for _ in range(STEPS):
