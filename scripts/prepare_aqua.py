@@ -30,6 +30,8 @@ class PrepareAquaConfig(BaseConfig):
     """Make problems instead of reading them."""
     difficulty: int | None = None
     """Tier that made problems go up to, 0 to 3; unset: all."""
+    templates: list[str] | None = None
+    """Make problems of these families only."""
     seed: int = 42
     """Of made problems."""
     max_train: int = -1
@@ -107,7 +109,9 @@ def make_rows(config: PrepareAquaConfig, split: str, most: int) -> list[dict[str
     from environments.nanochatAquaRat.aqua_problems import build_problems
 
     number = most if most >= 0 else {"train": 2000}.get(split, 254)
-    return build_problems(number, split=split, seed=config.seed, difficulty=config.difficulty)
+    return build_problems(
+        number, split=split, seed=config.seed, difficulty=config.difficulty, templates=config.templates
+    )
 
 
 def to_raw(row: dict[str, Any]) -> dict[str, Any]:

@@ -66,8 +66,8 @@ async def evaluate(
 def summarise(scored: Sequence[Scored]) -> dict[str, float]:
     """pass@k for k = 1, 2, 4, ... up to the samples there are, and means of everything else, over questions.
 
-    `accuracy` is pass@1: the share of right samples at the sampling temperature. `accuracy_se` is its standard error
-    over questions. `categorical_accuracy` takes the most probable letter, without reasoning.
+    `accuracy` is pass@1: the share of right ones among all `samples` at the sampling temperature. `accuracy_se` is its
+    standard error over questions. `categorical_accuracy` takes the most probable letter, without reasoning.
     """
     num = min((len(s.rewards) for s in scored), default=0)
     if not num:
@@ -77,6 +77,7 @@ def summarise(scored: Sequence[Scored]) -> dict[str, float]:
     shares = [s.correct / len(s.rewards) for s in scored]
     out["accuracy"] = fmean(shares)
     out["accuracy_se"] = float(torch.tensor(shares).std(correction=0)) / len(shares) ** 0.5
+    out["samples"] = float(sum(len(s.rewards) for s in scored))
     out["reward"] = fmean(fmean(s.rewards) for s in scored)
     out["mean_length"] = fmean(fmean(s.lengths) for s in scored)
     for name in sorted({name for s in scored for name in s.metrics}):

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_client import play
+from scripts.tiny_bootstrap import TinyBootstrapConfig, build_conversations
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "environments" / "nanochatAquaRat"))
@@ -347,3 +348,20 @@ def test_the_real_files_are_whole() -> None:
     found = [nanochatAquaRat.extract_letter(json.loads(row["info"])["rationale"]) for row in env.rows("eval")]
     right = sum(letter == row["answer"] for letter, row in zip(found, env.rows("eval"), strict=True))
     assert right > 100 and right / sum(letter is not None for letter in found) > 0.95
+
+
+def test_the_warm_up_guesses_as_often_as_it_is_told_and_else_is_right() -> None:
+    """A guess takes the first option; a look names the line of the number that is asked for; drills only read off."""
+    conversations = build_conversations(TinyBootstrapConfig(num_examples=200, haste=0.6, drill=0.5))
+    problems, drills = conversations[:200], conversations[200:]
+    guesses = 0
+    for [user], answer in ((c[:-1], c[-1]["content"].splitlines()) for c in problems):
+        question, *options = user["content"].splitlines()
+        asked = re.findall(r"\d+", question)[0]
+        looked = next(line for line in options if line.startswith(f"{asked}="))
+        guesses += answer[0] == "Guess"
+        line = options[0] if answer[0] == "Guess" else looked
+        assert answer == ["Guess" if answer[0] == "Guess" else "Look", line, f"Answer: {line[-1]}"]
+    assert 95 <= guesses <= 145 and len(drills) == 200
+    for user, assistant in drills:
+        assert set(assistant["content"].splitlines()) <= set(user["content"].splitlines())

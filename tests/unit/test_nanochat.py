@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from scripts.tiny_bootstrap import look_for_equals
 
 from nanochat.checkpoint_manager import find_checkpoint, load_model, save_checkpoint
 from nanochat.gpt import GPT, GPTConfig
@@ -285,3 +286,17 @@ def test_what_is_missing_is_said_with_what_there_is(base_dir: Path, tokenizer: N
         load_model("prime_rl", "cpu")
     with pytest.raises(ValueError, match="window_pattern"):
         GPTConfig.from_meta({"window_pattern": "SSSL"})
+
+
+def test_tokens_begin_by_attending_to_their_like() -> None:
+    model = GPT(GPTConfig(32, 40, 2, 4, 4, 128))
+    model.init_weights(0)
+    look_for_equals(model)
+    seen: list[torch.Tensor] = []
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.einsum("bthd,bshd->ts", q, k))
+        return torch.zeros_like(q)
+
+    model.hidden(torch.tensor([[3, 9, 17, 25, 31, 9]]), torch.arange(6), attend)
+    assert seen[1][5, :5].argmax() == 1  # the other 9
