@@ -43,7 +43,7 @@ class TinyBootstrapConfig(BaseConfig):
     """Let answers begin with the line of the option that they choose, which is then easily read off."""
     drill: float = Field(0.5, ge=0, lt=1)
     """Share of examples that only read off the letters of options, many from one list: reading off, in plenty."""
-    num_steps: int = Field(600, ge=1)
+    num_steps: int = Field(300, ge=1)
     """Steps of supervised fine-tuning."""
     batch_size: int = Field(32, ge=1)
     """Worked problems per step."""
