@@ -43,7 +43,7 @@ PROMISES = [
     ("003:85", "data are synthesized, and sft learns from them", "integration/test_synthesize_commands.py", "test_a_killed_synthesis_goes_on_and_sft_learns_from_it"),
     ("003:129", "files merge from left to right", "unit/test_pydantic_config.py", "test_tables_merge_deeply_and_lists_are_replaced"),
     ("003:133", "--help shows every option, and the merged values", "unit/test_pydantic_config.py", "test_help_shows_every_key_once_merged"),
-    ("003:205", "the loop of RL, level 0 exact", ROAD, "test_level_0_repeats_exactly_and_resumes_exactly"),
+    ("003:205", "the loop of RL, level 0 exact", "integration/test_chaos.py", "test_a_run_that_is_hit_ends_where_the_undisturbed_one_does"),
     ("003:212", "SFT masks what is not learnt", "unit/test_sft_data.py", "test_each_role_carries_loss_when_asked"),
     ("003:220", "progressions of checkpoints", ROAD, "test_eval_of_a_series"),
     ("003:224", "parallel training equals one rank", "integration/test_meshes.py", "test_a_mesh_equals_one_rank"),

@@ -565,6 +565,14 @@ def test_the_last_possible_noise_draws_a_possible_token() -> None:
     assert invert_cdf(logprobs, torch.tensor([0.0], dtype=torch.float64)).item() == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_drawing_leaves_the_logprobs_as_they_are(dtype: torch.dtype) -> None:
+    logprobs = torch.tensor([[0.25, 0.75]], dtype=dtype).log()
+    before = logprobs.clone()
+    invert_cdf(logprobs, torch.tensor([0.5], dtype=torch.float64))
+    assert torch.equal(logprobs, before)
+
+
 @pytest.mark.parametrize(
     ("params", "kept"),
     [

@@ -254,7 +254,8 @@ FILES = sorted(
     path
     for folder in ("configs", "examples", "experiments")
     for path in (ROOT / folder).rglob("*.toml")
-    if path.parent.name != "prime_rl"  # those of scripts.prime_rl_train, which reads them itself: test_prime_rl_train
+    # those of scripts.prime_rl_train, which reads them itself: test_prime_rl_train
+    if path.parent.name != "prime_rl" and path.name != "prime_rl.toml"
 )
 
 
@@ -265,7 +266,7 @@ def test_every_file_of_the_repository_parses(path: Path) -> None:
     config_cls = getattr(importlib.import_module(names[0][0]), names[0][1])
     config, sources = parse_argv(config_cls, ["@", str(path)], path.stem, {})
     assert any(".toml:" in source for source in sources.values()), "no value came from the file, or from its base"
-    assert not config.notes
+    assert not [note for note in config.notes if note.startswith("warning")]
 
 
 def test_the_documented_three_files_parse_together(monkeypatch: pytest.MonkeyPatch) -> None:

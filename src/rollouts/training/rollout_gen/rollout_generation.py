@@ -61,7 +61,9 @@ def _run_batch(
 
     try:
         Thread(target=work, daemon=True).start()
-        finished.wait()
+        # A signal in the moment before a lock is waited for does not end that wait: look up now and then.
+        while not finished.wait(timeout=1.0):
+            pass
     except BaseException:  # an interrupt of the thread that waits: unfinished prompts go back
         loop.call_soon_threadsafe(lambda: tasks[0].cancel())
         finished.wait()
