@@ -98,6 +98,11 @@ def test_the_shipped_files_have_the_documented_sizes(name: str, ranks: int, size
     assert bool(resolved.notes) == (name == "full_dataset"), "12 does not divide 32, which is said"
 
 
+def test_the_tiny_example_is_read() -> None:
+    resolved = parse("@", str(ROOT / "examples/nanochat/tiny/prime_rl.toml"))
+    assert not resolved.notes and resolved.env_args["short"] is True and resolved.config.max_steps == 30
+
+
 def test_precedence_is_command_line_then_file_then_environment_then_env_file(tmp_path: Path) -> None:
     (tmp_path / ".env").write_text("WANDB_PROJECT=dotted\nWANDB_ENTITY='me'\n")
     (tmp_path / "f.toml").write_text('[wandb]\nproject = "filed"\n')

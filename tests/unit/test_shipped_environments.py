@@ -25,7 +25,7 @@ from rollouts.training.environments import Environment, load_environment
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(os.environ.get("PRIME_TEST_DATA", "/nowhere"))  # folders gsm8k and boxoban with the original files
-NUM = int(os.environ.get("PRIME_TEST_ROLLOUTS", "1000"))  # by each player in each environment
+NUM = int(os.environ.get("PRIME_TEST_ROLLOUTS", "300"))  # by each player in each environment
 ARGS: dict[str, dict[str, Any]] = {
     "reverse-text": {"num_train_examples": NUM},
     "alphabet-sort": {"num_train_examples": NUM},
