@@ -248,6 +248,9 @@ class AskedClientConfig(ClientConfig):
     base_url: list[str] = []
     """Addresses of the servers, /v1 included; unset: one is started for a local model, else the OpenAI API is asked."""
 
+    reconnect_timeout: float = Field(default=0.0, ge=0)
+    """Seconds to go on asking a server that cannot be reached; 0: say so at once, what is finished is kept."""
+
 
 class AskedEnvConfig(EnvConfig):
     """One environment and how much of it."""
