@@ -2,7 +2,8 @@
 
 In bfloat16 a mesh is as near to float64 as one rank is.
 
-One start of ranks walks through one mesh of each kind; with PRIME_TEST_MESHES=all, through all of them.
+One start of ranks walks through one mesh of each kind; with PRIME_TEST_MESHES=all through all of them, with
+PRIME_TEST_MESHES="dp tp" through those.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ HERE = Path(__file__).parent
 DEADLINE_S = 600.0
 pytestmark = pytest.mark.timeout(DEADLINE_S + 300)
 ONE_OF_EACH = ("tp_dp", "cp_dp", "ring_tp", "ep_dp", "pp_dp_tied")
-WAYS = [way for way in ALL_WAYS if os.environ.get("PRIME_TEST_MESHES") == "all" or way.name in ONE_OF_EACH]
+CHOSEN = os.environ.get("PRIME_TEST_MESHES", "").split() or ONE_OF_EACH
+WAYS = [way for way in ALL_WAYS if "all" in CHOSEN or way.name in CHOSEN]
 EXACT, NARROW = [way for way in WAYS if not way.is_narrow], [way for way in WAYS if way.is_narrow]
 KINDS = {way.reference: way for way in WAYS}
 
