@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 
 import anyio
 import pytest
@@ -94,7 +95,15 @@ def test_a_generator_that_nobody_closed_does_not_keep_the_program_alive(kind: st
     assert (done.returncode, done.stdout) == (0, "[0] [1]\n"), done.stderr
 
 
-def test_an_interrupt_stops_what_is_generated() -> None:
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell that starts us in the background has SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_stops_what_is_generated(interruptible: None) -> None:
     started = threading.Event()
 
     async def generate(prompts: list[str]) -> list[Sample]:
