@@ -59,6 +59,7 @@ def test_validation_and_evaluation_run_beside_the_training(mixed: tuple[Path, Co
         assert said in command.out
 
 
+@pytest.mark.slow
 def test_it_goes_on_from_a_checkpoint_and_from_no_other_step(mixed: tuple[Path, Command], tmp_path: Path) -> None:
     out, _ = mixed
     with runner(tmp_path) as run:

@@ -56,8 +56,15 @@ def start(run: Runner, kind: str, num_ranks: int, out: Path, *options: object) -
     return run.start(kind, *COMMON, *prepared, *ranks, "--output-dir", out, *options)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("kind", ["trainer", "sft"])
+@pytest.mark.parametrize(
+    ("kind", "num_ranks"),
+    [
+        pytest.param("trainer", 1, marks=pytest.mark.slow),
+        ("trainer", 2),
+        ("sft", 1),
+        pytest.param("sft", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_killed_and_resumed_ends_with_the_bits_of_an_uninterrupted_run(
     run: Runner, tmp_path: Path, kind: str, num_ranks: int
 ) -> None:
