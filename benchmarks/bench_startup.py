@@ -14,21 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from pathlib import Path
 
 from results import ROOT, Row, describe_machine, finish
 
-COMMANDS = {
-    "rl": "prime_rl.rl",
-    "trainer": "prime_rl.trainer.rl.train",
-    "sft": "prime_rl.trainer.sft.train",
-    "orchestrator": "prime_rl.orchestrator.orchestrator",
-    "inference": "prime_rl.inference.server",
-    "eval": "prime_rl.eval.eval",
-    "synthesize": "prime_rl.synthesize.synthesize",
-    "monitor": "prime_rl.monitor.wandb_monitor",
-    "plan": "prime_rl.plan.plan",
-}
+NAMES = "rl trainer sft orchestrator inference eval synthesize monitor plan".split()
+SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+COMMANDS = {name: SCRIPTS[name].partition(":")[0] for name in NAMES}
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
 
 
