@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 
 from prime_rl.config_teacher import add_teacher
+from prime_rl.deployment.config import Deployment, LocalDeployment
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.trainer.config import TrainConfig
@@ -145,6 +146,9 @@ class RLConfig(BaseConfig):
     teacher_gpu_ids: GpuIds | None = None
     """GPUs of the teacher's server; unset: those that inference and trainer leave free, else those of inference."""
 
+    deployment: Deployment = LocalDeployment()
+    """Where the processes run: this machine, or one job of Slurm, Ray or Kubernetes."""
+
     transport: TransportConfig = TransportConfig()
 
     ckpt: SharedCkptConfig | None = None
@@ -242,6 +246,12 @@ class RLConfig(BaseConfig):
                 "  raise seq_len, or leave inference.model.max_model_len out: it then follows seq_len"
             )
         return self
+
+
+def given_gpus(config: RLConfig) -> dict[str, list[int]]:
+    """The GPU ids that the configuration names."""
+    keys = ("trainer_gpu_ids", "inference_gpu_ids", "teacher_gpu_ids")
+    return {key: ids for key in keys if (ids := getattr(config, key))}
 
 
 class _Values:

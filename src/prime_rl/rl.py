@@ -13,9 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from prime_rl.config import RLConfig
+from prime_rl.config import RLConfig, given_gpus
 from prime_rl.config_teacher import describe_taus
+from prime_rl.deployment.config import LocalDeployment
 from prime_rl.eval.config import EvalConfig
+from prime_rl.fleet import has_versions, is_whole, lay_out
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.transport.weights import AVERAGE_DIR
 from prime_rl.utils.hang import HangWatch
@@ -53,6 +55,8 @@ def rl(config: RLConfig) -> int:
     teacher = config.orchestrator.teacher_model
     if teacher is not None and teacher.inspect_context is not None:
         return show_contexts(config)
+    if not isinstance(config.deployment, LocalDeployment):
+        return hand_in(config)
     started = time.monotonic()
     out = config.output_dir
     placement = choose_placement(config)
@@ -89,6 +93,31 @@ def rl(config: RLConfig) -> int:
     return 0
 
 
+def hand_in(config: RLConfig) -> int:
+    """Write the files of a deployment and hand it in; what one machine does whole prepares itself there."""
+    from prime_rl.deployment.launch import build_files, deploy
+
+    deployment = config.deployment
+    assert not isinstance(deployment, LocalDeployment)
+    layout, configs = lay_out(config)
+    build_files(layout, configs, deployment, config.output_dir)  # what is wrong with them is told before anything moves
+    if not is_whole(deployment, config.inference is not None) and deployment.type != "kubernetes":
+        with claim_output_dir(config.output_dir):
+            prepare_output_dir(config)
+            write_configs(config)
+    return deploy(layout, configs, deployment, config.output_dir)
+
+
+def preview(config: RLConfig) -> str | None:
+    """What --dry-run shows of a deployment: its files."""
+    if isinstance(config.deployment, LocalDeployment):
+        return None
+    from prime_rl.deployment.launch import build_files, show_files
+
+    layout, configs = lay_out(config)
+    return show_files(build_files(layout, configs, config.deployment, config.output_dir))
+
+
 def start_supervisor(out: Path) -> Supervisor:
     """Shows on the console what the processes say: above the progress bar, where there is one."""
     return Supervisor(out / "logs", console=sys.stdout)
@@ -114,19 +143,13 @@ def start_processes(run: Supervisor, config: RLConfig, paths: dict[str, Path], p
     for name, gpus in servers.items():
         argv = [sys.executable, "-m", "prime_rl.inference.server", "@", str(paths[name])]
         # A server that has versions is brought to the one in use, by the orchestrator, before it answers again.
-        options = ["--server.await_weights", "true"] if name == "inference" or follows(config) else []
+        options = ["--server.await_weights", "true"] if name == "inference" or has_versions(config) else []
         env = compute_environment(gpus, num_compute)
         run.start(name, argv, env=env, max_restarts=config.max_restarts, restart_options=options)
     argv = [sys.executable, "-m", "prime_rl.orchestrator.orchestrator", "@", str(paths["orchestrator"])]
     run.start("orchestrator", argv, env={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
     argv = build_trainer_argv(paths["trainer"], num_ranks // config.trainer.parallel.model_ranks)
     run.start("trainer", argv, env=compute_environment(placement.trainer, num_compute))
-
-
-def follows(config: RLConfig) -> bool:
-    """Whether the teacher's server has versions of its own."""
-    teacher = config.orchestrator.teacher_model
-    return teacher is not None and teacher.weights == "ema"
 
 
 def build_trainer_argv(config_path: Path, dp: int) -> list[str]:
@@ -162,12 +185,6 @@ def choose_placement(config: RLConfig) -> Placement:
             f"{next(iter(given))} is set but this machine shows no NVIDIA GPU: leave it out to run on the CPU"
         )
     return place(config, visible)
-
-
-def given_gpus(config: RLConfig) -> dict[str, list[int]]:
-    """The GPU ids that the configuration names."""
-    keys = ("trainer_gpu_ids", "inference_gpu_ids", "teacher_gpu_ids")
-    return {key: ids for key in keys if (ids := getattr(config, key))}
 
 
 def find_cpu_keys(config: RLConfig) -> bool:
@@ -427,6 +444,7 @@ def main() -> None:
         rl,
         summary="Train a model by asynchronous RL: starts inference server, orchestrator and trainer together.",
         explain=explain,
+        preview=preview,
     )
 
 

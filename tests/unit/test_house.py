@@ -34,13 +34,13 @@ FLOORS: dict[int, tuple[str, set[int]]] = {
     ),
     3: ("rollouts.training.loops", {0, 1, 2}),
     4: ("nanochat", {0, 1, 2}),
-    5: ("prime_rl.utils prime_rl.transport", {0, 1, 2, 4}),
+    5: ("prime_rl.utils prime_rl.transport prime_rl.deployment", {0, 1, 2, 4}),
     6: (
         "prime_rl.trainer prime_rl.inference prime_rl.eval prime_rl.synthesize prime_rl.monitor",
         {0, 1, 2, 3, 4, 5},
     ),
     7: ("prime_rl.orchestrator", {0, 1, 2, 3, 4, 5}),
-    8: ("prime_rl.rl prime_rl.config prime_rl.config_teacher", {0, 1, 2, 3, 4, 5, 6, 7}),
+    8: ("prime_rl.rl prime_rl.config prime_rl.config_teacher prime_rl.fleet", {0, 1, 2, 3, 4, 5, 6, 7}),
     9: ("prime_rl.plan", {5, 6, 8}),
 }
 LEAVES = ("scripts", "dev", "benchmarks", "environments", "tests")
@@ -50,7 +50,10 @@ FACES = ("rollouts", "rollouts.training", "prime_rl")
 EXCEPTIONS = {
     "prime_rl.inference.embedded": "prime_rl.trainer.models prime_rl.trainer.lora",  # what is served is what is trained
     "prime_rl.orchestrator": "prime_rl.eval",
-    "prime_rl.rl": "prime_rl.config prime_rl.config_teacher",
+    "prime_rl.rl": "prime_rl.config prime_rl.config_teacher prime_rl.fleet",
+    "prime_rl.fleet": "prime_rl.config",
+    # launchers read configurations and write them
+    "prime_rl.deployment": "prime_rl.utils",
     "prime_rl.config": "prime_rl.config_teacher",
     "rollouts.agents": "rollouts.training.types",
     # the product of an output layer has the bits that the layers below it have
@@ -73,6 +76,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     ),
     "openai": ("prime_rl.utils.client", "rollouts.training.environments.answers"),
     "fastapi": ("prime_rl.inference.server", "prime_rl.monitor"),
+    "ray": ("prime_rl.deployment.ray_job",),
     "plotly": ("prime_rl.monitor", "nanochat.prime_rl_figures"),
 }
 
@@ -89,6 +93,8 @@ TORCH_FREE = (
     "prime_rl.rl",
     "prime_rl.config",
     "prime_rl.config_teacher",
+    "prime_rl.deployment",
+    "prime_rl.fleet",
 )
 # Importing one of these wakes none of GIANTS, directly or through others: `--help` is instant.
 QUICK = (*TORCH_FREE, "prime_rl.utils", "prime_rl.eval")

@@ -12,6 +12,7 @@ import pytest
 from prime_rl import rl
 from prime_rl.config import RLConfig
 from prime_rl.config_teacher import describe_taus
+from prime_rl.fleet import has_versions
 from prime_rl.orchestrator import orchestrator
 from prime_rl.orchestrator.teacher import build_teacher
 from prime_rl.utils.process import find_free_port
@@ -135,8 +136,8 @@ def test_a_teacher_that_follows_the_student_has_a_server_and_the_trainer_keeps_i
         assert teacher.client.base_url != config.orchestrator.client.base_url and teacher.model.name == "tiny-qwen3"
         assert config.trainer.ema_decay == teacher.ema_decay == 0.98
     config = parse(*CONTEXT, *follow, "--orchestrator.teacher_model.ema_decay", "0.9")
-    assert config.trainer.ema_decay == 0.9 and rl.follows(config)
-    assert parse(*CONTEXT).trainer.ema_decay is None and not rl.follows(parse(*CONTEXT))
+    assert config.trainer.ema_decay == 0.9 and has_versions(config)
+    assert parse(*CONTEXT).trainer.ema_decay is None and not has_versions(parse(*CONTEXT))
 
 
 @pytest.mark.parametrize("weights", ["ema", "live"])

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from prime_rl.deployment.config import Deployment, LocalDeployment
 from prime_rl.utils.config import DebugModelConfig, LogConfig, TrackersConfig, TransportConfig
 from prime_rl.utils.pydantic_config import BaseConfig
 from rollouts.training.objectives import PRESETS
@@ -848,6 +849,9 @@ class SFTConfig(TrainerConfig):
     tokenizer: TokenizerConfig = TokenizerConfig()
     data: Annotated[SFTDataConfig | FakeSFTDataConfig, Field(discriminator="type")] = SFTDataConfig()
     val: ValConfig | None = None
+
+    deployment: Deployment = LocalDeployment()
+    """Where the ranks run: this machine, or one job of Slurm, Ray or Kubernetes."""
 
     @model_validator(mode="after")
     def _val_needs_conversations(self) -> SFTConfig:

@@ -15,7 +15,14 @@ from prime_rl.utils.process import Child, ChildFailed, Supervisor, find_free_por
 from prime_rl.utils.pydantic_config import Config, run_command, write_config
 
 
-def run_trainer(prog: str, config_cls: type[Config], train: Callable[[Config], int], *, summary: str) -> NoReturn:
+def run_trainer(
+    prog: str,
+    config_cls: type[Config],
+    train: Callable[[Config], int],
+    *,
+    summary: str,
+    preview: Callable[[Config], str | None] = lambda _: None,
+) -> NoReturn:
     """`run_command` for a trainer: one rank of several leaves without taking the interpreter down.
 
     Threads of gloo and NCCL can outlive the process group; one that still has a tensor to release while Python
@@ -23,7 +30,7 @@ def run_trainer(prog: str, config_cls: type[Config], train: Callable[[Config], i
     exception"). What was registered with `atexit` runs as ever.
     """
     try:
-        run_command(prog, config_cls, train, summary=summary, record=True)
+        run_command(prog, config_cls, train, summary=summary, preview=preview, record=True)
     except SystemExit as left:
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             raise

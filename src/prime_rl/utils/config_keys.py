@@ -7,6 +7,7 @@ import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -118,10 +119,16 @@ def fields_of(shape: Shape) -> dict[str, FieldInfo]:
     return {name: field for section in reversed(shape.sections) for name, field in section.model_fields.items()}
 
 
+@cache
+def _shape_below(section: type[BaseModel], name: str) -> Shape:
+    """The shape of a field, found once: a large config asks for the same ones thousands of times."""
+    return field_shape(section.model_fields[name])
+
+
 def child(shape: Shape, name: str) -> Shape | None:
     """The shape one key below, or None where there is no such key."""
     if shape.kind == "section":
-        shapes = [field_shape(s.model_fields[name]) for s in shape.sections if name in s.model_fields]
+        shapes = [_shape_below(s, name) for s in shape.sections if name in s.model_fields]
         if len(shapes) > 1 and all(s.kind == "scalar" for s in shapes):
             choices = tuple(dict.fromkeys(choice for s in shapes for choice in s.choices))
             either = Union.__getitem__(tuple(s.annotation for s in shapes))

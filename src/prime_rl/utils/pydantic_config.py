@@ -57,8 +57,10 @@ class BaseConfig(BaseModel):
             return data
         data = dict(data)
         for name, field in cls.model_fields.items():
-            default = None if field.is_required() else field.get_default(call_default_factory=True)
-            if not isinstance(data.get(name), dict) or not isinstance(default, BaseModel):
+            if not isinstance(data.get(name), dict) or field.is_required():
+                continue
+            default = field.get_default(call_default_factory=True)
+            if not isinstance(default, BaseModel):
                 continue
             given, shape = data[name], field_shape(field)
             if shape.tag and variant(shape, given.get(shape.tag, getattr(default, shape.tag))) is not type(default):
@@ -124,11 +126,13 @@ def run_command(
     *,
     summary: str,
     explain: Callable[[Config], list[str]] = lambda _: [],
+    preview: Callable[[Config], str | None] = lambda _: None,
     record: bool = False,
 ) -> NoReturn:
     """A command's whole life: read its arguments, run it, exit with 0 (good), 2 (wrong input) or 1 (failed).
 
-    `explain` gives lines that --dry-run shows before the values, as comments. With `record` the values are written to
+    `explain` gives lines that --dry-run shows before the values, as comments; `preview` gives text
+    that it shows in their place. With `record` the values are written to
     `<output_dir>/configs/<prog>.toml`.
     """
     argv = sys.argv[1:]
@@ -146,6 +150,9 @@ def run_command(
         if dry_run:
             from prime_rl.utils.config_toml import render_toml
 
+            if (files := preview(config)) is not None:
+                sys.stdout.write(files)
+                raise SystemExit(0)
             comments = "".join(f"# {line}\n" for line in explain(config))
             sys.stdout.write(comments + render_toml(config, config.provenance))
             raise SystemExit(0)

@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import os
 
+from prime_rl.deployment.config import LocalDeployment
 from prime_rl.trainer.config import SFTConfig
 from prime_rl.trainer.launch import count_missing_ranks, run_ranks, run_trainer
 
 
 def train(config: SFTConfig) -> int:
     """Run the trainer until `max_steps`; returns the exit code. Starts the ranks that `parallel` asks for."""
+    if not isinstance(config.deployment, LocalDeployment):
+        from prime_rl.deployment.launch import deploy
+        from prime_rl.trainer.sft.deployment import lay_out
+
+        return deploy(*lay_out(config), config.deployment, config.output_dir)
     if num_ranks := count_missing_ranks(config.parallel, os.environ):
         return run_ranks("prime_rl.trainer.sft.train", "sft", config, num_ranks)
     from prime_rl.trainer.profiling import run_bench
@@ -59,9 +65,19 @@ def train(config: SFTConfig) -> int:
     return session.close()
 
 
+def preview(config: SFTConfig) -> str | None:
+    """What --dry-run shows of a deployment: its files."""
+    if isinstance(config.deployment, LocalDeployment):
+        return None
+    from prime_rl.deployment.launch import build_files, show_files
+    from prime_rl.trainer.sft.deployment import lay_out
+
+    return show_files(build_files(*lay_out(config), config.deployment, config.output_dir))
+
+
 def main() -> None:
     """The `sft` command."""
-    run_trainer("sft", SFTConfig, train, summary="Fine-tune a model on conversations.")
+    run_trainer("sft", SFTConfig, train, summary="Fine-tune a model on conversations.", preview=preview)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,52 @@
+"""A run as one Slurm job: a batch script that starts every task with `srun` on its machines."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+from prime_rl.deployment.config import SlurmDeployment
+from prime_rl.deployment.layout import Layout
+
+JOB_FILE = "job.sbatch"
+TEMPLATE = Path(__file__).parents[1] / "assets" / "deployment" / "slurm.sbatch"
+
+
+def build_files(layout: Layout, config: SlurmDeployment, files: Path, logs: Path, workdir: Path) -> dict[str, str]:
+    """The batch script. Raises `ValueError` for a template that cannot be read or filled."""
+    import jinja2
+
+    template = config.template or TEMPLATE
+    environment = jinja2.Environment(
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined
+    )
+    environment.filters["quote"] = lambda value: shlex.quote(str(value))
+    try:
+        return {
+            JOB_FILE: environment.from_string(template.read_text(encoding="utf-8")).render(
+                **config.model_dump(exclude={"type", "template"}),
+                places=layout.places,
+                tasks=layout.tasks,
+                files=files,
+                logs=logs,
+                workdir=workdir,
+            )
+        }
+    except (OSError, UnicodeDecodeError, jinja2.TemplateError) as error:
+        raise ValueError(f"deployment.template {template}: {error}") from error
+
+
+def submit(files: Path) -> str:
+    """Hand the job in; returns its number. Raises `ValueError` with what sbatch says."""
+    try:
+        answer = subprocess.run(["sbatch", str(files / JOB_FILE)], capture_output=True, text=True)
+    except FileNotFoundError:
+        raise ValueError(
+            f"sbatch is not installed here: run this where Slurm jobs are handed in, or sbatch {files / JOB_FILE} there"
+        ) from None
+    number = re.search(r"Submitted batch job (\d+)", answer.stdout)
+    if answer.returncode or number is None:
+        raise ValueError(f"sbatch refused {files / JOB_FILE}: {(answer.stderr or answer.stdout).strip()}")
+    return number[1]

@@ -1,0 +1,22 @@
+"""Where the ranks of `sft` go when they have several machines."""
+
+from __future__ import annotations
+
+from prime_rl.deployment.config import LocalDeployment
+from prime_rl.deployment.layout import Layout, Place, lay_out_ranks
+from prime_rl.trainer.config import SFTConfig
+from prime_rl.utils.pydantic_config import BaseConfig
+
+
+def lay_out(config: SFTConfig) -> tuple[Layout, dict[str, BaseConfig]]:
+    """One task over all machines, and its configuration; `ValueError` for machines that do not fit."""
+    nodes = config.deployment
+    assert not isinstance(nodes, LocalDeployment)
+    for key in ("num_infer_nodes", "num_infer_replicas", "num_teacher_nodes"):
+        if getattr(nodes, key):
+            raise ValueError(f"deployment.{key} = {getattr(nodes, key)}: sft starts no servers, leave it out")
+    num_ranks = nodes.num_train_nodes * nodes.gpus_per_node or config.parallel.num_ranks
+    config.parallel.resolve(num_ranks)
+    task = lay_out_ranks("sft", "prime_rl.trainer.sft.train", "sft.toml", nodes, num_ranks)
+    local = config.model_copy(update={"deployment": LocalDeployment()})
+    return Layout((Place("sft", nodes.gpus_per_node),) * nodes.num_train_nodes, (task,)), {"sft": local}

@@ -1,0 +1,176 @@
+"""Runs past one machine: a real Slurm, a real Ray, hosts that lose their network, the schemas of Kubernetes.
+
+All of them are slow and skip where root, Debian's slurm-wlm, `ray`, `kubernetes-validate` or kubectl is missing:
+
+    pytest -m slow tests/integration/test_clusters.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.integration import hosts, slurm_cluster
+from tests.integration.road import PYTHON_PATH, ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+LETTERS = ROOT / "tests" / "integration" / "letters.toml"
+NODES = ["--deployment.num-train-nodes", "2", "--deployment.num-infer-nodes", "1", "--deployment.gpus-per-node", "0"]
+NODES += ["--trainer.parallel.dp", "2"]
+ON_BRIDGE = ["--deployment.env", json.dumps({"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": hosts.INTERFACE})]
+
+
+def submit(out: Path, kind: str, *argv: str, env: dict[str, str], timeout_s: float = 600) -> str:
+    """Hand a run in; returns what `rl` says."""
+    command = [sys.executable, "-m", "prime_rl.rl", "@", str(LETTERS), "--output-dir", str(out), *argv]
+    done = subprocess.run([*command, "--deployment.type", kind], env=env, capture_output=True, text=True,
+                          timeout=timeout_s)  # fmt: skip
+    assert done.returncode == 0, done.stderr + done.stdout + show_logs(out)
+    return done.stdout
+
+
+def show_logs(out: Path) -> str:
+    return "\n".join(f"== {path.name}\n{path.read_text()[-2000:]}" for path in sorted((out / "logs").glob("*")))
+
+
+def variables() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": PYTHON_PATH}
+
+
+def check_run(out: Path, steps: int = 4) -> None:
+    """The run is whole: every step's weights, and metrics of both ends."""
+    assert (out / "weights" / f"step_{steps}" / "STABLE").is_file(), show_logs(out)
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    for process in ("trainer", "orchestrator"):
+        assert max(row["step"] for row in rows if row.get("process") == process) == steps
+    mismatch = [row["mismatch_kl/mean"] for row in rows if "mismatch_kl/mean" in row]
+    assert mismatch and max(mismatch) == 0, "two ranks and an engine on three hosts agree to the bit"
+
+
+def wait_until(ready: Callable[[], bool], what: str, timeout_s: float = 600) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not ready():
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
+        time.sleep(0.5)
+
+
+@pytest.mark.skipif(bool(slurm_cluster.why_not() or hosts.why_not()), reason="Slurm, or root for hosts, is missing")
+def test_slurm_runs_the_batch_script_over_three_machines(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with hosts.open_hosts(3) as machines, slurm_cluster.open_slurm(machines, tmp_path / "slurm") as found:
+        env = {**variables(), "SLURM_CONF": found["SLURM_CONF"]}
+        assert "Slurm job 1" in submit(out, "slurm", *NODES, *ON_BRIDGE, env=env)
+
+        def state() -> str:
+            return subprocess.run(["scontrol", "show", "job", "1"], env=env, capture_output=True, text=True).stdout
+
+        wait_until(lambda: "JobState=RUNNING" not in state() and "JobState=PENDING" not in state(), "the job")
+        assert "JobState=COMPLETED" in state(), show_logs(out)
+    check_run(out)
+    assert "the run is through" in (out / "logs" / "job-1.log").read_text()
+
+
+@pytest.mark.skipif(bool(slurm_cluster.why_not() or hosts.why_not()), reason="Slurm, or root for hosts, is missing")
+def test_a_task_that_cannot_start_fails_the_slurm_job(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with hosts.open_hosts(3) as machines, slurm_cluster.open_slurm(machines, tmp_path / "slurm") as found:
+        env = {**variables(), "SLURM_CONF": found["SLURM_CONF"]}
+        submit(out, "slurm", *NODES, *ON_BRIDGE, "--orchestrator.env", '[{"id": "letters:missing"}]', env=env)
+        log = out / "logs" / "job-1.log"
+        wait_until(lambda: log.is_file() and "the job stops" in log.read_text(), "the end of the job")
+    assert "orchestrator ended with code 2" in log.read_text()
+
+
+def test_ray_runs_the_plan_over_three_raylets(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 10**8})
+    try:
+        for _ in range(2):
+            cluster.add_node(num_cpus=1, object_store_memory=10**8)
+        said = submit(tmp_path, "ray", *NODES, *ON_BRIDGE[:1], '{"OMP_NUM_THREADS": "1"}',
+                      "--deployment.address", cluster.address, env=variables())  # fmt: skip
+    finally:
+        cluster.shutdown()
+    assert "the run is through" in said
+    check_run(tmp_path)
+
+
+def test_manifests_are_valid_and_kustomize_builds_them(tmp_path: Path) -> None:
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    yaml = pytest.importorskip("yaml")
+    from prime_rl import fleet
+    from prime_rl.config import RLConfig
+    from prime_rl.deployment.launch import build_files, write_files
+    from prime_rl.utils.pydantic_config import parse_argv
+
+    argv = ["--deployment.type", "kubernetes", "--deployment.image", "repo/prime:1", "--deployment.claim", "shared"]
+    teacher = ["--deployment.num-teacher-nodes", "1", "--orchestrator.teacher-model.context", "Hint. "]
+    teacher += ["--orchestrator.teacher-model.model.name", "other"]
+    for more in ([], ["--deployment.num-infer-nodes", "3"], ["--deployment.num-infer-nodes", "3", *teacher]):
+        config, _ = parse_argv(RLConfig, [*argv, *more], "rl", {})
+        assert config.deployment.type != "local"
+        write_files(build_files(*fleet.lay_out(config), config.deployment, Path("outputs"), "key"), tmp_path)
+        texts = [(tmp_path / "run.yaml").read_text()]
+        if shutil.which("kubectl"):
+            command = ["kubectl", "kustomize", str(tmp_path)]
+            texts.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        for item in (item for text in texts for item in yaml.safe_load_all(text)):
+            for version in ("1.27", "1.31"):
+                kubernetes_validate.validate(item, version, strict=True)
+
+
+@pytest.mark.skipif(bool(hosts.why_not()), reason="root for hosts is missing")
+@pytest.mark.parametrize("cut", ["inference", "trainer"])
+def test_a_host_that_is_cut_off_comes_back_and_nothing_is_lost(cut: str, tmp_path: Path) -> None:
+    """Trainer ranks on hosts 0 and 1, the server on 2, the orchestrator on 3; the cut lasts some seconds of a run."""
+    out = tmp_path / "run"
+    lay_out_files(out, *NODES, *ON_BRIDGE, "--max-steps", "6")
+    where = {"trainer": [0, 1], "inference_0": [2], "orchestrator": [3]}
+    with hosts.open_hosts(4) as machines:
+        env = {**variables(), "RL_FLEET_KEY": "secret"}
+        env |= {f"HOST_{i}": address for i, address in enumerate(machines.addresses)}
+        running = {}
+        for name, places in where.items():
+            for rank, place in enumerate(places):
+                with (out / "logs" / f"{name}-{rank}.log").open("wb") as log:
+                    argv = machines.wrap(place, ["bash", str(out / "deployment" / f"{name}.sh")])
+                    running[name, rank] = subprocess.Popen(
+                        argv, env={**env, "NODE_RANK": str(rank)}, stdout=log, stderr=log, cwd=ROOT
+                    )
+        try:
+            wait_until(lambda: (out / "weights" / "step_2").exists(), "step 2: " + show_logs(out), 300)
+            machines.cut(2 if cut == "inference" else 1)
+            before = sorted((out / "weights").glob("step_*"))
+            time.sleep(12)
+            during = sorted((out / "weights").glob("step_*"))
+            machines.join(2 if cut == "inference" else 1)
+            assert len(during) <= len(before) + 1, "without this host nothing goes on"
+            for task in (("trainer", 0), ("trainer", 1), ("orchestrator", 0)):
+                assert running[task].wait(300) == 0, show_logs(out)
+        finally:
+            for process in running.values():
+                process.kill()
+    check_run(out, 6)
+
+
+def lay_out_files(out: Path, *argv: str) -> None:
+    """The scripts and configurations that a cluster would start."""
+    from prime_rl import fleet
+    from prime_rl.config import RLConfig
+    from prime_rl.deployment.launch import build_files, write_files
+    from prime_rl.utils.pydantic_config import parse_argv
+
+    words = ["@", str(LETTERS), "--output-dir", str(out), "--deployment.type", "slurm", *argv]
+    config, _ = parse_argv(RLConfig, words, "rl", {})
+    assert config.deployment.type != "local"
+    write_files(build_files(*fleet.lay_out(config), config.deployment, out), out / "deployment")
+    (out / "logs").mkdir()
