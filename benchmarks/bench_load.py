@@ -5,6 +5,7 @@ python benchmarks/bench_load.py --clients 1000 --seconds 600     one line of JSO
 Each client asks again and again for 1 to 64 tokens after prompts of 1 to 200, as a stream. Most read to the end; some
 hang up in the middle, some before the first byte. Afterwards the server must hold no request, its count of answered
 requests and tokens must fit what clients saw, and its memory must not have grown from the second third to the last.
+The server keeps keys and values of ended requests up to `cache.max_kept_tokens`: the first third must fill that.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from prime_rl.utils.process import find_free_port, is_healthy  # noqa: E402
 HANG_UP, GIVE_UP = 0.1, 0.1
 """Shares of the requests whose client leaves in the middle of the stream, and before its beginning."""
 MEMORY_GROWTH = 1.05
+MAX_KEPT_TOKENS = 16384
+LOOK_EVERY_S = 5.0
 
 
 class Crowd:
@@ -108,19 +111,22 @@ def read_rss_mb(pid: int) -> float:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-async def watch(pid: int, until: float, rss: list[float]) -> None:
-    while time.monotonic() < until:
-        rss.append(read_rss_mb(pid))
-        await asyncio.sleep(1)
+async def watch(crowd: Crowd, pid: int) -> list[tuple[float, float]]:
+    """Megabytes, and tokens kept of ended requests, from time to time."""
+    seen = []
+    while time.monotonic() < crowd.until:
+        told = await asyncio.to_thread(read_metrics, crowd.port)
+        seen.append((read_rss_mb(pid), told["kept_tokens"]))
+        await asyncio.sleep(LOOK_EVERY_S)
+    return seen
 
 
-async def run(crowd: Crowd, clients: int, pid: int) -> list[float]:
-    rss: list[float] = []
+async def run(crowd: Crowd, clients: int, pid: int) -> list[tuple[float, float]]:
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(watch(pid, crowd.until, rss))
+        seen = tasks.create_task(watch(crowd, pid))
         for number in range(clients):
             tasks.create_task(crowd.client(number))
-    return rss
+    return seen.result()
 
 
 def measure(clients: int, seconds: float) -> dict[str, object]:
@@ -128,13 +134,14 @@ def measure(clients: int, seconds: float) -> dict[str, object]:
     ensure_open_files(2 * clients)
     port = find_free_port()
     model = ["--model.name", "tiny-qwen3", "--model.debug.random_init", "true", "--model.max_model_len", "512"]
-    argv = [sys.executable, "-m", "prime_rl.inference.server", *model, "--server.port", str(port)]
+    cache = ["--cache.max_kept_tokens", str(MAX_KEPT_TOKENS)]
+    argv = [sys.executable, "-m", "prime_rl.inference.server", *model, *cache, "--server.port", str(port)]
     server = subprocess.Popen(argv, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, stdout=subprocess.DEVNULL)
     try:
         while not is_healthy(None, port):
             time.sleep(0.5)
         crowd = Crowd(port, time.monotonic() + seconds)
-        rss = asyncio.run(run(crowd, clients, server.pid))
+        looks = asyncio.run(run(crowd, clients, server.pid))
         deadline = time.monotonic() + 60
         while (told := read_metrics(port))["requests_running"] + told[
             "requests_waiting"
@@ -143,12 +150,15 @@ def measure(clients: int, seconds: float) -> dict[str, object]:
     finally:
         server.terminate()
         server.wait(60)
-    third = max(1, len(rss) // 3)
+    rss, third = [mb for mb, _ in looks], max(1, len(looks) // 3)
     growth = fmean(rss[-third:]) / fmean(rss[third : 2 * third] or rss)
+    full = next((i for i, (_, kept) in enumerate(looks) if kept > MAX_KEPT_TOKENS - 512), len(looks))
     seen, held = crowd.seen, told["requests_running"] + told["requests_waiting"]
     problems = []
     if held:
         problems.append(f"{held:.0f} requests are still held")
+    if full > third:
+        problems.append(f"the first third did not fill the {MAX_KEPT_TOKENS} tokens of ended requests: ask for longer")
     if growth > MEMORY_GROWTH:
         problems.append(f"memory grew by a factor of {growth:.3f} from the second third to the last")
     if told["generated_tokens_total"] < seen["tokens"] or told["requests_finished_total"] < seen["finished"]:
@@ -162,7 +172,9 @@ def measure(clients: int, seconds: float) -> dict[str, object]:
         "requests_per_s": round(seen["finished"] / seconds, 1),
         "latency_p50_s": round(latencies[len(latencies) // 2], 3),
         "latency_p99_s": round(latencies[int(0.99 * (len(latencies) - 1))], 3),
-        "rss_mb": [round(rss[0]), round(max(rss)), round(rss[-1])],
+        "max_kept_tokens": MAX_KEPT_TOKENS,
+        "full_after_s": round(full * LOOK_EVERY_S),
+        "rss_mb": [round(mb) for mb in rss[:: max(1, len(rss) // 12)]],
         "memory_growth": round(growth, 4),
         "server_tokens": told["generated_tokens_total"],
         "server_finished": told["requests_finished_total"],

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from prime_rl.trainer.models.attention import ROWS_TRIED, _find_rows
-from rollouts.training.linear import Linear, linear, pack_weight, packed_linear, uses_onednn
+from rollouts.training.linear import Linear, linear, pack_weight, packed_linear, pad_rows, round_rows, uses_onednn
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 
@@ -54,6 +54,35 @@ def test_values_and_gradients_are_those_of_torch(shape: tuple[int, ...], bias: b
     frozen = x.clone().requires_grad_()
     layer(frozen).square().sum().backward()
     torch.testing.assert_close(frozen.grad, grads[1][1], rtol=1e-4, atol=1e-4)
+
+
+def test_products_come_in_few_shapes() -> None:
+    """Eight to each power of two, so that their compiled kernels stay few; what is added is less than an eighth."""
+    sizes = {round_rows(rows) for rows in range(1, 4097)}
+    assert len(sizes) == 16 + 14 + 8 * 5 and max(sizes) == 4096
+    for rows in range(1, 4097):
+        assert rows <= round_rows(rows) <= max(rows + 7, rows * 9 / 8) and round_rows(round_rows(rows)) == round_rows(
+            rows
+        )
+        assert len(pad_rows(torch.zeros(rows, 1))) == round_rows(rows)
+
+
+@needs_onednn
+def test_no_product_is_computed_in_a_shape_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = set()
+    product = torch.ops.mkldnn._linear_pointwise
+
+    def watched(x: torch.Tensor, *others: object) -> torch.Tensor:
+        shapes.add(x.shape[0])
+        return product(x, *others)
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", watched)
+    layer = Linear(8, 96)
+    for rows in range(1, 700):
+        assert layer(torch.ones(rows, 8, requires_grad=True)).shape == (rows, 96)
+    assert shapes == {round_rows(rows) for rows in range(2, 700)}
+    layer(torch.ones(2, 100, 8)).sum().backward()
+    assert shapes == {round_rows(rows) for rows in range(2, 700)}, "96 is one of them"
 
 
 def test_a_machine_is_asked_how_many_rows_a_product_needs() -> None:

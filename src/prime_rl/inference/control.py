@@ -118,6 +118,7 @@ async def metrics(service: Service, request: Request) -> Response:
         ("generated_tokens_total", "counter", "Tokens drawn.", stats.generated_tokens),
         ("engine_steps_total", "counter", "Forward passes.", stats.steps),
         ("cached_tokens", "gauge", "Tokens whose keys and values are held.", stats.cached_tokens),
+        ("kept_tokens", "gauge", "Those of them that ended requests have left.", stats.kept_tokens),
         ("cache_size_tokens", "gauge", "Tokens that could be held.", stats.cache_size),
         ("weight_updates_total", "counter", "Weights taken into service.", service.num_updates),
         ("paused", "gauge", "1 while no token is drawn.", int(service.engine.paused)),

@@ -144,6 +144,8 @@ class EngineStats:
     preempted: int = 0
     cached_tokens: int = 0
     """Tokens whose keys and values are held now."""
+    kept_tokens: int = 0
+    """Those of them that ended requests have left."""
     cache_size: int = 0
     """Tokens that could be held."""
 

@@ -239,6 +239,7 @@ class EmbeddedEngine:
             shared_prompt_tokens=scheduler.num_shared,
             preempted=scheduler.num_preempted,
             cached_tokens=sum(seq.num_cached for seq in scheduler.running) + self._prefixes.num_kept_tokens,
+            kept_tokens=self._prefixes.num_kept_tokens,
             cache_size=self.max_cache_tokens + self._prefixes.max_kept_tokens,
             **self._counts,
         )
