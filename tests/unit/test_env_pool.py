@@ -202,6 +202,31 @@ def test_what_does_not_load_is_told_in_its_words(tmp_path: Path) -> None:
         load_environments([EnvConfig(id=f"{path}:exit")])
 
 
+def test_a_worker_that_somebody_kills_while_it_loads_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal may come from anywhere, so the next one gets its turn, also for the rows; the last one is told."""
+    kills = 1
+
+    def sick(worker: Any) -> None:
+        nonlocal kills
+        kills -= 1
+        if kills >= 0:
+            os.kill(worker.process.pid, signal.SIGKILL)
+        loaded(worker)
+
+    loaded = env_pool._await_loaded
+    monkeypatch.setattr(env_pool, "_await_loaded", sick)
+    monkeypatch.setattr(env_pool, "MAX_LOADS", 2)
+    with pool("a", tmp_path) as environment:
+        assert environment.losses == 1
+        os.kill(environment.pids[0], signal.SIGKILL)
+        assert [row["answer"] for row in environment.rows()] == ["a"] and environment.losses == 2
+    kills = 2
+    with pytest.raises(ValueError, match=r"ended while it loaded .*SIGKILL"):
+        load_environments([EnvConfig(id="accidents:load_environment", args={"kinds": "a"})])
+
+
 def test_workers_end_with_their_parent(tmp_path: Path) -> None:
     """Even with one that hangs: nobody is left when the parent is killed."""
     import subprocess

@@ -18,10 +18,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -33,8 +33,10 @@ from rollouts.training.types import Status
 if TYPE_CHECKING:
     from prime_rl.utils.config import EnvConfig
 
+T = TypeVar("T")
 LOOK_EVERY_S = 0.25  # supervision only: an ended worker is noticed at once by its closed connection
 LOAD_TIMEOUT_S = 600.0
+MAX_LOADS = 3  # of one worker's place before the first group: a signal may have come from anywhere, an exit did not
 MAX_LOSSES_IN_ROW = 8  # workers lost with no group finished in between: the environment itself is broken
 MAX_LOSSES_OF_GROUP = 10  # of workers that a group shared with a culprit
 LONGEST_PAUSE_S = 5.0
@@ -65,6 +67,10 @@ class _Worker:
     pending: dict[int, asyncio.Future[list[Rollout] | Lost]] = field(default_factory=dict)
     beats: int = -1
     beat_seen: float = field(default_factory=time.monotonic)
+
+
+class WorkerGone(ValueError):
+    """A worker ended before it had loaded the environment or sent its rows."""
 
 
 class EnvironmentBroken(RuntimeError):
@@ -105,23 +111,47 @@ class EnvironmentWorkers:
 
     def wait_ready(self) -> None:
         """Wait until every worker has loaded the environment; raises `ValueError` with the words of one that cannot."""
-        for worker in self._workers:
-            if not worker.ready:
-                _await_loaded(worker)
-                self._check_memory(worker)
+        for place in range(len(self._workers)):
+            self._until_alive(place, self._load)
+
+    def _load(self, worker: _Worker) -> None:
+        if not worker.ready:
+            _await_loaded(worker)
+            self._check_memory(worker)
+
+    def _until_alive(self, place: int, ask: Callable[[_Worker], T]) -> T:
+        """What `ask` gets out of the worker at `place`; one that was killed meanwhile is replaced and asked again."""
+        for left in reversed(range(MAX_LOADS)):
+            worker = self._workers[place]
+            try:
+                return ask(worker)
+            except WorkerGone:
+                if not left or worker.channel is not None or not _was_killed(worker):
+                    raise
+                self.losses += 1
+                self._disconnect(worker)
+                self._workers[place] = self._start()
+        raise AssertionError("the last try returns or raises")
 
     def rows(self, split: str = "train") -> list[dict[str, Any]]:
         """Rows of the split, fetched from a worker the first time."""
         if split not in self._rows:
             self.wait_ready()
-            worker = next((w for w in self._workers if w.ready), None)
-            try:
-                if worker is None:
-                    raise EOFError
-                send_frame(worker.control, encode(Rows(split)))
-                answer = msgspec.msgpack.decode(receive_frame(worker.control))
-            except (EOFError, OSError) as error:
-                raise RuntimeError(f"environment {self.name!r}: the worker ended while it made its rows") from error
+
+            def ask(worker: _Worker) -> Any:
+                self._load(worker)
+                try:
+                    send_frame(worker.control, encode(Rows(split)))
+                    return msgspec.msgpack.decode(receive_frame(worker.control))
+                except (EOFError, OSError) as error:
+                    end = _describe_end(worker)
+                    raise WorkerGone(
+                        f"environment {self.name!r}: the worker ended while it made its rows ({end})"
+                    ) from error
+
+            if not self._workers:
+                raise WorkerGone(f"environment {self.name!r}: every worker is being replaced: {self._last_words}")
+            answer = self._until_alive(next((i for i, w in enumerate(self._workers) if w.ready), 0), ask)
             if isinstance(answer, str):
                 raise ValueError(f"environment {self.name!r} has no {split} rows that can be sent: {answer}")
             self._rows[split] = answer
@@ -411,7 +441,7 @@ def _await_loaded(worker: _Worker) -> None:
     except (EOFError, OSError) as error:
         if isinstance(error, TimeoutError):
             raise ValueError(f"the environment did not load within {LOAD_TIMEOUT_S:g} s") from error
-        raise ValueError(f"the worker ended while it loaded the environment ({_describe_end(worker)})") from error
+        raise WorkerGone(f"the worker ended while it loaded the environment ({_describe_end(worker)})") from error
     if answer.error is not None:
         raise ValueError(answer.error)
     worker.control.settimeout(None)
@@ -425,6 +455,11 @@ def _describe_end(worker: _Worker) -> str:
     if code is None:
         return "closed its connection"
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _was_killed(worker: _Worker) -> bool:
+    """True when a signal ended it."""
+    return (worker.process.poll() or 0) < 0
 
 
 def _kill(worker: _Worker) -> None:
