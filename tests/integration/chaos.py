@@ -73,13 +73,13 @@ def draw_trial(seed: int, out: Path) -> Trial:
     """Faults go round, so that every kind gets its share; moments and victims are random."""
     draw = random.Random(seed)
 
-    def moment() -> tuple[int, float]:
-        if draw.random() < 0.2:
+    def moment(kind: str) -> tuple[int, float]:
+        if draw.random() < 0.2 and kind != "truncate":  # which needs a file
             return 0, draw.uniform(0, 8)  # while everything is starting
         return draw.randint(1, NUM_STEPS - 1), draw.uniform(0, 0.8)
 
     kinds = [GENTLE[seed % len(GENTLE)], FATAL[seed % len(FATAL)]]
-    faults = sorted((Fault(kind, *moment()) for kind in kinds), key=lambda fault: (fault.version, fault.delay_s))
+    faults = sorted((Fault(kind, *moment(kind)) for kind in kinds), key=lambda fault: (fault.version, fault.delay_s))
     return Trial(seed, out, 2 if seed % 3 == 2 else 0, faults, draw)
 
 
@@ -191,11 +191,14 @@ def disturb(trial: Trial, command: Command, proxy: Proxy | None) -> None:
             time.sleep(0.02)
         if ended(command):
             return
-        trial.faults.pop(0)
-        if strike(trial, fault.kind, command, proxy):
-            trial.hits[fault.kind] += 1
-            if fault.kind in FATAL:
+        while not strike(trial, fault.kind, command, proxy):  # its victim is still starting
+            if ended(command):
                 return
+            time.sleep(0.05)
+        trial.faults.pop(0)
+        trial.hits[fault.kind] += 1
+        if fault.kind in FATAL:
+            return
 
 
 def ended(command: Command) -> bool:
@@ -203,7 +206,7 @@ def ended(command: Command) -> bool:
 
 
 def strike(trial: Trial, kind: str, command: Command, proxy: Proxy | None) -> bool:
-    """One fault; False when its victim was not there (yet, or any more)."""
+    """One fault; False when its victim is not there (yet, or any more)."""
     draw, (verb, _, victim) = trial.draw, kind.partition(" ")
     if kind == "cut":
         assert proxy is not None
@@ -215,9 +218,7 @@ def strike(trial: Trial, kind: str, command: Command, proxy: Proxy | None) -> bo
         command.process.kill()
         command.wait()
         until(lambda: not command.pids(), "the end of every process of the run", deadline_s=20)
-        if not truncate(trial):  # there was no file yet
-            trial.hits["kill launcher"] += 1
-            return False
+        truncate(trial)
         return True
     if kind == "kill launcher":
         command.process.kill()
@@ -266,7 +267,7 @@ def free_disk(trial: Trial) -> None:
         trial.ballast = None
 
 
-def truncate(trial: Trial) -> bool:
+def truncate(trial: Trial) -> None:
     """Cut a file of the newest commit, of the newest version or batch, or a record, somewhere."""
     draw, found = trial.draw, list[Path]()
     for name in ("checkpoints", "weights", "rollouts"):
@@ -275,11 +276,8 @@ def truncate(trial: Trial) -> bool:
             found += [path for path in step_path(trial.out / name, steps[-1]).rglob("*") if path.is_file()]
     found += [path for path in (trial.out / "metrics.jsonl", trial.out / "samples.jsonl") if path.exists()]
     found = sorted(path for path in found if path.stat().st_size)
-    if not found:
-        return False
     path = draw.choice(found)
     os.truncate(path, draw.randrange(path.stat().st_size))
-    return True
 
 
 def check(trial: Trial, reference: Path) -> None:
