@@ -22,11 +22,13 @@ from road import THREE_FILES, Command, digests, metric_rows, runner, until
 from prime_rl.utils.process import find_free_port
 from rollouts.training.steps import step_path
 
+START_S = float(os.environ.get("VLLM_START_S", "600"))
+"""How long a server may take to start: on a busy machine the imports alone take minutes."""
 pytestmark = [
-    pytest.mark.timeout(1200),
+    pytest.mark.timeout(600 + START_S),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm"),
 ]
-TINY = ("--model.name", "tiny-qwen3", "--model.debug.random-init", "--model.max-model-len", 256)
+TINY = ("--model.name", "tiny-qwen3", "--model.debug.random-init", "--model.max-model-len", 512)
 CHAT = [{"role": "system", "content": "reverse"}, {"role": "user", "content": "hello"}]
 PROMPT = [104, 101, 108, 108, 111, 32, 119]
 CLOSE = 1e-4
@@ -63,7 +65,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
             commands.append(found.start("inference", *options))
             clients.append(httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120, trust_env=False))
         for client, command in zip(clients, commands, strict=True):
-            until(lambda client=client: is_healthy(client), "the server", command, deadline_s=600)
+            until(lambda client=client: is_healthy(client), "the server", command, deadline_s=START_S)
         yield Pair(*clients, root / "out", commands[1])
 
 
@@ -179,7 +181,7 @@ def test_tokenizing_and_refusals_agree(pair: Pair) -> None:
         assert not differences(ours.json(), theirs.json())
     ours, theirs = pair.post("/detokenize", {"model": "tiny-qwen3", "tokens": PROMPT})
     assert ours.json()["prompt"] == theirs.json()["prompt"]
-    for change, status in (({"prompt": [104] * 300}, 400), ({"model": "other"}, 404), ({"temperature": -1}, 400)):
+    for change, status in (({"prompt": [104] * 600}, 400), ({"model": "other"}, 404), ({"temperature": -1}, 400)):
         ours, theirs = pair.post("/v1/completions", {**GREEDY, "prompt": PROMPT, **change})
         assert ours.status_code == theirs.status_code == status
         assert ours.json()["error"].keys() == theirs.json()["error"].keys()
@@ -190,7 +192,7 @@ def test_tokenizing_and_refusals_agree(pair: Pair) -> None:
 def test_versions_are_told(pair: Pair) -> None:
     for client in (pair.ours, pair.theirs):
         (card,) = [card for card in client.get("/v1/models").json()["data"] if card["id"] == "tiny-qwen3"]
-        assert (card["version"], card["max_model_len"]) == (0, 256)
+        assert (card["version"], card["max_model_len"]) == (0, 512)
         assert "prime_rl_policy_version 0" in client.get("/metrics").text
 
 
@@ -342,3 +344,74 @@ def test_a_teacher_on_vllm_says_what_ours_says(pair: Pair, top: int) -> None:
         anyio.run(ask, str(pair.theirs.base_url).rstrip("/"), 0, 0.5)
     with pytest.raises(ValueError, match="whole distributions"):
         anyio.run(ask, str(pair.theirs.base_url).rstrip("/"), FULL)
+
+
+CONTEXT = "Answer with letters only.\n"
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+
+def build_rows(system: bool = False, tools: bool = False, turns: int = 1) -> dict[str, Any]:
+    """An environment in plain Python: `CHAT`, with its system message or without; `And then?` after every answer."""
+    world = {"dataset": [{"prompt": CHAT[not system :]}], "rewards": lambda completion: 1.0}
+    if turns > 1:
+        world |= {
+            "respond": lambda messages, row, state: [{"role": "user", "content": "And then?"}],
+            "max_turns": turns,
+        }
+    return world | {"tools": [TOOL] if tools else None}
+
+
+@pytest.mark.parametrize("args", [{}, {"system": True}, {"turns": 2}, {"system": True, "tools": True}], ids=str)
+def test_a_teacher_on_vllm_is_a_plain_forward_under_the_context(pair: Pair, args: dict[str, Any]) -> None:
+    """Ours samples, vLLM teaches, transformers computes the same ids in one go."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    from prime_rl.orchestrator.config import OrchestratorConfig
+    from prime_rl.orchestrator.rollout_manager import GroupGenerator
+    from prime_rl.orchestrator.teacher import build_teacher
+    from prime_rl.utils.client import build_clients
+    from rollouts.training.environments import load_environment
+
+    ours, theirs = ({"base_url": [f"{str(side.base_url).rstrip('/')}/v1"]} for side in (pair.ours, pair.theirs))
+    config = OrchestratorConfig.model_validate(
+        {
+            "client": ours,
+            "model": {"name": "tiny-qwen3"},
+            "teacher_model": {"context": CONTEXT, "client": theirs, "model": {"name": "tiny-qwen3"}},
+            "env": [{"id": "test_vllm_backend:build_rows", "name": "rows"}],
+            "batch_size": 2,
+            "rollouts_per_example": 2,
+            # A turn ends by a token, sooner or later: one that is cut off has no next one.
+            "sampling": {"max_tokens": 60, "extra_body": {"stop_token_ids": [*range(0, 256, 3)]}},
+        }
+    )
+    teacher = build_teacher(config)
+
+    async def roll_out() -> list[Any]:
+        clients = build_clients(config.client, seq_len=config.seq_len)
+        environment = load_environment("test_vllm_backend:build_rows", args)
+        generator = GroupGenerator(config, {"rows": environment}, clients, lambda: 0, teacher)
+        try:
+            return await generator(0, {"id": 0, "env": "rows", "row": environment.rows()[0]})
+        finally:
+            for client in (*clients, *teacher.scorer.clients):
+                await client.close()
+
+    initial = step_path(pair.output_dir / "initial", 0)
+    model = transformers.AutoModelForCausalLM.from_pretrained(initial, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(initial)
+    system, user = CHAT
+    told = [*[system] * args.get("system", False), {**user, "content": CONTEXT + user["content"]}]
+    tools = [TOOL] if args.get("tools") else None
+    text = tokenizer.apply_chat_template(told, tools=tools, tokenize=False, add_generation_prompt=True)
+    prompt = tokenizer.encode(text, add_special_tokens=False)
+    samples = anyio.run(roll_out)
+    assert len(samples) == 2
+    for sample in samples:
+        start = sample.loss_mask.index(1.0)
+        assert (0.0 in sample.loss_mask[start:]) == (args.get("turns", 1) > 1)
+        ids = [*prompt, *sample.tokens[start:]]
+        with torch.no_grad():
+            table = torch.log_softmax(model(torch.tensor([ids])).logits[0], -1)
+        for i, mask in enumerate(sample.loss_mask):
+            there = float(table[len(prompt) + i - start - 1, sample.tokens[i]]) if mask else 0.0
+            assert sample.teacher_logprobs[i] == pytest.approx(there, abs=CLOSE)
