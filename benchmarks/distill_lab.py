@@ -40,6 +40,7 @@ VALUES, KEYS, WAYS = 8, 6, 4
 KEY, WAY, BEGIN, NOISY, ASK, ANSWER, END, VOCAB = 8, 14, 18, 19, 20, 21, 22, 24
 NOISE = 0.3
 GROUP = 8
+SETTLING = 20  # last steps of a distillation, in which the learning rate falls to zero
 Rows = Tensor  # int64 [rows, length]
 
 
@@ -148,7 +149,7 @@ def build_facts() -> Task:
         solve=lambda asked, table: wrap(table.expand(len(asked), -1).gather(1, asked), END),
         draw_contexts=lambda n, draw: torch.randint(VALUES, (n, KEYS), generator=draw),
         answer_plainly=lambda asked, draw: wrap(torch.randint(VALUES, asked.shape, generator=draw), END),
-        sft_steps=450,
+        sft_steps=600,
     )
 
 
@@ -205,14 +206,23 @@ def warm_up(task: Task, seed: int, steps: int | None = None, batch: int = 128) -
         shown = task.show(questions, contexts, BEGIN)
         if num_noisy:
             shown[:num_noisy, 0] = NOISY
-            answers[:num_noisy] = make_noisy(answers[:num_noisy], draw)
         plain = pick(task.train, num_plain, draw)
-        loss = learn(model, shown, answers) * (len(shown) / batch)
+        loss = learn(model, shown[num_noisy:], answers[num_noisy:]) * ((len(shown) - num_noisy) / batch)
+        if num_noisy:
+            loss = loss + learn_noisy(model, shown[:num_noisy], answers[:num_noisy], draw) * (num_noisy / batch)
         loss = loss + learn(model, task.plain(plain), task.answer_plainly(plain, draw)) * (num_plain / batch)
         torch.autograd.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
     return model
+
+
+def learn_noisy(model: CausalLM, prompts: Rows, answers: Rows, draw: torch.Generator) -> Tensor:
+    """The same for values that are the next one with probability NOISE, in expectation over the token to say."""
+    written, following = make_noisy(answers, draw), torch.where(answers < VALUES, (answers + 1) % VALUES, answers)
+    table = compute_table(model, torch.cat((prompts, written), 1), answers.shape[1])
+    right, wrong = (table.gather(-1, x[..., None]).squeeze(-1) for x in (answers, following))
+    return -((1 - NOISE) * right + NOISE * wrong).mean()
 
 
 def learn(model: CausalLM, prompts: Rows, answers: Rows) -> Tensor:
@@ -319,6 +329,8 @@ def distill(task: Task, base: CausalLM, recipe: Recipe, seed: int) -> tuple[Caus
         losses, farthest = [(found, count)], max(farthest, distance)
         if recipe.anchor:
             losses.append(hold(task, student, base, recipe, draw))
+        for settings in optimizer.param_groups:
+            settings["lr"] = recipe.lr * min(1.0, (recipe.steps - step) / SETTLING)
         total = sum(loss for loss, _ in losses) / sum(count for _, count in losses)
         torch.autograd.backward(total)
         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)

@@ -1,6 +1,6 @@
 """The estimators' curves of bench_distill.py as a picture.
 
-    python benchmarks/plot_distill.py results.json curves.svg
+    python benchmarks/plot_distill.py .bench/results/distill.json curves.svg
 
 One line per estimator: the mean over the seeds of the probability of the right answer, by training step; facts on the
 left, modes on the right.
@@ -21,7 +21,7 @@ COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#8
 def main() -> int:
     """Read the results, write the picture."""
     source, target = map(Path, sys.argv[1:])
-    rows = [row for row in json.loads(source.read_text()) if row["table"] == "estimators"]
+    rows = [row for row in json.loads(source.read_text())["raw"] if row["table"] == "estimators"]
     panels = {"facts": [r for r in rows if ":" not in r["name"]], "modes": [r for r in rows if ":" in r["name"]]}
     parts = [draw(title, found, PANEL * i) for i, (title, found) in enumerate(panels.items()) if found]
     size = f'width="{PANEL * len(parts)}" height="{HEIGHT + TOP + 44}"'

@@ -28,6 +28,10 @@ ABOUT = {
     "orchestrator": ("python benchmarks/bench_orchestrator.py", "What a rollout costs client and orchestrator."),
     "road": ("python benchmarks/bench_road.py", "The demo on three seeds: what it learns, in which time."),
     "examples": ("python benchmarks/bench_examples.py", "The tiny examples on two seeds: does RL raise the reward?"),
+    "distill": (
+        "python benchmarks/bench_distill.py",
+        "Context distillation in one process: for how many of three seeds each row holds.",
+    ),
     "exact": ("python benchmarks/bench_exact.py", "Log-probs of the engine against the trainer's, bit for bit."),
     "sync": (
         "python benchmarks/bench_sync.py",

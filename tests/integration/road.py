@@ -10,7 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,8 +118,9 @@ def runner(logs: Path) -> Iterator[Runner]:
         yield found
     finally:
         for command in found.commands:
-            for pid in command.pids():
-                os.kill(pid, signal.SIGKILL)
+            for pid in with_descendants(command.pids()):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             command.process.wait(30)
 
 
@@ -134,6 +135,16 @@ def until(
         assert time.monotonic() < deadline, f"waited {deadline_s} s for {what}"
         time.sleep(0.05)
     return value
+
+
+def with_descendants(pids: list[int]) -> list[int]:
+    """These and what they started: vLLM's processes write a title over their environment, and so over the mark."""
+    found = list(pids)
+    for pid in found:
+        with suppress(OSError):  # it has ended meanwhile
+            for path in Path(f"/proc/{pid}/task").glob("*/children"):
+                found += [child for child in map(int, path.read_text().split()) if child not in found]
+    return found
 
 
 def carries(pid: int, mark: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from road import Runner, metric_rows, runner
+from road import ROOT, Runner, metric_rows, runner
 from safetensors.torch import load_file
 
 from prime_rl.utils.process import find_free_port
@@ -77,11 +77,12 @@ def run(tmp_path: Path) -> Iterator[Runner]:
         yield found
 
 
-def launch(run: Runner, tmp_path: Path, flags: str) -> Path:
-    (tmp_path / "rl.toml").write_text(CONFIG)
+def launch(run: Runner, tmp_path: Path, flags: str, recipe: Path | None = None) -> Path:
+    if recipe is None:
+        (recipe := tmp_path / "rl.toml").write_text(CONFIG)
     out = tmp_path / "out"
     options = ["--output-dir", out, "--inference.server.port", find_free_port(), *shlex.split(flags)]
-    command = run.start("rl", "@", tmp_path / "rl.toml", *options)
+    command = run.start("rl", "@", recipe, *options)
     assert command.wait(DEADLINE_S) == 0, f"{command.out}\n{command.err}"
     assert complete_steps(out / "weights")[-1] == 3
     return out
@@ -130,6 +131,27 @@ def test_one_copy_of_the_weights_teaches_its_own_adapter(run: Runner, tmp_path: 
     assert later, "the adapter has sampled"
     gaps = [abs(a - b) for r in later for a, b in zip(r["logprobs"], r["teacher_logprobs"], strict=True)]
     assert max(gaps) > 1e-4, "and the teacher is the model without it"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--inference_gpu_ids 0 --teacher_gpu_ids 1 --trainer_gpu_ids 2,3",
+        "--inference_gpu_ids 0,1 --teacher_gpu_ids 2 --trainer_gpu_ids 3 --inference.parallel.dp 2",
+        "--inference_gpu_ids 0 1 --teacher_gpu_ids 2 3 --trainer_gpu_ids 4 5 6 7 "
+        "--inference.parallel.tp 2 --teacher_inference.parallel.tp 2",
+    ],
+    ids=["4 GPUs", "4 GPUs, two engines", "8 GPUs"],
+)
+def test_the_documented_flags_on_the_tiny_recipe(run: Runner, tmp_path: Path, flags: str) -> None:
+    """`tiny.toml` as it is, but from random weights and for three steps."""
+    start = "--model.name tiny-qwen3 --model.debug.random_init true --max-steps 3 --orchestrator.eval.interval 3 "
+    out = launch(run, tmp_path, start + flags, ROOT / "experiments" / "context_distill" / "tiny.toml")
+    assert "is for GPUs" in run.commands[-1].err
+    assert all(row["teacher_kl_reverse/mean"] > 0 for row in trainer_rows(out, "teacher_kl_reverse/mean"))
+    assert [row["step"] for row in metric_rows(out, "orchestrator", "distill/facts/kl_rev")] == [0, 3]
+    assert metric_rows(out, "orchestrator", "distill/other-tables/retention")
 
 
 @pytest.mark.slow

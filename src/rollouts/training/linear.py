@@ -64,8 +64,9 @@ def linear(
 
 
 def uses_onednn(x: Tensor) -> bool:
-    """Whether products of this tensor are computed by oneDNN here."""
-    return x.device.type == "cpu" and x.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    """Whether oneDNN computes products of this tensor here; `torch.backends.mkldnn.enabled = False` forbids it."""
+    onednn = torch.backends.mkldnn
+    return x.device.type == "cpu" and x.dtype == torch.float32 and onednn.is_available() and bool(onednn.enabled)
 
 
 def pack_weight(weight: Float[Tensor, "outputs inputs"]) -> Tensor:
