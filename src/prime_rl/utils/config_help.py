@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import os
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 from typing import Any
 
 from pydantic import BaseModel
@@ -100,16 +104,16 @@ def _groups(
     for name, field in config_cls.model_fields.items():
         shape, value = field_shape(field), _value_of(field, config, name)
         if shape.kind == "section" or (shape.item and shape.item.kind == "section"):
-            below += _section_groups(field, shape, value, (*path, name), sources)
+            below += _section_groups(describe_field(config_cls, name), shape, value, (*path, name), sources)
         else:
             source = describe_source((*path, name), sources)
-            rows.append(_row(name, field, shape, value, source))
+            rows.append(_row(name, describe_field(config_cls, name), shape, value, source))
     yield Group(title, meaning, rows)
     yield from below
 
 
 def _section_groups(
-    field: FieldInfo, shape: Shape, value: Any, path: KeyPath, sources: Mapping[str, str]
+    meaning: str, shape: Shape, value: Any, path: KeyPath, sources: Mapping[str, str]
 ) -> Iterator[Group]:
     """The groups of a section, of each member of a union of sections, or of each entry of a list of sections."""
     key = ".".join(path)
@@ -117,8 +121,8 @@ def _section_groups(
         entries = list(value) if isinstance(value, list | tuple) and value else [None]
         for index, entry in enumerate(entries):
             section = type(entry) if entry is not None else shape.item.sections[0]
-            title, meaning = f"[[{key}]]", f"{_meaning(field, section)} (--{key}.{index}.KEY)"
-            yield from _groups(section, entry, (*path, str(index)), title, meaning, sources)
+            title, text = f"[[{key}]]", f"{meaning or _summary(section)} (--{key}.{index}.KEY)"
+            yield from _groups(section, entry, (*path, str(index)), title, text, sources)
         return
     for section in shape.sections:
         title = f"[{key}]"
@@ -129,7 +133,7 @@ def _section_groups(
         elif shape.optional and not active:
             title += f" off; --{key} turns it on"
         yield from _groups(
-            section, value if active else None, path, title, _meaning(field, section), sources if active else {}
+            section, value if active else None, path, title, meaning or _summary(section), sources if active else {}
         )
 
 
@@ -139,12 +143,33 @@ def _value_of(field: FieldInfo, config: BaseModel | None, name: str) -> Any:
     return REQUIRED if field.is_required() else field.get_default(call_default_factory=True)
 
 
-def _meaning(field: FieldInfo, section: type[BaseModel]) -> str:
-    return " ".join((field.description or section.__doc__ or "").split())
+def _summary(section: type[BaseModel]) -> str:
+    return " ".join((section.__doc__ or "").split())
 
 
-def _row(name: str, field: FieldInfo, shape: Shape, value: Any, source: str) -> Row:
-    meaning = " ".join((field.description or "").split())
+def describe_field(section: type[BaseModel], name: str) -> str:
+    """The text below a field in the source of its class, or of the class that it was inherited from, on one line."""
+    for cls in section.__mro__[: section.__mro__.index(BaseModel)]:
+        if text := _texts_of_module(cls.__module__).get((cls.__qualname__, name)):
+            return " ".join(text.split())
+    return ""
+
+
+@cache
+def _texts_of_module(module: str) -> dict[tuple[str, str], str]:
+    """(class, field) -> the string that stands directly below the field, in one module."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    classes = (node for node in tree.body if isinstance(node, ast.ClassDef))
+    return {
+        (cls.name, field.target.id): text.value.value
+        for cls in classes
+        for field, text in pairwise(cls.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    }
+
+
+def _row(name: str, meaning: str, shape: Shape, value: Any, source: str) -> Row:
     kind = shape.describe()
     if shape.choices:
         kind = "choice"

@@ -7,7 +7,6 @@ launcher: nothing moved for hang_timeout --SIGUSR1--> each process: <output_dir>
 
 from __future__ import annotations
 
-import asyncio
 import faulthandler
 import json
 import os
@@ -72,6 +71,8 @@ def explain_on_signal(process: str, output_dir: Path, describe: Callable[[], Wai
 
 
 def _task_stacks() -> list[str]:
+    import asyncio  # here: `rl` watches without a loop, and starts a tenth sooner
+
     try:
         tasks = asyncio.all_tasks(asyncio.get_running_loop())
     except RuntimeError:  # no loop runs in this thread

@@ -34,7 +34,9 @@ Provenance = dict[str, str]
 class BaseConfig(BaseModel):
     """A section or a whole configuration: unknown keys are errors, and nothing is written to after parsing."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+    # What stands below a field is read where the help needs it: pydantic would parse the source of every class
+    # at import, a sixth of the start of every process.
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     spellings: ClassVar[Mapping[str, str]] = {}
     """Other documented names of keys: name -> dotted key below this section."""
