@@ -33,21 +33,35 @@ class Changes(Protocol):
         """Within it the model's own modules are changed too."""
 
 
-class Product:
-    """One or several linear layers of the same input as one product."""
+FEW_OPERATIONS = 2**20
+"""Below so many multiplications oneDNN's call costs more than its arithmetic: 50 us against 10 of `F.linear`."""
 
-    def __init__(self, names: list[str], layers: list[nn.Linear]) -> None:
+
+class Product:
+    """One or several linear layers of the same input as one product.
+
+    What is small goes through `F.linear` where its other bits do not matter, that is in fast mode.
+    """
+
+    def __init__(self, names: list[str], layers: list[nn.Linear], exact: bool) -> None:
         ends = list(itertools.accumulate(layer.out_features for layer in layers))
         self.parts = list(zip(names, [0, *ends], ends, strict=False))
         weights = [layer.weight.detach() for layer in layers]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
         self.bias = torch.cat(biases) if biases else None
-        self.packed = can_pack(weight)
-        self.weight = pack_weight(weight) if self.packed else weight
+        self.packed = pack_weight(weight) if can_pack(weight) else None
+        self.most_rows = 0 if exact or weight.dtype != torch.float32 else FEW_OPERATIONS // weight.numel()
+        self.weight = weight if self.packed is None or self.most_rows else None
+        if self.weight is not None and len(layers) > 1:  # held once, joined: the layers look into it
+            for layer, (_, start, end) in zip(layers, self.parts, strict=True):
+                layer.weight.data = weight[start:end]
 
     def __call__(self, x: Float[Tensor, "rows inputs"], changes: Changes | None) -> Float[Tensor, "rows outputs"]:
-        y = packed_linear(x, self.weight, self.bias) if self.packed else F.linear(x, self.weight, self.bias)
+        if self.packed is None or (self.weight is not None and x.shape[0] <= self.most_rows):
+            y = F.linear(x, cast(Tensor, self.weight), self.bias)
+        else:
+            y = packed_linear(x, self.packed, self.bias)
         if changes is not None:
             changes.change(self.parts, x, y)
         return y
@@ -68,14 +82,16 @@ def min_forward_rows(weight: Tensor) -> int:
 class Layer:
     """One decoder layer, prepared."""
 
-    def __init__(self, layer: DecoderLayer) -> None:
+    def __init__(self, layer: DecoderLayer, exact: bool) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         name = f"model.layers.{attention.layer}"
         self.index, self.head_dim = attention.layer, attention.head_dim
         self.qkv = Product(
-            [f"{name}.self_attn.{kind}_proj" for kind in "qkv"], [attention.q_proj, attention.k_proj, attention.v_proj]
+            [f"{name}.self_attn.{kind}_proj" for kind in "qkv"],
+            [attention.q_proj, attention.k_proj, attention.v_proj],
+            exact,
         )
-        self.out = Product([f"{name}.self_attn.o_proj"], [attention.o_proj])
+        self.out = Product([f"{name}.self_attn.o_proj"], [attention.o_proj], exact)
         heads, kv_heads = (p.out_features // self.head_dim for p in (attention.q_proj, attention.k_proj))
         self.splits = (heads, kv_heads)
         self.qk_weight: Tensor | None = None
@@ -86,8 +102,9 @@ class Layer:
         self.norms = (layer.input_layernorm, layer.post_attention_layernorm)
         self.mlp: nn.Module | None = None if type(mlp) is MLP else mlp
         if type(mlp) is MLP:
-            self.gate_up = Product([f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"], [mlp.gate_proj, mlp.up_proj])
-            self.down = Product([f"{name}.mlp.down_proj"], [mlp.down_proj])
+            joined = [f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"]
+            self.gate_up = Product(joined, [mlp.gate_proj, mlp.up_proj], exact)
+            self.down = Product([f"{name}.mlp.down_proj"], [mlp.down_proj], exact)
 
     def __call__(
         self, x: Float[Tensor, "rows hidden"], cos: Tensor, sin: Tensor, attend: Attend, changes: Changes | None
@@ -149,8 +166,8 @@ class Runner:
         if self.own:
             self.layers, self.head = [], None
             return
-        self.layers = [Layer(cast(DecoderLayer, layer)) for layer in self.model.model.layers]
-        self.head = Product(["lm_head"], [self.model.lm_head])
+        self.layers = [Layer(cast(DecoderLayer, layer), self.exact) for layer in self.model.model.layers]
+        self.head = Product(["lm_head"], [self.model.lm_head], self.exact)
 
     def __call__(
         self,
