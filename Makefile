@@ -2,7 +2,7 @@
 # every path below is relative to this file.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help bench setup test test-unit test-integration test-vllm chaos demo distill lint format clean
+.PHONY: help bench setup test test-unit test-integration test-vllm chaos fuzz demo distill lint format clean
 
 PY := .venv/bin/python
 STAMP := .venv/.installed
@@ -84,6 +84,15 @@ chaos: setup  ## setup, then faults at random moments: real processes (SEEDS=0-5
 	@NUM_TRIALS=$(TRIALS) $(PY) -m pytest -q tests/unit/test_virtual_chaos.py
 	@echo "==> chaos: runs with real processes, seeds $(SEEDS)"
 	@$(PY) tests/integration/chaos.py --seeds $(SEEDS)
+
+EXAMPLES ?= 100
+
+fuzz: setup  ## setup, then wrong configs, files and requests: hypothesis and schemathesis, EXAMPLES=100 of each kind
+	@echo "==> fuzz: configs, files, messages and requests"
+	@FUZZ_EXAMPLES=$(EXAMPLES) $(PY) -m pytest -q tests/unit/test_fuzz.py
+	@echo "==> fuzz: the inference server against its own description"
+	@$(PY) -m pip install --disable-pip-version-check -q -e '.[fuzz]' -c constraints.txt
+	@$(PY) tests/integration/fuzz_server.py --max-examples $(EXAMPLES)
 
 demo: setup  ## setup, then SFT, asynchronous RL and evaluations of a tiny model on the CPU
 	@echo "==> demo"

@@ -13,6 +13,8 @@ from prime_rl.inference.engine import GenerationRequest, SamplingParams, derive_
 Json = dict[str, Any]
 MAX_CHOICES = 256
 MAX_TOP_LOGPROBS = 100
+SMALLEST, LARGEST = 1e-6, 1e6
+"""Of temperatures, repetition penalties and biases: logits stay finite."""
 
 
 class ApiError(Exception):
@@ -114,11 +116,11 @@ def parse_wish(body: Json, *, chat: bool, room: int, vocab: int, default_seed: C
     seed = _integer(body, "seed", None)
     params = SamplingParams(
         max_tokens=room if limit is None else min(limit, room),
-        temperature=_number(body, "temperature", 1.0, 0, 1e6),
+        temperature=_parse_temperature(body),
         top_p=_number(body, "top_p", 1.0, 0, 1, above=True),
         top_k=_integer(body, "top_k", -1, -1) or -1,
         min_p=_number(body, "min_p", 0.0, 0, 1),
-        repetition_penalty=_number(body, "repetition_penalty", 1.0, 0, 1e6, above=True),
+        repetition_penalty=_number(body, "repetition_penalty", 1.0, SMALLEST, LARGEST),
         presence_penalty=_number(body, "presence_penalty", 0.0, -2, 2),
         frequency_penalty=_number(body, "frequency_penalty", 0.0, -2, 2),
         min_tokens=min(min_tokens, room),
@@ -131,7 +133,7 @@ def parse_wish(body: Json, *, chat: bool, room: int, vocab: int, default_seed: C
         logit_bias=_parse_bias(body, vocab),
         top_logprobs=top,
         prompt_logprobs=score,
-        prompt_temperature=_number(body, "prompt_temperature", 1.0, 0, 1e6, above=True),
+        prompt_temperature=_number(body, "prompt_temperature", 1.0, SMALLEST, LARGEST),
     )
     return Wish(
         params=params,
@@ -206,9 +208,18 @@ def _parse_logprobs(body: Json, chat: bool) -> tuple[int, bool]:
         if top and not wanted:
             raise ApiError("top_logprobs needs logprobs = true", param="top_logprobs")
         return top, wanted
-    if body.get("logprobs") is None or body["logprobs"] is False:
+    wanted = body.get("logprobs")
+    if wanted is None or wanted is False:
         return 0, False
-    return _integer({**body, "logprobs": int(body["logprobs"])}, "logprobs", 0, 0, MAX_TOP_LOGPROBS) or 0, True
+    return (1 if wanted is True else _integer(body, "logprobs", 0, 0, MAX_TOP_LOGPROBS) or 0), True
+
+
+def _parse_temperature(body: Json) -> float:
+    """0 (the most likely token) or a temperature."""
+    found = _number(body, "temperature", 1.0, 0, LARGEST)
+    if 0 < found < SMALLEST:
+        raise ApiError(f"temperature must be 0 or at least {SMALLEST:g}, got {found!r}", param="temperature")
+    return found
 
 
 def _parse_limit(body: Json, chat: bool, lowest: int) -> int | None:
@@ -246,6 +257,8 @@ def _parse_bias(body: Json, vocab: int) -> tuple[tuple[int, float], ...]:
     except (AttributeError, TypeError, ValueError) as error:
         raise ApiError("logit_bias must map token ids to numbers", param="logit_bias") from error
     check_token_ids([token for token, _ in pairs], vocab, "logit_bias")
+    if not all(abs(value) <= LARGEST for _, value in pairs):
+        raise ApiError(f"logit_bias must be from {-LARGEST:g} to {LARGEST:g}", param="logit_bias")
     return tuple(pairs)
 
 

@@ -170,7 +170,9 @@ def refuse(request: Request, error: Exception) -> Response:
 async def refuse_route(request: Request, error: Exception) -> Response:
     """A path or method that no route serves, in OpenAI's shape."""
     status = error.status_code if isinstance(error, HTTPException) else 500
-    return answer(ApiError(f"{request.method} {request.url.path} is not served here", status=status).body(), status)
+    reply = answer(ApiError(f"{request.method} {request.url.path} is not served here", status=status).body(), status)
+    reply.headers.update((isinstance(error, HTTPException) and error.headers) or {})  # Allow, with a 405
+    return reply
 
 
 def check_access(api_key: str | None, request: Request, access: Access) -> None:

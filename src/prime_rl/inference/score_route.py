@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from prime_rl.inference.engine import FULL, GenerationRequest, Output, SamplingParams
-from prime_rl.inference.requests import ApiError, check_token_ids, parse_body
+from prime_rl.inference.requests import LARGEST, SMALLEST, ApiError, check_token_ids, parse_body
 from prime_rl.inference.routes import Route, check
 
 if TYPE_CHECKING:
@@ -54,9 +54,14 @@ async def score(service: Service, request: Request) -> Response:
     except msgspec.ValidationError as error:
         raise ApiError(f"not a request for scores: {error}") from error
     tokens = check_token_ids(wanted.tokens, service.vocab, "tokens")
-    if not (wanted.temperature > 0 and FULL <= wanted.top < service.vocab and 1 <= wanted.start < len(tokens)):
+    if not (
+        SMALLEST <= wanted.temperature <= LARGEST
+        and FULL <= wanted.top < service.vocab
+        and 1 <= wanted.start < len(tokens)
+    ):
         raise ApiError(
-            f"start must be from 1 to {len(tokens) - 1}, top from -1 to {service.vocab - 1} and temperature above 0"
+            f"start must be from 1 to {len(tokens) - 1}, top from -1 to {service.vocab - 1} "
+            f"and temperature from {SMALLEST:g} to {LARGEST:g}"
         )
     if len(tokens) > (longest := service.engine.engine.max_score_len):
         raise ApiError(f"This model's maximum context length is {longest} tokens, but there are {len(tokens)}.")

@@ -35,7 +35,7 @@ def build_app(service: Service) -> FastAPI:
     from fastapi import FastAPI
     from starlette.exceptions import HTTPException
 
-    from prime_rl.inference import control, routes, score_route, token_route
+    from prime_rl.inference import control, openapi, routes, score_route, token_route
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -48,8 +48,8 @@ def build_app(service: Service) -> FastAPI:
     app = FastAPI(title="prime-rl inference", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(HTTPException, routes.refuse_route)
     app.add_middleware(routes.BodyLimit, max_bytes=round(service.config.server.max_request_mb * 2**20))
-    tables = (routes.ROUTES, token_route.TOKEN_ROUTES, score_route.SCORE_ROUTES, control.CONTROL_ROUTES)
-    for path, method, handler, access in (route for table in tables for route in table):
+    table = (*routes.ROUTES, *token_route.TOKEN_ROUTES, *score_route.SCORE_ROUTES, *control.CONTROL_ROUTES)
+    for path, method, handler, access in (*table, openapi.openapi_route(table)):
         app.add_route(path, routes.guarded(service, handler, access), methods=[method])
     return app
 
