@@ -94,10 +94,10 @@ PROPERTIES: dict[str, Json] = {
 
 def _body(names: frozenset[str], required: list[str], more: Json | None = None) -> Json:
     known = {name: PROPERTIES[name] for name in sorted(names)}
-    return _object({**known, **(more or {})}, required)
+    return _shape({**known, **(more or {})}, required)
 
 
-def _object(properties: dict[str, Json], required: list[str]) -> Json:
+def _shape(properties: dict[str, Json], required: list[str]) -> Json:
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
@@ -135,8 +135,8 @@ BODIES: dict[str, Json] = {
     "/v1/completions": _body(COMPLETION_FIELDS, ["prompt"], BESIDE),
     "/tokenize": _body(TOKENIZE_FIELDS, [], {"tool_choice": ANY, "prompt": ANY, "messages": ANY}),
     "/detokenize": {"type": "object", "properties": {"model": MODEL, "tokens": IDS}, "required": ["tokens"]},
-    "/inference/v1/generate": _object(TOKEN_REQUEST, ["token_ids", "sampling_params"]),
-    "/score": _object(SCORE_REQUEST, ["tokens"]),
+    "/inference/v1/generate": _shape(TOKEN_REQUEST, ["token_ids", "sampling_params"]),
+    "/score": _shape(SCORE_REQUEST, ["tokens"]),
     "/update_weights": {"type": "object", "properties": {"weight_dir": DIRECTORY}, "required": ["weight_dir"]},
     "/v1/load_lora_adapter": {
         "type": "object",
@@ -153,7 +153,7 @@ ERROR: Json = {
     "type": "object",
     "required": ["error"],
     "properties": {
-        "error": _object({"message": {"type": "string"}, "type": {"type": "string"}, "param": TEXT, "code": ANY}, [])
+        "error": _shape({"message": {"type": "string"}, "type": {"type": "string"}, "param": TEXT, "code": ANY}, [])
     },
 }
 REFUSALS = {

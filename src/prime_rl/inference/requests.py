@@ -208,10 +208,10 @@ def _parse_logprobs(body: Json, chat: bool) -> tuple[int, bool]:
         if top and not wanted:
             raise ApiError("top_logprobs needs logprobs = true", param="top_logprobs")
         return top, wanted
-    wanted = body.get("logprobs")
-    if wanted is None or wanted is False:
+    number = body.get("logprobs")
+    if number is None or number is False:
         return 0, False
-    return (1 if wanted is True else _integer(body, "logprobs", 0, 0, MAX_TOP_LOGPROBS) or 0), True
+    return (1 if number is True else _integer(body, "logprobs", 0, 0, MAX_TOP_LOGPROBS) or 0), True
 
 
 def _parse_temperature(body: Json) -> float:
