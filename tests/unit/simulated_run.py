@@ -26,6 +26,7 @@ from prime_rl.orchestrator.metrics import compute_group_metrics
 from prime_rl.orchestrator.orchestrator import run_steps
 from prime_rl.orchestrator.parts import Orchestrator, assemble, running
 from prime_rl.transport.batches import decode_batch, encode_batch
+from prime_rl.transport.watch import RECHECK_S
 from rollouts.agents import Turn
 from rollouts.training.agent_integration import Rollout
 from rollouts.training.steps import complete_steps, latest_step, publish_dir, publish_step, step_path
@@ -46,6 +47,7 @@ class Faults:
     latency_s: float = 1.0
     train_s: float = 1.0
     update_s: float = 0.3
+    lost: float = 0.0  # of notifications that something has appeared
 
 
 @dataclass
@@ -76,14 +78,17 @@ class World:
 
     def ring(self) -> None:
         """Something appeared on disk or wire."""
+        if self.faults.lost and self.noise.random() < self.faults.lost:
+            return
         self.bell.set()
         self.bell = anyio.Event()
 
     async def wait_for(self, condition: Any, root: Path, *, timeout_s: float | None, what: str) -> Any:
-        """Stands in for the file system's notification."""
+        """Stands in for the file system's notification, and where some get lost for the second look."""
         with anyio.move_on_after(timeout_s):
             while (found := condition()) is None:
-                await self.bell.wait()
+                with anyio.move_on_after(RECHECK_S if self.faults.lost else None):
+                    await self.bell.wait()
             return found
         raise TimeoutError(what)
 

@@ -108,6 +108,29 @@ def test_step_in_the_wrong_directory_is_named(tmp_path: Path) -> None:
         FilesystemBatchReceiver(tmp_path).receive(2, timeout_s=5)
 
 
+def test_a_notification_that_never_comes_costs_one_recheck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Network mounts and containers tell nothing, and a machine may be out of watches."""
+
+    def deaf(*_: object) -> None:
+        raise OSError("no watch is left")
+
+    monkeypatch.setattr("watchfiles._rust_notify.RustNotify", deaf)
+    looks = 0
+
+    def look() -> str | None:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            (tmp_path / "x").touch()
+        return "seen" if (tmp_path / "x").exists() else None
+
+    assert wait_for_blocking(look, tmp_path, timeout_s=30, what="x") == "seen" and looks == 3
+    monkeypatch.undo()
+    (tmp_path / "x").unlink()
+    with pytest.raises(TimeoutError, match=r"waited 0\.1 s for x"):
+        wait_for_blocking(lambda: None, tmp_path, timeout_s=0.1, what="x")
+
+
 def test_a_notification_wakes_before_the_recheck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the safety net 60 s away, only a notification can end the wait."""
     monkeypatch.setattr("prime_rl.transport.watch.RECHECK_S", 60.0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +140,23 @@ def test_interrupted_and_resumed_is_the_same_run(tmp_path: Path, monkeypatch: py
         assert content(cut) == content(whole), (number, config)
         assert cut.rows[-1][1]["groups/drawn"] == whole.rows[-1][1]["groups/drawn"]
     assert stops > 8, "runs were really interrupted"
+
+
+@pytest.mark.parametrize("level", [0, 2])
+def test_lost_notifications_and_a_clock_that_jumps_change_nothing(
+    level: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody hears of half of what appears, and the machine's clock is set back and forth by days."""
+    config: dict[str, Any] = {"rollouts_per_example": 2, "batch_size": 4, "max_steps": 6, "max_async_level": level}
+    plain, odd = (make_world(tmp_path / name, 1, Faults(lost=lost), **config) for name, lost in (("a", 0), ("b", 0.5)))
+    assert run(lambda: plain.run(monkeypatch))
+    draw, now = random.Random(2), time.time
+    monkeypatch.setattr("time.time", lambda: now() + draw.uniform(-3e5, 3e5))
+    assert run(lambda: odd.run(monkeypatch))
+    assert sorted(odd.received) == sorted(plain.received) == list(range(1, 7))
+    if level == 0:
+        assert content(odd) == content(plain)
+    assert all(math.isfinite(value) for _, row in odd.rows for value in row.values())
 
 
 def test_resumed_at_any_level_draws_the_same_prompts_in_the_same_order(

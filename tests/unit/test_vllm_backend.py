@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -291,6 +291,37 @@ def test_an_update_freezes_loads_forgets_and_goes_on(routes: tuple[Starlette, Fa
     assert chat.json()["choices"][0]["message"]["reasoning_content"] == "hm"
     assert health.json() == {"status": "ok", "version": 4} and models.json()["data"][0]["version"] == 4
     assert metrics.text.startswith("vllm 1\n") and "prime_rl_policy_version 4" in metrics.text
+
+
+def test_vllm_answers_nothing_before_it_knows_its_weights_and_no_body_beyond_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, routes: tuple[Starlette, FakeClient, Path]
+) -> None:
+    """A server that was started again waits for the orchestrator's word; a body is refused before it is read."""
+    server = {"await_weights": True, "max_request_mb": 0.001}
+    config = InferenceConfig.model_validate({"backend": "vllm", "output_dir": tmp_path, "server": server})
+    monkeypatch.setenv(CONFIG_VARIABLE, config.model_dump_json())
+    app, client, root = routes
+    path = publish(root, 4)
+
+    async def many() -> AsyncIterator[bytes]:
+        for _ in range(20):
+            yield b" " * 100
+
+    async def use(http: httpx.AsyncClient) -> list[httpx.Response]:
+        before = [await http.get("/health"), await http.post("/v1/chat/completions", json={"model": "m"})]
+        before.append(await http.post("/update_weights", json={"weight_dir": str(path)}))
+        after = [await http.get("/health"), await http.post("/v1/chat/completions", json={"model": "m"})]
+        after.append(await http.post("/v1/chat/completions", json={"model": "m" * 2000}))
+        return [*before, *after, await http.post("/v1/chat/completions", content=many())]
+
+    waiting, refused, update, health, chat, large, unannounced = talk(app, use)
+    assert waiting.json() == {"status": "ok", "version": 0, "awaits_weights": True}
+    assert refused.status_code == 503 and "retry-after" in refused.headers
+    assert "waiting to be told its weights" in refused.json()["error"]["message"]
+    assert update.status_code == 200 and health.json() == {"status": "ok", "version": 4} and chat.status_code == 200
+    for reply in (large, unannounced):
+        assert reply.status_code == 413 and "server.max_request_mb" in reply.json()["error"]["message"]
+    assert client.calls[-1] == "resume"
 
 
 def test_weights_that_cannot_be_trusted_leave_vllm_as_it_was(routes: tuple[Starlette, FakeClient, Path]) -> None:

@@ -20,7 +20,7 @@ from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.engine import resolve_allowed
 from prime_rl.inference.messages import MessageParser
 from prime_rl.inference.requests import ApiError, Json, parse_body
-from prime_rl.inference.routes import RETRY_AFTER_S, Access, answer, check_access, check_weights, refuse
+from prime_rl.inference.routes import RETRY_AFTER_S, Access, BodyLimit, answer, check_access, check_weights, refuse
 from prime_rl.inference.vllm.engine import CONFIG_VARIABLE, MODEL_DIR_VARIABLE
 from prime_rl.inference.vllm.translate import chat_from_completion, completion_from_chat
 from prime_rl.transport.weights import MANIFEST_FILE, check_directory
@@ -44,6 +44,7 @@ class PrimeRoutes:
         self.awaits_weights = self.config.server.await_weights
         self.num_requests = 0
         self.broken: str | None = None
+        self._limited = BodyLimit(self._serve, round(self.config.server.max_request_mb * 2**20))
         self._told_repair = False
         self._held = self.model_dir
         self._key = os.environ.get(self.config.server.api_key_var or "", "") or None
@@ -58,6 +59,9 @@ class PrimeRoutes:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        await self._limited(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Any, send: Any) -> None:
         request = Request(scope, receive)
         path, client = scope["path"], scope["app"].state.engine_client
         self._watch_spans(client)
