@@ -2,8 +2,8 @@
 
     python benchmarks/plot_distill.py .bench/results/distill.json curves.svg
 
-One line per estimator: the mean over the seeds of the probability of the right answer, by training step; facts on the
-left, modes on the right.
+One line per estimator: the mean over the seeds of the probability of the right answer, by training step up to LAST;
+facts on the left, modes on the right.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+LAST = 120
 WIDTH, HEIGHT, LEFT, TOP = 300, 220, 44, 30
 PANEL = LEFT + WIDTH + 190
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#888888", "#000000", "#ff8800")
@@ -53,7 +54,8 @@ def draw(title: str, rows: list[dict[str, Any]], x0: int) -> str:
 def mean_curve(row: dict[str, Any]) -> list[tuple[int, float]]:
     """Step and mean accuracy over the seeds."""
     curves = [seed["curve"] for seed in row["seeds"]]
-    return [(points[0][0], sum(value for _, value in points) / len(points)) for points in zip(*curves, strict=True)]
+    means = [(points[0][0], sum(value for _, value in points) / len(points)) for points in zip(*curves, strict=True)]
+    return [(step, mean) for step, mean in means if step <= LAST]
 
 
 if __name__ == "__main__":
