@@ -251,10 +251,11 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
     assert read_manifest(tmp_path / "weights" / "step_5") == before
 
 
-@pytest.mark.parametrize(
-    "file", ["model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json", "STABLE"]
-)
-@pytest.mark.parametrize("how", ["cut", "flipped", "gone"])
+FILES = ("model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json", "STABLE")
+DAMAGES = [(file, how) for file in FILES for how in ("cut", "flipped", "gone")]
+
+
+@pytest.mark.parametrize(("file", "how"), DAMAGES)
 def test_a_damaged_checkpoint_is_refused_by_name(file: str, how: str, tmp_path: Path) -> None:
     """Complete by its marker, wrong by its bytes: what a disk does, not a crash."""
     part = step_path(tmp_path, 4) / "trainer"

@@ -194,33 +194,33 @@ def test_models_and_health_tell_the_version(server: RunningServer) -> None:
     assert server.http.get("/health").json() == {"status": "ok", "version": server.service.version}
 
 
-@pytest.mark.parametrize(
-    ("change", "status", "words"),
-    [
-        ({"colour": 1}, 400, "'colour' is not a field"),
-        ({"presence_penalty": 3}, 400, "presence_penalty must be a number from -2 to 2"),
-        ({"use_beam_search": True}, 400, "use_beam_search = True is not supported"),
-        ({"response_format": {"type": "json_object"}}, 400, "response_format"),
-        ({"temperature": -1}, 400, "temperature must be a number from 0"),
-        ({"temperature": "hot"}, 400, "temperature"),
-        ({"temperature": 1e-40}, 400, "temperature must be 0 or at least 1e-06"),
-        ({"repetition_penalty": 5e-324}, 400, "repetition_penalty must be a number from 1e-06"),
-        ({"prompt_temperature": 1e-300}, 400, "prompt_temperature must be a number from 1e-06"),
-        ({"logit_bias": {"7": 1e308}}, 400, "logit_bias must be from -1e+06 to 1e+06"),
-        ({"top_p": 0}, 400, "top_p must be above 0"),
-        ({"max_tokens": 0}, 400, "max_tokens must be an integer of at least 1"),
-        ({"n": 1.5}, 400, "n must be an integer"),
-        ({"stop": [1]}, 400, "stop must be"),
-        ({"logit_bias": {"9999": 1}}, 400, "vocabulary size 320"),
-        ({"top_logprobs": 2}, 400, "needs logprobs"),
-        ({"tool_choice": "required"}, 400, "tool_choice"),
-        ({"messages": []}, 400, "messages must be"),
-        ({"messages": [{"content": "x"}]}, 400, "role"),
-        ({"messages": [{"role": "user", "content": "x" * 3000}]}, 400, "maximum context length is 2048"),
-        ({"tokens": [1]}, 400, "/v1/chat/completions/tokens"),
-        ({"model": "gpt-9"}, 404, "'gpt-9' is not served here"),
-    ],
-)
+REFUSALS: list[tuple[dict[str, Any], int, str]] = [
+    ({"colour": 1}, 400, "'colour' is not a field"),
+    ({"presence_penalty": 3}, 400, "presence_penalty must be a number from -2 to 2"),
+    ({"use_beam_search": True}, 400, "use_beam_search = True is not supported"),
+    ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+    ({"temperature": -1}, 400, "temperature must be a number from 0"),
+    ({"temperature": "hot"}, 400, "temperature"),
+    ({"temperature": 1e-40}, 400, "temperature must be 0 or at least 1e-06"),
+    ({"repetition_penalty": 5e-324}, 400, "repetition_penalty must be a number from 1e-06"),
+    ({"prompt_temperature": 1e-300}, 400, "prompt_temperature must be a number from 1e-06"),
+    ({"logit_bias": {"7": 1e308}}, 400, "logit_bias must be from -1e+06 to 1e+06"),
+    ({"top_p": 0}, 400, "top_p must be above 0"),
+    ({"max_tokens": 0}, 400, "max_tokens must be an integer of at least 1"),
+    ({"n": 1.5}, 400, "n must be an integer"),
+    ({"stop": [1]}, 400, "stop must be"),
+    ({"logit_bias": {"9999": 1}}, 400, "vocabulary size 320"),
+    ({"top_logprobs": 2}, 400, "needs logprobs"),
+    ({"tool_choice": "required"}, 400, "tool_choice"),
+    ({"messages": []}, 400, "messages must be"),
+    ({"messages": [{"content": "x"}]}, 400, "a message needs a role"),
+    ({"messages": [{"role": "user", "content": "x" * 3000}]}, 400, "maximum context length is 2048"),
+    ({"tokens": [1]}, 400, "/v1/chat/completions/tokens"),
+    ({"model": "gpt-9"}, 404, "'gpt-9' is not served here"),
+]
+
+
+@pytest.mark.parametrize(("change", "status", "words"), REFUSALS)
 def test_requests_that_cannot_be_honoured_are_refused(
     server: RunningServer, change: dict[str, Any], status: int, words: str
 ) -> None:

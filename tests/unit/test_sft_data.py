@@ -146,15 +146,15 @@ def test_what_is_left_out_is_counted_and_said(tmp_path: Path, tokenizer: Any) ->
         tokenise_data(make_config(short).data, tokenizer, 320)
 
 
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        ({"text": "a"}, "row 1 .*columns text"),
-        ({"messages": [QUESTION, {"content": "x"}]}, "row 1 .*neither text nor a list of messages with a role"),
-        ({"messages": [QUESTION, ANSWER], "tools": "[{"}, "row 1 .*`tools` is not JSON"),
-        ({"messages": [QUESTION, {"role": "assistant", "content": [{"type": "image"}]}]}, "row 1 .*'image'"),
-    ],
-)
+WRONG_ROWS: list[Any] = [
+    ({"text": "a"}, "row 1 .*columns text"),
+    ({"messages": [QUESTION, {"content": "x"}]}, "row 1 .*neither text nor a list of messages with a role"),
+    ({"messages": [QUESTION, ANSWER], "tools": "[{"}, "row 1 .*`tools` is not JSON"),
+    ({"messages": [QUESTION, {"role": "assistant", "content": [{"type": "image"}]}]}, "row 1 .*'image'"),
+]
+
+
+@pytest.mark.parametrize(("row", "words"), WRONG_ROWS)
 def test_a_row_of_another_shape_is_named(row: dict[str, Any], words: str, tokenizer: Any) -> None:
     with pytest.raises(ValueError, match=words):
         tokenise([{"messages": [QUESTION, ANSWER]}, row], tokenizer)
@@ -234,17 +234,17 @@ def test_probabilities_are_the_shares_that_are_drawn() -> None:
     assert name_parts([(None, "train"), (None, "test")]) == ["train", "test"]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--data.subsets", "a", "b", "--data.probabilities", "0.5"], "1 entries for 2 subsets"),
-        (["--data.subsets", "a", "b", "--data.probabilities", "0.5", "0.6"], "add up to 1"),
-        (["--data.subsets", "a", "b", "--data.splits", "x"], "1 entries for 2 data.subsets"),
-        (["--data.loss-mask.assistant", "false"], "no role with loss"),
-        (["--data.split-turns", "--data.loss-mask.user"], "the assistant alone"),
-        (["--data.type", "fake", "--val.interval", "3"], "val needs conversations"),
-    ],
-)
+WRONG_SETTINGS: list[Any] = [
+    (["--data.subsets", "a", "b", "--data.probabilities", "0.5"], "1 entries for 2 subsets"),
+    (["--data.subsets", "a", "b", "--data.probabilities", "0.5", "0.6"], "add up to 1"),
+    (["--data.subsets", "a", "b", "--data.splits", "x"], "1 entries for 2 data.subsets"),
+    (["--data.loss-mask.assistant", "false"], "no role with loss"),
+    (["--data.split-turns", "--data.loss-mask.user"], "the assistant alone"),
+    (["--data.type", "fake", "--val.interval", "3"], "val needs conversations"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), WRONG_SETTINGS)
 def test_settings_that_cannot_work_are_refused(options: list[str], words: str) -> None:
     with pytest.raises((ConfigError, ValueError), match=words):
         parse_argv(SFTConfig, options, "sft", environ={})

@@ -143,10 +143,20 @@ def parse_wish(body: Json, *, chat: bool, room: int, vocab: int, default_seed: C
         logprobs=logprobs,
         token_ids=_flag(body, "return_token_ids", False),
         names_as_ids=_flag(body, "return_tokens_as_token_ids", False),
-        tools=_parse_tools(body) if chat else None,
+        tools=parse_tools(body) if chat else None,
         single_tool=not _flag(body, "parallel_tool_calls", True),
         echo=echo,
     )
+
+
+def parse_tools(body: Json) -> list[Json] | None:
+    """The tools that a chat may call; `ApiError` for what cannot be one."""
+    tools, choice = body.get("tools"), body.get("tool_choice")
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise ApiError("tools must be a list of tool definitions", param="tools")
+    if choice not in (None, "auto", "none"):
+        raise ApiError("tool_choice must be auto or none: this server does not force calls", param="tool_choice")
+    return None if choice == "none" else tools or None
 
 
 def build_requests(prompt: list[int], wish: Wish) -> list[GenerationRequest]:
@@ -260,15 +270,6 @@ def _parse_bias(body: Json, vocab: int) -> tuple[tuple[int, float], ...]:
     if not all(abs(value) <= LARGEST for _, value in pairs):
         raise ApiError(f"logit_bias must be from {-LARGEST:g} to {LARGEST:g}", param="logit_bias")
     return tuple(pairs)
-
-
-def _parse_tools(body: Json) -> list[Json] | None:
-    tools, choice = body.get("tools"), body.get("tool_choice")
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise ApiError("tools must be a list of tool definitions", param="tools")
-    if choice not in (None, "auto", "none"):
-        raise ApiError("tool_choice must be auto or none: this server does not force calls", param="tool_choice")
-    return None if choice == "none" else tools or None
 
 
 def _number(body: Json, name: str, default: float, low: float, high: float, above: bool = False) -> float:

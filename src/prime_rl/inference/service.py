@@ -21,7 +21,7 @@ from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.embedded.loading import WeightReader, build_engine
 from prime_rl.inference.engine import AdapterSpec, Engine, derive_seed
 from prime_rl.inference.messages import THINK_OPEN, MessageParser
-from prime_rl.inference.requests import ApiError, Json
+from prime_rl.inference.requests import ApiError, Json, parse_tools
 from prime_rl.inference.responses import Writer
 from prime_rl.inference.text import TokenNames, build_decode
 from prime_rl.utils.config import BASE_MODEL
@@ -127,9 +127,12 @@ class Service:
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
             raise ApiError("messages must be a non-empty list of messages", param="messages")
-        asked = body.get("add_generation_prompt")
-        tools = None if body.get("tool_choice") == "none" else body.get("tools")
-        options = [messages, tools, asked is None or asked, body.get("chat_template_kwargs") or {}]
+        if not all(isinstance(m.get("content"), str | list | None) for m in messages):
+            raise ApiError("the content of a message must be text or a list of parts", param="messages")
+        asked, more = body.get("add_generation_prompt"), body.get("chat_template_kwargs") or {}
+        if not isinstance(more, dict):
+            raise ApiError("chat_template_kwargs must be an object", param="chat_template_kwargs")
+        options = [messages, parse_tools(body), asked is None or asked, more]
         try:
             return list(self._render(orjson.dumps(options)))
         except (ValueError, TypeError) as error:
