@@ -57,15 +57,35 @@ def planted(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
     assert not mark.exists(), "a planted file was run"
 
 
+LOOKED_UP: list[str] | None = None
+
+
+def watch_unpickling(event: str, arguments: tuple[Any, ...]) -> None:
+    """The interpreter itself tells of every class that an unpickler looks up, Python's or C's, whoever imported it."""
+    if event == "pickle.find_class" and LOOKED_UP is not None:
+        LOOKED_UP.append(".".join(map(str, arguments)))
+
+
 @pytest.fixture
-def no_unpickling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unpickling anything is an error, in Python's and in C."""
+def no_unpickling(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Unpickling anything is an error."""
+    global LOOKED_UP
 
     def refuse(*arguments: Any, **options: Any) -> Any:
         raise AssertionError("something was unpickled")
 
+    LOOKED_UP = []
+    pickle.loads(pickle.dumps(Path("x")))  # noqa: S301
+    assert LOOKED_UP == ["pathlib.PosixPath"], "the hook works"
+    LOOKED_UP.clear()
     for name in ("load", "loads", "Unpickler"):
         monkeypatch.setattr(pickle, name, refuse)
+    yield
+    found, LOOKED_UP = LOOKED_UP, None
+    assert not found, found
+
+
+sys.addaudithook(watch_unpickling)
 
 
 READERS: dict[str, Callable[[Path], object]] = {
