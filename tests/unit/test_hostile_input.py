@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from running_server import RunningServer
 
+from nanochat.checkpoint_manager import read_tensors
+from nanochat.tokenizer import read_published
 from prime_rl.inference.engine import resolve_allowed
 from prime_rl.monitor.local_runs import LocalRun
 from prime_rl.orchestrator.config import OrchestratorConfig
@@ -95,6 +97,8 @@ READERS: dict[str, Callable[[Path], object]] = {
     "a seal": find_damage,
     "a tokenizer": lambda root: load_tokenizer(str(root)),
     "rows": lambda root: load_rows(str(root / "rows.jsonl")),
+    "tensors of a nanochat model": lambda root: read_tensors(root / "pytorch_model.bin"),
+    "a published nanochat tokenizer": lambda root: read_published((root / "state.json").read_bytes()),
 }
 
 
