@@ -14,10 +14,11 @@ MODULES = [
     "prime_rl.config_teacher",
     *(
         f"prime_rl.{room}.config"
-        for room in ("trainer", "orchestrator", "inference", "eval", "synthesize", "plan", "utils")
+        for room in ("trainer", "orchestrator", "inference", "eval", "synthesize", "plan", "utils", "deployment")
     ),
 ]
 READ_AS_A_WHOLE = {
+    "SlurmDeployment": "the template of the job sees every key: `model_dump`",
     "LossMaskConfig": "the roles that are learnt from: `model_dump`",
     "LossConfig.delta": "overrides the preset's of the same name: `getattr`",
 }

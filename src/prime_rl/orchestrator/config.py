@@ -341,6 +341,9 @@ class OrchestratorConfig(TrackersConfig):
     inference_timeout: float = Field(default=600, gt=0)
     """Seconds to wait for the inference server to be ready."""
 
+    min_servers: int | None = Field(default=None, ge=1)
+    """Go on while this many of client.base_url answer: others may leave and come back. Unset: all of them."""
+
     weights_timeout: float = Field(default=3600, gt=0)
     """Seconds to wait for the trainer's next version."""
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import anyio
 import msgspec
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from prime_rl.orchestrator.weight_relay import WeightRelay
     from prime_rl.utils.config import ClientConfig
 
+Result = TypeVar("Result")
 CHECK_EVERY_S = 0.05
 WATCH_EVERY_S = 1.0  # supervision alone: requests to a server that falls notice it at once
 ABSENCE = ("unreachable: ", "answered 503")
@@ -33,17 +35,126 @@ def build_engines(config: ClientConfig) -> list[PrimeEngine]:
     return [PrimeEngine(url, headers=headers) for url in config.base_url]
 
 
+class Attendance:
+    """Which servers are there. Where not all are `needed`, work goes to those that are:
+
+        leaves --> its work begins again elsewhere, versions go to others --> comes back --> loads the version in use
+
+    When all are needed, work waits for its own server, so that a run repeats exactly.
+    """
+
+    def __init__(self, number: int, needed: int | None = None) -> None:
+        if needed is not None and needed > number:
+            raise ValueError(f"min_servers = {needed} but client.base_url names {number}: lower it")
+        self.number, self.needed = number, needed or number
+        self.away: dict[int, tuple[float, str]] = {}
+        """Server -> since when it is away, and why."""
+        self._work: list[set[anyio.CancelScope]] = [set() for _ in range(number)]
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the run goes on without some."""
+        return self.needed < self.number
+
+    @property
+    def is_short(self) -> bool:
+        """Whether fewer are there than the run needs."""
+        return self.number - len(self.away) < self.needed
+
+    @property
+    def present(self) -> list[int]:
+        """Servers to be told of a new version; all of them where none may be missing, or all are."""
+        there = [i for i in range(self.number) if i not in self.away]
+        return there if self.is_elastic and there else list(range(self.number))
+
+    def choose(self, number: int) -> int:
+        """The server of piece of work `number`; those of one that is away are spread over the others."""
+        first = number % self.number
+        if not self.is_elastic or first not in self.away:
+            return first
+        step = number // self.number + 1
+        tries = ((number + i * step) % self.number for i in range(1, self.number))
+        return next((i for i in tries if i not in self.away), self.present[0])
+
+    async def run(self, number: int, work: Callable[[int], Awaitable[Result]]) -> Result:
+        """The result of `work(server)`, begun again with another one whenever its server leaves."""
+        while True:
+            server = self.choose(number)
+            with anyio.CancelScope() as scope:
+                self._work[server].add(scope)
+                try:
+                    return await work(server)
+                finally:
+                    self._work[server].discard(scope)
+
+    async def run_together(self, servers: Iterable[int], work: Callable[[], Awaitable[Result]]) -> Result:
+        """The result of work that takes all these servers; raises `ServerLeft` as soon as one of them leaves."""
+        servers = list(servers)
+        with anyio.CancelScope() as scope:
+            for server in servers:
+                self._work[server].add(scope)
+            try:
+                return await work()
+            finally:
+                for server in servers:
+                    self._work[server].discard(scope)
+        raise ServerLeft
+
+    def let_go(self, server: int) -> None:
+        """End what a server that left was working on: it would wait for an answer that nobody sends."""
+        if self.is_elastic:
+            for scope in list(self._work[server]):
+                scope.cancel()
+
+
+class ServerLeft(Exception):
+    """A server left while it was needed for something."""
+
+
 async def prepare_engines(
     config: OrchestratorConfig,
     clients: Sequence[InferenceClient],
     engines: Sequence[PrimeEngine],
     version: int,
     name: str = "weights",
+    attendance: Attendance | None = None,
 ) -> None:
-    """Wait until every server is ready, then bring those that hold another version to `version` of `name`."""
-    states = [await wait_until_ready(client, config.inference_timeout) for client in clients]
-    for engine, state in zip(engines, states, strict=True):
-        await bring_to(config, engine, state, version, name)
+    """Wait until the servers are ready, or as many as needed, and bring these to `version` of `name`."""
+    attendance = attendance or Attendance(len(engines))
+    states: dict[int, Health] = {}
+
+    async def wait(i: int) -> None:
+        states[i] = await wait_until_ready(clients[i], config.inference_timeout)
+        if len(states) >= attendance.needed:
+            raise _EnoughReady
+
+    with contextlib.suppress(_EnoughReady):
+        await _at_once(wait, range(len(engines)))
+    since = anyio.current_time()
+    attendance.away.update({i: (since, "not started yet") for i in range(len(engines)) if i not in states})
+    await _at_once(lambda i: bring_to(config, engines[i], states[i], version, name), sorted(states))
+
+
+class _EnoughReady(Exception):
+    """The others need not be waited for."""
+
+
+async def _at_once(work: Callable[[int], Awaitable[None]], numbers: Iterable[int]) -> None:
+    """All at the same time; the first failure ends the others and is raised as it is."""
+    failures: list[Exception] = []
+
+    async def run(number: int) -> None:
+        try:
+            await work(number)
+        except Exception as error:
+            failures.append(error)
+            tasks.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as tasks:
+        for number in numbers:
+            tasks.start_soon(run, number)
+    if failures:
+        raise failures[0]
 
 
 async def bring_to(
@@ -64,7 +175,7 @@ class EngineKeeper:
 
         falls --> requests wait in their clients --> started again, answering nobody --> loads our version --> answers
 
-    A server that stays away longer than `inference_timeout` ends the run.
+    When fewer than needed answer for longer than `inference_timeout`, the run ends.
     """
 
     def __init__(
@@ -74,36 +185,73 @@ class EngineKeeper:
         engines: Sequence[PrimeEngine],
         relay: WeightRelay,
         name: str = "weights",
+        attendance: Attendance | None = None,
     ) -> None:
         self.config, self.clients, self.engines, self.relay = config, clients, engines, relay
         self.name = name
         self.num_recovered = 0
-        self.away: dict[int, tuple[float, str]] = {}
+        self.attendance = attendance or Attendance(len(engines))
+
+    @property
+    def away(self) -> dict[int, tuple[float, str]]:
         """Server -> since when it is away, and why."""
+        return self.attendance.away
 
     async def run(self) -> None:
         """Watch until cancelled; raises `TimeoutError` naming a server that does not come back."""
         while True:
             await anyio.sleep(WATCH_EVERY_S)
-            for i in range(len(self.engines)):
-                await self._look(i)
+            await self._look()
 
     async def wait_back(self, error: WeightSyncError) -> bool:
-        """After a failed update: whether the failure was a server's absence, which has ended."""
+        """After a failed update: whether the failure was the absence of servers, which are back or not needed."""
         if not all(state == "ok" or any(sign in state for sign in ABSENCE) for _, state in error.states):
             return False
-        logger.warning(f"{error}; trying again when every server answers")
-        for client in self.clients:
-            await wait_until_ready(client, self.config.inference_timeout)
+        limit = self.config.inference_timeout
+        if not self.attendance.is_elastic:
+            logger.warning(f"{error}; trying again when every server answers")
+            for client in self.clients:
+                await wait_until_ready(client, limit)
+            return True
+        names = {str(engine): i for i, engine in enumerate(self.engines)}
+        for name, state in error.states:
+            if state != "ok":
+                self._note_absence(names[name], state)
+        while self.attendance.is_short:
+            await anyio.sleep(CHECK_EVERY_S)
+            for i, (since, problem) in list(self.away.items()):
+                try:
+                    await read_health(self.clients[i])
+                except Exception:
+                    self._check_patience(i, since, problem)
+                else:
+                    del self.away[i]  # the update that is tried again brings it to the version
         return True
 
-    async def _look(self, i: int) -> None:
+    async def _look(self) -> None:
+        """Ask every server how it is; those that hold another version load ours together."""
+        late: list[int] = []
+
+        async def ask(i: int) -> None:
+            try:
+                state = await read_health(self.clients[i])
+            except Exception as error:
+                self._note_absence(i, str(error))
+                return
+            if i in self.away or state.awaits_weights or state.version not in (None, self.relay.version):
+                late.append(i)
+
+        await _at_once(ask, range(len(self.engines)))
+        # Not in the middle of an update, of which each engine has its own part; nor waiting for its end, which may
+        # wait for us to see that a server has left.
+        if late and not self.relay.lock.locked():
+            async with self.relay.lock:
+                await _at_once(self._bring, late)
+
+    async def _bring(self, i: int) -> None:
         try:
             state = await read_health(self.clients[i])
-            if i in self.away or state.awaits_weights or state.version not in (None, self.relay.version):
-                async with self.relay.lock:  # not in the middle of an update, of which each engine has its own part
-                    state = await read_health(self.clients[i])
-                    await bring_to(self.config, self.engines[i], state, self.relay.version, self.name)
+            await bring_to(self.config, self.engines[i], state, self.relay.version, self.name)
         except Exception as error:
             self._note_absence(i, str(error))
             return
@@ -113,10 +261,17 @@ class EngineKeeper:
 
     def _note_absence(self, i: int, problem: str) -> None:
         now, limit = anyio.current_time(), self.config.inference_timeout
-        if i not in self.away:
-            logger.warning(f"{self.engines[i]} does not answer ({problem}): waiting up to {limit:g} s for it")
+        if i in self.away:
+            self.attendance.let_go(i)  # the second time: one slow answer costs nothing
+        else:
+            how = "going on without it" if self.attendance.is_elastic else f"waiting up to {limit:g} s for it"
+            logger.warning(f"{self.engines[i]} does not answer ({problem}): {how}")
         since, _ = self.away.setdefault(i, (now, problem))
-        if now - since > limit:
+        self._check_patience(i, since, problem)
+
+    def _check_patience(self, i: int, since: float, problem: str) -> None:
+        limit = self.config.inference_timeout
+        if self.attendance.is_short and anyio.current_time() - since > limit:
             raise TimeoutError(f"{self.engines[i]} has not answered for {limit:g} s ({problem}): see its log")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -65,8 +65,10 @@ class Evaluations:
         clients: Sequence[Any],
         monitor: Monitor,
         arms: Arms | None = None,
+        find_present: Callable[[], Sequence[int]] | None = None,
     ) -> None:
         self.config = config
+        self._find_present = find_present or (lambda: range(len(clients)))
         self.arms = arms
         self.plans = plans
         self.clients = clients
@@ -120,7 +122,8 @@ class Evaluations:
 
     async def _evaluate(self, plan: Plan, version: int) -> None:
         start, rewards = time.time(), list[float]()
-        target = Target(self.clients, self.config.model.name, version)
+        there = [self.clients[i] for i in self._find_present()]
+        target = Target(there, self.config.model.name, version)
         metrics: dict[str, float] = {}
         for env in plan.config.env:
             name, begun = env.name or env.id, time.monotonic()

@@ -17,7 +17,7 @@ from prime_rl.orchestrator.arms import Arms
 from prime_rl.orchestrator.buffer import PromptBuffer
 from prime_rl.orchestrator.checkpoint import CheckpointStore
 from prime_rl.orchestrator.config import OrchestratorConfig
-from prime_rl.orchestrator.engines import EngineKeeper, build_engines, prepare_engines
+from prime_rl.orchestrator.engines import Attendance, EngineKeeper, build_engines, prepare_engines
 from prime_rl.orchestrator.evaluation import Evaluations, build_plans
 from prime_rl.orchestrator.rollout_manager import GroupGenerator, build_rollouts
 from prime_rl.orchestrator.teacher import Teacher, build_teacher
@@ -105,7 +105,7 @@ def describe_wait(parts: Orchestrator | None) -> Wait:
         "version live": relay.version,
     }
     for name, keeper in (("inference", parts.keeper), ("teacher_inference", parts.teacher_keeper)):
-        if keeper is None:
+        if keeper is None or not keeper.attendance.is_short:
             continue
         for i, (since, problem) in keeper.away.items():
             waited = anyio.current_time() - since
@@ -135,13 +135,14 @@ def assemble(
     buffer = PromptBuffer(
         environments, config.buffer, config.seed if config.buffer.seed is None else config.buffer.seed
     )
-    generator = GroupGenerator(config, environments, clients, lambda: parts.relay.version, teacher)
+    attendance = Attendance(len(engines), config.min_servers)
+    generator = GroupGenerator(config, environments, clients, lambda: parts.relay.version, teacher, attendance)
     rollouts = build_rollouts(config, buffer, generator)
     plans = build_plans(config, environments, eval_environments, version)
     arms = None
     if teacher is not None and config.teacher_model is not None and config.teacher_model.eval_baseline:
         arms = Arms(config, teacher, clients, out / "evals")
-    evaluations = Evaluations(config, plans, clients, monitor, arms)
+    evaluations = Evaluations(config, plans, clients, monitor, arms, lambda: attendance.present)
     parts = Orchestrator(config, buffer, generator, rollouts, sender, checkpoints, evaluations, monitor)
     parts.teacher = teacher
     parts._relay = WeightRelay(
@@ -154,6 +155,7 @@ def assemble(
         log_timeline=monitor.log_timeline,
         before_load=rollouts.wait_settled if config.strict_async_level else None,
         canary_interval=config.canary_interval,
+        attendance=attendance,
     )
     buffer.version = version
     if state is not None:
@@ -201,10 +203,11 @@ async def build_orchestrator(
         sender.open()
         if threading.current_thread() is threading.main_thread():
             explain_on_signal("orchestrator", out, lambda: describe_wait(parts))
-        await prepare_engines(config, clients, engines, parts.relay.version)
+        attendance = parts.generator.attendance
+        await prepare_engines(config, clients, engines, parts.relay.version, attendance=attendance)
         if teacher is not None:
             await teacher.wait_ready(config.inference_timeout)
-        parts.keeper = EngineKeeper(config, clients, engines, parts.relay)
+        parts.keeper = EngineKeeper(config, clients, engines, parts.relay, attendance=attendance)
         parts.relay.wait_back = parts.keeper.wait_back
         if teacher is not None and config.teacher_model is not None and config.teacher_model.weights == "ema":
             await _follow(parts, teacher, build_engines(config.teacher_model.client))

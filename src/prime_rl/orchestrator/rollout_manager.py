@@ -9,6 +9,7 @@ from typing import Any
 
 from prime_rl.orchestrator.buffer import POISON, Prompt, PromptBuffer
 from prime_rl.orchestrator.config import OrchestratorConfig
+from prime_rl.orchestrator.engines import Attendance
 from prime_rl.orchestrator.filters import build_judge
 from prime_rl.orchestrator.teacher import Teacher
 from prime_rl.utils.vf import build_sampling_args
@@ -40,9 +41,11 @@ class GroupGenerator:
         clients: Sequence[Any],
         live_version: Callable[[], int],
         teacher: Teacher | None = None,
+        attendance: Attendance | None = None,
     ) -> None:
         self.config = config
         self.teacher = teacher
+        self.attendance = attendance or Attendance(len(clients))
         self.environments = environments
         self.clients = clients
         self.last_error: str | None = None
@@ -51,13 +54,19 @@ class GroupGenerator:
 
     async def __call__(self, group_index: int, prompt: Prompt) -> list[Sample]:
         """Samples of the group; raises `GroupDropped` when fewer rollouts succeed than can be compared."""
+
+        async def generate(server: int) -> list[Sample]:
+            return await self._generate(group_index, prompt, self.clients[server])
+
+        return await self.attendance.run(group_index, generate)
+
+    async def _generate(self, group_index: int, prompt: Prompt, client: Any) -> list[Sample]:
         config, version = self.config, self._live_version()
         seed = config.seed if config.sampling.seed is None else config.sampling.seed
         args = [
             build_sampling_args(config.sampling, sample_seed(seed, group_index, index))
             for index in range(config.rollouts_per_example)
         ]
-        client = self.clients[group_index % len(self.clients)]
         environment = self.environments[prompt["env"]]
         rollouts = await environment.run_group(prompt["row"], client, config.model.name, args, config.max_retries)
         groups = [self._to_samples(r, prompt["env"], group_index, i, version) for i, r in enumerate(rollouts)]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import anyio
 from loguru import logger
 
 from prime_rl.orchestrator.canary import CanaryCheck
+from prime_rl.orchestrator.engines import Attendance, ServerLeft
 from prime_rl.transport.watch import wait_for
 from rollouts.training.steps import complete_steps, is_complete, step_path
 from rollouts.training.weight_sync import InferenceEngine, WeightSyncError, sync_weights_to_engines
@@ -28,6 +30,7 @@ class WeightRelay:
     Intermediate versions that were overtaken are skipped. When a version appears whose batch was not sent, or was not
     received by anybody, the trainer trains on something else: this is said once, and slots no longer wait for it.
     With `before_load` they are loaded one by one, each when that returns: strict asynchrony lets running groups finish.
+    Engines that are away (`attendance`) are left out; whoever watches them brings them to the version later.
     In a resumed run, versions of batches not yet sent are leftovers of the interrupted one and are not looked at.
     """
 
@@ -43,6 +46,7 @@ class WeightRelay:
         log_timeline: Callable[[str, float, float, int], None],
         before_load: Callable[[], Awaitable[None]] | None = None,
         canary_interval: int | None = None,
+        attendance: Attendance | None = None,
     ) -> None:
         self.weights_dir = Path(weights_dir)
         self.engines = engines
@@ -54,6 +58,7 @@ class WeightRelay:
         self._timeout_s = timeout_s
         self._log_timeline = log_timeline
         self._before_load = before_load
+        self.attendance = attendance or Attendance(max(1, len(engines)))
         self.canary = CanaryCheck(canary_interval)
         self.lock = anyio.Lock()
         """Held while engines change their version."""
@@ -113,15 +118,31 @@ class WeightRelay:
         self._wake()
 
     async def _update_engines(self, step: int, path: Path) -> None:
-        """All engines load the version and are verified; tried again when one was away and has come back."""
-        for tries_left in reversed(range(MAX_TRIES)):
+        """The engines load the version and are verified; tried again when one was away, and is back or may stay so."""
+        tries_left = MAX_TRIES
+        while True:
+            present = self.attendance.present
             try:
-                answers = await sync_weights_to_engines(self.engines, str(path))
-                await self._update_followers(step)
-                return await self.canary.check(step, path, self.engines, answers)
-            except WeightSyncError as error:
+                return await self.attendance.run_together(present, partial(self._update, present, step, path))
+            except (WeightSyncError, ServerLeft) as failure:
+                error = failure if isinstance(failure, WeightSyncError) else self._describe_absence(present, path)
+                tries_left -= 1
                 if not (tries_left and is_complete(path) and self.wait_back and await self.wait_back(error)):
-                    raise
+                    raise error from (None if error is failure else failure)
+                if len(self.attendance.present) < len(present):
+                    tries_left = MAX_TRIES  # in a large fleet one may leave in every try
+
+    async def _update(self, present: Sequence[int], step: int, path: Path) -> None:
+        engines = [self.engines[i] for i in present]
+        answers = await sync_weights_to_engines(engines, str(path))
+        await self._update_followers(step)
+        await self.canary.check(step, path, engines, answers)
+
+    def _describe_absence(self, present: Sequence[int], path: Path) -> WeightSyncError:
+        """Which of the engines left during an update."""
+        away = self.attendance.away
+        left = "unreachable: left during the update"
+        return WeightSyncError(str(path), [(str(self.engines[i]), left if i in away else "ok") for i in present])
 
     async def _update_followers(self, step: int) -> None:
         """The teacher's engines load the average of the same step, which is published before the version is."""

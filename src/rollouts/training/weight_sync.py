@@ -15,6 +15,8 @@ import anyio.to_thread
 from rollouts.training.steps import parse_step
 
 CONTROL_TIMEOUT_S = 30.0  # of requests that load nothing
+MOST_TOLD = 16
+"""Engines of a larger fleet that are well are counted in messages, not named."""
 NO_ROUTE = (404, 405)  # what a server answers that is older than the route
 Kind = Literal["unreachable", "refused", "mismatch"]
 
@@ -39,7 +41,10 @@ class WeightSyncError(RuntimeError):
 
     def __init__(self, checkpoint_path: str, states: list[tuple[str, str]]) -> None:
         self.states = states
-        listed = "; ".join(f"{name}: {state}" for name, state in states)
+        told = states if len(states) <= MOST_TOLD else [pair for pair in states if pair[1] != "ok"]
+        listed = "; ".join(f"{name}: {state}" for name, state in told)
+        if len(told) < len(states):
+            listed += f"; {len(states) - len(told)} others: ok"
         super().__init__(f"loading {checkpoint_path} failed: {listed}")
 
 
