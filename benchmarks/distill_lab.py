@@ -324,9 +324,9 @@ def distill(task: Task, base: CausalLM, recipe: Recipe, seed: int) -> tuple[Caus
             curve.append({"step": step, **measure(task, base, student, judge, recipe, seed)})
         if step == recipe.steps:
             return student, curve
-        of_step = replace(recipe, objective=shrink_taus(recipe, step, farthest)) if recipe.anneal else recipe
-        found, count, distance = teach(task, student, student if recipe.teacher == "live" else teacher, of_step, draw)
-        losses, farthest = [(found, count)], max(farthest, distance)
+        judge = student if recipe.teacher == "live" else teacher
+        found, count, farthest = teach(task, student, judge, recipe, draw, step + 1, farthest)
+        losses = [(found, count)]
         if recipe.anchor:
             losses.append(hold(task, student, base, recipe, draw))
         for settings in optimizer.param_groups:
@@ -344,8 +344,9 @@ def distill(task: Task, base: CausalLM, recipe: Recipe, seed: int) -> tuple[Caus
 
 
 def shrink_taus(recipe: Recipe, step: int, farthest: float) -> Objective:
-    """The objective of a step: after `after` its taus shrink until a reward of 1 is worth `margin * farthest` nats."""
-    assert recipe.anneal is not None
+    """The objective of a step, counted from 1: its taus shrink until a reward is worth `margin * farthest` nats."""
+    if recipe.anneal is None:
+        return recipe.objective
     after, steps, margin = recipe.anneal
     objective, part = recipe.objective, min(max(step - after, 0) / steps, 1.0)
     scale = min(1.0, objective.adv_tau / (objective.student_tau * margin * max(farthest, 1e-9))) ** part
@@ -365,16 +366,25 @@ def teacher_prompts(task: Task, recipe: Recipe, questions: Rows) -> Rows:
 
 
 def teach(
-    task: Task, student: CausalLM, teacher: CausalLM, recipe: Recipe, draw: torch.Generator
+    task: Task,
+    student: CausalLM,
+    teacher: CausalLM,
+    recipe: Recipe,
+    draw: torch.Generator,
+    step: int = 1,
+    farthest: float = 0.0,
 ) -> tuple[Tensor, Tensor, float]:
-    """Sum and count of the loss of a batch, `prompts` groups of GROUP answers, and how many nats from the teacher."""
+    """Sum and count of the loss of a batch, `prompts` groups of GROUP answers, and the new `farthest`.
+
+    That is the most nats by which the answers of a batch were from the teacher, this one's among them.
+    """
     questions = pick(task.train, recipe.prompts, draw).repeat_interleave(GROUP, 0)
     plain, shown = task.plain(questions), teacher_prompts(task, recipe, questions)
     if recipe.on_teacher_samples:
         answers = sample(teacher, shown, task.length, draw)
         table = compute_table(student, torch.cat((plain, answers), 1), task.length)
         output = nll_loss(make_inputs(table, answers, table.detach()))
-        return output.loss_sum, output.count, 0.0
+        return output.loss_sum, output.count, farthest
     answers = sample(student, plain, task.length, draw, recipe.temperature)
     table = compute_table(student, torch.cat((plain, answers), 1), task.length, recipe.temperature)
     with torch.no_grad():
@@ -384,7 +394,8 @@ def teach(
     advantages = (rewards - rewards.mean(1, keepdim=True)).view(-1, 1).expand(-1, task.length)
     inputs = make_inputs(table, answers, told, advantages=advantages)
     distance = (inputs.loss_mask * (inputs.inference_logprobs - told.gather(-1, answers[..., None]).flatten())).sum()
-    objective = recipe.objective
+    farthest = max(farthest, distance.item() / len(answers))
+    objective = shrink_taus(recipe, step, farthest)
     if recipe.auto:
         spoken = inputs.loss_mask > 0
         hits = (answers == told.argmax(-1)).flatten()[spoken]
@@ -395,7 +406,7 @@ def teach(
     if objective.distill.has_table:
         inputs = add_tables(inputs, table, told, objective.distill, recipe.top_k)
     output = policy_loss(inputs, objective)
-    return output.loss_sum, output.count, distance.item() / len(answers)
+    return output.loss_sum, output.count, farthest
 
 
 def hold(task: Task, student: CausalLM, base: CausalLM, recipe: Recipe, draw: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -438,7 +449,7 @@ def measure(
     base_plain, base_shown = (compute_accuracy(base, prompts, truth) for prompts in (plain, shown))
     accuracy = compute_accuracy(student, plain, truth)
     before, after = compute_accuracy(base, *other), compute_accuracy(student, *other)
-    many, many_shown = plain.repeat(4, 1), shown.repeat(4, 1)
+    many, many_shown = plain.repeat(16, 1), shown.repeat(16, 1)  # a slip of one answer in a thousand costs ten nats
     answers = sample(student, many, task.length, draw)
     s, t = (
         compute_table(m, torch.cat((p, answers), 1), task.length) for m, p in ((student, many), (teacher, many_shown))
