@@ -143,6 +143,7 @@ async def test_a_server_leaves_and_joins_and_holds_the_version_in_use(tmp_path: 
         assert [server.version for server in fleet.servers] == [1, 1, 1]
         fleet.servers[2].there = False
         await fleet.publish(2)  # the update itself notices
+        assert [server.loads for server in fleet.servers[:2]] == [[1, 2], [1, 2]], "who holds it is not told again"
         await fleet.publish(3)
         assert [server.version for server in fleet.servers] == [3, 3, 1] and fleet.relay.version == 3
         fleet.servers[2].restart()

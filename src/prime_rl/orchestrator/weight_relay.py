@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
 from loguru import logger
@@ -119,24 +120,38 @@ class WeightRelay:
 
     async def _update_engines(self, step: int, path: Path) -> None:
         """The engines load the version and are verified; tried again when one was away, and is back or may stay so."""
-        tries_left = MAX_TRIES
+        tries_left, held = MAX_TRIES, dict[int, dict[str, Any]]()
         while True:
             present = self.attendance.present
             try:
-                return await self.attendance.run_together(present, partial(self._update, present, step, path))
+                return await self.attendance.run_together(present, partial(self._update, present, step, path, held))
             except (WeightSyncError, ServerLeft) as failure:
                 error = failure if isinstance(failure, WeightSyncError) else self._describe_absence(present, path)
-                tries_left -= 1
+                tries_left, away = tries_left - 1, set(self.attendance.away)
                 if not (tries_left and is_complete(path) and self.wait_back and await self.wait_back(error)):
                     raise error from (None if error is failure else failure)
+                away |= self.attendance.away.keys()
+                for i in away if self.attendance.is_elastic else list(held):
+                    held.pop(i, None)  # it may have fallen and started again meanwhile
                 if len(self.attendance.present) < len(present):
                     tries_left = MAX_TRIES  # in a large fleet one may leave in every try
 
-    async def _update(self, present: Sequence[int], step: int, path: Path) -> None:
-        engines = [self.engines[i] for i in present]
-        answers = await sync_weights_to_engines(engines, str(path))
-        await self._update_followers(step)
-        await self.canary.check(step, path, engines, answers)
+    async def _update(self, present: Sequence[int], step: int, path: Path, held: dict[int, dict[str, Any]]) -> None:
+        """One try. `held` are the answers of engines that took the version in an earlier one: they are not told again,
+        so that an update costs as much however many leave meanwhile."""
+        untold = [i for i in present if i not in held]
+        try:
+            answers = await sync_weights_to_engines([self.engines[i] for i in untold], str(path)) if untold else []
+        except WeightSyncError as error:
+            held.update({i: answer for i, answer in zip(untold, error.answers, strict=False) if answer})
+            raise
+        held.update(zip(untold, answers, strict=True))
+        try:
+            await self._update_followers(step)
+            await self.canary.check(step, path, [self.engines[i] for i in present], [held[i] for i in present])
+        except WeightSyncError:
+            held.clear()
+            raise
 
     def _describe_absence(self, present: Sequence[int], path: Path) -> WeightSyncError:
         """Which of the engines left during an update."""

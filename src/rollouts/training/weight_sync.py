@@ -37,10 +37,14 @@ class EngineError(RuntimeError):
 
 
 class WeightSyncError(RuntimeError):
-    """Not every engine holds the new weights. `states` says, in engine order, what became of each."""
+    """Not every engine holds the new weights. `states` says, in engine order, what became of each; `answers` are
+    what those that hold them said (empty: the engine does not, or nobody asked)."""
 
-    def __init__(self, checkpoint_path: str, states: list[tuple[str, str]]) -> None:
+    def __init__(
+        self, checkpoint_path: str, states: list[tuple[str, str]], answers: Sequence[dict[str, Any]] = ()
+    ) -> None:
         self.states = states
+        self.answers = [answer if _succeeded(answer) else {} for answer in answers]
         told = states if len(states) <= MOST_TOLD else [pair for pair in states if pair[1] != "ok"]
         listed = "; ".join(f"{name}: {state}" for name, state in told)
         if len(told) < len(states):
@@ -190,7 +194,7 @@ async def sync_weights_to_engines(engines: Sequence[InferenceEngine], checkpoint
             (_name(engine), "ok" if _succeeded(answer) else _complaint(answer))
             for engine, answer in zip(engines, answers, strict=True)
         ]
-        raise WeightSyncError(checkpoint_path, states)
+        raise WeightSyncError(checkpoint_path, states, answers)
     return answers
 
 
