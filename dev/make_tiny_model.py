@@ -31,9 +31,12 @@ CHAT_TEMPLATE = """\
         {%- set first = 1 -%}
         {{- text(messages[0].content) + '\\n\\n' -}}
     {%- endif -%}
-    {{- 'Tools you may call, one JSON schema per line:\\n<tools>\\n' -}}
-    {%- for tool in tools -%}{{- (tool | tojson) + '\\n' -}}{%- endfor -%}
-    {{- '</tools>\\nCall a tool with <tool_call>{"name": ..., "arguments": {...}}</tool_call>.<|im_end|>\\n' -}}
+    {{- 'Tools you may call:\\n' -}}
+    {%- for tool in tools -%}
+        {%- set tool = tool.function or tool -%}
+        {{- tool.name + '(' + (tool.parameters.properties or {}) | join(', ') + ')\\n' -}}
+    {%- endfor -%}
+    {{- '<|im_end|>\\n' -}}
 {%- endif -%}
 {%- for message in messages[first:] -%}
     {{- '<|im_start|>' + message.role + '\\n' -}}

@@ -26,6 +26,7 @@ NAMES = ("alphabet-sort", "wordle", "wiki-search", "facts", "modes")
 NUM_EXAMPLES = {"facts": 12_000, "modes": 12_000}
 FEW_EXAMPLES = 1000  # of the others
 NUM_TINY_EXAMPLES = 3000
+NUM_TINY_PAGES = 500
 CARELESSNESS = 0.6  # share of lists whose order is thrown away
 SEED = 1000  # not the seed of the RL run
 
@@ -53,15 +54,20 @@ def build_wordle(room: Any, args: dict[str, Any], draw: random.Random) -> list[C
 
 
 def build_wiki_search(room: Any, args: dict[str, Any], draw: random.Random) -> list[Conversation]:
-    """Calls that often read another section of the right page, and answers from what was read."""
-    kept = {name: args[name] for name in ("num_pages", "tools", "system_prompt")}
-    right = room.build_sft_examples(FEW_EXAMPLES, **kept)
+    """Calls that often read another section of the right page, and answers from what was read.
+
+    The pages are others than those of the reinforcement learning, and many: names cannot be learnt by heart.
+    """
+    kept = {name: args[name] for name in ("tools", "system_prompt")}
+    right = room.build_sft_examples(NUM_TINY_EXAMPLES, num_pages=NUM_TINY_PAGES, seed=SEED, **kept)
     by_page: dict[str, list[Conversation]] = {}
     for row in right:
         by_page.setdefault(_read_page(row), []).append(row)
+    _, questions = room.build_pages(NUM_TINY_PAGES, SEED, args["topics"])
+    asked_of = {question for question, _ in questions}
+    asking = [row for row in right if row["messages"][0]["content"] in asked_of]
     rows = []
-    for _ in range(NUM_TINY_EXAMPLES):
-        asked = draw.choice(right)
+    for asked in (draw.choice(asking) for _ in range(2 * NUM_TINY_EXAMPLES)):
         told = draw.choice(by_page[_read_page(asked)]) if draw.random() < CARELESSNESS else asked
         rows.append({**told, "messages": [*asked["messages"][:1], *told["messages"][1:]]})
     return rows

@@ -17,6 +17,7 @@ ENDS = "bach berg bury dale den feld ford gate ham holm mar mere mont mouth stad
 FIRST_NAMES = "Adela Bertil Corin Dagny Edvin Fenja Gunnar Hedda Ivo Jorun Klara Leif Mirja Nelle Orla Petra".split()
 CROPS = "barley flax hops lavender lentils oats plums rye saffron walnuts".split()
 STONES = "basalt chalk granite limestone marble sandstone slate tuff".split()
+TOPICS = ("year", "mayor", "height", "crop", "arches", "stone")
 TITLE_WEIGHT = 3  # a word of the title counts like so many of the text
 
 
@@ -72,8 +73,15 @@ class Search:
         )
 
 
-def build_pages(num_pages: int, seed: int) -> tuple[list[Page], list[tuple[str, str]]]:
-    """Articles on invented towns, and (question, answer) pairs, each answered by one section of one article."""
+def build_pages(
+    num_pages: int, seed: int, topics: Sequence[str] = TOPICS
+) -> tuple[list[Page], list[tuple[str, str]]]:
+    """Articles on invented towns, and (question, answer) pairs, each answered by one section of one article.
+
+    There is a question on every page for each of `topics`; `ValueError` for an unknown one.
+    """
+    if unknown := sorted(set(topics) - set(TOPICS)):
+        raise ValueError(f"topics {', '.join(unknown)}: there are {', '.join(TOPICS)}")
     draw = random.Random(f"pages-{seed}")
     names = [start + middle + end for start in STARTS for middle in MIDDLES for end in ENDS]
     pages, questions = [], []
@@ -90,14 +98,15 @@ def build_pages(num_pages: int, seed: int) -> tuple[list[Page], list[tuple[str, 
             f"# Landmarks\nThe bridge of {stone} stands on {arches} arches.\n"
         )
         pages.append(Page(to_id(title), title, content))
-        questions += [
-            (f"In which year was {title} founded?", str(year)),
-            (f"Who was the first mayor of {title}?", mayor),
-            (f"How many metres above the sea does {title} lie?", str(height)),
-            (f"Which crop is {title} known for?", crop),
-            (f"On how many arches does the bridge of {title} stand?", str(arches)),
-            (f"What stone is the bridge of {title} made of?", stone),
-        ]
+        asked = {
+            "year": (f"In which year was {title} founded?", str(year)),
+            "mayor": (f"Who was the first mayor of {title}?", mayor),
+            "height": (f"How many metres above the sea does {title} lie?", str(height)),
+            "crop": (f"Which crop is {title} known for?", crop),
+            "arches": (f"On how many arches does the bridge of {title} stand?", str(arches)),
+            "stone": (f"What stone is the bridge of {title} made of?", stone),
+        }
+        questions += [asked[topic] for topic in TOPICS if topic in topics]
     return pages, questions
 
 

@@ -17,7 +17,7 @@ from datasets import Dataset, load_dataset
 from openai import AsyncOpenAI
 
 sys.path.insert(0, str(Path(__file__).parent))  # the sibling module, also where this file is loaded by its path
-from wiki_pages import Page, Search, build_pages, read_pages, to_id
+from wiki_pages import TOPICS, Page, Search, build_pages, read_pages, to_id
 
 SYSTEM_PROMPT = (
     "You answer questions with the help of an encyclopedia that you can only read through the tools. Search for a "
@@ -45,6 +45,7 @@ def load_environment(
     corpus: str | None = None,
     dataset_name: str | None = None,
     dataset_split: str = "train",
+    topics: Sequence[str] = TOPICS,
     tools: Sequence[str] = TOOLS,
     system_prompt: str | None = SYSTEM_PROMPT,
     judge_model: str | None = None,
@@ -53,14 +54,14 @@ def load_environment(
 ) -> vf.Environment:
     """The model calls tools for up to `max_turns` turns and then answers.
 
-    `num_pages` pages and six questions on each are made from `seed`, unless `corpus` (JSON lines: title, content) and
+    `num_pages` pages and a question on each for every one of `topics` are made from `seed`, unless `corpus` (JSON lines: title, content) and
     `dataset_name` (a hub dataset or JSON lines: question, answer) name others. `tools` leaves out tools. Reward: 1 when
     the last "Answer:" line is right, or, with `judge_model`, when this model says so.
     """
     if (corpus is None) != (dataset_name is None):
         raise ValueError("corpus and dataset_name go together: the pages, and the questions on them")
     if corpus is None:
-        pages, questions = build_pages(num_pages, seed)
+        pages, questions = build_pages(num_pages, seed, topics)
     else:
         pages, questions = read_pages(corpus), _read_questions(str(dataset_name), dataset_split)
     train = [pair for pair in questions if _split_of(pair[0]) == "train"]
