@@ -25,6 +25,7 @@ ABOUT = {
         "Generated tokens per second against vLLM and transformers; ratios.",
     ),
     "trainer": ("python benchmarks/bench_trainer.py", "Tokens per CPU-second of a training step against TRL; ratios."),
+    "grpo": ("python benchmarks/bench_grpo.py", "CPU seconds of RL to a fixed reward against TRL; ratios."),
     "orchestrator": ("python benchmarks/bench_orchestrator.py", "What a rollout costs client and orchestrator."),
     "road": ("python benchmarks/bench_road.py", "The demo on three seeds: what it learns, in which time."),
     "examples": ("python benchmarks/bench_examples.py", "The tiny examples on two seeds: does RL raise the reward?"),

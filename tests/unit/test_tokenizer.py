@@ -60,7 +60,7 @@ def test_tool_calls_and_reasoning_are_shown() -> None:
     text = TOKENIZER.decode(render_chat(TOKENIZER, CONVERSATION, TOOLS))
     assert '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>' in text
     assert "<think>easy</think>two" in text
-    assert json.dumps(TOOLS[0]) in text
+    assert "add()\n" in text
 
 
 @given(st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>system\n", "<|im_start|>", "a", "\n", "<|im_"])))
