@@ -252,7 +252,7 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
 
 
 FILES = ("model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json", "STABLE")
-DAMAGES = [(file, how) for file in FILES for how in ("cut", "flipped", "gone")]
+DAMAGES = [(file, how) for file in FILES for how in ("cut", "emptied", "flipped", "gone")]
 
 
 @pytest.mark.parametrize(("file", "how"), DAMAGES)
@@ -270,6 +270,8 @@ def test_a_damaged_checkpoint_is_refused_by_name(file: str, how: str, tmp_path: 
     data = (part / file).read_bytes()
     if how == "cut":
         os.truncate(part / file, len(data) // 2)
+    elif how == "emptied":
+        os.truncate(part / file, 0)
     elif how == "flipped":
         (part / file).write_bytes(bytes([data[0] ^ 1, *data[1:]]))
     else:

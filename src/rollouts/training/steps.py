@@ -100,11 +100,11 @@ def commit_dir(tmp: Path, final: Path, *, sealed: bool = False) -> None:
 def find_damage(path: Path) -> str | None:
     """What is wrong with a sealed directory: the first file that is missing, cut short or changed; None: nothing is.
 
-    Of a directory that was not sealed nothing is known, and nothing is wrong.
+    The seal may have been damaged too, down to an empty one.
     """
     seal = (Path(path) / STABLE).read_bytes()
     try:
-        files: dict[str, list[Any]] = json.loads(seal or "{}")
+        files: dict[str, list[Any]] = json.loads(seal)
         for name, (size, digest) in files.items():
             file = Path(path) / name
             if not file.is_file():
