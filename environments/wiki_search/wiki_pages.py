@@ -73,9 +73,7 @@ class Search:
         )
 
 
-def build_pages(
-    num_pages: int, seed: int, topics: Sequence[str] = TOPICS
-) -> tuple[list[Page], list[tuple[str, str]]]:
+def build_pages(num_pages: int, seed: int, topics: Sequence[str] = TOPICS) -> tuple[list[Page], list[tuple[str, str]]]:
     """Articles on invented towns, and (question, answer) pairs, each answered by one section of one article.
 
     There is a question on every page for each of `topics`; `ValueError` for an unknown one.

@@ -54,9 +54,9 @@ def load_environment(
 ) -> vf.Environment:
     """The model calls tools for up to `max_turns` turns and then answers.
 
-    `num_pages` pages and a question on each for every one of `topics` are made from `seed`, unless `corpus` (JSON lines: title, content) and
-    `dataset_name` (a hub dataset or JSON lines: question, answer) name others. `tools` leaves out tools. Reward: 1 when
-    the last "Answer:" line is right, or, with `judge_model`, when this model says so.
+    `num_pages` pages and a question on each for every one of `topics` are made from `seed`, unless `corpus` (JSON
+    lines: title, content) and `dataset_name` (a hub dataset or JSON lines: question, answer) name others. `tools`
+    leaves out tools. Reward: 1 when the last "Answer:" line is right, or, with `judge_model`, when this model says so.
     """
     if (corpus is None) != (dataset_name is None):
         raise ValueError("corpus and dataset_name go together: the pages, and the questions on them")
