@@ -217,7 +217,7 @@ def test_skips_that_cannot_work_are_refused() -> None:
 def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     for step, parts in {2: ("trainer", "orchestrator"), 9: ("trainer", "orchestrator"), 10: ("trainer",)}.items():
         for part in parts:
-            publish_dir(step_path(tmp_path, step) / part, lambda directory: None)
+            publish_dir(step_path(tmp_path, step) / part, lambda directory: None, sealed=True)
     (step_path(tmp_path, 11) / "trainer").mkdir(parents=True)
     latest = CkptConfig(resume_step=-1)
     assert find_resume_step(tmp_path, latest) == 10

@@ -99,7 +99,7 @@ def test_resuming_takes_back_batches_after_the_checkpoint(wanted: str, left: lis
         publish(tmp_path / "rollouts", step)
     for step, parts in ((2, ("trainer", "orchestrator")), (3, ("trainer",))):
         for part in parts:
-            publish_dir(tmp_path / "checkpoints" / f"step_{step}" / part, lambda directory: None)
+            publish_dir(tmp_path / "checkpoints" / f"step_{step}" / part, lambda directory: None, sealed=True)
     config = parse("--output_dir", str(tmp_path), "--ckpt.resume_step", wanted)
     if left is None:
         with pytest.raises(ValueError, match=rf"resume_step = {wanted}: .* \(complete: 2\)\n  name one of them"):

@@ -127,8 +127,6 @@ class Service:
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
             raise ApiError("messages must be a non-empty list of messages", param="messages")
-        if not all(isinstance(m.get("content"), str | list | None) for m in messages):
-            raise ApiError("the content of a message must be text or a list of parts", param="messages")
         asked, more = body.get("add_generation_prompt"), body.get("chat_template_kwargs") or {}
         if not isinstance(more, dict):
             raise ApiError("chat_template_kwargs must be an object", param="chat_template_kwargs")

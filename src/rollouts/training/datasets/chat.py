@@ -90,18 +90,35 @@ def _clean_message(message: ChatMessage) -> dict[str, Any]:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not re.fullmatch(r"\w+", role):
         raise ValueError(f"a message needs a role (system, user, assistant or tool), got {role!r}")
-    if isinstance(content, list):
-        for part in content:
-            if not isinstance(part, str) and part.get("type", "text") != "text":
-                raise ValueError(f"content parts of type {part.get('type')!r} are not supported, only text")
-        content = "".join(part if isinstance(part, str) else part.get("text", "") for part in content)
-    cleaned = {key: value for key, value in message.items() if value is not None} | {"content": content or ""}
+    cleaned = {key: value for key, value in message.items() if value is not None} | {"content": _read_text(content)}
     if "tool_calls" in cleaned:
+        if not isinstance(cleaned["tool_calls"], list | tuple):
+            raise ValueError(f"tool_calls must be a list, got {cleaned['tool_calls']!r}")
         cleaned["tool_calls"] = [_clean_call(call) for call in cleaned["tool_calls"]]
     return cleaned
 
 
+def _read_text(content: Any) -> str:
+    """The text of a message's content: a string, nothing, or a list of strings and text parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise ValueError("the content of a message must be text or a list of parts")
+    for part in content:
+        if not isinstance(part, str | Mapping) or not isinstance(_part_text(part), str):
+            raise ValueError(f'a content part must be {{"type": "text", "text": "..."}}, got {part!r}')
+        if not isinstance(part, str) and part.get("type", "text") != "text":
+            raise ValueError(f"content parts of type {part.get('type')!r} are not supported, only text")
+    return "".join(map(_part_text, content))
+
+
+def _part_text(part: str | Mapping[str, Any]) -> str:
+    return part if isinstance(part, str) else part.get("text", "")
+
+
 def _clean_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(call, Mapping) or not isinstance(call.get("function") or call, Mapping):
+        raise ValueError(f"a tool call must be an object with a function, got {call!r}")
     function = dict(call.get("function") or call)
     if isinstance(function.get("arguments"), str):
         with contextlib.suppress(json.JSONDecodeError):  # what is no JSON is shown to the model as it was written
