@@ -1,4 +1,4 @@
-"""Rules of the house for every test: one compute thread, no hub, no tracker, no network."""
+"""Rules of the house for every test: one compute thread, no hub, no tracker, no network, no deadline."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# A busy machine is no finding: no test asserts how long an example takes.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 # Before anything imports torch or a hub client; processes that a test starts inherit them.
 os.environ["OMP_NUM_THREADS"] = "1"
