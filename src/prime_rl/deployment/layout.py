@@ -64,11 +64,9 @@ class Layout:
         return [task for task in self.tasks if place in task.places]
 
 
-def lay_out_ranks(
-    name: str, module: str, config: str, nodes: NodesConfig, num_ranks: int, first: int = 0, **more: bool
-) -> Task:
-    """A trainer whose `num_ranks` ranks are spread evenly over the trainer's places, the first of which is `first`."""
-    places = tuple(range(first, first + nodes.num_train_nodes))
+def lay_out_ranks(name: str, module: str, config: str, nodes: NodesConfig, num_ranks: int) -> Task:
+    """A trainer whose `num_ranks` ranks are spread evenly over the trainer's places, the first ones."""
+    places = tuple(range(nodes.num_train_nodes))
     per_node = nodes.gpus_per_node or num_ranks // nodes.num_train_nodes
     if per_node * nodes.num_train_nodes != num_ranks:
         raise ValueError(
