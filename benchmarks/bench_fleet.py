@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import heapq
 import sys
 import tempfile
 import time
@@ -27,11 +26,12 @@ from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "unit")]
 import anyio  # noqa: E402
 import msgspec  # noqa: E402
 from loguru import logger  # noqa: E402
 from results import Row, describe_machine, finish  # noqa: E402
+from virtual_time import VirtualLoop  # noqa: E402
 
 from prime_rl.orchestrator import weight_relay  # noqa: E402
 from prime_rl.orchestrator.config import OrchestratorConfig  # noqa: E402
@@ -55,23 +55,6 @@ CPU_GROWTH, REPEATS = 1.5, 3
 """CPU time, the least of three runs, also has caches, the collector and other users of the machine in it."""
 WATCH = "prime_rl/orchestrator/engines"
 """Looks at every server once a second, however many rollouts there are."""
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """A loop whose clock jumps to the next timer when nothing else is to be done."""
-
-    now = 0.0
-
-    def time(self) -> float:
-        return self.now
-
-    def _run_once(self) -> None:
-        if not self._ready and self._scheduled:  # type: ignore[attr-defined]
-            while self._scheduled and self._scheduled[0]._cancelled:  # type: ignore[attr-defined]
-                heapq.heappop(self._scheduled)._scheduled = False  # type: ignore[attr-defined]
-            if self._scheduled:  # type: ignore[attr-defined]
-                self.now = max(self.now, self._scheduled[0]._when)  # type: ignore[attr-defined]
-        super()._run_once()  # type: ignore[misc]
 
 
 class Engine:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import math
@@ -15,6 +14,7 @@ import anyio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from virtual_time import VirtualLoop
 
 from rollouts.training.datasets import DataBuffer
 from rollouts.training.rollout_gen.async_rollout_manager import (
@@ -27,20 +27,6 @@ from rollouts.training.rollout_gen.groups import GroupAssembler
 from rollouts.training.types import RolloutConfig, Sample, Status
 
 PROMPTS = [f"p{i}" for i in range(5)]
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """A loop whose clock jumps to the next timer instead of waiting for it."""
-
-    now = 0.0
-
-    def time(self) -> float:
-        return self.now
-
-    def _run_once(self) -> None:
-        if not self._ready and self._scheduled:  # type: ignore[attr-defined]
-            self.now = max(self.now, self._scheduled[0]._when)  # type: ignore[attr-defined]
-        super()._run_once()  # type: ignore[misc]
 
 
 def run(main: Callable[[], Awaitable[Any]], backend: str = "asyncio") -> Any:
