@@ -1,9 +1,10 @@
-"""Weights from a trainer into an engine: published, loaded, verified; seconds per GB beside a plain copy of the bytes.
+"""Weights from a trainer into an engine, over files and over a process group: seconds per GB beside a plain copy.
 
     python benchmarks/bench_sync.py [--megabytes 200] [--repeats 5]
 
 Publishing writes, syncs, hashes and renames; loading reads, checks every tensor's hash, fills the model, lays it out
-for decoding and digests what is held. The copy is `memcpy` of the same bytes in one process.
+for decoding and digests what is held. Over a process group (gloo on the loopback device) the trainer copies and hashes,
+and one receiver fetches and verifies. The copy is `memcpy` of the same bytes in one process.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig, init_weights, tensor_names
 from prime_rl.trainer.models.registry import read_tensors
+from prime_rl.transport.broadcast import Broadcaster, receive_weights
 from prime_rl.transport.weights import publish_weights, read_manifest, verify_tensors
 from prime_rl.utils.tokenizer import resolve_model_dir
 from rollouts.training.steps import step_path
@@ -69,6 +71,8 @@ def main() -> int:
     engine = EmbeddedEngine(model)
     target = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
     rows, shipped = [], resolve_model_dir("tiny-qwen3")
+    trainer = Broadcaster("gloo", "localhost", 0, 60.0, torch.device("cpu"))
+    trainer.open()
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as root:
 
         def published(i: int) -> Path:
@@ -78,6 +82,8 @@ def main() -> int:
             "copy of the bytes": lambda i: [target[name].copy_(tensor) for name, tensor in tensors.items()],
             "publish (write, hash, rename)": lambda i: publish_weights(Path(root), i + 1, tensors, shipped),
             "read and verify": lambda i: verify_tensors(read_tensors(published(i)), read_manifest(published(i))),
+            "offer to a process group (copy, hash)": lambda i: trainer.offer(0, tensors, None),
+            "receive over it and verify": lambda i: receive_weights(trainer.address, 0, "bench", torch.device("cpu")),
             "engine takes them (fill, lay out, digest)": lambda i: engine.load_weights(tensors, i + 1),
         }
         plain = 0.0
@@ -86,6 +92,7 @@ def main() -> int:
             plain = plain or median
             detail = f"s per GB, least {least / gigabytes:.2f}, {median / plain:.1f} x the copy"
             rows.append(Row(name, median / gigabytes, detail=detail))
+    trainer.close()
     pause = Row("update of an idle engine", (rows[-1].value) * gigabytes * 1000, detail=f"ms for {gigabytes:.2f} GB")
     return finish("sync", [*rows, pause], machine)
 

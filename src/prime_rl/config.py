@@ -18,6 +18,7 @@ from prime_rl.trainer.config import TrainConfig
 from prime_rl.utils.config import (
     DebugModelConfig,
     LogConfig,
+    SendingConfig,
     TensorboardConfig,
     TrackioConfig,
     TransportConfig,
@@ -64,6 +65,8 @@ SHARED_KEYS = (
     Shared("seq_len", ("trainer.model.seq_len", "orchestrator.seq_len")),
     *_rows("", "seed output_dir", "trainer orchestrator inference"),
     *_rows("transport.", "type host port", "trainer orchestrator"),
+    *_rows("weight_broadcast.", "type", "trainer orchestrator inference"),
+    *_rows("weight_broadcast.", "host port timeout", "trainer"),
     *_rows("ckpt.", "interval resume_step keep", "trainer orchestrator"),
     *_rows("wandb.", "enabled project entity offline group tags", "trainer orchestrator", must_agree=False),
     *_rows("wandb.log_extras.", "samples distributions interval max_samples", "trainer orchestrator", must_agree=False),
@@ -150,6 +153,8 @@ class RLConfig(BaseConfig):
     """Where the processes run: this machine, or one job of Slurm, Ray or Kubernetes."""
 
     transport: TransportConfig = TransportConfig()
+
+    weight_broadcast: SendingConfig = SendingConfig()
 
     ckpt: SharedCkptConfig | None = None
 

@@ -145,6 +145,8 @@ def build_layout(
     if config.transport.type == "zmq":
         options += ["--transport.host", f"$HOST_{at}"]
         trainer = replace(trainer, options=("--transport.host", f"$HOST_{at}"))
+    if config.weight_broadcast.type != "filesystem":
+        trainer = replace(trainer, options=(*trainer.options, "--weight-broadcast.host", "$HOST_0"))
     conductor = Task("orchestrator", ORCHESTRATOR, "orchestrator.toml", (at,), tuple(options), is_work=True)
     tasks = [trainer, conductor, *(task for fleet in fleets for task in build_tasks(config, fleet))]
     configs: dict[str, BaseConfig] = {"trainer": config.trainer, "orchestrator": config.orchestrator}

@@ -19,6 +19,7 @@ from prime_rl.deployment.config import LocalDeployment
 from prime_rl.eval.config import EvalConfig
 from prime_rl.fleet import has_versions, is_whole, lay_out
 from prime_rl.inference.config import InferenceConfig
+from prime_rl.transport.broadcast import BROADCASTS_DIR
 from prime_rl.transport.weights import AVERAGE_DIR
 from prime_rl.utils.hang import HangWatch
 from prime_rl.utils.process import ChildFailed, Supervisor, check_port_free, find_gpus, num_cores
@@ -34,7 +35,7 @@ from rollouts.training.steps import (
     step_path,
 )
 
-STEP_DIRS = ("rollouts", "weights", AVERAGE_DIR, "checkpoints")
+STEP_DIRS = ("rollouts", "weights", BROADCASTS_DIR, AVERAGE_DIR, "checkpoints")
 CKPT_PARTS = ("trainer", "orchestrator")
 RECORDS = ("metrics.jsonl", "samples.jsonl", "logs", "configs")
 
@@ -68,6 +69,9 @@ def rl(config: RLConfig) -> int:
         check_port_free(server.server.host, server.server.port, "teacher_inference.server.port")
     if config.transport.type == "zmq":
         check_port_free(config.transport.host, config.transport.port, "transport.port")
+    wire = config.weight_broadcast
+    if wire.type != "filesystem" and wire.port:
+        check_port_free(wire.host, wire.port, "weight_broadcast.port")
     with claim_output_dir(out):
         prepare_output_dir(config)
         config_paths = write_configs(config)
@@ -80,7 +84,7 @@ def rl(config: RLConfig) -> int:
                 watch = HangWatch(out, config.hang_timeout, lambda: run.children, run.find_pids, run.say)
 
                 def tick() -> None:
-                    bar.reach(latest_step(out / "weights") or 0)
+                    bar.reach(latest_step(config.orchestrator.versions_dir) or 0)
                     watch.look()
 
                 run.wait(["trainer", "orchestrator"], on_tick=tick)
@@ -291,6 +295,7 @@ def prepare_output_dir(config: RLConfig) -> None:
         if config.ckpt.resume_step == -1:
             set_damaged_aside(out / "checkpoints")
         drop_later_batches(out, config.ckpt.resume_step)
+        prune_steps(out / BROADCASTS_DIR, lambda step: False)  # whoever offered them has gone
         return
     found = {name: steps for name in STEP_DIRS if (steps := find_steps(out / name))}
     if found and not config.clean:
@@ -410,9 +415,10 @@ def report_failure(failure: ChildFailed) -> int:
 
 def describe_stop(out: Path) -> str:
     """How far a run came that was stopped, and how to go on."""
-    weights, commits = complete_steps(out / "weights"), complete_steps(out / "checkpoints", CKPT_PARTS)
+    weights = [step for name in ("weights", BROADCASTS_DIR) for step in complete_steps(out / name)]
+    commits = complete_steps(out / "checkpoints", CKPT_PARTS)
     how = f"checkpoint of step {commits[-1]}: go on with --resume" if commits else "no checkpoint (--ckpt)"
-    return f"\nstopped after step {weights[-1] if weights else 0}; {how}\n"
+    return f"\nstopped after step {max(weights, default=0)}; {how}\n"
 
 
 def summarize(config: RLConfig, seconds: float) -> str:

@@ -3,8 +3,7 @@
 python tests/integration/fuzz_server.py --max-examples 100     (make fuzz)
 
 Held is: no answer 5xx but the documented ones, every status, content type and error as described, and whatever does not
-fit the description is refused. Left out are `/pause`, which would stop the other routes, and `/init_broadcaster`, which
-is refused always (501); `test_server.py` has both.
+fit the description is refused. Left out is `/pause`, which would stop the other routes; `test_server_routes.py` has it.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ def main() -> int:
             [
                 *(sys.executable, "-m", "schemathesis.cli", "run", f"http://127.0.0.1:{port}/openapi.json"),
                 *("--checks", CHECKS, "--phases", "examples,coverage,fuzzing", "--exclude-path", "/pause"),
-                *("--exclude-path", "/init_broadcaster"),
                 *("--max-examples", str(given.max_examples), "--seed", str(given.seed)),
                 *("--request-timeout", "60", "--suppress-health-check", "all", "--continue-on-failure"),
             ],

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -151,14 +152,18 @@ def test_a_host_that_is_cut_off_comes_back_and_nothing_is_lost(cut: str, tmp_pat
 
 
 @pytest.mark.skipif(bool(hosts.why_not()), reason="root for hosts is missing")
-def test_a_server_leaves_and_joins_while_the_run_goes_on(tmp_path: Path) -> None:
-    """Two servers, one is needed: the host of the other is cut off until three more versions are out."""
+@pytest.mark.parametrize("way", ["filesystem", "gloo"])
+def test_a_server_leaves_and_joins_while_the_run_goes_on(way: str, tmp_path: Path) -> None:
+    """Two servers, one is needed: the host of the other is cut off until three more versions are out. Over process
+    groups the servers see nothing of the trainer's versions on disk."""
     out = tmp_path / "run"
     more = ["--orchestrator.min-servers", "1", "--max-async-level", "1", "--max-steps", "40"]
+    more += ["--weight-broadcast.type", way, "--weight-broadcast.timeout", "5"]
     lay_out_files(out, "--deployment.num-infer-nodes", "2", *NODES[4:6], *ON_BRIDGE, *more)
     where = {"trainer": [0], "orchestrator": [0], "inference_0": [1], "inference_1": [2]}
     log = out / "logs" / "orchestrator.log"
-    with hosts.open_hosts(3) as machines, running(out, machines, where) as tasks:
+    hidden = [out / "weights", out / "broadcasts"] if way == "gloo" else []
+    with hosts.open_hosts(3) as machines, running(out, machines, where, hidden) as tasks:
         wait_until(lambda: count_steps(out) >= 2, "step 2", 300)
         machines.cut(2)
         wait_until(lambda: "going on without it" in log.read_text(), "notice of the absence", 120)
@@ -173,14 +178,21 @@ def test_a_server_leaves_and_joins_while_the_run_goes_on(tmp_path: Path) -> None
 
 def count_steps(out: Path) -> int:
     """The newest version that was published; 0 before the first."""
-    return max((int(path.name[5:]) for path in (out / "weights").glob("step_*")), default=0)
+    found = [*(out / "weights").glob("step_*"), *(out / "broadcasts").glob("step_*")]
+    return max((int(path.name[5:]) for path in found), default=0)
 
 
 @contextmanager
 def running(
-    out: Path, machines: hosts.Hosts, where: dict[str, list[int]]
+    out: Path, machines: hosts.Hosts, where: dict[str, list[int]], hidden: Sequence[Path] = ()
 ) -> Iterator[dict[tuple[str, int], subprocess.Popen[bytes]]]:
-    """Every task's script on its hosts, as a cluster starts it; `HOST_i` of the layout is host `i`."""
+    """Every task's script on its hosts, as a cluster starts it; `HOST_i` of the layout is host `i`.
+
+    Servers find nothing in the directories that are `hidden` from them.
+    """
+    for path in hidden:
+        path.mkdir(parents=True)
+    blind = "".join(f"mount -t tmpfs none {shlex.quote(str(path))} && " for path in hidden)
     env = {**variables(), "RL_FLEET_KEY": "secret"}
     env |= {f"HOST_{i}": address for i, address in enumerate(machines.addresses)}
     tasks = {}
@@ -188,6 +200,8 @@ def running(
         for name, places in where.items():
             for rank, place in enumerate(places):
                 argv = machines.wrap(place, ["bash", str(out / "deployment" / f"{name}.sh")])
+                if hidden and name.startswith("inference"):
+                    argv = ["unshare", "--mount", "bash", "-c", f"{blind}exec {shlex.join(argv)}"]
                 with (out / "logs" / f"{name}-{rank}.log").open("wb") as log:
                     variables_here = {**env, "NODE_RANK": str(rank)}
                     tasks[name, rank] = subprocess.Popen(argv, env=variables_here, stdout=log, stderr=log, cwd=ROOT)

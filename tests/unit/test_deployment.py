@@ -95,7 +95,8 @@ def read_commands(
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_command_is_read_by_our_parser_and_both_ends_agree(kind: str, more: list[str], tmp_path: Path) -> None:
     teacher = ["--deployment.num-teacher-nodes", "1"] if more else []
-    argv = ["--transport.type", "zmq", "--inference.parallel.tp", "2", "--deployment.env", '{"A": "x y$z"}']
+    argv = ["--inference.parallel.tp", "2", "--deployment.env", '{"A": "x y$z"}']
+    argv += ["--transport.type", "zmq", "--weight-broadcast.type", "gloo"]
     layout, files = make(kind, *WIDE, *more, *teacher, *argv)
     commands = read_commands(layout, files, tmp_path)
     hosts = addresses(layout)
@@ -107,12 +108,14 @@ def test_every_command_is_read_by_our_parser_and_both_ends_agree(kind: str, more
     where = next(task.places[0] for task in layout.tasks if task.name == "orchestrator")
     assert trainer.transport.host == conductor.transport.host == hosts[f"HOST_{where}"]
     assert trainer.output_dir == conductor.output_dir and trainer.transport.type == "zmq"
+    assert trainer.weight_broadcast.host == hosts["HOST_0"] and conductor.weight_broadcast.type == "gloo"
     listening: dict[str, list[str]] = {"inference": [], "teacher_inference": []}
     for task in layout.tasks:
         if task.module != "prime_rl.inference.server":
             continue
         _, server = commands[task.name]
         assert isinstance(server, InferenceConfig)
+        assert server.weight_broadcast.type == "gloo"
         assert server.server.host == "0.0.0.0" and server.server.api_key_var == KEY_VARIABLE
         kind_of = "teacher_inference" if "teacher" in task.name else "inference"
         assert server.server.await_weights == (kind_of == "inference")

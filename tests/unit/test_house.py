@@ -54,6 +54,8 @@ EXCEPTIONS = {
     "prime_rl.fleet": "prime_rl.config",
     # launchers read configurations and write them
     "prime_rl.deployment": "prime_rl.utils",
+    # whole messages over a socket have one home
+    "prime_rl.transport": "prime_rl.utils.frames",
     "prime_rl.config": "prime_rl.config_teacher",
     "rollouts.agents": "rollouts.training.types",
     # the product of an output layer has the bits that the layers below it have

@@ -42,6 +42,8 @@ VALUES = {
     "model.name": "some/dir", "model.debug.random_init": True, "model.debug.num_layers": 1, "model.debug.seed": 3,
     "max_steps": 5, "max_async_level": 0, "seq_len": 99, "seed": 7, "output_dir": Path("elsewhere"),
     "transport.type": "zmq", "transport.host": "far", "transport.port": 6000,
+    "weight_broadcast.type": "gloo", "weight_broadcast.host": "far", "weight_broadcast.port": 6001,
+    "weight_broadcast.timeout": 5,
     "ckpt.interval": 4, "ckpt.resume_step": -1, "ckpt.keep": 2,
     "wandb.enabled": False, "wandb.project": "p", "wandb.entity": "e", "wandb.offline": True, "wandb.group": "g",
     "wandb.tags": ["t"], "wandb.log_extras.samples": False, "wandb.log_extras.distributions": False,
@@ -76,7 +78,7 @@ def test_a_value_for_one_process_holds_for_all(row: Any, tmp_path: Path) -> None
 @pytest.mark.parametrize("row", SHARED_KEYS, ids=lambda row: row.key)
 def test_contradictions_name_both_keys(row: Any) -> None:
     other = {bool: lambda v: not v, int: lambda v: v + 1}.get(
-        type(VALUES[row.key]), lambda v: "filesystem" if row.key == "transport.type" else "other"
+        type(VALUES[row.key]), lambda v: "filesystem" if row.key.endswith(".type") else "other"
     )
     for target in row.targets:
         argv = [f"--{row.key}", spell(VALUES[row.key]), f"--{target}", spell(other(VALUES[row.key]))]

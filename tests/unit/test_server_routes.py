@@ -141,7 +141,7 @@ def test_more_requests_that_cannot_be_honoured_are_refused(server: RunningServer
     refused({"stream_options": {"include_usage": True}}, "stream_options belong to a request with stream")
     refused({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "continuous_usage_stats")
     refused({"guided_json": {}}, "'guided_json' is not a field")
-    refused({"host": "x"}, "not over a process group", "/init_broadcaster", 501)
+    refused({"host": "x"}, "reads weights from directories", "/init_broadcaster", 409)
     refused({"lora_name": "x"}, "no adapter 'x' is loaded", "/v1/unload_lora_adapter", 404)
     refused({"lora_name": "tiny-qwen3"}, "a name of its own", "/v1/load_lora_adapter")
     refused({"lora_name": "x", "lora_path": "/etc"}, "weight_dirs", "/v1/load_lora_adapter", 403)

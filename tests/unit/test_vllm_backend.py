@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse
@@ -28,6 +29,7 @@ from prime_rl.inference.vllm.translate import chat_from_completion, completion_f
 from prime_rl.inference.vllm.worker import WeightWorker, compare, cut_share, held_tensors
 from prime_rl.trainer.models.causal_lm import tensor_names
 from prime_rl.trainer.models.registry import load_decoder
+from prime_rl.transport.broadcast import Broadcaster
 from prime_rl.transport.weights import digest_tensor, publish_weights
 from prime_rl.utils.tokenizer import resolve_model_dir
 
@@ -322,6 +324,57 @@ def test_vllm_answers_nothing_before_it_knows_its_weights_and_no_body_beyond_the
     for reply in (large, unannounced):
         assert reply.status_code == 413 and "server.max_request_mb" in reply.json()["error"]["message"]
     assert client.calls[-1] == "resume"
+
+
+def test_vllm_takes_weights_over_a_process_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, routes: tuple[Starlette, FakeClient, Path]
+) -> None:
+    """They lie in a directory of the server's own while it needs them, and vLLM's loader reads them there."""
+    config = InferenceConfig.model_validate(
+        {"backend": "vllm", "output_dir": tmp_path, "weight_broadcast": {"type": "gloo"}}
+    )
+    monkeypatch.setenv(CONFIG_VARIABLE, config.model_dump_json())
+    app, client, _ = routes
+    trainer = Broadcaster("gloo", "localhost", 0, 5.0, torch.device("cpu"), max_held=4)
+    trainer.open()
+    tensors = {"a": torch.arange(3.0), "b": torch.ones(2, 2)}
+    digests = {name: entry.digest for name, entry in trainer.offer(1, tensors, None).tensors.items()}
+    trainer.offer(2, tensors, None)
+    trainer.offer(3, tensors, None)
+    trainer._held[3][1][0][0] += 1
+    trainer.offer(4, tensors, {"r": 1})
+    read: list[tuple[str, dict[str, torch.Tensor]]] = []
+
+    async def collective_rpc(method: str, args: tuple[str, ...]) -> list[dict[str, Any]]:
+        name = Path(args[0]).name.split("-")[0]
+        read.append((name, load_file(Path(args[0]) / "model.safetensors")))
+        if name == "step_2":
+            raise RuntimeError("does not hold step_2")
+        return [{"rounded": [], "wrong": [], "unknown": [], "repaired": [], "digests": dict(digests)}]
+
+    client.collective_rpc = collective_rpc  # type: ignore[method-assign]
+    place = {"host": trainer.address.host, "port": trainer.address.port, "timeout": 5}
+
+    async def use(http: httpx.AsyncClient) -> list[httpx.Response]:
+        async def update(step: int) -> httpx.Response:
+            return await http.post("/update_weights", json={"weight_dir": None, "step": step})
+
+        replies = [await update(1), await http.post("/init_broadcaster", json=place)]
+        replies += [await update(step) for step in (1, 2, 3, 4)]
+        trainer.close()
+        return [*replies, await update(1), await http.get("/health")]
+
+    unknown, told, first, failed, changed, adapter, gone, health = talk(app, use)
+    assert unknown.status_code == 409 and told.json() == {"status": "ok"}
+    assert first.json()["version"] == 1 and first.json()["digests"] == digests
+    assert [name for name, _ in read] == ["step_1", "step_2", "step_1"], "after a failure back to what was held"
+    assert all(torch.equal(held[name], tensors[name]) for _, held in read for name in tensors)
+    assert failed.status_code == 400 and "version 1 stays in service" in failed.json()["error"]["message"]
+    assert changed.status_code == 400 and "do not match their manifest: a" in changed.json()["error"]["message"]
+    assert adapter.status_code == 400 and "sends an adapter" in adapter.json()["error"]["message"]
+    assert gone.status_code == 503 and health.json()["version"] == 1
+    [place_of_all] = tmp_path.glob("received-*")
+    assert [path.name.split("-")[0] for path in place_of_all.iterdir()] == ["step_1"]
 
 
 def test_weights_that_cannot_be_trusted_leave_vllm_as_it_was(routes: tuple[Starlette, FakeClient, Path]) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prime_rl.inference.engine import AdapterSpec
 from prime_rl.transport.weights import (
@@ -42,9 +43,6 @@ def read_adapter(directory: Path, version: int | None = None) -> tuple[dict[str,
     if not path.is_file() or not (directory / ADAPTER_WEIGHTS_FILE).is_file():
         raise ValueError(f"{directory} is no adapter: it lacks {ADAPTER_CONFIG_FILE} or {ADAPTER_WEIGHTS_FILE}")
     config = json.loads(path.read_text(encoding="utf-8"))
-    for key, values in PLAIN.items():
-        if key in config and config[key] not in values:
-            raise ValueError(f"{path}: {key} = {config[key]!r} is not plain LoRA, which is all that can be served")
     tensors = _read_file(directory / ADAPTER_WEIGHTS_FILE)
     step = parse_step(directory.name)
     if (directory / MANIFEST_FILE).is_file():
@@ -56,11 +54,19 @@ def read_adapter(directory: Path, version: int | None = None) -> tuple[dict[str,
     found = step if step is not None else version
     if found is None:
         raise ValueError(f"{directory} has no version: name it step_N or give it a {MANIFEST_FILE}")
+    return tensors, build_spec(config, found, str(path))
+
+
+def build_spec(config: Mapping[str, Any], version: int, source: str) -> AdapterSpec:
+    """The facts of PEFT's `config` that count when serving. `ValueError` naming `source` when it is no plain LoRA."""
+    for key, values in PLAIN.items():
+        if key in config and config[key] not in values:
+            raise ValueError(f"{source}: {key} = {config[key]!r} is not plain LoRA, which is all that can be served")
     rank = int(config["r"])
     alpha = float(config.get("lora_alpha", rank))
     if config.get("use_rslora"):
         alpha *= rank**0.5  # scale alpha / sqrt(rank), told as alpha / rank
-    return tensors, AdapterSpec(rank=rank, alpha=alpha, version=found)
+    return AdapterSpec(rank=rank, alpha=alpha, version=version)
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from prime_rl.utils.config import DebugModelConfig, LogConfig, SamplingConfig
+from prime_rl.utils.config import DebugModelConfig, LogConfig, SamplingConfig, WeightBroadcastConfig
 from prime_rl.utils.pydantic_config import BaseConfig
 
 __all__ = ["CacheConfig", "InferenceConfig", "ModelConfig", "ParallelConfig", "SamplingConfig", "ServerConfig"]
@@ -140,6 +140,8 @@ class InferenceConfig(BaseConfig):
     weight_dirs: list[Path] = []
     """Directories below which /update_weights may load, beside output_dir."""
 
+    weight_broadcast: WeightBroadcastConfig = WeightBroadcastConfig()
+
     output_dir: Path | None = None
     """Directory of the run: its weights may be loaded, its metrics.jsonl and logs are written; unset: nothing is."""
 
@@ -168,6 +170,10 @@ def refuse_beyond_embedded(config: InferenceConfig) -> None:
 
 def refuse_beyond_vllm(config: InferenceConfig) -> None:
     """`ValueError` for what only the embedded engine can do."""
+    if config.weight_broadcast.type == "nccl":
+        raise ValueError(
+            'weight_broadcast.type = "nccl" with vLLM: its server takes weights over "gloo", or from files'
+        )
     if config.exact:
         raise ValueError('exact = true is what the embedded engine can do: set backend = "embedded", or leave it out')
     if config.model.device != "auto":

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from prime_rl.inference.async_engine import EngineFailed
+from prime_rl.inference.broadcasting import init_broadcast, parse_version
 from prime_rl.inference.engine import resolve_allowed
 from prime_rl.inference.requests import ApiError, Json, parse_body
 from prime_rl.inference.routes import Route, answer
@@ -23,8 +24,12 @@ async def update_weights(service: Service, request: Request) -> Response:
     """POST /update_weights {"weight_dir"}: serve the weights of a published directory, without dropping a request.
 
     A directory that holds nothing but a LoRA adapter becomes the policy too: the base model with this adapter.
+    With {"weight_dir": null, "step"} the weights of a version are received from the trainer of /init_broadcaster.
     """
-    directory = _allowed(service, parse_body(await request.body()), "weight_dir")
+    body = parse_body(await request.body())
+    if "weight_dir" in body and body["weight_dir"] is None:
+        return answer(await service.load_broadcast(parse_version(body)))
+    directory = _allowed(service, body, "weight_dir")
     if is_adapter(directory):
         return answer(await service.load_policy_adapter(directory))
     return answer(await service.load(lambda: service.weights.read_step(directory)))
@@ -51,8 +56,9 @@ async def unload_lora_adapter(service: Service, request: Request) -> Response:
 
 
 async def init_broadcaster(service: Service, request: Request) -> Response:
-    """POST /init_broadcaster: refused."""
-    raise ApiError("this server takes weights from directories, not over a process group: use /update_weights", 501)
+    """POST /init_broadcaster {"host", "port"}: where /update_weights receives weights from, once that has answered."""
+    service.broadcast = await init_broadcast(request, service.config.weight_broadcast.type)
+    return answer({"status": "ok"})
 
 
 async def pause(service: Service, request: Request) -> Response:

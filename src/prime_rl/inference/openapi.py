@@ -128,6 +128,7 @@ SCORE_REQUEST: dict[str, Json] = {
     "temperature": {"type": "number", "minimum": SMALLEST, "maximum": LARGEST},
     "model": MODEL,
 }
+VERSION: Json = {"type": "integer", "minimum": 0}
 DIRECTORY: Json = {"type": "string", "minLength": 1}
 BODIES: dict[str, Json] = {
     "/v1/chat/completions": _body(CHAT_FIELDS - {"tokens"}, ["messages"], BESIDE),
@@ -137,7 +138,23 @@ BODIES: dict[str, Json] = {
     "/detokenize": {"type": "object", "properties": {"model": MODEL, "tokens": IDS}, "required": ["tokens"]},
     "/inference/v1/generate": _shape(TOKEN_REQUEST, ["token_ids", "sampling_params"]),
     "/score": _shape(SCORE_REQUEST, ["tokens"]),
-    "/update_weights": {"type": "object", "properties": {"weight_dir": DIRECTORY}, "required": ["weight_dir"]},
+    "/update_weights": {
+        "type": "object",
+        "properties": {"weight_dir": {"anyOf": [DIRECTORY, {"type": "null"}]}, "step": VERSION},
+        "required": ["weight_dir"],
+    },
+    "/init_broadcaster": {
+        "type": "object",
+        "properties": {
+            "host": DIRECTORY,
+            "port": {"type": "integer", "minimum": 1, "maximum": 65535},
+            "type": {"enum": ["gloo", "nccl"]},
+            "timeout": {"type": "number", "exclusiveMinimum": 0},
+            "server_rank": VERSION,
+            "num_inference_server": {"type": "integer", "minimum": 1},
+        },
+        "required": ["host", "port"],
+    },
     "/v1/load_lora_adapter": {
         "type": "object",
         "properties": {"lora_name": DIRECTORY, "lora_path": DIRECTORY},
@@ -161,10 +178,10 @@ REFUSALS = {
     "401": "The bearer token is missing or wrong.",
     "403": "Not from this machine, or not from an allowed directory.",
     "404": "No such model or adapter.",
+    "409": "Weights are not handed over in this way here.",
     "413": "The body is larger than server.max_request_mb.",
     "429": "As many requests wait as may (server.max_waiting): come back after Retry-After seconds.",
-    "501": "Not offered.",
-    "503": "Waiting to be told its weights, or the engine has failed.",
+    "503": "Waiting to be told its weights, the engine has failed, or the trainer does not answer.",
 }
 
 

@@ -77,6 +77,7 @@ def choose_backend(config: InferenceConfig) -> Literal["embedded", "vllm"]:
     chosen = config.backend
     if chosen == "auto":
         asks_for_ours = config.exact or config.model.device != "auto" or config.cache != CacheConfig()
+        asks_for_ours |= config.weight_broadcast.type == "nccl"
         chosen = "vllm" if is_installed("vllm") and find_gpus() and not asks_for_ours else "embedded"
     if chosen == "embedded":
         refuse_beyond_embedded(config)

@@ -15,8 +15,9 @@ from typing import Any, Protocol, TypeVar
 import orjson
 from loguru import logger
 
-from prime_rl.inference.adapters import read_adapter
+from prime_rl.inference.adapters import build_spec, read_adapter
 from prime_rl.inference.async_engine import AsyncEngine
+from prime_rl.inference.broadcasting import NO_TRAINER
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.embedded.loading import WeightReader, build_engine
 from prime_rl.inference.engine import AdapterSpec, Engine, derive_seed
@@ -24,6 +25,7 @@ from prime_rl.inference.messages import THINK_OPEN, MessageParser
 from prime_rl.inference.requests import ApiError, Json, parse_tools
 from prime_rl.inference.responses import Writer
 from prime_rl.inference.text import TokenNames, build_decode
+from prime_rl.transport.broadcast import Broadcast, BroadcastFailed, Received
 from prime_rl.utils.config import BASE_MODEL
 from prime_rl.utils.hang import Wait
 from prime_rl.utils.monitor import Monitor, build_monitor
@@ -45,6 +47,9 @@ class WeightSource(Protocol):
     def read_step(self, directory: Path) -> tuple[dict[str, Any], int]:
         """Those of a published directory; `ValueError` when they cannot be trusted."""
 
+    def receive_step(self, broadcast: Broadcast, step: int) -> Received:
+        """Those that a trainer sends; see `receive_weights`."""
+
 
 @dataclass
 class Service:
@@ -63,6 +68,8 @@ class Service:
     started: int = field(default_factory=lambda: int(time.time()))
     num_updates: int = 0
     awaits_weights: bool = False
+    broadcast: Broadcast | None = None
+    """Where a trainer sends weights from, once /init_broadcaster has told it."""
     _has_policy: bool = False
     _updating: asyncio.Lock = field(default_factory=asyncio.Lock)
     _seeds: itertools.count[int] = field(default_factory=itertools.count)
@@ -147,24 +154,38 @@ class Service:
     async def load(self, read: Callable[[], tuple[Json, int]]) -> Json:
         """Read weights beside the running engine, then swap them in between two of its steps."""
 
-        def swap(engine: Engine, found: tuple[Json, int]) -> tuple[int, Json]:
-            digests = engine.load_weights(*found)
-            if self._has_policy:
-                engine.remove_adapter(POLICY)
-                self._has_policy = False
-            return found[1], digests
-
-        return await self._update(read, swap)
+        return await self._update(read, lambda engine, found: self._swap_model(engine, *found))
 
     async def load_policy_adapter(self, directory: Path) -> Json:
         """The model with this adapter becomes the policy."""
+        return await self._update(
+            lambda: read_adapter(directory), lambda engine, found: self._swap_adapter(engine, *found)
+        )
 
-        def swap(engine: Engine, found: tuple[Json, AdapterSpec]) -> tuple[int, Json]:
-            digests = engine.load_adapter(POLICY, *found)
-            self._has_policy = True
-            return found[1].version, digests
+    async def load_broadcast(self, step: int) -> Json:
+        """Receive version `step` from the trainer, a model or an adapter, and swap it in as one from a directory."""
+        broadcast = self.broadcast
+        if broadcast is None:
+            raise ApiError(NO_TRAINER, 409, "weight_dir")
 
-        return await self._update(lambda: read_adapter(directory), swap)
+        def swap(engine: Engine, found: Received) -> tuple[int, Json]:
+            if found.adapter_config is None:
+                return self._swap_model(engine, found.tensors, step)
+            return self._swap_adapter(engine, found.tensors, build_spec(found.adapter_config, step, "the trainer"))
+
+        return await self._update(lambda: self.weights.receive_step(broadcast, step), swap)
+
+    def _swap_model(self, engine: Engine, tensors: Json, version: int) -> tuple[int, Json]:
+        digests = engine.load_weights(tensors, version)
+        if self._has_policy:
+            engine.remove_adapter(POLICY)
+            self._has_policy = False
+        return version, digests
+
+    def _swap_adapter(self, engine: Engine, tensors: Json, spec: AdapterSpec) -> tuple[int, Json]:
+        digests = engine.load_adapter(POLICY, tensors, spec)
+        self._has_policy = True
+        return spec.version, digests
 
     async def load_adapter(self, name: str, directory: Path) -> Json:
         """Serve an adapter beside the model; one of the same name is replaced."""
@@ -195,7 +216,8 @@ class Service:
                 version, digests = await self.engine.call(lambda engine: swap(engine, found))
             except (ValueError, OSError) as error:
                 logger.warning(f"weights not loaded, version {self.version} stays in service: {error}")
-                raise ApiError(str(error), param="weight_dir") from error
+                status = 503 if isinstance(error, BroadcastFailed) else 400
+                raise ApiError(str(error), status, "weight_dir") from error
             end = time.time()
             self.num_updates += 1
             self.awaits_weights = False

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from prime_rl.transport.broadcast import BROADCASTS_DIR
 from prime_rl.utils.config import (
     AskedEnvConfig,
     ClientConfig,
@@ -16,6 +17,7 @@ from prime_rl.utils.config import (
     SamplingConfig,
     TrackersConfig,
     TransportConfig,
+    WeightBroadcastConfig,
 )
 from prime_rl.utils.pydantic_config import BaseConfig
 
@@ -362,6 +364,8 @@ class OrchestratorConfig(TrackersConfig):
 
     transport: TransportConfig = TransportConfig()
 
+    weight_broadcast: WeightBroadcastConfig = WeightBroadcastConfig()
+
     keep_rollouts: bool = False
     """Keep every rollouts/step_N; else a batch goes once it is trained on and, with checkpoints, covered by one."""
 
@@ -419,6 +423,11 @@ class OrchestratorConfig(TrackersConfig):
                 "teacher_model.eval_baseline needs evaluation environments: add [orchestrator.eval], or leave it out"
             )
         return self
+
+    @property
+    def versions_dir(self) -> Path:
+        """Where the trainer publishes its versions, as files or as announcements."""
+        return self.output_dir / ("weights" if self.weight_broadcast.type == "filesystem" else BROADCASTS_DIR)
 
     @property
     def num_groups(self) -> int:

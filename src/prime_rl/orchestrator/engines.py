@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import anyio
 import msgspec
 from loguru import logger
 
 from prime_rl.orchestrator.config import OrchestratorConfig
+from prime_rl.transport.broadcast import read_broadcast
 from prime_rl.transport.watch import wait_for
 from prime_rl.utils.client import InferenceClient
-from rollouts.training.steps import is_complete, step_path
-from rollouts.training.weight_sync import PrimeEngine, WeightSyncError, sync_weights_to_engines
+from rollouts.training.steps import is_complete, parse_step, step_path
+from rollouts.training.weight_sync import EngineError, PrimeEngine, WeightSyncError, sync_weights_to_engines
 
 if TYPE_CHECKING:
     from prime_rl.orchestrator.weight_relay import WeightRelay
@@ -27,12 +30,41 @@ WATCH_EVERY_S = 1.0  # supervision alone: requests to a server that falls notice
 ABSENCE = ("unreachable: ", "answered 503")
 
 
-def build_engines(config: ClientConfig) -> list[PrimeEngine]:
-    """The control side of every server of the client."""
+def build_engines(config: ClientConfig, *, broadcast: bool = False) -> list[PrimeEngine]:
+    """The control side of every server of the client; to `broadcast`, servers receive weights from the trainer."""
     headers = dict(config.headers)
     if key := os.environ.get(config.api_key_var):
         headers.setdefault("authorization", f"Bearer {key}")
-    return [PrimeEngine(url, headers=headers) for url in config.base_url]
+    if not broadcast:
+        return [PrimeEngine(url, headers=headers) for url in config.base_url]
+    number = len(config.base_url)
+    return [
+        BroadcastEngine(url, headers=headers, server_rank=rank, num_servers=number)
+        for rank, url in enumerate(config.base_url)
+    ]
+
+
+@dataclass(frozen=True)
+class BroadcastEngine(PrimeEngine):
+    """A server that receives announced versions from the trainer, and reads the files of others."""
+
+    server_rank: int = field(default=0, kw_only=True)
+    num_servers: int = field(default=1, kw_only=True)
+
+    async def load_version(self, path: Path) -> dict[str, Any]:
+        """The answer of the server to a version; where the trainer has gone, to a directory of it if there is one."""
+        broadcast = read_broadcast(path)
+        rank = {"server_rank": self.server_rank, "num_inference_server": self.num_servers}
+        try:
+            address = {name: getattr(broadcast, name) for name in ("type", "host", "port", "timeout")}
+            await self.load("/init_broadcaster", {**address, **rank})
+            return await self.load("/update_weights", {"weight_dir": None, "step": parse_step(path.name)})
+        except EngineError as error:
+            kept = path.parent.with_name("weights") / path.name
+            if "answered 503" not in error.message or not is_complete(kept):
+                raise
+            logger.warning(f"{self}: {error.message}; reading {kept} instead")
+            return await super().load_version(kept)
 
 
 class Attendance:
@@ -116,10 +148,11 @@ async def prepare_engines(
     clients: Sequence[InferenceClient],
     engines: Sequence[PrimeEngine],
     version: int,
-    name: str = "weights",
+    name: str | None = None,
     attendance: Attendance | None = None,
 ) -> None:
-    """Wait until the servers are ready, or as many as needed, and bring these to `version` of `name`."""
+    """Wait until the servers are ready, or as many as needed, and bring these to `version` of `name`
+    (unset: the trainer's versions)."""
     attendance = attendance or Attendance(len(engines))
     states: dict[int, Health] = {}
 
@@ -158,7 +191,7 @@ async def _at_once(work: Callable[[int], Awaitable[None]], numbers: Iterable[int
 
 
 async def bring_to(
-    config: OrchestratorConfig, engine: PrimeEngine, state: Health, version: int, name: str = "weights"
+    config: OrchestratorConfig, engine: PrimeEngine, state: Health, version: int, name: str | None = None
 ) -> None:
     """Let a server load `version` unless it holds it, or is of a kind that tells none."""
     if state.version is None or (state.version == version and not state.awaits_weights):
@@ -184,7 +217,7 @@ class EngineKeeper:
         clients: Sequence[InferenceClient],
         engines: Sequence[PrimeEngine],
         relay: WeightRelay,
-        name: str = "weights",
+        name: str | None = None,
         attendance: Attendance | None = None,
     ) -> None:
         self.config, self.clients, self.engines, self.relay = config, clients, engines, relay
@@ -275,9 +308,9 @@ class EngineKeeper:
             raise TimeoutError(f"{self.engines[i]} has not answered for {limit:g} s ({problem}): see its log")
 
 
-async def _load_resumed(config: OrchestratorConfig, engine: PrimeEngine, version: int, name: str) -> None:
+async def _load_resumed(config: OrchestratorConfig, engine: PrimeEngine, version: int, name: str | None) -> None:
     """Load the version that a resumed trainer publishes once more: it may replace the directory as we look."""
-    root = config.output_dir / name
+    root = config.versions_dir if name is None else config.output_dir / name
     path = step_path(root, version)
     for tries_left in (2, 1, 0):
         await wait_for(

@@ -24,6 +24,7 @@ from prime_rl.orchestrator.teacher import Teacher, build_teacher
 from prime_rl.orchestrator.waiting import LagMeter, Reminder
 from prime_rl.orchestrator.weight_relay import WeightRelay
 from prime_rl.transport.batches import BatchSender
+from prime_rl.transport.broadcast import BROADCASTS_DIR, acknowledge
 from prime_rl.transport.weights import AVERAGE_DIR
 from prime_rl.transport.wires import build_sender
 from prime_rl.utils.client import build_clients
@@ -31,6 +32,7 @@ from prime_rl.utils.hang import Wait, explain_on_signal
 from prime_rl.utils.monitor import Monitor, build_monitor
 from rollouts.training.environments import Environment
 from rollouts.training.rollout_gen.async_rollout_manager import AsyncRolloutManager
+from rollouts.training.steps import step_path
 from rollouts.training.types import Sample
 from rollouts.training.weight_sync import InferenceEngine, PrimeEngine, WeightSyncError
 
@@ -146,7 +148,7 @@ def assemble(
     parts = Orchestrator(config, buffer, generator, rollouts, sender, checkpoints, evaluations, monitor)
     parts.teacher = teacher
     parts._relay = WeightRelay(
-        out / "weights",
+        config.versions_dir,
         engines,
         version=version,
         on_live=parts.go_live,
@@ -156,6 +158,7 @@ def assemble(
         before_load=rollouts.wait_settled if config.strict_async_level else None,
         canary_interval=config.canary_interval,
         attendance=attendance,
+        other_dir=out / (BROADCASTS_DIR if config.weight_broadcast.type == "filesystem" else "weights"),
     )
     buffer.version = version
     if state is not None:
@@ -188,7 +191,8 @@ async def build_orchestrator(
     """All parts against real servers and files: servers ready, state resumed, everything running."""
     out = Path(config.output_dir)
     async with AsyncExitStack() as stack:
-        clients, engines = build_clients(config.client, seq_len=config.seq_len), build_engines(config.client)
+        clients = build_clients(config.client, seq_len=config.seq_len)
+        engines = build_engines(config.client, broadcast=config.weight_broadcast.type != "filesystem")
         for client in clients:
             stack.push_async_callback(client.close)
         teacher = build_teacher(config)
@@ -205,6 +209,7 @@ async def build_orchestrator(
             explain_on_signal("orchestrator", out, lambda: describe_wait(parts))
         attendance = parts.generator.attendance
         await prepare_engines(config, clients, engines, parts.relay.version, attendance=attendance)
+        acknowledge(step_path(config.versions_dir, parts.relay.version))
         if teacher is not None:
             await teacher.wait_ready(config.inference_timeout)
         parts.keeper = EngineKeeper(config, clients, engines, parts.relay, attendance=attendance)

@@ -14,6 +14,7 @@ from loguru import logger
 
 from prime_rl.orchestrator.canary import CanaryCheck
 from prime_rl.orchestrator.engines import Attendance, ServerLeft
+from prime_rl.transport.broadcast import acknowledge
 from prime_rl.transport.watch import wait_for
 from rollouts.training.steps import complete_steps, is_complete, step_path
 from rollouts.training.weight_sync import InferenceEngine, WeightSyncError, sync_weights_to_engines
@@ -48,8 +49,11 @@ class WeightRelay:
         before_load: Callable[[], Awaitable[None]] | None = None,
         canary_interval: int | None = None,
         attendance: Attendance | None = None,
+        other_dir: Path | None = None,
     ) -> None:
         self.weights_dir = Path(weights_dir)
+        self.other_dir = other_dir
+        """Where a trainer would publish that hands weights over in the other way, by files or over process groups."""
         self.engines = engines
         self.version = version
         self.unread = False
@@ -69,6 +73,7 @@ class WeightRelay:
         """Set by whoever watches the engines: whether those that failed were away and are back."""
         self._num_sent = version
         self._start = version
+        self._began = time.time()
         self._waiting_since: float | None = None
         self._changed = anyio.Event()
 
@@ -107,6 +112,7 @@ class WeightRelay:
                     raise
                 return
             self.version, self.update_s = step, time.time() - start
+        acknowledge(path)
         self._waiting_since = time.monotonic() if self._num_sent > step else None
         self._log_timeline("update_weights", start, time.time(), step)
         if not self.unread and self._is_unread(step):
@@ -200,11 +206,22 @@ class WeightRelay:
         if self._waiting_since is None or self.unread:
             return
         waited = time.monotonic() - self._waiting_since
+        self._check_way()
         wanted = f"version {self.version + 1} in {self.weights_dir}"
         if waited > self._timeout_s:
             raise TimeoutError(f"waited {waited:.0f} s for {wanted}: the trainer is not running or stuck")
         if waited >= REMIND_S:
             logger.warning(f"waiting for the trainer since {waited:.0f} s: {wanted}")
+
+    def _check_way(self) -> None:
+        """`ValueError` when the version that is due has been published in the other way."""
+        if self.other_dir is None or not is_complete(found := step_path(self.other_dir, self.version + 1)):
+            return
+        if found.stat().st_mtime > self._began - 1:  # else of an earlier run; file systems count time more coarsely
+            raise ValueError(
+                f"the trainer published version {self.version + 1} in {self.other_dir}, this orchestrator looks in "
+                f"{self.weights_dir}: give trainer, orchestrator and inference the same weight_broadcast.type"
+            )
 
     def _wake(self) -> None:
         self._changed.set()

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from prime_rl.deployment.config import Deployment, LocalDeployment
-from prime_rl.utils.config import DebugModelConfig, LogConfig, TrackersConfig, TransportConfig
+from prime_rl.utils.config import DebugModelConfig, LogConfig, SendingConfig, TrackersConfig, TransportConfig
 from prime_rl.utils.pydantic_config import BaseConfig
 from rollouts.training.objectives import PRESETS
 
@@ -677,6 +677,7 @@ class TrainConfig(TrainerConfig):
     loss: LossConfig = LossConfig()
     data: DataConfig = DataConfig()
     transport: TransportConfig = TransportConfig()
+    weight_broadcast: SendingConfig = SendingConfig()
 
     max_async_level: int = Field(default=2, ge=0)
     """How many versions behind the policy that generates may be; decides which published weights are kept."""

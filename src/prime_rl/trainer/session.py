@@ -10,10 +10,12 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from loguru import logger
+from torch import Tensor
 
 from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.ckpt import (
@@ -36,7 +38,9 @@ from prime_rl.trainer.parallel_dims import leave_ranks
 from prime_rl.trainer.perf import PerfCounter, Stopwatch
 from prime_rl.trainer.profiling import record_profile
 from prime_rl.transport import weights
+from prime_rl.transport.broadcast import BROADCASTS_DIR, Broadcaster, announce, is_taken
 from prime_rl.transport.canary import Canary
+from prime_rl.transport.watch import wait_for_blocking
 from prime_rl.utils.hang import Wait, explain_on_signal
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.monitor import Monitor, build_monitor
@@ -50,6 +54,7 @@ from rollouts.training.steps import complete_steps, remove_unfinished, step_path
 from rollouts.training.types import Sample
 
 WAITING = "wait_for_batch"
+REMIND_S = 30.0
 SKIPS = ("optimizer", "scheduler", "dataloader", "progress")
 
 
@@ -65,6 +70,10 @@ class Session:
     progress: dict[str, Any]
     tokenizer_dir: Path | None = None
     chat_template: str | None = None
+    broadcaster: Broadcaster | None = None
+    """Sends versions to the engines, from the first rank; None: they read files."""
+    farewell_s: float = 0.0
+    """How long to stay at the end until the engines have received the last one."""
     watch: Stopwatch = field(init=False)
     step: int = field(init=False)
 
@@ -117,15 +126,33 @@ class Session:
         """Where versions of the moving average are published."""
         return self.config.output_dir / weights.AVERAGE_DIR
 
-    def publish_weights(self, step: int) -> None:
-        """Publish the model as `weights/step_N`, before it its average, if there is one; all ranks must call."""
+    @property
+    def broadcasts_dir(self) -> Path:
+        """Where versions are announced that engines receive from this process."""
+        return self.config.output_dir / BROADCASTS_DIR
+
+    def publish_weights(self, step: int, *, keep: bool = True) -> None:
+        """Publish the model as `weights/step_N`, before it its average, if there is one; all ranks must call.
+
+        With a broadcaster the version is offered and announced, and files are written only of those to `keep`.
+        """
         if self.backend.average is not None:
             with self.backend.average.in_place():
-                self._publish(self.average_dir, step, None)
-        self._publish(self.weights_dir, step, self.backend.compute_canary(step))
+                self._publish(self.average_dir, step, None, self.backend.publishable())
+        canary, tensors = self.backend.compute_canary(step), self.backend.publishable()
+        if self.broadcaster is not None:
+            self.ranks.run_first(partial(self._offer, self.broadcaster, step, canary, tensors))
+        if self.broadcaster is None or keep:
+            self._publish(self.weights_dir, step, canary, tensors)
 
-    def _publish(self, root: Path, step: int, canary: Canary | None) -> None:
-        tensors = self.backend.publishable()
+    def _offer(self, broadcaster: Broadcaster, step: int, canary: Canary, tensors: dict[str, Tensor]) -> None:
+        root = self.broadcasts_dir
+        taken = [found for found in complete_steps(root) if is_taken(step_path(root, found))]
+        broadcaster.forget_before(max(taken, default=0))  # nobody goes back
+        manifest = broadcaster.offer(step, tensors, self.backend.adapter_config)
+        announce(root, manifest, broadcaster.address, canary)
+
+    def _publish(self, root: Path, step: int, canary: Canary | None, tensors: dict[str, Tensor]) -> None:
         self.ranks.run_first(
             lambda: weights.publish_weights(
                 root,
@@ -148,6 +175,11 @@ class Session:
         and again, moves them to `attempts/N/weights`.
         """
         root = self.weights_dir
+        if steps := complete_steps(self.broadcasts_dir):
+            raise ValueError(
+                f"{self.broadcasts_dir} holds versions of another run (up to step_{steps[-1]}): choose another "
+                "--output-dir, continue with --ckpt.resume-step -1, or remove it"
+            )
         found = complete_steps(root)
         if found and (not trying_out or self.backend.model_dir.is_relative_to(root.resolve())):
             raise ValueError(
@@ -218,10 +250,25 @@ class Session:
         """Deliver what is pending and take leave of the other ranks; returns the exit code."""
         self.monitor.finish()
         leave_ranks()
+        if self.broadcaster is not None and self.ranks.rank == 0:
+            self._see_off(self.broadcaster)
         logger.success(f"Finished after step {self.backend.stepper.num_steps}, weights in {self.weights_dir}")
         if self.ranks.rank == 0 and TOKEN_VARIABLE not in os.environ:  # a launcher has a summary of its own
             sys.stdout.write(self._summary())
         return 0
+
+    def _see_off(self, broadcaster: Broadcaster) -> None:
+        """Stay until every engine holds the last version: nobody else has it."""
+        last = step_path(self.broadcasts_dir, self.backend.stepper.num_steps)
+        waited = 0.0
+        while last.exists() and not is_taken(last) and waited < self.farewell_s:
+            try:
+                what = f"the engines to take {last.name}"
+                wait_for_blocking(lambda: is_taken(last) or None, last.parent, timeout_s=REMIND_S, what=what)
+            except TimeoutError as error:
+                waited += REMIND_S
+                logger.info(f"Staying: {error}")
+        broadcaster.close()
 
     def _summary(self) -> str:
         """Where everything lies, and what to do next."""
@@ -279,6 +326,7 @@ def build_session(
     progress, first_step = resume(config, backend, ckpt_parts)
     if rank == 0:
         remove_unfinished(config.output_dir / "weights")
+        remove_unfinished(config.output_dir / BROADCASTS_DIR)
     monitor = Monitor(config.output_dir, process, silent=True)
     if rank == 0:
         monitor = build_monitor(config.output_dir, process, config)

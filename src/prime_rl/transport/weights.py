@@ -110,7 +110,7 @@ def publish_weights(
             (directory / TEMPLATE_FILE).write_text(chat_template, encoding="utf-8")
         if canary is not None:
             write_canary(directory, canary)
-        _write_manifest(directory, step, held)
+        write_manifest(directory, build_manifest(step, held))
 
     return publish_step(Path(root), step, write)
 
@@ -124,8 +124,13 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(dict(value), indent=2) + "\n", encoding="utf-8")
 
 
-def _write_manifest(directory: Path, step: int, held: Mapping[str, Tensor]) -> None:
-    manifest = Manifest(SCHEMA, step, describe_tensors(held))
+def build_manifest(step: int, tensors: Mapping[str, Tensor]) -> Manifest:
+    """What version `step` is, tensor by tensor."""
+    return Manifest(SCHEMA, step, describe_tensors(tensors))
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write it into a directory that is being published."""
     (directory / MANIFEST_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
 
 

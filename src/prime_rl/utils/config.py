@@ -146,6 +146,27 @@ class TransportConfig(BaseConfig):
     """zmq: port of the orchestrator."""
 
 
+class WeightBroadcastConfig(BaseConfig):
+    """How weights get from the trainer to the inference servers; all three must say the same."""
+
+    type: Literal["filesystem", "gloo", "nccl"] = "filesystem"
+    """filesystem: servers read output_dir; gloo, nccl: they receive weights from the trainer over a process group,
+    gloo on any machine, nccl between GPUs."""
+
+
+class SendingConfig(WeightBroadcastConfig):
+    """The same, and where the trainer is found."""
+
+    host: str = "localhost"
+    """gloo, nccl: address of the trainer's machine as the servers reach it."""
+
+    port: int = Field(default=0, ge=0, le=65535)
+    """gloo, nccl: port of the trainer; 0: any that is free, the servers are told."""
+
+    timeout: float = Field(default=60, gt=0)
+    """gloo, nccl: seconds that a transfer may stand still before it is given up."""
+
+
 class EnvConfig(BaseConfig):
     """One environment, and the processes that run it."""
 

@@ -24,7 +24,7 @@ from prime_rl.utils.process import Child, tail
 HANG_DIR = "hang"
 NUM_MESSAGES = 20
 ANSWER_S = 3.0
-MOVING = ("metrics.jsonl", "samples.jsonl", "weights", "rollouts", "checkpoints")
+MOVING = ("metrics.jsonl", "samples.jsonl", "weights", "broadcasts", "rollouts", "checkpoints")
 """What changes below output_dir while a run gets on: a file that grows, a directory that something appears in."""
 
 

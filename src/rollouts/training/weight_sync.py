@@ -110,9 +110,13 @@ class PrimeEngine(HttpServer):
     async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
         """Load a `step_N` directory. Success means: the server answers version N and holds the published tensors."""
         path = Path(checkpoint_path).resolve()
-        answer = await self.load("/update_weights", {"weight_dir": str(path)})
+        answer = await self.load_version(path)
         problem = _wrong_version(path, answer) or await anyio.to_thread.run_sync(_wrong_tensor, path, answer)
         return {**answer, "success": problem is None, "message": problem or "loaded"}
+
+    async def load_version(self, path: Path) -> dict[str, Any]:
+        """The answer of a server that was told to load a directory. Raises `EngineError`."""
+        return await self.load("/update_weights", {"weight_dir": str(path)})
 
     async def score_prompt(self, token_ids: list[int]) -> list[float]:
         """Log-prob of every token but the first behind those before it. Raises `EngineError`."""

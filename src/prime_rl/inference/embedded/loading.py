@@ -15,6 +15,7 @@ from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.text import Decode
 from prime_rl.trainer.models.causal_lm import tensor_names
 from prime_rl.trainer.models.registry import load_decoder, load_hf_config, read_tensors
+from prime_rl.transport.broadcast import Broadcast, Received, receive_weights
 from prime_rl.transport.weights import MANIFEST_FILE, read_manifest, verify_tensors
 from rollouts.training.steps import is_complete, parse_step
 
@@ -54,6 +55,10 @@ class WeightReader:
         if step is None:
             raise ValueError(f"{directory} has no version: name it step_N or give it a {MANIFEST_FILE}")
         return tensors, step
+
+    def receive_step(self, broadcast: Broadcast, step: int) -> Received:
+        """A version as the trainer sends it, checked against its manifest."""
+        return receive_weights(broadcast, step, self.config.name, _find_device(self.config.model.device))
 
 
 def build_engine(config: InferenceConfig, model_dir: Path, decode: Decode) -> EmbeddedEngine:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import shutil
+import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -12,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import torch
 from loguru import logger
+from safetensors.torch import save_file
 from starlette.requests import Request
 from starlette.responses import Response
 
+from prime_rl.inference.broadcasting import NO_TRAINER, init_broadcast, parse_version
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.engine import resolve_allowed
 from prime_rl.inference.messages import MessageParser
@@ -23,7 +28,8 @@ from prime_rl.inference.requests import ApiError, Json, parse_body
 from prime_rl.inference.routes import RETRY_AFTER_S, Access, BodyLimit, answer, check_access, check_weights, refuse
 from prime_rl.inference.vllm.engine import CONFIG_VARIABLE, MODEL_DIR_VARIABLE
 from prime_rl.inference.vllm.translate import chat_from_completion, completion_from_chat
-from prime_rl.transport.weights import MANIFEST_FILE, check_directory
+from prime_rl.transport.broadcast import Broadcast, BroadcastFailed, receive_weights
+from prime_rl.transport.weights import MANIFEST_FILE, WEIGHTS_FILE, check_directory
 from prime_rl.utils.monitor import Monitor, build_monitor
 from rollouts.training.steps import is_complete, parse_step
 
@@ -47,6 +53,8 @@ class PrimeRoutes:
         self._limited = BodyLimit(self._serve, round(self.config.server.max_request_mb * 2**20))
         self._told_repair = False
         self._held = self.model_dir
+        self.broadcast: Broadcast | None = None
+        self._received: tempfile.TemporaryDirectory[str] | None = None
         self._key = os.environ.get(self.config.server.api_key_var or "", "") or None
         self._parser = MessageParser(self.config.model.tool_call_parser)
         self._updating = asyncio.Lock()
@@ -136,6 +144,34 @@ class PrimeRoutes:
             reply = Response(bytes(body), start.get("status", 500), media_type=kind or None)
         await reply(scope, receive, send)
 
+    async def load_broadcast(self, client: Any, step: int) -> Json:
+        """Receive a version from the trainer into a directory of our own, and load that: vLLM's loader reads files."""
+        if self.broadcast is None:
+            raise ApiError(NO_TRAINER, 409, "weight_dir")
+        try:
+            directory, digests = await asyncio.to_thread(self._receive, self.broadcast, step)
+        except (ValueError, OSError) as error:
+            logger.warning(f"weights not loaded, version {self.version} stays in service: {error}")
+            raise ApiError(str(error), 503 if isinstance(error, BroadcastFailed) else 400, "weight_dir") from error
+        try:
+            return await self.load(client, directory, step, digests)
+        finally:  # what is in service stays, to go back to
+            for old in filter(lambda path: path != self._held, directory.parent.iterdir()):
+                shutil.rmtree(old)
+
+    def _receive(self, broadcast: Broadcast, step: int) -> tuple[Path, dict[str, str]]:
+        received = receive_weights(broadcast, step, self.config.name, torch.device("cpu"))
+        if received.adapter_config is not None:
+            raise ValueError(
+                "the trainer sends an adapter, which this server cannot take for its policy: set "
+                'trainer.model.lora.merge = true, or backend = "embedded"'
+            )
+        if self._received is None:
+            self._received = tempfile.TemporaryDirectory(prefix="received-", dir=self.config.output_dir)
+        directory = Path(tempfile.mkdtemp(prefix=f"step_{step}-", dir=self._received.name))
+        save_file(received.tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+        return directory, {name: entry.digest for name, entry in received.manifest.tensors.items()}
+
     async def load(self, client: Any, directory: Path, version: int, digests: dict[str, str] | None) -> Json:
         """Freeze, load, compare, forget all cached keys, go on: running requests are computed anew."""
         async with self._updating:
@@ -222,8 +258,11 @@ class PrimeRoutes:
 
 
 async def update_weights(routes: PrimeRoutes, request: Request, client: Any) -> Response:
-    """POST /update_weights {"weight_dir"}"""
-    directory = _allowed(routes, parse_body(await request.body()), "weight_dir")
+    """POST /update_weights {"weight_dir"}, or {"weight_dir": null, "step"} from the trainer of /init_broadcaster"""
+    body = parse_body(await request.body())
+    if "weight_dir" in body and body["weight_dir"] is None:
+        return answer(await routes.load_broadcast(client, parse_version(body)))
+    directory = _allowed(routes, body, "weight_dir")
     try:
         version, digests = await asyncio.to_thread(_check_step, directory)
     except (ValueError, OSError) as error:
@@ -318,8 +357,9 @@ async def _use_loras(request: Request, verb: str, **fields: Any) -> Response:
 
 
 async def init_broadcaster(routes: PrimeRoutes, request: Request, client: Any) -> Response:
-    """POST /init_broadcaster: refused."""
-    raise ApiError("this server takes weights from directories, not over a process group: use /update_weights", 501)
+    """POST /init_broadcaster {"host", "port"}: where /update_weights receives weights from, once that has answered."""
+    routes.broadcast = await init_broadcast(request, routes.config.weight_broadcast.type)
+    return answer({"status": "ok"})
 
 
 def _allowed(routes: PrimeRoutes, body: Json, key: str) -> Path:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from prime_rl.trainer.session import Session
 
 CKPT_PARTS = ("trainer", "orchestrator")
+MAX_FAREWELL_S = 3600.0
 
 
 def train(config: TrainConfig) -> int:
@@ -41,6 +42,7 @@ def train(config: TrainConfig) -> int:
     batches = build_batches(config, vocab_size)
     loss = build_loss(config.loss, config.model.seq_len)
     schedule = LossSchedule(loss, config.loss, session.progress.get("teacher_distance", 0.0))
+    open_broadcaster(session, config)
     claim_weights(session, config)
     sentinels = StepSentinels(config.max_async_level, adapter=config.model.lora is not None)
 
@@ -64,14 +66,28 @@ def train(config: TrainConfig) -> int:
     return session.close()
 
 
+def open_broadcaster(session: Session, config: TrainConfig) -> None:
+    """Let engines receive versions from this process, where the configuration says so."""
+    from prime_rl.transport.broadcast import Broadcaster
+
+    wire = config.weight_broadcast
+    if wire.type == "filesystem":
+        return
+    device = session.backend.placement.device
+    max_held = config.max_async_level + 2  # as many as there are files otherwise
+    session.broadcaster = Broadcaster(wire.type, wire.host, wire.port, wire.timeout, device, max_held=max_held)
+    session.farewell_s = 0 if config.data.fake else MAX_FAREWELL_S
+    session.ranks.run_first(session.broadcaster.open)
+
+
 def publish_version(session: Session, config: TrainConfig, step: int) -> None:
     """Publish `weights/step_N` and drop versions that no engine can need any more."""
     from prime_rl.transport.weights import prune_weights
 
-    session.publish_weights(step)
     interval = config.ckpt.interval if config.ckpt else None
     level = config.max_async_level
-    for root in (session.weights_dir, session.average_dir):
+    session.publish_weights(step, keep=step == config.max_steps or (interval is not None and step % interval == 0))
+    for root in (session.weights_dir, session.broadcasts_dir, session.average_dir):
         session.ranks.run_first(partial(prune_weights, root, step, level, interval, config.max_steps))
 
 
@@ -87,6 +103,7 @@ def claim_weights(session: Session, config: TrainConfig) -> None:
     if config.ckpt is not None and config.ckpt.resume_step is not None:
         session.ranks.run_first(lambda: prune_steps(root, lambda found: found <= step))
         session.ranks.run_first(lambda: prune_steps(session.average_dir, lambda found: found <= step))
+        session.ranks.run_first(lambda: prune_steps(session.broadcasts_dir, lambda found: False))  # nobody offers them
         if step:
             publish_version(session, config, step)
     else:

@@ -1,0 +1,60 @@
+"""A whole run whose two servers receive weights over process groups, beside the same run over files.
+
+pytest -m slow tests/integration/test_broadcast_runs.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from road import ROOT, Runner, digests, metric_rows, runner, until
+
+from prime_rl.utils.process import find_free_port, is_healthy
+from rollouts.training.steps import complete_steps, step_path
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+LETTERS = ROOT / "tests" / "integration" / "letters.toml"
+MODEL = ["--model.name", "tiny-qwen3", "--model.debug.random-init", "true", "--model.max-model-len", "64"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Runner]:
+    with runner(tmp_path / "said") as found:
+        yield found
+
+
+def rl(run: Runner, out: Path, kind: str) -> None:
+    """A run on two servers that were started before, each with a directory of its own."""
+    ports = [find_free_port() for _ in range(2)]
+    for i, port in enumerate(ports):
+        see = ["--weight-dirs", json.dumps([str(out)])] if kind == "filesystem" else []
+        own = ["--output-dir", out.with_name(f"{out.name}-server-{i}"), "--weight-broadcast.type", kind]
+        server = run.start("inference", *MODEL, *own, *see, "--server.port", port, "--name", f"server_{i}")
+        until(lambda port=port: is_healthy(None, port), "the server", server)  # type: ignore[misc]
+    urls = json.dumps([f"http://127.0.0.1:{port}/v1" for port in ports])
+    run.run_well(
+        *("rl", "@", LETTERS, "--output-dir", out, "--no-inference", "--orchestrator.client.base-url", urls),
+        *("--weight-broadcast.type", kind, "--orchestrator.canary-interval", 1),
+    )
+
+
+def test_both_ways_give_the_same_rewards_and_weights(run: Runner, tmp_path: Path) -> None:
+    for kind in ("filesystem", "gloo"):
+        rl(run, tmp_path / kind, kind)
+    files, groups = tmp_path / "filesystem", tmp_path / "gloo"
+    assert complete_steps(groups / "weights") == [2, 4] and complete_steps(groups / "broadcasts")[-1] == 4
+    for step in complete_steps(files / "weights"):
+        assert digests(step_path(files / "weights", step)) == digests(step_path(groups / "broadcasts", step))
+    found = {}
+    for out in (files, groups):
+        rewards = [row["reward/mean"] for row in metric_rows(out, "orchestrator", "reward/mean")]
+        mismatch = [row["mismatch_kl/mean"] for row in metric_rows(out, "trainer", "mismatch_kl/mean")]
+        assert len(rewards) == 4 and max(mismatch) == 0
+        found[out.name] = rewards
+    assert found["filesystem"] == found["gloo"]
+    for i in range(2):
+        log = (tmp_path / f"gloo-server-{i}" / "logs" / f"server_{i}.log").read_text()
+        assert all(f"version {step} in service" in log for step in (1, 2, 3, 4))
