@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 
-from starlette.requests import Request
-
-from prime_rl.inference.requests import ApiError, Json, parse_body
+from prime_rl.inference.requests import ApiError, Json
 from prime_rl.transport.broadcast import SCHEMA, Broadcast, BroadcastFailed, check_broadcast
 
 NO_TRAINER = "no trainer to receive weights from: POST /init_broadcaster first"
@@ -49,9 +47,9 @@ def parse_broadcast(body: Json, own_type: str) -> Broadcast:
     return Broadcast(SCHEMA, "nccl" if own_type == "nccl" else "gloo", host, port, float(timeout))
 
 
-async def init_broadcast(request: Request, own_type: str) -> Broadcast:
+async def init_broadcast(body: Json, own_type: str) -> Broadcast:
     """The trainer that a request for /init_broadcaster names, once it has answered; `ApiError` otherwise."""
-    broadcast = parse_broadcast(parse_body(await request.body()), own_type)
+    broadcast = parse_broadcast(body, own_type)
     try:
         await asyncio.to_thread(check_broadcast, broadcast)
     except BroadcastFailed as error:

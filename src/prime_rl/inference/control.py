@@ -57,7 +57,7 @@ async def unload_lora_adapter(service: Service, request: Request) -> Response:
 
 async def init_broadcaster(service: Service, request: Request) -> Response:
     """POST /init_broadcaster {"host", "port"}: where /update_weights receives weights from, once that has answered."""
-    service.broadcast = await init_broadcast(request, service.config.weight_broadcast.type)
+    service.broadcast = await init_broadcast(parse_body(await request.body()), service.config.weight_broadcast.type)
     return answer({"status": "ok"})
 
 

@@ -358,7 +358,7 @@ async def _use_loras(request: Request, verb: str, **fields: Any) -> Response:
 
 async def init_broadcaster(routes: PrimeRoutes, request: Request, client: Any) -> Response:
     """POST /init_broadcaster {"host", "port"}: where /update_weights receives weights from, once that has answered."""
-    routes.broadcast = await init_broadcast(request, routes.config.weight_broadcast.type)
+    routes.broadcast = await init_broadcast(parse_body(await request.body()), routes.config.weight_broadcast.type)
     return answer({"status": "ok"})
 
 
