@@ -58,3 +58,21 @@ def test_both_ways_give_the_same_rewards_and_weights(run: Runner, tmp_path: Path
     for i in range(2):
         log = (tmp_path / f"gloo-server-{i}" / "logs" / f"server_{i}.log").read_text()
         assert all(f"version {step} in service" in log for step in (1, 2, 3, 4))
+
+
+def test_a_resumed_run_and_one_of_two_ranks(run: Runner, tmp_path: Path) -> None:
+    """Whoever goes on begins with the trainer's version of the checkpoint, over a new connection to a new server."""
+
+    def start(name: str, *more: object) -> Path:
+        own = ("--output-dir", tmp_path / name, "--inference.server.port", find_free_port())
+        run.run_well("rl", "@", LETTERS, *own, *more)
+        return tmp_path / name
+
+    gloo = ("--weight-broadcast.type", "gloo")
+    whole = start("whole")
+    start("parts", *gloo, "--max-steps", 2)
+    parts = start("parts", *gloo, "--resume")
+    assert digests(step_path(whole / "weights", 4)) == digests(step_path(parts / "weights", 4))
+    ranks = start("ranks", *gloo, "--trainer.parallel.dp", 2)
+    assert complete_steps(ranks / "weights") == [2, 4] and complete_steps(ranks / "broadcasts")[-1] == 4
+    assert max(row["mismatch_kl/mean"] for row in metric_rows(ranks, "trainer", "mismatch_kl/mean")) == 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -22,6 +23,8 @@ import pytest
 from tests.integration import hosts, slurm_cluster
 from tests.integration.road import PYTHON_PATH, ROOT
 
+from prime_rl.utils.process import find_free_port
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 LETTERS = ROOT / "tests" / "integration" / "letters.toml"
 NODES = ["--deployment.num-train-nodes", "2", "--deployment.num-infer-nodes", "1", "--deployment.gpus-per-node", "0"]
@@ -29,9 +32,12 @@ NODES += ["--trainer.parallel.dp", "2"]
 ON_BRIDGE = ["--deployment.env", json.dumps({"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": hosts.INTERFACE})]
 
 
-def submit(out: Path, kind: str, *argv: str, env: dict[str, str], timeout_s: float = 600) -> str:
-    """Hand a run in; returns what `rl` says."""
-    command = [sys.executable, "-m", "prime_rl.rl", "@", str(LETTERS), "--output-dir", str(out), *argv]
+def submit(
+    out: Path, kind: str, *argv: str, env: dict[str, str], module: str = "prime_rl.rl", timeout_s: float = 600
+) -> str:
+    """Hand a run in; returns what `rl` or `sft` says."""
+    config = LETTERS if module == "prime_rl.rl" else ROOT / "configs" / "debug" / "sft" / "train.toml"
+    command = [sys.executable, "-m", module, "@", str(config), "--output-dir", str(out), *argv]
     done = subprocess.run([*command, "--deployment.type", kind], env=env, capture_output=True, text=True,
                           timeout=timeout_s)  # fmt: skip
     assert done.returncode == 0, done.stderr + done.stdout + show_logs(out)
@@ -63,12 +69,12 @@ def wait_until(ready: Callable[[], bool], what: str, timeout_s: float = 600) -> 
         time.sleep(0.5)
 
 
-@pytest.mark.skipif(bool(slurm_cluster.why_not() or hosts.why_not()), reason="Slurm, or root for hosts, is missing")
-def test_slurm_runs_the_batch_script_over_three_machines(tmp_path: Path) -> None:
+def run_slurm_job(tmp_path: Path, num_hosts: int, *argv: str, module: str = "prime_rl.rl") -> Path:
+    """A job on a Slurm of that many hosts, to its good end; returns the run's directory."""
     out = tmp_path / "run"
-    with hosts.open_hosts(3) as machines, slurm_cluster.open_slurm(machines, tmp_path / "slurm") as found:
+    with hosts.open_hosts(num_hosts) as machines, slurm_cluster.open_slurm(machines, tmp_path / "slurm") as found:
         env = {**variables(), "SLURM_CONF": found["SLURM_CONF"]}
-        assert "Slurm job 1" in submit(out, "slurm", *NODES, *ON_BRIDGE, env=env)
+        assert "Slurm job 1" in submit(out, "slurm", *argv, *ON_BRIDGE, env=env, module=module)
 
         def state() -> str:
             return subprocess.run(["scontrol", "show", "job", "1"], env=env, capture_output=True, text=True).stdout
@@ -76,8 +82,35 @@ def test_slurm_runs_the_batch_script_over_three_machines(tmp_path: Path) -> None
         ends = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
         wait_until(lambda: any(f"JobState={end}" in state() for end in ends), "the job")
         assert "JobState=COMPLETED" in state(), show_logs(out)
-    check_run(out)
     assert "the run is through" in (out / "logs" / "job-1.log").read_text()
+    return out
+
+
+@pytest.mark.skipif(bool(slurm_cluster.why_not() or hosts.why_not()), reason="Slurm, or root for hosts, is missing")
+def test_slurm_runs_the_batch_script_over_three_machines(tmp_path: Path) -> None:
+    check_run(run_slurm_job(tmp_path, 3, *NODES))
+
+
+@pytest.mark.skipif(bool(slurm_cluster.why_not() or hosts.why_not()), reason="Slurm, or root for hosts, is missing")
+def test_slurm_runs_sft_over_two_machines(tmp_path: Path) -> None:
+    nodes = [*NODES[:2], "--deployment.gpus-per-node", "0", "--parallel.dp", "2"]
+    out = run_slurm_job(tmp_path, 2, *nodes, module="prime_rl.trainer.sft.train")
+    assert (out / "weights" / "step_5" / "STABLE").is_file(), show_logs(out)
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss/mean" in row] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.skipif(bool(slurm_cluster.why_not() or hosts.why_not()), reason="Slurm, or root for hosts, is missing")
+def test_slurm_gives_a_teacher_machines_of_its_own(tmp_path: Path) -> None:
+    """Trainer, student's server and teacher's server on a host each; weights over process groups."""
+    nodes = ["--deployment.num-train-nodes", "1", *NODES[2:6], "--deployment.num-teacher-nodes", "1"]
+    teacher = ["--orchestrator.teacher-model.context", "Hint: use early letters. ", "--weight-broadcast.type", "gloo"]
+    out = run_slurm_job(tmp_path, 3, *nodes, *teacher)
+    check_run(out)
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    distances = [row["teacher_kl/mean"] for row in rows if "teacher_kl/mean" in row]
+    assert len(distances) == 4 and all(distance != 0 for distance in distances)
+    assert (out / "logs" / "teacher_inference_0-0.log").is_file() and (out / "broadcasts").is_dir()
 
 
 @pytest.mark.skipif(bool(slurm_cluster.why_not() or hosts.why_not()), reason="Slurm, or root for hosts, is missing")
@@ -104,6 +137,35 @@ def test_ray_runs_the_plan_over_three_raylets(tmp_path: Path) -> None:
     finally:
         cluster.shutdown()
     assert "the run is through" in said
+    check_run(tmp_path)
+
+
+def test_a_job_is_handed_in_to_the_head_of_a_ray_cluster(tmp_path: Path) -> None:
+    """`ray job submit` over HTTP: the driver runs on the cluster, and `rl` has ended long before the run has."""
+    ray = pytest.importorskip("ray")
+    pytest.importorskip("aiohttp_cors", reason="the head answers no jobs without ray[default]")
+    from ray.cluster_utils import Cluster
+    from ray.job_submission import JobSubmissionClient
+
+    port, cpus = find_free_port(), {"num_cpus": 2, "object_store_memory": 10**8}
+    head = {**cpus, "include_dashboard": True, "dashboard_port": port}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        for _ in range(2):
+            cluster.add_node(**cpus)
+        address = f"http://127.0.0.1:{port}"
+        said = submit(tmp_path, "ray", *NODES, *ON_BRIDGE[:1], '{"OMP_NUM_THREADS": "1"}',
+                      "--deployment.address", address, env=variables())  # fmt: skip
+        job = re.search(r"Ray job (raysubmit_\w+)", said)
+        assert job is not None, said
+        client = JobSubmissionClient(address)
+        wait_until(lambda: client.get_job_status(job[1]).is_terminal(), "the job")
+        told = client.get_job_logs(job[1])
+        assert client.get_job_status(job[1]) == "SUCCEEDED", told + show_logs(tmp_path)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+    assert "the run is through" in told
     check_run(tmp_path)
 
 

@@ -62,6 +62,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         for backend in ("embedded", "vllm"):
             port = find_free_port()
             options = (*TINY, "--backend", backend, "--output-dir", root / "out", "--server.port", port)
+            options += ("--weight-broadcast.type", "gloo")
             commands.append(found.start("inference", *options))
             clients.append(httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120, trust_env=False))
         for client, command in zip(clients, commands, strict=True):
@@ -258,6 +259,43 @@ def test_weights_are_verified_in_flight_and_refused_when_damaged(pair: Pair) -> 
     assert anyio.run(engine.score_prompt, PROMPT) == pytest.approx(scores(old, PROMPT), abs=CLOSE)
 
 
+def test_both_receive_weights_over_a_process_group(pair: Pair, tmp_path: Path) -> None:
+    import torch
+
+    from prime_rl.orchestrator.canary import CanaryCheck
+    from prime_rl.orchestrator.engines import BroadcastEngine
+    from prime_rl.trainer.backend import build_backend
+    from prime_rl.trainer.config import TrainConfig
+    from prime_rl.transport.broadcast import Broadcaster, announce
+    from rollouts.training.weight_sync import WeightSyncError, sync_weights_to_engines
+
+    model = {"name": "tiny-qwen3", "debug": {"random_init": True, "seed": 2}}
+    backend = build_backend(TrainConfig.model_validate({"model": model}))
+    trainer = Broadcaster("gloo", "localhost", 0, 30.0, torch.device("cpu"))
+    trainer.open()
+    engines = [BroadcastEngine(str(client.base_url)) for client in (pair.ours, pair.theirs)]
+
+    async def update(step: int) -> list[dict[str, Any]]:
+        manifest = trainer.offer(step, backend.publishable(), None)
+        if step == 6:
+            trainer._held[6][1][1].view(-1)[0] += 1  # changed on its way
+        path = announce(tmp_path, manifest, trainer.address, backend.compute_canary(step))
+        answers = await sync_weights_to_engines(engines, str(path))
+        await CanaryCheck(1).check(step, path, engines, answers)
+        assert all(answer["digests"].items() >= digests(path).items() for answer in answers), "every tensor"
+        return answers
+
+    assert [answer["version"] for answer in anyio.run(update, 5)] == [5, 5]
+    with pytest.raises(WeightSyncError, match=r"answered 400.*do not match.*answered 400.*do not match"):
+        anyio.run(update, 6)
+    trainer.close()
+    with pytest.raises(WeightSyncError, match=r"answered 503.*does not answer.*answered 503.*does not answer"):
+        anyio.run(sync_weights_to_engines, engines, str(step_path(tmp_path, 5)))
+    for client in (pair.ours, pair.theirs):
+        assert client.get("/health").json()["version"] == 5
+        assert client.post("/reload_weights").json()["version"] == 0
+
+
 @pytest.mark.parametrize(
     ("family", "tied", "dtype"),
     [("Qwen3", True, "bfloat16"), ("Qwen2", False, "bfloat16"), ("Llama", True, "float32")],
@@ -305,9 +343,11 @@ def test_workers_hold_every_tensor_of_fused_tied_and_narrow_models(
     assert told["report"]["repaired"] in ([], ["lm_head.weight"]) and (tied or not told["report"]["repaired"])
 
 
-def test_a_whole_run_on_vllm_by_one_line_of_config(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["filesystem", "gloo"])
+def test_a_whole_run_on_vllm_by_one_line_of_config(way: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     options = ("--output_dir", out, "--inference.server.port", find_free_port(), "--inference.backend", "vllm")
+    options += ("--weight-broadcast.type", way)
     with runner(tmp_path / "said") as found:
         command = found.start("rl", *THREE_FILES, *options)
         assert command.wait(900) == 0, f"{command.out}\n{command.err}"
