@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -31,7 +32,7 @@ from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.models.moe import Experts, compute_imbalance, counting, take_expert_load
 from prime_rl.trainer.optim import MasterWeights, build_optimizer, build_schedule
 from prime_rl.trainer.parallel_dims import Mesh, build_mesh, join_ranks
-from prime_rl.trainer.passes import Layout, count_tokens, fill_up, lay_out, read_out
+from prime_rl.trainer.passes import Layout, count_tokens, fill_up, lay_out, may_share_prefixes, read_out
 from prime_rl.trainer.pipeline_parallel import Pipeline, PipelineLM
 from prime_rl.trainer.shards import Cuts, Holders, find_holders, gather_whole
 from prime_rl.trainer.splitting import split_model
@@ -84,6 +85,10 @@ class Backend:
     pipeline: Pipeline | None = None
     average: WeightAverage | None = None
 
+    @functools.cached_property
+    def _share_prefixes(self) -> bool:
+        return may_share_prefixes(self.model, self.placement, self.mesh)
+
     @property
     def quadratic_cost(self) -> float:
         """Cost of attention for balancing, see `batching.QUADRATIC_COST`."""
@@ -91,7 +96,7 @@ class Backend:
 
     def compute_inputs(self, batch: TensorBatch) -> LossInputs:
         """Run the model over a pack, without a pipeline; streams of the tokens with loss."""
-        return self._compute(lay_out(batch, self.placement, self.mesh))
+        return self._compute(lay_out(batch, self.placement, self.mesh, share_prefixes=self._share_prefixes))
 
     def _compute(self, layout: Layout) -> LossInputs:
         pack = layout.pack
@@ -114,7 +119,8 @@ class Backend:
 
     def _lay_out(self, micro: MicroBatch, num_tokens: int = 0) -> Layout:
         batch = fill_up(micro, self.mesh, self.placement.device, num_tokens)
-        return lay_out(batch, self.placement, self.mesh, len(micro.input_ids) if micro.loss_count else 0)
+        num_real = len(micro.input_ids) if micro.loss_count else 0
+        return lay_out(batch, self.placement, self.mesh, num_real, share_prefixes=self._share_prefixes)
 
     def _run_pipeline(
         self,

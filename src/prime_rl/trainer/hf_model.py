@@ -32,6 +32,8 @@ class HFCausalLM(CausalLM):
     inner: Any
     backbone: Any
 
+    meets_in_attend = False
+
     def __init__(self, inner: Any) -> None:
         nn.Module.__init__(self)
         for name, child in inner.named_children():

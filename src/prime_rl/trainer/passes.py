@@ -14,6 +14,7 @@ from prime_rl.trainer.models.attention import PackedAttention
 from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.parallel_dims import Mesh
 from prime_rl.trainer.pipeline_parallel import Pack
+from prime_rl.trainer.prefixes import find_shared
 from prime_rl.trainer.tensor_parallel import vocab_part
 from rollouts.training.batching import MIN_TOKENS, MicroBatch, TensorBatch
 from rollouts.training.rl_losses import LossInputs, compute_head_logprobs, compute_head_table
@@ -21,11 +22,13 @@ from rollouts.training.rl_losses import LossInputs, compute_head_logprobs, compu
 
 @dataclass(frozen=True)
 class Layout:
-    """A micro-batch as tensors, and the tokens of it that this rank computes: all, or a `share`."""
+    """A micro-batch as tensors, and the tokens of it that this rank computes: all, a `share`, or those that differ,
+    with the `place` of every token among them."""
 
     batch: TensorBatch
     pack: Pack
     share: ContextShare | None = None
+    place: Int[Tensor, " tokens"] | None = None
 
 
 def fill_up(micro: MicroBatch, mesh: Mesh, device: torch.device, num_tokens: int = 0) -> TensorBatch:
@@ -33,13 +36,32 @@ def fill_up(micro: MicroBatch, mesh: Mesh, device: torch.device, num_tokens: int
     return micro.to_tensors(device, max(num_tokens, count_tokens(micro, mesh)))
 
 
-def lay_out(batch: TensorBatch, placement: Placement, mesh: Mesh, num_real: int | None = None) -> Layout:
+def may_share_prefixes(model: CausalLM, placement: Placement, mesh: Mesh) -> bool:
+    """Whether equal tokens may be computed once: not where ranks cut a pack, where experts count their tokens, for
+    FlashAttention, which takes whole sequences, or for a model whose tokens meet outside of our attention."""
+    is_whole = mesh.cp.size == mesh.tp.size == mesh.pp.size == mesh.ep.size == 1
+    return is_whole and model.meets_in_attend and placement.attn != "flash" and not model.config.num_experts
+
+
+def lay_out(
+    batch: TensorBatch,
+    placement: Placement,
+    mesh: Mesh,
+    num_real: int | None = None,
+    *,
+    share_prefixes: bool = False,
+) -> Layout:
     """Which tokens of a batch this rank computes, and how they see the others; those from `num_real` on are filling."""
     num, device = len(batch.input_ids), placement.device
     real = None if num_real in (None, num) else torch.arange(num, device=device) < (num_real or 0)
     if mesh.cp.size == 1:
-        attend = PackedAttention(batch.lengths, device, placement.attn)
-        return Layout(batch, Pack(batch.input_ids, batch.positions, attend, real))
+        shared = find_shared(batch.input_ids.tolist(), batch.lengths) if share_prefixes else None
+        attend = PackedAttention(batch.lengths, device, placement.attn, shared)
+        if shared is None:
+            return Layout(batch, Pack(batch.input_ids, batch.positions, attend, real))
+        first = shared.first.to(device)
+        pack = Pack(batch.input_ids[first], batch.positions[first], attend)
+        return Layout(batch, pack, place=shared.place.to(device))
     share = ContextShare(batch, mesh.cp, mesh.dims.cp_style)
     own = share.own
     pack = Pack(
@@ -65,6 +87,7 @@ def read_out(layout: Layout, hidden: Float[Tensor, "own hidden"], model: CausalL
     chosen = batch.loss_mask.nonzero().squeeze(1)
     student_table: Tensor | None = None
     if share is None:
+        hidden = hidden if layout.place is None else hidden[layout.place]
         logprobs, entropy = compute_head(hidden, chosen, batch.labels, batch.temperature, model, mesh)
         if batch.teacher_table is not None:
             student_table = compute_table(hidden, chosen, batch.temperature, batch.teacher_table[0], model)

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from prime_rl.trainer.prefixes import SharedPrefixes
+
 ROWS_TRIED = (4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 48, 64, 100)
 """Numbers of rows with which a product is tried, when this machine is asked how many it needs."""
 
@@ -167,10 +169,17 @@ class PackedAttention:
     """Causal attention inside each sequence of a flat pack: block-diagonal by construction.
 
     Sequences of similar length are laid out as padded rows, so no token can see another sequence whatever the kernel
-    does. In exact mode it makes no difference to a bit which sequences share a layout.
+    does. In exact mode it makes no difference to a bit which sequences share a layout. With `shared` (not for flash)
+    the tokens that come and go are the different ones.
     """
 
-    def __init__(self, lengths: list[int], device: torch.device | str = "cpu", mode: AttentionMode = "exact") -> None:
+    def __init__(
+        self,
+        lengths: list[int],
+        device: torch.device | str = "cpu",
+        mode: AttentionMode = "exact",
+        shared: SharedPrefixes | None = None,
+    ) -> None:
         if not lengths or min(lengths) < 1:
             raise ValueError(f"a pack needs sequences of at least one token, got lengths {lengths}")
         self.mode, self.lengths = mode, lengths
@@ -186,8 +195,8 @@ class PackedAttention:
             rows, valid = pad_rows([lengths[i] for i in bucket], of_bucket, padded(lengths[bucket[0]]))
             back[of_bucket] = laid_out + valid.flatten().nonzero().squeeze(1)
             laid_out += rows.numel()
-            self.rows.append(rows.to(device))
-        self.back: Int[Tensor, " tokens"] = back.to(device)
+            self.rows.append((rows if shared is None else shared.place[rows]).to(device))
+        self.back: Int[Tensor, " tokens"] = (back if shared is None else back[shared.first]).to(device)
 
     def __call__(
         self,

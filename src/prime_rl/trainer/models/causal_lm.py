@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -237,6 +237,9 @@ class Decoder(nn.Module):
 
 class CausalLM(nn.Module):
     """A decoder and its output head; `logits` is apart from `forward` so that it can be computed in chunks."""
+
+    meets_in_attend: ClassVar[bool] = True
+    """Tokens see each other in `attend` alone: which others are computed beside them makes no difference."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
