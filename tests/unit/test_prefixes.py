@@ -66,7 +66,8 @@ def gradient(backend: Backend, samples: list[Sample]) -> list[torch.Tensor]:
 @settings(max_examples=60)
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=9, max_size=60))
 def test_a_token_finds_itself_among_those_with_its_past(sequences: list[list[int]]) -> None:
-    ids, lengths = sum(sequences, []), [len(sequence) for sequence in sequences]
+    ids = [token for sequence in sequences for token in sequence]
+    lengths = [len(sequence) for sequence in sequences]
     pasts = [tuple(sequence[: i + 1]) for sequence in sequences for i in range(len(sequence))]
     num = len(set(pasts))
     shared = find_shared(ids, lengths)

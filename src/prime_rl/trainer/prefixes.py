@@ -1,7 +1,7 @@
 """Tokens of a pack with the same past are computed once: a group's prompt, the turns that rollouts have in common.
 
-Everything a decoder does to a token but attention depends on the token alone, and attention on its past. So tokens that
-agree, and whose pasts agree, have the same hidden states, in every bit where attention is exact; their gradients add up.
+All that a decoder does to a token but attention depends on the token alone, and attention on its past. So tokens that
+agree, as their pasts do, have the same hidden states, in every bit where attention is exact; their gradients add up.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ products come in few numbers of rows (`round_rows`): a server's memory stays fla
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -69,6 +71,16 @@ def uses_onednn(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype == torch.float32 and onednn.is_available() and bool(onednn.enabled)
 
 
+@cache
+def has_fast_mkl() -> bool:
+    """Whether MKL, behind `torch.mm`, is at its best: on an Intel processor, where it needs no transposed copies.
+
+    Asked by the maker and not by a trial, whose outcome might differ from run to run, and gradients with it.
+    """
+    cpus = Path("/proc/cpuinfo")
+    return torch.backends.mkl.is_available() and cpus.is_file() and "GenuineIntel" in cpus.read_text()
+
+
 def pack_weight(weight: Float[Tensor, "outputs inputs"]) -> Tensor:
     """The weight in the layout oneDNN likes best, for `packed_linear`; it must be packed anew when it changes."""
     return cast(Tensor, torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()))
@@ -103,10 +115,11 @@ class _Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad: Tensor = grads[0]
         flat, rows = grad.flatten(0, -2), x.flatten(0, -2)
-        product = packed_linear if len(rows) >= BACKWARD_ROWS else F.linear
-        to_x = product(flat, weight.t().contiguous()).view_as(x) if ctx.needs_input_grad[0] else None
-        if product is packed_linear:
-            flat, rows = pad_rows(flat), pad_rows(rows)  # the sum is over them, and zeros add nothing
-        to_weight = product(flat.t().contiguous(), rows.t().contiguous()) if ctx.needs_input_grad[1] else None
         to_bias = flat.sum(0) if ctx.needs_input_grad[2] else None
+        if len(rows) < BACKWARD_ROWS or has_fast_mkl():
+            to_x = torch.mm(flat, weight).view_as(x) if ctx.needs_input_grad[0] else None
+            return to_x, torch.mm(flat.t(), rows) if ctx.needs_input_grad[1] else None, to_bias
+        to_x = packed_linear(flat, weight.t().contiguous()).view_as(x) if ctx.needs_input_grad[0] else None
+        flat, rows = pad_rows(flat), pad_rows(rows)  # the sum is over them, and zeros add nothing
+        to_weight = packed_linear(flat.t().contiguous(), rows.t().contiguous()) if ctx.needs_input_grad[1] else None
         return to_x, to_weight, to_bias

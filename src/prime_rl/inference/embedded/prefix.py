@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-STRIDE = 16
+STRIDE = 8
 """Prompts that share fewer tokens than this share nothing."""
 
 

@@ -95,10 +95,12 @@ class Scheduler:
         if not self.waiting:
             return []
         lengths = [len(seq.tokens) + 1 for seq in self.running]
+        coming = itertools.islice(self.waiting, self.max_running - len(self.running))
+        fits = self.cache.reserve(np.array(lengths + [len(seq.tokens) + 1 for seq in coming]))  # mostly: all at once
         new: list[Sequence] = []
         while self.waiting and len(self.running) < self.max_running:
             lengths.append(len(self.waiting[0].tokens) + 1)
-            if not self.cache.reserve(np.array(lengths)):
+            if not fits and not self.cache.reserve(np.array(lengths)):
                 break
             seq = self.waiting.popleft()
             seq.slot, seq.order, seq.epoch = len(self.running), next(self._order), self.epoch
@@ -195,15 +197,9 @@ class Scheduler:
         return shared
 
     def _fill(self, slot: int, last: Sequence) -> None:
-        """Move the last sequence into a hole; where memory is too short for both places at once, send it back."""
-        lengths = np.append(self._lengths(0), last.num_cached + 1)
-        lengths[slot] = max(lengths[slot], last.num_cached + 1)
+        """Move the last sequence into a hole: what it has reached in its own slot, every slot before it has too."""
         self.running[slot] = last
-        if self.cache.reserve(lengths):
-            self.cache.move(last.slot, slot, last.num_cached)
-        else:
-            self.restart([last])
-            self.num_preempted += 1
+        self.cache.move(last.slot, slot, last.num_cached)
         last.slot = slot
 
     def _lengths(self, rows: int) -> NDArray[np.int64]:

@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -122,17 +122,66 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
-        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return cast(Tensor, _RMSNorm.apply(x, self.weight, self.eps))  # type: ignore[no-untyped-call]
+        return self.weight * _unit(x, self.eps)[0].to(x.dtype)
+
+
+def _unit(x: Float[Tensor, "*rows size"], eps: float) -> tuple[Float[Tensor, "*rows size"], Float[Tensor, "*rows 1"]]:
+    """x / rms(x) in fp32 at least, and 1 / rms(x)."""
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return wide * scale, scale
+
+
+class _RMSNorm(torch.autograd.Function):
+    """The same forwards; backwards in fewer passes over memory than one operation after the other needs.
+
+    y = w u, u = s x, s = 1 / rms(x):   dx = s (w dy - u mean(u w dy)),   dw = sum(u dy)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        unit, scale = _unit(x, eps)
+        ctx.save_for_backward(x, weight, scale)
+        return weight * unit.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, scale = ctx.saved_tensors
+        unit = x.to(scale.dtype) * scale
+        to_weight = (grads[0] * unit.to(x.dtype)).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        inner = (grads[0] * weight).to(scale.dtype)
+        mean = (inner * unit).mean(-1, keepdim=True)
+        return inner.sub_(unit.mul_(mean)).mul_(scale).to(x.dtype), to_weight, None
 
 
 def rotate(
     x: Float[Tensor, "tokens heads dim"], cos: Float[Tensor, "tokens 1 dim"], sin: Float[Tensor, "tokens 1 dim"]
 ) -> Float[Tensor, "tokens heads dim"]:
     """Rotary position embedding in the half-split layout of Hugging Face checkpoints (RoFormer, 2104.09864)."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return cast(Tensor, _Rotation.apply(x, cos, sin))  # type: ignore[no-untyped-call]
+    return _rotate(x, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-right, left), dim=-1) * sin
+
+
+class _Rotation(torch.autograd.Function):
+    """A rotation, whose gradient is turned back: both halves of a head have the same angles."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grads[0], cos, -sin), None, None
 
 
 def rope_frequencies(config: DecoderConfig) -> Float[Tensor, " half_dim"]:
