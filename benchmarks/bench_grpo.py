@@ -2,12 +2,13 @@
 
     python benchmarks/bench_grpo.py [--seeds 0 1 2 3 4] [--output-dir DIR]
 
-The task is the demo's: reverse five letters, from a model that a short SFT has warmed up. Both train until three
-batches in a row have a mean reward of .9, with 256 rollouts in groups of 16 per step, the same learning rate and
-clipping, each with its own loss. Ours is the `rl` command with all its processes, TRL one process; both count every CPU
-second from the first instruction, and beside it those of the steps alone. They take turns, seed by seed. TRL comes into
-an environment of its own, `.bench/trl`. Prints medians and ratios beside their thresholds, writes
-`.bench/results/grpo.json`, and exits with 1 when one is missed.
+The task is the demo's: reverse five letters, from a model that a short SFT has warmed up. All train until three batches
+in a row have a mean reward of .9, with 256 rollouts in groups of 16 per step, the same learning rate, clipping and, but
+for `rl`, the same loss. Ours is trainer and engine in one process, as TRL is one; beside it the `rl` command with all
+its processes and its own recipe, for which no share is asked. CPU seconds count from the first instruction, and beside
+it those of the steps alone. They take turns, seed by seed. TRL comes into an environment of its own, `.bench/trl`.
+Prints medians and ratios beside their thresholds, writes `.bench/results/grpo.json`, and exits with 1 when one is
+missed.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def cpu_of_tree(root: int) -> float:
     return found / TICKS
 
 
-def run_ours(model_dir: str, seed: int, out: Path) -> Cost:
+def run_command(model_dir: str, seed: int, out: Path) -> Cost:
     """The `rl` command of the recipe, to its end; the cost is read where the reward was reached."""
     argv = [sys.executable, "-m", "prime_rl.rl", "@", str(RECIPE / "rl.toml"), "--output-dir", str(out)]
     argv += ["--seed", str(seed), "--model.name", model_dir, "--inference.server.port", str(find_free_port())]
@@ -113,8 +114,8 @@ def run_ours(model_dir: str, seed: int, out: Path) -> Cost:
     return Cost(reached, reached - begun, step)
 
 
-def run_trl(python: Path, model_dir: str, seed: int, texts: list[str], out: Path) -> Cost:
-    """TRL's trainer until the reward is reached."""
+def build_task(model_dir: str, seed: int, texts: list[str], out: Path) -> Path:
+    """What both single processes are told, as a file."""
     recipe = tomllib.loads((RECIPE / "rl.toml").read_text())
     task = {
         "model_dir": model_dir,
@@ -133,12 +134,18 @@ def run_trl(python: Path, model_dir: str, seed: int, texts: list[str], out: Path
     }
     path = out.parent / f"{out.name}.json"
     path.write_text(json.dumps(task))
-    with (out.parent / f"{out.name}.log").open("w") as log:
-        argv = [str(python), str(Path(__file__).parent / "trl_grpo.py"), str(path)]
-        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    return path
+
+
+def run_process(python: str, script: str, task: Path, path: str | None = None) -> Cost:
+    """A single process, `path` its PYTHONPATH, until the reward is reached."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONPATH": path} if path else {}
+    with task.with_suffix(".log").open("w") as log:
+        argv = [python, str(Path(__file__).parent / script), str(task)]
         done = subprocess.run(argv, env=environment, stdout=subprocess.PIPE, stderr=log, text=True)
     if done.returncode:
-        raise SystemExit(f"TRL has failed: see {log.name}")
+        raise SystemExit(f"{script} has failed: see {log.name}")
     start, *rows = [json.loads(line) for line in done.stdout.splitlines()]
     step = first_step([row["reward"] for row in rows])
     if step is None:
@@ -180,19 +187,28 @@ def build_texts() -> list[str]:
     return texts
 
 
-def judge(ours: list[Cost], theirs: list[Cost]) -> list[Row]:
+def judge(costs: dict[str, list[Cost]]) -> list[Row]:
     """Medians of the runs that reached the reward, their ratios, and how many did."""
-    reached = [[cost for cost in costs if cost.whole is not None] for costs in (ours, theirs)]
-    rows = [Row("runs of ours that reached reward .9", len(reached[0]), ">=", len(ours), f"of {len(ours)}")]
-    rows += [Row("runs of TRL that reached it", len(reached[1]), detail=f"of {len(theirs)}")]
-    if not all(reached):
+    reached = {side: [cost for cost in of if cost.whole is not None] for side, of in costs.items()}
+    rows = []
+    for side, of in reached.items():
+        num = len(costs[side])
+        rows.append(Row(f"runs of {side} that reached reward .9", len(of), *((">=", num) if side == "ours" else ())))
+    if not reached["ours"] or not reached["TRL"]:
         return rows
-    for name, of in (("steps alone", "steps"), ("whole, with start", "whole")):
-        mine, other = (statistics.median(getattr(cost, of) for cost in costs) for costs in reached)
-        detail = f"{mine:.1f} CPU s against {other:.1f}"
-        rows.append(Row(f"CPU seconds to reward .9, {name}: share of TRL's", mine / other, "<=", 0.5, detail))
-    steps = [statistics.median(cost.step or 0 for cost in costs) for costs in reached]
-    return [*rows, Row("steps to reward .9", steps[0], detail=f"TRL {steps[1]:.0f}")]
+    for side in ("ours", "rl"):
+        limit = ("<=", 0.5) if side == "ours" else ()
+        for name, of_cost in (("steps alone", "steps"), ("whole, with start", "whole")):
+            if reached[side]:
+                mine, other = (statistics.median(getattr(c, of_cost) for c in reached[s]) for s in (side, "TRL"))
+                detail = f"{mine:.1f} CPU s against {other:.1f}"
+                rows.append(
+                    Row(
+                        f"CPU seconds to reward .9, {side}, {name}: share of TRL's", mine / other, *limit, detail=detail
+                    )
+                )
+    steps = {side: statistics.median(cost.step or 0 for cost in of) for side, of in reached.items() if of}
+    return [*rows, *(Row(f"steps of {side} to reward .9", num) for side, num in steps.items())]
 
 
 def main() -> int:
@@ -206,13 +222,17 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     python, machine, texts = prepare_peer(arguments.peer_env), describe_machine(1), build_texts()
     model_dir = warm_up(out / "sft")
-    ours, theirs = [], []
+    costs: dict[str, list[Cost]] = {"ours": [], "TRL": [], "rl": []}
     for seed in arguments.seeds:
-        ours.append(run_ours(model_dir, seed, out / f"ours_{seed}"))
-        theirs.append(run_trl(python, model_dir, seed, texts, out / f"trl_{seed}"))
-        sys.stdout.write(f"seed {seed}: ours {ours[-1]}, TRL {theirs[-1]}\n")
-    raw = {"ours": [vars(cost) for cost in ours], "trl": [vars(cost) for cost in theirs]}
-    return finish("grpo", judge(ours, theirs), machine, raw)
+        mine = build_task(model_dir, seed, texts, out / f"ours_{seed}")
+        costs["ours"].append(run_process(sys.executable, "grpo_peer.py", mine, str(ROOT / "src")))
+        costs["TRL"].append(
+            run_process(str(python), "trl_grpo.py", build_task(model_dir, seed, texts, out / f"trl_{seed}"))
+        )
+        costs["rl"].append(run_command(model_dir, seed, out / f"rl_{seed}"))
+        sys.stdout.write(f"seed {seed}: " + ", ".join(f"{side} {of[-1]}" for side, of in costs.items()) + "\n")
+        sys.stdout.flush()
+    return finish("grpo", judge(costs), machine, {side: [vars(cost) for cost in of] for side, of in costs.items()})
 
 
 if __name__ == "__main__":

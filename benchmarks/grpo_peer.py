@@ -1,8 +1,7 @@
-"""Our trainer and engine in one process on the demo's task, a line for every step: our side of bench_grpo.py.
+"""Our side of bench_grpo.py: the trainer and the engine that `rl` runs in processes of their own, in one process.
 
-`python grpo_loop.py task.json` answers as `trl_grpo.py` does: the mean reward of every batch and the CPU seconds of its
-process so far; it stops when the reward is reached. The parts are those that `rl` runs in processes of their own; here
-they take turns, and weights go from one to the other in memory.
+`python grpo_peer.py task.json` answers as `trl_grpo.py` does: the mean reward of every batch and the CPU seconds of its
+process so far; it stops when the reward is reached. Weights go from one to the other in memory.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import random
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import torch
 
 from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.engine import GenerationRequest, Output, SamplingParams
-from prime_rl.trainer.backend import Backend, build_backend
+from prime_rl.trainer.backend import build_backend
 from prime_rl.trainer.config import TrainConfig
 from prime_rl.trainer.models.registry import load_decoder
 from prime_rl.trainer.rl.loss import build_loss
@@ -29,36 +28,33 @@ from prime_rl.utils.tokenizer import load_tokenizer
 from rollouts.training.advantages import compute_group_advantages
 from rollouts.training.batching import pack_samples
 from rollouts.training.datasets.chat import render_chat
-from rollouts.training.rollout_gen.async_rollout_manager import sample_seed
 from rollouts.training.types import Sample
 
 SEQ_LEN = 64
 ANSWER = re.compile(r"<reversed_text>(.*?)</reversed_text>", re.DOTALL)
+Task = dict[str, Any]
 
 
-def train(task: dict[str, Any]) -> None:
+def train(task: Task) -> None:
     """Draw, score, train, hand over; until the reward is reached or the steps are spent."""
     tokenizer = load_tokenizer(task["model_dir"])
-    trainer = build_trainer(task)
-    loss = build_loss(trainer_config(task).loss, SEQ_LEN)
-    size = task["batch_size"]
+    config = build_config(task)
+    trainer, loss = build_backend(config), build_loss(config.loss, SEQ_LEN)
     engine = EmbeddedEngine(
         load_decoder(Path(task["model_dir"])),
         eos_ids=[tokenizer.eos_token_id],
         max_model_len=SEQ_LEN,
-        max_running=size,
+        max_running=task["batch_size"],
         exact=False,
     )
-    texts, rewards = draw_texts(task), []
+    requests, rewards = draw_requests(tokenizer, task), []
     answer({"start": time.process_time()})
     for step in range(1, task["max_steps"] + 1):
-        groups = [
-            draw_group(tokenizer, engine, text, step * size + i, task)
-            for i, text in enumerate(next(texts) for _ in range(size // task["group_size"]))
-        ]
-        samples = score(tokenizer, run(engine), groups)
-        rewards.append(sum(sample.reward for sample in samples) / size)
-        [micros] = pack_samples(samples, SEQ_LEN, rows=size, quadratic_cost=trainer.quadratic_cost)
+        groups = [next(requests) for _ in range(task["batch_size"] // task["group_size"])]
+        outputs = generate(engine, [request for _, group in groups for request in group])
+        samples = [s for text, group in groups for s in score(tokenizer, text, [outputs[request] for request in group])]
+        rewards.append(sum(sample.reward for sample in samples) / len(samples))
+        [micros] = pack_samples(samples, SEQ_LEN, rows=len(samples), quadratic_cost=trainer.quadratic_cost)
         trainer.optim_step(trainer.forward_backward(micros, loss))
         engine.load_weights(trainer.publishable(), step)
         answer({"step": step, "reward": rewards[-1], "cpu": time.process_time()})
@@ -67,73 +63,60 @@ def train(task: dict[str, Any]) -> None:
             return
 
 
-def trainer_config(task: dict[str, Any]) -> TrainConfig:
-    """The settings that both sides have."""
-    values = {
-        "model": {"name": task["model_dir"], "seq_len": SEQ_LEN, "attn": "sdpa", "device": "cpu"},
-        "optim": {"lr": task["lr"], "weight_decay": 0.0, "max_norm": task["max_norm"]},
-        "scheduler": {"type": "linear", "warmup_steps": task["warmup_steps"], "decay_steps": 0},
-        "loss": {"type": "dapo"},
-        "output_dir": task["output_dir"],
-        "max_steps": task["max_steps"],
-    }
-    return TrainConfig.model_validate(values)
+def build_config(task: Task) -> TrainConfig:
+    """The settings that both sides have, and TRL's loss."""
+    return TrainConfig.model_validate(
+        {
+            "model": {"name": task["model_dir"], "seq_len": SEQ_LEN, "attn": "sdpa", "device": "cpu"},
+            "optim": {"lr": task["lr"], "weight_decay": 0.0, "max_norm": task["max_norm"]},
+            "scheduler": {"type": "linear", "warmup_steps": task["warmup_steps"], "decay_steps": 0},
+            "loss": {"type": "dapo"},
+            "output_dir": task["output_dir"],
+            "max_steps": task["max_steps"],
+        }
+    )
 
 
-def build_trainer(task: dict[str, Any]) -> Backend:
-    return build_backend(trainer_config(task))
-
-
-def draw_texts(task: dict[str, Any]) -> Iterator[str]:
-    """Texts in random order, again and again."""
+def draw_requests(tokenizer: Any, task: Task) -> Iterator[tuple[str, list[GenerationRequest]]]:
+    """A text and its group of requests, in random order, again and again."""
     draw = random.Random(task["seed"])
     while True:
-        yield from draw.sample(task["texts"], len(task["texts"]))
+        for text in draw.sample(task["texts"], len(task["texts"])):
+            prompt = render_chat(tokenizer, [{"role": "user", "content": text}])
+            params = [SamplingParams(task["max_tokens"], seed=draw.getrandbits(63)) for _ in range(task["group_size"])]
+            yield text, [GenerationRequest(prompt, given) for given in params]
 
 
-def draw_group(tokenizer, engine, text, index, task):
-    prompt = render_chat(tokenizer, [{"role": "user", "content": text}])
-    requests = [
-        GenerationRequest(prompt, SamplingParams(task["max_tokens"], seed=sample_seed(task["seed"], index, i)))
-        for i in range(task["group_size"])
-    ]
+def generate(engine: EmbeddedEngine, requests: Sequence[GenerationRequest]) -> dict[GenerationRequest, Output]:
+    """Every completion."""
     for request in requests:
         engine.add(request)
-    return text, requests
-
-
-def run(engine: EmbeddedEngine) -> dict[GenerationRequest, Output]:
-    """Every completion."""
     outputs: dict[GenerationRequest, Output] = {}
     while engine.has_work():
         outputs |= {event.request: event for event in engine.step() if isinstance(event, Output)}
     return outputs
 
 
-def score(tokenizer, outputs, groups) -> list[Sample]:
-    """Samples with their rewards and advantages."""
+def score(tokenizer: Any, text: str, group: Sequence[Output]) -> list[Sample]:
+    """Samples of one group with their rewards and advantages."""
+    found = [ANSWER.search(tokenizer.decode(output.token_ids, skip_special_tokens=False)) for output in group]
+    rewards = [
+        SequenceMatcher(None, match.group(1).strip() if match else "", text[::-1], autojunk=False).ratio()
+        for match in found
+    ]
     samples = []
-    for text, requests in groups:
-        found = [outputs[request] for request in requests]
-        answers = [ANSWER.search(tokenizer.decode(o.token_ids, skip_special_tokens=False)) for o in found]
-        rewards = [
-            SequenceMatcher(None, match.group(1).strip() if match else "", text[::-1], autojunk=False).ratio()
-            for match in answers
-        ]
-        advantages = compute_group_advantages(rewards, std=True)
-        for output, reward, advantage in zip(found, rewards, advantages, strict=True):
-            prompt = output.request.prompt
-            num = len(output.token_ids)
-            samples.append(
-                Sample(
-                    prompt="",
-                    tokens=[*prompt, *output.token_ids],
-                    loss_mask=[0.0] * len(prompt) + [1.0] * num,
-                    inference_logprobs=[0.0] * len(prompt) + output.logprobs,
-                    advantages=[0.0] * len(prompt) + [advantage] * num,
-                    reward=reward,
-                )
+    for output, reward, advantage in zip(group, rewards, compute_group_advantages(rewards, std=True), strict=True):
+        prompt, num = output.request.prompt, len(output.token_ids)
+        samples.append(
+            Sample(
+                prompt=text,
+                tokens=[*prompt, *output.token_ids],
+                loss_mask=[0.0] * len(prompt) + [1.0] * num,
+                inference_logprobs=[0.0] * len(prompt) + output.logprobs,
+                advantages=[0.0] * len(prompt) + [advantage] * num,
+                reward=reward,
             )
+        )
     return samples
 
 
