@@ -42,17 +42,26 @@ NOISE = 0.3
 GROUP = 8
 SETTLING = 20  # last steps of a distillation, in which the learning rate falls to zero
 Rows = Tensor  # int64 [rows, length]
+Past = Sequence[tuple[Tensor, Tensor]]  # keys and values of each layer
 
 
 class Rectangle:
-    """Causal attention over rows of one length, as the decoder takes it."""
+    """Causal attention over rows of one length, after the keys and values of `past`, as the decoder takes it.
 
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
+    `kept` has the keys and values [rows, heads, length, dim] of each layer, those of the past among them.
+    """
+
+    def __init__(self, rows: int, past: Past = ()) -> None:
+        self.rows, self.past = rows, past
+        self.kept: list[tuple[Tensor, Tensor]] = []
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.unflatten(0, (self.rows, -1)).transpose(1, 2) for x in (q, k, v))
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if self.past:
+            k, v = (torch.cat(both, 2) for both in zip(self.past[layer], (k, v), strict=True))
+        self.kept.append((k, v))
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2]) if self.past else None
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=not self.past)
         return out.transpose(1, 2).flatten(0, 1)
 
 
@@ -75,30 +84,56 @@ def build_model(seed: int) -> CausalLM:
     return model
 
 
-def compute_table(model: CausalLM, tokens: Rows, last: int, temperature: float = 1.0) -> Tensor:
-    """Log-probs [rows, last, VOCAB] of what follows each of the `last` positions before the final token.
-
-    Equal rows are computed once: what a student has learnt it says again and again.
-    """
-    tokens, row_of = tokens.unique(dim=0, return_inverse=True)
+def read(model: CausalLM, tokens: Rows, past: Past = ()) -> tuple[Tensor, Past]:
+    """Hidden states [rows, length, width] of tokens that follow the past, and all keys and values."""
     rows, length = tokens.shape
-    positions = torch.arange(length).repeat(rows)
-    hidden = model(tokens.flatten(), positions, Rectangle(rows)).unflatten(0, (rows, length))
-    logits = model.logits(hidden[:, length - 1 - last : length - 1].flatten(0, 1))
-    return torch.log_softmax(logits / temperature, -1).unflatten(0, (rows, last))[row_of]
+    first = past[0][0].shape[2] if past else 0
+    attend = Rectangle(rows, past)
+    hidden = model(tokens.flatten(), torch.arange(first, first + length).repeat(rows), attend)
+    return hidden.unflatten(0, (rows, length)), attend.kept
+
+
+def read_prompts(model: CausalLM, prompts: Rows) -> tuple[Tensor, Past]:
+    """Hidden states [rows, width] of the last tokens, and keys and values; equal prompts are computed once."""
+    prompts, row_of = prompts.unique(dim=0, return_inverse=True)
+    hidden, past = read(model, prompts)
+    last = hidden[:, -1].index_select(0, row_of)
+    return last, [(k.index_select(0, row_of), v.index_select(0, row_of)) for k, v in past]
+
+
+def compute_table(
+    model: CausalLM, prompts: Rows, answers: Rows, temperature: float = 1.0, shared: bool = True
+) -> Tensor:
+    """Log-probs [rows, length, VOCAB] of what may stand in the place of each token of the answers.
+
+    Equal rows are computed once: what a student has learnt it says again and again. Where prompts are not shared it is
+    quicker not to read them apart.
+    """
+    length = answers.shape[1]
+    rows, row_of = torch.cat((prompts, answers[:, :-1]), 1).unique(dim=0, return_inverse=True)
+    if shared:
+        prompts, spoken = rows.tensor_split((prompts.shape[1],), 1)
+        last, past = read_prompts(model, prompts)
+        hidden = torch.cat((last[:, None], read(model, spoken, past)[0]), 1)
+    else:
+        hidden = read(model, rows)[0][:, -length:]
+    logits = model.logits(hidden.flatten(0, 1)).unflatten(0, (-1, length))
+    return torch.log_softmax(logits / temperature, -1).index_select(0, row_of)
 
 
 @torch.no_grad()
 def sample(model: CausalLM, prompts: Rows, length: int, draw: torch.Generator, temperature: float = 1.0) -> Rows:
-    """Prompts with `length` sampled tokens each; after an end come more ends."""
-    tokens = prompts
+    """Answers [rows, length] to the prompts; after an end come more ends."""
+    hidden, past = read_prompts(model, prompts)
+    answers = prompts[:, :0]
     for _ in range(length):
-        padded = torch.cat((tokens, tokens[:, :1]), 1)
-        p = compute_table(model, padded, 1, temperature)[:, 0].exp()
-        chosen = torch.multinomial(p, 1, generator=draw)
-        ended = (tokens[:, prompts.shape[1] :] == END).any(1, keepdim=True)
-        tokens = torch.cat((tokens, torch.where(ended, END, chosen)), 1)
-    return tokens[:, prompts.shape[1] :]
+        p = torch.softmax(model.logits(hidden) / temperature, -1)
+        ended = (answers[:, -1:] == END).any(1, keepdim=True)
+        answers = torch.cat((answers, torch.where(ended, END, torch.multinomial(p, 1, generator=draw))), 1)
+        if answers.shape[1] < length:
+            hidden, past = read(model, answers[:, -1:], past)
+            hidden = hidden[:, -1]
+    return answers
 
 
 # tasks --------------------------------------------------------------------------------------------------------------
@@ -220,14 +255,14 @@ def warm_up(task: Task, seed: int, steps: int | None = None, batch: int = 128) -
 def learn_noisy(model: CausalLM, prompts: Rows, answers: Rows, draw: torch.Generator) -> Tensor:
     """The same for values that are the next one with probability NOISE, in expectation over the token to say."""
     written, following = make_noisy(answers, draw), torch.where(answers < VALUES, (answers + 1) % VALUES, answers)
-    table = compute_table(model, torch.cat((prompts, written), 1), answers.shape[1])
+    table = compute_table(model, prompts, written, shared=False)
     right, wrong = (table.gather(-1, x[..., None]).squeeze(-1) for x in (answers, following))
     return -((1 - NOISE) * right + NOISE * wrong).mean()
 
 
 def learn(model: CausalLM, prompts: Rows, answers: Rows) -> Tensor:
     """The loss of supervised fine-tuning: nll_loss over the answers, per token."""
-    table = compute_table(model, torch.cat((prompts, answers), 1), answers.shape[1])
+    table = compute_table(model, prompts, answers, shared=False)
     output = nll_loss(make_inputs(table, answers, table.detach()))
     return output.loss_sum / output.count
 
@@ -254,6 +289,8 @@ class Recipe:
     temperature: float = 1.0
     teacher_temperature: float = 1.0
     lr: float = 1e-3
+    rise: int = 0  # first steps, in which the learning rate rises
+    equal: int = 0  # first steps, in which the student's tau is the teacher's
     anneal: tuple[int, int, float] | None = None  # after, steps, margin: see `prime_rl.trainer.config.AnnealConfig`
     marks: Sequence[int] = ()
 
@@ -311,26 +348,24 @@ def spread_credit(inputs: LossInputs, rows: int, objective: Objective, groups: i
 
 
 def distill(task: Task, base: CausalLM, recipe: Recipe, seed: int) -> tuple[CausalLM, list[dict[str, float]]]:
-    """Train a copy of `base`; measurements at `recipe.marks` and at the end."""
+    """Train a copy of `base`; step and accuracy at `recipe.marks`, and all measurements at the end."""
     torch.manual_seed(seed)
     draw = torch.Generator().manual_seed(seed + 1000)
     student = copy.deepcopy(base)
     teacher = copy.deepcopy(base)
     optimizer = torch.optim.AdamW(student.parameters(), lr=recipe.lr)
-    curve, farthest = [], 0.0
-    for step in range(recipe.steps + 1):
-        if step in recipe.marks or step == recipe.steps:
-            judge = student if recipe.teacher == "live" else teacher
-            curve.append({"step": step, **measure(task, base, student, judge, recipe, seed)})
-        if step == recipe.steps:
-            return student, curve
-        judge = student if recipe.teacher == "live" else teacher
+    plain, truth = task.plain(task.eval), right_answers(task, recipe, task.eval)
+    judge, curve, farthest = student if recipe.teacher == "live" else teacher, [], 0.0
+    for step in range(recipe.steps):
+        if step in recipe.marks:
+            curve.append({"step": step, "accuracy": compute_accuracy(student, plain, truth)})
         found, count, farthest = teach(task, student, judge, recipe, draw, step + 1, farthest)
         losses = [(found, count)]
         if recipe.anchor:
             losses.append(hold(task, student, base, recipe, draw))
         for settings in optimizer.param_groups:
-            settings["lr"] = recipe.lr * min(1.0, (recipe.steps - step) / SETTLING)
+            rise = (step + 1) / recipe.rise if recipe.rise else 1.0
+            settings["lr"] = recipe.lr * min(1.0, rise, (recipe.steps - step) / SETTLING)
         total = sum(loss for loss, _ in losses) / sum(count for _, count in losses)
         torch.autograd.backward(total)
         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
@@ -340,11 +375,14 @@ def distill(task: Task, base: CausalLM, recipe: Recipe, seed: int) -> tuple[Caus
             with torch.no_grad():
                 for mine, theirs in zip(teacher.parameters(), student.parameters(), strict=True):
                     mine.lerp_(theirs, 1 - recipe.ema_decay)
-    raise AssertionError("the last step returns")
+    curve.append({"step": recipe.steps, **measure(task, base, student, judge, recipe, seed)})
+    return student, curve
 
 
-def shrink_taus(recipe: Recipe, step: int, farthest: float) -> Objective:
+def schedule_taus(recipe: Recipe, step: int, farthest: float) -> Objective:
     """The objective of a step, counted from 1: its taus shrink until a reward is worth `margin * farthest` nats."""
+    if step <= recipe.equal:
+        return replace(recipe.objective, student_tau=recipe.objective.teacher_tau)
     if recipe.anneal is None:
         return recipe.objective
     after, steps, margin = recipe.anneal
@@ -358,6 +396,11 @@ def context_of(task: Task, recipe: Recipe) -> Rows:
     if recipe.context is not None:
         return recipe.context
     return torch.tensor([[3, 7, 1, 0, 5, 2]]) if task.name == "facts" else torch.tensor([[1]])
+
+
+def right_answers(task: Task, recipe: Recipe, questions: Rows) -> Rows:
+    """What rewards and accuracies go by."""
+    return task.solve(questions, context_of(task, recipe) if recipe.truth is None else recipe.truth)
 
 
 def teacher_prompts(task: Task, recipe: Recipe, questions: Rows) -> Rows:
@@ -382,20 +425,19 @@ def teach(
     plain, shown = task.plain(questions), teacher_prompts(task, recipe, questions)
     if recipe.on_teacher_samples:
         answers = sample(teacher, shown, task.length, draw)
-        table = compute_table(student, torch.cat((plain, answers), 1), task.length)
+        table = compute_table(student, plain, answers)
         output = nll_loss(make_inputs(table, answers, table.detach()))
         return output.loss_sum, output.count, farthest
     answers = sample(student, plain, task.length, draw, recipe.temperature)
-    table = compute_table(student, torch.cat((plain, answers), 1), task.length, recipe.temperature)
+    table = compute_table(student, plain, answers, recipe.temperature)
     with torch.no_grad():
-        told = compute_table(teacher, torch.cat((shown, answers), 1), task.length, recipe.teacher_temperature)
-    truth = context_of(task, recipe) if recipe.truth is None else recipe.truth
-    rewards = (answers == task.solve(questions, truth)).all(1).float().view(recipe.prompts, GROUP)
+        told = compute_table(teacher, shown, answers, recipe.teacher_temperature)
+    rewards = (answers == right_answers(task, recipe, questions)).all(1).float().view(recipe.prompts, GROUP)
     advantages = (rewards - rewards.mean(1, keepdim=True)).view(-1, 1).expand(-1, task.length)
     inputs = make_inputs(table, answers, told, advantages=advantages)
     distance = (inputs.loss_mask * (inputs.inference_logprobs - told.gather(-1, answers[..., None]).flatten())).sum()
     farthest = max(farthest, distance.item() / len(answers))
-    objective = shrink_taus(recipe, step, farthest)
+    objective = schedule_taus(recipe, step, farthest)
     if recipe.auto:
         spoken = inputs.loss_mask > 0
         hits = (answers == told.argmax(-1)).flatten()[spoken]
@@ -414,10 +456,9 @@ def hold(task: Task, student: CausalLM, base: CausalLM, recipe: Recipe, draw: to
     questions = pick(task.train, recipe.prompts * GROUP, draw)
     shown = task.show(questions, task.draw_contexts(len(questions), draw), BEGIN)
     answers = sample(student, shown, task.length, draw)
-    tokens = torch.cat((shown, answers), 1)
-    table = compute_table(student, tokens, task.length)
+    table = compute_table(student, shown, answers, shared=False)
     with torch.no_grad():
-        told = compute_table(base, tokens, task.length)
+        told = compute_table(base, shown, answers, shared=False)
     inputs = make_inputs(table, answers, told, weight=recipe.anchor)
     full = aim("full")
     output = policy_loss(add_tables(inputs, table, told, full.distill, 0), full)
@@ -430,7 +471,7 @@ def hold(task: Task, student: CausalLM, base: CausalLM, recipe: Recipe, draw: to
 @torch.no_grad()
 def compute_accuracy(model: CausalLM, prompts: Rows, answers: Rows) -> float:
     """Mean probability of the right answer: what sampling at temperature 1 scores in expectation."""
-    table = compute_table(model, torch.cat((prompts, answers), 1), answers.shape[1])
+    table = compute_table(model, prompts, answers)
     return table.gather(-1, answers[..., None]).squeeze(-1).sum(1).exp().mean().item()
 
 
@@ -440,8 +481,7 @@ def measure(
 ) -> dict[str, float]:
     """Accuracies on held-out questions, KL of whole answers in nats, entropy, retention, coverage."""
     draw = torch.Generator().manual_seed(seed + 2000)
-    questions, context = task.eval, context_of(task, recipe)
-    truth = task.solve(questions, context if recipe.truth is None else recipe.truth)
+    questions, truth = task.eval, right_answers(task, recipe, task.eval)
     plain, shown = task.plain(questions), teacher_prompts(task, recipe, questions)
     others = torch.cat([task.eval] * 3)
     other_contexts = task.draw_contexts(len(others), draw)
@@ -451,16 +491,12 @@ def measure(
     before, after = compute_accuracy(base, *other), compute_accuracy(student, *other)
     many, many_shown = plain.repeat(16, 1), shown.repeat(16, 1)  # a slip of one answer in a thousand costs ten nats
     answers = sample(student, many, task.length, draw)
-    s, t = (
-        compute_table(m, torch.cat((p, answers), 1), task.length) for m, p in ((student, many), (teacher, many_shown))
-    )
+    s, t = (compute_table(m, p, answers) for m, p in ((student, many), (teacher, many_shown)))
     mask = make_inputs(s, answers, t).loss_mask.view(len(answers), -1)
     flat = (s.flatten(0, 1), t.flatten(0, 1))
     reverse = (compute_divergence(*flat).view_as(mask) * mask).sum(1).mean().item()
     answers = sample(teacher, many_shown, task.length, draw)
-    s2, t2 = (
-        compute_table(m, torch.cat((p, answers), 1), task.length) for m, p in ((student, many), (teacher, many_shown))
-    )
+    s2, t2 = (compute_table(m, p, answers) for m, p in ((student, many), (teacher, many_shown)))
     mask2 = make_inputs(s2, answers, t2).loss_mask.view(len(answers), -1)
     forward = compute_divergence(s2.flatten(0, 1), t2.flatten(0, 1), "forward").view_as(mask2)
     values = s[:, :-1]
@@ -481,7 +517,7 @@ def measure(
 def main_share(task: Task, model: CausalLM, recipe: Recipe, truth: Rows | None = None) -> tuple[float, float]:
     """The student's mean probability of each right value, and the entropy of its values, on held-out questions."""
     answers = task.solve(task.eval, context_of(task, recipe) if truth is None else truth)
-    table = compute_table(model, torch.cat((task.plain(task.eval), answers), 1), task.length, recipe.temperature)
+    table = compute_table(model, task.plain(task.eval), answers, recipe.temperature)
     table = table[:, :-1]
     share = table.gather(-1, answers[:, :-1, None]).exp().mean().item()
     return share, -(table.exp() * table).sum(-1).mean().item()
@@ -491,8 +527,23 @@ def main_share(task: Task, model: CausalLM, recipe: Recipe, truth: Rows | None =
 def predicted_share(task: Task, teacher: CausalLM, recipe: Recipe) -> float:
     """The same of the fixed point of the taus, made of the teacher's own distribution."""
     answers = task.solve(task.eval, context_of(task, recipe))
-    tokens = torch.cat((teacher_prompts(task, recipe, task.eval), answers), 1)
-    table = compute_table(teacher, tokens, task.length, recipe.teacher_temperature)[:, :-1]
+    shown = teacher_prompts(task, recipe, task.eval)
+    table = compute_table(teacher, shown, answers, recipe.teacher_temperature)[:, :-1]
     a, b = recipe.objective.teacher_tau, recipe.objective.student_tau
     target = torch.log_softmax(a / b * table, -1) if b else (table == table.max(-1, keepdim=True).values).float().log()
     return target.gather(-1, answers[:, :-1, None]).exp().mean().item()
+
+
+@torch.no_grad()
+def predicted_accuracy(task: Task, teacher: CausalLM, recipe: Recipe) -> float:
+    """Mean probability of the right answer at the fixed point of reward and teacher, answers taken whole.
+
+    With p its probability under the teacher and c / b nats for a reward of 1: p e^(c/b) / (1 - p + p e^(c/b)).
+    """
+    answers = right_answers(task, recipe, task.eval)
+    table = compute_table(teacher, teacher_prompts(task, recipe, task.eval), answers)
+    right = table.gather(-1, answers[..., None]).squeeze(-1).sum(1)
+    wrong = torch.log1p(-right.exp().clamp(max=1 - 1e-7))
+    objective = recipe.objective
+    nats = objective.adv_tau / objective.student_tau if objective.student_tau else math.inf
+    return torch.sigmoid(right + nats - wrong).mean().item()

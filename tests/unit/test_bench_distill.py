@@ -37,6 +37,23 @@ def test_a_model_that_is_its_own_teacher_has_nothing_to_learn() -> None:
     assert found["retention"] == pytest.approx(1)
 
 
+def test_shared_prompts_and_kept_keys_change_no_number() -> None:
+    task, model = lab.build_facts(), lab.build_model(0)
+    questions = task.train[:3].repeat_interleave(4, 0)
+    prompts = task.show(questions, torch.tensor([[3, 7, 1, 0, 5, 2]]), lab.BEGIN)
+    answers = lab.sample(model, prompts, task.length, torch.Generator().manual_seed(0))
+    apart, whole = (lab.compute_table(model, prompts, answers, shared=shared) for shared in (True, False))
+    torch.testing.assert_close(apart, whole, atol=1e-5, rtol=0)
+    with torch.no_grad():  # as sampling goes on: a token at a time after what was read
+        hidden, past = lab.read_prompts(model, prompts)
+        for place in range(task.length):
+            logprobs = torch.log_softmax(model.logits(hidden), -1)
+            torch.testing.assert_close(logprobs, whole[:, place], atol=1e-5, rtol=0)
+            hidden, past = lab.read(model, answers[:, place : place + 1], past)
+            hidden = hidden[:, -1]
+    assert answers.unique(dim=0).shape[0] > 3
+
+
 ROWS = {f"{row.table}: {row.name}": row for row in bench.build_rows()}
 
 
