@@ -3,8 +3,9 @@
 seed --> faults and moments --> rl ... (falls) --> rl ... --resume --> equal to the undisturbed run, bit for bit
 
 Run it with `make chaos`, or `python tests/integration/chaos.py --seeds 0-19`. Each trial is a function of its seed as
-far as the machine is: which faults, which victims, which moments. At level 0 every file of the last version and the
-last commit must have the bytes of the undisturbed run's; at level 2 the invariants of `check_asynchronous` must hold.
+far as the machine is: which faults, which victims, which moments, and whether weights go over files or gloo. At level 0
+every file of the last version and the last commit must have the bytes of the undisturbed run's; at level 2 the
+invariants of `check_asynchronous` must hold.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ class Trial:
     level: int
     faults: list[Fault]
     draw: random.Random
+    way: str = "filesystem"
+    """How weights are handed over; what comes of the run must not depend on it."""
     hits: Counter[str] = field(default_factory=Counter)
     attempts: int = 0
     ballast: Path | None = None
@@ -80,7 +83,7 @@ def draw_trial(seed: int, out: Path) -> Trial:
 
     kinds = [GENTLE[seed % len(GENTLE)], FATAL[seed % len(FATAL)]]
     faults = sorted((Fault(kind, *moment(kind)) for kind in kinds), key=lambda fault: (fault.version, fault.delay_s))
-    return Trial(seed, out, 2 if seed % 3 == 2 else 0, faults, draw)
+    return Trial(seed, out, 2 if seed % 3 == 2 else 0, faults, draw, "gloo" if seed % 7 > 3 else "filesystem")
 
 
 class Proxy:
@@ -135,6 +138,7 @@ class Proxy:
 def options(trial: Trial, port: int) -> list[object]:
     """The command line of an attempt."""
     found: list[object] = ["@", CONFIG, "--output_dir", trial.out, "--max_async_level", trial.level]
+    found += ["--weight-broadcast.type", trial.way]
     if trial.attempts:
         found.append("--resume")
     return [*found, "--inference.server.port", port]
@@ -147,6 +151,7 @@ def serving(run: Runner, trial: Trial, port: int) -> Iterator[tuple[Proxy | None
         yield None, []
         return
     base = ["--model.name", "tiny-qwen3", "--model.debug.random_init", "true", "--output_dir", trial.out]
+    base += ["--weight-broadcast.type", trial.way]
     server = run.start("inference", *base, "--model.max_model_len", 64, "--server.port", port)
     proxy = Proxy(port)
     try:
@@ -270,7 +275,7 @@ def free_disk(trial: Trial) -> None:
 def truncate(trial: Trial) -> None:
     """Cut a file of the newest commit, of the newest version or batch, or a record, somewhere."""
     draw, found = trial.draw, list[Path]()
-    for name in ("checkpoints", "weights", "rollouts"):
+    for name in ("checkpoints", "weights", "broadcasts", "rollouts"):
         steps = complete_steps(trial.out / name, PARTS if name == "checkpoints" else ())
         if steps:
             found += [path for path in step_path(trial.out / name, steps[-1]).rglob("*") if path.is_file()]
@@ -288,7 +293,9 @@ def check(trial: Trial, reference: Path) -> None:
     for part in PARTS:
         assert find_damage(step_path(out / "checkpoints", NUM_STEPS) / part) is None
     assert check_directory(step_path(out / "weights", NUM_STEPS))[0] == NUM_STEPS
-    left = [path for name in ("weights", "rollouts", "checkpoints") for path in (out / name).glob(".tmp*")]
+    left = [
+        path for name in ("weights", "broadcasts", "rollouts", "checkpoints") for path in (out / name).glob(".tmp*")
+    ]
     assert not left, f"garbage is left: {left}"
     if trial.level == 0:
         check_exact(out, reference)
@@ -376,7 +383,8 @@ def report_one(seed: int, place: Path, reference: Path) -> None:
     began = time.monotonic()
     trial = run_one(seed, place, reference)
     seconds = round(time.monotonic() - began, 1)
-    answer = {"seed": seed, "level": trial.level, "hits": trial.hits, "attempts": trial.attempts, "seconds": seconds}
+    answer = {"seed": seed, "level": trial.level, "way": trial.way, "hits": trial.hits, "attempts": trial.attempts}
+    answer["seconds"] = seconds
     sys.stdout.write(json.dumps(answer) + "\n")
 
 

@@ -324,28 +324,22 @@ def config_of(out: Path, **more: Any) -> TrainConfig:
 
 
 def test_a_run_announces_every_version_and_writes_those_to_keep(tmp_path: Path) -> None:
-    """The same weights as a run over files, which writes all of them."""
-    over_groups = {"weight_broadcast": {"type": "gloo"}, "ckpt": {"interval": 2}}
-    assert train(config_of(tmp_path / "gloo", **over_groups)) == 0
-    assert train(config_of(tmp_path / "files")) == 0
-    assert complete_steps(tmp_path / "gloo" / "broadcasts") == [2, 3, 4]
-    assert complete_steps(tmp_path / "gloo" / "weights") == [2, 4]
-    assert complete_steps(tmp_path / "files" / "weights") == [2, 3, 4] and not (tmp_path / "files/broadcasts").exists()
+    """The same weights as a run over files, which writes all of them; one that goes on offers them anew."""
+    over_groups: dict[str, Any] = {"weight_broadcast": {"type": "gloo"}, "ckpt": {"interval": 2}}
+    gloo, files = tmp_path / "gloo", tmp_path / "files"
+    assert train(config_of(gloo, **over_groups)) == 0
+    assert train(config_of(files)) == 0
+    assert complete_steps(gloo / "broadcasts") == [2, 3, 4] and complete_steps(gloo / "weights") == [2, 4]
+    assert complete_steps(files / "weights") == [2, 3, 4] and not (files / "broadcasts").exists()
     for step in (2, 3, 4):
-        announced, written = (step_path(tmp_path / name, step) for name in ("gloo/broadcasts", "files/weights"))
-        assert read_manifest(announced) == read_manifest(written)
+        assert read_manifest(step_path(gloo / "broadcasts", step)) == read_manifest(step_path(files / "weights", step))
     with pytest.raises(ValueError, match=r"broadcasts holds versions of another run \(up to step_4\)"):
-        train(config_of(tmp_path / "gloo"))
-
-
-def test_a_resumed_trainer_offers_the_version_that_it_goes_on_from(tmp_path: Path) -> None:
-    more: dict[str, Any] = {"weight_broadcast": {"type": "gloo"}, "ckpt": {"interval": 2}}
-    train(config_of(tmp_path, **more))
-    first = read_broadcast(tmp_path / "broadcasts" / "step_4")
-    more["ckpt"]["resume_step"] = 2
-    train(config_of(tmp_path, **more))
-    assert complete_steps(tmp_path / "broadcasts") == [2, 3, 4]
-    found = {read_broadcast(step_path(tmp_path / "broadcasts", step)) for step in (2, 3, 4)}
+        train(config_of(gloo))
+    first = read_broadcast(step_path(gloo / "broadcasts", 4))
+    over_groups["ckpt"]["resume_step"] = 2
+    train(config_of(gloo, **over_groups))
+    assert complete_steps(gloo / "broadcasts") == [2, 3, 4]
+    found = {read_broadcast(step_path(gloo / "broadcasts", step)) for step in (2, 3, 4)}
     assert len(found) == 1 and first not in found, "version 2 is offered anew, by the trainer that goes on"
 
 

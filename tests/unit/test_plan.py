@@ -15,7 +15,7 @@ from prime_rl.plan.config import GiB, PlanConfig
 from prime_rl.plan.memory import cache_tokens, count_lora, trainer_memory
 from prime_rl.plan.plan import choose_split, describe, possible_splits
 from prime_rl.plan.shapes import KNOWN, parse_shape, read_shape
-from prime_rl.plan.speed import generate, quantiles, train
+from prime_rl.plan.speed import generate, hand_over_s, quantiles, train
 from prime_rl.trainer.lora import AdapterSpec, adapter_tensors, add_lora
 from prime_rl.trainer.models.attention import PackedAttention
 from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig
@@ -162,6 +162,19 @@ def test_more_of_everything_costs_more() -> None:
     assert cache_tokens(parse("--cluster.gpu h200"), shape) > cache_tokens(parse(), shape)
 
 
+def test_weights_are_written_once_or_sent_to_each_engine() -> None:
+    shape = parse_shape(KNOWN["Qwen/Qwen3-4B"])
+    gigabytes = 2 * shape.parameters / 1e9
+
+    def seconds(line: str, engines: int) -> float:
+        return hand_over_s(parse(f"--cluster.network-gbs 2 {line}"), shape, engines) / gigabytes
+
+    assert seconds("--cluster.disk-gbs 4", 1) == seconds("--cluster.disk-gbs 4", 64) == pytest.approx(0.5)
+    gloo = "--weight-broadcast.type gloo"
+    assert seconds(gloo, 1) == seconds(gloo, 2), "bound by what one receiver verifies"
+    assert seconds(gloo, 64) - seconds(gloo, 32) == pytest.approx(16), "bound by the trainer's link"
+
+
 def test_the_split_is_the_fastest_that_fits() -> None:
     config = parse("--model.name Qwen/Qwen3-4B --seq-len 8192 --trainer.model.ac --orchestrator.batch-size 512")
     shape = read_shape(config.model.name)
@@ -181,6 +194,7 @@ def test_the_split_is_the_fastest_that_fits() -> None:
         ("--cluster.trainer-gpus 7 --orchestrator.batch-size 512", "cluster.trainer_gpus = "),
         ("--inference.max-batch-size 4", "max_batch_size lets 4 run at once"),
         ("--cluster.disk-gbs 0.1", "/dev/shm"),
+        ("--cluster.network-gbs 0.1 --weight-broadcast.type gloo", "filesystem"),
     ],
 )
 def test_advice(line: str, words: str) -> None:

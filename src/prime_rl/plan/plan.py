@@ -90,7 +90,7 @@ def possible_splits(config: PlanConfig, shape: Shape, counts: list[int] | None) 
             trainer_memory(config, shape, parallel),
             train(config, shape, parallel, trainers),
             generate(config, shape, engines) if engines else None,
-            hand_over_s(config, shape),
+            hand_over_s(config, shape, engines),
             config.max_async_level,
         )
 
@@ -158,9 +158,11 @@ def advise(config: PlanConfig, shape: Shape, split: Split) -> Iterator[str]:
             f"instead of {split.seconds:.2f}"
         )
     if split.level and split.hand_over > split.seconds:
+        by_files = config.weight_broadcast.type == "filesystem"
+        cure = "a faster file system (/dev/shm)" if by_files else 'weight_broadcast.type = "filesystem" in /dev/shm'
         yield (
             f"weights take {split.hand_over:.1f} s to hand over, longer than a step: samples will be older than "
-            "max_async_level wants and engines will be waited for; use a faster file system (/dev/shm) or LoRA"
+            f"max_async_level wants and engines will be waited for; use {cure} or LoRA"
         )
 
 

@@ -14,6 +14,8 @@ from prime_rl.trainer.config import ParallelDims
 LAUNCH_S = 6e-6 * 4
 """Of one layer in a decode step, whatever the batch: kernels that a graph launches one after another."""
 GRID = 64
+OFFER_S_PER_GB, RECEIVE_S_PER_GB = 0.43, 1.25
+"""Of a transfer over a process group: copying and digesting, sending and verifying; see `benchmarks/bench_sync.py`."""
 
 
 @dataclass(frozen=True)
@@ -147,9 +149,12 @@ def prefill_s(config: PlanConfig, shape: Shape, rollouts: float) -> float:
     return 2.0 * tokens * shape.active_parameters / tp / (gpu.tflops * 1e12 * config.efficiency.matmul)
 
 
-def hand_over_s(config: PlanConfig, shape: Shape) -> float:
-    """Weights from the trainer to the engines by the file system: written once, read by all engines at once."""
+def hand_over_s(config: PlanConfig, shape: Shape, engines: int) -> float:
+    """Weights from the trainer to the engines: written once and read by all at once, or sent to each of them."""
     adapter = count_lora(config, shape)
     merged = config.trainer.model.lora is not None and config.trainer.model.lora.merge
     size = 2.0 * (adapter if adapter and not merged else shape.parameters)
-    return 2 * size / (config.cluster.disk_gbs * 1e9)
+    if config.weight_broadcast.type == "filesystem":
+        return 2 * size / (config.cluster.disk_gbs * 1e9)
+    gigabytes = size / 1e9
+    return gigabytes * (OFFER_S_PER_GB + max(RECEIVE_S_PER_GB, engines / config.cluster.network_gbs))
