@@ -191,14 +191,15 @@ class Broadcaster:
         """One transfer, in a thread of its own."""
         with connection:
             connection.settimeout(self._timeout_s)
-            who = connection.getpeername()[0]
             try:
-                ask = _decode(receive_frame(connection), _Ask, f"a request for weights from {who}")
+                who, letter = connection.getpeername()[0], receive_frame(connection)
+            except (OSError, EOFError):
+                return  # it has looked whether somebody listens here
+            try:
+                ask = _decode(letter, _Ask, "the request")
                 who = f"{ask.receiver} ({who})"
                 self._send(ask, connection)
-            except EOFError:
-                logger.debug(f"{who} has looked whether somebody listens here, or left")
-            except (RuntimeError, ValueError, OSError) as error:
+            except (RuntimeError, ValueError, OSError, EOFError) as error:
                 logger.warning(f"weights were not sent to {who}: {_first_line(error)}")
 
     def _send(self, ask: _Ask, connection: socket.socket) -> None:
