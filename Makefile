@@ -103,7 +103,7 @@ distill: setup  ## setup, then context distillation of a tiny model on the CPU: 
 	@$(PY) scripts/distill.py
 
 bench: setup  ## every benchmark, with peers in environments of their own, into docs/benchmarks.md (hours)
-	@for name in startup sync exact orchestrator road distill nanochat trainer grpo engine; do \
+	@for name in startup sync exact orchestrator tail road distill nanochat trainer grpo engine; do \
 	  echo "==> bench_$$name"; $(PY) benchmarks/bench_$$name.py || echo "bench_$$name: a threshold was missed"; \
 	done
 	@$(PY) benchmarks/report.py

@@ -40,11 +40,12 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass
 class Cost:
-    """CPU seconds until the reward was reached, and the step it was; None where it was not."""
+    """CPU seconds until the reward was reached, the step it was, and a single process's peak memory; None where not."""
 
     whole: float | None = None
     steps: float | None = None
     step: int | None = None
+    peak_mb: float | None = None
 
 
 @dataclass
@@ -151,7 +152,7 @@ def run_process(python: str, script: str, task: Path, path: str | None = None) -
     if step is None:
         return Cost()
     reached = rows[step - 1]["cpu"]
-    return Cost(reached, reached - start["start"], step)
+    return Cost(reached, reached - start["start"], step, rows[step - 1]["peak_mb"])
 
 
 def first_step(rewards: list[float]) -> int | None:
@@ -207,6 +208,8 @@ def judge(costs: dict[str, list[Cost]]) -> list[Row]:
                         f"CPU seconds to reward .9, {side}, {name}: share of TRL's", mine / other, *limit, detail=detail
                     )
                 )
+    mine, other = (statistics.median(cost.peak_mb or 0 for cost in reached[side]) for side in ("ours", "TRL"))
+    rows.append(Row("peak memory, ours: share of TRL's", mine / other, detail=f"{mine:.0f} MB against {other:.0f}"))
     steps = {side: statistics.median(cost.step or 0 for cost in of) for side, of in reached.items() if of}
     return [*rows, *(Row(f"steps of {side} to reward .9", num) for side, num in steps.items())]
 

@@ -1,7 +1,7 @@
 """Our side of bench_grpo.py: the trainer and the engine that `rl` runs in processes of their own, in one process.
 
-`python grpo_peer.py task.json` answers as `trl_grpo.py` does: the mean reward of every batch and the CPU seconds of its
-process so far; it stops when the reward is reached. Weights go from one to the other in memory.
+`python grpo_peer.py task.json` answers as `trl_grpo.py` does: the mean reward of every batch, CPU seconds and peak
+memory of its process so far; it stops when the reward is reached. Weights go from one to the other in memory.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -57,7 +58,8 @@ def train(task: Task) -> None:
         [micros] = pack_samples(samples, SEQ_LEN, rows=len(samples), quadratic_cost=trainer.quadratic_cost)
         trainer.optim_step(trainer.forward_backward(micros, loss))
         engine.load_weights(trainer.publishable(), step)
-        answer({"step": step, "reward": rewards[-1], "cpu": time.process_time()})
+        peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        answer({"step": step, "reward": rewards[-1], "cpu": time.process_time(), "peak_mb": peak_mb})
         last = rewards[-task["window"] :]
         if len(last) == task["window"] and sum(last) / len(last) >= task["target"]:
             return

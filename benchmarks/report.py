@@ -26,6 +26,10 @@ ABOUT = {
     ),
     "trainer": ("python benchmarks/bench_trainer.py", "Tokens per CPU-second of a training step against TRL; ratios."),
     "grpo": ("python benchmarks/bench_grpo.py", "CPU seconds of RL to a fixed reward against TRL; ratios."),
+    "tail": (
+        "python benchmarks/bench_tail.py",
+        "Asynchronous against synchronous RL where one rollout in 32 is late: seconds to the same reward.",
+    ),
     "orchestrator": ("python benchmarks/bench_orchestrator.py", "What a rollout costs client and orchestrator."),
     "road": ("python benchmarks/bench_road.py", "The demo on three seeds: what it learns, in which time."),
     "examples": ("python benchmarks/bench_examples.py", "The tiny examples on two seeds: does RL raise the reward?"),

@@ -1,7 +1,7 @@
 """The peer of bench_grpo.py: TRL's GRPOTrainer on the demo's task, a line for every step.
 
 Runs in an environment of its own, without this project's packages: `python trl_grpo.py task.json`. It answers with the
-mean reward of every batch and the CPU seconds of its process so far, and stops when the reward is reached.
+mean reward of every batch, CPU seconds and peak memory of its process so far, and stops when the reward is reached.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import sys
 import time
 from difflib import SequenceMatcher
@@ -42,7 +43,8 @@ class Report(transformers.TrainerCallback):
         if not logs or "reward" not in logs:
             return
         self.rewards.append(float(logs["reward"]))
-        reply({"step": state.global_step, "reward": self.rewards[-1], "cpu": time.process_time()})
+        peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        reply({"step": state.global_step, "reward": self.rewards[-1], "cpu": time.process_time(), "peak_mb": peak_mb})
         last = self.rewards[-self.window :]
         if len(last) == self.window and sum(last) / self.window >= self.target:
             control.should_training_stop = True
