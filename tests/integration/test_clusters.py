@@ -194,13 +194,16 @@ def test_manifests_are_valid_and_kustomize_builds_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(bool(hosts.why_not()), reason="root for hosts is missing")
-@pytest.mark.parametrize("cut", ["inference", "trainer"])
-def test_a_host_that_is_cut_off_comes_back_and_nothing_is_lost(cut: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("cut", "way"), [("inference", "filesystem"), ("trainer", "filesystem"), ("inference", "gloo")]
+)
+def test_a_host_that_is_cut_off_comes_back_and_nothing_is_lost(cut: str, way: str, tmp_path: Path) -> None:
     """Trainer ranks on hosts 0 and 1, the server on 2, the orchestrator on 3; the cut lasts some seconds of a run."""
     out, place = tmp_path / "run", 2 if cut == "inference" else 1
-    lay_out_files(out, *NODES, *ON_BRIDGE, "--max-steps", "6")
+    lay_out_files(out, *NODES, *ON_BRIDGE, "--max-steps", "6", "--weight-broadcast.type", way)
     where = {"trainer": [0, 1], "inference_0": [2], "orchestrator": [3]}
-    with hosts.open_hosts(4) as machines, running(out, machines, where) as tasks:
+    hidden = [out / "weights", out / "broadcasts"] if way == "gloo" else []
+    with hosts.open_hosts(4) as machines, running(out, machines, where, hidden) as tasks:
         wait_until(lambda: count_steps(out) >= 2, "step 2", 300)
         machines.cut(place)
         before = count_steps(out)
