@@ -92,13 +92,13 @@ class Shape:
 
     @property
     def layer_bytes(self) -> int:
-        """What one layer keeps of a token for its backward pass, in bf16 with the inputs of norms in fp32.
+        """What one layer keeps of a token for its backward pass, in bf16.
 
         Two norms, queries and keys with their own norms, what attention reads and gives, gate, up, their activation and
         product. As counted by autograd's hooks for a layer of Qwen3.
         """
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return 16 * self.hidden + 12 * queries + 10 * keys + 8 * self.inner * max(self.active, 1)
+        return 8 * self.hidden + 8 * queries + 6 * keys + 8 * self.inner * max(self.active, 1)
 
 
 def read_shape(name: str) -> Shape:
