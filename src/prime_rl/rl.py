@@ -19,8 +19,8 @@ from prime_rl.deployment.config import LocalDeployment
 from prime_rl.eval.config import EvalConfig
 from prime_rl.fleet import has_versions, is_whole, lay_out
 from prime_rl.inference.config import InferenceConfig
-from prime_rl.transport.broadcast import BROADCASTS_DIR
 from prime_rl.transport.weights import AVERAGE_DIR
+from prime_rl.utils.config import BROADCASTS_DIR
 from prime_rl.utils.hang import HangWatch
 from prime_rl.utils.process import ChildFailed, Supervisor, check_port_free, find_gpus, num_cores
 from prime_rl.utils.progress import show_progress

@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from prime_rl.transport.broadcast import BROADCASTS_DIR
 from prime_rl.utils.config import (
+    BROADCASTS_DIR,
     AskedEnvConfig,
     ClientConfig,
     EnvConfig,

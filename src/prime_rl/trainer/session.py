@@ -38,9 +38,10 @@ from prime_rl.trainer.parallel_dims import leave_ranks
 from prime_rl.trainer.perf import PerfCounter, Stopwatch
 from prime_rl.trainer.profiling import record_profile
 from prime_rl.transport import weights
-from prime_rl.transport.broadcast import BROADCASTS_DIR, Broadcaster, announce, is_taken
+from prime_rl.transport.broadcast import Broadcaster, announce, is_taken
 from prime_rl.transport.canary import Canary
 from prime_rl.transport.watch import wait_for_blocking
+from prime_rl.utils.config import BROADCASTS_DIR
 from prime_rl.utils.hang import Wait, explain_on_signal
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.monitor import Monitor, build_monitor

@@ -33,9 +33,6 @@ from rollouts.training.steps import publish_step
 if TYPE_CHECKING:
     from torch import Tensor, device
 
-BROADCASTS_DIR = "broadcasts"
-"""Where versions are announced in the output directory, in place of `weights`."""
-
 SCHEMA = 1
 BROADCAST_FILE, TAKEN_FILE = "broadcast.json", "TAKEN"
 CONNECT_S = 10.0

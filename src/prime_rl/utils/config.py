@@ -146,6 +146,10 @@ class TransportConfig(BaseConfig):
     """zmq: port of the orchestrator."""
 
 
+BROADCASTS_DIR = "broadcasts"
+"""Where versions are announced in the output directory that servers receive over a process group."""
+
+
 class WeightBroadcastConfig(BaseConfig):
     """How weights get from the trainer to the inference servers; all three must say the same."""
 
