@@ -77,7 +77,7 @@ DOORS: dict[str, tuple[str, ...]] = {
         "prime_rl.utils.tokenizer",
     ),
     "openai": ("prime_rl.utils.client", "rollouts.training.environments.answers"),
-    "fastapi": ("prime_rl.inference.server", "prime_rl.monitor"),
+    "starlette": ("prime_rl.inference", "prime_rl.monitor"),
     "ray": ("prime_rl.deployment.ray_job",),
     "plotly": ("prime_rl.monitor", "nanochat.prime_rl_figures"),
 }

@@ -297,7 +297,8 @@ try:
     main()
 except SystemExit as stop:
     assert stop.code == 0
-print("GIANTS", *(name for name in ("torch", "transformers", "verifiers", "fastapi", "openai") if name in sys.modules))
+LARGE = ("torch", "transformers", "verifiers", "starlette", "openai")
+print("GIANTS", *(name for name in LARGE if name in sys.modules))
 """
 
 

@@ -21,7 +21,7 @@ from prime_rl.utils.process import find_gpus
 from prime_rl.utils.pydantic_config import run_command
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from starlette.applications import Starlette
 
     from prime_rl.inference.service import Service
 
@@ -30,28 +30,33 @@ SWITCH_INTERVAL_S = 0.0005
 """The engine takes the interpreter back after each operator; at Python's 5 ms it would wait for busy handlers."""
 
 
-def build_app(service: Service) -> FastAPI:
+def build_app(service: Service) -> Starlette:
     """All routes. Handlers are plain functions of a request: no model is validated per token or per answer."""
-    from fastapi import FastAPI
+    from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
+    from starlette.middleware import Middleware
+    from starlette.routing import Route
 
     from prime_rl.inference import control, openapi, routes, score_route, token_route
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
         service.engine.start()
         try:
             yield
         finally:
             await asyncio.to_thread(service.engine.close)
 
-    app = FastAPI(title="prime-rl inference", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_exception_handler(HTTPException, routes.refuse_route)
-    app.add_middleware(routes.BodyLimit, max_bytes=round(service.config.server.max_request_mb * 2**20))
     table = (*routes.ROUTES, *token_route.TOKEN_ROUTES, *score_route.SCORE_ROUTES, *control.CONTROL_ROUTES)
-    for path, method, handler, access in (*table, openapi.openapi_route(table)):
-        app.add_route(path, routes.guarded(service, handler, access), methods=[method])
-    return app
+    table = (*table, openapi.openapi_route(table))
+    return Starlette(
+        routes=[
+            Route(path, routes.guarded(service, do, access), methods=[method]) for path, method, do, access in table
+        ],
+        middleware=[Middleware(routes.BodyLimit, max_bytes=round(service.config.server.max_request_mb * 2**20))],
+        exception_handlers={HTTPException: routes.refuse_route},
+        lifespan=lifespan,
+    )
 
 
 def bind(host: str, port: int) -> socket.socket:

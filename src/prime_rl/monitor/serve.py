@@ -23,7 +23,7 @@ from prime_rl.monitor.vocabulary import Vocabulary, find_tokenizer
 if TYPE_CHECKING:
     from types import FrameType
 
-    from fastapi import FastAPI
+    from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response, StreamingResponse
 
@@ -139,15 +139,16 @@ class LiveRun:
         return (*sizes, *(place.written_ns for place in self.run.evaluations()))
 
 
-def build_app(live: LiveRun) -> FastAPI:
+def build_app(live: LiveRun) -> Starlette:
     """The routes of the page. Only reading, only for this machine, only under its own name."""
-    from fastapi import FastAPI
+    from starlette.applications import Starlette
     from starlette.responses import Response
+    from starlette.routing import Route
 
     page = render_page(None)
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
         live.start()
         yield
         live.close()
@@ -192,9 +193,7 @@ def build_app(live: LiveRun) -> FastAPI:
     async def refuse(request: Request, error: Exception) -> Response:
         return Response(str(error), status_code=400, headers=_HEADERS)
 
-    app = FastAPI(title="prime-rl monitor", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_exception_handler(ValueError, refuse)
-    for path, route in (
+    table = (
         ("/", show_page),
         ("/api/run", show_run),
         ("/api/update", show_update),
@@ -202,9 +201,9 @@ def build_app(live: LiveRun) -> FastAPI:
         ("/api/rollouts/{number:int}", show_rollout),
         ("/api/rollouts/{number:int}/group", show_group),
         ("/api/events", tell_changes),
-    ):
-        app.add_route(path, _own_name(route), methods=["GET"])
-    return app
+    )
+    routes = [Route(path, _own_name(route), methods=["GET"]) for path, route in table]
+    return Starlette(routes=routes, exception_handlers={ValueError: refuse}, lifespan=lifespan)
 
 
 def read_query(words: dict[str, str]) -> Query:
