@@ -40,6 +40,7 @@ VALUES, KEYS, WAYS = 8, 6, 4
 KEY, WAY, BEGIN, NOISY, ASK, ANSWER, END, VOCAB = 8, 14, 18, 19, 20, 21, 22, 24
 NOISE = 0.3
 GROUP = 8
+RISING = 20  # first steps, in which the learning rate rises: what is sampled before much is known settles nothing
 SETTLING = 20  # last steps of a distillation, in which the learning rate falls to zero
 Rows = Tensor  # int64 [rows, length]
 Past = Sequence[tuple[Tensor, Tensor]]  # keys and values of each layer
@@ -275,7 +276,7 @@ class Recipe:
     """One run: what is minimised, by which teacher, from where."""
 
     objective: Objective
-    steps: int = 80
+    steps: int = 100
     prompts: int = 8  # of a step, each answered GROUP times
     context: Rows | None = None  # the teacher's; None: the task's own
     truth: Rows | None = None  # what rewards go by; None: the context
@@ -289,7 +290,6 @@ class Recipe:
     temperature: float = 1.0
     teacher_temperature: float = 1.0
     lr: float = 1e-3
-    rise: int = 0  # first steps, in which the learning rate rises
     equal: int = 0  # first steps, in which the student's tau is the teacher's
     anneal: tuple[int, int, float] | None = None  # after, steps, margin: see `prime_rl.trainer.config.AnnealConfig`
     marks: Sequence[int] = ()
@@ -364,8 +364,7 @@ def distill(task: Task, base: CausalLM, recipe: Recipe, seed: int) -> tuple[Caus
         if recipe.anchor:
             losses.append(hold(task, student, base, recipe, draw))
         for settings in optimizer.param_groups:
-            rise = (step + 1) / recipe.rise if recipe.rise else 1.0
-            settings["lr"] = recipe.lr * min(1.0, rise, (recipe.steps - step) / SETTLING)
+            settings["lr"] = recipe.lr * min(1.0, (step + 1) / RISING, (recipe.steps - step) / SETTLING)
         total = sum(loss for loss, _ in losses) / sum(count for _, count in losses)
         torch.autograd.backward(total)
         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
