@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from prime_rl.trainer.backend import build_backend
+from prime_rl.trainer.config import TrainConfig
 from prime_rl.trainer.models.attention import ROWS_TRIED, _find_rows
 from rollouts.training.linear import Linear, linear, pack_weight, packed_linear, pad_rows, round_rows, uses_onednn
 
@@ -91,3 +95,20 @@ def test_a_machine_is_asked_how_many_rows_a_product_needs() -> None:
 
     assert _find_rows(rounds_otherwise_below_nine, 8, 0) == 9
     assert _find_rows(lambda x, weight: x + len(x), 8, 0) == ROWS_TRIED[-1], "none will do but the most"
+
+
+def test_what_need_not_repeat_bits_is_the_same_product(tmp_path: Path) -> None:
+    values = {"model": {"name": "tiny-qwen3", "debug": {"random_init": True}}, "output_dir": tmp_path}
+    exact = build_backend(TrainConfig.model_validate(values)).model
+    values["model"] = {**values["model"], "attn": "sdpa"}  # type: ignore[dict-item]
+    fast = build_backend(TrainConfig.model_validate(values)).model
+    layers = [[m for m in model.modules() if isinstance(m, Linear)] for model in (exact, fast)]
+    assert all(layer.exact for layer in layers[0])
+    assert not any(layer.exact for layer in layers[1])
+    x = torch.randn(70, layers[0][0].in_features, requires_grad=True)
+    for a, b in zip(*layers, strict=True):
+        if a.in_features != x.shape[1]:
+            continue
+        grads = [torch.autograd.grad(layer(x).square().sum(), (x, layer.weight)) for layer in (a, b)]
+        assert torch.allclose(a(x), b(x), atol=1e-5)
+        assert all(torch.allclose(ours, theirs, atol=1e-3) for ours, theirs in zip(*grads, strict=True))

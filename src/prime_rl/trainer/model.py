@@ -16,6 +16,7 @@ from prime_rl.trainer.models.attention import AttentionMode, has_flash
 from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig
 from prime_rl.trainer.models.registry import load_decoder, load_hf_config
 from prime_rl.utils.tokenizer import ASSETS_DIR, resolve_model_dir
+from rollouts.training.linear import Linear
 
 FEW_CORES = 4
 """On so few cores the processes of a run would fight over them, and two threads that fight are slower than one."""
@@ -77,6 +78,9 @@ def load_model(
         dtype=torch.float64 if placement.dtype == torch.float64 else torch.float32,
         device="cpu" if sharded else placement.device,
     )
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.exact = placement.attn == "exact"
     if config.lora is not None:
         add_lora(model, build_adapter_spec(config.lora), seed)
     return model, model_dir

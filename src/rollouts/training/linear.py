@@ -48,9 +48,13 @@ def pad_rows(x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rounded inputs"]
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` through `linear`."""
+    """`nn.Linear` through `linear`, or where a row's bits need not repeat (`exact` off) by what is fastest here."""
+
+    exact = True
 
     def forward(self, x: Float[Tensor, "*rows inputs"]) -> Float[Tensor, "*rows outputs"]:
+        if not self.exact and has_fast_mkl():
+            return F.linear(x, self.weight, self.bias)
         return linear(x, self.weight, self.bias)
 
 
