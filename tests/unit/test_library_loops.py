@@ -129,7 +129,7 @@ def build_rl(
     return build_backend(path, loss_fn, seed=3), buffer, AsyncRolloutManager(buffer, config, **options), policy
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", ["asyncio", pytest.param("trio", marks=pytest.mark.slow)])
 def test_rl_raises_the_reward_and_keeps_the_engine_up_to_date(tmp_path: Path, loop: str) -> None:
     pytest.importorskip(loop)
     policy, buffer = Policy(), DataBuffer([[2, i] for i in range(3, 9)])
