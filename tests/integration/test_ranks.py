@@ -61,7 +61,7 @@ def start(run: Runner, kind: str, num_ranks: int, out: Path, *options: object) -
     [
         pytest.param("trainer", 1, marks=pytest.mark.slow),
         ("trainer", 2),
-        ("sft", 1),
+        pytest.param("sft", 1, marks=pytest.mark.slow),
         pytest.param("sft", 2, marks=pytest.mark.slow),
     ],
 )
