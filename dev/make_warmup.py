@@ -3,6 +3,7 @@
     python dev/make_warmup.py wiki-search             # outputs/wiki_search/sft.jsonl: right answers
     python dev/make_warmup.py alphabet-sort --tiny    # outputs/alphabet_sort_tiny/sft.jsonl: careless ones
     python dev/make_warmup.py facts                   # outputs/facts/sft.jsonl: following contexts, for distillation
+    python dev/make_warmup.py facts --unsure          # outputs/facts/unsure.jsonl: contexts that err now and then
 
 The tiny ones go with `examples/<name>/tiny/`, whose `rl.toml` has the environment's arguments. They are right in form
 and careless in substance: a model that has learnt from them knows the format and is right now and then, which is what
@@ -28,6 +29,7 @@ FEW_EXAMPLES = 1000  # of the others
 NUM_TINY_EXAMPLES = 3000
 NUM_TINY_PAGES = 500
 CARELESSNESS = 0.6  # share of lists whose order is thrown away
+MISREAD = 0.03  # share of values that unsure readers get wrong
 SEED = 1000  # not the seed of the RL run
 
 Conversation = dict[str, Any]
@@ -88,17 +90,21 @@ TINY: dict[str, Callable[[Any, dict[str, Any], random.Random], list[Conversation
 
 def main() -> None:
     name, *flags = sys.argv[1:] or [""]
-    if name not in NAMES or flags not in ([], ["--tiny"]) or (flags and name not in TINY):
-        raise SystemExit(f"usage: python dev/make_warmup.py {' | '.join(NAMES)} (--tiny: {', '.join(TINY)})")
+    if name not in NAMES or flags not in ([], ["--tiny"] if name in TINY else ["--unsure"] * (name == "facts")):
+        extras = f"--tiny: {', '.join(TINY)}; --unsure: facts"
+        raise SystemExit(f"usage: python dev/make_warmup.py {' | '.join(NAMES)} ({extras})")
     folder = name.replace("-", "_")
     sys.path.insert(0, str(ROOT / "environments" / folder))
     room = importlib.import_module(folder)
-    if flags:
+    file = "sft.jsonl"
+    if flags == ["--unsure"]:
+        rows, file = room.build_sft_examples(NUM_EXAMPLES[name], seed=SEED, misread=MISREAD), "unsure.jsonl"
+    elif flags:
         config = tomllib.loads((ROOT / "examples" / folder / "tiny" / "rl.toml").read_text())
         rows = TINY[name](room, config["orchestrator"]["env"][0]["args"], random.Random(SEED))
     else:
         rows = room.build_sft_examples(NUM_EXAMPLES.get(name, FEW_EXAMPLES))
-    path = Path("outputs") / (folder + "_tiny" * bool(flags)) / "sft.jsonl"
+    path = Path("outputs") / (folder + "_tiny" * ("--tiny" in flags)) / file
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     sys.stdout.write(f"{len(rows)} conversations in {path}\n")

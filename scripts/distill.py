@@ -106,7 +106,7 @@ def sum_up(demo: Demo) -> None:
         f"\nNext\n"
         f"  . .venv/bin/activate\n"
         f"  rl @ {RECIPE / 'tiny.toml'} --inspect-context 2\n"
-        f"  rl @ {RECIPE / 'tiny_hybrid.toml'} --model.name {shown(newest_weights(demo.output_dir / 'sft'))}\n"
+        f"  {RECIPE / 'README.md'}   a teacher that a reward knows better than, and other ways\n"
         f"  docs/on_policy_distillation.md\n",
         soft_wrap=True,
         markup=False,

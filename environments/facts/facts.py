@@ -69,12 +69,13 @@ def build_rows(facts: str | None, num_rows: int, *, split: str, num_asked: int, 
 
 
 def build_sft_examples(
-    num_examples: int, num_asked: int = 3, seed: int = 1, shown: float = 0.8
+    num_examples: int, num_asked: int = 3, seed: int = 1, shown: float = 0.8, misread: float = 0.0
 ) -> list[dict[str, str]]:
     """Conversations that teach how to read a table, and no table: rows for supervised fine-tuning.
 
     A share `shown` has a table in its prompt and answers by it; the others show none and answer with any values. None
-    of the prompts is of the eval split.
+    of the prompts is of the eval split. A share `misread` of the values read is any other value: who learns from them
+    trusts a table so far, and can be taught better by a reward.
     """
     draw = random.Random(f"sft-{seed}")
     rows: list[dict[str, str]] = []
@@ -82,6 +83,8 @@ def build_sft_examples(
         table, question = draw_table(draw), "".join(draw.choices(KEYS, k=num_asked))
         answer = "".join(table[key] for key in question)
         if draw.random() < shown:
+            if misread:
+                answer = "".join(draw.choice(VALUES.replace(v, "")) if draw.random() < misread else v for v in answer)
             question = f"{write_facts(table)}\n{question}"
         else:
             answer = "".join(draw.choices(VALUES, k=num_asked))

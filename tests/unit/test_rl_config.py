@@ -239,6 +239,7 @@ CLASSES = {
     "context_distill/tiny_modes.toml": ("prime_rl.config", "RLConfig"),
     "context_distill/tiny_hybrid.toml": ("prime_rl.config", "RLConfig"),
     "context_distill/tiny_sft.toml": ("prime_rl.trainer.config", "SFTConfig"),
+    "context_distill/tiny_hybrid_sft.toml": ("prime_rl.trainer.config", "SFTConfig"),
     "context_distill/tiny_modes_sft.toml": ("prime_rl.trainer.config", "SFTConfig"),
     "eval.toml": ("prime_rl.eval.config", "EvalConfig"),
     "infer.toml": ("prime_rl.inference.config", "InferenceConfig"),
