@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 from urllib.parse import urlsplit
@@ -259,6 +260,12 @@ def given_gpus(config: RLConfig) -> dict[str, list[int]]:
     return {key: ids for key in keys if (ids := getattr(config, key))}
 
 
+def has_versions(config: RLConfig) -> bool:
+    """Whether the teacher's server is brought from version to version."""
+    teacher = config.orchestrator.teacher_model
+    return teacher is not None and teacher.weights == "ema"
+
+
 class _Values:
     """The raw tables of the config with access by dotted key, and the notes of where values come from."""
 
@@ -451,10 +458,16 @@ def _default(key: str) -> Any:
     section, _, name = key.rpartition(".")
     if section == "ckpt":
         return getattr(SharedCkptConfig(), name)
-    owner: Any = RLConfig.model_construct()
+    owner: Any = _defaults()
     for part in key.split("."):
         owner = getattr(owner, part)
     return owner
+
+
+@cache
+def _defaults() -> RLConfig:
+    """The defaults of `rl` as they stand, unchecked; they are copied once, not for each key."""
+    return RLConfig.model_construct()
 
 
 def _same(left: Any, right: Any) -> bool:

@@ -12,7 +12,6 @@ from prime_rl.inference.config import InferenceConfig
 from prime_rl.orchestrator.config import TeacherConfig
 from prime_rl.trainer.config import DistillConfig, LossConfig
 from prime_rl.utils.config import BASE_MODEL
-from prime_rl.utils.process import check_port_free
 from prime_rl.utils.pydantic_config import merge_tables
 
 TEACHER = "orchestrator.teacher_model"
@@ -184,6 +183,8 @@ def _needed_length(values: Values) -> int:
 
 def _find_port(values: Values, host: str) -> int:
     """The first free port after that of inference."""
+    from prime_rl.utils.process import check_port_free  # what starts processes is slow to import, `plan` starts none
+
     port = values.get("inference.server.port") if values.has("inference.server.port") else InferenceConfig().server.port
     taken = {values.get("transport.port")} if values.get("transport.type") == "zmq" else set()
     for number in range(int(port) + 1, min(int(port) + MAX_PORTS, 65536)):

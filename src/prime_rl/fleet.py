@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from prime_rl.config import RLConfig, given_gpus
+from prime_rl.config import RLConfig, given_gpus, has_versions
 from prime_rl.deployment.config import Cluster, KubernetesDeployment, LocalDeployment, NodesConfig
 from prime_rl.deployment.layout import KEY_VARIABLE, Layout, Place, Task, lay_out_ranks
 from prime_rl.inference.config import InferenceConfig
@@ -188,9 +188,3 @@ def find_servers(config: RLConfig, fleets: Sequence[Servers]) -> list[str]:
         for section in sections:
             options += [f"--{section}.base-url", fleet.urls, f"--{section}.api-key-var", key]
     return options
-
-
-def has_versions(config: RLConfig) -> bool:
-    """Whether the teacher's server is brought from version to version."""
-    teacher = config.orchestrator.teacher_model
-    return teacher is not None and teacher.weights == "ema"

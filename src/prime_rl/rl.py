@@ -12,18 +12,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from prime_rl.config import RLConfig, given_gpus
+from prime_rl.config import RLConfig, given_gpus, has_versions
 from prime_rl.config_teacher import describe_taus
 from prime_rl.deployment.config import LocalDeployment
-from prime_rl.eval.config import EvalConfig
-from prime_rl.fleet import has_versions, is_whole, lay_out
 from prime_rl.inference.config import InferenceConfig
-from prime_rl.transport.weights import AVERAGE_DIR
-from prime_rl.utils.config import BROADCASTS_DIR
-from prime_rl.utils.hang import HangWatch
+from prime_rl.utils.config import AVERAGE_DIR, BROADCASTS_DIR
 from prime_rl.utils.process import ChildFailed, Supervisor, check_port_free, find_gpus, num_cores
-from prime_rl.utils.progress import show_progress
 from prime_rl.utils.pydantic_config import BaseConfig, run_command, write_config
 from rollouts.training.steps import (
     complete_steps,
@@ -34,6 +30,9 @@ from rollouts.training.steps import (
     remove_unfinished,
     step_path,
 )
+
+if TYPE_CHECKING:
+    from prime_rl.eval.config import EvalConfig
 
 STEP_DIRS = ("rollouts", "weights", BROADCASTS_DIR, AVERAGE_DIR, "checkpoints")
 CKPT_PARTS = ("trainer", "orchestrator")
@@ -51,6 +50,8 @@ class Placement:
 
 def rl(config: RLConfig) -> int:
     """Run until trainer and orchestrator are through; returns the exit code."""
+    from prime_rl.utils.hang import HangWatch
+    from prime_rl.utils.progress import show_progress
     from prime_rl.utils.vf import check_environments
 
     teacher = config.orchestrator.teacher_model
@@ -100,6 +101,7 @@ def rl(config: RLConfig) -> int:
 def hand_in(config: RLConfig) -> int:
     """Write the files of a deployment and hand it in; what one machine does whole prepares itself there."""
     from prime_rl.deployment.launch import build_files, deploy
+    from prime_rl.fleet import is_whole, lay_out
 
     deployment = config.deployment
     assert not isinstance(deployment, LocalDeployment)
@@ -117,6 +119,7 @@ def preview(config: RLConfig) -> str | None:
     if isinstance(config.deployment, LocalDeployment):
         return None
     from prime_rl.deployment.launch import build_files, show_files
+    from prime_rl.fleet import lay_out
 
     layout, configs = lay_out(config)
     return show_files(build_files(layout, configs, config.deployment, config.output_dir))
@@ -395,6 +398,8 @@ def write_configs(config: RLConfig) -> dict[str, Path]:
 
 def build_eval_config(config: RLConfig) -> EvalConfig:
     """The evaluation of this run's environments, sampled as in training."""
+    from prime_rl.eval.config import EvalConfig
+
     return EvalConfig.model_validate(
         {
             "model": {"name": config.model.name},

@@ -8,8 +8,9 @@ import subprocess
 import sys
 import textwrap
 
+from prime_rl.trainer.command import count_missing_ranks
 from prime_rl.trainer.config import ParallelDims
-from prime_rl.trainer.launch import FirstRank, count_missing_ranks
+from prime_rl.trainer.launch import FirstRank
 
 
 def test_ranks_are_started_once() -> None:
@@ -30,7 +31,7 @@ def test_a_rank_leaves_without_taking_the_interpreter_down() -> None:
     """Threads of gloo, unwound while Python shuts down, have killed ranks that were through; see `run_trainer`."""
     program = textwrap.dedent("""
         import atexit, os
-        from prime_rl.trainer import launch
+        from prime_rl.trainer import command
 
         class Fuse:
             def __del__(self):
@@ -39,9 +40,9 @@ def test_a_rank_leaves_without_taking_the_interpreter_down() -> None:
         def finished(*_, **__):
             raise SystemExit(3)
 
-        launch.fuse, launch.run_command = Fuse(), finished
+        command.fuse, command.run_command = Fuse(), finished
         atexit.register(print, "said at exit")
-        launch.run_trainer("trainer", None, None, summary="")
+        command.run_trainer("trainer", None, None, summary="")
     """)
     ends = {}
     for world_size in ("1", "2"):

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from prime_rl.trainer.command import count_missing_ranks
 from prime_rl.trainer.config import ParallelDims
 from prime_rl.trainer.context_parallel import check_heads, find_tokens, repeat_heads
-from prime_rl.trainer.launch import count_missing_ranks
 from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig, init_weights
 from prime_rl.trainer.parallel_dims import Mesh, Team
 from prime_rl.trainer.parallel_dims import ParallelDims as SameDims

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import itertools
 import json
 import math
 import os
@@ -14,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field, ValidationInfo, model_validator
 
+from prime_rl.utils.config_help import _texts_of_module
 from prime_rl.utils.config_sources import find_lines
 from prime_rl.utils.config_toml import render_toml
 from prime_rl.utils.pydantic_config import (
@@ -24,6 +28,8 @@ from prime_rl.utils.pydantic_config import (
     run_command,
     write_config,
 )
+
+ROOT = Path(__file__).parents[2]
 
 
 class LoraConfig(BaseConfig):
@@ -452,6 +458,22 @@ def test_help_shows_every_key_once_merged(
     assert run_tiny(monkeypatch, "@", write(tmp_path / "a.toml", "lr = 2.25"), "--help", "--optim.type", "sgd") == 0
     text = capsys.readouterr().out
     assert "2.25" in text and "a.toml:1" in text and '[optim] type = "sgd" (chosen)' in text
+
+
+def test_texts_of_fields_are_those_that_a_parser_finds() -> None:
+    """The help reads them by a pattern."""
+    for path in (ROOT / "src/prime_rl").rglob("*config*.py"):
+        module = ".".join(path.relative_to(ROOT / "src").with_suffix("").parts)
+        importlib.import_module(module)
+        classes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+        wanted = {
+            (cls.name, field.target.id): text.value.value
+            for cls in classes
+            for field, text in itertools.pairwise(cls.body)
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+            if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+        }
+        assert _texts_of_module(module) == wanted, module
 
 
 def test_help_with_a_wrong_file_shows_both(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

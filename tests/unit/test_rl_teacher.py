@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from prime_rl import rl
-from prime_rl.config import RLConfig
+from prime_rl.config import RLConfig, has_versions
 from prime_rl.config_teacher import describe_taus
-from prime_rl.fleet import has_versions
 from prime_rl.orchestrator import orchestrator
 from prime_rl.orchestrator.teacher import build_teacher
 from prime_rl.utils.process import find_free_port

@@ -238,7 +238,7 @@ def test_without_a_key_only_this_machine_changes_the_server(server: RunningServe
 
 def test_which_engine_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen(has_vllm: bool, gpus: list[int], **config: Any) -> str:
-        monkeypatch.setattr("prime_rl.inference.server.find_gpus", lambda: gpus)
+        monkeypatch.setattr("prime_rl.utils.process.find_gpus", lambda: gpus)
         monkeypatch.setattr("prime_rl.inference.server.is_installed", lambda name: has_vllm)
         return choose_backend(InferenceConfig.model_validate(config))
 

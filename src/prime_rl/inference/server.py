@@ -5,7 +5,6 @@ Run it with `inference @ configs/debug/infer.toml`.
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import importlib.util
 import os
@@ -17,7 +16,6 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Literal
 
 from prime_rl.inference.config import CacheConfig, InferenceConfig, refuse_beyond_embedded
-from prime_rl.utils.process import find_gpus
 from prime_rl.utils.pydantic_config import run_command
 
 if TYPE_CHECKING:
@@ -32,6 +30,8 @@ SWITCH_INTERVAL_S = 0.0005
 
 def build_app(service: Service) -> Starlette:
     """All routes. Handlers are plain functions of a request: no model is validated per token or per answer."""
+    import asyncio  # with its loops and sockets it is a tenth of what `--help` would import
+
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.middleware import Middleware
@@ -81,6 +81,8 @@ def choose_backend(config: InferenceConfig) -> Literal["embedded", "vllm"]:
     """Which engine serves; `ValueError` for what it cannot do."""
     chosen = config.backend
     if chosen == "auto":
+        from prime_rl.utils.process import find_gpus
+
         asks_for_ours = config.exact or config.model.device != "auto" or config.cache != CacheConfig()
         asks_for_ours |= config.weight_broadcast.type == "nccl"
         chosen = "vllm" if is_installed("vllm") and find_gpus() and not asks_for_ours else "embedded"

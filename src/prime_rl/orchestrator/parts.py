@@ -25,10 +25,9 @@ from prime_rl.orchestrator.waiting import LagMeter, Reminder
 from prime_rl.orchestrator.weight_relay import WeightRelay
 from prime_rl.transport.batches import BatchSender
 from prime_rl.transport.broadcast import acknowledge
-from prime_rl.transport.weights import AVERAGE_DIR
 from prime_rl.transport.wires import build_sender
 from prime_rl.utils.client import build_clients
-from prime_rl.utils.config import BROADCASTS_DIR
+from prime_rl.utils.config import AVERAGE_DIR, BROADCASTS_DIR
 from prime_rl.utils.hang import Wait, explain_on_signal
 from prime_rl.utils.monitor import Monitor, build_monitor
 from rollouts.training.environments import Environment

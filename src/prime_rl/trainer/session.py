@@ -41,7 +41,7 @@ from prime_rl.transport import weights
 from prime_rl.transport.broadcast import Broadcaster, announce, is_taken
 from prime_rl.transport.canary import Canary
 from prime_rl.transport.watch import wait_for_blocking
-from prime_rl.utils.config import BROADCASTS_DIR
+from prime_rl.utils.config import AVERAGE_DIR, BROADCASTS_DIR
 from prime_rl.utils.hang import Wait, explain_on_signal
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.monitor import Monitor, build_monitor
@@ -125,7 +125,7 @@ class Session:
     @property
     def average_dir(self) -> Path:
         """Where versions of the moving average are published."""
-        return self.config.output_dir / weights.AVERAGE_DIR
+        return self.config.output_dir / AVERAGE_DIR
 
     @property
     def broadcasts_dir(self) -> Path:

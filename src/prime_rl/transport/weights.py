@@ -18,9 +18,6 @@ from rollouts.training.steps import prune_steps, publish_step
 if TYPE_CHECKING:
     from torch import Tensor
 
-AVERAGE_DIR = "average"
-"""Where a trainer publishes versions of its moving average, in the output directory beside `weights`."""
-
 SCHEMA = 1
 MANIFEST_FILE = "manifest.json"
 WEIGHTS_FILE = "model.safetensors"

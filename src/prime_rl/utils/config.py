@@ -146,6 +146,9 @@ class TransportConfig(BaseConfig):
     """zmq: port of the orchestrator."""
 
 
+AVERAGE_DIR = "average"
+"""Where a trainer publishes versions of its moving average, in the output directory beside `weights`."""
+
 BROADCASTS_DIR = "broadcasts"
 """Where versions are announced in the output directory that servers receive over a process group."""
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 from pydantic import BaseModel
@@ -22,6 +21,10 @@ from prime_rl.utils.config_toml import describe_source, render_value
 WIDTH = 100
 VALUE_WIDTH = 26
 REQUIRED = object()
+# The name of a class, or a field and the text below it, in formatted source: to parse it takes a tenth of the help.
+CLASS_OR_TEXT = re.compile(
+    r'''^class (\w+)|^    (\w+): .*\n(?: {8}.*\n| {4}[\])}].*\n)*    """(\S(?:.|\n)*?)"""''', re.MULTILINE
+)
 COMMANDS = (
     ("@ base.toml @ more.toml", "read files: tables are merged, the later file wins"),
     ("@ run.toml --{key} {value}", "options > files > {variable}={value} > defaults"),
@@ -140,7 +143,10 @@ def _section_groups(
 def _value_of(field: FieldInfo, config: BaseModel | None, name: str) -> Any:
     if config is not None:
         return getattr(config, name)
-    return REQUIRED if field.is_required() else field.get_default(call_default_factory=True)
+    if field.is_required():
+        return REQUIRED
+    # A default that is an object is not copied, as get_default would: nothing is written to it here.
+    return field.default if field.default_factory is None else field.get_default(call_default_factory=True)
 
 
 def _summary(section: type[BaseModel]) -> str:
@@ -158,15 +164,13 @@ def describe_field(section: type[BaseModel], name: str) -> str:
 @cache
 def _texts_of_module(module: str) -> dict[tuple[str, str], str]:
     """(class, field) -> the string that stands directly below the field, in one module."""
-    tree = ast.parse(inspect.getsource(sys.modules[module]))
-    classes = (node for node in tree.body if isinstance(node, ast.ClassDef))
-    return {
-        (cls.name, field.target.id): text.value.value
-        for cls in classes
-        for field, text in pairwise(cls.body)
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
-    }
+    texts, owner = {}, ""
+    for cls, field, text in CLASS_OR_TEXT.findall(inspect.getsource(sys.modules[module])):
+        if cls:
+            owner = cls
+        else:
+            texts[owner, field] = text
+    return texts
 
 
 def _row(name: str, meaning: str, shape: Shape, value: Any, source: str) -> Row:
@@ -187,15 +191,20 @@ def _short(source: str) -> str:
 
 
 def _group_lines(group: Group) -> Iterator[str]:
-    yield from textwrap.wrap(f"{group.title}  {group.meaning}", WIDTH, subsequent_indent="    ")
+    yield from _wrap(f"{group.title}  {group.meaning}", WIDTH, "    ")
     columns = [[row.name, row.type, row.value] for row in group.rows]
     widths = [max(map(len, column)) for column in zip(*columns, strict=True)]
     for row, cells in zip(group.rows, columns, strict=True):
         left = "  " + "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
         room = max(WIDTH - len(left) - 2, 30)
-        first, *more = textwrap.wrap(row.meaning, room) or [""]
+        first, *more = _wrap(row.meaning, room)
         yield f"{left}  {first}".rstrip()
         yield from (" " * (len(left) + 2) + line for line in more)
+
+
+def _wrap(text: str, width: int, indent: str = "") -> list[str]:
+    """Lines of a text, at least one; most texts are one line and need no search for places to break."""
+    return [text] if len(text) <= width else textwrap.wrap(text, width, subsequent_indent=indent)
 
 
 def colour(text: str) -> str:

@@ -11,8 +11,8 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING
 
+from prime_rl.trainer.command import count_missing_ranks, run_trainer
 from prime_rl.trainer.config import TrainConfig
-from prime_rl.trainer.launch import count_missing_ranks, run_ranks, run_trainer
 
 if TYPE_CHECKING:
     from prime_rl.trainer.session import Session
@@ -24,6 +24,8 @@ MAX_FAREWELL_S = 3600.0
 def train(config: TrainConfig) -> int:
     """Run the trainer until `max_steps`; returns the exit code. Starts the ranks that `parallel` asks for."""
     if num_ranks := count_missing_ranks(config.parallel, os.environ):
+        from prime_rl.trainer.launch import run_ranks
+
         return run_ranks("prime_rl.trainer.rl.train", "trainer", config, num_ranks)
     from prime_rl.trainer.profiling import run_bench
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 
 from prime_rl.deployment.config import LocalDeployment
+from prime_rl.trainer.command import count_missing_ranks, run_trainer
 from prime_rl.trainer.config import SFTConfig
-from prime_rl.trainer.launch import count_missing_ranks, run_ranks, run_trainer
 
 
 def train(config: SFTConfig) -> int:
@@ -22,6 +22,8 @@ def train(config: SFTConfig) -> int:
 
         return deploy(*lay_out(config), config.deployment, config.output_dir)
     if num_ranks := count_missing_ranks(config.parallel, os.environ):
+        from prime_rl.trainer.launch import run_ranks
+
         return run_ranks("prime_rl.trainer.sft.train", "sft", config, num_ranks)
     from prime_rl.trainer.profiling import run_bench
 
