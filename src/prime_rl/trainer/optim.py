@@ -16,6 +16,7 @@ from prime_rl.trainer.config import (
     OptimConfig,
     SchedulerConfig,
 )
+from rollouts.training.backends.adamw import AdamW
 from rollouts.training.backends.muon import Muon
 
 Schedule = Callable[[int], float]
@@ -28,7 +29,7 @@ def build_optimizer(config: OptimConfig, parameters: Mapping[str, Tensor]) -> to
         shared = {"lr": config.lr, "weight_decay": config.weight_decay}
         return Muon(parameters, muon=matrices | shared, adamw={"betas": (config.betas1, config.betas2), **shared})
     if isinstance(config, AdamConfig):
-        return torch.optim.AdamW(
+        return AdamW(
             group_by_mesh(parameters.values()),
             lr=config.lr,
             betas=(config.betas1, config.betas2),

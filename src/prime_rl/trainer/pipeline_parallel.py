@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from prime_rl.trainer.models.attention import Attend
 from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig
@@ -139,6 +138,9 @@ class Pipeline:
         step(*args, target=target, number=numbers, return_outputs=False)
 
     def _build_schedule(self, packs: Sequence[Pack], loss: Callable[[Tensor, Tensor], Tensor]) -> Any:
+        # They import torch's compiler, a quarter of the start of a trainer that has no pipeline.
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+
         num_tokens, stages = len(packs[0].input_ids), []
         hidden = torch.empty(
             num_tokens, self.model.config.hidden_size, dtype=self.dtype, device="meta", requires_grad=True

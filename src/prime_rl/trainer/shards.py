@@ -16,9 +16,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from rollouts.training.backends.ranks import Ranks
+from rollouts.training.backends.ranks import Ranks, is_shard
 
 BOXES = "boxes"
 """Key of a file's metadata: `{tensor: [offset of the part held here, shape of the whole tensor]}` as JSON."""
@@ -59,7 +58,7 @@ Cuts = Mapping[str, Box]
 def find_box(tensor: Tensor, cut: Box | None = None) -> Box:
     """The part that this rank holds; rows are dealt out in equal chunks, the last ones may be shorter."""
     local, offset = local_part(tensor), [0] * tensor.ndim
-    if isinstance(tensor, DTensor):
+    if is_shard(tensor):
         for dim, placement in enumerate(tensor.placements):
             if placement.is_shard():
                 assert placement.is_shard(0), "parameters are cut between rows"
@@ -218,7 +217,7 @@ def _boxes(file: Any) -> dict[str, Box]:
 
 def local_part(tensor: Tensor) -> Tensor:
     """The rows of a tensor that this rank holds; all of a plain one."""
-    if not isinstance(tensor, DTensor):
+    if not is_shard(tensor):
         return tensor
     part: Tensor = tensor.to_local()
     return part
@@ -226,8 +225,10 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def like_shard(part: Tensor, own: Tensor) -> Tensor:
     """This rank's part as a tensor that is cut as `own` is."""
-    if not isinstance(own, DTensor):
+    if not is_shard(own):
         return part
+    from torch.distributed.tensor import DTensor
+
     held = part.to(local_part(own).device)
     whole: Tensor = DTensor.from_local(
         held, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()

@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-from rollouts.training.backends.ranks import Ranks
+from rollouts.training.backends.ranks import Ranks, is_shard
 from rollouts.training.steps import is_complete, latest_step, step_path
 
 FORMAT = 1
@@ -211,7 +210,7 @@ def _kept(entries: Iterator[tuple[str, Any]], ranks: Ranks) -> dict[str, Any]:
 
 
 def _whole(value: Any, ranks: Ranks) -> Any:
-    if not isinstance(value, DTensor):
+    if not is_shard(value):
         return value
     # Offloaded shards lie on the CPU, but the process group may only speak the accelerator's language.
     local: Any = value.detach().to(ranks.device)
@@ -220,8 +219,10 @@ def _whole(value: Any, ranks: Ranks) -> Any:
 
 def _like(whole: Tensor, own: Tensor) -> Tensor:
     """A whole tensor as `own` is held: itself, or this rank's shard."""
-    if not isinstance(own, DTensor):
+    if not is_shard(own):
         return whole
+    from torch.distributed.tensor import distribute_tensor
+
     return distribute_tensor(whole.detach(), own.device_mesh, own.placements, src_data_rank=None)
 
 

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from rollouts.training.backends.pytorch import PyTorchTrainingBackend
 from rollouts.training.backends.ranks import Ranks
@@ -206,6 +205,9 @@ def shard_units(
     `cpu_offload` lets shards, gradients and so the optimizer live in host memory. The parameters of
     `keep` itself stay gathered after its forward, so that a head can be applied outside of it.
     """
+    # It comes with torch's compiler, a third of the start of a process that shares nothing.
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
     if param_dtype is not None and reduce_dtype is None:
         reduce_dtype = torch.float32
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype)}

@@ -14,6 +14,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from rollouts.training.backends.adamw import AdamW
+
 NOT_MATRICES = ("embed_tokens", "wte", "lm_head")
 """Matrices by shape only: a row is a token's own vector, which steps by itself."""
 
@@ -121,7 +123,7 @@ class Muon(JoinedOptimizer):
         if matrices:
             parts.append(MatrixMuon(matrices, muon))
         if rest:
-            parts.append(torch.optim.AdamW(rest, fused=True, **adamw))
+            parts.append(AdamW(rest, fused=True, **adamw))
         super().__init__(parts)
 
 

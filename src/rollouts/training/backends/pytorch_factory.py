@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from rollouts.training.backends.adamw import AdamW
 from rollouts.training.backends.pytorch import PyTorchTrainingBackend
 from rollouts.training.rl_losses import aggregate_tokens, compute_label_logprobs, mean_over
 
@@ -127,7 +128,7 @@ def create_adamw_optimizer(
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise ValueError("no parameter of the model requires a gradient")
-    return torch.optim.AdamW(trained, lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay)
+    return AdamW(trained, lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay)
 
 
 def create_cross_entropy_loss() -> Callable[[Tensor, dict[str, Any]], Tensor]:
