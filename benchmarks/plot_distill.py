@@ -24,30 +24,37 @@ def main() -> int:
     source, target = map(Path, sys.argv[1:])
     rows = [row for row in json.loads(source.read_text())["raw"] if row["table"] == "estimators"]
     panels = {"facts": [r for r in rows if ":" not in r["name"]], "modes": [r for r in rows if ":" in r["name"]]}
-    parts = [draw(title, found, PANEL * i) for i, (title, found) in enumerate(panels.items()) if found]
+    colours = dict(zip(dict.fromkeys(call(row) for row in rows), COLOURS, strict=False))
+    parts = [draw(title, found, PANEL * i, colours) for i, (title, found) in enumerate(panels.items()) if found]
     size = f'width="{PANEL * len(parts)}" height="{HEIGHT + TOP + 44}"'
-    style = "<style>text{font:11px sans-serif}</style>"
-    target.write_text(f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{style}{"".join(parts)}</svg>\n')
+    style = "<style>text{font-size:11px;font-family:sans-serif}</style>"
+    paper = '<rect width="100%" height="100%" fill="#fff"/>'
+    target.write_text(f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{style}{paper}{"".join(parts)}</svg>\n')
     return 0
 
 
-def draw(title: str, rows: list[dict[str, Any]], x0: int) -> str:
+def call(row: dict[str, Any]) -> str:
+    """The estimator's name, the same in both panels."""
+    return str(row["name"]).split(": ")[-1].removesuffix(" reverse").replace("the teacher", "teacher")
+
+
+def draw(title: str, rows: list[dict[str, Any]], x0: int, colours: dict[str, str]) -> str:
     """One panel with its axes and its legend."""
-    curves = {row["name"].split(": ")[-1]: mean_curve(row) for row in rows}
+    curves = {call(row): mean_curve(row) for row in rows}
     last = max(step for curve in curves.values() for step, _ in curve)
     out = [f'<g transform="translate({x0 + LEFT},{TOP})"><text x="0" y="-12" font-weight="bold">{title}</text>']
     out += [f'<rect width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#999"/>']
     for part in (0.0, 0.5, 1.0):
-        y = HEIGHT * (1 - part)
-        out.append(f'<text x="-6" y="{y + 4:.0f}" text-anchor="end">{part:g}</text>')
-        out.append(f'<text x="{WIDTH * part:.0f}" y="{HEIGHT + 16}" text-anchor="middle">{last * part:g}</text>')
+        out.append(f'<text x="-6" y="{HEIGHT * (1 - part) + 4:.0f}" text-anchor="end">{part:g}</text>')
+    for step in range(0, last + 1, 20):
+        out.append(f'<text x="{WIDTH * step / last:.0f}" y="{HEIGHT + 16}" text-anchor="middle">{step}</text>')
     out.append(f'<text x="{WIDTH / 2}" y="{HEIGHT + 32}" text-anchor="middle">step</text>')
-    for number, (name, curve) in enumerate(curves.items()):
+    for place, (name, curve) in enumerate(curves.items()):
         points = " ".join(f"{WIDTH * step / last:.1f},{HEIGHT * (1 - value):.1f}" for step, value in curve)
-        colour, y = COLOURS[number % len(COLOURS)], 10 + 18 * number
+        colour, y = colours[name], 10 + 18 * place
         out.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
         out.append(f'<path d="M{WIDTH + 8} {y}h16" stroke="{colour}" stroke-width="2"/>')
-        out.append(f'<text x="{WIDTH + 28}" y="{y + 4}">{name.replace("the teacher", "teacher")}</text>')
+        out.append(f'<text x="{WIDTH + 28}" y="{y + 4}">{name}</text>')
     return "".join([*out, "</g>"])
 
 
