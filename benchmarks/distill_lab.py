@@ -94,12 +94,16 @@ def read(model: CausalLM, tokens: Rows, past: Past = ()) -> tuple[Tensor, Past]:
     return hidden.unflatten(0, (rows, length)), attend.kept
 
 
+def choose(past: Past, rows: Tensor) -> Past:
+    """The keys and values of these rows, in their order."""
+    return [(k.index_select(0, rows), v.index_select(0, rows)) for k, v in past]
+
+
 def read_prompts(model: CausalLM, prompts: Rows) -> tuple[Tensor, Past]:
     """Hidden states [rows, width] of the last tokens, and keys and values; equal prompts are computed once."""
     prompts, row_of = prompts.unique(dim=0, return_inverse=True)
     hidden, past = read(model, prompts)
-    last = hidden[:, -1].index_select(0, row_of)
-    return last, [(k.index_select(0, row_of), v.index_select(0, row_of)) for k, v in past]
+    return hidden[:, -1].index_select(0, row_of), choose(past, row_of)
 
 
 def compute_table(
@@ -125,16 +129,18 @@ def compute_table(
 @torch.no_grad()
 def sample(model: CausalLM, prompts: Rows, length: int, draw: torch.Generator, temperature: float = 1.0) -> Rows:
     """Answers [rows, length] to the prompts; after an end come more ends."""
-    hidden, past = read_prompts(model, prompts)
     answers = prompts[:, :0]
-    for _ in range(length):
-        p = torch.softmax(model.logits(hidden) / temperature, -1)
+    prompts, place = prompts.unique(dim=0, return_inverse=True)  # equal beginnings are read once
+    hidden, past = read(model, prompts)
+    while True:
+        p = torch.softmax(model.logits(hidden[:, -1]) / temperature, -1).index_select(0, place)
         ended = (answers[:, -1:] == END).any(1, keepdim=True)
-        answers = torch.cat((answers, torch.where(ended, END, torch.multinomial(p, 1, generator=draw))), 1)
-        if answers.shape[1] < length:
-            hidden, past = read(model, answers[:, -1:], past)
-            hidden = hidden[:, -1]
-    return answers
+        said = torch.where(ended, END, torch.multinomial(p, 1, generator=draw))
+        answers = torch.cat((answers, said), 1)
+        if answers.shape[1] == length:
+            return answers
+        next_places, place = (place * VOCAB + said[:, 0]).unique(return_inverse=True)
+        hidden, past = read(model, next_places[:, None] % VOCAB, choose(past, next_places // VOCAB))
 
 
 # tasks --------------------------------------------------------------------------------------------------------------

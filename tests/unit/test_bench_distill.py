@@ -46,11 +46,15 @@ def test_shared_prompts_and_kept_keys_change_no_number() -> None:
     answers = lab.sample(model, prompts, task.length, torch.Generator().manual_seed(0))
     apart, whole = (lab.compute_table(model, prompts, answers, shared=shared) for shared in (True, False))
     torch.testing.assert_close(apart, whole, atol=1e-5, rtol=0)
-    with torch.no_grad():  # as sampling goes on: a token at a time after what was read
+    again, ended = torch.Generator().manual_seed(0), torch.zeros(len(answers), dtype=torch.bool)
+    with torch.no_grad():  # as sampling goes on: a token at a time after what was read, here of every row
         hidden, past = lab.read_prompts(model, prompts)
         for place in range(task.length):
             logprobs = torch.log_softmax(model.logits(hidden), -1)
             torch.testing.assert_close(logprobs, whole[:, place], atol=1e-5, rtol=0)
+            said = torch.multinomial(logprobs.exp(), 1, generator=again)[:, 0]
+            assert torch.equal(answers[:, place], torch.where(ended, lab.END, said))
+            ended |= answers[:, place] == lab.END
             hidden, past = lab.read(model, answers[:, place : place + 1], past)
             hidden = hidden[:, -1]
     assert answers.unique(dim=0).shape[0] > 3
