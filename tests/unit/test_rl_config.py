@@ -318,6 +318,12 @@ def test_help_wakes_no_giant(name: str) -> None:
     assert shown[0].startswith(f"usage: {name} ") and max(map(len, shown)) <= 100
 
 
+def test_an_environment_is_called_by_its_id_unless_it_has_a_name() -> None:
+    assert parse("--orchestrator.env.0.id", "gsm8k").orchestrator.env[0].name == "gsm8k"
+    assert parse("--orchestrator.env.0.name", "letters").orchestrator.env[0].name == "letters"
+    assert parse("--orchestrator.env.0.name", "None").orchestrator.env[0].name == "reverse-text"
+
+
 # The advantage half of an objective
 
 

@@ -204,6 +204,12 @@ class EnvConfig(BaseConfig):
     index_url: str = "https://hub.primeintellect.ai/{org}/simple/"
     """Package index that environments are installed from; {org} is the part of the id before the slash."""
 
+    @model_validator(mode="after")
+    def _is_called_by_its_id(self) -> EnvConfig:
+        if self.name is None:
+            self.__dict__["name"] = self.id  # shown, but not set: with another id it has another name
+        return self
+
     def plain(self) -> dict[str, Any]:
         """The environment alone, without what a richer section says about it."""
         return self.model_dump(include=set(EnvConfig.model_fields))

@@ -69,7 +69,10 @@ def read_text(text: str, shape: Shape) -> Any:
 def plain(value: Any) -> Any:
     """A configuration value as tables, lists and single values."""
     if isinstance(value, BaseModel):
-        return {name: plain(getattr(value, name)) for name in type(value).model_fields}
+        # What nobody set and has no default either follows from other keys, and follows from them again.
+        fields, was_set = type(value).model_fields, value.model_fields_set
+        kept = [name for name, field in fields.items() if name in was_set or field.default is not None]
+        return {name: plain(getattr(value, name)) for name in kept}
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, list | tuple | set | frozenset) else value
