@@ -121,7 +121,7 @@ def describe(config: PlanConfig, shape: Shape, split: Split) -> Iterator[str]:
         yield f"generate a batch    {split.generation_s:8.2f} s   {rate:,.0f} tokens/s on {split.engines} engines"
     how = "while both go on" if split.level else "both wait"
     yield f"hand weights over   {split.hand_over:8.2f} s   {how}"
-    idle = ", ".join(f"{name} waits {share:.0%}" for name, share in split.idle.items())
+    idle = "trainer waits {trainer:.0%}, engines wait {engines:.0%}".format(**split.idle)
     yield f"a step              {split.seconds:8.2f} s   {idle}"
     advice = list(advise(config, shape, split))
     yield ""

@@ -28,7 +28,7 @@ def resolve_model_dir(name: str) -> Path:
         return path.resolve()
     if (ASSETS_DIR / name / "config.json").is_file():
         return ASSETS_DIR / name
-    shipped = ", ".join(sorted(p.name for p in ASSETS_DIR.iterdir() if p.is_dir()))
+    shipped = ", ".join(sorted(file.parent.name for file in ASSETS_DIR.glob("*/config.json")))
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise ValueError(
             f"model.name {name!r} is no directory, no shipped model ({shipped}) and no hub id (owner/name): check it"
