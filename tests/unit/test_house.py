@@ -24,7 +24,7 @@ FLOORS: dict[int, tuple[str, set[int]]] = {
     1: (
         "rollouts.training.advantages rollouts.training.rl_losses rollouts.training.batching rollouts.training.filters "
         "rollouts.training.metrics rollouts.training.datasets rollouts.training.agent_integration "
-        "rollouts.training.sampling rollouts.training.linear",
+        "rollouts.training.sampling rollouts.training.linear rollouts.training.native",
         {0},
     ),
     2: (
@@ -60,6 +60,8 @@ EXCEPTIONS = {
     "rollouts.agents": "rollouts.training.types",
     # the product of an output layer has the bits that the layers below it have
     "rollouts.training.rl_losses": "rollouts.training.linear",
+    # sums are taken in the order of the product that the trainer multiplies with
+    "rollouts.training.native": "rollouts.training.linear",
     # a trajectory whose engine told no tokens is rendered and masked like any conversation
     "rollouts.training.agent_integration": "rollouts.training.datasets",
 }

@@ -11,7 +11,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prime_rl.inference.embedded.cache import BLOCK, KVCache, count_reaching, num_columns
-from prime_rl.trainer.models.attention import fold_groups, masked_attention, min_query_rows, padded, unfold_groups
+from prime_rl.trainer.models.attention import (
+    fold_groups,
+    masked_attention,
+    min_query_rows,
+    padded,
+    softmax,
+    unfold_groups,
+)
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,11 @@ class DecodePlan:
         self.mask: Float[Tensor, "rows width"] = mask.to(column.device)
         self.rows = torch.arange(self.num, device=column.device)
 
+    @property
+    def shares(self) -> bool:
+        """Whether slots read what others hold."""
+        return any(self.shared)
+
     def fits(self, positions: NDArray[np.int64]) -> bool:
         """Whether the plan still holds for these positions, a step later."""
         if self.generation != self.cache.generation or len(positions) != self.num:
@@ -179,7 +191,7 @@ class DecodeAttention:
         if narrow:
             scores = scores.float()
         scores.view(plan.num, plan.kv_heads, rows, plan.width).add_(self.mask)
-        weights = torch.softmax(scores, dim=-1)
+        weights = softmax(scores)
         if narrow:
             weights = weights.to(queries.dtype)
         out = self._multiply(0, weights[..., : plan.widths[0]] if len(views) > 1 else weights, views[0].values)

@@ -20,6 +20,7 @@ from torch import Tensor
 from prime_rl.inference.embedded.adapters import Adapters
 from prime_rl.inference.embedded.attend import Chunk, DecodeAttention, DecodePlan, PrefillAttention
 from prime_rl.inference.embedded.cache import BLOCK, KVCache, num_columns
+from prime_rl.inference.embedded.fused import FusedPlan
 from prime_rl.inference.embedded.prefix import PrefixIndex
 from prime_rl.inference.embedded.runner import Changes, Runner
 from prime_rl.inference.embedded.sampler import Sampled, build_sampling_batch, sample
@@ -56,7 +57,7 @@ class DecodeBatch:
         self.tokens[: self.num] = torch.tensor([seq.tokens[-1] for seq in running], device=device)
         self.positions[: self.num] = [len(seq.tokens) - 1 for seq in running]
         self.sampling = build_sampling_batch(running, device)
-        self.plan: DecodePlan | None = None
+        self.plan: DecodePlan | FusedPlan | None = None
 
     def advance(self, tokens: Int[Tensor, " num"]) -> None:
         """The tokens just drawn are what the next step reads."""
@@ -327,10 +328,13 @@ class EmbeddedEngine:
         batch = self._prepare_decode()
         plan, running = batch.plan, self._scheduler.running
         assert plan is not None
-        at = torch.from_numpy(batch.positions).to(self._device)
-        attend = DecodeAttention(plan, batch.positions, at)
-        hidden = self._runner(batch.tokens, at, attend, int(batch.positions.max()) + 1, batch.changes)
-        logits = self._runner.logits(hidden, batch.changes)[: batch.num]
+        if isinstance(plan, FusedPlan):
+            logits = self._runner.decode(plan, batch.tokens, batch.positions)[: batch.num]
+        else:
+            at = torch.from_numpy(batch.positions).to(self._device)
+            attend = DecodeAttention(plan, batch.positions, at)
+            hidden = self._runner(batch.tokens, at, attend, int(batch.positions.max()) + 1, batch.changes)
+            logits = self._runner.logits(hidden, batch.changes)[: batch.num]
         for seq in running:
             seq.num_cached += 1
         sampled = sample(logits, batch.sampling, batch.positions[: batch.num] + 1)
@@ -357,8 +361,11 @@ class EmbeddedEngine:
         batch = self._batch
         if batch.plan is None or not batch.plan.fits(batch.positions):
             shared = self._scheduler.count_shared(len(batch.positions))
-            heads = self.model.config.num_attention_heads
-            batch.plan = DecodePlan(self._cache, batch.positions, heads, self.exact, shared)
+            if self._runner.fused is not None and batch.changes is None:
+                batch.plan = FusedPlan(self._cache, batch.positions, shared)
+            else:
+                heads = self.model.config.num_attention_heads
+                batch.plan = DecodePlan(self._cache, batch.positions, heads, self.exact, shared)
         return batch
 
     def _advance(self, rows: list[Sequence], sampled: Sampled) -> list[Event]:

@@ -13,13 +13,17 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from prime_rl.inference.embedded.fused import FusedDecoder, FusedPlan, LayerWeights
 from prime_rl.trainer.models.attention import Attend, min_rows
-from prime_rl.trainer.models.causal_lm import MLP, CausalLM, DecoderLayer, RMSNorm
+from prime_rl.trainer.models.causal_lm import MLP, CausalLM, DecoderLayer, RMSNorm, rms_norm, swiglu
+from rollouts.training import native
 from rollouts.training.linear import MIN_ROWS as ONEDNN_ROWS
 from rollouts.training.linear import pack_weight, packed_linear, uses_onednn
 
@@ -33,15 +37,8 @@ class Changes(Protocol):
         """Within it the model's own modules are changed too."""
 
 
-FEW_OPERATIONS = 2**20
-"""Below so many multiplications oneDNN's call costs more than its arithmetic: 50 us against 10 of `F.linear`."""
-
-
 class Product:
-    """One or several linear layers of the same input as one product.
-
-    What is small goes through `F.linear` where its other bits do not matter, that is in fast mode.
-    """
+    """One or several linear layers of the same input as one product."""
 
     def __init__(self, names: list[str], layers: list[nn.Linear], exact: bool) -> None:
         ends = list(itertools.accumulate(layer.out_features for layer in layers))
@@ -50,21 +47,32 @@ class Product:
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
         self.bias = torch.cat(biases) if biases else None
-        self.packed = pack_weight(weight) if can_pack(weight) else None
-        self.most_rows = 0 if exact or weight.dtype != torch.float32 else FEW_OPERATIONS // weight.numel()
-        self.weight = weight if self.packed is None or self.most_rows else None
-        if self.weight is not None and len(layers) > 1:  # held once, joined: the layers look into it
-            for layer, (_, start, end) in zip(layers, self.parts, strict=True):
-                layer.weight.data = weight[start:end]
+        self.kernel = native.PackedWeight(weight) if has_kernel(weight, exact) else None
+        self.packed = pack_weight(weight) if self.kernel is None and can_pack(weight) else None
+        self.weight = weight if self.kernel is None and self.packed is None else None
 
     def __call__(self, x: Float[Tensor, "rows inputs"], changes: Changes | None) -> Float[Tensor, "rows outputs"]:
-        if self.packed is None or (self.weight is not None and x.shape[0] <= self.most_rows):
-            y = F.linear(x, cast(Tensor, self.weight), self.bias)
-        else:
+        if self.kernel is not None:
+            y = self.kernel(x.float(), self.bias).to(x.dtype)
+        elif self.packed is not None:
             y = packed_linear(x, self.packed, self.bias)
+        else:
+            y = F.linear(x, cast(Tensor, self.weight), self.bias)
         if changes is not None:
             changes.change(self.parts, x, y)
         return y
+
+
+def has_kernel(weight: Tensor, exact: bool) -> bool:
+    """Whether `native` multiplies with this weight: faster than oneDNN for few rows, and in exact mode the same bits.
+
+    In bf16 the kernel computes in fp32, which is faster where the processor has no unit for products in bf16.
+    """
+    if weight.device.type != "cpu" or native.library() is None:
+        return False
+    if weight.dtype == torch.float32:
+        return not exact or native.find_block(weight.shape[1]) is not None
+    return weight.dtype == torch.bfloat16 and not exact and not native.has_bf16_unit()
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -95,6 +103,7 @@ class Layer:
         heads, kv_heads = (p.out_features // self.head_dim for p in (attention.q_proj, attention.k_proj))
         self.splits = (heads, kv_heads)
         self.qk_weight: Tensor | None = None
+        self.qk_eps = 0.0
         if attention.qk_norm:
             sizes = ((attention.q_norm, heads), (attention.k_norm, kv_heads))
             self.qk_weight = torch.cat([norm.weight.detach().expand(n, -1) for norm, n in sizes])
@@ -107,38 +116,51 @@ class Layer:
             self.down = Product([f"{name}.mlp.down_proj"], [mlp.down_proj], exact)
 
     def __call__(
-        self, x: Float[Tensor, "rows hidden"], cos: Tensor, sin: Tensor, attend: Attend, changes: Changes | None
-    ) -> Float[Tensor, "rows hidden"]:
-        heads, kv_heads = self.splits
-        qkv = self.qkv(normalise(x, self.norms[0]), changes).view(x.shape[0], -1, self.head_dim)
-        qk, v = qkv.split_with_sizes((heads + kv_heads, kv_heads), 1)
-        if self.qk_weight is not None:
-            narrow = qk.dtype != torch.float32
-            wide = qk.float() if narrow else qk
-            wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.qk_eps)
-            qk = self.qk_weight * (wide.to(qk.dtype) if narrow else wide)
-        q, k = turn(qk, cos, sin).split_with_sizes((heads, kv_heads), 1)
-        attended = attend(self.index, q, k, v)
-        x = self.out(attended.flatten(-2), changes).add_(x)
-        normed = normalise(x, self.norms[1])
+        self,
+        x: Float[Tensor, "rows hidden"],
+        normed: Float[Tensor, "rows hidden"],
+        cos: Tensor,
+        sin: Tensor,
+        attend: Attend,
+        changes: Changes | None,
+    ) -> tuple[Float[Tensor, "rows hidden"], Float[Tensor, "rows hidden"]]:
+        """The residual stream after attention, and what the feed-forward adds to it; `normed` is `x`, normalised."""
+        qkv = self.qkv(normed, changes).view(x.shape[0], -1, self.head_dim)
+        attended = attend(self.index, *self._turn(qkv, cos, sin)).flatten(-2)
+        x, normed = add_norm(self.out(attended, changes), x, self.norms[1])
         if self.mlp is not None:
             with nullcontext() if changes is None else changes.routed():
-                return x + cast(Tensor, self.mlp(normed))
-        gate, up = self.gate_up(normed, changes).chunk(2, dim=1)
-        return self.down(F.silu(gate).mul_(up), changes).add_(x)
+                return x, cast(Tensor, self.mlp(normed))
+        return x, self.down(swiglu(*self.gate_up(normed, changes).chunk(2, dim=1)), changes)
+
+    def _turn(
+        self, qkv: Float[Tensor, "rows heads dim"], cos: Tensor, sin: Tensor
+    ) -> tuple[Float[Tensor, "rows heads dim"], Float[Tensor, "rows kv_heads dim"], Float[Tensor, "rows kv_heads dim"]]:
+        """Queries and keys, normalised and turned, and values."""
+        heads, kv_heads = self.splits
+        qk, v = qkv.split_with_sizes((heads + kv_heads, kv_heads), 1)
+        if self.qk_weight is not None:
+            qk = rms_norm(qk, self.qk_weight, self.qk_eps)
+        q, k = turn(qk, cos, sin).split_with_sizes((heads, kv_heads), 1)
+        return q, k, v
 
 
-def normalise(x: Float[Tensor, "rows size"], norm: RMSNorm) -> Float[Tensor, "rows size"]:
-    """The norm; in fp32 by torch's own composition, which performs the same operations."""
-    if x.dtype == torch.float32 and x.device.type == "cpu":
-        return F.rms_norm(x, (x.shape[-1],), norm.weight, norm.eps)
-    return cast(Tensor, norm(x))
+def add_norm(
+    branch: Float[Tensor, "rows size"], x: Float[Tensor, "rows size"], norm: RMSNorm
+) -> tuple[Float[Tensor, "rows size"], Float[Tensor, "rows size"]]:
+    """The residual stream with what a branch adds, in the branch's memory, and its norm."""
+    if native.runs_here(branch, x, norm.weight):
+        return branch, native.rms_norm(branch, norm.weight, norm.eps, added=x)[0]
+    x = branch.add_(x)
+    return x, norm(x)
 
 
 def turn(
     x: Float[Tensor, "rows heads dim"], cos: Float[Tensor, "rows 1 dim"], sin: Float[Tensor, "rows 1 dim"]
 ) -> Float[Tensor, "rows heads dim"]:
     """`causal_lm.rotate`, with the sign in the table (`signed_sin`) instead of in a copy."""
+    if native.runs_here(x, cos, sin):
+        return native.rotate(x, cos, sin)
     left, right = x.chunk(2, dim=-1)
     return (x * cos).add_(torch.cat((right, left), dim=-1).mul_(sin))
 
@@ -147,6 +169,21 @@ def signed_sin(sin: Float[Tensor, "length 1 dim"]) -> Float[Tensor, "length 1 di
     """The first half negated: (-right) * sin and right * (-sin) are the same number."""
     left, right = sin.chunk(2, dim=-1)
     return torch.cat((-left, right), dim=-1)
+
+
+def build_fused(model: CausalLM, layers: Sequence[Layer], head: Product) -> FusedDecoder | None:
+    """A step of decoding as one kernel, where there is one for all that this model consists of."""
+    held: list[LayerWeights] = []
+    for layer in layers:
+        products = [layer.qkv, layer.out, layer.gate_up, layer.down] if layer.mlp is None else []
+        kernels = [product.kernel for product in products if product.kernel is not None]
+        if len(kernels) < 4:
+            return None
+        norms = (layer.norms[0].weight, layer.qk_weight, layer.norms[1].weight)
+        held.append(LayerWeights(norms, kernels, [product.bias for product in products]))
+    if head.kernel is None or model.config.logit_cap is not None or not native.takes_heads(model.config.head_dim):
+        return None
+    return FusedDecoder(model, held, head.kernel)
 
 
 class Runner:
@@ -158,16 +195,19 @@ class Runner:
         # What this room does not know how to lay out runs as the model writes it down.
         self.own = type(model) is not CausalLM
         self.min_rows = min_forward_rows(weight)
-        self._rope: tuple[Tensor, Tensor] | None = None
+        self._rope: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+        self.fused: FusedDecoder | None = None
         self.refresh()
 
     def refresh(self) -> None:
         """Lay the model's weights out anew."""
         if self.own:
-            self.layers, self.head = [], None
+            self.layers, self.next_norms, self.head = [], [], None
             return
         self.layers = [Layer(cast(DecoderLayer, layer), self.exact) for layer in self.model.model.layers]
+        self.next_norms = [*(layer.norms[0] for layer in self.layers[1:]), self.model.model.norm]
         self.head = Product(["lm_head"], [self.model.lm_head], self.exact)
+        self.fused = build_fused(self.model, self.layers, self.head)
 
     def __call__(
         self,
@@ -182,10 +222,12 @@ class Runner:
             with nullcontext() if changes is None else changes.routed():
                 return cast(Tensor, self.model(tokens, positions, attend))
         x = F.embedding(tokens, self.model.model.embed_tokens.weight)
-        cos, sin = (table[positions] for table in self._tables(length, x))
-        for layer in self.layers:
-            x = layer(x, cos, sin, attend, changes)
-        return normalise(x, self.model.model.norm)
+        cos, sin = (table[positions] for table in self._tables(length, x.dtype, x.device))
+        normed = self.layers[0].norms[0](x)
+        for layer, norm in zip(self.layers, self.next_norms, strict=True):
+            x, added = layer(x, normed, cos, sin, attend, changes)
+            x, normed = add_norm(added, x, norm)
+        return normed
 
     def logits(
         self, hidden: Float[Tensor, "rows hidden"], changes: Changes | None = None
@@ -199,8 +241,18 @@ class Runner:
             changes.change([("lm_head", 0, logits.shape[1])], hidden, logits)
         return logits[:rows]
 
-    def _tables(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        if self._rope is None or self._rope[0].shape[0] < length:
-            cos, sin = self.model.rope(length, like.device)
-            self._rope = (cos.to(like.dtype), signed_sin(sin.to(like.dtype)))
-        return self._rope
+    def decode(
+        self, plan: FusedPlan, tokens: Int[Tensor, " rows"], positions: NDArray[np.int64]
+    ) -> Float[Tensor, "rows vocab"]:
+        """Scores of the token after each of `tokens`, by one kernel."""
+        assert self.fused is not None
+        return self.fused(
+            plan, tokens, positions, *self._tables(int(positions.max()) + 1, torch.float32, tokens.device)
+        )
+
+    def _tables(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        held = self._rope.get(dtype)
+        if held is None or held[0].shape[0] < length:
+            cos, sin = self.model.rope(length, device)
+            held = self._rope[dtype] = (cos.to(dtype), signed_sin(sin.to(dtype)))
+        return held

@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from prime_rl.trainer.prefixes import SharedPrefixes
+from rollouts.training import native
 
 ROWS_TRIED = (4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 48, 64, 100)
 """Numbers of rows with which a product is tried, when this machine is asked how many it needs."""
@@ -98,8 +99,15 @@ def masked_attention(
 
     Every row needs one visible key. Masked keys weigh exactly 0, so a longer, padded cache changes no bit.
     """
-    weights = torch.softmax(masked_scores(q, k, mask), dim=-1)
+    weights = softmax(masked_scores(q, k, mask))
     return weighted_values(weights.to(v.dtype), v)
+
+
+def softmax(scores: Float[Tensor, "*rows keys"]) -> Float[Tensor, "*rows keys"]:
+    """The weights of scores; masked ones at the end of a row change no bit when there are vectors of them."""
+    if native.runs_here(scores) and not (torch.is_grad_enabled() and scores.requires_grad):
+        return native.softmax_(scores.clone(memory_format=torch.contiguous_format))
+    return torch.softmax(scores, dim=-1)
 
 
 def masked_scores(
@@ -261,7 +269,7 @@ class ExactCausal(torch.autograd.Function):
         outs, log_sums = [], []
         for start, end, queries, keys, values, mask in query_blocks(q, k, v):
             scores = masked_scores(queries, keys, mask)
-            weights = torch.softmax(scores, dim=-1)
+            weights = softmax(scores)
             largest, where = weights.max(dim=-1, keepdim=True)
             log_sum = (scores.gather(-1, where) - largest.log()).view(seqs, kv_heads, end - start, -1)
             outs.append(unfold_groups(weighted_values(weights, values), end - start))

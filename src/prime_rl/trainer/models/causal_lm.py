@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from prime_rl.trainer.models.attention import Attend
 from prime_rl.trainer.models.moe import SparseMLP, split_experts
+from rollouts.training import native
 from rollouts.training.linear import Linear
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "nanochat")
@@ -122,16 +123,27 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return cast(Tensor, _RMSNorm.apply(x, self.weight, self.eps))  # type: ignore[no-untyped-call]
-        return self.weight * _unit(x, self.eps)[0].to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
-def _unit(x: Float[Tensor, "*rows size"], eps: float) -> tuple[Float[Tensor, "*rows size"], Float[Tensor, "*rows 1"]]:
-    """x / rms(x) in fp32 at least, and 1 / rms(x)."""
+def rms_norm(
+    x: Float[Tensor, "*rows size"], weight: Float[Tensor, "*heads size"], eps: float
+) -> Float[Tensor, "*rows size"]:
+    """As `RMSNorm`."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return cast(Tensor, _RMSNorm.apply(x, weight, eps))  # type: ignore[no-untyped-call]
+    return _norm(x, weight, eps)[0]
+
+
+def _norm(
+    x: Float[Tensor, "*rows size"], weight: Float[Tensor, "*heads size"], eps: float
+) -> tuple[Float[Tensor, "*rows size"], Float[Tensor, "*rows 1"]]:
+    """The norm, and 1 / rms(x) in fp32 at least."""
+    if native.runs_here(x, weight):
+        return native.rms_norm(x, weight, eps)
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return wide * scale, scale
+    return weight * (wide * scale).to(x.dtype), scale
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -142,13 +154,15 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        unit, scale = _unit(x, eps)
+        out, scale = _norm(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
-        return weight * unit.to(x.dtype)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
+        if native.runs_here(grads[0], x, weight):
+            return *native.rms_norm_backward(grads[0], x, weight, scale), None
         unit = x.to(scale.dtype) * scale
         to_weight = (grads[0] * unit.to(x.dtype)).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         inner = (grads[0] * weight).to(scale.dtype)
@@ -165,9 +179,11 @@ def rotate(
     return _rotate(x, cos, sin)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor:
+    if native.runs_here(x, cos, sin):
+        return native.rotate(x, cos, sin, back)
     left, right = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-right, left), dim=-1) * sin
+    return x * cos + torch.cat((-right, left), dim=-1) * (-sin if back else sin)
 
 
 class _Rotation(torch.autograd.Function):
@@ -181,7 +197,29 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotate(grads[0], cos, -sin), None, None
+        return _rotate(grads[0], cos, sin, back=True), None, None
+
+
+def swiglu(gate: Float[Tensor, "rows size"], up: Float[Tensor, "rows size"]) -> Float[Tensor, "rows size"]:
+    """silu(gate) up (Shazeer 2020)."""
+    if not native.runs_here(gate, up):
+        return F.silu(gate) * up
+    if torch.is_grad_enabled():
+        return cast(Tensor, _SwiGLU.apply(gate, up))  # type: ignore[no-untyped-call]
+    return native.swiglu(gate, up)
+
+
+class _SwiGLU(torch.autograd.Function):
+    """The same by kernels.   s = 1 / (1 + exp(-g)):   dg = dy u s (1 + g (1 - s)),   du = dy g s"""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return native.swiglu(gate, up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor]:
+        return native.swiglu_backward(grads[0], *ctx.saved_tensors)
 
 
 def rope_frequencies(config: DecoderConfig) -> Float[Tensor, " half_dim"]:
@@ -238,7 +276,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU feed-forward (Shazeer 2020)."""
+    """SwiGLU feed-forward."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -247,7 +285,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens hidden"]:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class DecoderLayer(nn.Module):

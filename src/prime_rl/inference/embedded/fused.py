@@ -1,0 +1,113 @@
+"""A step of decoding by one kernel (`rollouts/training/native.c`): embedding, layers, cache and head, nothing between.
+
+It computes in fp32; weights and cache may be bf16. For fp32 its log-probs have the trainer's bits, which is tried
+(`find_block`): products sum in the order of oneDNN, and all else is computed by the functions that the trainer calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from prime_rl.inference.embedded.cache import BLOCK, KVCache, count_reaching
+from prime_rl.trainer.models.causal_lm import CausalLM
+from rollouts.training import native
+from rollouts.training.native import LANES, PackedWeight
+
+
+class FusedPlan:
+    """Where a batch reads and writes the cache; it holds until a sequence reaches a new column, or comes or goes."""
+
+    def __init__(self, cache: KVCache, positions: NDArray[np.int64], shared: NDArray[np.int64]) -> None:
+        self.cache, self.generation, self.num = cache, cache.generation, len(positions)
+        self.reach = count_reaching(positions + 1)
+        self.num_columns = len(self.reach)
+        layers, slots = cache.columns[0].shape[1], np.arange(self.num)
+        # What slots hold in common is read from the first of them.
+        read = [np.maximum.accumulate(np.where(shared > j, 0, slots)) for j in range(self.num_columns)]
+        self.source = torch.from_numpy(np.array(read, dtype=np.int32))
+        used = cache.columns[: self.num_columns]
+        columns = [[[c[half, i].data_ptr() for c in used] for half in (0, 1)] for i in range(layers)]
+        self.columns = torch.tensor(columns, dtype=torch.int64)
+
+    @property
+    def shares(self) -> bool:
+        """Whether slots read what others hold."""
+        return bool((self.source != torch.arange(self.num)).any())
+
+    def fits(self, positions: NDArray[np.int64]) -> bool:
+        """Whether it still holds for these positions, a step later."""
+        if self.generation != self.cache.generation or len(positions) != self.num:
+            return False
+        return int(positions.max()) < self.num_columns * BLOCK and (
+            self.num_columns == 1 or count_reaching(positions + 1) == self.reach
+        )
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """What the kernel needs of one layer."""
+
+    norms: tuple[Tensor, Tensor | None, Tensor]
+    """Before attention; of queries and keys, `[heads and kv_heads, dim]`; before the feed-forward."""
+    products: Sequence[PackedWeight]
+    """Queries, keys and values; attention's output; gate and up; down."""
+    biases: Sequence[Tensor | None]
+
+
+class FusedDecoder:
+    """A model's weights as the kernel reads them; build it anew when they change."""
+
+    def __init__(self, model: CausalLM, layers: Sequence[LayerWeights], head: PackedWeight) -> None:
+        config, weight = model.config, model.embedding().detach()
+        self._layers = (native.Layer * len(layers))()
+        self._kept: list[Tensor] = []  # the kernel knows addresses only
+        for slot, layer in zip(self._layers, layers, strict=True):
+            tensors = [*map(_wide, layer.norms), *(p.data for p in layer.products), *map(_wide, layer.biases)]
+            for name, tensor in zip(native.LAYER_FIELDS, tensors, strict=True):
+                setattr(slot, name, None if tensor is None else tensor.data_ptr())
+            self._kept += [tensor for tensor in tensors if tensor is not None]
+        self._ends = (weight, _wide(model.model.norm.weight), head.data)
+        self.eps, self.vocab, self.hidden = config.rms_norm_eps, config.vocab_size, config.hidden_size
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.widest = max((heads + 2 * kv_heads) * config.head_dim, 2 * config.intermediate_size, config.hidden_size)
+        self._group = heads // kv_heads
+        qkv, out, _, down = layers[0].products
+        self._panel = max(native.panel_size(p.inputs) for p in (qkv, out, down)) if qkv.narrow else 0
+        self._shape = native.Shape(
+            *(len(layers), config.hidden_size, heads, kv_heads, config.head_dim, config.intermediate_size),
+            *(config.vocab_size, qkv.block, out.block, down.block, qkv.narrow),
+        )
+
+    def __call__(
+        self,
+        plan: FusedPlan,
+        tokens: Int[Tensor, " rows"],
+        positions: NDArray[np.int64],
+        cos: Float[Tensor, "length 1 dim"],
+        sin: Float[Tensor, "length 1 dim"],
+    ) -> Float[Tensor, "rows vocab"]:
+        """Scores of the next token; keys and values of `tokens` are in the cache then."""
+        rows, shape = len(positions), self._shape
+        shape.threads = torch.get_num_threads()
+        shape.scratch_size = max(self._panel, (int(positions.max()) + 1 + LANES) * self._group)
+        work = torch.empty(rows * 2 * (self.hidden + self.widest))
+        scratch, logits = torch.empty(shape.threads * shape.scratch_size), torch.empty(rows, self.vocab)
+        native.call(
+            "decode",
+            *(ctypes.addressof(shape), ctypes.addressof(self._layers), *self._ends, self.eps, cos, sin),
+            *(tokens, positions.ctypes.data, plan.columns, plan.num_columns, plan.source),
+            *(work, self.widest, scratch, logits, rows),
+        )
+        return logits
+
+
+def _wide(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.detach().float().contiguous()

@@ -1,0 +1,521 @@
+/* Kernels in fp32: what stands between the matrix products of a decoder, and a whole step of decoding.
+ *
+ * Every row is computed by itself in the same order of operations, so its bits do not depend on what is computed beside
+ * it, nor on the number of threads. Plain C with vector extensions (gcc 12, clang); `native.py` compiles it without
+ * contractions, so that an expression rounds alike wherever it stands, and calls it.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#if defined(__FMA__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+#ifdef _OPENMP
+#include <omp.h>
+#define TEXT(words) #words
+#define PARALLEL(enough) _Pragma(TEXT(omp parallel for schedule(static) if (enough)))
+#define SHARED_FOR _Pragma("omp for schedule(static)") /* the threads of the region share it, and wait at its end */
+#define THREAD omp_get_thread_num()
+#else
+#define PARALLEL(enough)
+#define SHARED_FOR
+#define THREAD 0
+#endif
+
+#define ALWAYS static inline __attribute__((always_inline))
+
+enum {
+  LANES = 16,
+  KEYS = 128,    /* positions in a block of the cache */
+#ifdef __AVX512F__
+  PANEL = 64, /* columns of a packed weight that lie together */
+  TILE = 6,   /* rows that a product computes at once: TILE x PANEL sums stay in registers */
+#define TILE_ROWS 6
+#else
+  PANEL = 32,
+  TILE = 3,
+#define TILE_ROWS 3
+#endif
+  WIDEN = 12,    /* rows from which on it is cheaper to widen a bf16 panel once */
+  MOST_SIZE = 256,
+  MANY = 1 << 14 /* numbers from which on a second thread is worth its waking */
+};
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef float in_memory __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint16_t hvec __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
+typedef float half __attribute__((vector_size(32)));
+typedef float quarter __attribute__((vector_size(16)));
+
+ALWAYS vec load(const float *p) { return *(const in_memory *)p; }
+ALWAYS void store(float *p, vec x) { *(in_memory *)p = x; }
+ALWAYS vec all(float x) { return x - (vec){0}; }
+
+/* a b + c, rounded once. */
+ALWAYS vec fma_of(vec a, vec b, vec c) {
+#if defined(__AVX512F__)
+  return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  half x[2], y[2], z[2];
+  memcpy(x, &a, sizeof a), memcpy(y, &b, sizeof b), memcpy(z, &c, sizeof c);
+  for (int i = 0; i < 2; i++) z[i] = (half)_mm256_fmadd_ps((__m256)x[i], (__m256)y[i], (__m256)z[i]);
+  memcpy(&c, z, sizeof c);
+  return c;
+#elif defined(__ARM_NEON)
+  quarter x[4], y[4], z[4];
+  memcpy(x, &a, sizeof a), memcpy(y, &b, sizeof b), memcpy(z, &c, sizeof c);
+  for (int i = 0; i < 4; i++) z[i] = (quarter)vfmaq_f32((float32x4_t)z[i], (float32x4_t)x[i], (float32x4_t)y[i]);
+  memcpy(&c, z, sizeof c);
+  return c;
+#else
+#error "this processor has no fused multiplication and addition that the kernels know"
+#endif
+}
+
+/* Numbers i ... of an array of fp32, or of bf16 (`narrow`), which is the upper half of fp32. */
+ALWAYS vec load_as(const void *p, int64_t i, int narrow) {
+  if (!narrow) return load((const float *)p + i);
+  uvec wide = __builtin_convertvector(*(const hvec *)((const uint16_t *)p + i), uvec) << 16;
+  return (vec)wide;
+}
+
+ALWAYS void store_as(void *p, int64_t i, vec x, int narrow) {
+  if (!narrow) {
+    store((float *)p + i, x);
+    return;
+  }
+  uvec bits = (uvec)x;
+  bits = (bits + 0x7fff + (bits >> 16 & 1)) >> 16; /* to nearest, ties to even */
+  *(hvec *)((uint16_t *)p + i) = __builtin_convertvector(bits, hvec);
+}
+
+ALWAYS float sum(vec x) {
+  half h[2];
+  quarter q[2];
+  memcpy(h, &x, sizeof h);
+  half s = h[0] + h[1];
+  memcpy(q, &s, sizeof q);
+  quarter t = q[0] + q[1];
+  return (t[0] + t[2]) + (t[1] + t[3]);
+}
+
+ALWAYS vec pick(ivec yes, vec a, vec b) { return (vec)((yes & (ivec)a) | (~yes & (ivec)b)); }
+ALWAYS vec larger(vec a, vec b) { return pick(a > b, a, b); }
+ALWAYS vec smaller(vec a, vec b) { return pick(a < b, a, b); }
+
+ALWAYS float largest(vec x) {
+  float most = x[0];
+  for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
+  return most;
+}
+
+/* exp to a unit or two in the last place: x = n ln 2 + r, a polynomial in r, n into the exponent; 0 below -87.3. */
+ALWAYS vec exp_of(vec x) {
+  ivec zero = x < all(-87.3f);
+  vec y = smaller(larger(x, all(-87.3f)), all(88.3f));
+  vec n = fma_of(y, all(1.44269504f), all(12582912.f)) - all(12582912.f); /* round to nearest by 1.5 * 2^23 */
+  vec r = fma_of(n, all(2.12194440e-4f), fma_of(n, all(-0.693359375f), y));
+  vec p = all(1.9875691500e-4f);
+  p = fma_of(p, r, all(1.3981999507e-3f));
+  p = fma_of(p, r, all(8.3334519073e-3f));
+  p = fma_of(p, r, all(4.1665795894e-2f));
+  p = fma_of(p, r, all(1.6666665459e-1f));
+  p = fma_of(p, r, all(5.0000001201e-1f));
+  p = fma_of(p * r, r, r) + all(1.f);
+  ivec scale = (__builtin_convertvector(n, ivec) + 127) << 23;
+  return pick(x != x, x, pick(zero, all(0.f), p * (vec)scale));
+}
+
+/* The last, partial vector of a row: its missing numbers are 0. */
+ALWAYS vec load_some(const float *p, int64_t count) {
+  vec x = {0};
+  for (int64_t i = 0; i < count; i++) x[i] = p[i];
+  return x;
+}
+ALWAYS void store_some(float *p, vec x, int64_t count) {
+  for (int64_t i = 0; i < count; i++) p[i] = x[i];
+}
+#define ROW(i, size) \
+  for (int64_t i = 0; i < (size); i += LANES)
+#define LOAD(p, i, size) ((i) + LANES <= (size) ? load((p) + (i)) : load_some((p) + (i), (size) - (i)))
+#define STORE(p, i, size, x) \
+  do { \
+    if ((i) + LANES <= (size)) store((p) + (i), x); \
+    else store_some((p) + (i), x, (size) - (i)); \
+  } while (0)
+
+/* out = weight x / rms(x); returns 1 / rms(x). `out` may be `x`. */
+ALWAYS float norm_row(const float *x, const float *weight, float eps, float *out, int64_t size) {
+  vec squares = {0};
+  ROW(i, size) { vec v = LOAD(x, i, size); squares = fma_of(v, v, squares); }
+  float scale = 1.f / sqrtf(sum(squares) / (float)size + eps);
+  ROW(i, size) STORE(out, i, size, LOAD(weight, i, size) * (LOAD(x, i, size) * all(scale)));
+  return scale;
+}
+
+/* Row r of x is [r / inner][r % inner] with `stride` numbers from one r / inner to the next; so is its weight, which
+ * repeats every `inner` rows where `weights` > 1. x += added first, where there is any. */
+void rms_norm(float *x, int64_t stride, const float *added, const float *weight, int64_t weights, float eps, float *out,
+              float *scales, int64_t rows, int64_t inner, int64_t size) {
+  PARALLEL(rows * size > MANY)
+  for (int64_t r = 0; r < rows; r++) {
+    float *row = x + r / inner * stride + r % inner * size;
+    if (added) ROW(i, size) STORE(row, i, size, LOAD(row, i, size) + LOAD(added + r * size, i, size));
+    float scale = norm_row(row, weight + (weights > 1 ? r % inner * size : 0), eps, out + r * size, size);
+    if (scales) scales[r] = scale;
+  }
+}
+
+/* With u = s x, y = w u:  dx = s (w dy - u mean(u w dy)),  dw = sum over rows of u dy, in `parts` partial sums. */
+void rms_norm_backward(const float *grad, const float *x, int64_t stride, const float *weight, const float *scales,
+                       float *to_x, float *to_weight, int64_t parts, int64_t rows, int64_t inner, int64_t size) {
+  int64_t share = (rows + parts - 1) / parts;
+  PARALLEL(rows * size > MANY)
+  for (int64_t part = 0; part < parts; part++) {
+    float *dw = to_weight + part * size;
+    memset(dw, 0, sizeof(float) * (size_t)size);
+    for (int64_t r = part * share; r < rows && r < (part + 1) * share; r++) {
+      const float *row = x + r / inner * stride + r % inner * size, *dy = grad + r * size;
+      vec s = all(scales[r]), inside = {0};
+      ROW(i, size) {
+        vec u = LOAD(row, i, size) * s, g = LOAD(dy, i, size);
+        inside = inside + u * g * LOAD(weight, i, size);
+        STORE(dw, i, size, LOAD(dw, i, size) + u * g);
+      }
+      vec mean = all(sum(inside) / (float)size);
+      ROW(i, size) {
+        vec u = LOAD(row, i, size) * s;
+        STORE(to_x + r * size, i, size, s * (LOAD(weight, i, size) * LOAD(dy, i, size) - u * mean));
+      }
+    }
+  }
+}
+
+/* (left, right) -> (left cos - right sin, right cos + left sin); `turn` -1 turns back. `out` may be `x`.
+ * Both halves of the tables are the same but for a sign, which the first half of a sine may have. */
+ALWAYS void rotate_row(const float *x, const float *cos, const float *sin, float turn, float *out, int64_t size) {
+  int64_t mid = size / 2;
+  ROW(i, mid) {
+    vec left = LOAD(x, i, mid), right = LOAD(x + mid, i, mid);
+    vec c = LOAD(cos, i, mid), s = LOAD(sin + mid, i, mid) * all(turn);
+    STORE(out, i, mid, left * c - right * s);
+    STORE(out + mid, i, mid, right * c + left * s);
+  }
+}
+
+void rotate(const float *x, int64_t stride, const float *cos, const float *sin, float turn, float *out, int64_t tokens,
+            int64_t heads, int64_t size) {
+  PARALLEL(tokens * heads * size > MANY)
+  for (int64_t t = 0; t < tokens; t++)
+    for (int64_t h = 0; h < heads; h++)
+      rotate_row(x + t * stride + h * size, cos + t * size, sin + t * size, turn, out + (t * heads + h) * size, size);
+}
+
+/* out = gate / (1 + exp(-gate)) up */
+ALWAYS void gated_row(const float *gate, const float *up, float *out, int64_t size) {
+  ROW(i, size) {
+    vec g = LOAD(gate, i, size);
+    STORE(out, i, size, g / (all(1.f) + exp_of(-g)) * LOAD(up, i, size));
+  }
+}
+
+void swiglu(const float *gate, int64_t gate_stride, const float *up, int64_t up_stride, float *out, int64_t rows,
+            int64_t size) {
+  PARALLEL(rows * size > MANY)
+  for (int64_t r = 0; r < rows; r++) gated_row(gate + r * gate_stride, up + r * up_stride, out + r * size, size);
+}
+
+void swiglu_backward(const float *grad, const float *gate, const float *up, float *to_gate, float *to_up, int64_t rows,
+                     int64_t size) {
+  PARALLEL(rows * size > MANY)
+  for (int64_t r = 0; r < rows; r++)
+    ROW(i, size) {
+      vec d = LOAD(grad + r * size, i, size), g = LOAD(gate + r * size, i, size), u = LOAD(up + r * size, i, size);
+      vec s = all(1.f) / (all(1.f) + exp_of(-g));
+      STORE(to_up + r * size, i, size, d * g * s);
+      STORE(to_gate + r * size, i, size, d * u * s * (all(1.f) + g * (all(1.f) - s)));
+    }
+}
+
+/* weights = exp(scores - largest) / sum, in place; 0 where a score is minus infinity. */
+ALWAYS void softmax_row(float *scores, int64_t size) {
+  vec high = all(-INFINITY), part = {0};
+  int64_t whole = size / LANES * LANES, left = size - whole;
+  vec last = all(-INFINITY);
+  for (int64_t i = 0; i < left; i++) last[i] = scores[whole + i];
+  for (int64_t i = 0; i < whole; i += LANES) high = larger(high, load(scores + i));
+  vec most = all(largest(larger(high, last)));
+  for (int64_t i = 0; i < whole; i += LANES) {
+    vec p = exp_of(load(scores + i) - most);
+    store(scores + i, p);
+    part = part + p;
+  }
+  if (left) part = part + (last = exp_of(last - most));
+  vec scale = all(1.f / sum(part));
+  for (int64_t i = 0; i < whole; i += LANES) store(scores + i, load(scores + i) * scale);
+  if (left) store_some(scores + whole, last * scale, left);
+}
+
+void softmax(float *scores, int64_t rows, int64_t size) {
+  PARALLEL(rows * size > MANY)
+  for (int64_t r = 0; r < rows; r++) softmax_row(scores + r * size, size);
+}
+
+int64_t packed_size(int64_t outputs, int64_t inputs) { return (outputs + PANEL - 1) / PANEL * PANEL * inputs; }
+
+/* matrix products ------------------------------------------------------------------------------------------------- */
+
+/* A weight [outputs, inputs] in panels of PANEL outputs, each [inputs][PANEL], zeros behind the last output. */
+void pack(const void *weight, void *packed, int64_t outputs, int64_t inputs, int64_t narrow) {
+  int64_t panels = (outputs + PANEL - 1) / PANEL;
+  PARALLEL(outputs * inputs > MANY)
+  for (int64_t p = 0; p < panels; p++)
+    for (int64_t k = 0; k < inputs; k++)
+      for (int64_t c = 0; c < PANEL; c++) {
+        int64_t to = (p * inputs + k) * PANEL + c, from = (p * PANEL + c) * inputs + k;
+        if (narrow) ((uint16_t *)packed)[to] = p * PANEL + c < outputs ? ((const uint16_t *)weight)[from] : 0;
+        else ((float *)packed)[to] = p * PANEL + c < outputs ? ((const float *)weight)[from] : 0.f;
+      }
+}
+
+/* `num` rows of x times one panel. A sum goes through `block` inputs, and then on from zero, added to what was. */
+ALWAYS void tile(const float *x, const void *panel, int64_t inputs, int64_t block, float *out, int64_t outputs,
+                 int64_t columns, int num, int narrow) {
+  for (int64_t start = 0; start < inputs; start += block) {
+    int64_t end = start + block < inputs ? start + block : inputs;
+    vec sums[TILE][PANEL / LANES];
+    for (int r = 0; r < num; r++)
+      for (int c = 0; c < PANEL / LANES; c++) sums[r][c] = all(0.f);
+    for (int64_t k = start; k < end; k++) {
+      vec w[PANEL / LANES];
+      for (int c = 0; c < PANEL / LANES; c++) w[c] = load_as(panel, k * PANEL + c * LANES, narrow);
+      for (int r = 0; r < num; r++)
+        for (int c = 0; c < PANEL / LANES; c++) sums[r][c] = fma_of(all(x[r * inputs + k]), w[c], sums[r][c]);
+    }
+    for (int r = 0; r < num; r++)
+      for (int c = 0; c < PANEL / LANES; c++)
+        if (c * LANES < columns) {
+          float *to = out + r * outputs;
+          vec sum = sums[r][c];
+          if (start) sum = LOAD(to, c * LANES, columns) + sum;
+          STORE(to, c * LANES, columns, sum);
+        }
+  }
+}
+
+ALWAYS void tiles(const float *x, const void *panel, int64_t inputs, int64_t block, float *out, int64_t outputs,
+                  int64_t columns, int64_t rows, int narrow) {
+  for (; rows >= TILE; rows -= TILE, x += TILE * inputs, out += TILE * outputs)
+    tile(x, panel, inputs, block, out, outputs, columns, TILE, narrow);
+  switch (rows) {
+#define CASE(num) case num: tile(x, panel, inputs, block, out, outputs, columns, num, narrow); break;
+    CASE(1)
+    CASE(2)
+#if TILE_ROWS > 3
+    CASE(3)
+    CASE(4)
+    CASE(5)
+#endif
+  }
+}
+
+/* out = x packed^T + bias, shared by the threads of a region; `scratch` has inputs x PANEL numbers of each thread. */
+static void product(const float *x, const void *packed, const float *bias, int64_t block, float *out, float *scratch,
+                    int64_t scratch_size, int64_t rows, int64_t outputs, int64_t inputs, int narrow) {
+  SHARED_FOR
+  for (int64_t p = 0; p < (outputs + PANEL - 1) / PANEL; p++) {
+    int64_t columns = outputs - p * PANEL < PANEL ? outputs - p * PANEL : PANEL, size = inputs * PANEL;
+    float *to = out + p * PANEL, *wide = scratch + THREAD * scratch_size;
+    if (!narrow) {
+      tiles(x, (const float *)packed + p * size, inputs, block, to, outputs, columns, rows, 0);
+    } else if (rows < WIDEN) {
+      tiles(x, (const uint16_t *)packed + p * size, inputs, block, to, outputs, columns, rows, 1);
+    } else {
+      for (int64_t i = 0; i < size; i += LANES) store(wide + i, load_as(packed, p * size + i, 1));
+      tiles(x, wide, inputs, block, to, outputs, columns, rows, 0);
+    }
+    if (bias)
+      for (int64_t r = 0; r < rows; r++)
+        ROW(i, columns) {
+          float *at = to + r * outputs;
+          STORE(at, i, columns, LOAD(at, i, columns) + LOAD(bias + p * PANEL, i, columns));
+        }
+  }
+}
+
+void linear(const float *x, const void *packed, const float *bias, int64_t block, float *out, float *scratch,
+            int64_t scratch_size, int64_t rows, int64_t outputs, int64_t inputs, int64_t narrow, int64_t threads) {
+  (void)threads;
+#ifdef _OPENMP
+#pragma omp parallel num_threads(threads) if (threads > 1)
+#endif
+  product(x, packed, bias, block, out, scratch, scratch_size, rows, outputs, inputs, (int)narrow);
+}
+
+/* a step of decoding: one new token of each sequence ---------------------------------------------------------------- */
+
+/* 16 keys as they lie, to 16 numbers of one place after the other. */
+ALWAYS void turn_keys(const void *keys, int64_t at, int64_t size, int64_t place, vec *turned, int narrow) {
+  vec a[LANES], b[LANES];
+  for (int i = 0; i < LANES; i++) a[i] = load_as(keys, at + i * size + place, narrow);
+#define SWAP(from, to, step, low, high) \
+  for (int i = 0; i < LANES; i++) \
+    if (!(i & step)) to[i] = low(from[i], from[i + step]), to[i + step] = high(from[i], from[i + step]);
+#define LOW1(x, y) __builtin_shufflevector(x, y, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30)
+#define HIGH1(x, y) __builtin_shufflevector(x, y, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31)
+#define LOW2(x, y) __builtin_shufflevector(x, y, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)
+#define HIGH2(x, y) __builtin_shufflevector(x, y, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31)
+#define LOW4(x, y) __builtin_shufflevector(x, y, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27)
+#define HIGH4(x, y) __builtin_shufflevector(x, y, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31)
+#define LOW8(x, y) __builtin_shufflevector(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
+#define HIGH8(x, y) __builtin_shufflevector(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31)
+  SWAP(a, b, 1, LOW1, HIGH1)
+  SWAP(b, a, 2, LOW2, HIGH2)
+  SWAP(a, b, 4, LOW4, HIGH4)
+  SWAP(b, turned, 8, LOW8, HIGH8)
+}
+
+typedef struct {
+  int64_t layers, hidden, heads, kv_heads, size, inner, vocab;
+  int64_t block_hidden, block_heads, block_inner; /* of sums over as many inputs: see `tile` */
+  int64_t narrow;                                 /* weights and cache are bf16 */
+  int64_t threads, scratch_size;
+} Shape;
+
+typedef struct {
+  const float *norm, *qk_norm, *mlp_norm; /* qk_norm: a row for each head of queries and keys, or NULL */
+  const void *qkv, *out, *gate_up, *down; /* packed */
+  const float *qkv_bias, *out_bias, *gate_up_bias, *down_bias; /* or NULL */
+} Layer;
+
+/* The queries [group, size] of one sequence and head, scaled, attend to `length` keys; `scores` has length x group
+ * numbers and some. Column j of the cache holds positions j KEYS ... of slot s and head h at
+ * (s kv_heads + h) KEYS size; a row reads the slot source[j rows + row]. */
+ALWAYS void attend(const float *queries, int64_t group, const void *const *keys, const void *const *values,
+                   const int32_t *source, int64_t rows, int64_t row, int64_t head, int64_t kv_heads, int64_t length,
+                   float *scores, float *out, int64_t size, int narrow) {
+  int64_t width = (length + LANES - 1) / LANES * LANES;
+  for (int64_t t = 0; t < width; t += LANES) {
+    int64_t j = t / KEYS;
+    int64_t at = (((int64_t)source[j * rows + row] * kv_heads + head) * KEYS + t % KEYS) * size;
+    vec turned[LANES];
+    for (int64_t place = 0; place < size; place += LANES) {
+      turn_keys(keys[j], at, size, place, turned, narrow);
+      for (int64_t g = 0; g < group; g++) {
+        vec score = place ? load(scores + g * width + t) : all(0.f);
+        for (int i = 0; i < LANES; i++) score = fma_of(all(queries[g * size + place + i]), turned[i], score);
+        store(scores + g * width + t, score);
+      }
+    }
+  }
+  for (int64_t g = 0; g < group; g++) {
+    float *weights = scores + g * width;
+    for (int64_t t = length; t < width; t++) weights[t] = -INFINITY;
+    softmax_row(weights, width);
+    vec sums[MOST_SIZE / LANES], total[MOST_SIZE / LANES] = {0};
+    for (int64_t start = 0; start < length; start += KEYS) {
+      int64_t j = start / KEYS, count = length - start < KEYS ? length - start : KEYS;
+      int64_t at = ((int64_t)source[j * rows + row] * kv_heads + head) * KEYS * size;
+      for (int64_t i = 0; i < size / LANES; i++) sums[i] = all(0.f);
+      for (int64_t t = 0; t < count; t++)
+        for (int64_t i = 0; i < size / LANES; i++)
+          sums[i] = fma_of(all(weights[start + t]), load_as(values[j], at + t * size + i * LANES, narrow), sums[i]);
+      for (int64_t i = 0; i < size / LANES; i++) total[i] = start ? total[i] + sums[i] : sums[i];
+    }
+    for (int64_t i = 0; i < size / LANES; i++) store(out + g * size + i * LANES, total[i]);
+  }
+}
+
+static void attend_rows(const Shape *s, const Layer *layer, float eps, float *qkv, const float *cos, const float *sin,
+                        const int64_t *positions, void *const *keys, void *const *values, const int32_t *source,
+                        float *out, float *scratch, int64_t rows) {
+  int64_t size = s->size, group = s->heads / s->kv_heads, all_heads = s->heads + 2 * s->kv_heads;
+  int narrow = (int)s->narrow;
+  vec scale = all((float)pow((double)size, -0.5)); /* as Python computes it */
+  SHARED_FOR /* rows that share columns follow each other and find them in the processor's cache */
+  for (int64_t item = 0; item < rows * s->kv_heads; item++) {
+    int64_t row = item % rows, head = item / rows, position = positions[row], j = position / KEYS;
+    const float *c = cos + position * size, *sn = sin + position * size;
+    float *q = qkv + (row * all_heads + head * group) * size, *k = qkv + (row * all_heads + s->heads + head) * size;
+    float *v = k + s->kv_heads * size, *scores = scratch + THREAD * s->scratch_size;
+    if (layer->qk_norm) norm_row(k, layer->qk_norm + (s->heads + head) * size, eps, k, size);
+    rotate_row(k, c, sn, 1.f, k, size);
+    int64_t at = ((row * s->kv_heads + head) * KEYS + position % KEYS) * size;
+    for (int64_t i = 0; i < size; i += LANES) {
+      store_as(keys[j], at + i, load(k + i), narrow);
+      store_as(values[j], at + i, load(v + i), narrow);
+    }
+    for (int64_t g = 0; g < group; g++) {
+      float *one = q + g * size;
+      if (layer->qk_norm) norm_row(one, layer->qk_norm + (head * group + g) * size, eps, one, size);
+      rotate_row(one, c, sn, 1.f, one, size);
+      for (int64_t i = 0; i < size; i += LANES) store(one + i, load(one + i) * scale);
+    }
+    float *to = out + (row * s->heads + head * group) * size;
+#define ATTEND(size, narrow) \
+  attend(q, group, (const void *const *)keys, (const void *const *)values, source, rows, row, head, s->kv_heads, \
+         position + 1, scores, to, size, narrow)
+    if (size == 64 && !narrow) ATTEND(64, 0);
+    else if (size == 64) ATTEND(64, 1);
+    else if (size == 128 && !narrow) ATTEND(128, 0);
+    else if (size == 128) ATTEND(128, 1);
+    else ATTEND(size, narrow);
+  }
+}
+
+static void norm_rows(float *x, const float *added, const float *weight, float eps, float *out, int64_t rows,
+                      int64_t size) {
+  SHARED_FOR
+  for (int64_t r = 0; r < rows; r++) {
+    if (added) ROW(i, size) STORE(x + r * size, i, size, LOAD(added + r * size, i, size) + LOAD(x + r * size, i, size));
+    norm_row(x + r * size, weight, eps, out + r * size, size);
+  }
+}
+
+/* Scores of the next token, [rows, vocab]. `columns` has for each layer the addresses of the columns of keys and then of
+ * values; `work` has rows (2 hidden + 2 widest) numbers. */
+void decode(const Shape *s, const Layer *layers, const void *embedding, const float *last_norm, const void *head,
+            float eps, const float *cos, const float *sin, const int64_t *tokens, const int64_t *positions,
+            void *const *columns, int64_t num_columns, const int32_t *source, float *work, int64_t widest,
+            float *scratch, float *logits, int64_t rows) {
+  float *x = work, *normed = x + rows * s->hidden, *y = normed + rows * s->hidden, *z = y + rows * widest;
+  int64_t hidden = s->hidden, inner = s->inner, width = s->heads * s->size, n = s->scratch_size;
+  int narrow = (int)s->narrow;
+#ifdef _OPENMP
+#pragma omp parallel num_threads(s->threads) if (s->threads > 1)
+#endif
+  {
+    SHARED_FOR
+    for (int64_t r = 0; r < rows; r++) {
+      int64_t i = 0;
+      for (; i + LANES <= hidden; i += LANES) store(x + r * hidden + i, load_as(embedding, tokens[r] * hidden + i, narrow));
+      for (; i < hidden; i++) {
+        uint32_t bits = narrow ? (uint32_t)((const uint16_t *)embedding)[tokens[r] * hidden + i] << 16 : 0;
+        float wide;
+        memcpy(&wide, &bits, sizeof wide);
+        x[r * hidden + i] = narrow ? wide : ((const float *)embedding)[tokens[r] * hidden + i];
+      }
+    }
+    for (int64_t l = 0; l < s->layers; l++) {
+      const Layer *layer = layers + l;
+      void *const *keys = columns + 2 * l * num_columns, *const *values = keys + num_columns;
+      norm_rows(x, l ? y : NULL, layer->norm, eps, normed, rows, hidden);
+      product(normed, layer->qkv, layer->qkv_bias, s->block_hidden, y, scratch, n, rows,
+              width + 2 * s->kv_heads * s->size, hidden, narrow);
+      attend_rows(s, layer, eps, y, cos, sin, positions, keys, values, source, z, scratch, rows);
+      product(z, layer->out, layer->out_bias, s->block_heads, y, scratch, n, rows, hidden, width, narrow);
+      norm_rows(x, y, layer->mlp_norm, eps, normed, rows, hidden);
+      product(normed, layer->gate_up, layer->gate_up_bias, s->block_hidden, y, scratch, n, rows, 2 * inner, hidden, narrow);
+      SHARED_FOR
+      for (int64_t r = 0; r < rows; r++) gated_row(y + 2 * r * inner, y + (2 * r + 1) * inner, z + r * inner, inner);
+      product(z, layer->down, layer->down_bias, s->block_inner, y, scratch, n, rows, hidden, inner, narrow);
+    }
+    norm_rows(x, y, last_norm, eps, normed, rows, hidden);
+    product(normed, head, NULL, s->block_hidden, logits, scratch, n, rows, s->vocab, hidden, narrow);
+  }
+}
