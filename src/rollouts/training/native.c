@@ -27,19 +27,18 @@
 
 #define ALWAYS static inline __attribute__((always_inline))
 
-enum {
-  LANES = 16,
-  KEYS = 128,    /* positions in a block of the cache */
 #ifdef __AVX512F__
-  PANEL = 64, /* columns of a packed weight that lie together */
-  TILE = 6,   /* rows that a product computes at once: TILE x PANEL sums stay in registers */
-#define TILE_ROWS 6
+#define LANES 16 /* numbers in a vector */
+#define PANEL 64 /* columns of a packed weight that lie together */
 #else
-  PANEL = 32,
-  TILE = 3,
-#define TILE_ROWS 3
+#define LANES 8
+#define PANEL 16
 #endif
-  WIDEN = 12,    /* rows from which on it is cheaper to widen a bf16 panel once */
+
+enum {
+  TILE = 6,    /* rows that a product computes at once: TILE x PANEL sums stay in registers */
+  KEYS = 128,  /* positions in a block of the cache */
+  WIDEN = 12,  /* rows from which on it is cheaper to widen a bf16 panel once */
   MOST_SIZE = 256,
   MANY = 1 << 14 /* numbers from which on a second thread is worth its waking */
 };
@@ -61,15 +60,11 @@ ALWAYS vec fma_of(vec a, vec b, vec c) {
 #if defined(__AVX512F__)
   return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__FMA__)
-  half x[2], y[2], z[2];
-  memcpy(x, &a, sizeof a), memcpy(y, &b, sizeof b), memcpy(z, &c, sizeof c);
-  for (int i = 0; i < 2; i++) z[i] = (half)_mm256_fmadd_ps((__m256)x[i], (__m256)y[i], (__m256)z[i]);
-  memcpy(&c, z, sizeof c);
-  return c;
+  return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #elif defined(__ARM_NEON)
-  quarter x[4], y[4], z[4];
+  quarter x[2], y[2], z[2];
   memcpy(x, &a, sizeof a), memcpy(y, &b, sizeof b), memcpy(z, &c, sizeof c);
-  for (int i = 0; i < 4; i++) z[i] = (quarter)vfmaq_f32((float32x4_t)z[i], (float32x4_t)x[i], (float32x4_t)y[i]);
+  for (int i = 0; i < 2; i++) z[i] = (quarter)vfmaq_f32((float32x4_t)z[i], (float32x4_t)x[i], (float32x4_t)y[i]);
   memcpy(&c, z, sizeof c);
   return c;
 #else
@@ -95,10 +90,14 @@ ALWAYS void store_as(void *p, int64_t i, vec x, int narrow) {
 }
 
 ALWAYS float sum(vec x) {
-  half h[2];
   quarter q[2];
+#if LANES == 16
+  half h[2];
   memcpy(h, &x, sizeof h);
   half s = h[0] + h[1];
+#else
+  half s = x;
+#endif
   memcpy(q, &s, sizeof q);
   quarter t = q[0] + q[1];
   return (t[0] + t[2]) + (t[1] + t[3]);
@@ -316,12 +315,15 @@ ALWAYS void tiles(const float *x, const void *panel, int64_t inputs, int64_t blo
 #define CASE(num) case num: tile(x, panel, inputs, block, out, outputs, columns, num, narrow); break;
     CASE(1)
     CASE(2)
-#if TILE_ROWS > 3
     CASE(3)
     CASE(4)
     CASE(5)
-#endif
   }
+}
+
+static void tiles_of_fp32(const float *x, const float *panel, int64_t inputs, int64_t block, float *out,
+                          int64_t outputs, int64_t columns, int64_t rows) {
+  tiles(x, panel, inputs, block, out, outputs, columns, rows, 0);
 }
 
 /* out = x packed^T + bias, shared by the threads of a region; `scratch` has inputs x PANEL numbers of each thread. */
@@ -332,12 +334,12 @@ static void product(const float *x, const void *packed, const float *bias, int64
     int64_t columns = outputs - p * PANEL < PANEL ? outputs - p * PANEL : PANEL, size = inputs * PANEL;
     float *to = out + p * PANEL, *wide = scratch + THREAD * scratch_size;
     if (!narrow) {
-      tiles(x, (const float *)packed + p * size, inputs, block, to, outputs, columns, rows, 0);
+      tiles_of_fp32(x, (const float *)packed + p * size, inputs, block, to, outputs, columns, rows);
     } else if (rows < WIDEN) {
       tiles(x, (const uint16_t *)packed + p * size, inputs, block, to, outputs, columns, rows, 1);
     } else {
       for (int64_t i = 0; i < size; i += LANES) store(wide + i, load_as(packed, p * size + i, 1));
-      tiles(x, wide, inputs, block, to, outputs, columns, rows, 0);
+      tiles_of_fp32(x, wide, inputs, block, to, outputs, columns, rows);
     }
     if (bias)
       for (int64_t r = 0; r < rows; r++)
@@ -359,13 +361,14 @@ void linear(const float *x, const void *packed, const float *bias, int64_t block
 
 /* a step of decoding: one new token of each sequence ---------------------------------------------------------------- */
 
-/* 16 keys as they lie, to 16 numbers of one place after the other. */
+/* LANES keys as they lie, to as many numbers of one place after the other: a matrix transposed in steps of swaps. */
 ALWAYS void turn_keys(const void *keys, int64_t at, int64_t size, int64_t place, vec *turned, int narrow) {
   vec a[LANES], b[LANES];
   for (int i = 0; i < LANES; i++) a[i] = load_as(keys, at + i * size + place, narrow);
 #define SWAP(from, to, step, low, high) \
   for (int i = 0; i < LANES; i++) \
     if (!(i & step)) to[i] = low(from[i], from[i + step]), to[i + step] = high(from[i], from[i + step]);
+#if LANES == 16
 #define LOW1(x, y) __builtin_shufflevector(x, y, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30)
 #define HIGH1(x, y) __builtin_shufflevector(x, y, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31)
 #define LOW2(x, y) __builtin_shufflevector(x, y, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)
@@ -378,6 +381,17 @@ ALWAYS void turn_keys(const void *keys, int64_t at, int64_t size, int64_t place,
   SWAP(b, a, 2, LOW2, HIGH2)
   SWAP(a, b, 4, LOW4, HIGH4)
   SWAP(b, turned, 8, LOW8, HIGH8)
+#else
+#define LOW1(x, y) __builtin_shufflevector(x, y, 0, 8, 2, 10, 4, 12, 6, 14)
+#define HIGH1(x, y) __builtin_shufflevector(x, y, 1, 9, 3, 11, 5, 13, 7, 15)
+#define LOW2(x, y) __builtin_shufflevector(x, y, 0, 1, 8, 9, 4, 5, 12, 13)
+#define HIGH2(x, y) __builtin_shufflevector(x, y, 2, 3, 10, 11, 6, 7, 14, 15)
+#define LOW4(x, y) __builtin_shufflevector(x, y, 0, 1, 2, 3, 8, 9, 10, 11)
+#define HIGH4(x, y) __builtin_shufflevector(x, y, 4, 5, 6, 7, 12, 13, 14, 15)
+  SWAP(a, b, 1, LOW1, HIGH1)
+  SWAP(b, a, 2, LOW2, HIGH2)
+  SWAP(a, turned, 4, LOW4, HIGH4)
+#endif
 }
 
 typedef struct {

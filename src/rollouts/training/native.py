@@ -1,13 +1,14 @@
-"""Row kernels in C (`native.c`) for fp32 on a CPU: norms, rotations, gated units, one step of decoding.
+"""Kernels in C (`native.c`) for a CPU: norms, rotations, gated units, products with few rows, a step of decoding.
 
-They are compiled on first use by the machine's own C compiler (one or two seconds) and kept in the user's cache. Where
-there is none, `library` says so once and callers use torch's operations, which are slower and round otherwise in the
-last bit. So every formula here has both forms behind one function, and all processes of a machine take the same one.
+They are compiled on first use by the machine's own C compiler (some seconds) and kept in the user's cache. Where there
+is none, `library` says so once and callers compute by torch's operations, which is slower and other in the last bits;
+all processes of a machine do the same.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import logging
 import os
@@ -107,13 +108,16 @@ def _compiled(compiler: list[str]) -> Path:
     if path.exists():
         return path
     home.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.TemporaryDirectory(dir=home) as work:
+    with (home / "lock").open("w") as lock, tempfile.TemporaryDirectory(dir=home) as work:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the processes of a run start at once: one compiles, the others wait
+        if path.exists():
+            return path
         compiled, linked = Path(work) / "native.o", Path(work) / "native.so"
         # Nothing is linked: torch has loaded what is needed, and its OpenMP above all is to be used and no second one.
         link = ["-shared", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared", "-nostdlib"]
         for step in ([*flags, "-c", "-o", compiled, SOURCE], [*link, "-o", linked, compiled]):
             subprocess.run([str(program), *map(str, step)], check=True, capture_output=True, text=True)
-        os.replace(linked, path)  # several processes may do so at once: they made the same
+        os.replace(linked, path)
     return path
 
 
