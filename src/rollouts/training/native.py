@@ -277,6 +277,7 @@ def call(name: str, *arguments: Any) -> None:
     """A kernel by name; a tensor is handed over by its address."""
     kernels = library()
     assert kernels is not None
+    torch.get_num_threads()  # tells OpenMP, which keeps a number for each thread, what torch was told
     getattr(kernels, name)(*(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments))
 
 
