@@ -226,6 +226,16 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
         native.library.cache_clear()
 
 
+@needs_kernels
+@pytest.mark.skipif(not Path("/proc/self/maps").is_file(), reason="only Linux tells what is loaded")
+def test_threads_are_those_of_torch() -> None:
+    """Two pools of threads would fight for the cores."""
+    loaded = {line.split(None, 5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
+    assert len([path for path in loaded if "libgomp" in Path(path).name]) == 1
+    if any("libgomp" in path and "torch" in path for path in loaded):
+        assert "-fopenmp" in native._share_threads()
+
+
 def test_a_compiler_that_fails(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:

@@ -70,6 +70,7 @@ SIGNATURES = {
     "linear": [_P, _P, _P, _I, _P, _P, _I, _I, _I, _I, _I, _I],
     "decode": [_P, _P, _P, _P, _P, _F, _P, _P, _P, _P, _P, _I, _P, _P, _I, _P, _P, _I],
 }
+PLAIN = (Tensor, nn.Parameter)
 LANES, KEYS, MOST_SIZE = 16, 128, 256
 """As in `native.c`: numbers in a vector, keys in a block of the cache, the largest head."""
 
@@ -124,8 +125,8 @@ def _compiled(compiler: list[str]) -> Path:
 def _share_threads() -> list[str]:
     """Compile for threads where they can be those of torch: a second pool would fight with the first for the cores."""
     maps = Path("/proc/self/maps")
-    loaded = {line.split()[-1] for line in maps.read_text().splitlines()} if maps.is_file() else set()
-    pools = [path for path in loaded if "libgomp" in path]
+    lines = maps.read_text().splitlines() if maps.is_file() else []
+    pools = sorted({line[line.index("/") :] for line in lines if "/libgomp" in line})
     if len(pools) != 1:
         return []
     ctypes.CDLL(pools[0], mode=ctypes.RTLD_GLOBAL)  # so that the kernels find it
@@ -140,13 +141,14 @@ def _processor() -> str:
     return next((line for line in cpus.read_text().splitlines() if line.startswith(("flags", "Features"))), "")
 
 
-def runs_here(*tensors: Tensor) -> bool:
+def runs_here(x: Tensor, *others: Tensor) -> bool:
     """Whether kernels compute with these: plain fp32 on a CPU, and not under a compiler, which makes its own."""
-    return (
-        all(x.device.type == "cpu" and x.dtype == torch.float32 and type(x) in (Tensor, nn.Parameter) for x in tensors)
-        and not torch.compiler.is_compiling()
-        and library() is not None
-    )
+    if library() is None or torch.compiler.is_compiling():
+        return False
+    for tensor in (x, *others):
+        if tensor.dtype != torch.float32 or not tensor.is_cpu or type(tensor) not in PLAIN:
+            return False
+    return True
 
 
 def rms_norm(

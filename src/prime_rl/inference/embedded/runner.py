@@ -152,7 +152,14 @@ def add_norm(
     if native.runs_here(branch, x, norm.weight):
         return branch, native.rms_norm(branch, norm.weight, norm.eps, added=x)[0]
     x = branch.add_(x)
-    return x, norm(x)
+    return x, normalise(x, norm)
+
+
+def normalise(x: Float[Tensor, "rows size"], norm: RMSNorm) -> Float[Tensor, "rows size"]:
+    """The norm; without kernels in fp32 by torch's own composition, which performs the same operations."""
+    if native.library() is None and x.dtype == torch.float32 and x.is_cpu:
+        return F.rms_norm(x, (x.shape[-1],), norm.weight, norm.eps)
+    return cast(Tensor, norm(x))
 
 
 def turn(
@@ -223,7 +230,7 @@ class Runner:
                 return cast(Tensor, self.model(tokens, positions, attend))
         x = F.embedding(tokens, self.model.model.embed_tokens.weight)
         cos, sin = (table[positions] for table in self._tables(length, x.dtype, x.device))
-        normed = self.layers[0].norms[0](x)
+        normed = normalise(x, self.layers[0].norms[0])
         for layer, norm in zip(self.layers, self.next_norms, strict=True):
             x, added = layer(x, normed, cos, sin, attend, changes)
             x, normed = add_norm(added, x, norm)
