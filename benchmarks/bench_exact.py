@@ -26,6 +26,7 @@ from prime_rl.inference.engine import GenerationRequest, Output, SamplingParams 
 from prime_rl.trainer.models.attention import PackedAttention  # noqa: E402
 from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig, init_weights, tensor_names  # noqa: E402
 from rollouts.training.batching import MIN_TOKENS  # noqa: E402
+from rollouts.training.linear import linear  # noqa: E402
 
 VOCAB, MAX_LEN, NUM_VERSIONS = 320, 768, 3
 SHAPES = {  # hidden, layers, heads, key heads, head dim, inner
@@ -87,7 +88,8 @@ def compare(output: Output, models: dict[int, CausalLM], tally: Tally) -> None:
         model = models[version]
         hidden = model(tokens, torch.arange(len(tokens)), PackedAttention([len(tokens)]))
         scale = torch.full((len(tokens), 1), output.request.params.temperature)
-        expected = torch.log_softmax(model.logits(hidden).float() / scale, dim=-1)
+        logits = linear(hidden, model.lm_head.weight).float()  # as the losses multiply, whatever the number of rows
+        expected = torch.log_softmax(logits / scale, dim=-1)
         rows = torch.arange(len(prompt) + start, len(prompt) + end) - 1
         wanted = expected[rows, torch.tensor(ids[start:end], dtype=torch.long)]
         apart = (torch.tensor(output.logprobs[start:end]) - wanted).abs()
