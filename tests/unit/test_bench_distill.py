@@ -72,7 +72,7 @@ ROWS = {f"{row.table}: {row.name}": row for row in bench.build_rows()}
         "retention: live, anchor 1",
         "retention: ema .95",
         "taus: token 1, 0",
-        "coverage: full jsd, 200 steps",
+        "coverage: full jsd, 300 steps",
     ],
 )
 def test_a_step_of_a_row_changes_the_student_alone(name: str) -> None:
