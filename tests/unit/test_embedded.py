@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import queue
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,12 +44,7 @@ TOKENIZER = load_tokenizer("tiny-qwen3")
 DECODE = build_decode(TOKENIZER)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def build_model(seed: int) -> CausalLM:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,7 @@ needs_kernels = pytest.mark.skipif(native.library() is None, reason="no C compil
 SIZES = [(5, 64), (33, 256), (7, 40), (3, 17), (300, 128)]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -52,8 +46,7 @@ def test_norms_and_gated_units_and_their_gradients(rows: int, size: int) -> None
         (lambda a, w: causal_lm.rms_norm(a, w, 1e-6), (x, weight)),
         (causal_lm.swiglu, (up, x)),
     ):
-        with torch.autograd.set_detect_anomaly(False):
-            expected = gradients(function, *(i.double() for i in inputs))
+        expected = gradients(function, *(i.double() for i in inputs))
         for found, value in zip(gradients(function, *inputs), expected, strict=True):
             assert found.dtype == torch.float32
             torch.testing.assert_close(found.double(), value, rtol=2e-5, atol=2e-5)

@@ -20,6 +20,7 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from prime_rl.inference.embedded.cache import BLOCK
 from prime_rl.inference.embedded.fused import FusedDecoder, FusedPlan, LayerWeights
 from prime_rl.trainer.models.attention import Attend, min_rows
 from prime_rl.trainer.models.causal_lm import MLP, CausalLM, DecoderLayer, RMSNorm, rms_norm, swiglu
@@ -188,7 +189,8 @@ def build_fused(model: CausalLM, layers: Sequence[Layer], head: Product) -> Fuse
             return None
         norms = (layer.norms[0].weight, layer.qk_weight, layer.norms[1].weight)
         held.append(LayerWeights(norms, kernels, [product.bias for product in products]))
-    if head.kernel is None or model.config.logit_cap is not None or not native.takes_heads(model.config.head_dim):
+    takes = BLOCK == native.KEYS and native.takes_heads(model.config.head_dim)
+    if head.kernel is None or model.config.logit_cap is not None or not takes:
         return None
     return FusedDecoder(model, held, head.kernel)
 
