@@ -1,6 +1,7 @@
 """Are the engine's log-probs the trainer's, bit for bit? A million sampled tokens under everything that could disturb.
 
-    python benchmarks/bench_exact.py [--tokens 1000000] [--threads 1] [--seed 0] [--output FILE]
+    python benchmarks/bench_exact.py [--tokens 1000000] [--dtype float32] [--threads 1] [--seed 0]
+        [--output FILE]
 
 Random arrivals, batch sizes, chunk sizes, memory limits, shared and continued prompts, cancellations and weight updates
 in flight, over several shapes; every log-prob of every span is compared with the trainer's for the same tokens under
@@ -23,10 +24,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 from prime_rl.inference.embedded.engine import EmbeddedEngine  # noqa: E402
 from prime_rl.inference.engine import GenerationRequest, Output, SamplingParams  # noqa: E402
-from prime_rl.trainer.models.attention import PackedAttention  # noqa: E402
+from prime_rl.trainer.models.attention import PackedAttention, RoundedAttention  # noqa: E402
 from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig, init_weights, tensor_names  # noqa: E402
 from rollouts.training.batching import MIN_TOKENS  # noqa: E402
 from rollouts.training.linear import linear  # noqa: E402
+from rollouts.training.native import arithmetic_dtype  # noqa: E402
 
 VOCAB, MAX_LEN, NUM_VERSIONS = 320, 768, 3
 SHAPES = {  # hidden, layers, heads, key heads, head dim, inner
@@ -51,8 +53,8 @@ class Tally:
     shapes: dict[str, int] = field(default_factory=dict)
 
 
-def build_model(shape: str, seed: int) -> CausalLM:
-    """Random weights far enough from uniform that a wrong token shows."""
+def build_model(shape: str, seed: int, dtype: torch.dtype) -> CausalLM:
+    """Random weights far enough from uniform that a wrong token shows; in `dtype`."""
     kind, hidden, layers, heads, kv_heads, dim, inner = SHAPES[shape]
     config = DecoderConfig.from_hf(
         {
@@ -74,11 +76,11 @@ def build_model(shape: str, seed: int) -> CausalLM:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=noise) * 0.05)
-    return model.requires_grad_(False)
+    return model.requires_grad_(False).to(dtype)
 
 
 @torch.no_grad()
-def compare(output: Output, models: dict[int, CausalLM], tally: Tally) -> None:
+def compare(output: Output, models: dict[int, CausalLM], dtype: torch.dtype, tally: Tally) -> None:
     """Every log-prob against the trainer's under the version of its span."""
     prompt, ids = output.request.prompt, output.token_ids
     # Products of fewer rows round differently: a trainer's pack is never shorter either.
@@ -86,7 +88,8 @@ def compare(output: Output, models: dict[int, CausalLM], tally: Tally) -> None:
     ends = [start for start, _ in output.versions[1:]] + [len(ids)]
     for (start, version), end in zip(output.versions, ends, strict=True):
         model = models[version]
-        hidden = model(tokens, torch.arange(len(tokens)), PackedAttention([len(tokens)]))
+        attend = RoundedAttention(PackedAttention([len(tokens)]), dtype)
+        hidden = model(tokens, torch.arange(len(tokens)), attend)
         scale = torch.full((len(tokens), 1), output.request.params.temperature)
         logits = linear(hidden, model.lm_head.weight).float()  # as the losses multiply, whatever the number of rows
         expected = torch.log_softmax(logits / scale, dim=-1)
@@ -99,10 +102,11 @@ def compare(output: Output, models: dict[int, CausalLM], tally: Tally) -> None:
     tally.tokens += len(ids)
 
 
-def run_round(shape: str, rng: random.Random, tally: Tally, num_requests: int = 160) -> None:
+def run_round(shape: str, dtype: torch.dtype, rng: random.Random, tally: Tally, num_requests: int = 160) -> None:
     """One engine with random limits, driven at random until everything has ended."""
-    models = {version: build_model(shape, rng.randrange(1 << 30)) for version in range(NUM_VERSIONS)}
-    served = build_model(shape, 0)
+    models = {version: build_model(shape, rng.randrange(1 << 30), dtype) for version in range(NUM_VERSIONS)}
+    arithmetic = arithmetic_dtype(dtype, torch.device("cpu"))
+    served = build_model(shape, 0, dtype)
     served.load_state_dict(models[0].state_dict())
     engine = EmbeddedEngine(
         served,
@@ -111,6 +115,7 @@ def run_round(shape: str, rng: random.Random, tally: Tally, num_requests: int = 
         max_cache_tokens=rng.choice([None, 128 * rng.randint(10, 60)]),
         max_kept_tokens=rng.choice([0, 2000, 50000]),
     )
+    trained = {version: model.to(arithmetic) for version, model in models.items()}
     longest = rng.choice([12, 60, 300, 500])
     shared = [rng.choices(range(VOCAB), k=rng.randint(1, longest)) for _ in range(3)]
     alive: list[GenerationRequest] = []
@@ -129,7 +134,7 @@ def run_round(shape: str, rng: random.Random, tally: Tally, num_requests: int = 
             tally.updates += 1
         new = [event for event in engine.step() if isinstance(event, Output)] if engine.has_work() else []
         for output in new:
-            compare(output, models, tally)
+            compare(output, trained, dtype, tally)
             alive = [one for one in alive if one is not output.request]
         ended = (ended + new)[-8:]
     stats = engine.stats()
@@ -160,9 +165,10 @@ def main() -> int:
     """Run rounds until enough tokens were compared; returns the exit code."""
     parser = argparse.ArgumentParser(description="Compare the engine's log-probs with the trainer's, bit for bit.")
     parser.add_argument("--tokens", type=int, default=1_000_000)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=None, help="default: .bench/results/exact.json")
+    parser.add_argument("--output", type=Path, default=None, help="default: .bench/results/exact[_bfloat16].json")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     machine = describe_machine(arguments.threads)
@@ -170,14 +176,16 @@ def main() -> int:
     while tally.tokens < arguments.tokens and not tally.differences:
         shape = rng.choice(list(SHAPES))
         before = tally.tokens
-        run_round(shape, rng, tally)
+        run_round(shape, getattr(torch, arguments.dtype), rng, tally)
         tally.shapes[shape] = tally.shapes.get(shape, 0) + tally.tokens - before
         print(f"{tally.tokens:,} tokens, {tally.differences} differ", file=sys.stderr, flush=True)
     rows = [
         Row("log-probs that differ", tally.differences, "==", 0, f"of {tally.tokens:,} sampled tokens"),
         Row("sampled tokens", tally.tokens, ">=", arguments.tokens, f"{time.monotonic() - start:.0f} s"),
     ]
-    return finish("exact", rows, machine, vars(tally), arguments.output)
+    return finish(
+        "exact" if arguments.dtype == "float32" else "exact_bfloat16", rows, machine, vars(tally), arguments.output
+    )
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import anyio
 import msgspec
@@ -13,13 +14,22 @@ import pytest
 import torch
 from running_server import RunningServer
 
+from prime_rl.inference.embedded.engine import EmbeddedEngine
+from prime_rl.inference.engine import AdapterSpec, GenerationRequest, Output, SamplingParams
 from prime_rl.orchestrator.canary import CanaryCheck
 from prime_rl.orchestrator.weight_relay import WeightRelay
 from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.config import TrainConfig
+from prime_rl.trainer.models.causal_lm import tensor_names
+from prime_rl.trainer.models.registry import load_decoder
 from prime_rl.transport.canary import CANARY_FILE, CANARY_TOKENS, Canary, compare_canary, read_canary
-from prime_rl.transport.weights import publish_weights
+from prime_rl.transport.weights import digest_tensor, publish_weights
+from prime_rl.utils.tokenizer import resolve_model_dir
+from rollouts.training import native
+from rollouts.training.batching import pack_samples
+from rollouts.training.rl_losses import nll_loss
 from rollouts.training.steps import step_path
+from rollouts.training.types import Sample
 from rollouts.training.weight_sync import PrimeEngine, WeightSyncError, sync_weights_to_engines
 
 
@@ -61,6 +71,34 @@ def test_an_exact_engine_repeats_the_trainer_bit_for_bit(backend: Backend, serve
     assert check.num_checked == 1
     logprobs = anyio.run(PrimeEngine(server.root).score_prompt, canary.token_ids)
     assert logprobs == canary.logprobs
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2, "merge": False}])
+def test_bfloat16_is_as_exact_where_float32_is_computed(
+    lora: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A step of training, its weights in the engine, and the same bits."""
+    monkeypatch.setattr(native, "has_bf16_unit", lambda: False)
+    base = tmp_path / "base"
+    tiny = resolve_model_dir("tiny-qwen3")
+    publish_weights(base, 0, tensor_names(load_decoder(tiny, random_init=True, seed=5)), tiny)
+    values = {"name": str(base / "step_0"), "dtype": "bfloat16", "lora": lora}
+    backend = build_backend(TrainConfig.model_validate({"model": values}))
+    sample = Sample("", tokens=list(range(20)), loss_mask=[0.0] + [1.0] * 19)
+    backend.optim_step(backend.forward_backward(pack_samples([sample], 32)[0], nll_loss))
+    canary, published = backend.compute_canary(1), backend.publishable()
+    assert canary.exact == (lora is None) and {t.dtype for t in published.values()} == {torch.bfloat16}
+    engine = EmbeddedEngine(load_decoder(base / "step_0", dtype=torch.bfloat16))
+    name = None if lora is None else "a"
+    if name is None:
+        digests = engine.load_weights(published, 1)
+    else:
+        digests = engine.load_adapter(name, published, AdapterSpec(2, 32.0, 1))
+    assert digests == {key: digest_tensor(tensor) for key, tensor in published.items()}
+    engine.add(GenerationRequest(canary.token_ids, SamplingParams(max_tokens=0, prompt_logprobs=0), adapter=name))
+    (output,) = engine.step()
+    assert isinstance(output, Output) and output.prompt_logprobs is not None
+    assert output.prompt_logprobs.logprobs == canary.logprobs
 
 
 def test_a_difference_of_one_bit_pauses_the_engine_and_says_what_differs(
@@ -125,6 +163,7 @@ def test_what_rounding_explains_is_allowed() -> None:
     assert compare_canary(canary, near) is None
     assert "exact mode" in str(compare_canary(canary, near, exact=True))
     assert compare_canary(msgspec.structs.replace(canary, exact=False), near, exact=True) is None
+    assert compare_canary(canary, near, exact=True, dtype="bfloat16") is None, "another format cannot be exact"
     far = [x + 0.05 for x in canary.logprobs]
     assert "0.001 is allowed" in str(compare_canary(canary, far))
     assert compare_canary(canary, far, dtype="bfloat16") is None

@@ -32,11 +32,12 @@ from prime_rl.inference.engine import (
 from prime_rl.inference.text import Detokenizer, StopWatch, TokenNames, build_decode
 from prime_rl.trainer.lora import AdapterSpec as LoraSpec
 from prime_rl.trainer.lora import adapter_tensors, add_lora, peft_tensors
-from prime_rl.trainer.models.attention import PackedAttention
+from prime_rl.trainer.models.attention import PackedAttention, RoundedAttention
 from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig, init_weights, tensor_names
 from prime_rl.trainer.models.registry import load_decoder
 from prime_rl.transport.weights import digest_tensor
 from prime_rl.utils.tokenizer import load_tokenizer, resolve_model_dir
+from rollouts.training import native
 from rollouts.training.sampling import invert_cdf, uniform
 
 MODEL_DIR = resolve_model_dir("tiny-qwen3")
@@ -57,10 +58,13 @@ def build_model(seed: int) -> CausalLM:
     return model.requires_grad_(False)
 
 
-def trainer_logprobs(model: CausalLM, tokens: list[int], temperature: float) -> Tensor:
-    """What the trainer computes for every next token: [tokens, vocab]."""
+def trainer_logprobs(
+    model: CausalLM, tokens: list[int], temperature: float, kept: torch.dtype = torch.float32
+) -> Tensor:
+    """What the trainer computes for every next token: [tokens, vocab]; keys and values are `kept` in some format."""
+    attend = RoundedAttention(PackedAttention([len(tokens)]), kept)
     with torch.no_grad():
-        hidden = model(torch.tensor(tokens), torch.arange(len(tokens)), PackedAttention([len(tokens)]))
+        hidden = model(torch.tensor(tokens), torch.arange(len(tokens)), attend)
         return torch.log_softmax(model.logits(hidden).float() / torch.full((len(tokens), 1), temperature), dim=-1)
 
 
@@ -79,12 +83,14 @@ def run(engine: EmbeddedEngine, *requests: GenerationRequest) -> list[Output]:
     return [outputs[one] for one in requests]
 
 
-def check_exact(output: Output, models: dict[int, CausalLM], tolerance: float = 0.0) -> int:
+def check_exact(
+    output: Output, models: dict[int, CausalLM], tolerance: float = 0.0, kept: torch.dtype = torch.float32
+) -> int:
     """Every log-prob equals the trainer's under the version of its span; returns the number of tokens."""
     prompt, ids = output.request.prompt, output.token_ids
     ends = [start for start, _ in output.versions[1:]] + [len(ids)]
     for (start, version), end in zip(output.versions, ends, strict=True):
-        expected = trainer_logprobs(models[version], prompt + ids, output.request.params.temperature)
+        expected = trainer_logprobs(models[version], prompt + ids, output.request.params.temperature, kept)
         rows = torch.arange(len(prompt) + start, len(prompt) + end) - 1
         held = torch.tensor(output.logprobs[start:end])
         torch.testing.assert_close(held, expected[rows, torch.tensor(ids[start:end])], rtol=0, atol=tolerance)
@@ -493,6 +499,39 @@ def test_adapters_answer_as_their_trainers_beside_the_model_and_each_other() -> 
         engine.add(requests[2])
     with pytest.raises(ValueError, match="lm_head"):
         engine.load_adapter("w", {"base_model.model.lm_head.weight": torch.zeros(2, 2)}, AdapterSpec(4, 8.0))
+
+
+def test_bf16_without_a_unit_for_it_is_exact_by_torchs_operations_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights, keys and values are rounded, nothing else: for experts, adapters, shared prompts and new weights."""
+    monkeypatch.setattr(native, "has_bf16_unit", lambda: False)
+    bf16, prompt = torch.bfloat16, list(range(150))
+    adapted, adapter = build_adapter(1)
+    rounded = {key: tensor.to(bf16) for key, tensor in adapter.items()}
+    for key, tensor in adapter_tensors(adapted).items():
+        tensor.copy_(tensor.to(bf16))
+        assert torch.equal(tensor, rounded[f"base_model.model.{key}"].float())
+    models = {version: build_model(version).to(bf16).float() for version in range(2)}
+    engine = EmbeddedEngine(build_model(0).to(bf16), max_prefill_tokens=64)
+    assert (engine.dtype, engine.model.embedding().dtype) == (bf16, torch.float32)
+    engine.load_adapter("a", rounded, AdapterSpec(4, 8.0, 5))
+    adapted = adapted.to(bf16).float()
+    requests = [
+        GenerationRequest(prompt[: 150 - i // 3], SamplingParams(max_tokens=12, seed=i), adapter=(None, "a")[i % 2])
+        for i in range(8)
+    ]
+    for output in run(engine, *requests):
+        served = {5: adapted} if output.request.adapter else {0: models[0]}
+        assert check_exact(output, served, kept=bf16) == 12
+    published = {name: tensor.to(bf16) for name, tensor in tensor_names(models[1]).items()}
+    assert engine.load_weights(published, 1) == {name: digest_tensor(t) for name, t in published.items()}
+    (output,) = run(engine, request(prompt, max_tokens=20))
+    check_exact(output, {1: models[1]}, kept=bf16)
+    engine.load_weights(tensor_names(build_model(1)), 2)
+    (again,) = run(engine, request(prompt, max_tokens=20))
+    assert (again.token_ids, again.logprobs) == (output.token_ids, output.logprobs), "rounded when they come in fp32"
+    experts = EmbeddedEngine(build_experts(0).to(bf16))
+    for output in run(experts, *(request(prompt[: 60 - i], max_tokens=8, seed=i) for i in range(5))):
+        check_exact(output, {0: build_experts(0).to(bf16).float()}, kept=bf16)
 
 
 def test_weights_that_do_not_fit_change_nothing() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.engine import GenerationRequest, Output, SamplingParams
 from prime_rl.trainer.models import causal_lm
-from prime_rl.trainer.models.attention import PackedAttention
+from prime_rl.trainer.models.attention import PackedAttention, RoundedAttention
 from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig, init_weights
 from rollouts.training import native
 from rollouts.training.linear import linear
@@ -147,11 +147,12 @@ def generate(engine: EmbeddedEngine, num: int, new: int = 24, longest: int = 150
     return [outputs[one] for one in requests]
 
 
-def trainer_logprobs(model: CausalLM, output: Output) -> Tensor:
-    """What the trainer's forward pass gives for the tokens of an answer."""
+def trainer_logprobs(model: CausalLM, output: Output, dtype: torch.dtype = torch.float32) -> Tensor:
+    """What the trainer's forward pass gives for the tokens of an answer; it computes in fp32, whatever is kept."""
     tokens, start = torch.tensor([*output.request.prompt, *output.token_ids]), len(output.request.prompt)
+    attend = RoundedAttention(PackedAttention([len(tokens)]), dtype)
     with torch.no_grad():
-        hidden = model(tokens, torch.arange(len(tokens)), PackedAttention([len(tokens)]))[start - 1 : -1]
+        hidden = model.float()(tokens, torch.arange(len(tokens)), attend)[start - 1 : -1]
         logits = linear(hidden, model.lm_head.weight).float()
         return torch.log_softmax(logits, -1).gather(1, tokens[start:, None]).squeeze(1)
 
@@ -166,28 +167,19 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_step_of_decoding_is_the_trainers_to_the_bit(name: str) -> None:
+def test_a_step_of_decoding_is_the_trainers_to_the_bit(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Alone and in a batch, over several columns of the cache, whatever the model's shape."""
-    model = build(**SHAPES[name])
-    engine = EmbeddedEngine(build(**SHAPES[name]), max_model_len=512)
+    monkeypatch.setattr(native, "has_bf16_unit", lambda: False)
+    model = build(dtype, **SHAPES[name])
+    engine = EmbeddedEngine(build(dtype, **SHAPES[name]), max_model_len=512)
     assert engine._runner.fused is not None
     for output in generate(engine, 7) + generate(engine, 1):
-        torch.testing.assert_close(torch.tensor(output.logprobs), trainer_logprobs(model, output), rtol=0, atol=0)
-
-
-@needs_kernels
-@pytest.mark.parametrize("name", SHAPES)
-def test_bf16_is_computed_in_fp32(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In fast mode, where the processor has nothing better: nearer to the model in fp32 than bf16's own arithmetic."""
-    monkeypatch.setattr(native, "has_bf16_unit", lambda: False)
-    model = build(torch.bfloat16, **SHAPES[name])
-    engine = EmbeddedEngine(build(torch.bfloat16, **SHAPES[name]), max_model_len=512, exact=False)
-    assert engine._runner.fused is not None
-    wide = model.float()
-    for output in generate(engine, 7):
-        expected = trainer_logprobs(wide, output)
-        assert (torch.tensor(output.logprobs) - expected).abs().mean() < 0.03
+        found, expected = torch.tensor(output.logprobs), trainer_logprobs(model, output, dtype)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @needs_kernels

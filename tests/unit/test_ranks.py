@@ -34,6 +34,7 @@ from prime_rl.trainer.parallel_dims import count_ranks
 from prime_rl.trainer.rl.data import build_batches
 from prime_rl.trainer.rl.loss import build_loss
 from prime_rl.utils.process import find_free_port
+from rollouts.training import native
 from rollouts.training.batching import pack_samples, pack_share
 
 HERE = Path(__file__).parent
@@ -132,8 +133,9 @@ def test_a_missing_file_of_a_rank_is_told(two: Path, tmp_path: Path) -> None:
         load_checkpoint(tmp_path, 3, backend.parameters, backend.stepper)
 
 
-def test_mixed_precision_on_two_ranks_is_that_of_one(two: Path) -> None:
+def test_mixed_precision_on_two_ranks_is_that_of_one(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both gather bfloat16, add gradients up in float32 and step float32: what differs is the order of a sum."""
+    monkeypatch.setattr(native, "has_bf16_unit", lambda: True)
     config = narrow_config()
     backend = build_backend(config)
     rows = list(run_rl(backend, config))

@@ -21,6 +21,7 @@ from prime_rl.trainer.rl.train import train
 from prime_rl.transport.batches import FilesystemBatchSender
 from prime_rl.transport.weights import read_manifest, verify_tensors
 from prime_rl.utils.pydantic_config import parse_argv
+from rollouts.training import native
 from rollouts.training.backends.step import OptimizerStep
 from rollouts.training.batching import pack_samples
 from rollouts.training.metrics import load_jsonl
@@ -309,10 +310,15 @@ def test_the_schedule_reaches_the_optimizer() -> None:
     assert lrs == pytest.approx([0.1, 0.05, 0.1 / 3])
 
 
-def test_narrow_models_train_on_float32_masters(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_unit", [True, False])
+def test_narrow_models_train_on_float32_masters(
+    has_unit: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16 where the processor computes in it, else in float32 with numbers rounded to bfloat16."""
+    monkeypatch.setattr(native, "has_bf16_unit", lambda: has_unit)
     config = make_config(tmp_path, model={"name": "tiny-qwen3", "dtype": "bfloat16", "debug": {"random_init": True}})
     backend = build_backend(config)
-    assert {p.dtype for p in backend.model.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in backend.model.parameters()} == {torch.bfloat16 if has_unit else torch.float32}
     assert {p.dtype for p in backend.parameters.values()} == {torch.float32}
     assert backend.model.lm_head.weight is backend.model.model.embed_tokens.weight
     wide = build_backend(make_config(tmp_path))
@@ -327,7 +333,7 @@ def test_narrow_models_train_on_float32_masters(tmp_path: Path) -> None:
     backend.optim_step(backend.forward_backward(micros, build_loss(config.loss, 48)))
     assert not torch.equal(before, backend.model.lm_head.weight)
     for name, parameter in backend.model.named_parameters():
-        assert torch.equal(parameter, backend.parameters[name].bfloat16()) and parameter.grad is None
+        assert torch.equal(parameter.float(), backend.parameters[name].bfloat16().float()) and parameter.grad is None
 
 
 def test_masters_keep_what_rounding_would_lose() -> None:

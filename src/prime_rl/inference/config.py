@@ -116,7 +116,8 @@ class InferenceConfig(BaseConfig):
     exact: bool | None = None
     """Log-probs equal the trainer's bit for bit, and running requests are computed anew when the weights change.
 
-    Unset: on for float32 on a CPU. Off keeps the cache of running requests over a change of the weights."""
+    Unset: on where a CPU computes in float32; one without a unit for bfloat16 does so for bfloat16 too. Off keeps the
+    cache of running requests over a change of the weights."""
 
     parallel: ParallelConfig = ParallelConfig()
 

@@ -226,7 +226,8 @@ class Service:
                 self.monitor.log_timeline("update_weights", paused, end, version)
                 self.monitor.log(self._metrics(end - start, end - paused), version)
             exact = bool(getattr(self.engine.engine, "exact", False))
-            return {"status": "ok", "version": version, "digests": digests, "exact": exact}
+            dtype = str(getattr(self.engine.engine, "dtype", "")).removeprefix("torch.")
+            return {"status": "ok", "version": version, "digests": digests, "exact": exact, "dtype": dtype}
 
     def _metrics(self, total_s: float, paused_s: float) -> dict[str, float]:
         stats = self.engine.engine.stats()

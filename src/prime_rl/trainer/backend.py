@@ -223,7 +223,7 @@ class Backend:
         """
         build = merged_tensors if self.adapter_config is None else peft_tensors
         if self.ranks.size == 1:
-            return build(self.model)
+            return {name: tensor.to(self.placement.dtype) for name, tensor in build(self.model).items()}
         needed = {n: p.detach() for n, p in self.model.named_parameters() if not self.adapter_config or p.requires_grad}
         holders = find_holders(needed, self.ranks, self.cuts)
         tensors = gather_whole(needed, holders, self.ranks, self.placement.dtype)
@@ -272,7 +272,10 @@ def build_backend(config: TrainConfig | SFTConfig) -> Backend:
     Under torchrun this joins the other ranks and shards the model over them.
     """
     limit_threads()
-    placement = resolve_placement(config.model, int(os.environ.get("LOCAL_RANK", "0")))
+    environ = os.environ
+    placement = resolve_placement(
+        config.model, int(environ.get("LOCAL_RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
+    )
     ranks = join_ranks(config, placement.device)
     mesh = build_mesh(config.parallel, ranks)
     torch.manual_seed(config.seed + ranks.rank // mesh.tp.size)  # what they hold alike must drop the same inputs
@@ -292,7 +295,7 @@ def build_backend(config: TrainConfig | SFTConfig) -> Backend:
         compute_norm = Gradients(parameters, holders, mesh, ranks).compute_norm
     elif is_narrow(placement) or (config.model.optim_cpu_offload and placement.device.type != "cpu"):
         offload = torch.device("cpu") if config.model.optim_cpu_offload else None
-        masters = MasterWeights(model, placement.dtype, offload)
+        masters = MasterWeights(model, placement.dtype, offload, placement.arithmetic)
         parameters, after_step = masters.by_name, masters.write_back
     stepper = OptimizerStep(
         build_optimizer(config.optim, parameters),

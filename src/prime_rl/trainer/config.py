@@ -84,11 +84,12 @@ class ModelConfig(BaseConfig):
     """custom: our decoder, which engines share; hf: transformers; auto: custom where there is one, else hf."""
 
     attn: Literal["auto", "exact", "sdpa", "flash"] = "auto"
-    """exact: a token's bits do not depend on its pack; sdpa, flash (GPU): faster; auto: exact for fp32 on a CPU."""
+    """exact: a token's bits do not depend on its pack; sdpa, flash (GPU): faster; auto: exact where a CPU uses fp32."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Number format of forward and backward; the optimizer works in float32, or in float64 beside a float64 model.
-    auto: bfloat16 on a GPU, else float32."""
+    auto: bfloat16 on a GPU, else float32. A CPU that would emulate bfloat16 rounds weights, keys and values to it and
+    computes in float32."""
 
     device: str = "auto"
     """Where to compute, such as cpu or cuda:0; auto: a GPU when there is one."""

@@ -17,6 +17,7 @@ from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig
 from prime_rl.trainer.models.registry import load_decoder, load_hf_config
 from prime_rl.utils.tokenizer import ASSETS_DIR, resolve_model_dir
 from rollouts.training.linear import Linear
+from rollouts.training.native import arithmetic_dtype
 
 FEW_CORES = 4
 """On so few cores the processes of a run would fight over them, and two threads that fight are slower than one."""
@@ -28,13 +29,17 @@ class Placement:
 
     device: torch.device
     dtype: torch.dtype
+    """What weights, keys and values are rounded to."""
     attn: AttentionMode
+    arithmetic: torch.dtype
+    """What is computed in: as `dtype`, or float32 where the processor would emulate bfloat16."""
 
 
-def resolve_placement(config: ModelConfig, local_rank: int = 0) -> Placement:
+def resolve_placement(config: ModelConfig, local_rank: int = 0, num_ranks: int = 1) -> Placement:
     """Settle `auto` for device, dtype and attention; `ValueError` for a device this machine does not have.
 
-    `local_rank` numbers the ranks of this machine; each has a GPU of its own.
+    `local_rank` numbers the ranks of this machine; each has a GPU of its own. Several ranks send each other what they
+    compute with, so their arithmetic is in `dtype`.
     """
     has_gpu = torch.cuda.is_available()
     name = config.device if config.device != "auto" else ("cuda" if has_gpu else "cpu")
@@ -51,12 +56,13 @@ def resolve_placement(config: ModelConfig, local_rank: int = 0) -> Placement:
         raise ValueError(f"model.device is {name!r}, one GPU for all ranks: use cuda, and each takes its own")
     is_gpu = device.type == "cuda"
     dtype = getattr(torch, config.dtype) if config.dtype != "auto" else torch.bfloat16 if is_gpu else torch.float32
-    exact = dtype != torch.bfloat16 and not is_gpu and not isinstance(config, SFTModelConfig)
+    arithmetic = arithmetic_dtype(dtype, device) if num_ranks == 1 else dtype
+    exact = arithmetic != torch.bfloat16 and not is_gpu and not isinstance(config, SFTModelConfig)
     exact = exact and config.compile is None
     attn = config.attn if config.attn != "auto" else "exact" if exact else "flash" if has_flash(device) else "sdpa"
     if attn == "flash" and (dtype != torch.bfloat16 or not has_flash(device)):
         raise ValueError("model.attn flash needs bfloat16 on a GPU that torch's FlashAttention knows: use sdpa")
-    return Placement(device, dtype, attn)
+    return Placement(device, dtype, attn, arithmetic)
 
 
 def load_model(

@@ -83,15 +83,23 @@ class MasterWeights:
 
     Each micro-batch's gradient is added to the master's in float32 as soon as it is there, so that accumulation
     loses nothing and the narrow gradients never exist together. `device` is where masters live; unset: with the model.
+    The model's numbers are rounded to `dtype`, and held in `arithmetic`; unset: in `dtype` too.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+        arithmetic: torch.dtype | None = None,
+    ) -> None:
         self.by_name: dict[str, Tensor] = {
             name: torch.empty_like(p, dtype=torch.float32, device=device).copy_(p.detach()).requires_grad_()
             for name, p in model.named_parameters()
             if p.requires_grad
         }
-        model.to(dtype)
+        model.to(dtype).to(arithmetic or dtype)
+        self._dtype = dtype
         self._pairs = [(p, self.by_name[name]) for name, p in model.named_parameters() if p.requires_grad]
         for parameter, master in self._pairs:
             parameter.register_post_accumulate_grad_hook(_add_gradient_to(master))
@@ -100,7 +108,7 @@ class MasterWeights:
     def write_back(self) -> None:
         """Round the masters into the model."""
         for parameter, master in self._pairs:
-            parameter.copy_(master)
+            parameter.copy_(master.to(self._dtype))
 
 
 def _add_gradient_to(master: Tensor) -> Callable[[Tensor], None]:

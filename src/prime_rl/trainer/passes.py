@@ -10,7 +10,7 @@ from torch import Tensor
 
 from prime_rl.trainer.context_parallel import ContextShare, count_slots
 from prime_rl.trainer.model import Placement
-from prime_rl.trainer.models.attention import PackedAttention
+from prime_rl.trainer.models.attention import Attend, PackedAttention, RoundedAttention
 from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.parallel_dims import Mesh
 from prime_rl.trainer.pipeline_parallel import Pack
@@ -56,7 +56,9 @@ def lay_out(
     real = None if num_real in (None, num) else torch.arange(num, device=device) < (num_real or 0)
     if mesh.cp.size == 1:
         shared = find_shared(batch.input_ids.tolist(), batch.lengths) if share_prefixes else None
-        attend = PackedAttention(batch.lengths, device, placement.attn, shared)
+        attend: Attend = PackedAttention(batch.lengths, device, placement.attn, shared)
+        if placement.arithmetic != placement.dtype:
+            attend = RoundedAttention(attend, placement.dtype)
         if shared is None:
             return Layout(batch, Pack(batch.input_ids, batch.positions, attend, real))
         first = shared.first.to(device)

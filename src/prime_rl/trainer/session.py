@@ -335,7 +335,7 @@ def build_session(
         config=config,
         backend=backend,
         monitor=monitor,
-        perf=PerfCounter(backend.whole, place.device, place.dtype, num_ranks),
+        perf=PerfCounter(backend.whole, place.device, place.arithmetic, num_ranks),
         first_step=first_step,
         progress=progress,
         tokenizer_dir=tokenizer_dir,

@@ -61,15 +61,15 @@ def read_canary(directory: Path) -> Canary | None:
 def compare_canary(canary: Canary, logprobs: Sequence[float], *, exact: bool = False, dtype: str = "") -> str | None:
     """What is wrong with an engine's log-probs of the canary, None when they are the trainer's.
 
-    An `exact` engine must repeat an exact trainer's bit for bit; others may be off by the mean distance that the
-    coarser of both number formats explains.
+    An `exact` engine must repeat an exact trainer's bit for bit, if it keeps numbers in the same format; others may be
+    off by the mean distance that the coarser of both formats explains.
     """
     if len(logprobs) != len(canary.logprobs):
         return f"the canary has {len(canary.logprobs)} log-probs, the engine told {len(logprobs)}"
     distances = [abs(mine - theirs) for mine, theirs in zip(logprobs, canary.logprobs, strict=True)]
     worst = max(range(len(distances)), key=distances.__getitem__)
     shown = f"token {worst + 1} has {logprobs[worst]:.6f} in the engine and {canary.logprobs[worst]:.6f} in the trainer"
-    if exact and canary.exact:
+    if exact and canary.exact and dtype in ("", canary.dtype):
         return f"log-probs of the canary differ in exact mode: {shown}" if any(distances) else None
     mean = sum(distances) / len(distances)
     limit = max(TOLERANCE.get(name, LOOSE_TOLERANCE) for name in (canary.dtype, dtype or canary.dtype))

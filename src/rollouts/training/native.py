@@ -260,6 +260,14 @@ def has_bf16_unit() -> bool:
     return "amx_bf16" in _processor()
 
 
+def arithmetic_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What numbers kept in `dtype` are computed in: fp32 for bf16 on a CPU that would have to emulate it.
+
+    Weights, keys and values are rounded to bf16 then; products of such numbers, and all between, are not.
+    """
+    return torch.float32 if dtype == torch.bfloat16 and device.type == "cpu" and not has_bf16_unit() else dtype
+
+
 @cache
 def find_block(inputs: int) -> int | None:
     """After how many inputs oneDNN, which the trainer multiplies with, begins a sum anew; None where none fits.

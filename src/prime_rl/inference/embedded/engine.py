@@ -41,6 +41,7 @@ from prime_rl.inference.text import Decode, Detokenizer, StopWatch
 from prime_rl.trainer.models.causal_lm import CausalLM, tensor_names
 from prime_rl.trainer.models.registry import fill_weights
 from prime_rl.transport.weights import digest_tensor
+from rollouts.training.native import arithmetic_dtype
 
 MEMORY_SHARE = 4
 """Unless told otherwise, keys and values take at most this fraction (one in ...) of the machine's memory."""
@@ -85,7 +86,9 @@ class EmbeddedEngine:
         exact: bool = True,
         layers_kept: int | None = None,
     ) -> None:
-        self.model = model.eval().requires_grad_(False)
+        self.dtype = model.embedding().dtype
+        """What weights, keys and values are rounded to; they may be held and computed with in a wider format."""
+        self.model = model.eval().requires_grad_(False).to(arithmetic_dtype(self.dtype, model.embedding().device))
         self.version = 0
         self.exact = exact
         self.max_model_len = max_model_len or model.config.max_position_embeddings
@@ -94,10 +97,10 @@ class EmbeddedEngine:
         self._layers_kept = layers_kept
         weight = model.embedding()
         self._device = weight.device
-        self._runner = Runner(model, exact)
+        self._runner = Runner(model, exact, self.dtype)
         smallest = (num_columns(self.max_model_len + 1) + self._runner.min_rows) * BLOCK  # of one sequence
-        self.max_cache_tokens = max(max_cache_tokens or _affordable_tokens(model, max_running), smallest)
-        self._cache = KVCache(model.config, weight.dtype, weight.device, max_running, self.max_cache_tokens)
+        self.max_cache_tokens = max(max_cache_tokens or self._affordable_tokens(max_running), smallest)
+        self._cache = KVCache(model.config, self.dtype, weight.device, max_running, self.max_cache_tokens)
         self._prefixes = PrefixIndex(self.max_cache_tokens // 4 if max_kept_tokens is None else max_kept_tokens)
         self._scheduler = Scheduler(max_running, max_prefill_tokens, self._cache, self._prefixes, share_prefixes)
         self._sequences: dict[GenerationRequest, Sequence] = {}
@@ -223,7 +226,8 @@ class EmbeddedEngine:
         A tensor published in another dtype is digested in that dtype, so equal digests mean that nothing was lost.
         `ValueError`, and nothing is changed, when names or shapes do not fit.
         """
-        fill_weights(self.model, tensors, ignore_layers_from=self._layers_kept, source="the new weights")
+        rounded = {name: tensor.to(self.dtype) for name, tensor in tensors.items()}
+        fill_weights(self.model, rounded, ignore_layers_from=self._layers_kept, source="the new weights")
         self._runner.refresh()
         self._change_version(version)
         return {
@@ -270,6 +274,16 @@ class EmbeddedEngine:
         for output in outputs:
             self.cancel(output.request)
         return list(outputs)
+
+    def _affordable_tokens(self, max_running: int) -> int:
+        """How many tokens' keys and values a fraction of the machine's memory holds; never more than are needed."""
+        config = self.model.config
+        size = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * self.dtype.itemsize
+        if self._device.type == "cuda":
+            memory = torch.cuda.mem_get_info(self._device)[0] * 3
+        else:
+            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return min(memory // MEMORY_SHARE // size, max_running * (config.max_position_embeddings + BLOCK))
 
     def _prefill(self, chunks: list[tuple[Sequence, Chunk]]) -> list[Event]:
         config, device = self.model.config, self._device
@@ -449,14 +463,3 @@ def _top_lists(sampled: Sampled) -> list[TopLogprobs]:
     pairs = zip(sampled.top_ids.tolist(), sampled.top_values.tolist(), strict=True)
     # Tokens outside the distribution that was sampled from are left out: -inf has no place in JSON.
     return [[(i, v) for i, v in zip(ids, values, strict=True) if v > float("-inf")] for ids, values in pairs]
-
-
-def _affordable_tokens(model: CausalLM, max_running: int) -> int:
-    """How many tokens' keys and values a fraction of the machine's memory holds; never more than could be needed."""
-    config, weight = model.config, model.embedding()
-    size = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * weight.element_size()
-    if weight.device.type == "cuda":
-        memory = torch.cuda.mem_get_info(weight.device)[0] * 3
-    else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(memory // MEMORY_SHARE // size, max_running * (config.max_position_embeddings + BLOCK))

@@ -66,7 +66,7 @@ class FusedDecoder:
     """A model's weights as the kernel reads them; build it anew when they change."""
 
     def __init__(self, model: CausalLM, layers: Sequence[LayerWeights], head: PackedWeight) -> None:
-        config, weight = model.config, model.embedding().detach()
+        config, weight = model.config, model.embedding().detach().to(head.data.dtype)
         self._layers = (native.Layer * len(layers))()
         self._kept: list[Tensor] = []  # the kernel knows addresses only
         for slot, layer in zip(self._layers, layers, strict=True):

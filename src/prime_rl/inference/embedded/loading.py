@@ -17,6 +17,7 @@ from prime_rl.trainer.models.causal_lm import tensor_names
 from prime_rl.trainer.models.registry import load_decoder, load_hf_config, read_tensors
 from prime_rl.transport.broadcast import Broadcast, Received, receive_weights
 from prime_rl.transport.weights import MANIFEST_FILE, read_manifest, verify_tensors
+from rollouts.training.native import arithmetic_dtype
 from rollouts.training.steps import is_complete, parse_step
 
 FEW_CORES = 4
@@ -79,7 +80,7 @@ def build_engine(config: InferenceConfig, model_dir: Path, decode: Decode) -> Em
     wanted = config.model.max_model_len
     if wanted is not None and wanted > longest:
         raise ValueError(f"model.max_model_len is {wanted}, but {config.model.name} was made for at most {longest}")
-    exact = config.exact if config.exact is not None else dtype == torch.float32 and device.type == "cpu"
+    can_be_exact = arithmetic_dtype(dtype, device) == torch.float32 and device.type == "cpu"
     return EmbeddedEngine(
         model,
         eos_ids=load_eos_ids(model_dir),
@@ -90,7 +91,7 @@ def build_engine(config: InferenceConfig, model_dir: Path, decode: Decode) -> Em
         max_cache_tokens=config.cache.max_tokens,
         max_kept_tokens=config.cache.max_kept_tokens,
         share_prefixes=config.cache.share_prefixes,
-        exact=exact,
+        exact=can_be_exact if config.exact is None else config.exact,
         layers_kept=debug.num_layers,
     )
 

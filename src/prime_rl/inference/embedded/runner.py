@@ -41,20 +41,20 @@ class Changes(Protocol):
 class Product:
     """One or several linear layers of the same input as one product."""
 
-    def __init__(self, names: list[str], layers: list[nn.Linear], exact: bool) -> None:
+    def __init__(self, names: list[str], layers: list[nn.Linear], exact: bool, dtype: torch.dtype) -> None:
         ends = list(itertools.accumulate(layer.out_features for layer in layers))
         self.parts = list(zip(names, [0, *ends], ends, strict=False))
         weights = [layer.weight.detach() for layer in layers]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
         self.bias = torch.cat(biases) if biases else None
-        self.kernel = native.PackedWeight(weight) if has_kernel(weight, exact) else None
+        self.kernel = native.PackedWeight(weight.to(dtype)) if has_kernel(weight, exact) else None
         self.packed = pack_weight(weight) if self.kernel is None and can_pack(weight) else None
         self.weight = weight if self.kernel is None and self.packed is None else None
 
     def __call__(self, x: Float[Tensor, "rows inputs"], changes: Changes | None) -> Float[Tensor, "rows outputs"]:
         if self.kernel is not None:
-            y = self.kernel(x.float(), self.bias).to(x.dtype)
+            y = self.kernel(x, self.bias)
         elif self.packed is not None:
             y = packed_linear(x, self.packed, self.bias)
         else:
@@ -65,15 +65,10 @@ class Product:
 
 
 def has_kernel(weight: Tensor, exact: bool) -> bool:
-    """Whether `native` multiplies with this weight: faster than oneDNN for few rows, and in exact mode the same bits.
-
-    In bf16 the kernel computes in fp32, which is faster where the processor has no unit for products in bf16.
-    """
-    if weight.device.type != "cpu" or native.library() is None:
+    """Whether `native` multiplies with this weight: faster than oneDNN for few rows, in exact mode with equal bits."""
+    if weight.device.type != "cpu" or weight.dtype != torch.float32 or native.library() is None:
         return False
-    if weight.dtype == torch.float32:
-        return not exact or native.find_block(weight.shape[1]) is not None
-    return weight.dtype == torch.bfloat16 and not exact and not native.has_bf16_unit()
+    return not exact or native.find_block(weight.shape[1]) is not None
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -91,7 +86,7 @@ def min_forward_rows(weight: Tensor) -> int:
 class Layer:
     """One decoder layer, prepared."""
 
-    def __init__(self, layer: DecoderLayer, exact: bool) -> None:
+    def __init__(self, layer: DecoderLayer, exact: bool, dtype: torch.dtype) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         name = f"model.layers.{attention.layer}"
         self.index, self.head_dim = attention.layer, attention.head_dim
@@ -99,8 +94,9 @@ class Layer:
             [f"{name}.self_attn.{kind}_proj" for kind in "qkv"],
             [attention.q_proj, attention.k_proj, attention.v_proj],
             exact,
+            dtype,
         )
-        self.out = Product([f"{name}.self_attn.o_proj"], [attention.o_proj], exact)
+        self.out = Product([f"{name}.self_attn.o_proj"], [attention.o_proj], exact, dtype)
         heads, kv_heads = (p.out_features // self.head_dim for p in (attention.q_proj, attention.k_proj))
         self.splits = (heads, kv_heads)
         self.qk_weight: Tensor | None = None
@@ -113,8 +109,8 @@ class Layer:
         self.mlp: nn.Module | None = None if type(mlp) is MLP else mlp
         if type(mlp) is MLP:
             joined = [f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"]
-            self.gate_up = Product(joined, [mlp.gate_proj, mlp.up_proj], exact)
-            self.down = Product([f"{name}.mlp.down_proj"], [mlp.down_proj], exact)
+            self.gate_up = Product(joined, [mlp.gate_proj, mlp.up_proj], exact, dtype)
+            self.down = Product([f"{name}.mlp.down_proj"], [mlp.down_proj], exact, dtype)
 
     def __call__(
         self,
@@ -196,10 +192,13 @@ def build_fused(model: CausalLM, layers: Sequence[Layer], head: Product) -> Fuse
 
 
 class Runner:
-    """A model as the engine runs it; `refresh` after every change of its weights."""
+    """A model as the engine runs it; `refresh` after every change of its weights.
 
-    def __init__(self, model: CausalLM, exact: bool) -> None:
-        self.model, self.exact = model, exact
+    These are rounded to `dtype`, in which kernels keep them, and may be held in a wider format.
+    """
+
+    def __init__(self, model: CausalLM, exact: bool, dtype: torch.dtype) -> None:
+        self.model, self.exact, self.dtype = model, exact, dtype
         weight = model.embedding()
         # What this room does not know how to lay out runs as the model writes it down.
         self.own = type(model) is not CausalLM
@@ -213,9 +212,9 @@ class Runner:
         if self.own:
             self.layers, self.next_norms, self.head = [], [], None
             return
-        self.layers = [Layer(cast(DecoderLayer, layer), self.exact) for layer in self.model.model.layers]
+        self.layers = [Layer(cast(DecoderLayer, layer), self.exact, self.dtype) for layer in self.model.model.layers]
         self.next_norms = [*(layer.norms[0] for layer in self.layers[1:]), self.model.model.norm]
-        self.head = Product(["lm_head"], [self.model.lm_head], self.exact)
+        self.head = Product(["lm_head"], [self.model.lm_head], self.exact, self.dtype)
         self.fused = build_fused(self.model, self.layers, self.head)
 
     def __call__(

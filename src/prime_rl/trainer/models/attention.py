@@ -221,6 +221,22 @@ class PackedAttention:
         return take(torch.cat(outs) if len(outs) > 1 else outs[0], self.back)
 
 
+class RoundedAttention:
+    """Attention to keys and values as a cache in a narrower format keeps them."""
+
+    def __init__(self, attend: Attend, dtype: torch.dtype) -> None:
+        self.attend, self.dtype = attend, dtype
+
+    def __call__(
+        self,
+        layer: int,
+        q: Float[Tensor, "tokens heads dim"],
+        k: Float[Tensor, "tokens kv_heads dim"],
+        v: Float[Tensor, "tokens kv_heads dim"],
+    ) -> Float[Tensor, "tokens heads dim"]:
+        return self.attend(layer, q, k.to(self.dtype).to(k.dtype), v.to(self.dtype).to(v.dtype))
+
+
 def take(x: Float[Tensor, "tokens heads dim"], rows: Int[Tensor, "*rows"]) -> Float[Tensor, "*rows heads dim"]:
     """x[rows]; on a CPU by the faster way, which on a GPU would add up gradients in any order."""
     if x.device.type != "cpu":
