@@ -183,9 +183,8 @@ def main() -> int:
         Row("log-probs that differ", tally.differences, "==", 0, f"of {tally.tokens:,} sampled tokens"),
         Row("sampled tokens", tally.tokens, ">=", arguments.tokens, f"{time.monotonic() - start:.0f} s"),
     ]
-    return finish(
-        "exact" if arguments.dtype == "float32" else "exact_bfloat16", rows, machine, vars(tally), arguments.output
-    )
+    name = "exact" if arguments.dtype == "float32" else "exact_bfloat16"
+    return finish(name, rows, machine, vars(tally), arguments.output)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ ABOUT = {
         "Context distillation in one process: for how many of three seeds each row holds.",
     ),
     "exact": ("python benchmarks/bench_exact.py", "Log-probs of the engine against the trainer's, bit for bit."),
+    "exact_bfloat16": ("python benchmarks/bench_exact.py --dtype bfloat16", "The same, in bfloat16."),
     "sync": (
         "python benchmarks/bench_sync.py",
         "Weights from a trainer into an engine, against a plain copy of the bytes.",

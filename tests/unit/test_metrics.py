@@ -10,6 +10,7 @@ import random
 import statistics
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -96,6 +97,23 @@ def test_lines_of_several_processes_stay_whole(tmp_path: Path) -> None:
         assert writer.exitcode == 0
     rows = [(row["writer"], row["i"]) for row in load_jsonl(path)]
     assert sorted(rows) == list(itertools.product(range(3), range(200)))
+
+
+def test_writers_that_meet_leave_no_empty_lines(tmp_path: Path) -> None:
+    """A line that another is still writing is not one that was cut short."""
+    path = tmp_path / "many.jsonl"
+
+    def write() -> None:
+        for i in range(150):
+            append_jsonl(path, [{"i": i, "filler": "x" * 9000}])
+
+    threads = [threading.Thread(target=write) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    lines = path.read_bytes().splitlines()
+    assert len(lines) == 600 and all(lines)
 
 
 def test_a_line_cut_short_by_a_crash_is_left_out(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 import random
@@ -101,8 +102,8 @@ def check_metrics(metrics: Mapping[str, float], step: int) -> None:
 def append_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Append one line per row, so that lines of several processes never interleave.
 
-    All rows go out in one `write` on a descriptor opened for appending, which the kernel places as a whole at the
-    end of the file. NaN and infinities become null, scalars of array libraries plain numbers.
+    All rows go out in one `write` at the end of the file, under its lock. NaN and infinities become null, scalars of
+    array libraries plain numbers.
     """
     data = b"".join(msgspec.json.encode(dict(row), enc_hook=_plain_number) + b"\n" for row in rows)
     if not data:
@@ -110,6 +111,8 @@ def append_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
+        with suppress(OSError):  # a file system without locks still appends whole lines
+            fcntl.flock(fd, fcntl.LOCK_EX)  # or a line that another process is writing would look cut short
         end = os.fstat(fd).st_size
         if end and os.pread(fd, 1, end - 1) != b"\n":  # a line that a crash or a full disk cut short stays alone
             data = b"\n" + data

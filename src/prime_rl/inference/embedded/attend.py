@@ -165,8 +165,8 @@ class DecodeAttention:
         for j, rows, index in self.places:
             keys, values = plan.writes[layer][j]
             new_k, new_v = (k, v) if rows is None else (k[rows], v[rows])
-            keys.index_copy_(0, index, new_k.reshape(-1, dim).to(keys.dtype))
-            values.index_copy_(0, index, new_v.reshape(-1, dim).to(values.dtype))
+            keys.index_copy_(0, index, cast_to(keys.dtype, new_k.reshape(-1, dim)))
+            values.index_copy_(0, index, cast_to(values.dtype, new_v.reshape(-1, dim)))
         queries = (q * dim**-0.5).view(num * kv_heads, plan.group, dim)
         if plan.repeat > 1:
             queries = queries.repeat(1, plan.repeat, 1)
@@ -208,7 +208,7 @@ class DecodeAttention:
         self, j: int, left: Float[Tensor, "batch rows inner"], right: Float[Tensor, "batch_or_runs inner last"]
     ) -> Float[Tensor, "batch rows last"]:
         """A product with what column j holds, run by run where slots share it."""
-        runs, right = self.plan.shared[j], right.to(left.dtype)
+        runs, right = self.plan.shared[j], cast_to(left.dtype, right)
         if runs is None:
             return torch.bmm(left, right)
         kv_heads = self.plan.kv_heads
@@ -268,9 +268,9 @@ class PrefillAttention:
     ) -> Float[Tensor, "tokens heads dim"]:
         for j, index, slots, places in self.writes:
             keys, values = self.cache.columns[j][:, layer]
-            keys[slots, :, places] = (k if index is None else k[index]).to(keys.dtype)
-            values[slots, :, places] = (v if index is None else v[index]).to(values.dtype)
-        past, context = (self._gather(layer, i).to(q.dtype) for i in range(2))
+            keys[slots, :, places] = cast_to(keys.dtype, k if index is None else k[index])
+            values[slots, :, places] = cast_to(values.dtype, v if index is None else v[index])
+        past, context = (cast_to(q.dtype, self._gather(layer, i)) for i in range(2))
         queries = fold_groups(q[self.layout], k.shape[1])
         out = unfold_groups(masked_attention(queries, past, context, self.mask), self.rows)
         return out.flatten(0, 1)[self.flat]
@@ -283,6 +283,11 @@ class PrefillAttention:
             # A slot beyond a column's end does not reach it: what is read instead is masked.
             parts.append(column[self.slots.clamp(max=column.shape[0] - 1), :, :width])
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def cast_to(dtype: torch.dtype, x: Tensor) -> Tensor:
+    """x, in another format where the cache's is not the arithmetic's."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _repeat_last(index: Int[Tensor, " n"], times: int) -> Int[Tensor, " m"]:
