@@ -85,6 +85,7 @@ class DecodePlan:
         # In exact mode the same queries again; only the number of rows matters.
         self.repeat = -(-min_query_rows(self.dim) // self.group) if exact else 1
         column = cache.columns[0]
+        self.dtype = column.dtype
         wide = int(positions.max()) + 1
         # Half precision is fast on whole columns only, single precision on parts of them as well.
         self.width = padded(wide) if column.dtype == torch.float32 else num_columns(wide) * BLOCK
@@ -162,11 +163,13 @@ class DecodeAttention:
     ) -> Float[Tensor, "rows heads dim"]:
         plan = self.plan
         num, kv_heads, dim = plan.num, plan.kv_heads, plan.dim
+        if k.dtype != plan.dtype:
+            k, v = k.to(plan.dtype), v.to(plan.dtype)
         for j, rows, index in self.places:
             keys, values = plan.writes[layer][j]
             new_k, new_v = (k, v) if rows is None else (k[rows], v[rows])
-            keys.index_copy_(0, index, cast_to(keys.dtype, new_k.reshape(-1, dim)))
-            values.index_copy_(0, index, cast_to(values.dtype, new_v.reshape(-1, dim)))
+            keys.index_copy_(0, index, new_k.reshape(-1, dim))
+            values.index_copy_(0, index, new_v.reshape(-1, dim))
         queries = (q * dim**-0.5).view(num * kv_heads, plan.group, dim)
         if plan.repeat > 1:
             queries = queries.repeat(1, plan.repeat, 1)
@@ -208,7 +211,9 @@ class DecodeAttention:
         self, j: int, left: Float[Tensor, "batch rows inner"], right: Float[Tensor, "batch_or_runs inner last"]
     ) -> Float[Tensor, "batch rows last"]:
         """A product with what column j holds, run by run where slots share it."""
-        runs, right = self.plan.shared[j], cast_to(left.dtype, right)
+        runs = self.plan.shared[j]
+        if right.dtype != left.dtype:
+            right = right.to(left.dtype)
         if runs is None:
             return torch.bmm(left, right)
         kv_heads = self.plan.kv_heads
@@ -266,11 +271,12 @@ class PrefillAttention:
         k: Float[Tensor, "tokens kv_heads dim"],
         v: Float[Tensor, "tokens kv_heads dim"],
     ) -> Float[Tensor, "tokens heads dim"]:
+        dtype = self.cache.columns[0].dtype
         for j, index, slots, places in self.writes:
             keys, values = self.cache.columns[j][:, layer]
-            keys[slots, :, places] = cast_to(keys.dtype, k if index is None else k[index])
-            values[slots, :, places] = cast_to(values.dtype, v if index is None else v[index])
-        past, context = (cast_to(q.dtype, self._gather(layer, i)) for i in range(2))
+            keys[slots, :, places] = (k if index is None else k[index]).to(dtype)
+            values[slots, :, places] = (v if index is None else v[index]).to(dtype)
+        past, context = (self._gather(layer, i).to(q.dtype) for i in range(2))
         queries = fold_groups(q[self.layout], k.shape[1])
         out = unfold_groups(masked_attention(queries, past, context, self.mask), self.rows)
         return out.flatten(0, 1)[self.flat]
@@ -283,11 +289,6 @@ class PrefillAttention:
             # A slot beyond a column's end does not reach it: what is read instead is masked.
             parts.append(column[self.slots.clamp(max=column.shape[0] - 1), :, :width])
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-
-
-def cast_to(dtype: torch.dtype, x: Tensor) -> Tensor:
-    """x, in another format where the cache's is not the arithmetic's."""
-    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _repeat_last(index: Int[Tensor, " n"], times: int) -> Int[Tensor, " m"]:
