@@ -239,6 +239,16 @@ class RLConfig(BaseConfig):
             if self.inference_gpu_ids:
                 raise ValueError("inference_gpu_ids is set but inference is off: remove one of them")
             return self
+        teacher = self.teacher_inference
+        if (
+            teacher is not None
+            and teacher.sglang.base_url
+            and teacher.sglang.base_url == self.inference.sglang.base_url
+        ):
+            raise ValueError(
+                f"teacher_inference.sglang.base_url = {teacher.sglang.base_url} is the student's server, which "
+                "holds one model: start a second one, or leave teacher_inference.backend out"
+            )
         lora = self.trainer.model.lora
         if lora is not None and lora.modules_to_save and not lora.merge:
             raise ValueError(

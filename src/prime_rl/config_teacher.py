@@ -140,6 +140,9 @@ def _start(values: Values) -> None:
     """The config of a server for the teacher: that of the student's, with what was said for it on top."""
     inference, own = values.get("inference"), values.get("teacher_inference")
     base = {key: value for key, value in (inference if isinstance(inference, dict) else {}).items()}
+    base.pop("sglang", None)  # one server there holds one model, the student's
+    if base.get("backend") == "sglang":
+        del base["backend"]
     base.setdefault("model", {})
     base["model"] = {key: value for key, value in base["model"].items() if key not in ("name", "max_model_len")}
     base["server"] = {key: value for key, value in base.get("server", {}).items() if key != "port"}

@@ -233,6 +233,10 @@ def place(config: RLConfig, visible: Sequence[int]) -> Placement:
 def check_serving_gpus(server: InferenceConfig | None, ids: Sequence[int] | None, name: str) -> int:
     """How many GPUs a server uses; `ValueError` when other many are given."""
     wanted = server.parallel.tp * server.parallel.dp if server is not None else 1
+    if server is not None and server.backend == "sglang":
+        if ids:
+            raise ValueError(f"{name}_gpu_ids = {list(ids)}: the SGLang server has its own GPUs, leave them out")
+        return 0
     if ids and len(ids) != wanted:
         section = "parallel" if name == "inference" else "teacher_inference.parallel"
         raise ValueError(
@@ -246,7 +250,8 @@ def describe(placement: Placement) -> str:
     """Where things run, for the first line."""
     if placement.trainer is None:
         return f"everything on the CPU ({num_cores()} cores)"
-    text = f"trainer on GPU {placement.trainer}, inference on GPU {placement.inference}"
+    where = "elsewhere" if placement.inference is None else f"on GPU {placement.inference}"
+    text = f"trainer on GPU {placement.trainer}, inference {where}"
     return text if placement.teacher is None else f"{text}, teacher on GPU {placement.teacher}"
 
 

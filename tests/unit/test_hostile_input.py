@@ -16,7 +16,7 @@ from running_server import RunningServer
 
 from nanochat.checkpoint_manager import read_tensors
 from nanochat.tokenizer import read_published
-from prime_rl.inference.engine import resolve_allowed
+from prime_rl.inference.directories import resolve_allowed
 from prime_rl.monitor.local_runs import LocalRun
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.transport.batches import decode_batch, read_batch

@@ -22,8 +22,9 @@ from running_server import DEADLINE_S, RunningServer, wait_until
 
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.control import CONTROL_ROUTES
+from prime_rl.inference.directories import resolve_allowed
 from prime_rl.inference.embedded.loading import build_engine
-from prime_rl.inference.engine import GenerationRequest, Output, Progress, SamplingParams, resolve_allowed
+from prime_rl.inference.engine import GenerationRequest, Output, Progress, SamplingParams
 from prime_rl.inference.openapi import SCORE_REQUEST
 from prime_rl.inference.requests import ApiError, parse_wish
 from prime_rl.inference.responses import ChoiceStream, Writer

@@ -11,7 +11,15 @@ from pydantic import Field, model_validator
 from prime_rl.utils.config import DebugModelConfig, LogConfig, SamplingConfig, WeightBroadcastConfig
 from prime_rl.utils.pydantic_config import BaseConfig
 
-__all__ = ["CacheConfig", "InferenceConfig", "ModelConfig", "ParallelConfig", "SamplingConfig", "ServerConfig"]
+__all__ = [
+    "CacheConfig",
+    "InferenceConfig",
+    "ModelConfig",
+    "ParallelConfig",
+    "SGLangConfig",
+    "SamplingConfig",
+    "ServerConfig",
+]
 
 
 class ServerConfig(BaseConfig):
@@ -93,6 +101,19 @@ class CacheConfig(BaseConfig):
     """Compute what requests have in common at their beginning once."""
 
 
+class SGLangConfig(BaseConfig):
+    """An SGLang server that runs already, for backend = "sglang"; it must see the directories of weights."""
+
+    base_url: str | None = None
+    """Its address, such as http://127.0.0.1:30000."""
+
+    api_key_var: str | None = None
+    """Environment variable that holds the key it was started with (its --api-key)."""
+
+    timeout: float = Field(default=600.0, gt=0)
+    """Seconds to wait for it at the start, and for it to load weights."""
+
+
 class InferenceConfig(BaseConfig):
     """One inference server."""
 
@@ -108,8 +129,9 @@ class InferenceConfig(BaseConfig):
 
     model: ModelConfig = ModelConfig()
 
-    backend: Literal["auto", "embedded", "vllm"] = "auto"
-    """The engine; embedded runs the model code of the trainer on any machine, vllm starts vLLM's own server.
+    backend: Literal["auto", "embedded", "vllm", "sglang"] = "auto"
+    """The engine; embedded runs the model code of the trainer on any machine, vllm starts vLLM's own server, sglang
+    stands before an SGLang server that runs already.
 
     auto: vllm where it is installed and there is a GPU, else embedded."""
 
@@ -126,6 +148,8 @@ class InferenceConfig(BaseConfig):
 
     vllm: dict[str, Any] = {}
     """Further options of vLLM's server by their names there, passed on unread: --vllm.enforce-eager true."""
+
+    sglang: SGLangConfig = SGLangConfig()
 
     max_batch_size: int = Field(default=256, ge=1)
     """Most requests that are generated at the same time; the others wait."""
@@ -154,6 +178,10 @@ class InferenceConfig(BaseConfig):
             refuse_beyond_embedded(self)
         if self.backend == "vllm":
             refuse_beyond_vllm(self)
+        if self.backend == "sglang":
+            refuse_beyond_sglang(self)
+        elif self.sglang.base_url is not None:
+            raise ValueError(f'sglang.base_url = {self.sglang.base_url!r}: set backend = "sglang", or leave it out')
         return self
 
 
@@ -186,3 +214,33 @@ def refuse_beyond_vllm(config: InferenceConfig) -> None:
             f"cache.{name} = {value!r} is for the embedded engine: leave it out; vLLM's own options are "
             "--vllm.kv-cache-memory-bytes, --vllm.gpu-memory-utilization and --vllm.enable-prefix-caching"
         )
+
+
+def refuse_beyond_sglang(config: InferenceConfig) -> None:
+    """`ValueError` for what a gateway to SGLang cannot do, or what is chosen when that server is started."""
+    if config.sglang.base_url is None:
+        raise ValueError(
+            'backend = "sglang" needs sglang.base_url, the address of an SGLang server that runs already, such as '
+            "http://127.0.0.1:30000"
+        )
+    if not config.sglang.base_url.startswith(("http://", "https://")):
+        raise ValueError(f"sglang.base_url = {config.sglang.base_url!r} must begin with http:// or https://")
+    if config.weight_broadcast.type != "filesystem":
+        raise ValueError(
+            f'weight_broadcast.type = "{config.weight_broadcast.type}" with SGLang: it loads weights from directories, '
+            'set "filesystem"'
+        )
+    if config.exact:
+        raise ValueError('exact = true is what the embedded engine can do: set backend = "embedded", or leave it out')
+    theirs = {
+        "model.device": config.model.device != "auto",
+        "model.dtype": config.model.dtype != "auto",
+        "parallel.tp": config.parallel.tp != 1,
+        "parallel.dp": config.parallel.dp != 1,
+        "max_prefill_tokens": config.max_prefill_tokens != InferenceConfig.model_fields["max_prefill_tokens"].default,
+        **{f"cache.{name}": True for name in config.cache.model_dump(exclude_defaults=True)},
+        **{f"vllm.{name}": True for name in config.vllm},
+    }
+    for name, given in theirs.items():
+        if given:
+            raise ValueError(f"{name} with SGLang: it is decided where that server is started, leave it out here")

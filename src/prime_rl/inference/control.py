@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from prime_rl.inference.async_engine import EngineFailed
 from prime_rl.inference.broadcasting import init_broadcast, parse_version
-from prime_rl.inference.engine import resolve_allowed
+from prime_rl.inference.directories import resolve_allowed
 from prime_rl.inference.requests import ApiError, Json, parse_body
 from prime_rl.inference.routes import Route, answer
 from prime_rl.transport.weights import is_adapter
@@ -106,6 +106,8 @@ async def health(service: Service, request: Request) -> Response:
     """GET /health: 200 with the version in service and whether one is awaited, 503 when the engine has failed."""
     if service.engine.error is not None:
         raise EngineFailed(f"the engine has failed: {service.engine.error}")
+    if service.engine.engine.problem is not None:
+        raise ApiError(service.engine.engine.problem, status=503)
     return answer(
         {"status": "ok", "version": service.version} | ({"awaits_weights": True} if service.awaits_weights else {})
     )

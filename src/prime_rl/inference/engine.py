@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -160,11 +159,38 @@ class AdapterSpec:
     """The policy version that answers drawn with it report."""
 
 
+class EngineAway(ValueError):
+    """What draws the tokens cannot be reached; it may come back."""
+
+
+class InProcess:
+    """What an engine that draws in its own `step` has nothing to do for: whoever calls `step` sees to it."""
+
+    problem: str | None = None
+
+    def start(self, wake: Callable[[], None]) -> None:
+        """It is called before the first step."""
+
+    def pause(self) -> None:
+        """No step is called any more."""
+
+    def resume(self) -> None:
+        """Steps are called again."""
+
+    def close(self) -> None:
+        """No step will follow."""
+
+
 class Engine(Protocol):
     """A synchronous engine; one thread owns it and calls `step` while there is work."""
 
-    version: int
     max_model_len: int
+    problem: str | None
+    """Why no token is drawn now, in a sentence; None: all is well."""
+
+    @property
+    def version(self) -> int:
+        """Of the weights that are held."""
 
     @property
     def vocab_size(self) -> int:
@@ -189,11 +215,12 @@ class Engine(Protocol):
     def step(self) -> list[Event]:
         """One forward pass: a chunk of prompts or one token of every running sequence."""
 
-    def load_weights(self, tensors: dict[str, Any], version: int) -> dict[str, str]:
-        """Replace the weights between two steps; returns the digest of every tensor now held."""
+    def load_weights(self, weights: Any, version: int, /) -> dict[str, str]:
+        """Replace the weights between two steps, by what the `WeightSource` of this engine read; returns the digest of
+        every tensor now held."""
 
-    def load_adapter(self, name: str, tensors: dict[str, Any], spec: AdapterSpec) -> dict[str, str]:
-        """Add or replace a LoRA adapter (PEFT tensor names); returns the digest of every tensor now held."""
+    def load_adapter(self, name: str, weights: Any, spec: AdapterSpec, /) -> dict[str, str]:
+        """Add or replace a LoRA adapter, as read by the `WeightSource`; returns the digest of every tensor now held."""
 
     def remove_adapter(self, name: str) -> None:
         """Drop an adapter and abort its requests; `ValueError` when there is none of this name."""
@@ -206,6 +233,18 @@ class Engine(Protocol):
 
     def stats(self) -> EngineStats:
         """Counters for `/metrics`."""
+
+    def start(self, wake: Callable[[], None]) -> None:
+        """Get ready. An engine whose tokens are drawn elsewhere calls `wake`, in any thread, when it has work."""
+
+    def pause(self) -> None:
+        """Draw nothing until `resume`; no step is called meanwhile."""
+
+    def resume(self) -> None:
+        """Draw again."""
+
+    def close(self) -> None:
+        """Let go of everything; no step will follow."""
 
 
 class IntervalLog(Protocol):
@@ -260,6 +299,7 @@ class EngineThread:
 
     def start(self) -> None:
         """Start the thread."""
+        self.engine.start(self._notify)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -296,6 +336,7 @@ class EngineThread:
             self._paused = True
             if abort and (events := engine.abort()):
                 self.deliver(events)
+            engine.pause()
 
         return self.call(stop)
 
@@ -303,6 +344,7 @@ class EngineThread:
         """Go on after `pause`."""
 
         def go(engine: Engine) -> None:
+            engine.resume()
             self._paused = False
 
         return self.call(go)
@@ -314,6 +356,11 @@ class EngineThread:
             self._wake.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
+        self.engine.close()
+
+    def _notify(self) -> None:
+        with self._wake:
+            self._wake.notify()
 
     def _post(self, command: Callable[[], None]) -> None:
         with self._wake:
@@ -359,24 +406,4 @@ class EngineThread:
         return not self._paused and self.engine.has_work()
 
     def _has_news(self) -> bool:
-        return bool(self._inbox) or self._closed
-
-
-SHOWN_PATH = 200
-
-
-def resolve_allowed(weight_dir: str, allowed: list[Path]) -> Path:
-    """The real path of `weight_dir` if it lies below one of `allowed`, symbolic links and `..` resolved.
-
-    Raises `PermissionError` otherwise, whether or not the directory exists.
-    """
-    shown = weight_dir if len(weight_dir) <= SHOWN_PATH else f"{weight_dir[:SHOWN_PATH]}..."
-    try:
-        path = Path(weight_dir).resolve()
-    except (ValueError, OSError, RuntimeError) as error:  # a zero byte, a name too long, links in a circle
-        raise PermissionError(f"{shown!r} is no path: {error}") from error
-    if not any(path.is_relative_to(root.resolve()) for root in allowed):
-        raise PermissionError(
-            f"{shown} is not below inference.output_dir or inference.weight_dirs: add its parent to weight_dirs"
-        )
-    return path
+        return bool(self._inbox) or self._closed or self._has_work()

@@ -77,9 +77,11 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def choose_backend(config: InferenceConfig) -> Literal["embedded", "vllm"]:
+def choose_backend(config: InferenceConfig) -> Literal["embedded", "vllm", "sglang"]:
     """Which engine serves; `ValueError` for what it cannot do."""
     chosen = config.backend
+    if chosen == "sglang":
+        return "sglang"  # checked with the config
     if chosen == "auto":
         from prime_rl.utils.process import find_gpus
 

@@ -15,16 +15,15 @@ from typing import Any, Protocol, TypeVar
 import orjson
 from loguru import logger
 
-from prime_rl.inference.adapters import build_spec, read_adapter
+from prime_rl.inference.adapters import build_spec
 from prime_rl.inference.async_engine import AsyncEngine
 from prime_rl.inference.broadcasting import NO_TRAINER
 from prime_rl.inference.config import InferenceConfig
-from prime_rl.inference.embedded.loading import WeightReader, build_engine
-from prime_rl.inference.engine import AdapterSpec, Engine, derive_seed
+from prime_rl.inference.engine import AdapterSpec, Engine, EngineAway, derive_seed
 from prime_rl.inference.messages import THINK_OPEN, MessageParser
 from prime_rl.inference.requests import ApiError, Json, parse_tools
 from prime_rl.inference.responses import Writer
-from prime_rl.inference.text import TokenNames, build_decode
+from prime_rl.inference.text import Decode, TokenNames, build_decode
 from prime_rl.transport.broadcast import Broadcast, BroadcastFailed, Received
 from prime_rl.utils.config import BASE_MODEL
 from prime_rl.utils.hang import Wait
@@ -39,13 +38,16 @@ THINK_TAIL = 8  # tokens at the end of a prompt that hold an opening tag, if the
 
 
 class WeightSource(Protocol):
-    """Where weights come from; both are called outside the engine's thread."""
+    """Where weights come from, in the form that the engine takes; called outside the engine's thread."""
 
-    def read_base(self) -> tuple[dict[str, Any], int]:
+    def read_base(self) -> tuple[Any, int]:
         """The weights of the start."""
 
-    def read_step(self, directory: Path) -> tuple[dict[str, Any], int]:
+    def read_step(self, directory: Path) -> tuple[Any, int]:
         """Those of a published directory; `ValueError` when they cannot be trusted."""
+
+    def read_adapter(self, directory: Path, version: int | None = None) -> tuple[Any, AdapterSpec]:
+        """An adapter of a directory; see `read_adapter`."""
 
     def receive_step(self, broadcast: Broadcast, step: int) -> Received:
         """Those that a trainer sends; see `receive_weights`."""
@@ -98,6 +100,8 @@ class Service:
         queues = {"running": stats.running, "waiting": stats.waiting, "open requests": self.engine.num_requests}
         if self.engine.error is not None:
             return Wait(f"has failed: {self.engine.error}", None, None, queues)
+        if self.engine.engine.problem is not None:
+            return Wait(f"draws nothing: {self.engine.engine.problem}", None, None, queues)
         if self.awaits_weights:
             return Wait("waits to be told its weights", "orchestrator", None, queues)
         if self.engine.paused:
@@ -159,7 +163,7 @@ class Service:
     async def load_policy_adapter(self, directory: Path) -> Json:
         """The model with this adapter becomes the policy."""
         return await self._update(
-            lambda: read_adapter(directory), lambda engine, found: self._swap_adapter(engine, *found)
+            lambda: self.weights.read_adapter(directory), lambda engine, found: self._swap_adapter(engine, *found)
         )
 
     async def load_broadcast(self, step: int) -> Json:
@@ -175,15 +179,15 @@ class Service:
 
         return await self._update(lambda: self.weights.receive_step(broadcast, step), swap)
 
-    def _swap_model(self, engine: Engine, tensors: Json, version: int) -> tuple[int, Json]:
-        digests = engine.load_weights(tensors, version)
+    def _swap_model(self, engine: Engine, weights: Any, version: int) -> tuple[int, Json]:
+        digests = engine.load_weights(weights, version)
         if self._has_policy:
             engine.remove_adapter(POLICY)
             self._has_policy = False
         return version, digests
 
-    def _swap_adapter(self, engine: Engine, tensors: Json, spec: AdapterSpec) -> tuple[int, Json]:
-        digests = engine.load_adapter(POLICY, tensors, spec)
+    def _swap_adapter(self, engine: Engine, weights: Any, spec: AdapterSpec) -> tuple[int, Json]:
+        digests = engine.load_adapter(POLICY, weights, spec)
         self._has_policy = True
         return spec.version, digests
 
@@ -193,8 +197,8 @@ class Service:
             raise ApiError(f"lora_name {name!r} is taken: choose another", param="lora_name")
         async with self._updating:
             try:
-                tensors, spec = await asyncio.to_thread(read_adapter, directory, self.version)
-                digests = await self.engine.call(lambda engine: engine.load_adapter(name, tensors, spec))
+                weights, spec = await asyncio.to_thread(self.weights.read_adapter, directory, self.version)
+                digests = await self.engine.call(lambda engine: engine.load_adapter(name, weights, spec))
             except (ValueError, OSError) as error:
                 raise ApiError(str(error), param="lora_path") from error
         logger.info(f"adapter {name} of {directory} in service")
@@ -216,7 +220,7 @@ class Service:
                 version, digests = await self.engine.call(lambda engine: swap(engine, found))
             except (ValueError, OSError) as error:
                 logger.warning(f"weights not loaded, version {self.version} stays in service: {error}")
-                status = 503 if isinstance(error, BroadcastFailed) else 400
+                status = 503 if isinstance(error, BroadcastFailed | EngineAway) else 400
                 raise ApiError(str(error), status, "weight_dir") from error
             end = time.time()
             self.num_updates += 1
@@ -247,14 +251,14 @@ def build_service(config: InferenceConfig) -> Service:
     model_dir = resolve_model_dir(config.model.name)
     tokenizer = load_tokenizer(config.model.name, trust_remote_code=config.model.trust_remote_code)
     decode = build_decode(tokenizer)
-    engine = build_engine(config, model_dir, decode)
+    engine, weights = build_engine(config, model_dir, decode)
     parser = MessageParser(config.model.tool_call_parser, config.model.reasoning_parser is not None)
     monitor = None if config.output_dir is None else build_monitor(config.output_dir, config.name)
     return Service(
         config=config,
         engine=AsyncEngine(engine, monitor, config.max_batch_size + config.server.max_waiting),
         tokenizer=tokenizer,
-        weights=WeightReader(config, model_dir),
+        weights=weights,
         writer=Writer(config.model.name, decode, TokenNames(tokenizer), parser),
         vocab=engine.vocab_size,
         names=(config.model.name, str(model_dir)),
@@ -263,6 +267,17 @@ def build_service(config: InferenceConfig) -> Service:
         defaults=sampling_defaults(config),
         awaits_weights=config.server.await_weights,
     )
+
+
+def build_engine(config: InferenceConfig, model_dir: Path, decode: Decode) -> tuple[Engine, WeightSource]:
+    """What draws tokens, and where its weights come from. Only the embedded one imports torch and the model."""
+    if config.backend == "sglang":
+        from prime_rl.inference.sglang.loading import build_gateway
+
+        return build_gateway(config, model_dir, decode)
+    from prime_rl.inference.embedded import loading
+
+    return loading.build_engine(config, model_dir, decode), loading.WeightReader(config, model_dir)
 
 
 def sampling_defaults(config: InferenceConfig) -> Json:

@@ -95,7 +95,11 @@ class HttpServer:
         # The limit is on the whole request: httpx's own would begin anew with every byte that trickles in.
         try:
             with anyio.fail_after(timeout_s):
-                async with httpx.AsyncClient(timeout=None, headers=self.headers, trust_env=False) as client:
+                # Certificates are read where there are some to check: that alone takes 30 ms.
+                verify = self.base_url.startswith("https://")
+                async with httpx.AsyncClient(
+                    timeout=None, headers=self.headers, trust_env=False, verify=verify
+                ) as client:
                     reply = await client.request(method, self.base_url + path, json=body)
         except TimeoutError:
             raise EngineError("unreachable", f"{path} was not answered within {timeout_s:g} s") from None
@@ -136,9 +140,17 @@ class PrimeEngine(HttpServer):
 class SGLangEngine(HttpServer):
     """An SGLang server; see `update_sglang_weights_from_disk`."""
 
-    async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
-        """Load the directory; `{"success": True, "version": ...}`. Raises `EngineError`."""
-        return await _update_sglang(self, checkpoint_path)
+    async def update_weights_from_checkpoint(
+        self, checkpoint_path: str, *, version: str | None = None
+    ) -> dict[str, Any]:
+        """Load the directory, as `version` or else N of `step_N`; `{"success": True, "version": ...}`. Raises
+        `EngineError`."""
+        return await _update_sglang(self, checkpoint_path, version)
+
+    async def read_version(self) -> str | None:
+        """The version that it says it holds; None: it is older than 0.5.2 and tells none. Raises `EngineError`."""
+        route = await _sglang_version_route(self)
+        return await _held_version(self, route) if route else None
 
 
 class VLLMEngine(HttpServer):
@@ -202,8 +214,9 @@ async def sync_weights_to_engines(engines: Sequence[InferenceEngine], checkpoint
     return answers
 
 
-async def _update_sglang(server: HttpServer, checkpoint_path: str) -> dict[str, Any]:
-    path, version = _location(checkpoint_path)
+async def _update_sglang(server: HttpServer, checkpoint_path: str, version: str | None = None) -> dict[str, Any]:
+    path, step = _location(checkpoint_path)
+    version = version or step
     route = await _sglang_version_route(server)
     # Only retracted requests continue under the new weights with a cache that these filled.
     paused = await server.ask("POST", "/pause_generation", {"mode": "retract"}) is not None

@@ -33,6 +33,7 @@ from prime_rl.inference.engine import (
     Event,
     FinishReason,
     GenerationRequest,
+    InProcess,
     Output,
     Progress,
     TopLogprobs,
@@ -68,7 +69,7 @@ class DecodeBatch:
         self.tokens[: self.num] = tokens
 
 
-class EmbeddedEngine:
+class EmbeddedEngine(InProcess):
     """Implements `prime_rl.inference.engine.Engine` over a slot cache; not thread-safe."""
 
     def __init__(

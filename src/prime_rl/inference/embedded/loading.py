@@ -10,8 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from prime_rl.inference.adapters import read_adapter
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.embedded.engine import EmbeddedEngine
+from prime_rl.inference.engine import AdapterSpec
 from prime_rl.inference.text import Decode
 from prime_rl.trainer.models.causal_lm import tensor_names
 from prime_rl.trainer.models.registry import load_decoder, load_hf_config, read_tensors
@@ -56,6 +58,10 @@ class WeightReader:
         if step is None:
             raise ValueError(f"{directory} has no version: name it step_N or give it a {MANIFEST_FILE}")
         return tensors, step
+
+    def read_adapter(self, directory: Path, version: int | None = None) -> tuple[dict[str, Tensor], AdapterSpec]:
+        """The tensors and facts of a LoRA adapter; see `read_adapter`."""
+        return read_adapter(directory, version)
 
     def receive_step(self, broadcast: Broadcast, step: int) -> Received:
         """A version as the trainer sends it, checked against its manifest."""

@@ -5,16 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from prime_rl.inference.config import InferenceConfig
+from prime_rl.inference.directories import prepare_model_dir
 from prime_rl.utils.process import find_gpus
-from prime_rl.utils.tokenizer import resolve_model_dir
-from rollouts.training.steps import step_path
 
 CONFIG_VARIABLE = "PRIME_RL_INFERENCE_CONFIG"
 """How the config reaches our part of vLLM's processes: as JSON."""
@@ -39,21 +36,6 @@ def serve_vllm(config: InferenceConfig) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(argv[0], argv, environ)
-
-
-def prepare_model_dir(config: InferenceConfig) -> Path:
-    """The directory vLLM loads; random or shortened weights are written out first, the very ones of the trainer."""
-    model_dir = resolve_model_dir(config.model.name)
-    debug = config.model.debug
-    if not debug.random_init and debug.num_layers is None:
-        return model_dir
-    from prime_rl.inference.embedded.loading import WeightReader
-    from prime_rl.transport.weights import publish_weights
-
-    tensors, version = WeightReader(config, model_dir).read_base()
-    root = Path(tempfile.mkdtemp(prefix="prime-rl-")) if config.output_dir is None else config.output_dir / "initial"
-    shutil.rmtree(step_path(root, version), ignore_errors=True)
-    return publish_weights(root, version, tensors, model_dir, num_layers=debug.num_layers).resolve()
 
 
 def build_argv(config: InferenceConfig, model_dir: Path, *, on_gpu: bool | None = None) -> list[str]:

@@ -22,16 +22,15 @@ from starlette.responses import Response
 
 from prime_rl.inference.broadcasting import NO_TRAINER, init_broadcast, parse_version
 from prime_rl.inference.config import InferenceConfig
-from prime_rl.inference.engine import resolve_allowed
+from prime_rl.inference.directories import check_step, resolve_allowed
 from prime_rl.inference.messages import MessageParser
 from prime_rl.inference.requests import ApiError, Json, parse_body
 from prime_rl.inference.routes import RETRY_AFTER_S, Access, BodyLimit, answer, check_access, check_weights, refuse
 from prime_rl.inference.vllm.engine import CONFIG_VARIABLE, MODEL_DIR_VARIABLE
 from prime_rl.inference.vllm.translate import chat_from_completion, completion_from_chat
 from prime_rl.transport.broadcast import Broadcast, BroadcastFailed, receive_weights
-from prime_rl.transport.weights import MANIFEST_FILE, WEIGHTS_FILE, check_directory
+from prime_rl.transport.weights import WEIGHTS_FILE
 from prime_rl.utils.monitor import Monitor, build_monitor
-from rollouts.training.steps import is_complete, parse_step
 
 Scope = MutableMapping[str, Any]
 App = Callable[[Scope, Any, Any], Awaitable[None]]
@@ -264,27 +263,11 @@ async def update_weights(routes: PrimeRoutes, request: Request, client: Any) -> 
         return answer(await routes.load_broadcast(client, parse_version(body)))
     directory = _allowed(routes, body, "weight_dir")
     try:
-        version, digests = await asyncio.to_thread(_check_step, directory)
+        version, digests = await asyncio.to_thread(check_step, directory)
     except (ValueError, OSError) as error:
         logger.warning(f"weights not loaded, version {routes.version} stays in service: {error}")
         raise ApiError(str(error), param="weight_dir") from error
     return answer(await routes.load(client, directory, version, digests))
-
-
-def _check_step(directory: Path) -> tuple[int, dict[str, str] | None]:
-    """Version and digests of a published directory, every tensor read and checked before the engine hears of it."""
-    if not directory.is_dir():
-        raise ValueError(f"{directory} does not exist")
-    if not is_complete(directory):
-        raise ValueError(f"{directory} is not complete: it has no STABLE marker")
-    if not any(directory.glob("model*.safetensors")):
-        raise ValueError(f"{directory} holds no model.safetensors: give an adapter to /v1/load_lora_adapter")
-    if (directory / MANIFEST_FILE).is_file():
-        return check_directory(directory)
-    step = parse_step(directory.name)
-    if step is None:
-        raise ValueError(f"{directory} has no version: name it step_N or give it a {MANIFEST_FILE}")
-    return step, None
 
 
 async def reload_weights(routes: PrimeRoutes, request: Request, client: Any) -> Response:

@@ -1,0 +1,1 @@
+"""SGLang: a gateway before a server of it that runs already."""
