@@ -149,6 +149,10 @@ class FakeSGLang:
     def serve(self) -> None:
         self._server.run([self._socket])
 
+    def freeze(self) -> None:
+        """What runs is never answered."""
+        self.engine._thread.pause().result()
+
     def stop(self) -> None:
         self._server.should_exit = self._server.force_exit = True
         self._thread.join(30)

@@ -313,6 +313,7 @@ def test_a_server_that_dies_and_comes_back_is_brought_to_the_version(root: Path)
     wanted = gateway.post("/v1/completions", LONG).json()["choices"][0]
     with ThreadPoolExecutor() as pool:
         asked = ask_long(fleet, pool)
+        fake.freeze()
         fake.stop()
         wait_until(lambda: gateway.http.get("/health").status_code == 503, "the loss to be seen")
         assert "is away" in gateway.http.get("/health").json()["error"]["message"]
@@ -321,6 +322,7 @@ def test_a_server_that_dies_and_comes_back_is_brought_to_the_version(root: Path)
         back = FakeSGLang("tiny-qwen3", port=fake.port, seed=8).start()
         [choice] = asked.result().json()["choices"]
     assert choice["token_ids"] == wanted["token_ids"] and choice["versions"] == [[0, 1]]
+    wait_until(lambda: gateway.http.get("/health").status_code == 200, "the way back")
     assert gateway.http.get("/health").json() == {"status": "ok", "version": 1}
     assert gateway.post("/reload_weights", {}).status_code == 200
     assert fleet.update(2, name="adapters").json()["version"] == 2
