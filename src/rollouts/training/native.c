@@ -282,37 +282,39 @@ void pack(const void *weight, void *packed, int64_t outputs, int64_t inputs, int
       }
 }
 
-/* `num` rows of x times one panel. A sum goes through `block` inputs, and then on from zero, added to what was. */
-ALWAYS void tile(const float *x, const void *panel, int64_t inputs, int64_t block, float *out, int64_t outputs,
-                 int64_t columns, int num, int narrow) {
-  for (int64_t start = 0; start < inputs; start += block) {
-    int64_t end = start + block < inputs ? start + block : inputs;
-    vec sums[TILE][PANEL / LANES];
+/* `num` rows of x times `size` inputs of one panel; with `more` added to what `out` has. Meanwhile the memory `ahead`
+ * comes nearer, `step` bytes for each input. */
+ALWAYS void tile(const float *x, int64_t inputs, const void *panel, int64_t size, float *out, int64_t outputs,
+                 int64_t columns, int more, const char *ahead, int64_t step, int num, int narrow) {
+  vec sums[TILE][PANEL / LANES];
+  for (int r = 0; r < num; r++)
+    for (int c = 0; c < PANEL / LANES; c++) sums[r][c] = all(0.f);
+  for (int64_t k = 0; k < size; k++) {
+    vec w[PANEL / LANES];
+    __builtin_prefetch(ahead + k * step, 0, 2);
+    for (int c = 0; c < PANEL / LANES; c++) w[c] = load_as(panel, k * PANEL + c * LANES, narrow);
     for (int r = 0; r < num; r++)
-      for (int c = 0; c < PANEL / LANES; c++) sums[r][c] = all(0.f);
-    for (int64_t k = start; k < end; k++) {
-      vec w[PANEL / LANES];
-      for (int c = 0; c < PANEL / LANES; c++) w[c] = load_as(panel, k * PANEL + c * LANES, narrow);
-      for (int r = 0; r < num; r++)
-        for (int c = 0; c < PANEL / LANES; c++) sums[r][c] = fma_of(all(x[r * inputs + k]), w[c], sums[r][c]);
-    }
-    for (int r = 0; r < num; r++)
-      for (int c = 0; c < PANEL / LANES; c++)
-        if (c * LANES < columns) {
-          float *to = out + r * outputs;
-          vec sum = sums[r][c];
-          if (start) sum = LOAD(to, c * LANES, columns) + sum;
-          STORE(to, c * LANES, columns, sum);
-        }
+      for (int c = 0; c < PANEL / LANES; c++) sums[r][c] = fma_of(all(x[r * inputs + k]), w[c], sums[r][c]);
   }
+  for (int r = 0; r < num; r++)
+    for (int c = 0; c < PANEL / LANES; c++)
+      if (c * LANES < columns) {
+        float *to = out + r * outputs;
+        vec sum = sums[r][c];
+        if (more) sum = LOAD(to, c * LANES, columns) + sum;
+        STORE(to, c * LANES, columns, sum);
+      }
 }
 
-ALWAYS void tiles(const float *x, const void *panel, int64_t inputs, int64_t block, float *out, int64_t outputs,
-                  int64_t columns, int64_t rows, int narrow) {
-  for (; rows >= TILE; rows -= TILE, x += TILE * inputs, out += TILE * outputs)
-    tile(x, panel, inputs, block, out, outputs, columns, TILE, narrow);
+/* All rows; `ahead` are as many bytes as these inputs of the panel have. */
+ALWAYS void tiles(const float *x, int64_t inputs, const void *panel, int64_t size, float *out, int64_t outputs,
+                  int64_t columns, int more, const char *ahead, int64_t bytes, int64_t rows, int narrow) {
+  int64_t step = bytes / size / ((rows + TILE - 1) / TILE);
+  for (; rows >= TILE; rows -= TILE, x += TILE * inputs, out += TILE * outputs, ahead += step * size)
+    tile(x, inputs, panel, size, out, outputs, columns, more, ahead, step, TILE, narrow);
   switch (rows) {
-#define CASE(num) case num: tile(x, panel, inputs, block, out, outputs, columns, num, narrow); break;
+#define CASE(num) \
+  case num: tile(x, inputs, panel, size, out, outputs, columns, more, ahead, step, num, narrow); break;
     CASE(1)
     CASE(2)
     CASE(3)
@@ -321,25 +323,30 @@ ALWAYS void tiles(const float *x, const void *panel, int64_t inputs, int64_t blo
   }
 }
 
-static void tiles_of_fp32(const float *x, const float *panel, int64_t inputs, int64_t block, float *out,
-                          int64_t outputs, int64_t columns, int64_t rows) {
-  tiles(x, panel, inputs, block, out, outputs, columns, rows, 0);
+static void tiles_of_fp32(const float *x, int64_t inputs, const float *panel, int64_t size, float *out, int64_t outputs,
+                          int64_t columns, int more, const char *ahead, int64_t bytes, int64_t rows) {
+  tiles(x, inputs, panel, size, out, outputs, columns, more, ahead, bytes, rows, 0);
 }
 
-/* out = x packed^T + bias, shared by the threads of a region; `scratch` has inputs x PANEL numbers of each thread. */
+/* out = x packed^T + bias, shared by the threads of a region; `scratch` has block x PANEL numbers of each thread. A sum
+ * goes through `block` inputs, and then on from zero, added to what was. */
 static void product(const float *x, const void *packed, const float *bias, int64_t block, float *out, float *scratch,
                     int64_t scratch_size, int64_t rows, int64_t outputs, int64_t inputs, int narrow) {
   SHARED_FOR
   for (int64_t p = 0; p < (outputs + PANEL - 1) / PANEL; p++) {
-    int64_t columns = outputs - p * PANEL < PANEL ? outputs - p * PANEL : PANEL, size = inputs * PANEL;
+    int64_t columns = outputs - p * PANEL < PANEL ? outputs - p * PANEL : PANEL, item = narrow ? 2 : 4;
     float *to = out + p * PANEL, *wide = scratch + THREAD * scratch_size;
-    if (!narrow) {
-      tiles_of_fp32(x, (const float *)packed + p * size, inputs, block, to, outputs, columns, rows);
-    } else if (rows < WIDEN) {
-      tiles(x, (const uint16_t *)packed + p * size, inputs, block, to, outputs, columns, rows, 1);
-    } else {
-      for (int64_t i = 0; i < size; i += LANES) store(wide + i, load_as(packed, p * size + i, 1));
-      tiles_of_fp32(x, wide, inputs, block, to, outputs, columns, rows);
+    for (int64_t start = 0; start < inputs; start += block) {
+      int64_t size = inputs - start < block ? inputs - start : block, bytes = size * PANEL * item;
+      const char *panel = (const char *)packed + (p * inputs + start) * PANEL * item;
+      if (narrow && rows < WIDEN) {
+        tiles(x + start, inputs, panel, size, to, outputs, columns, start > 0, panel + bytes, bytes, rows, 1);
+      } else {
+        if (narrow)
+          for (int64_t i = 0; i < size * PANEL; i += LANES) store(wide + i, load_as(panel, i, 1));
+        tiles_of_fp32(x + start, inputs, narrow ? wide : (const float *)panel, size, to, outputs, columns, start > 0,
+                      panel + bytes, bytes, rows);
+      }
     }
     if (bias)
       for (int64_t r = 0; r < rows; r++)
@@ -407,20 +414,33 @@ typedef struct {
   const float *qkv_bias, *out_bias, *gate_up_bias, *down_bias; /* or NULL */
 } Layer;
 
+/* Where column j of the cache has the keys (or values) of a row and a head: those of slot s and head h are at
+ * (s kv_heads + h) KEYS size, and a row reads the slot source[j rows + row]. */
+ALWAYS int64_t find_keys(const int32_t *source, int64_t rows, int64_t kv_heads, int64_t size, int64_t j, int64_t row,
+                         int64_t head) {
+  return ((int64_t)source[j * rows + row] * kv_heads + head) * KEYS * size;
+}
+
+/* `count` numbers from i on come nearer. */
+ALWAYS void fetch(const void *p, int64_t i, int64_t count, int narrow) {
+  const char *from = (const char *)p + i * (narrow ? 2 : 4);
+  for (int64_t byte = 0; byte < count * (narrow ? 2 : 4); byte += 64) __builtin_prefetch(from + byte, 0, 2);
+}
+
 /* The queries [group, size] of one sequence and head, scaled, attend to `length` keys; `scores` has length x group
- * numbers and some. Column j of the cache holds positions j KEYS ... of slot s and head h at
- * (s kv_heads + h) KEYS size; a row reads the slot source[j rows + row]. */
+ * numbers and some. While it reads keys it fetches their values, and then the keys of the next row and head. */
 ALWAYS void attend(const float *queries, int64_t group, const void *const *keys, const void *const *values,
                    const int32_t *source, int64_t rows, int64_t row, int64_t head, int64_t kv_heads, int64_t length,
                    float *scores, float *out, int64_t size, int narrow) {
-  int64_t width = (length + LANES - 1) / LANES * LANES;
+  int64_t width = (length + LANES - 1) / LANES * LANES, share = LANES * LANES / group;
+  int64_t next_row = row + 1 < rows ? row + 1 : 0, next_head = row + 1 < rows || head + 1 == kv_heads ? head : head + 1;
   for (int64_t t = 0; t < width; t += LANES) {
-    int64_t j = t / KEYS;
-    int64_t at = (((int64_t)source[j * rows + row] * kv_heads + head) * KEYS + t % KEYS) * size;
+    int64_t j = t / KEYS, at = find_keys(source, rows, kv_heads, size, j, row, head) + t % KEYS * size;
     vec turned[LANES];
     for (int64_t place = 0; place < size; place += LANES) {
       turn_keys(keys[j], at, size, place, turned, narrow);
       for (int64_t g = 0; g < group; g++) {
+        fetch(values[j], at + place * LANES + g * share, share, narrow);
         vec score = place ? load(scores + g * width + t) : all(0.f);
         for (int i = 0; i < LANES; i++) score = fma_of(all(queries[g * size + place + i]), turned[i], score);
         store(scores + g * width + t, score);
@@ -434,11 +454,14 @@ ALWAYS void attend(const float *queries, int64_t group, const void *const *keys,
     vec sums[MOST_SIZE / LANES], total[MOST_SIZE / LANES] = {0};
     for (int64_t start = 0; start < length; start += KEYS) {
       int64_t j = start / KEYS, count = length - start < KEYS ? length - start : KEYS;
-      int64_t at = ((int64_t)source[j * rows + row] * kv_heads + head) * KEYS * size;
+      int64_t at = find_keys(source, rows, kv_heads, size, j, row, head);
+      int64_t next = find_keys(source, rows, kv_heads, size, j, next_row, next_head);
       for (int64_t i = 0; i < size / LANES; i++) sums[i] = all(0.f);
-      for (int64_t t = 0; t < count; t++)
+      for (int64_t t = 0; t < count; t++) {
+        if (g + 1 == group) fetch(keys[j], next + t * size, size, narrow);
         for (int64_t i = 0; i < size / LANES; i++)
           sums[i] = fma_of(all(weights[start + t]), load_as(values[j], at + t * size + i * LANES, narrow), sums[i]);
+      }
       for (int64_t i = 0; i < size / LANES; i++) total[i] = start ? total[i] + sums[i] : sums[i];
     }
     for (int64_t i = 0; i < size / LANES; i++) store(out + g * size + i * LANES, total[i]);
