@@ -24,6 +24,10 @@ ABOUT = {
         "python benchmarks/bench_engine.py",
         "Generated tokens per second against vLLM and transformers; ratios.",
     ),
+    "decode_gpu": (
+        "python benchmarks/bench_decode_gpu.py",
+        "Decoding of the 0.6B shape on a GPU, with CUDA graphs and without, against the memory's bandwidth.",
+    ),
     "trainer": ("python benchmarks/bench_trainer.py", "Tokens per CPU-second of a training step against TRL; ratios."),
     "grpo": ("python benchmarks/bench_grpo.py", "CPU seconds of RL to a fixed reward against TRL; ratios."),
     "tail": (

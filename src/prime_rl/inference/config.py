@@ -141,6 +141,10 @@ class InferenceConfig(BaseConfig):
     Unset: on where a CPU computes in float32; one without a unit for bfloat16 does so for bfloat16 too. Off keeps the
     cache of running requests over a change of the weights."""
 
+    enforce_eager: bool = False
+    """On a GPU, launch every operation by itself instead of replaying recorded steps (CUDA graphs): less memory, slower
+    for small models and few requests."""
+
     parallel: ParallelConfig = ParallelConfig()
 
     sampling: SamplingConfig = SamplingConfig()
@@ -237,6 +241,7 @@ def refuse_beyond_sglang(config: InferenceConfig) -> None:
         "model.dtype": config.model.dtype != "auto",
         "parallel.tp": config.parallel.tp != 1,
         "parallel.dp": config.parallel.dp != 1,
+        "enforce_eager": config.enforce_eager,
         "max_prefill_tokens": config.max_prefill_tokens != InferenceConfig.model_fields["max_prefill_tokens"].default,
         **{f"cache.{name}": True for name in config.cache.model_dump(exclude_defaults=True)},
         **{f"vllm.{name}": True for name in config.vllm},

@@ -74,6 +74,14 @@ class KVCache:
             width = min(length - j * BLOCK, BLOCK)
             column[:, :, slot, :, :width] = kept[:, :, :, j * BLOCK : j * BLOCK + width]
 
+    def put(self, positions: NDArray[np.int64], new: Tensor) -> None:
+        """Write `new`, `[2, layers, slots, kv_heads, head_dim]`, at `positions[slot]` of each of the first slots."""
+        columns = positions // BLOCK
+        for j in np.unique(columns).tolist():
+            chosen = np.flatnonzero(columns == j)
+            slots, places = (torch.from_numpy(index).to(new.device) for index in (chosen, positions[chosen] % BLOCK))
+            self.columns[j][:, :, slots, :, places] = new[:, :, slots].permute(2, 0, 1, 3, 4)
+
     def clear_slot(self, slot: int) -> None:
         """Wipe a slot whose numbers were not finite, which a mask would not hide from the next owner."""
         for column in self.columns:

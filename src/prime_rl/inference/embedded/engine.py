@@ -21,6 +21,7 @@ from prime_rl.inference.embedded.adapters import Adapters
 from prime_rl.inference.embedded.attend import Chunk, DecodeAttention, DecodePlan, PrefillAttention
 from prime_rl.inference.embedded.cache import BLOCK, KVCache, num_columns
 from prime_rl.inference.embedded.fused import FusedPlan
+from prime_rl.inference.embedded.graphs import GraphDecoder, GraphPlan, Recorder
 from prime_rl.inference.embedded.prefix import PrefixIndex
 from prime_rl.inference.embedded.runner import Changes, Runner
 from prime_rl.inference.embedded.sampler import Sampled, build_sampling_batch, sample
@@ -59,7 +60,7 @@ class DecodeBatch:
         self.tokens[: self.num] = torch.tensor([seq.tokens[-1] for seq in running], device=device)
         self.positions[: self.num] = [len(seq.tokens) - 1 for seq in running]
         self.sampling = build_sampling_batch(running, device)
-        self.plan: DecodePlan | FusedPlan | None = None
+        self.plan: DecodePlan | FusedPlan | GraphPlan | None = None
 
     def advance(self, tokens: Int[Tensor, " num"]) -> None:
         """The tokens just drawn are what the next step reads."""
@@ -86,6 +87,7 @@ class EmbeddedEngine(InProcess):
         share_prefixes: bool = True,
         exact: bool = True,
         layers_kept: int | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.dtype = model.embedding().dtype
         """What weights, keys and values are rounded to; they may be held and computed with in a wider format."""
@@ -102,6 +104,10 @@ class EmbeddedEngine(InProcess):
         smallest = (num_columns(self.max_model_len + 1) + self._runner.min_rows) * BLOCK  # of one sequence
         self.max_cache_tokens = max(max_cache_tokens or self._affordable_tokens(max_running), smallest)
         self._cache = KVCache(model.config, self.dtype, weight.device, max_running, self.max_cache_tokens)
+        self._graphs: GraphDecoder | None = None
+        if recorder is not None and self._runner.is_static:
+            assert not exact, "a recorded step has its own last bits"
+            self._graphs = GraphDecoder(self._runner, self._cache, recorder, self.max_model_len + 1)
         self._prefixes = PrefixIndex(self.max_cache_tokens // 4 if max_kept_tokens is None else max_kept_tokens)
         self._scheduler = Scheduler(max_running, max_prefill_tokens, self._cache, self._prefixes, share_prefixes)
         self._sequences: dict[GenerationRequest, Sequence] = {}
@@ -343,7 +349,9 @@ class EmbeddedEngine(InProcess):
         batch = self._prepare_decode()
         plan, running = batch.plan, self._scheduler.running
         assert plan is not None
-        if isinstance(plan, FusedPlan):
+        if isinstance(plan, GraphPlan):
+            logits = plan(batch.tokens[: batch.num], batch.positions[: batch.num])
+        elif isinstance(plan, FusedPlan):
             logits = self._runner.decode(plan, batch.tokens, batch.positions)[: batch.num]
         else:
             at = torch.from_numpy(batch.positions).to(self._device)
@@ -375,13 +383,17 @@ class EmbeddedEngine(InProcess):
             self._batch = DecodeBatch(running, self._runner.min_rows, self._device, changes)
         batch = self._batch
         if batch.plan is None or not batch.plan.fits(batch.positions):
-            shared = self._scheduler.count_shared(len(batch.positions))
-            if self._runner.fused is not None and batch.changes is None:
-                batch.plan = FusedPlan(self._cache, batch.positions, shared)
-            else:
-                heads = self.model.config.num_attention_heads
-                batch.plan = DecodePlan(self._cache, batch.positions, heads, self.exact, shared)
+            batch.plan = self._plan(batch)
         return batch
+
+    def _plan(self, batch: DecodeBatch) -> DecodePlan | FusedPlan | GraphPlan:
+        """How to decode the batch: by a recorded step, else by one kernel, else operation by operation."""
+        shared, plain = self._scheduler.count_shared(len(batch.positions)), batch.changes is None
+        if self._graphs is not None and (plan := self._graphs.plan(batch.positions, shared, plain)) is not None:
+            return plan
+        if self._runner.fused is not None and plain:
+            return FusedPlan(self._cache, batch.positions, shared)
+        return DecodePlan(self._cache, batch.positions, self.model.config.num_attention_heads, self.exact, shared)
 
     def _advance(self, rows: list[Sequence], sampled: Sampled) -> list[Event]:
         """Append one token to every row and take out those that have finished."""

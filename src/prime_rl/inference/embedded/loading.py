@@ -13,6 +13,7 @@ from torch import Tensor
 from prime_rl.inference.adapters import read_adapter
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.embedded.engine import EmbeddedEngine
+from prime_rl.inference.embedded.graphs import build_recorder
 from prime_rl.inference.engine import AdapterSpec
 from prime_rl.inference.text import Decode
 from prime_rl.trainer.models.causal_lm import tensor_names
@@ -87,6 +88,7 @@ def build_engine(config: InferenceConfig, model_dir: Path, decode: Decode) -> Em
     if wanted is not None and wanted > longest:
         raise ValueError(f"model.max_model_len is {wanted}, but {config.model.name} was made for at most {longest}")
     can_be_exact = arithmetic_dtype(dtype, device) == torch.float32 and device.type == "cpu"
+    exact = can_be_exact if config.exact is None else config.exact
     return EmbeddedEngine(
         model,
         eos_ids=load_eos_ids(model_dir),
@@ -97,8 +99,9 @@ def build_engine(config: InferenceConfig, model_dir: Path, decode: Decode) -> Em
         max_cache_tokens=config.cache.max_tokens,
         max_kept_tokens=config.cache.max_kept_tokens,
         share_prefixes=config.cache.share_prefixes,
-        exact=can_be_exact if config.exact is None else config.exact,
+        exact=exact,
         layers_kept=debug.num_layers,
+        recorder=build_recorder(device, exact=exact, eager=config.enforce_eager),
     )
 
 

@@ -44,11 +44,17 @@ class Product:
     def __init__(self, names: list[str], layers: list[nn.Linear], exact: bool, dtype: torch.dtype) -> None:
         ends = list(itertools.accumulate(layer.out_features for layer in layers))
         self.parts = list(zip(names, [0, *ends], ends, strict=False))
-        weights = [layer.weight.detach() for layer in layers]
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
-        self.bias = torch.cat(biases) if biases else None
-        self.kernel = native.PackedWeight(weight.to(dtype)) if has_kernel(weight, exact) else None
+        self._layers, self._exact, self._dtype = layers, exact, dtype
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Lay the weights out anew; what is only joined stays where it is."""
+        weight = join([layer.weight for layer in self._layers], self.weight)
+        biases = [layer.bias for layer in self._layers if layer.bias is not None]
+        self.bias = join(biases, self.bias) if biases else None
+        self.kernel = native.PackedWeight(weight.to(self._dtype)) if has_kernel(weight, self._exact) else None
         self.packed = pack_weight(weight) if self.kernel is None and can_pack(weight) else None
         self.weight = weight if self.kernel is None and self.packed is None else None
 
@@ -62,6 +68,14 @@ class Product:
         if changes is not None:
             changes.change(self.parts, x, y)
         return y
+
+
+def join(tensors: Sequence[Tensor], held: Tensor | None) -> Tensor:
+    """One tensor as it is, several one after another: in the memory of `held`, if there is one."""
+    parts = [tensor.detach() for tensor in tensors]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts) if held is None else torch.cat(parts, out=held)
 
 
 def has_kernel(weight: Tensor, exact: bool) -> bool:
@@ -100,17 +114,32 @@ class Layer:
         heads, kv_heads = (p.out_features // self.head_dim for p in (attention.q_proj, attention.k_proj))
         self.splits = (heads, kv_heads)
         self.qk_weight: Tensor | None = None
-        self.qk_eps = 0.0
-        if attention.qk_norm:
-            sizes = ((attention.q_norm, heads), (attention.k_norm, kv_heads))
-            self.qk_weight = torch.cat([norm.weight.detach().expand(n, -1) for norm, n in sizes])
-            self.qk_eps = attention.q_norm.eps
+        self.qk_norms = (attention.q_norm, attention.k_norm) if attention.qk_norm else ()
+        self.qk_eps = self.qk_norms[0].eps if self.qk_norms else 0.0
         self.norms = (layer.input_layernorm, layer.post_attention_layernorm)
         self.mlp: nn.Module | None = None if type(mlp) is MLP else mlp
         if type(mlp) is MLP:
             joined = [f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"]
             self.gate_up = Product(joined, [mlp.gate_proj, mlp.up_proj], exact, dtype)
             self.down = Product([f"{name}.mlp.down_proj"], [mlp.down_proj], exact, dtype)
+        self._join_norms()
+
+    @property
+    def products(self) -> list[Product]:
+        """Those of its products that are laid out here."""
+        return [self.qkv, self.out, self.gate_up, self.down] if self.mlp is None else [self.qkv, self.out]
+
+    def refresh(self) -> None:
+        """Lay the weights out anew."""
+        for product in self.products:
+            product.refresh()
+        self._join_norms()
+
+    def _join_norms(self) -> None:
+        """The weights of queries' and keys' norms, for every head."""
+        if self.qk_norms:
+            sizes = zip(self.qk_norms, self.splits, strict=True)
+            self.qk_weight = join([norm.weight.expand(heads, -1) for norm, heads in sizes], self.qk_weight)
 
     def __call__(
         self,
@@ -179,7 +208,7 @@ def build_fused(model: CausalLM, layers: Sequence[Layer], head: Product) -> Fuse
     """A step of decoding as one kernel, where there is one for all that this model consists of."""
     held: list[LayerWeights] = []
     for layer in layers:
-        products = [layer.qkv, layer.out, layer.gate_up, layer.down] if layer.mlp is None else []
+        products = layer.products
         kernels = [product.kernel for product in products if product.kernel is not None]
         if len(kernels) < 4:
             return None
@@ -198,24 +227,46 @@ class Runner:
     """
 
     def __init__(self, model: CausalLM, exact: bool, dtype: torch.dtype) -> None:
-        self.model, self.exact, self.dtype = model, exact, dtype
+        self.model, self.dtype = model, dtype
         weight = model.embedding()
         # What this room does not know how to lay out runs as the model writes it down.
         self.own = type(model) is not CausalLM
-        self.min_rows = min_forward_rows(weight)
+        self.min_rows = min_forward_rows(weight) if exact or weight.is_cpu else 1
         self._rope: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
         self.fused: FusedDecoder | None = None
-        self.refresh()
+        self.layers: list[Layer] = []
+        self.head: Product | None = None
+        self._addresses: list[int] = []
+        if self.own:
+            return
+        self.layers = [Layer(cast(DecoderLayer, layer), exact, dtype) for layer in model.model.layers]
+        self.next_norms = [*(layer.norms[0] for layer in self.layers[1:]), model.model.norm]
+        self.head = Product(["lm_head"], [model.lm_head], exact, dtype)
+        self.fused, self._addresses = build_fused(model, self.layers, self.head), self._find_addresses()
+
+    @property
+    def is_static(self) -> bool:
+        """Whether a step has the same operations whatever its numbers are: no other model's own code, no experts."""
+        return not self.own and all(layer.mlp is None for layer in self.layers)
 
     def refresh(self) -> None:
-        """Lay the model's weights out anew."""
-        if self.own:
-            self.layers, self.next_norms, self.head = [], [], None
+        """Lay the model's weights out anew; what neither oneDNN nor a kernel packs stays where it is."""
+        if self.head is None:
             return
-        self.layers = [Layer(cast(DecoderLayer, layer), self.exact, self.dtype) for layer in self.model.model.layers]
-        self.next_norms = [*(layer.norms[0] for layer in self.layers[1:]), self.model.model.norm]
-        self.head = Product(["lm_head"], [self.model.lm_head], self.exact, self.dtype)
-        self.fused = build_fused(self.model, self.layers, self.head)
+        for layer in self.layers:
+            layer.refresh()
+        self.head.refresh()
+        self.fused, self._addresses = build_fused(self.model, self.layers, self.head), self._find_addresses()
+
+    def addresses(self, length: int) -> list[int]:
+        """Where all that a step reads lies, for positions below `length`; the cache apart."""
+        weight = self.model.embedding()
+        return [*self._addresses, *(table.data_ptr() for table in self._tables(length, weight.dtype, weight.device))]
+
+    def _find_addresses(self) -> list[int]:
+        joined = [t for layer in self.layers for p in layer.products for t in (p.weight, p.bias)]
+        joined += [layer.qk_weight for layer in self.layers]
+        return [t.data_ptr() for t in (*self.model.parameters(), *joined) if t is not None]
 
     def __call__(
         self,

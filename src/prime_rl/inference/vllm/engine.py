@@ -62,7 +62,7 @@ def build_argv(config: InferenceConfig, model_dir: Path, *, on_gpu: bool | None 
         "enable_auto_tool_choice": True,
         "tool_call_parser": TOOL_PARSERS[model.tool_call_parser],
         "reasoning_parser": REASONING_PARSERS[model.reasoning_parser] if model.reasoning_parser else None,
-        "enforce_eager": True if not on_gpu else None,
+        "enforce_eager": True if config.enforce_eager or not on_gpu else None,
         "disable_uvicorn_access_log": True,
         "enable_scale_out": True if has_option("enable_scale_out") else None,  # /inference/v1/generate
         "middleware": MIDDLEWARE,
