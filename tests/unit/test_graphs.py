@@ -26,7 +26,7 @@ from prime_rl.inference.embedded import graphs
 from prime_rl.inference.embedded.cache import BLOCK, KVCache
 from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.embedded.graphs import Buffers, CudaRecorder, GraphPlan, StaticStep, Step, build_recorder
-from prime_rl.inference.embedded.runner import Runner
+from prime_rl.inference.embedded.runner import Runner, fuses_norms
 from prime_rl.inference.engine import AdapterSpec, GenerationRequest, Output, SamplingParams
 from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig, init_weights, tensor_names
 from rollouts.training import native
@@ -306,6 +306,18 @@ def test_a_longer_sequence_leaves_the_columns_before_it_in_place() -> None:
     for longest, recorded in ((20, 1), (200, 2), (20, 2), (200, 2)):
         run(engine, *(request(draw_prompt(longest), seed=i) for i in range(2)))
         assert recorder.recorded == recorded
+
+
+def test_norms_of_one_kernel_are_norms() -> None:
+    """As on a GPU in fast mode; exact mode there keeps the trainer's operations."""
+    requests = [request(draw_prompt(n), seed=n) for n in range(1, 5)]
+    engine = build_engine(build_model(0), None)
+    for part in (engine._runner, *engine._runner.layers):
+        assert not part.fuse
+        part.fuse = True
+    check_alike(list(run(engine, *requests)), list(run(build_engine(build_model(0), None), *requests)))
+    weight = torch.empty(1, device="meta")
+    assert fuses_norms(weight, exact=False) and not fuses_norms(weight, exact=True)
 
 
 def test_what_is_not_recorded() -> None:

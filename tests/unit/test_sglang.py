@@ -382,6 +382,7 @@ def test_a_server_that_tells_other_log_probs_is_refused(root: Path) -> None:
         ({"parallel": {"tp": 2}}, "parallel.tp with SGLang"),
         ({"cache": {"max_tokens": 512}}, "cache.max_tokens with SGLang"),
         ({"vllm": {"x": 1}}, "vllm.x with SGLang"),
+        ({"enforce_eager": True}, "enforce_eager with SGLang"),
         ({"backend": "embedded"}, 'set backend = "sglang"'),
     ],
 )

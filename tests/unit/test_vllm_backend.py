@@ -55,6 +55,8 @@ def test_the_command_line_of_vllm() -> None:
     assert told["--max-num-seqs"] == "7" and told["--max-model-len"] == "99" and told["--dtype"] == "float32"
     assert told["--logprobs-mode"] == "processed_logprobs" and told["--reasoning-parser"] == "qwen3"
     assert "--enforce-eager" in words and "--data-parallel-size" not in argv()
+    on_gpu = [build_argv(InferenceConfig(enforce_eager=eager), Path("m"), on_gpu=True) for eager in (False, True)]
+    assert ["--enforce-eager" in words for words in on_gpu] == [False, True]
     mine = argv(vllm={"max-num-seqs": 3, "enforce_eager": False, "kv_transfer": {"a": 1}, "nothing": None})
     assert value_of(mine, "--max-num-seqs") == "3" and "--no-enforce-eager" in mine and "--enforce-eager" not in mine
     assert value_of(mine, "--kv-transfer") == '{"a": 1}' and "--nothing" not in mine

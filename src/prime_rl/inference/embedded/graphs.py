@@ -119,8 +119,11 @@ class StaticStep:
         self._new, self._width = buffers.new[:, :, :rows], columns * BLOCK
         # A view, never a copy: later steps must see what the cache holds then.
         used = [c[:, :, :rows].view(2, c.shape[1], -1, BLOCK, c.shape[5]) for c in cache.columns[:columns]]
-        layers = range(runner.model.config.num_hidden_layers)
-        self._views = [[View(c[0, i].transpose(1, 2), c[1, i]) for c in used] for i in layers]
+        config = runner.model.config
+        self._views = [[View(c[0, i].transpose(1, 2), c[1, i]) for c in used] for i in range(config.num_hidden_layers)]
+        # Beside a token's own key, so that rows of weights stay aligned.
+        shape = (rows * config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads)
+        self._rest = runner.model.embedding().new_zeros(*shape, KEY_MULTIPLE - 1)
 
     def __call__(self) -> Float[Tensor, "rows vocab"]:
         place = torch.arange(self._width + KEY_MULTIPLE, device=self._positions.device)
@@ -142,9 +145,7 @@ class StaticStep:
         own_k, own_v = (x.to(q.dtype) for x in own)
         queries = (q * dim**-0.5).view(rows * kv_heads, -1, dim)
         parts = [torch.bmm(queries, view.keys.to(q.dtype)) for view in self._views[layer]]
-        parts.append(torch.bmm(queries, own_k[:, :, None]))
-        parts.append(queries.new_zeros(*queries.shape[:2], KEY_MULTIPLE - 1))  # rows of weights stay aligned
-        scores = torch.cat(parts, dim=-1)
+        scores = torch.cat((*parts, torch.bmm(queries, own_k[:, :, None]), self._rest), dim=-1)
         if scores.dtype in (torch.bfloat16, torch.float16):
             scores = scores.float()
         scores.view(rows, kv_heads, -1, scores.shape[-1]).masked_fill_(unseen, float("-inf"))

@@ -104,6 +104,7 @@ class Layer:
         attention, mlp = layer.self_attn, layer.mlp
         name = f"model.layers.{attention.layer}"
         self.index, self.head_dim = attention.layer, attention.head_dim
+        self.fuse = fuses_norms(attention.q_proj.weight, exact)
         self.qkv = Product(
             [f"{name}.self_attn.{kind}_proj" for kind in "qkv"],
             [attention.q_proj, attention.k_proj, attention.v_proj],
@@ -153,7 +154,7 @@ class Layer:
         """The residual stream after attention, and what the feed-forward adds to it; `normed` is `x`, normalised."""
         qkv = self.qkv(normed, changes).view(x.shape[0], -1, self.head_dim)
         attended = attend(self.index, *self._turn(qkv, cos, sin)).flatten(-2)
-        x, normed = add_norm(self.out(attended, changes), x, self.norms[1])
+        x, normed = add_norm(self.out(attended, changes), x, self.norms[1], self.fuse)
         if self.mlp is not None:
             with nullcontext() if changes is None else changes.routed():
                 return x, cast(Tensor, self.mlp(normed))
@@ -166,24 +167,32 @@ class Layer:
         heads, kv_heads = self.splits
         qk, v = qkv.split_with_sizes((heads + kv_heads, kv_heads), 1)
         if self.qk_weight is not None:
-            qk = rms_norm(qk, self.qk_weight, self.qk_eps)
+            if self.fuse:
+                qk = F.rms_norm(qk, (self.head_dim,), None, self.qk_eps) * self.qk_weight
+            else:
+                qk = rms_norm(qk, self.qk_weight, self.qk_eps)
         q, k = turn(qk, cos, sin).split_with_sizes((heads, kv_heads), 1)
         return q, k, v
 
 
 def add_norm(
-    branch: Float[Tensor, "rows size"], x: Float[Tensor, "rows size"], norm: RMSNorm
+    branch: Float[Tensor, "rows size"], x: Float[Tensor, "rows size"], norm: RMSNorm, fuse: bool
 ) -> tuple[Float[Tensor, "rows size"], Float[Tensor, "rows size"]]:
     """The residual stream with what a branch adds, in the branch's memory, and its norm."""
     if native.runs_here(branch, x, norm.weight):
         return branch, native.rms_norm(branch, norm.weight, norm.eps, added=x)[0]
     x = branch.add_(x)
-    return x, normalise(x, norm)
+    return x, normalise(x, norm, fuse)
 
 
-def normalise(x: Float[Tensor, "rows size"], norm: RMSNorm) -> Float[Tensor, "rows size"]:
+def fuses_norms(weight: Tensor, exact: bool) -> bool:
+    """Whether norms may be torch's one kernel for eight: on a GPU in fast mode, for it rounds bf16 once, not twice."""
+    return not exact and not weight.is_cpu
+
+
+def normalise(x: Float[Tensor, "rows size"], norm: RMSNorm, fuse: bool) -> Float[Tensor, "rows size"]:
     """The norm; without kernels in fp32 by torch's own composition, which performs the same operations."""
-    if native.library() is None and x.dtype == torch.float32 and x.is_cpu:
+    if fuse or (native.library() is None and x.dtype == torch.float32 and x.is_cpu):
         return F.rms_norm(x, (x.shape[-1],), norm.weight, norm.eps)
     return cast(Tensor, norm(x))
 
@@ -232,6 +241,7 @@ class Runner:
         # What this room does not know how to lay out runs as the model writes it down.
         self.own = type(model) is not CausalLM
         self.min_rows = min_forward_rows(weight) if exact or weight.is_cpu else 1
+        self.fuse = fuses_norms(weight, exact)
         self._rope: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
         self.fused: FusedDecoder | None = None
         self.layers: list[Layer] = []
@@ -282,10 +292,10 @@ class Runner:
                 return cast(Tensor, self.model(tokens, positions, attend))
         x = F.embedding(tokens, self.model.model.embed_tokens.weight)
         cos, sin = (table[positions] for table in self._tables(length, x.dtype, x.device))
-        normed = normalise(x, self.layers[0].norms[0])
+        normed = normalise(x, self.layers[0].norms[0], self.fuse)
         for layer, norm in zip(self.layers, self.next_norms, strict=True):
             x, added = layer(x, normed, cos, sin, attend, changes)
-            x, normed = add_norm(added, x, norm)
+            x, normed = add_norm(added, x, norm, self.fuse)
         return normed
 
     def logits(
