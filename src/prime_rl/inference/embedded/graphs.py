@@ -51,7 +51,7 @@ class Recorder(Protocol):
         """The result of the step, computed where it will be recorded."""
 
     def record(self, step: Step) -> Step:
-        """What computes the step from now on. Its result is the same memory every time."""
+        """What computes the step from now on, in the same memory every time."""
 
 
 class CudaRecorder:
@@ -106,6 +106,7 @@ class Buffers:
         self.positions: Int[Tensor, " rows"] = torch.zeros_like(self.tokens)
         shape = (2, config.num_hidden_layers, rows, config.num_key_value_heads, config.head_dim)
         self.new: Float[Tensor, "2 layers rows kv_heads dim"] = weight.new_zeros(shape, dtype=runner.dtype)
+        self.logits: Float[Tensor, "rows vocab"] = weight.new_zeros(rows, config.vocab_size)
 
 
 class StaticStep:
@@ -116,7 +117,7 @@ class StaticStep:
     ) -> None:
         self._runner, self._max_length = runner, max_length
         self._tokens, self._positions = buffers.tokens[:rows], buffers.positions[:rows]
-        self._new, self._width = buffers.new[:, :, :rows], columns * BLOCK
+        self._new, self._logits, self._width = buffers.new[:, :, :rows], buffers.logits[:rows], columns * BLOCK
         # A view, never a copy: later steps must see what the cache holds then.
         used = [c[:, :, :rows].view(2, c.shape[1], -1, BLOCK, c.shape[5]) for c in cache.columns[:columns]]
         config = runner.model.config
@@ -129,7 +130,9 @@ class StaticStep:
         place = torch.arange(self._width + KEY_MULTIPLE, device=self._positions.device)
         unseen = (place >= self._positions[:, None]) & (place != self._width)  # its own key stands there
         attend = partial(self._attend, unseen[:, None, None])
-        return self._runner.logits(self._runner(self._tokens, self._positions, attend, self._max_length))
+        out = self._runner(self._tokens, self._positions, attend, self._max_length)
+        # A copy, or every recording would keep memory for its own.
+        return self._logits.copy_(self._runner.logits(out))
 
     def _attend(
         self,
