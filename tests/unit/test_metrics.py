@@ -83,7 +83,7 @@ def test_an_existing_file_is_continued(tmp_path: Path) -> None:
 
 def _write_lines(path: Path, writer: int) -> None:
     for i in range(200):
-        append_jsonl(path, [{"writer": writer, "i": i, "filler": "x" * 500}])
+        append_jsonl(path, [{"writer": writer, "i": i, "filler": "x" * 5000}])
 
 
 def test_lines_of_several_processes_stay_whole(tmp_path: Path) -> None:
@@ -95,6 +95,7 @@ def test_lines_of_several_processes_stay_whole(tmp_path: Path) -> None:
     for writer in writers:
         writer.join(timeout=60)
         assert writer.exitcode == 0
+    assert all(path.read_bytes().splitlines()), "no empty lines"
     rows = [(row["writer"], row["i"]) for row in load_jsonl(path)]
     assert sorted(rows) == list(itertools.product(range(3), range(200)))
 

@@ -7,6 +7,7 @@ import math
 import os
 import random
 import statistics
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -16,6 +17,10 @@ from typing import Any, Protocol
 import msgspec
 
 METRICS_FILE = "metrics.jsonl"
+_writing = threading.Lock()
+"""Held beside the file's lock, which keeps out other processes only. Without both, a line that somebody is still
+writing would look like one that was cut short."""
+os.register_at_fork(after_in_child=_writing._at_fork_reinit)  # type: ignore[attr-defined]
 Z95 = statistics.NormalDist().inv_cdf(0.975)
 
 
@@ -109,17 +114,18 @@ def append_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     if not data:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        with suppress(OSError):  # a file system without locks still appends whole lines
-            fcntl.flock(fd, fcntl.LOCK_EX)  # or a line that another process is writing would look cut short
-        end = os.fstat(fd).st_size
-        if end and os.pread(fd, 1, end - 1) != b"\n":  # a line that a crash or a full disk cut short stays alone
-            data = b"\n" + data
-        if os.write(fd, data) != len(data):
-            raise OSError(f"{path}: the line was cut short, is the disk full?")
-    finally:
-        os.close(fd)
+    with _writing:
+        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            with suppress(OSError):  # a file system without locks still appends whole lines
+                fcntl.lockf(fd, fcntl.LOCK_EX)
+            end = os.fstat(fd).st_size
+            if end and os.pread(fd, 1, end - 1) != b"\n":  # a line that a crash or a full disk cut short stays alone
+                data = b"\n" + data
+            if os.write(fd, data) != len(data):
+                raise OSError(f"{path}: the line was cut short, is the disk full?")
+        finally:
+            os.close(fd)
 
 
 def load_jsonl(path: Path) -> Iterator[dict[str, Any]]:
