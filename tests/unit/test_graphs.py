@@ -111,8 +111,14 @@ class TapeRecorder:
 
 
 def build_model(seed: int, **changes: Any) -> CausalLM:
+    """Random weights; norms and biases too, so that none can be left out."""
     model = CausalLM(DecoderConfig.from_hf(CONFIG | changes))
     init_weights(model, seed)
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim < 2:
+                parameter.add_(torch.randn(parameter.shape, generator=noise) * 0.3)
     return model.requires_grad_(False)
 
 
