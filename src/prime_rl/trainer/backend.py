@@ -201,8 +201,9 @@ class Backend:
             self.model.reshard()  # type: ignore[operator]  # a method that fully_shard adds
         told = self.ranks.gather_bytes(json.dumps(found).encode())
         logprobs = next(filter(None, map(json.loads, told)))
-        # A merged adapter, and whatever else is not this very arithmetic, is only near.
-        is_plain = self.ranks.size == 1 and all(p.requires_grad for p in self.model.parameters())
+        # A merged adapter, transformers' code, and whatever else is not the engine's very arithmetic, is only near.
+        is_whole = self.ranks.size == 1 and self.model.meets_in_attend
+        is_plain = is_whole and all(p.requires_grad for p in self.model.parameters())
         dtype = str(self.placement.dtype).removeprefix("torch.")
         return build_canary(step, tokens, logprobs, dtype, self.placement.attn == "exact" and is_plain)
 
