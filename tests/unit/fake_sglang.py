@@ -101,7 +101,8 @@ def read_sampling(told: dict[str, Any]) -> SamplingParams:
 @dataclass
 class FakeSGLang:
     """`spans`: it tells `weight_versions` (pull request 35926); `original`: SGLANG_RETURN_ORIGINAL_LOGPROB is set;
-    `incremental`: pieces of a stream repeat nothing; `wrong`: of paths that hold this word, it loads something else."""
+    `incremental`: pieces of a stream repeat nothing; `wrong`: of paths that hold this word, it loads something else;
+    `full`: so many requests are answered 503."""
 
     model_path: str
     port: int = 0
@@ -116,6 +117,7 @@ class FakeSGLang:
     wrong: str = ""
     calls: list[str] = field(default_factory=list)
     paused: bool = False
+    full: int = 0
 
     def __post_init__(self) -> None:
         directory = resolve_model_dir(self.model_path)
@@ -210,6 +212,9 @@ class FakeSGLang:
 
     async def generate(self, body: dict[str, Any]) -> Response:
         known(body, GENERATE_FIELDS, {"input_ids"})
+        if self.full:
+            self.full -= 1
+            return JSONResponse({"error": {"message": "The request queue is full."}}, 503)
         rid, told = body.get("rid") or uuid.uuid4().hex, body.get("sampling_params") or {}
         params, ids = read_sampling(told), body["input_ids"]
         if len(ids) + told.get("max_new_tokens", 128) >= self.context_length:

@@ -157,6 +157,14 @@ def test_tokens_in_and_tokens_out(fleet: Fleet) -> None:
     assert mine.status_code == theirs.status_code == 200 and len(mine.content) == len(theirs.content)
 
 
+def test_a_full_server_is_asked_again(fleet: Fleet) -> None:
+    body = {"prompt": PROMPT, "seed": 8, "max_tokens": 4}
+    wanted = fleet.gateway.post("/v1/completions", body).json()["choices"][0]["text"]
+    fleet.fake.full = 2
+    assert fleet.gateway.post("/v1/completions", body).json()["choices"][0]["text"] == wanted and not fleet.fake.full
+    assert fleet.gateway.http.get("/health").status_code == 200
+
+
 @pytest.mark.parametrize("incremental", [False, True])
 def test_streams_are_told_piece_by_piece(fleet: Fleet, incremental: bool) -> None:
     fleet.fake.incremental = incremental

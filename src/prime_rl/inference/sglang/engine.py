@@ -19,6 +19,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 import orjson
 from loguru import logger
@@ -43,6 +44,8 @@ from rollouts.training.weight_sync import EngineError, SGLangEngine
 T = TypeVar("T")
 RETRY_S = 0.2  # between looks for a server that is away
 WATCH_S = 1.0  # between looks at one that is there: it may go without closing its connections
+MAX_TRIES = 20  # of a request to a server that is there
+LONGEST_WAIT_S = 5.0
 ABORT_S = 30.0
 LONGEST_S = 7 * 86400.0  # of one request: whoever asks has a limit of its own
 
@@ -275,7 +278,7 @@ class SGLangGateway:
             self._hand_over(output)
 
     async def _draw(self, flight: Flight) -> Output:
-        request = flight.request
+        request, tries = flight.request, 0
         while True:
             await self._open.wait()
             served = None if request.adapter is None else self._adapters.get(request.adapter)
@@ -288,8 +291,13 @@ class SGLangGateway:
                 await self._open.wait()  # weights that change meanwhile have to pass their check
                 versions = self._read_versions(meta)
             except Away as error:
-                self._lose(str(error))
                 versions = []
+                if await self._holds_others():
+                    self._lose(str(error))
+                elif (tries := tries + 1) > MAX_TRIES:
+                    raise Refused(f"{error}, {MAX_TRIES} times") from error
+                else:  # full, or a connection broke: that is this request's affair alone
+                    await asyncio.sleep(min(RETRY_S * 2**tries, LONGEST_WAIT_S))
             except asyncio.CancelledError:
                 asking.cancel()
                 if self.problem is None or (task := asyncio.current_task()) is None or task.cancelling():
@@ -330,7 +338,8 @@ class SGLangGateway:
 
     async def _generate(self, body: Json) -> Json:
         try:
-            reply = await self._pool.request("POST", "/generate", orjson.dumps(body), self._headers)
+            path = urlsplit(self.server.base_url).path + "/generate"
+            reply = await self._pool.request("POST", path, orjson.dumps(body), self._headers)
         except (ConnectionError, TimeoutError) as error:
             raise Away(str(error)) from error
         return await self._read(reply.status, reply.body)
@@ -338,7 +347,7 @@ class SGLangGateway:
     async def _read(self, status: int, body: bytes) -> Json:
         """The object of a good answer."""
         if status == 503:
-            raise Away("it answers 503: it is starting or stopping")
+            raise Away(f"it answers 503 ({read_error(body) or 'nothing more'})")
         if status >= 400:
             if await self._holds_others():  # such as none of our adapters
                 raise Away("it was started again")
@@ -519,6 +528,7 @@ class SGLangGateway:
         self._wake()
 
     async def _holds_others(self) -> bool:
+        """Whether the server is away, or another one than it was."""
         try:
             return await self.server.read_version() not in self._labels
         except EngineError:
