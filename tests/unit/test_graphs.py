@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_iter
 
 from prime_rl.inference.embedded import graphs
 from prime_rl.inference.embedded.cache import BLOCK, KVCache
@@ -81,10 +81,16 @@ class Tape(TorchDispatchMode):
     def replay(self) -> dict[int, Tensor]:
         """The noted operations on what memory holds now; results by the identity of those of the recording."""
         found: dict[int, Tensor] = {}
+
+        def now(x: Any) -> Any:
+            if isinstance(x, Tensor):
+                return found.get(id(x), x)
+            return [now(one) for one in x] if isinstance(x, (list, tuple)) else x
+
         for func, args, kwargs, out in self.calls:
-            now = tree_map_only(Tensor, lambda t: found.get(id(t), t), (args, kwargs))
-            for old, new in zip(tree_iter(out), tree_iter(func(*now[0], **now[1])), strict=True):
-                found[id(old)] = new
+            new = func(*now(args), **{name: now(x) for name, x in kwargs.items()})
+            for one, again in [(out, new)] if isinstance(out, Tensor) else zip(out, new, strict=True):
+                found[id(one)] = again
         return found
 
 
@@ -377,6 +383,7 @@ def test_few_recordings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine._graphs is not None and len(engine._graphs._recordings) == 1 and recorder.recorded == 3
 
 
+@pytest.mark.slow  # the meta device imports half a compiler
 @torch.inference_mode()
 def test_a_step_needs_no_number_from_its_device_and_no_tensor_from_another() -> None:
     """On the meta device there are no numbers to be had."""
