@@ -192,7 +192,7 @@ def measure_update(model: CausalLM, tiny: bool, recorder: Recorder, repeats: int
     """How long an engine at work draws nothing while it takes new weights that lie on the same device."""
     engine = build_engine(model, exact=False, recorder=recorder)
     tensors = {name: tensor.clone() for name, tensor in tensor_names(model).items()}
-    start(engine, 4, 16, 64, 0)
+    start(engine, 4, 16, 8 * (repeats + 2), 0)
     times = []
     for version in range(repeats + 1):
         for _ in range(8):
