@@ -15,7 +15,7 @@ from prime_rl.config_teacher import add_teacher
 from prime_rl.deployment.config import Deployment, LocalDeployment
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.orchestrator.config import OrchestratorConfig
-from prime_rl.trainer.config import TrainConfig
+from prime_rl.trainer.config import LoraConfig, TrainConfig
 from prime_rl.utils.config import (
     DebugModelConfig,
     LogConfig,
@@ -388,6 +388,9 @@ def _connect(values: _Values) -> None:
         return
     if values.get("inference.model.max_model_len") in (MISSING, None):
         values.set("inference.model.max_model_len", values.get("seq_len"), "shared key seq_len")
+    lora = values.get("trainer.model.lora")
+    if isinstance(lora, dict) and not lora.get("merge") and values.get("inference.max_lora_rank") is MISSING:
+        values.set("inference.max_lora_rank", lora.get("rank", LoraConfig().rank), "trainer.model.lora.rank")
     server = InferenceConfig().server
     host, port = values.get("inference.server.host"), values.get("inference.server.port")
     host = server.host if host is MISSING else str(host)

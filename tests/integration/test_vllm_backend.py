@@ -21,6 +21,7 @@ from road import THREE_FILES, Command, digests, metric_rows, runner, until
 
 from prime_rl.utils.process import find_free_port
 from rollouts.training.steps import step_path
+from taught_group import roll_out
 
 START_S = float(os.environ.get("VLLM_START_S", "600"))
 """How long a server may take to start: on a busy machine the imports alone take minutes."""
@@ -343,18 +344,109 @@ def test_workers_hold_every_tensor_of_fused_tied_and_narrow_models(
     assert told["report"]["repaired"] in ([], ["lm_head.weight"]) and (tied or not told["report"]["repaired"])
 
 
-@pytest.mark.parametrize("way", ["filesystem", "gloo"])
+def test_adapters_are_verified_in_flight_and_refused_when_damaged(tmp_path: Path) -> None:
+    """The policy becomes an adapter, another one, another base and the start again, under one served name."""
+    import torch
+
+    from prime_rl.orchestrator.canary import CanaryCheck
+    from prime_rl.trainer.backend import build_backend
+    from prime_rl.trainer.config import TrainConfig
+    from prime_rl.transport.weights import publish_weights
+    from rollouts.training.weight_sync import PrimeEngine, WeightSyncError, sync_weights_to_engines
+
+    def build(seed: int, **more: Any) -> Any:
+        model = {"name": "tiny-qwen3", "debug": {"random_init": True, "seed": seed}, **more}
+        return build_backend(TrainConfig.model_validate({"model": model}))
+
+    out = tmp_path / "out"
+    trainer, other = build(0, lora={"rank": 4, "alpha": 8}), build(1)
+    for step in (1, 2, 3):
+        torch.manual_seed(step)
+        with torch.no_grad():
+            for name, parameter in trainer.parameters.items():
+                if "lora_B" in name:
+                    parameter.normal_(std=0.1)
+        canary, config = trainer.compute_canary(step), trainer.adapter_config
+        publish_weights(
+            out / "weights", step, trainer.publishable(), trainer.model_dir, adapter_config=config, canary=canary
+        )
+    publish_weights(out / "weights", 4, other.publishable(), other.model_dir, canary=other.compute_canary(4))
+    port = find_free_port()
+    with runner(tmp_path / "said") as found:
+        options = (*TINY, "--backend", "vllm", "--output-dir", out, "--server.port", port, "--max-lora-rank", 4)
+        command = found.start("inference", *options)
+        http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120, trust_env=False)
+        until(lambda: is_healthy(http), "the server", command, deadline_s=START_S)
+        engine = PrimeEngine(f"http://127.0.0.1:{port}")
+        check = CanaryCheck(1)
+
+        async def update(step: int) -> dict[str, Any]:
+            path = step_path(out / "weights", step)
+            (answer,) = await sync_weights_to_engines([engine], str(path))
+            await check.check(step, path, [engine], [answer])
+            return answer
+
+        def ask(more: dict[str, Any]) -> Any:
+            return http.post("/v1/completions", json={**GREEDY, "prompt": PROMPT, "logprobs": 0, **more}).json()
+
+        def in_flight(step: int) -> list[list[int]]:
+            """The spans of an answer that was running when a version came."""
+            answers: list[Any] = []
+            body = {"temperature": 1.0, "seed": 4, "max_tokens": 200, "ignore_eos": True}
+            asking = threading.Thread(target=lambda: answers.append(ask(body)))
+            asking.start()
+            until(lambda: "prime_rl_requests_in_flight 1" in http.get("/metrics").text, "the request", command)
+            answer = anyio.run(update, step)
+            asking.join(120)
+            published = digests(step_path(out / "weights", step))
+            assert {name: answer["digests"].get(name) for name in published} == published, "every tensor"
+            (choice,) = answers[0]["choices"]
+            assert answers[0]["model"] == "tiny-qwen3" and len(choice["token_ids"]) == 200
+            return choice["versions"]
+
+        base = anyio.run(engine.score_prompt, PROMPT)
+        assert in_flight(1) == [[0, 0]], "what has no adapter ends without one"
+        assert {version for _, version in in_flight(2)} <= {1, 2} and check.num_checked == 2
+        assert ask({})["choices"][0]["versions"] == [[0, 2]]
+        adapted = anyio.run(engine.score_prompt, PROMPT)
+        assert adapted != pytest.approx(base, abs=0.01)
+        damaged = step_path(out / "weights", 3) / "adapter_model.safetensors"
+        data = bytearray(damaged.read_bytes())
+        data[-2] ^= 1
+        damaged.write_bytes(data)
+        with pytest.raises(WeightSyncError, match="do not match their manifest"):
+            anyio.run(update, 3)
+        assert http.get("/health").json()["version"] == 2
+        assert anyio.run(engine.score_prompt, PROMPT) == pytest.approx(adapted, abs=CLOSE)
+        assert http.post("/reload_weights").json()["version"] == 0
+        assert anyio.run(engine.score_prompt, PROMPT) == pytest.approx(base, abs=CLOSE)
+        assert anyio.run(update, 4)["version"] == 4, "a whole model, beside room for adapters"
+        assert http.post("/reload_weights").json()["version"] == 0
+        assert anyio.run(engine.score_prompt, PROMPT) == pytest.approx(base, abs=CLOSE)
+        assert anyio.run(update, 1)["version"] == 1
+        beside = {"lora_name": "mine", "lora_path": str(step_path(out / "weights", 2))}
+        assert http.post("/v1/load_lora_adapter", json=beside).status_code == 200
+        scored = [ask({"model": name, "prompt_logprobs": 0})["choices"][0] for name in ("mine", "tiny-qwen3")]
+        mine, policy = ([next(iter(row.values()))["logprob"] for row in one["prompt_logprobs"][1:]] for one in scored)
+        assert mine == pytest.approx(adapted, abs=CLOSE) and policy != pytest.approx(adapted, abs=0.01)
+        http.close()
+
+
+@pytest.mark.parametrize("way", ["filesystem", "gloo", "adapters"])
 def test_a_whole_run_on_vllm_by_one_line_of_config(way: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     options = ("--output_dir", out, "--inference.server.port", find_free_port(), "--inference.backend", "vllm")
-    options += ("--weight-broadcast.type", way)
+    if way == "adapters":
+        options += ("--trainer.model.lora.rank", 4)
+    else:
+        options += ("--weight-broadcast.type", way)
     with runner(tmp_path / "said") as found:
         command = found.start("rl", *THREE_FILES, *options)
         assert command.wait(900) == 0, f"{command.out}\n{command.err}"
 
     kls = [row["mismatch_kl/mean"] for row in metric_rows(out, "trainer", "mismatch_kl/mean")]
     assert len(kls) == 5 and max(kls) < 1e-6
-    assert step_path(out / "weights", 5).is_dir()
+    assert (step_path(out / "weights", 5) / "model.safetensors").exists() == (way != "adapters")
     assert "every engine computes what the trainer does" in (out / "logs" / "orchestrator.log").read_text()
 
 
@@ -406,9 +498,6 @@ def test_a_teacher_on_vllm_is_a_plain_forward_under_the_context(pair: Pair, args
     """Ours samples, vLLM teaches, transformers computes the same ids in one go."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     from prime_rl.orchestrator.config import OrchestratorConfig
-    from prime_rl.orchestrator.rollout_manager import GroupGenerator
-    from prime_rl.orchestrator.teacher import build_teacher
-    from prime_rl.utils.client import build_clients
     from rollouts.training.environments import load_environment
 
     ours, theirs = ({"base_url": [f"{str(side.base_url).rstrip('/')}/v1"]} for side in (pair.ours, pair.theirs))
@@ -424,17 +513,6 @@ def test_a_teacher_on_vllm_is_a_plain_forward_under_the_context(pair: Pair, args
             "sampling": {"max_tokens": 60, "extra_body": {"stop_token_ids": [*range(0, 256, 3)]}},
         }
     )
-    teacher = build_teacher(config)
-
-    async def roll_out() -> list[Any]:
-        clients = build_clients(config.client, seq_len=config.seq_len)
-        environment = load_environment("test_vllm_backend:build_rows", args)
-        generator = GroupGenerator(config, {"rows": environment}, clients, lambda: 0, teacher)
-        try:
-            return await generator(0, {"id": 0, "env": "rows", "row": environment.rows()[0]})
-        finally:
-            for client in (*clients, *teacher.scorer.clients):
-                await client.close()
 
     initial = step_path(pair.output_dir / "initial", 0)
     model = transformers.AutoModelForCausalLM.from_pretrained(initial, dtype=torch.float32).eval()
@@ -444,7 +522,7 @@ def test_a_teacher_on_vllm_is_a_plain_forward_under_the_context(pair: Pair, args
     tools = [TOOL] if args.get("tools") else None
     text = tokenizer.apply_chat_template(told, tools=tools, tokenize=False, add_generation_prompt=True)
     prompt = tokenizer.encode(text, add_special_tokens=False)
-    samples = anyio.run(roll_out)
+    samples, _ = roll_out(config, load_environment("test_vllm_backend:build_rows", args))
     assert len(samples) == 2
     for sample in samples:
         start = sample.loss_mask.index(1.0)

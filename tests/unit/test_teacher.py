@@ -16,7 +16,6 @@ from running_server import RunningServer
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.orchestrator.context import Contexts, build_source, fill_template, first_user_text, insert_context
-from prime_rl.orchestrator.rollout_manager import GroupGenerator
 from prime_rl.orchestrator.teacher import Teacher, build_teacher
 from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.config import LossConfig, TrainConfig
@@ -34,6 +33,7 @@ from rollouts.training.rl_losses import LossInputs, compute_divergence, credit_s
 from rollouts.training.rl_losses.policy import extra_terms, mix_advantages
 from rollouts.training.rollout_gen.async_rollout_manager import GroupDropped
 from rollouts.training.types import Sample, TeacherTable
+from taught_group import roll_out
 
 CONTEXT = "Answer with letters only, and keep it short.\n\n"
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
@@ -103,20 +103,7 @@ def make_config(server: RunningServer, env: dict[str, Any] | None = None, **chan
 
 def make_group(config: OrchestratorConfig, score: bool = True, **args: Any) -> tuple[list[Sample], Teacher]:
     """The samples of one group that went through environment, engine and teacher."""
-    teacher = build_teacher(config)
-    assert teacher is not None
-
-    async def run() -> list[Sample]:
-        clients = build_clients(config.client, seq_len=config.seq_len)
-        environment = load_environment("test_teacher:build_rows", args, score=score)
-        generator = GroupGenerator(config, {"rows": environment}, clients, lambda: 0, teacher)
-        try:
-            return await generator(0, {"id": 0, "env": "rows", "row": environment.rows()[0]})
-        finally:
-            for client in (*clients, *teacher.scorer.clients):
-                await client.close()
-
-    return anyio.run(run), teacher
+    return roll_out(config, load_environment("test_teacher:build_rows", args, score=score))
 
 
 @pytest.mark.parametrize(

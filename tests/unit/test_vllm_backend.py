@@ -20,17 +20,26 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse
 from torch import nn
 
+from prime_rl.config import RLConfig
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.messages import MessageParser
 from prime_rl.inference.requests import ApiError
 from prime_rl.inference.vllm.engine import CONFIG_VARIABLE, MODEL_DIR_VARIABLE, build_argv, write_option
 from prime_rl.inference.vllm.routes import PrimeRoutes
 from prime_rl.inference.vllm.translate import chat_from_completion, completion_from_chat
-from prime_rl.inference.vllm.worker import WeightWorker, compare, cut_share, held_tensors
+from prime_rl.inference.vllm.worker import (
+    WeightWorker,
+    compare,
+    compare_adapter,
+    cut_share,
+    held_adapter,
+    held_tensors,
+)
 from prime_rl.trainer.models.causal_lm import tensor_names
 from prime_rl.trainer.models.registry import load_decoder
 from prime_rl.transport.broadcast import Broadcaster
 from prime_rl.transport.weights import digest_tensor, publish_weights
+from prime_rl.utils.pydantic_config import parse_argv
 from prime_rl.utils.tokenizer import resolve_model_dir
 
 MODEL_DIR = resolve_model_dir("tiny-qwen3")
@@ -209,6 +218,8 @@ class FakeClient:
         self.calls: list[str] = []
         self.failing: set[str] = set()
         self.model_config = SimpleNamespace(dtype=torch.float32)
+        self.vllm_config = SimpleNamespace(lora_config=None)
+        self.adapters: list[Any] = []
 
     async def pause_generation(self, mode: str, clear_cache: bool) -> None:
         self.calls.append(f"pause {mode}")
@@ -222,15 +233,17 @@ class FakeClient:
     async def check_health(self) -> None:
         return None
 
-    async def collective_rpc(self, method: str, args: tuple[str, ...]) -> list[dict[str, Any]]:
-        name = Path(args[0]).name
-        self.calls.append(f"load {name}")
+    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
+        name = Path(str(args[0])).name
+        verb, kind = method.split("_published_")
+        self.calls.append(f"{verb} {name}" if kind == "weights" else f"{verb} {kind} {name}")
         if name in self.failing:
             raise RuntimeError(f"does not hold {name}")
         report: dict[str, Any] = {"rounded": [], "wrong": [], "unknown": [], "repaired": []}
         return [{**report, "digests": {"a": "1", "b": "2"}}, {**report, "digests": {"a": "1", "b": "3"}}]
 
-    async def generate(self, request_id: str) -> Any:
+    async def generate(self, request_id: str, lora_request: Any = None) -> Any:
+        self.adapters.append(lora_request)
         spans = [SimpleNamespace(version="default", start=0, end=2), SimpleNamespace(version="4", start=2, end=5)]
         output = SimpleNamespace(index=0, weight_versions=spans)
         yield SimpleNamespace(finished=True, request_id=request_id, outputs=[output])
@@ -344,7 +357,7 @@ def test_vllm_takes_weights_over_a_process_group(
     trainer.offer(2, tensors, None)
     trainer.offer(3, tensors, None)
     trainer._held[3][1][0][0] += 1
-    trainer.offer(4, tensors, {"r": 1})
+    trainer.offer(4, tensors, {"r": 1, "use_dora": True})
     read: list[tuple[str, dict[str, torch.Tensor]]] = []
 
     async def collective_rpc(method: str, args: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -373,7 +386,7 @@ def test_vllm_takes_weights_over_a_process_group(
     assert all(torch.equal(held[name], tensors[name]) for _, held in read for name in tensors)
     assert failed.status_code == 400 and "version 1 stays in service" in failed.json()["error"]["message"]
     assert changed.status_code == 400 and "do not match their manifest: a" in changed.json()["error"]["message"]
-    assert adapter.status_code == 400 and "sends an adapter" in adapter.json()["error"]["message"]
+    assert adapter.status_code == 400 and "use_dora = True is not plain LoRA" in adapter.json()["error"]["message"]
     assert gone.status_code == 503 and health.json()["version"] == 1
     [place_of_all] = tmp_path.glob("received-*")
     assert [path.name.split("-")[0] for path in place_of_all.iterdir()] == ["step_1"]
@@ -412,6 +425,108 @@ def test_weights_that_cannot_be_trusted_leave_vllm_as_it_was(routes: tuple[Starl
         assert (await http.get("/health")).json() == {"status": "ok", "version": 0}
 
     talk(app, use)
+
+
+def publish_adapter(root: Path, step: int, rank: int = 2) -> Path:
+    torch.manual_seed(step)
+    tensors = {f"base_model.model.layers.0.{name}.lora_A.weight": torch.randn(rank, 3) for name in ("q_proj", "o_proj")}
+    tensors |= {name.replace("lora_A", "lora_B"): torch.randn(4, rank) for name in tensors}
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}
+    return publish_weights(root / "adapters", step, tensors, MODEL_DIR, adapter_config=config)
+
+
+def test_an_adapter_becomes_the_policy_without_its_model_being_loaded(
+    routes: tuple[Starlette, FakeClient, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that have none end before the first one comes, and requests that have one before the last one goes."""
+    app, client, root = routes
+    monkeypatch.setattr("prime_rl.inference.vllm.routes.build_lora_request", lambda path: path.name)
+    one, two, bad = (publish_adapter(root, step) for step in (1, 2, 3))
+    data = bytearray((bad / "adapter_model.safetensors").read_bytes())
+    data[-2] ^= 1
+    (bad / "adapter_model.safetensors").write_bytes(data)
+
+    async def use(http: httpx.AsyncClient) -> None:
+        async def update(path: Path) -> httpx.Response:
+            return await http.post("/update_weights", json={"weight_dir": str(path)})
+
+        async def chat() -> Any:
+            await http.post("/v1/chat/completions", json={"model": "m"})
+            return client.adapters[-1]
+
+        reply = await update(one)
+        assert reply.status_code == 400 and "set inference.max_lora_rank" in reply.text and not client.calls
+        client.vllm_config.lora_config = object()
+        assert await chat() is None
+        assert (await update(one)).json()["version"] == 1
+        assert client.calls == ["pause wait", "load adapter step_1", "reset True", "resume"]
+        assert await chat() == "step_1"
+        client.calls.clear()
+        assert (await update(two)).json()["version"] == 2 and await chat() == "step_2"
+        assert client.calls == ["pause keep", "load adapter step_2", "reset True", "resume"]
+        client.calls.clear()
+        assert "do not match their manifest" in (await update(bad)).text and not client.calls
+        client.failing = {"step_1"}
+        assert "version 2 stays in service" in (await update(one)).text and await chat() == "step_2"
+        assert client.calls[1:4] == ["load adapter step_1", "load adapter step_2", "reset True"]
+        client.calls.clear()
+        assert (await http.post("/reload_weights")).json()["version"] == 0 and await chat() is None
+        assert client.calls[:2] == ["pause wait", f"remove adapter {1 << 20}"], "the model is the same, and is compared"
+        assert client.calls[2] == f"compare {MODEL_DIR.name}"
+
+    talk(app, use)
+
+
+def test_every_matrix_of_an_adapter_is_compared_with_what_is_held(tmp_path: Path) -> None:
+    path = publish_adapter(tmp_path, 1)
+    published = load_file(path / "adapter_model.safetensors")
+
+    def matrices(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        a, b = (published[f"base_model.model.layers.0.{name}.{kind}.weight"] for kind in ("lora_A", "lora_B"))
+        return torch.cat([a, torch.zeros(6, 3)]), torch.cat([2 * b, torch.zeros(4, 6)], 1)
+
+    layer = [torch.zeros(2, 1, 8, 3), torch.zeros(2, 1, 4, 8)]
+    layers = {name: [part.clone() for part in layer] for name in ("q_proj", "k_proj", "o_proj")}
+    for name in ("q_proj", "o_proj"):
+        for stack, matrix in zip(layers[name], matrices(name), strict=True):
+            stack[1, 0] = matrix
+    packed = {"layers.0.qk_proj": ["layers.0.q_proj", "layers.0.k_proj"]}
+    fused = SimpleNamespace(
+        lora_a_stacked=(layers["q_proj"][0], layers["k_proj"][0]),
+        lora_b_stacked=(layers["q_proj"][1], layers["k_proj"][1]),
+    )
+    single = SimpleNamespace(lora_a_stacked=(layers["o_proj"][0],), lora_b_stacked=(layers["o_proj"][1],))
+
+    def judge() -> Any:
+        held = held_adapter({"layers.0.qk_proj": fused, "layers.0.o_proj": single}, packed, 1)
+        return compare_adapter(held, path, 0, 1)
+
+    report = judge()
+    assert report.digests == {name: digest_tensor(tensor) for name, tensor in published.items()} and not report.wrong
+    layers["k_proj"][1][1, 0, 0, 0] = 1
+    layers["q_proj"][0][1, 0, 0, 0] += 1
+    assert sorted(judge().wrong) == [
+        "base_model.model.layers.0.k_proj.lora_B.weight (not published)",
+        "base_model.model.layers.0.q_proj.lora_A.weight",
+    ]
+    assert compare_adapter({}, path, 0, 1).wrong == [
+        "layers.0.o_proj (not adapted here)",
+        "layers.0.q_proj (not adapted here)",
+    ]
+
+
+def test_room_for_adapters_is_what_the_trainer_needs(tmp_path: Path) -> None:
+    words = argv(max_lora_rank=20)
+    assert "--enable-lora" in words and value_of(words, "--max-lora-rank") == "32" and "--enable-lora" not in argv()
+    with pytest.raises(ValueError, match="rank 512 at most"):
+        argv(max_lora_rank=513)
+    ranks = []
+    for options in ([], ["--trainer.model.lora.rank", "4"], ["--trainer.model.lora.merge", "true"]):
+        given = ["--model.name", "tiny-qwen3", "--output-dir", str(tmp_path), *options]
+        inference = parse_argv(RLConfig, given, "rl")[0].inference
+        assert inference is not None
+        ranks.append(inference.max_lora_rank)
+    assert ranks == [None, 4, None]
 
 
 def test_other_machines_cannot_change_the_server(routes: tuple[Starlette, FakeClient, Path]) -> None:

@@ -20,6 +20,8 @@ from rollouts.training.steps import is_complete, parse_step
 if TYPE_CHECKING:
     from torch import Tensor
 
+POLICY = "policy"
+"""Name of the adapter that /update_weights loads; requests for the model itself are then answered with it."""
 PLAIN: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "use_dora": (False, None),

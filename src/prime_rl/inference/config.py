@@ -161,6 +161,11 @@ class InferenceConfig(BaseConfig):
     max_prefill_tokens: int = Field(default=2048, ge=16)
     """Most prompt tokens of one forward pass; longer prompts are computed in chunks."""
 
+    max_lora_rank: int | None = Field(default=None, ge=1)
+    """Largest rank of LoRA adapters that are taken. Unset: any, but none by vLLM, which keeps room for them.
+
+    `rl` sets it to that of trainer.model.lora."""
+
     cache: CacheConfig = CacheConfig()
 
     seed: int = Field(default=0, ge=0)

@@ -38,7 +38,7 @@ def check_step(directory: Path) -> tuple[int, dict[str, str] | None]:
     if not is_complete(directory):
         raise ValueError(f"{directory} is not complete: it has no STABLE marker")
     if not any(directory.glob("model*.safetensors")):
-        raise ValueError(f"{directory} holds no model.safetensors: give an adapter to /v1/load_lora_adapter")
+        raise ValueError(f"{directory} holds no model.safetensors")
     if (directory / MANIFEST_FILE).is_file():
         return check_directory(directory)
     step = parse_step(directory.name)

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import orjson
 from loguru import logger
 
-from prime_rl.inference.adapters import build_spec
+from prime_rl.inference.adapters import POLICY, build_spec
 from prime_rl.inference.async_engine import AsyncEngine
 from prime_rl.inference.broadcasting import NO_TRAINER
 from prime_rl.inference.config import InferenceConfig
@@ -32,8 +32,6 @@ from prime_rl.utils.tokenizer import load_tokenizer, render_chat, resolve_model_
 
 T = TypeVar("T")
 CACHED_PROMPTS = 4096
-POLICY = "policy"
-"""Name of the adapter that /update_weights loads; requests for the model itself are then answered with it."""
 THINK_TAIL = 8  # tokens at the end of a prompt that hold an opening tag, if there is one
 
 
@@ -187,6 +185,7 @@ class Service:
         return version, digests
 
     def _swap_adapter(self, engine: Engine, weights: Any, spec: AdapterSpec) -> tuple[int, Json]:
+        self._check_rank(spec)
         digests = engine.load_adapter(POLICY, weights, spec)
         self._has_policy = True
         return spec.version, digests
@@ -198,11 +197,17 @@ class Service:
         async with self._updating:
             try:
                 weights, spec = await asyncio.to_thread(self.weights.read_adapter, directory, self.version)
+                self._check_rank(spec)
                 digests = await self.engine.call(lambda engine: engine.load_adapter(name, weights, spec))
             except (ValueError, OSError) as error:
                 raise ApiError(str(error), param="lora_path") from error
         logger.info(f"adapter {name} of {directory} in service")
         return {"status": "ok", "lora_name": name, "version": spec.version, "digests": digests}
+
+    def _check_rank(self, spec: AdapterSpec) -> None:
+        most = self.config.max_lora_rank
+        if most is not None and spec.rank > most:
+            raise ValueError(f"the adapter has rank {spec.rank}, max_lora_rank = {most}")
 
     async def remove_adapter(self, name: str) -> Json:
         """Stop serving an adapter; its requests end as aborted."""

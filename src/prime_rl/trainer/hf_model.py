@@ -14,9 +14,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from prime_rl.trainer.lora import ADAPTER_CONFIG_FILE, Adapter, load_adapter, merge_adapter, untie_head
+from prime_rl.trainer.lora import Adapter, load_adapter, merge_adapter, untie_head
 from prime_rl.trainer.models.attention import Attend, PackedAttention, pad_rows
 from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig
+from prime_rl.transport.weights import ADAPTER_CONFIG_FILE
 from prime_rl.utils.tokenizer import resolve_model_dir
 
 PROBE_TOKENS = 8

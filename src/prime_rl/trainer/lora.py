@@ -23,10 +23,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from prime_rl.trainer.models.causal_lm import CausalLM
+from prime_rl.transport.weights import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, PEFT_PREFIX
 from rollouts.training.linear import linear
 
-ADAPTER_WEIGHTS_FILE, ADAPTER_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
-PEFT_PREFIX = "base_model.model."
 DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 EXPERT_MATRICES = ("gate_proj", "up_proj", "down_proj")
 """In a mixture of experts these stay as they are, of its plain layers too: `peft` takes their names for experts'."""

@@ -22,6 +22,8 @@ SCHEMA = 1
 MANIFEST_FILE = "manifest.json"
 WEIGHTS_FILE = "model.safetensors"
 ADAPTER_WEIGHTS_FILE, ADAPTER_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+PEFT_PREFIX = "base_model.model."
+"""What PEFT writes before the names of the model's matrices."""
 TEMPLATE_FILE = "chat_template.jinja"
 CONFIG_FILES = ("generation_config.json",)
 TOKENIZER_FILES = (

@@ -11,12 +11,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from prime_rl.inference.engine import AdapterSpec
-from prime_rl.trainer.lora import PEFT_PREFIX, Adapter, lora_delta
+from prime_rl.trainer.lora import Adapter, lora_delta
 from prime_rl.trainer.lora import AdapterSpec as LoraSpec
 from prime_rl.trainer.models.adapter_table import AdapterTable
 from prime_rl.trainer.models.attention import min_rows
 from prime_rl.trainer.models.causal_lm import CausalLM
-from prime_rl.transport.weights import digest_tensor
+from prime_rl.transport.weights import PEFT_PREFIX, digest_tensor
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,10 @@ MODEL_DIR_VARIABLE = "PRIME_RL_INFERENCE_MODEL_DIR"
 MIDDLEWARE = "prime_rl.inference.vllm.routes.PrimeRoutes"
 WORKER = "prime_rl.inference.vllm.worker.WeightWorker"
 MAX_LOGPROBS = 100
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+"""What a trainer adapts. Never the output layer: with room for adapters there, vLLM 0.32 dies of `prompt_logprobs` as
+soon as two requests run (its rows are prompt tokens, their adapters those of requests)."""
 TOOL_PARSERS = {"hermes": "hermes", "llama": "llama3_json"}
 REASONING_PARSERS = {"think": "qwen3"}
 
@@ -65,6 +69,9 @@ def build_argv(config: InferenceConfig, model_dir: Path, *, on_gpu: bool | None 
         "enforce_eager": True if config.enforce_eager or not on_gpu else None,
         "disable_uvicorn_access_log": True,
         "enable_scale_out": True if has_option("enable_scale_out") else None,  # /inference/v1/generate
+        "enable_lora": True if config.max_lora_rank is not None else None,
+        "max_lora_rank": find_lora_rank(config.max_lora_rank),
+        "lora_target_modules": LORA_TARGETS if config.max_lora_rank is not None else None,
         "middleware": MIDDLEWARE,
         "worker_extension_cls": WORKER,
     }
@@ -72,6 +79,15 @@ def build_argv(config: InferenceConfig, model_dir: Path, *, on_gpu: bool | None 
     # One process answers, whatever dp is: it keeps the version. (`vllm serve` would start one for each copy.)
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     return argv + [word for name, value in options.items() for word in write_option(name, value)]
+
+
+def find_lora_rank(wanted: int | None) -> int | None:
+    """The smallest rank that vLLM makes room for and that is enough; `ValueError` beyond the largest."""
+    if wanted is None:
+        return None
+    if wanted > LORA_RANKS[-1]:
+        raise ValueError(f"max_lora_rank = {wanted}: vLLM takes adapters of rank {LORA_RANKS[-1]} at most")
+    return min(rank for rank in LORA_RANKS if rank >= wanted)
 
 
 def has_option(name: str) -> bool:

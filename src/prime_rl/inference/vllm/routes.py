@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from starlette.requests import Request
 from starlette.responses import Response
 
+from prime_rl.inference.adapters import POLICY, build_spec, read_adapter
 from prime_rl.inference.broadcasting import NO_TRAINER, init_broadcast, parse_version
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.directories import check_step, resolve_allowed
@@ -29,13 +30,15 @@ from prime_rl.inference.routes import RETRY_AFTER_S, Access, BodyLimit, answer, 
 from prime_rl.inference.vllm.engine import CONFIG_VARIABLE, MODEL_DIR_VARIABLE
 from prime_rl.inference.vllm.translate import chat_from_completion, completion_from_chat
 from prime_rl.transport.broadcast import Broadcast, BroadcastFailed, receive_weights
-from prime_rl.transport.weights import WEIGHTS_FILE
+from prime_rl.transport.weights import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, WEIGHTS_FILE, is_adapter
 from prime_rl.utils.monitor import Monitor, build_monitor
 
 Scope = MutableMapping[str, Any]
 App = Callable[[Scope, Any, Any], Awaitable[None]]
 GENERATES = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate", "/v1/chat/completions/tokens")
 REMEMBERED_SPANS = 10_000
+POLICY_ID = 1 << 20
+"""Number of the policy's adapter in vLLM, which counts those of /v1/load_lora_adapter from 1."""
 
 
 class PrimeRoutes:
@@ -52,6 +55,12 @@ class PrimeRoutes:
         self._limited = BodyLimit(self._serve, round(self.config.server.max_request_mb * 2**20))
         self._told_repair = False
         self._held = self.model_dir
+        self._adapter: Path | None = None
+        """The adapter that makes the policy of the model; None: the model is the policy."""
+        self._policy: Any = None
+        """It, as vLLM's requests name it."""
+        self._settled = asyncio.Event()
+        self._settled.set()
         self.broadcast: Broadcast | None = None
         self._received: tempfile.TemporaryDirectory[str] | None = None
         self._key = os.environ.get(self.config.server.api_key_var or "", "") or None
@@ -155,37 +164,58 @@ class PrimeRoutes:
         try:
             return await self.load(client, directory, step, digests)
         finally:  # what is in service stays, to go back to
-            for old in filter(lambda path: path != self._held, directory.parent.iterdir()):
+            kept = (self._held, self._adapter)
+            for old in [path for path in directory.parent.iterdir() if path not in kept]:
                 shutil.rmtree(old)
 
     def _receive(self, broadcast: Broadcast, step: int) -> tuple[Path, dict[str, str]]:
         received = receive_weights(broadcast, step, self.config.name, torch.device("cpu"))
         if received.adapter_config is not None:
-            raise ValueError(
-                "the trainer sends an adapter, which this server cannot take for its policy: set "
-                'trainer.model.lora.merge = true, or backend = "embedded"'
-            )
+            build_spec(received.adapter_config, step, "the trainer")
         if self._received is None:
             self._received = tempfile.TemporaryDirectory(prefix="received-", dir=self.config.output_dir)
         directory = Path(tempfile.mkdtemp(prefix=f"step_{step}-", dir=self._received.name))
-        save_file(received.tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+        file = WEIGHTS_FILE
+        if received.adapter_config is not None:
+            file = ADAPTER_WEIGHTS_FILE
+            (directory / ADAPTER_CONFIG_FILE).write_bytes(orjson.dumps(dict(received.adapter_config)))
+        save_file(received.tensors, directory / file, metadata={"format": "pt"})
         return directory, {name: entry.digest for name, entry in received.manifest.tensors.items()}
 
     async def load(self, client: Any, directory: Path, version: int, digests: dict[str, str] | None) -> Json:
-        """Freeze, load, compare, forget all cached keys, go on: running requests are computed anew."""
+        """Freeze, load, compare, forget all cached keys, go on: running requests are computed anew.
+
+        A directory that holds nothing but a LoRA adapter becomes the policy too: the model in service with it.
+        """
+        adapter = directory if is_adapter(directory) else None
+        if adapter is not None and client.vllm_config.lora_config is None:
+            raise ApiError(
+                "this server was started without room for adapters: set inference.max_lora_rank, or "
+                "trainer.model.lora.merge = true",
+                param="weight_dir",
+            )
+        # A request has its adapter, or none, from beginning to end: where that changes, those that run end first.
+        changes = (adapter is None) != (self._adapter is None)
         async with self._updating:
             start = time.time()
-            await client.pause_generation(mode="keep", clear_cache=False)
+            if changes:
+                self._settled.clear()
             try:
-                report = await self._load_frozen(client, directory)
-            except Exception as error:
-                await self._restore(client, error)
-                raise ApiError(f"{error}; version {self.version} stays in service", param="weight_dir") from error
-            if hasattr(client, "update_weight_version"):
-                await client.update_weight_version(str(version))
-            self.version, self._held, self.broken = version, directory, None
-            self.awaits_weights = False
-            await client.resume_generation()
+                await client.pause_generation(mode="wait" if changes else "keep", clear_cache=False)
+                try:
+                    report = await self._load_frozen(client, directory, adapter)
+                except Exception as error:
+                    await self._restore(client, error, adapter)
+                    raise ApiError(f"{error}; version {self.version} stays in service", param="weight_dir") from error
+                if hasattr(client, "update_weight_version"):
+                    await client.update_weight_version(str(version))
+                self.version, self._adapter, self.broken = version, adapter, None
+                self._held = self._held if adapter is not None else directory
+                self._policy = None if adapter is None else build_lora_request(adapter)
+                self.awaits_weights = False
+                await client.resume_generation()
+            finally:
+                self._settled.set()
             end = time.time()
         if report["repaired"] and not self._told_repair:
             self._told_repair = True
@@ -201,8 +231,14 @@ class PrimeRoutes:
         dtype = str(client.model_config.dtype).removeprefix("torch.")
         return {"status": "ok", "version": version, "digests": held, "exact": False, "dtype": dtype, **notes}
 
-    async def _load_frozen(self, client: Any, directory: Path) -> Json:
-        reports = await client.collective_rpc("load_published_weights", args=(str(directory),))
+    async def _load_frozen(self, client: Any, directory: Path, adapter: Path | None) -> Json:
+        if adapter is not None:
+            reports = await client.collective_rpc("load_published_adapter", args=(str(adapter), POLICY, POLICY_ID))
+        elif self._adapter is not None and directory == self._held:  # the model is the same, without the adapter
+            await client.collective_rpc("remove_published_adapter", args=(POLICY_ID,))
+            reports = await client.collective_rpc("compare_published_weights", args=(str(directory),))
+        else:
+            reports = await client.collective_rpc("load_published_weights", args=(str(directory),))
         # Frozen requests keep blocks of the old weights' cache, and would go on with it: they are put back.
         await client.reset_prefix_cache(reset_running_requests=True)
         report = dict(reports[0])
@@ -210,10 +246,16 @@ class PrimeRoutes:
             report["digests"] = {k: v for k, v in report["digests"].items() if other["digests"].get(k) == v}
         return report
 
-    async def _restore(self, client: Any, reason: Exception) -> None:
+    async def _restore(self, client: Any, reason: Exception, failed: Path | None) -> None:
         """After a failed load, back to what was in service; when that fails too, nothing is sampled any more."""
         try:
-            await self._load_frozen(client, self._held)
+            if failed is None:  # the load of an adapter does not touch the model
+                await client.collective_rpc("load_published_weights", args=(str(self._held),))
+            if self._adapter is not None:
+                await client.collective_rpc("load_published_adapter", args=(str(self._adapter), POLICY, POLICY_ID))
+            elif failed is not None:
+                await client.collective_rpc("remove_published_adapter", args=(POLICY_ID,))
+            await client.reset_prefix_cache(reset_running_requests=True)
         except Exception as error:
             self.broken = f"neither the new weights nor the old ones could be loaded ({reason}; {error}): restart it"
             logger.error(self.broken)
@@ -221,12 +263,16 @@ class PrimeRoutes:
         await client.resume_generation()
 
     def _watch_spans(self, client: Any) -> None:
-        """Note which weights drew which tokens, from the results that vLLM's own routes are made of."""
+        """Give requests that name no adapter the policy's, and note which weights drew which tokens, from the results
+        that vLLM's own routes are made of."""
         if getattr(client, "prime_rl_watched", False):
             return
         original = client.generate
 
         async def generate(*args: Any, **kwargs: Any) -> Any:
+            await self._settled.wait()
+            if self._policy is not None and kwargs.get("lora_request") is None:
+                kwargs["lora_request"] = self._policy
             async for result in original(*args, **kwargs):
                 if result.finished:
                     self._note(result)
@@ -263,7 +309,10 @@ async def update_weights(routes: PrimeRoutes, request: Request, client: Any) -> 
         return answer(await routes.load_broadcast(client, parse_version(body)))
     directory = _allowed(routes, body, "weight_dir")
     try:
-        version, digests = await asyncio.to_thread(check_step, directory)
+        if is_adapter(directory):
+            version, digests = (await asyncio.to_thread(read_adapter, directory))[1].version, None
+        else:
+            version, digests = await asyncio.to_thread(check_step, directory)
     except (ValueError, OSError) as error:
         logger.warning(f"weights not loaded, version {routes.version} stays in service: {error}")
         raise ApiError(str(error), param="weight_dir") from error
@@ -324,7 +373,7 @@ async def _use_loras(request: Request, verb: str, **fields: Any) -> Response:
     from vllm.entrypoints.serve.lora import protocol
 
     if request.scope["app"].state.vllm_config.lora_config is None:
-        raise ApiError("this server was started without adapters: add --vllm.enable-lora true")
+        raise ApiError("this server was started without room for adapters: set inference.max_lora_rank")
     kind = protocol.LoadLoRAAdapterRequest if verb == "load" else protocol.UnloadLoRAAdapterRequest
     if verb == "load" and "load_inplace" in kind.model_fields:
         fields["load_inplace"] = True
@@ -332,8 +381,12 @@ async def _use_loras(request: Request, verb: str, **fields: Any) -> Response:
         wanted = kind(**fields)
     except ValueError as error:
         raise ApiError("lora_name must be a string", param="lora_name") from error
-    told = getattr(request.scope["app"].state.openai_serving_models, f"{verb}_lora_adapter")(wanted)
+    models = request.scope["app"].state.openai_serving_models
+    told = getattr(models, f"{verb}_lora_adapter")(wanted)
     told = await told if inspect.isawaitable(told) else told
+    held: Any = getattr(models, "lora_requests", {}).get(fields["lora_name"])
+    if held is not None:
+        held.load_inplace = False  # else every step of a request that names it would read the files again
     if not isinstance(told, str):
         raise ApiError(told.error.message, status=told.error.code, param="lora_name")
     return answer({"status": "ok", "lora_name": fields["lora_name"]})
@@ -354,6 +407,13 @@ def _allowed(routes: PrimeRoutes, body: Json, key: str) -> Path:
         return resolve_allowed(given, allowed)
     except PermissionError as error:
         raise ApiError(str(error), status=403, param=key, kind="permission_error") from error
+
+
+def build_lora_request(directory: Path) -> Any:
+    """The policy's adapter as requests name it. Its path tells cached keys of one version from those of another."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(POLICY, POLICY_ID, str(directory))
 
 
 def _add_versions(routes: PrimeRoutes, content: Any) -> Any:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from prime_rl.inference.adapters import read_adapter
 from prime_rl.inference.patches import pack_again, unpack
-from prime_rl.transport.weights import digest_tensor
+from prime_rl.transport.weights import PEFT_PREFIX, digest_tensor
 
 Held = Callable[[], Tensor]
 EXPERT_PARTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
@@ -30,7 +31,7 @@ class Report:
 
 
 class WeightWorker:
-    """Mixed into vLLM's worker by `--worker-extension-cls`; both methods are called on all workers."""
+    """Mixed into vLLM's worker by `--worker-extension-cls`; its public methods are called on all workers."""
 
     model_runner: Any
     vllm_config: Any
@@ -59,6 +60,27 @@ class WeightWorker:
     def compare_published_weights(self, directory: str) -> dict[str, Any]:
         """Compare what is held with a directory, and change nothing."""
         return dict(self._compare(directory).__dict__)
+
+    def load_published_adapter(self, directory: str, name: str, adapter_id: int) -> dict[str, Any]:
+        """Load a LoRA adapter in the place of the one with this number, then compare. `RuntimeError` as above."""
+        from vllm.lora.request import LoRARequest
+
+        self.model_runner.add_lora(LoRARequest(name, adapter_id, directory, load_inplace=True))
+        manager, parallel = self.model_runner.lora_manager._adapter_manager, self.vllm_config.parallel_config
+        size = parallel.tensor_parallel_size
+        with torch.inference_mode():
+            held = held_adapter(manager.modules, manager.packed_modules, manager.lora_index_to_id.index(adapter_id))
+            report = compare_adapter(held, Path(directory), self.rank % size, size)
+        if report.wrong:
+            raise RuntimeError(
+                f"after loading {directory} worker {self.rank} does not hold it: {', '.join(report.wrong[:3])}"
+            )
+        return dict(report.__dict__)
+
+    def remove_published_adapter(self, adapter_id: int) -> None:
+        """Forget an adapter; nothing happens when there is none."""
+        if self.model_runner.lora_manager is not None:
+            self.model_runner.remove_lora(adapter_id)
 
     def _compare(self, directory: str) -> Report:
         model, parallel = self.model_runner.get_model(), self.vllm_config.parallel_config
@@ -130,6 +152,7 @@ def held_tensors(model: nn.Module) -> dict[str, list[Held]]:
     fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
     found: dict[str, list[Held]] = {}
     for path, module in model.named_modules():
+        path = path.removesuffix(".base_layer")  # where there is room for adapters
         for kind, parameter in module.named_parameters(recurse=False):
             for name, get in _entries(path, module, kind, parameter, fused):
                 found.setdefault(name, []).append(get)
@@ -161,6 +184,49 @@ def _expert_entries(path: str, kind: str, parameter: Tensor) -> Iterator[tuple[s
     for expert in range(parameter.shape[0]):
         for i, part in enumerate(parts):
             yield f"{path}.{expert}.{part}.weight", _rows(lambda e=expert: parameter[e], i * rows, rows)  # type: ignore[misc]
+
+
+def held_adapter(
+    modules: Mapping[str, Any], packed: Mapping[str, list[str]], slot: int
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """`lora_A [max rank, in]` and `lora_B [out, max rank]` that a slot computes with, by the names of published
+    matrices; each worker has its share of one of them."""
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    for path, module in modules.items():
+        names = packed.get(path) or [path]
+        stacks = zip(module.lora_a_stacked, module.lora_b_stacked, strict=True)
+        found |= {name: (a[slot, 0], b[slot, 0]) for name, (a, b) in zip(names, stacks, strict=True)}
+    return found
+
+
+def compare_adapter(held: Mapping[str, tuple[Tensor, Tensor]], directory: Path, rank: int, size: int) -> Report:
+    """Every matrix of a published adapter against what is held of it, B scaled; what is not published must be zero."""
+    tensors, spec = read_adapter(directory, 0)
+    report = Report()
+    for name in dict.fromkeys([key.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for key in tensors]):
+        if name not in held:
+            report.wrong.append(f"{name} (not adapted here)")
+    for name, (a, b) in held.items():
+        for kind, mine, scale in (("lora_A", a, 1.0), ("lora_B", b, spec.alpha / spec.rank)):
+            key = f"{PEFT_PREFIX}{name}.{kind}.weight"
+            mine = mine.to("cpu")
+            if (published := tensors.get(key)) is None:
+                if kind == "lora_B" and mine.any():
+                    report.wrong.append(f"{key} (not published)")
+                continue
+            wide = mine[: spec.rank] if kind == "lora_A" else mine[:, : spec.rank]
+            share = cut_share(published, wide.shape, rank, size)
+            if share is None:
+                report.unknown.append(key)
+                continue
+            expected = share.to(mine.dtype) if scale == 1 else share.to(mine.dtype) * scale
+            if not torch.equal(wide, expected):
+                report.wrong.append(key)
+            elif torch.equal(share.to(mine.dtype).to(share.dtype), share):
+                report.digests[key] = digest_tensor(published)
+            else:
+                report.rounded.append(key)
+    return report
 
 
 def _rows(get: Held, start: int, length: int) -> Held:

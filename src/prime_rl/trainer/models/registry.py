@@ -12,10 +12,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from prime_rl.trainer.lora import ADAPTER_CONFIG_FILE, load_adapter, merge_adapter
+from prime_rl.trainer.lora import load_adapter, merge_adapter
 from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig, init_weights, tensor_names
 from prime_rl.trainer.models.moe import split_experts
 from prime_rl.trainer.models.nanochat import NanochatLM
+from prime_rl.transport.weights import ADAPTER_CONFIG_FILE
 from prime_rl.utils.tokenizer import resolve_model_dir
 
 WEIGHTS_FILE = "model.safetensors"
