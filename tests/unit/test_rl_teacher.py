@@ -99,6 +99,18 @@ def test_the_teachers_server_is_that_of_inference_but_for_what_is_said() -> None
     assert parse(*CONTEXT, "--inference.max_batch_size", "7").teacher_inference.max_batch_size == 7  # type: ignore[union-attr]
 
 
+def test_one_sglang_server_is_not_both_student_and_teacher() -> None:
+    """It holds one model; the teacher is ours unless a second one is named."""
+    student = ("--inference.backend", "sglang", "--inference.sglang.base-url", "http://localhost:1")
+    teacher = parse(*CONTEXT, *student).teacher_inference
+    assert teacher is not None and (teacher.backend, teacher.sglang.base_url) == ("auto", None)
+    second = ("--teacher-inference.backend", "sglang", "--teacher-inference.sglang.base-url")
+    teacher = parse(*CONTEXT, *student, *second, "http://localhost:2").teacher_inference
+    assert teacher is not None and teacher.sglang.base_url == "http://localhost:2"
+    with pytest.raises(ConfigError, match="is the student's server"):
+        parse(*CONTEXT, *student, *second, "http://localhost:1")
+
+
 def test_a_port_that_is_taken_is_passed_over() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

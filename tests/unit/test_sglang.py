@@ -160,7 +160,7 @@ def test_tokens_in_and_tokens_out(fleet: Fleet) -> None:
 def test_a_full_server_is_asked_again(fleet: Fleet) -> None:
     body = {"prompt": PROMPT, "seed": 8, "max_tokens": 4}
     wanted = fleet.gateway.post("/v1/completions", body).json()["choices"][0]["text"]
-    fleet.fake.full = 2
+    fleet.fake.full = 1
     assert fleet.gateway.post("/v1/completions", body).json()["choices"][0]["text"] == wanted and not fleet.fake.full
     assert fleet.gateway.http.get("/health").status_code == 200
 
@@ -313,7 +313,10 @@ def test_an_adapter_becomes_the_policy(fresh: Fleet) -> None:
     fresh.fake.enable_lora = True
 
 
-def test_a_server_that_dies_and_comes_back_is_brought_to_the_version(root: Path) -> None:
+def test_a_server_that_dies_and_comes_back_is_brought_to_the_version(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prime_rl.inference.sglang.engine.WATCH_S", 0.1)
     fake = FakeSGLang("tiny-qwen3").start()
     gateway = build_gateway(fake, root)
     fleet = Fleet(fake, gateway, gateway, root)
