@@ -212,7 +212,8 @@ def wandb_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeWandb
         patch.setenv("HOME", str(home))
         patch.chdir(home)
         yield fake
-        assert fake.refused == [], "only these routes are used"
+        told = "POST /sdk/otel/"  # what wandb tells about itself, when it runs for long enough
+        assert [route for route in fake.refused if not route.startswith(told)] == [], "only these routes are used"
 
 
 @pytest.mark.timeout(400)
