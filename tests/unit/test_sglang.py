@@ -7,10 +7,12 @@ import math
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from fake_sglang import FakeSGLang
@@ -163,6 +165,25 @@ def test_a_full_server_is_asked_again(fleet: Fleet) -> None:
     fleet.fake.full = 1
     assert fleet.gateway.post("/v1/completions", body).json()["choices"][0]["text"] == wanted and not fleet.fake.full
     assert fleet.gateway.http.get("/health").status_code == 200
+
+
+def test_many_ask_at_once_and_some_leave(fleet: Fleet) -> None:
+    before = fleet.gateway.metric("requests_finished_total")
+
+    def ask(number: int) -> str:
+        if number % 4:
+            body = {"prompt": PROMPT, "seed": number % 5, "max_tokens": 2, "return_token_ids": True}
+            return str(fleet.gateway.post("/v1/completions", body).json()["choices"][0]["token_ids"])
+        with suppress(httpx.TimeoutException):
+            httpx.post(fleet.gateway.root + "/v1/completions", json=LONG, timeout=0.05)
+        return ""
+
+    with ThreadPoolExecutor(24) as pool:
+        answers = list(pool.map(ask, range(96)))
+    assert len({answers[i] for i in range(96) if i % 4}) <= 5, "one answer for each seed"
+    wait_until(lambda: fleet.gateway.service.engine.num_requests == 0, "those that left to be forgotten")
+    wait_until(lambda: fleet.gateway.metric("requests_running") == 0, "the server to be told")
+    assert fleet.gateway.metric("requests_finished_total") >= before + 72
 
 
 @pytest.mark.parametrize("incremental", [False, True])

@@ -116,6 +116,9 @@ class SGLangGateway:
         self._refused: set[str] = set()
         self._adapters: dict[str, Served] = {}
         self._flights: dict[GenerationRequest, Flight] = {}
+        """All that are not answered; the thread of the engine adds and takes, so that others look at a copy."""
+        self._there: set[Flight] = set()
+        """Those that are at the server, told by the thread of the loop alone."""
         self._events: deque[Event] = deque()
         self._crash: BaseException | None = None
         self._paused = False
@@ -201,9 +204,8 @@ class SGLangGateway:
 
     def stats(self) -> EngineStats:
         """Counters of what went through here."""
-        flights = list(self._flights.values())
-        running = sum(flight.rid is not None for flight in flights)
-        return EngineStats(running=running, waiting=len(flights) - running, **self._counts)
+        running = len(self._there)
+        return EngineStats(running=running, waiting=max(len(self._flights) - running, 0), **self._counts)
 
     def start(self, wake: Callable[[], None]) -> None:
         """`wake` is called when something has come in."""
@@ -324,6 +326,7 @@ class SGLangGateway:
         flight.rid = uuid.uuid4().hex
         drawn = Drawn(flight.request)
         body = build_body(flight.request, flight.rid, adapter)
+        self._there.add(flight)
         self._none_there.clear()
         try:
             if flight.request.stream:
@@ -333,7 +336,8 @@ class SGLangGateway:
             return drawn, meta
         finally:
             flight.rid = None
-            if all(other.rid is None for other in self._flights.values()):
+            self._there.discard(flight)
+            if not self._there:
                 self._none_there.set()
 
     async def _generate(self, body: Json) -> Json:
@@ -407,10 +411,10 @@ class SGLangGateway:
 
     async def _abort(self) -> None:
         """End what waits here, and let the server end what runs there."""
-        there = [flight for flight in self._flights.values() if flight.rid is not None]
-        for flight in [flight for flight in self._flights.values() if flight.rid is None]:
+        there = list(self._there)
+        for flight in [flight for flight in list(self._flights.values()) if flight not in self._there]:
             self._drop(flight)
-            del self._flights[flight.request]
+            self._flights.pop(flight.request, None)
             self._events.append(Output(flight.request, [], [], [], [], "abort"))
         if there:
             await self._tell("/abort_request", {"rid": "", "abort_all": True})
@@ -540,8 +544,8 @@ class SGLangGateway:
             self.problem = f"SGLang at {self.server} is away: {reason}"
             logger.warning(self.problem)
             self._open.clear()
-            for flight in self._flights.values():
-                if flight.rid is not None and flight.asking is not None:
+            for flight in self._there:
+                if flight.asking is not None:
                     flight.asking.cancel()
             self._spawn(self._recover())
 
@@ -566,7 +570,7 @@ class SGLangGateway:
                 async with self._changing:
                     if await self.server.read_version() != str(self.version):
                         await self._install(self._held)
-                        for served in self._adapters.values():
+                        for served in list(self._adapters.values()):
                             await self._bring(served)
                     if self._paused:
                         await self.server.post("/pause_generation", {"mode": "retract"})
