@@ -19,9 +19,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
-from urllib.parse import urlsplit
 
-import orjson
 from loguru import logger
 
 from prime_rl.inference.engine import (
@@ -35,10 +33,10 @@ from prime_rl.inference.engine import (
     SamplingParams,
 )
 from prime_rl.inference.requests import Json
+from prime_rl.inference.sglang.remote import Away, Refused, Remote
 from prime_rl.inference.sglang.wire import Drawn, Garbled, build_body, check_params, read_scores, read_spans
 from prime_rl.inference.text import Decode
 from prime_rl.transport.canary import compare_canary, read_canary
-from prime_rl.utils.http import HttpPool
 from rollouts.training.weight_sync import EngineError, SGLangEngine
 
 T = TypeVar("T")
@@ -47,15 +45,6 @@ WATCH_S = 1.0  # between looks at one that is there: it may go without closing i
 MAX_TRIES = 20  # of a request to a server that is there
 LONGEST_WAIT_S = 5.0
 ABORT_S = 30.0
-LONGEST_S = 7 * 86400.0  # of one request: whoever asks has a limit of its own
-
-
-class Away(Exception):
-    """The server could not be reached, or is not the one it was."""
-
-
-class Refused(Exception):
-    """The server said why it does not answer this request."""
 
 
 class Held(NamedTuple):
@@ -124,7 +113,7 @@ class SGLangGateway:
         self._paused = False
         self._wake: Callable[[], None] = lambda: None
         self._counts = dict.fromkeys(("prompt_tokens", "shared_prompt_tokens", "generated_tokens", "finished"), 0)
-        self._pool = HttpPool(server.base_url, max_connections=max_running + 1, timeout_s=LONGEST_S)
+        self._remote = Remote(server, max_running + 1)
         self._places = asyncio.Semaphore(max_running)
         self._open, self._none_there = asyncio.Event(), asyncio.Event()
         self._open.set()
@@ -229,7 +218,7 @@ class SGLangGateway:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            await self._pool.close()
+            await self._remote.close()
 
         if self._thread.is_alive():
             self._await(end())
@@ -256,7 +245,7 @@ class SGLangGateway:
         if flight.task is not None:
             flight.task.cancel()
         if flight.rid is not None:
-            self._spawn(self._tell("/abort_request", {"rid": flight.rid}))
+            self._spawn(self._remote.tell("/abort_request", {"rid": flight.rid}))
 
     def _hand_over(self, *events: Event) -> None:
         self._events.extend(events)
@@ -292,10 +281,12 @@ class SGLangGateway:
                 drawn, meta = await asking
                 await self._open.wait()  # weights that change meanwhile have to pass their check
                 versions = self._read_versions(meta)
-            except Away as error:
+            except (Away, Refused) as error:
                 versions = []
                 if await self._holds_others():
-                    self._lose(str(error))
+                    self._lose(str(error))  # which may be why it refused, such as an adapter that it has not
+                elif isinstance(error, Refused) and self._adapters.get(request.adapter or "") is served:
+                    raise  # else the adapter has been replaced just as we asked for it
                 elif (tries := tries + 1) > MAX_TRIES:
                     raise Refused(f"{error}, {MAX_TRIES} times") from error
                 else:  # full, or a connection broke: that is this request's affair alone
@@ -331,7 +322,7 @@ class SGLangGateway:
         try:
             if flight.request.stream:
                 return drawn, await self._ask_stream(flight, drawn, body)
-            meta = (await self._generate(body))["meta_info"]
+            meta = await self._remote.generate(body)
             drawn.add(meta)
             return drawn, meta
         finally:
@@ -340,74 +331,19 @@ class SGLangGateway:
             if not self._there:
                 self._none_there.set()
 
-    async def _generate(self, body: Json) -> Json:
-        try:
-            path = urlsplit(self.server.base_url).path + "/generate"
-            reply = await self._pool.request("POST", path, orjson.dumps(body), self._headers)
-        except (ConnectionError, TimeoutError) as error:
-            raise Away(str(error)) from error
-        return await self._read(reply.status, reply.body)
-
-    async def _read(self, status: int, body: bytes) -> Json:
-        """The object of a good answer."""
-        if status == 503:
-            raise Away(f"it answers 503 ({read_error(body) or 'nothing more'})")
-        if status >= 400:
-            if await self._holds_others():  # such as none of our adapters
-                raise Away("it was started again")
-            raise Refused(read_error(body) or f"it answered {status}")
-        try:
-            found = orjson.loads(body)
-        except orjson.JSONDecodeError as error:
-            raise Garbled(f"its answer is no JSON: {error}") from error
-        if isinstance(found, dict) and "error" in found:
-            raise Refused(read_error(body))
-        if not isinstance(found, dict) or not isinstance(found.get("meta_info"), dict):
-            raise Garbled("its answer has no meta_info")
-        return found
-
     async def _ask_stream(self, flight: Flight, drawn: Drawn, body: Json) -> Json:
         """Hand on pieces as they come; the last one is left for the output."""
-        import httpx  # the pool takes whole answers
-
         meta: Json = {}
-        verify = self.server.base_url.startswith("https://")
-        try:
-            async with (
-                httpx.AsyncClient(timeout=None, headers=self._headers, trust_env=False, verify=verify) as client,
-                client.stream("POST", self.server.base_url + "/generate", content=orjson.dumps(body)) as reply,
-            ):
-                if reply.status_code >= 400:
-                    return await self._read(reply.status_code, await reply.aread())
-                async for line in reply.aiter_lines():
-                    data = line.removeprefix("data:").strip()
-                    if not data or data == "[DONE]":
-                        continue
-                    meta = (await self._read(200, data.encode()))["meta_info"]
-                    start = len(drawn.token_ids)
-                    if drawn.add(meta) and not meta.get("finish_reason"):
-                        self._hand_over(self._piece(flight, drawn, start))
-        except httpx.HTTPError as error:
-            raise Away(f"{type(error).__name__} {error}".rstrip()) from error
-        if not meta.get("finish_reason"):
-            raise Away("it ended a stream before its end")
+        async for meta in self._remote.stream(body):
+            start = len(drawn.token_ids)
+            if drawn.add(meta) and not meta.get("finish_reason"):
+                self._hand_over(self._piece(flight, drawn, start))
         return meta
 
     def _piece(self, flight: Flight, drawn: Drawn, start: int) -> Progress:
         flight.num_told = len(drawn.token_ids)
         tops = drawn.top_logprobs[start:] or [[] for _ in drawn.token_ids[start:]]
         return Progress(flight.request, start, drawn.token_ids[start:], drawn.logprobs[start:], tops)
-
-    @property
-    def _headers(self) -> dict[str, str]:
-        return {"content-type": "application/json", **self.server.headers}
-
-    async def _tell(self, path: str, body: Json) -> None:
-        """A POST whose failure costs nothing: whoever fell has forgotten it anyway."""
-        try:
-            await self.server.post(path, body)
-        except EngineError as error:
-            logger.debug(f"{self.server}: {error}")
 
     async def _abort(self) -> None:
         """End what waits here, and let the server end what runs there."""
@@ -417,7 +353,7 @@ class SGLangGateway:
             self._flights.pop(flight.request, None)
             self._events.append(Output(flight.request, [], [], [], [], "abort"))
         if there:
-            await self._tell("/abort_request", {"rid": "", "abort_all": True})
+            await self._remote.tell("/abort_request", {"rid": "", "abort_all": True})
             await asyncio.wait([flight.task for flight in there if flight.task is not None], timeout=ABORT_S)
 
     async def _hold(self) -> None:
@@ -487,13 +423,13 @@ class SGLangGateway:
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
         request = GenerationRequest(canary.token_ids, params)
         try:
-            answer = await self._generate(build_body(request, uuid.uuid4().hex, adapter))
+            meta = await self._remote.generate(build_body(request, uuid.uuid4().hex, adapter))
         except Away as error:
             self._lose(str(error))
             raise EngineAway(f"SGLang at {self.server} is away: {error}") from error
         except Refused as error:
             raise ValueError(f"SGLang does not score the canary: {error}") from error
-        scores = read_scores(request, answer["meta_info"])
+        scores = read_scores(request, meta)
         assert scores is not None
         if problem := compare_canary(canary, scores.logprobs, dtype=self.dtype):
             raise ValueError(problem)
@@ -520,7 +456,7 @@ class SGLangGateway:
 
     def _unload(self, served: Served) -> None:
         """The server drops it when the last request with it has ended."""
-        self._spawn(self._tell("/unload_lora_adapter", {"lora_name": served.name}))
+        self._spawn(self._remote.tell("/unload_lora_adapter", {"lora_name": served.name}))
 
     def _reopen(self) -> None:
         if self.problem is None and not self._paused:
@@ -585,14 +521,3 @@ class SGLangGateway:
                     RuntimeError(f"SGLang at {self.server} came back, but not to version {self.version}: {error}")
                 )
                 return
-
-
-def read_error(body: bytes) -> str:
-    """The message of an error in one of SGLang's shapes."""
-    try:
-        found: Any = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return body[:300].decode(errors="replace")
-    while isinstance(found, dict):
-        found = found.get("error") or found.get("message") or found.get("detail") or str(found)
-    return str(found)[:300]
