@@ -216,6 +216,8 @@ class FakeSGLang:
             self.full -= 1
             return JSONResponse({"error": {"message": "The request queue is full."}}, 503)
         rid, told = body.get("rid") or uuid.uuid4().hex, body.get("sampling_params") or {}
+        if not self.deterministic and "sampling_seed" in told:  # as servers before 0.5.3
+            raise Refused("Unexpected keyword argument 'sampling_seed'")
         params, ids = read_sampling(told), body["input_ids"]
         if len(ids) + told.get("max_new_tokens", 128) >= self.context_length:
             raise Refused(f"Requested token count exceeds the model's maximum context length of {self.context_length}")

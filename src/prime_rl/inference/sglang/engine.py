@@ -92,6 +92,7 @@ class SGLangGateway:
         max_running: int,
         dtype: str,
         tells_spans: bool,
+        keeps_seeds: bool,
     ) -> None:
         self.server, self.dtype = server, dtype
         self.problem: str | None = None
@@ -99,7 +100,7 @@ class SGLangGateway:
         self.vocab_size = vocab_size
         self._held = base
         self._decode_text = decode
-        self._tells_spans = tells_spans
+        self._tells_spans, self._keeps_seeds = tells_spans, keeps_seeds
         self._labels = {str(base.version): base.version}
         """Version as the server calls it -> ours; of those that passed their check."""
         self._refused: set[str] = set()
@@ -316,7 +317,7 @@ class SGLangGateway:
         """The tokens of a request and the last `meta_info`. `Away` when nobody answers, `Refused` with the reason."""
         flight.rid = uuid.uuid4().hex
         drawn = Drawn(flight.request)
-        body = build_body(flight.request, flight.rid, adapter)
+        body = build_body(flight.request, flight.rid, adapter, self._keeps_seeds)
         self._there.add(flight)
         self._none_there.clear()
         try:

@@ -88,6 +88,7 @@ def build_gateway(config: InferenceConfig, model_dir: Path, decode: Decode) -> t
         max_running=config.max_batch_size,
         dtype=_find_dtype(str(facts.get("dtype", "auto")), hf_config),
         tells_spans=tells_spans,
+        keeps_seeds=bool(facts.get("enable_deterministic_inference")),
     )
     logger.info(f"SGLang {facts.get('version', '')} at {server}, {gateway.dtype}, context {longest}")
     return gateway, PublishedDirs(base)

@@ -55,13 +55,16 @@ def filters(params: SamplingParams) -> bool:
     return bool(params.temperature) and (params.top_p < 1 or params.top_k > 0 or params.min_p > 0)
 
 
-def build_body(request: GenerationRequest, rid: str, adapter: str | None) -> Json:
-    """The body of /generate; `rid` names the request and `adapter` the LoRA adapter, as SGLang knows them."""
+def build_body(request: GenerationRequest, rid: str, adapter: str | None, keeps_seeds: bool = False) -> Json:
+    """The body of /generate; `rid` names the request and `adapter` the LoRA adapter, as SGLang knows them.
+
+    A server that does not keep seeds may be older than they are, and is told none.
+    """
     params = request.params
     body: Json = {
         "rid": rid,
         "input_ids": request.prompt,
-        "sampling_params": build_sampling(params),
+        "sampling_params": build_sampling(params) | ({"sampling_seed": params.seed & SEED_MASK} if keeps_seeds else {}),
         "return_logprob": True,
         "logprob_start_len": -1 if params.prompt_logprobs is None else params.prompt_start - 1,
         "top_logprobs_num": max(
@@ -73,7 +76,7 @@ def build_body(request: GenerationRequest, rid: str, adapter: str | None) -> Jso
 
 
 def build_sampling(params: SamplingParams) -> Json:
-    """The `sampling_params` of /generate."""
+    """The `sampling_params` of /generate, but for the seed."""
     told: Json = {
         "max_new_tokens": params.max_tokens,
         "min_new_tokens": params.min_tokens,
@@ -83,7 +86,6 @@ def build_sampling(params: SamplingParams) -> Json:
         "min_p": params.min_p,
         "presence_penalty": params.presence_penalty,
         "frequency_penalty": params.frequency_penalty,
-        "sampling_seed": params.seed & SEED_MASK,
         "ignore_eos": params.ignore_eos,
         "skip_special_tokens": params.skip_special_tokens,
         "no_stop_trim": params.include_stop,
