@@ -10,6 +10,7 @@ from typing import Any
 import anyio
 import torch
 import torch.distributed as dist
+from forked_ranks import run_ranks
 from tiny_hf import build_batch, build_tiny_hf
 
 from rollouts.training.backends.fsdp import FSDPConfig, FSDPTrainingBackend
@@ -64,9 +65,14 @@ async def run(single: Path, root: Path) -> None:
         (root / "results.json").write_text(json.dumps(results))
 
 
-if __name__ == "__main__":
+def run_rank(rank: int) -> None:
+    """All that this rank does."""
     torch.set_num_threads(1)
-    checkpoint, root, rank = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    checkpoint, root = Path(sys.argv[1]), Path(sys.argv[2])
     dist.init_process_group("gloo", init_method=(root / "store").as_uri(), rank=rank, world_size=2)
     anyio.run(run, checkpoint, root)
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_ranks(2, run_rank))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from forked_ranks import run_ranks
 from safetensors.torch import save_file
 
 from prime_rl.trainer.backend import Backend, build_backend
@@ -149,8 +150,13 @@ def train_another(backend: Backend, config: TrainConfig) -> None:
     backend.optim_step(backend.forward_backward(pack(backend, samples, 1).micros, build_loss(config.loss, 48)))
 
 
-if __name__ == "__main__":
+def run_rank(rank: int) -> None:
+    """All that this rank does."""
     torch.set_num_threads(1)
     run_all(Path(sys.argv[1]))
     reshard(Path(sys.argv[1]))
     leave_ranks()
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_ranks(2, run_rank))

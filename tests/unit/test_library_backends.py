@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
+from forked_ranks import run_program
 from tiny_hf import build_batch, build_tiny_hf
 
 from rollouts.training import steps
@@ -493,22 +492,6 @@ def test_fsdp_units_and_flags() -> None:
         FSDPTrainingBackend(model, torch.optim.AdamW, grpo_loss, Path("unused"), FSDPConfig())
 
 
-def run_ranks(checkpoint: Path, root: Path) -> None:
-    """Both processes of `fsdp_ranks.py`; neither outlives this call."""
-    root.mkdir()
-    command = [sys.executable, str(Path(__file__).with_name("fsdp_ranks.py")), str(checkpoint), str(root)]
-    logs = [(root / f"rank{rank}.log").open("w+") for rank in range(2)]
-    ranks = [subprocess.Popen([*command, str(i)], stdout=log, stderr=log) for i, log in enumerate(logs)]
-    try:
-        codes = [rank.wait(timeout=300) for rank in ranks]
-        assert codes == [0, 0], [Path(log.name).read_text()[-3000:] for log in logs]
-    finally:
-        for rank, log in zip(ranks, logs, strict=True):
-            rank.kill()
-            rank.wait()
-            log.close()
-
-
 def test_two_ranks_equal_one(tmp_path: Path) -> None:
     batches = [build_batch(4, seed) for seed in range(4)]
     single = build_backend(tmp_path / "one", max_grad_norm=0.5)
@@ -516,7 +499,8 @@ def test_two_ranks_equal_one(tmp_path: Path) -> None:
     path = anyio.run(single.save_checkpoint, 2, {})
     reports += [step(single, batch) for batch in batches[2:]]
 
-    run_ranks(path, tmp_path / "two")
+    (tmp_path / "two").mkdir()
+    run_program("fsdp_ranks.py", path, tmp_path / "two", timeout_s=300)
     results = json.loads((tmp_path / "two" / "results.json").read_text())
     for name, found in results["exact"].items():
         for mine, theirs in zip(reports, found, strict=True):

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked_ranks import run_program
 from rank_steps import (
     lora_config,
     moe_config,
@@ -33,30 +31,12 @@ from prime_rl.trainer.config import ParallelDims
 from prime_rl.trainer.parallel_dims import count_ranks
 from prime_rl.trainer.rl.data import build_batches
 from prime_rl.trainer.rl.loss import build_loss
-from prime_rl.utils.process import find_free_port
 from rollouts.training import native
 from rollouts.training.batching import pack_samples, pack_share
 
-HERE = Path(__file__).parent
 DEADLINE_S = 300.0
 """Seconds when nothing else runs are 15 to 20; a machine that does many things at once takes several times as long."""
 pytestmark = pytest.mark.timeout(DEADLINE_S + 60)
-
-
-def start_ranks(program: str, num: int, *args: object) -> list[subprocess.Popen[str]]:
-    """Start `program` as torchrun would."""
-    ranks = {"WORLD_SIZE": str(num), "MASTER_ADDR": "localhost", "MASTER_PORT": str(find_free_port())}
-    path = os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE)])
-    return [
-        subprocess.Popen(
-            [sys.executable, str(HERE / program), *map(str, args)],
-            env={**os.environ, **ranks, "PYTHONPATH": path, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(num)
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +47,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     one = build_backend(rl_config())
     list(run_rl(one, rl_config()))
     save_checkpoint(root, 1, one.parameters, one.stepper, {"total_tokens": 5})
-    ranks = start_ranks("rank_steps.py", 2, root)
-    said = [rank.communicate(timeout=DEADLINE_S)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+    run_program("rank_steps.py", root, timeout_s=DEADLINE_S)
     return root
 
 
