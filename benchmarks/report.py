@@ -37,6 +37,10 @@ ABOUT = {
     "orchestrator": ("python benchmarks/bench_orchestrator.py", "What a rollout costs client and orchestrator."),
     "road": ("python benchmarks/bench_road.py", "The demo on three seeds: what it learns, in which time."),
     "examples": ("python benchmarks/bench_examples.py", "The tiny examples on two seeds: does RL raise the reward?"),
+    "nanochat": (
+        "python benchmarks/bench_nanochat.py",
+        "A nanochat model from nothing on two seeds: does RL on AQuA-like problems raise its accuracy?",
+    ),
     "distill": (
         "python benchmarks/bench_distill.py",
         "Context distillation in one process: for how many of three seeds each row holds.",
@@ -54,7 +58,9 @@ ABOUT = {
 def section(name: str, report: dict[str, Any]) -> str:
     """One benchmark as a table."""
     command, about = ABOUT.get(name, (f"python benchmarks/bench_{name}.py", ""))
-    machine = report["machine"]
+    options, machine = report.get("options", ""), report["machine"]
+    if options and not command.endswith(options):
+        command = f"{command} {options}"
     rows = [Row(**{key: value for key, value in row.items() if key != "ok"}) for row in report["rows"]]
     lines = [
         f"## {name}",

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,6 +18,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / ".bench" / "results"
+
+
+PLACES = ("--output", "--output-dir", "--json", "--vllm-python", "--peer-env")
+"""Options that say where something is on this machine."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,16 @@ def describe_machine(threads: int | None = None) -> dict[str, Any]:
     return machine if threads is None else machine | {"threads": threads}
 
 
+def given_options(argv: Sequence[str]) -> str:
+    """The options of a command that matter to its numbers."""
+    kept, skip = [], False
+    for word in argv:
+        if not skip and word.partition("=")[0] not in PLACES:
+            kept.append(word)
+        skip = word in PLACES
+    return shlex.join(kept)
+
+
 def finish(name: str, rows: Sequence[Row], machine: dict[str, Any], raw: Any = None, path: Path | None = None) -> int:
     """Write `.bench/results/<name>.json` (or `path`), print the table; returns the exit code, 1 for a missed threshold.
 
@@ -70,6 +86,7 @@ def finish(name: str, rows: Sequence[Row], machine: dict[str, Any], raw: Any = N
     report = {
         "name": name,
         "date": time.strftime("%Y-%m-%d"),
+        "options": given_options(sys.argv[1:]),
         "machine": machine | {"load_after": os.getloadavg()[0]},
         "rows": [asdict(row) | {"ok": row.ok} for row in rows],
         "raw": raw,
