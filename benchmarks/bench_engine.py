@@ -159,13 +159,11 @@ def install_vllm() -> str:
     return str(python)
 
 
-def build_cases(quick: bool) -> list[Case]:
-    """1 to 128 at the same time, and groups that share a long prompt."""
+def build_cases(quick: bool, at_once: list[int] | None) -> list[Case]:
+    """1 to 128 at the same time, and groups that share a long prompt; or only so many `at_once`."""
     new = 64 if quick else 128
-    return [
-        *(Case(f"{n} at once", n, 1, PROMPT, new) for n in (1, 8, 32, 128)),
-        Case("8 groups of 16, prompt 256", 8, 16, 256, new),
-    ]
+    cases = [Case(f"{n} at once", n, 1, PROMPT, new) for n in at_once or (1, 8, 32, 128)]
+    return cases if at_once else [*cases, Case("8 groups of 16, prompt 256", 8, 16, 256, new)]
 
 
 def measure_offline(
@@ -175,7 +173,7 @@ def measure_offline(
     model_dir = write_model(work / size, size)
     kinds = ["ours", "ours-exact", "ours-unshared", "transformers-static", "transformers-dynamic"]
     kinds += ["vllm"] if python else []
-    cases = build_cases(arguments.quick)
+    cases = build_cases(arguments.quick, arguments.at_once)
     with ExitStack() as stack:
         peers = [
             stack.enter_context(
@@ -358,6 +356,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="2 repeats, half the tokens")
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
+    parser.add_argument("--at-once", nargs="+", type=int, default=None, help="only so many requests, and no groups")
     parser.add_argument("--repeats", type=int, default=None, help="default: 5, with --quick 2")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--cpu", action="store_true", help="count CPU seconds offline: for a machine that is busy")
