@@ -38,6 +38,7 @@
 enum {
   TILE = 6,    /* rows that a product computes at once: TILE x PANEL sums stay in registers */
   KEYS = 128,  /* positions in a block of the cache */
+  BATCH = 240, /* rows of a long product that stay in the processor's cache while all panels go by */
   WIDEN = 12,  /* rows from which on it is cheaper to widen a bf16 panel once */
   MOST_SIZE = 256,
   MANY = 1 << 14 /* numbers from which on a second thread is worth its waking */
@@ -363,7 +364,9 @@ void linear(const float *x, const void *packed, const float *bias, int64_t block
 #ifdef _OPENMP
 #pragma omp parallel num_threads(threads) if (threads > 1)
 #endif
-  product(x, packed, bias, block, out, scratch, scratch_size, rows, outputs, inputs, (int)narrow);
+  for (int64_t r = 0; r < rows; r += BATCH)
+    product(x + r * inputs, packed, bias, block, out + r * outputs, scratch, scratch_size,
+            rows - r < BATCH ? rows - r : BATCH, outputs, inputs, (int)narrow);
 }
 
 /* a step of decoding: one new token of each sequence ---------------------------------------------------------------- */
