@@ -108,6 +108,8 @@ def test_products(inputs: int, outputs: int, dtype: torch.dtype, threads: int) -
     torch.testing.assert_close(whole.double(), expected, rtol=1e-4, atol=1e-3)
     for rows in (1, 2, 3, 5, 6, 7, 11, 12, 13, 24):
         assert torch.equal(packed(x[:rows], bias), whole[:rows])
+    many = draw(490, inputs, seed=3)  # they go by in batches
+    assert torch.equal(packed(many)[470:], packed(many[470:]))
     if dtype == torch.float32 and native.find_block(inputs) is not None:
         assert torch.equal(packed(x), linear(x, weight))
 
