@@ -41,6 +41,8 @@ enum {
   BATCH = 240, /* rows of a long product that stay in the processor's cache while all panels go by */
   WIDEN = 12,  /* rows from which on it is cheaper to widen a bf16 panel once */
   MOST_SIZE = 256,
+  BRIEF = 512, /* keys */
+  PAIR = 2,    /* queries that read values together */
   MANY = 1 << 14 /* numbers from which on a second thread is worth its waking */
 };
 
@@ -430,20 +432,68 @@ ALWAYS void fetch(const void *p, int64_t i, int64_t count, int narrow) {
   for (int64_t byte = 0; byte < count * (narrow ? 2 : 4); byte += 64) __builtin_prefetch(from + byte, 0, 2);
 }
 
+/* Where a row and a head read the cache, and who is next; `brief`: what that one reads fits into the processor's cache
+ * beside what this one does. */
+typedef struct {
+  const void *const *keys, *const *values;
+  const int32_t *source;
+  int64_t rows, kv_heads, row, head, next_row, next_head, brief;
+} Place;
+
+/* Some of what will be read comes nearer, item `item` of `items` for LANES positions from t on. Of keys and values that
+ * the next row and head will read a half, while this one reads keys, and the other while it reads values (`weighing`):
+ * two streams at once keep the memory busy. Where that is too much, its own values, and then the keys of the next. */
+ALWAYS void fetch_some(const Place *p, int64_t size, int64_t t, int weighing, int64_t item, int64_t items, int narrow) {
+  int64_t j = t / KEYS, share = LANES * size / items, own = !p->brief && !weighing;
+  int64_t at = find_keys(p->source, p->rows, p->kv_heads, size, j, own ? p->row : p->next_row,
+                         own ? p->head : p->next_head);
+  at += t % KEYS / LANES * LANES * size;
+  if (p->brief) {
+    at += (weighing * LANES * size + item * share) / 2;
+    fetch(p->keys[j], at, share / 2, narrow);
+    fetch(p->values[j], at, share / 2, narrow);
+  } else {
+    fetch(weighing ? p->keys[j] : p->values[j], at + item * share, share, narrow);
+  }
+}
+
+/* out[q] = the values weighted by weights[q], for `num` queries whose weights lie `width` numbers apart: block by block
+ * of the cache. They are pass `pass` of `passes` over the values. */
+ALWAYS void weigh(const float *weights, int64_t width, const Place *p, int64_t length, int64_t pass, int64_t passes,
+                  float *out, int64_t size, int num, int narrow) {
+  vec sums[PAIR][MOST_SIZE / LANES], total[PAIR][MOST_SIZE / LANES];
+  for (int64_t start = 0; start < length; start += KEYS) {
+    int64_t j = start / KEYS, count = length - start < KEYS ? length - start : KEYS;
+    int64_t at = find_keys(p->source, p->rows, p->kv_heads, size, j, p->row, p->head);
+    for (int q = 0; q < num; q++)
+      for (int64_t i = 0; i < size / LANES; i++) sums[q][i] = all(0.f);
+    for (int64_t t = 0; t < count; t++) {
+      fetch_some(p, size, start + t, 1, t % LANES * passes + pass, LANES * passes, narrow);
+      for (int64_t i = 0; i < size / LANES; i++) {
+        vec value = load_as(p->values[j], at + t * size + i * LANES, narrow);
+        for (int q = 0; q < num; q++) sums[q][i] = fma_of(all(weights[q * width + start + t]), value, sums[q][i]);
+      }
+    }
+    for (int q = 0; q < num; q++)
+      for (int64_t i = 0; i < size / LANES; i++) total[q][i] = start ? total[q][i] + sums[q][i] : sums[q][i];
+  }
+  for (int q = 0; q < num; q++)
+    for (int64_t i = 0; i < size / LANES; i++) store(out + q * size + i * LANES, total[q][i]);
+}
+
 /* The queries [group, size] of one sequence and head, scaled, attend to `length` keys; `scores` has length x group
- * numbers and some. While it reads keys it fetches their values, and then the keys of the next row and head. */
-ALWAYS void attend(const float *queries, int64_t group, const void *const *keys, const void *const *values,
-                   const int32_t *source, int64_t rows, int64_t row, int64_t head, int64_t kv_heads, int64_t length,
-                   float *scores, float *out, int64_t size, int narrow) {
-  int64_t width = (length + LANES - 1) / LANES * LANES, share = LANES * LANES / group;
-  int64_t next_row = row + 1 < rows ? row + 1 : 0, next_head = row + 1 < rows || head + 1 == kv_heads ? head : head + 1;
+ * numbers and some. */
+ALWAYS void attend(const float *queries, int64_t group, const Place *p, int64_t length, float *scores, float *out,
+                   int64_t size, int narrow) {
+  int64_t width = (length + LANES - 1) / LANES * LANES, passes = (group + PAIR - 1) / PAIR;
   for (int64_t t = 0; t < width; t += LANES) {
-    int64_t j = t / KEYS, at = find_keys(source, rows, kv_heads, size, j, row, head) + t % KEYS * size;
+    int64_t j = t / KEYS;
+    int64_t at = find_keys(p->source, p->rows, p->kv_heads, size, j, p->row, p->head) + t % KEYS * size;
     vec turned[LANES];
     for (int64_t place = 0; place < size; place += LANES) {
-      turn_keys(keys[j], at, size, place, turned, narrow);
+      turn_keys(p->keys[j], at, size, place, turned, narrow);
       for (int64_t g = 0; g < group; g++) {
-        fetch(values[j], at + place * LANES + g * share, share, narrow);
+        fetch_some(p, size, t, 0, place / LANES * group + g, size / LANES * group, narrow);
         vec score = place ? load(scores + g * width + t) : all(0.f);
         for (int i = 0; i < LANES; i++) score = fma_of(all(queries[g * size + place + i]), turned[i], score);
         store(scores + g * width + t, score);
@@ -451,23 +501,13 @@ ALWAYS void attend(const float *queries, int64_t group, const void *const *keys,
     }
   }
   for (int64_t g = 0; g < group; g++) {
-    float *weights = scores + g * width;
-    for (int64_t t = length; t < width; t++) weights[t] = -INFINITY;
-    softmax_row(weights, width);
-    vec sums[MOST_SIZE / LANES], total[MOST_SIZE / LANES] = {0};
-    for (int64_t start = 0; start < length; start += KEYS) {
-      int64_t j = start / KEYS, count = length - start < KEYS ? length - start : KEYS;
-      int64_t at = find_keys(source, rows, kv_heads, size, j, row, head);
-      int64_t next = find_keys(source, rows, kv_heads, size, j, next_row, next_head);
-      for (int64_t i = 0; i < size / LANES; i++) sums[i] = all(0.f);
-      for (int64_t t = 0; t < count; t++) {
-        if (g + 1 == group) fetch(keys[j], next + t * size, size, narrow);
-        for (int64_t i = 0; i < size / LANES; i++)
-          sums[i] = fma_of(all(weights[start + t]), load_as(values[j], at + t * size + i * LANES, narrow), sums[i]);
-      }
-      for (int64_t i = 0; i < size / LANES; i++) total[i] = start ? total[i] + sums[i] : sums[i];
-    }
-    for (int64_t i = 0; i < size / LANES; i++) store(out + g * size + i * LANES, total[i]);
+    for (int64_t t = length; t < width; t++) scores[g * width + t] = -INFINITY;
+    softmax_row(scores + g * width, width);
+  }
+  for (int64_t g = 0; g < group; g += PAIR) {
+#define WEIGH(num) weigh(scores + g * width, width, p, length, g / PAIR, passes, out + g * size, size, num, narrow)
+    if (g + PAIR <= group) WEIGH(PAIR);
+    else WEIGH(1);
   }
 }
 
@@ -497,9 +537,10 @@ static void attend_rows(const Shape *s, const Layer *layer, float eps, float *qk
       for (int64_t i = 0; i < size; i += LANES) store(one + i, load(one + i) * scale);
     }
     float *to = out + (row * s->heads + head * group) * size;
-#define ATTEND(size, narrow) \
-  attend(q, group, (const void *const *)keys, (const void *const *)values, source, rows, row, head, s->kv_heads, \
-         position + 1, scores, to, size, narrow)
+    int last = row + 1 == rows, last_head = head + 1 == s->kv_heads;
+    Place place = {(const void *const *)keys, (const void *const *)values, source, rows, s->kv_heads, row, head,
+                   last ? 0 : row + 1, last && !last_head ? head + 1 : head, position < BRIEF};
+#define ATTEND(size, narrow) attend(q, group, &place, position + 1, scores, to, size, narrow)
     if (size == 64 && !narrow) ATTEND(64, 0);
     else if (size == 64) ATTEND(64, 1);
     else if (size == 128 && !narrow) ATTEND(128, 0);
