@@ -18,10 +18,12 @@
 #define TEXT(words) #words
 #define PARALLEL(enough) _Pragma(TEXT(omp parallel for schedule(static) if (enough)))
 #define SHARED_FOR _Pragma("omp for schedule(static)") /* the threads of the region share it, and wait at its end */
+#define TAKEN_FOR _Pragma("omp for schedule(dynamic)") /* the same, each part to who is free */
 #define THREAD omp_get_thread_num()
 #else
 #define PARALLEL(enough)
 #define SHARED_FOR
+#define TAKEN_FOR
 #define THREAD 0
 #endif
 
@@ -38,7 +40,7 @@
 enum {
   TILE = 6,    /* rows that a product computes at once: TILE x PANEL sums stay in registers */
   KEYS = 128,  /* positions in a block of the cache */
-  BATCH = 240, /* rows of a long product that stay in the processor's cache while all panels go by */
+  BATCH = 96,  /* rows of a long product that stay in the processor's cache while all panels go by */
   WIDEN = 12,  /* rows from which on it is cheaper to widen a bf16 panel once */
   MOST_SIZE = 256,
   BRIEF = 512, /* keys */
@@ -331,44 +333,57 @@ static void tiles_of_fp32(const float *x, int64_t inputs, const float *panel, in
   tiles(x, inputs, panel, size, out, outputs, columns, more, ahead, bytes, rows, 0);
 }
 
-/* out = x packed^T + bias, shared by the threads of a region; `scratch` has block x PANEL numbers of each thread. A sum
- * goes through `block` inputs, and then on from zero, added to what was. */
+/* One panel of out = x packed^T + bias; `wide` has room for a panel. A sum goes through `block` inputs, and then on from
+ * zero, added to what was. */
+static void panel_product(const float *x, const void *packed, const float *bias, int64_t block, float *out, float *wide,
+                          int64_t p, int64_t rows, int64_t outputs, int64_t inputs, int narrow) {
+  int64_t columns = outputs - p * PANEL < PANEL ? outputs - p * PANEL : PANEL, item = narrow ? 2 : 4;
+  float *to = out + p * PANEL;
+  for (int64_t start = 0; start < inputs; start += block) {
+    int64_t size = inputs - start < block ? inputs - start : block, bytes = size * PANEL * item;
+    const char *panel = (const char *)packed + (p * inputs + start) * PANEL * item;
+    if (narrow && rows < WIDEN) {
+      tiles(x + start, inputs, panel, size, to, outputs, columns, start > 0, panel + bytes, bytes, rows, 1);
+    } else {
+      if (narrow)
+        for (int64_t i = 0; i < size * PANEL; i += LANES) store(wide + i, load_as(panel, i, 1));
+      tiles_of_fp32(x + start, inputs, narrow ? wide : (const float *)panel, size, to, outputs, columns, start > 0,
+                    panel + bytes, bytes, rows);
+    }
+  }
+  if (bias)
+    for (int64_t r = 0; r < rows; r++)
+      ROW(i, columns) {
+        float *at = to + r * outputs;
+        STORE(at, i, columns, LOAD(at, i, columns) + LOAD(bias + p * PANEL, i, columns));
+      }
+}
+
+/* out = x packed^T + bias, its panels shared by the threads of a region; `scratch` has `scratch_size` numbers, enough
+ * for a panel, of each thread. */
 static void product(const float *x, const void *packed, const float *bias, int64_t block, float *out, float *scratch,
                     int64_t scratch_size, int64_t rows, int64_t outputs, int64_t inputs, int narrow) {
   SHARED_FOR
-  for (int64_t p = 0; p < (outputs + PANEL - 1) / PANEL; p++) {
-    int64_t columns = outputs - p * PANEL < PANEL ? outputs - p * PANEL : PANEL, item = narrow ? 2 : 4;
-    float *to = out + p * PANEL, *wide = scratch + THREAD * scratch_size;
-    for (int64_t start = 0; start < inputs; start += block) {
-      int64_t size = inputs - start < block ? inputs - start : block, bytes = size * PANEL * item;
-      const char *panel = (const char *)packed + (p * inputs + start) * PANEL * item;
-      if (narrow && rows < WIDEN) {
-        tiles(x + start, inputs, panel, size, to, outputs, columns, start > 0, panel + bytes, bytes, rows, 1);
-      } else {
-        if (narrow)
-          for (int64_t i = 0; i < size * PANEL; i += LANES) store(wide + i, load_as(panel, i, 1));
-        tiles_of_fp32(x + start, inputs, narrow ? wide : (const float *)panel, size, to, outputs, columns, start > 0,
-                      panel + bytes, bytes, rows);
-      }
-    }
-    if (bias)
-      for (int64_t r = 0; r < rows; r++)
-        ROW(i, columns) {
-          float *at = to + r * outputs;
-          STORE(at, i, columns, LOAD(at, i, columns) + LOAD(bias + p * PANEL, i, columns));
-        }
-  }
+  for (int64_t p = 0; p < (outputs + PANEL - 1) / PANEL; p++)
+    panel_product(x, packed, bias, block, out, scratch + THREAD * scratch_size, p, rows, outputs, inputs, narrow);
 }
 
+/* The same by itself. Many rows are shared by who is free, BATCH at a time: nobody waits for a slower thread. */
 void linear(const float *x, const void *packed, const float *bias, int64_t block, float *out, float *scratch,
             int64_t scratch_size, int64_t rows, int64_t outputs, int64_t inputs, int64_t narrow, int64_t threads) {
   (void)threads;
 #ifdef _OPENMP
 #pragma omp parallel num_threads(threads) if (threads > 1)
 #endif
-  for (int64_t r = 0; r < rows; r += BATCH)
-    product(x + r * inputs, packed, bias, block, out + r * outputs, scratch, scratch_size,
-            rows - r < BATCH ? rows - r : BATCH, outputs, inputs, (int)narrow);
+  if (rows <= 2 * BATCH * threads) {
+    product(x, packed, bias, block, out, scratch, scratch_size, rows, outputs, inputs, (int)narrow);
+  } else {
+    TAKEN_FOR
+    for (int64_t r = 0; r < rows; r += BATCH)
+      for (int64_t p = 0; p < (outputs + PANEL - 1) / PANEL; p++)
+        panel_product(x + r * inputs, packed, bias, block, out + r * outputs, scratch + THREAD * scratch_size, p,
+                      rows - r < BATCH ? rows - r : BATCH, outputs, inputs, (int)narrow);
+  }
 }
 
 /* a step of decoding: one new token of each sequence ---------------------------------------------------------------- */

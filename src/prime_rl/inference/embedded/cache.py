@@ -65,8 +65,11 @@ class KVCache:
 
     def read(self, slot: int, length: int) -> Tensor:
         """A copy of the first `length` positions, `[2, layers, kv_heads, length, head_dim]`."""
-        parts = [column[:, :, slot] for column in self.columns[: num_columns(length)]]
-        return torch.cat(parts, dim=3)[:, :, :, :length].clone()
+        parts = [
+            column[:, :, slot, :, : min(length - j * BLOCK, BLOCK)]
+            for j, column in enumerate(self.columns[: num_columns(length)])
+        ]
+        return parts[0].clone() if len(parts) == 1 else torch.cat(parts, dim=3)
 
     def write(self, slot: int, kept: Tensor, length: int) -> None:
         """Put back the first `length` positions of what `read` gave."""
