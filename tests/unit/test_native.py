@@ -114,6 +114,23 @@ def test_products(inputs: int, outputs: int, dtype: torch.dtype, threads: int) -
         assert torch.equal(packed(x), linear(x, weight))
 
 
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("inputs", "inner"), [(64, 96), (100, 70), (1536, 128)])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_gated_products(inputs: int, inner: int, dtype: torch.dtype, threads: int) -> None:
+    """A paired weight gives what a plain one does, bit for bit, and gates what the trainer's unit makes of that."""
+    torch.set_num_threads(threads)
+    weight, bias = draw(2 * inner, inputs).to(dtype), draw(2 * inner, seed=1)
+    plain, paired = native.PackedWeight(weight), native.PackedWeight(weight, paired=True)
+    for rows in (1, 7, 40, 490):
+        for b in (None, bias):
+            x = draw(rows, inputs, seed=rows)
+            expected = plain(x, b)
+            assert torch.equal(paired(x, b), expected)
+            assert torch.equal(paired(x, b, gated=True), causal_lm.swiglu(*expected.chunk(2, dim=1)))
+
+
 def build(dtype: torch.dtype = torch.float32, **shape: Any) -> CausalLM:
     """A small decoder of any shape."""
     config = {

@@ -38,6 +38,7 @@
 #endif
 
 enum {
+  HALF = PANEL / 2,
   TILE = 6,    /* rows that a product computes at once: TILE x PANEL sums stay in registers */
   KEYS = 128,  /* positions in a block of the cache */
   BATCH = 96,  /* rows of a long product that stay in the processor's cache while all panels go by */
@@ -270,21 +271,42 @@ void softmax(float *scores, int64_t rows, int64_t size) {
   for (int64_t r = 0; r < rows; r++) softmax_row(scores + r * size, size);
 }
 
-int64_t packed_size(int64_t outputs, int64_t inputs) { return (outputs + PANEL - 1) / PANEL * PANEL * inputs; }
 
 /* matrix products ------------------------------------------------------------------------------------------------- */
 
+/* How the outputs of a packed weight lie in its panels, and what becomes of them. */
+enum {
+  PLAIN,  /* one after another */
+  PAIRED, /* a panel has HALF of the first half of all outputs, and beside them HALF of the second */
+  GATED   /* the same; out = silu(first half) second half */
+};
+
+ALWAYS int64_t num_panels(int64_t outputs, int64_t kind) {
+  return kind == PLAIN ? (outputs + PANEL - 1) / PANEL : (outputs / 2 + HALF - 1) / HALF;
+}
+
+int64_t packed_size(int64_t outputs, int64_t inputs, int64_t kind) {
+  return num_panels(outputs, kind) * PANEL * inputs;
+}
+
 /* A weight [outputs, inputs] in panels of PANEL outputs, each [inputs][PANEL], zeros behind the last output. */
-void pack(const void *weight, void *packed, int64_t outputs, int64_t inputs, int64_t narrow) {
-  int64_t panels = (outputs + PANEL - 1) / PANEL;
+void pack(const void *weight, void *packed, int64_t outputs, int64_t inputs, int64_t narrow, int64_t kind) {
+  int64_t panels = num_panels(outputs, kind), inner = outputs / 2;
   PARALLEL(outputs * inputs > MANY)
   for (int64_t p = 0; p < panels; p++)
-    for (int64_t k = 0; k < inputs; k++)
-      for (int64_t c = 0; c < PANEL; c++) {
-        int64_t to = (p * inputs + k) * PANEL + c, from = (p * PANEL + c) * inputs + k;
-        if (narrow) ((uint16_t *)packed)[to] = p * PANEL + c < outputs ? ((const uint16_t *)weight)[from] : 0;
-        else ((float *)packed)[to] = p * PANEL + c < outputs ? ((const float *)weight)[from] : 0.f;
+    for (int64_t c = 0; c < PANEL; c++) {
+      int64_t output = p * PANEL + c, there = output < outputs;
+      if (kind != PLAIN) {
+        output = p * HALF + c % HALF;
+        there = output < inner;
+        output += c < HALF ? 0 : inner;
       }
+      for (int64_t k = 0; k < inputs; k++) {
+        int64_t to = (p * inputs + k) * PANEL + c, from = output * inputs + k;
+        if (narrow) ((uint16_t *)packed)[to] = there ? ((const uint16_t *)weight)[from] : 0;
+        else ((float *)packed)[to] = there ? ((const float *)weight)[from] : 0.f;
+      }
+    }
 }
 
 /* `num` rows of x times `size` inputs of one panel; with `more` added to what `out` has. Meanwhile the memory `ahead`
@@ -333,56 +355,78 @@ static void tiles_of_fp32(const float *x, int64_t inputs, const float *panel, in
   tiles(x, inputs, panel, size, out, outputs, columns, more, ahead, bytes, rows, 0);
 }
 
-/* One panel of out = x packed^T + bias; `wide` has room for a panel. A sum goes through `block` inputs, and then on from
- * zero, added to what was. */
-static void panel_product(const float *x, const void *packed, const float *bias, int64_t block, float *out, float *wide,
-                          int64_t p, int64_t rows, int64_t outputs, int64_t inputs, int narrow) {
-  int64_t columns = outputs - p * PANEL < PANEL ? outputs - p * PANEL : PANEL, item = narrow ? 2 : 4;
-  float *to = out + p * PANEL;
+static void add_bias(float *out, int64_t stride, const float *bias, int64_t rows, int64_t columns) {
+  for (int64_t r = 0; r < rows; r++)
+    ROW(i, columns) {
+      float *at = out + r * stride;
+      STORE(at, i, columns, LOAD(at, i, columns) + LOAD(bias, i, columns));
+    }
+}
+
+/* One panel of out = x packed^T + bias; `scratch` has room for a panel, if it is to be widened, and then for rows x
+ * PANEL numbers, if it is of pairs. A sum goes through `block` inputs, and then on from zero, added to what was. */
+static void panel_product(const float *x, const void *packed, const float *bias, int64_t block, float *out,
+                          float *scratch, int64_t p, int64_t rows, int64_t outputs, int64_t inputs, int narrow,
+                          int kind) {
+  int64_t width = kind == PLAIN ? PANEL : HALF, inner = outputs / 2, first = p * width, item = narrow ? 2 : 4;
+  int64_t columns = (kind == PLAIN ? outputs : inner) - first;
+  if (columns > width) columns = width;
+  float *wide = scratch, *pairs = scratch + (narrow ? inputs * PANEL : 0);
+  float *to = kind == PLAIN ? out + first : pairs;
+  int64_t stride = kind == PLAIN ? outputs : PANEL, written = kind == PLAIN ? columns : PANEL;
   for (int64_t start = 0; start < inputs; start += block) {
     int64_t size = inputs - start < block ? inputs - start : block, bytes = size * PANEL * item;
     const char *panel = (const char *)packed + (p * inputs + start) * PANEL * item;
     if (narrow && rows < WIDEN) {
-      tiles(x + start, inputs, panel, size, to, outputs, columns, start > 0, panel + bytes, bytes, rows, 1);
+      tiles(x + start, inputs, panel, size, to, stride, written, start > 0, panel + bytes, bytes, rows, 1);
     } else {
       if (narrow)
         for (int64_t i = 0; i < size * PANEL; i += LANES) store(wide + i, load_as(panel, i, 1));
-      tiles_of_fp32(x + start, inputs, narrow ? wide : (const float *)panel, size, to, outputs, columns, start > 0,
+      tiles_of_fp32(x + start, inputs, narrow ? wide : (const float *)panel, size, to, stride, written, start > 0,
                     panel + bytes, bytes, rows);
     }
   }
-  if (bias)
-    for (int64_t r = 0; r < rows; r++)
-      ROW(i, columns) {
-        float *at = to + r * outputs;
-        STORE(at, i, columns, LOAD(at, i, columns) + LOAD(bias + p * PANEL, i, columns));
-      }
+  if (bias) add_bias(to, stride, bias + first, rows, columns);
+  if (kind == PLAIN) return;
+  if (bias) add_bias(to + HALF, stride, bias + inner + first, rows, columns);
+  for (int64_t r = 0; r < rows; r++) {
+    const float *left = pairs + r * PANEL, *right = left + HALF;
+    if (kind == GATED) {
+      gated_row(left, right, out + r * inner + first, columns);
+    } else {
+      memcpy(out + r * outputs + first, left, sizeof(float) * (size_t)columns);
+      memcpy(out + r * outputs + inner + first, right, sizeof(float) * (size_t)columns);
+    }
+  }
 }
 
-/* out = x packed^T + bias, its panels shared by the threads of a region; `scratch` has `scratch_size` numbers, enough
- * for a panel, of each thread. */
+/* out = x packed^T + bias; threads of a region share its panels, each with `scratch_size` numbers of `scratch`. */
 static void product(const float *x, const void *packed, const float *bias, int64_t block, float *out, float *scratch,
-                    int64_t scratch_size, int64_t rows, int64_t outputs, int64_t inputs, int narrow) {
+                    int64_t scratch_size, int64_t rows, int64_t outputs, int64_t inputs, int narrow, int kind) {
   SHARED_FOR
-  for (int64_t p = 0; p < (outputs + PANEL - 1) / PANEL; p++)
-    panel_product(x, packed, bias, block, out, scratch + THREAD * scratch_size, p, rows, outputs, inputs, narrow);
+  for (int64_t p = 0; p < num_panels(outputs, kind); p++)
+    panel_product(x, packed, bias, block, out, scratch + THREAD * scratch_size, p, rows, outputs, inputs, narrow, kind);
 }
 
-/* The same by itself. Many rows are shared by who is free, BATCH at a time: nobody waits for a slower thread. */
+/* Up to this many rows share panels among threads; more are shared themselves, BATCH at a time, by who is free: nobody
+ * waits for a slower thread. */
+int64_t most_rows(int64_t threads) { return 2 * BATCH * threads; }
+
 void linear(const float *x, const void *packed, const float *bias, int64_t block, float *out, float *scratch,
-            int64_t scratch_size, int64_t rows, int64_t outputs, int64_t inputs, int64_t narrow, int64_t threads) {
-  (void)threads;
+            int64_t scratch_size, int64_t rows, int64_t outputs, int64_t inputs, int64_t narrow, int64_t kind,
+            int64_t threads) {
+  int64_t width = kind == GATED ? outputs / 2 : outputs;
 #ifdef _OPENMP
 #pragma omp parallel num_threads(threads) if (threads > 1)
 #endif
-  if (rows <= 2 * BATCH * threads) {
-    product(x, packed, bias, block, out, scratch, scratch_size, rows, outputs, inputs, (int)narrow);
+  if (rows <= most_rows(threads)) {
+    product(x, packed, bias, block, out, scratch, scratch_size, rows, outputs, inputs, (int)narrow, (int)kind);
   } else {
     TAKEN_FOR
     for (int64_t r = 0; r < rows; r += BATCH)
-      for (int64_t p = 0; p < (outputs + PANEL - 1) / PANEL; p++)
-        panel_product(x + r * inputs, packed, bias, block, out + r * outputs, scratch + THREAD * scratch_size, p,
-                      rows - r < BATCH ? rows - r : BATCH, outputs, inputs, (int)narrow);
+      for (int64_t p = 0; p < num_panels(outputs, kind); p++)
+        panel_product(x + r * inputs, packed, bias, block, out + r * width, scratch + THREAD * scratch_size, p,
+                      rows - r < BATCH ? rows - r : BATCH, outputs, inputs, (int)narrow, (int)kind);
   }
 }
 
@@ -602,16 +646,15 @@ void decode(const Shape *s, const Layer *layers, const void *embedding, const fl
       void *const *keys = columns + 2 * l * num_columns, *const *values = keys + num_columns;
       norm_rows(x, l ? y : NULL, layer->norm, eps, normed, rows, hidden);
       product(normed, layer->qkv, layer->qkv_bias, s->block_hidden, y, scratch, n, rows,
-              width + 2 * s->kv_heads * s->size, hidden, narrow);
+              width + 2 * s->kv_heads * s->size, hidden, narrow, PLAIN);
       attend_rows(s, layer, eps, y, cos, sin, positions, keys, values, source, z, scratch, rows);
-      product(z, layer->out, layer->out_bias, s->block_heads, y, scratch, n, rows, hidden, width, narrow);
+      product(z, layer->out, layer->out_bias, s->block_heads, y, scratch, n, rows, hidden, width, narrow, PLAIN);
       norm_rows(x, y, layer->mlp_norm, eps, normed, rows, hidden);
-      product(normed, layer->gate_up, layer->gate_up_bias, s->block_hidden, y, scratch, n, rows, 2 * inner, hidden, narrow);
-      SHARED_FOR
-      for (int64_t r = 0; r < rows; r++) gated_row(y + 2 * r * inner, y + (2 * r + 1) * inner, z + r * inner, inner);
-      product(z, layer->down, layer->down_bias, s->block_inner, y, scratch, n, rows, hidden, inner, narrow);
+      product(normed, layer->gate_up, layer->gate_up_bias, s->block_hidden, z, scratch, n, rows, 2 * inner, hidden,
+              narrow, GATED);
+      product(z, layer->down, layer->down_bias, s->block_inner, y, scratch, n, rows, hidden, inner, narrow, PLAIN);
     }
     norm_rows(x, y, last_norm, eps, normed, rows, hidden);
-    product(normed, head, NULL, s->block_hidden, logits, scratch, n, rows, s->vocab, hidden, narrow);
+    product(normed, head, NULL, s->block_hidden, logits, scratch, n, rows, s->vocab, hidden, narrow, PLAIN);
   }
 }

@@ -66,13 +66,15 @@ SIGNATURES = {
     "swiglu": [_P, _I, _P, _I, _P, _I, _I],
     "swiglu_backward": [_P, _P, _P, _P, _P, _I, _I],
     "softmax": [_P, _I, _I],
-    "pack": [_P, _P, _I, _I, _I],
-    "linear": [_P, _P, _P, _I, _P, _P, _I, _I, _I, _I, _I, _I],
+    "pack": [_P, _P, _I, _I, _I, _I],
+    "linear": [_P, _P, _P, _I, _P, _P, _I, _I, _I, _I, _I, _I, _I],
     "decode": [_P, _P, _P, _P, _P, _F, _P, _P, _P, _P, _P, _I, _P, _P, _I, _P, _P, _I],
 }
 PLAIN = (Tensor, nn.Parameter)
 LANES, KEYS, MOST_SIZE = 16, 128, 256
 """As in `native.c`: numbers in a vector, keys in a block of the cache, the largest head."""
+ONE_BY_ONE, PAIRED, GATED = range(3)
+"""As in `native.c`: how outputs lie in a packed weight, and what becomes of them."""
 
 _logger = logging.getLogger(__name__)
 
@@ -95,7 +97,8 @@ def library() -> ctypes.CDLL | None:
     for name, arguments in SIGNATURES.items():
         function = getattr(loaded, name)
         function.argtypes, function.restype = arguments, None
-    loaded.packed_size.argtypes, loaded.packed_size.restype = [_I, _I], _I
+    loaded.packed_size.argtypes, loaded.packed_size.restype = [_I, _I, _I], _I
+    loaded.most_rows.argtypes, loaded.most_rows.restype = [_I], _I
     return loaded
 
 
@@ -220,33 +223,37 @@ def softmax_(scores: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]
 class PackedWeight:
     """The weight [outputs, inputs] of a product, fp32 or bf16, as the kernels read it; fp32 goes in and comes out.
 
-    Sums are taken over `block` inputs at a time, as oneDNN takes them where that is known.
+    Sums are taken over `block` inputs at a time, as oneDNN takes them where that is known. A weight that is `paired`,
+    a gate's and then as many of what it gates, can do that too.
     """
 
-    def __init__(self, weight: Float[Tensor, "outputs inputs"], block: int | None = None) -> None:
+    def __init__(self, weight: Float[Tensor, "outputs inputs"], block: int | None = None, paired: bool = False) -> None:
         kernels = library()
         assert kernels is not None and weight.dtype in (torch.float32, torch.bfloat16)
         self.outputs, self.inputs = weight.shape
         self.block = block or find_block(self.inputs) or self.inputs
-        self.narrow = weight.dtype == torch.bfloat16
-        self.data = torch.empty(kernels.packed_size(*weight.shape), dtype=weight.dtype)
-        call("pack", weight.contiguous(), self.data, *weight.shape, self.narrow)
+        self.narrow, self.kind = weight.dtype == torch.bfloat16, PAIRED if paired else ONE_BY_ONE
+        self.data = torch.empty(kernels.packed_size(*weight.shape, self.kind), dtype=weight.dtype)
+        call("pack", weight.contiguous(), self.data, *weight.shape, self.narrow, self.kind)
+        panel = kernels.packed_size(1, 1, ONE_BY_ONE)
+        self.scratch = (panel * self.inputs if self.narrow else 1, panel if paired else 0)
+        """Numbers that each thread needs beside, and for each row: a panel that is widened, pairs not gated yet."""
 
-    def __call__(self, x: Float[Tensor, "rows inputs"], bias: Tensor | None = None) -> Float[Tensor, "rows outputs"]:
-        """x weight^T + bias"""
+    def __call__(
+        self, x: Float[Tensor, "rows inputs"], bias: Tensor | None = None, gated: bool = False
+    ) -> Float[Tensor, "rows outputs_or_half"]:
+        """y = x weight^T + bias; `gated`: silu(first half of y) second half of y."""
+        assert self.kind == PAIRED or not gated
+        kernels = library()
+        assert kernels is not None
         x, bias = x.contiguous(), None if bias is None else bias.float()
-        out, threads = torch.empty(x.shape[0], self.outputs), torch.get_num_threads()
-        scratch = torch.empty(threads, panel_size(self.inputs) if self.narrow else 1)
-        shape = (x.shape[0], self.outputs, self.inputs)
-        call("linear", x, self.data, bias, self.block, out, scratch, scratch.shape[1], *shape, self.narrow, threads)
+        rows, threads = x.shape[0], torch.get_num_threads()
+        out = torch.empty(rows, self.outputs // 2 if gated else self.outputs)
+        scratch = torch.empty(threads, self.scratch[0] + self.scratch[1] * min(rows, kernels.most_rows(threads)))
+        shape, kind = (rows, self.outputs, self.inputs), GATED if gated else self.kind
+        settings = (self.narrow, kind, threads)
+        call("linear", x, self.data, bias, self.block, out, scratch, scratch.shape[1], *shape, *settings)
         return out
-
-
-def panel_size(inputs: int) -> int:
-    """Numbers of a panel, the part of a weight that is widened at once."""
-    kernels = library()
-    assert kernels is not None
-    return int(kernels.packed_size(1, inputs))
 
 
 def takes_heads(size: int) -> bool:

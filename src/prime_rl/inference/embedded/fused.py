@@ -77,10 +77,10 @@ class FusedDecoder:
         self._ends = (weight, _wide(model.model.norm.weight), head.data)
         self.eps, self.vocab, self.hidden = config.rms_norm_eps, config.vocab_size, config.hidden_size
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.widest = max((heads + 2 * kv_heads) * config.head_dim, 2 * config.intermediate_size, config.hidden_size)
+        self.widest = max((heads + 2 * kv_heads) * config.head_dim, config.intermediate_size, config.hidden_size)
         self._group = heads // kv_heads
-        qkv, out, _, down = layers[0].products
-        self._panel = max(native.panel_size(p.inputs) for p in (qkv, out, down)) if qkv.narrow else 0
+        qkv, out, gated, down = layers[0].products
+        self._scratch = max(p.scratch[0] for p in (qkv, out, gated, down)), gated.scratch[1]
         self._shape = native.Shape(
             *(len(layers), config.hidden_size, heads, kv_heads, config.head_dim, config.intermediate_size),
             *(config.vocab_size, qkv.block, out.block, down.block, qkv.narrow),
@@ -97,7 +97,8 @@ class FusedDecoder:
         """Scores of the next token; keys and values of `tokens` are in the cache then."""
         rows, shape = len(positions), self._shape
         shape.threads = torch.get_num_threads()
-        shape.scratch_size = max(self._panel, (int(positions.max()) + 1 + LANES) * self._group)
+        scores = (int(positions.max()) + 1 + LANES) * self._group
+        shape.scratch_size = max(scores, self._scratch[0] + self._scratch[1] * rows)
         work = torch.empty(rows * 2 * (self.hidden + self.widest))
         scratch, logits = torch.empty(shape.threads * shape.scratch_size), torch.empty(rows, self.vocab)
         native.call(

@@ -41,10 +41,12 @@ class Changes(Protocol):
 class Product:
     """One or several linear layers of the same input as one product."""
 
-    def __init__(self, names: list[str], layers: list[nn.Linear], exact: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, names: list[str], layers: list[nn.Linear], exact: bool, dtype: torch.dtype, paired: bool = False
+    ) -> None:
         ends = list(itertools.accumulate(layer.out_features for layer in layers))
         self.parts = list(zip(names, [0, *ends], ends, strict=False))
-        self._layers, self._exact, self._dtype = layers, exact, dtype
+        self._layers, self._exact, self._dtype, self._paired = layers, exact, dtype, paired
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
         self.refresh()
@@ -54,7 +56,8 @@ class Product:
         weight = join([layer.weight for layer in self._layers], self.weight)
         biases = [layer.bias for layer in self._layers if layer.bias is not None]
         self.bias = join(biases, self.bias) if biases else None
-        self.kernel = native.PackedWeight(weight.to(self._dtype)) if has_kernel(weight, self._exact) else None
+        kernel = has_kernel(weight, self._exact)
+        self.kernel = native.PackedWeight(weight.to(self._dtype), paired=self._paired) if kernel else None
         self.packed = pack_weight(weight) if self.kernel is None and can_pack(weight) else None
         self.weight = weight if self.kernel is None and self.packed is None else None
 
@@ -121,7 +124,7 @@ class Layer:
         self.mlp: nn.Module | None = None if type(mlp) is MLP else mlp
         if type(mlp) is MLP:
             joined = [f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"]
-            self.gate_up = Product(joined, [mlp.gate_proj, mlp.up_proj], exact, dtype)
+            self.gate_up = Product(joined, [mlp.gate_proj, mlp.up_proj], exact, dtype, paired=True)
             self.down = Product([f"{name}.mlp.down_proj"], [mlp.down_proj], exact, dtype)
         self._join_norms()
 
@@ -158,6 +161,8 @@ class Layer:
         if self.mlp is not None:
             with nullcontext() if changes is None else changes.routed():
                 return x, cast(Tensor, self.mlp(normed))
+        if changes is None and (kernel := self.gate_up.kernel) is not None:
+            return x, self.down(kernel(normed, self.gate_up.bias, gated=True), None)
         return x, self.down(swiglu(*self.gate_up(normed, changes).chunk(2, dim=1)), changes)
 
     def _turn(
