@@ -298,33 +298,39 @@ def running_server(kind: str, argv: list[str], threads: int, port: int, log: Pat
 
 
 async def load(address: str, model: str, prompts: list[list[int]], new: int, clients: int) -> float:
-    """Seconds until `clients` clients have had all prompts answered, with log-probs and token ids."""
-    import httpx
+    """Seconds until `clients` clients have had all prompts answered, with log-probs and token ids.
+
+    By the lean client for both servers: the pool of `httpx` takes more of two cores than a server does.
+    """
+    from prime_rl.utils.http import HttpPool
 
     queue = list(enumerate(prompts))
-    limits = httpx.Limits(max_connections=clients)
-    async with httpx.AsyncClient(timeout=600, limits=limits) as client:
+    pool = HttpPool(address, max_connections=clients, timeout_s=600)
+    headers = {"content-type": "application/json"}
 
-        async def work() -> None:
-            while queue:
-                seed, prompt = queue.pop()
-                body = {
-                    "model": model,
-                    "prompt": prompt,
-                    "max_tokens": new,
-                    "temperature": 1.0,
-                    "logprobs": 1,
-                    "ignore_eos": True,
-                    "return_token_ids": True,
-                    "seed": seed,
-                }
-                answer = await client.post(f"{address}/v1/completions", json=body)
-                answer.raise_for_status()
-                assert len(answer.json()["choices"][0]["token_ids"]) == new
+    async def work() -> None:
+        while queue:
+            seed, prompt = queue.pop()
+            body = {
+                "model": model,
+                "prompt": prompt,
+                "max_tokens": new,
+                "temperature": 1.0,
+                "logprobs": 1,
+                "ignore_eos": True,
+                "return_token_ids": True,
+                "seed": seed,
+            }
+            reply = await pool.request("POST", "/v1/completions", json.dumps(body).encode(), headers)
+            assert reply.status == 200, reply.body
+            assert len(json.loads(reply.body)["choices"][0]["token_ids"]) == new
 
+    try:
         start = time.perf_counter()
         await asyncio.gather(*(work() for _ in range(clients)))
         return time.perf_counter() - start
+    finally:
+        await pool.close()
 
 
 def measure_http(
