@@ -160,6 +160,7 @@ def install_vllm() -> str:
 
 
 CASES = ("1", "8", "32", "128", "groups")
+PEERS = ("transformers-static", "transformers-dynamic", "vllm")
 
 
 def build_cases(quick: bool, names: list[str]) -> list[Case]:
@@ -174,8 +175,8 @@ def measure_offline(
 ) -> tuple[list[Row], dict[str, Any]]:
     """All engines on one model, taking turns."""
     model_dir = write_model(work / size, size)
-    kinds = ["ours", "ours-exact", "ours-unshared", "transformers-static", "transformers-dynamic"]
-    kinds += ["vllm"] if python else []
+    kinds = ["ours", "ours-exact", "ours-unshared"]
+    kinds += [kind for kind in arguments.peers if python or kind != "vllm"]
     cases = build_cases(arguments.quick, arguments.cases)
     with ExitStack() as stack:
         peers = [
@@ -376,6 +377,7 @@ def main() -> int:
     parser.add_argument(
         "--cases", nargs="+", choices=CASES, default=list(CASES), help="so many requests at once, groups of one prompt"
     )
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), help="offline")
     parser.add_argument("--repeats", type=int, default=None, help="default: 5, with --quick 2")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--cpu", action="store_true", help="count CPU seconds offline: for a machine that is busy")
