@@ -4,8 +4,9 @@
 
 A fake server answers at once what our server would. In every round each part is measured in turn, and `verifiers`' own
 `generate` with the `openai` client beside them, so that the ratios hold on a busy machine; the table shows medians.
-Then as many rollouts as `--in-flight` are under way at the same time, on one core, and none may be lost. Prints every
-number beside its threshold, writes `.bench/results/orchestrator.json`, exits with 1 when one is missed.
+Then as many rollouts as `--in-flight` are under way at the same time, on one core, and none may be lost; 4,096 come and
+go while the event loop is asked how late it is; and batches with the lengths of GSM8K and AQuA-RAT are packed. Prints
+every number beside its threshold, writes `.bench/results/orchestrator.json`, exits with 1 when one is missed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import asyncio
 import gc
 import os
+import random
 import resource
 import statistics
 import subprocess
@@ -39,6 +41,7 @@ from prime_rl.utils.config import EnvConfig, SamplingConfig  # noqa: E402
 from prime_rl.utils.env_pool import EnvironmentWorkers  # noqa: E402
 from prime_rl.utils.vf import build_sampling_args, open_environments  # noqa: E402
 from rollouts.training.agent_integration import Rollout, rollout_to_samples  # noqa: E402
+from rollouts.training.batching import pack_share  # noqa: E402
 from rollouts.training.environments import VerifiersEnvironment, load_environment  # noqa: E402
 from rollouts.training.types import Sample  # noqa: E402
 
@@ -47,6 +50,13 @@ GROUP = 8
 CONCURRENT_GROUPS = 8
 TOKENS = 45
 SAMPLING = SamplingConfig(max_tokens=64)
+STEADY, STEADY_LATENCY_S = 4096, 12.0
+PROBE_S = 0.005
+LENGTHS = {
+    "GSM8K": (34, 71, 81, 89, 96, 102, 109, 114, 121, 128, 134, 142, 149, 158, 167, 177, 189, 204, 224, 254, 469),
+    "AQuA-RAT": (17, 50, 63, 71, 78, 83, 89, 94, 99, 103, 109, 115, 121, 126, 134, 143, 153, 163, 181, 207, 362),
+}
+"""Twentieths of the lengths of problems with their solutions, in tokens of 3.6 letters."""
 
 
 @contextmanager
@@ -267,6 +277,64 @@ async def _all_at_once(environment: Any, rows: list[Any], url: str, num: int) ->
     return [rollout for group in groups for rollout in group], most_open
 
 
+def measure_lag(num: int) -> list[Row]:
+    """How late the event loop is while `num` rollouts are under way, groups coming and going all the time."""
+    config = EnvConfig(id="reverse-text", args=ENV, num_workers=0)
+    with fake_server(STEADY_LATENCY_S) as url, open_environments([config]) as environments:
+        environment = environments["reverse-text"]
+        late, done = asyncio.run(_come_and_go(environment, environment.rows(), url, num))
+    late.sort()
+    return [
+        Row(f"{num} in flight: event loop late, p99", 1e3 * late[int(0.99 * len(late))], "<", 10.0, "ms"),
+        Row(f"{num} in flight: event loop late, median", 1e3 * late[len(late) // 2], detail="ms"),
+        Row(f"{num} in flight: rollouts per second", done / (2 * STEADY_LATENCY_S)),
+    ]
+
+
+async def _come_and_go(environment: Any, rows: list[Any], url: str, num: int) -> tuple[list[float], int]:
+    """Seconds by which the loop is late, and rollouts done, in two latencies after all places are taken."""
+    client = InferenceClient(url, max_connections=num)
+    begun = time.monotonic()
+    steady, end = begun + STEADY_LATENCY_S, begun + 3 * STEADY_LATENCY_S
+    late: list[float] = []
+    done = 0
+
+    async def place(i: int) -> None:
+        nonlocal done
+        await asyncio.sleep(STEADY_LATENCY_S * i * GROUP / num)  # they begin one after another
+        while time.monotonic() < end:
+            args = [build_sampling_args(SAMPLING, i * GROUP + k) for k in range(GROUP)]
+            await environment.run_group(rows[i % len(rows)], client, "m", args, 0)
+            done += GROUP if steady <= time.monotonic() < end else 0
+
+    async def probe() -> None:
+        while time.monotonic() < end:
+            asked = time.monotonic()
+            await asyncio.sleep(PROBE_S)
+            if asked >= steady:
+                late.append(time.monotonic() - asked - PROBE_S)
+
+    await asyncio.gather(probe(), *map(place, range(num // GROUP)))
+    await client.close()
+    return late, done
+
+
+def measure_packing() -> list[Row]:
+    """Real tokens among those that are computed, 512 samples of a mix of lengths on 8 ranks; packs are not padded."""
+    found = []
+    for mix, twentieths in LENGTHS.items():
+        rng = random.Random(0)
+        picked = rng.choices(range(20), k=512)
+        drawn = [round(twentieths[i] + rng.random() * (twentieths[i + 1] - twentieths[i])) for i in picked]
+        samples = [Sample(prompt="", tokens=[1] * n, loss_mask=[1.0] * n) for n in drawn]
+        share = pack_share(samples, seq_len=2048, num_ranks=8)
+        found += [
+            Row(f"packing, lengths of {mix}: real tokens of all computed", 1 - share.padding_ratio, ">=", 0.98),
+            Row(f"packing, lengths of {mix}: work of the busiest of 8 ranks beyond the mean", share.imbalance),
+        ]
+    return found
+
+
 def _peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
@@ -287,6 +355,7 @@ def main() -> int:
     rows = measure_parts(arguments.rollouts, arguments.rounds, out)
     if in_flight := arguments.in_flight // GROUP * GROUP:
         rows += measure_in_flight(in_flight, False) + measure_in_flight(in_flight, True)
+    rows += measure_lag(STEADY) + measure_packing()
     return finish("orchestrator", rows, machine)
 
 
