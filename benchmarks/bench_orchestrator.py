@@ -277,17 +277,24 @@ async def _all_at_once(environment: Any, rows: list[Any], url: str, num: int) ->
     return [rollout for group in groups for rollout in group], most_open
 
 
-def measure_lag(num: int) -> list[Row]:
-    """How late the event loop is while `num` rollouts are under way, groups coming and going all the time."""
-    config = EnvConfig(id="reverse-text", args=ENV, num_workers=0)
+def measure_lag(num: int, in_worker: bool) -> list[Row]:
+    """How late the event loop is while `num` rollouts are under way, groups coming and going all the time.
+
+    In process the environment's own code is what makes it late: a worker spares the orchestrator that.
+    """
+    where = "in a worker" if in_worker else "in process"
+    config = EnvConfig(id="reverse-text", args=ENV, num_workers=int(in_worker))
     with fake_server(STEADY_LATENCY_S) as url, open_environments([config]) as environments:
         environment = environments["reverse-text"]
         late, done = asyncio.run(_come_and_go(environment, environment.rows(), url, num))
     late.sort()
     return [
-        Row(f"{num} in flight: event loop late, p99", 1e3 * late[int(0.99 * len(late))], "<", 10.0, "ms"),
-        Row(f"{num} in flight: event loop late, median", 1e3 * late[len(late) // 2], detail="ms"),
-        Row(f"{num} in flight: rollouts per second", done / (2 * STEADY_LATENCY_S)),
+        Row(
+            f"{num} in flight, {where}: event loop late, p99",
+            1e3 * late[int(0.99 * len(late))],
+            *(("<=", 10.0) if in_worker else ()),
+            detail=f"ms, median {1e3 * late[len(late) // 2]:.2f}; {done / (2 * STEADY_LATENCY_S):.0f} rollouts/s",
+        ),
     ]
 
 
@@ -355,7 +362,7 @@ def main() -> int:
     rows = measure_parts(arguments.rollouts, arguments.rounds, out)
     if in_flight := arguments.in_flight // GROUP * GROUP:
         rows += measure_in_flight(in_flight, False) + measure_in_flight(in_flight, True)
-    rows += measure_lag(STEADY) + measure_packing()
+    rows += measure_lag(STEADY, False) + measure_lag(STEADY, True) + measure_packing()
     return finish("orchestrator", rows, machine)
 
 
