@@ -293,20 +293,18 @@ int64_t packed_size(int64_t outputs, int64_t inputs, int64_t kind) {
 void pack(const void *weight, void *packed, int64_t outputs, int64_t inputs, int64_t narrow, int64_t kind) {
   int64_t panels = num_panels(outputs, kind), inner = outputs / 2;
   PARALLEL(outputs * inputs > MANY)
-  for (int64_t p = 0; p < panels; p++)
-    for (int64_t c = 0; c < PANEL; c++) {
-      int64_t output = p * PANEL + c, there = output < outputs;
-      if (kind != PLAIN) {
-        output = p * HALF + c % HALF;
-        there = output < inner;
-        output += c < HALF ? 0 : inner;
-      }
-      for (int64_t k = 0; k < inputs; k++) {
-        int64_t to = (p * inputs + k) * PANEL + c, from = output * inputs + k;
-        if (narrow) ((uint16_t *)packed)[to] = there ? ((const uint16_t *)weight)[from] : 0;
-        else ((float *)packed)[to] = there ? ((const float *)weight)[from] : 0.f;
-      }
-    }
+  for (int64_t p = 0; p < panels; p++) {
+    int64_t first[2] = {p * PANEL, p * PANEL + HALF}, end[2] = {outputs, outputs};
+    if (kind != PLAIN) first[0] = p * HALF, first[1] = inner + p * HALF, end[0] = inner;
+    for (int64_t k = 0; k < inputs; k++)
+      for (int side = 0; side < 2; side++)
+        for (int64_t c = 0; c < HALF; c++) {
+          int64_t output = first[side] + c, from = output * inputs + k, there = output < end[side];
+          int64_t to = (p * inputs + k) * PANEL + side * HALF + c;
+          if (narrow) ((uint16_t *)packed)[to] = there ? ((const uint16_t *)weight)[from] : 0;
+          else ((float *)packed)[to] = there ? ((const float *)weight)[from] : 0.f;
+        }
+  }
 }
 
 /* `num` rows of x times `size` inputs of one panel; with `more` added to what `out` has. Meanwhile the memory `ahead`
