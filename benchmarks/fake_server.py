@@ -14,10 +14,11 @@ import resource
 from typing import ClassVar
 
 PROMPT_TOKENS = 26
+CHUNKED = b"application/x-ndjson\r\ntransfer-encoding: chunked"
 
 
 def build_answer(num_tokens: int) -> bytes:
-    """A whole HTTP answer to a chat, as our server gives it."""
+    """The answer to a chat, as our server gives it."""
     ids = [100 + i % 50 for i in range(num_tokens)]
     content = [{"token": f"t{i}", "logprob": -0.25 - i / 1000, "bytes": [116], "top_logprobs": []} for i in ids]
     choice = {
@@ -34,19 +35,21 @@ def build_answer(num_tokens: int) -> bytes:
         "total_tokens": PROMPT_TOKENS + num_tokens,
     }
     head = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "m", "usage": usage}
-    body = json.dumps({**head, "choices": [choice], "prompt_token_ids": list(range(PROMPT_TOKENS))}).encode()
-    return b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+    return json.dumps({**head, "choices": [choice], "prompt_token_ids": list(range(PROMPT_TOKENS))}).encode()
 
 
 class Answering(asyncio.Protocol):
     """One connection: every request gets the same answer, `latency_s` later, or when `hold` of them wait."""
 
     answer = b""
+    grouped = False
+    num_open = 0
     latency_s = 0.0
     hold = 0
-    waiting: ClassVar[dict[Answering, None]] = {}
+    waiting: ClassVar[dict[Answering, int]] = {}
+    """How many answers a connection waits for: one, or one for each seed of a group."""
     most_open = 0
-    """Requests that waited for their answer at the same time, at most."""
+    """Answers that were waited for at the same time, at most."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -65,19 +68,27 @@ class Answering(asyncio.Protocol):
             text = str(Answering.most_open).encode()
             self._transport.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(text), text))
             return
-        self.waiting[self] = None
-        Answering.most_open = max(Answering.most_open, len(self.waiting))
+        self.grouped = b"/group " in head.partition(b"\r\n")[0]
+        self.waiting[self] = len(json.loads(body)["seeds"]) if self.grouped else 1
+        Answering.num_open += self.waiting[self]
+        Answering.most_open = max(Answering.most_open, Answering.num_open)
         if not self.hold:
             asyncio.get_running_loop().call_later(self.latency_s, self._reply)
-        elif len(self.waiting) >= self.hold:
+        elif Answering.num_open >= self.hold:
             Answering.hold = 0
             for connection in list(self.waiting):
                 connection._reply()
 
     def _reply(self) -> None:
-        del self.waiting[self]
-        if not self._transport.is_closing():
-            self._transport.write(self.answer)
+        num = self.waiting.pop(self)
+        Answering.num_open -= num
+        if self._transport.is_closing():
+            return
+        head, data = b"application/json\r\ncontent-length: %d" % len(self.answer), self.answer
+        if self.grouped:
+            lines = b"".join(b'{"index":%d,"status":200,"answer":%s}\n' % (i, self.answer) for i in range(num))
+            head, data = CHUNKED, b"%x\r\n%s\r\n0\r\n\r\n" % (len(lines), lines)
+        self._transport.write(b"HTTP/1.1 200 OK\r\ncontent-type: %s\r\n\r\n%s" % (head, data))
 
 
 async def serve(latency_s: float, num_tokens: int, hold: int) -> None:

@@ -149,11 +149,11 @@ def server() -> Iterator[RunningServer]:
 FIELDS = (
     "prompt messages tokens n max_tokens max_completion_tokens temperature top_p top_k min_p seed stop logprobs "
     "top_logprobs logit_bias stream model echo min_tokens ignore_eos tools tool_choice prompt_logprobs weight_dir "
-    "lora_name lora_path start return_token_ids add_generation_prompt chat_template_kwargs"
+    "lora_name lora_path start seeds return_token_ids add_generation_prompt chat_template_kwargs"
 ).split()
 PATHS = (
-    "/v1/completions /v1/chat/completions /v1/chat/completions/tokens /tokenize /detokenize /score /update_weights "
-    "/v1/load_lora_adapter /v1/unload_lora_adapter /init_broadcaster"
+    "/v1/completions /v1/chat/completions /v1/chat/completions/tokens /v1/chat/completions/group /tokenize /detokenize "
+    "/score /update_weights /v1/load_lora_adapter /v1/unload_lora_adapter /init_broadcaster"
 ).split()
 talk = st.lists(
     st.fixed_dictionaries({"role": st.sampled_from(["user", "system", "tool", "", "x"]), "content": values}), max_size=3

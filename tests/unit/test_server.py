@@ -25,6 +25,7 @@ from prime_rl.inference.control import CONTROL_ROUTES
 from prime_rl.inference.directories import resolve_allowed
 from prime_rl.inference.embedded.loading import build_engine
 from prime_rl.inference.engine import GenerationRequest, Output, Progress, SamplingParams
+from prime_rl.inference.group_route import GROUP_ROUTES
 from prime_rl.inference.openapi import SCORE_REQUEST
 from prime_rl.inference.requests import ApiError, parse_wish
 from prime_rl.inference.responses import ChoiceStream, Writer
@@ -236,7 +237,7 @@ def test_requests_that_cannot_be_honoured_are_refused(
 def test_the_server_describes_every_route_and_body(server: RunningServer) -> None:
     """Schemathesis holds the server to the description (`make fuzz`); here: nothing is missing from it."""
     told = server.http.get("/openapi.json").json()
-    routes = [*ROUTES, *TOKEN_ROUTES, *SCORE_ROUTES, *CONTROL_ROUTES]
+    routes = [*ROUTES, *GROUP_ROUTES, *TOKEN_ROUTES, *SCORE_ROUTES, *CONTROL_ROUTES]
     described = {(path, method) for path, methods in told["paths"].items() for method in methods}
     assert described == {(path, method.lower()) for path, method, *_ in routes}
     code = {path: getsource(handler) for path, _, handler, _ in routes}

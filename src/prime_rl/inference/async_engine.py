@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, MutableMapping
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 from prime_rl.inference.engine import BusyClock, Engine, EngineThread, Event, GenerationRequest, IntervalLog, Output
@@ -107,16 +108,27 @@ class AsyncEngine:
 
     async def stream(self, requests: list[GenerationRequest]) -> AsyncIterator[Event]:
         """Events of `requests` as they come, until each has ended; leaving the loop early cancels the rest."""
+        async with aclosing(self.batches(requests)) as batches:
+            async for events in batches:
+                for event in events:
+                    yield event
+
+    async def batches(self, requests: list[GenerationRequest]) -> AsyncGenerator[list[Event]]:
+        """The same, those that are there together: what a step of the engine drew."""
         queue: asyncio.Queue[Event | BaseException] = asyncio.Queue()
         left = len(requests)
         try:
             self._submit(requests, queue.put_nowait)
             while left:
-                event = await queue.get()
-                if isinstance(event, BaseException):
-                    raise event
-                left -= isinstance(event, Output)
-                yield event
+                events = [await queue.get()]
+                while not queue.empty():
+                    events.append(queue.get_nowait())
+                good = [event for event in events if not isinstance(event, BaseException)]
+                left -= sum(isinstance(event, Output) for event in good)
+                if good:
+                    yield good
+                if isinstance(events[-1], BaseException):  # nothing comes after a failure
+                    raise events[-1]
         finally:
             self._cancel(requests)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from prime_rl.inference.group_route import SINGLE
 from prime_rl.inference.requests import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,
@@ -128,11 +129,15 @@ SCORE_REQUEST: dict[str, Json] = {
     "temperature": {"type": "number", "minimum": SMALLEST, "maximum": LARGEST},
     "model": MODEL,
 }
+SEEDS: dict[str, Json] = {
+    "seeds": {"type": "array", "items": _maybe("integer"), "minItems": 1, "maxItems": MAX_CHOICES}
+}
 VERSION: Json = {"type": "integer", "minimum": 0}
 DIRECTORY: Json = {"type": "string", "minLength": 1}
 BODIES: dict[str, Json] = {
     "/v1/chat/completions": _body(CHAT_FIELDS - {"tokens"}, ["messages"], BESIDE),
     "/v1/chat/completions/tokens": _body(CHAT_FIELDS, ["tokens"], BESIDE | {"messages": ANY}),
+    "/v1/chat/completions/group": _body(CHAT_FIELDS - frozenset(SINGLE), ["messages", "seeds"], BESIDE | SEEDS),
     "/v1/completions": _body(COMPLETION_FIELDS, ["prompt"], BESIDE),
     "/tokenize": _body(TOKENIZE_FIELDS, [], {"tool_choice": ANY, "prompt": ANY, "messages": ANY}),
     "/detokenize": {"type": "object", "properties": {"model": MODEL, "tokens": IDS}, "required": ["tokens"]},
@@ -164,7 +169,11 @@ BODIES: dict[str, Json] = {
 }
 BODIES["/load_lora_adapter"] = BODIES["/v1/load_lora_adapter"]
 MODE: Json = {"name": "mode", "in": "query", "schema": {"enum": ["keep", "abort"]}}
-KINDS = {"/metrics": "text/plain", "/score": "application/msgpack"}
+KINDS = {
+    "/metrics": "text/plain",
+    "/score": "application/msgpack",
+    "/v1/chat/completions/group": "application/x-ndjson",
+}
 STREAMING = ("/v1/chat/completions", "/v1/chat/completions/tokens", "/v1/completions", "/inference/v1/generate")
 ERROR: Json = {
     "type": "object",

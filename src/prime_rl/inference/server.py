@@ -37,7 +37,7 @@ def build_app(service: Service) -> Starlette:
     from starlette.middleware import Middleware
     from starlette.routing import Route
 
-    from prime_rl.inference import control, openapi, routes, score_route, token_route
+    from prime_rl.inference import control, group_route, openapi, routes, score_route, token_route
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -47,7 +47,8 @@ def build_app(service: Service) -> Starlette:
         finally:
             await asyncio.to_thread(service.engine.close)
 
-    table = (*routes.ROUTES, *token_route.TOKEN_ROUTES, *score_route.SCORE_ROUTES, *control.CONTROL_ROUTES)
+    table = (*routes.ROUTES, *group_route.GROUP_ROUTES, *token_route.TOKEN_ROUTES)
+    table = (*table, *score_route.SCORE_ROUTES, *control.CONTROL_ROUTES)
     table = (*table, openapi.openapi_route(table))
     return Starlette(
         routes=[

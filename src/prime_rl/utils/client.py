@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import time
+from collections.abc import Awaitable, Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
@@ -13,6 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from prime_rl.utils.http import HttpPool, Reply, needs_proxy
+from prime_rl.utils.together import Together
 from rollouts.training.environments.answers import completion_types, read_completion
 
 if TYPE_CHECKING:
@@ -30,6 +32,17 @@ class Tokenized(msgspec.Struct):
     """Answer of /tokenize."""
 
     tokens: list[int]
+
+
+class GroupAnswer(msgspec.Struct):
+    """A line of /chat/completions/group."""
+
+    index: int
+    status: int
+    answer: msgspec.Raw
+
+
+decode_answer = msgspec.json.Decoder(GroupAnswer).decode
 
 
 class InferenceClient:
@@ -58,7 +71,10 @@ class InferenceClient:
         self._path = urlsplit(self.base_url).path
         self.takes_tokens = True
         """Whether the server has the routes for prompts as tokens; found out when the first one is needed."""
+        self.takes_groups = isinstance(self._pool, HttpPool)
+        """Whether the server has the route for chats that differ in their seed; found out with the first of them."""
         self._turn_ends: dict[bytes, list[int]] = {}
+        self._together = Together(self._send_group)
         self.completions = _Completions(self, "/completions")
         self.chat = _Chat(self)
 
@@ -71,6 +87,7 @@ class InferenceClient:
         """The same server at another path, such as the root for /tokenize; connections are shared."""
         twin = InferenceClient.__new__(InferenceClient)
         twin.__dict__.update(self.__dict__, base_url=base_url.rstrip("/"), _path=urlsplit(base_url).path.rstrip("/"))
+        twin._together = Together(twin._send_group)
         twin.completions, twin.chat = _Completions(twin, "/completions"), _Chat(twin)
         return twin
 
@@ -95,7 +112,47 @@ class InferenceClient:
 
     async def ask(self, path: str, body: dict[str, Any]) -> Any:
         """The completion that a route answers with."""
-        return read_completion(await self.request("POST", path, body), chat=path.startswith("/chat"))
+        data = None
+        if self.takes_groups and path == "/chat/completions" and body.get("n", 1) == 1 and not body.get("stream"):
+            data = await self._together.ask(body)
+        if data is None:
+            data = await self.request("POST", path, body)
+        return read_completion(data, chat=path.startswith("/chat"))
+
+    async def _send_group(self, body: bytes, futures: list[asyncio.Future[bytes | None]]) -> None:
+        """One request for all of them; what a server without that route, or a broken answer, leaves open stays so."""
+        import openai
+
+        path = "/chat/completions/group"
+
+        def hear(line: bytes) -> None:
+            try:
+                told = decode_answer(line)
+            except msgspec.MsgspecError as error:
+                raise ValueError(f"{path}: {error}") from error
+            future = futures[told.index]
+            if future.done():
+                return
+            if told.status < 300:
+                future.set_result(bytes(told.answer))
+            elif told.status not in RETRIED_STATUS:
+                future.set_exception(_bad_status(Reply(told.status, bytes(told.answer)), self.base_url + path))
+
+        async def send() -> Reply:
+            assert isinstance(self._pool, HttpPool)
+            reply = await self._pool.request("POST", self._path + path, body, self.headers, hear=hear)
+            if reply.status == 200 and not reply.body and not all(future.done() for future in futures):
+                return Reply(NOT_READY, b"the engine failed")
+            return reply
+
+        try:
+            whole = await self._persist(send, self.base_url + path, MAX_RETRIES)
+        except openai.RateLimitError:  # no room for so many at once; one by one there may be
+            return
+        except openai.NotFoundError:
+            whole = b"no such route"
+        if whole:
+            self.takes_groups = False
 
     async def ask_tokens(self, body: dict[str, Any]) -> Any:
         """The answer to a chat whose prompt is `tokens`; None from a server without that route."""
@@ -164,22 +221,29 @@ class InferenceClient:
         `reconnect_s` seconds. The request is the same each time, seed included, and so is the answer.
         """
         data = b"" if body is None else msgspec.json.encode(body)
+        return await self._persist(
+            lambda: self._pool.request(method, self._path + path, data, self.headers, timeout_s),
+            self.base_url + path,
+            max_retries,
+        )
+
+    async def _persist(self, send: Callable[[], Awaitable[Reply]], url: str, max_retries: int) -> bytes:
         patient_until = time.monotonic() + (self.reconnect_s if max_retries else 0.0)
         for attempt in itertools.count():
             spent = attempt >= max_retries
             gone = time.monotonic() >= patient_until
             try:
-                reply = await self._pool.request(method, self._path + path, data, self.headers, timeout_s)
+                reply = await send()
             except TimeoutError as error:
-                raise _no_answer("APITimeoutError", self.base_url + path, str(error)) from error
+                raise _no_answer("APITimeoutError", url, str(error)) from error
             except ConnectionError as error:
                 if spent and gone:
-                    raise _no_answer("APIConnectionError", self.base_url + path, str(error)) from error
+                    raise _no_answer("APIConnectionError", url, str(error)) from error
             else:
                 if reply.status < 300:
                     return reply.body
                 if reply.status not in RETRIED_STATUS or (spent and (gone or reply.status != NOT_READY)):
-                    raise _bad_status(reply, self.base_url + path)
+                    raise _bad_status(reply, url)
             await asyncio.sleep(min(RETRY_AFTER_S * 2 ** min(attempt, 8), LONGEST_RETRY_S))
         raise AssertionError("unreachable")
 

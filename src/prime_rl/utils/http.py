@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import ssl
+from collections.abc import Callable
 from typing import NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -12,6 +13,10 @@ from urllib.request import getproxies, proxy_bypass
 CONNECT_TIMEOUT_S = 10.0
 SPARE_FILES = 128  # beside the sockets: logs, files, pipes
 MAX_CONNECTING = 128  # at the same time: thousands at once overflow the server's queue and wait for each other
+
+
+Hear = Callable[[bytes], None]
+"""Gets one line; `ValueError` for one that makes no sense."""
 
 
 class Reply(NamedTuple):
@@ -42,16 +47,25 @@ class HttpPool:
         self._idle: list[_Connection] = []
 
     async def request(
-        self, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None, timeout_s: float = 0
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        headers: dict[str, str] | None = None,
+        timeout_s: float = 0,
+        hear: Hear | None = None,
     ) -> Reply:
-        """The server's answer, whatever its status; raises `ConnectionError` or `TimeoutError` when there is none."""
+        """The server's answer, whatever its status; raises `ConnectionError` or `TimeoutError` when there is none.
+
+        `hear` gets the lines of a good answer that comes in pieces as they arrive, and the reply has no body then.
+        """
         lines = [f"{method} {path} HTTP/1.1", f"host: {self._host_header}", f"content-length: {len(body)}"]
         lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
         data = ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1") + body
         async with self._free:
             try:
                 async with asyncio.timeout(timeout_s or self.timeout_s):
-                    return await self._send(data)
+                    return await self._send(data, hear)
             except TimeoutError as error:
                 limit = timeout_s or self.timeout_s
                 raise TimeoutError(f"{self.host}:{self.port} did not answer {path} within {limit:g} s") from error
@@ -61,19 +75,19 @@ class HttpPool:
         while self._idle:
             self._idle.pop().close()
 
-    async def _send(self, data: bytes) -> Reply:
+    async def _send(self, data: bytes, hear: Hear | None) -> Reply:
         while self._idle:
             connection = self._idle.pop()
             if connection.alive:
                 try:
-                    return await self._exchange(connection, data)
+                    return await self._exchange(connection, data, hear)
                 except _GoneBeforeReply:  # the server closed an idle connection just as we used it
                     continue
-        return await self._exchange(await self._connect(), data)
+        return await self._exchange(await self._connect(), data, hear)
 
-    async def _exchange(self, connection: _Connection, data: bytes) -> Reply:
+    async def _exchange(self, connection: _Connection, data: bytes, hear: Hear | None) -> Reply:
         try:
-            reply = await connection.send(data)
+            reply = await connection.send(data, hear)
         except BaseException:
             connection.close()
             raise
@@ -139,10 +153,13 @@ class _Connection(asyncio.Protocol):
         self._buffer = bytearray()
         self._status = 0  # 0: the head is not complete yet
         self._length = 0  # bytes of the body; -1: chunked; -2: everything until the end of the connection
+        self._hear: Hear | None = None
+        self._line = b""  # the beginning of one that is not complete yet
 
-    async def send(self, data: bytes) -> Reply:
+    async def send(self, data: bytes, hear: Hear | None) -> Reply:
         assert self._transport is not None
         self._reset()
+        self._hear = hear
         self._reply = asyncio.get_running_loop().create_future()
         self._transport.write(data)
         return await self._reply
@@ -186,8 +203,20 @@ class _Connection(asyncio.Protocol):
         if self._length >= 0:
             if len(self._buffer) >= self._length:
                 self._finish(bytes(self._buffer[: self._length]))
+        elif self._length == -1 and self._hear is not None and self._status == 200:
+            self._hear_pieces(self._hear)
         elif self._length == -1 and (body := _unchunk(self._buffer)) is not None:
             self._finish(body)
+
+    def _hear_pieces(self, hear: Hear) -> None:
+        """Hand over the lines that are complete, and keep the rest."""
+        pieces, used, ended = _read_pieces(self._buffer)
+        del self._buffer[:used]
+        *lines, self._line = (self._line + b"".join(pieces)).split(b"\n")
+        for line in lines:
+            hear(line)
+        if ended:
+            self._finish(b"")
 
     def _read_head(self, head: bytes) -> None:
         status_line, *lines = head.decode("latin-1").split("\r\n")
@@ -213,13 +242,21 @@ class _Connection(asyncio.Protocol):
 
 def _unchunk(data: bytearray) -> bytes | None:
     """The body of a chunked answer, or None while it is incomplete."""
-    body, at = bytearray(), 0
+    pieces, _, ended = _read_pieces(data)
+    return b"".join(pieces) if ended else None
+
+
+def _read_pieces(data: bytearray) -> tuple[list[bytes], int, bool]:
+    """The complete chunks at the beginning of `data`, how many bytes they take, and whether they end the answer."""
+    pieces: list[bytes] = []
+    at = 0
     while (end := data.find(b"\r\n", at)) >= 0:
         size = int(bytes(data[at:end]).split(b";")[0], 16)
-        start, at = end + 2, end + 2 + size + 2
+        start = end + 2
         if size == 0:  # trailer fields may follow; the empty line ends them
-            return bytes(body) if data[start : start + 2] == b"\r\n" or data.find(b"\r\n\r\n", start) >= 0 else None
-        if len(data) < at:
-            return None
-        body += data[start : start + size]
-    return None
+            return pieces, at, data[start : start + 2] == b"\r\n" or data.find(b"\r\n\r\n", start) >= 0
+        if len(data) < start + size + 2:
+            break
+        pieces.append(bytes(data[start : start + size]))
+        at = start + size + 2
+    return pieces, at, False
