@@ -102,8 +102,10 @@ distill: setup  ## setup, then context distillation of a tiny model on the CPU: 
 	@echo "==> distill"
 	@$(PY) scripts/distill.py
 
-bench: setup  ## every benchmark, with peers in environments of their own, into docs/benchmarks.md (hours)
-	@for name in startup sync exact orchestrator tail road distill nanochat trainer grpo engine; do \
+BENCH ?= startup sync exact orchestrator fleet tail road examples distill nanochat trainer grpo engine
+
+bench: setup  ## setup, then benchmarks beside their peers, into docs/benchmarks.md (hours; BENCH="grpo tail" for some)
+	@for name in $(BENCH); do \
 	  echo "==> bench_$$name"; $(PY) benchmarks/bench_$$name.py || echo "bench_$$name: a threshold was missed"; \
 	done
 	@$(PY) benchmarks/report.py

@@ -2,7 +2,7 @@
 
     python benchmarks/report.py [--results DIR] [--output docs/benchmarks.md]
 
-A benchmark that has not been run on this machine has no section.
+A section of the page stays as it is when its benchmark has left nothing new.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from results import RESULTS, ROOT, Row
 HEAD = """# Benchmarks
 
 Every number is printed by one command beside its threshold; peers run in the same run, in turns. `make bench` runs all
-of them and writes this page. What was missed is here too.
+of them and writes this page, `make bench BENCH="grpo tail"` some. What was missed is here too.
 """
 ABOUT = {
     "engine": (
@@ -74,6 +74,14 @@ def section(name: str, report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def merge(page: str, new: dict[str, str]) -> str:
+    """The page with these sections in the place of those of the same name."""
+    told = {part.partition("\n")[0]: f"## {part.strip()}" for part in ("\n" + page).split("\n## ")[1:]}
+    told |= new
+    order = sorted(told, key=lambda name: (list(ABOUT).index(name) if name in ABOUT else len(ABOUT), name))
+    return "\n\n".join([HEAD.strip(), *(told[name] for name in order)]) + "\n"
+
+
 def main() -> None:
     """Write the page."""
     parser = argparse.ArgumentParser(description="Make docs/benchmarks.md of the results.")
@@ -83,9 +91,9 @@ def main() -> None:
     found = {path.stem: json.loads(path.read_text()) for path in sorted(options.results.glob("*.json"))}
     if not found:
         raise SystemExit(f"error: {options.results} holds no results: run a benchmark first")
-    order = sorted(found, key=lambda name: (list(ABOUT).index(name) if name in ABOUT else len(ABOUT), name))
-    options.output.write_text("\n\n".join([HEAD.strip(), *(section(name, found[name]) for name in order)]) + "\n")
-    print(f"{options.output}: {', '.join(order)}")
+    page = options.output.read_text() if options.output.exists() else ""
+    options.output.write_text(merge(page, {name: section(name, report) for name, report in found.items()}))
+    print(f"{options.output}: {', '.join(found)}")
 
 
 if __name__ == "__main__":
