@@ -15,6 +15,7 @@ from test_orchestrator import engine, environments, make_config, rows, run, trai
 
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.orchestrator.orchestrator import orchestrate, run_orchestrator
+from prime_rl.utils.together import Together
 from rollouts.training.environments import Environment, load_environment
 from rollouts.training.metrics import load_jsonl
 from rollouts.training.steps import complete_steps, publish_dir, step_path
@@ -135,9 +136,14 @@ def test_batches_go_once_they_are_trained_on_and_covered_by_a_checkpoint(
 
 
 def test_a_rollout_that_weights_overtake_is_cancelled_at_the_engine_and_begun_again(
-    engine: FakeEngine, environments: dict[str, Environment], tmp_path: Path
+    engine: FakeEngine, environments: dict[str, Environment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One request of the second batch is never answered: a weight change ends it, and its group is asked again."""
+
+    async def alone(self: Together, body: Any) -> None:
+        """Requests come one by one and in their order, so that the thirteenth belongs to the second batch."""
+
+    monkeypatch.setattr(Together, "ask", alone)
     released = threading.Event()
     stuck: set[int] = set()
     original = engine.chat

@@ -8,6 +8,7 @@ import itertools
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -92,6 +93,7 @@ def test_a_seed_of_null_is_any(server: RunningServer) -> None:
         ({"seeds": [1] * (MAX_CHOICES + 1)}, f"1 to {MAX_CHOICES}"),
         ({"seeds": [True]}, "seeds must be integers"),
         ({"seeds": [1], "seed": 2}, "seed does not belong to a group"),
+        ({"seeds": [1], "stream_options": {}}, "stream_options does not belong to a group"),
         ({"seeds": [1], "n": 2}, "n does not belong to a group"),
         ({"seeds": [1], "stream": True}, "stream does not belong to a group"),
         ({"seeds": [1], "tokens": [5]}, "tokens does not belong to a group"),
@@ -267,32 +269,134 @@ def test_the_error_of_a_group_is_the_error_of_each(server: RunningServer) -> Non
 def test_an_engine_that_fails_in_the_middle_keeps_what_it_has_told(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first answer stands; what is left is asked for again, with the same seeds."""
-    monkeypatch.setattr("prime_rl.utils.client.RETRY_AFTER_S", 0.001)
-    batches, fails = server.service.engine.batches, itertools.count()
+    """The first answer stands; what is left is asked for alone, with the same seeds."""
+    batches = server.service.engine.batches
 
     async def breaking(requests: list[Any]) -> Any:
         async with contextlib.aclosing(batches(requests)) as inner:
             async for events in inner:
                 yield events[:1]
-                if next(fails) == 0:
-                    raise EngineFailed("the engine has failed: no memory")
-                yield events[1:]
+                raise EngineFailed("the engine has failed: no memory")
 
     monkeypatch.setattr(server.service.engine, "batches", breaking)
 
     async def main() -> None:
         client = InferenceClient(f"{server.root}/v1")
+        before = server.metric("requests_finished_total")
         answers = await asyncio.gather(*[ask(client, seed=seed, ignore_eos=True) for seed in range(3)])
-        assert next(fails) >= 2
+        assert server.metric("requests_finished_total") - before == 3 + 2
         assert [a.choices for a in answers] == [(await ask(client, seed=s, ignore_eos=True)).choices for s in range(3)]
         await client.close()
 
     asyncio.run(main())
 
 
+def test_an_answer_that_cannot_be_written_is_one_failure(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat, calls = server.service.writer.chat, itertools.count()
+
+    def write(*args: Any) -> Any:
+        return {"text": "\ud83d"} if next(calls) == 1 else chat(*args)
+
+    monkeypatch.setattr(server.service.writer, "chat", write)
+
+    async def main() -> None:
+        client = InferenceClient(f"{server.root}/v1", reconnect_s=30)
+        found = await asyncio.gather(*[ask(client, seed=seed) for seed in range(4)], return_exceptions=True)
+        bad = [one for one in found if isinstance(one, BaseException)]
+        assert len(bad) == 1 and isinstance(bad[0], openai.InternalServerError) and next(calls) == 4
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_groups_that_come_together_keep_to_the_limit(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each passes the check before the first one is begun; what is too much is told line by line."""
+    monkeypatch.setattr(server.service.engine, "max_requests", 40)
+
+    async def main() -> list[httpx.Response]:
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
+            group = body(seeds=list(range(30)), ignore_eos=True)
+            return await asyncio.gather(*[http.post(server.root + GROUP, json=group) for _ in range(8)])
+
+    most, listeners = 0, server.service.engine._listeners
+    submit = server.service.engine._submit
+
+    def noting(*args: Any) -> None:
+        nonlocal most
+        submit(*args)
+        most = max(most, len(listeners))
+
+    monkeypatch.setattr(server.service.engine, "_submit", noting)
+    replies = asyncio.run(main())
+    assert 30 <= most <= 40
+    statuses = [json.loads(line)["status"] for r in replies if r.status_code == 200 for line in r.text.splitlines()]
+    assert all(reply.status_code in (200, 429) for reply in replies) and statuses.count(200) >= 30
+    assert set(statuses) <= {200, 429}
+
+
+def test_what_the_server_draws_by_default_holds_for_seeds_of_null() -> None:
+    seeded, double = RunningServer(None, sampling={"seed": 5}), RunningServer(None, sampling={"extra_body": {"n": 2}})
+    try:
+        lines = [json.loads(line) for line in seeded.post(GROUP, body(seeds=[None, None, 6])).text.splitlines()]
+        drawn = {line["index"]: line["answer"]["choices"][0]["token_ids"] for line in lines}
+        assert drawn[0] == drawn[1] == seeded.post(SINGLE, body()).json()["choices"][0]["token_ids"] != drawn[2]
+
+        async def main() -> None:
+            client = InferenceClient(f"{double.root}/v1")
+            answers = await asyncio.gather(*[ask(client, seed=seed) for seed in range(3)])
+            assert all(len(answer.choices) == 2 for answer in answers)
+            await client.close()
+
+        asyncio.run(main())
+    finally:
+        seeded.stop()
+        double.stop()
+
+
+def test_values_that_change_nothing_are_taken(server: RunningServer, paths: list[str]) -> None:
+    async def main() -> None:
+        client = InferenceClient(f"{server.root}/v1")
+        answers = await asyncio.gather(*[ask(client, seed=seed, n=1, stream=False) for seed in range(3)])
+        assert all(answer.choices for answer in answers) and paths == [GROUP]
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_what_cannot_be_sent_is_the_error_of_who_asked(server: RunningServer) -> None:
+    async def main() -> None:
+        client = InferenceClient(f"{server.root}/v1")
+        found = await asyncio.gather(*[ask(client, seed=seed) for seed in (object(), 1, 2)], return_exceptions=True)
+        assert isinstance(found[0], TypeError) and all(one.choices for one in found[1:])
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_who_is_cancelled_first_draws_no_longer_than_the_others(server: RunningServer) -> None:
+    """One leaves, the other is answered: now nobody waits, and the request ends."""
+
+    async def main() -> None:
+        client = InferenceClient(f"{server.root}/v1")
+        ids = {seed: (await ask(client, seed=seed, max_tokens=2)).choices[0].token_ids for seed in range(40)}
+        first = next(seed for seed in ids if ids[seed][0] != ids[0][0])  # ends at once where seed 0 goes on
+        ends = {"stop_token_ids": [ids[first][0]], "ignore_eos": True, "max_tokens": 450}
+        leaving, staying = (asyncio.create_task(ask(client, seed=seed, **ends)) for seed in (0, first))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        leaving.cancel()
+        assert (await staying).choices[0].token_ids == ids[first][:1]
+        await _until(lambda: server.metric("requests_running") == 0)
+        await client.close()
+
+    asyncio.run(main())
+
+
 @contextlib.contextmanager
-def scripted(*replies: bytes) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def scripted(*replies: bytes, hold_s: float = 0) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Answers each connection's one request with the next bytes and closes it; tells the bodies."""
     listener, bodies = socket.create_server(("127.0.0.1", 0)), []
 
@@ -302,6 +406,7 @@ def scripted(*replies: bytes) -> Iterator[tuple[str, list[dict[str, Any]]]]:
             with connection:
                 bodies.append(json.loads(connection.recv(65536).partition(b"\r\n\r\n")[2]))
                 connection.sendall(reply)
+                time.sleep(hold_s)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
@@ -335,13 +440,16 @@ def gather(url: str, num: int) -> list[Any]:
     return contents(asyncio.run(main()))
 
 
-def test_a_broken_connection_loses_nothing_that_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prime_rl.utils.client.RETRY_AFTER_S", 0.001)
-    broken = HEAD + chunk(line(1, "one"), end=False)
-    whole = HEAD + chunk(line(1, "another"), line(0, "zero"), line(2, "two"))
-    with scripted(broken, whole) as (url, bodies):
-        assert gather(url, 3) == ["zero", "one", "two"]
-        assert bodies[0] == bodies[1] and bodies[0]["seeds"] == [0, 1, 2]
+def alone(text: str) -> bytes:
+    data = json.dumps(line(0, text)["answer"]).encode()
+    return b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(data), data)
+
+
+def test_a_broken_connection_loses_nothing_that_has_arrived() -> None:
+    with scripted(HEAD + chunk(line(1, "one"), end=False), alone("first"), alone("second")) as (url, bodies):
+        found = gather(url, 3)
+        assert found[1] == "one" and sorted([found[0], found[2]]) == ["first", "second"]
+        assert bodies[0]["seeds"] == [0, 1, 2] and sorted(b["seed"] for b in bodies[1:]) == [0, 2]
 
 
 def test_a_line_that_failed_is_one_failure() -> None:
@@ -350,19 +458,48 @@ def test_a_line_that_failed_is_one_failure() -> None:
     assert zero == "zero" and isinstance(error, openai.InternalServerError) and "bad luck" in str(error)
 
 
-def test_what_is_no_line_is_a_connection_that_broke(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prime_rl.utils.client.RETRY_AFTER_S", 0.001)
-    with scripted(*[HEAD + chunk("what?")] * 4) as (url, _):
-        assert all(isinstance(error, openai.APIConnectionError) for error in gather(url, 2))
+@pytest.mark.parametrize(
+    ("reply", "asked_again"),
+    [
+        (HEAD + chunk("what?"), True),
+        (HEAD + chunk(line(7, "nobody's")), True),
+        (HEAD + b"0\r\n\r\n", True),
+        (alone("nobody's"), False),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n", True),
+        *((b"HTTP/1.1 %d Whatever\r\ncontent-length: 2\r\n\r\n{}" % status, True) for status in (302, 400, 403, 503)),
+        *((b"HTTP/1.1 %d Whatever\r\ncontent-length: 2\r\n\r\n{}" % status, False) for status in (404, 405, 501)),
+        (b"", True),
+    ],
+)
+def test_a_server_that_says_anything_else_is_asked_one_by_one(reply: bytes, asked_again: bool) -> None:
+    with scripted(reply, alone("first"), alone("second")) as (url, bodies):
 
+        async def main() -> None:
+            client = InferenceClient(url)
+            found = await asyncio.gather(*[ask(client, seed=seed) for seed in range(2)])
+            assert sorted(contents(found)) == ["first", "second"] and client.takes_groups == asked_again
 
-def test_a_whole_answer_is_no_group() -> None:
-    """Some server that answers any path: its answer is nobody's, and each is asked for alone."""
-    alone = [json.dumps(line(0, f"alone {i}")["answer"]).encode() for i in range(2)]
-    replies = [b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(data), data) for data in [b"{}", *alone]]
-    with scripted(*replies) as (url, bodies):
-        assert sorted(gather(url, 2)) == ["alone 0", "alone 1"]
+        asyncio.run(main())
         assert "seeds" in bodies[0] and sorted(b["seed"] for b in bodies[1:]) == [0, 1]
+
+
+def test_lines_that_a_proxy_has_collected_are_lines() -> None:
+    data = b"".join(json.dumps(line(i, f"answer {i}")).encode() + b"\n" for i in (1, 0))
+    with scripted(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(data), data)) as (url, _):
+        assert gather(url, 2) == ["answer 0", "answer 1"]
+
+
+def test_too_slow_is_not_sent_twice() -> None:
+    with scripted(HEAD + chunk(line(1, "one"), end=False), hold_s=1) as (url, bodies):
+
+        async def main() -> list[Any]:
+            client = InferenceClient(url, timeout_s=0.3)
+            return await asyncio.gather(*[ask(client, seed=seed) for seed in range(3)], return_exceptions=True)
+
+        late, one, too = contents(asyncio.run(main()))
+        assert one == "one" and late is not too
+        assert isinstance(late, openai.APITimeoutError) and isinstance(too, openai.APITimeoutError)
+        assert len(bodies) == 1
 
 
 @given(data=st.data())

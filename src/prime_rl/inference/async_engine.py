@@ -72,10 +72,16 @@ class AsyncEngine:
         await asyncio.wrap_future(self._thread.resume())
 
     def check(self, requests: list[GenerationRequest]) -> None:
-        """Before anything is answered: `ValueError` for what the engine cannot do, `EngineBusy` when it is full."""
+        """Before anything is answered: `ValueError` for what the engine cannot do, `EngineBusy` when it is full.
+
+        Of several streams that pass at the same time, `stream` and `batches` still refuse the last ones so.
+        """
         for request in requests:
             self.engine.check(request)
-        if self.max_requests is not None and len(self._listeners) + len(requests) > self.max_requests:
+        self._check_room(len(requests))
+
+    def _check_room(self, num_requests: int) -> None:
+        if self.max_requests is not None and len(self._listeners) + num_requests > self.max_requests:
             raise EngineBusy(f"{len(self._listeners)} requests are running or waiting: try again in a moment")
 
     async def generate(self, requests: list[GenerationRequest], receive: Receive | None = None) -> list[Output]:
@@ -134,6 +140,7 @@ class AsyncEngine:
 
     def _submit(self, requests: list[GenerationRequest], listener: Listener) -> None:
         self._check()
+        self._check_room(len(requests))
         for request in requests:
             self._listeners[request] = listener
             self._thread.submit(request)

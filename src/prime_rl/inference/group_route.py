@@ -14,16 +14,20 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from prime_rl.inference.async_engine import EngineFailed
+from prime_rl.inference.async_engine import EngineBusy, EngineFailed
 from prime_rl.inference.engine import GenerationRequest, Output
-from prime_rl.inference.requests import MAX_CHOICES, ApiError, Json, Wish, parse_body
-from prime_rl.inference.routes import Route, build_wish, check
+from prime_rl.inference.requests import MAX_CHOICES, ApiError, Wish, parse_body
+from prime_rl.inference.routes import Route, build_wish, check, refuse
 
 if TYPE_CHECKING:
     from prime_rl.inference.service import Service
 
-SINGLE = ("seed", "n", "stream", "stream_options", "tokens")
-"""Fields of a chat that say how many answers there are and how they come, as `seeds` does here, or the prompt."""
+SINGLE: dict[str, tuple[Any, ...]] = {
+    **{"seed": (None,), "n": (None, 1), "stream": (None, False)},
+    **{"stream_options": (None,), "tokens": (None,)},
+}
+"""Fields of a chat that say how many answers there are and how they come, as `seeds` does here, or the prompt: only
+values that change nothing are taken."""
 
 
 async def chat_group(service: Service, request: Request) -> Response:
@@ -31,14 +35,22 @@ async def chat_group(service: Service, request: Request) -> Response:
     body = parse_body(await request.body())
     service.find_adapter(body)
     seeds = _parse_seeds(body.pop("seeds", None))
-    if given := [name for name in SINGLE if body.pop(name, None) is not None]:
-        raise ApiError(f"{given[0]} does not belong to a group: leave it out, seeds says it", param=given[0])
+    for name, neutral in SINGLE.items():
+        if body.pop(name, None) not in neutral:
+            raise ApiError(f"{name} does not belong to a group: leave it out, seeds says it", param=name)
     prompt = service.render(body)
-    wish = build_wish(service, body, [prompt], chat=True)
-    drawn = [service.next_seed() if seed is None else seed for seed in seeds]
-    requests = [GenerationRequest(prompt, replace(wish.params, seed=seed), False, wish.adapter) for seed in drawn]
+    wish = build_wish(service, body | {"seed": 0}, [prompt], chat=True)
+    if wish.num_choices != 1 or wish.stream:
+        raise ApiError("inference.sampling has n or stream, which do not belong to a group: ask for single chats")
+    drawn = [service.defaults.get("seed") if seed is None else seed for seed in seeds]
+    requests = [
+        GenerationRequest(
+            prompt, replace(wish.params, seed=service.next_seed() if seed is None else seed), False, wish.adapter
+        )
+        for seed in drawn
+    ]
     check(service, requests)
-    return StreamingResponse(_lines(service, prompt, requests, wish), media_type="application/x-ndjson")
+    return StreamingResponse(_lines(service, request, prompt, requests, wish), media_type="application/x-ndjson")
 
 
 def _parse_seeds(seeds: Any) -> list[int | None]:
@@ -50,28 +62,31 @@ def _parse_seeds(seeds: Any) -> list[int | None]:
 
 
 async def _lines(
-    service: Service, prompt: list[int], requests: list[GenerationRequest], wish: Wish
+    service: Service, request: Request, prompt: list[int], requests: list[GenerationRequest], wish: Wish
 ) -> AsyncIterator[bytes]:
     """The answers that each step of the engine completes, in one piece."""
     index = {single: i for i, single in enumerate(requests)}
 
     def tell(output: Output) -> bytes:
-        status, answer = 200, {}
+        i = index.pop(output.request)
         try:
-            answer = service.writer.chat(prompt, [output], wish)
-        except ApiError as error:
-            status, answer = error.status, error.body()
-        return line(index.pop(output.request), status, answer)
+            return _line(i, 200, orjson.dumps(service.writer.chat(prompt, [output], wish)))
+        except Exception as error:  # what cannot be written is its own failure, as for a request of its own
+            return fail(i, error)
 
-    def line(i: int, status: int, answer: Json) -> bytes:
-        return orjson.dumps({"index": i, "status": status, "answer": answer}) + b"\n"
+    def fail(i: int, error: Exception) -> bytes:
+        refusal = refuse(request, error)
+        return _line(i, refusal.status_code, bytes(refusal.body))
 
     try:
         async for events in service.engine.batches(requests):
             yield b"".join(tell(event) for event in events if isinstance(event, Output))
-    except EngineFailed as error:
-        failure = ApiError(str(error), status=503).body()
-        yield b"".join(line(i, 503, failure) for i in index.values())
+    except (EngineBusy, EngineFailed) as error:
+        yield b"".join(fail(i, error) for i in index.values())
+
+
+def _line(index: int, status: int, answer: bytes) -> bytes:
+    return b'{"index":%d,"status":%d,"answer":%s}\n' % (index, status, answer)
 
 
 GROUP_ROUTES: tuple[Route, ...] = (("/v1/chat/completions/group", "POST", chat_group, "api"),)

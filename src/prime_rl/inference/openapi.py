@@ -129,15 +129,16 @@ SCORE_REQUEST: dict[str, Json] = {
     "temperature": {"type": "number", "minimum": SMALLEST, "maximum": LARGEST},
     "model": MODEL,
 }
-SEEDS: dict[str, Json] = {
-    "seeds": {"type": "array", "items": _maybe("integer"), "minItems": 1, "maxItems": MAX_CHOICES}
+GROUP: dict[str, Json] = {
+    "seeds": {"type": "array", "items": _maybe("integer"), "minItems": 1, "maxItems": MAX_CHOICES},
+    **{name: {"enum": list(neutral)} for name, neutral in SINGLE.items()},
 }
 VERSION: Json = {"type": "integer", "minimum": 0}
 DIRECTORY: Json = {"type": "string", "minLength": 1}
 BODIES: dict[str, Json] = {
     "/v1/chat/completions": _body(CHAT_FIELDS - {"tokens"}, ["messages"], BESIDE),
     "/v1/chat/completions/tokens": _body(CHAT_FIELDS, ["tokens"], BESIDE | {"messages": ANY}),
-    "/v1/chat/completions/group": _body(CHAT_FIELDS - frozenset(SINGLE), ["messages", "seeds"], BESIDE | SEEDS),
+    "/v1/chat/completions/group": _body(CHAT_FIELDS, ["messages", "seeds"], BESIDE | GROUP),
     "/v1/completions": _body(COMPLETION_FIELDS, ["prompt"], BESIDE),
     "/tokenize": _body(TOKENIZE_FIELDS, [], {"tool_choice": ANY, "prompt": ANY, "messages": ANY}),
     "/detokenize": {"type": "object", "properties": {"model": MODEL, "tokens": IDS}, "required": ["tokens"]},

@@ -67,7 +67,7 @@ async def _answer_chat(service: Service, request: Request, body: Json, prompt: l
     requests = build_requests(prompt, wish)
     check(service, requests)
     if wish.stream:
-        return _stream(service, [prompt], requests, wish, chat=True)
+        return _stream(service, request, [prompt], requests, wish, chat=True)
     outputs = await service.engine.generate(requests, request.receive)
     return answer(service.writer.chat(prompt, outputs, wish))
 
@@ -80,7 +80,7 @@ async def completions(service: Service, request: Request) -> Response:
     requests = [single for prompt in prompts for single in build_requests(prompt, wish)]
     check(service, requests)
     if wish.stream:
-        return _stream(service, prompts, requests, wish, chat=False)
+        return _stream(service, request, prompts, requests, wish, chat=False)
     outputs = await service.engine.generate(requests, request.receive)
     return answer(service.writer.completion(prompts, outputs, wish))
 
@@ -238,7 +238,13 @@ def _prompts(service: Service, body: Json) -> list[list[int]]:
 
 
 def _stream(
-    service: Service, prompts: list[list[int]], requests: list[GenerationRequest], wish: Wish, *, chat: bool
+    service: Service,
+    request: Request,
+    prompts: list[list[int]],
+    requests: list[GenerationRequest],
+    wish: Wish,
+    *,
+    chat: bool,
 ) -> Response:
     """Server-sent events: one line per piece, then usage if wanted, then [DONE]."""
     head = service.writer.head("chat.completion.chunk" if chat else "text_completion", "chatcmpl" if chat else "cmpl")
@@ -267,9 +273,8 @@ def _stream(
                 yield piece(event)
                 if isinstance(event, Output):
                     outputs.append(event)
-        except (ApiError, EngineFailed) as error:
-            failure = error if isinstance(error, ApiError) else ApiError(str(error), status=503)
-            yield b"data: " + orjson.dumps(failure.body()) + b"\n\n"
+        except (ApiError, EngineBusy, EngineFailed) as error:
+            yield b"data: " + refuse(request, error).body + b"\n\n"
             return
         if wish.include_usage:
             yield line({"choices": [], "usage": usage(sum(map(len, prompts)), outputs)})

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import os
 import time
-from collections.abc import Awaitable, Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
@@ -14,7 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from prime_rl.utils.http import HttpPool, Reply, needs_proxy
-from prime_rl.utils.together import Together
+from prime_rl.utils.together import Open, Together
 from rollouts.training.environments.answers import completion_types, read_completion
 
 if TYPE_CHECKING:
@@ -26,6 +25,7 @@ RETRY_AFTER_S = 0.25
 LONGEST_RETRY_S = 1.0
 RETRIED_STATUS = (429, 502, 503, 504)
 NOT_READY = 503
+NO_SUCH_ROUTE = (404, 405, 501)
 
 
 class Tokenized(msgspec.Struct):
@@ -73,6 +73,7 @@ class InferenceClient:
         """Whether the server has the routes for prompts as tokens; found out when the first one is needed."""
         self.takes_groups = isinstance(self._pool, HttpPool)
         """Whether the server has the route for chats that differ in their seed; found out with the first of them."""
+        self._knows_groups = False
         self._turn_ends: dict[bytes, list[int]] = {}
         self._together = Together(self._send_group)
         self.completions = _Completions(self, "/completions")
@@ -119,10 +120,12 @@ class InferenceClient:
             data = await self.request("POST", path, body)
         return read_completion(data, chat=path.startswith("/chat"))
 
-    async def _send_group(self, body: bytes, futures: list[asyncio.Future[bytes | None]]) -> None:
-        """One request for all of them; what a server without that route, or a broken answer, leaves open stays so."""
-        import openai
+    async def _send_group(self, body: bytes, waiting: Open) -> None:
+        """One request for all of them. Only what it answers counts: what it leaves open is asked for alone.
 
+        So it is not tried again, and whatever a server says that does not know this route harms nobody.
+        """
+        assert isinstance(self._pool, HttpPool)
         path = "/chat/completions/group"
 
         def hear(line: bytes) -> None:
@@ -130,29 +133,29 @@ class InferenceClient:
                 told = decode_answer(line)
             except msgspec.MsgspecError as error:
                 raise ValueError(f"{path}: {error}") from error
-            future = futures[told.index]
-            if future.done():
+            self._knows_groups = True
+            if told.status in RETRIED_STATUS or (future := waiting.pop(told.index, None)) is None or future.done():
                 return
             if told.status < 300:
                 future.set_result(bytes(told.answer))
-            elif told.status not in RETRIED_STATUS:
+            else:
                 future.set_exception(_bad_status(Reply(told.status, bytes(told.answer)), self.base_url + path))
 
-        async def send() -> Reply:
-            assert isinstance(self._pool, HttpPool)
-            reply = await self._pool.request("POST", self._path + path, body, self.headers, hear=hear)
-            if reply.status == 200 and not reply.body and not all(future.done() for future in futures):
-                return Reply(NOT_READY, b"the engine failed")
-            return reply
-
         try:
-            whole = await self._persist(send, self.base_url + path, MAX_RETRIES)
-        except openai.RateLimitError:  # no room for so many at once; one by one there may be
+            reply = await self._pool.request("POST", self._path + path, body, self.headers, hear=hear)
+            if reply.status == 200:  # from a proxy that collects what comes in pieces
+                for line in reply.body.splitlines():
+                    hear(line)
+        except TimeoutError as error:
+            for future in waiting.values():
+                if not future.done():
+                    future.set_exception(_no_answer("APITimeoutError", self.base_url + path, str(error)))
+        except ConnectionError:
             return
-        except openai.NotFoundError:
-            whole = b"no such route"
-        if whole:
-            self.takes_groups = False
+        except ValueError:
+            self.takes_groups = self._knows_groups
+        else:
+            self.takes_groups = self._knows_groups or reply.status not in NO_SUCH_ROUTE
 
     async def ask_tokens(self, body: dict[str, Any]) -> Any:
         """The answer to a chat whose prompt is `tokens`; None from a server without that route."""
@@ -221,29 +224,22 @@ class InferenceClient:
         `reconnect_s` seconds. The request is the same each time, seed included, and so is the answer.
         """
         data = b"" if body is None else msgspec.json.encode(body)
-        return await self._persist(
-            lambda: self._pool.request(method, self._path + path, data, self.headers, timeout_s),
-            self.base_url + path,
-            max_retries,
-        )
-
-    async def _persist(self, send: Callable[[], Awaitable[Reply]], url: str, max_retries: int) -> bytes:
         patient_until = time.monotonic() + (self.reconnect_s if max_retries else 0.0)
         for attempt in itertools.count():
             spent = attempt >= max_retries
             gone = time.monotonic() >= patient_until
             try:
-                reply = await send()
+                reply = await self._pool.request(method, self._path + path, data, self.headers, timeout_s)
             except TimeoutError as error:
-                raise _no_answer("APITimeoutError", url, str(error)) from error
+                raise _no_answer("APITimeoutError", self.base_url + path, str(error)) from error
             except ConnectionError as error:
                 if spent and gone:
-                    raise _no_answer("APIConnectionError", url, str(error)) from error
+                    raise _no_answer("APIConnectionError", self.base_url + path, str(error)) from error
             else:
                 if reply.status < 300:
                     return reply.body
                 if reply.status not in RETRIED_STATUS or (spent and (gone or reply.status != NOT_READY)):
-                    raise _bad_status(reply, url)
+                    raise _bad_status(reply, self.base_url + path)
             await asyncio.sleep(min(RETRY_AFTER_S * 2 ** min(attempt, 8), LONGEST_RETRY_S))
         raise AssertionError("unreachable")
 
