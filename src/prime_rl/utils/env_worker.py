@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import gc
 import logging
 import mmap
 import os
@@ -270,6 +271,7 @@ def main() -> int:
         return 0
     quiet_libraries()
     prepare_client()  # now, and not in the first group's time
+    gc.freeze()  # libraries fill most of the memory: the collector need not walk over them again and again
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then closes the connection
     send_frame(control, encode(Loaded()))
     asyncio.run(Worker(environment, Pulse(pulse_fd)).serve(socket.socket(fileno=work_fd), control))
