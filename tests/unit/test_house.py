@@ -139,18 +139,28 @@ def _imported(node: ast.AST, module: Module, known: set[str]) -> Iterator[str]:
             base = ".".join([*package[: len(package) - node.level + 1], *([base] if base else [])])
         for alias in node.names:
             yield f"{base}.{alias.name}" if f"{base}.{alias.name}" in known else base
-    elif isinstance(node, ast.Call) and node.args and ast.unparse(node.func).endswith("import_module"):
+    elif isinstance(node, ast.Call) and node.args and _called(node) == "import_module":
         yield from (str(arg.value) for arg in node.args[:1] if isinstance(arg, ast.Constant))
 
 
-def _walk(node: ast.AST, eager: bool = True) -> Iterator[tuple[ast.AST, bool]]:
+def _called(node: ast.Call) -> str:
+    """The last part of what is called."""
+    return getattr(node.func, "attr", getattr(node.func, "id", ""))
+
+
+def _walk(tree: ast.AST) -> Iterator[tuple[ast.AST, bool]]:
     """Every node below, with False inside functions and `if TYPE_CHECKING:`."""
-    for child in ast.iter_child_nodes(node):
-        lazy = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and child not in node.orelse:
-            lazy = True
-        yield child, eager and not lazy
-        yield from _walk(child, eager and not lazy)
+    waiting = [(tree, True)]
+    while waiting:
+        node, eager = waiting.pop()
+        for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for child in ast.iter_child_nodes(node):
+            lazy = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            if isinstance(node, ast.If) and for_types and child not in node.orelse:
+                lazy = True
+            found = child, eager and not lazy
+            yield found
+            waiting.append(found)
 
 
 def read_house(src: Path) -> dict[str, Module]:
@@ -161,10 +171,12 @@ def read_house(src: Path) -> dict[str, Module]:
         is_package = parts[-1] == "__init__"
         name = ".".join(parts[:-1] if is_package else parts)
         house[name] = Module(name, ast.parse(path.read_text(encoding="utf-8")), is_package)
+    known = set(house)
     for module in house.values():
         for node, eager in _walk(module.tree):
-            for name in _imported(node, module, set(house)):
-                module.names.setdefault(name, getattr(node, "lineno", 0))
+            for name in _imported(node, module, known):
+                line = getattr(node, "lineno", 0)
+                module.names[name] = min(line, module.names.get(name, line))
                 if eager:
                     module.eager.add(name)
     return house
