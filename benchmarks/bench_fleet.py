@@ -39,6 +39,7 @@ from prime_rl.orchestrator.engines import EngineKeeper, prepare_engines  # noqa:
 from prime_rl.orchestrator.orchestrator import run_steps  # noqa: E402
 from prime_rl.orchestrator.parts import assemble, running  # noqa: E402
 from prime_rl.transport.batches import decode_batch, encode_batch  # noqa: E402
+from prime_rl.utils.collector import calm_collector  # noqa: E402
 from rollouts.agents import Turn  # noqa: E402
 from rollouts.training.agent_integration import Rollout  # noqa: E402
 from rollouts.training.batching import pack_samples  # noqa: E402
@@ -219,7 +220,8 @@ async def live(world: World) -> None:
         for engine in clients[:: max(100, number // 10)]:
             tasks.start_soon(engine.leave_and_join)
         async with running(parts):
-            await run_steps(parts)
+            with calm_collector():
+                await run_steps(parts)
         tasks.cancel_scope.cancel()
     assert parts.relay.version == world.steps and world.num_packed
 

@@ -86,9 +86,11 @@ async def run_orchestrator(
 ) -> None:
     """The whole run, against the servers that the configuration names."""
     from prime_rl.orchestrator.parts import build_orchestrator
+    from prime_rl.utils.collector import calm_collector
 
     async with build_orchestrator(config, environments, eval_environments or {}) as parts:
-        await run_steps(parts)
+        with calm_collector():
+            await run_steps(parts)
 
 
 def orchestrate(config: OrchestratorConfig) -> int:
