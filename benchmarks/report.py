@@ -35,6 +35,10 @@ ABOUT = {
         "Asynchronous against synchronous RL where one rollout in 32 is late: seconds to the same reward.",
     ),
     "orchestrator": ("python benchmarks/bench_orchestrator.py", "What a rollout costs client and orchestrator."),
+    "fleet": (
+        "python benchmarks/bench_fleet.py",
+        "Does the orchestrator's work per rollout stay what it is from 10 engines to 1,000? In virtual time.",
+    ),
     "road": ("python benchmarks/bench_road.py", "The demo on three seeds: what it learns, in which time."),
     "examples": ("python benchmarks/bench_examples.py", "The tiny examples on two seeds: does RL raise the reward?"),
     "nanochat": (
