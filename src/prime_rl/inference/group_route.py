@@ -22,33 +22,25 @@ from prime_rl.inference.routes import Route, build_wish, check, refuse
 if TYPE_CHECKING:
     from prime_rl.inference.service import Service
 
-SINGLE: dict[str, tuple[Any, ...]] = {
-    **{"seed": (None,), "n": (None, 1), "stream": (None, False)},
-    **{"stream_options": (None,), "tokens": (None,)},
-}
-"""Fields of a chat that say how many answers there are and how they come, as `seeds` does here, or the prompt: only
-values that change nothing are taken."""
-
 
 async def chat_group(service: Service, request: Request) -> Response:
     """One chat, answered once for each of `seeds`, as lines of JSON: `{"index", "status", "answer"}`."""
     body = parse_body(await request.body())
     service.find_adapter(body)
     seeds = _parse_seeds(body.pop("seeds", None))
-    for name, neutral in SINGLE.items():
-        if body.pop(name, None) not in neutral:
-            raise ApiError(f"{name} does not belong to a group: leave it out, seeds says it", param=name)
+    for name in ("seed", "tokens"):
+        if body.pop(name, None) is not None:
+            raise ApiError(f"{name} does not belong to a group: leave it out", param=name)
     prompt = service.render(body)
     wish = build_wish(service, body | {"seed": 0}, [prompt], chat=True)
-    if wish.num_choices != 1 or wish.stream:
-        raise ApiError("inference.sampling has n or stream, which do not belong to a group: ask for single chats")
-    drawn = [service.defaults.get("seed") if seed is None else seed for seed in seeds]
-    requests = [
-        GenerationRequest(
-            prompt, replace(wish.params, seed=service.next_seed() if seed is None else seed), False, wish.adapter
-        )
-        for seed in drawn
-    ]
+    if wish.num_choices != 1 or wish.stream:  # of the request, or of inference.sampling
+        name = "stream" if wish.stream else "n"
+        raise ApiError(f"{name} does not belong to a group: seeds says how many answers there are", param=name)
+    default = service.defaults.get("seed")
+    requests = []
+    for seed in (default if given is None else given for given in seeds):
+        params = replace(wish.params, seed=service.next_seed() if seed is None else seed)
+        requests.append(GenerationRequest(prompt, params, False, wish.adapter))
     check(service, requests)
     return StreamingResponse(_lines(service, request, prompt, requests, wish), media_type="application/x-ndjson")
 

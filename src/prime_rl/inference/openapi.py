@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from prime_rl.inference.group_route import SINGLE
 from prime_rl.inference.requests import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,
@@ -131,7 +130,8 @@ SCORE_REQUEST: dict[str, Json] = {
 }
 GROUP: dict[str, Json] = {
     "seeds": {"type": "array", "items": _maybe("integer"), "minItems": 1, "maxItems": MAX_CHOICES},
-    **{name: {"enum": list(neutral)} for name, neutral in SINGLE.items()},
+    **{"n": {"enum": [1, None]}, "stream": {"enum": [False, None]}},
+    **{name: {"type": "null"} for name in ("seed", "tokens", "stream_options")},
 }
 VERSION: Json = {"type": "integer", "minimum": 0}
 DIRECTORY: Json = {"type": "string", "minLength": 1}
