@@ -167,13 +167,16 @@ def test_a_short_answer_does_not_wait_for_a_long_one(server: RunningServer) -> N
     async def main() -> None:  # the same inside of one group: a stop string ends some after a token, others never
         client = InferenceClient(f"{server.root}/v1")
         ended: list[int] = []
+        drawing: list[int] = []
 
         async def one(seed: int) -> None:
             answer = await ask(client, seed=seed, max_tokens=300, stop=["a", "e", "i", "o", "u"])
             ended.append(len(answer.choices[0].token_ids))
+            drawing.append(server.service.engine.num_requests)
 
         await asyncio.gather(*[one(seed) for seed in range(12)])
         assert ended == sorted(ended) and ended[0] < ended[-1]
+        assert drawing[0] > 0, "the others were still being drawn when the first answer was there"
         await client.close()
 
     asyncio.run(main())
