@@ -14,13 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prime_rl.config import RLConfig, given_gpus, has_versions
-from prime_rl.config_teacher import describe_taus
-from prime_rl.deployment.config import LocalDeployment
-from prime_rl.inference.config import InferenceConfig
-from prime_rl.utils.config import AVERAGE_DIR, BROADCASTS_DIR
+from prime_rl.utils.command import run_command
+from prime_rl.utils.output_dir import AVERAGE_DIR, BROADCASTS_DIR
 from prime_rl.utils.process import ChildFailed, Supervisor, check_port_free, find_gpus, num_cores
-from prime_rl.utils.pydantic_config import BaseConfig, run_command, write_config
 from rollouts.training.steps import (
     complete_steps,
     find_damage,
@@ -32,7 +28,10 @@ from rollouts.training.steps import (
 )
 
 if TYPE_CHECKING:
+    from prime_rl.config import RLConfig
     from prime_rl.eval.config import EvalConfig
+    from prime_rl.inference.config import InferenceConfig
+    from prime_rl.utils.pydantic_config import BaseConfig
 
 STEP_DIRS = ("rollouts", "weights", BROADCASTS_DIR, AVERAGE_DIR, "checkpoints")
 CKPT_PARTS = ("trainer", "orchestrator")
@@ -50,6 +49,7 @@ class Placement:
 
 def rl(config: RLConfig) -> int:
     """Run until trainer and orchestrator are through; returns the exit code."""
+    from prime_rl.config_teacher import describe_taus
     from prime_rl.utils.hang import HangWatch
     from prime_rl.utils.progress import show_progress
     from prime_rl.utils.vf import check_environments
@@ -57,7 +57,7 @@ def rl(config: RLConfig) -> int:
     teacher = config.orchestrator.teacher_model
     if teacher is not None and teacher.inspect_context is not None:
         return show_contexts(config)
-    if not isinstance(config.deployment, LocalDeployment):
+    if config.deployment.type != "local":
         return hand_in(config)
     started = time.monotonic()
     out = config.output_dir
@@ -104,7 +104,7 @@ def hand_in(config: RLConfig) -> int:
     from prime_rl.fleet import is_whole, lay_out
 
     deployment = config.deployment
-    assert not isinstance(deployment, LocalDeployment)
+    assert deployment.type != "local"
     layout, configs = lay_out(config)
     build_files(layout, configs, deployment, config.output_dir)  # what is wrong with them is told before anything moves
     if not is_whole(deployment, config.inference is not None) and deployment.type != "kubernetes":
@@ -116,7 +116,7 @@ def hand_in(config: RLConfig) -> int:
 
 def preview(config: RLConfig) -> str | None:
     """What --dry-run shows of a deployment: its files."""
-    if isinstance(config.deployment, LocalDeployment):
+    if config.deployment.type == "local":
         return None
     from prime_rl.deployment.launch import build_files, show_files
     from prime_rl.fleet import lay_out
@@ -135,6 +135,8 @@ def show_contexts(config: RLConfig) -> int:
     import subprocess
     import tempfile
 
+    from prime_rl.utils.pydantic_config import write_config
+
     with tempfile.TemporaryDirectory(prefix="prime-rl-") as directory:
         path = Path(directory) / "orchestrator.toml"
         write_config(config.orchestrator, path)
@@ -143,6 +145,8 @@ def show_contexts(config: RLConfig) -> int:
 
 def start_processes(run: Supervisor, config: RLConfig, paths: dict[str, Path], placement: Placement) -> None:
     """Start all at once: trainer and orchestrator load while the engine does, and wait for it themselves."""
+    from prime_rl.config import has_versions
+
     num_ranks = count_trainer_ranks(config, placement)
     servers = {"inference": placement.inference, "teacher_inference": placement.teacher}
     servers = {name: gpus for name, gpus in servers.items() if name in paths}
@@ -184,6 +188,8 @@ def choose_placement(config: RLConfig) -> Placement:
     A teacher's server takes what the others leave, or shares the GPUs of inference. Where the configuration asks for
     the CPU by name, GPU ids mean nothing and are told so.
     """
+    from prime_rl.config import given_gpus
+
     if find_cpu_keys(config):
         return Placement(None, None)
     visible = find_gpus()
@@ -257,6 +263,9 @@ def describe(placement: Placement) -> str:
 
 def explain(config: RLConfig) -> list[str]:
     """What --dry-run says before the values: the map of GPUs, and the taus of a distillation."""
+    from prime_rl.config import given_gpus
+    from prime_rl.config_teacher import describe_taus
+
     given = [gpu for ids in given_gpus(config).values() for gpu in ids]
     on_cpu = find_cpu_keys(config)
     placement = Placement(None, None) if on_cpu else place(config, sorted({*given, *find_gpus()}))
@@ -385,6 +394,8 @@ def archive_records(out: Path) -> None:
 
 def write_configs(config: RLConfig) -> dict[str, Path]:
     """What each process will read, the whole, and a matching evaluation, as TOML below `configs/`."""
+    from prime_rl.utils.pydantic_config import write_config
+
     parts: dict[str, BaseConfig] = {
         "rl": config,
         "orchestrator": config.orchestrator,
@@ -456,7 +467,7 @@ def main() -> None:
     """Console script `rl`."""
     run_command(
         "rl",
-        RLConfig,
+        "prime_rl.config:RLConfig",
         rl,
         summary="Train a model by asynchronous RL: starts inference server, orchestrator and trainer together.",
         explain=explain,

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from prime_rl.trainer.config import TrainConfig
+from prime_rl.utils.command import run_command
 from prime_rl.utils.logger import setup_logger
-from prime_rl.utils.pydantic_config import BaseConfig, run_command
+from prime_rl.utils.pydantic_config import BaseConfig
 
 COMMANDS = {
     "rl": ("prime_rl.config", "RLConfig"),

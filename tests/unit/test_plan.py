@@ -13,9 +13,10 @@ import torch
 
 from prime_rl.plan.config import GiB, PlanConfig
 from prime_rl.plan.memory import cache_tokens, count_lora, trainer_memory
-from prime_rl.plan.plan import choose_split, describe, possible_splits
+from prime_rl.plan.report import describe
 from prime_rl.plan.shapes import KNOWN, parse_shape, read_shape
 from prime_rl.plan.speed import generate, hand_over_s, quantiles, train
+from prime_rl.plan.split import choose_split, possible_splits
 from prime_rl.trainer.lora import AdapterSpec, adapter_tensors, add_lora
 from prime_rl.trainer.models.attention import PackedAttention
 from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig

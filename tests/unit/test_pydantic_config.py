@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field, ValidationInfo, model_validator
 
+from prime_rl.utils.command import run_command
 from prime_rl.utils.config_help import _texts_of_module
 from prime_rl.utils.config_sources import find_lines
 from prime_rl.utils.config_toml import render_toml
@@ -25,7 +26,6 @@ from prime_rl.utils.pydantic_config import (
     ConfigError,
     note_source,
     parse_argv,
-    run_command,
     write_config,
 )
 

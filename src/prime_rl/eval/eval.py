@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prime_rl.eval.config import EvalConfig
-from prime_rl.utils.pydantic_config import run_command
+from prime_rl.utils.command import run_command
 
 if TYPE_CHECKING:
+    from prime_rl.eval.config import EvalConfig
     from prime_rl.eval.results import Summaries
     from prime_rl.utils.ask_command import AskRun
     from prime_rl.utils.asking import Target
@@ -151,7 +151,7 @@ def main() -> None:
     """Console script `eval`."""
     run_command(
         "eval",
-        EvalConfig,
+        "prime_rl.eval.config:EvalConfig",
         evaluate,
         summary="Evaluate a model, a server or a series of checkpoints in verifiers environments.",
     )

@@ -15,12 +15,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Literal
 
-from prime_rl.inference.config import CacheConfig, InferenceConfig, refuse_beyond_embedded
-from prime_rl.utils.pydantic_config import run_command
+from prime_rl.utils.command import run_command
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
+    from prime_rl.inference.config import InferenceConfig
     from prime_rl.inference.service import Service
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -80,6 +80,8 @@ def bind(host: str, port: int) -> socket.socket:
 
 def choose_backend(config: InferenceConfig) -> Literal["embedded", "vllm", "sglang"]:
     """Which engine serves; `ValueError` for what it cannot do."""
+    from prime_rl.inference.config import CacheConfig, refuse_beyond_embedded
+
     chosen = config.backend
     if chosen == "sglang":
         return "sglang"  # checked with the config
@@ -154,7 +156,10 @@ def serve(config: InferenceConfig) -> int:
 def main() -> None:
     """Entry point of the `inference` command."""
     run_command(
-        "inference", InferenceConfig, serve, summary="Serve a model over the OpenAI API, with renewable weights."
+        "inference",
+        "prime_rl.inference.config:InferenceConfig",
+        serve,
+        summary="Serve a model over the OpenAI API, with renewable weights.",
     )
 
 

@@ -9,7 +9,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from prime_rl.utils.config import (
-    BROADCASTS_DIR,
     AskedEnvConfig,
     ClientConfig,
     EnvConfig,
@@ -19,6 +18,7 @@ from prime_rl.utils.config import (
     TransportConfig,
     WeightBroadcastConfig,
 )
+from prime_rl.utils.output_dir import BROADCASTS_DIR
 from prime_rl.utils.pydantic_config import BaseConfig
 
 

@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prime_rl.orchestrator.config import OrchestratorConfig
-from prime_rl.utils.pydantic_config import run_command
+from prime_rl.utils.command import run_command
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from prime_rl.orchestrator.config import OrchestratorConfig
     from prime_rl.orchestrator.parts import Orchestrator
     from rollouts.training.environments import Environment
     from rollouts.training.types import Sample
@@ -135,7 +135,7 @@ def main() -> None:
     """Console script `orchestrator`."""
     run_command(
         "orchestrator",
-        OrchestratorConfig,
+        "prime_rl.orchestrator.config:OrchestratorConfig",
         orchestrate,
         summary="Generate and score rollouts with an inference server, send batches to the trainer, relay its weights.",
         record=True,

@@ -27,9 +27,9 @@ from prime_rl.transport.batches import BatchSender
 from prime_rl.transport.broadcast import acknowledge
 from prime_rl.transport.wires import build_sender
 from prime_rl.utils.client import build_clients
-from prime_rl.utils.config import AVERAGE_DIR, BROADCASTS_DIR
 from prime_rl.utils.hang import Wait, explain_on_signal
 from prime_rl.utils.monitor import Monitor, build_monitor
+from prime_rl.utils.output_dir import AVERAGE_DIR, BROADCASTS_DIR
 from rollouts.training.environments import Environment
 from rollouts.training.rollout_gen.async_rollout_manager import AsyncRolloutManager
 from rollouts.training.steps import step_path

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prime_rl.synthesize.config import SynthesizeConfig
-from prime_rl.utils.pydantic_config import run_command
+from prime_rl.utils.command import run_command
 
 if TYPE_CHECKING:
+    from prime_rl.synthesize.config import SynthesizeConfig
     from prime_rl.utils.ask_command import AskRun
     from prime_rl.utils.asking import Target
     from prime_rl.utils.config import AskedEnvConfig
@@ -141,7 +141,7 @@ def main() -> None:
     """Console script `synthesize`."""
     run_command(
         "synthesize",
-        SynthesizeConfig,
+        "prime_rl.synthesize.config:SynthesizeConfig",
         synthesize,
         summary="Make training conversations with any model in verifiers environments, filtered, for sft.",
     )

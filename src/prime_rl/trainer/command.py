@@ -6,19 +6,21 @@ import atexit
 import os
 import sys
 from collections.abc import Callable, Mapping
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from prime_rl.trainer.config import ParallelDims
-from prime_rl.utils.pydantic_config import Config, run_command
+from prime_rl.utils.command import run_command
+
+if TYPE_CHECKING:
+    from prime_rl.trainer.config import ParallelDims
 
 
 def run_trainer(
     prog: str,
-    config_cls: type[Config],
-    train: Callable[[Config], int],
+    config_cls: str,
+    train: Callable[[Any], int],
     *,
     summary: str,
-    preview: Callable[[Config], str | None] = lambda _: None,
+    preview: Callable[[Any], str | None] = lambda _: None,
 ) -> NoReturn:
     """`run_command` for a trainer: one rank of several leaves without taking the interpreter down.
 

@@ -41,10 +41,10 @@ from prime_rl.transport import weights
 from prime_rl.transport.broadcast import Broadcaster, announce, is_taken
 from prime_rl.transport.canary import Canary
 from prime_rl.transport.watch import wait_for_blocking
-from prime_rl.utils.config import AVERAGE_DIR, BROADCASTS_DIR
 from prime_rl.utils.hang import Wait, explain_on_signal
 from prime_rl.utils.logger import setup_logger
 from prime_rl.utils.monitor import Monitor, build_monitor
+from prime_rl.utils.output_dir import AVERAGE_DIR, BROADCASTS_DIR
 from prime_rl.utils.process import TOKEN_VARIABLE
 from prime_rl.utils.progress import show_progress
 from rollouts.training.backends.ranks import Ranks

@@ -146,13 +146,6 @@ class TransportConfig(BaseConfig):
     """zmq: port of the orchestrator."""
 
 
-AVERAGE_DIR = "average"
-"""Where a trainer publishes versions of its moving average, in the output directory beside `weights`."""
-
-BROADCASTS_DIR = "broadcasts"
-"""Where versions are announced in the output directory that servers receive over a process group."""
-
-
 class WeightBroadcastConfig(BaseConfig):
     """How weights get from the trainer to the inference servers; all three must say the same."""
 

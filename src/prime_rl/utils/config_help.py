@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
 import sys
 import textwrap
@@ -205,10 +204,3 @@ def _group_lines(group: Group) -> Iterator[str]:
 def _wrap(text: str, width: int, indent: str = "") -> list[str]:
     """Lines of a text, at least one; most texts are one line and need no search for places to break."""
     return [text] if len(text) <= width else textwrap.wrap(text, width, subsequent_indent=indent)
-
-
-def colour(text: str) -> str:
-    """The help with section titles in bold, where a terminal shows it and NO_COLOR is unset."""
-    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
-        return text
-    return "\n".join(f"\033[1m{line}\033[0m" if line[:1] == "[" else line for line in text.split("\n"))

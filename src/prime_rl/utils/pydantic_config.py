@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
 
@@ -23,7 +22,6 @@ __all__ = [
     "note",
     "note_source",
     "parse_argv",
-    "run_command",
     "write_config",
 ]
 
@@ -119,111 +117,6 @@ def write_config(config: BaseConfig, path: Path, provenance: Mapping[str, str] |
     temporary.touch(0o600)
     temporary.write_text(render_toml(config, config.provenance if provenance is None else provenance), encoding="utf-8")
     temporary.replace(path)
-
-
-def run_command(
-    prog: str,
-    config_cls: type[Config],
-    run: Callable[[Config], int | None],
-    *,
-    summary: str,
-    explain: Callable[[Config], list[str]] = lambda _: [],
-    preview: Callable[[Config], str | None] = lambda _: None,
-    record: bool = False,
-) -> NoReturn:
-    """A command's whole life: read its arguments, run it, exit with 0 (good), 2 (wrong input) or 1 (failed).
-
-    `explain` gives lines that --dry-run shows before the values, as comments; `preview` gives text
-    that it shows in their place. With `record` the values are written to
-    `<output_dir>/configs/<prog>.toml`.
-    """
-    argv = sys.argv[1:]
-    debug, wants_help, dry_run = "--debug" in argv, "--help" in argv or "-h" in argv, "--dry-run" in argv
-    argv = [word for word in argv if word not in ("--debug", "--help", "-h", "--dry-run")]
-    try:
-        if wants_help:
-            raise SystemExit(_show_help(prog, config_cls, argv, summary))
-        config, _ = parse_argv(config_cls, argv, prog)
-        for text in config.notes:
-            sys.stderr.write(f"{text}\n")
-        # Processes that this one starts get their part of the config as a file; variables must not reach them again.
-        for source in {source for source in config.provenance.values() if source.startswith("env ")}:
-            os.environ.pop(source.removeprefix("env "), None)
-        if dry_run:
-            from prime_rl.utils.config_toml import render_toml
-
-            if (files := preview(config)) is not None:
-                sys.stdout.write(files)
-                raise SystemExit(0)
-            comments = "".join(f"# {line}\n" for line in explain(config))
-            sys.stdout.write(comments + render_toml(config, config.provenance))
-            raise SystemExit(0)
-        _check_output_dir(config)
-        if record:
-            _record(config, prog)
-        raise SystemExit(run(config) or 0)
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    except BrokenPipeError:
-        # The reader of our output (a pager, head) has gone; Python must not complain about it once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(1) from None
-    except Exception as error:
-        if debug:
-            raise
-        raise SystemExit(_show_error(error)) from None
-
-
-def _check_output_dir(config: BaseConfig) -> None:
-    """A directory that cannot be written is told before anything starts, by its key."""
-    path = getattr(config, "output_dir", None)
-    if not isinstance(path, Path):
-        return
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        reason = None if os.access(path, os.W_OK | os.X_OK) else "no permission to write there"
-    except OSError as error:
-        reason = error.strerror or str(error)
-    if reason is not None:
-        raise ConfigError(f"output_dir {path} cannot be written ({reason}): choose another --output-dir")
-
-
-def _record(config: BaseConfig, prog: str) -> None:
-    """Write what a command runs with, unless it was read from that very file: the sources in there say more."""
-    out_dir = config.model_dump(include={"output_dir"})["output_dir"]
-    path = Path(out_dir).resolve() / "configs" / f"{prog}.toml"
-    files = {Path(source.rpartition(":")[0]) for source in config.provenance.values() if ":" in source}
-    if path not in {file.resolve() for file in files}:
-        write_config(config, path)
-
-
-def _show_error(error: BaseException) -> int:
-    while isinstance(error, BaseExceptionGroup) and error.exceptions:
-        error = error.exceptions[0]
-    if isinstance(error, ValueError):
-        sys.stderr.write("\n".join(f"error: {error}".splitlines()[:3]) + "\n")
-        return 2
-    # The logger is there only if the command got as far as setting it up.
-    logger = sys.modules.get("prime_rl.utils.logger")
-    where = "in the log file, or with --debug" if logger and logger.log_failure(error) else "with --debug"
-    sys.stderr.write(f"error: {str(error) or type(error).__name__}\n  ({type(error).__name__}; traceback {where})\n")
-    return 1
-
-
-def _show_help(prog: str, config_cls: type[Config], argv: Sequence[str], summary: str) -> int:
-    """Print the help, with the merged values where there are any; returns the exit code."""
-    from prime_rl.utils.config_help import colour, render_help
-
-    config, problem = None, None
-    try:
-        config, _ = parse_argv(config_cls, argv, prog)
-    except ConfigError as error:
-        problem = error if argv else None
-    # Without files, options and variables the defaults say more than what validators made of them.
-    given = config and any(not source.startswith("shared key") for source in config.provenance.values())
-    shown = config if given else None
-    sys.stdout.write(colour(render_help(prog, config_cls, shown, summary)) + "\n")
-    return _show_error(problem) if problem else 0
 
 
 def merge_tables(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

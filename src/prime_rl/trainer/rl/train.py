@@ -12,9 +12,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from prime_rl.trainer.command import count_missing_ranks, run_trainer
-from prime_rl.trainer.config import TrainConfig
 
 if TYPE_CHECKING:
+    from prime_rl.trainer.config import TrainConfig
     from prime_rl.trainer.session import Session
 
 CKPT_PARTS = ("trainer", "orchestrator")
@@ -114,7 +114,12 @@ def claim_weights(session: Session, config: TrainConfig) -> None:
 
 def main() -> None:
     """The `trainer` command."""
-    run_trainer("trainer", TrainConfig, train, summary="Train a policy on the batches an orchestrator publishes.")
+    run_trainer(
+        "trainer",
+        "prime_rl.trainer.config:TrainConfig",
+        train,
+        summary="Train a policy on the batches an orchestrator publishes.",
+    )
 
 
 if __name__ == "__main__":

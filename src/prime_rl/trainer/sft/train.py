@@ -8,15 +8,17 @@ data set --> take --> pack --> forward_backward --> optim_step --> weights and c
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
-from prime_rl.deployment.config import LocalDeployment
 from prime_rl.trainer.command import count_missing_ranks, run_trainer
-from prime_rl.trainer.config import SFTConfig
+
+if TYPE_CHECKING:
+    from prime_rl.trainer.config import SFTConfig
 
 
 def train(config: SFTConfig) -> int:
     """Run the trainer until `max_steps`; returns the exit code. Starts the ranks that `parallel` asks for."""
-    if not isinstance(config.deployment, LocalDeployment):
+    if config.deployment.type != "local":
         from prime_rl.deployment.launch import deploy
         from prime_rl.trainer.sft.deployment import lay_out
 
@@ -69,7 +71,7 @@ def train(config: SFTConfig) -> int:
 
 def preview(config: SFTConfig) -> str | None:
     """What --dry-run shows of a deployment: its files."""
-    if isinstance(config.deployment, LocalDeployment):
+    if config.deployment.type == "local":
         return None
     from prime_rl.deployment.launch import build_files, show_files
     from prime_rl.trainer.sft.deployment import lay_out
@@ -79,7 +81,13 @@ def preview(config: SFTConfig) -> str | None:
 
 def main() -> None:
     """The `sft` command."""
-    run_trainer("sft", SFTConfig, train, summary="Fine-tune a model on conversations.", preview=preview)
+    run_trainer(
+        "sft",
+        "prime_rl.trainer.config:SFTConfig",
+        train,
+        summary="Fine-tune a model on conversations.",
+        preview=preview,
+    )
 
 
 if __name__ == "__main__":
