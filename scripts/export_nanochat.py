@@ -9,7 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from prime_rl.utils.pydantic_config import BaseConfig, run_command
+from prime_rl.utils.command import run_command
+from prime_rl.utils.pydantic_config import BaseConfig
 
 
 class ExportConfig(BaseConfig):

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from prime_rl.utils.pydantic_config import BaseConfig, run_command
+from prime_rl.utils.command import run_command
+from prime_rl.utils.pydantic_config import BaseConfig
 
 SPLITS = ("train", "validation", "test")
 

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from scripts.prime_rl_config import PROG, PrimeRLTrainConfig, Resolved, normalise_argv, resolve
 
-from prime_rl.utils.pydantic_config import run_command
+from prime_rl.utils.command import run_command
 
 if TYPE_CHECKING:
     from scripts.prime_rl_watch import Watch

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from prime_rl.utils.pydantic_config import BaseConfig, run_command
+from prime_rl.utils.command import run_command
+from prime_rl.utils.pydantic_config import BaseConfig
 
 if TYPE_CHECKING:
     from nanochat.gpt import GPT

@@ -304,7 +304,7 @@ print(len(sys.modules))
 """
 MAX_MODULES = 290
 """What is imported for a help: pydantic's 215, our configurations, Python's own."""
-MAX_MODULES_AGAIN = 110
+MAX_MODULES_AGAIN = 160
 """For a help that was shown before: Python's own."""
 
 
