@@ -180,8 +180,8 @@ def _read_levels(files: Sequence[str] | str, num_train: int, num_eval: int) -> t
                 known.setdefault(fingerprint(level), level)
     parts: dict[str, list[tuple[Level, str]]] = {"train": [], "eval": []}
     wanted = {"train": num_train, "eval": num_eval}
-    for level in known.values():
-        split = split_of(level)
+    for name, level in known.items():
+        split = split_of(name)
         if len(parts[split]) < wanted[split]:
             parts[split].append((level, ""))
     for split, part in parts.items():

@@ -228,29 +228,6 @@ def test_eval_of_published_weights(run: Runner, finished: tuple[Path, Command], 
     assert row["step"] == 5 and 0 <= row["eval/reverse-text/avg@2"] <= 1
 
 
-def test_eval_of_a_series(run: Runner, finished: tuple[Path, Command], tmp_path: Path) -> None:
-    weights = finished[0] / "weights"
-    steps = complete_steps(weights)[-2:]
-    options = ["--weights-dir", weights, "--steps", ",".join(map(str, steps)), "--sampling.max_tokens", 8]
-    run.run_well(
-        "eval", "@", "configs/debug/eval.toml", *options, "--num_examples", 4, "--output-dir", tmp_path / "out"
-    )
-    rows = metric_rows(tmp_path / "out", "eval", "eval/reverse-text/avg@1")
-    assert [row["step"] for row in rows] == steps
-
-
-def test_eval_of_a_server(run: Runner, tmp_path: Path) -> None:
-    port = find_free_port()
-    server = run.start("inference", "@", "configs/debug/infer.toml", "--server.port", port, "--output_dir", tmp_path)
-    until(lambda: health(port), "the server", server)
-    options = ["--model.name", "tiny-qwen3", "--client.base-url", f"http://127.0.0.1:{port}/v1", "--num_examples", 4]
-    options += ["--sampling.max_tokens", 8, "--output-dir", tmp_path / "out"]
-    run.run_well("eval", "@", "configs/debug/eval.toml", *options)
-    assert server.process.poll() is None
-    server.process.send_signal(signal.SIGINT)
-    server.wait()
-
-
 def test_eval_of_a_server_that_is_not_there(run: Runner, tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{find_free_port()}/v1"
     options = ["--model.name", "tiny-qwen3", "--client.base-url", url, "--output-dir", tmp_path]

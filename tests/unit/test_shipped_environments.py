@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
@@ -422,6 +423,25 @@ def test_solutions_have_the_fewest_pushes() -> None:
                     frontier.append(after)
             pushes += 1
         assert levels.count_pushes(level, levels.solve(level)) == pushes
+
+
+def test_a_seed_means_the_same_levels_and_certificates_in_every_version() -> None:
+    load_environment("sokoban-env", {"num_train_examples": 1, "num_eval_examples": 1})
+    levels = sys.modules["sokoban_levels"]
+    limits = {"widths": (5, 9), "heights": (5, 8), "boxes": (1, 4), "max_depth": 80, "min_pushes": 3}
+    made = levels.build_levels(25, split="train", seed=0, **limits)
+    text = "\n\n".join(f"{levels.render_level(level)}\n{certificate}" for level, certificate in made)
+    assert hashlib.blake2b(text.encode(), digest_size=8).hexdigest() == "bc1bdfbbedc9b8ce"
+
+
+def test_a_level_without_a_border_is_solved() -> None:
+    """The player stays inside, and no row leads into the next."""
+    load_environment("sokoban-env", {"num_train_examples": 1, "num_eval_examples": 1})
+    levels = sys.modules["sokoban_levels"]
+    level = levels.parse_level("- - - -\n- @ - X\n* - - -")
+    assert levels.replay(level, levels.solve(level)).is_solved
+    for drawing in ("X-@\n+++\n*--", "-+*\n@+-\nX+-"):  # the place to push from is outside, or in the next row
+        assert levels.solve(levels.parse_level(drawing)) is None
 
 
 def test_sokoban_turn_by_turn_with_partial_credit_and_costs() -> None:

@@ -82,12 +82,14 @@ def run_asking(
 
     from prime_rl.utils.http import ensure_open_files
     from prime_rl.utils.logger import setup_logger
-    from prime_rl.utils.model_server import run_beside, start_server, wait_for_server
+    from prime_rl.utils.model_server import check_servers, run_beside, start_server, wait_for_server
     from prime_rl.utils.monitor import build_monitor
     from prime_rl.utils.process import ChildFailed
     from prime_rl.utils.vf import check_environments, open_environments
 
     check_environments(config.env)
+    if base_urls:
+        anyio.run(check_servers, config.client, base_urls)
     setup_logger(process, config.log, config.output_dir / "logs")
     if advice := ensure_open_files(config.max_concurrent):
         logger.warning(advice)

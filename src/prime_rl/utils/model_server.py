@@ -103,6 +103,12 @@ async def connect(config: AskedClientConfig, base_urls: Sequence[str]) -> AsyncI
             await client.close()
 
 
+async def check_servers(config: AskedClientConfig, base_urls: Sequence[str]) -> None:
+    """`ValueError` for an address where nobody answers: told before environments are loaded."""
+    async with connect(config, base_urls):
+        pass
+
+
 async def list_models(client: Any) -> list[str]:
     """Names of the models that a server has; none where it does not say. `ValueError` when nobody answers."""
     import msgspec
