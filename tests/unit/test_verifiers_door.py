@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -93,3 +97,46 @@ def test_a_group_of_environments_in_a_worker() -> None:
 
         rollouts = anyio.run(main)
     assert [(r.reward, r.task, r.error) for r in rollouts] == [(1.0, "a", None)] * 3
+
+
+# What the import of `verifiers` brings with it
+
+LOAD = """
+import sys
+from rollouts.training.environments import load_environment
+env = load_environment("door_envs:load_environment", {{"kind": "{kind}"}})
+print(*sorted(name for name in sys.modules if name.partition(".")[0] == "agents"))
+print([tool["function"]["name"] for tool in env.env.oai_tools or []])
+import agents
+print(agents.Agent.__name__, agents.function_schema.__name__)
+"""
+MORE = """
+import sys
+from rollouts.training.environments.verifiers_door import import_verifiers
+import_verifiers()
+print(*sorted(name for name in sys.modules if name.partition(".")[0] in ("agents", "verifiers")))
+import verifiers
+print(verifiers.Agent.__name__)
+"""
+
+
+def execute(code: str, *folders: Path) -> list[str]:
+    path = os.pathsep.join([*map(str, folders), str(Path(__file__).parent), os.environ["PYTHONPATH"]])
+    environ = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_agents_library_is_imported_for_tools_alone() -> None:
+    loaded, tools, real = execute(LOAD.format(kind="single"))
+    assert loaded == "" and tools == "[]" and real == "Agent agents.function_schema"
+    loaded, tools, real = execute(LOAD.format(kind="tool"))
+    assert "agents.function_schema" in loaded and tools != "[]" and real == "Agent agents.function_schema"
+
+
+def test_a_verifiers_that_asks_for_more_of_it_is_imported_as_usual(tmp_path: Path) -> None:
+    (tmp_path / "verifiers.py").write_text("from agents.function_schema import function_schema, something_else\n")
+    assert execute(MORE.split("import verifiers\n")[0], tmp_path) == [""]
+    (tmp_path / "verifiers.py").write_text("from agents import Agent\n")
+    assert execute(MORE, tmp_path) == ["", "Agent"]

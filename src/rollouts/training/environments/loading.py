@@ -15,7 +15,7 @@ from typing import Any
 from rollouts.training.environments.finding import Parameters, Place, check_args, check_environment
 from rollouts.training.environments.plain import PlainEnvironment
 from rollouts.training.environments.protocol import Environment
-from rollouts.training.environments.verifiers_door import VerifiersEnvironment, check_verifiers
+from rollouts.training.environments.verifiers_door import VerifiersEnvironment, check_verifiers, import_verifiers
 
 
 def load_environment(
@@ -70,6 +70,8 @@ def _import_factory(place: Place) -> Callable[..., Any]:
         sys.path.insert(0, str(place.folder))
     with _signals_kept():
         try:
+            if place.file is not None and "verifiers" in place.file.read_text(encoding="utf-8", errors="replace"):
+                import_verifiers()
             module = importlib.import_module(place.module)
         except Exception as error:
             raise ValueError(f"environment {place.env_id!r} did not import: {type(error).__name__}: {error}") from error
