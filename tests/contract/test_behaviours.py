@@ -45,7 +45,7 @@ PROMISES = [
     ("003:133", "--help shows every option, and the merged values", "unit/test_pydantic_config.py", "test_help_shows_every_key_once_merged"),
     ("003:205", "the loop of RL, level 0 exact", "integration/test_chaos.py", "test_a_run_that_is_hit_ends_where_the_undisturbed_one_does"),
     ("003:212", "SFT masks what is not learnt", "unit/test_sft_data.py", "test_each_role_carries_loss_when_asked"),
-    ("003:220", "progressions of checkpoints", ROAD, "test_eval_of_a_series"),
+    ("003:220", "progressions of checkpoints", "integration/test_eval_commands.py", "test_a_series_of_checkpoints"),
     ("003:224", "parallel training equals one rank", "integration/test_meshes.py", "test_a_mesh_equals_one_rank"),
     ("003:242", "org/env is installed when asked", "unit/test_env_install.py", "test_it_is_installed_when_the_config_says_so"),
     ("003:265", "checkpoints resume exactly", "unit/test_ckpt.py", "test_resumed_runs_end_with_the_same_bits"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
 import struct
 import sys
@@ -291,7 +292,10 @@ def test_nothing_of_ours_evaluates_text() -> None:
     root = Path(__file__).parents[2]
     found = []
     for path in [*(root / "src").rglob("*.py"), *(root / "environments").rglob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        if not re.search(r"\b(eval|exec|pickle|marshal|shelve)\b", text):
+            continue  # to parse all takes seconds
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("eval", "exec"):
                 found.append(f"{path.name}:{node.lineno}")
             if isinstance(node, ast.Import) and any(
