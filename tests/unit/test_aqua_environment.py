@@ -26,11 +26,11 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "environments" / "nanochatAquaRat"))
 
 from rollouts.training.environments import load_environment  # noqa: E402
-from rollouts.training.environments.verifiers_door import import_verifiers  # noqa: E402
+from rollouts.training.environments.light_verifiers import light_verifiers  # noqa: E402
 
-import_verifiers()
-import aqua_problems  # noqa: E402
-import nanochatAquaRat  # noqa: E402
+with light_verifiers():
+    import aqua_problems
+    import nanochatAquaRat
 
 DATA = Path(os.environ.get("PRIME_TEST_DATA", "/nowhere")) / "aqua"  # the original files
 FAMILIES = aqua_problems.read_families()

@@ -13,7 +13,7 @@ import pytest
 
 from prime_rl.eval import envs
 from prime_rl.eval.config import EvalConfig
-from prime_rl.eval.eval import Plan, evaluate_environment, make_plan, server_options
+from prime_rl.eval.eval import Plan, evaluate, evaluate_environment, make_plan, server_options
 from prime_rl.eval.results import format_metrics, format_row
 from prime_rl.utils import asking
 from prime_rl.utils.ask_command import AskRun
@@ -21,6 +21,7 @@ from prime_rl.utils.config import AskedEnvConfig, SamplingConfig
 from prime_rl.utils.journal import Result, to_result
 from prime_rl.utils.model_server import build_server_argv
 from prime_rl.utils.monitor import build_monitor
+from prime_rl.utils.process import find_free_port
 from prime_rl.utils.pydantic_config import ConfigError, parse_argv
 from rollouts.training.agent_integration import Rollout, Turn
 from rollouts.training.metrics import load_jsonl
@@ -347,3 +348,13 @@ def test_a_series_of_steps(tmp_path: Path) -> None:
         make_plan(parse("--weights-dir", str(tmp_path), "--steps", "5,7"))
     with pytest.raises(ConfigError, match="weights_dir"):
         parse("--steps", "5")
+
+
+def test_a_server_that_is_not_there_is_told_before_environments_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prime_rl.utils.vf.open_environments", lambda *_: pytest.fail("must not be loaded"))
+    client = {"base_url": [f"http://127.0.0.1:{find_free_port()}/v1"]}
+    config = EvalConfig.model_validate({"client": client, "env": [{"id": "reverse-text"}], "output_dir": tmp_path})
+    with pytest.raises(ValueError, match=r"client.base_url .* does not answer.*reconnect-timeout"):
+        evaluate(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -93,6 +94,39 @@ def test_the_first_help_keeps_what_the_second_shows(
     assert first.startswith("usage: made-up") and len(list(cache.iterdir())) == 1
     assert ask_help(monkeypatch, "nowhere:Nothing", "--help") == 0
     assert capsys.readouterr().out == first
+
+
+def test_credentials_are_no_configuration(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    keep_page("made-up", PAGE)
+    monkeypatch.setenv("PRIME_API_KEY", "secret")
+    monkeypatch.setenv("PRIME_MAX_STEPS", "")
+    assert ask_help(monkeypatch, "nowhere:Nothing", "--help") == 0
+    assert capsys.readouterr().out == PAGE
+
+
+def test_a_relative_cache_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", "here")
+    keep_page("made-up", PAGE)
+    assert read_page("made-up") == PAGE and not (tmp_path / "here").exists()
+    assert len(list((tmp_path / "home/.cache/prime-rl/help").iterdir())) == 1
+
+
+def test_pages_without_docstrings_are_others() -> None:
+    code = "from prime_rl.utils.help_page import _page_path; print(_page_path('made-up'))"
+    paths = {subprocess.check_output([sys.executable, *flags, "-c", code]) for flags in ([], ["-OO"])}
+    assert len(paths) == 2
+
+
+def test_a_full_disk_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, *_: object, **__: object) -> None:
+        self.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    keep_page("made-up", PAGE)
+    assert list(cache.iterdir()) == []
 
 
 def test_values_that_are_given_are_shown_and_not_kept(

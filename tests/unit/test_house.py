@@ -20,7 +20,11 @@ ROOT = Path(__file__).parents[2]
 
 # floor -> (its rooms, the floors it may import). A room is a module or package; rooms of a floor do not see each other.
 FLOORS: dict[int, tuple[str, set[int]]] = {
-    0: ("rollouts.training.types rollouts.training.steps rollouts.training.objectives rollouts.agents", set()),
+    0: (
+        "rollouts.training.types rollouts.training.steps rollouts.training.objectives rollouts.training.user_cache "
+        "rollouts.agents",
+        set(),
+    ),
     1: (
         "rollouts.training.advantages rollouts.training.rl_losses rollouts.training.batching rollouts.training.filters "
         "rollouts.training.metrics rollouts.training.datasets rollouts.training.agent_integration "

@@ -112,11 +112,12 @@ print(agents.Agent.__name__, agents.function_schema.__name__)
 """
 MORE = """
 import sys
-from rollouts.training.environments.verifiers_door import import_verifiers
-import_verifiers()
-print({"agents", "agents.function_schema", "verifiers"} & sys.modules.keys() or "nothing")
-import verifiers
-print(verifiers.more)
+from rollouts.training.environments.light_verifiers import light_verifiers
+with light_verifiers():
+    import verifiers
+print(verifiers.good.word, verifiers.more, verifiers.__loader__.get_source("verifiers")[:6], len(sys.meta_path))
+import agents
+print(agents.more)
 """
 
 
@@ -133,9 +134,26 @@ def test_the_agents_library_is_imported_for_tools_alone() -> None:
     assert single == "False []" and tool.startswith("True ['") and real == "Agent agents.function_schema"
 
 
-def test_a_verifiers_that_asks_for_more_of_it_is_imported_as_usual(tmp_path: Path) -> None:
-    (tmp_path / "verifiers.py").write_text("from agents.function_schema import function_schema, more\n")
+@pytest.mark.parametrize(
+    "asks", ["from agents.function_schema import function_schema, more", "import agents; more = agents.more"]
+)
+def test_a_verifiers_that_asks_for_more_of_it_is_imported_as_usual(tmp_path: Path, asks: str) -> None:
+    (tmp_path / "verifiers").mkdir()
+    (tmp_path / "verifiers" / "__init__.py").write_text(f"import verifiers.good\n{asks}\n")
+    (tmp_path / "verifiers" / "good.py").write_text("word = 'good'\n")
     (tmp_path / "agents").mkdir()
-    (tmp_path / "agents" / "__init__.py").touch()
+    (tmp_path / "agents" / "__init__.py").write_text("more = 'more'\n")
     (tmp_path / "agents" / "function_schema.py").write_text("function_schema, more = print, 'more'\n")
-    assert execute(MORE, tmp_path) == ["nothing", "more"]
+    first, second = execute(MORE, tmp_path)
+    assert first.startswith("good more import") and second == "more"
+
+
+def test_what_an_environment_sets_before_it_imports_verifiers_is_in_time(tmp_path: Path) -> None:
+    (tmp_path / "verifiers.py").write_text("import os\nhome = os.environ['HF_HOME']\n")
+    (tmp_path / "early.py").write_text(
+        "import os\nos.environ['HF_HOME'] = '/data/hf'\nimport verifiers\n"
+        "def load_environment():\n    raise ValueError(verifiers.home)\n"
+    )
+    code = "from rollouts.training.environments import load_environment\n"
+    code += "try:\n    load_environment('early')\nexcept ValueError as error:\n    print(error)\n"
+    assert execute(code, tmp_path)[0].endswith("ValueError: /data/hf")

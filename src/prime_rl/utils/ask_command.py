@@ -88,9 +88,9 @@ def run_asking(
     from prime_rl.utils.vf import check_environments, open_environments
 
     check_environments(config.env)
+    setup_logger(process, config.log, config.output_dir / "logs")
     if base_urls:
         anyio.run(check_servers, config.client, base_urls)
-    setup_logger(process, config.log, config.output_dir / "logs")
     if advice := ensure_open_files(config.max_concurrent):
         logger.warning(advice)
     serving = nullcontext() if base_urls else start_server(config, process, options)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from prime_rl.utils.help_page import colour, keep_page, read_page
+from prime_rl.utils.variables import configuring
 
 if TYPE_CHECKING:
     from prime_rl.utils.pydantic_config import BaseConfig
@@ -81,7 +82,7 @@ def _load(config_cls: type[BaseConfig] | str) -> type[BaseConfig]:
 
 def _show_help(prog: str, config_cls: type[BaseConfig] | str, argv: Sequence[str], summary: str) -> int:
     """Print the help, with the merged values where there are any; returns the exit code."""
-    plain = isinstance(config_cls, str) and not argv and not any(name.startswith("PRIME_") for name in os.environ)
+    plain = isinstance(config_cls, str) and not argv and not configuring(os.environ)
     if plain and (page := read_page(prog)) is not None:
         sys.stdout.write(colour(page))
         return 0
@@ -98,9 +99,9 @@ def _show_help(prog: str, config_cls: type[BaseConfig] | str, argv: Sequence[str
     # Without files, options and variables the defaults say more than what validators made of them.
     given = config and any(not source.startswith("shared key") for source in config.provenance.values())
     page = render_help(prog, found, config if given else None, summary) + "\n"
+    sys.stdout.write(colour(page))
     if plain:
         keep_page(prog, page)
-    sys.stdout.write(colour(page))
     return _show_error(problem) if problem else 0
 
 

@@ -12,9 +12,8 @@ from typing import Any
 from prime_rl.utils.config_draft import FALSE_WORDS, TRUE_WORDS, Draft, Text
 from prime_rl.utils.config_errors import COMMAND_LINE, ConfigError, fail, unknown_key
 from prime_rl.utils.config_keys import KeyPath, Shape, suggest, suggest_key
+from prime_rl.utils.variables import PREFIX, configuring
 
-PREFIX = "PRIME_"
-CREDENTIALS = ("PRIME_INTELLECT_", "PRIME_API_KEY")
 HEADER = re.compile(r"^\s*(\[\[?)\s*([^\[\]]+?)\s*\]\]?\s*(#.*)?$")
 ASSIGNMENT = re.compile(r"""^\s*([\w.\-"' ]+?)\s*=""")
 
@@ -40,9 +39,7 @@ class Arguments:
 def read_environment(draft: Draft, environ: Mapping[str, str]) -> list[str]:
     """Lay PRIME_A__B variables into the draft; returns one warning per variable that names no key."""
     warnings = []
-    for name in sorted(environ):
-        if not name.startswith(PREFIX) or name.startswith(CREDENTIALS) or not environ[name]:
-            continue
+    for name in configuring(environ):
         path = tuple(name[len(PREFIX) :].lower().split("__"))
         if draft.find(path):
             draft.put(path, Text(environ[name]), lambda _, name=name: f"env {name}")  # type: ignore[misc]

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 WATCH_S = 0.5
+ANSWER_S = 60.0
+"""So long a server may take to say which models it has."""
 
 
 @dataclass(frozen=True)
@@ -114,15 +116,16 @@ async def list_models(client: Any) -> list[str]:
     import msgspec
 
     try:
-        answer = msgspec.json.decode(await client.request("GET", "/models"))
+        answer = msgspec.json.decode(await client.request("GET", "/models", timeout_s=ANSWER_S))
     except msgspec.DecodeError:
         return []
     except Exception as error:
         if hasattr(error, "status_code"):  # somebody is there; the first request tells whether they serve us
             return []
         raise ValueError(
-            f"client.base_url {client.base_url} does not answer: start that server, or leave client.base_url "
-            "out and a local model is served by this command itself"
+            f"client.base_url {client.base_url} does not answer: start that server (if it is starting, wait for it by "
+            "--client.reconnect-timeout SECONDS), or leave client.base_url out and a local model is served by this "
+            "command itself"
         ) from error
     cards = answer.get("data") if isinstance(answer, dict) else None
     return [str(card["id"]) for card in cards or [] if isinstance(card, dict) and "id" in card]

@@ -26,6 +26,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from rollouts.training import linear
+from rollouts.training.user_cache import user_cache_dir
 
 SOURCE = Path(__file__).with_suffix(".c")
 OFF = "ROLLOUTS_NATIVE"
@@ -107,7 +108,7 @@ def _compiled(compiler: list[str]) -> Path:
     program = Path(shutil.which(compiler[0]) or compiler[0]).resolve()
     flags = [*compiler[1:], *FLAGS, *_share_threads()]
     made_of = [SOURCE.read_text(), str(flags), str(program), str(program.stat().st_mtime_ns), _processor()]
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollouts"
+    home = user_cache_dir("rollouts")
     path = home / f"native-{hashlib.sha256(chr(0).join(made_of).encode()).hexdigest()[:16]}.so"
     if path.exists():
         return path

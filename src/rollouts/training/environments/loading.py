@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from rollouts.training.environments.finding import Parameters, Place, check_args, check_environment
+from rollouts.training.environments.light_verifiers import light_verifiers
 from rollouts.training.environments.plain import PlainEnvironment
 from rollouts.training.environments.protocol import Environment
-from rollouts.training.environments.verifiers_door import VerifiersEnvironment, check_verifiers, import_verifiers
+from rollouts.training.environments.verifiers_door import VerifiersEnvironment, check_verifiers
 
 
 def load_environment(
@@ -35,7 +36,7 @@ def load_environment(
     place = check_environment(env_id, args, search_dirs=search_dirs)
     build = _import_factory(place)
     check_args(env_id, _parameters_of(build), args or {})
-    with _signals_kept():
+    with light_verifiers(), _signals_kept():
         try:
             made = build(**(args or {}))
         except Exception as error:
@@ -68,10 +69,8 @@ def _behind_protocol(env_id: str, made: Any, timeout_s: float | None, score: boo
 def _import_factory(place: Place) -> Callable[..., Any]:
     if place.folder is not None and str(place.folder) not in sys.path:
         sys.path.insert(0, str(place.folder))
-    with _signals_kept():
+    with light_verifiers(), _signals_kept():
         try:
-            if place.file is not None and "verifiers" in place.file.read_text(encoding="utf-8", errors="replace"):
-                import_verifiers()
             module = importlib.import_module(place.module)
         except Exception as error:
             raise ValueError(f"environment {place.env_id!r} did not import: {type(error).__name__}: {error}") from error

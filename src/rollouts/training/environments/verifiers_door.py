@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import logging
-import sys
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any
 
 from rollouts.training.agent_integration import Rollout, Turn
@@ -17,33 +14,7 @@ from rollouts.training.environments.finding import VERIFIERS_RANGE, check_verifi
 from rollouts.training.environments.protocol import Row, add_usage, open_conversation, run_attempts, within
 from rollouts.training.types import Status
 
-__all__ = ["VERIFIERS_RANGE", "VerifiersEnvironment", "check_verifiers", "import_verifiers"]
-
-
-def import_verifiers() -> None:
-    """Import `verifiers`, if it is installed, without the `agents` library.
-
-    It takes one function from there, which describes tools, and that import is a quarter of its own in time and
-    memory. For the time of the import a stand-in takes its place, whose function fetches the real one when it is
-    called. Where `verifiers` asks for more, nothing is imported here, and its next import is the usual one.
-    """
-    if sys.modules.keys() & {"verifiers", "agents"}:
-        return
-    package, module = ModuleType("agents"), ModuleType("agents.function_schema")
-    package.__path__ = []
-    vars(module)["function_schema"] = _function_schema
-    stand_ins = {package.__name__: package, module.__name__: module}
-    sys.modules.update(stand_ins)
-    try:
-        with contextlib.suppress(ImportError):
-            importlib.import_module("verifiers")
-    finally:
-        for name in stand_ins:
-            sys.modules.pop(name, None)
-
-
-def _function_schema(*args: Any, **kwargs: Any) -> Any:
-    return importlib.import_module("agents.function_schema").function_schema(*args, **kwargs)
+__all__ = ["VERIFIERS_RANGE", "VerifiersEnvironment", "check_verifiers"]
 
 
 class VerifiersEnvironment:
