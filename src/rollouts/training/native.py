@@ -43,7 +43,7 @@ class Shape(ctypes.Structure):
         (name, _I)
         for name in (
             *("layers", "hidden", "heads", "kv_heads", "size", "inner", "vocab"),
-            *("block_hidden", "block_heads", "block_inner", "narrow", "threads", "scratch_size"),
+            *("block_hidden", "block_heads", "block_inner", "narrow", "threads", "scratch_size", "kept"),
         )
     ]
 

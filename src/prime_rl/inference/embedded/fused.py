@@ -33,14 +33,11 @@ class FusedPlan:
         # What slots hold in common is read from the first of them.
         read = [np.maximum.accumulate(np.where(shared > j, 0, slots)) for j in range(self.num_columns)]
         self.source = torch.from_numpy(np.array(read, dtype=np.int32))
+        self.shares = any(bool((row != slots).any()) for row in read)
+        """Whether slots read what others hold."""
         used = cache.columns[: self.num_columns]
         columns = [[[c[half, i].data_ptr() for c in used] for half in (0, 1)] for i in range(layers)]
         self.columns = torch.tensor(columns, dtype=torch.int64)
-
-    @property
-    def shares(self) -> bool:
-        """Whether slots read what others hold."""
-        return bool((self.source != torch.arange(self.num)).any())
 
     def fits(self, positions: NDArray[np.int64]) -> bool:
         """Whether it still holds for these positions, a step later."""
@@ -98,7 +95,10 @@ class FusedDecoder:
         rows, shape = len(positions), self._shape
         shape.threads = torch.get_num_threads()
         scores = (int(positions.max()) + 1 + LANES) * self._group
-        shape.scratch_size = max(scores, self._scratch[0] + self._scratch[1] * rows)
+        shape.scratch_size = _in_lanes(max(scores, self._scratch[0] + self._scratch[1] * rows))
+        shape.kept = shape.scratch_size if plan.shares else 0
+        if plan.shares:  # a mark for each column, and its keys as the kernel turns them
+            shape.scratch_size += _in_lanes(plan.num_columns) + plan.num_columns * BLOCK * shape.size
         work = torch.empty(rows * 2 * (self.hidden + self.widest))
         scratch, logits = torch.empty(shape.threads * shape.scratch_size), torch.empty(rows, self.vocab)
         native.call(
@@ -108,6 +108,10 @@ class FusedDecoder:
             *(work, self.widest, scratch, logits, rows),
         )
         return logits
+
+
+def _in_lanes(numbers: int) -> int:
+    return -(-numbers // LANES) * LANES
 
 
 def _wide(x: Tensor | None) -> Tensor | None:
