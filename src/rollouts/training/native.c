@@ -468,7 +468,7 @@ typedef struct {
   int64_t block_hidden, block_heads, block_inner; /* of sums over as many inputs: see `tile` */
   int64_t narrow;                                 /* weights and cache are bf16 */
   int64_t threads, scratch_size;
-  int64_t kept; /* where in a thread's scratch the turned keys lie that rows share, behind a mark for each column; or 0 */
+  int64_t kept; /* where in a thread's scratch the turned keys that rows share lie, behind a mark per column; or 0 */
 } Shape;
 
 typedef struct {
@@ -598,6 +598,7 @@ static void attend_rows(const Shape *s, const Layer *layer, float eps, float *qk
   int narrow = (int)s->narrow;
   vec scale = all((float)pow((double)size, -0.5)); /* as Python computes it */
   int32_t *mark = (int32_t *)(scratch + THREAD * s->scratch_size + s->kept);
+  float *kept = (float *)mark + (num_columns + LANES - 1) / LANES * LANES;
   if (s->kept) memset(mark, 0, (size_t)num_columns * sizeof *mark); /* another layer's */
   SHARED_FOR /* rows that share columns follow each other and find them in the processor's cache */
   for (int64_t item = 0; item < rows * s->kv_heads; item++) {
@@ -621,7 +622,8 @@ static void attend_rows(const Shape *s, const Layer *layer, float eps, float *qk
     float *to = out + (row * s->heads + head * group) * size;
     int last = row + 1 == rows, last_head = head + 1 == s->kv_heads;
     Place place = {(const void *const *)keys, (const void *const *)values, source, rows, s->kv_heads, row, head,
-                   last ? 0 : row + 1, last && !last_head ? head + 1 : head, position < BRIEF, s->kept ? (float *)mark + (num_columns + LANES - 1) / LANES * LANES : NULL, mark};
+                   last ? 0 : row + 1, last && !last_head ? head + 1 : head, position < BRIEF, s->kept ? kept : NULL,
+                   mark};
 #define ATTEND(size, narrow) attend(q, group, &place, position + 1, scores, to, size, narrow)
     if (size == 64 && !narrow) ATTEND(64, 0);
     else if (size == 64) ATTEND(64, 1);
