@@ -23,11 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from prime_rl.inference.embedded import graphs
-from prime_rl.inference.embedded.cache import BLOCK, KVCache
+from prime_rl.inference.embedded.cache import BLOCK, KVCache, num_columns
 from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.embedded.graphs import Buffers, CudaRecorder, GraphPlan, StaticStep, Step, build_recorder
 from prime_rl.inference.embedded.runner import Runner, fuses_norms
 from prime_rl.inference.engine import AdapterSpec, GenerationRequest, Output, SamplingParams
+from prime_rl.trainer.models.attention import min_rows
 from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig, init_weights, tensor_names
 from rollouts.training import native
 
@@ -201,19 +202,21 @@ def check_alike(found: list[Output | None], expected: list[Output | None], atol:
     [
         (0, 40, {"max_running": 6}),
         (1, 300, {"max_running": 20, "max_prefill_tokens": 100}),
-        (4, 390, {"max_running": 16, "max_cache_tokens": 26 * BLOCK, "max_model_len": 420}),
+        (4, 390, {"max_running": 16, "max_model_len": 420}),
     ],
 )
 def test_recorded_steps_give_what_eager_ones_give(
     seed: int, longest: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graphs, "WARM_UPS", 0 if seed else 2)
+    if seed == 4:  # room for one sequence and two blocks; a step's least number of rows depends on the processor
+        options = options | {"max_cache_tokens": (num_columns(420 + 1) + min_rows() + 2) * BLOCK}
     versions = [tensor_names(build_model(version)) for version in (1, 2)]
     recorder = TapeRecorder()
     engine, eager = build_engine(build_model(0), recorder, **options), build_engine(build_model(0), None, **options)
     found, expected = drive(engine, seed, longest, versions), drive(eager, seed, longest, versions)
     assert check_alike(found, expected) > 100
-    assert recorder.replayed > (0 if seed == 4 else 10)  # rows are at least 4 or 16, by the processor
+    assert recorder.replayed > (0 if seed == 4 else 10)
     assert sum(len(output.versions) > 1 for output in found if output) > 0
     assert engine.stats() == eager.stats()
     assert engine.stats().shared_prompt_tokens > 0 and (seed < 4 or engine.stats().preempted > 0)
