@@ -53,7 +53,7 @@ class Linear(nn.Linear):
     exact = True
 
     def forward(self, x: Float[Tensor, "*rows inputs"]) -> Float[Tensor, "*rows outputs"]:
-        if not self.exact and has_fast_mkl():
+        if not self.exact and (torch.compiler.is_compiling() or has_fast_mkl()):  # a compiler cannot ask for the maker
             return F.linear(x, self.weight, self.bias)
         return linear(x, self.weight, self.bias)
 

@@ -147,7 +147,7 @@ def _processor() -> str:
 
 def runs_here(x: Tensor, *others: Tensor) -> bool:
     """Whether kernels compute with these: plain fp32 on a CPU, and not under a compiler, which makes its own."""
-    if library() is None or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or library() is None:
         return False
     for tensor in (x, *others):
         if tensor.dtype != torch.float32 or not tensor.is_cpu or type(tensor) not in PLAIN:
