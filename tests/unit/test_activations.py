@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from prime_rl.trainer.activations import HostMemory, recompute_layers
 from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.config import ActivationConfig, TrainConfig
+from prime_rl.trainer.models import attention
+from prime_rl.trainer.models.attention import Attend, PackedAttention
 from prime_rl.trainer.optim import MasterWeights
 from prime_rl.trainer.rl.data import build_batches
 from prime_rl.trainer.rl.loss import build_loss
@@ -111,6 +114,25 @@ def test_compiled_layers_agree_and_compile_whole() -> None:
     plain = compute_gradients(*make(attn="sdpa"), steps=1)
     for name, gradient in compiled.items():
         torch.testing.assert_close(gradient, plain[name], rtol=1e-4, atol=1e-6)
+
+
+class Attending(nn.Module):
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        return attend(0, x, x, x) + 1
+
+
+def test_flash_attention_compiles_twice_whatever_the_packs_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the sizes of the first pack, then for all sizes; the kernel itself needs a GPU."""
+    from torch._dynamo.testing import CompileCounter
+
+    monkeypatch.setattr(attention, "flash_attention", lambda q, k, v, ends, longest: q * longest + ends.sum())
+    layer, compiled = Attending(), CompileCounter()
+    layer.compile(fullgraph=True, backend=compiled)
+    for lengths in ([5, 3], [4, 4, 2], [9], [2, 3, 4, 5], [7, 1], [3] * 20):
+        x = torch.randn(sum(lengths), 2, 4)
+        found = layer(x, PackedAttention(lengths, mode="flash"))
+        torch.testing.assert_close(found, x * max(lengths) + sum(itertools.accumulate(lengths)) + 1)
+    assert compiled.frame_count == 2
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,10 @@ class ActivationOffloadConfig(BaseConfig):
 
 
 class CompileConfig(BaseConfig):
-    """Compile each layer with torch.compile; results differ from those without in the last bits."""
+    """Compile each layer with torch.compile; results differ from those without in the last bits.
+
+    With attn = flash twice, for any pack; with sdpa again for every new number of rows that a pack is laid out in.
+    """
 
     fullgraph: bool = False
     """Fail where a layer cannot be compiled whole."""

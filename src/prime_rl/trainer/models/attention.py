@@ -191,6 +191,9 @@ class PackedAttention:
         if not lengths or min(lengths) < 1:
             raise ValueError(f"a pack needs sequences of at least one token, got lengths {lengths}")
         self.mode, self.lengths = mode, lengths
+        self.longest = max(
+            lengths
+        )  # a compiler would look at every length, and compile anew for another number of them
         self.ends: Int[Tensor, " seqs_and_one"] = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
         if mode == "flash":
             self.ends = self.ends.to(device)
@@ -215,7 +218,7 @@ class PackedAttention:
         v: Float[Tensor, "tokens kv_heads dim"],
     ) -> Float[Tensor, "tokens heads dim"]:
         if self.mode == "flash":
-            return flash_attention(q, k, v, self.ends, max(self.lengths))
+            return flash_attention(q, k, v, self.ends, self.longest)
         attend = exact_causal_attention if self.mode == "exact" else sdpa_causal_attention
         outs = [attend(*(take(x, rows) for x in (q, k, v))).flatten(0, 1) for rows in self.rows]
         return take(torch.cat(outs) if len(outs) > 1 else outs[0], self.back)
