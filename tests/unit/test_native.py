@@ -26,6 +26,11 @@ SIZES = [(5, 64), (33, 256), (7, 40), (3, 17), (300, 128)]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+def has_dots() -> bool:
+    kernels = native.library()
+    return kernels is not None and bool(kernels.has_dots())
+
+
 def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
@@ -89,22 +94,29 @@ def test_what_is_not_a_number_stays_so() -> None:
         native.swiglu(x, torch.ones(4, 64)),
         native.softmax_(x.clone()),
         native.PackedWeight(draw(64, 64))(x),
+        native.PackedWeight(draw(64, 64).bfloat16(), rounded=True)(x),
     ):
         assert out[1].isnan().any()
         assert out[[0, 2, 3]].isfinite().all()
 
 
+KINDS = [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+"""Of weights: their numbers, and whether inputs may be rounded too."""
+
+
 @needs_kernels
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("inputs", "outputs"), [(64, 320), (100, 96), (768, 70), (1536, 512)])
+@pytest.mark.parametrize(("dtype", "rounded"), KINDS)
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 320), (100, 96), (99, 96), (768, 70), (1536, 512)])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_products(inputs: int, outputs: int, dtype: torch.dtype, threads: int) -> None:
+def test_products(inputs: int, outputs: int, dtype: torch.dtype, rounded: bool, threads: int) -> None:
     """Right, and a row is the same in any company; in fp32 the same as oneDNN's, which is the trainer's."""
     torch.set_num_threads(threads)
     weight, bias, x = draw(outputs, inputs).to(dtype), draw(outputs, seed=1), draw(40, inputs, seed=2)
-    packed = native.PackedWeight(weight)
+    packed = native.PackedWeight(weight, rounded=rounded)
+    assert (packed.format == native.DOTS) == (rounded and inputs % 2 == 0 and has_dots())
     whole = packed(x, bias)
-    expected = F.linear(x.double(), weight.double(), bias.double())
+    entering = x.bfloat16() if packed.format == native.DOTS else x
+    expected = F.linear(entering.double(), weight.double(), bias.double())
     torch.testing.assert_close(whole.double(), expected, rtol=1e-4, atol=1e-3)
     for rows in (1, 2, 3, 5, 6, 7, 11, 12, 13, 24):
         assert torch.equal(packed(x[:rows], bias), whole[:rows])
@@ -115,14 +127,14 @@ def test_products(inputs: int, outputs: int, dtype: torch.dtype, threads: int) -
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "rounded"), KINDS)
 @pytest.mark.parametrize(("inputs", "inner"), [(64, 96), (100, 70), (1536, 128)])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_gated_products(inputs: int, inner: int, dtype: torch.dtype, threads: int) -> None:
+def test_gated_products(inputs: int, inner: int, dtype: torch.dtype, rounded: bool, threads: int) -> None:
     """A paired weight gives what a plain one does, bit for bit, and gates what the trainer's unit makes of that."""
     torch.set_num_threads(threads)
     weight, bias = draw(2 * inner, inputs).to(dtype), draw(2 * inner, seed=1)
-    plain, paired = native.PackedWeight(weight), native.PackedWeight(weight, paired=True)
+    plain, paired = (native.PackedWeight(weight, paired=paired, rounded=rounded) for paired in (False, True))
     for rows in (1, 7, 40, 490):
         for b in (None, bias):
             x = draw(rows, inputs, seed=rows)
@@ -199,6 +211,23 @@ def test_a_step_of_decoding_is_the_trainers_to_the_bit(
     for output in generate(engine, 7) + generate(engine, 1):
         found, expected = torch.tensor(output.logprobs), trainer_logprobs(model, output, dtype)
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", SHAPES)
+def test_fast_steps_in_bf16_are_near_the_trainer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes into products may be rounded to bf16; a request still has the same bits in any batch."""
+    monkeypatch.setattr(native, "has_bf16_unit", lambda: False)
+    model = build(torch.bfloat16, **SHAPES[name])
+    engine = EmbeddedEngine(build(torch.bfloat16, **SHAPES[name]), exact=False, max_model_len=512, share_prefixes=False)
+    fused = engine._runner.fused
+    assert fused is not None and (fused._shape.format == native.DOTS) == has_dots()
+    outputs = generate(engine, 7)
+    for output in outputs:
+        found, expected = torch.tensor(output.logprobs), trainer_logprobs(model, output, torch.bfloat16)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0.15)
+        assert (found - expected).abs().mean() < 0.02
+    assert generate(engine, 1)[0].logprobs == outputs[0].logprobs
 
 
 @needs_kernels

@@ -139,7 +139,7 @@ class InferenceConfig(BaseConfig):
     """Log-probs equal the trainer's bit for bit, and running requests are computed anew when the weights change.
 
     Unset: on where a CPU computes in float32; one without a unit for bfloat16 does so for bfloat16 too. Off keeps the
-    cache of running requests over a change of the weights."""
+    cache of running requests over a change of the weights, and multiplies in bfloat16 where a CPU can: faster."""
 
     enforce_eager: bool = False
     """On a GPU, launch every operation by itself instead of replaying recorded steps (CUDA graphs): less memory, slower

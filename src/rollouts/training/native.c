@@ -52,6 +52,7 @@ enum {
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef float in_memory __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t bits_in_memory __attribute__((aligned(2), may_alias));
 typedef uint16_t hvec __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
 typedef float half __attribute__((vector_size(32)));
@@ -274,6 +275,53 @@ void softmax(float *scores, int64_t rows, int64_t size) {
 
 /* matrix products ------------------------------------------------------------------------------------------------- */
 
+/* How the numbers of a packed weight are kept. */
+enum {
+  FP32,
+  BF16, /* widened before they are multiplied: products are those of fp32 */
+  DOTS  /* bf16, two inputs of an output side by side; what they are multiplied with is rounded to bf16 as well */
+};
+
+/* Whether this processor adds products of bf16, two of each sum at once. */
+int has_dots(void) {
+#ifdef __AVX512BF16__
+  return 1;
+#else
+  return 0;
+#endif
+}
+
+/* sum + a[0] b[0] + a[1] b[1] of each number's two halves. */
+ALWAYS vec dots_of(vec sum, vec a, vec b) {
+#ifdef __AVX512BF16__
+  return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else
+  return sum; /* nobody asks: see `has_dots` */
+#endif
+}
+
+/* The rows of x as a weight of this format wants them: as they are, or rounded to bf16 in `scratch`. */
+static const void *in_format(const float *x, float *scratch, int64_t numbers, int format) {
+  if (format != DOTS) return x;
+  int64_t i = 0;
+#ifdef __AVX512BF16__
+  for (; i + LANES <= numbers; i += LANES) {
+    __m256bh rounded = _mm512_cvtneps_pbh((__m512)load(x + i));
+    memcpy((uint16_t *)scratch + i, &rounded, sizeof rounded);
+  }
+  if (i < numbers) {
+    __m256bh rounded = _mm512_cvtneps_pbh((__m512)load_some(x + i, numbers - i));
+    memcpy((uint16_t *)scratch + i, &rounded, 2 * (size_t)(numbers - i));
+  }
+#endif
+  return scratch;
+}
+
+/* Where number i of an array of this format is. */
+ALWAYS const void *at_item(const void *p, int64_t i, int format) {
+  return (const char *)p + i * (format == FP32 ? 4 : 2);
+}
+
 /* How the outputs of a packed weight lie in its panels, and what becomes of them. */
 enum {
   PLAIN,  /* one after another */
@@ -289,8 +337,10 @@ int64_t packed_size(int64_t outputs, int64_t inputs, int64_t kind) {
   return num_panels(outputs, kind) * PANEL * inputs;
 }
 
-/* A weight [outputs, inputs] in panels of PANEL outputs, each [inputs][PANEL], zeros behind the last output. */
-void pack(const void *weight, void *packed, int64_t outputs, int64_t inputs, int64_t narrow, int64_t kind) {
+/* A weight [outputs, inputs] in panels of PANEL outputs, each [inputs][PANEL], or [inputs / 2][PANEL][2] for dots; zeros
+ * behind the last output. */
+void pack(const void *weight, void *packed, int64_t outputs, int64_t inputs, int64_t format, int64_t kind) {
+  int64_t beside = format == DOTS ? 2 : 1;
   int64_t panels = num_panels(outputs, kind), inner = outputs / 2;
   PARALLEL(outputs * inputs > MANY)
   for (int64_t p = 0; p < panels; p++) {
@@ -300,8 +350,8 @@ void pack(const void *weight, void *packed, int64_t outputs, int64_t inputs, int
       for (int side = 0; side < 2; side++)
         for (int64_t c = 0; c < HALF; c++) {
           int64_t output = first[side] + c, from = output * inputs + k, there = output < end[side];
-          int64_t to = (p * inputs + k) * PANEL + side * HALF + c;
-          if (narrow) ((uint16_t *)packed)[to] = there ? ((const uint16_t *)weight)[from] : 0;
+          int64_t to = (p * inputs + k / beside * beside) * PANEL + (side * HALF + c) * beside + k % beside;
+          if (format != FP32) ((uint16_t *)packed)[to] = there ? ((const uint16_t *)weight)[from] : 0;
           else ((float *)packed)[to] = there ? ((const float *)weight)[from] : 0.f;
         }
   }
@@ -309,17 +359,31 @@ void pack(const void *weight, void *packed, int64_t outputs, int64_t inputs, int
 
 /* `num` rows of x times `size` inputs of one panel; with `more` added to what `out` has. Meanwhile the memory `ahead`
  * comes nearer, `step` bytes for each input. */
-ALWAYS void tile(const float *x, int64_t inputs, const void *panel, int64_t size, float *out, int64_t outputs,
-                 int64_t columns, int more, const char *ahead, int64_t step, int num, int narrow) {
+ALWAYS void tile(const void *x, int64_t inputs, const void *panel, int64_t size, float *out, int64_t outputs,
+                 int64_t columns, int more, const char *ahead, int64_t step, int num, int format) {
   vec sums[TILE][PANEL / LANES];
   for (int r = 0; r < num; r++)
     for (int c = 0; c < PANEL / LANES; c++) sums[r][c] = all(0.f);
-  for (int64_t k = 0; k < size; k++) {
-    vec w[PANEL / LANES];
-    __builtin_prefetch(ahead + k * step, 0, 2);
-    for (int c = 0; c < PANEL / LANES; c++) w[c] = load_as(panel, k * PANEL + c * LANES, narrow);
-    for (int r = 0; r < num; r++)
-      for (int c = 0; c < PANEL / LANES; c++) sums[r][c] = fma_of(all(x[r * inputs + k]), w[c], sums[r][c]);
+  if (format == DOTS) {
+    for (int64_t k = 0; k < size; k += 2) {
+      vec w[PANEL / LANES];
+      __builtin_prefetch(ahead + k * step, 0, 2);
+      __builtin_prefetch(ahead + k * step + step, 0, 2);
+      for (int c = 0; c < PANEL / LANES; c++) w[c] = load((const float *)at_item(panel, k * PANEL + 2 * c * LANES, DOTS));
+      for (int r = 0; r < num; r++) {
+        vec both = (vec)(*(const bits_in_memory *)at_item(x, r * inputs + k, DOTS) - (ivec){0});
+        for (int c = 0; c < PANEL / LANES; c++) sums[r][c] = dots_of(sums[r][c], both, w[c]);
+      }
+    }
+  } else {
+    for (int64_t k = 0; k < size; k++) {
+      vec w[PANEL / LANES];
+      __builtin_prefetch(ahead + k * step, 0, 2);
+      for (int c = 0; c < PANEL / LANES; c++) w[c] = load_as(panel, k * PANEL + c * LANES, format == BF16);
+      for (int r = 0; r < num; r++)
+        for (int c = 0; c < PANEL / LANES; c++)
+          sums[r][c] = fma_of(all(((const float *)x)[r * inputs + k]), w[c], sums[r][c]);
+    }
   }
   for (int r = 0; r < num; r++)
     for (int c = 0; c < PANEL / LANES; c++)
@@ -332,14 +396,15 @@ ALWAYS void tile(const float *x, int64_t inputs, const void *panel, int64_t size
 }
 
 /* All rows; `ahead` are as many bytes as these inputs of the panel have. */
-ALWAYS void tiles(const float *x, int64_t inputs, const void *panel, int64_t size, float *out, int64_t outputs,
-                  int64_t columns, int more, const char *ahead, int64_t bytes, int64_t rows, int narrow) {
+ALWAYS void tiles(const void *x, int64_t inputs, const void *panel, int64_t size, float *out, int64_t outputs,
+                  int64_t columns, int more, const char *ahead, int64_t bytes, int64_t rows, int format) {
   int64_t step = bytes / size / ((rows + TILE - 1) / TILE);
-  for (; rows >= TILE; rows -= TILE, x += TILE * inputs, out += TILE * outputs, ahead += step * size)
-    tile(x, inputs, panel, size, out, outputs, columns, more, ahead, step, TILE, narrow);
+  int of_x = format == DOTS ? DOTS : FP32;
+  for (; rows >= TILE; rows -= TILE, x = at_item(x, TILE * inputs, of_x), out += TILE * outputs, ahead += step * size)
+    tile(x, inputs, panel, size, out, outputs, columns, more, ahead, step, TILE, format);
   switch (rows) {
 #define CASE(num) \
-  case num: tile(x, inputs, panel, size, out, outputs, columns, more, ahead, step, num, narrow); break;
+  case num: tile(x, inputs, panel, size, out, outputs, columns, more, ahead, step, num, format); break;
     CASE(1)
     CASE(2)
     CASE(3)
@@ -348,10 +413,15 @@ ALWAYS void tiles(const float *x, int64_t inputs, const void *panel, int64_t siz
   }
 }
 
-static void tiles_of_fp32(const float *x, int64_t inputs, const float *panel, int64_t size, float *out, int64_t outputs,
-                          int64_t columns, int more, const char *ahead, int64_t bytes, int64_t rows) {
-  tiles(x, inputs, panel, size, out, outputs, columns, more, ahead, bytes, rows, 0);
-}
+#define TILES_OF(name, format) \
+  static void tiles_of_##name(const void *x, int64_t inputs, const void *panel, int64_t size, float *out, \
+                              int64_t outputs, int64_t columns, int more, const char *ahead, int64_t bytes, \
+                              int64_t rows) { \
+    tiles(x, inputs, panel, size, out, outputs, columns, more, ahead, bytes, rows, format); \
+  }
+TILES_OF(fp32, FP32)
+TILES_OF(bf16, BF16)
+TILES_OF(dots, DOTS)
 
 static void add_bias(float *out, int64_t stride, const float *bias, int64_t rows, int64_t columns) {
   for (int64_t r = 0; r < rows; r++)
@@ -361,28 +431,30 @@ static void add_bias(float *out, int64_t stride, const float *bias, int64_t rows
     }
 }
 
-/* One panel of out = x packed^T + bias; `scratch` has room for a panel, if it is to be widened, and then for rows x
- * PANEL numbers, if it is of pairs. A sum goes through `block` inputs, and then on from zero, added to what was. */
-static void panel_product(const float *x, const void *packed, const float *bias, int64_t block, float *out,
-                          float *scratch, int64_t p, int64_t rows, int64_t outputs, int64_t inputs, int narrow,
+/* One panel of out = x packed^T + bias; x is `in_format`. `scratch` has room for a panel, if it is to be widened, and
+ * then for rows x PANEL numbers, if it is of pairs. A sum goes through `block` inputs, and then on from zero, added to
+ * what was. */
+static void panel_product(const void *x, const void *packed, const float *bias, int64_t block, float *out,
+                          float *scratch, int64_t p, int64_t rows, int64_t outputs, int64_t inputs, int format,
                           int kind) {
-  int64_t width = kind == PLAIN ? PANEL : HALF, inner = outputs / 2, first = p * width, item = narrow ? 2 : 4;
+  int64_t width = kind == PLAIN ? PANEL : HALF, inner = outputs / 2, first = p * width, item = format == FP32 ? 4 : 2;
   int64_t columns = (kind == PLAIN ? outputs : inner) - first;
   if (columns > width) columns = width;
-  float *wide = scratch, *pairs = scratch + (narrow ? inputs * PANEL : 0);
+  int widen = format == BF16 && rows >= WIDEN;
+  float *wide = scratch, *pairs = scratch + (format == BF16 ? inputs * PANEL : 0);
   float *to = kind == PLAIN ? out + first : pairs;
   int64_t stride = kind == PLAIN ? outputs : PANEL, written = kind == PLAIN ? columns : PANEL;
   for (int64_t start = 0; start < inputs; start += block) {
     int64_t size = inputs - start < block ? inputs - start : block, bytes = size * PANEL * item;
     const char *panel = (const char *)packed + (p * inputs + start) * PANEL * item;
-    if (narrow && rows < WIDEN) {
-      tiles(x + start, inputs, panel, size, to, stride, written, start > 0, panel + bytes, bytes, rows, 1);
-    } else {
-      if (narrow)
-        for (int64_t i = 0; i < size * PANEL; i += LANES) store(wide + i, load_as(panel, i, 1));
-      tiles_of_fp32(x + start, inputs, narrow ? wide : (const float *)panel, size, to, stride, written, start > 0,
-                    panel + bytes, bytes, rows);
-    }
+    if (widen)
+      for (int64_t i = 0; i < size * PANEL; i += LANES) store(wide + i, load_as(panel, i, 1));
+#define TILES(name) \
+  tiles_of_##name(at_item(x, start, format == DOTS ? DOTS : FP32), inputs, widen ? (const char *)wide : panel, size, to, \
+                  stride, written, start > 0, panel + bytes, bytes, rows)
+    if (format == DOTS) TILES(dots);
+    else if (format == FP32 || widen) TILES(fp32);
+    else TILES(bf16);
   }
   if (bias) add_bias(to, stride, bias + first, rows, columns);
   if (kind == PLAIN) return;
@@ -398,12 +470,21 @@ static void panel_product(const float *x, const void *packed, const float *bias,
   }
 }
 
-/* out = x packed^T + bias; threads of a region share its panels, each with `scratch_size` numbers of `scratch`. */
+/* Numbers that rows of x take `in_format`, a whole number of vectors. */
+ALWAYS int64_t rounded_size(int64_t numbers, int format) {
+  return format == DOTS ? (numbers / 2 + LANES - 1) / LANES * LANES : 0;
+}
+
+/* out = x packed^T + bias; threads of a region share its panels, each with `scratch_size` numbers of `scratch`: for x
+ * `in_format`, and for `panel_product`. */
 static void product(const float *x, const void *packed, const float *bias, int64_t block, float *out, float *scratch,
-                    int64_t scratch_size, int64_t rows, int64_t outputs, int64_t inputs, int narrow, int kind) {
+                    int64_t scratch_size, int64_t rows, int64_t outputs, int64_t inputs, int format, int kind) {
+  float *mine = scratch + THREAD * scratch_size;
+  const void *rounded = in_format(x, mine, rows * inputs, format); /* by every thread: quicker than to wait for others */
+  mine += rounded_size(rows * inputs, format);
   SHARED_FOR
   for (int64_t p = 0; p < num_panels(outputs, kind); p++)
-    panel_product(x, packed, bias, block, out, scratch + THREAD * scratch_size, p, rows, outputs, inputs, narrow, kind);
+    panel_product(rounded, packed, bias, block, out, mine, p, rows, outputs, inputs, format, kind);
 }
 
 /* Up to this many rows share panels among threads; more are shared themselves, BATCH at a time, by who is free: nobody
@@ -411,20 +492,25 @@ static void product(const float *x, const void *packed, const float *bias, int64
 int64_t most_rows(int64_t threads) { return 2 * BATCH * threads; }
 
 void linear(const float *x, const void *packed, const float *bias, int64_t block, float *out, float *scratch,
-            int64_t scratch_size, int64_t rows, int64_t outputs, int64_t inputs, int64_t narrow, int64_t kind,
+            int64_t scratch_size, int64_t rows, int64_t outputs, int64_t inputs, int64_t format, int64_t kind,
             int64_t threads) {
   int64_t width = kind == GATED ? outputs / 2 : outputs;
 #ifdef _OPENMP
 #pragma omp parallel num_threads(threads) if (threads > 1)
 #endif
   if (rows <= most_rows(threads)) {
-    product(x, packed, bias, block, out, scratch, scratch_size, rows, outputs, inputs, (int)narrow, (int)kind);
+    product(x, packed, bias, block, out, scratch, scratch_size, rows, outputs, inputs, (int)format, (int)kind);
   } else {
     TAKEN_FOR
-    for (int64_t r = 0; r < rows; r += BATCH)
+    for (int64_t r = 0; r < rows; r += BATCH) {
+      int64_t num = rows - r < BATCH ? rows - r : BATCH;
+      float *mine = scratch + THREAD * scratch_size;
+      const void *rounded = in_format(x + r * inputs, mine, num * inputs, (int)format);
+      mine += rounded_size(num * inputs, (int)format);
       for (int64_t p = 0; p < num_panels(outputs, kind); p++)
-        panel_product(x + r * inputs, packed, bias, block, out + r * width, scratch + THREAD * scratch_size, p,
-                      rows - r < BATCH ? rows - r : BATCH, outputs, inputs, (int)narrow, (int)kind);
+        panel_product(rounded, packed, bias, block, out + r * width, mine, p, num, outputs, inputs, (int)format,
+                      (int)kind);
+    }
   }
 }
 
@@ -466,7 +552,8 @@ ALWAYS void turn_keys(const void *keys, int64_t at, int64_t size, int64_t place,
 typedef struct {
   int64_t layers, hidden, heads, kv_heads, size, inner, vocab;
   int64_t block_hidden, block_heads, block_inner; /* of sums over as many inputs: see `tile` */
-  int64_t narrow;                                 /* weights and cache are bf16 */
+  int64_t narrow;                                 /* embedding and cache are bf16 */
+  int64_t format;                                 /* of packed weights */
   int64_t threads, scratch_size;
   int64_t kept; /* where in a thread's scratch the turned keys that rows share lie, behind a mark per column; or 0 */
 } Shape;
@@ -650,7 +737,7 @@ void decode(const Shape *s, const Layer *layers, const void *embedding, const fl
             float *scratch, float *logits, int64_t rows) {
   float *x = work, *normed = x + rows * s->hidden, *y = normed + rows * s->hidden, *z = y + rows * widest;
   int64_t hidden = s->hidden, inner = s->inner, width = s->heads * s->size, n = s->scratch_size;
-  int narrow = (int)s->narrow;
+  int narrow = (int)s->narrow, format = (int)s->format;
 #ifdef _OPENMP
 #pragma omp parallel num_threads(s->threads) if (s->threads > 1)
 #endif
@@ -671,15 +758,15 @@ void decode(const Shape *s, const Layer *layers, const void *embedding, const fl
       void *const *keys = columns + 2 * l * num_columns, *const *values = keys + num_columns;
       norm_rows(x, l ? y : NULL, layer->norm, eps, normed, rows, hidden);
       product(normed, layer->qkv, layer->qkv_bias, s->block_hidden, y, scratch, n, rows,
-              width + 2 * s->kv_heads * s->size, hidden, narrow, PLAIN);
+              width + 2 * s->kv_heads * s->size, hidden, format, PLAIN);
       attend_rows(s, layer, eps, y, cos, sin, positions, keys, values, num_columns, source, z, scratch, rows);
-      product(z, layer->out, layer->out_bias, s->block_heads, y, scratch, n, rows, hidden, width, narrow, PLAIN);
+      product(z, layer->out, layer->out_bias, s->block_heads, y, scratch, n, rows, hidden, width, format, PLAIN);
       norm_rows(x, y, layer->mlp_norm, eps, normed, rows, hidden);
       product(normed, layer->gate_up, layer->gate_up_bias, s->block_hidden, z, scratch, n, rows, 2 * inner, hidden,
-              narrow, GATED);
-      product(z, layer->down, layer->down_bias, s->block_inner, y, scratch, n, rows, hidden, inner, narrow, PLAIN);
+              format, GATED);
+      product(z, layer->down, layer->down_bias, s->block_inner, y, scratch, n, rows, hidden, inner, format, PLAIN);
     }
     norm_rows(x, y, last_norm, eps, normed, rows, hidden);
-    product(normed, head, NULL, s->block_hidden, logits, scratch, n, rows, s->vocab, hidden, narrow, PLAIN);
+    product(normed, head, NULL, s->block_hidden, logits, scratch, n, rows, s->vocab, hidden, format, PLAIN);
   }
 }

@@ -1,7 +1,8 @@
 """A step of decoding by one kernel (`rollouts/training/native.c`): embedding, layers, cache and head, nothing between.
 
-It computes in fp32; weights and cache may be bf16. For fp32 its log-probs have the trainer's bits, which is tried
-(`find_block`): products sum in the order of oneDNN, and all else is computed by the functions that the trainer calls.
+It computes in fp32; weights and cache may be bf16, and in fast mode what goes into products. For fp32 its log-probs
+have the trainer's bits, which is tried (`find_block`): products sum in the order of oneDNN, and all else is computed by
+the functions that the trainer calls.
 """
 
 from __future__ import annotations
@@ -77,10 +78,10 @@ class FusedDecoder:
         self.widest = max((heads + 2 * kv_heads) * config.head_dim, config.intermediate_size, config.hidden_size)
         self._group = heads // kv_heads
         qkv, out, gated, down = layers[0].products
-        self._scratch = max(p.scratch[0] for p in (qkv, out, gated, down)), gated.scratch[1]
+        self._scratch = [max(each) for each in zip(*(p.scratch for p in (qkv, out, gated, down, head)), strict=True)]
         self._shape = native.Shape(
             *(len(layers), config.hidden_size, heads, kv_heads, config.head_dim, config.intermediate_size),
-            *(config.vocab_size, qkv.block, out.block, down.block, qkv.narrow),
+            *(config.vocab_size, qkv.block, out.block, down.block, weight.dtype == torch.bfloat16, qkv.format),
         )
 
     def __call__(

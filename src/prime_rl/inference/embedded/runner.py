@@ -57,7 +57,8 @@ class Product:
         biases = [layer.bias for layer in self._layers if layer.bias is not None]
         self.bias = join(biases, self.bias) if biases else None
         kernel = has_kernel(weight, self._exact)
-        self.kernel = native.PackedWeight(weight.to(self._dtype), paired=self._paired) if kernel else None
+        packed = native.PackedWeight(weight.to(self._dtype), None, self._paired, not self._exact) if kernel else None
+        self.kernel = packed
         self.packed = pack_weight(weight) if self.kernel is None and can_pack(weight) else None
         self.weight = weight if self.kernel is None and self.packed is None else None
 
@@ -230,6 +231,8 @@ def build_fused(model: CausalLM, layers: Sequence[Layer], head: Product) -> Fuse
         held.append(LayerWeights(norms, kernels, [product.bias for product in products]))
     takes = BLOCK == native.KEYS and native.takes_heads(model.config.head_dim)
     if head.kernel is None or model.config.logit_cap is not None or not takes:
+        return None
+    if any(kernel.format != head.kernel.format for layer in held for kernel in layer.products):
         return None
     return FusedDecoder(model, held, head.kernel)
 
