@@ -337,7 +337,7 @@ int64_t packed_size(int64_t outputs, int64_t inputs, int64_t kind) {
   return num_panels(outputs, kind) * PANEL * inputs;
 }
 
-/* A weight [outputs, inputs] in panels of PANEL outputs, each [inputs][PANEL], or [inputs / 2][PANEL][2] for dots; zeros
+/* A weight [outputs, inputs] in panels of PANEL outputs, each [inputs][PANEL], for dots [inputs / 2][PANEL][2]; zeros
  * behind the last output. */
 void pack(const void *weight, void *packed, int64_t outputs, int64_t inputs, int64_t format, int64_t kind) {
   int64_t beside = format == DOTS ? 2 : 1;
@@ -369,7 +369,7 @@ ALWAYS void tile(const void *x, int64_t inputs, const void *panel, int64_t size,
       vec w[PANEL / LANES];
       __builtin_prefetch(ahead + k * step, 0, 2);
       __builtin_prefetch(ahead + k * step + step, 0, 2);
-      for (int c = 0; c < PANEL / LANES; c++) w[c] = load((const float *)at_item(panel, k * PANEL + 2 * c * LANES, DOTS));
+      for (int c = 0; c < PANEL / LANES; c++) w[c] = load(at_item(panel, k * PANEL + 2 * c * LANES, DOTS));
       for (int r = 0; r < num; r++) {
         vec both = (vec)(*(const bits_in_memory *)at_item(x, r * inputs + k, DOTS) - (ivec){0});
         for (int c = 0; c < PANEL / LANES; c++) sums[r][c] = dots_of(sums[r][c], both, w[c]);
@@ -450,8 +450,8 @@ static void panel_product(const void *x, const void *packed, const float *bias, 
     if (widen)
       for (int64_t i = 0; i < size * PANEL; i += LANES) store(wide + i, load_as(panel, i, 1));
 #define TILES(name) \
-  tiles_of_##name(at_item(x, start, format == DOTS ? DOTS : FP32), inputs, widen ? (const char *)wide : panel, size, to, \
-                  stride, written, start > 0, panel + bytes, bytes, rows)
+  tiles_of_##name(at_item(x, start, format == DOTS ? DOTS : FP32), inputs, widen ? (const char *)wide : panel, size, \
+                  to, stride, written, start > 0, panel + bytes, bytes, rows)
     if (format == DOTS) TILES(dots);
     else if (format == FP32 || widen) TILES(fp32);
     else TILES(bf16);
@@ -480,7 +480,7 @@ ALWAYS int64_t rounded_size(int64_t numbers, int format) {
 static void product(const float *x, const void *packed, const float *bias, int64_t block, float *out, float *scratch,
                     int64_t scratch_size, int64_t rows, int64_t outputs, int64_t inputs, int format, int kind) {
   float *mine = scratch + THREAD * scratch_size;
-  const void *rounded = in_format(x, mine, rows * inputs, format); /* by every thread: quicker than to wait for others */
+  const void *rounded = in_format(x, mine, rows * inputs, format); /* by every thread: quicker than to wait */
   mine += rounded_size(rows * inputs, format);
   SHARED_FOR
   for (int64_t p = 0; p < num_panels(outputs, kind); p++)
