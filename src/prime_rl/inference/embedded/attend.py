@@ -17,6 +17,7 @@ from prime_rl.trainer.models.attention import (
     min_query_rows,
     padded,
     softmax,
+    take,
     unfold_groups,
 )
 
@@ -260,7 +261,9 @@ class PrefillAttention:
             chosen = (places // BLOCK == j).nonzero().squeeze(1)
             index = None if len(chosen) == len(places) else chosen.to(device)
             self.writes.append((j, index, slots[chosen].to(device), (places[chosen] % BLOCK).to(device)))
-        self.layout = torch.where(valid, first[:, None] + row, 0).to(device)
+        self.layout: Int[Tensor, "chunks rows"] | None = None  # chunks of one length lie as they are wanted
+        if repeats or not valid.all():
+            self.layout = torch.where(valid, first[:, None] + row, 0).to(device)
         mask = torch.arange(self.width) <= position[:, :, None]
         self.mask = mask.repeat_interleave(heads_per_kv, dim=1)[:, None].to(device)
 
@@ -277,9 +280,9 @@ class PrefillAttention:
             keys[slots, :, places] = (k if index is None else k[index]).to(dtype)
             values[slots, :, places] = (v if index is None else v[index]).to(dtype)
         past, context = (self._gather(layer, i).to(q.dtype) for i in range(2))
-        queries = fold_groups(q[self.layout], k.shape[1])
-        out = unfold_groups(masked_attention(queries, past, context, self.mask), self.rows)
-        return out.flatten(0, 1)[self.flat]
+        laid_out = q.unflatten(0, (-1, self.rows)) if self.layout is None else take(q, self.layout)
+        out = unfold_groups(masked_attention(fold_groups(laid_out, k.shape[1]), past, context, self.mask), self.rows)
+        return out.flatten(0, 1) if self.layout is None else take(out.flatten(0, 1), self.flat)
 
     def _gather(self, layer: int, half: int) -> Float[Tensor, "chunks kv_heads width dim"]:
         parts = []
@@ -287,7 +290,8 @@ class PrefillAttention:
             column = self.cache.columns[j][half, layer]
             width = min(self.width - j * BLOCK, BLOCK)
             # A slot beyond a column's end does not reach it: what is read instead is masked.
-            parts.append(column[self.slots.clamp(max=column.shape[0] - 1), :, :width])
+            slots = self.slots.clamp(max=column.shape[0] - 1)
+            parts.append(column[:, :, :width].index_select(0, slots))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
