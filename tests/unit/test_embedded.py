@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from prime_rl.inference.embedded.cache import zeros
 from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.embedded.sampler import build_sampling_batch, filter_logprobs, sample
 from prime_rl.inference.engine import (
@@ -731,3 +732,13 @@ def test_a_thread_refuses_pauses_aborts_and_goes_on() -> None:
     assert last.finish_reason == "abort"
     assert len(last.token_ids) == 1 + len(pieces)
     thread.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_new_column_is_zeros_from_a_line_of_the_cache_on(dtype: torch.dtype) -> None:
+    for shape in ((2, 3, 5), (2, 0, 5), (4, 1024, 1024)):
+        column = zeros(shape, dtype, torch.device("cpu"))
+        assert column.shape == shape and column.dtype == dtype and not column.any()
+        assert column.data_ptr() % 64 == 0 or not column.numel()
+        column += 1
+        assert (column == 1).all()

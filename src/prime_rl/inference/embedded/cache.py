@@ -7,6 +7,8 @@ slot holds garbage beyond its sequence's length; masked keys weigh exactly 0, so
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -14,6 +16,9 @@ from torch import Tensor
 
 from prime_rl.trainer.models.attention import KEY_BLOCK
 from prime_rl.trainer.models.causal_lm import DecoderConfig
+
+ALIGNMENT = 64
+"""Bytes of a line of a processor's cache."""
 
 BLOCK = KEY_BLOCK
 FIRST_SLOTS = 16
@@ -99,8 +104,7 @@ class KVCache:
                 columns.append(old)
                 continue
             # Zeros, not empty memory: 0 * NaN would not be 0.
-            shape = (2, self._layers, slots, self._heads, BLOCK, self._dim)
-            new = torch.zeros(shape, dtype=self._dtype, device=self._device)
+            new = zeros((2, self._layers, slots, self._heads, BLOCK, self._dim), self._dtype, self._device)
             if old is not None and (kept := min(slots, old.shape[2], used[j] if j < len(used) else 0)):
                 new[:, :, :kept] = old[:, :, :kept]
             columns.append(new)
@@ -108,6 +112,19 @@ class KVCache:
             columns.pop()
         self.columns = columns
         self.generation += 1
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`torch.zeros`; on a CPU of pages that the system hands out as zeros when they are first touched.
+
+    Writing zeros to a new column would stop everybody for as long as it takes: half a second for 256 MB.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(size + ALIGNMENT, dtype=np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return torch.from_numpy(memory[start : start + size]).view(dtype).view(shape)
 
 
 def num_columns(length: int) -> int:
