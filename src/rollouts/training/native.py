@@ -43,8 +43,8 @@ class Shape(ctypes.Structure):
         (name, _I)
         for name in (
             *("layers", "hidden", "heads", "kv_heads", "size", "inner", "vocab"),
-            *("block_hidden", "block_heads", "block_inner", "narrow", "format", "threads", "scratch_size"),
-            "kept",
+            *("block_hidden", "block_heads", "block_inner"),
+            *("narrow", "format", "threads", "scratch_size", "kept"),
         )
     ]
 

@@ -56,9 +56,10 @@ class Product:
         weight = join([layer.weight for layer in self._layers], self.weight)
         biases = [layer.bias for layer in self._layers if layer.bias is not None]
         self.bias = join(biases, self.bias) if biases else None
-        kernel = has_kernel(weight, self._exact)
-        packed = native.PackedWeight(weight.to(self._dtype), None, self._paired, not self._exact) if kernel else None
-        self.kernel = packed
+        self.kernel: native.PackedWeight | None = None
+        if has_kernel(weight, self._exact):
+            kept = weight.to(self._dtype)
+            self.kernel = native.PackedWeight(kept, paired=self._paired, rounded=not self._exact)
         self.packed = pack_weight(weight) if self.kernel is None and can_pack(weight) else None
         self.weight = weight if self.kernel is None and self.packed is None else None
 
