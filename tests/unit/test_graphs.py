@@ -222,6 +222,15 @@ def test_recorded_steps_give_what_eager_ones_give(
     assert engine.stats().shared_prompt_tokens > 0 and (seed < 4 or engine.stats().preempted > 0)
 
 
+def test_prompts_of_one_token_whose_queries_all_share_a_key() -> None:
+    """They are chunks of one length, but fewer rows than a product takes: the last is repeated."""
+    model = build_model(0, num_attention_heads=64, num_key_value_heads=1)
+    prompts = [request([token]) for token in (7, 9, 11)]
+    together = run(build_engine(model, None), *prompts)
+    alone = [run(build_engine(model, None), one)[0] for one in prompts]
+    assert check_alike(list(together), list(alone)) == 36
+
+
 @pytest.mark.parametrize(
     "changes",
     [
