@@ -1,1 +1,1 @@
-"""A library of protocols and pure functions for SFT and RL loops (document 004)."""
+"""A library of protocols and pure functions for SFT and RL training loops."""

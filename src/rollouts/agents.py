@@ -1,4 +1,4 @@
-"""Agents: messages in, trajectory out; and one that talks to an OpenAI-compatible server."""
+"""Agents: a protocol from prompt to trajectory, and a chat agent for OpenAI-compatible servers."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ Prompt = str | list[Message]
 
 
 class Turn(msgspec.Struct):
-    """One call of the model: the tokens it was given and the tokens it sampled."""
+    """One model call: prompt tokens and sampled tokens."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
     logprobs: list[float]
-    """Of the completion tokens, under the distribution they were sampled from."""
+    """Log-probs of the completion tokens under the sampling distribution."""
     versions: list[tuple[int, int]] = []
     """`(start, version)` spans; `start` counts completion tokens of this turn."""
-    asked: dict[str, Any] | None = None
-    """The messages, tools and template arguments, or the text, of a prompt that the server rendered; None where the
-    prompt went out as tokens."""
+    chat_request: dict[str, Any] | None = None
+    """Messages, tools and template arguments, or the text, of a prompt rendered by the server; None for a prompt sent
+    as tokens."""
 
 
 class Trajectory(msgspec.Struct, kw_only=True):
-    """What an agent did with a prompt. `turns` is empty when the server told no tokens."""
+    """The result of one agent rollout. `turns` is empty if the server returned no tokens."""
 
     prompt: Prompt
     messages: list[Message] = []
-    """All messages, those of the prompt first."""
+    """All messages, starting with those of the prompt."""
     num_prompt_messages: int = 0
     turns: list[Turn] = []
     status: Status = Status.COMPLETED
@@ -42,17 +42,17 @@ class Trajectory(msgspec.Struct, kw_only=True):
     error: str | None = None
     temperature: float = 1.0
     correct: bool | None = None
-    """The judge's verdict, if the agent has one."""
+    """The judge's verdict, if there is a judge."""
 
     @property
     def text(self) -> str:
-        """The assistant's words, turns joined by newlines."""
-        said = self.messages[self.num_prompt_messages :]
-        return "\n".join(str(m.get("content") or "") for m in said if m.get("role") == "assistant")
+        """The assistant's text, turns joined by newlines."""
+        completion = self.messages[self.num_prompt_messages :]
+        return "\n".join(str(m.get("content") or "") for m in completion if m.get("role") == "assistant")
 
     @property
     def tokens(self) -> list[int]:
-        """The whole token sequence as the model saw it last."""
+        """Prompt and completion tokens of the last turn."""
         return [*self.turns[-1].prompt_ids, *self.turns[-1].completion_ids] if self.turns else []
 
     @property
@@ -62,34 +62,34 @@ class Trajectory(msgspec.Struct, kw_only=True):
 
     @property
     def response_tokens(self) -> list[int]:
-        """The tokens after the prompt; in several turns, what the environment said is among them."""
+        """The tokens after the prompt, including those of environment messages between turns."""
         return self.tokens[len(self.prompt_tokens) :]
 
 
 class Agent(Protocol):
-    """Whatever can be given a prompt and tells what it did."""
+    """Runs rollouts from prompts."""
 
     async def rollout(self, prompt: Prompt) -> Trajectory:
-        """One attempt. What goes wrong on the way is told by `status` and `error`."""
+        """Run one attempt. Failures are reported in `status` and `error`."""
 
 
 class AgentEnvironment(Protocol):
-    """The world an agent talks to; one object per rollout. It may offer `tools`, a list of OpenAI tool schemas."""
+    """The environment of one rollout. An optional attribute `tools` lists OpenAI tool schemas."""
 
     def respond(self, messages: list[Message]) -> Any:
-        """The messages that follow the assistant's last one, or none to end; may be async."""
+        """The messages after the assistant's last one; an empty list ends the rollout. May be async."""
 
 
 class EndpointError(RuntimeError):
-    """The server did not answer a request as it should."""
+    """A request failed or returned a malformed response."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A model behind an OpenAI-compatible server, and how to sample from it.
+    """A model on an OpenAI-compatible server, with sampling parameters.
 
-    With `token_ids` the server is asked for token ids and log-probs, so that training sees exactly what was sampled;
-    ours and vLLM's (started with --logprobs-mode processed_logprobs) answer with both.
+    `token_ids` requests token ids and log-probs, so that training uses exactly the sampled tokens. Supported by the
+    servers of this project and by vLLM (started with --logprobs-mode processed_logprobs).
     """
 
     model: str
@@ -108,8 +108,8 @@ class Endpoint:
     async def chat(
         self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None, seed: int | None = None
     ) -> dict[str, Any]:
-        """The JSON answer to POST /chat/completions. Raises `EndpointError`."""
-        import httpx  # here, so that importing the words stays instant
+        """The JSON response of POST /chat/completions. Raises `EndpointError`."""
+        import httpx  # imported here to keep the module import fast
 
         optional = {"max_tokens": self.max_tokens, "seed": seed, "tools": list(tools) if tools else None}
         ids = {"logprobs": True, "return_token_ids": True} if self.token_ids else {}
@@ -123,36 +123,36 @@ class Endpoint:
                 async with httpx.AsyncClient(timeout=None, headers=headers, trust_env=False, verify=is_tls) as client:
                     reply = await client.post(url, json=body)
         except TimeoutError:
-            raise EndpointError(f"{url} did not answer within {self.timeout_s:g} s") from None
+            raise EndpointError(f"{url} timed out after {self.timeout_s:g} s") from None
         except httpx.HTTPError as error:
             raise EndpointError(f"{url}: {type(error).__name__} {error}".rstrip()) from error
         if reply.status_code != 200:
-            raise EndpointError(f"{url} answered {reply.status_code}: {reply.text[:300]}")
+            raise EndpointError(f"{url} returned status {reply.status_code}: {reply.text[:300]}")
         try:
             answer = reply.json()
             answer["choices"][0]["message"]
         except (ValueError, LookupError, TypeError) as error:
-            raise EndpointError(f"{url} answered with what is no chat completion: {reply.text[:300]}") from error
+            raise EndpointError(f"{url} did not return a chat completion: {reply.text[:300]}") from error
         return dict(answer)
 
 
 @dataclass(frozen=True)
 class ChatAgent:
-    """Answers a prompt, turn by turn with what the environment says, until that says nothing or `max_turns`."""
+    """A chat agent with an optional environment; runs until the environment returns no message, or `max_turns`."""
 
     endpoint: Endpoint
     environment_cls: Callable[[], AgentEnvironment] | None = None
     max_turns: int = 10
     system_prompt: str | None = None
     judge: Callable[[Trajectory], bool] | None = None
-    """Fills `correct` of a finished trajectory."""
+    """Computes `correct` of a finished trajectory."""
 
     def __post_init__(self) -> None:
         if self.max_turns < 1:
             raise ValueError(f"max_turns {self.max_turns} of an agent must be at least 1")
 
     async def rollout(self, prompt: Prompt, *, seed: int | None = None) -> Trajectory:
-        """One attempt at `prompt`. Raises `ValueError` for an empty prompt; a failing server is told by `status`."""
+        """Run one attempt. Raises `ValueError` for an empty prompt; server failures set `status` to FAILED."""
         messages = self._prompt_messages(prompt)
         trajectory = Trajectory(
             prompt=prompt,
@@ -161,25 +161,25 @@ class ChatAgent:
             temperature=self.endpoint.temperature,
         )
         try:
-            await self._talk(trajectory, seed)
+            await self._run_turns(trajectory, seed)
         except EndpointError as error:
             trajectory.status, trajectory.error = Status.FAILED, str(error)
             return trajectory
         trajectory.correct = self.judge(trajectory) if self.judge else None
         return trajectory
 
-    async def _talk(self, trajectory: Trajectory, seed: int | None) -> None:
+    async def _run_turns(self, trajectory: Trajectory, seed: int | None) -> None:
         environment = self.environment_cls() if self.environment_cls else None
         tools = getattr(environment, "tools", None)
-        told_all = True
+        has_all_tokens = True
         for _ in range(self.max_turns):
             answer = await self.endpoint.chat(trajectory.messages, tools=tools, seed=seed)
             choice = answer["choices"][0]
-            trajectory.messages.append(_said(choice["message"]))
+            trajectory.messages.append(_assistant_message(choice["message"]))
             trajectory.stop_reason = choice.get("finish_reason")
             turn = read_turn(answer)
-            told_all = told_all and turn is not None
-            trajectory.turns = [*trajectory.turns, turn] if told_all and turn is not None else []
+            has_all_tokens = has_all_tokens and turn is not None
+            trajectory.turns = [*trajectory.turns, turn] if has_all_tokens and turn is not None else []
             if trajectory.stop_reason == "length":
                 trajectory.status = Status.TRUNCATED
                 return
@@ -200,18 +200,18 @@ class ChatAgent:
 
 
 def read_turn(answer: dict[str, Any]) -> Turn | None:
-    """The tokens of a chat answer, or None when it lacks ids or log-probs. Raises `EndpointError` if they disagree."""
+    """The tokens of a chat response; None without ids or log-probs. Raises `EndpointError` if their numbers differ."""
     choice = answer["choices"][0]
     prompt_ids = answer.get("prompt_token_ids") or choice.get("prompt_token_ids")
     completion_ids, content = choice.get("token_ids"), (choice.get("logprobs") or {}).get("content")
     if prompt_ids is None or completion_ids is None or content is None:
         return None
     if len(content) != len(completion_ids):
-        raise EndpointError(f"the server told {len(completion_ids)} token ids but {len(content)} log-probs")
+        raise EndpointError(f"the server returned {len(completion_ids)} token ids but {len(content)} log-probs")
     versions = [(int(start), int(version)) for start, version in choice.get("versions") or []]
     return Turn(list(prompt_ids), list(completion_ids), [float(entry["logprob"]) for entry in content], versions)
 
 
-def _said(message: dict[str, Any]) -> Message:
-    """The assistant's message without the nulls that a template would stumble over."""
+def _assistant_message(message: dict[str, Any]) -> Message:
+    """The assistant's message without nulls, which chat templates do not handle."""
     return {"role": "assistant", "content": ""} | {key: value for key, value in message.items() if value is not None}

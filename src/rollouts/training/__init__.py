@@ -1,12 +1,12 @@
-"""The face of the training library: the documented names, each imported when it is first asked for."""
+"""Public API of the training library; names are imported lazily."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import Any
 
-# name -> module; a name is listed once its module exists, so `from rollouts.training import X` never half works.
-_HOME = {
+# Name -> module.
+_MODULES = {
     "Sample": "types",
     "Status": "types",
     "RolloutBatch": "types",
@@ -37,14 +37,14 @@ _HOME = {
     "make_length_filter": "filters",
 }
 
-__all__ = [*_HOME]
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers: {', '.join(sorted(_HOME))}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers: {', '.join(sorted(_MODULES))}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    return sorted({*globals(), *_MODULES})

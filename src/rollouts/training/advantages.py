@@ -1,4 +1,4 @@
-"""Rewards of a group to advantages: how much better than its siblings a rollout did."""
+"""Group-relative advantages from rewards."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def compute_group_advantages(
         length_weighted  A_i = r_i - sum(l r) / sum(l)                        OPO, 2505.23585, equation 11
         none             A_i = r_i
 
-    `std` divides by the standard deviation of the sample (over n - 1), as every implementation of GRPO does. A group
-    of equal rewards teaches nothing and gets zeros, and so does a group of one, except with baseline "none". Raises
-    `ValueError` for a reward that is not finite.
+    `std` divides by the sample standard deviation (over n - 1), as in the common GRPO implementations. A group of equal
+    rewards or of one rollout has advantages 0, except with baseline "none". Raises `ValueError` for a reward that is
+    not finite.
     """
     if baseline not in get_args(Baseline):
         raise ValueError(f"baseline {baseline!r} is not one of {', '.join(get_args(Baseline))}")
     if not all(map(math.isfinite, rewards)):
-        raise ValueError(f"rewards {list(rewards)} hold a value that is not finite: fix the reward function")
+        raise ValueError(f"rewards {list(rewards)} contain a value that is not finite: fix the reward function")
     if baseline != "none" and (not rewards or max(rewards) == min(rewards)):
         return [0.0] * len(rewards)
     centred = _centre(rewards, baseline, lengths)
@@ -54,9 +54,9 @@ def compute_batch_advantages(
     std: Deviation = "none",
     lengths: Sequence[Sequence[int]] | None = None,
 ) -> list[list[float]]:
-    """`compute_group_advantages` of every group, divided by the deviation of each group's or of all rewards.
+    """`compute_group_advantages` of every group, optionally divided by the group's or the batch's standard deviation.
 
-    With "batch" one group of nearly equal rewards is not blown up to the size of the others (2508.08221, section 4.1).
+    "batch" does not amplify groups of nearly equal rewards (2508.08221, section 4.1).
     """
     if std not in get_args(Deviation):
         raise ValueError(f"std {std!r} is not one of {', '.join(get_args(Deviation))}")
@@ -73,7 +73,7 @@ def compute_batch_advantages(
 
 
 def compute_overlong_penalty(length: int, max_tokens: int, window: int) -> float:
-    """What an answer of `length` tokens loses: 0 up to `max_tokens - window`, then linearly up to 1 at `max_tokens`.
+    """Length penalty: 0 up to `max_tokens - window` tokens, then linear up to 1 at `max_tokens`.
 
     DAPO, 2503.14476, equation 13.
     """

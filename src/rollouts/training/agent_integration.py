@@ -1,4 +1,4 @@
-"""From what an agent did to what is trained on: a trajectory of turns becomes one or more samples."""
+"""Converts agent trajectories and environment rollouts to training samples."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 class Rollout(msgspec.Struct, kw_only=True):
-    """One finished attempt at a prompt, scored unless it failed. `turns` is empty when the server told no tokens."""
+    """One finished attempt at a prompt, scored unless it failed. `turns` is empty if the server returned no tokens."""
 
     prompt: str | list[Message]
     completion: str | list[Message] = ""
@@ -46,52 +46,51 @@ class Rollout(msgspec.Struct, kw_only=True):
     generation_ms: float = 0.0
     scoring_ms: float = 0.0
     completion_tokens: int | None = None
-    """Sampled tokens by the server's own count; None where it does not tell."""
+    """Sampled tokens as counted by the server; None if it does not report them."""
     tools: list[dict[str, Any]] | None = None
-    """Tools that the model was offered, as OpenAI schemas."""
+    """Available tools, as OpenAI schemas."""
 
     @property
     def failed(self) -> bool:
-        """Nothing to learn from: it has an error instead of a reward."""
+        """Whether the rollout has an error instead of a reward."""
         return self.status == Status.FAILED
 
     @property
     def response(self) -> str:
-        """What the model wrote, turns joined by newlines."""
+        """The model's text, turns joined by newlines."""
         return completion_text(self.completion)
 
 
 def completion_text(completion: str | list[Message]) -> str:
-    """The assistant's words of a completion."""
+    """The assistant's text of a completion."""
     if isinstance(completion, str):
         return completion
     return "\n".join(str(m.get("content") or "") for m in completion if m.get("role") == "assistant")
 
 
 def rollout_to_samples(rollout: Rollout, *, group_index: int | None = None, index: int | None = None) -> list[Sample]:
-    """Samples over the turns: one while each prompt extends the tokens before it, a new one where it does not.
+    """Merge turns into samples: a turn whose prompt does not extend the previous tokens starts a new sample.
 
         turn 1   prompt [1 2]            completion [3 4]
         turn 2   prompt [1 2 3 4 5]      completion [6]      -> tokens [1 2 3 4 5 6], mask [0 0 1 1 0 1]
         turn 3   prompt [1 2 9]          completion [7]      -> a second sample [1 2 9 7], mask [0 0 0 1]
 
-    `metadata["asked"]` is what the server rendered to a sample's prompt, where that is known.
-    Turns without sampled tokens train nothing and are left out. Raises `ValueError` where a turn's log-probs and
-    tokens differ in number.
+    `metadata["asked"]` is the chat request of the sample's prompt, if the server rendered it. Turns without sampled
+    tokens are skipped. Raises `ValueError` if a turn's log-probs and tokens differ in number.
     """
     samples: list[Sample] = []
     for number, turn in enumerate(rollout.turns, start=1):
         if len(turn.logprobs) != len(turn.completion_ids):
             raise ValueError(
                 f"turn {number} has {len(turn.completion_ids)} sampled tokens but {len(turn.logprobs)} log-probs: "
-                "the server must answer with one log-prob per token"
+                "the server must return one log-prob per token"
             )
         if not turn.completion_ids:
             continue
         if not samples or not _extends(turn.prompt_ids, samples[-1].tokens):
             samples.append(_open_sample(rollout, group_index, index))
-            if turn.asked is not None:
-                samples[-1].metadata = {"asked": turn.asked}
+            if turn.chat_request is not None:
+                samples[-1].metadata = {"asked": turn.chat_request}
         _append_turn(samples[-1], turn)
     return samples
 
@@ -116,7 +115,7 @@ def _open_sample(rollout: Rollout, group_index: int | None, index: int | None) -
 
 
 def _append_turn(sample: Sample, turn: Turn) -> None:
-    """Add what is new in the turn's prompt (masked) and its sampled tokens; spans become absolute."""
+    """Append the new prompt tokens (masked) and the sampled tokens of a turn; version spans become absolute."""
     assert sample.inference_logprobs is not None
     given = turn.prompt_ids[len(sample.tokens) :]
     start = len(sample.tokens) + len(given)
@@ -130,14 +129,14 @@ def _append_turn(sample: Sample, turn: Turn) -> None:
 
 
 def trajectory_to_sample(trajectory: Trajectory, tokenizer: Any, metadata: dict[str, Any] | None = None) -> Sample:
-    """One sample of an agent's trajectory, with loss on what the model said.
+    """One sample of an agent's trajectory, with loss on the assistant's messages.
 
-    Where the engine told its tokens these are trained on, with their log-probs. Otherwise `tokenizer` (a Hugging Face
-    tokenizer with a chat template) renders the messages, and log-probs are None. Either way each turn must extend
-    the tokens before it: `ValueError` where the template rewrites earlier turns, and for a trajectory that failed.
+    Uses the sampled tokens and log-probs if the server returned them. Otherwise `tokenizer` (a Hugging Face tokenizer
+    with a chat template) renders the messages, and log-probs are None. Each turn must extend the previous tokens:
+    `ValueError` if the template rewrites earlier turns, and for a failed trajectory.
     """
     if trajectory.status == Status.FAILED:
-        raise ValueError(f"the trajectory failed, there is nothing to learn from: {trajectory.error}")
+        raise ValueError(f"the trajectory failed and has no training data: {trajectory.error}")
     if trajectory.turns:
         sample = _sample_of_turns(trajectory)
     else:
@@ -163,7 +162,7 @@ async def agent_rollout_to_sample(
     *,
     seed: int | None = None,
 ) -> Sample:
-    """Let an agent attempt `prompt` and turn what it did into a sample; a failing server gives one of status FAILED."""
+    """Run an agent on `prompt` and convert the trajectory to a sample; server failures give status FAILED."""
     trajectory = await ChatAgent(endpoint, environment_cls, max_turns).rollout(prompt, seed=seed)
     if trajectory.status == Status.FAILED:
         return Sample(prompt=prompt, status=Status.FAILED, error=trajectory.error, metadata=dict(metadata or {}))
@@ -178,10 +177,9 @@ async def generate_rollout_batch(
     max_turns: int = 10,
     metadata_list: Sequence[dict[str, Any]] | None = None,
 ) -> list[Sample]:
-    """`agent_rollout_to_sample` for all prompts at the same time; samples in the order of the prompts.
+    """`agent_rollout_to_sample` for all prompts concurrently; samples in the order of the prompts.
 
-    Raises `ValueError` unless there is one entry of `metadata_list` per prompt, or when a trajectory cannot be one
-    sample.
+    Raises `ValueError` unless `metadata_list` has one entry per prompt, and for a trajectory that is not one sample.
     """
     if metadata_list is not None and len(metadata_list) != len(prompts):
         raise ValueError(
@@ -196,7 +194,7 @@ async def generate_rollout_batch(
             samples[i] = await agent_rollout_to_sample(
                 prompts[i], environment_cls, endpoint, tokenizer, max_turns, metadata
             )
-        except Exception as error:  # raised below as itself, not in a group of errors
+        except Exception as error:  # raised below, outside of an exception group
             errors.append(error)
             tasks.cancel_scope.cancel()
 
@@ -213,8 +211,8 @@ def _sample_of_turns(trajectory: Trajectory) -> Sample:
     if len(samples) == 1:
         return samples[0]
     if not samples:
-        raise ValueError("the model sampled no token: there is nothing to learn from this trajectory")
+        raise ValueError("the trajectory has no sampled tokens")
     raise ValueError(
-        f"the trajectory falls into {len(samples)} token sequences: the chat template rewrites earlier turns, so a "
-        "later prompt does not extend the tokens before it; use a prefix-stable template, or rollout_to_samples"
+        f"the trajectory has {len(samples)} token sequences: the chat template rewrites earlier turns, so a "
+        "later prompt does not extend the previous tokens; use a prefix-stable template, or rollout_to_samples"
     )

@@ -1,4 +1,4 @@
-"""Samples to micro-batches: shift once, pack whole sequences, balance the work over ranks; pure and without torch."""
+"""Samples to micro-batches: label shift, packing and load balancing over ranks; pure functions without torch."""
 
 from __future__ import annotations
 
@@ -16,27 +16,26 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 QUADRATIC_COST = 1 / 12288
-"""Attention FLOPs of a token per token it sees, over its matrix-product FLOPs: 1 / (12 hidden size), here of 1024."""
+"""Attention FLOPs per token pair over matrix-product FLOPs per token: 1 / (12 hidden size), here for 1024."""
 
 MIN_TOKENS = 4
-"""Packs of fewer tokens are filled up as tensors, because a product of fewer rows rounds differently."""
-
+"""Minimum tokens of a pack; smaller packs are padded, because products of fewer rows round differently."""
 
 FILLER = 16
-"""Most tokens of a sequence that fills a pack up: many short ones cost attention less than a long one."""
+"""Maximum length of a padding sequence: many short ones need less attention compute than a long one."""
 
 
 @dataclass
 class MicroBatch:
-    """Whole sequences side by side in one row of tokens; every stream is aligned to `labels`.
+    """Complete sequences packed into one row of tokens; every stream is aligned to `labels`.
 
         tokens of two samples    5 9 7 3 | 4 6
         input_ids                5 9 7 3   4 6
         positions                0 1 2 3   0 1
-        labels                   9 7 3 0   6 0      the next token; nothing follows the last one
+        labels                   9 7 3 0   6 0      the next token; 0 after the last one
         loss_mask                0 1 1 0   1 0      of the label, so 0 at the last position
 
-    `sample_ids` are indices into the list that was packed; a filler that keeps ranks in step has none.
+    `sample_ids` are indices into the packed list; empty for a dummy micro-batch that keeps ranks in sync.
     """
 
     input_ids: list[int]
@@ -49,12 +48,12 @@ class MicroBatch:
     teacher_logprobs: list[float] | None
     lengths: list[int]
     sample_ids: list[int]
-    taught: list[bool] | None = None
-    """Where a teacher has spoken; None: everywhere."""
-    anchored: list[bool] | None = None
-    """Tokens of anchors; None: there are none in the batch."""
+    has_teacher: list[bool] | None = None
+    """Tokens with teacher log-probs; None: all."""
+    is_reference: list[bool] | None = None
+    """Tokens of reference samples; None: there are none in the batch."""
     teacher_tables: list[TeacherTable | None] | None = None
-    """Of the samples, in their order."""
+    """One entry per sample."""
 
     @property
     def num_tokens(self) -> int:
@@ -73,11 +72,11 @@ class MicroBatch:
         return sum(any(self.loss_mask[start : start + n]) for start, n in zip(starts, self.lengths, strict=False))
 
     def count(self, unit: str) -> float:
-        """Share of the global count of a loss that is a mean over this unit: "token" or "sequence"."""
+        """Contribution to the global count of a loss that averages over `unit`: "token" or "sequence"."""
         return self.num_sequences if unit == "sequence" else self.loss_count
 
     def to_tensors(self, device: torch.device | str = "cpu", num_tokens: int = 0) -> TensorBatch:
-        """The same as tensors, filled up to `num_tokens`, or `MIN_TOKENS`, by masked sequences at the end."""
+        """Convert to tensors, padded to `num_tokens` or `MIN_TOKENS` by masked sequences at the end."""
         import torch
 
         def ints(values: list[int]) -> Tensor:
@@ -98,8 +97,10 @@ class MicroBatch:
             inference_logprobs=floats(self.inference_logprobs),
             temperature=floats(self.temperature, 1.0),
             teacher_logprobs=None if self.teacher_logprobs is None else floats(self.teacher_logprobs),
-            taught=None if self.taught is None else torch.tensor(self.taught + [True] * pad).to(device),
-            anchored=None if self.anchored is None else torch.tensor(self.anchored + [False] * pad).to(device),
+            has_teacher=None if self.has_teacher is None else torch.tensor(self.has_teacher + [True] * pad).to(device),
+            is_reference=None
+            if self.is_reference is None
+            else torch.tensor(self.is_reference + [False] * pad).to(device),
             teacher_table=None if self.teacher_tables is None else self._join_tables(device),
             sequence=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device),
             lengths=lengths,
@@ -110,19 +111,19 @@ class MicroBatch:
         import torch
 
         assert self.teacher_tables is not None
-        found = [table for table in self.teacher_tables if table is not None]
-        k, is_full = (found[0].k, not found[0].ids) if found else (1, False)
+        tables = [table for table in self.teacher_tables if table is not None]
+        k, is_full = (tables[0].k, not tables[0].ids) if tables else (1, False)
         ids, logprobs = [], []
         starts = accumulate(self.lengths, initial=0)
         for start, length, table in zip(starts, self.lengths, self.teacher_tables, strict=False):
             num = sum(mask > 0 for mask in self.loss_mask[start : start + length])
-            if table is None or not num:  # whatever it says, it is not heard: any outcomes will do
+            if table is None or not num:  # not used in the loss: any distinct outcomes
                 ids.append(torch.arange(k).expand(num, k))
                 logprobs.append(torch.zeros(num, k + (not is_full)))
                 continue
             if (table.k, not table.ids) != (k, is_full):
                 raise ValueError(
-                    f"the teacher tells {k} tokens of one sample and {table.k} of another: ask for as many"
+                    f"teacher tables have {k} tokens for one sample and {table.k} for another: use the same k"
                 )
             values = torch.frombuffer(bytearray(table.logprobs), dtype=torch.float32).view(num, k)
             if not is_full:
@@ -135,7 +136,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class TensorBatch:
-    """A `MicroBatch` on a device; `sequence` numbers the sequence each token belongs to."""
+    """A `MicroBatch` on a device; `sequence` is the index of each token's sequence."""
 
     input_ids: Tensor
     positions: Tensor
@@ -147,18 +148,18 @@ class TensorBatch:
     teacher_logprobs: Tensor | None
     sequence: Tensor
     lengths: list[int]
-    taught: Tensor | None = None
-    anchored: Tensor | None = None
+    has_teacher: Tensor | None = None
+    is_reference: Tensor | None = None
     teacher_table: tuple[Tensor | None, Tensor] | None = None
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank trains of a batch, and what is known of the whole batch.
+    """The micro-batches of one rank, with statistics of the whole batch.
 
     lengths        tokens of each sample of the whole batch
-    padding_ratio  share of the tokens that all ranks compute which belong to no sample: fillers that keep ranks in step
-    imbalance      cost of the busiest rank over the mean cost of a rank, minus 1: how long the others wait
+    padding_ratio  share of dummy tokens (which keep ranks in sync) in the tokens of all ranks
+    imbalance      cost of the busiest rank over the mean cost of a rank, minus 1
     """
 
     micros: list[MicroBatch]
@@ -175,16 +176,16 @@ def pack_samples(
     rows: int = 1,
     quadratic_cost: float = QUADRATIC_COST,
 ) -> list[list[MicroBatch]]:
-    """Micro-batches per rank, as many for each rank, of at most `rows * seq_len` tokens and only whole sequences.
+    """Micro-batches per rank, the same number for each, of at most `rows * seq_len` tokens; sequences are not split.
 
-    Samples go to ranks by cost, the most expensive first and each to the rank with least so far; a rank packs its own
-    by length, so that neighbours need little padding. The result depends on the arguments alone. `ValueError` for a
-    sample longer than `seq_len`, one without tokens and one whose temperature is not above 0.
+    Samples are assigned to ranks greedily, the most expensive first, each to the rank with the least cost so far; each
+    rank packs by length, which minimizes padding. Deterministic. `ValueError` for a sample longer than `seq_len`,
+    without tokens, or with a temperature that is not above 0.
     """
     packs = _plan_packs(samples, seq_len, num_ranks, rows, quadratic_cost)
     out = [_build_rank(samples, rank) for rank in packs]
     num_tokens = sum(len(sample.tokens) for sample in samples)
-    assert sum(micro.num_tokens for rank in out for micro in rank) == num_tokens, "packing lost or invented tokens"
+    assert sum(micro.num_tokens for rank in out for micro in rank) == num_tokens, "packing changed the number of tokens"
     return out
 
 
@@ -197,7 +198,7 @@ def pack_share(
     rows: int = 1,
     quadratic_cost: float = QUADRATIC_COST,
 ) -> Share:
-    """`pack_samples(...)[rank]` without building what other ranks train, and how well the work is spread."""
+    """`pack_samples(...)[rank]` without building the micro-batches of other ranks, and load-balance statistics."""
     packs = _plan_packs(samples, seq_len, num_ranks, rows, quadratic_cost)
     lengths = [len(sample.tokens) for sample in samples]
     loads = [sum(_cost(lengths[i], quadratic_cost) for pack in packs_of for i in pack) for packs_of in packs]
@@ -221,7 +222,7 @@ def _plan_packs(
     lengths = [len(sample.tokens) for sample in samples]
     shares = assign_ranks(lengths, num_ranks, quadratic_cost)
     packs = [_pack_by_length(share, lengths, rows * seq_len) for share in shares]
-    _even_out(packs, lengths)
+    _equalize_num_micro_batches(packs, lengths)
     return packs
 
 
@@ -241,6 +242,8 @@ def _cost(length: int, quadratic_cost: float) -> float:
 
 
 def _check_sample(index: int, sample: Sample, seq_len: int) -> None:
+    if not sample.tokens:
+        raise ValueError(f"sample {index} has no tokens: omit it, or fill `tokens` with prompt and response ids")
     sample.validate()
     if len(sample.tokens) > seq_len:
         raise ValueError(
@@ -253,28 +256,28 @@ def _check_sample(index: int, sample: Sample, seq_len: int) -> None:
 def _check_temperature(index: int, sample: Sample) -> None:
     if not sample.temperature > 0:
         raise ValueError(
-            f"sample {index} was drawn at temperature {sample.temperature}, whose log-probs cannot be trained on: "
+            f"sample {index} has temperature {sample.temperature}, whose log-probs cannot be trained on: "
             "set sampling.temperature above 0"
         )
 
 
 def _pack_by_length(share: list[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Next-fit over indices that come longest first."""
+    """Next-fit packing of indices that are sorted by decreasing length."""
     packs: list[list[int]] = []
-    room = 0
+    remaining = 0
     for i in share:
-        if not packs or lengths[i] > room:
+        if not packs or lengths[i] > remaining:
             packs.append([])
-            room = capacity
+            remaining = capacity
         packs[-1].append(i)
-        room -= lengths[i]
+        remaining -= lengths[i]
     return packs
 
 
-def _even_out(packs: list[list[list[int]]], lengths: Sequence[int]) -> None:
-    """Give every rank the same number of packs, in place: split the fullest, or add empty ones when none can be.
+def _equalize_num_micro_batches(packs: list[list[list[int]]], lengths: Sequence[int]) -> None:
+    """Give every rank the same number of packs, in place: split the fullest, or add empty ones.
 
-    Ranks run collectives per micro-batch, so they must agree on how many there are.
+    Ranks run collectives per micro-batch, so their numbers must agree.
     """
     most = max(len(rank) for rank in packs)
     for rank in packs:
@@ -296,50 +299,50 @@ def _build_rank(samples: Sequence[Sample], packs: list[list[int]]) -> list[Micro
     micros = [_build(samples, pack, has_teacher) for pack in packs]
     has_anchor = any(sample.anchor for sample in samples)
     for micro in micros if is_partial else ():
-        micro.taught = _spread(micro, [samples[i].teacher_logprobs is not None for i in micro.sample_ids])
+        micro.has_teacher = _spread(micro, [samples[i].teacher_logprobs is not None for i in micro.sample_ids])
     for micro in micros if has_anchor else ():
-        micro.anchored = _spread(micro, [samples[i].anchor > 0 for i in micro.sample_ids])
+        micro.is_reference = _spread(micro, [samples[i].anchor > 0 for i in micro.sample_ids])
     for micro in micros if has_table else ():
         micro.teacher_tables = [samples[i].teacher_table for i in micro.sample_ids] or [None]
     return micros
 
 
 def _spread(micro: MicroBatch, values: list[bool]) -> list[bool]:
-    """The value of each sample on all its tokens; False on those of no sample."""
+    """Expand one value per sample to its tokens; False for padding tokens."""
     spread = [value for value, length in zip(values, micro.lengths, strict=False) for _ in range(length)]
     return spread + [False] * (len(micro.input_ids) - len(spread))
 
 
 def _build(samples: Sequence[Sample], pack: list[int], has_teacher: bool) -> MicroBatch:
-    """Lay the samples of one pack side by side; an empty pack becomes one masked token."""
+    """Concatenate the samples of one pack; an empty pack becomes one masked token."""
     micro = MicroBatch([], [], [], [], [], [], [], [] if has_teacher else None, [], list(pack))
     for sample in [samples[i] for i in pack] or [Sample(prompt="", tokens=[0], loss_mask=[0.0])]:
         n = len(sample.tokens)
         micro.input_ids += sample.tokens
         micro.positions += range(n)
-        micro.labels += _shifted(sample.tokens, 0)
-        micro.loss_mask += _shifted(sample.loss_mask or [0.0] * n, 0.0)
-        micro.advantages += _shifted(sample.advantages or [0.0] * n, 0.0)
-        micro.inference_logprobs += _shifted(sample.inference_logprobs or [0.0] * n, 0.0)
+        micro.labels += _shift_left(sample.tokens, 0)
+        micro.loss_mask += _shift_left(sample.loss_mask or [0.0] * n, 0.0)
+        micro.advantages += _shift_left(sample.advantages or [0.0] * n, 0.0)
+        micro.inference_logprobs += _shift_left(sample.inference_logprobs or [0.0] * n, 0.0)
         micro.temperature += [sample.temperature] * n
         micro.lengths.append(n)
         if micro.teacher_logprobs is not None:
-            micro.teacher_logprobs += _shifted(sample.teacher_logprobs or [0.0] * n, 0.0)
+            micro.teacher_logprobs += _shift_left(sample.teacher_logprobs or [0.0] * n, 0.0)
     return micro
 
 
 def build_filler(like: MicroBatch) -> MicroBatch:
-    """A micro-batch of no sample, with the streams that `like` has."""
+    """A dummy micro-batch with the same streams as `like`."""
     return _build([], [], like.teacher_logprobs is not None)
 
 
-def _shifted(stream: list[T], last: T) -> list[T]:
-    """The stream of the next token at every position."""
+def _shift_left(stream: list[T], last: T) -> list[T]:
+    """Shift the stream left by one position; `last` fills the end."""
     return [*stream[1:], last]
 
 
 def pad_samples(samples: Sequence[Sample], *, pad_id: int = 0, multiple: int = 1) -> dict[str, Tensor]:
-    """Samples as rows of one rectangle, filled up on the right; labels are shifted here and nowhere else.
+    """Right-padded rows of samples; labels are shifted here and nowhere else.
 
         tokens of two samples    5 9 7 3     4 6
         input_ids                5 9 7 3     4 6 . .
@@ -348,13 +351,13 @@ def pad_samples(samples: Sequence[Sample], *, pad_id: int = 0, multiple: int = 1
         attention_mask           1 1 1 1     1 1 0 0
         position_ids             0 1 2 3     0 1 2 3
 
-    All are [batch, seq], seq a multiple of `multiple`. Streams that every sample carries come along, shifted like
-    labels: `old_log_probs` (of the sampler) and `advantages`. `temperature` [batch] is there when one is not 1.
+    All are [batch, seq], seq a multiple of `multiple`. Streams that all samples have are included, shifted like labels:
+    `old_log_probs` (of the sampler) and `advantages`. `temperature` [batch] is included if one is not 1.
     """
     import torch
 
     if not samples:
-        raise ValueError("there are no samples to make a batch of")
+        raise ValueError("a batch needs at least one sample")
     for i, sample in enumerate(samples):
         sample.validate()
         _check_temperature(i, sample)
@@ -366,15 +369,15 @@ def pad_samples(samples: Sequence[Sample], *, pad_id: int = 0, multiple: int = 1
     masks = [s.loss_mask or [0.0] * len(s.tokens) for s in samples]
     batch = {
         "input_ids": rows([s.tokens for s in samples], pad_id, torch.int64),
-        "labels": rows([_shifted(s.tokens, 0) for s in samples], 0, torch.int64),
-        "loss_mask": rows([_shifted(mask, 0.0) for mask in masks], 0.0, torch.float32),
+        "labels": rows([_shift_left(s.tokens, 0) for s in samples], 0, torch.int64),
+        "loss_mask": rows([_shift_left(mask, 0.0) for mask in masks], 0.0, torch.float32),
         "attention_mask": rows([[1] * len(s.tokens) for s in samples], 0, torch.int64),
         "position_ids": torch.arange(width).repeat(len(samples), 1),
     }
     for name, field in (("old_log_probs", "inference_logprobs"), ("advantages", "advantages")):
         streams = [getattr(sample, field) for sample in samples]
         if all(stream is not None for stream in streams):
-            batch[name] = rows([_shifted(stream, 0.0) for stream in streams], 0.0, torch.float32)
+            batch[name] = rows([_shift_left(stream, 0.0) for stream in streams], 0.0, torch.float32)
     if any(sample.temperature != 1.0 for sample in samples):
         batch["temperature"] = torch.tensor([sample.temperature for sample in samples])
     return batch

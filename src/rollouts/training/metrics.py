@@ -1,4 +1,4 @@
-"""Numbers that leave the loop: the logger protocol, a JSONL file per run, summaries and pass@k."""
+"""Metric loggers, JSONL files, summary statistics and pass@k."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ import msgspec
 
 METRICS_FILE = "metrics.jsonl"
 _writing = threading.Lock()
-"""Held beside the file's lock, which keeps out other processes only. Without both, a line that somebody is still
-writing would look like one that was cut short."""
+"""Serializes the threads of this process; the file lock only excludes other processes. Without both, a line that is
+being written would look truncated."""
 os.register_at_fork(after_in_child=_writing._at_fork_reinit)  # type: ignore[attr-defined]
 Z95 = statistics.NormalDist().inv_cdf(0.975)
 
 
 class MetricsLogger(Protocol):
-    """Where a training loop sends its numbers."""
+    """Receives the metrics of a training loop."""
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Record `metrics` of `step`; the loop goes on at once."""
+        """Record `metrics` of `step` without blocking."""
 
     def finish(self) -> None:
-        """Deliver what is pending; nothing is logged afterwards."""
+        """Flush; no calls to `log` may follow."""
 
 
 class JSONLLogger:
@@ -46,11 +46,11 @@ class JSONLLogger:
         append_jsonl(self.path, [{"step": step, "timestamp": time.time(), **metrics}])
 
     def finish(self) -> None:
-        """Nothing is pending: every line is in the file when `log` returns."""
+        """No effect: `log` writes immediately."""
 
 
 class WandbRun(Protocol):
-    """The two verbs we need of a run opened by `wandb.init(...)`."""
+    """The used methods of a run opened by `wandb.init(...)`."""
 
     def log(self, data: dict[str, Any]) -> None: ...
 
@@ -60,7 +60,7 @@ class WandbRun(Protocol):
 class WandbLogger:
     """Metrics to an open Weights & Biases run, `WandbLogger(wandb.init(project=...))`, with `step` as a column.
 
-    The run's own step counter is left alone, because several rows of one step would be refused by it.
+    The run's own step counter is not used, because it does not allow several rows per step.
     """
 
     def __init__(self, run: WandbRun) -> None:
@@ -72,7 +72,7 @@ class WandbLogger:
         self.run.log({"step": step, **metrics})
 
     def finish(self) -> None:
-        """Upload what is pending and close the run."""
+        """Upload pending rows and close the run."""
         self.run.finish()
 
 
@@ -88,14 +88,14 @@ class CompositeLogger:
             logger.log(dict(metrics), step)
 
     def finish(self) -> None:
-        """Finish all of them, also when one fails; the failure is raised afterwards."""
+        """Finish all loggers, even if one fails; its error is raised afterwards."""
         with ExitStack() as stack:
             for logger in reversed(self.loggers):
                 stack.callback(logger.finish)
 
 
 def check_metrics(metrics: Mapping[str, float], step: int) -> None:
-    """Raise `ValueError` naming the metric that is not a number, or the step that is not a count."""
+    """Raise `ValueError` for a metric that is not a number, or an invalid step."""
     if type(step) is not int or step < 0:
         raise ValueError(f"step {step!r} is not a count: pass an int of at least 0")
     value: Any
@@ -105,10 +105,9 @@ def check_metrics(metrics: Mapping[str, float], step: int) -> None:
 
 
 def append_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Append one line per row, so that lines of several processes never interleave.
+    """Append one line per row; safe for concurrent processes.
 
-    All rows go out in one `write` at the end of the file, under its lock. NaN and infinities become null, scalars of
-    array libraries plain numbers.
+    All rows are appended in one `write` under a file lock. NaN and infinities become null, array scalars plain numbers.
     """
     data = b"".join(msgspec.json.encode(dict(row), enc_hook=_plain_number) + b"\n" for row in rows)
     if not data:
@@ -120,7 +119,7 @@ def append_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
             with suppress(OSError):  # a file system without locks still appends whole lines
                 fcntl.lockf(fd, fcntl.LOCK_EX)
             end = os.fstat(fd).st_size
-            if end and os.pread(fd, 1, end - 1) != b"\n":  # a line that a crash or a full disk cut short stays alone
+            if end and os.pread(fd, 1, end - 1) != b"\n":  # terminate a line truncated by a crash or a full disk
                 data = b"\n" + data
             if os.write(fd, data) != len(data):
                 raise OSError(f"{path}: the line was cut short, is the disk full?")
@@ -129,14 +128,80 @@ def append_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def load_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows of `path` in order, none when it does not exist; a line that a crash cut short is left out."""
+    """Rows of `path` in order; empty if it does not exist. Truncated lines are skipped."""
     if not Path(path).exists():
         return
     with Path(path).open("rb") as lines:
         for line in lines:
             if line.endswith(b"\n") and line.strip():
-                with suppress(msgspec.DecodeError):
+                with suppress(msgspec.DecodeError, RecursionError):
                     yield msgspec.json.decode(line, type=dict[str, Any])
+
+
+class AttemptSteps:
+    """Detects rows superseded by a resumed run, from `process`, `attempt` and `step` of all rows.
+
+    A run resumed after step S repeats step S + 1 with a higher `attempt`, so a row is abandoned if a later attempt of
+    its process has a row of the same or an earlier step. Rows without `attempt` are of attempt 0.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[Any, dict[int, int]] = {}
+
+    def add(self, process: Any, attempt: int, step: int) -> bool:
+        """Add a row; returns whether it may make earlier rows abandoned."""
+        first = self._first.setdefault(process, {})
+        if step >= first.get(attempt, step + 1):
+            return False
+        first[attempt] = step
+        return any(other < attempt for other in first)
+
+    def is_abandoned(self, process: Any, attempt: int, step: int) -> bool:
+        """Whether a later attempt repeated this step or started before it."""
+        later = self._first.get(process, {}).items()
+        return any(number > attempt and first <= step for number, first in later)
+
+    def first_abandoned(self, process: Any, attempt: int) -> float:
+        """The first abandoned step of this attempt; infinity if there is none."""
+        later = self._first.get(process, {}).items()
+        return min((first for number, first in later if number > attempt), default=math.inf)
+
+
+class _RowKey(msgspec.Struct):
+    """The fields of a row that `AttemptSteps` needs; the rest of the line is not parsed."""
+
+    step: int
+    process: str | None = None
+    attempt: int = 0
+
+
+def keep_last_attempts(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """`rows` in order without those of abandoned attempts, see `AttemptSteps`; rows without a step are kept."""
+    found, attempts = list(rows), AttemptSteps()
+    for row in found:
+        if (key := _find_key(row)) is not None:
+            attempts.add(*key)
+    return [row for row in found if (key := _find_key(row)) is None or not attempts.is_abandoned(*key)]
+
+
+def load_last_attempts(path: Path) -> Iterator[dict[str, Any]]:
+    """`keep_last_attempts` of a JSONL file, streamed in two passes."""
+    attempts = AttemptSteps()
+    if Path(path).exists():
+        with Path(path).open("rb") as lines:
+            for line in lines:
+                with suppress(msgspec.DecodeError):
+                    key = msgspec.json.decode(line, type=_RowKey)
+                    attempts.add(key.process, key.attempt, key.step)
+    for row in load_jsonl(path):
+        if (found := _find_key(row)) is None or not attempts.is_abandoned(*found):
+            yield row
+
+
+def _find_key(row: Mapping[str, Any]) -> tuple[Any, int, int] | None:
+    """Process, attempt and step of a row; None where it has no step."""
+    step, attempt = row.get("step"), row.get("attempt", 0)
+    return (row.get("process"), attempt, step) if isinstance(step, int) and isinstance(attempt, int) else None
 
 
 def compute_stats(values: Iterable[float]) -> dict[str, float]:
@@ -161,7 +226,7 @@ def compute_stats_from_jsonl(file: Path, key: str) -> dict[str, float]:
 
 
 def compute_pass_at_k(n: int, c: int, k: int) -> float:
-    """Unbiased chance that one of k draws without replacement from n samples, c of them correct, is correct.
+    """Unbiased estimate of pass@k from n samples, c of them correct.
 
     pass@k = 1 - C(n-c, k) / C(n, k)  (2107.03374, equation 1). `ValueError` unless 0 <= c <= n and 1 <= k <= n.
     """
@@ -177,8 +242,8 @@ def compute_gap_closed(
 ) -> tuple[float, float, float] | None:
     """(student - before) / (teacher - before) of the means of paired scores, one per example, and its 95 % interval.
 
-    The interval is a paired bootstrap over the examples. None where the gap itself is not above 0 in 97.5 % of the
-    draws: there is nothing to be closed then. `ValueError` unless all three speak of the same examples.
+    The interval is a paired bootstrap over the examples. None unless the gap is above 0 in 97.5 % of the draws.
+    `ValueError` for sequences of different lengths.
     """
     if not len(student) == len(before) == len(teacher):
         raise ValueError(f"{len(student)}, {len(before)} and {len(teacher)} scores are not of the same examples")

@@ -1,4 +1,4 @@
-"""What a policy objective is: a row of choices, and the rows that papers have given a name."""
+"""Policy objectives as options, and presets for published algorithms."""
 
 from __future__ import annotations
 
@@ -8,18 +8,25 @@ from typing import Literal
 Baseline = Literal["mean", "leave_one_out", "length_weighted", "none"]
 Deviation = Literal["none", "group", "batch"]
 Ratio = Literal["none", "token", "geometric", "arithmetic", "product"]
-Normaliser = Literal["tokens", "sequences", "sums", "constant"]
+Normalizer = Literal["tokens", "sequences", "sums", "constant"]
 KLEstimator = Literal["k1", "k2", "k3"]
 Estimator = Literal["token", "togo", "sequence", "topk+tail", "full"]
 Direction = Literal["reverse", "forward", "jsd"]
 
+MAX_LOG_RATIO = 20.0
+"""Upper bound of log-ratios before exponentiation: exp(88.8) overflows fp32.
+
+A sampler draws a token that the trainer finds more than exp(20) times as likely with a probability of at most
+exp(-20) = 2e-9 (Markov), so such a ratio is a log-prob error, and its gradient carries no information.
+"""
+
 
 @dataclass(frozen=True)
 class AdvantageChoice:
-    """How rewards become advantages, the half of an objective that is computed where groups are whole.
+    """The advantage estimator of an objective, computed on complete groups.
 
-    `std`: divide by the standard deviation of the rewards of the group or of the batch. `drop_equal`: a group of equal
-    rewards is replaced by another prompt's. `overlong`: answers close to the token limit lose reward.
+    `std`: divide by the standard deviation of the rewards of the group or of the batch. `drop_equal`: replace a group
+    of equal rewards by one of another prompt. `overlong`: penalize completions close to the token limit.
     """
 
     baseline: Baseline = "mean"
@@ -30,17 +37,16 @@ class AdvantageChoice:
 
 @dataclass(frozen=True)
 class DistillChoice:
-    """How the teacher's term of an objective is estimated; `rl_losses.distill` has the formulas.
+    """Estimator of the teacher's term of an objective; `rl_losses.distill` has the formulas.
 
-    token      the sampled token's log-probs, in the advantage of that token
-    togo       those of the tokens that follow too, against the rest of the group
-    sequence   those of the whole response on each of its tokens, against the rest of the group
-    topk+tail  the teacher's k likeliest tokens and all others as one, in the loss
+    token      log-probs of the sampled token, in its advantage
+    togo       log-probs of the sampled token and all later ones (reward-to-go), minus the group's mean
+    sequence   log-probs of the whole response, in the advantage of each token, minus the group's mean
+    topk+tail  the teacher's top-k tokens and the sum of all others, in the loss
     full       the whole vocabulary, in the loss
 
-    `direction` says which divergence the last two minimise (the others know reverse KL only); `jsd_beta` is the
-    teacher's share of the mixture of jsd. `clip` bounds the teacher's log-prob of a sampled token to that of the
-    student plus or minus so much.
+    `direction` is the divergence that the last two minimize (the others: reverse KL only); `jsd_beta` is the teacher's
+    share in the mixture of jsd. `clip` bounds the difference between teacher and student log-prob of a sampled token.
     """
 
     estimator: Estimator = "token"
@@ -61,19 +67,19 @@ class DistillChoice:
 
     @property
     def has_table(self) -> bool:
-        """Whether the loss compares distributions, not the log-probs of sampled tokens alone."""
+        """Whether the loss compares distributions instead of log-probs of sampled tokens."""
         return self.estimator in ("topk+tail", "full")
 
 
 LOW_COVERAGE = 0.2
-"""Where students put less than this on the teacher's favourite token, they hardly ever sample what it would say."""
+"""Below this mean probability of the teacher's most likely token, forward KL is chosen."""
 
 
 def choose_distillation(coverage: float, has_topk: bool) -> DistillChoice:
-    """What to distil with, given the mean probability that students give to the teacher's likeliest token.
+    """Choose the distillation estimator by the students' mean probability of the teacher's most likely token.
 
-    A student that never samples what the teacher would say learns nothing from the log-probs of its own tokens: there
-    forward KL pulls where reverse KL only pushes. `has_topk`: the teacher's server tells more than sampled tokens.
+    If a student never samples the teacher's tokens, reverse KL on its own tokens gives no useful signal; forward KL
+    does. `has_topk`: the teacher's server returns top-k log-probs.
     """
     if not has_topk:
         return DistillChoice("token")
@@ -82,20 +88,21 @@ def choose_distillation(coverage: float, has_topk: bool) -> DistillChoice:
 
 @dataclass(frozen=True)
 class Objective:
-    """One objective as choices. With l the trainer's log-prob, r = exp(l - inference log-prob), sg = stop-gradient:
+    """Options of a policy loss. With l the trainer's log-prob, r = exp(l - inference log-prob), sg = stop-gradient:
 
-        w    the ratio: 1, r, or of the whole sequence its geometric mean, arithmetic mean or product of r
+        w    the ratio: 1, r, or the geometric mean, arithmetic mean or product of r over the sequence
         A'   the advantage mix, see `policy.mix_advantages`
         loss = -sg(min(clip(w), ratio_cap)) A' l        when `detached`
              = max(-w A', -clip(w) A'), at most -dual_clip A' where A' < 0        otherwise
              + kl_tau (l - inference)^2 + ref_kl_tau KL(policy || reference) - entropy_tau H
-             + the teacher's term, where `distill` compares distributions
+             + the teacher's term, if `distill` compares distributions
 
-    clip(w) lies in [1 - clip_low, 1 + clip_high]. The masks drop a token when its own ratio, the geometric mean of its
-    sequence's ratios, or any single ratio of its sequence is out of bounds; `prob_bound` d drops it when
-    sign(A') (p_trainer - p_inference) > d. None: no bound.
+    clip(w) is in [1 - clip_low, 1 + clip_high]. The masks drop a token if its own ratio (token_mask), the geometric
+    mean of its sequence's ratios (geo_mask) or any ratio of its sequence (sequence_mask) is out of bounds; `prob_bound`
+    d drops it if sign(A') (p_trainer - p_inference) > d. None: no bound. log w and the log-ratio of k3 are bounded by
+    `MAX_LOG_RATIO`; beyond it w is constant and has no gradient.
 
-    Token losses become one number by `normaliser`: mean over tokens, or mean over sequences of their means
+    `normaliser` aggregates token losses: mean over tokens ("tokens"), or mean over sequences of their means
     ("sequences"), sums ("sums"), or sums / `max_tokens` ("constant").
     """
 
@@ -121,19 +128,19 @@ class Objective:
     ref_kl_tau: float = 0.0
     ref_kl_estimator: KLEstimator = "k3"
     entropy_tau: float = 0.0
-    normaliser: Normaliser = "tokens"
+    normaliser: Normalizer = "tokens"
     max_tokens: int | None = None
     advantage: AdvantageChoice = AdvantageChoice()
     distill: DistillChoice = DistillChoice()
 
     @property
     def unit(self) -> Literal["token", "sequence"]:
-        """What the loss is a mean over."""
+        """The unit that the loss averages over."""
         return "token" if self.normaliser == "tokens" else "sequence"
 
     @property
     def bounds(self) -> frozenset[str]:
-        """Names of the trust region's options that mean something here, apart from the masks, which always do."""
+        """Names of the trust-region options that apply to this objective; masks always do."""
         if self.name in ("reinforce", "custom"):
             return frozenset()
         if self.prob_bound is not None:
@@ -184,7 +191,7 @@ PRESETS: dict[str, Objective] = {
         Objective("reinforce", ratio="none", advantage=AdvantageChoice("none")),
         # 2602.04879 (binary total variation), with a squared log-ratio beside it
         Objective("dppo", detached=False, prob_bound=0.2, kl_tau=1e-3),
-        # a function of the user's
+        # a user-defined loss function
         Objective("custom", ratio="none"),
     )
 }

@@ -1,4 +1,4 @@
-"""Drawing tokens: the noise of a token is a number of its own, so it does not matter what is drawn beside it."""
+"""Token sampling with counter-based noise per (seed, position), independent of the batch."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def keep_top_k(
     logits: Float[Tensor, "*rows vocab"], k: int | None, also: Int[Tensor, "*rows"] | None = None
 ) -> Float[Tensor, "*rows vocab"]:
-    """Minus infinity for all but the `k` highest of each row (those equal to the last of them stay); None or 0: all.
+    """Mask all but the `k` highest logits of each row with minus infinity (ties are kept); None or 0: no mask.
 
-    `also` names a token of each row that stays, for the log-prob of what an older policy drew.
+    `also`: one more token per row to keep, for log-probs of tokens sampled by an older policy.
     """
     if not k or k >= logits.shape[-1]:
         return logits

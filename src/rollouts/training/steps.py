@@ -1,4 +1,4 @@
-"""What `step_N` means on disk: N completed steps, published whole or not at all."""
+"""Step directories: `step_N` holds the state after N steps and is published atomically."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TMP = ".tmp-"
 
 
 def step_path(root: Path, step: int) -> Path:
-    """`root/step_N`, unpadded as every document draws it."""
+    """`root/step_N`, without zero padding."""
     return Path(root) / f"step_{step}"
 
 
@@ -30,7 +30,7 @@ def parse_step(name: str) -> int | None:
 
 
 def is_complete(path: Path) -> bool:
-    """A reader may trust `path`: its writer got as far as the marker."""
+    """Whether `path` has the completion marker."""
     return (Path(path) / STABLE).exists()
 
 
@@ -52,18 +52,18 @@ def latest_step(root: Path, parts: Collection[str] = ()) -> int | None:
 
 
 def publish_step(root: Path, step: int, write: Callable[[Path], None]) -> Path:
-    """Let `write(dir)` fill a directory, then make it appear as `root/step_N` in one instant.
+    """Write a temporary directory with `write(dir)`, then rename it to `root/step_N`.
 
-    Order matters: contents and marker reach the disk before the name does, so a crash at any point leaves either
-    the whole step or none. An existing `step_N` is replaced.
+    Contents and marker are synced to disk before the rename, so a crash leaves either the complete step or none. An
+    existing `step_N` is replaced.
     """
     return publish_dir(step_path(root, step), write)
 
 
 def publish_dir(final: Path, write: Callable[[Path], None], *, sealed: bool = False) -> Path:
-    """The same for a directory of any name, such as the part `checkpoints/step_N/trainer` of a step.
+    """`publish_step` for any directory, such as the part `checkpoints/step_N/trainer` of a step.
 
-    Sealed, its marker lists every file with size and digest, which `find_damage` holds the files to.
+    With `sealed`, the marker lists every file with size and digest, which `find_damage` verifies.
     """
     tmp = begin_dir(final, uuid.uuid4().hex[:8])
     try:
@@ -76,19 +76,19 @@ def publish_dir(final: Path, write: Callable[[Path], None], *, sealed: bool = Fa
 
 
 def begin_dir(final: Path, token: str) -> Path:
-    """An empty directory beside `final` that several writers may fill; `token` keeps attempts apart."""
+    """Create a temporary directory next to `final` for one or several writers; `token` identifies the attempt."""
     tmp = temporary_path(final, token)
     tmp.mkdir(parents=True)
     return tmp
 
 
 def temporary_path(final: Path, token: str) -> Path:
-    """Where `begin_dir` puts it."""
+    """The path of `begin_dir`."""
     return final.parent / f"{_TMP}{final.name}-{token}"
 
 
 def commit_dir(tmp: Path, final: Path, *, sealed: bool = False) -> None:
-    """Make what has been written to `tmp` appear as `final`, complete and on the disk, in one instant."""
+    """Sync `tmp` to disk and rename it to `final`, with the completion marker."""
     (tmp / STABLE).write_text(json.dumps(_describe_files(tmp), indent=1) if sealed else "", encoding="utf-8")
     _fsync_tree(tmp)
     if final.exists():
@@ -98,32 +98,33 @@ def commit_dir(tmp: Path, final: Path, *, sealed: bool = False) -> None:
 
 
 def find_damage(path: Path) -> str | None:
-    """What is wrong with a sealed directory: the first file that is missing, cut short or changed; None: nothing is.
+    """The first missing, truncated or changed file of a sealed directory; None if it is intact.
 
-    The seal may have been damaged too, down to an empty one.
+    The seal itself may be damaged or empty.
     """
     seal = (Path(path) / STABLE).read_bytes()
     try:
         files: dict[str, list[Any]] = json.loads(seal)
         for name, (size, digest) in files.items():
             file = Path(path) / name
+            if not file.resolve().is_relative_to(Path(path).resolve()):
+                return f"{file} leads out of the checkpoint"
             if not file.is_file():
                 return f"{file} is missing"
             if file.stat().st_size != size:
                 return f"{file} has {file.stat().st_size} of {size} bytes"
             if _digest_file(file) != digest:
                 return f"{file} is not what was written"
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, RecursionError):
         return f"{Path(path) / STABLE} is not what was written"
     return None
 
 
 def prune_steps(root: Path, keep: Callable[[int], bool], parts: Collection[str] = ()) -> list[int]:
-    """Remove every complete step N of `root` for which not `keep(N)`; returns what was removed.
+    """Remove every complete step N of `root` unless `keep(N)`; returns the removed steps.
 
-    With `parts` only these are removed, and the step's directory once nobody else's part is left in it. The rule is a
-    function because a list of what to keep would be made of an earlier look at `root`: a step that is published between
-    the two looks would be in neither, and be lost.
+    With `parts`, only these are removed, and then the step's directory if it is empty. `keep` is a function because a
+    precomputed list would miss steps published in the meantime.
     """
     removed = [step for step in complete_steps(root, parts) if not keep(step)]
     for step in removed:
@@ -131,13 +132,26 @@ def prune_steps(root: Path, keep: Callable[[int], bool], parts: Collection[str] 
         for part in _part_paths(path, parts):
             _remove(part)
         if parts:
-            with contextlib.suppress(OSError):  # others' parts are still there, or they were quicker
+            with contextlib.suppress(OSError):  # not empty, or removed by another process
                 path.rmdir()
     return removed
 
 
+def prune_commits(root: Path, keep: int | None, parts: Collection[str]) -> list[int]:
+    """Remove `parts` of every step below the `keep` newest complete steps; returns the steps that lost a part.
+
+    A step is complete if all `parts` are. Newer incomplete steps do not count, so the last resumable state remains
+    until the next one is complete. `keep` None: nothing is removed.
+    """
+    newest = [] if keep is None else complete_steps(root, parts)[-keep:]
+    if not newest:
+        return []
+    removed = [prune_steps(root, lambda step: step >= newest[0], (part,)) for part in parts]
+    return sorted({step for steps in removed for step in steps})
+
+
 def remove_unfinished(root: Path, part: str | None = None) -> None:
-    """Sweep away what a crashed writer left under `root`: of whole steps, or of one `part` of each step."""
+    """Remove incomplete directories of crashed writers below `root`: of steps, or of one `part` of each step."""
     if Path(root).is_dir():
         for path in Path(root).glob(f"{_TMP}step_*" if part is None else f"step_*/{_TMP}{part}-*"):
             shutil.rmtree(path, ignore_errors=True)
@@ -158,10 +172,13 @@ def _part_paths(path: Path, parts: Collection[str]) -> list[Path]:
 
 
 def _remove(path: Path) -> None:
-    """Take the name away first, so that nobody reads a directory while it is being emptied."""
-    doomed = path.with_name(f"{_TMP}{path.name}-{uuid.uuid4().hex[:8]}")
-    os.rename(path, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    """Rename before deleting, so that readers never see a partially deleted directory."""
+    removed = path.with_name(f"{_TMP}{path.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        os.rename(path, removed)
+    except FileNotFoundError:  # another process removed it first
+        return
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 def _fsync_tree(root: Path) -> None:

@@ -1,4 +1,4 @@
-"""The words of the library: what a sample, a batch and a training run are."""
+"""Data types and protocols of the training library."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ import msgspec
 
 Message = dict[str, Any]
 T = TypeVar("T")
+LOGPROB_TOLERANCE = 1e-3
+"""Maximum log-prob above 0, due to rounding in engines."""
 ESTIMATORS = ("baseline", "mean", "leave_one_out", "length_weighted")
 
 
 class Status(str, Enum):
-    """How a rollout ended. A bad rollout is data, never a crash."""
+    """Status of a rollout. Failures are recorded, not raised."""
 
     PENDING = "pending"
     COMPLETED = "completed"
@@ -31,10 +33,10 @@ class Status(str, Enum):
 
 
 class TeacherTable(msgspec.Struct):
-    """What a teacher says of every loss token of a sample, in order: `[tokens, k]` numbers, packed.
+    """A teacher's top-k distribution for every loss token of a sample: packed `[tokens, k]` arrays.
 
-    `ids` (int32) and `logprobs` (float32) are its k most likely tokens, `tail_mass` (float32, `[tokens]`) the
-    probability of all others. With the whole vocabulary, `ids` and `tail_mass` are empty.
+    `ids` (int32) and `logprobs` (float32) are the k most likely tokens, `tail_mass` (float32, `[tokens]`) is the
+    probability of all others. For the full vocabulary, `ids` and `tail_mass` are empty.
     """
 
     k: int
@@ -60,7 +62,7 @@ class Sample(msgspec.Struct):
 
         tokens              [ 5  9  7 | 3  1 ]     prompt | response
         loss_mask           [ 0  0  0 | 1  1 ]
-        inference_logprobs  [ 0  0  0 |-.2-.9]     of the distribution really sampled from
+        inference_logprobs  [ 0  0  0 |-.2-.9]     under the sampling distribution
         versions            [(3, 4), (4, 5)]       token 3 by policy version 4, token 4 by version 5
 
     `versions` lists `(start, version)` spans over token positions, because weights may change in flight.
@@ -83,16 +85,17 @@ class Sample(msgspec.Struct):
     teacher_logprobs: list[float] | None = None
     versions: list[tuple[int, int]] = []
     teacher_table: TeacherTable | None = None
-    taught: bool = True
-    """False: no teacher is meant to speak of this sample, which has no term of one."""
+    has_teacher: bool = True
+    """False: no teacher scores this sample, and the loss has no teacher term."""
     anchor: float = 0.0
-    """Above 0: held near a teacher that has seen what the student saw, with this weight; its reward does not count."""
+    """Above 0: reference sample (KL regularization to a teacher with the student's context) with this weight; the
+    reward is ignored."""
 
     Status = Status
 
     @property
     def rollout_log_probs(self) -> list[float] | None:
-        """The name of `inference_logprobs` in the first edition of the library."""
+        """Alias of `inference_logprobs`."""
         return self.inference_logprobs
 
     @property
@@ -101,7 +104,7 @@ class Sample(msgspec.Struct):
         return sum(1 for m in self.loss_mask if m > 0)
 
     def validate(self) -> None:
-        """Raise `ValueError` naming the stream that does not cover the tokens, or the value that is not finite."""
+        """Raise `ValueError` for a stream that does not cover the tokens or has an invalid value."""
         if not self.tokens:
             raise ValueError("sample has no tokens: fill `tokens` with prompt and response ids")
         if not all(issubclass(kind, Integral) for kind in set(map(type, self.tokens))):
@@ -124,13 +127,18 @@ class Sample(msgspec.Struct):
                 )
             if not all(map(math.isfinite, stream)):
                 raise ValueError(f"`{name}` of a sample holds a value that is not finite")
+            if name.endswith("_logprobs") and max(stream, default=0.0) > LOGPROB_TOLERANCE:
+                raise ValueError(
+                    f"`{name}` of a sample holds {max(stream):g}: a log-prob is at most 0, so these are not natural "
+                    "logarithms of probabilities"
+                )
         if self.teacher_table is not None:
             self.teacher_table.validate(sum(mask > 0 for mask in self.loss_mask))
         if not math.isfinite(self.reward):
             raise ValueError(f"reward {self.reward} of a sample is not finite: fix the reward function")
 
     def to_dict(self) -> dict[str, Any]:
-        """A plain, JSON-ready copy that shares nothing with the sample."""
+        """A deep copy as plain data, serializable as JSON."""
         return msgspec.to_builtins(self)
 
     @staticmethod
@@ -146,7 +154,7 @@ class Sample(msgspec.Struct):
 
 
 class RolloutBatch(msgspec.Struct):
-    """Scored groups, ready for training; `samples` holds everything the columns summarise."""
+    """Scored groups, ready for training, as columns and as `samples`."""
 
     tokens: list[list[int]]
     loss_masks: list[list[float]]
@@ -172,7 +180,7 @@ class RolloutBatch(msgspec.Struct):
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """How a rollout manager fills a batch. `batch_size` counts groups of `n_samples_per_prompt` samples."""
+    """Options of a rollout manager. `batch_size` counts groups of `n_samples_per_prompt` samples."""
 
     batch_size: int
     n_samples_per_prompt: int = 1
@@ -190,7 +198,7 @@ class RolloutConfig:
             raise ValueError(f"over_sampling_factor {self.over_sampling_factor} must be at least 1.0")
 
     def to_dict(self) -> dict[str, Any]:
-        """The numbers; functions have no place in a file."""
+        """The options without the functions."""
         names = ("batch_size", "n_samples_per_prompt", "over_sampling_factor")
         return {name: getattr(self, name) for name in names}
 
@@ -201,17 +209,17 @@ class RolloutConfig:
         reward_fn: Callable[[Sample], Any] | None = None,
         filter_fn: Callable[[list[Sample]], bool] | None = None,
     ) -> RolloutConfig:
-        """The inverse of `to_dict`, with the functions given anew."""
+        """The inverse of `to_dict`; the functions are passed separately."""
         return RolloutConfig(**data, generate_fn=generate_fn, reward_fn=reward_fn, filter_fn=filter_fn)
 
 
 @dataclass(frozen=True)
 class SFTTrainingConfig:
-    """How many steps to fine-tune for, on how many samples each; `batch_size` counts samples over all ranks.
+    """Options of supervised fine-tuning; `batch_size` counts samples over all ranks.
 
-    `num_steps` are steps of one call, whatever the backend has done before. Every `checkpoint_every`-th step and the
-    last are saved. `micro_batch_size` bounds the samples of one forward pass per rank (None: all at once) and
-    changes no result.
+    `num_steps` is the number of steps of one call, in addition to earlier ones. Every `checkpoint_every`-th step and
+    the last are saved. `micro_batch_size` bounds the samples per forward pass and rank (None: all) and does not change
+    the result.
     """
 
     num_steps: int
@@ -226,10 +234,10 @@ class SFTTrainingConfig:
 
 @dataclass(frozen=True)
 class RLTrainingConfig:
-    """How many steps of reinforcement learning one call takes, and how rewards become advantages.
+    """Options of reinforcement learning.
 
-    `estimator` "baseline" is reward - `baseline`; "mean", "leave_one_out" and "length_weighted" compare the samples of
-    a group, divided by the group's deviation with `advantage_std`. Engines get new weights every `sync_every` steps.
+    `estimator` "baseline" is reward - `baseline`; "mean", "leave_one_out" and "length_weighted" are group-relative,
+    divided by the group's standard deviation with `advantage_std`. Engines are updated every `sync_every` steps.
     """
 
     num_steps: int
@@ -254,7 +262,7 @@ class RLTrainingConfig:
 
 
 def _check_counts(config: Any, *names: str) -> None:
-    """Raise `ValueError` naming the field that is no count of at least 1."""
+    """Raise `ValueError` for a field that is not a whole number of at least 1."""
     for name in names:
         value = getattr(config, name)
         if value is None and name == "micro_batch_size":
@@ -264,9 +272,9 @@ def _check_counts(config: Any, *names: str) -> None:
 
 
 class TrainFuture(Generic[T]):
-    """The value, or the exception, that an operation ends with; set once, awaited any number of times.
+    """Result or exception of an operation; set once, awaited any number of times.
 
-    Both `await future.result()` and `await future` wait for it, in any task of any event loop. None is a value.
+    `await future.result()` and `await future` are equivalent and work in any task of any event loop. None is valid.
     """
 
     def __init__(self, operation: str = "") -> None:
@@ -274,11 +282,11 @@ class TrainFuture(Generic[T]):
         self._future: Future[T] = Future()
 
     def set_result(self, value: T) -> None:
-        """End with `value`. Raises `RuntimeError` when the future has ended before."""
+        """Finish with `value`. Raises `RuntimeError` if already finished."""
         self._end(self._future.set_result, value)
 
     def set_exception(self, error: BaseException) -> None:
-        """End with `error`, which everyone who waits will get. Raises `RuntimeError` when it has ended before."""
+        """Finish with `error`, which is raised in all waiters. Raises `RuntimeError` if already finished."""
         self._end(self._future.set_exception, error)
 
     def done(self) -> bool:
@@ -286,7 +294,7 @@ class TrainFuture(Generic[T]):
         return self._future.done()
 
     def wait(self) -> T:
-        """The value, for code that is not in an event loop: the thread waits."""
+        """The value; blocks the thread, for code outside of an event loop."""
         return self._future.result()
 
     async def result(self) -> T:
@@ -305,20 +313,20 @@ class TrainFuture(Generic[T]):
             raise RuntimeError(f"the future of {self.operation or 'an operation'} has its result already") from None
 
     async def _wait_in_loop(self) -> None:
-        """Sleep until whichever thread ends the future wakes this loop."""
+        """Wait in the event loop until another thread finishes the future."""
         import anyio
         from anyio import from_thread, lowlevel
 
         event, token, loop_thread = anyio.Event(), lowlevel.current_token(), threading.get_ident()
 
         def notify() -> None:
-            with suppress(anyio.RunFinishedError):  # nobody is left to be woken
+            with suppress(anyio.RunFinishedError):  # the event loop has ended
                 from_thread.run_sync(event.set, token=token)
 
         def wake(_: Future[T]) -> None:
             if threading.get_ident() == loop_thread:
                 event.set()
-            else:  # `run_sync` waits for the loop, and whoever ends the future must not: the loop may wait for it
+            else:  # `run_sync` blocks until the loop runs, which could deadlock the thread that finishes the future
                 threading.Thread(target=notify, daemon=True).start()
 
         self._future.add_done_callback(wake)
@@ -326,7 +334,7 @@ class TrainFuture(Generic[T]):
 
 
 class ImmediateTrainFuture(TrainFuture[T]):
-    """A future that is done when it is made: for backends that work on the spot."""
+    """A finished future, for synchronous backends."""
 
     def __init__(self, result: T, operation: str = "") -> None:
         super().__init__(operation)
@@ -334,19 +342,19 @@ class ImmediateTrainFuture(TrainFuture[T]):
 
 
 class TrainingBackend(Protocol):
-    """Parameters and their optimizer, wherever they are; operations take effect in the order they are submitted."""
+    """Parameters and optimizer; operations are executed in the order of submission."""
 
     def forward_backward(self, batch: dict[str, Any]) -> TrainFuture[dict[str, float]]:
-        """Add the gradient of `batch` to what has accumulated; answers at least `loss` and `grad_norm`."""
+        """Accumulate the gradient of `batch`; returns at least `loss` and `grad_norm`."""
 
     def optim_step(self) -> TrainFuture[dict[str, float]]:
-        """Apply what has accumulated and clear it; answers at least `lr` and `step`."""
+        """Apply and clear the accumulated gradients; returns at least `lr` and `step`."""
 
     def get_weights(self) -> TrainFuture[dict[str, Any]]:
         """A copy of the parameters by name."""
 
     def load_weights(self, weights: dict[str, Any]) -> TrainFuture[None]:
-        """Take over parameters by name."""
+        """Load parameters by name."""
 
     async def save_checkpoint(self, step: int, metrics: dict[str, float]) -> Path:
         """Write a checkpoint and return its directory."""

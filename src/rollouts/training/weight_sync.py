@@ -1,4 +1,4 @@
-"""Telling inference engines which published weights to load, and believing them only when they say so."""
+"""Weight updates of inference engines over HTTP, verified by version and tensor digests."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from typing import Any, Literal, Protocol
 import anyio
 import anyio.to_thread
 
+from rollouts.training.json_files import read_json_file
 from rollouts.training.steps import parse_step
 
 CONTROL_TIMEOUT_S = 30.0  # of requests that load nothing
-MOST_TOLD = 16
-"""Engines of a larger fleet that are well are counted in messages, not named."""
-NO_ROUTE = (404, 405)  # what a server answers that is older than the route
+MAX_LISTED = 16
+"""With more engines, an error message only lists those that failed."""
+NO_ROUTE = (404, 405)  # status of servers without the route
 Kind = Literal["unreachable", "refused", "mismatch"]
 
 
@@ -25,11 +26,11 @@ class InferenceEngine(Protocol):
     """Anything that can load a checkpoint directory; no base class needed."""
 
     async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
-        """Load the weights; answers at least `{"success": bool}`."""
+        """Load the weights; returns at least `{"success": bool}`."""
 
 
 class EngineError(RuntimeError):
-    """An engine did not take the weights: it was not reached in time, it refused, or it holds others than it should."""
+    """A weight update failed: the engine was unreachable, refused it, or reports other weights."""
 
     def __init__(self, kind: Kind, message: str) -> None:
         self.kind, self.message = kind, message
@@ -37,24 +38,24 @@ class EngineError(RuntimeError):
 
 
 class WeightSyncError(RuntimeError):
-    """Not every engine holds the new weights. `states` says, in engine order, what became of each; `answers` are
-    what those that hold them said (empty: the engine does not, or nobody asked)."""
+    """A weight update failed on at least one engine. In engine order, `states` are (name, "ok" or error), `answers`
+    the responses of the successful engines (empty for the others)."""
 
     def __init__(
         self, checkpoint_path: str, states: list[tuple[str, str]], answers: Sequence[dict[str, Any]] = ()
     ) -> None:
         self.states = states
         self.answers = [answer if _succeeded(answer) else {} for answer in answers]
-        told = states if len(states) <= MOST_TOLD else [pair for pair in states if pair[1] != "ok"]
-        listed = "; ".join(f"{name}: {state}" for name, state in told)
-        if len(told) < len(states):
-            listed += f"; {len(states) - len(told)} others: ok"
+        listed_states = states if len(states) <= MAX_LISTED else [pair for pair in states if pair[1] != "ok"]
+        listed = "; ".join(f"{name}: {state}" for name, state in listed_states)
+        if len(listed_states) < len(states):
+            listed += f"; {len(states) - len(listed_states)} others: ok"
         super().__init__(f"loading {checkpoint_path} failed: {listed}")
 
 
 @dataclass(frozen=True)
 class HttpServer:
-    """Control routes of one engine. `timeout` seconds is what loading weights may take."""
+    """Control routes of one engine. `timeout`: maximum seconds for loading weights."""
 
     base_url: str
     timeout: float = 300.0
@@ -78,10 +79,10 @@ class HttpServer:
         """The answer to a POST. Raises `EngineError`."""
         return _accepted(path, await self._send("POST", path, body, self._control_timeout))
 
-    async def ask(
+    async def request(
         self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout_s: float | None = None
     ) -> dict[str, Any] | None:
-        """The answer to any request, or None from a server that does not know the route. Raises `EngineError`."""
+        """The response to any request, or None if the server does not have the route. Raises `EngineError`."""
         status, text = await self._send(method, path, body, timeout_s or self._control_timeout)
         return None if status in NO_ROUTE else _accepted(path, (status, text))
 
@@ -90,12 +91,12 @@ class HttpServer:
         return min(CONTROL_TIMEOUT_S, self.timeout)
 
     async def _send(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> tuple[int, str]:
-        import httpx  # here, so that importing the room stays instant
+        import httpx  # imported here to keep the module import fast
 
-        # The limit is on the whole request: httpx's own would begin anew with every byte that trickles in.
+        # Limits the whole request; httpx's own timeout restarts with every received byte.
         try:
             with anyio.fail_after(timeout_s):
-                # Certificates are read where there are some to check: that alone takes 30 ms.
+                # Loading certificates takes 30 ms, so only for https.
                 verify = self.base_url.startswith("https://")
                 async with httpx.AsyncClient(
                     timeout=None, headers=self.headers, trust_env=False, verify=verify
@@ -112,28 +113,28 @@ class PrimeEngine(HttpServer):
     """An inference server of `prime_rl`: POST /update_weights, verified by version and by tensor digests."""
 
     async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
-        """Load a `step_N` directory. Success means: the server answers version N and holds the published tensors."""
+        """Load a `step_N` directory. Success: the server reports version N and the published tensor digests."""
         path = Path(checkpoint_path).resolve()
         answer = await self.load_version(path)
         problem = _wrong_version(path, answer) or await anyio.to_thread.run_sync(_wrong_tensor, path, answer)
         return {**answer, "success": problem is None, "message": problem or "loaded"}
 
     async def load_version(self, path: Path) -> dict[str, Any]:
-        """The answer of a server that was told to load a directory. Raises `EngineError`."""
+        """Load a directory and return the response. Raises `EngineError`."""
         return await self.load("/update_weights", {"weight_dir": str(path)})
 
     async def score_prompt(self, token_ids: list[int]) -> list[float]:
-        """Log-prob of every token but the first behind those before it. Raises `EngineError`."""
-        order = {"prompt": token_ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
-        answer = await self.load("/v1/completions", order)
+        """Log-prob of every token but the first, given the previous ones. Raises `EngineError`."""
+        body = {"prompt": token_ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+        answer = await self.load("/v1/completions", body)
         try:
             rows = answer["choices"][0]["prompt_logprobs"]
             return [row[str(token)]["logprob"] for row, token in zip(rows[1:], token_ids[1:], strict=True)]
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise EngineError("refused", f"/v1/completions told no prompt_logprobs ({error!r})") from error
+            raise EngineError("refused", f"/v1/completions returned no prompt_logprobs ({error!r})") from error
 
     async def reload_weights(self) -> dict[str, Any]:
-        """Back to the weights that the server started with (version 0)."""
+        """Restore the weights that the server started with (version 0)."""
         return {**await self.load("/reload_weights", {}), "success": True}
 
 
@@ -148,9 +149,9 @@ class SGLangEngine(HttpServer):
         return await _update_sglang(self, checkpoint_path, version)
 
     async def read_version(self) -> str | None:
-        """The version that it says it holds; None: it is older than 0.5.2 and tells none. Raises `EngineError`."""
+        """The reported weight version; None for servers before 0.5.2. Raises `EngineError`."""
         route = await _sglang_version_route(self)
-        return await _held_version(self, route) if route else None
+        return await _read_version(self, route) if route else None
 
 
 class VLLMEngine(HttpServer):
@@ -164,10 +165,10 @@ class VLLMEngine(HttpServer):
 async def update_sglang_weights_from_disk(
     base_url: str, checkpoint_path: str, *, timeout: float = 300.0
 ) -> dict[str, Any]:
-    """Let an SGLang server load a directory that it can read: pause, update, compare versions, continue.
+    """Update an SGLang server from a directory that it can read: pause, load, compare versions, continue.
 
-    Running requests go back to the queue and are computed anew. The version is N of `step_N`; servers before 0.5.2
-    have none, and the answer's `version` is then None. Raises `EngineError`, after which the server stays paused.
+    Running requests are retracted and recomputed. The version is N of `step_N`; None for servers before 0.5.2, which
+    have no version. Raises `EngineError`, after which the server stays paused.
     """
     return await _update_sglang(HttpServer(base_url, timeout), checkpoint_path)
 
@@ -175,16 +176,17 @@ async def update_sglang_weights_from_disk(
 async def update_vllm_weights_from_disk(
     base_url: str, checkpoint_path: str, *, timeout: float = 300.0
 ) -> dict[str, Any]:
-    """Let a vLLM server load a directory that it can read: pause, reload, forget cached prefixes, version, resume.
+    """Update a vLLM server from a directory that it can read: pause, reload, reset prefix cache, set version, resume.
 
-    Needs VLLM_SERVER_DEV_MODE=1 there. Servers with four-phase weight transfer also keep a version, which is set and
-    compared; with older ones the answer's `version` is None. Raises `EngineError`, after which the server stays paused.
+    The server needs VLLM_SERVER_DEV_MODE=1. Servers with four-phase weight transfer also have a version, which is set
+    and compared; for older ones the returned `version` is None. Raises `EngineError`, after which the server stays
+    paused.
     """
     return await _update_vllm(HttpServer(base_url, timeout), checkpoint_path)
 
 
 async def sync_weights_to_engines(engines: Sequence[InferenceEngine], checkpoint_path: str) -> list[dict[str, Any]]:
-    """All engines load `checkpoint_path` at the same time; answers in engine order.
+    """Load `checkpoint_path` on all engines concurrently; returns the responses in engine order.
 
     Raises `WeightSyncError` listing every engine's state unless all succeed; `ValueError` without engines or path.
     """
@@ -207,7 +209,7 @@ async def sync_weights_to_engines(engines: Sequence[InferenceEngine], checkpoint
             tasks.start_soon(load, i)
     if not all(_succeeded(answer) for answer in answers):
         states = [
-            (_name(engine), "ok" if _succeeded(answer) else _complaint(answer))
+            (_name(engine), "ok" if _succeeded(answer) else _error_message(answer))
             for engine, answer in zip(engines, answers, strict=True)
         ]
         raise WeightSyncError(checkpoint_path, states, answers)
@@ -215,78 +217,78 @@ async def sync_weights_to_engines(engines: Sequence[InferenceEngine], checkpoint
 
 
 async def _update_sglang(server: HttpServer, checkpoint_path: str, version: str | None = None) -> dict[str, Any]:
-    path, step = _location(checkpoint_path)
+    path, step = _resolve_checkpoint(checkpoint_path)
     version = version or step
     route = await _sglang_version_route(server)
-    # Only retracted requests continue under the new weights with a cache that these filled.
-    paused = await server.ask("POST", "/pause_generation", {"mode": "retract"}) is not None
-    with _left(paused):
-        # Servers without versions refuse what they do not know, so they are told the path alone.
+    # Retracted requests are recomputed, so that their KV cache comes from the new weights.
+    paused = await server.request("POST", "/pause_generation", {"mode": "retract"}) is not None
+    with _report_pause_state(paused):
+        # Servers without versions reject unknown fields.
         stamp = {"weight_version": version} if route and version else {}
         answer = await server.load("/update_weights_from_disk", {"model_path": path, **stamp})
         if not _succeeded(answer):
-            raise EngineError("refused", f"/update_weights_from_disk: {_complaint(answer)}")
-        held = await _held_version(server, route) if route else None
-        _compare_versions(version if stamp else None, held)
+            raise EngineError("refused", f"/update_weights_from_disk: {_error_message(answer)}")
+        reported = await _read_version(server, route) if route else None
+        _compare_versions(version if stamp else None, reported)
     if paused:
         await server.post("/continue_generation", {})
-    return {**answer, "version": held}
+    return {**answer, "version": reported}
 
 
 async def _sglang_version_route(server: HttpServer) -> str | None:
-    """Where the server tells its `weight_version`: it moved with 0.5.15, and began with 0.5.2."""
+    """The route with the server's `weight_version`; it exists since 0.5.2 and moved in 0.5.15."""
     for route in ("/model_info", "/get_weight_version"):
-        if "weight_version" in (await server.ask("GET", route) or {}):
+        if "weight_version" in (await server.request("GET", route) or {}):
             return route
     return None
 
 
 async def _update_vllm(server: HttpServer, checkpoint_path: str) -> dict[str, Any]:
-    path, version = _location(checkpoint_path)
-    versioned = await server.ask("GET", "/weight_info") is not None
-    # Frozen requests would hold on to blocks of the prefix cache, which then could not be emptied: let them finish.
-    paused = await server.ask("POST", "/pause?mode=wait", timeout_s=server.timeout) is not None
-    with _left(paused):
-        # `weights_path` and no other name: with `params` or without a path vLLM loads what it started with.
-        order: dict[str, Any] = {
+    path, version = _resolve_checkpoint(checkpoint_path)
+    versioned = await server.request("GET", "/weight_info") is not None
+    # Wait for running requests: frozen ones keep prefix cache blocks, which then could not be reset.
+    paused = await server.request("POST", "/pause?mode=wait", timeout_s=server.timeout) is not None
+    with _report_pause_state(paused):
+        # Must be `weights_path`: otherwise vLLM reloads its initial weights.
+        body: dict[str, Any] = {
             "method": "reload_weights",
             "args": [],
             "kwargs": {"weights_path": path},
             "timeout": None,
         }
-        answer = await _reload_vllm(server, order)
+        answer = await _reload_vllm(server, body)
         await server.post("/reset_prefix_cache")
-        held = None
+        reported = None
         if versioned and version:
             await server.post("/update_weight_version", {"new_version": version})
-            held = await _held_version(server, "/weight_info")
-            _compare_versions(version, held)
+            reported = await _read_version(server, "/weight_info")
+            _compare_versions(version, reported)
     if paused:
         await server.post("/resume")
-    return {**answer, "success": True, "version": held}
+    return {**answer, "success": True, "version": reported}
 
 
-async def _held_version(server: HttpServer, route: str) -> str | None:
-    """What the server says it holds."""
-    held = (await server.ask("GET", route) or {}).get("weight_version")
-    return None if held is None else str(held)
+async def _read_version(server: HttpServer, route: str) -> str | None:
+    """The weight version reported by the server."""
+    reported = (await server.request("GET", route) or {}).get("weight_version")
+    return None if reported is None else str(reported)
 
 
-async def _reload_vllm(server: HttpServer, order: dict[str, Any]) -> dict[str, Any]:
+async def _reload_vllm(server: HttpServer, body: dict[str, Any]) -> dict[str, Any]:
     try:
-        answer = await server.load("/collective_rpc", order)
+        answer = await server.load("/collective_rpc", body)
     except EngineError as error:
         if "answered 404" in error.message:
             raise EngineError("refused", f"{error.message}; start vLLM with VLLM_SERVER_DEV_MODE=1") from error
         raise
     if answer.get("success") is False:
-        raise EngineError("refused", f"/collective_rpc: {_complaint(answer)}")
+        raise EngineError("refused", f"/collective_rpc: {_error_message(answer)}")
     return answer
 
 
 @contextlib.contextmanager
-def _left(paused: bool) -> Iterator[None]:
-    """Say in what state a failure leaves the server: better no samples than samples of unknown weights."""
+def _report_pause_state(paused: bool) -> Iterator[None]:
+    """Add the server's state to the error. After a failure it stays paused, to avoid samples of unknown weights."""
     try:
         yield
     except EngineError as error:
@@ -294,61 +296,61 @@ def _left(paused: bool) -> Iterator[None]:
 
 
 def _accepted(path: str, reply: tuple[int, str]) -> dict[str, Any]:
-    """The JSON object of a good reply; an empty body, or another JSON value, is an empty one."""
+    """The JSON object of a successful reply; {} for an empty body or another JSON value."""
     status, text = reply
     if not 200 <= status < 300:
         raise EngineError("refused", f"{path} answered {status}: {text[:300]}")
     try:
         answer = json.loads(text) if text.strip() else {}
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         answer = {}
     return answer if isinstance(answer, dict) else {}
 
 
-def _location(checkpoint_path: str) -> tuple[str, str | None]:
-    """What to tell the server: an absolute path where we see the directory, and N of `step_N` as text."""
+def _resolve_checkpoint(checkpoint_path: str) -> tuple[str, str | None]:
+    """Path to send to the server (absolute if the directory exists here), and N of `step_N` as text."""
     path = Path(checkpoint_path)
     step = parse_step(path.resolve().name)
     return str(path.resolve()) if path.exists() else checkpoint_path, None if step is None else str(step)
 
 
-def _compare_versions(asked: str | None, held: str | None) -> None:
-    if asked is not None and held != asked:
-        raise EngineError("mismatch", f"asked for version {asked}, the server reports {held}")
+def _compare_versions(expected: str | None, reported: str | None) -> None:
+    if expected is not None and reported != expected:
+        raise EngineError("mismatch", f"expected version {expected}, the server reports {reported}")
 
 
 def _succeeded(answer: dict[str, Any]) -> bool:
     return isinstance(answer, dict) and answer.get("success") is True
 
 
-def _complaint(answer: dict[str, Any]) -> str:
+def _error_message(answer: dict[str, Any]) -> str:
     if not isinstance(answer, dict) or "success" not in answer:
         return f"answered {answer!r} without `success`"
     return str(answer.get("message", answer))
 
 
 def _name(engine: InferenceEngine) -> str:
-    """An address where there is one, else the name of the class."""
+    """The engine's address, or else its class name."""
     return str(engine) if type(engine).__str__ is not object.__str__ else type(engine).__name__
 
 
 def _wrong_version(path: Path, answer: dict[str, Any]) -> str | None:
-    """An engine that reports another step than it was told would make every staleness number a lie."""
-    asked = parse_step(path.name)
-    if asked is not None and answer.get("version") != asked:
-        return f"asked for version {asked}, the server reports {answer.get('version')}"
+    """An error message if the engine reports another version, which would invalidate all staleness metrics."""
+    expected = parse_step(path.name)
+    if expected is not None and answer.get("version") != expected:
+        return f"expected version {expected}, the server reports {answer.get('version')}"
     return None
 
 
 def _wrong_tensor(path: Path, answer: dict[str, Any]) -> str | None:
-    """The first tensor whose digest in the engine differs from the manifest's; engines may hold derived ones too."""
-    held: dict[str, str] = answer.get("digests") or {}
+    """An error message for the first tensor whose digest differs from the manifest; additional tensors are ignored."""
+    reported: dict[str, str] = answer.get("digests") or {}
     manifest = path / "manifest.json"
-    if not held or not manifest.is_file():
+    if not reported or not manifest.is_file():
         return None
-    tensors = json.loads(manifest.read_text()).get("tensors", {})
+    tensors = read_json_file(manifest).get("tensors", {})
     published = {name: entry["digest"] for name, entry in tensors.items() if "digest" in entry}
-    for name in sorted(published.keys() & held.keys()):
-        if published[name] != held[name]:
-            return f"tensor {name} arrived with digest {held[name]}, published was {published[name]}"
+    for name in sorted(published.keys() & reported.keys()):
+        if published[name] != reported[name]:
+            return f"tensor {name} arrived with digest {reported[name]}, published was {published[name]}"
     return None

@@ -1,4 +1,4 @@
-"""Machines that hold parameters: gradients in, optimizer steps and checkpoints out."""
+"""Training backends: forward and backward passes, optimizer steps and checkpoints."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _FACTORY = (
     "create_cross_entropy_loss",
     "create_warmup_cosine_scheduler",
 )
-# name -> module below `rollouts.training`, imported when the name is first asked for
-_HOME = {
+# Name -> module below `rollouts.training`, imported lazily.
+_MODULES = {
     "TrainingBackend": "types",
     "PyTorchTrainingBackend": "backends.pytorch",
     "FSDPTrainingBackend": "backends.fsdp",
@@ -27,14 +27,14 @@ _HOME = {
     **dict.fromkeys(_FACTORY, "backends.pytorch_factory"),
 }
 
-__all__ = [*_HOME]
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers: {', '.join(sorted(_HOME))}")
-    return getattr(import_module(f"rollouts.training.{_HOME[name]}"), name)
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers: {', '.join(sorted(_MODULES))}")
+    return getattr(import_module(f"rollouts.training.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    return sorted({*globals(), *_MODULES})

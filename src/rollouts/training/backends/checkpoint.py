@@ -1,9 +1,9 @@
-"""The documented checkpoint directory: read and written alike by one device and by many that share the parameters.
+"""Reads and writes checkpoint directories; the format is the same for one device and for sharded parameters.
 
     step_N/  pytorch_model.bin  optimizer.bin  metadata.json  [config.json]  [tokenizer files]  STABLE
 
-Both `.bin` files hold whole tensors by parameter name, and only tensors, numbers and strings: they are read with
-`weights_only=True`, so nothing in them can run.
+Both `.bin` files contain full tensors by parameter name. They are loaded with `weights_only=True`, which executes no
+code.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rollouts.training.backends.ranks import Ranks, is_shard
+from rollouts.training.json_files import read_json_file
+from rollouts.training.manifests import build_manifest, write_manifest
 from rollouts.training.steps import is_complete, latest_step, step_path
 
 FORMAT = 1
@@ -34,7 +36,7 @@ MODEL_FILE, OPTIMIZER_FILE, METADATA_FILE, CONFIG_FILE = (
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint directory holds."""
+    """The contents of a checkpoint directory."""
 
     model: dict[str, Tensor]
     optimizer: dict[str, Any]
@@ -48,7 +50,7 @@ def latest_checkpoint(checkpoint_dir: Path) -> Path | None:
 
 
 def write_checkpoint(directory: Path, checkpoint: Checkpoint) -> None:
-    """The three documented files."""
+    """Write model, optimizer and metadata."""
     torch.save(checkpoint.model, directory / MODEL_FILE)
     torch.save(checkpoint.optimizer, directory / OPTIMIZER_FILE)
     metadata = {"format": FORMAT, **checkpoint.metadata}
@@ -56,33 +58,35 @@ def write_checkpoint(directory: Path, checkpoint: Checkpoint) -> None:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read `step_N`. `ValueError` when it is incomplete, of another format, or holds more than tensors and numbers."""
+    """Read `step_N`. `ValueError` if it is incomplete, of another format, or contains other objects than tensors."""
     path = Path(path)
     if not path.is_dir():
         raise ValueError(f"{path} is not a directory: pass a checkpoint such as checkpoints/step_10")
     if not is_complete(path):
         raise ValueError(f"{path} is not a complete checkpoint: its writer was interrupted, use an earlier step")
-    metadata = json.loads((path / METADATA_FILE).read_text(encoding="utf-8"))
+    metadata = read_json_file(path / METADATA_FILE)
     if metadata.get("format") != FORMAT:
         raise ValueError(f"{path} has checkpoint format {metadata.get('format')}, this version reads format {FORMAT}")
     return Checkpoint(_read_tensors(path / MODEL_FILE), _read_tensors(path / OPTIMIZER_FILE), metadata)
 
 
 def collect_model(model: torch.nn.Module, ranks: Ranks) -> dict[str, Tensor]:
-    """Whole tensors of the state dict, on the CPU of rank 0; empty on other ranks, which have to take part."""
+    """Full tensors of the state dict, on the CPU of rank 0; empty on other ranks. Collective."""
     return collect_tensors(model.state_dict().items(), ranks)
 
 
 def collect_tensors(tensors: Iterable[tuple[str, Tensor]], ranks: Ranks) -> dict[str, Tensor]:
-    """The same for tensors by name, made whole one after the other."""
-    return _kept(((name, _whole(tensor, ranks)) for name, tensor in tensors), ranks)
+    """Full tensors by name, gathered one after the other, on the CPU of rank 0. Collective."""
+    return _collect_on_rank0(((name, _full_tensor(tensor, ranks)) for name, tensor in tensors), ranks)
 
 
 def collect_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> dict[str, Any]:
-    """`{"state": {parameter: moments}, "param_groups": [{..., "params": [names]}]}`, whole tensors as in the model."""
+    """`{"state": {parameter: moments}, "param_groups": [{..., "params": [names]}]}` with full tensors. Collective."""
     names = name_parameters(model, optimizer)
     state = {
-        names[id(parameter)]: _kept(((key, _whole(value, ranks)) for key, value in moments.items()), ranks)
+        names[id(parameter)]: _collect_on_rank0(
+            ((key, _full_tensor(value, ranks)) for key, value in moments.items()), ranks
+        )
         for parameter, moments in optimizer.state.items()
     }
     groups = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
@@ -90,7 +94,7 @@ def collect_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, 
 
 
 def check_model(model: torch.nn.Module, saved: Mapping[str, Tensor], source: str) -> None:
-    """Raise `ValueError` naming the first tensor that is missing, foreign, or of another shape."""
+    """Raise `ValueError` naming the first tensor that is missing, unexpected, or of another shape."""
     own = model.state_dict()
     for name in sorted(saved.keys() | own.keys()):
         if name not in saved or name not in own or saved[name].shape != own[name].shape:
@@ -99,16 +103,16 @@ def check_model(model: torch.nn.Module, saved: Mapping[str, Tensor], source: str
 
 @torch.no_grad()
 def restore_model(model: torch.nn.Module, saved: Mapping[str, Tensor], source: str) -> None:
-    """Copy whole tensors into the model, or this rank's part of them, after `check_model`."""
+    """Copy full tensors, or this rank's shards of them, into the model, after `check_model`."""
     check_model(model, saved, source)
     for name, tensor in model.state_dict().items():
-        tensor.copy_(_like(saved[name], tensor))
+        tensor.copy_(_match_sharding(saved[name], tensor))
 
 
 def restore_optimizer(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], source: str
 ) -> None:
-    """Hand the moments back to the optimizer. Groups must hold the same parameters in the same order."""
+    """Restore the optimizer state. Groups must have the same parameters in the same order."""
     names = name_parameters(model, optimizer)
     own = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     if own != [group["params"] for group in saved["param_groups"]]:
@@ -117,7 +121,7 @@ def restore_optimizer(
     index = {name: i for i, name in enumerate(parameters)}
     state = {
         index[name]: {
-            key: _like(value, parameters[name]) if _covers(value, parameters[name]) else value
+            key: _match_sharding(value, parameters[name]) if _covers(value, parameters[name]) else value
             for key, value in moments.items()
         }
         for name, moments in saved["state"].items()
@@ -128,7 +132,7 @@ def restore_optimizer(
 
 
 def name_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
-    """Name of each parameter by `id`. `ValueError` when the optimizer steps one that is not the model's."""
+    """Name of each parameter by `id`. `ValueError` if the optimizer has a parameter that is not the model's."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -141,7 +145,7 @@ def name_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
 
 
 def collect_rng(ranks: Ranks) -> dict[str, list[str]]:
-    """Random states of torch per rank, as text; a rank has one on the CPU and one on its accelerator."""
+    """Random states of torch (CPU and CUDA) per rank, base64-encoded."""
     states = {"cpu": torch.get_rng_state()}
     if ranks.device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(ranks.device)
@@ -152,7 +156,7 @@ def collect_rng(ranks: Ranks) -> dict[str, list[str]]:
 
 
 def restore_rng(saved: Mapping[str, list[str]], ranks: Ranks) -> None:
-    """The inverse; a rank that did not exist then goes on from rank 0's state."""
+    """The inverse; additional ranks start from rank 0's state."""
 
     def state(name: str) -> Tensor:
         texts = saved[name]
@@ -164,16 +168,17 @@ def restore_rng(saved: Mapping[str, list[str]], ranks: Ranks) -> None:
         torch.cuda.set_rng_state(state("cuda"), ranks.device)
 
 
-def write_weights(directory: Path, model: torch.nn.Module, state: Mapping[str, Tensor]) -> None:
-    """`model.safetensors` without the names of tied tensors, which the reader ties again."""
+def write_weights(directory: Path, step: int, model: torch.nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Write `model.safetensors` without the aliases of tied tensors, and its manifest."""
     aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     aliases -= {name for name, _ in model.named_parameters()}
     tensors = {name: tensor.contiguous() for name, tensor in state.items() if name not in aliases}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    write_manifest(directory, build_manifest(step, tensors))
 
 
 def write_model_card(directory: Path, model: torch.nn.Module, architecture: str, tokenizer: Any) -> None:
-    """Configuration and tokenizer, when there are any, so that the directory can be loaded by name."""
+    """Write configuration and tokenizer, if present, so that `from_pretrained` can load the directory."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_json_string"):
         fields = json.loads(config.to_json_string())
@@ -184,7 +189,7 @@ def write_model_card(directory: Path, model: torch.nn.Module, architecture: str,
 
 
 def finite_or_null(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Metrics as JSON has them."""
+    """Replace values that are not finite by None, for JSON."""
     return {name: float(value) if math.isfinite(float(value)) else None for name, value in metrics.items()}
 
 
@@ -192,16 +197,16 @@ def _read_tensors(path: Path) -> dict[str, Any]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        # Torch tells a truncated file, a foreign one and a dangerous one apart only in its prose.
+        # torch distinguishes truncated, invalid and unsafe files only in the text of the error.
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         raise ValueError(f"{path} cannot be read as tensors and numbers only: {reason}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}, not tensors by name")
+        raise ValueError(f"{path} contains a {type(content).__name__}, not tensors by name")
     return content
 
 
-def _kept(entries: Iterator[tuple[str, Any]], ranks: Ranks) -> dict[str, Any]:
-    """Run through `entries`, because making them is collective, and keep them on rank 0."""
+def _collect_on_rank0(entries: Iterator[tuple[str, Any]], ranks: Ranks) -> dict[str, Any]:
+    """Iterate `entries` on all ranks, because gathering them is collective, and store them on rank 0."""
     out = {}
     for name, value in entries:
         if ranks.rank == 0:
@@ -209,16 +214,16 @@ def _kept(entries: Iterator[tuple[str, Any]], ranks: Ranks) -> dict[str, Any]:
     return out
 
 
-def _whole(value: Any, ranks: Ranks) -> Any:
+def _full_tensor(value: Any, ranks: Ranks) -> Any:
     if not is_shard(value):
         return value
-    # Offloaded shards lie on the CPU, but the process group may only speak the accelerator's language.
+    # Offloaded shards are on the CPU, but the process group may support accelerator tensors only.
     local: Any = value.detach().to(ranks.device)
     return local.full_tensor()
 
 
-def _like(whole: Tensor, own: Tensor) -> Tensor:
-    """A whole tensor as `own` is held: itself, or this rank's shard."""
+def _match_sharding(whole: Tensor, own: Tensor) -> Tensor:
+    """The full tensor with the sharding of `own`: unchanged, or this rank's shard."""
     if not is_shard(own):
         return whole
     from torch.distributed.tensor import distribute_tensor

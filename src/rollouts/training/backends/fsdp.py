@@ -1,4 +1,4 @@
-"""Training with parameters, gradients and moments sharded over ranks; checkpoints like those of one device."""
+"""FSDP backend: parameters, gradients and optimizer state sharded over ranks, with the checkpoints of one device."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 
 @dataclass(frozen=True)
 class FSDPConfig:
-    """How a model is spread over the ranks.
+    """Sharding options.
 
-    sharding_strategy      FULL_SHARD gathers parameters for each pass; SHARD_GRAD_OP keeps them from the forward to
-                           the backward; NO_SHARD holds all of them everywhere and only averages gradients
-    mixed_precision        compute in bfloat16; parameters, moments and sums of gradients stay as they are
-    cpu_offload            parameters and moments wait in host memory, and the optimizer works there
-    auto_wrap_min_params   layers, or trees of modules, of at least so many parameters are gathered on their own
-    gradient_checkpointing recompute activations of layers in the backward
-    clip_grad              bound on the norm of the whole gradient; None for none
+    sharding_strategy      FULL_SHARD gathers parameters for each pass; SHARD_GRAD_OP keeps them gathered from forward
+                           to backward; NO_SHARD replicates them and averages gradients
+    mixed_precision        compute in bfloat16; parameters, moments and gradient sums keep their dtype
+    cpu_offload            parameters, moments and the optimizer step in host memory
+    auto_wrap_min_params   minimum parameters of a module that is gathered separately
+    gradient_checkpointing recompute layer activations in the backward
+    clip_grad              maximum global gradient norm; None: no clipping
     """
 
     sharding_strategy: str = "FULL_SHARD"
@@ -77,7 +77,7 @@ class FSDPTrainingBackend:
                 "FSDP needs a process group: start with torchrun and call torch.distributed.init_process_group() first"
             )
         self.config = config or FSDPConfig()
-        self.device = torch.device(device) if device is not None else _own_device()
+        self.device = torch.device(device) if device is not None else _default_device()
         architecture = type(model).__name__
         ranks = Ranks(dist.get_rank(), dist.get_world_size(), self.device)
         shard_model(model, self.config, ranks)
@@ -109,7 +109,7 @@ class FSDPTrainingBackend:
 
     @property
     def rank(self) -> int:
-        """This process among all."""
+        """Rank of this process."""
         return self._inner.rank
 
     @property
@@ -124,32 +124,32 @@ class FSDPTrainingBackend:
 
     @property
     def weight_version(self) -> int:
-        """How often the parameters have changed."""
+        """Number of parameter updates."""
         return self._inner.weight_version
 
     @property
     def data_state(self) -> dict[str, Any]:
-        """Saved and restored with every checkpoint; training loops keep their position in it."""
+        """Data position of the training loop; saved and restored with checkpoints."""
         return self._inner.data_state
 
     def forward_backward(self, batch: dict[str, Any]) -> TrainFuture[dict[str, float]]:
-        """Add the gradient of this rank's rows; answers the loss of all rows and the norm of the whole gradient."""
+        """Accumulate the gradient of this rank's rows; returns the loss of all rows and the global gradient norm."""
         return self._inner.forward_backward(batch)
 
     def optim_step(self) -> TrainFuture[dict[str, float]]:
-        """Clip by the global norm, step, schedule, clear."""
+        """Clip by the global norm, step optimizer and scheduler, clear gradients."""
         return self._inner.optim_step()
 
     def get_weights(self) -> TrainFuture[dict[str, Tensor]]:
-        """Whole tensors on rank 0, nothing on the others; all must ask."""
+        """Full tensors on rank 0, nothing on the others. Collective."""
         return self._inner.get_weights()
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
-        """Take over a whole state dict, given on every rank."""
+        """Load a full state dict, passed on every rank."""
         return self._inner.load_weights(weights)
 
     async def save_checkpoint(self, step: int, metrics: Mapping[str, float]) -> Path:
-        """Publish `checkpoint_dir/step_N` in the layout of one device."""
+        """Publish `checkpoint_dir/step_N` in the format of one device."""
         return await self._inner.save_checkpoint(step, metrics)
 
     async def load_checkpoint(self, path: Path | str, *, parameters_only: bool = False) -> dict[str, Any]:
@@ -161,12 +161,12 @@ class FSDPTrainingBackend:
         return await self._inner.publish_weights(step)
 
     async def broadcast(self, data: bytes) -> bytes:
-        """What rank 0 passes, on every rank."""
+        """Broadcast `data` of rank 0."""
         return await self._inner.broadcast(data)
 
 
 def shard_model(model: nn.Module, config: FSDPConfig, ranks: Ranks) -> None:
-    """Spread `model` over the ranks in place, starting from rank 0's parameters and buffers."""
+    """Shard `model` over the ranks in place, starting from rank 0's parameters and buffers."""
     kind = ranks.device.type
     model.to(ranks.device)
     with torch.no_grad():
@@ -198,20 +198,20 @@ def shard_units(
     sum_gradients: bool = False,
     keep: nn.Module | None = None,
 ) -> None:
-    """Spread the parameters of `units` over `mesh` in place, of inner ones first and then what is left of outer ones.
+    """Shard the parameters of `units` over `mesh` in place; inner units come first.
 
-    `param_dtype` is what is gathered and computed with, `reduce_dtype` (fp32 beside a `param_dtype`) what gradients are
-    added up in; the shards keep their own. Gradients are averaged over the ranks, or added up with `sum_gradients`.
-    `cpu_offload` lets shards, gradients and so the optimizer live in host memory. The parameters of
-    `keep` itself stay gathered after its forward, so that a head can be applied outside of it.
+    `param_dtype` is the dtype of gathered parameters and of compute, `reduce_dtype` (default fp32 with a `param_dtype`)
+    that of gradient reduction; the shards keep their dtype. Gradients are averaged over the ranks, or summed with
+    `sum_gradients`. `cpu_offload` keeps shards, gradients and optimizer state in host memory. The parameters of `keep`
+    itself stay gathered after its forward, so that its head can be applied outside of it.
     """
-    # It comes with torch's compiler, a third of the start of a process that shares nothing.
+    # Imported here because it imports torch's compiler, a third of the start-up time of a single process.
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     if param_dtype is not None and reduce_dtype is None:
         reduce_dtype = torch.float32
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype)}
-    if cpu_offload and mesh.device_type != "cpu":  # on a CPU they are there already
+    if cpu_offload and mesh.device_type != "cpu":
         if "cpu:" not in dist.get_backend_config():
             raise ValueError(
                 "cpu_offload sums gradient norms on the CPU, which this process group cannot: "
@@ -227,10 +227,9 @@ def shard_units(
 
 
 def find_units(model: nn.Module, min_params: int) -> list[nn.Module]:
-    """Modules to gather on their own, inner ones first: of at least `min_params` parameters not yet in another unit.
+    """FSDP units, inner ones first: modules with at least `min_params` parameters that are not in another unit.
 
-    A layer that the model calls indivisible (`_no_split_modules`) is not cut. A parameter that is used in two places,
-    as tied embeddings are, stays with the root.
+    Layers in `_no_split_modules` are not divided. Shared parameters, such as tied embeddings, stay with the root.
     """
     atoms = set(getattr(model, "_no_split_modules", None) or ())
     uses: dict[int, int] = {}
@@ -239,7 +238,7 @@ def find_units(model: nn.Module, min_params: int) -> list[nn.Module]:
     units: list[nn.Module] = []
 
     def visit(module: nn.Module) -> tuple[int, bool]:
-        """Parameters left below `module`, and whether one of them is shared."""
+        """Number of parameters below `module` that are in no unit, and whether one of them is shared."""
         if type(module).__name__ in atoms:
             left = list(module.parameters())
             size, shared = sum(p.numel() for p in left), any(uses[id(p)] > 1 for p in left)
@@ -267,8 +266,8 @@ def _recompute_activations(model: nn.Module) -> None:
     enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def _own_device() -> torch.device:
-    """The accelerator of this rank where the process group uses one, else the CPU."""
+def _default_device() -> torch.device:
+    """The GPU of this rank if the process group uses NCCL, else the CPU."""
     if "nccl" in dist.get_backend_config() and torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return torch.device("cpu")

@@ -1,4 +1,4 @@
-"""What a backend may be given as its loss: read the signature once, and know what the scalar is a mean over."""
+"""Adapts user loss functions of a backend: call signature, and the unit that the scalar averages over."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STREAMS = (
     "attention_mask",
     "position_ids",
 )
-"""Entries of a batch that a loss function may ask for by the name of a parameter."""
+"""Batch entries that a loss function may take as parameters."""
 
 ACCEPTED = "loss_fn(logits, batch), or loss_fn(logits, ...) with parameters named like " + ", ".join(STREAMS[:5])
 UNITS = ("token", "sequence", "constant", "call")
@@ -31,7 +31,7 @@ UNITS = ("token", "sequence", "constant", "call")
 
 @dataclass(frozen=True)
 class BatchLoss:
-    """Mean loss of one batch, how much it weighs against other parts of the same step, and more numbers to report."""
+    """Mean loss of one batch, its weight within the step, and metrics."""
 
     mean: Tensor
     weight: float
@@ -44,8 +44,8 @@ LossFn = Callable[[Tensor, dict[str, Any]], BatchLoss]
 def as_loss_fn(function: Callable[..., Any]) -> LossFn:
     """A loss of either accepted form as `(logits, batch) -> BatchLoss`; any other signature is a `ValueError`.
 
-    The function returns a scalar, `(scalar, metrics)` or a `LossOutput`. A scalar that says what it is a mean over
-    (`rl_losses.mean_over`) weighs as many tokens or sequences, any other one weighs 1 per call.
+    The function returns a scalar, `(scalar, metrics)` or a `LossOutput`. With a declared unit (`rl_losses.mean_over`)
+    the weight is the number of tokens or sequences, otherwise 1 per call.
     """
     if not callable(function):
         raise ValueError(f"loss_fn {function!r} is not callable: pass {ACCEPTED}")
@@ -58,13 +58,13 @@ def as_loss_fn(function: Callable[..., Any]) -> LossFn:
     call = _caller(function, parameters)
 
     def loss(logits: Tensor, batch: dict[str, Any]) -> BatchLoss:
-        return _measure(call(logits, batch), unit, batch)
+        return _to_batch_loss(call(logits, batch), unit, batch)
 
     return loss
 
 
 def _caller(function: Callable[..., Any], parameters: dict[str, Any] | Any) -> Callable[[Tensor, dict[str, Any]], Any]:
-    """How to hand logits and batch to the function."""
+    """A wrapper that passes logits and batch in the form that the function takes."""
     kinds = inspect.Parameter
     named = {n: p for n, p in parameters.items() if p.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)}
     if not named and any(p.kind is kinds.VAR_KEYWORD for p in parameters.values()):
@@ -75,31 +75,31 @@ def _caller(function: Callable[..., Any], parameters: dict[str, Any] | Any) -> C
     first, *others = named
     if "batch" in others:
         extra = [n for n in required if n not in (first, "batch")]
-        _refuse(function, extra)
+        _reject_unknown(function, extra)
         return lambda logits, batch: function(logits, batch=batch)
-    _refuse(function, [n for n in required if n != first and n not in STREAMS])
+    _reject_unknown(function, [n for n in required if n != first and n not in STREAMS])
     if not set(others) & set(STREAMS):
         raise ValueError(f"loss_fn {_name(function)} does not take the batch: pass {ACCEPTED}")
-    wanted = [n for n in others if n in STREAMS]
+    passed = [n for n in others if n in STREAMS]
 
     def by_name(logits: Tensor, batch: dict[str, Any]) -> Any:
-        missing = [n for n in wanted if n in required and n not in batch]
+        missing = [n for n in passed if n in required and n not in batch]
         if missing:
             raise ValueError(f"loss_fn {_name(function)} needs {missing[0]!r}, the batch has {', '.join(batch)}")
-        return function(logits, **{n: batch[n] for n in wanted if n in batch})
+        return function(logits, **{n: batch[n] for n in passed if n in batch})
 
     return by_name
 
 
-def _refuse(function: Callable[..., Any], unknown: list[str]) -> None:
+def _reject_unknown(function: Callable[..., Any], unknown: list[str]) -> None:
     if unknown:
         raise ValueError(
-            f"loss_fn {_name(function)} asks for {', '.join(map(repr, unknown))}, which no batch has: pass {ACCEPTED}"
+            f"loss_fn {_name(function)} takes {', '.join(map(repr, unknown))}, which no batch has: pass {ACCEPTED}"
         )
 
 
 def _unit(function: Callable[..., Any], parameters: Any) -> str:
-    """What the scalar is a mean over; "call" when the function does not say."""
+    """The unit that the scalar averages over; "call" if the function does not declare it."""
     inner = function
     while isinstance(inner, functools.partial):
         inner = inner.func
@@ -111,7 +111,7 @@ def _unit(function: Callable[..., Any], parameters: Any) -> str:
     return str(unit)
 
 
-def _measure(result: Any, unit: str, batch: dict[str, Any]) -> BatchLoss:
+def _to_batch_loss(result: Any, unit: str, batch: dict[str, Any]) -> BatchLoss:
     metrics: dict[str, float] = {}
     if isinstance(result, LossOutput):
         weight = float(result.count)

@@ -1,7 +1,7 @@
-"""Muon: momentum whose update is made orthogonal, for matrices; AdamW for everything else, as one optimizer.
+"""Muon (orthogonalized momentum) for matrices and AdamW for all other parameters, as one optimizer.
 
 Keller Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon); Liu et al. 2025 (2502.16982) for the scale of the
-update. Where ranks hold shards, each gathers a matrix's update, makes it orthogonal and keeps its own part.
+update. With sharded parameters each rank gathers a matrix's update, orthogonalizes it and keeps its own shard.
 """
 
 from __future__ import annotations
@@ -14,21 +14,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rollouts.training.backends.adamw import AdamW
-
 NOT_MATRICES = ("embed_tokens", "wte", "lm_head")
-"""Matrices by shape only: a row is a token's own vector, which steps by itself."""
+"""Embeddings and head: 2-D, but each row is the vector of one token."""
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
 EPS = 1e-7
 
 
-def orthogonalise(matrix: Float[Tensor, "*stack rows columns"]) -> Float[Tensor, "*stack rows columns"]:
-    """Nearly U V^T of U S V^T, by five Newton-Schulz steps X <- aX + (b G + c G^2) X with G = X X^T: in bfloat16 on a
-    GPU, in the matrix's own format on a CPU, where that is faster and ranks round alike; float64 stays float64.
+def orthogonalize(matrix: Float[Tensor, "*stack rows columns"]) -> Float[Tensor, "*stack rows columns"]:
+    """Approximate U V^T of U S V^T, by five Newton-Schulz steps X <- aX + (b G + c G^2) X with G = X X^T.
 
-    The singular values come out between 0.5 and 1.5 or so. Of a stack, each matrix by itself.
+    In bfloat16 on a GPU (except for float64), in the input dtype on a CPU. Singular values of the result are roughly
+    between 0.5 and 1.5. Batched over leading dimensions.
     """
     a, b, c = COEFFICIENTS
     tall = matrix.shape[-2] > matrix.shape[-1]
@@ -43,9 +41,9 @@ def orthogonalise(matrix: Float[Tensor, "*stack rows columns"]) -> Float[Tensor,
 
 
 def compute_update_scale(shape: torch.Size, adjust_lr: str) -> float:
-    """What the learning rate is multiplied with for matrices of this shape.
+    """Factor on the learning rate for matrices of this shape.
 
-    match_rms_adamw: 0.2 sqrt(max(rows, columns)), so that an update is as large as AdamW's (2502.16982, eq. 4).
+    match_rms_adamw: 0.2 sqrt(max(rows, columns)), which matches the RMS of AdamW's updates (2502.16982, eq. 4).
     original: sqrt(max(1, rows / columns)).
     """
     rows, columns = shape[-2:]
@@ -59,7 +57,7 @@ class MatrixMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """B <- mu B + (1 - mu) g; W <- (1 - lr wd) W - lr scale orthogonalise(B, or Nesterov's look-ahead)."""
+        """B <- mu B + (1 - mu) g; W <- (1 - lr wd) W - lr scale orthogonalize(B, or Nesterov's look-ahead)."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
@@ -72,11 +70,11 @@ class MatrixMuon(torch.optim.Optimizer):
                 update = p.grad.lerp(velocity, group["momentum"]) if group["nesterov"] else velocity
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 scale = compute_update_scale(p.shape, group["adjust_lr"])
-                p.add_(_whole(update, orthogonalise).to(p.dtype), alpha=-group["lr"] * scale)
+                p.add_(_apply_to_full(update, orthogonalize).to(p.dtype), alpha=-group["lr"] * scale)
 
 
-def _whole(update: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """`change` of the whole matrix, cut as `update` is; shards are DTensors, known by their methods."""
+def _apply_to_full(update: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply `change` to the full matrix and shard the result like `update` (a DTensor, or a plain tensor)."""
     gather: Callable[[], Tensor] | None = getattr(update, "full_tensor", None)
     if gather is None:
         return change(update)
@@ -89,7 +87,7 @@ def _whole(update: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 class JoinedOptimizer(torch.optim.Optimizer):
-    """Several optimizers stepped together; what is saved and scheduled is one, with the groups of all in order."""
+    """Several optimizers as one, with the parameter groups of all in order."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         self._parts = list(parts)
@@ -97,24 +95,24 @@ class JoinedOptimizer(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """All parts work on the groups and the state of this one."""
+        """Make all parts share the groups and state of this optimizer."""
         groups = iter(self.param_groups)
         for part in self._parts:
             part.param_groups, part.state = [next(groups) for _ in part.param_groups], self.state
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One step of every part."""
+        """Step all parts."""
         for part in self._parts:
             part.step()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave."""
+        """Restore groups and state of all parts."""
         super().load_state_dict(state_dict)
         self._share()
 
 
 class Muon(JoinedOptimizer):
-    """Muon for the matrices among `parameters`, AdamW for embeddings, head, norms and biases, stepped together."""
+    """Muon for the matrices among `parameters`, AdamW for embeddings, head, norms and biases."""
 
     def __init__(self, parameters: Mapping[str, Tensor], *, muon: dict[str, Any], adamw: dict[str, Any]) -> None:
         matrices = [p for name, p in parameters.items() if is_matrix(name, p)]
@@ -123,10 +121,10 @@ class Muon(JoinedOptimizer):
         if matrices:
             parts.append(MatrixMuon(matrices, muon))
         if rest:
-            parts.append(AdamW(rest, fused=True, **adamw))
+            parts.append(torch.optim.AdamW(rest, fused=True, **adamw))
         super().__init__(parts)
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
-    """Whether Muon steps this parameter."""
+    """Whether Muon updates this parameter."""
     return parameter.ndim >= 2 and not any(part in NOT_MATRICES for part in name.split("."))

@@ -1,4 +1,4 @@
-"""Training on one device, or on one rank of several: gradients accumulate, steps are exact, checkpoints are whole."""
+"""PyTorch training backend for one device, or for one rank of several."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ T = TypeVar("T")
 
 REQUIRED = ("input_ids", "labels", "loss_mask")
 FORWARD_ARGUMENTS = ("attention_mask", "position_ids")
-KEPT_WEIGHTS = 2
-"""Published versions that stay: the one engines hold and the one they are being told to load."""
+MAX_PUBLISHED_VERSIONS = 2
+"""Published versions on disk: the one that engines serve and the one that they load next."""
 
 
 class PyTorchTrainingBackend:
-    """A model and its optimizer, worked on by one thread in the order of submission.
+    """A model and its optimizer; one worker thread executes operations in the order of submission.
 
-    `forward_backward` and `optim_step` return at once, with a future to await. Gradients accumulate until
-    `optim_step`, as the mean over everything accumulated. `loss_fn` takes `(logits, batch)`, or logits and streams of
-    the batch by name like `grpo_loss`. After an error in a step nothing more is accepted ("poisoned"), because
-    parameters and gradients may be half way, until `load_checkpoint`.
+    `forward_backward` and `optim_step` return a future immediately. Gradients accumulate until `optim_step`, as the
+    mean over all accumulated batches. `loss_fn` takes `(logits, batch)`, or logits and batch streams by name like
+    `grpo_loss`. After an error in a step the backend rejects operations ("poisoned") until `load_checkpoint`, because
+    parameters and gradients may be inconsistent.
 
-    `max_grad_norm` bounds the gradient's norm, `scheduler` is stepped with the optimizer, `tokenizer` is saved beside
-    the model. `data_state` is saved and restored with every checkpoint; training loops keep their position in it.
+    `max_grad_norm` clips the gradient norm, `scheduler` is stepped with the optimizer, `tokenizer` is saved with the
+    model. `data_state` is the data position of the training loop; it is saved and restored with checkpoints.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class PyTorchTrainingBackend:
         ranks: Ranks | None = None,
         architecture: str | None = None,
     ) -> None:
-        self.device = _usable_device(device, model)
+        self.device = _resolve_device(device, model)
         self.model = model.to(self.device) if ranks is None else model
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -79,67 +79,69 @@ class PyTorchTrainingBackend:
 
     @property
     def rank(self) -> int:
-        """This process among those that train the model together."""
+        """Rank of this process."""
         return self.ranks.rank
 
     @property
     def world_size(self) -> int:
-        """How many processes train the model together."""
+        """Number of processes."""
         return self.ranks.size
 
     def forward_backward(self, batch: dict[str, Any]) -> TrainFuture[dict[str, float]]:
-        """Add a batch of [batch, seq] `input_ids`, `labels` (shifted), `loss_mask`; answers `loss` and `grad_norm`.
+        """Accumulate the gradient of a batch of [batch, seq] `input_ids`, `labels` (shifted) and `loss_mask`.
 
-        Both are of the mean: `loss` over this batch, `grad_norm` over all that has accumulated. `ValueError` at once
-        for a batch that lacks a stream or whose streams differ in shape.
+        Returns `loss`, the mean over this batch, and `grad_norm`, that of the accumulated mean gradient. `ValueError`
+        immediately for a batch with a missing stream or different shapes.
         """
         check_batch(batch)
         return self._submit("forward_backward", self._forward_backward, batch)
 
     def optim_step(self) -> TrainFuture[dict[str, float]]:
-        """Clip, step, schedule, clear; answers `lr`, `step`, `loss` and `grad_norm` of the step, `skipped` 0 or 1."""
+        """Clip, step and clear; returns `lr`, `step`, `loss` and `grad_norm` of the step, and `skipped` 0 or 1."""
         return self._submit("optim_step", self._optim_step)
 
     def get_weights(self) -> TrainFuture[dict[str, Tensor]]:
-        """A copy of the state dict on the CPU; with several ranks all must ask, and rank 0 gets it."""
+        """A copy of the state dict on the CPU of rank 0. Collective."""
         return self._submit("get_weights", files.collect_model, self.model, self.ranks)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
-        """Take over a whole state dict, strictly; the optimizer stays as it is."""
+        """Load a full state dict, strictly; the optimizer is unchanged."""
         return self._submit("load_weights", self._load_weights, weights)
 
     async def save_checkpoint(self, step: int, metrics: Mapping[str, float]) -> Path:
-        """Publish `checkpoint_dir/step_N`, whole or not at all, and return it. All ranks must call."""
+        """Publish `checkpoint_dir/step_N` atomically and return it. Collective."""
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ValueError(f"step {step!r} of a checkpoint must be a whole number of at least 0")
         return await self._submit("save_checkpoint", self._save, step, dict(metrics), dict(self.data_state))
 
     async def load_checkpoint(self, path: Path | str, *, parameters_only: bool = False) -> dict[str, Any]:
-        """Continue exactly where `save_checkpoint` was called; returns the metadata. Heals a poisoned backend.
+        """Restore the complete training state; returns the metadata. Clears the poisoned state.
 
-        `parameters_only` begins a new stage instead: parameters and the count of steps are taken over, while
-        optimizer, scheduler, random state and position in the data stay this backend's own.
+        `parameters_only` starts a new stage: it restores parameters and the step count, but not optimizer, scheduler,
+        random state and data position.
         """
-        return await self._submit("load_checkpoint", self._load, Path(path), parameters_only, heals=True)
+        return await self._submit("load_checkpoint", self._load, Path(path), parameters_only, clears_poison=True)
 
     def start_from(self, path: Path | str) -> dict[str, Any]:
-        """`load_checkpoint` for code outside of an event loop: returns when it is done."""
-        return self._submit("load_checkpoint", self._load, Path(path), False, heals=True).wait()
+        """Blocking `load_checkpoint`, for code outside of an event loop."""
+        return self._submit("load_checkpoint", self._load, Path(path), False, clears_poison=True).wait()
 
     async def publish_weights(self, step: int) -> Path:
         """Write `checkpoint_dir/weights/step_N` for inference engines: safetensors, config, tokenizer; no optimizer."""
         return await self._submit("publish_weights", self._publish, step)
 
     async def broadcast(self, data: bytes) -> bytes:
-        """What rank 0 passes, on every rank; in order with the other operations."""
+        """Broadcast `data` of rank 0, in order with the other operations."""
         return await self._submit("broadcast", self.ranks.broadcast, data)
 
-    def _submit(self, operation: str, work: Callable[..., T], *args: Any, heals: bool = False) -> TrainFuture[T]:
+    def _submit(
+        self, operation: str, work: Callable[..., T], *args: Any, clears_poison: bool = False
+    ) -> TrainFuture[T]:
         future: TrainFuture[T] = TrainFuture(operation)
 
         def run() -> None:
             try:
-                if self._poison is not None and not heals:
+                if self._poison is not None and not clears_poison:
                     raise RuntimeError(
                         f"Backend is poisoned (previous error: {self._poison}): load a checkpoint to go on"
                     ) from self._poison
@@ -153,7 +155,7 @@ class PyTorchTrainingBackend:
         return future
 
     @contextmanager
-    def _poisoned_by_errors(self) -> Iterator[None]:
+    def _poison_on_error(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:
@@ -161,7 +163,7 @@ class PyTorchTrainingBackend:
             raise RuntimeError(f"Training step failed: {error}") from error
 
     def _forward_backward(self, batch: dict[str, Any]) -> dict[str, float]:
-        with self._poisoned_by_errors():
+        with self._poison_on_error():
             self.model.train()
             batch = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
             loss = self._loss_fn(self._compute_logits(batch), batch)
@@ -171,7 +173,7 @@ class PyTorchTrainingBackend:
                 for parameter in self._stepper.parameters:
                     if parameter.grad is not None:
                         parameter.grad.mul_(self._weight / total)
-            # Ranks average their gradients, so each one's share of the mean counts `size` times.
+            # Ranks average their gradients, so each share of the mean is multiplied by `size`.
             (loss.mean * (self.ranks.size * loss.weight / total if total else 0.0)).backward()
             self._weight, self._loss_sum, self._num_batches = total, self._loss_sum + loss_sum, self._num_batches + 1
             norm = compute_total_norm(self._stepper.parameters)
@@ -188,11 +190,11 @@ class PyTorchTrainingBackend:
     def _optim_step(self) -> dict[str, float]:
         if not self._num_batches:
             raise ValueError("optim_step needs a gradient: call forward_backward before it")
-        with self._poisoned_by_errors():
+        with self._poison_on_error():
             loss = self._loss_sum / self._weight if self._weight else 0.0
             has_loss = self._weight > 0
             self._weight, self._loss_sum, self._num_batches = 0.0, 0.0, 0
-            # The learning rates of now are the base: a scheduler, or the user, may have changed them.
+            # A scheduler or the user may have changed the learning rates.
             self._stepper.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
             report = self._stepper.step() if has_loss else self._stepper.skip("no token of the batch carries loss")
             if self.scheduler is not None:
@@ -213,7 +215,7 @@ class PyTorchTrainingBackend:
 
     def _save(self, step: int, metrics: dict[str, float], data_state: dict[str, Any]) -> Path:
         if self._num_batches:
-            raise ValueError("gradients have accumulated that no checkpoint holds: call optim_step before saving")
+            raise ValueError("accumulated gradients would be lost: call optim_step before saving")
         snapshot = files.Checkpoint(
             files.collect_model(self.model, self.ranks),
             files.collect_optimizer(self.model, self.optimizer, self.ranks),
@@ -234,12 +236,12 @@ class PyTorchTrainingBackend:
             files.write_checkpoint(directory, snapshot)
             files.write_model_card(directory, self.model, self._architecture, self.tokenizer)
 
-        self.ranks.run_first(lambda: publish_step(self.checkpoint_dir, step, write))
+        self.ranks.run_on_rank0(lambda: publish_step(self.checkpoint_dir, step, write))
         return step_path(self.checkpoint_dir, step)
 
     def _load(self, path: Path, parameters_only: bool) -> dict[str, Any]:
         saved = files.read_checkpoint(path)
-        # What can be refused is refused before anything is changed.
+        # Validate before changing anything.
         files.check_model(self.model, saved.model, str(path))
         if not parameters_only:
             self._restore_progress(saved, path)
@@ -250,7 +252,7 @@ class PyTorchTrainingBackend:
         return saved.metadata
 
     def _restore_progress(self, saved: files.Checkpoint, path: Path) -> None:
-        """Everything but the parameters."""
+        """Restore everything except the parameters."""
         metadata = saved.metadata
         if (metadata["scheduler"] is None) != (self.scheduler is None):
             there, here = ("no", "one") if metadata["scheduler"] is None else ("a", "none")
@@ -270,15 +272,15 @@ class PyTorchTrainingBackend:
         root = self.checkpoint_dir / "weights"
 
         def write(directory: Path) -> None:
-            files.write_weights(directory, self.model, state)
+            files.write_weights(directory, step, self.model, state)
             files.write_model_card(directory, self.model, self._architecture, self.tokenizer)
 
         def publish() -> None:
             publish_step(root, step, write)
-            kept = [s for s in complete_steps(root) if s <= step][-KEPT_WEIGHTS:]
-            prune_steps(root, lambda found: found in kept)
+            recent = [s for s in complete_steps(root) if s <= step][-MAX_PUBLISHED_VERSIONS:]
+            prune_steps(root, lambda other: other in recent or other > step)  # later ones belong to another run
 
-        self.ranks.run_first(publish)
+        self.ranks.run_on_rank0(publish)
         return step_path(root, step)
 
 
@@ -292,11 +294,11 @@ def check_batch(batch: Mapping[str, Any]) -> None:
         listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
         raise ValueError(f"streams of the batch differ in shape: {listed}")
     if "cu_seqlens" in batch:
-        raise ValueError("packed rows (cu_seqlens) would attend to each other here: pad them with pad_samples")
+        raise ValueError("packed rows (cu_seqlens) are not supported: pad them with pad_samples")
 
 
 def _plain_state(scheduler: torch.optim.lr_scheduler.LRScheduler | None) -> dict[str, Any] | None:
-    """A scheduler's state as JSON has it; `ValueError` for one that keeps more than numbers."""
+    """A scheduler's state as JSON values; `ValueError` if it is not serializable."""
     if scheduler is None:
         return None
     try:
@@ -306,7 +308,7 @@ def _plain_state(scheduler: torch.optim.lr_scheduler.LRScheduler | None) -> dict
     return state
 
 
-def _usable_device(device: torch.device | str | None, model: torch.nn.Module) -> torch.device:
+def _resolve_device(device: torch.device | str | None, model: torch.nn.Module) -> torch.device:
     if device is None:
         first = next(model.parameters(), None)
         if first is None:
@@ -320,6 +322,6 @@ def _usable_device(device: torch.device | str | None, model: torch.nn.Module) ->
 
 
 def _prepare_thread(device: torch.device) -> None:
-    """The current accelerator is a setting of each thread."""
+    """Set the current CUDA device, which is a per-thread setting."""
     if device.type == "cuda":
         torch.cuda.set_device(device)

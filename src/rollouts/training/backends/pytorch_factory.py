@@ -1,4 +1,4 @@
-"""A backend from a model's name, and the pieces it is made of."""
+"""Builds a PyTorch backend from a model name."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from rollouts.training.backends.adamw import AdamW
 from rollouts.training.backends.pytorch import PyTorchTrainingBackend
 from rollouts.training.rl_losses import aggregate_tokens, compute_label_logprobs, mean_over
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 DEVICE_TYPES = ("cuda", "cpu", "mps")
 WARMUP_START = 0.1
-"""The learning rate begins at this share of its peak."""
+"""Initial learning rate as a fraction of the peak."""
 
 
 def create_pytorch_backend(
@@ -55,7 +54,7 @@ def create_backend_with_scheduler(
     warmup_ratio: float = 0.03,
     **backend_options: Any,
 ) -> tuple[PyTorchTrainingBackend, LRScheduler]:
-    """The same with warmup and cosine decay; `optim_step` steps the scheduler and checkpoints hold it."""
+    """`create_pytorch_backend` with warmup and cosine decay, stepped by `optim_step` and saved in checkpoints."""
     if not 0 <= warmup_ratio < 1:
         raise ValueError(f"warmup_ratio {warmup_ratio} must be at least 0 and below 1")
     backend = create_pytorch_backend(model_name, checkpoint_dir, **backend_options)
@@ -74,7 +73,7 @@ def parse_dtype(dtype_str: str) -> torch.dtype:
 
 
 def compute_device_map_single_gpu(device_type: str, gpu_rank: int) -> dict[str, int] | None:
-    """`{"": gpu_rank}`, which puts the whole model on one GPU; None elsewhere. `ValueError` without such a device."""
+    """`{"": gpu_rank}`, which places the model on one GPU; None for other devices. `ValueError` without that GPU."""
     if device_type not in DEVICE_TYPES:
         raise ValueError(f"device_type {device_type!r} is not one of {', '.join(DEVICE_TYPES)}")
     if gpu_rank < 0:
@@ -83,7 +82,7 @@ def compute_device_map_single_gpu(device_type: str, gpu_rank: int) -> dict[str, 
         return None
     if gpu_rank >= torch.cuda.device_count():
         raise ValueError(
-            f"gpu_rank {gpu_rank} was asked for, but torch sees {torch.cuda.device_count()} CUDA device(s): "
+            f"gpu_rank {gpu_rank} does not exist: torch has {torch.cuda.device_count()} CUDA device(s), "
             'pass device_type="cpu", or one of those'
         )
     return {"": gpu_rank}
@@ -104,7 +103,7 @@ def load_hf_model(
 
 
 def load_hf_tokenizer(model_name: str) -> Any:
-    """The tokenizer that belongs to a model, or None where there is none."""
+    """The tokenizer of a model, or None."""
     from transformers import AutoTokenizer
 
     try:
@@ -128,13 +127,13 @@ def create_adamw_optimizer(
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise ValueError("no parameter of the model requires a gradient")
-    return AdamW(trained, lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay)
+    return torch.optim.AdamW(trained, lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay)
 
 
 def create_cross_entropy_loss() -> Callable[[Tensor, dict[str, Any]], Tensor]:
-    """`loss(logits, batch)`: mean of -logp(label) over the tokens of `loss_mask`, over all tokens without one.
+    """`loss(logits, batch)`: mean of -logp(label) over the tokens of `loss_mask` (default: all tokens).
 
-    Labels are shifted already.
+    Labels must be shifted.
     """
 
     @mean_over("token")
@@ -149,7 +148,7 @@ def create_cross_entropy_loss() -> Callable[[Tensor, dict[str, Any]], Tensor]:
 def create_warmup_cosine_scheduler(
     optimizer: torch.optim.Optimizer, num_warmup_steps: int, num_training_steps: int, min_lr_ratio: float = 0.1
 ) -> LRScheduler:
-    """Learning rate from a tenth of its peak up in a line, then down along a cosine to `min_lr_ratio` of it."""
+    """Linear warmup from a tenth of the peak, then cosine decay to `min_lr_ratio` of the peak."""
     if not 0 <= num_warmup_steps < num_training_steps:
         raise ValueError(
             f"num_warmup_steps {num_warmup_steps} must be at least 0 and below num_training_steps {num_training_steps}"
@@ -163,7 +162,7 @@ def create_warmup_cosine_scheduler(
 
 
 def _warmup_cosine(step: int, *, warmup: int, total: int, min_lr_ratio: float) -> float:
-    """Factor on the peak after `step` steps."""
+    """Factor on the peak learning rate after `step` steps."""
     if step < warmup:
         return WARMUP_START + (1 - WARMUP_START) * step / warmup
     progress = min(1.0, (step - warmup) / (total - warmup))

@@ -1,4 +1,4 @@
-"""The processes that train one model together, or the only one: sums, gathers and broadcasts of plain values."""
+"""Collectives on plain values over the ranks of a training run; no-ops for a single process."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 
 class OtherRankFailed(RuntimeError):
-    """Another rank could not do its part; the reason is in that rank's log."""
+    """Another rank failed; the reason is in its log."""
 
 
 def is_shard(value: Any) -> TypeIs[DTensor]:
-    """Whether this is a part of a tensor that ranks share, told by its method: importing the class takes a second."""
+    """Whether this is a DTensor. Checked by a method: importing the class takes a second."""
     return isinstance(value, Tensor) and hasattr(value, "full_tensor")
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Rank `rank` of `size`; `device` is where collectives of the default process group work."""
+    """Rank `rank` of `size`; `device` is that of collectives of the default process group."""
 
     rank: int = 0
     size: int = 1
@@ -41,7 +41,7 @@ class Ranks:
         return [float(value) for value in total.tolist()]
 
     def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """Replace each gradient by its sum over the ranks, all in one message; a missing one counts as 0."""
+        """All-reduce all gradients in one message; a missing one counts as 0."""
         if self.size == 1:
             return
         grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
@@ -60,7 +60,7 @@ class Ranks:
         return [part.cpu() for part in parts]
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """What every rank passes, in rank order, on every rank; lengths may differ."""
+        """All-gather bytes of different lengths, in rank order."""
         if self.size == 1:
             return [data]
         lengths = [int(n) for n in self.gather(torch.tensor([len(data)], dtype=torch.int64))]
@@ -70,7 +70,7 @@ class Ranks:
         return [part.numpy().tobytes()[:n] for part, n in zip(parts, lengths, strict=True)]
 
     def broadcast(self, data: bytes) -> bytes:
-        """What rank 0 passes, on every rank."""
+        """Broadcast `data` of rank 0."""
         if self.size == 1:
             return data
         length = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
@@ -82,12 +82,12 @@ class Ranks:
             dist.broadcast(payload, 0)
         return payload.cpu().numpy().tobytes()
 
-    def run_first(self, work: Callable[[], object]) -> None:
-        """Let rank 0 do `work`; no rank goes on before it is done, and a failure is raised on all of them."""
-        self.run_all(work if self.rank == 0 else lambda: None)
+    def run_on_rank0(self, work: Callable[[], object]) -> None:
+        """Run `work` on rank 0 while the others wait; a failure is raised on all ranks."""
+        self.run_on_all_ranks(work if self.rank == 0 else lambda: None)
 
-    def run_all(self, work: Callable[[], object]) -> None:
-        """Let every rank do its `work`, without collectives inside; a failure of one is raised on all of them."""
+    def run_on_all_ranks(self, work: Callable[[], object]) -> None:
+        """Run `work`, which has no collectives, on every rank; a failure of one is raised on all ranks."""
         error: BaseException | None = None
         try:
             work()
@@ -99,4 +99,4 @@ class Ranks:
         if error is not None:
             raise error
         if any(failed):
-            raise OtherRankFailed(f"rank {failed.index(1.0)} failed, its log says why")
+            raise OtherRankFailed(f"rank {failed.index(1.0)} failed, see its log")

@@ -1,4 +1,4 @@
-"""The one optimizer step: scale by the global count, accumulate, clip, step, schedule, and survive a bad gradient."""
+"""The optimizer step: scaling by the global count, accumulation, clipping, schedule, and skipping bad gradients."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 MAX_SKIPPED = 5
-"""So many steps in a row without a finite gradient, and training stops."""
+"""Training stops after this many consecutive skipped steps."""
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one step did: the gradient's norm before clipping, the learning rate, and why it was skipped, if it was."""
+    """Result of a step: gradient norm before clipping, learning rate, and the reason if it was skipped."""
 
     step: int
     grad_norm: float
@@ -25,9 +25,9 @@ class StepReport:
 class OptimizerStep:
     """Accumulates gradients of one optimizer's parameters and applies them.
 
-    `schedule(n)` is the factor on each group's own learning rate in step n, counted from 1. `max_norm` bounds the
-    global gradient norm (None: no bound), which `compute_norm` finds. `after_step` runs when parameters have changed,
-    to copy them elsewhere.
+    `schedule(n)` is the factor on each group's base learning rate in step n, counted from 1. `max_norm` bounds the
+    global gradient norm (None: no clipping), computed by `compute_norm`. `after_step` runs after every update, for
+    example to copy parameters.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class OptimizerStep:
         self.num_steps = 0
         self.num_skipped = 0
         self.schedule_start = 0
-        """Step after which the schedule began, where it was begun anew."""
+        """Step after which the schedule (re)started."""
         self.base_lrs: list[float] = [group["lr"] for group in optimizer.param_groups]
         self._skipped_in_a_row = 0
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Everything that is stepped, in the optimizer's order."""
+        """All optimized parameters, in the optimizer's order."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def backward(self, loss_sum: Tensor, global_count: float) -> None:
@@ -67,8 +67,8 @@ class OptimizerStep:
     def step(self) -> StepReport:
         """Clip, step and clear the gradients.
 
-        A gradient that is not finite leaves parameters and moments alone; after `max_skipped` such steps in a row
-        `FloatingPointError` is raised.
+        With a gradient that is not finite the update is skipped; `FloatingPointError` after `max_skipped` consecutive
+        skipped steps.
         """
         norm = self.compute_norm(self.parameters)
         grad_norm = float(norm)
@@ -85,7 +85,7 @@ class OptimizerStep:
         return StepReport(self.num_steps, grad_norm, lr)
 
     def skip(self, reason: str, grad_norm: float = 0.0) -> StepReport:
-        """Let a step pass without an update; schedules go on, because they count steps of the run."""
+        """Count a step without an update; the schedule advances."""
         lr = self._begin()
         self.optimizer.zero_grad(set_to_none=True)
         self.num_skipped += 1
@@ -98,7 +98,7 @@ class OptimizerStep:
         return StepReport(self.num_steps, grad_norm, lr, reason)
 
     def state(self) -> dict[str, int]:
-        """Counters that a checkpoint has to keep beside parameters and moments."""
+        """Counters to save in a checkpoint."""
         return {
             "num_steps": self.num_steps,
             "num_skipped": self.num_skipped,
@@ -122,9 +122,9 @@ class OptimizerStep:
 
 
 def compute_total_norm(parameters: Sequence[Tensor]) -> Tensor:
-    """Norm of all gradients together; of the whole gradient, also where each rank holds a part of it."""
+    """Global norm of all gradients, also for sharded ones."""
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    # Of sharded gradients it is a DTensor, known by its method: importing the class would slow every start.
+    # A DTensor for sharded gradients. Checked by a method: importing the class is slow.
     whole: Callable[[], Tensor] | None = getattr(norm, "full_tensor", None)
     return norm if whole is None else whole()
 
@@ -133,7 +133,7 @@ def compute_total_norm(parameters: Sequence[Tensor]) -> Tensor:
 def clip_gradients(parameters: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
     """Multiply all gradients by min(1, max_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grads_with_norm_` does.
 
-    Each rank scales the parts that it holds: asking DTensor how to would cost seconds at the first step.
+    Each rank scales its local shards: DTensor dispatch would take seconds in the first step.
     """
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     by_device: dict[torch.device, list[Tensor]] = {}

@@ -1,4 +1,4 @@
-"""Where training data comes from: a cursor over prompts, conversations as samples."""
+"""Training data: prompt buffer, data files, chat rendering and SFT samples."""
 
 from __future__ import annotations
 

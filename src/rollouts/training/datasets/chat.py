@@ -1,17 +1,20 @@
-"""Chats as token ids, under the template of a tokenizer."""
+"""Renders chats to token ids with a tokenizer's chat template."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollouts.training.datasets.chat_template import inspect_template
 from rollouts.training.types import Message
 
 ChatMessage = Mapping[str, Any]
+ROLES = frozenset("system developer user assistant tool function ipython".split())
+"""Roles common in data sets and templates."""
 
 
 @dataclass
@@ -22,7 +25,7 @@ class TemplateRenderer:
     end_ids: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.end_ids = frozenset(self.tokenizer.all_special_ids)
+        self.end_ids = inspect_template(self.tokenizer).control.ids
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, add_generation_prompt: bool
@@ -35,6 +38,13 @@ class TemplateRenderer:
         return str(self.tokenizer.decode(list(tokens)))
 
 
+@dataclass(frozen=True)
+class RenderedChat:
+    """A rendered chat: text to encode, interleaved with token ids of escaped control tokens."""
+
+    pieces: list[str | tuple[int, ...]]
+
+
 def render_chat(
     tokenizer: Any,
     messages: Sequence[ChatMessage],
@@ -42,59 +52,90 @@ def render_chat(
     add_generation_prompt: bool = True,
     **template_kwargs: Any,
 ) -> list[int]:
-    """The token ids of a chat under the tokenizer's template.
-
-    What a message *says* cannot become a special token: special strings inside messages and tools are encoded as
-    ordinary text, so no user can end a turn or open another role. `ValueError` for a chat the template refuses.
-    """
-    if not tokenizer.chat_template:
-        raise ValueError("the model's tokenizer has no chat template: pass one or use completions")
-    cleaned = [_clean_message(message) for message in messages]
-    specials = sorted(tokenizer.all_special_tokens, key=len, reverse=True)
-    payload = json.dumps([cleaned, tools], ensure_ascii=False, default=str)
-    # json escapes control characters; a special token that contains a newline also contains a plain part, found below.
-    guarded = any(special.split("\n")[0] in payload for special in specials)
-    marker = _unused_character(payload) if guarded else ""
-    if guarded:
-        hide = re.compile("|".join(re.escape(special) for special in specials))
-        literals: list[str] = []
-
-        def mark(match: re.Match[str]) -> str:
-            literals.append(match.group())
-            return f"{marker}{len(literals) - 1}{marker}"
-
-        cleaned, tools = _map_text(cleaned, lambda s: hide.sub(mark, s)), _map_text(tools, lambda s: hide.sub(mark, s))
-    try:
-        text = tokenizer.apply_chat_template(
-            cleaned,
-            tools=list(tools) if tools else None,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            **template_kwargs,
-        )
-    except Exception as error:  # a template is a program of the model's author: whatever it raises is about the chat
-        raise ValueError(f"the chat template refuses these messages: {error}") from error
-    if not guarded:
-        return list(tokenizer.encode(text, add_special_tokens=False))
+    """The token ids of a chat under the tokenizer's template; see `render_pieces`."""
+    chat = render_pieces(tokenizer, messages, tools, add_generation_prompt, **template_kwargs)
     ids: list[int] = []
-    for i, piece in enumerate(re.split(f"{marker}(\\d+){marker}", text)):
-        if i % 2:
-            ids += tokenizer.encode(literals[int(piece)], add_special_tokens=False, split_special_tokens=True)
-        elif piece:
-            ids += tokenizer.encode(piece, add_special_tokens=False)
+    for piece in chat.pieces:
+        ids += tokenizer.encode(piece, add_special_tokens=False) if isinstance(piece, str) else piece
     return ids
 
 
-def _clean_message(message: ChatMessage) -> dict[str, Any]:
-    """Make a message what every template expects: text content, no nulls, tool arguments as an object."""
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or not re.fullmatch(r"\w+", role):
-        raise ValueError(f"a message needs a role (system, user, assistant or tool), got {role!r}")
-    cleaned = {key: value for key, value in message.items() if value is not None} | {"content": _read_text(content)}
-    if "tool_calls" in cleaned:
-        if not isinstance(cleaned["tool_calls"], list | tuple):
-            raise ValueError(f"tool_calls must be a list, got {cleaned['tool_calls']!r}")
-        cleaned["tool_calls"] = [_clean_call(call) for call in cleaned["tool_calls"]]
+def render_pieces(
+    tokenizer: Any,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    **template_kwargs: Any,
+) -> RenderedChat:
+    """Render a chat with the tokenizer's template, before encoding.
+
+    Control tokens (see `find_control_tokens`) inside messages, tools and template arguments are encoded as plain text,
+    so data cannot end a turn or start a role. `ValueError` for a chat that the template rejects, and for tools, calls
+    or results that it drops.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError("the model's tokenizer has no chat template: pass one or use completions")
+    template = str(tokenizer.chat_template)
+    cleaned = [_clean_message(message, f"messages[{i}]", template) for i, message in enumerate(messages)]
+    profile = inspect_template(tokenizer)
+    data, marker = profile.control.hide([cleaned, tools, template_kwargs])
+    hidden, hidden_tools, hidden_kwargs = data
+
+    def write(chat: Sequence[ChatMessage], offered: Sequence[Any] | None, open_answer: bool = False) -> str:
+        text: str = tokenizer.apply_chat_template(
+            list(chat),
+            tools=list(offered) if offered else None,
+            tokenize=False,
+            add_generation_prompt=open_answer,
+            **hidden_kwargs,
+        )
+        return text
+
+    try:
+        text = write(hidden, hidden_tools, add_generation_prompt)
+    except Exception as error:  # a template may raise anything
+        raise ValueError(f"the chat template refuses these messages: {error}") from error
+    profile.check_tools(write, hidden, hidden_tools)
+    return RenderedChat(profile.control.split(text, marker))
+
+
+def check_message(message: ChatMessage, where: str, template: str = "") -> None:
+    """Raise `ValueError` for a message with an unknown role or without content.
+
+    `where` identifies the message. Known roles are the common ones and those in `template`. An assistant's content may
+    be null.
+    """
+    role = message.get("role")
+    if not isinstance(role, str) or not (role in ROLES or _names_role(template, role)):
+        raise ValueError(
+            f"{where}.role is {role!r}: it must be system, user, assistant or tool, or one that the template names"
+        )
+    is_empty_answer = role == "assistant" and "content" in message
+    if message.get("content") is None and not is_empty_answer and not has_more_than_content(message):
+        raise ValueError(f"{where}.content is missing: give the message a text")
+
+
+def has_more_than_content(message: ChatMessage) -> bool:
+    """Whether a message has tool calls or reasoning."""
+    return bool(message.get("tool_calls") or message.get("reasoning_content"))
+
+
+def _names_role(template: str, role: str) -> bool:
+    return re.fullmatch(r"\w+", role) is not None and (f"'{role}'" in template or f'"{role}"' in template)
+
+
+def _clean_message(message: ChatMessage, where: str, template: str) -> dict[str, Any]:
+    """Normalize a message for templates: text content, no nulls, tool arguments as an object."""
+    check_message(message, where, template)
+    try:
+        content = _read_text(message.get("content"))
+        cleaned = {key: value for key, value in message.items() if value is not None} | {"content": content}
+        if "tool_calls" in cleaned:
+            if not isinstance(cleaned["tool_calls"], list | tuple):
+                raise ValueError(f"tool_calls must be a list, got {cleaned['tool_calls']!r}")
+            cleaned["tool_calls"] = [_clean_call(call) for call in cleaned["tool_calls"]]
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
     return cleaned
 
 
@@ -121,22 +162,7 @@ def _clean_call(call: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"a tool call must be an object with a function, got {call!r}")
     function = dict(call.get("function") or call)
     if isinstance(function.get("arguments"), str):
-        with contextlib.suppress(json.JSONDecodeError):  # what is no JSON is shown to the model as it was written
+        # Arguments that are not JSON are rendered unchanged.
+        with contextlib.suppress(json.JSONDecodeError, RecursionError):
             function["arguments"] = json.loads(function["arguments"])
     return {**call, "function": function}
-
-
-def _map_text(value: Any, change: Callable[[str], str]) -> Any:
-    """Apply `change` to every string of a JSON tree."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, list | tuple):
-        return [_map_text(item, change) for item in value]
-    if isinstance(value, Mapping):
-        return {change(key): _map_text(item, change) for key, item in value.items()}
-    return value
-
-
-def _unused_character(text: str) -> str:
-    """A character of a private-use plane that `text` does not contain."""
-    return next(chr(code) for code in range(0xF0000, 0xFFFFD) if chr(code) not in text)

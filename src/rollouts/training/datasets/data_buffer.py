@@ -1,4 +1,4 @@
-"""The prompt cursor: which prompt comes next, over any number of epochs, exactly resumable."""
+"""Prompt buffer: deterministic prompt order over epochs, resumable."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 
 class DataBuffer:
-    """Hands out prompts in order; epoch 0 as given, epoch e as `Random(seed + e)` shuffles the source.
+    """Returns prompts in order: epoch 0 as given, epoch e shuffled by `Random(seed + e)`.
 
-    Order is a pure function of (source, seed, epoch): the source list is never touched, prompts are handed out as
-    copies, and 0 <= `sample_offset` < len(prompts) at rest, so every state has one spelling.
+    The order is a pure function of (source, seed, epoch): the source list is not modified, prompts are returned as
+    copies, and 0 <= `sample_offset` < len(prompts), so that states are unique.
     """
 
     def __init__(self, prompts: Sequence[Any], epoch_id: int = 0, sample_offset: int = 0, seed: int = 42) -> None:
@@ -30,11 +30,11 @@ class DataBuffer:
 
     @property
     def position(self) -> int:
-        """Number of prompts handed out since the beginning of epoch 0."""
+        """Number of prompts returned since the beginning of epoch 0."""
         return self.epoch_id * len(self.prompts) + self.sample_offset
 
     def get_prompts(self, n: int) -> list[Any]:
-        """The next `n` prompts, `n` above the size of the dataset included. Raises `ValueError` for n < 1."""
+        """The next `n` prompts; `n` may exceed the size of the dataset. Raises `ValueError` for n < 1."""
         if n < 1:
             raise ValueError(f"get_prompts({n}): ask for at least 1 prompt")
         start = self.position
@@ -43,7 +43,7 @@ class DataBuffer:
         return prompts
 
     def draw(self) -> tuple[int, Any]:
-        """Position and prompt of the next one."""
+        """Position and content of the next prompt."""
         position = self.position
         return position, self.get_prompts(1)[0]
 
@@ -52,14 +52,14 @@ class DataBuffer:
         return copy.deepcopy(self.prompts[self.index_at(position)])
 
     def index_at(self, position: int) -> int:
-        """Place in the source of the prompt at `position`."""
+        """Index in the source of the prompt at `position`."""
         if not len(self.prompts):
             raise ValueError("the dataset is empty: a buffer needs at least one prompt")
         epoch, offset = divmod(position, len(self.prompts))
         return offset if epoch == 0 else self._permutation(epoch)[offset]
 
     def save_state(self) -> dict[str, Any]:
-        """JSON-ready; carries what is needed to notice another dataset."""
+        """The state, serializable as JSON, with a fingerprint of the dataset."""
         return {
             "epoch_id": self.epoch_id,
             "sample_offset": self.sample_offset,
@@ -69,7 +69,7 @@ class DataBuffer:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was saved. Raises `ValueError` when it belongs to other prompts."""
+        """Restore `state`. Raises `ValueError` if it belongs to other prompts."""
         if missing := {"epoch_id", "sample_offset", "seed"} - state.keys():
             raise ValueError(f"this is no state of a data buffer: it lacks {', '.join(sorted(missing))}")
         size, fingerprint = state.get("num_prompts", len(self.prompts)), state.get("fingerprint")
@@ -128,6 +128,6 @@ def create_buffer_from_jsonl(
 def _prompt_of(line: str, prompt_key: str, where: str) -> Any:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON: {error}") from error
     return row.get(prompt_key, row) if isinstance(row, dict) else row

@@ -1,4 +1,4 @@
-"""The order in which the samples of several sources are read, a pure function of (seed, epoch)."""
+"""Order of the samples of several mixed sources, a pure function of (seed, epoch)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DRAWS_AT_ONCE = 4096
 
 
 class EpochOrder:
-    """Indices of one epoch over sources that lie one after another, made as far as they are asked for."""
+    """Indices of one epoch over concatenated sources, computed lazily."""
 
     def __init__(self, indices: Iterator[int]) -> None:
         self._made = array("q")
@@ -38,10 +38,10 @@ def build_epoch_order(
     probabilities: Sequence[float] | None = None,
     stopping: StoppingStrategy = "all_exhausted",
 ) -> EpochOrder:
-    """One source is read through. Several take turns: each draw by `probabilities`, or in rotation without them.
+    """Sample order of one epoch. Several sources are interleaved by `probabilities`, or round-robin without them.
 
-    The epoch ends with the draw that exhausts the first source, or the last one; until then a source that is
-    exhausted begins anew. A shuffled epoch has another order each time, one that is not shuffled the same.
+    `stopping`: the epoch ends when the first or when all sources are exhausted; exhausted sources restart. With
+    `shuffle` every epoch has a different order, otherwise the same.
     """
     if not sizes or min(sizes) < 1:
         raise ValueError(f"every source needs at least one sample, got {list(sizes)}")

@@ -22,7 +22,7 @@ def load_rl_prompts(name: str, split: str = "train", max_prompts: int | None = N
 
 
 def load_dataset_with_answers(name: str, split: str = "train", max_samples: int | None = None) -> list[dict[str, Any]]:
-    """Rows `{"prompt", "answer"}`: what to ask, and what a reward function compares with."""
+    """Rows `{"prompt", "answer"}`, for reward functions with a reference answer."""
     if max_samples is not None and max_samples < 1:
         raise ValueError(f"max_samples {max_samples} must be at least 1, or None for all")
     rows = load_rows(name, split)[:max_samples]

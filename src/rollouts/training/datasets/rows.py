@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 Row = Mapping[str, Any]
 
 ROWS_PER_READ = 1024
-"""Rows of a parquet file that are held at once while it is streamed."""
+"""Rows per read while streaming a parquet file."""
 
 
 def load_rows(name: str, split: str = "train", subset: str | None = None) -> list[Row]:
@@ -25,8 +25,8 @@ def iter_rows(name: str, split: str = "train", subset: str | None = None) -> Ite
     """Stream the rows of a JSONL or parquet file, of a directory of such files, or of a data set on the hub.
 
     In a directory, subset S is the directory `S/` or the file `S.jsonl`, and split T the files `T.*` and `T-*` or the
-    directory `T/`; where no name says what split it is, every file belongs to `train`. `ValueError` when there is no
-    such data set, it holds no rows, or a line is no JSON object.
+    directory `T/`; if no file name contains a split, all files belong to `train`. `ValueError` if the data set does not
+    exist or is empty, or a line is not a JSON object.
     """
     path = Path(name).expanduser()
     rows: Iterator[Row]
@@ -87,7 +87,7 @@ def _iter_jsonl(path: Path) -> Iterator[Row]:
                 continue
             try:
                 row = json.loads(line.decode("utf-8-sig"))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number} is not valid JSON: {error}") from error
             if not isinstance(row, dict):
                 raise ValueError(f"{path}, line {number} is no JSON object")
@@ -121,17 +121,17 @@ def _iter_hub(name: str, split: str, subset: str | None) -> Iterator[Row]:
         ) from error
     try:
         if not is_hub_resolvable():
-            datasets.config.HF_HUB_OFFLINE = True  # look into the cache at once instead of knocking for half a minute
+            datasets.config.HF_HUB_OFFLINE = True  # skip half a minute of connection attempts
         rows = datasets.load_dataset(name, subset, split=split)
     except Exception as error:
-        # The hub raises a dozen kinds (offline, gated, missing, proxy): for the user they are one.
+        # The hub raises many exception types (offline, gated, missing, proxy).
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"data set {name!r} is no file and was not found on the hub: {reason}") from error
     yield from rows
 
 
 def is_hub_resolvable() -> bool:
-    """Whether the hub's name can be looked up here, or a proxy is asked to do that."""
+    """Whether the hub's host name can be resolved, or a proxy is configured."""
     if any(os.environ.get(key) for key in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
         return True
     try:

@@ -1,4 +1,4 @@
-"""Samples in JSON lines files, to look at and to train on again."""
+"""Reads and writes samples in JSONL files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def load_samples_from_jsonl(path: Path | str, limit: int | None = None) -> list[
                 continue
             try:
                 samples.append(Sample.from_dict(msgspec.json.decode(line, type=dict)))
-            except (msgspec.MsgspecError, ValueError) as error:
+            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
     return samples
 

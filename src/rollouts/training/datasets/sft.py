@@ -1,14 +1,15 @@
-"""Conversations to samples: read rows, render them, and let only what the assistant says carry loss."""
+"""SFT samples from conversations, with loss on assistant messages."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any, Protocol
 
-from rollouts.training.datasets.chat import TemplateRenderer
+from rollouts.training.datasets.chat import TemplateRenderer, check_message, has_more_than_content
 from rollouts.training.datasets.rows import Row, iter_rows, load_rows
 from rollouts.training.datasets.sample_files import (
     export_samples_to_huggingface_format,
@@ -30,6 +31,7 @@ __all__ = [
     "load_rows",
     "load_samples_from_jsonl",
     "load_sft_dataset",
+    "name_row",
     "prepare_sft_sample",
     "read_conversation",
     "render_conversation",
@@ -58,7 +60,7 @@ class ChatRenderer(Protocol):
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages in order; assistant messages from index `first_trained` on are learnt."""
+    """Messages in order; assistant messages from index `first_trained` on have loss."""
 
     messages: list[Message]
     first_trained: int = 0
@@ -73,21 +75,22 @@ def load_sft_dataset(
     max_samples: int | None = None,
     max_length: int = 2048,
 ) -> list[Sample]:
-    """Samples of a data set on the hub or in files, with loss on what the assistant says.
+    """Samples of a data set on the hub or in files, with loss on assistant messages.
 
-    Rows hold `messages`, `prompt` and `completion`, `instruction` (and `input`) and `output`, `question` and
+    Rows have `messages`, `prompt` and `completion`, `instruction` (and `input`) and `output`, `question` and
     `answer`, or `conversations` of `from` and `value`. At most `max_samples` rows are read; those of more than
-    `max_length` tokens are left out. `metadata` says `dataset` and `index`, the row's number.
+    `max_length` tokens are skipped. `metadata` has `dataset` and `index`, the row number.
     """
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise ValueError("load_sft_dataset needs a tokenizer with a chat template: pass tokenizer=")
     if max_length < 1 or (max_samples is not None and max_samples < 1):
         raise ValueError(f"max_length {max_length} and max_samples {max_samples} must be at least 1")
     chat = TemplateRenderer(tokenizer)
-    samples = [
-        render_conversation(read_conversation(as_messages(row), index), chat, index)
-        for index, row in enumerate(islice(iter_rows(dataset_name, split, subset), max_samples))
-    ]
+    samples = []
+    for index, row in enumerate(islice(iter_rows(dataset_name, split, subset), max_samples)):
+        conversation = read_conversation(as_messages(row), index, str(tokenizer.chat_template))
+        with name_row(index):
+            samples.append(render_conversation(conversation, chat, index))
     for sample in samples:
         sample.metadata = {"dataset": dataset_name, "index": sample.index}
     return [sample for sample in samples if len(sample.tokens) <= max_length]
@@ -113,47 +116,60 @@ def as_messages(row: Row) -> Row:
     return row
 
 
-def read_conversation(row: Row, index: int) -> Conversation:
+@contextmanager
+def name_row(index: int) -> Iterator[None]:
+    """Add the row number to every `ValueError` without one."""
+    try:
+        yield
+    except ValueError as error:
+        if f"row {index} " in str(error):
+            raise
+        raise ValueError(f"row {index} of the data set: {error}") from error
+
+
+def read_conversation(row: Row, index: int, template: str = "") -> Conversation:
     """A row with `messages`, or with `prompt` and `completion` as strings or lists of messages.
 
-    Strings stand for one user and one assistant message. A prompt only sets the scene: loss falls on the completion.
+    Strings are converted to one user and one assistant message. Only the completion has loss. Valid roles are the
+    common ones and those in the chat template. `ValueError` names the row and the key.
     """
     tools = row.get("tools") or None
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"row {index} of the data set: `tools` is not JSON: {error}") from error
     if row.get("messages") is not None:
-        return Conversation(_messages(row["messages"], ASSISTANT, "messages", index), 0, tools)
+        return Conversation(_messages(row["messages"], ASSISTANT, "messages", index, template), 0, tools)
     if row.get("prompt") is None or row.get("completion") is None:
         raise ValueError(
             f"row {index} of the data set has the columns {', '.join(sorted(row))}: "
             "it needs `messages`, or `prompt` and `completion`"
         )
-    prompt = _messages(row["prompt"], "user", "prompt", index)
-    return Conversation(prompt + _messages(row["completion"], ASSISTANT, "completion", index), len(prompt), tools)
+    prompt = _messages(row["prompt"], "user", "prompt", index, template)
+    completion = _messages(row["completion"], ASSISTANT, "completion", index, template)
+    return Conversation(prompt + completion, len(prompt), tools)
 
 
 def render_conversation(
     conversation: Conversation, chat: ChatRenderer, index: int = 0, roles: Collection[str] = (ASSISTANT,)
 ) -> Sample:
-    """Tokens of a conversation up to the last turn that is learnt, with loss on the turns of `roles` and their ends.
+    """Tokens of a conversation up to the last trained turn, with loss on the turns of `roles` and their end tokens.
 
-    What an assistant says begins after the generation prompt; a turn of another role includes its header, and
-    neighbours of one role are one turn. Empty assistant turns carry no loss. Each learnt turn must extend the tokens
-    before it, as at generation time. Where a template rewrites earlier turns (drops their reasoning, say) the model
-    would be trained on a context it never sees: `ValueError`.
+    An assistant turn starts after the generation prompt; a turn of another role includes its header, and consecutive
+    messages of one role are one turn. Empty assistant turns have no loss. Each trained turn must extend the previous
+    tokens, as in generation. `ValueError` if a template rewrites earlier turns (for example, drops reasoning), because
+    the model would be trained on contexts that do not occur.
     """
     messages, tools = conversation.messages, conversation.tools
     tokens: list[int] = []
     mask: list[float] = []
-    for start, stop in _learnt_turns(conversation, roles):
-        speaks = messages[start]["role"] == ASSISTANT
-        before = chat.render(messages[:start], tools, speaks) if start or speaks else []
+    for start, stop in _trained_turns(conversation, roles):
+        is_assistant = messages[start]["role"] == ASSISTANT
+        before = chat.render(messages[:start], tools, is_assistant) if start or is_assistant else []
         after = chat.render(messages[:stop], tools, False)
         if before[: len(tokens)] != tokens or after[: len(before)] != before:
-            raise ValueError(_unstable(index, start, chat, tokens, before, after))
+            raise ValueError(_describe_unstable_prefix(index, start, chat, tokens, before, after))
         end = len(before) + find_turn_end(after[len(before) :], chat)
         mask += [0.0] * (len(before) - len(mask)) + [1.0] * (end - len(before))
         tokens = after[:end]
@@ -163,11 +179,11 @@ def render_conversation(
 
 
 def render_turns(conversation: Conversation, chat: ChatRenderer, index: int = 0) -> list[Sample]:
-    """One sample per assistant turn, each after what precedes it, as a template shows it when that turn is generated.
+    """One sample per assistant turn, with the context as rendered when that turn is generated.
 
-    The way to learn from conversations of several turns under a template that rewrites earlier ones.
+    For multi-turn conversations with a template that rewrites earlier turns.
     """
-    turns = [start for start, _ in _learnt_turns(conversation, (ASSISTANT,))]
+    turns = [start for start, _ in _trained_turns(conversation, (ASSISTANT,))]
     if not turns:
         raise ValueError(f"row {index} of the data set has no assistant message to learn")
     messages, tools = conversation.messages, conversation.tools
@@ -175,14 +191,14 @@ def render_turns(conversation: Conversation, chat: ChatRenderer, index: int = 0)
 
 
 def is_empty_turn(message: Message) -> bool:
-    """Whether an assistant message says nothing: no text, no reasoning, no tool call."""
+    """Whether an assistant message has no text, reasoning or tool call."""
     return message.get("role") == ASSISTANT and not any(
         value for key, value in message.items() if key not in ("role", "name")
     )
 
 
-def _learnt_turns(conversation: Conversation, roles: Collection[str]) -> Iterator[tuple[int, int]]:
-    """First and one past the last message of each turn with loss."""
+def _trained_turns(conversation: Conversation, roles: Collection[str]) -> Iterator[tuple[int, int]]:
+    """Message range `[start, stop)` of each turn with loss."""
     messages, stop = conversation.messages, conversation.first_trained
     while stop < len(messages):
         start, role = stop, messages[stop].get("role")
@@ -193,10 +209,10 @@ def _learnt_turns(conversation: Conversation, roles: Collection[str]) -> Iterato
             yield start, stop
 
 
-def _unstable(
+def _describe_unstable_prefix(
     index: int, message: int, chat: ChatRenderer, tokens: list[int], before: list[int], after: list[int]
 ) -> str:
-    """Why a turn does not extend what is before it."""
+    """Error message for a turn that does not extend the previous tokens."""
     if before[: len(tokens)] == tokens and chat.decode(after).startswith(chat.decode(before)):
         return (
             f"row {index} of the data set: message {message} begins with white space that merges with the token "
@@ -210,9 +226,9 @@ def _unstable(
 
 
 def find_turn_end(span: list[int], chat: ChatRenderer) -> int:
-    """How much of an assistant turn a model generates: up to its last special token if only white space follows.
+    """Length of the generated part of an assistant turn: up to its last special token if only white space follows.
 
-    The line break after `<|im_end|>` is not generated, so it must not be learnt.
+    The line break after `<|im_end|>` is not generated, so it must not have loss.
     """
     last = max((k for k, token in enumerate(span) if token in chat.end_ids), default=-1)
     return last + 1 if last >= 0 and not chat.decode(span[last + 1 :]).strip() else len(span)
@@ -221,9 +237,9 @@ def find_turn_end(span: list[int], chat: ChatRenderer) -> int:
 def tokenize_conversation(
     messages: Sequence[Message], tokenizer: Any, max_length: int = 2048
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """Tokens of a conversation up to its last assistant turn, and the spans `[start, end)` the assistant did not say.
+    """Tokens of a conversation up to its last assistant turn, and the spans `[start, end)` without loss.
 
-    `ValueError` without an assistant turn, and for more than `max_length` tokens: nothing is cut.
+    `ValueError` without an assistant turn, and for more than `max_length` tokens (no truncation).
     """
     sample = render_conversation(Conversation(list(messages)), TemplateRenderer(tokenizer))
     if len(sample.tokens) > max_length:
@@ -247,10 +263,11 @@ def compute_loss_mask(tokens: Sequence[int], user_message_spans: Sequence[tuple[
 def prepare_sft_sample(
     prompt: str | Sequence[Message], response: str, tokenizer: Any, max_length: int = 2048
 ) -> Sample:
-    """A sample that teaches `response` to a prompt, text or the messages so far; only the response is learnt."""
+    """A sample with loss on `response`; the prompt is text or a list of messages."""
     if not prompt or not response:
         raise ValueError(f"{'prompt' if not prompt else 'response'} is empty: there is nothing to learn")
-    history = _messages(prompt if isinstance(prompt, str) else list(prompt), "user", "prompt", 0)
+    template = str(tokenizer.chat_template)
+    history = _messages(prompt if isinstance(prompt, str) else list(prompt), "user", "prompt", 0, template)
     messages = [*history, {"role": ASSISTANT, "content": response}]
     tokens, _ = tokenize_conversation(messages, tokenizer, max_length)
     sample = render_conversation(Conversation(messages, len(history)), TemplateRenderer(tokenizer))
@@ -259,9 +276,15 @@ def prepare_sft_sample(
     return sample
 
 
-def _messages(value: Any, role: str, column: str, index: int) -> list[Message]:
+def _messages(value: Any, role: str, column: str, index: int, template: str = "") -> list[Message]:
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if not isinstance(value, list) or not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in value):
         raise ValueError(f"row {index} of the data set: `{column}` is neither text nor a list of messages with a role")
+    with name_row(index):
+        for i, message in enumerate(value):
+            check_message(message, f"{column}[{i}]", template)
+            # In a row a null is a missing value, also in an assistant's message.
+            if message.get("content") is None and not has_more_than_content(message):
+                raise ValueError(f"{column}[{i}].content is missing: give the message a text")
     return [dict(message) for message in value]

@@ -1,12 +1,12 @@
-"""Environments: what the rooms above need of one, how an id is found, and the doors to plain Python and `verifiers`."""
+"""Environments: protocol, lookup by id, and adapters for plain Python and `verifiers` environments."""
 
 from __future__ import annotations
 
-from rollouts.training.environments.finding import check_environment, find_environment
 from rollouts.training.environments.loading import load_environment
 from rollouts.training.environments.plain import PlainEnvironment
 from rollouts.training.environments.protocol import Environment, Row
-from rollouts.training.environments.verifiers_door import VerifiersEnvironment, check_verifiers
+from rollouts.training.environments.resolve import check_environment, find_environment
+from rollouts.training.environments.verifiers_adapter import VerifiersEnvironment, check_verifiers
 
 __all__ = [
     "Environment",

@@ -1,4 +1,4 @@
-"""Answers of a model in the shape that `verifiers` looks at: types of `openai`, filled with light objects."""
+"""Chat responses as `openai` types, which `verifiers` expects, filled with lightweight structs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 
 class FunctionCall(msgspec.Struct):
-    """Which tool with which JSON arguments."""
+    """Tool name and JSON arguments."""
 
     name: str = ""
     arguments: str = ""
@@ -23,12 +23,12 @@ class ToolCall(msgspec.Struct):
     function: FunctionCall = msgspec.field(default_factory=FunctionCall)
 
     def model_dump(self) -> dict[str, Any]:
-        """The call as plain data, under the name that `verifiers` asks for."""
+        """The call as plain data (the pydantic method that `verifiers` calls)."""
         return {"id": self.id, "type": self.type, "function": msgspec.structs.asdict(self.function)}
 
 
 class AnswerMessage(msgspec.Struct):
-    """What the model said."""
+    """The assistant's message."""
 
     role: str = "assistant"
     content: str | None = None
@@ -51,7 +51,7 @@ class Logprobs(msgspec.Struct):
 
 
 class Choice(msgspec.Struct):
-    """One completion. `versions` are `[start, version]` spans over its tokens, told by our own server."""
+    """One completion. `versions` are `[start, version]` spans over its tokens, reported by our own server."""
 
     index: int = 0
     message: AnswerMessage = msgspec.field(default_factory=AnswerMessage)
@@ -61,8 +61,8 @@ class Choice(msgspec.Struct):
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     versions: list[tuple[int, int]] | None = None
-    asked: dict[str, Any] | None = None
-    """What the server rendered to this choice's prompt; noted by the client of a conversation."""
+    chat_request: dict[str, Any] | None = None
+    """The chat request that the server rendered to this choice's prompt; set by the multi-turn client."""
 
 
 class Usage(msgspec.Struct):
@@ -74,7 +74,7 @@ class Usage(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """The fields of an answer that anyone reads; decoding skips the rest."""
+    """The used fields of a response; decoding skips all others."""
 
     choices: list[Choice] | None
     id: str = ""
@@ -85,13 +85,13 @@ class Answer(msgspec.Struct):
 
 
 def read_completion(data: bytes, *, chat: bool) -> Any:
-    """A server's answer as `as_completion`. One without token ids also loses its log-probs, so that nobody pairs them
-    with guessed ids; `ValueError` for what is no completion.
+    """Decode a response. Log-probs without token ids are removed: ids would have to be guessed. `ValueError` if it is
+    not a completion.
     """
     try:
         answer = _decode_answer(data)
-    except msgspec.MsgspecError as error:
-        raise ValueError(f"the server's answer is not a completion: {error}") from error
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(f"the server's response is not a completion: {error}") from error
     for choice in answer.choices or []:
         prompt_ids = answer.prompt_token_ids if chat else choice.prompt_token_ids
         if choice.token_ids is None or prompt_ids is None:
@@ -115,7 +115,7 @@ _decode_answer = msgspec.json.Decoder(Answer).decode
 
 @cache
 def completion_types() -> tuple[type, type]:
-    """The types of a chat answer and of a plain completion."""
+    """The `openai` types of a chat completion and of a text completion."""
     from openai.types import Completion
     from openai.types.chat import ChatCompletion
 

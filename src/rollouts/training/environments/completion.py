@@ -1,4 +1,4 @@
-"""A completion as reward functions expect it: a list of messages that also answers as text."""
+"""Completions for reward functions: a list of messages with the methods of a string."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from rollouts.training.types import Message
 
 
 class ChatCompletion(list[Message]):
-    """The messages of a completion. What a list does not know is asked of the last assistant's text.
+    """The messages of a completion; string methods are delegated to the last assistant message.
 
-    So `completion[-1]["content"]`, `completion.lower()`, `"x" in completion` and `str(completion)` all work.
+    `completion[-1]["content"]`, `completion.lower()`, `"x" in completion` and `str(completion)` all work.
     """
 
     def __init__(self, messages: Iterable[Message]) -> None:
@@ -19,9 +19,9 @@ class ChatCompletion(list[Message]):
 
     @property
     def text(self) -> str:
-        """What the assistant said last, without tool calls; "" when it said nothing."""
-        said = (message.get("content") for message in reversed(self) if message.get("role") == "assistant")
-        content = next(said, None)
+        """Text of the last assistant message, without tool calls; "" if there is none."""
+        contents = (message.get("content") for message in reversed(self) if message.get("role") == "assistant")
+        content = next(contents, None)
         if isinstance(content, list):  # parts, as multimodal messages have
             return "".join(str(part.get("text") or "") for part in content)
         return str(content or "")
@@ -29,15 +29,15 @@ class ChatCompletion(list[Message]):
     def __str__(self) -> str:
         return self.text
 
-    def __contains__(self, wanted: object) -> bool:
-        return wanted in self.text if isinstance(wanted, str) else super().__contains__(wanted)
+    def __contains__(self, item: object) -> bool:
+        return item in self.text if isinstance(item, str) else super().__contains__(item)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not hasattr(str, name):
-            raise AttributeError(f"a completion has neither the list's nor the text's {name!r}")
+            raise AttributeError(f"neither list nor str has an attribute {name!r}")
         return getattr(self.text, name)
 
 
 def plain_completion(completion: Any) -> Any:
-    """The list that a `ChatCompletion` was made from; anything else as it is."""
+    """Convert a `ChatCompletion` to a plain list; return other values unchanged."""
     return list(completion) if isinstance(completion, ChatCompletion) else completion

@@ -1,4 +1,4 @@
-"""From an environment's id to one that runs: import its code, call its factory, put it behind our protocol."""
+"""Loads environments: imports the code, calls the factory and wraps the result in the `Environment` protocol."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollouts.training.environments.finding import Parameters, Place, check_args, check_environment
-from rollouts.training.environments.light_verifiers import light_verifiers
 from rollouts.training.environments.plain import PlainEnvironment
 from rollouts.training.environments.protocol import Environment
-from rollouts.training.environments.verifiers_door import VerifiersEnvironment, check_verifiers
+from rollouts.training.environments.resolve import EnvSource, Parameters, check_args, check_environment
+from rollouts.training.environments.verifiers_adapter import VerifiersEnvironment, check_verifiers
 
 
 def load_environment(
@@ -27,24 +26,24 @@ def load_environment(
     timeout_s: float | None = None,
     score: bool = True,
 ) -> Environment:
-    """The environment called `env_id`, made with its `load_environment(**args)`; see `find_environment` for ids.
+    """Load environment `env_id` with its factory `load_environment(**args)`; see `find_environment` for ids.
 
-    What it makes may be a `verifiers` environment, a `PlainEnvironment` or a dict of its arguments, or an object of
-    the `Environment` protocol. An attempt, and its scoring, may take `timeout_s`; without `score` every reward is 0
-    and no reward function runs. Raises `ValueError` in one sentence.
+    The factory returns a `verifiers` environment, a `PlainEnvironment` or a dict of its arguments, or an object with
+    the `Environment` protocol. `timeout_s` limits an attempt and its scoring; without `score` no reward function runs
+    and every reward is 0. Raises `ValueError`.
     """
-    place = check_environment(env_id, args, search_dirs=search_dirs)
-    build = _import_factory(place)
+    source = check_environment(env_id, args, search_dirs=search_dirs)
+    build = _import_factory(source)
     check_args(env_id, _parameters_of(build), args or {})
-    with light_verifiers(), _signals_kept():
+    with _preserve_signal_handlers():
         try:
             made = build(**(args or {}))
         except Exception as error:
             raise ValueError(f"environment {env_id!r} did not load: {type(error).__name__}: {error}") from error
-    return _behind_protocol(env_id, made, timeout_s, score)
+    return _wrap(env_id, made, timeout_s, score)
 
 
-def _behind_protocol(env_id: str, made: Any, timeout_s: float | None, score: bool) -> Environment:
+def _wrap(env_id: str, made: Any, timeout_s: float | None, score: bool) -> Environment:
     if isinstance(made, Mapping):
         try:
             made = PlainEnvironment(**made)
@@ -66,19 +65,21 @@ def _behind_protocol(env_id: str, made: Any, timeout_s: float | None, score: boo
     )
 
 
-def _import_factory(place: Place) -> Callable[..., Any]:
-    if place.folder is not None and str(place.folder) not in sys.path:
-        sys.path.insert(0, str(place.folder))
-    with light_verifiers(), _signals_kept():
+def _import_factory(source: EnvSource) -> Callable[..., Any]:
+    if source.folder is not None and str(source.folder) not in sys.path:
+        sys.path.insert(0, str(source.folder))
+    with _preserve_signal_handlers():
         try:
-            module = importlib.import_module(place.module)
+            module = importlib.import_module(source.module)
         except Exception as error:
-            raise ValueError(f"environment {place.env_id!r} did not import: {type(error).__name__}: {error}") from error
-    build = getattr(module, place.factory, None)
+            raise ValueError(
+                f"environment {source.env_id!r} did not import: {type(error).__name__}: {error}"
+            ) from error
+    build = getattr(module, source.factory, None)
     if not callable(build):
-        where = getattr(module, "__file__", None) or f"module {place.module}"
+        where = getattr(module, "__file__", None) or f"module {source.module}"
         raise ValueError(
-            f"environment {place.env_id!r}: {where} has no function {place.factory}; "
+            f"environment {source.env_id!r}: {where} has no function {source.factory}; "
             "is it another package of that name?"
         )
     return build
@@ -92,8 +93,8 @@ def _parameters_of(build: Callable[..., Any]) -> Parameters:
 
 
 @contextlib.contextmanager
-def _signals_kept() -> Iterator[None]:
-    """Put back the handlers of SIGINT and SIGTERM that constructing an environment replaces."""
+def _preserve_signal_handlers() -> Iterator[None]:
+    """Restore the handlers of SIGINT and SIGTERM, which `verifiers` replaces in constructors."""
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("load environments in the main thread: verifiers sets signal handlers in their constructor")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}

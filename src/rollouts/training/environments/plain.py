@@ -1,4 +1,4 @@
-"""An environment in plain Python: rows, and functions that reward what the model wrote; no other library."""
+"""Environments in plain Python: rows and reward functions, without other libraries."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rollouts.training.agent_integration import Rollout, Turn, completion_text
 from rollouts.training.environments.protocol import (
     Row,
     add_usage,
-    name_failure,
+    describe_failure,
     open_conversation,
     run_attempts,
-    within,
+    run_with_timeout,
 )
 from rollouts.training.types import Message, Status
 
@@ -23,15 +23,14 @@ Respond = Callable[..., Any]
 
 
 class PlainEnvironment:
-    """`dataset` rows are attempted and scored by `rewards`, one function or several, each alone or with a weight.
+    """A dataset with one or several reward functions, each with an optional weight.
 
-    A row is a dict with `prompt` (text or messages), and `answer`, `info` or whatever the functions want to know. A
-    reward function takes any of `completion` (the model's text), `messages` (all of the completion), `prompt`,
-    `answer`, `info`, `row` and `state` (a dict of this rollout) by name and answers a number; it may be async. One
-    that raises fails the rollout: a mistake is no reward of 0.
+    A row is a dict with `prompt` (text or messages), and optionally `answer`, `info` and other keys. A reward function
+    takes any of `completion` (the model's text), `messages` (of the completion), `prompt`, `answer`, `info`, `row` and
+    `state` (a dict of this rollout) by name and returns a number; it may be async. An exception fails the rollout.
 
-    In several turns `respond(messages, row, state)` gives the messages that follow the model's last one, or none to
-    end; `state` is shared with the reward functions. `tools` are OpenAI tool schemas, answered by `respond`.
+    For several turns, `respond(messages, row, state)` returns the messages after the model's last one, or none to end;
+    `state` is shared with the reward functions. `tools` are OpenAI tool schemas, whose calls `respond` handles.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class PlainEnvironment:
             raise ValueError("rewards must be a function, or a list of functions or (function, weight) pairs")
 
     def rows(self, split: str = "train") -> list[Row]:
-        """The rows; "eval" falls back on the training rows."""
+        """The rows of a split; "eval" falls back to the training rows."""
         return self._eval_rows if split == "eval" else self._rows
 
     async def run_group(
@@ -69,11 +68,11 @@ class PlainEnvironment:
 
         async def attempt(args: dict[str, Any]) -> Any:
             rollout = _open_rollout(row, args)
-            error = await within(
+            error = await run_with_timeout(
                 self.timeout_s, "the rollout", lambda: self._attempt(rollout, row, client, model, args)
             )
             if isinstance(error, Exception):
-                rollout.status, (rollout.error_type, rollout.error) = Status.FAILED, name_failure(error)
+                rollout.status, (rollout.error_type, rollout.error) = Status.FAILED, describe_failure(error)
                 rollout.turns, rollout.metrics, rollout.reward = [], {}, 0.0
             return rollout
 
@@ -85,13 +84,13 @@ class PlainEnvironment:
     async def _attempt(self, rollout: Rollout, row: Row, client: Any, model: str, args: dict[str, Any]) -> None:
         state: dict[str, Any] = {}
         started = time.perf_counter()
-        await self._talk(rollout, row, state, open_conversation(client), model, args)
-        talked = time.perf_counter()
+        await self._run_turns(rollout, row, state, open_conversation(client), model, args)
+        generated = time.perf_counter()
         if self.score:
             await self._score(rollout, row, state)
-        rollout.generation_ms, rollout.scoring_ms = 1e3 * (talked - started), 1e3 * (time.perf_counter() - talked)
+        rollout.generation_ms, rollout.scoring_ms = 1e3 * (generated - started), 1e3 * (time.perf_counter() - generated)
 
-    async def _talk(
+    async def _run_turns(
         self, rollout: Rollout, row: Row, state: dict[str, Any], client: Any, model: str, args: dict[str, Any]
     ) -> None:
         messages: list[Message] = list(row["prompt"])
@@ -105,14 +104,14 @@ class PlainEnvironment:
             try:
                 answer = await client.chat.completions.create(model=model, messages=messages, **request)
             except Exception as error:
-                if number == 1 or name_failure(error)[0] != "OverlongPrompt":
+                if number == 1 or describe_failure(error)[0] != "OverlongPrompt":
                     raise
                 rollout.status, rollout.stop_reason = Status.TRUNCATED, "prompt_too_long"
                 return
             choice = answer.choices[0]
-            said = _assistant_message(choice.message)
-            rollout.completion = [*rollout.completion, said]
-            messages = [*messages, said]
+            message = _assistant_message(choice.message)
+            rollout.completion = [*rollout.completion, message]
+            messages = [*messages, message]
             rollout.num_turns, rollout.stop_reason = number, choice.finish_reason
             rollout.completion_tokens = add_usage(rollout.completion_tokens, answer)
             if (turn := _read_turn(answer)) is not None:
@@ -142,7 +141,7 @@ class PlainEnvironment:
         for function, weight in self.rewards:
             name = getattr(function, "__name__", repr(function))
             try:
-                value = float(await _maybe_async(function(**_wanted(function, known))))
+                value = float(await _maybe_async(function(**_select_arguments(function, known))))
             except Exception as error:
                 raise RewardError(f"{name}: {type(error).__name__}: {error}") from error
             rollout.metrics = {**rollout.metrics, name: value}
@@ -153,7 +152,7 @@ class RewardError(Exception):
     """A reward function raised."""
 
 
-def _wanted(function: Reward, known: dict[str, Any]) -> dict[str, Any]:
+def _select_arguments(function: Reward, known: dict[str, Any]) -> dict[str, Any]:
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return known
@@ -186,14 +185,14 @@ def _open_rollout(row: Row, args: dict[str, Any]) -> Rollout:
 
 
 def _assistant_message(message: Any) -> Message:
-    said: Message = {"role": "assistant", "content": message.content or ""}
+    plain: Message = {"role": "assistant", "content": message.content or ""}
     if message.tool_calls:
-        said["tool_calls"] = [call.model_dump() for call in message.tool_calls]
-    return said
+        plain["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+    return plain
 
 
 def _read_turn(answer: Any) -> Turn | None:
-    """The tokens of an answer; None when the server told none."""
+    """The tokens of a response; None if the server returned none."""
     choice = answer.choices[0]
     prompt_ids = getattr(answer, "prompt_token_ids", None)
     content = choice.logprobs.content if choice.logprobs is not None else None
@@ -204,5 +203,5 @@ def _read_turn(answer: Any) -> Turn | None:
         completion_ids=list(choice.token_ids),
         logprobs=[entry.logprob for entry in content],
         versions=[(int(start), int(version)) for start, version in getattr(choice, "versions", None) or []],
-        asked=getattr(choice, "asked", None),
+        chat_request=getattr(choice, "chat_request", None),
     )

@@ -1,12 +1,12 @@
-"""The whole road in one process: fine-tuning and reinforcement learning, each loop on one screen."""
+"""SFT and RL training loops in one process."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import Any
 
-# name -> module, imported when the name is first asked for
-_HOME = {
+# Name -> module, imported lazily.
+_MODULES = {
     "run_sft_training": "sft_loop",
     "prepare_sft_batch": "sft_loop",
     "run_rl_training": "rl_loop",
@@ -15,14 +15,14 @@ _HOME = {
     "compute_advantages": "rl_loop",
 }
 
-__all__ = [*_HOME]
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers: {', '.join(sorted(_HOME))}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers: {', '.join(sorted(_MODULES))}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    return sorted({*globals(), *_MODULES})

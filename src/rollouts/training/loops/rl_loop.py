@@ -1,4 +1,4 @@
-"""Reinforcement learning in one process: rollouts, advantages, a step, new weights for the engines, and again."""
+"""RL training loop in one process: rollouts, advantages, optimizer step, weight update of the engines."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ async def run_rl_training(
                        ^                                                               |
                        +------------------ weights, every sync_every steps ------------+
 
-    Rewards come from the config's `reward_fn`, else from `compute_reward`. A backend that was loaded from a
-    checkpoint goes on with the rollouts after the last it was trained on, and its weights reach the engines first.
+    Rewards come from the config's `reward_fn`, else from `compute_reward`. A backend restored from a checkpoint
+    continues after the last trained rollouts, and first publishes its weights to the engines.
     """
     check_run(data_buffer, rollout_manager, inference_engines, config)
     if "rl" in state_of(backend) and rollout_manager.step_count == 0:
@@ -55,7 +55,7 @@ async def run_rl_training(
             batch = await next_batch(backend, rollout_manager)
             items = list(zip(batch.samples, batch_advantages(batch, batch.rewards, config), strict=True))
             row = await run_step(backend, items, collate_grpo, config.micro_batch_size)
-            row |= summarise_rewards(batch.rewards)
+            row |= summarize_rewards(batch.rewards)
             rows.append(row)
             if step % config.sync_every == 0 or not inference_engines:
                 await publish(backend, inference_engines, step, row)
@@ -69,7 +69,7 @@ async def run_rl_training(
 
 
 def compute_reward(sample: Sample) -> float:
-    """1 or 0 by `metadata["correct"]`; without that entry, the reward the sample came with."""
+    """1 or 0 by `metadata["correct"]`, if present, else the sample's reward."""
     return float(bool(sample.metadata["correct"])) if "correct" in sample.metadata else sample.reward
 
 
@@ -83,11 +83,11 @@ def prepare_grpo_batch(batch: RolloutBatch, rewards: Sequence[float], config: RL
 
 
 def batch_advantages(batch: RolloutBatch, rewards: Sequence[float], config: RLTrainingConfig) -> list[float]:
-    """One advantage per sample: reward - baseline, or by the group's other samples as `config.estimator` says."""
+    """One advantage per sample: reward - baseline, or group-relative by `config.estimator`."""
     if len(rewards) != len(batch.tokens):
         raise ValueError(f"{len(rewards)} rewards for {len(batch.tokens)} samples: give one each")
     if not all(map(math.isfinite, rewards)):
-        raise ValueError(f"rewards {list(rewards)} hold a value that is not finite: fix the reward function")
+        raise ValueError(f"rewards {list(rewards)} contain a value that is not finite: fix the reward function")
     if config.estimator == "baseline":
         return compute_advantages(rewards, baseline=config.baseline)
     members: dict[int, list[int]] = {}
@@ -107,7 +107,7 @@ def batch_advantages(batch: RolloutBatch, rewards: Sequence[float], config: RLTr
 
 
 def collate_grpo(items: Sequence[tuple[Sample, float]]) -> dict[str, Tensor]:
-    """Samples with their advantages as a padded batch; advantages per token that all samples carry are kept."""
+    """Samples with their advantages as a padded batch; per-token advantages of all samples take precedence."""
     import torch
 
     batch = pad_samples([sample for sample, _ in items])
@@ -133,7 +133,7 @@ async def next_batch(backend: TrainingBackend, rollout_manager: AsyncRolloutMana
 
 
 async def publish(backend: TrainingBackend, engines: Sequence[InferenceEngine], step: int, row: Row) -> None:
-    """Hand version `step` to the engines: weights alone where the backend can, else a checkpoint."""
+    """Update the engines to version `step`, from published weights if the backend supports them, else a checkpoint."""
     if not engines:
         return
     export = getattr(backend, "publish_weights", None)
@@ -142,7 +142,7 @@ async def publish(backend: TrainingBackend, engines: Sequence[InferenceEngine], 
         await sync_weights_to_engines(engines, str(path))
 
 
-def summarise_rewards(rewards: Sequence[float]) -> Row:
+def summarize_rewards(rewards: Sequence[float]) -> Row:
     """Mean, largest and smallest."""
     return {"mean_reward": sum(rewards) / len(rewards), "max_reward": max(rewards), "min_reward": min(rewards)}
 
@@ -150,7 +150,7 @@ def summarise_rewards(rewards: Sequence[float]) -> Row:
 def check_run(
     data_buffer: DataBuffer, manager: AsyncRolloutManager, engines: Sequence[InferenceEngine], config: RLTrainingConfig
 ) -> None:
-    """Raise `ValueError` for parts that do not belong together."""
+    """Raise `ValueError` for inconsistent arguments."""
     if manager.data_buffer is not data_buffer:
         raise ValueError("rollout_manager draws from another DataBuffer than data_buffer: pass the same one")
     needed = config.sync_every * manager.config.batch_size

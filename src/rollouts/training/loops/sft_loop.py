@@ -1,4 +1,4 @@
-"""Supervised fine-tuning in one process: samples in, a better model and its checkpoints out."""
+"""SFT training loop in one process."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ async def run_sft_training(
            ^                                                          |
            +------------------------ next step -----------------------+
 
-    The first epoch comes in the order given, later ones shuffled. A backend that was loaded from a checkpoint goes on
-    with the sample after the last it was trained on; `ValueError` when these are other samples than then.
+    The first epoch is in the given order, later ones are shuffled. A backend restored from a checkpoint continues after
+    the last trained sample; `ValueError` if the samples have changed.
     """
     for sample in samples:
         sample.validate()
@@ -50,12 +50,12 @@ async def run_sft_training(
 
 
 def next_samples(buffer: DataBuffer, samples: Sequence[Sample], num_samples: int) -> list[Sample]:
-    """The samples of the next batch; moves the cursor."""
+    """The samples of the next batch; advances the buffer."""
     start = buffer.position
     buffer.get_prompts(num_samples)
     return [samples[buffer.index_at(position)] for position in range(start, start + num_samples)]
 
 
 def prepare_sft_batch(samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """Padded `input_ids`, shifted `labels` and `loss_mask`, and what else `batching.pad_samples` makes."""
+    """Padded `input_ids`, shifted `labels`, `loss_mask` and further streams, see `batching.pad_samples`."""
     return pad_samples(samples)

@@ -1,4 +1,4 @@
-"""What both loops do with a backend: one step over the samples of a batch, on one rank or several."""
+"""One training step of a backend, on one rank or several; shared by the SFT and RL loops."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ Row = dict[str, float]
 
 
 def steps_of(backend: TrainingBackend, config: SFTTrainingConfig | RLTrainingConfig) -> range:
-    """`num_steps` steps more than the backend has taken, numbered on."""
+    """The next `num_steps` step numbers of the backend."""
     first = getattr(backend, "current_step", 0) + 1
     return range(first, first + config.num_steps)
 
 
 def rank_of(backend: TrainingBackend) -> tuple[int, int]:
-    """Rank and number of ranks of a backend; a backend that knows neither is alone."""
+    """Rank and number of ranks of a backend; (0, 1) without these attributes."""
     return getattr(backend, "rank", 0), getattr(backend, "world_size", 1)
 
 
 def state_of(backend: TrainingBackend) -> dict[str, Any]:
-    """Where loops keep their position in the data; lost with a backend that saves none."""
+    """The backend's `data_state` for data positions; a temporary dict if it has none."""
     state: dict[str, Any] = getattr(backend, "data_state", {})
     return state
 
@@ -35,7 +35,7 @@ async def run_step(
     collate: Callable[[Sequence[T]], dict[str, Any]],
     micro_batch_size: int | None,
 ) -> Row:
-    """Gradient of all items, of which each rank takes every `world_size`-th, and one optimizer step."""
+    """Gradient of all items (each rank takes every `world_size`-th) and one optimizer step."""
     rank, size = rank_of(backend)
     if len(items) % size:
         raise ValueError(f"a batch of {len(items)} samples does not divide over {size} ranks: change batch_size")
@@ -46,12 +46,12 @@ async def run_step(
     optim = backend.optim_step()
     rows = [await settle(future) for future in forward]
     loss = sum(row["loss"] * len(part) for row, part in zip(rows, parts, strict=True)) / len(share)
-    # A backend that weighs the parts itself reports the loss of the step, which then wins.
+    # The loss reported by `optim_step` takes precedence: the backend may weight the parts itself.
     return {**rows[-1], "loss": loss, **await settle(optim)}
 
 
 async def settle(value: Any) -> Any:
-    """What a backend's answer comes to: a future of ours, one with only `result()`, or a coroutine of either."""
+    """Await a backend's result: a `TrainFuture`, an object with `result()`, or a coroutine of either."""
     while True:
         if inspect.isawaitable(value):
             value = await value

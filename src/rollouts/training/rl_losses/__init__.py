@@ -1,21 +1,20 @@
-"""Log-probs to loss: policy objectives on per-token streams, each a row of choices of `rollouts.training.objectives`.
+"""Policy losses on per-token streams, configured by `rollouts.training.objectives`.
 
-Losses return a sum and a count. Whoever calls divides by the count of the whole step over all ranks, so neither
-packing nor micro-batching nor sharding can change a gradient. Streams are aligned to labels: entry t belongs to the
-token that position t predicts. Nothing here shifts.
+Losses return a sum and a count. The caller divides by the count of the whole step over all ranks, so packing,
+micro-batching and sharding do not change the gradient. Streams are aligned to labels: entry t belongs to the token that
+position t predicts. Nothing is shifted here.
 """
 
 from __future__ import annotations
 
 from rollouts.training.rl_losses.distill import (
-    anchor_samples,
     compute_coverage,
     compute_divergence,
     compute_fixed_point,
-    credit_samples,
+    compute_sequence_kl_advantages,
     estimate_coverage,
+    reference_samples,
 )
-from rollouts.training.rl_losses.documented import grpo_loss, mean_over, ppo_loss, ppo_loss_with_metrics
 from rollouts.training.rl_losses.inputs import LossInputs, LossOutput
 from rollouts.training.rl_losses.kl import compute_kl
 from rollouts.training.rl_losses.logprobs import (
@@ -26,7 +25,8 @@ from rollouts.training.rl_losses.logprobs import (
     compute_label_logprobs,
     compute_logprobs,
 )
-from rollouts.training.rl_losses.normalise import aggregate_tokens
+from rollouts.training.rl_losses.normalize import aggregate_tokens
+from rollouts.training.rl_losses.padded import grpo_loss, mean_over, ppo_loss, ppo_loss_with_metrics
 from rollouts.training.rl_losses.policy import PolicyLoss, mix_advantages, nll_loss, policy_loss
 from rollouts.training.rl_losses.stats import TokenStats
 
@@ -37,7 +37,6 @@ __all__ = [
     "TokenStats",
     "VocabPart",
     "aggregate_tokens",
-    "anchor_samples",
     "compute_coverage",
     "compute_divergence",
     "compute_entropy",
@@ -47,7 +46,7 @@ __all__ = [
     "compute_kl",
     "compute_label_logprobs",
     "compute_logprobs",
-    "credit_samples",
+    "compute_sequence_kl_advantages",
     "estimate_coverage",
     "grpo_loss",
     "mean_over",
@@ -56,4 +55,5 @@ __all__ = [
     "policy_loss",
     "ppo_loss",
     "ppo_loss_with_metrics",
+    "reference_samples",
 ]

@@ -1,8 +1,8 @@
-"""What losses take and give: per-token streams in, a sum with its count and its metrics out."""
+"""Inputs and outputs of losses: per-token streams; a sum with its count and metrics."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -10,16 +10,24 @@ from torch import Tensor
 
 from rollouts.training.rl_losses.stats import TokenStats
 
+MIN_LOGPROB = -1e5
+"""Lower bound of log-probs; its square is finite in fp32."""
+
+
+def widen(values: Tensor) -> Tensor:
+    """Convert half precision to fp32; return other tensors unchanged."""
+    return values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
+
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Per-token streams of one micro-batch; only `trainer_logprobs`, `entropy` and `student_table` carry one.
+    """Per-token streams of one micro-batch; only `trainer_logprobs`, `entropy` and `student_table` have a gradient.
 
-    `loss_mask` weighs tokens (0: no loss). `sequence` numbers the sequence each token belongs to, from 0; a sequence
-    is never split over micro-batches. `num_sequences` bounds these numbers (None: read off, which waits for a GPU).
-    `taught` is true where a teacher has spoken (None: everywhere); elsewhere there is no term of one. `anchored` is
-    true where the taus do not hold: there the teacher and the student weigh 1 (None: nowhere).
-    `student_table` (with a gradient) and `teacher_table` are log-probs of the same outcomes, see `distill`.
+    `loss_mask` weights tokens (0: no loss). `sequence` is the index of each token's sequence, from 0; a sequence is
+    never split over micro-batches. `num_sequences` bounds these indices (None: computed, which synchronizes a GPU).
+    `has_teacher` is true where there are teacher log-probs (None: everywhere); elsewhere the teacher's terms are 0.
+    `is_reference` is true on reference samples, whose teacher and student terms have weight 1 instead of the taus
+    (None: nowhere). `student_table` and `teacher_table` are log-probs of the same outcomes, see `distill`.
     """
 
     trainer_logprobs: Float[Tensor, " tokens"]
@@ -30,22 +38,30 @@ class LossInputs:
     teacher_logprobs: Float[Tensor, " tokens"] | None = None
     entropy: Float[Tensor, " tokens"] | None = None
     num_sequences: int | None = None
-    taught: Bool[Tensor, " tokens"] | None = None
-    anchored: Bool[Tensor, " tokens"] | None = None
+    has_teacher: Bool[Tensor, " tokens"] | None = None
+    is_reference: Bool[Tensor, " tokens"] | None = None
     student_table: Float[Tensor, "tokens outcomes"] | None = None
     teacher_table: Float[Tensor, "tokens outcomes"] | None = None
     has_tail: bool = False
-    """Whether the last outcome of the tables is all other tokens together."""
+    """Whether the last outcome of the tables is the sum of all other tokens."""
 
-    def where_taught(self, values: Float[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
-        """The values, 0 where no teacher has spoken."""
-        return values if self.taught is None else torch.where(self.taught, values, 0.0)
+    def sanitized(self) -> LossInputs:
+        """The streams in fp32 or better, with log-probs of at least `MIN_LOGPROB`."""
+        streams = {f.name: widen(x) for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
+        for name in ("trainer_logprobs", "inference_logprobs", "teacher_logprobs"):
+            if name in streams:
+                streams[name] = streams[name].clamp(min=MIN_LOGPROB)
+        return replace(self, **streams)  # type: ignore[arg-type]
 
-    def where_anchored(
-        self, anchored: Float[Tensor, " tokens"], others: Float[Tensor, " tokens"]
+    def zero_without_teacher(self, values: Float[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
+        """The values, and 0 for tokens without teacher log-probs."""
+        return values if self.has_teacher is None else torch.where(self.has_teacher, values, 0.0)
+
+    def select_reference(
+        self, is_reference: Float[Tensor, " tokens"], others: Float[Tensor, " tokens"]
     ) -> Float[Tensor, " tokens"]:
-        """The first on tokens of anchors, the second on all others."""
-        return others if self.anchored is None else torch.where(self.anchored, anchored, others)
+        """The first for tokens of reference samples, the second for all others."""
+        return others if self.is_reference is None else torch.where(self.is_reference, is_reference, others)
 
     def per_sequence(self, values: Float[Tensor, " tokens"], how: str = "sum") -> Float[Tensor, " sequences"]:
         """`sum`, `amin` or `amax` of the values of each sequence."""
@@ -57,7 +73,7 @@ class LossInputs:
         return empty.scatter_reduce(0, self.sequence, values, how)
 
     def mean_per_sequence(self, values: Float[Tensor, " tokens"]) -> Float[Tensor, " sequences"]:
-        """Mean over the loss tokens of each sequence, each counted once; 0 for a sequence without loss tokens."""
+        """Unweighted mean over the loss tokens of each sequence; 0 for a sequence without loss tokens."""
         active = self.loss_mask > 0
         count = self.per_sequence(active.to(values.dtype)).clamp(min=1)
         return self.per_sequence(torch.where(active, values, 0.0)) / count

@@ -1,4 +1,4 @@
-"""Logits to log-probs of labels and entropies; from hidden states in chunks, so that no table of all logits exists."""
+"""Logits to label log-probs and entropies; from hidden states in chunks, so that the full logits are never stored."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rollouts.training.linear import linear
+from rollouts.kernels.linear import linear
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 LOGITS_PER_CHUNK = 1 << 24
-"""Logits that are held at once in fp32 (64 MiB); more tokens are taken in chunks and recomputed for the backward."""
+"""Logits in memory at once in fp32 (64 MiB); more tokens are processed in chunks and recomputed in the backward."""
 
 MIN_CHUNK = 4
-"""A chunk has at least this many rows, or a matrix product takes another path and rounds differently."""
+"""Minimum rows of a chunk: matrix products of fewer rows use another code path and round differently."""
 
 
 @dataclass(frozen=True)
 class VocabPart:
-    """Rows of an output head that this rank holds, from `start`; the ranks of `group` hold the others.
+    """Vocabulary-parallel output head: this rank has the rows from `start`, the ranks of `group` have the others.
 
-    Softmax over such a vocabulary needs a maximum and three sums per token of them, never the other ranks' logits.
+    Softmax needs one maximum and three sums per token over the ranks, never the other ranks' logits.
     """
 
     start: int
     widest: int
-    """Rows of the rank that holds most, which decides how tokens are cut into chunks on all of them."""
+    """Largest number of rows of any rank; it determines the chunks on all ranks."""
     group: ProcessGroup
 
     def sum(self, values: Tensor) -> Tensor:
-        """Of all parts, in place."""
+        """All-reduce sum, in place."""
         torch.distributed.all_reduce(values, group=self.group)
         return values
 
     def max(self, values: Tensor) -> Tensor:
-        """Of all parts, in place."""
+        """All-reduce maximum, in place."""
         torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, group=self.group)
         return values
 
-    def own(self, labels: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Labels as rows of this part, and which of them are; the others are row 0."""
+    def local_rows(self, labels: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """Row of each label in this part (0 for labels of other parts), and whether the label is in this part."""
         mine = (labels >= self.start) & (labels < self.start + rows)
         return torch.where(mine, labels - self.start, 0), mine
 
@@ -57,7 +57,7 @@ def compute_logprobs(
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
     """Log-prob of each label under softmax(logits / temperature), and the entropy of that distribution (no gradient).
 
-    In fp32 and in exactly this order of operations, which is the sampler's: the two agree bit for bit.
+    Computed in fp32 and in the sampler's order of operations: both agree bit for bit.
     """
     table = _log_softmax(logits, temperature)
     with torch.no_grad():
@@ -74,12 +74,12 @@ def compute_head_logprobs(
     cap: float | None = None,
     part: VocabPart | None = None,
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
-    """`compute_logprobs` of `hidden @ weight.T`, both results with gradients, for as many tokens as you like.
+    """`compute_logprobs` of `hidden @ weight.T`, both results with gradients, in bounded memory.
 
-    With `cap` logits are cap tanh(logits / cap) first.
-    Neither forward nor backward holds more than about `logits_per_chunk` logits at a time: with several chunks the
-    backward computes the logits again. The bits do not depend on the number of chunks. Where `weight` is a `part` of
-    the head, all ranks of its group pass the same tokens and get the same results; the gradient of `hidden` is whole.
+    With `cap`, logits are first replaced by cap tanh(logits / cap). Forward and backward store about
+    `logits_per_chunk` logits at a time: with several chunks the backward recomputes the logits. The bits do not depend
+    on the number of chunks. If `weight` is a `part` of the head, all ranks of its group pass the same tokens and get
+    the same results; the gradient of `hidden` is summed over the group.
     """
     return _HeadLogprobs.apply(hidden, weight, labels, temperature, logits_per_chunk, cap, part)  # type: ignore[no-untyped-call]
 
@@ -93,11 +93,11 @@ def compute_head_table(
 ) -> Float[Tensor, "tokens outcomes"]:
     """Log-probs of `hidden @ weight.T` over the vocabulary, with a gradient; in chunks, recomputed for the backward.
 
-    With `ids` over k + 1 outcomes: these tokens, then all others together. The ids of a token must differ,
-    and be fewer than the vocabulary.
+    With `ids`, over k + 1 outcomes: these tokens, then the sum of all others. The ids of a token must be distinct and
+    fewer than the vocabulary.
     """
     if ids is not None and ids.shape[-1] >= weight.shape[0]:
-        raise ValueError(f"{ids.shape[-1]} outcomes of {weight.shape[0]} tokens leave no others: take all, without ids")
+        raise ValueError(f"{ids.shape[-1]} outcomes of {weight.shape[0]} tokens leave no others: omit ids")
     num = max(1, min(-(-len(hidden) * weight.shape[0] // logits_per_chunk), len(hidden) // MIN_CHUNK))
     rows = zip(*(x.tensor_split(num) for x in (hidden, temperature)), strict=True)
     chosen = [None] * num if ids is None else ids.tensor_split(num)
@@ -114,7 +114,7 @@ def _table(hidden: Tensor, weight: Tensor, temperature: Tensor, ids: Tensor | No
     table = _log_softmax(linear(hidden, weight), temperature)
     if ids is None:
         return table
-    # Not log(1 - sum): where the others have little mass, that would be rounding.
+    # log(1 - sum) would lose all precision where the others have little mass.
     others = table.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)
     return torch.cat((table.gather(-1, ids), others), -1)
 
@@ -122,7 +122,7 @@ def _table(hidden: Tensor, weight: Tensor, temperature: Tensor, ids: Tensor | No
 def compute_label_logprobs(
     logits: Float[Tensor, "batch seq vocab"], labels: Int[Tensor, "batch seq"]
 ) -> Float[Tensor, "batch seq"]:
-    """Log-prob of each label, in fp32 or better; 0 for the label -100, which stands for no label."""
+    """Log-prob of each label, in fp32 or better; 0 for the ignored label -100."""
     if labels.shape != logits.shape[:-1]:
         raise ValueError(f"labels have shape {list(labels.shape)}, logits {list(logits.shape)}: they must agree")
     flat = torch.nn.functional.cross_entropy(_wide(logits).flatten(0, -2), labels.flatten(), reduction="none")
@@ -140,7 +140,7 @@ def _wide(logits: Tensor) -> Tensor:
 
 
 def cap_logits(logits: Tensor, cap: float | None) -> Tensor:
-    """cap tanh(logits / cap), in fp32 at least; None: as they are."""
+    """cap tanh(logits / cap), in fp32 at least; None: unchanged."""
     return logits if cap is None else cap * torch.tanh(_wide(logits) / cap)
 
 
@@ -157,7 +157,7 @@ def _log_softmax(
 def _of_label(table: Tensor, labels: Tensor, part: VocabPart | None) -> Tensor:
     if part is None:
         return table.gather(-1, labels[:, None]).squeeze(-1)
-    rows, mine = part.own(labels, table.shape[-1])
+    rows, mine = part.local_rows(labels, table.shape[-1])
     return part.sum(torch.where(mine, table.gather(-1, rows[:, None]).squeeze(-1), 0.0))
 
 
@@ -195,14 +195,14 @@ class _HeadLogprobs(torch.autograd.Function):
             own = -(table.exp() * table).sum(-1)
             entropies.append(own if part is None else part.sum(own))
         entropy = torch.cat(entropies)
-        # A single chunk is small enough to keep, which saves computing it again.
-        kept = table if ctx.num_chunks == 1 and cap is None else None
-        ctx.save_for_backward(hidden, weight, labels, temperature, entropy, kept)
+        # A single chunk is small enough to save, which avoids recomputing it.
+        saved = table if ctx.num_chunks == 1 and cap is None else None
+        ctx.save_for_backward(hidden, weight, labels, temperature, entropy, saved)
         return torch.cat(logprobs), entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        hidden, weight, labels, temperature, entropy, kept = ctx.saved_tensors
+        hidden, weight, labels, temperature, entropy, saved = ctx.saved_tensors
         of_logprob, of_entropy = grads
         if of_logprob is None and of_entropy is None:
             return None, None, None, None, None, None, None
@@ -210,7 +210,7 @@ class _HeadLogprobs(torch.autograd.Function):
         zeros = torch.zeros_like(entropy)
         of_logprob = zeros if of_logprob is None else of_logprob
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        # Summed over chunks in fp32: in bfloat16 every further chunk would round the sum again.
+        # Accumulated over chunks in fp32: bfloat16 would round after every chunk.
         wide = torch.promote_types(weight.dtype, torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         done = 0
@@ -223,13 +223,13 @@ class _HeadLogprobs(torch.autograd.Function):
             entropy,
             zeros if of_entropy is None else of_entropy,
         ):
-            logits = linear(h, weight) if kept is None else None
-            table = kept if logits is None else _log_softmax(logits, t, ctx.cap, part)
+            logits = linear(h, weight) if saved is None else None
+            table = saved if logits is None else _log_softmax(logits, t, ctx.cap, part)
             p = table.exp()
             scale = -g[:, None] if of_entropy is None else -g[:, None] - entropy_grad[:, None] * (table + e[:, None])
             of_logits = p.mul_(scale)
             if part is not None:
-                y, mine = part.own(y, weight.shape[0])
+                y, mine = part.local_rows(y, weight.shape[0])
                 g = torch.where(mine, g, 0.0)
             of_logits.scatter_add_(-1, y[:, None], g[:, None])
             of_logits = of_logits.div_(t[:, None])
@@ -250,5 +250,5 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 def _chunks(num: int, *streams: Tensor) -> Any:
-    """The streams cut into `num` nearly equal parts, side by side."""
+    """The streams split into `num` nearly equal chunks, zipped."""
     return zip(*(stream.tensor_split(num) for stream in streams), strict=True)

@@ -1,4 +1,4 @@
-"""Metrics of a step, token by token, until its mean, median, spread and extremes are asked for."""
+"""Per-token metrics of a step, aggregated to mean, median, standard deviation, minimum and maximum."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 MAX_SENT = 1 << 16
-"""Values of a metric that a rank sends to others; of more it sends every k-th, with the exact moments of all."""
+"""Maximum values per metric that a rank sends; beyond that every k-th, with the exact moments of all."""
 
 
 class _Packed(msgspec.Struct, array_like=True):
     width: int
-    """Bytes of a number."""
+    """Bytes per value."""
     raw: bytes
     stride: int
     moments: list[float]
@@ -27,7 +27,7 @@ class _Message(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class Thinned:
+class SubsampledStats:
     """Every `stride`-th value of another rank; `moments` are count, sum, sum of squares, minimum, maximum of all."""
 
     values: Float[Tensor, " tokens"]
@@ -37,21 +37,21 @@ class Thinned:
 
 @dataclass
 class TokenStats:
-    """Every value of every metric of a step, on the device it was made on, and sums with the counts they go by.
+    """All values of all metrics of a step, on their device, and ratios as sums with counts.
 
-    Parts of a step can be merged over micro-batches and ranks in any grouping: what is reported is that of all values
-    together, medians too (of a rank with more than `MAX_SENT` values, by an even sample of them). Values take 4 bytes
-    each: 60 MB for a million tokens and fifteen metrics.
+    Merging over micro-batches and ranks is associative: the summary is that of all values, medians included (ranks with
+    more than `MAX_SENT` values contribute an even sample to them). Values take 4 bytes each: 60 MB for a million tokens
+    and fifteen metrics.
     """
 
     values: dict[str, list[Float[Tensor, " tokens"]]] = field(default_factory=dict)
     ratios: dict[str, Float[Tensor, "2"]] = field(default_factory=dict)
-    thinned: dict[str, list[Thinned]] = field(default_factory=dict)
+    subsampled: dict[str, list[SubsampledStats]] = field(default_factory=dict)
 
     @staticmethod
     @torch.no_grad()
     def measure(values: dict[str, Float[Tensor, " tokens"]], mask: Bool[Tensor, " tokens"] | None = None) -> TokenStats:
-        """Statistics of each stream over the tokens where `mask` is true; without one, over all."""
+        """Statistics of each stream over the tokens where `mask` is true; None: over all."""
         return TokenStats({name: [v.detach() if mask is None else v.detach()[mask]] for name, v in values.items()})
 
     @property
@@ -60,22 +60,22 @@ class TokenStats:
         return not self.values
 
     def merge(self, other: TokenStats) -> None:
-        """Add what `other` has seen."""
+        """Add the values of `other`."""
         for name, parts in other.values.items():
             self.values.setdefault(name, []).extend(parts)
-        for name, samples in other.thinned.items():
-            self.thinned.setdefault(name, []).extend(samples)
+        for name, samples in other.subsampled.items():
+            self.subsampled.setdefault(name, []).extend(samples)
         for name, ratio in other.ratios.items():
             self.ratios[name] = self.ratios[name] + ratio if name in self.ratios else ratio
 
     def summary(self) -> dict[str, float]:
-        """`name/mean`, `/median`, `/std`, `/min`, `/max` of every metric that has seen a token; ratios as they are.
+        """`name/mean`, `/median`, `/std`, `/min`, `/max` of every metric with a value; ratios under their own name.
 
-        `std` is that of the population; the median of an even number of values is the mean of the middle two.
+        `std` is the population's; the median of an even number of values is the mean of the middle two.
         """
         names, rows = [], []
         for name, parts in self.values.items():
-            seen, others = torch.cat(parts).double(), self.thinned.get(name, [])
+            seen, others = torch.cat(parts).double(), self.subsampled.get(name, [])
             if len(seen) or others:
                 names.append(name)
                 rows.append(_describe_sample(seen, others) if others else _describe(seen))
@@ -89,8 +89,8 @@ class TokenStats:
         return out
 
     def encode(self, most: int = MAX_SENT) -> bytes:
-        """As bytes, for another rank; values travel in fp32, those in fp64 as they are."""
-        assert not self.thinned, "what came from other ranks is not sent on"
+        """Serialize for another rank; values in fp32, fp64 values in fp64."""
+        assert not self.subsampled, "statistics received from other ranks are not forwarded"
         ratios = {name: ratio.tolist() for name, ratio in self.ratios.items()}
         values = {name: _pack(torch.cat(parts), most) for name, parts in self.values.items()}
         return msgspec.msgpack.encode(_Message(values, ratios))
@@ -109,7 +109,7 @@ class TokenStats:
             stats.values[name] = [values if packed.stride == 1 else values[:0]]
             if packed.stride > 1:
                 moments = torch.tensor(packed.moments, dtype=torch.float64)
-                stats.thinned[name] = [Thinned(values, packed.stride, moments)]
+                stats.subsampled[name] = [SubsampledStats(values, packed.stride, moments)]
         return stats
 
 
@@ -136,8 +136,8 @@ def _describe(values: Float[Tensor, " tokens"]) -> Float[Tensor, "5"]:
     return torch.stack((values.mean(), middle, values.std(correction=0), values.min(), values.max()))
 
 
-def _describe_sample(values: Float[Tensor, " tokens"], others: list[Thinned]) -> Float[Tensor, "5"]:
-    """The same where some values are only a sample: all exact but the median, which is that of the weighted sample."""
+def _describe_sample(values: Float[Tensor, " tokens"], others: list[SubsampledStats]) -> Float[Tensor, "5"]:
+    """`_describe` with subsampled parts: exact except for the median, which is that of the weighted sample."""
     rows = [part.moments for part in others] + ([_moments(values).cpu()] if len(values) else [])
     count, total, squares = torch.stack(rows)[:, :3].sum(0)
     mean = total / count

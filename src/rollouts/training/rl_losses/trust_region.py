@@ -1,4 +1,4 @@
-"""Which tokens are too far from the policy that sampled them, and how far a ratio may count."""
+"""Trust region: off-policy masks, importance ratios and clipping."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from rollouts.training.objectives import Objective, Ratio
+from rollouts.training.objectives import MAX_LOG_RATIO, Objective, Ratio
 from rollouts.training.rl_losses.inputs import LossInputs
 
 
 def compute_dropped(
     inputs: LossInputs, advantage: Float[Tensor, " tokens"], objective: Objective
 ) -> dict[str, Bool[Tensor, " tokens"]]:
-    """Which loss tokens each bound of the objective drops, under the name of the bound's metric."""
+    """Loss tokens dropped by each bound of the objective, by metric name."""
     active = inputs.loss_mask > 0
     trainer, inference = inputs.trainer_logprobs.detach(), inputs.inference_logprobs
     log_ratio = torch.where(active, trainer - inference, 0.0)
@@ -45,7 +45,7 @@ def compute_dropped(
     return dropped
 
 
-def union_of(dropped: dict[str, Bool[Tensor, " tokens"]], like: Bool[Tensor, " tokens"]) -> Bool[Tensor, " tokens"]:
+def any_mask(dropped: dict[str, Bool[Tensor, " tokens"]], like: Bool[Tensor, " tokens"]) -> Bool[Tensor, " tokens"]:
     """Tokens that any bound drops."""
     union = torch.zeros_like(like)
     for which in dropped.values():
@@ -54,30 +54,49 @@ def union_of(dropped: dict[str, Bool[Tensor, " tokens"]], like: Bool[Tensor, " t
 
 
 def compute_ratio(inputs: LossInputs, log_ratio: Float[Tensor, " tokens"], kind: Ratio) -> Float[Tensor, " tokens"]:
-    """The importance ratio of each token, or that of its sequence, from `log_ratio`, which is 0 where there is no loss.
+    """Importance ratio of each token or of its sequence; `log_ratio` is 0 without loss.
 
     geometric  exp(mean of log r)        arithmetic  mean of r        product  exp(sum of log r)
+
+    Every exponent is bounded by `MAX_LOG_RATIO`, beyond which the gradient is 0.
     """
     if kind == "none":
         return torch.ones_like(log_ratio)
     if kind == "token":
-        return log_ratio.exp()
+        return bounded_exp(log_ratio)
     if kind == "geometric":
-        of_sequence = inputs.mean_per_sequence(log_ratio).exp()
+        of_sequence = bounded_exp(inputs.mean_per_sequence(log_ratio))
     elif kind == "arithmetic":
-        of_sequence = inputs.mean_per_sequence(log_ratio.exp())
+        of_sequence = inputs.mean_per_sequence(bounded_exp(log_ratio))
     else:
-        of_sequence = inputs.per_sequence(log_ratio).exp()
+        of_sequence = bounded_exp(inputs.per_sequence(log_ratio))
     return of_sequence[inputs.sequence]
 
 
-def surrogate(
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """exp of at most `MAX_LOG_RATIO`; the gradient beyond is 0."""
+    return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
+
+
+@torch.no_grad()
+def find_bounded(inputs: LossInputs, log_ratio: Float[Tensor, " tokens"], kind: Ratio) -> Bool[Tensor, " tokens"]:
+    """Tokens for which `compute_ratio` bounds the exponent of the token or of its sequence."""
+    if kind == "none":
+        return torch.zeros_like(log_ratio, dtype=torch.bool)
+    if kind == "geometric":
+        log_ratio = inputs.mean_per_sequence(log_ratio)[inputs.sequence]
+    elif kind == "product":
+        log_ratio = inputs.per_sequence(log_ratio)[inputs.sequence]
+    return log_ratio > MAX_LOG_RATIO
+
+
+def surrogate_loss(
     ratio: Float[Tensor, " tokens"],
     advantage: Float[Tensor, " tokens"],
     logprobs: Float[Tensor, " tokens"],
     objective: Objective,
 ) -> tuple[Float[Tensor, " tokens"], dict[str, Bool[Tensor, " tokens"]]]:
-    """Per-token loss of the ratio under its bounds (see `Objective`), and where each bound had an effect."""
+    """Per-token loss of the clipped ratio (see `Objective`), and the tokens at which each bound is active."""
     low = None if objective.clip_low is None else 1 - objective.clip_low
     high = None if objective.clip_high is None else 1 + objective.clip_high
     clipped = ratio if low is None and high is None else ratio.clamp(low, high)

@@ -1,4 +1,4 @@
-"""From prompts to batches of scored groups."""
+"""Rollout generation: prompts to batches of scored groups."""
 
 from __future__ import annotations
 

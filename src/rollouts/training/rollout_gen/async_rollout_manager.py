@@ -1,4 +1,4 @@
-"""Batches of scored groups, generated concurrently: over-sampled waves, or a stream bounded by a slot budget."""
+"""Concurrent generation of batches of scored groups, in over-sampled waves or as a stream bounded by slots."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ import anyio.abc
 import anyio.to_thread
 
 from rollouts.training.datasets.data_buffer import DataBuffer
-from rollouts.training.rollout_gen.groups import GroupAssembler, Outcome, mean_reward
+from rollouts.training.rollout_gen.groups import DropReason, GroupBuffer, Outcome, mean_reward
 from rollouts.training.types import RolloutBatch, RolloutConfig, Sample, Status
 
 STATE_VERSION = 1
 MAX_INCOMPLETE_TRIES = 3
-REJECTED_BATCHES = 10  # batches' worth of groups dropped in a row before we stop hoping
-MAX_RESTARTS = 3  # of a group that weight changes overtake while it runs
+REJECTED_BATCHES = 10  # batches' worth of groups dropped in a row before an error
+MAX_RESTARTS = 3  # of a group whose weights become too old while it runs
 GenerateGroup = Callable[[int, Any], Awaitable[list[Sample]]]
 
 
 class PromptSource(Protocol):
-    """Where prompts come from: a `DataBuffer`, or anything with its verbs."""
+    """A source of prompts, such as a `DataBuffer`."""
 
     @property
     def epoch_id(self) -> int:
-        """Times the prompts have been gone through."""
+        """Number of completed passes over the prompts."""
 
     def draw(self) -> tuple[int, Any]:
-        """Position and prompt of the next one."""
+        """Position and content of the next prompt."""
 
     def prompt_at(self, position: int) -> Any:
         """The prompt that was drawn as `position`."""
 
     def save_state(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """The state, serializable as JSON."""
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue where `state` was saved."""
 
 
 @dataclass(frozen=True)
-class Freshness:
-    """How old a group may grow: versions behind the one it trains, and weight changes while it is generated.
+class StalenessLimits:
+    """Maximum age of a group: versions behind the one it trains, and weight updates during its generation.
 
-    What is older is generated again under the newer weights; a group that is overtaken `MAX_RESTARTS` times is dropped.
+    Older groups are generated again with the new weights, at most `MAX_RESTARTS` times, and then dropped.
     """
 
     max_staleness: int | None = None
@@ -58,7 +58,7 @@ class Freshness:
 
 
 @dataclass(frozen=True)
-class _Unreleased:
+class PendingBatch:
     """A batch whose version is not live yet."""
 
     step: int
@@ -67,36 +67,40 @@ class _Unreleased:
 
 
 class GroupDropped(Exception):
-    """Raised by a group's generator: this prompt yields nothing to train on, for the reason given."""
+    """Raised by a group's generator to drop the group; `reason` is a `DropReason` or a text."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
-class RolloutStarvedError(RuntimeError):
+class NoTrainableGroupsError(RuntimeError):
     """Too many groups in a row were dropped; `reasons` counts why."""
 
     def __init__(self, streak: int, reasons: dict[str, int]) -> None:
         self.reasons = reasons
         listed = ", ".join(f"{reason} ({count})" for reason, count in sorted(reasons.items()))
-        super().__init__(f"{streak} groups in a row gave nothing to train on; all drops so far: {listed}")
+        super().__init__(f"{streak} groups in a row were dropped; all drops so far: {listed}")
 
 
 class AsyncRolloutManager:
     """Draws prompts, generates groups of `n_samples_per_prompt` samples, scores, filters, and emits them in order.
 
-    `config.batch_size` counts groups: a batch holds batch_size * n_samples_per_prompt samples. Without `slots` each
+    `config.batch_size` counts groups: a batch has batch_size * n_samples_per_prompt samples. Without `slots`, each
     `generate_batch` runs a wave of ceil(needed * over_sampling_factor) groups and caches the surplus. With `slots`,
-    inside `async with manager`, groups are generated all the time: a slot is charged when a prompt is drawn and
-    freed when its group is dropped, or by `release(version)` once the batch it went into was trained on. With
-    (L + 1) * batch_size slots, no sample is more than L versions old when its batch is trained. `max_batches` ends
-    the stream: no group is begun that could only go into a later batch. With `in_order=False` a batch takes the groups
-    that finish first; more slots than that then mean over-sampling, and `freshness` bounds the age instead. At most
-    `max_running` groups are generated at a time; a prompt is drawn when its group begins.
+    inside `async with manager`, groups are generated continuously: drawing a prompt takes a slot, which is freed when
+    the group is dropped, or by `release(version)` after its batch has been trained. With (L + 1) * batch_size slots, no
+    sample is more than L versions old when its batch is trained. `max_batches` ends the stream: groups for later
+    batches are not started. With `in_order=False` a batch takes the groups that finish first; more slots then mean
+    over-sampling, and `staleness_limits` bounds the age instead. At most `max_running` groups run at a time; a
+    prompt is drawn when its group starts.
 
-    `judge` names the reason to refuse a scored group, like the config's `filter_fn` with a name. `on_outcomes` learns
-    what became of the prompts of a batch when its version is live, so that a source that draws by it is deterministic
-    wherever generation is.
+    `group_filter` returns the reason to reject a scored group, or None; it runs after the config's `filter_fn`.
+    `on_outcomes` receives the outcomes of a batch's prompts when its version is live, so that a curriculum based on
+    them is deterministic.
 
-    `generate_group(group_index, prompt)` makes a whole group; without it `config.generate_fn([prompt], **kwargs)` is
-    called once per sample, and is told `seed` if it takes that name. Runs under asyncio and trio.
+    `generate_group(group_index, prompt)` generates a whole group; without it `config.generate_fn([prompt], **kwargs)`
+    is called once per sample, with `seed` if it has that parameter. Runs under asyncio and trio.
     """
 
     def __init__(
@@ -105,12 +109,12 @@ class AsyncRolloutManager:
         config: RolloutConfig,
         *,
         generate_group: GenerateGroup | None = None,
-        judge: Callable[[list[Sample]], str | None] | None = None,
+        group_filter: Callable[[list[Sample]], str | None] | None = None,
         on_outcomes: Callable[[list[Outcome]], None] = lambda outcomes: None,
         slots: int | None = None,
         max_running: int | None = None,
         in_order: bool = True,
-        freshness: Freshness = Freshness(),
+        staleness_limits: StalenessLimits = StalenessLimits(),
         max_batches: int | None = None,
         max_rejected_groups: int | None = None,
         seed: int = 0,
@@ -119,31 +123,31 @@ class AsyncRolloutManager:
         if generate_group is None and config.generate_fn is None:
             raise ValueError("RolloutConfig.generate_fn must be provided")
         if slots is not None and slots < config.batch_size:
-            raise ValueError(f"slots {slots} must hold at least one batch of {config.batch_size} groups")
+            raise ValueError(f"slots {slots} must be at least one batch of {config.batch_size} groups")
         self.data_buffer = data_buffer
         self.config = config
         self.slots = slots
         self.max_running = max_running
         self.in_order = in_order
-        self.freshness = freshness
-        self.version = 0  # the last that was released
-        self.idle_s = 0.0  # with nothing to generate: all slots wait for versions
-        self.restarts: Counter[str] = Counter()  # groups that were begun again, by reason
-        self._judge = judge
+        self.staleness_limits = staleness_limits
+        self.version = 0  # the last released
+        self.idle_s = 0.0  # seconds without a running group: all slots wait for versions
+        self.restarts: Counter[str] = Counter()  # restarted groups by reason
+        self._group_filter = group_filter
         self._on_outcomes = on_outcomes
         self._max_groups = None if max_batches is None else max_batches * config.batch_size
         self.max_rejected_groups = max_rejected_groups or REJECTED_BATCHES * config.batch_size
         self.seed = seed
         self.rollout_kwargs = rollout_kwargs or {}
         self.step_count = 0
-        self.groups = GroupAssembler()
+        self.groups = GroupBuffer()
         self._generate_group = generate_group or self._generate_samples
-        self._unreleased: deque[_Unreleased] = deque()
+        self._unreleased: deque[PendingBatch] = deque()
         self._reward_fn = config.reward_fn
         self._tasks: anyio.abc.TaskGroup | None = None
         self._running: dict[int, anyio.CancelScope] = {}
-        self._begun: dict[int, int] = {}  # running group -> version that was live when it began
-        self._overtaken: Counter[int] = Counter()  # group -> times it was begun again
+        self._start_versions: dict[int, int] = {}  # running group -> version that was live at its start
+        self._num_restarts: Counter[int] = Counter()  # group -> number of restarts
         self._idle_since: float | None = None
         self._changed = anyio.Event()
         self._error: BaseException | None = None
@@ -167,30 +171,30 @@ class AsyncRolloutManager:
 
     @property
     def num_slots_used(self) -> int:
-        """Groups that are open, plus those in batches whose version is not live yet."""
+        """Open groups, plus those in batches whose version is not live yet."""
         return self.groups.num_open + sum(batch.num_groups for batch in self._unreleased)
 
     @property
     def num_running(self) -> int:
-        """Groups that are being generated."""
+        """Groups in generation."""
         return len(self._running)
 
     async def generate_batch(self, reward_fn: Callable[[Sample], Any] | None = None) -> RolloutBatch:
-        """The next batch of groups, in index order; `reward_fn` overrides the config's for groups begun by this call.
+        """The next batch of groups, in index order; `reward_fn` overrides the config's for groups started by this call.
 
-        Raises `RolloutStarvedError` when groups keep being dropped, `RuntimeError` once after `request_abort`, and
-        whatever a generator raised; finished groups are kept and unfinished prompts run again on the next call.
+        Raises `NoTrainableGroupsError` after too many dropped groups in a row, `RuntimeError` once after
+        `request_abort`, and errors of generators; finished groups are cached and unfinished ones run in the next call.
         """
         if self.slots is None:
             samples = await self._generate_wave(reward_fn)
         elif reward_fn is not None:
-            raise ValueError("with slots, groups start before generate_batch is called: put reward_fn into the config")
+            raise ValueError("with slots, groups start before generate_batch is called: set reward_fn in the config")
         else:
             samples = await self._next_in_stream()
         self.step_count += 1
         if self.slots is not None:
-            self._unreleased.append(_Unreleased(self.step_count, self.config.batch_size, self.groups.take_outcomes()))
-            self._refresh()
+            self._unreleased.append(PendingBatch(self.step_count, self.config.batch_size, self.groups.take_outcomes()))
+            self._return_stale_groups()
             self._refill()
         else:
             self._on_outcomes(self.groups.take_outcomes())
@@ -198,37 +202,37 @@ class AsyncRolloutManager:
         return RolloutBatch.from_samples(samples, metadata)
 
     def release(self, version: int) -> None:
-        """Batches up to `version` are trained on and their weights are live: their slots may be used again."""
+        """Free the slots of all batches up to `version`: they are trained and their weights are live."""
         self.version = max(self.version, version)
         while self._unreleased and self._unreleased[0].step <= version:
             self._on_outcomes(self._unreleased.popleft().outcomes)
-        self._refresh()
+        self._return_stale_groups()
         self._refill()
 
-    async def wait_settled(self) -> None:
-        """Return once no group is being generated, which happens when every slot waits for a version."""
+    async def wait_until_idle(self) -> None:
+        """Wait until no group is in generation, that is, until every slot waits for a version."""
         while self._running:
             await self._changed.wait()
 
     def request_abort(self) -> None:
-        """Stop what is being generated; the `generate_batch` under way raises. With nothing under way: nothing."""
+        """Cancel all running groups; the current `generate_batch` raises. No effect if nothing is running."""
         if self._running:
             self._abort_requested = True
             for scope in self._running.values():
                 scope.cancel()
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-ready state; taken in mid-generation it says that running groups are to be run again."""
+        """The state, serializable as JSON; running groups are saved as returned and run again after loading."""
         return {
             "version": STATE_VERSION,
             "buffer_state": self.data_buffer.save_state(),
             "step_count": self.step_count,
-            "unreleased": [[o.position, o.reward, o.reason] for batch in self._unreleased for o in batch.outcomes],
+            "unreleased": [o.to_list() for batch in self._unreleased for o in batch.outcomes],
             **self.groups.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken. Its batches count as released: a resumed run has their weights."""
+        """Restore `state`. Its batches count as released: a resumed run has their weights."""
         if state.get("version") != STATE_VERSION:
             raise ValueError(f"rollout state has version {state.get('version')}, this code reads {STATE_VERSION}")
         if self._running:
@@ -237,10 +241,10 @@ class AsyncRolloutManager:
         self.step_count = self.version = state["step_count"]
         self.groups.load_state_dict(state)
         self._unreleased.clear()
-        self._on_outcomes([Outcome(position, reward, reason) for position, reward, reason in state["unreleased"]])
+        self._on_outcomes([Outcome.from_list(values) for values in state["unreleased"]])
 
     async def _generate_wave(self, reward_fn: Callable[[Sample], Any] | None) -> list[Sample]:
-        """Run waves until a batch is ready, and wait for the last one whole: its surplus is cached."""
+        """Run waves until a batch is ready; the surplus of the last wave is cached."""
         self._reward_fn = reward_fn or self.config.reward_fn
         size = self.config.batch_size
         while self._failure() is None and (self.groups.num_ready < size or self.groups.returned):
@@ -256,52 +260,52 @@ class AsyncRolloutManager:
         if self._tasks is None:
             raise RuntimeError("a manager with slots generates inside `async with manager`")
         self._raise_failure()
-        self._refill()  # after a failure, this begins again
+        self._refill()  # restarts generation after a failure
         while (ready := self._take_or_none()) is None:
             self._raise_failure()
             await self._changed.wait()
         return ready
 
     def _refill(self) -> None:
-        """Start a group for every free slot; returned groups hold theirs already."""
+        """Start a group for every free slot; returned groups already have one."""
         if self._tasks is None or self.slots is None or self._failure() is not None:
             return
-        while self._may_start() and (
-            self.groups.returned or (self.num_slots_used < self.slots and not self._is_last_drawn())
+        while self._can_start() and (
+            self.groups.returned or (self.num_slots_used < self.slots and not self._has_drawn_all())
         ):
             self._start_group(self._tasks)
-        self._count_idle()
+        self._update_idle_time()
 
-    def _may_start(self) -> bool:
-        """Whether there is a place for a group, and one that begins now would be young enough for the next batch."""
+    def _can_start(self) -> bool:
+        """Whether `max_running` allows another group, and the current version is fresh enough for the next batch."""
         has_place = self.max_running is None or len(self._running) < self.max_running
         return has_place and not self._is_stale(self.version)
 
     def _is_stale(self, version: int) -> bool:
-        """Whether what `version` made is too old for the next batch, which trains version `step_count`."""
-        limit = self.freshness.max_staleness
+        """Whether samples of `version` are too old for the next batch, which trains version `step_count`."""
+        limit = self.staleness_limits.max_staleness
         return limit is not None and version < self.step_count - limit
 
-    def _refresh(self) -> None:
-        """Take back what has grown too old; it is generated again before anything new."""
-        limit = self.freshness.max_updates
-        for group_index, begun in list(self._begun.items()):
-            if self._is_stale(begun) or (limit is not None and self.version - begun > limit):
-                self._begun.pop(group_index)
+    def _return_stale_groups(self) -> None:
+        """Cancel or return groups that are too old; they are generated again before new ones."""
+        limit = self.staleness_limits.max_updates
+        for group_index, start_version in list(self._start_versions.items()):
+            if self._is_stale(start_version) or (limit is not None and self.version - start_version > limit):
+                self._start_versions.pop(group_index)
                 self._running[group_index].cancel()
-                self._overtaken[group_index] += 1
-                self.restarts["stale" if self._is_stale(begun) else "off_policy"] += 1
-        if self.freshness.max_staleness is None:
+                self._num_restarts[group_index] += 1
+                self.restarts["stale" if self._is_stale(start_version) else "off_policy"] += 1
+        if self.staleness_limits.max_staleness is None:
             return
         for group_index, samples in self.groups.ready.items():
             if self._is_stale(min((v for s in samples for _, v in s.versions), default=self.step_count)):
-                self.groups.give_back(group_index)
+                self.groups.return_group(group_index)
                 self.restarts["stale"] += 1
 
-    def _is_last_drawn(self) -> bool:
+    def _has_drawn_all(self) -> bool:
         return self._max_groups is not None and self.groups.num_emitted + self.groups.num_open >= self._max_groups
 
-    def _count_idle(self) -> None:
+    def _update_idle_time(self) -> None:
         now = anyio.current_time()
         if self._idle_since is not None:
             self.idle_s += now - self._idle_since
@@ -315,15 +319,15 @@ class AsyncRolloutManager:
             position, prompt = self.data_buffer.draw()
             group_index, _ = self.groups.draw(position)
         scope = self._running[group_index] = anyio.CancelScope()
-        self._begun[group_index] = self.version
+        self._start_versions[group_index] = self.version
         tasks.start_soon(self._run_group, group_index, prompt, scope)
 
     async def _run_group(self, group_index: int, prompt: Any, scope: anyio.CancelScope) -> None:
-        """Generate, score, filter; whatever happens, the group ends as ready, dropped or returned."""
+        """Generate, score and filter a group; it always ends as ready, dropped or returned."""
         try:
             with scope:
                 samples = await self._generate_group(group_index, prompt)
-                _stamp(samples, group_index)
+                _assign_indices(samples, group_index)
                 await self._score(samples)
                 reason = self._rejection(samples)
                 if reason is None:
@@ -331,28 +335,28 @@ class AsyncRolloutManager:
                 else:
                     self.groups.drop(group_index, reason, mean_reward(samples) if samples else None)
         except GroupDropped as drop:
-            self.groups.drop(group_index, str(drop))
+            self.groups.drop(group_index, drop.reason)
         except Exception as error:
             self._error = self._error or error
             for other in self._running.values():
                 other.cancel()
         finally:
             if group_index in self.groups.in_flight:
-                self._give_back(group_index)
+                self._return_group(group_index)
             else:
-                self._overtaken.pop(group_index, None)
+                self._num_restarts.pop(group_index, None)
             del self._running[group_index]
-            self._begun.pop(group_index, None)
-            self._wake()
+            self._start_versions.pop(group_index, None)
+            self._notify()
         self._refill()
 
-    def _give_back(self, group_index: int) -> None:
-        """It was interrupted: it runs again, unless weight changes overtook it too often."""
-        if self._overtaken[group_index] > MAX_RESTARTS:
-            del self._overtaken[group_index]
-            self.groups.drop(group_index, "overtaken")
+    def _return_group(self, group_index: int) -> None:
+        """Return an interrupted group, or drop it after `MAX_RESTARTS` restarts due to weight updates."""
+        if self._num_restarts[group_index] > MAX_RESTARTS:
+            del self._num_restarts[group_index]
+            self.groups.drop(group_index, DropReason.STALE)
         else:
-            self.groups.give_back(group_index)
+            self.groups.return_group(group_index)
 
     async def _score(self, samples: list[Sample]) -> None:
         if self._reward_fn is None:
@@ -371,18 +375,18 @@ class AsyncRolloutManager:
                 )
 
     def _rejection(self, samples: list[Sample]) -> str | None:
-        """Name of the filter that refuses the group, or None."""
+        """Name of the filter that rejects the group, or None."""
         if not samples:
-            return "empty"
+            return DropReason.EMPTY
         accept = self.config.filter_fn
         if accept is not None and not accept(samples):
             return getattr(accept, "__name__", "filter_fn")
-        return None if self._judge is None else self._judge(samples)
+        return None if self._group_filter is None else self._group_filter(samples)
 
     async def _generate_samples(self, group_index: int, prompt: Any) -> list[Sample]:
-        """A group from the documented per-sample `generate_fn`; tried again when a sample is missing, aborted, failed.
+        """Generate a group with the per-sample `generate_fn`; retry missing, aborted and failed samples.
 
-        What keeps failing is dropped, for the reason that its last try gave.
+        After `MAX_INCOMPLETE_TRIES` the group is dropped with the last error as reason.
         """
         n = self.config.n_samples_per_prompt
         answers: list[list[Sample]] = [[] for _ in range(n)]
@@ -393,9 +397,9 @@ class AsyncRolloutManager:
                 if len(answers[index]) == 1 and answers[index][0].status not in (Status.ABORTED, Status.FAILED):
                     answers[index][0].validate()
                     return
-            raise GroupDropped(next((s.error for s in answers[index] if s.error), "incomplete"))
+            raise GroupDropped(next((s.error for s in answers[index] if s.error), DropReason.INCOMPLETE))
 
-        await _gather([(fill, index) for index in range(n)])
+        await _run_concurrently([(fill, index) for index in range(n)])
         return [answer[0] for answer in answers]
 
     async def _call_generate_fn(self, prompt: Any, seed: int) -> list[Sample]:
@@ -408,20 +412,20 @@ class AsyncRolloutManager:
             result = await function([prompt], **kwargs)
         else:
             result = await anyio.to_thread.run_sync(lambda: function([prompt], **kwargs))
-        return _check_answer(await result if inspect.isawaitable(result) else result)
+        return _check_generated(await result if inspect.isawaitable(result) else result)
 
     def _failure(self) -> BaseException | None:
-        """What the next `generate_batch` has to raise."""
+        """The error that the next `generate_batch` raises."""
         if self._error is not None:
             return self._error
         if self._abort_requested:
             return RuntimeError("Abort requested during batch generation")
         if self.groups.rejected_streak >= self.max_rejected_groups:
-            return RolloutStarvedError(self.groups.rejected_streak, dict(self.groups.drops))
+            return NoTrainableGroupsError(self.groups.rejected_streak, dict(self.groups.drops))
         return None
 
     def _raise_failure(self) -> None:
-        """Raise it once; a later call starts afresh with what was kept."""
+        """Raise the pending failure once; a later call continues with the cached groups."""
         failure = self._failure()
         if failure is None or self._running:
             return
@@ -437,7 +441,7 @@ class AsyncRolloutManager:
         groups = self.groups.take(self.config.batch_size, in_order=self.in_order)
         return None if groups is None else [sample for group in groups for sample in group]
 
-    def _wake(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = anyio.Event()
 
@@ -448,18 +452,18 @@ async def generate_rollout_batch(
     reward_fn: Callable[[Sample], Any] | None = None,
     **rollout_kwargs: Any,
 ) -> RolloutBatch:
-    """One batch from a manager of its own. What over-sampling makes beyond it is lost, so keep a manager for more."""
+    """One batch from a temporary manager. The surplus of over-sampling is lost; use one manager for several batches."""
     return await AsyncRolloutManager(data_buffer, config, rollout_kwargs=rollout_kwargs).generate_batch(reward_fn)
 
 
 def sample_seed(run_seed: int, group_index: int, index: int) -> int:
-    """Seed of one sample's randomness: the same whatever runs beside it; 53 bits, so JSON numbers carry it."""
+    """Seed of one sample, independent of scheduling; 53 bits, which a JSON number represents exactly."""
     digest = hashlib.blake2b(f"{run_seed}/{group_index}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 11
 
 
-async def _gather(calls: list[tuple[Callable[..., Awaitable[None]], int]]) -> None:
-    """Run all; the first error is raised as itself, not in a group of errors."""
+async def _run_concurrently(calls: list[tuple[Callable[..., Awaitable[None]], int]]) -> None:
+    """Run all calls concurrently; the first error is raised outside of an exception group."""
     first: list[Exception] = []
 
     async def guarded(call: Callable[..., Awaitable[None]], argument: int, tasks: anyio.abc.TaskGroup) -> None:
@@ -476,13 +480,13 @@ async def _gather(calls: list[tuple[Callable[..., Awaitable[None]], int]]) -> No
         raise first[0]
 
 
-def _check_answer(answer: Any) -> list[Sample]:
-    """What `generate_fn` returned for one prompt: a sample, or none when it has to be asked again."""
+def _check_generated(answer: Any) -> list[Sample]:
+    """The result of `generate_fn` for one prompt: a sample, or an empty list if it has to be called again."""
     if isinstance(answer, str) or not isinstance(answer, Iterable):
         raise TypeError(f"generate_fn returned a {type(answer).__name__}: it must return a list of one Sample")
     samples = list(answer)
     if wrong := [sample for sample in samples if not isinstance(sample, Sample)]:
-        raise TypeError(f"generate_fn returned a list with a {type(wrong[0]).__name__}: it must hold a Sample")
+        raise TypeError(f"generate_fn returned a list with a {type(wrong[0]).__name__}: it must contain a Sample")
     if len(samples) > 1:
         raise ValueError(
             f"generate_fn returned {len(samples)} samples for one prompt: it is called once per sample, return one"
@@ -490,7 +494,7 @@ def _check_answer(answer: Any) -> list[Sample]:
     return samples
 
 
-def _stamp(samples: list[Sample], group_index: int) -> None:
+def _assign_indices(samples: list[Sample], group_index: int) -> None:
     for index, sample in enumerate(samples):
         sample.group_index = group_index
         if sample.index is None:

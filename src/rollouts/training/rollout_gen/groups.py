@@ -1,39 +1,73 @@
-"""Book-keeping of groups: every prompt that was drawn is running, waiting, ready, out, or dropped for a reason."""
+"""State machine of prompt groups: in flight, returned, ready, emitted or dropped."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from statistics import fmean
 from typing import Any
 
 from rollouts.training.types import Sample
 
 
+class DropReason(StrEnum):
+    """Why a group was dropped. Filters add their own names as plain strings."""
+
+    ALL_FAILED = "all_failed"  # none of the prompt's rollouts succeeded
+    ENGINE_ERROR = "engine_error"  # every failure was an error of the inference server
+    TOO_FEW = "too_few"  # too few rollouts succeeded to be compared
+    STALE = "stale"  # weight changes restarted the group too often
+    EASY = "easy"  # online difficulty filtering: mean reward 1
+    HARD = "hard"  # online difficulty filtering: mean reward 0
+    EMPTY = "empty"  # the generator returned no samples
+    INCOMPLETE = "incomplete"  # samples were missing or aborted
+
+
+LEGACY_REASONS = {
+    "prompt failed": DropReason.ALL_FAILED,
+    "engine failed": DropReason.ENGINE_ERROR,
+    "too few rollouts": DropReason.TOO_FEW,
+    "overtaken": DropReason.STALE,
+}
+"""Reasons as older checkpoints store them."""
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """What became of the prompt at `position`: its group's mean reward, or the reason why the group was dropped.
+    """The outcome of the prompt at `position`: its group's mean reward, or the reason for dropping the group.
 
-    A group that a filter refused has both.
+    A group rejected by a filter has both. `reason` is a `DropReason`, the name of a filter, or an error text.
     """
 
     position: int
     reward: float | None
     reason: str | None = None
 
+    def to_list(self) -> list[Any]:
+        """JSON-ready: position, reward, reason."""
+        return [self.position, self.reward, None if self.reason is None else str(self.reason)]
 
-class GroupAssembler:
-    """The life of groups, without IO, clocks or tasks.
+    @classmethod
+    def from_list(cls, values: Sequence[Any]) -> Outcome:
+        """The inverse of `to_list`, also for older checkpoints."""
+        position, reward, reason = values
+        return cls(position, reward, None if reason is None else LEGACY_REASONS.get(reason, reason))
+
+
+class GroupBuffer:
+    """States of groups, without I/O, clocks or tasks.
 
         draw() -> IN FLIGHT -> finish() -> READY -> take() -> EMITTED
                     |    ^  \\-> drop(reason) -> DROPPED
-         give_back()v    | draw()     READY -> give_back() too, when it has grown too old
+         return_group()v    | draw()     READY -> return_group() too, if it is stale
                   RETURNED
 
-    Groups carry a growing index and are emitted in that order, whatever order they finish in: `take` hands out a
-    group once every lower index is settled. Hence the emitted stream is the accepted groups in index order, for all
-    latencies, failures, aborts and save points. `take(n, in_order=False)` does not wait for lower ones.
-    Always: next_group_index = in flight + returned + ready + emitted + dropped.
+    Groups have increasing indices and are emitted in this order, independently of the order of completion: `take`
+    returns a group once all lower indices are settled. Hence the stream is the accepted groups in index order for all
+    latencies, failures, aborts and save points. `take(n, in_order=False)` does not wait for lower indices.
+    Invariant: next_group_index = in flight + returned + ready + emitted + dropped.
     """
 
     def __init__(self) -> None:
@@ -42,10 +76,10 @@ class GroupAssembler:
         self.returned: dict[int, int] = {}
         self.num_emitted = 0
         self.drops: Counter[str] = Counter()
-        self.rejected_streak = 0  # dropped since the last group that was kept
+        self.rejected_streak = 0  # groups dropped since the last accepted one
         self._positions: dict[int, int] = {}  # of ready groups
         self._ready: dict[int, list[Sample]] = {}
-        self._outcomes: dict[int, Outcome] = {}  # of settled groups, until a batch takes them along
+        self._outcomes: dict[int, Outcome] = {}  # of settled groups, until they are emitted with a batch
         self._frontier = 0  # every lower index is settled
         self._settled: set[int] = set()  # at or above the frontier: ready, dropped or emitted
         self._queue: deque[int] = deque()  # ready and below the frontier, in order
@@ -53,21 +87,21 @@ class GroupAssembler:
 
     @property
     def num_ready(self) -> int:
-        """Groups that are finished and wait to be taken."""
+        """Number of finished groups that are not emitted yet."""
         return len(self._ready)
 
     @property
     def num_open(self) -> int:
-        """Groups that are drawn but neither emitted nor dropped."""
+        """Number of drawn groups that are neither emitted nor dropped."""
         return len(self.in_flight) + len(self.returned) + len(self._ready)
 
     @property
     def ready(self) -> dict[int, list[Sample]]:
-        """Group index -> samples of the groups that wait to be taken."""
+        """Group index -> samples of the finished groups that are not emitted yet."""
         return dict(self._ready)
 
     def draw(self, position: int) -> tuple[int, int]:
-        """Start a group: a returned one at its own position if there is any, else a new one at `position`."""
+        """Start a group: a returned one at its old position if there is one, else a new one at `position`."""
         if self.returned:
             group_index = min(self.returned)
             position = self.returned.pop(group_index)
@@ -78,7 +112,7 @@ class GroupAssembler:
         return group_index, position
 
     def finish(self, group_index: int, samples: list[Sample]) -> None:
-        """The group is scored and accepted."""
+        """Mark a group as scored and accepted."""
         position = self.in_flight.pop(group_index)
         self.rejected_streak = 0
         self._ready[group_index], self._positions[group_index] = samples, position
@@ -86,14 +120,14 @@ class GroupAssembler:
         self._settle(group_index)
 
     def drop(self, group_index: int, reason: str, reward: float | None = None) -> None:
-        """The group will never be emitted; `reward` is its mean where it was scored."""
+        """Mark a group as dropped; `reward` is its mean reward if it was scored."""
         self._outcomes[group_index] = Outcome(self.in_flight.pop(group_index), reward, reason)
         self.drops[reason] += 1
         self.rejected_streak += 1
         self._settle(group_index)
 
-    def give_back(self, group_index: int) -> None:
-        """The group was interrupted, or waited too long; it is drawn again before any new one."""
+    def return_group(self, group_index: int) -> None:
+        """Return an interrupted or stale group; it is drawn again before new ones."""
         if group_index in self.in_flight:
             self.returned[group_index] = self.in_flight.pop(group_index)
             return
@@ -103,7 +137,7 @@ class GroupAssembler:
         if group_index in self._queue:
             self._queue.remove(group_index)
         self._frontier = min(self._frontier, group_index)
-        # What lies between is settled, and must count as such when the frontier comes by again.
+        # All other indices above the lowered frontier are settled again.
         self._settled |= {
             i
             for i in range(self._frontier, self.next_group_index)
@@ -112,7 +146,7 @@ class GroupAssembler:
         self._queue = deque(i for i in self._queue if i < self._frontier)
 
     def take(self, num_groups: int, *, in_order: bool = True) -> list[list[Sample]] | None:
-        """The next `num_groups` groups in index order, or None while too few are ready or a lower one is open."""
+        """The next `num_groups` groups in index order; None if too few are ready or a lower index is open."""
         if len(self._queue if in_order else self._ready) < num_groups:
             return None
         taken = [self._queue.popleft() for _ in range(num_groups)] if in_order else sorted(self._ready)[:num_groups]
@@ -125,32 +159,34 @@ class GroupAssembler:
         return [self._ready.pop(index) for index in taken]
 
     def take_outcomes(self) -> list[Outcome]:
-        """Outcomes of the groups up to the last one that was taken, in index order."""
+        """Outcomes of the groups up to the last emitted one, in index order."""
         settled = sorted(i for i in self._outcomes if i <= self._last_taken and i not in self._ready)
         return [self._outcomes.pop(index) for index in settled]
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-ready. Groups in flight are saved as returned: they run again after loading."""
+        """The state, serializable as JSON. Groups in flight are saved as returned: they run again after loading."""
         open_groups = sorted({**self.returned, **self.in_flight}.items())
         return {
             "next_group_index": self.next_group_index,
             "num_emitted": self.num_emitted,
-            "drops": dict(self.drops),
+            "drops": {str(reason): count for reason, count in self.drops.items()},
             "rejected_streak": self.rejected_streak,
             "returned": [{"group_index": index, "position": position} for index, position in open_groups],
-            "outcomes": [[i, o.position, o.reward, o.reason] for i, o in sorted(self._outcomes.items())],
+            "outcomes": [[i, *outcome.to_list()] for i, outcome in sorted(self._outcomes.items())],
             "partial_samples": [sample.to_dict() for _, group in sorted(self._ready.items()) for sample in group],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Become the assembler that was saved, whatever this one held before."""
-        GroupAssembler.__init__(self)
+        """Replace the current state by `state`."""
+        GroupBuffer.__init__(self)
         self.next_group_index = state["next_group_index"]
         self.num_emitted = state["num_emitted"]
-        self.drops = Counter(state["drops"])
+        self.drops = Counter()
+        for reason, count in state["drops"].items():
+            self.drops[LEGACY_REASONS.get(reason, reason)] += count
         self.rejected_streak = state["rejected_streak"]
         self.returned = {entry["group_index"]: entry["position"] for entry in state["returned"]}
-        self._outcomes = {i: Outcome(position, reward, reason) for i, position, reward, reason in state["outcomes"]}
+        self._outcomes = {i: Outcome.from_list(values) for i, *values in state["outcomes"]}
         for row in state["partial_samples"]:
             self._ready.setdefault(row["group_index"], []).append(Sample.from_dict(row))
         self._positions = {index: self._outcomes[index].position for index in self._ready}

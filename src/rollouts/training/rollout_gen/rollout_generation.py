@@ -1,4 +1,4 @@
-"""Batches for code without an event loop: a generator over the rollout manager, and samples as one batch."""
+"""Synchronous rollout generation, and conversion of samples to a batch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from rollouts.training.types import RolloutBatch, RolloutConfig, Sample
 def generate_rollout_batches(
     data_buffer: DataBuffer, config: RolloutConfig, **rollout_kwargs: Any
 ) -> Iterator[RolloutBatch]:
-    """Batches without end; what is generated, scored and dropped is what `AsyncRolloutManager` says.
+    """Endless iterator over the batches of an `AsyncRolloutManager`, generated on demand.
 
-    Each batch is made when it is asked for. `generate_fn` may be sync (it runs in worker threads) or async (in an
-    event loop that lives as long as the generator). `rollout_kwargs` are passed to it. Raises `ValueError` at once
-    without a `generate_fn` and for over-sampling.
+    `generate_fn` may be sync (runs in worker threads) or async (runs in an event loop owned by the generator);
+    `rollout_kwargs` are passed to it. Raises `ValueError` immediately without a `generate_fn` and for over-sampling.
     """
     if config.over_sampling_factor > 1.0:
         raise ValueError(
@@ -32,9 +31,9 @@ def generate_rollout_batches(
 
 
 def _generate(manager: AsyncRolloutManager) -> Iterator[RolloutBatch]:
-    """One event loop for all batches, because connections belong to a loop; between batches it rests, threadless.
+    """Use one event loop for all batches, because connections belong to a loop; no thread runs between batches.
 
-    Hence a program ends although nobody closed its generator.
+    Hence an unclosed generator does not keep the program alive.
     """
     loop = asyncio.new_event_loop()
     try:
@@ -48,23 +47,23 @@ def _generate(manager: AsyncRolloutManager) -> Iterator[RolloutBatch]:
 def _run_batch(
     loop: asyncio.AbstractEventLoop, manager: AsyncRolloutManager, reward_fn: Callable[[Sample], Any] | None = None
 ) -> RolloutBatch:
-    """The next batch, made in a thread of its own, so that the caller may itself stand in an event loop."""
+    """The next batch, generated in a separate thread, so that the caller may be inside an event loop."""
     tasks: list[asyncio.Task[RolloutBatch]] = []
     finished = Event()
 
     def work() -> None:
-        # A task is made in this thread: another's context could tell it that it runs in another kind of loop.
+        # Created in this thread: the caller's context could indicate another async library (sniffio).
         tasks.append(loop.create_task(manager.generate_batch(reward_fn)))
-        with suppress(BaseException):  # `result` tells
+        with suppress(BaseException):  # raised by `result`
             loop.run_until_complete(tasks[0])
         finished.set()
 
     try:
         Thread(target=work, daemon=True).start()
-        # A signal in the moment before a lock is waited for does not end that wait: look up now and then.
+        # A signal just before waiting for a lock does not interrupt the wait, hence the timeout.
         while not finished.wait(timeout=1.0):
             pass
-    except BaseException:  # an interrupt of the thread that waits: unfinished prompts go back
+    except BaseException:  # the waiting thread was interrupted: return unfinished prompts
         loop.call_soon_threadsafe(lambda: tasks[0].cancel())
         finished.wait()
         raise
@@ -72,7 +71,7 @@ def _run_batch(
 
 
 def convert_to_batch(samples: list[Sample], epoch_id: int = 0, step_id: int = 0) -> RolloutBatch:
-    """Columns over `samples`, with a column `sample_<key>` in the metadata for every metadata key of any sample.
+    """A batch of `samples`, with a metadata column `sample_<key>` for every metadata key of any sample.
 
     Raises `ValueError` without samples and for a sample whose streams do not cover its tokens.
     """
@@ -93,7 +92,7 @@ def convert_to_batch(samples: list[Sample], epoch_id: int = 0, step_id: int = 0)
 
 
 class RolloutManager:
-    """The sync manager of the first edition: `AsyncRolloutManager` behind blocking calls. Deprecated."""
+    """Deprecated synchronous wrapper of `AsyncRolloutManager`."""
 
     def __init__(self, data_buffer: DataBuffer, config: RolloutConfig, **rollout_kwargs: Any) -> None:
         warnings.warn(

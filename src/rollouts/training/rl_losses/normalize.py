@@ -1,4 +1,4 @@
-"""One number of per-token losses, as a sum and the count of tokens or sequences that it goes by."""
+"""Loss aggregation: per-token losses to a sum and a count of tokens or sequences."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rollouts.training.objectives import Normaliser
+from rollouts.training.objectives import Normalizer
 from rollouts.training.rl_losses.inputs import LossInputs
 
 Aggregation = Literal["token", "sequence", "constant"]
-_NORMALISERS: dict[str, Normaliser] = {"token": "tokens", "sequence": "sequences", "constant": "constant"}
+_NORMALIZERS: dict[str, Normalizer] = {"token": "tokens", "sequence": "sequences", "constant": "constant"}
 
 
-def normalise(
-    per_token: Float[Tensor, " tokens"], inputs: LossInputs, normaliser: Normaliser, max_tokens: int | None = None
+def normalize(
+    per_token: Float[Tensor, " tokens"], inputs: LossInputs, normaliser: Normalizer, max_tokens: int | None = None
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """Sum and count, whose quotient over a whole step is the loss.
+    """Sum and count; their quotient over a whole step is the loss.
 
     tokens      sum of m x                        count of tokens, sum of m
     sequences   sum of (sum m x) / (sum m)        count of sequences with loss
@@ -26,7 +26,7 @@ def normalise(
     constant    sum of m x / max_tokens           count of sequences with loss
     """
     mask = inputs.loss_mask
-    # Taken out by `where`, not by a product with 0: what is masked may be infinite.
+    # Masked by `where`, not by a product with 0: masked values may be infinite.
     weighted = torch.where(mask > 0, per_token, 0.0) * mask
     if normaliser == "tokens":
         return weighted.sum(), mask.sum()
@@ -45,17 +45,17 @@ def aggregate_tokens(
     aggregation: Aggregation,
     max_tokens: int | None = None,
 ) -> Float[Tensor, ""]:
-    """One number of a per-token loss: mean over loss tokens, mean of sequence means, or sum / (batch max_tokens)."""
+    """Scalar loss: mean over loss tokens, mean of sequence means, or sum / (batch max_tokens)."""
     flat = flatten_rows(values, loss_mask)
-    total, count = normalise(flat.trainer_logprobs, flat, normaliser_of(aggregation), max_tokens)
+    total, count = normalize(flat.trainer_logprobs, flat, normalizer_of(aggregation), max_tokens)
     return total / (count.clamp(min=1) if aggregation == "token" else len(values))
 
 
-def normaliser_of(aggregation: Aggregation) -> Normaliser:
+def normalizer_of(aggregation: Aggregation) -> Normalizer:
     """The normaliser of an aggregation; `ValueError` for an unknown one."""
-    if aggregation not in _NORMALISERS:
+    if aggregation not in _NORMALIZERS:
         raise ValueError(f"aggregation {aggregation!r} is not one of {', '.join(get_args(Aggregation))}")
-    return _NORMALISERS[aggregation]
+    return _NORMALIZERS[aggregation]
 
 
 def flatten_rows(
@@ -66,7 +66,7 @@ def flatten_rows(
     reference: Float[Tensor, "batch seq"] | None = None,
     entropy: Float[Tensor, "batch seq"] | None = None,
 ) -> LossInputs:
-    """Rows of a rectangle as the streams of one pack."""
+    """Padded rows as the streams of one pack."""
     rows, width = loss_mask.shape
     flat = logprobs.flatten()
     return LossInputs(

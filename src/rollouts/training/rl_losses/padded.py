@@ -1,4 +1,4 @@
-"""The two losses of the library's document, on padded logits: faces of the one policy loss."""
+"""`grpo_loss` and `ppo_loss` on padded logits, implemented by `policy_loss`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from rollouts.training.objectives import KLEstimator, Objective
 from rollouts.training.rl_losses.kl import compute_kl
 from rollouts.training.rl_losses.logprobs import compute_entropy, compute_label_logprobs
-from rollouts.training.rl_losses.normalise import Aggregation, flatten_rows, normaliser_of
+from rollouts.training.rl_losses.normalize import Aggregation, flatten_rows, normalizer_of
 from rollouts.training.rl_losses.policy import policy_loss
 from rollouts.training.rl_losses.stats import TokenStats
 
@@ -19,9 +19,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def mean_over(unit: str) -> Callable[[F], F]:
-    """Say what a loss function's scalar is a mean over: "token", "sequence", or "aggregation" for its own argument.
+    """Declare the unit that a loss function averages over: "token", "sequence", or "aggregation" (its argument).
 
-    With that, a backend weighs the parts of a step so that splitting a batch over calls or ranks changes nothing.
+    A backend weights the parts of a step accordingly, so that splitting a batch over calls or ranks has no effect.
     """
 
     def mark(function: F) -> F:
@@ -38,7 +38,7 @@ def grpo_loss(
     loss_mask: Float[Tensor, "batch seq"],
     advantages: Tensor,
 ) -> Float[Tensor, ""]:
-    """-mean over sequences of (mean over loss tokens of logp) A  (group relative, without a ratio).
+    """-mean over sequences of (mean over loss tokens of logp) A  (group-relative, without importance ratio).
 
     Labels are shifted already. `advantages` are [batch] or [batch, seq].
     """
@@ -136,7 +136,7 @@ def ppo_loss_with_metrics(
         ref_kl_tau=kl_coef,
         ref_kl_estimator=kl_estimator,
         entropy_tau=entropy_coef,
-        normaliser=normaliser_of(aggregation),
+        normaliser=normalizer_of(aggregation),
         max_tokens=max_tokens,
     )
     output = policy_loss(inputs, objective)
@@ -188,7 +188,7 @@ def _check_ppo(
         raise ValueError(f"clip_range {low} must lie between 0 and 1, and clip_range_high {high} not below 0")
     if dual_clip is not None and dual_clip <= 1:
         raise ValueError(
-            f"dual_clip {dual_clip} must be above 1, it bounds the ratio of tokens with negative advantage"
+            f"dual_clip {dual_clip} must be above 1: it bounds the ratio of tokens with negative advantage"
         )
     if kl_coef and ref is None:
         raise ValueError(f"kl_coef is {kl_coef} but there are no ref_log_probs to compare with")

@@ -1,4 +1,4 @@
-"""From an environment's id to its code: where it lies and which arguments it takes, without importing any of it."""
+"""Resolves an environment id to its source and parameters, without importing it."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ NAME = re.compile(r"(?:(?P<org>[\w.-]+)/)?(?P<name>[A-Za-z_][\w-]*(?:\.[A-Za-z_]
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where an environment's code lies: `module` is imported with `folder` on the path, `factory` is called."""
+class EnvSource:
+    """Location of an environment's code: `module` is imported with `folder` on the path, then `factory` is called."""
 
     env_id: str
     module: str
     folder: Path | None = None
     file: Path | None = None
-    """Its source, where that is Python; None for what only an import could tell."""
+    """The Python source file; None if it cannot be determined without an import."""
     factory: str = FACTORY
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """What a factory takes."""
+    """Parameters of a factory."""
 
     names: tuple[str, ...]
     required: tuple[str, ...]
     takes_any: bool
 
 
-def find_environment(env_id: str, search_dirs: Sequence[Path] | None = None) -> Place:
-    """Where the environment called `env_id` lies; raises `ValueError` that names what there is and the cure.
+def find_environment(env_id: str, search_dirs: Sequence[Path] | None = None) -> EnvSource:
+    """Locate environment `env_id`; `ValueError` lists the available ones.
 
-    reverse-text, org/reverse-text    a folder below `search_dirs` (default: `environments` below the working directory
-                                      and beside this library), then an installed module reverse_text
+    reverse-text, org/reverse-text    a folder in `search_dirs` (default: `environments` in the working directory and
+                                      in this repository), then an installed module reverse_text
     module:factory                    a function of any importable module, `verifiers` or not
     ./folder, ./file.py[:factory]     code at a path
     """
@@ -59,39 +59,40 @@ def find_environment(env_id: str, search_dirs: Sequence[Path] | None = None) -> 
     for root in roots:
         folder = root.resolve() / name
         if (file := _source_in(folder, name)) is not None:
-            return Place(env_id, name, folder, file, factory)
+            return EnvSource(env_id, name, folder, file, factory)
     file = _find_module(name)
     if file is None:
         raise ValueError(_describe_unknown(env_id, name, roots))
-    return Place(env_id, name, None, file if file.suffix == ".py" else None, factory)
+    return EnvSource(env_id, name, None, file if file.suffix == ".py" else None, factory)
 
 
 def check_environment(
     env_id: str, args: dict[str, Any] | None = None, *, search_dirs: Sequence[Path] | None = None
-) -> Place:
-    """`find_environment`, and the arguments are those its factory takes. Imports nothing; raises `ValueError`."""
-    place = find_environment(env_id, search_dirs)
-    if place.file is None:
-        return place
+) -> EnvSource:
+    """`find_environment`, and check the arguments against the factory's, without imports. Raises `ValueError`."""
+    source = find_environment(env_id, search_dirs)
+    if source.file is None:
+        return source
     try:
-        tree = ast.parse(place.file.read_bytes(), str(place.file))
+        tree = ast.parse(source.file.read_bytes(), str(source.file))
     except (SyntaxError, OSError) as error:
         raise ValueError(f"environment {env_id!r} did not import: {type(error).__name__}: {error}") from error
     imported = {name for node in ast.walk(tree) for name in _imported_names(node)}
     if "verifiers" in imported:
         check_verifiers()
-    parameters = _read_parameters(tree, place.factory)
+    parameters = _read_parameters(tree, source.factory)
     if parameters is not None:
         check_args(env_id, parameters, args or {})
-    elif place.factory not in _bound_names(tree):
+    elif source.factory not in _bound_names(tree):
         raise ValueError(
-            f"environment {env_id!r}: {place.file} has no function {place.factory}; is it another package of that name?"
+            f"environment {env_id!r}: {source.file} has no function {source.factory}; "
+            "is it another package of that name?"
         )
-    return place
+    return source
 
 
 def check_args(env_id: str, parameters: Parameters, args: dict[str, Any]) -> None:
-    """A misspelt or missing argument is named here, before Python says it with a traceback."""
+    """Raise `ValueError` for unknown or missing arguments."""
     known = ", ".join(parameters.names) or "none"
     unknown = [] if parameters.takes_any else sorted(set(args) - set(parameters.names))
     if unknown:
@@ -106,7 +107,7 @@ def check_args(env_id: str, parameters: Parameters, args: dict[str, Any]) -> Non
 
 
 def check_verifiers() -> None:
-    """Raise `ValueError` unless a `verifiers` is installed that has the classes environments are written with."""
+    """Raise `ValueError` unless a supported version of `verifiers` is installed."""
     try:
         found = importlib.metadata.version("verifiers")
     except importlib.metadata.PackageNotFoundError:
@@ -144,23 +145,23 @@ def _source_in(folder: Path, name: str) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-def _find_path(env_id: str, target: str, factory: str) -> Place:
+def _find_path(env_id: str, target: str, factory: str) -> EnvSource:
     path = Path(target).expanduser().resolve()
     name = path.stem.replace("-", "_") if path.suffix == ".py" else path.name.replace("-", "_")
     if path.is_file() and path.suffix == ".py":
         if not name.isidentifier() or name != path.stem:
             raise ValueError(f"environment {env_id!r}: {path.name} cannot be imported: give it a name without dashes")
-        return Place(env_id, name, path.parent, path, factory)
+        return EnvSource(env_id, name, path.parent, path, factory)
     if (file := _source_in(path, name)) is not None:
-        return Place(env_id, name, path, file, factory)
+        return EnvSource(env_id, name, path, file, factory)
     if (path / "__init__.py").is_file():
-        return Place(env_id, path.name, path.parent, path / "__init__.py", factory)
+        return EnvSource(env_id, path.name, path.parent, path / "__init__.py", factory)
     wanted = f"a Python file, or a folder with {name}.py"
     raise ValueError(f"environment {env_id!r}: {path} is not {wanted}: correct the path")
 
 
 def _find_module(name: str) -> Path | None:
-    """The file of an installed module; of a submodule without importing its package."""
+    """The file of an installed module or submodule, without importing its package."""
     top, *rest = name.split(".")
     try:
         spec = importlib.util.find_spec(top)
@@ -198,7 +199,7 @@ def _imported_names(node: ast.AST) -> list[str]:
 
 
 def _read_parameters(tree: ast.Module, factory: str) -> Parameters | None:
-    """Those of the factory when it is defined in the file itself."""
+    """Parameters of the factory if it is defined in this file."""
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == factory:
             given = node.args
@@ -213,7 +214,7 @@ def _read_parameters(tree: ast.Module, factory: str) -> Parameters | None:
 
 
 def _bound_names(tree: ast.Module) -> set[str]:
-    """Names that a module may have at its top level, as far as its text tells; `*` imports bring any."""
+    """Names that a module may define at its top level; `*` imports may define any."""
     bound: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):

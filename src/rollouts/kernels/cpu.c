@@ -1,8 +1,8 @@
-/* Kernels in fp32: what stands between the matrix products of a decoder, and a whole step of decoding.
+/* fp32 CPU kernels: RMSNorm, RoPE, SwiGLU, softmax, GEMM with packed weights, and a fused decode step.
  *
- * Every row is computed by itself in the same order of operations, so its bits do not depend on what is computed beside
- * it, nor on the number of threads. Plain C with vector extensions (gcc 12, clang); `native.py` compiles it without
- * contractions, so that an expression rounds alike wherever it stands, and calls it.
+ * Batch invariance: every row is computed independently and in a fixed order of operations, so its bits depend neither
+ * on the other rows nor on the number of threads. Plain C with vector extensions (gcc 12, clang). `cpu.py` compiles and
+ * calls it; contractions are off (-ffp-contract=off), so an expression rounds the same way wherever it is inlined.
  */
 #include <math.h>
 #include <stdint.h>
@@ -17,21 +17,21 @@
 #include <omp.h>
 #define TEXT(words) #words
 #define PARALLEL(enough) _Pragma(TEXT(omp parallel for schedule(static) if (enough)))
-#define SHARED_FOR _Pragma("omp for schedule(static)") /* the threads of the region share it, and wait at its end */
-#define TAKEN_FOR _Pragma("omp for schedule(dynamic)") /* the same, each part to who is free */
+#define STATIC_FOR _Pragma("omp for schedule(static)")   /* inside a parallel region; barrier at the end */
+#define DYNAMIC_FOR _Pragma("omp for schedule(dynamic)") /* the same with dynamic scheduling */
 #define THREAD omp_get_thread_num()
 #else
 #define PARALLEL(enough)
-#define SHARED_FOR
-#define TAKEN_FOR
+#define STATIC_FOR
+#define DYNAMIC_FOR
 #define THREAD 0
 #endif
 
 #define ALWAYS static inline __attribute__((always_inline))
 
 #ifdef __AVX512F__
-#define LANES 16 /* numbers in a vector */
-#define PANEL 64 /* columns of a packed weight that lie together */
+#define LANES 16 /* floats per vector; 8 without AVX-512 */
+#define PANEL 64 /* outputs per panel of a packed weight */
 #else
 #define LANES 8
 #define PANEL 16
@@ -39,14 +39,14 @@
 
 enum {
   HALF = PANEL / 2,
-  TILE = 6,    /* rows that a product computes at once: TILE x PANEL sums stay in registers */
-  KEYS = 128,  /* positions in a block of the cache */
-  BATCH = 96,  /* rows of a long product that stay in the processor's cache while all panels go by */
-  WIDEN = 12,  /* rows from which on it is cheaper to widen a bf16 panel once */
-  MOST_SIZE = 256,
-  BRIEF = 512, /* keys */
-  PAIR = 2,    /* queries that read values together */
-  MANY = 1 << 14 /* numbers from which on a second thread is worth its waking */
+  TILE = 6,    /* rows per register tile: TILE x PANEL sums stay in registers */
+  KEYS = 128,  /* positions per KV cache block */
+  BATCH = 96,  /* rows per batch of a long GEMM: they stay in the CPU cache while all panels are read */
+  WIDEN = 12,  /* minimum rows for which widening a bf16 panel once is cheaper */
+  MAX_HEAD_DIM = 256,
+  SHORT_CONTEXT = 512, /* keys; up to this length the next row's KV data fits into the CPU cache as well */
+  PAIR = 2,    /* queries per pass over the values */
+  MANY = 1 << 14 /* minimum elements for multi-threading */
 };
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
@@ -75,11 +75,11 @@ ALWAYS vec fma_of(vec a, vec b, vec c) {
   memcpy(&c, z, sizeof c);
   return c;
 #else
-#error "this processor has no fused multiplication and addition that the kernels know"
+#error "unsupported CPU: the kernels need FMA (x86) or NEON (ARM)"
 #endif
 }
 
-/* Numbers i ... of an array of fp32, or of bf16 (`narrow`), which is the upper half of fp32. */
+/* Load LANES elements from index i of an fp32 array, or of a bf16 array (`narrow`): bf16 is the upper half of fp32. */
 ALWAYS vec load_as(const void *p, int64_t i, int narrow) {
   if (!narrow) return load((const float *)p + i);
   uvec wide = __builtin_convertvector(*(const hvec *)((const uint16_t *)p + i), uvec) << 16;
@@ -137,7 +137,7 @@ ALWAYS vec exp_of(vec x) {
   return pick(x != x, x, pick(zero, all(0.f), p * (vec)scale));
 }
 
-/* The last, partial vector of a row: its missing numbers are 0. */
+/* The last, partial vector of a row, zero-padded. */
 ALWAYS vec load_some(const float *p, int64_t count) {
   vec x = {0};
   for (int64_t i = 0; i < count; i++) x[i] = p[i];
@@ -155,7 +155,7 @@ ALWAYS void store_some(float *p, vec x, int64_t count) {
     else store_some((p) + (i), x, (size) - (i)); \
   } while (0)
 
-/* out = weight x / rms(x); returns 1 / rms(x). `out` may be `x`. */
+/* out = weight x / rms(x); returns 1 / rms(x). `out` may alias `x`. */
 ALWAYS float norm_row(const float *x, const float *weight, float eps, float *out, int64_t size) {
   vec squares = {0};
   ROW(i, size) { vec v = LOAD(x, i, size); squares = fma_of(v, v, squares); }
@@ -164,8 +164,8 @@ ALWAYS float norm_row(const float *x, const float *weight, float eps, float *out
   return scale;
 }
 
-/* Row r of x is [r / inner][r % inner] with `stride` numbers from one r / inner to the next; so is its weight, which
- * repeats every `inner` rows where `weights` > 1. x += added first, where there is any. */
+/* Row r of x is [r / inner][r % inner], with `stride` elements between outer rows. With `weights` > 1 there is one
+ * weight row per inner row. If `added` is given, x += added first (fused residual add). */
 void rms_norm(float *x, int64_t stride, const float *added, const float *weight, int64_t weights, float eps, float *out,
               float *scales, int64_t rows, int64_t inner, int64_t size) {
   PARALLEL(rows * size > MANY)
@@ -177,13 +177,13 @@ void rms_norm(float *x, int64_t stride, const float *added, const float *weight,
   }
 }
 
-/* With u = s x, y = w u:  dx = s (w dy - u mean(u w dy)),  dw = sum over rows of u dy, in `parts` partial sums. */
+/* With u = s x and y = w u:  dx = s (w dy - u mean(u w dy)),  dw = sum over rows of u dy, in `parts` partial sums. */
 void rms_norm_backward(const float *grad, const float *x, int64_t stride, const float *weight, const float *scales,
-                       float *to_x, float *to_weight, int64_t parts, int64_t rows, int64_t inner, int64_t size) {
+                       float *grad_x, float *grad_weight, int64_t parts, int64_t rows, int64_t inner, int64_t size) {
   int64_t share = (rows + parts - 1) / parts;
   PARALLEL(rows * size > MANY)
   for (int64_t part = 0; part < parts; part++) {
-    float *dw = to_weight + part * size;
+    float *dw = grad_weight + part * size;
     memset(dw, 0, sizeof(float) * (size_t)size);
     for (int64_t r = part * share; r < rows && r < (part + 1) * share; r++) {
       const float *row = x + r / inner * stride + r % inner * size, *dy = grad + r * size;
@@ -196,30 +196,30 @@ void rms_norm_backward(const float *grad, const float *x, int64_t stride, const 
       vec mean = all(sum(inside) / (float)size);
       ROW(i, size) {
         vec u = LOAD(row, i, size) * s;
-        STORE(to_x + r * size, i, size, s * (LOAD(weight, i, size) * LOAD(dy, i, size) - u * mean));
+        STORE(grad_x + r * size, i, size, s * (LOAD(weight, i, size) * LOAD(dy, i, size) - u * mean));
       }
     }
   }
 }
 
-/* (left, right) -> (left cos - right sin, right cos + left sin); `turn` -1 turns back. `out` may be `x`.
- * Both halves of the tables are the same but for a sign, which the first half of a sine may have. */
-ALWAYS void rotate_row(const float *x, const float *cos, const float *sin, float turn, float *out, int64_t size) {
+/* RoPE: (left, right) -> (left cos - right sin, right cos + left sin); `sign` -1 is the inverse. `out` may alias
+ * `x`. Both halves of the tables are equal, except that the first half of `sin` may have the opposite sign. */
+ALWAYS void rotate_row(const float *x, const float *cos, const float *sin, float sign, float *out, int64_t size) {
   int64_t mid = size / 2;
   ROW(i, mid) {
     vec left = LOAD(x, i, mid), right = LOAD(x + mid, i, mid);
-    vec c = LOAD(cos, i, mid), s = LOAD(sin + mid, i, mid) * all(turn);
+    vec c = LOAD(cos, i, mid), s = LOAD(sin + mid, i, mid) * all(sign);
     STORE(out, i, mid, left * c - right * s);
     STORE(out + mid, i, mid, right * c + left * s);
   }
 }
 
-void rotate(const float *x, int64_t stride, const float *cos, const float *sin, float turn, float *out, int64_t tokens,
+void rotate(const float *x, int64_t stride, const float *cos, const float *sin, float sign, float *out, int64_t tokens,
             int64_t heads, int64_t size) {
   PARALLEL(tokens * heads * size > MANY)
   for (int64_t t = 0; t < tokens; t++)
     for (int64_t h = 0; h < heads; h++)
-      rotate_row(x + t * stride + h * size, cos + t * size, sin + t * size, turn, out + (t * heads + h) * size, size);
+      rotate_row(x + t * stride + h * size, cos + t * size, sin + t * size, sign, out + (t * heads + h) * size, size);
 }
 
 /* out = gate / (1 + exp(-gate)) up */
@@ -236,15 +236,15 @@ void swiglu(const float *gate, int64_t gate_stride, const float *up, int64_t up_
   for (int64_t r = 0; r < rows; r++) gated_row(gate + r * gate_stride, up + r * up_stride, out + r * size, size);
 }
 
-void swiglu_backward(const float *grad, const float *gate, const float *up, float *to_gate, float *to_up, int64_t rows,
-                     int64_t size) {
+void swiglu_backward(const float *grad, const float *gate, const float *up, float *grad_gate, float *grad_up,
+                     int64_t rows, int64_t size) {
   PARALLEL(rows * size > MANY)
   for (int64_t r = 0; r < rows; r++)
     ROW(i, size) {
       vec d = LOAD(grad + r * size, i, size), g = LOAD(gate + r * size, i, size), u = LOAD(up + r * size, i, size);
       vec s = all(1.f) / (all(1.f) + exp_of(-g));
-      STORE(to_up + r * size, i, size, d * g * s);
-      STORE(to_gate + r * size, i, size, d * u * s * (all(1.f) + g * (all(1.f) - s)));
+      STORE(grad_up + r * size, i, size, d * g * s);
+      STORE(grad_gate + r * size, i, size, d * u * s * (all(1.f) + g * (all(1.f) - s)));
     }
 }
 
@@ -275,14 +275,14 @@ void softmax(float *scores, int64_t rows, int64_t size) {
 
 /* matrix products ------------------------------------------------------------------------------------------------- */
 
-/* How the numbers of a packed weight are kept. */
+/* Element format of a packed weight. */
 enum {
   FP32,
-  BF16, /* widened before they are multiplied: products are those of fp32 */
-  DOTS  /* bf16, two inputs of an output side by side; what they are multiplied with is rounded to bf16 as well */
+  BF16, /* widened to fp32 before multiplication */
+  DOTS  /* bf16 in pairs of inputs for AVX512_BF16 dot products; activations are rounded to bf16 as well */
 };
 
-/* Whether this processor adds products of bf16, two of each sum at once. */
+/* Whether the CPU has bf16 dot products (AVX512_BF16). */
 int has_dots(void) {
 #ifdef __AVX512BF16__
   return 1;
@@ -291,16 +291,16 @@ int has_dots(void) {
 #endif
 }
 
-/* sum + a[0] b[0] + a[1] b[1] of each number's two halves. */
+/* sum + a[0] b[0] + a[1] b[1], where each lane of a and b is a pair of bf16 values. */
 ALWAYS vec dots_of(vec sum, vec a, vec b) {
 #ifdef __AVX512BF16__
   return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 #else
-  return sum; /* nobody asks: see `has_dots` */
+  return sum; /* unreachable, see `has_dots` */
 #endif
 }
 
-/* The rows of x as a weight of this format wants them: as they are, or rounded to bf16 in `scratch`. */
+/* Activations in the format that the weight needs: x itself, or x rounded to bf16 in `scratch` (DOTS). */
 static const void *in_format(const float *x, float *scratch, int64_t numbers, int format) {
   if (format != DOTS) return x;
   int64_t i = 0;
@@ -317,16 +317,16 @@ static const void *in_format(const float *x, float *scratch, int64_t numbers, in
   return scratch;
 }
 
-/* Where number i of an array of this format is. */
+/* Address of element i of an array of this format. */
 ALWAYS const void *at_item(const void *p, int64_t i, int format) {
   return (const char *)p + i * (format == FP32 ? 4 : 2);
 }
 
-/* How the outputs of a packed weight lie in its panels, and what becomes of them. */
+/* Layout of the outputs of a packed weight in its panels. */
 enum {
-  PLAIN,  /* one after another */
-  PAIRED, /* a panel has HALF of the first half of all outputs, and beside them HALF of the second */
-  GATED   /* the same; out = silu(first half) second half */
+  PLAIN,  /* consecutive outputs */
+  PAIRED, /* each panel has HALF outputs of the first half (gate) and HALF of the second half (up) */
+  GATED   /* PAIRED layout, with out = silu(first half) * second half */
 };
 
 ALWAYS int64_t num_panels(int64_t outputs, int64_t kind) {
@@ -337,8 +337,8 @@ int64_t packed_size(int64_t outputs, int64_t inputs, int64_t kind) {
   return num_panels(outputs, kind) * PANEL * inputs;
 }
 
-/* A weight [outputs, inputs] in panels of PANEL outputs, each [inputs][PANEL], for dots [inputs / 2][PANEL][2]; zeros
- * behind the last output. */
+/* Pack a weight [outputs, inputs] into panels of PANEL outputs, each [inputs][PANEL] (DOTS: [inputs / 2][PANEL][2]),
+ * zero-padded after the last output. */
 void pack(const void *weight, void *packed, int64_t outputs, int64_t inputs, int64_t format, int64_t kind) {
   int64_t beside = format == DOTS ? 2 : 1;
   int64_t panels = num_panels(outputs, kind), inner = outputs / 2;
@@ -357,8 +357,8 @@ void pack(const void *weight, void *packed, int64_t outputs, int64_t inputs, int
   }
 }
 
-/* `num` rows of x times `size` inputs of one panel; with `more` added to what `out` has. Meanwhile the memory `ahead`
- * comes nearer, `step` bytes for each input. */
+/* Multiply `num` rows of x with `size` inputs of one panel; `more` accumulates into `out`. Prefetches `ahead`, `step`
+ * bytes per input. */
 ALWAYS void tile(const void *x, int64_t inputs, const void *panel, int64_t size, float *out, int64_t outputs,
                  int64_t columns, int more, const char *ahead, int64_t step, int num, int format) {
   vec sums[TILE][PANEL / LANES];
@@ -395,7 +395,7 @@ ALWAYS void tile(const void *x, int64_t inputs, const void *panel, int64_t size,
       }
 }
 
-/* All rows; `ahead` are as many bytes as these inputs of the panel have. */
+/* `tile` for all rows; `ahead` has `bytes` bytes to prefetch, as many as these inputs of the panel. */
 ALWAYS void tiles(const void *x, int64_t inputs, const void *panel, int64_t size, float *out, int64_t outputs,
                   int64_t columns, int more, const char *ahead, int64_t bytes, int64_t rows, int format) {
   int64_t step = bytes / size / ((rows + TILE - 1) / TILE);
@@ -431,9 +431,8 @@ static void add_bias(float *out, int64_t stride, const float *bias, int64_t rows
     }
 }
 
-/* One panel of out = x packed^T + bias; x is `in_format`. `scratch` has room for a panel, if it is to be widened, and
- * then for rows x PANEL numbers, if it is of pairs. A sum goes through `block` inputs, and then on from zero, added to
- * what was. */
+/* One panel of out = x packed^T + bias; x comes from `in_format`. `scratch` has space for a widened panel (BF16) and
+ * then for rows x PANEL elements (PAIRED, GATED). Sums are blocked: each covers `block` inputs and starts from zero. */
 static void panel_product(const void *x, const void *packed, const float *bias, int64_t block, float *out,
                           float *scratch, int64_t p, int64_t rows, int64_t outputs, int64_t inputs, int format,
                           int kind) {
@@ -470,26 +469,26 @@ static void panel_product(const void *x, const void *packed, const float *bias, 
   }
 }
 
-/* Numbers that rows of x take `in_format`, a whole number of vectors. */
+/* Scratch elements that `in_format` needs, rounded up to whole vectors. */
 ALWAYS int64_t rounded_size(int64_t numbers, int format) {
   return format == DOTS ? (numbers / 2 + LANES - 1) / LANES * LANES : 0;
 }
 
-/* out = x packed^T + bias; threads of a region share its panels, each with `scratch_size` numbers of `scratch`: for x
- * `in_format`, and for `panel_product`. */
+/* out = x packed^T + bias. The threads of the parallel region share the panels; each has `scratch_size` elements of
+ * `scratch`, for `in_format` and for `panel_product`. */
 static void product(const float *x, const void *packed, const float *bias, int64_t block, float *out, float *scratch,
                     int64_t scratch_size, int64_t rows, int64_t outputs, int64_t inputs, int format, int kind) {
   float *mine = scratch + THREAD * scratch_size;
-  const void *rounded = in_format(x, mine, rows * inputs, format); /* by every thread: quicker than to wait */
+  const void *rounded = in_format(x, mine, rows * inputs, format); /* in every thread: faster than a barrier */
   mine += rounded_size(rows * inputs, format);
-  SHARED_FOR
+  STATIC_FOR
   for (int64_t p = 0; p < num_panels(outputs, kind); p++)
     panel_product(rounded, packed, bias, block, out, mine, p, rows, outputs, inputs, format, kind);
 }
 
-/* Up to this many rows share panels among threads; more are shared themselves, BATCH at a time, by who is free: nobody
- * waits for a slower thread. */
-int64_t most_rows(int64_t threads) { return 2 * BATCH * threads; }
+/* Up to this many rows, panels are distributed over the threads; beyond it, batches of BATCH rows are distributed
+ * dynamically. */
+int64_t max_panel_parallel_rows(int64_t threads) { return 2 * BATCH * threads; }
 
 void linear(const float *x, const void *packed, const float *bias, int64_t block, float *out, float *scratch,
             int64_t scratch_size, int64_t rows, int64_t outputs, int64_t inputs, int64_t format, int64_t kind,
@@ -498,10 +497,10 @@ void linear(const float *x, const void *packed, const float *bias, int64_t block
 #ifdef _OPENMP
 #pragma omp parallel num_threads(threads) if (threads > 1)
 #endif
-  if (rows <= most_rows(threads)) {
+  if (rows <= max_panel_parallel_rows(threads)) {
     product(x, packed, bias, block, out, scratch, scratch_size, rows, outputs, inputs, (int)format, (int)kind);
   } else {
-    TAKEN_FOR
+    DYNAMIC_FOR
     for (int64_t r = 0; r < rows; r += BATCH) {
       int64_t num = rows - r < BATCH ? rows - r : BATCH;
       float *mine = scratch + THREAD * scratch_size;
@@ -514,10 +513,10 @@ void linear(const float *x, const void *packed, const float *bias, int64_t block
   }
 }
 
-/* a step of decoding: one new token of each sequence ---------------------------------------------------------------- */
+/* decode step: one new token per sequence ------------------------------------------------------------------------ */
 
-/* LANES keys as they lie, to as many numbers of one place after the other: a matrix transposed in steps of swaps. */
-ALWAYS void turn_keys(const void *keys, int64_t at, int64_t size, int64_t place, vec *turned, int narrow) {
+/* Transpose a LANES x LANES block of keys: LANES keys at `size` elements distance, dimensions from `place` on. */
+ALWAYS void transpose_keys(const void *keys, int64_t at, int64_t size, int64_t place, vec *transposed, int narrow) {
   vec a[LANES], b[LANES];
   for (int i = 0; i < LANES; i++) a[i] = load_as(keys, at + i * size + place, narrow);
 #define SWAP(from, to, step, low, high) \
@@ -535,7 +534,7 @@ ALWAYS void turn_keys(const void *keys, int64_t at, int64_t size, int64_t place,
   SWAP(a, b, 1, LOW1, HIGH1)
   SWAP(b, a, 2, LOW2, HIGH2)
   SWAP(a, b, 4, LOW4, HIGH4)
-  SWAP(b, turned, 8, LOW8, HIGH8)
+  SWAP(b, transposed, 8, LOW8, HIGH8)
 #else
 #define LOW1(x, y) __builtin_shufflevector(x, y, 0, 8, 2, 10, 4, 12, 6, 14)
 #define HIGH1(x, y) __builtin_shufflevector(x, y, 1, 9, 3, 11, 5, 13, 7, 15)
@@ -545,58 +544,63 @@ ALWAYS void turn_keys(const void *keys, int64_t at, int64_t size, int64_t place,
 #define HIGH4(x, y) __builtin_shufflevector(x, y, 4, 5, 6, 7, 12, 13, 14, 15)
   SWAP(a, b, 1, LOW1, HIGH1)
   SWAP(b, a, 2, LOW2, HIGH2)
-  SWAP(a, turned, 4, LOW4, HIGH4)
+  SWAP(a, transposed, 4, LOW4, HIGH4)
 #endif
 }
 
 typedef struct {
   int64_t layers, hidden, heads, kv_heads, size, inner, vocab;
-  int64_t block_hidden, block_heads, block_inner; /* of sums over as many inputs: see `tile` */
-  int64_t narrow;                                 /* embedding and cache are bf16 */
+  int64_t block_hidden, block_heads, block_inner; /* inputs per partial sum, see `panel_product` */
+  int64_t narrow;                                 /* embedding and KV cache are bf16 */
   int64_t format;                                 /* of packed weights */
   int64_t threads, scratch_size;
-  int64_t kept; /* where in a thread's scratch the turned keys that rows share lie, behind a mark per column; or 0 */
+  int64_t shared_offset; /* offset in a thread's scratch of the block tags and transposed keys of shared blocks; or 0 */
 } Shape;
 
 typedef struct {
-  const float *norm, *qk_norm, *mlp_norm; /* qk_norm: a row for each head of queries and keys, or NULL */
+  const float *norm, *qk_norm, *mlp_norm; /* qk_norm: one row per query and key head, or NULL */
   const void *qkv, *out, *gate_up, *down; /* packed */
   const float *qkv_bias, *out_bias, *gate_up_bias, *down_bias; /* or NULL */
 } Layer;
 
-/* Where column j of the cache has the keys (or values) of a row and a head: those of slot s and head h are at
- * (s kv_heads + h) KEYS size, and a row reads the slot source[j rows + row]. */
+/* Struct sizes, which `cpu.py` compares with those of its ctypes structures. */
+int64_t shape_struct_size(void) { return sizeof(Shape); }
+int64_t layer_struct_size(void) { return sizeof(Layer); }
+
+/* Offset of the keys (or values) of a row and head in column j of the cache: those of slot s and head h are at
+ * (s kv_heads + h) KEYS size, and a row reads slot source[j rows + row]. */
 ALWAYS int64_t find_keys(const int32_t *source, int64_t rows, int64_t kv_heads, int64_t size, int64_t j, int64_t row,
                          int64_t head) {
   return ((int64_t)source[j * rows + row] * kv_heads + head) * KEYS * size;
 }
 
-/* `count` numbers from i on come nearer. */
+/* Prefetch `count` elements from index i. */
 ALWAYS void fetch(const void *p, int64_t i, int64_t count, int narrow) {
   const char *from = (const char *)p + i * (narrow ? 2 : 4);
   for (int64_t byte = 0; byte < count * (narrow ? 2 : 4); byte += 64) __builtin_prefetch(from + byte, 0, 2);
 }
 
-/* Where a row and a head read the cache, and who is next; `brief`: what that one reads fits into the processor's cache
- * beside what this one does. */
+/* The cache blocks of a row and head, and the row and head that the thread processes next. `brief`: the KV data of both
+ * fits into the CPU cache. */
 typedef struct {
   const void *const *keys, *const *values;
   const int32_t *source;
   int64_t rows, kv_heads, row, head, next_row, next_head, brief;
-  float *kept;   /* turned keys of columns that this row shares with its neighbours, or NULL */
-  int32_t *mark; /* whose those of a column are: 1 + slot kv_heads + head */
-} Place;
+  float *shared; /* transposed keys of columns that this row shares with the next rows, or NULL */
+  int32_t *tag;  /* owner of the transposed keys of a column: 1 + slot kv_heads + head */
+} CacheCursor;
 
-/* Whether the row and head that come next read the same column. */
-ALWAYS int next_shares(const Place *p, int64_t j) {
+/* Whether the next row and head read the same column. */
+ALWAYS int next_shares(const CacheCursor *p, int64_t j) {
   const int32_t *source = p->source + j * p->rows;
   return p->next_head == p->head && p->next_row != p->row && source[p->next_row] == source[p->row];
 }
 
-/* Some of what will be read comes nearer, item `item` of `items` for LANES positions from t on. Of keys and values that
- * the next row and head will read a half, while this one reads keys, and the other while it reads values (`weighing`):
- * two streams at once keep the memory busy. Where that is too much, its own values, and then the keys of the next. */
-ALWAYS void fetch_some(const Place *p, int64_t size, int64_t t, int weighing, int64_t item, int64_t items, int narrow) {
+/* Prefetch item `item` of `items` for LANES positions from t on. Short contexts (`brief`): keys and values of the next
+ * row and head, half of them while this one reads keys and half while it reads values (`weighing`), so that two memory
+ * streams are busy. Long contexts: this row's own values, then the keys of the next row. */
+ALWAYS void fetch_some(const CacheCursor *p, int64_t size, int64_t t, int weighing, int64_t item, int64_t items,
+                       int narrow) {
   int64_t j = t / KEYS, share = LANES * size / items, own = !p->brief && !weighing;
   if (!own && next_shares(p, j)) return;
   int64_t at = find_keys(p->source, p->rows, p->kv_heads, size, j, own ? p->row : p->next_row,
@@ -611,11 +615,11 @@ ALWAYS void fetch_some(const Place *p, int64_t size, int64_t t, int weighing, in
   }
 }
 
-/* out[q] = the values weighted by weights[q], for `num` queries whose weights lie `width` numbers apart: block by block
- * of the cache. They are pass `pass` of `passes` over the values. */
-ALWAYS void weigh(const float *weights, int64_t width, const Place *p, int64_t length, int64_t pass, int64_t passes,
-                  float *out, int64_t size, int num, int narrow) {
-  vec sums[PAIR][MOST_SIZE / LANES], total[PAIR][MOST_SIZE / LANES];
+/* out[q] = sum of the values weighted by weights[q], for `num` queries with `width` elements between their weights,
+ * cache block by cache block. This is pass `pass` of `passes` over the values. */
+ALWAYS void weigh(const float *weights, int64_t width, const CacheCursor *p, int64_t length, int64_t pass,
+                  int64_t passes, float *out, int64_t size, int num, int narrow) {
+  vec sums[PAIR][MAX_HEAD_DIM / LANES], total[PAIR][MAX_HEAD_DIM / LANES];
   for (int64_t start = 0; start < length; start += KEYS) {
     int64_t j = start / KEYS, count = length - start < KEYS ? length - start : KEYS;
     int64_t at = find_keys(p->source, p->rows, p->kv_heads, size, j, p->row, p->head);
@@ -635,34 +639,34 @@ ALWAYS void weigh(const float *weights, int64_t width, const Place *p, int64_t l
     for (int64_t i = 0; i < size / LANES; i++) store(out + q * size + i * LANES, total[q][i]);
 }
 
-/* The queries [group, size] of one sequence and head, scaled, attend to `length` keys; `scores` has length x group
- * numbers and some. */
-ALWAYS void attend(const float *queries, int64_t group, const Place *p, int64_t length, float *scores, float *out,
+/* Attention of the scaled queries [group, size] of one sequence and KV head over `length` keys. `scores` has
+ * group x length elements, each row rounded up to whole vectors. */
+ALWAYS void attend(const float *queries, int64_t group, const CacheCursor *p, int64_t length, float *scores, float *out,
                    int64_t size, int narrow) {
   int64_t width = (length + LANES - 1) / LANES * LANES, passes = (group + PAIR - 1) / PAIR;
-  int found = 0, keep = 0;
+  int is_cached = 0, is_stored = 0;
   for (int64_t t = 0; t < width; t += LANES) {
     int64_t j = t / KEYS;
     int64_t at = find_keys(p->source, p->rows, p->kv_heads, size, j, p->row, p->head) + t % KEYS * size;
-    if (t % KEYS == 0 && p->kept) {
-      int32_t mark = (int32_t)(1 + p->source[j * p->rows + p->row] * p->kv_heads + p->head);
-      found = p->mark[j] == mark, keep = !found && next_shares(p, j);
-      if (keep) p->mark[j] = mark;
+    if (t % KEYS == 0 && p->shared) {
+      int32_t tag = (int32_t)(1 + p->source[j * p->rows + p->row] * p->kv_heads + p->head);
+      is_cached = p->tag[j] == tag, is_stored = !is_cached && next_shares(p, j);
+      if (is_stored) p->tag[j] = tag;
     }
-    vec turned[LANES];
+    vec transposed[LANES];
     for (int64_t place = 0; place < size; place += LANES) {
-      float *kept = found || keep ? p->kept + t * size + place * LANES : NULL;
-      if (found) {
-        for (int i = 0; i < LANES; i++) turned[i] = load(kept + i * LANES);
+      float *shared = is_cached || is_stored ? p->shared + t * size + place * LANES : NULL;
+      if (is_cached) {
+        for (int i = 0; i < LANES; i++) transposed[i] = load(shared + i * LANES);
       } else {
-        turn_keys(p->keys[j], at, size, place, turned, narrow);
-        if (keep)
-          for (int i = 0; i < LANES; i++) store(kept + i * LANES, turned[i]);
+        transpose_keys(p->keys[j], at, size, place, transposed, narrow);
+        if (is_stored)
+          for (int i = 0; i < LANES; i++) store(shared + i * LANES, transposed[i]);
       }
       for (int64_t g = 0; g < group; g++) {
         fetch_some(p, size, t, 0, place / LANES * group + g, size / LANES * group, narrow);
         vec score = place ? load(scores + g * width + t) : all(0.f);
-        for (int i = 0; i < LANES; i++) score = fma_of(all(queries[g * size + place + i]), turned[i], score);
+        for (int i = 0; i < LANES; i++) score = fma_of(all(queries[g * size + place + i]), transposed[i], score);
         store(scores + g * width + t, score);
       }
     }
@@ -683,11 +687,11 @@ static void attend_rows(const Shape *s, const Layer *layer, float eps, float *qk
                         const int32_t *source, float *out, float *scratch, int64_t rows) {
   int64_t size = s->size, group = s->heads / s->kv_heads, all_heads = s->heads + 2 * s->kv_heads;
   int narrow = (int)s->narrow;
-  vec scale = all((float)pow((double)size, -0.5)); /* as Python computes it */
-  int32_t *mark = (int32_t *)(scratch + THREAD * s->scratch_size + s->kept);
-  float *kept = (float *)mark + (num_columns + LANES - 1) / LANES * LANES;
-  if (s->kept) memset(mark, 0, (size_t)num_columns * sizeof *mark); /* another layer's */
-  SHARED_FOR /* rows that share columns follow each other and find them in the processor's cache */
+  vec scale = all((float)pow((double)size, -0.5)); /* the same rounding as in Python */
+  int32_t *tag = (int32_t *)(scratch + THREAD * s->scratch_size + s->shared_offset);
+  float *shared = (float *)tag + (num_columns + LANES - 1) / LANES * LANES;
+  if (s->shared_offset) memset(tag, 0, (size_t)num_columns * sizeof *tag); /* left by another layer */
+  STATIC_FOR /* rows that share columns are adjacent, so that these are in the CPU cache */
   for (int64_t item = 0; item < rows * s->kv_heads; item++) {
     int64_t row = item % rows, head = item / rows, position = positions[row], j = position / KEYS;
     const float *c = cos + position * size, *sn = sin + position * size;
@@ -708,10 +712,10 @@ static void attend_rows(const Shape *s, const Layer *layer, float eps, float *qk
     }
     float *to = out + (row * s->heads + head * group) * size;
     int last = row + 1 == rows, last_head = head + 1 == s->kv_heads;
-    Place place = {(const void *const *)keys, (const void *const *)values, source, rows, s->kv_heads, row, head,
-                   last ? 0 : row + 1, last && !last_head ? head + 1 : head, position < BRIEF, s->kept ? kept : NULL,
-                   mark};
-#define ATTEND(size, narrow) attend(q, group, &place, position + 1, scores, to, size, narrow)
+    CacheCursor cursor = {(const void *const *)keys, (const void *const *)values, source, rows, s->kv_heads, row, head,
+                         last ? 0 : row + 1, last && !last_head ? head + 1 : head, position < SHORT_CONTEXT,
+                         s->shared_offset ? shared : NULL, tag};
+#define ATTEND(size, narrow) attend(q, group, &cursor, position + 1, scores, to, size, narrow)
     if (size == 64 && !narrow) ATTEND(64, 0);
     else if (size == 64) ATTEND(64, 1);
     else if (size == 128 && !narrow) ATTEND(128, 0);
@@ -722,15 +726,15 @@ static void attend_rows(const Shape *s, const Layer *layer, float eps, float *qk
 
 static void norm_rows(float *x, const float *added, const float *weight, float eps, float *out, int64_t rows,
                       int64_t size) {
-  SHARED_FOR
+  STATIC_FOR
   for (int64_t r = 0; r < rows; r++) {
     if (added) ROW(i, size) STORE(x + r * size, i, size, LOAD(added + r * size, i, size) + LOAD(x + r * size, i, size));
     norm_row(x + r * size, weight, eps, out + r * size, size);
   }
 }
 
-/* Scores of the next token, [rows, vocab]. `columns` has for each layer the addresses of the columns of keys and then of
- * values; `work` has rows (2 hidden + 2 widest) numbers. */
+/* Logits of the next token, [rows, vocab]. `columns` has, for each layer, the addresses of the key columns and then of
+ * the value columns; `work` has rows x (2 hidden + 2 widest) elements. */
 void decode(const Shape *s, const Layer *layers, const void *embedding, const float *last_norm, const void *head,
             float eps, const float *cos, const float *sin, const int64_t *tokens, const int64_t *positions,
             void *const *columns, int64_t num_columns, const int32_t *source, float *work, int64_t widest,
@@ -742,10 +746,11 @@ void decode(const Shape *s, const Layer *layers, const void *embedding, const fl
 #pragma omp parallel num_threads(s->threads) if (s->threads > 1)
 #endif
   {
-    SHARED_FOR
+    STATIC_FOR
     for (int64_t r = 0; r < rows; r++) {
       int64_t i = 0;
-      for (; i + LANES <= hidden; i += LANES) store(x + r * hidden + i, load_as(embedding, tokens[r] * hidden + i, narrow));
+      for (; i + LANES <= hidden; i += LANES)
+        store(x + r * hidden + i, load_as(embedding, tokens[r] * hidden + i, narrow));
       for (; i < hidden; i++) {
         uint32_t bits = narrow ? (uint32_t)((const uint16_t *)embedding)[tokens[r] * hidden + i] << 16 : 0;
         float wide;

@@ -1,8 +1,8 @@
-"""Kernels in C (`native.c`) for a CPU: norms, rotations, gated units, products with few rows, a step of decoding.
+"""fp32 CPU kernels in C (`cpu.c`): RMSNorm, RoPE, SwiGLU, softmax, GEMM with few rows, and a fused decode step.
 
-They are compiled on first use by the machine's own C compiler (some seconds) and kept in the user's cache. Where there
-is none, `library` says so once and callers compute by torch's operations, which is slower and other in the last bits;
-all processes of a machine do the same.
+They are compiled on first use by the machine's C compiler (a few seconds) and cached in the user's cache directory.
+Without a compiler, `library` logs one warning and callers fall back to torch operations, which are slower and differ in
+the last bits; all processes of a machine take the same path.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from rollouts.training import linear
-from rollouts.training.user_cache import user_cache_dir
+from rollouts.kernels import linear
+from rollouts.kernels.build_cache import user_cache_dir
 
 SOURCE = Path(__file__).with_suffix(".c")
 OFF = "ROLLOUTS_NATIVE"
-"""Environment variable: 0 computes everything by torch."""
+"""Environment variable: 0 disables the kernels."""
 
 FLAGS = "-O3 -march=native -ffp-contract=off -fno-math-errno -std=gnu11 -fPIC -Wno-psabi".split()
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
-class Shape(ctypes.Structure):
-    """As in `native.c`."""
+class ShapeStruct(ctypes.Structure):
+    """`Shape` of `cpu.c`."""
 
     _fields_ = [
         (name, _I)
         for name in (
             *("layers", "hidden", "heads", "kv_heads", "size", "inner", "vocab"),
             *("block_hidden", "block_heads", "block_inner"),
-            *("narrow", "format", "threads", "scratch_size", "kept"),
+            *("narrow", "format", "threads", "scratch_size", "shared_offset"),
         )
     ]
 
@@ -55,8 +55,8 @@ LAYER_FIELDS = (
 )
 
 
-class Layer(ctypes.Structure):
-    """As in `native.c`: addresses, None for NULL."""
+class LayerStruct(ctypes.Structure):
+    """`Layer` of `cpu.c`: addresses, None for NULL."""
 
     _fields_ = [(name, _P) for name in LAYER_FIELDS]
 
@@ -72,20 +72,24 @@ SIGNATURES = {
     "linear": [_P, _P, _P, _I, _P, _P, _I, _I, _I, _I, _I, _I, _I],
     "decode": [_P, _P, _P, _P, _P, _F, _P, _P, _P, _P, _P, _I, _P, _P, _I, _P, _P, _I],
 }
+STRUCTS = {"shape_struct_size": ShapeStruct, "layer_struct_size": LayerStruct}
+"""Functions of `cpu.c` that return the size of a struct, and our declaration of it."""
 PLAIN = (Tensor, nn.Parameter)
-LANES, KEYS, MOST_SIZE = 16, 128, 256
-"""As in `native.c`: numbers in a vector, keys in a block of the cache, the largest head."""
+LANES = 16
+"""Floats of the widest vector (AVX-512). `cpu.c` uses 8 on other CPUs, so buffers padded to 16 fit both."""
+KEYS, MAX_HEAD_DIM = 128, 256
+"""As in `cpu.c`: keys per block of the cache, largest head."""
 FP32, BF16, DOTS = range(3)
-"""As in `native.c`: how the numbers of a packed weight are kept."""
+"""As in `cpu.c`: element format of a packed weight."""
 ONE_BY_ONE, PAIRED, GATED = range(3)
-"""As in `native.c`: how outputs lie in a packed weight, and what becomes of them."""
+"""As in `cpu.c` (`ONE_BY_ONE` is its `PLAIN`): layout of the outputs of a packed weight."""
 
 _logger = logging.getLogger(__name__)
 
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels; None, and one warning, where they cannot be had."""
+    """The compiled kernels; None, after one warning, if they cannot be compiled. `RuntimeError` for other structs."""
     if os.environ.get(OFF) == "0":
         return None
     compiler = os.environ.get("CC") or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
@@ -95,20 +99,34 @@ def library() -> ctypes.CDLL | None:
     try:
         loaded = ctypes.CDLL(str(_compiled(shlex.split(compiler))))
     except (OSError, subprocess.CalledProcessError) as error:
-        told = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
-        _logger.warning("%s cannot compile %s, torch's operations are used: %s", compiler, SOURCE.name, told)
+        reason = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
+        _logger.warning("%s cannot compile %s, torch's operations are used: %s", compiler, SOURCE.name, reason)
         return None
+    _check_struct_sizes(loaded)
     for name, arguments in SIGNATURES.items():
         function = getattr(loaded, name)
         function.argtypes, function.restype = arguments, None
     loaded.packed_size.argtypes, loaded.packed_size.restype = [_I, _I, _I], _I
-    loaded.most_rows.argtypes, loaded.most_rows.restype = [_I], _I
+    loaded.max_panel_parallel_rows.argtypes, loaded.max_panel_parallel_rows.restype = [_I], _I
     loaded.has_dots.argtypes, loaded.has_dots.restype = [], ctypes.c_int
     return loaded
 
 
+def _check_struct_sizes(loaded: Any) -> None:
+    """Raise `RuntimeError` if a struct has another size in C than in Python: calls would read wrong memory."""
+    for name, declared in STRUCTS.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = [], _I
+        size, expected = function(), ctypes.sizeof(declared)
+        if size != expected:
+            raise RuntimeError(
+                f"{declared.__name__} has {expected} bytes in {Path(__file__).name} but {size} in {SOURCE.name}: "
+                "declare the same fields in both"
+            )
+
+
 def _compiled(compiler: list[str]) -> Path:
-    """The library of this source, compiler and processor, compiled unless it is in the cache."""
+    """The library for this source, compiler and CPU; compiled unless it is cached."""
     program = Path(shutil.which(compiler[0]) or compiler[0]).resolve()
     flags = [*compiler[1:], *FLAGS, *_share_threads()]
     made_of = [SOURCE.read_text(), str(flags), str(program), str(program.stat().st_mtime_ns), _processor()]
@@ -118,11 +136,11 @@ def _compiled(compiler: list[str]) -> Path:
         return path
     home.mkdir(parents=True, exist_ok=True, mode=0o700)
     with (home / "lock").open("w") as lock, tempfile.TemporaryDirectory(dir=home) as work:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the processes of a run start at once: one compiles, the others wait
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one process of a run compiles, the others wait
         if path.exists():
             return path
         compiled, linked = Path(work) / "native.o", Path(work) / "native.so"
-        # Nothing is linked: torch has loaded what is needed, and its OpenMP above all is to be used and no second one.
+        # Link no library: torch has loaded all that is needed, and a second OpenMP runtime must not be loaded.
         link = ["-shared", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared", "-nostdlib"]
         for step in ([*flags, "-c", "-o", compiled, SOURCE], [*link, "-o", linked, compiled]):
             subprocess.run([str(program), *map(str, step)], check=True, capture_output=True, text=True)
@@ -131,18 +149,18 @@ def _compiled(compiler: list[str]) -> Path:
 
 
 def _share_threads() -> list[str]:
-    """Compile for threads where they can be those of torch: a second pool would fight with the first for the cores."""
+    """The flag for OpenMP if torch's thread pool can be shared; a second pool would compete for the cores."""
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.is_file() else []
     pools = sorted({line[line.index("/") :] for line in lines if "/libgomp" in line})
     if len(pools) != 1:
         return []
-    ctypes.CDLL(pools[0], mode=ctypes.RTLD_GLOBAL)  # so that the kernels find it
+    ctypes.CDLL(pools[0], mode=ctypes.RTLD_GLOBAL)  # resolves the symbols of the kernels
     return ["-fopenmp"]
 
 
 def _processor() -> str:
-    """What `-march=native` stands for here."""
+    """CPU features, which `-march=native` compiles for."""
     cpus = Path("/proc/cpuinfo")
     if not cpus.is_file():
         return f"{sys.platform} {os.uname().machine}"
@@ -150,7 +168,7 @@ def _processor() -> str:
 
 
 def runs_here(x: Tensor, *others: Tensor) -> bool:
-    """Whether kernels compute with these: plain fp32 on a CPU, and not under a compiler, which makes its own."""
+    """Whether the kernels support these tensors: plain fp32 on a CPU, outside of `torch.compile`."""
     if torch.compiler.is_compiling() or library() is None:
         return False
     for tensor in (x, *others):
@@ -162,8 +180,8 @@ def runs_here(x: Tensor, *others: Tensor) -> bool:
 def rms_norm(
     x: Float[Tensor, "*rows size"], weight: Float[Tensor, "*heads size"], eps: float, added: Tensor | None = None
 ) -> tuple[Float[Tensor, "*rows size"], Float[Tensor, "*rows 1"]]:
-    """weight x / rms(x), and 1 / rms(x). `weight` may have a row for each head. What is `added` goes into `x` first."""
-    x, stride, inner = _lay_out(x)
+    """weight x / rms(x), and 1 / rms(x). `weight` may have a row per head. `added` is added to `x` in place first."""
+    x, stride, inner = _flatten_rows(x)
     out, scales = torch.empty(x.shape), torch.empty((*x.shape[:-1], 1))
     heads = weight.shape[0] if weight.dim() > 1 else 1
     assert added is None or added.is_contiguous()
@@ -179,13 +197,13 @@ def rms_norm_backward(
     scales: Float[Tensor, "*rows 1"],
 ) -> tuple[Float[Tensor, "*rows size"], Float[Tensor, " size"]]:
     """The gradients of x and weight."""
-    x, stride, inner = _lay_out(x)
-    grad, to_x = grad.contiguous(), torch.empty(x.shape)
+    x, stride, inner = _flatten_rows(x)
+    grad, grad_x = grad.contiguous(), torch.empty(x.shape)
     parts = min(torch.get_num_threads(), scales.numel())
-    to_weight = torch.empty(parts, x.shape[-1])
+    grad_weight = torch.empty(parts, x.shape[-1])
     shape = (parts, scales.numel(), inner, x.shape[-1])
-    call("rms_norm_backward", grad, x, stride, weight, scales, to_x, to_weight, *shape)
-    return to_x, to_weight.sum(0)
+    call("rms_norm_backward", grad, x, stride, weight, scales, grad_x, grad_weight, *shape)
+    return grad_x, grad_weight.sum(0)
 
 
 def rotate(
@@ -194,15 +212,15 @@ def rotate(
     sin: Float[Tensor, "tokens 1 dim"],
     back: bool = False,
 ) -> Float[Tensor, "tokens heads dim"]:
-    """Both halves of every head turned by the angles of its token, forth or back."""
-    x, stride, heads = _lay_out(x)
+    """RoPE of every head by the angles of its token; `back` is the inverse."""
+    x, stride, heads = _flatten_rows(x)
     out = torch.empty(x.shape)
     call("rotate", x, stride, cos, sin, -1.0 if back else 1.0, out, x.shape[0], heads, x.shape[2])
     return out
 
 
 def swiglu(gate: Float[Tensor, "rows size"], up: Float[Tensor, "rows size"]) -> Float[Tensor, "rows size"]:
-    """silu(gate) up, of contiguous rows or of columns of a wider matrix."""
+    """silu(gate) up; the inputs may be column slices of a wider matrix."""
     out = torch.empty(gate.shape)
     call("swiglu", gate, gate.stride(0), up, up.stride(0), out, *gate.shape)
     return out
@@ -213,24 +231,24 @@ def swiglu_backward(
 ) -> tuple[Float[Tensor, "rows size"], Float[Tensor, "rows size"]]:
     """The gradients of gate and up."""
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
-    to_gate, to_up = torch.empty(gate.shape), torch.empty(gate.shape)
-    call("swiglu_backward", grad, gate, up, to_gate, to_up, *gate.shape)
-    return to_gate, to_up
+    grad_gate, grad_up = torch.empty(gate.shape), torch.empty(gate.shape)
+    call("swiglu_backward", grad, gate, up, grad_gate, grad_up, *gate.shape)
+    return grad_gate, grad_up
 
 
 def softmax_(scores: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
-    """The softmax of every row, in place; numbers of minus infinity behind a row's end change no bit."""
+    """Row-wise softmax in place; padding a row with minus infinity changes no bit."""
     assert scores.is_contiguous()
     call("softmax", scores, scores.numel() // scores.shape[-1], scores.shape[-1])
     return scores
 
 
 class PackedWeight:
-    """The weight [outputs, inputs] of a product, fp32 or bf16, as the kernels read it; fp32 goes in and comes out.
+    """A weight [outputs, inputs] in fp32 or bf16, packed for the kernels; activations and outputs are fp32.
 
-    Sums are taken over `block` inputs at a time, as oneDNN takes them where that is known. A weight that is `paired`,
-    a gate's and then as many of what it gates, can do that too. With `rounded`, what bf16 is multiplied with may be
-    rounded to bf16 itself, where the processor is twice as fast then; in one sum over all inputs.
+    Sums are blocked by `block` inputs, by default as in oneDNN. A `paired` weight (gate rows, then as many up rows)
+    supports `gated`. With `rounded`, activations may be rounded to bf16 for a bf16 weight, which is twice as fast on
+    CPUs with AVX512_BF16; the sum is then not blocked.
     """
 
     def __init__(
@@ -252,7 +270,7 @@ class PackedWeight:
         panel = kernels.packed_size(1, 1, ONE_BY_ONE)
         of_row = self.inputs // 2 if self.format == DOTS else 0
         self.scratch = (panel * self.inputs if self.format == BF16 else LANES, of_row + (panel if paired else 0))
-        """Numbers that each thread needs: for a panel that is widened; for each row, rounded, and pairs not gated."""
+        """Scratch elements per thread (a widened panel), and per thread and row (rounded activations, paired sums)."""
 
     def __call__(
         self, x: Float[Tensor, "rows inputs"], bias: Tensor | None = None, gated: bool = False
@@ -264,37 +282,38 @@ class PackedWeight:
         x, bias = x.contiguous(), None if bias is None else bias.float()
         rows, threads = x.shape[0], torch.get_num_threads()
         out = torch.empty(rows, self.outputs // 2 if gated else self.outputs)
-        scratch = torch.empty(threads, self.scratch[0] + self.scratch[1] * min(rows, kernels.most_rows(threads)))
+        num_rows = min(rows, kernels.max_panel_parallel_rows(threads))
+        scratch = torch.empty(threads, self.scratch[0] + self.scratch[1] * num_rows)
         shape, kind = (rows, self.outputs, self.inputs), GATED if gated else self.kind
         settings = (self.format, kind, threads)
         call("linear", x, self.data, bias, self.block, out, scratch, scratch.shape[1], *shape, *settings)
         return out
 
 
-def takes_heads(size: int) -> bool:
-    """Whether a step of decoding knows heads of this size."""
-    return size % LANES == 0 and size <= MOST_SIZE
+def supports_head_dim(size: int) -> bool:
+    """Whether the decode step supports heads of this size."""
+    return size % LANES == 0 and size <= MAX_HEAD_DIM
 
 
 @cache
 def has_bf16_unit() -> bool:
-    """Whether the processor has a unit for matrices in bf16, which oneDNN uses and these kernels do not."""
+    """Whether the CPU has AMX for bf16, which oneDNN uses and these kernels do not."""
     return "amx_bf16" in _processor()
 
 
 def arithmetic_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What numbers kept in `dtype` are computed in: fp32 for bf16 on a CPU that would have to emulate it.
+    """Compute dtype for weights stored in `dtype`: fp32 for bf16 on a CPU without bf16 matrix units.
 
-    Weights, keys and values are rounded to bf16 then; products of such numbers, and all between, are not.
+    Then weights, keys and values are rounded to bf16, and all arithmetic is in fp32.
     """
     return torch.float32 if dtype == torch.bfloat16 and device.type == "cpu" and not has_bf16_unit() else dtype
 
 
 @cache
 def find_block(inputs: int) -> int | None:
-    """After how many inputs oneDNN, which the trainer multiplies with, begins a sum anew; None where none fits.
+    """Inputs per partial sum of oneDNN, which the trainer uses; None if no candidate reproduces its bits.
 
-    It is tried, because it depends on the processor: at most 512 of up to 1,024 inputs on a Xeon.
+    Measured, because it depends on the CPU: on a Xeon at most 512 of up to 1,024 inputs.
     """
     draw = torch.Generator().manual_seed(inputs)
     x, weight = torch.randn(33, inputs, generator=draw), torch.randn(96, inputs, generator=draw)
@@ -306,15 +325,15 @@ def find_block(inputs: int) -> int | None:
 
 
 def call(name: str, *arguments: Any) -> None:
-    """A kernel by name; a tensor is handed over by its address."""
+    """Call a kernel by name; tensors are passed by address."""
     kernels = library()
     assert kernels is not None
-    torch.get_num_threads()  # tells OpenMP, which keeps a number for each thread, what torch was told
+    torch.get_num_threads()  # applies torch's setting to OpenMP in this thread
     getattr(kernels, name)(*(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments))
 
 
-def _lay_out(x: Float[Tensor, "*rows size"]) -> tuple[Tensor, int, int]:
-    """x as kernels read it, the stride of its outer rows, and how many inner rows follow each other in each of them."""
+def _flatten_rows(x: Float[Tensor, "*rows size"]) -> tuple[Tensor, int, int]:
+    """x with contiguous inner rows, the stride of its outer rows, and the number of inner rows in each."""
     if not (x.dim() == 3 and x.stride(2) == 1 and x.stride(1) == x.shape[2]):
         x = x.contiguous()
     inner = x.shape[-2] if x.dim() > 1 else 1

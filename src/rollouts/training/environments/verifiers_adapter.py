@@ -1,4 +1,4 @@
-"""The one door to `verifiers`: an environment of that library behind our protocol, its failures told apart."""
+"""Adapter from `verifiers` environments to the `Environment` protocol."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ import contextlib
 import inspect
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from rollouts.training.agent_integration import Rollout, Turn
 from rollouts.training.environments.completion import ChatCompletion, plain_completion
-from rollouts.training.environments.finding import VERIFIERS_RANGE, check_verifiers
-from rollouts.training.environments.protocol import Row, add_usage, open_conversation, run_attempts, within
+from rollouts.training.environments.protocol import Row, add_usage, open_conversation, run_attempts, run_with_timeout
+from rollouts.training.environments.resolve import VERIFIERS_RANGE, check_verifiers
 from rollouts.training.types import Status
 
 __all__ = ["VERIFIERS_RANGE", "VerifiersEnvironment", "check_verifiers"]
 
 
+MAX_TURNS_REACHED = "max_turns_reached"
+
+
 class VerifiersEnvironment:
-    """A `verifiers` environment behind our protocol. It runs under asyncio, as `verifiers` does."""
+    """A `verifiers` environment with the `Environment` protocol. Runs under asyncio."""
 
     def __init__(self, env_id: str, env: Any, *, timeout_s: float | None = None, score: bool = True) -> None:
         self.id = env_id
@@ -26,16 +30,16 @@ class VerifiersEnvironment:
         self.score = score
         self.env = env
         env.env_id = env.env_id or env_id
-        # Every failed rollout would be an ERROR line of its own; failures are counted and reported by our caller.
+        # verifiers logs every failed rollout as ERROR; the caller counts and reports failures instead.
         env.logger.setLevel(logging.CRITICAL)
-        # 0.1.9 wants a semaphore for scoring, 0.1.10 none.
+        # verifiers 0.1.9 requires a semaphore for scoring, 0.1.10 does not.
         needs_semaphore = "score_sem" in inspect.signature(env.rubric.score_group).parameters
         self._score_args = {"score_sem": contextlib.AsyncExitStack()} if needs_semaphore else {}
         for rubric in _rubrics(env):
-            _remember_errors(rubric)
+            _record_errors(rubric)
 
     def rows(self, split: str = "train") -> list[Row]:
-        """Rows of the environment's dataset; "eval" falls back on the training rows as `verifiers` does."""
+        """Rows of the environment's dataset; "eval" falls back to the training rows as in `verifiers`."""
         dataset = self.env.get_eval_dataset() if split == "eval" else self.env.get_dataset()
         return [dict(row) for row in dataset]
 
@@ -46,21 +50,42 @@ class VerifiersEnvironment:
 
         async def attempt(args: dict[str, Any]) -> Any:
             own_client = open_conversation(client)
-            return await within(
+            return await run_with_timeout(
                 self.timeout_s, "the rollout", lambda: self.env.rollout(dict(row), own_client, model, args)
             )
 
         results = await run_attempts(sampling_args, retries, attempt, _failure)
         states = [state for state in results if _failure(state) is None]
         scoring_error = await self._score(states) if self.score else None
+        for state in states:
+            state["stop_condition"] = await self._find_stop_reason(state)
         return [
             _to_rollout(row, result, args, scoring_error) for result, args in zip(results, sampling_args, strict=True)
         ]
 
-    async def _score(self, states: list[Any]) -> Exception | None:
-        """Score the rollouts that did not fail; an error of the rubric fails them all.
+    async def _find_stop_reason(self, state: Any) -> str | None:
+        """The name of the stop condition of a rollout, or the last finish reason ("length", "stop").
 
-        Rewards see completions that answer as text too, also those added to the rubric after it was made.
+        `verifiers` checks conditions in alphabetical order, and `max_turns_reached` is always true at the end of
+        single-turn rollouts. It is returned only if no other condition is true.
+        """
+        found: str | None = state.get("stop_condition")
+        finish: str | None = state["trajectory"][-1]["response"].choices[0].finish_reason
+        if finish == "length" or found != MAX_TURNS_REACHED:
+            return "length" if finish == "length" else found
+        env = self.env
+        while (part := getattr(env, "env_map", {}).get(state.get("task"))) is not None:
+            env = part
+        for condition in getattr(env, "_stop_conditions", []):
+            name = condition.__name__
+            if name != found and await run_with_timeout(self.timeout_s, name, partial(condition, state)) is True:
+                return str(name)
+        return finish or found if getattr(env, "max_turns", None) == 1 else found
+
+    async def _score(self, states: list[Any]) -> Exception | None:
+        """Score the rollouts that did not fail; an error of the rubric fails all of them.
+
+        Completions are converted to `ChatCompletion` for the reward functions.
         """
         if not states:
             return None
@@ -68,12 +93,12 @@ class VerifiersEnvironment:
         for state in states:
             if isinstance(state["completion"], list):
                 state["completion"] = ChatCompletion(state["completion"])
-        outcome = await within(self.timeout_s, "scoring", lambda: score(states, **self._score_args))
+        outcome = await run_with_timeout(self.timeout_s, "scoring", lambda: score(states, **self._score_args))
         return outcome if isinstance(outcome, Exception) else None
 
 
 def _rubrics(env: Any) -> list[Any]:
-    """Every rubric that scores for `env`: those of a rubric group, and those of the parts of an environment group."""
+    """All rubrics of `env`, including those of rubric groups and environment groups."""
     found: list[Any] = []
     queue = [env.rubric, *(part.rubric for part in getattr(env, "envs", []))]
     while queue:
@@ -85,16 +110,16 @@ def _rubrics(env: Any) -> list[Any]:
     return found
 
 
-def _remember_errors(rubric: Any) -> None:
-    """Let each reward function of `rubric` note its exception in the state, which `verifiers` turns into a plain 0."""
+def _record_errors(rubric: Any) -> None:
+    """Make the reward functions of `rubric` record exceptions in the state; `verifiers` turns them into reward 0."""
     for i, function in enumerate(rubric.funcs):
         signature = inspect.signature(function)
         if {"states", "prompts", "completions", "answers", "tasks", "infos"} & set(signature.parameters):
-            continue  # scores the whole group at once: its states are not told apart here
-        rubric.funcs[i] = _with_memory(function, signature)
+            continue  # group reward functions have no single state
+        rubric.funcs[i] = _with_error_record(function, signature)
 
 
-def _with_memory(function: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
+def _with_error_record(function: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
     takes_state = "state" in signature.parameters or any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
 
     async def scored(**arguments: Any) -> float:
@@ -107,7 +132,7 @@ def _with_memory(function: Callable[..., Any], signature: inspect.Signature) -> 
             raise
 
     name = scored.__name__ = getattr(function, "__name__", repr(function))
-    # `verifiers` passes what the signature asks for; ours asks for the state as well.
+    # `verifiers` passes the arguments in the signature; add the state to it.
     parameters = list(signature.parameters.values())
     if not takes_state:
         parameters.append(inspect.Parameter("state", inspect.Parameter.KEYWORD_ONLY))
@@ -116,7 +141,7 @@ def _with_memory(function: Callable[..., Any], signature: inspect.Signature) -> 
 
 
 def _failure(result: Any) -> tuple[str, str] | None:
-    """Type and text of what went wrong, or None for a rollout that can be scored."""
+    """Type and text of a failure, or None for a rollout that can be scored."""
     if isinstance(result, Exception):
         return type(result).__name__, str(result) or repr(result)
     if (error := result.get("error")) is not None:
@@ -125,7 +150,7 @@ def _failure(result: Any) -> tuple[str, str] | None:
     if not result["trajectory"]:
         if result.get("prompt_too_long"):
             return "OverlongPrompt", "the prompt is longer than the server's context"
-        return "EmptyRollout", "the environment ended the rollout before the model was asked"
+        return "EmptyRollout", "the environment ended the rollout before the first model call"
     return None
 
 
@@ -146,8 +171,6 @@ def _to_rollout(row: Row, result: Any, args: dict[str, Any], scoring_error: Exce
         return known
     known.completion = plain_completion(result["completion"])
     known.stop_reason = result.get("stop_condition")
-    if result["trajectory"][-1]["response"].choices[0].finish_reason == "length":
-        known.stop_reason = "length"
     for step in result["trajectory"]:
         known.completion_tokens = add_usage(known.completion_tokens, step["response"])
     known.tools = _offered_tools(result)
@@ -164,13 +187,13 @@ def _to_rollout(row: Row, result: Any, args: dict[str, Any], scoring_error: Exce
 
 
 def _offered_tools(result: Any) -> list[dict[str, Any]] | None:
-    """The tools of a rollout as plain data: `verifiers` keeps them in the state, or in the row's info."""
+    """The tools of a rollout as plain data; `verifiers` stores them in the state, or in the row's info."""
     tools = result.get("oai_tools") or (result.get("info") or {}).get("oai_tools")
     return [dict(tool) for tool in tools] if tools else None
 
 
 def _to_turn(step: Any) -> Turn | None:
-    """The tokens of a trajectory step, taken from its record; the raw answer is not kept."""
+    """The tokens of a trajectory step; removes the raw response from the step to free memory."""
     tokens, choice = step["tokens"], step["response"].choices[0]
     step["response"] = None
     if tokens is None:
@@ -180,5 +203,5 @@ def _to_turn(step: Any) -> Turn | None:
         completion_ids=list(tokens["completion_ids"]),
         logprobs=list(tokens["completion_logprobs"]),
         versions=[(int(start), int(version)) for start, version in getattr(choice, "versions", None) or []],
-        asked=getattr(choice, "asked", None),
+        chat_request=getattr(choice, "chat_request", None),
     )

@@ -1,0 +1,1 @@
+"""Optional CPU kernels, compiled on first use if there is a C compiler."""

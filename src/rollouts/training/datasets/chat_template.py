@@ -1,0 +1,95 @@
+"""Properties of a tokenizer's chat template: control tokens, and support for tools."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from rollouts.training.datasets.control_tokens import ControlTokens, find_control_tokens
+
+Chat = Sequence[Mapping[str, Any]]
+Write = Callable[[Chat, Sequence[Any] | None], str]
+USER = {"role": "user", "content": "a"}
+PLAIN_TURNS = [USER, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+
+
+@dataclass
+class TemplateProfile:
+    """Properties of a chat template; `shown` lists the parts that it is known to render."""
+
+    template: Any
+    num_tokens: int
+    control: ControlTokens
+    shown: set[str] = field(default_factory=set)
+
+    def check_tools(self, write: Write, messages: Chat, tools: Sequence[Any] | None) -> None:
+        """Raise `ValueError` if the template silently drops tools, calls or results of this chat.
+
+        `write` renders a chat to text. Positive results are cached.
+        """
+        calls = [message for message in messages if message.get("tool_calls")]
+        results = [message for message in messages if message["role"] == "tool" and message["content"].strip()]
+
+        def depends_on(change: Callable[[Chat], Chat]) -> Callable[[Chat], bool]:
+            return lambda chat: write(chat, tools) != write(change(chat), tools)
+
+        if tools:
+            self._check("tools", lambda chat: write(chat, tools) != write(chat, None), [USER], messages)
+        if calls:
+            self._check("tool calls", depends_on(_without_calls), [USER, calls[0]], messages)
+        if results:
+            short = [USER, *calls[:1], results[0]]
+            self._check("results of tools", depends_on(_with_other_results), short, messages)
+
+    def _check(self, what: str, is_shown: Callable[[Chat], bool], short: Chat, messages: Chat) -> None:
+        """Try a short chat, then the complete one: some templates render tools in certain positions only."""
+        if what in self.shown:
+            return
+        for chat in (short, messages):
+            try:
+                if is_shown(chat):
+                    self.shown.add(what)
+                    return
+            except Exception:  # the template rejects this chat or its variant: inconclusive
+                if chat is messages:
+                    return
+        raise ValueError(
+            f"the chat template drops {what}, so the model would never see them: give the model a template that "
+            "writes them (chat_template.jinja in its directory; tokenizer.chat_template for sft), or leave them out"
+        )
+
+
+_profiles: WeakKeyDictionary[Any, TemplateProfile] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def inspect_template(tokenizer: Any) -> TemplateProfile:
+    """The profile of a tokenizer and its chat template; cached until one of them changes."""
+    with _lock:
+        profile = _profiles.get(tokenizer)
+        if profile is None or (profile.template, profile.num_tokens) != (tokenizer.chat_template, len(tokenizer)):
+            control = find_control_tokens(tokenizer, _write_plain_chats(tokenizer))
+            profile = TemplateProfile(tokenizer.chat_template, len(tokenizer), control)
+            _profiles[tokenizer] = profile
+        return profile
+
+
+def _write_plain_chats(tokenizer: Any) -> list[str]:
+    """Rendered plain conversations, with and, if supported, without a system message."""
+    texts: list[str] = []
+    for system in ([], [{"role": "system", "content": "d"}]) if tokenizer.chat_template else ():
+        with suppress(Exception):  # a template may raise anything
+            texts.append(tokenizer.apply_chat_template([*system, *PLAIN_TURNS], tokenize=False))
+    return texts
+
+
+def _without_calls(chat: Chat) -> Chat:
+    return [{key: value for key, value in message.items() if key != "tool_calls"} for message in chat]
+
+
+def _with_other_results(chat: Chat) -> Chat:
+    return [{**message, "content": "other"} if message["role"] == "tool" else message for message in chat]
