@@ -1,4 +1,4 @@
-"""A lean client for OpenAI-compatible servers, shaped like the `openai` one as far as `verifiers` looks."""
+"""A lightweight client for OpenAI-compatible servers with the subset of the `openai` API that `verifiers` uses."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from prime_rl.utils.http import HttpPool, Reply, needs_proxy
-from prime_rl.utils.together import Open, Together
+from prime_rl.client.http import HttpPool, Reply, needs_proxy
+from prime_rl.client.request_batcher import PendingResponses, RequestBatcher
 from rollouts.training.environments.answers import completion_types, read_completion
 
 if TYPE_CHECKING:
-    from prime_rl.utils.config import ClientConfig
-    from prime_rl.utils.conversation import Conversation
+    from prime_rl.client.multi_turn import MultiTurnClient
+    from prime_rl.configuration.sections import ClientConfig
 
-MAX_RETRIES = 3  # of requests that reached nobody, or an overloaded server; a slow generation is never sent twice
+MAX_RETRIES = 3  # after connection errors or overload; a timed-out generation is never resent
 RETRY_AFTER_S = 0.25
 LONGEST_RETRY_S = 1.0
 RETRIED_STATUS = (429, 502, 503, 504)
@@ -29,7 +29,7 @@ NO_SUCH_ROUTE = (404, 405, 501)
 
 
 class Tokenized(msgspec.Struct):
-    """Answer of /tokenize."""
+    """Response of /tokenize."""
 
     tokens: list[int]
 
@@ -46,9 +46,9 @@ decode_answer = msgspec.json.Decoder(GroupAnswer).decode
 
 
 class InferenceClient:
-    """One server. `.chat.completions.create`, `.completions.create`, `.post` and `base_url` are what `verifiers` uses.
+    """Client of one server; `verifiers` uses `chat.completions.create`, `completions.create`, `post` and `base_url`.
 
-    Answers are `ChatCompletion` / `Completion` by type, filled with light objects; errors are those of `openai`.
+    Responses are lightweight `ChatCompletion` / `Completion` objects; errors are those of `openai`.
     """
 
     def __init__(
@@ -70,25 +70,25 @@ class InferenceClient:
         self._pool = _build_pool(self.base_url, timeout_s, max_connections)
         self._path = urlsplit(self.base_url).path
         self.takes_tokens = True
-        """Whether the server has the routes for prompts as tokens; found out when the first one is needed."""
+        """Whether the server accepts prompts as tokens; detected at the first use."""
         self.takes_groups = isinstance(self._pool, HttpPool)
-        """Whether the server has the route for chats that differ in their seed; found out with the first of them."""
+        """Whether the server accepts batched chats that differ in their seed; detected at the first use."""
         self._knows_groups = False
         self._turn_ends: dict[bytes, list[int]] = {}
-        self._together = Together(self._send_group)
+        self._together = RequestBatcher(self._send_group)
         self.completions = _Completions(self, "/completions")
         self.chat = _Chat(self)
 
     @property
     def root_url(self) -> str:
-        """Where control routes such as /health live: `base_url` without its /v1."""
+        """Base of control routes such as /health: `base_url` without /v1."""
         return self.base_url.removesuffix("/v1")
 
     def copy(self, *, base_url: str) -> InferenceClient:
         """The same server at another path, such as the root for /tokenize; connections are shared."""
         twin = InferenceClient.__new__(InferenceClient)
         twin.__dict__.update(self.__dict__, base_url=base_url.rstrip("/"), _path=urlsplit(base_url).path.rstrip("/"))
-        twin._together = Together(twin._send_group)
+        twin._together = RequestBatcher(twin._send_group)
         twin.completions, twin.chat = _Completions(twin, "/completions"), _Chat(twin)
         return twin
 
@@ -97,7 +97,7 @@ class InferenceClient:
         return self.copy(base_url=self.root_url)
 
     async def post(self, path: str, *, body: dict[str, Any], cast_to: Any = dict) -> Any:
-        """The answer to a POST, as `cast_to`: a completion type of `openai`, any pydantic model, or `dict`."""
+        """The response to a POST as `cast_to`: a completion type of `openai`, any pydantic model, or `dict`."""
         data = await self.request("POST", path, body)
         if getattr(cast_to, "__name__", "") in ("ChatCompletion", "Completion"):
             return read_completion(data, chat=cast_to.__name__ == "ChatCompletion")
@@ -105,14 +105,14 @@ class InferenceClient:
             cast_to.model_validate_json(data) if hasattr(cast_to, "model_validate_json") else msgspec.json.decode(data)
         )
 
-    def open_conversation(self) -> Conversation:
-        """The client for one rollout: from its second turn on, prompts go out as the tokens they were."""
-        from prime_rl.utils.conversation import Conversation
+    def open_conversation(self) -> MultiTurnClient:
+        """The client for one rollout, which sends earlier turns as tokens."""
+        from prime_rl.client.multi_turn import MultiTurnClient
 
-        return Conversation(self)
+        return MultiTurnClient(self)
 
     async def ask(self, path: str, body: dict[str, Any]) -> Any:
-        """The completion that a route answers with."""
+        """Request a completion from a route."""
         data = None
         if self.takes_groups and path == "/chat/completions" and body.get("n", 1) == 1 and not body.get("stream"):
             data = await self._together.ask(body)
@@ -120,32 +120,32 @@ class InferenceClient:
             data = await self.request("POST", path, body)
         return read_completion(data, chat=path.startswith("/chat"))
 
-    async def _send_group(self, body: bytes, waiting: Open) -> None:
-        """One request for all of them. Only what it answers counts: what it leaves open is asked for alone.
+    async def _send_group(self, body: bytes, waiting: PendingResponses) -> None:
+        """Send one request for all pending responses; unanswered ones are requested individually by the caller.
 
-        So it is not tried again, and whatever a server says that does not know this route harms nobody.
+        It is therefore never retried, and servers without this route need no special handling.
         """
         assert isinstance(self._pool, HttpPool)
         path = "/chat/completions/group"
 
-        def hear(line: bytes) -> None:
+        def on_line(line: bytes) -> None:
             try:
-                told = decode_answer(line)
-            except msgspec.MsgspecError as error:
+                answer = decode_answer(line)
+            except (msgspec.MsgspecError, RecursionError) as error:
                 raise ValueError(f"{path}: {error}") from error
             self._knows_groups = True
-            if told.status in RETRIED_STATUS or (future := waiting.pop(told.index, None)) is None or future.done():
+            if answer.status in RETRIED_STATUS or (future := waiting.pop(answer.index, None)) is None or future.done():
                 return
-            if told.status < 300:
-                future.set_result(bytes(told.answer))
+            if answer.status < 300:
+                future.set_result(bytes(answer.answer))
             else:
-                future.set_exception(_bad_status(Reply(told.status, bytes(told.answer)), self.base_url + path))
+                future.set_exception(_bad_status(Reply(answer.status, bytes(answer.answer)), self.base_url + path))
 
         try:
-            reply = await self._pool.request("POST", self._path + path, body, self.headers, hear=hear)
-            if reply.status == 200:  # from a proxy that collects what comes in pieces
+            reply = await self._pool.request("POST", self._path + path, body, self.headers, on_line=on_line)
+            if reply.status == 200:  # from a proxy that buffers the chunks
                 for line in reply.body.splitlines():
-                    hear(line)
+                    on_line(line)
         except TimeoutError as error:
             for future in waiting.values():
                 if not future.done():
@@ -157,8 +157,8 @@ class InferenceClient:
         else:
             self.takes_groups = self._knows_groups or reply.status not in NO_SUCH_ROUTE
 
-    async def ask_tokens(self, body: dict[str, Any]) -> Any:
-        """The answer to a chat whose prompt is `tokens`; None from a server without that route."""
+    async def generate_from_tokens(self, body: dict[str, Any]) -> Any:
+        """The response to a chat whose prompt is `tokens`; None from a server without that route."""
         import openai
 
         try:
@@ -167,8 +167,8 @@ class InferenceClient:
             self.takes_tokens = False
             return None
 
-    async def ask_scores(self, body: dict[str, Any]) -> bytes | None:
-        """The packed answer of /score; None from a server without that route."""
+    async def request_scores(self, body: dict[str, Any]) -> bytes | None:
+        """The packed response of /score; None from a server without that route."""
         import openai
 
         root = self if self.base_url == self.root_url else self._root
@@ -178,7 +178,7 @@ class InferenceClient:
             return None
 
     async def tokenize(self, body: dict[str, Any]) -> list[int] | None:
-        """Token ids of `messages` or of a `prompt`; None from a server that cannot tell."""
+        """Token ids of `messages` or of a `prompt`; None if the server cannot tokenize them."""
         import openai
 
         root = self if self.base_url == self.root_url else self._root
@@ -188,11 +188,17 @@ class InferenceClient:
             self.takes_tokens = False
             return None
         except openai.BadRequestError:
-            return None  # these messages cannot be rendered so: they are sent as they are
+            return None  # the template cannot render these messages: send them unrendered
         return answer.tokens
 
+    async def detokenize(self, body: dict[str, Any]) -> str:
+        """The text of `tokens` including special tokens."""
+        root = self if self.base_url == self.root_url else self._root
+        answer: dict[str, str] = msgspec.json.decode(await root.request("POST", "/detokenize", body))
+        return answer["prompt"]
+
     async def read_turn_end(self, body: dict[str, Any]) -> list[int] | None:
-        """What the chat template writes after an answer: the common end of two conversations that differ in theirs."""
+        """Tokens that the template appends to a completion: the common suffix of two different conversations."""
         key = msgspec.json.encode(body, order="deterministic")
         if key not in self._turn_ends:
             ends = []
@@ -206,7 +212,7 @@ class InferenceClient:
         return self._turn_ends[key]
 
     def overlong(self, num_tokens: int) -> Exception:
-        """The error of a server whose context is `seq_len`."""
+        """The context-length error of a server with `seq_len`."""
         message = f"This model's maximum context length is {self.seq_len} tokens, but the prompt has {num_tokens}."
         return _bad_status(Reply(400, msgspec.json.encode({"error": {"message": message}})), self.base_url)
 
@@ -218,10 +224,10 @@ class InferenceClient:
         timeout_s: float = 0,
         max_retries: int = MAX_RETRIES,
     ) -> bytes:
-        """Body of a good answer to a request below `base_url`; bounded retries, then an error of `openai`.
+        """Send a request below `base_url` and return the body; bounded retries, then an error of `openai`.
 
-        A server that cannot be reached, or says that it is not ready, may be starting again: it is asked for
-        `reconnect_s` seconds. The request is the same each time, seed included, and so is the answer.
+        A server that is unreachable or not ready may be restarting, so it is retried for `reconnect_s` seconds. Retries
+        use the same seed, so the response does not change.
         """
         data = b"" if body is None else msgspec.json.encode(body)
         patient_until = time.monotonic() + (self.reconnect_s if max_retries else 0.0)
@@ -266,7 +272,7 @@ class _Chat:
 
 
 class _HttpxPool:
-    """The same verb through `httpx`, for the rare server that is reached through a proxy."""
+    """The `HttpPool` interface over `httpx`, for servers behind a proxy."""
 
     def __init__(self, url: str, timeout_s: float, max_connections: int) -> None:
         import httpx
@@ -294,7 +300,7 @@ class _HttpxPool:
 
 
 class ServerAddress(Protocol):
-    """What another process needs to know of a client to have the same one."""
+    """Arguments for building the same client in another process."""
 
     @property
     def base_url(self) -> str: ...
@@ -311,7 +317,7 @@ class ServerAddress(Protocol):
 
 
 def build_client(server: ServerAddress) -> InferenceClient:
-    """The client of a server that another process described."""
+    """Build the client of a server described by another process."""
     return InferenceClient(
         server.base_url,
         headers=dict(server.headers),
@@ -323,9 +329,9 @@ def build_client(server: ServerAddress) -> InferenceClient:
 
 
 def build_clients(config: ClientConfig, *, seq_len: int | None = None) -> list[InferenceClient]:
-    """One client per `base_url`; groups take turns over them. The key is read from `api_key_var` when it is set.
+    """One client per `base_url`, used in round-robin order by groups. The API key is read from `api_key_var` if set.
 
-    A conversation that has `seq_len` tokens gets no further turn, and its last turn ends there.
+    Conversations are limited to `seq_len` tokens.
     """
     headers = dict(config.headers)
     if key := os.environ.get(config.api_key_var):
@@ -357,7 +363,7 @@ def _common_end(one: list[int], other: list[int]) -> list[int]:
 
 
 def prepare_client() -> None:
-    """Import what the first request would import."""
+    """Preload the modules that the first request needs."""
     completion_types()
 
 

@@ -1,43 +1,43 @@
-"""What a process says: one readable line per event on standard output and in its log file, without secrets."""
+"""Logging: one redacted line per event on standard output and in the log file of the process."""
 
 from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loguru import logger
 
+from prime_rl.runtime.redacted_output import RedactedStream, is_log_pipe
+from prime_rl.runtime.redaction import redact, refresh_secrets
+
 if TYPE_CHECKING:
     from loguru import Record
 
-    from prime_rl.utils.config import LogConfig
+    from prime_rl.configuration.sections import LogConfig
 
 LINE = "{time:HH:mm:ss} <level>{level: >7}</level> {message}"
 LEVELS = ("TRACE", "DEBUG", "INFO", "SUCCESS", "WARNING", "ERROR", "CRITICAL")
 SYNONYMS = {"WARN": "WARNING", "FATAL": "CRITICAL"}
 LEVEL_VARIABLE = "LOGGING_LEVEL"
 QUIET_LIBRARIES = ("uvicorn", "httpx", "httpcore", "openai", "verifiers", "transformers", "datasets", "asyncio")
-SECRET_NAME = re.compile(r"(_KEY|_TOKEN|_SECRET)$")
-MIN_SECRET_LENGTH = 6
-FAILURE, FAILURE_SEVERITY = "FAILURE", 45  # between error and critical; known only where a file listens
+FAILURE, FAILURE_SEVERITY = "FAILURE", 45  # between error and critical; registered only with a log file
 
 
 def setup_logger(process: str, log: LogConfig, log_dir: Path | None = None, *, console: bool = True) -> None:
-    """Send loguru's lines to standard output and to `<log_dir>/<process>.log`; raises ValueError for a wrong level.
+    """Log to standard output and to `<log_dir>/<process>.log`; raises ValueError for an invalid level.
 
-    Without `console` (all ranks but the first share one terminal) only the file gets them.
-    Colours only on a terminal without NO_COLOR. Nothing is written twice: where standard output already is that file
-    (a launcher sent it there), the file gets the lines once. Python's own logging is passed on from warnings upwards.
+    Without `console` (all ranks but rank 0) only the file is written. Colors are used on a terminal without NO_COLOR.
+    If standard output is already redirected to that file (by a launcher), lines are written once. Warnings and above of
+    Python's logging are forwarded.
     """
     level = find_level(log.level)
     logger.remove()
-    logger.configure(patcher=_redact(_find_secrets()), extra={"process": process})
+    refresh_secrets()
+    logger.configure(extra={"process": process})
     colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     path = log_dir / f"{process}.log" if log.file and log_dir is not None else None
     if path is not None:
@@ -51,18 +51,19 @@ def setup_logger(process: str, log: LogConfig, log_dir: Path | None = None, *, c
     if console or same:
         logger.add(_say, level=level, format=LINE, colorize=colours, filter=shown, diagnose=False)
     if path is not None and not same:
-        logger.add(path, level=level, format=LINE, colorize=False, diagnose=False)
+        file = _LogFile(path.open("a", encoding="utf-8"))
+        logger.add(file, level=level, format=LINE, colorize=False, diagnose=False)
     _pass_on_standard_logging()
 
 
 def _say(line: str) -> None:
-    """To what standard output is now: a progress bar replaces it for its time, to keep lines above itself."""
-    sys.stdout.write(line)
+    """Write to the current standard output, which a progress bar may replace to print lines above itself."""
+    sys.stdout.write(redact(line))
     sys.stdout.flush()
 
 
 def find_level(configured: str | None) -> str:
-    """The level by config, else by LOGGING_LEVEL, else INFO; raises ValueError naming a level that does not exist."""
+    """The level of the config, else of LOGGING_LEVEL, else INFO; raises ValueError for an unknown level."""
     key, wanted = (
         ("log.level", configured) if configured else (LEVEL_VARIABLE, os.environ.get(LEVEL_VARIABLE) or "INFO")
     )
@@ -93,25 +94,21 @@ def _is_for_terminal(record: Record) -> bool:
 
 
 def _is_output(path: Path) -> bool:
-    """Whether standard output goes to this file."""
+    """Whether standard output goes to this file, directly or through the launcher's redacting pipe."""
+    if is_log_pipe(sys.stdout, path):
+        return True
     try:
         return os.path.samestat(os.fstat(sys.stdout.fileno()), path.stat())
     except (OSError, ValueError):  # captured output has no descriptor
         return False
 
 
-def _find_secrets() -> list[str]:
-    """Values of variables such as OPENAI_API_KEY, longest first, so that one inside another leaves no rest."""
-    values = {value for name, value in os.environ.items() if SECRET_NAME.search(name.upper())}
-    return sorted((value for value in values if len(value) >= MIN_SECRET_LENGTH), key=len, reverse=True)
+class _LogFile(RedactedStream):
+    """A log file that loguru closes when the sink is removed."""
 
-
-def _redact(secrets: list[str]) -> Callable[[Record], None]:
-    def patch(record: Record) -> None:
-        for secret in secrets:
-            record["message"] = record["message"].replace(secret, "***")
-
-    return patch
+    def stop(self) -> None:
+        """Close the file."""
+        self._stream.close()
 
 
 class _Handler(logging.Handler):

@@ -1,4 +1,4 @@
-"""What a process tells the world: one shared `metrics.jsonl`, `samples.jsonl`, and the trackers that were asked for."""
+"""Logs metrics and samples to `metrics.jsonl`, `samples.jsonl` and the configured trackers."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prime_rl.utils.trackers import Tracker, build_trackers
+from prime_rl.runtime.redaction import redact_fields
+from prime_rl.runtime.run_dir import Attempts
+from prime_rl.telemetry.trackers import Tracker, build_trackers
 from rollouts.training.metrics import METRICS_FILE, append_jsonl, check_metrics
 
 if TYPE_CHECKING:
-    from prime_rl.utils.config import TrackersConfig
+    from prime_rl.configuration.sections import TrackersConfig
 
 SAMPLES_FILE = "samples.jsonl"
 TRAINER_LOGPROBS_FILE = "trainer_logprobs.jsonl"
-"""Written by a trainer that records them, read by the page of a run."""
+"""Recorded trainer log-probs, read by the page of a run."""
 
 
 @dataclass(frozen=True)
@@ -28,29 +31,37 @@ class Monitor:
     process: str
     trackers: tuple[Tracker, ...] = ()
     silent: bool = False
-    """Write nothing: of several ranks that see the same, one speaks."""
+    """Disable output (used on all ranks but rank 0)."""
+
+    @cached_property
+    def _attempts(self) -> Attempts:
+        return Attempts(self.output_dir, self.process)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Append `{"step", "timestamp", "process", **metrics}`; NaN becomes null, a non-number is a `ValueError`."""
+        """Append `{"step", "timestamp", "process", "attempt", **metrics}`; NaN becomes null.
+
+        Raises `ValueError` for a non-numeric value.
+        """
         check_metrics(metrics, step)
+        metrics = redact_fields(metrics)
         self._append(METRICS_FILE, step, [metrics])
         for tracker in self.trackers:
             tracker.log(metrics, step)
 
     def log_timeline(self, what: str, start: float, end: float, step: int) -> None:
-        """Append one interval (unix seconds) in which this process did `what` for `step`, such as "decode"."""
+        """Append a busy interval (unix seconds) of activity `what`, such as "decode", for `step`."""
         row = {"timeline/what": what, "timeline/start": start, "timeline/end": end}
         self._append(METRICS_FILE, step, [row])
 
     def log_samples(self, rows: Iterable[Mapping[str, Any]], step: int) -> None:
         """Append rollouts of `step`, one line each, to `samples.jsonl`."""
-        found = [dict(row) for row in rows]
-        self._append(SAMPLES_FILE, step, found)
+        samples: list[dict[str, Any]] = redact_fields([dict(row) for row in rows])
+        self._append(SAMPLES_FILE, step, samples)
         for tracker in self.trackers:
-            tracker.log_samples(found, step)
+            tracker.log_samples(samples, step)
 
     def finish(self) -> None:
-        """Close the trackers, all of them also when one fails; the files are complete at any time."""
+        """Close all trackers, even if one fails; the files are always complete."""
         with ExitStack() as stack:
             for tracker in reversed(self.trackers):
                 stack.callback(tracker.finish)
@@ -58,15 +69,15 @@ class Monitor:
     def _append(self, file: str, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         if self.silent:
             return
-        head = {"step": step, "timestamp": time.time(), "process": self.process}
+        attempt = self._attempts.find(step)
+        head = {"step": step, "timestamp": time.time(), "process": self.process, "attempt": attempt}
         append_jsonl(self.output_dir / file, [{**head, **row} for row in rows])
 
 
 def build_monitor(output_dir: Path, process: str, config: TrackersConfig | None = None) -> Monitor:
-    """The monitor of `process` ("trainer", "orchestrator", ...) writing below `output_dir`.
+    """Build the monitor of `process` ("trainer", "orchestrator", ...) with the trackers enabled by `config`.
 
-    The trackers that `config` switches on get everything as well; WANDB_MODE=disabled switches Weights & Biases off.
-    Raises `ValueError` when one of them cannot be opened.
+    WANDB_MODE=disabled disables Weights & Biases. Raises `ValueError` if a tracker cannot be opened.
     """
     output_dir = Path(output_dir)
     if config is None:

@@ -1,4 +1,4 @@
-"""Configuration of every command: `BaseConfig`, and from an argument list to a checked config or a clear message."""
+"""Configuration of every command: `BaseConfig`, and parsing of an argument list into a validated config."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
 
-from prime_rl.utils.config_draft import Draft
-from prime_rl.utils.config_errors import ConfigError, translate
-from prime_rl.utils.config_keys import field_shape, variant
-from prime_rl.utils.config_sources import apply_options, read_arguments, read_environment, read_file
+from prime_rl.configuration.errors import ConfigError, translate
+from prime_rl.configuration.merge import ConfigBuilder
+from prime_rl.configuration.schema import field_schema, variant
+from prime_rl.configuration.sources import apply_options, read_arguments, read_environment, read_file
 
 __all__ = [
     "BaseConfig",
@@ -30,29 +30,29 @@ Provenance = dict[str, str]
 
 
 class BaseConfig(BaseModel):
-    """A section or a whole configuration: unknown keys are errors, and nothing is written to after parsing."""
+    """A section or a whole configuration: unknown keys are errors, and values are immutable after parsing."""
 
-    # What stands below a field is read where the help needs it: pydantic would parse the source of every class
-    # at import, a sixth of the start of every process.
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    # No use_attribute_docstrings: it parses the source of every class at import, a sixth of each process's start.
+    # `configuration.help` reads the docstrings when it needs them.
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
     spellings: ClassVar[Mapping[str, str]] = {}
-    """Other documented names of keys: name -> dotted key below this section."""
+    """Alternative documented names of keys: name -> dotted key below this section."""
 
     @cached_property
     def provenance(self) -> Provenance:
-        """Dotted key -> where its value came from; keys that are missing have their default."""
+        """Dotted key -> source of its value; missing keys have their default."""
         return {}
 
     @cached_property
     def notes(self) -> list[str]:
-        """What was changed or ignored while parsing, for the user to read."""
+        """Messages for the user about values that parsing changed or ignored."""
         return []
 
     @model_validator(mode="before")
     @classmethod
     def _complete_sections(cls, data: Any) -> Any:
-        """A section given in part keeps the other values, and the type, of the default that this class has for it."""
+        """Complete a partially given section with the values and the type of this class's default for it."""
         if not isinstance(data, dict):
             return data
         data = dict(data)
@@ -62,10 +62,10 @@ class BaseConfig(BaseModel):
             default = field.get_default(call_default_factory=True)
             if not isinstance(default, BaseModel):
                 continue
-            given, shape = data[name], field_shape(field)
-            if shape.tag and variant(shape, given.get(shape.tag, getattr(default, shape.tag))) is not type(default):
+            given, schema = data[name], field_schema(field)
+            if schema.tag and variant(schema, given.get(schema.tag, getattr(default, schema.tag))) is not type(default):
                 continue
-            tag = {shape.tag: getattr(default, shape.tag)} if shape.tag else {}
+            tag = {schema.tag: getattr(default, schema.tag)} if schema.tag else {}
             data[name] = merge_tables({**default.model_dump(exclude_unset=True), **tag}, given)
         return data
 
@@ -85,22 +85,22 @@ def note(info: ValidationInfo, text: str) -> None:
 def parse_argv(
     config_cls: type[Config], argv: Sequence[str], prog: str, environ: Mapping[str, str] | None = None
 ) -> tuple[Config, Provenance]:
-    """The config of an argument list (without the program) and the source of each value; raises ConfigError.
+    """Parse an argument list (without the program) into a config and the source of each value; raises ConfigError.
 
     Precedence: options > `@` files from left to right > PRIME_A__B variables > defaults.
     """
-    draft = Draft(config_cls, prog)
-    arguments = read_arguments(draft, argv)
-    notes = [f"warning: {text}" for text in read_environment(draft, os.environ if environ is None else environ)]
+    builder = ConfigBuilder(config_cls, prog)
+    arguments = read_arguments(builder, argv)
+    notes = [f"warning: {text}" for text in read_environment(builder, os.environ if environ is None else environ)]
     for prefix, name in arguments.files:
-        read_file(draft, prefix, name)
-    apply_options(draft, arguments.options)
-    context = {"sources": draft.sources, "notes": notes}
+        read_file(builder, prefix, name)
+    apply_options(builder, arguments.options)
+    context = {"sources": builder.sources, "notes": notes}
     try:
-        config = config_cls.model_validate(draft.values, context=context)
+        config = config_cls.model_validate(builder.values, context=context)
     except ValidationError as error:
-        raise translate(error.errors(), draft.root, draft.sources, prog) from None
-    _attach_sources(config, draft.sources)
+        raise translate(error.errors(), builder.root, builder.sources, prog) from None
+    _attach_sources(config, builder.sources)
     config.notes.extend(notes)
     return config, config.provenance
 
@@ -108,9 +108,9 @@ def parse_argv(
 def write_config(config: BaseConfig, path: Path, provenance: Mapping[str, str] | None = None) -> None:
     """Write the resolved config as TOML that `@` reads back, with the source of each value as a comment.
 
-    It may hold keys (headers, arguments of environments), so its owner alone may read it.
+    It may contain secrets (headers, environment arguments), so only its owner may read it.
     """
-    from prime_rl.utils.config_toml import render_toml
+    from prime_rl.configuration.render import render_toml
 
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")

@@ -1,4 +1,4 @@
-"""From config sections to environments that run, and to the arguments of a request."""
+"""Builds environments and request arguments from config sections."""
 
 from __future__ import annotations
 
@@ -9,38 +9,36 @@ from typing import TYPE_CHECKING, Any
 from rollouts.training.environments import Environment, check_environment, load_environment
 
 if TYPE_CHECKING:
-    from prime_rl.utils.config import EnvConfig, SamplingConfig
+    from prime_rl.configuration.sections import EnvConfig, SamplingConfig
 
 
 def check_environments(configs: Sequence[EnvConfig]) -> None:
-    """Raise `ValueError` for an id that does not exist or arguments that do not fit, before anything starts.
+    """Raise `ValueError` for unknown ids or invalid arguments, before anything starts.
 
-    Imports no environment. One that is missing is installed where its section says so.
+    Does not import environments. Installs missing ones with `install` set.
     """
     for config in configs:
         if config.install:
-            from prime_rl.utils.env_install import ensure_installed
+            from prime_rl.envs.install import ensure_installed
 
             ensure_installed(config.id, config.index_url)
         check_environment(config.id, config.args)
 
 
 def load_environments(configs: Sequence[EnvConfig], *, score: bool = True) -> dict[str, Environment]:
-    """Name in metrics -> environment. Call it in the main thread, before signal handlers of your own are set.
+    """Load environments by their names in metrics; call in the main thread, before installing signal handlers.
 
-    Without `score` no reward function runs.
-
-    Those with `num_workers` > 0 run in processes of their own, which `close_environments` ends; they end with this
-    process at the latest.
+    Without `score` no reward function runs. Environments with `num_workers` > 0 run in worker processes, which
+    `close_environments` or the end of this process terminates.
     """
-    from prime_rl.utils.env_pool import EnvironmentWorkers
-    from prime_rl.utils.env_worker import quiet_libraries
+    from prime_rl.envs.worker import quiet_libraries
+    from prime_rl.envs.worker_pool import EnvironmentWorkers
 
     check_environments(configs)
     quiet_libraries()
     environments: dict[str, Environment] = {}
     try:
-        for config in configs:  # the processes load at the same time
+        for config in configs:  # the processes load concurrently
             if config.num_workers:
                 environments[config.name or config.id] = EnvironmentWorkers(config, score=score)
         for config in configs:
@@ -58,7 +56,7 @@ def load_environments(configs: Sequence[EnvConfig], *, score: bool = True) -> di
 
 
 def close_environments(environments: Mapping[str, Environment]) -> None:
-    """End the processes of those that have some."""
+    """Terminate the worker processes."""
     for environment in environments.values():
         close = getattr(environment, "close", None)
         if callable(close):
@@ -67,7 +65,7 @@ def close_environments(environments: Mapping[str, Environment]) -> None:
 
 @contextmanager
 def open_environments(configs: Sequence[EnvConfig], *, score: bool = True) -> Iterator[dict[str, Environment]]:
-    """`load_environments` for the time of a block."""
+    """Context manager of `load_environments`."""
     environments = load_environments(configs, score=score)
     try:
         yield environments
@@ -76,7 +74,7 @@ def open_environments(configs: Sequence[EnvConfig], *, score: bool = True) -> It
 
 
 def build_sampling_args(sampling: SamplingConfig, seed: int | None = None) -> dict[str, Any]:
-    """Arguments of one request; always asks for token ids and log-probs. `seed` is that of this one sample."""
+    """Arguments of one request, always with token ids and log-probs; `seed` is the seed of this sample."""
     args: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,

@@ -1,0 +1,1 @@
+"""HTTP client of the inference servers: connections, retries, multi-turn token bookkeeping, batching, scoring."""

@@ -1,0 +1,253 @@
+"""Client of one multi-turn rollout: sampled tokens are sent back as tokens, never decoded and re-tokenized.
+
+    turn 1   messages            ->  P1 + C1                       the server renders the prompt
+    turn 2   P1 + C1 + bridge    ->  C2                            tokens; the bridge closes C1, renders what is new
+
+The bridge is derived from the server's chat template: with R1 = render(messages up to C1) and R = render(all, with the
+generation prompt), R1 must start with the previous rendered prompt and R with R1. Then the template only appends, and
+the bridge is the part of R after C1's text. If the template rewrites the history (for example drops past reasoning),
+the messages are sent instead: the prompt differs, and training starts a new sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+Body = dict[str, Any]
+
+
+class TokenClient(Protocol):
+    """The requests to a server that a conversation needs; implemented by `InferenceClient`."""
+
+    @property
+    def takes_tokens(self) -> bool:
+        """Whether the server accepts prompts as token ids."""
+        ...
+
+    @property
+    def seq_len(self) -> int | None:
+        """Maximum tokens of a conversation."""
+        ...
+
+    async def ask(self, path: str, body: Body) -> Any: ...
+
+    async def generate_from_tokens(self, body: Body) -> Any: ...
+
+    async def tokenize(self, body: Body) -> list[int] | None: ...
+
+    async def read_turn_end(self, body: Body) -> list[int] | None: ...
+
+    def overlong(self, num_tokens: int) -> Exception: ...
+
+
+RENDERED = ("messages", "tools", "chat_template_kwargs")
+"""Request fields that the chat template renders."""
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """Messages and tokens of a turn: the prompt tokens sent to the server and the sampled ones."""
+
+    model: str
+    tools: bytes
+    keys: list[bytes]
+    """Prompt and completion, encoded, because an environment may mutate its messages."""
+    messages: list[Body]
+    """The same messages with the complete model output including reasoning, for the template."""
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    rendered: list[int]
+    """The prompt as rendered by the template; equals `prompt_ids` unless earlier turns were sent as tokens."""
+
+
+@dataclass(frozen=True)
+class _Extended:
+    """A prompt that extends a turn: as tokens, as rendered by the template, and as messages."""
+
+    tokens: list[int]
+    rendered: list[int]
+    messages: list[Body]
+
+
+@dataclass(frozen=True)
+class _TextTurn:
+    """A turn of a plain text completion."""
+
+    model: str
+    text: str
+    tokens: list[int]
+
+
+class MultiTurnClient:
+    """A client for one rollout, shaped like `InferenceClient`; several conversations share its connections."""
+
+    def __init__(self, client: TokenClient) -> None:
+        self._client = client
+        self._turns: list[_Turn] = []
+        self._text_turns: list[_TextTurn] = []
+
+    # Made when they are asked for: an object that holds its own methods is left to the garbage collector.
+    @property
+    def chat(self) -> _MultiTurnChat:
+        """`chat.completions.create`."""
+        return _MultiTurnChat(self)
+
+    @property
+    def completions(self) -> _Create:
+        """`completions.create`."""
+        return _Create(self.create_completion)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    async def create_chat(self, *, extra_body: Body | None = None, **request: Any) -> Any:
+        """As `client.chat.completions.create`."""
+        body = {**request, **(extra_body or {})}
+        if not (body.get("logprobs") and body.get("return_token_ids")) or body.get("n", 1) != 1:
+            return await self._client.ask("/chat/completions", body)
+        keys = [_encode(message) for message in body["messages"]]
+        extended = await self._extend(body, keys)
+        answer = None
+        if extended is not None:
+            limited = self._with_room(body | {"tokens": extended.tokens}, len(extended.tokens))
+            answer = await self._client.generate_from_tokens(limited)
+        if answer is None:
+            extended = None
+            answer = await self._client.ask("/chat/completions", body)
+        choice = answer.choices[0] if answer.choices else None
+        if choice is not None and choice.token_ids is not None and answer.prompt_token_ids is not None:
+            if extended is None:
+                choice.chat_request = _plain_copy({key: body[key] for key in RENDERED if body.get(key) is not None})
+            said = _as_message(choice.message)
+            self._turns.append(
+                _Turn(
+                    body["model"],
+                    _encode(body.get("tools")),
+                    [*keys, _encode(_plain(said))],
+                    [*(body["messages"] if extended is None else extended.messages), said],
+                    answer.prompt_token_ids,
+                    choice.token_ids,
+                    answer.prompt_token_ids if extended is None else extended.rendered,
+                )
+            )
+        return answer
+
+    async def create_completion(self, *, extra_body: Body | None = None, **request: Any) -> Any:
+        """As `client.completions.create`."""
+        body = {**request, **(extra_body or {})}
+        text = body.get("prompt")
+        if not body.get("return_token_ids") or not isinstance(text, str):
+            return await self._client.ask("/completions", body)
+        turn = next((t for t in reversed(self._text_turns) if t.model == body["model"] and _is_longer(text, t)), None)
+        if turn is not None and self._client.takes_tokens:
+            fresh = {"model": body["model"], "prompt": text[len(turn.text) :], "add_special_tokens": False}
+            if (ids := await self._client.tokenize(fresh)) is not None:
+                tokens = [*turn.tokens, *ids]
+                body = self._with_room(body | {"prompt": tokens}, len(tokens), "max_tokens")
+        answer = await self._client.ask("/completions", body)
+        choice = answer.choices[0] if answer.choices else None
+        if choice is not None and choice.token_ids is not None and choice.prompt_token_ids is not None:
+            if turn is None:
+                choice.chat_request = {"prompt": text}
+            tokens = [*choice.prompt_token_ids, *choice.token_ids]
+            self._text_turns.append(_TextTurn(body["model"], text + choice.text, tokens))
+        return answer
+
+    async def _extend(self, body: Body, keys: list[bytes]) -> _Extended | None:
+        """The prompt as tokens; None if it does not extend an earlier turn."""
+        turn = self._find_turn(body, keys)
+        if turn is None or not self._client.takes_tokens:
+            return None
+        ask = {key: body[key] for key in ("model", "tools", "chat_template_kwargs") if body.get(key) is not None}
+        messages = [*turn.messages, *body["messages"][len(turn.messages) :]]
+        end = await self._client.read_turn_end({key: value for key, value in ask.items() if key != "tools"})
+        before = await self._client.tokenize(ask | {"messages": turn.messages, "add_generation_prompt": False})
+        after = await self._client.tokenize(ask | {"messages": messages})
+        if end is None or before is None or after is None:
+            return None
+        told = len(before) - len(end)
+        # The last token of the previous prompt may have merged with the first text of the answer.
+        shown = len(turn.rendered) - 1
+        if before[told:] != end or before[:shown] != turn.rendered[:shown] or after[:told] != before[:told]:
+            return None
+        bridge = after[told:]
+        overlap = _count_overlap(turn.completion_ids, bridge, len(end))
+        return _Extended([*turn.prompt_ids, *turn.completion_ids, *bridge[overlap:]], after, messages)
+
+    def _find_turn(self, body: Body, keys: list[bytes]) -> _Turn | None:
+        """The latest turn that these messages extend."""
+        model, tools = body["model"], _encode(body.get("tools"))
+        for turn in reversed(self._turns):
+            last = len(turn.keys) - 1
+            if len(keys) <= last + 1 or (turn.model, turn.tools, turn.keys[:last]) != (model, tools, keys[:last]):
+                continue
+            if _encode(_plain(body["messages"][last])) == turn.keys[last]:
+                return turn
+        return None
+
+    def _with_room(self, body: Body, num_tokens: int, key: str = "max_completion_tokens") -> Body:
+        """Limit the completion length to `seq_len`; raises the server's context-length error if no tokens are left."""
+        seq_len = self._client.seq_len
+        if seq_len is None:
+            return body
+        if num_tokens >= seq_len:
+            raise self._client.overlong(num_tokens)
+        room = seq_len - num_tokens
+        return body | {key: min(body.get(key) or room, room)}
+
+
+class _Create:
+    """The `create` in `completions.create`."""
+
+    def __init__(self, create: Any) -> None:
+        self.create = create
+
+
+class _MultiTurnChat:
+    """The `chat` in `chat.completions.create`."""
+
+    def __init__(self, conversation: MultiTurnClient) -> None:
+        self.completions = _Create(conversation.create_chat)
+
+
+def _encode(value: Any) -> bytes:
+    return msgspec.json.encode(value, enc_hook=str, order="deterministic")
+
+
+def _plain_copy(value: Any) -> Any:
+    """A deep copy as plain data; preserves the key order, which templates may print."""
+    return msgspec.json.decode(msgspec.json.encode(value, enc_hook=str))
+
+
+def _plain(message: Any) -> Body:
+    """Role, text and tool calls of an assistant message, without other fields of the environment."""
+    message = dict(message)
+    calls = [
+        {"id": call.get("id"), "function": dict(call.get("function") or {})} for call in message.get("tool_calls") or []
+    ]
+    return {"role": message.get("role"), "content": message.get("content") or "", "tool_calls": calls}
+
+
+def _as_message(message: Any) -> Body:
+    """All fields of a completion that a template may render."""
+    said: Body = {"role": "assistant", "content": message.content or ""}
+    if message.tool_calls:
+        said["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+    if message.reasoning_content:
+        said["reasoning_content"] = message.reasoning_content
+    return said
+
+
+def _count_overlap(sampled: list[int], bridge: list[int], most: int) -> int:
+    """Number of leading bridge tokens, up to `most`, that the model sampled itself: usually the end token."""
+    for count in range(min(most, len(sampled)), 0, -1):
+        if sampled[-count:] == bridge[:count]:
+            return count
+    return 0
+
+
+def _is_longer(text: str, turn: _TextTurn) -> bool:
+    return len(text) > len(turn.text) and text.startswith(turn.text)

@@ -1,0 +1,102 @@
+"""Log-probs of given tokens from a server: by our packed /score route, or by `prompt_logprobs` of /completions."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from math import exp
+from typing import Any
+
+import msgspec
+
+from prime_rl.utils.client import InferenceClient
+
+FULL = -1
+
+
+class PackedScores(msgspec.Struct):
+    """The response of /score; see `prime_rl.inference.routes.score`."""
+
+    logprobs: bytes
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
+    tail_mass: bytes = b""
+    version: int = 0
+    num_cached: int = 0
+
+
+@dataclass(frozen=True)
+class ScoredTokens:
+    """Log-probs of the scored tokens; the packed table has `top` (or vocabulary size) columns."""
+
+    logprobs: list[float]
+    top: int = 0
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
+    tail_mass: bytes = b""
+    num_cached: int = 0
+
+
+@dataclass
+class TokenScorer:
+    """Scores tokens on a teacher's servers in round-robin order; the first request detects the supported route."""
+
+    clients: list[InferenceClient]
+    model: str
+    temperature: float = 1.0
+    top: int = 0
+    _turn: int = field(default=0)
+    _packed: bool = field(default=True)
+
+    async def score(self, tokens: list[int], start: int) -> ScoredTokens:
+        """Log-probs of `tokens[start:]`; raises the client's errors, or `ValueError` for unsupported requests."""
+        self._turn += 1
+        client = self.clients[self._turn % len(self.clients)]
+        if self._packed:
+            if (scored := await self._score_packed(client, tokens, start)) is not None:
+                return scored
+            self._packed = False
+        return await self._score_prompt(client, tokens, start)
+
+    async def _score_packed(self, client: InferenceClient, tokens: list[int], start: int) -> ScoredTokens | None:
+        body = {"model": self.model, "tokens": tokens, "start": start, "top": self.top, "temperature": self.temperature}
+        if (data := await client.request_scores(body)) is None:
+            return None
+        scores = msgspec.msgpack.decode(data, type=PackedScores)
+        logprobs = array("f", scores.logprobs).tolist()
+        top = len(scores.top_logprobs) // (4 * len(logprobs)) if self.top == FULL else self.top
+        return ScoredTokens(logprobs, top, scores.top_ids, scores.top_logprobs, scores.tail_mass, scores.num_cached)
+
+    async def _score_prompt(self, client: InferenceClient, tokens: list[int], start: int) -> ScoredTokens:
+        """Score with `prompt_logprobs` of /completions as in vLLM, which is always at temperature 1."""
+        if self.temperature != 1:
+            raise ValueError(
+                f"{client.base_url} returns log-probs at temperature 1 only, not at {self.temperature:g}: set "
+                "orchestrator.sampling.temperature = 1, or teacher_model.temperature = 1"
+            )
+        if self.top == FULL:
+            raise ValueError(
+                f'{client.base_url} does not tell whole distributions: set trainer.loss.distill.estimator = "topk+tail"'
+            )
+        body = {"model": self.model, "prompt": tokens, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": self.top}
+        answer = await client.post("/completions", body=body)
+        rows = answer["choices"][0].get("prompt_logprobs") or answer.get("prompt_logprobs")
+        if not isinstance(rows, list) or len(rows) != len(tokens):
+            raise ValueError(
+                f"{client.base_url} returned no prompt_logprobs: a teacher's server must support them in /completions"
+            )
+        return _from_rows(rows[start:], tokens[start:], self.top)
+
+
+def _from_rows(rows: list[dict[str, Any]], tokens: list[int], top: int) -> ScoredTokens:
+    """Convert rows of `{token id: {"logprob", "rank"}}`; each row has the token itself, even if not in the top."""
+    logprobs = [float(row[str(token)]["logprob"]) for row, token in zip(rows, tokens, strict=True)]
+    if not top:
+        return ScoredTokens(logprobs)
+    ids, values, tails = array("i"), array("f"), array("f")
+    for row in rows:
+        best = sorted(((entry["logprob"], int(token)) for token, entry in row.items()), reverse=True)[:top]
+        ids.extend(token for _, token in best)
+        values.extend(value for value, _ in best)
+        tails.append(max(0.0, 1.0 - sum(exp(value) for value, _ in best)))
+    return ScoredTokens(logprobs, top, ids.tobytes(), values.tobytes(), tails.tobytes())

@@ -1,0 +1,144 @@
+"""Command-line entry points: parse the arguments, run the command, map errors to exit codes."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from prime_rl.runtime.redacted_output import protect_output
+from prime_rl.runtime.redaction import register_config
+
+if TYPE_CHECKING:
+    from prime_rl.utils.pydantic_config import BaseConfig
+
+
+def run_command(
+    prog: str,
+    config_cls: type[BaseConfig] | str,
+    run: Callable[[Any], int | None],
+    *,
+    summary: str,
+    explain: Callable[[Any], list[str]] = lambda _: [],
+    preview: Callable[[Any], str | None] = lambda _: None,
+    record: bool = False,
+) -> NoReturn:
+    """Run a command and exit with 0 (success), 2 (`ValueError`: invalid input) or 1 (failure).
+
+    `config_cls` is the config class that `run` takes, or its location as "module:name", imported when needed.
+    `explain` returns comment lines that --dry-run prints before the values; `preview` returns text printed instead of
+    them. With `record` the resolved config is written to `<output_dir>/configs/<prog>.toml`.
+    """
+    protect_output()
+    argv = sys.argv[1:]
+    debug, wants_help, dry_run = "--debug" in argv, "--help" in argv or "-h" in argv, "--dry-run" in argv
+    argv = [word for word in argv if word not in ("--debug", "--help", "-h", "--dry-run")]
+    try:
+        if wants_help:
+            raise SystemExit(_show_help(prog, config_cls, argv, summary))
+        from prime_rl.utils.pydantic_config import parse_argv
+
+        config, _ = parse_argv(_load(config_cls), argv, prog)
+        register_config(config.model_dump())
+        for line in config.notes:
+            sys.stderr.write(f"{line}\n")
+        # Child processes get their part of the config as a file, so they must not read the variables again.
+        for source in {source for source in config.provenance.values() if source.startswith("env ")}:
+            os.environ.pop(source.removeprefix("env "), None)
+        if dry_run:
+            from prime_rl.configuration.render import render_toml
+
+            if (text := preview(config)) is not None:
+                sys.stdout.write(text)
+                raise SystemExit(0)
+            comments = "".join(f"# {line}\n" for line in explain(config))
+            sys.stdout.write(comments + render_toml(config, config.provenance))
+            raise SystemExit(0)
+        _check_output_dir(config)
+        if record:
+            _record(config, prog)
+        raise SystemExit(run(config) or 0)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except BrokenPipeError:
+        # The reader of stdout (a pager, head) exited; prevent a second error when Python flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    except Exception as error:
+        if debug:
+            raise
+        raise SystemExit(_show_error(error)) from None
+
+
+def _load(config_cls: type[BaseConfig] | str) -> type[BaseConfig]:
+    if not isinstance(config_cls, str):
+        return config_cls
+    module, _, name = config_cls.partition(":")
+    cls: type[BaseConfig] = getattr(importlib.import_module(module), name)
+    return cls
+
+
+def _show_help(prog: str, config_cls: type[BaseConfig] | str, argv: Sequence[str], summary: str) -> int:
+    """Print the help, with the merged values if any were given; return the exit code."""
+    from prime_rl.configuration.errors import ConfigError
+    from prime_rl.configuration.help import render_help
+    from prime_rl.utils.pydantic_config import parse_argv
+
+    cls = _load(config_cls)
+    config, problem = None, None
+    try:
+        config, _ = parse_argv(cls, argv, prog)
+    except ConfigError as error:
+        problem = error if argv else None
+    # Without any input, show the declared defaults rather than values derived by validators.
+    is_given = config and any(not source.startswith("shared key") for source in config.provenance.values())
+    sys.stdout.write(_colorize(render_help(prog, cls, config if is_given else None, summary) + "\n"))
+    return _show_error(problem) if problem else 0
+
+
+def _colorize(text: str) -> str:
+    """Print section titles in bold on a terminal unless NO_COLOR is set."""
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+        return text
+    return "\n".join(f"\033[1m{line}\033[0m" if line[:1] == "[" else line for line in text.split("\n"))
+
+
+def _check_output_dir(config: BaseConfig) -> None:
+    """Raise `ValueError` for an `output_dir` that cannot be written, before anything starts."""
+    path = getattr(config, "output_dir", None)
+    if not isinstance(path, Path):
+        return
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        reason = None if os.access(path, os.W_OK | os.X_OK) else "no permission to write there"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    if reason is not None:
+        raise ValueError(f"output_dir {path} cannot be written ({reason}): choose another --output-dir")
+
+
+def _record(config: BaseConfig, prog: str) -> None:
+    """Write the resolved config, unless it was read from that file (whose source comments are more precise)."""
+    from prime_rl.utils.pydantic_config import write_config
+
+    out_dir = config.model_dump(include={"output_dir"})["output_dir"]
+    path = Path(out_dir).resolve() / "configs" / f"{prog}.toml"
+    files = {Path(source.rpartition(":")[0]) for source in config.provenance.values() if ":" in source}
+    if path not in {file.resolve() for file in files}:
+        write_config(config, path)
+
+
+def _show_error(error: BaseException) -> int:
+    while isinstance(error, BaseExceptionGroup) and error.exceptions:
+        error = error.exceptions[0]
+    if isinstance(error, ValueError):
+        sys.stderr.write("\n".join(f"error: {error}".splitlines()[:3]) + "\n")
+        return 2
+    # The logger is loaded only if the command got as far as setting it up.
+    logger = sys.modules.get("prime_rl.utils.logger")
+    where = "in the log file, or with --debug" if logger and logger.log_failure(error) else "with --debug"
+    sys.stderr.write(f"error: {str(error) or type(error).__name__}\n  ({type(error).__name__}; traceback {where})\n")
+    return 1

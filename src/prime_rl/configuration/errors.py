@@ -1,0 +1,169 @@
+"""Configuration errors for users: key, value, source and fix, in at most three lines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic_core import ErrorDetails
+
+from prime_rl.configuration.schema import (
+    FieldSchema,
+    KeyPath,
+    child,
+    field_schema,
+    fields_of,
+    suggest,
+    suggest_key,
+    variant,
+)
+
+COMMAND_LINE = "CLI"
+EXPECTED = {
+    "int": "a whole number",
+    "float": "a number",
+    "finite": "a finite number",
+    "bool": "true or false",
+    "string": "text (in quotes in a TOML file)",
+    "list": "a list",
+    "tuple": "a list",
+    "dict": "a table",
+    "model": "a section",
+    "path": "a path",
+}
+BOUNDS = {
+    "greater_than": ("gt", "greater than"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "less than"),
+    "less_than_equal": ("le", "at most"),
+    "multiple_of": ("multiple_of", "a multiple of"),
+}
+EXAMPLES = {"int": "10", "float": "0.1", "bool": "true", "str": '"text"', "path": '"some/dir"'}
+
+
+class ConfigError(ValueError):
+    """An invalid configuration; the message is complete and needs no traceback."""
+
+
+def fail(what: str, hint: str | None = None) -> ConfigError:
+    """An error with one line for the problem and one for the fix."""
+    return ConfigError(f"{what}\n  {hint}" if hint else what)
+
+
+def shorten(value: Any, limit: int = 60) -> str:
+    """A value formatted for a message."""
+    text = str(value).lower() if isinstance(value, bool) else repr(str(value) if isinstance(value, str) else value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def name_key(path: KeyPath, source: str) -> str:
+    """A key as the user wrote it: as an option, or as a key of a file or variable."""
+    key = ".".join(path)
+    return f"--{key}" if source == COMMAND_LINE else f"{key} ({source})"
+
+
+def unknown_key(path: KeyPath, source: str, root: FieldSchema, prog: str) -> ConfigError:
+    """The error for an unknown key."""
+    dashes = "--" if source == COMMAND_LINE else ""
+    if near := suggest_key(".".join(path), root):
+        hint = f"did you mean {dashes}{near}?"
+    elif len(path) > 1 and (siblings := _sibling_keys(path, root)):
+        hint = f"{'.'.join(path[:-1])} has {siblings}"
+    else:
+        hint = f"`{prog} --help` lists every key"
+    return fail(f"unknown {'option' if dashes else 'key'} {name_key(path, source)}", hint)
+
+
+def _sibling_keys(path: KeyPath, root: FieldSchema) -> str | None:
+    """The keys of the section that contains an unknown key."""
+    schema: FieldSchema | None = root
+    for part in path[:-1]:
+        schema = child(schema, part.replace("-", "_")) if schema else None
+    return ", ".join(fields_of(schema)) if schema and schema.kind == "section" else None
+
+
+def wrong_variant(path: KeyPath, source: str, section: FieldSchema, chosen: Any) -> ConfigError:
+    """The error for a key of another variant of the section."""
+    tag = f"{'.'.join(path[:-1])}.{section.tag}"
+    members = [member for member in section.sections if path[-1] in member.model_fields]
+    types = [str(choice) for cls in members for choice in field_schema(cls.model_fields[section.tag or ""]).choices]
+    return fail(
+        f"{name_key(path, source)} does not belong to {tag} = {chosen}", f"it needs {tag} = {' or '.join(types)}"
+    )
+
+
+def explain(error: ErrorDetails | Mapping[str, Any], schema: FieldSchema | None) -> tuple[str, str | None]:
+    """The expected value and the fix, from one pydantic error."""
+    kind, context = str(error["type"]), error.get("ctx") or {}
+    if kind in BOUNDS:
+        name, words = BOUNDS[kind]
+        return f"must be {words} {context[name]:g}", None
+    if kind in ("literal_error", "enum", "union_tag_invalid") and schema and schema.choices:
+        near = suggest(str(error["input"]), map(str, schema.choices))
+        return f"must be one of {', '.join(map(str, schema.choices))}", f"did you mean {near}?" if near else None
+    if kind in ("value_error", "assertion_error"):
+        return str(context.get("error", error["msg"])), None
+    if kind == "too_short":
+        return f"needs at least {context['min_length']} {'entry' if context['min_length'] == 1 else 'entries'}", None
+    expected = EXPECTED.get(kind.split("_")[0])
+    if not expected:
+        return str(error["msg"])[:1].lower() + str(error["msg"])[1:], None
+    return f"must be {expected}", None
+
+
+def wrong_value(
+    path: KeyPath, value: Any, source: str, problem: str, hint: str | None, schema: FieldSchema
+) -> ConfigError:
+    """The error for an invalid value."""
+    key = ".".join(path[:-1] if path[-1].isdigit() and len(path) > 1 else path)
+    if hint is None and problem.removeprefix("must be ") in EXPECTED.values():
+        allowed_none = ' (or "None" for unset)' if schema.optional and schema.kind != "any" else ""
+        sample = EXAMPLES.get(schema.describe().split("|")[0])
+        write = f"--{key} {sample}" if source == COMMAND_LINE else f"{key} = {sample}"
+        hint = f"write for example `{write}`{allowed_none}" if sample else None
+    shown = f"--{key} {shorten(value)}" if source == COMMAND_LINE else f"{key} = {shorten(value)} ({source})"
+    return fail(f"{shown}: {problem}", hint)
+
+
+def key_of(location: tuple[int | str, ...], root: FieldSchema) -> tuple[KeyPath, FieldSchema]:
+    """The key at a pydantic error location, without the tags that pydantic inserts for unions."""
+    path: KeyPath = ()
+    schema = root
+    for part in location:
+        below = child(schema, str(part))
+        if below is None:
+            if schema.kind == "section" and variant(schema, part):
+                continue
+            return (*path, str(part)) if schema.kind == "section" else path, schema
+        path, schema = (*path, str(part)), below
+    return path, schema
+
+
+def translate(errors: list[ErrorDetails], root: FieldSchema, sources: Mapping[str, str], prog: str) -> ConfigError:
+    """Convert the first pydantic error to a `ConfigError`, with a count of the others."""
+    error = errors[0]
+    path, schema = key_of(error["loc"], root)
+    source = find_source(path, sources)
+    key = ".".join(path)
+    if error["type"] == "missing":
+        result = fail(f"{key} is required and was not given", f"write --{key} VALUE, or {key} = VALUE in a file")
+    elif error["type"] == "extra_forbidden":
+        section, chosen = key_of(error["loc"][:-1], root)[1], error["loc"][-2] if len(error["loc"]) > 1 else None
+        other = section.tag and path[-1] in fields_of(section)
+        result = wrong_variant(path, source, section, chosen) if other else unknown_key(path, source, root, prog)
+    elif error["type"] in ("value_error", "assertion_error") and schema.kind == "section":
+        problem = explain(error, schema)[0]
+        result = ConfigError(f"{key}: {problem}" if key else problem)
+    else:
+        problem, hint = explain(error, schema)
+        result = wrong_value(path, error["input"], source, problem, hint, schema)
+    others = len({key_of(other["loc"], root)[0] for other in errors} - {path})
+    return ConfigError(f"{result}\n  ({others} more to fix after this one)") if others else result
+
+
+def find_source(path: KeyPath, sources: Mapping[str, str]) -> str:
+    """The source of a key's value: its own or that of the nearest parent key."""
+    for end in range(len(path), 0, -1):
+        if source := sources.get(".".join(path[:end])):
+            return source
+    return "default"

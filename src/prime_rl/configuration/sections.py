@@ -1,0 +1,345 @@
+"""Config sections shared by several processes: logging, trackers, inference client, environments, sampling."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from prime_rl.utils.pydantic_config import BaseConfig
+
+BASE_MODEL = "base"
+"""Name under which the embedded engine serves its base weights without the policy's adapter."""
+
+
+class LogConfig(BaseConfig):
+    """Logging to the terminal and to log files."""
+
+    level: str | None = None
+    """Minimum level, such as debug, info or warning; unset: LOGGING_LEVEL, else info."""
+
+    file: bool = True
+    """Also write to <output_dir>/logs/<process>.log."""
+
+
+class LogExtrasConfig(BaseConfig):
+    """Tables of rollouts in addition to metrics."""
+
+    samples: bool = True
+    """Log a table of sample rollouts."""
+
+    distributions: bool = True
+    """Log rewards, advantages and lengths of all rollouts of the step."""
+
+    interval: int = Field(default=10, ge=1)
+    """Steps between two tables; the first step is logged too."""
+
+    max_samples: int = Field(default=16, ge=1)
+    """Number of rollouts in a sample table, from the lowest to the highest reward."""
+
+
+class WandbConfig(BaseConfig):
+    """Log metrics to Weights & Biases; the section enables it."""
+
+    enabled: bool = True
+    """False disables it without removing the section."""
+
+    project: str = "prime-rl"
+    """Project of the run."""
+
+    name: str | None = None
+    """Name of the run."""
+
+    entity: str | None = None
+    """Team or user of the project."""
+
+    offline: bool = False
+    """Write the run to disk only."""
+
+    group: str | None = None
+    """Group of related runs."""
+
+    tags: list[str] = []
+    """Tags of the run."""
+
+    log_extras: LogExtrasConfig = LogExtrasConfig()
+
+
+class TensorboardConfig(BaseConfig):
+    """Write metrics for TensorBoard to <output_dir>/tensorboard/<process>; the section enables it."""
+
+    enabled: bool = True
+    """False disables it without removing the section."""
+
+
+class TrackioConfig(BaseConfig):
+    """Log metrics to trackio, a local dashboard; the section enables it."""
+
+    enabled: bool = True
+    """False disables it without removing the section."""
+
+    project: str = "prime-rl"
+    """Project of the run."""
+
+    name: str | None = None
+    """Name of the run."""
+
+    space_id: str | None = None
+    """Hugging Face space that hosts the dashboard; unset: this machine."""
+
+
+class PrometheusConfig(BaseConfig):
+    """Serve the latest metrics at http://127.0.0.1:<port>/metrics; the section enables it."""
+
+    enabled: bool = True
+    """False disables it without removing the section."""
+
+    port: int | None = Field(default=None, ge=1, le=65535)
+    """Port; unset: 9401 trainer, 9402 orchestrator, 9403 sft, 9404 eval, 9405 synthesize."""
+
+
+class TrackersConfig(BaseConfig):
+    """Metric trackers in addition to metrics.jsonl."""
+
+    wandb: WandbConfig | None = None
+
+    tensorboard: TensorboardConfig | None = None
+
+    trackio: TrackioConfig | None = None
+
+    prometheus: PrometheusConfig | None = None
+
+
+class ClientConfig(BaseConfig):
+    """Client of OpenAI-compatible inference servers."""
+
+    timeout: float = Field(default=1200.0, gt=0)
+    """Request timeout in seconds."""
+
+    base_url: list[str] = Field(default=["http://localhost:8000/v1"], min_length=1)
+    """Server URLs including /v1; requests are load-balanced over several."""
+
+    api_key_var: str = "OPENAI_API_KEY"
+    """Environment variable with the API key."""
+
+    headers: dict[str, str] = {}
+    """Extra HTTP headers of every request."""
+
+    max_connections: int = Field(default=8192, ge=1)
+    """Maximum concurrent requests to one server from each process; further ones are queued."""
+
+    reconnect_timeout: float = Field(default=300.0, ge=0)
+    """Seconds to retry a server that is unreachable or not ready (it may be restarting)."""
+
+
+class TransportConfig(BaseConfig):
+    """Transport of batches from the orchestrator to the trainer."""
+
+    type: Literal["filesystem", "zmq"] = "filesystem"
+    """filesystem: through a shared output_dir; zmq: over a socket, for a trainer without access to it."""
+
+    host: str = "localhost"
+    """zmq: address on which the orchestrator listens and to which the trainer connects."""
+
+    port: int = Field(default=5555, ge=1, le=65535)
+    """zmq: port of the orchestrator."""
+
+
+class WeightBroadcastConfig(BaseConfig):
+    """Transport of weights from the trainer to the inference servers; all processes need the same type."""
+
+    type: Literal["filesystem", "gloo", "nccl"] = "filesystem"
+    """filesystem: servers read output_dir; gloo, nccl: servers receive weights over a process group,
+    gloo on any machine, nccl between GPUs."""
+
+
+class TrainerWeightBroadcastConfig(WeightBroadcastConfig):
+    """Weight transport of the trainer, with its address."""
+
+    host: str = "localhost"
+    """gloo, nccl: address of the trainer's machine as seen by the servers."""
+
+    port: int = Field(default=0, ge=0, le=65535)
+    """gloo, nccl: port of the trainer; 0: any free port, announced to the servers."""
+
+    timeout: float = Field(default=60, gt=0)
+    """gloo, nccl: seconds without progress before a transfer is aborted."""
+
+
+class EnvConfig(BaseConfig):
+    """One environment and its worker processes."""
+
+    id: str = "reverse-text"
+    """A package (reverse-text, org/reverse-text), module:factory in plain Python or verifiers, or ./path.py."""
+
+    args: dict[str, Any] = {}
+    """Keyword arguments of its load_environment."""
+
+    name: str | None = None
+    """Name in metrics; unset: the id."""
+
+    num_workers: int = Field(default=1, ge=0)
+    """Worker processes; a crash, hang or leak affects only the rollouts of one worker. 0: run in the caller."""
+
+    timeout: float = Field(default=3600, gt=0)
+    """Timeout in seconds of a rollout (all turns together), and separately of its scoring."""
+
+    stall_timeout: float = Field(default=120, gt=0)
+    """Seconds that environment code may block a worker's event loop before the worker is restarted."""
+
+    max_memory_gb: float | None = Field(default=None, gt=0)
+    """Memory limit of one worker, which is restarted after its groups finish. Unset: a quarter of the machine's."""
+
+    install: bool = False
+    """Install a missing environment and its dependencies from index_url."""
+
+    index_url: str = "https://hub.primeintellect.ai/{org}/simple/"
+    """Package index of environments; {org} is the part of the id before the slash."""
+
+    @model_validator(mode="after")
+    def _is_called_by_its_id(self) -> EnvConfig:
+        if self.name is None:
+            self.__dict__["name"] = self.id  # not in model_fields_set: it follows the id
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        """The fields of `EnvConfig` alone, without those of subclasses."""
+        return self.model_dump(include=set(EnvConfig.model_fields))
+
+
+class DebugModelConfig(BaseConfig):
+    """A small or untrained model for debugging."""
+
+    random_init: bool = False
+    """Initialize random weights, the same in every process, instead of loading the weight files."""
+
+    num_layers: int | None = Field(default=None, ge=1)
+    """Keep only this many first layers of the model."""
+
+    seed: int = Field(default=0, ge=0)
+    """Seed of the random weights."""
+
+
+class SamplingConfig(BaseConfig):
+    """Sampling parameters."""
+
+    temperature: float = Field(default=1.0, ge=0)
+    """Sampling temperature; 0: greedy decoding."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Maximum tokens of one completion; unset: limited by the context length."""
+
+    min_tokens: int = Field(default=0, ge=0)
+    """Minimum tokens before an end token is allowed."""
+
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample from the smallest set of tokens with at least this probability (nucleus sampling)."""
+
+    top_k: int = Field(default=-1, ge=-1)
+    """Sample from this many most likely tokens; -1: all."""
+
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Exclude tokens less likely than this fraction of the most likely one."""
+
+    repetition_penalty: float = Field(default=1.0, gt=0)
+    """Penalty of repeated tokens; above 1 makes them less likely."""
+
+    seed: int | None = None
+    """Sampling seed; unset: derived from the run's seed."""
+
+    stop: list[str] = []
+    """Stop strings."""
+
+    extra_body: dict[str, Any] = {}
+    """Further request fields, passed through unchanged."""
+
+
+class GenerationModelConfig(BaseConfig):
+    """The model that generates."""
+
+    name: str = "gpt-4.1-mini"
+    """A model directory, shipped model or hub id, served by this command; or a model served at client.base_url.
+
+    Without a server, gpt-* and o1, o3, ... use the OpenAI API (OPENAI_BASE_URL, if set)."""
+
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Maximum sequence length (prompt + completion) of a model served by this command; unset: the model's own."""
+
+    debug: DebugModelConfig = DebugModelConfig()
+
+
+class GenerationClientConfig(ClientConfig):
+    """Client of the inference servers."""
+
+    base_url: list[str] = []
+    """Server URLs including /v1; unset: start a server for a local model, else use the OpenAI API."""
+
+    reconnect_timeout: float = Field(default=0.0, ge=0)
+    """Seconds to retry an unreachable server; 0: fail at once. Finished results are kept."""
+
+
+class GenerationEnvConfig(EnvConfig):
+    """One environment and its number of examples."""
+
+    num_examples: int | None = Field(default=None, ge=-1)
+    """Number of examples of this environment; unset: the global num_examples."""
+
+    rollouts_per_example: int | None = Field(default=None, ge=1)
+    """Rollouts per example of this environment; unset: the global rollouts_per_example."""
+
+
+class GenerationConfig(TrackersConfig):
+    """Model, environments and amount of generation, shared by `eval` and `synthesize`."""
+
+    model: GenerationModelConfig = GenerationModelConfig()
+
+    client: GenerationClientConfig = GenerationClientConfig()
+
+    env: list[GenerationEnvConfig] = Field(default=[GenerationEnvConfig()], min_length=1)
+    """Environments, run one after the other."""
+
+    sampling: SamplingConfig = SamplingConfig()
+
+    num_examples: int = Field(default=-1, ge=-1)
+    """Number of first examples of each environment; -1: all."""
+
+    rollouts_per_example: int = Field(default=1, ge=1)
+    """Rollouts of each example."""
+
+    max_concurrent: int = Field(default=256, ge=1)
+    """Maximum concurrent rollouts."""
+
+    max_retries: int = Field(default=2, ge=0)
+    """Retries of a failed rollout."""
+
+    seed: int = Field(default=0, ge=0)
+    """Sampling seed: the same model, examples and seed give the same completions."""
+
+    resume: bool = True
+    """Continue an interrupted run with the same settings; off: start over."""
+
+    server_timeout: float = Field(default=600, gt=0)
+    """Seconds to wait for the server to be ready."""
+
+    output_dir: Path = Path("outputs")
+    """Directory of results and metrics.jsonl."""
+
+    log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def _check_env(self) -> GenerationConfig:
+        names = [env.name or env.id for env in self.env]
+        if duplicates := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"env has two environments named {sorted(duplicates)[0]!r}: rename one of them")
+        for env in self.env:
+            if (num_rollouts := self.num_rollouts(env)) > self.max_concurrent:
+                raise ValueError(
+                    f"max_concurrent = {self.max_concurrent} is less than the {num_rollouts} rollouts of one example: "
+                    "raise it or lower rollouts_per_example"
+                )
+        return self
+
+    def num_rollouts(self, env: GenerationEnvConfig) -> int:
+        """Rollouts per example of an environment."""
+        return env.rollouts_per_example or self.rollouts_per_example

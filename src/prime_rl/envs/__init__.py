@@ -1,0 +1,1 @@
+"""Environment worker processes, installation of environments, and the `vf-*` commands."""

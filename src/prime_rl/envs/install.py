@@ -1,0 +1,65 @@
+"""Installation of missing environments from a package index, if the config enables it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from rollouts.training.environments.resolve import NAME, find_environment
+
+TIMEOUT_S = 900
+
+
+def ensure_installed(env_id: str, index_url: str) -> None:
+    """Install the package of a missing environment; raises `ValueError` on failure.
+
+    The package itself comes only from `index_url`, which prevents dependency confusion; its dependencies come from
+    pip's default index.
+    """
+    try:
+        find_environment(env_id)
+        return
+    except ValueError as error:
+        match = NAME.fullmatch(env_id)
+        if match is None:
+            raise
+        if "{org}" in index_url and not match["org"]:
+            raise ValueError(f"{error}: write env.id as org/name, or set env.index_url") from error
+    name = match["name"].replace("_", "-")
+    url = index_url.replace("{org}", match["org"] or "")
+    requirement = f"{name}=={match['version']}" if match["version"] else name
+    _pip(env_id, "--no-deps", "--index-url", url, requirement)
+    importlib.invalidate_caches()
+    requirements = [text for text in importlib.metadata.requires(name) or [] if "extra ==" not in text]
+    if requirements:
+        _pip(env_id, *requirements)
+        importlib.invalidate_caches()
+
+
+def install_folder(folder: Path) -> None:
+    """Install the package in `folder` in editable mode with dependencies; raises `ValueError` on failure."""
+    _pip(folder.name, "--editable", str(folder))
+
+
+def _pip(env_id: str, *arguments: str) -> None:
+    if importlib.util.find_spec("pip") is not None:
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
+    elif (uv := shutil.which("uv")) is not None:
+        command = [uv, "pip", "install", "--quiet", "--python", sys.executable]
+    else:
+        raise ValueError(f"environment {env_id!r} cannot be installed: there is neither pip nor uv; install pip")
+    try:
+        done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(
+            f"environment {env_id!r}: installing {arguments[-1]} took longer than {TIMEOUT_S} s"
+        ) from None
+    if done.returncode:
+        lines = [line for line in done.stderr.strip().splitlines() if line] or ["no reason given"]
+        reason = next((line for line in reversed(lines) if "error" in line.lower()), lines[-1])
+        raise ValueError(f"environment {env_id!r} was not installed: {reason.strip()}: check env.id and env.index_url")

@@ -1,0 +1,57 @@
+"""`vf-install`: `.` or `--from-local` installs an environment folder; otherwise runs the command of `verifiers`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from prime_rl.envs.install import install_folder
+from prime_rl.runtime.redaction import redact
+from rollouts.training.environments.resolve import find_environment
+
+PASSED_ON = "verifiers.scripts.install"
+
+
+def main() -> None:
+    """Console script `vf-install`."""
+    try:
+        folder = find_folder(sys.argv[1:])
+        if folder is None:
+            pass_on(PASSED_ON, sys.argv[1:])
+        install_folder(folder)
+    except ValueError as error:
+        sys.stderr.write(f"error: {redact(str(error))}\n")
+        raise SystemExit(2) from None
+    sys.stdout.write(f"installed {folder} in editable form: changes of its files need no second installation\n")
+
+
+def find_folder(argv: Sequence[str]) -> Path | None:
+    """The folder given by `PATH [--from-local]` or `NAME --from-local`; None for any other command line."""
+    from_local = "--from-local" in argv
+    words = [word for word in argv if word != "--from-local"]
+    if len(words) != 1 or words[0].startswith("-"):
+        return None
+    path = Path(words[0]).expanduser()
+    if words[0].startswith((".", "/", "~")):
+        if not (path / "pyproject.toml").is_file():
+            raise ValueError(f"{path.resolve()} has no pyproject.toml: name the folder of an environment")
+        return path.resolve()
+    if not from_local:
+        return None
+    folder = find_environment(words[0]).folder
+    if folder is None:
+        raise ValueError(f"{words[0]} is installed already, and no folder environments/{words[0]} was found")
+    return folder
+
+
+def pass_on(module: str, argv: Sequence[str]) -> NoReturn:
+    """Replace this process by `python -m module` with these arguments."""
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", module, *argv])
+
+
+if __name__ == "__main__":
+    main()

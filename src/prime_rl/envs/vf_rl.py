@@ -1,0 +1,58 @@
+"""`vf-rl`: `@ FILE` of a nanochat run starts `scripts.prime_rl_train`; otherwise runs the command of `verifiers`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from prime_rl.envs.vf_install import pass_on
+from prime_rl.runtime.redaction import redact
+
+PASSED_ON = "verifiers.scripts.rl"
+TRAINER = "scripts.prime_rl_train"
+
+
+def main() -> None:
+    """Console script `vf-rl`."""
+    argv = sys.argv[1:]
+    try:
+        if not is_ours(argv):
+            pass_on(PASSED_ON, argv)
+        root = find_checkout()
+    except ValueError as error:
+        sys.stderr.write(f"error: {redact(str(error))}\n")
+        raise SystemExit(2) from None
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    pass_on(TRAINER, argv)
+
+
+def is_ours(argv: Sequence[str]) -> bool:
+    """Whether the command line has a TOML file with a nanochat model."""
+    words = [word.removeprefix("@") for word in argv if word.lstrip("@").endswith(".toml")]
+    if not words or not any(word.startswith("@") for word in argv):
+        return False
+    path = Path(words[0]).expanduser()
+    try:
+        table: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid TOML: {error}") from error
+    return str(table.get("model", "")).startswith("nanochat-")
+
+
+def find_checkout() -> Path:
+    """The repository with the scripts: found from the working directory or the location of this package."""
+    roots = [Path.cwd(), *Path.cwd().parents, *Path(__file__).resolve().parents]
+    for root in roots:
+        if (root / "scripts" / "prime_rl_train.py").is_file():
+            return root
+    raise ValueError("scripts/prime_rl_train.py was not found: run vf-rl in a checkout of the repository")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,282 @@
+"""Environment worker process: isolates crashes, hangs and leaks of environment code.
+
+    python -m prime_rl.envs.worker <work fd> <control fd> <heartbeat fd> <parent's pid>
+
+The worker sends requests to the engines itself. Messages are msgpack over two socket pairs inherited from the parent
+(`worker_pool`): `work` for groups and their rollouts, `control` for loading and rows. `Heartbeat` is shared memory with
+a counter of the event loop and the group whose code is running, so that a crash or hang can be attributed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import gc
+import logging
+import mmap
+import os
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Coroutine, Generator
+from typing import Any
+
+import msgspec
+
+from prime_rl.runtime.framing import FrameChannel, receive_frame, send_frame
+from prime_rl.runtime.process import set_parent_death_signal
+from rollouts.training.agent_integration import Rollout
+
+BEAT_S = 0.1
+_CELLS = struct.Struct("<QQ")
+
+
+class Load(msgspec.Struct, tag=True):
+    """First message: the environment to load, and the import path."""
+
+    id: str
+    args: dict[str, Any]
+    timeout_s: float | None
+    score: bool
+    sys_path: list[str]
+
+
+class Loaded(msgspec.Struct, tag=True):
+    """Response to `Load`, with an error if loading failed."""
+
+    error: str | None = None
+
+
+class ServerSpec(msgspec.Struct, frozen=True):
+    """Arguments of `InferenceClient` for an inference server."""
+
+    base_url: str
+    headers: tuple[tuple[str, str], ...] = ()
+    timeout_s: float = 1200
+    max_connections: int = 1024
+    seq_len: int | None = None
+    reconnect_s: float = 0
+
+
+class GroupRequest(msgspec.Struct, tag=True):
+    """Request to run one group."""
+
+    number: int
+    row: dict[str, Any]
+    server: ServerSpec
+    model: str
+    sampling_args: list[dict[str, Any]]
+    retries: int
+
+
+class Cancel(msgspec.Struct, tag=True):
+    """Cancel a group."""
+
+    number: int
+
+
+class Finished(msgspec.Struct, tag=True):
+    """Rollouts of a group, or the error of the environment."""
+
+    number: int
+    rollouts: list[Rollout] = []
+    error: str | None = None
+
+
+class Rows(msgspec.Struct, tag=True):
+    """Request for the rows of a split; the response is a list of dicts, or an error message."""
+
+    split: str
+
+
+decode_order = msgspec.msgpack.Decoder(GroupRequest | Cancel).decode
+decode_finished = msgspec.msgpack.Decoder(Finished).decode
+
+
+def encode(message: Any) -> bytes:
+    """Encode a message as msgpack; unsupported types become plain numbers or strings."""
+    return msgspec.msgpack.encode(message, enc_hook=_as_plain)
+
+
+def _as_plain(value: Any) -> Any:
+    item = getattr(value, "item", None)
+    return item() if callable(item) and getattr(value, "ndim", None) == 0 else str(value)
+
+
+class Heartbeat:
+    """Shared memory with two numbers: the group whose code is running (0: none), and the event-loop counter."""
+
+    def __init__(self, fd: int) -> None:
+        self._memory = mmap.mmap(fd, _CELLS.size)
+        self._cells = memoryview(self._memory).cast("Q")
+
+    @property
+    def group(self) -> int:
+        """Number of the group that is running, or was running when the process ended."""
+        return int(self._cells[0])
+
+    @group.setter
+    def group(self, number: int) -> None:
+        self._cells[0] = number
+
+    @property
+    def beats(self) -> int:
+        """Counter of the event loop."""
+        return int(self._cells[1])
+
+    def beat(self) -> None:
+        """Increment the counter."""
+        self._cells[1] += 1
+
+
+_current: contextvars.ContextVar[int] = contextvars.ContextVar("group", default=0)
+
+
+class _Traced(Coroutine[Any, Any, Any]):
+    """A coroutine of a group that sets the heartbeat's group while it runs."""
+
+    def __init__(self, inner: Any, number: int, heartbeat: Heartbeat) -> None:
+        self._inner, self._number, self._heartbeat = inner, number, heartbeat
+
+    def send(self, value: Any) -> Any:
+        self._heartbeat.group = self._number
+        try:
+            return self._inner.send(value)
+        finally:
+            self._heartbeat.group = 0
+
+    def throw(self, *error: Any) -> Any:
+        self._heartbeat.group = self._number
+        try:
+            return self._inner.throw(*error)
+        finally:
+            self._heartbeat.group = 0
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self._inner.__await__()
+
+    def __getattr__(self, name: str) -> Any:  # cr_frame and others, which anyio reads
+        return getattr(self._inner, name)
+
+
+class Worker:
+    """Runs groups until the parent closes the connection."""
+
+    def __init__(self, environment: Any, heartbeat: Heartbeat) -> None:
+        self.environment, self.heartbeat = environment, heartbeat
+        self._clients: dict[ServerSpec, Any] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._work: FrameChannel | None = None
+        self._control: FrameChannel | None = None
+
+    async def serve(self, work: socket.socket, control: socket.socket) -> None:
+        """Serve until the parent disconnects; then cancel running groups, so that the engines abort their requests."""
+        loop, closed = asyncio.get_running_loop(), asyncio.Event()
+        loop.set_task_factory(self._build_task)
+        self._work = FrameChannel(work, self._on_order, closed.set)
+        self._control = FrameChannel(control, self._on_control, closed.set)
+        self._beat()
+        self._work.attach(loop)
+        self._control.attach(loop)
+        await closed.wait()
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 2)
+
+    def _beat(self) -> None:
+        self.heartbeat.beat()
+        asyncio.get_running_loop().call_later(BEAT_S, self._beat)
+
+    def _build_task(self, loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> asyncio.Task[Any]:
+        """Attribute every task that a group starts, directly or indirectly, to the group."""
+        context = options.get("context")
+        number = _current.get() if context is None else context.get(_current, 0)
+        return asyncio.Task(_Traced(coro, number, self.heartbeat) if number else coro, loop=loop, **options)
+
+    def _on_order(self, frame: bytes) -> None:
+        order = decode_order(frame)
+        if isinstance(order, Cancel):
+            if (task := self._tasks.get(order.number)) is not None:
+                task.cancel()
+            return
+        token = _current.set(order.number)
+        task = asyncio.get_running_loop().create_task(self._run(order))
+        _current.reset(token)
+        self._tasks[order.number] = task
+        task.add_done_callback(lambda _: self._tasks.pop(order.number))
+
+    async def _run(self, group: GroupRequest) -> None:
+        try:
+            rollouts = await self.environment.run_group(
+                group.row, self._client(group.server), group.model, group.sampling_args, group.retries
+            )
+            answer = encode(Finished(group.number, rollouts))
+        except Exception as error:
+            answer = encode(Finished(group.number, error=f"{type(error).__name__}: {error}"))
+        assert self._work is not None
+        self._work.send(answer)
+
+    def _client(self, server: ServerSpec) -> Any:
+        if server not in self._clients:
+            from prime_rl.utils.client import build_client
+
+            self._clients[server] = build_client(server)
+        return self._clients[server]
+
+    def _on_control(self, frame: bytes) -> None:
+        order = msgspec.msgpack.decode(frame, type=Rows)
+        try:
+            answer: Any = [dict(row) for row in self.environment.rows(order.split)]
+            payload = msgspec.msgpack.encode(answer)
+        except Exception as error:
+            payload = msgspec.msgpack.encode(f"{type(error).__name__}: {error}")
+        assert self._control is not None
+        self._control.send(payload)
+
+
+def quiet_libraries() -> None:
+    """Route environment logs through ours: remove their handlers and progress bars."""
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # read when datasets is imported
+    library = logging.getLogger("verifiers")  # importing verifiers gives its logger a handler of its own
+    library.handlers.clear()
+    library.propagate = True
+    library.setLevel(logging.WARNING)
+
+
+def main() -> int:
+    """Run the worker process; returns its exit code."""
+    work_fd, control_fd, heartbeat_fd, parent = map(int, sys.argv[1:5])
+    set_parent_death_signal(parent)
+    control = socket.socket(fileno=control_fd)
+    try:
+        order = msgspec.msgpack.decode(receive_frame(control), type=Load)
+    except EOFError:
+        return 0
+    sys.path[:] = order.sys_path
+    logging.basicConfig(level=logging.WARNING, format=f"environment {order.id}: %(message)s")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    from prime_rl.utils.client import prepare_client
+    from rollouts.training.environments import load_environment
+
+    try:
+        environment = load_environment(order.id, order.args, timeout_s=order.timeout_s, score=order.score)
+    except Exception as error:
+        message = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        send_frame(control, encode(Loaded(error=message)))
+        return 0
+    quiet_libraries()
+    prepare_client()  # preload before the first group
+    gc.freeze()  # exclude loaded libraries from garbage collection
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and closes the connection
+    send_frame(control, encode(Loaded()))
+    asyncio.run(Worker(environment, Heartbeat(heartbeat_fd)).serve(socket.socket(fileno=work_fd), control))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

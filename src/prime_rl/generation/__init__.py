@@ -1,0 +1,1 @@
+"""Rollout jobs shared by `eval` and `synthesize`: rows, servers, resume log."""

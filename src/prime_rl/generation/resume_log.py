@@ -1,0 +1,174 @@
+"""Resume log: finished rollouts, appended to disk, so that an interrupted command does not repeat them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from prime_rl.runtime.redaction import redact_fields
+from rollouts.training.agent_integration import Rollout
+from rollouts.training.environments.protocol import PERMANENT
+from rollouts.training.metrics import append_jsonl
+from rollouts.training.types import Message, Status
+
+
+class Result(msgspec.Struct, kw_only=True):
+    """Result of a rollout: one line of `results.jsonl`. A failed rollout has an error and no reward."""
+
+    example_id: int = 0
+    rollout_idx: int = 0
+    task: str = ""
+    prompt: str | list[Message] = ""
+    completion: str | list[Message] = ""
+    answer: Any = None
+    reward: float | None = None
+    metrics: dict[str, float | None] = {}
+    completion_len: int | None = None
+    is_truncated: bool = False
+    stop_reason: str | None = None
+    num_turns: int = 0
+    error: str | None = None
+    generation_ms: float | None = None
+    scoring_ms: float | None = None
+    tools: list[dict[str, Any]] | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the rollout has no reward."""
+        return self.reward is None
+
+    @property
+    def is_retryable(self) -> bool:
+        """Whether it failed with an error that a retry may resolve."""
+        return self.failed and (self.error or "").partition(":")[0] not in PERMANENT
+
+
+def to_result(rollout: Rollout, number: int) -> Result:
+    """Result of rollout `number` of an example, with secrets redacted."""
+    result = Result(
+        example_id=rollout.example_id,
+        rollout_idx=number,
+        task=rollout.task,
+        prompt=rollout.prompt,
+        completion=rollout.completion,
+        answer=msgspec.to_builtins(rollout.answer, enc_hook=str),
+        reward=None if rollout.failed else rollout.reward,
+        metrics=dict(rollout.metrics),
+        completion_len=completion_length(rollout),
+        is_truncated=rollout.status == Status.TRUNCATED,
+        stop_reason=rollout.stop_reason,
+        num_turns=rollout.num_turns,
+        error=f"{rollout.error_type}: {rollout.error}" if rollout.error else None,
+        generation_ms=rollout.generation_ms,
+        scoring_ms=rollout.scoring_ms,
+        tools=rollout.tools,
+    )
+    return msgspec.convert(redact_fields(msgspec.structs.asdict(result)), Result)
+
+
+def completion_length(rollout: Rollout) -> int | None:
+    """Sampled tokens of all turns, else the usage count of the server."""
+    if rollout.turns:
+        return sum(len(turn.completion_ids) for turn in rollout.turns)
+    return rollout.completion_tokens
+
+
+class ResumeEntry(msgspec.Struct, kw_only=True):
+    """One line of the log: rollouts of one example and the elapsed seconds. Index -1: results were reported."""
+
+    index: int
+    row: str
+    elapsed: float
+    results: list[Result]
+
+
+class ResumeLog:
+    """Finished rollouts of one environment by example; `elapsed` is the total time in seconds.
+
+    The file name contains a digest of the settings that the rollouts depend on, every line a digest of its row.
+    Raises `ValueError` while another process writes the file.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], *, resume: bool = True) -> None:
+        digest = compute_digest(settings)
+        self.path = folder / f".unfinished-{digest}.journal"
+        self.elapsed = 0.0
+        self.reported = False
+        """Whether the current content was reported."""
+        self._rows: dict[int, str] = {}
+        self._results: dict[int, dict[int, Result]] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._fd)
+            raise ValueError(
+                f"{folder} is being written by the same command: wait for it, or change output_dir"
+            ) from None
+        if not resume:
+            os.truncate(self._fd, 0)
+        self._read()
+
+    def _read(self) -> None:
+        """Load the file and truncate an incomplete last line, to which the next one would be appended."""
+        data = self.path.read_bytes()
+        end = data.rfind(b"\n") + 1
+        os.truncate(self._fd, end)
+        for line in data[:end].splitlines():
+            try:
+                entry = msgspec.json.decode(line, type=ResumeEntry)
+            except (msgspec.DecodeError, RecursionError) as error:
+                raise ValueError(f"{self.path} is damaged ({error}): remove it, or pass --no-resume") from error
+            self._apply(entry)
+
+    def _apply(self, entry: ResumeEntry) -> None:
+        self.reported = entry.index < 0
+        if self.reported:
+            return
+        if self._rows.get(entry.index) != entry.row:
+            self._rows[entry.index], self._results[entry.index] = entry.row, {}
+        self._results[entry.index].update({result.rollout_idx: result for result in entry.results})
+        self.elapsed = max(self.elapsed, entry.elapsed)
+
+    def missing(self, index: int, row: Mapping[str, Any], num_rollouts: int) -> list[int]:
+        """Rollouts of an example still to run: absent, of a changed row, or failed with a retryable error."""
+        if self._rows.get(index) != compute_digest([row.get("prompt"), row.get("answer")]):
+            return list(range(num_rollouts))
+        results = self._results[index]
+        return [n for n in range(num_rollouts) if n not in results or results[n].is_retryable]
+
+    def add(self, index: int, row: Mapping[str, Any], results: Sequence[Result], elapsed: float) -> None:
+        """Append rollouts of an example; they are on disk when this returns."""
+        digest = compute_digest([row.get("prompt"), row.get("answer")])
+        entry = ResumeEntry(index=index, row=digest, elapsed=elapsed, results=list(results))
+        append_jsonl(self.path, [msgspec.structs.asdict(entry)])
+        self._apply(entry)
+
+    def mark_reported(self) -> None:
+        """Record that results and metrics were written."""
+        entry = ResumeEntry(index=-1, row="", elapsed=self.elapsed, results=[])
+        append_jsonl(self.path, [msgspec.structs.asdict(entry)])
+        self._apply(entry)
+
+    def results(self, index: int, num_rollouts: int) -> list[Result]:
+        """The finished rollouts of an example, in order."""
+        results = self._results.get(index, {})
+        return [results[number] for number in range(num_rollouts) if number in results]
+
+    def close(self, *, remove: bool = False) -> None:
+        """Close the file; `remove`: delete it because the command is complete."""
+        if remove or not self._results:
+            self.path.unlink(missing_ok=True)
+        os.close(self._fd)
+
+
+def compute_digest(value: Any) -> str:
+    """Digest of JSON-like data."""
+    return xxhash.xxh3_64(msgspec.json.encode(value, order="deterministic", enc_hook=str)).hexdigest()

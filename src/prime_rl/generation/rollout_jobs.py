@@ -1,0 +1,104 @@
+"""Rollouts of a model in environments: row selection, concurrency limit and request seeds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import anyio
+
+from prime_rl.utils.vf import build_sampling_args
+from rollouts.training.rollout_gen.async_rollout_manager import sample_seed
+
+if TYPE_CHECKING:
+    from prime_rl.configuration.sections import GenerationConfig, GenerationEnvConfig, SamplingConfig
+    from rollouts.training.agent_integration import Rollout
+    from rollouts.training.environments import Environment
+
+OPENAI_URL = "https://api.openai.com/v1"
+OnRollouts = Callable[[int, Sequence[int], "list[Rollout]"], None]
+
+
+@dataclass(frozen=True)
+class ModelEndpoint:
+    """One client per server, the model name, and the policy version for the metrics."""
+
+    clients: Sequence[Any]
+    model: str
+    version: int = 0
+
+
+def choose_rows(
+    environment: Environment, env: GenerationEnvConfig, config: GenerationConfig, split: str = "eval"
+) -> list[dict[str, Any]]:
+    """The first `num_examples` examples of an environment; `ValueError` if there are none."""
+    num_examples = config.num_examples if env.num_examples is None else env.num_examples
+    rows = environment.rows(split)
+    rows = rows if num_examples < 0 else rows[:num_examples]
+    if not rows:
+        raise ValueError(f"environment {env.id!r} has no {split} examples for num_examples = {num_examples}")
+    return rows
+
+
+async def run_rows(
+    environment: Environment,
+    rows: Sequence[dict[str, Any]],
+    numbers: Sequence[Sequence[int]],
+    config: GenerationConfig,
+    endpoint: ModelEndpoint,
+    on_rollouts: OnRollouts = lambda index, numbers, rollouts: None,
+) -> list[list[Rollout]]:
+    """Run rollouts `numbers[i]` of each row i; `on_rollouts` is called when all rollouts of a row are finished.
+
+    The seed of a request is a hash of (seed, example, rollout), independent of concurrency and of other examples.
+    """
+    limiter = anyio.CapacityLimiter(max(1, config.max_concurrent // max(1, *map(len, numbers))))
+    seed = config.seed if config.sampling.seed is None else config.sampling.seed
+    groups: list[list[Rollout]] = [[] for _ in rows]
+
+    async def run_group(index: int) -> None:
+        async with limiter:
+            client = endpoint.clients[index % len(endpoint.clients)]
+            args = [
+                build_request(config.sampling, sample_seed(seed, index, number), client.base_url)
+                for number in numbers[index]
+            ]
+            groups[index] = await environment.run_group(rows[index], client, endpoint.model, args, config.max_retries)
+        on_rollouts(index, numbers[index], groups[index])
+
+    async with anyio.create_task_group() as tasks:
+        for index in range(len(rows)):
+            if numbers[index]:
+                tasks.start_soon(run_group, index)
+    return groups
+
+
+async def run_environment(
+    environment: Environment, env: GenerationEnvConfig, config: GenerationConfig, endpoint: ModelEndpoint
+) -> list[list[Rollout]]:
+    """All rollouts of each evaluation example, in example order."""
+    rows = choose_rows(environment, env, config)
+    return await run_rows(environment, rows, [range(config.num_rollouts(env))] * len(rows), config, endpoint)
+
+
+def build_request(sampling: SamplingConfig, seed: int, base_url: str) -> dict[str, Any]:
+    """Arguments of one request; only OpenAI API fields for a server that rejects unknown ones."""
+    args = build_sampling_args(sampling, seed)
+    if is_strict(base_url):
+        del args["logprobs"]
+        args["extra_body"] = dict(sampling.extra_body)
+        args["seed"] = seed % 2**31
+    return args
+
+
+def openai_url() -> str:
+    """Address of the OpenAI API: OPENAI_BASE_URL, as in the official client, or the public address."""
+    return os.environ.get("OPENAI_BASE_URL", "").rstrip("/") or OPENAI_URL
+
+
+def is_strict(base_url: str) -> bool:
+    """Whether a server is the OpenAI API, which rejects unknown fields."""
+    return base_url.rstrip("/") == openai_url() or urlsplit(base_url).hostname == urlsplit(OPENAI_URL).hostname

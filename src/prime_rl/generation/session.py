@@ -1,0 +1,151 @@
+"""Lifecycle of `eval` and `synthesize`: server, environments, resume logs, missing rollouts.
+
+start server (for a local model) + load environments --> work --> remove resume logs unless rollouts can be retried
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prime_rl.generation.resume_log import Result, ResumeLog, to_result
+from prime_rl.generation.rollout_jobs import ModelEndpoint, run_rows
+
+if TYPE_CHECKING:
+    from prime_rl.configuration.sections import GenerationConfig, GenerationEnvConfig
+    from prime_rl.utils.monitor import Monitor
+    from rollouts.training.agent_integration import Rollout
+    from rollouts.training.environments import Environment
+
+Work = Callable[["GenerationRun", Sequence[str]], Awaitable[None]]
+
+
+@dataclass
+class GenerationRun:
+    """One run of a command: its configuration, environments and open resume logs."""
+
+    config: GenerationConfig
+    environments: Mapping[str, Environment]
+    monitor: Monitor
+    base_urls: tuple[str, ...] = ()
+    """Running servers; empty: this command serves the model."""
+    resume_logs: list[ResumeLog] = field(default_factory=list)
+    num_failed: int = 0
+
+    def open_resume_log(self, folder: Path, env: GenerationEnvConfig, endpoint: ModelEndpoint, model: str) -> ResumeLog:
+        """Open the resume log of an environment in `folder`, keyed by everything that its rollouts depend on."""
+        from prime_rl.runtime.tokenizer import fingerprint_model
+
+        config = self.config
+        served = config.model.model_dump(exclude={"name"})
+        settings = {
+            "model": [model, endpoint.version, fingerprint_model(model), served],
+            "servers": self.base_urls,
+            "env": [env.id, env.args],
+            "rollouts": config.num_rollouts(env),
+            "sampling": config.sampling.model_dump(),
+            "seed": config.seed,
+        }
+        resume_log = ResumeLog(folder, settings, resume=config.resume)
+        self.resume_logs.append(resume_log)
+        return resume_log
+
+    def report_failures(self, name: str, groups: Sequence[Sequence[Result]]) -> None:
+        """Log the number of failed rollouts and the last error; `RuntimeError` if all failed."""
+        from loguru import logger
+
+        failed = [result for group in groups for result in group if result.failed]
+        if not failed:
+            return
+        self.num_failed += sum(result.is_retryable for result in failed)
+        logger.warning(f"{name}: {len(failed)} rollouts failed and are excluded; last error: {failed[-1].error}")
+        if len(failed) == sum(map(len, groups)):
+            raise RuntimeError(f"all rollouts of {name} failed; last error: {failed[-1].error}")
+
+    def close_resume_logs(self, *, remove: bool) -> None:
+        """Close the resume logs; `remove`: delete those of a complete command."""
+        for resume_log in self.resume_logs:
+            resume_log.close(remove=remove)
+        self.resume_logs.clear()
+
+
+def run_generation(
+    process: str, config: GenerationConfig, base_urls: tuple[str, ...], options: Mapping[str, Any], work: Work
+) -> None:
+    """Run `work(run, server addresses)`; `options` are for the server that is started if `base_urls` is empty."""
+    import anyio
+    from loguru import logger
+
+    from prime_rl.client.http import ensure_open_files
+    from prime_rl.generation.model_server import check_servers, run_with_server, start_server, wait_for_server
+    from prime_rl.runtime.process import ChildFailed
+    from prime_rl.utils.logger import setup_logger
+    from prime_rl.utils.monitor import build_monitor
+    from prime_rl.utils.vf import check_environments, open_environments
+
+    check_environments(config.env)
+    setup_logger(process, config.log, config.output_dir / "logs")
+    if base_urls:
+        anyio.run(check_servers, config.client, base_urls)
+    if advice := ensure_open_files(config.max_concurrent):
+        logger.warning(advice)
+    serving = nullcontext() if base_urls else start_server(config, process, options)
+    try:
+        # Environments load while the server loads the model.
+        with serving as server, open_environments(config.env) as environments, ExitStack() as stack:
+            monitor = build_monitor(config.output_dir, process, config)
+            stack.callback(monitor.finish)
+            run = GenerationRun(config, environments, monitor, base_urls)
+            urls = base_urls if server is None else wait_for_server(config, server)
+            try:
+                anyio.run(run_with_server, server, lambda: work(run, urls))
+            except BaseException:
+                run.close_resume_logs(remove=False)
+                raise
+    except ChildFailed as failure:
+        if failure.wrong_input is None:
+            raise
+        raise ValueError(failure.wrong_input) from failure
+    run.close_resume_logs(remove=not run.num_failed)
+    if run.num_failed:
+        logger.warning(
+            f"{run.num_failed} rollouts failed: run the same command to retry them, or pass --no-resume to start over"
+        )
+
+
+async def run_missing(
+    resume_log: ResumeLog,
+    environment: Environment,
+    rows: Sequence[dict[str, Any]],
+    env: GenerationEnvConfig,
+    config: GenerationConfig,
+    endpoint: ModelEndpoint,
+) -> list[list[Result]]:
+    """Results of all rows: runs missing rollouts and appends each finished group to the resume log."""
+    from loguru import logger
+
+    from prime_rl.telemetry.progress import show_progress
+
+    name, num_rollouts = env.name or env.id, config.num_rollouts(env)
+    missing = [resume_log.missing(index, row, num_rollouts) for index, row in enumerate(rows)]
+    total, todo = len(rows) * num_rollouts, sum(map(len, missing))
+    if todo < total:
+        logger.info(f"{name}: {total - todo} of {total} rollouts are finished, running the rest")
+    started, before = time.monotonic(), resume_log.elapsed
+    rewards: list[float] = []
+
+    with show_progress(name, total, total - todo) as progress:
+
+        def record(index: int, numbers: Sequence[int], rollouts: list[Rollout]) -> None:
+            results = [to_result(rollout, number) for number, rollout in zip(numbers, rollouts, strict=True)]
+            resume_log.add(index, rows[index], results, before + time.monotonic() - started)
+            rewards.extend(result.reward for result in results if result.reward is not None)
+            mean = f"reward {sum(rewards) / len(rewards):.4f}" if rewards else ""
+            progress.advance(len(results), mean)
+
+        await run_rows(environment, rows, missing, config, endpoint, record)
+    return [resume_log.results(index, num_rollouts) for index in range(len(rows))]

@@ -1,0 +1,1 @@
+"""Processes of a run: supervision, framing, hang detection, the run directory."""

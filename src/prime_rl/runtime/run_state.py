@@ -1,0 +1,180 @@
+"""`run_state.json` in the run directory: which process executes the run, and how it ended.
+
+A process that is killed cannot record its end. The file therefore identifies the process (host, boot, PID namespace,
+PID and start time), so that a reader can check whether it still exists, and its modification time is a heartbeat for
+readers on other hosts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import TracebackType
+
+from prime_rl.runtime.process import ChildFailed
+
+STATE_FILE = "run_state.json"
+HEARTBEAT_S = 10.0
+MAX_REASON = 200
+"""Characters of a reason."""
+
+
+@dataclass(frozen=True)
+class ProcessIdentity:
+    """A process, distinguished from a later one with the same PID. Fields are None on systems without /proc."""
+
+    pid: int
+    started: int | None
+    """Start time in clock ticks since boot."""
+    host: str
+    boot: str | None
+    namespace: str | None
+    """PID namespace, in which the PID is valid."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Content of the state file."""
+
+    status: str
+    """running, finished, interrupted or failed."""
+    command: str
+    process: ProcessIdentity
+    started: float
+    """Unix seconds."""
+    ended: float | None = None
+    reason: str | None = None
+
+
+def identify_process() -> ProcessIdentity:
+    """The identity of this process."""
+    boot, namespace = _boot_and_namespace()
+    return ProcessIdentity(os.getpid(), _start_ticks(os.getpid()), platform.node(), boot, namespace)
+
+
+def is_alive(process: ProcessIdentity) -> bool | None:
+    """Whether `process` still exists; None if it belongs to another host or PID namespace."""
+    boot, namespace = _boot_and_namespace()
+    if process.host != platform.node():
+        return None
+    if process.boot != boot:
+        return False  # the machine restarted
+    if process.namespace != namespace:
+        return None
+    if process.started is not None:
+        return _start_ticks(process.pid) == process.started
+    try:
+        os.kill(process.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def read_run_state(output_dir: Path) -> RunState | None:
+    """The recorded state; None if there is none."""
+    try:
+        state = json.loads((output_dir / STATE_FILE).read_bytes())
+        return RunState(**{**state, "process": ProcessIdentity(**state["process"])})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+class StateRecorder:
+    """Context manager that records the state of a run: running inside the block, then how it ended.
+
+    No-op if a living process already records the run, as `rl` does for its trainer. A rejected start (`ValueError`
+    before the first metric) restores the record of the earlier run. Write errors do not fail the run.
+    """
+
+    def __init__(self, output_dir: Path, command: str) -> None:
+        self._path = output_dir / STATE_FILE
+        self._state = RunState("running", command, identify_process(), time.time())
+        self._is_owner = False
+        self._beat_at = 0.0
+        self._before: tuple[bytes | None, int] = (None, 0)
+
+    def __enter__(self) -> StateRecorder:
+        recorded = read_run_state(self._path.parent)
+        self._is_owner = recorded is None or recorded.status != "running" or not is_alive(recorded.process)
+        self._before = (_read(self._path), self._num_logged())
+        self._write(self._encode())
+        return self
+
+    def beat(self) -> None:
+        """Renew the heartbeat when it is due."""
+        if self._is_owner and time.monotonic() - self._beat_at >= HEARTBEAT_S:
+            self._beat_at = time.monotonic()
+            with contextlib.suppress(OSError):
+                os.utime(self._path)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        status, reason = describe_end(error)
+        self._state = replace(self._state, status=status, reason=reason, ended=time.time())
+        earlier, num_logged = self._before
+        is_refused = isinstance(error, ValueError) and self._num_logged() == num_logged
+        self._write(earlier if is_refused and earlier is not None else self._encode())
+
+    def _encode(self) -> bytes:
+        return json.dumps(asdict(self._state)).encode()
+
+    def _num_logged(self) -> int:
+        """Size of the metrics file in bytes."""
+        try:
+            return (self._path.parent / "metrics.jsonl").stat().st_size
+        except OSError:
+            return 0
+
+    def _write(self, content: bytes) -> None:
+        if not self._is_owner:
+            return
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = self._path.with_suffix(".tmp")
+            temporary.write_bytes(content)
+            temporary.replace(self._path)
+
+
+def describe_end(error: BaseException | None) -> tuple[str, str | None]:
+    """Status and reason of a run that ended with this exception."""
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        return "finished", None
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", None
+    if isinstance(error, SystemExit):
+        is_signal = isinstance(error.code, int) and error.code > 128
+        return ("interrupted", None) if is_signal else ("failed", f"exit code {error.code}")
+    if isinstance(error, ChildFailed):
+        return "failed", ", ".join(f"{child.name}: {child.describe_end()}" for child in error.children)
+    first = (str(error).splitlines() or [""])[0]
+    return "failed", f"{type(error).__name__}: {first}"[:MAX_REASON]
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
+
+
+def _boot_and_namespace() -> tuple[str | None, str | None]:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return boot, os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return None, None
+
+
+def _start_ticks(pid: int) -> int | None:
+    """Start time of a process in clock ticks since boot; None if it has exited, including zombies."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])

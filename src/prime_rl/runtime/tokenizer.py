@@ -1,0 +1,80 @@
+"""Model directories and tokenizers by name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollouts.training.datasets.chat import RenderedChat, render_chat, render_pieces
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = [
+    "ASSETS_DIR",
+    "RenderedChat",
+    "fingerprint_model",
+    "load_tokenizer",
+    "render_chat",
+    "render_pieces",
+    "resolve_model_dir",
+]
+
+ASSETS_DIR = Path(__file__).resolve().parents[1] / "assets"
+
+
+def resolve_model_dir(name: str) -> Path:
+    """The directory of a model: an existing path, a shipped model (`tiny-qwen3`) or a hub id, in this order.
+
+    A hub id is downloaded once; raises `ValueError` if `name` is none of the three.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"model.name {name!r} is a directory without a config.json: give a Hugging Face model dir")
+        return path.resolve()
+    if (ASSETS_DIR / name / "config.json").is_file():
+        return ASSETS_DIR / name
+    shipped = ", ".join(sorted(file.parent.name for file in ASSETS_DIR.glob("*/config.json")))
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise ValueError(
+            f"model.name {name!r} is no directory, no shipped model ({shipped}) and no hub id (owner/name): check it"
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt"]))
+    except Exception as error:
+        # The hub raises many error types (offline, gated, missing, proxy); users need only the reason.
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"model.name {name!r} is no directory and was not found on the hub: {reason}") from error
+
+
+def fingerprint_model(name: str) -> list[str]:
+    """Name, size and modification time of each weight file of a local model directory; empty for any other name."""
+    path = Path(name).expanduser()
+    if not path.is_dir():
+        return []
+    files = sorted(path.glob("*.safetensors"))
+    return [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
+
+
+def load_tokenizer(
+    name: str, chat_template: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model; `chat_template` (text, or the path of a file) replaces its template."""
+    directory = resolve_model_dir(name)
+    tokenizer: PreTrainedTokenizerBase
+    if (directory / "tokenizer.json").is_file() and not trust_remote_code:
+        from transformers import PreTrainedTokenizerFast
+
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(directory))
+    else:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust_remote_code)
+    if chat_template is not None:
+        is_file = len(chat_template) < 4096 and Path(chat_template).is_file()
+        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8") if is_file else chat_template
+    return tokenizer

@@ -1,0 +1,1 @@
+"""Metrics: trackers, Prometheus, health checks, busy intervals, console progress."""
