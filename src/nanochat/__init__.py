@@ -1,1 +1,1 @@
-"""The nanochat family: a small GPT, its tokenizer, optimizers, engine and checkpoints, standing on the library."""
+"""The nanochat model family: a small GPT, its tokenizer, optimizers, engine and checkpoints."""

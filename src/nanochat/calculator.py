@@ -1,4 +1,4 @@
-"""The calculator that a nanochat model may call: arithmetic and counting letters, read from a syntax tree."""
+"""Calculator tool of nanochat models: arithmetic and letter counting, evaluated on a syntax tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine of this process as the client that environments talk to, and groups of rollouts made with it."""
+"""In-process chat client for environments, backed by an engine, and rollout groups generated with it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from rollouts.training.rollout_gen.async_rollout_manager import sample_seed
 from rollouts.training.types import Message, Sample, Status
 
 QUIET_TURNS = 3
-"""Requests are computed together once the event loop has gone round so often without a new one."""
+"""Event-loop iterations without a new request after which pending requests are batched."""
 
 
 class ChatClient:
-    """`.chat.completions.create(...)` answered by an engine, requests that are open together in one batch.
+    """`.chat.completions.create(...)` backed by an engine; concurrent requests form one batch.
 
-    `executor` is the thread in which the engine computes; `version` is told with every answer.
+    `executor` is the thread in which the engine computes; `version` is returned with every answer.
     """
 
     def __init__(self, engine: Engine, executor: Executor, max_tokens: int = 256) -> None:
@@ -44,8 +44,13 @@ class ChatClient:
         self._drain: asyncio.Task[None] | None = None
 
     async def create(self, *, messages: Sequence[Message], **asked: Any) -> Any:
-        """The answer to a conversation, as `openai` has it; options that are not about sampling are not read."""
+        """Complete a conversation, with the types of `openai`; non-sampling options are ignored.
+
+        `ValueError` for tools, which nanochat's chat format cannot show to the model.
+        """
         extra = {**asked, **(asked.get("extra_body") or {})}
+        if extra.get("tools"):
+            raise ValueError("nanochat's chat format has no place for tools: use an environment without them")
         tokenizer = self.engine.tokenizer
         temperature = extra.get("temperature")
         request = Request(
@@ -62,7 +67,7 @@ class ChatClient:
         return as_completion(_to_answer(request, done, self.version, tokenizer), chat=True)
 
     def loss_mask(self, sample: Sample) -> list[float]:
-        """The mask of a sample without what tools said, which the policy did not choose."""
+        """The mask of a sample, with 0 on tool outputs."""
         mask = self._forced.pop(tuple(sample.tokens), None)
         if mask is None:
             return sample.loss_mask
@@ -76,14 +81,14 @@ class ChatClient:
         return await answer
 
     async def _serve(self) -> None:
-        """Gather what is asked at the same time, compute it, and again until nothing is open."""
+        """Batch concurrent requests and generate, until none is pending."""
         loop = asyncio.get_running_loop()
         while self._open:
             seen, quiet = 0, 0
             while quiet < QUIET_TURNS:
                 quiet, seen = (quiet + 1, seen) if len(self._open) == seen else (0, len(self._open))
                 await asyncio.sleep(0)
-            # By seed, so that a batch is the same whichever task happened to ask first.
+            # Sorted by seed: the batch does not depend on the order of tasks.
             batch, self._open = sorted(self._open, key=lambda pair: pair[0].seed), []
             try:
                 answers = await loop.run_in_executor(self.executor, self.engine.complete, [r for r, _ in batch])
@@ -119,7 +124,7 @@ def _to_answer(request: Request, done: Completion, version: int, tokenizer: Nano
 async def run_rollouts(
     env: Environment, client: ChatClient, row: Row, num: int, seed: tuple[int, int], sampling: dict[str, Any]
 ) -> list[Rollout]:
-    """`num` rollouts of one row; `seed` is that of the run and a number of the row's own."""
+    """`num` rollouts of one row; `seed` combines the run's seed with the row's."""
     arguments = [
         {"logprobs": True, **sampling, "extra_body": {**sampling.get("extra_body", {}), "seed": sample_seed(*seed, i)}}
         for i in range(num)
@@ -128,7 +133,7 @@ async def run_rollouts(
 
 
 def group_samples(client: ChatClient, rollouts: Sequence[Rollout], group_index: int) -> list[Sample]:
-    """The samples of a group's rollouts; a rollout that failed is one without tokens that says why."""
+    """The samples of a group; a failed rollout becomes a sample with an error and no tokens."""
     samples = []
     for index, rollout in enumerate(rollouts):
         metadata = {"metrics": rollout.metrics, "completion_error": rollout.error}

@@ -1,4 +1,4 @@
-"""Checkpoints of every stage by source, tag and step: the seed era's files, and whole `step_N` directories."""
+"""Checkpoints by source, tag and step: flat files of published models, and `step_N` directories."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from nanochat.common import get_base_dir, resolve_device
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.tokenizer import NanochatTokenizer, get_tokenizer
+from rollouts.training.json_files import read_json_file
 from rollouts.training.steps import complete_steps, parse_step, publish_step, step_path
 
 SOURCES = {
@@ -30,8 +31,8 @@ BOOTSTRAP = "python -m scripts.tiny_bootstrap"
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a checkpoint lies: a directory `step_N`, or the flat files `model_00000N.pt` and `meta_00000N.json`."""
+class CheckpointLocation:
+    """Location of a checkpoint: a directory `step_N`, or the flat files `model_00000N.pt` and `meta_00000N.json`."""
 
     model_path: Path
     meta_path: Path
@@ -68,8 +69,8 @@ def load_model(
     return model, tokenizer, meta
 
 
-def find_checkpoint(source: str, model_tag: str | None = None, step: int | None = None) -> Place:
-    """Where the checkpoint lies; `ValueError` lists what there is."""
+def find_checkpoint(source: str, model_tag: str | None = None, step: int | None = None) -> CheckpointLocation:
+    """Location of the checkpoint; `ValueError` lists the existing ones."""
     if source not in SOURCES:
         raise ValueError(f"source {source!r} is not one of {', '.join(SOURCES)}")
     root = get_base_dir() / SOURCES[source]
@@ -87,28 +88,28 @@ def find_checkpoint(source: str, model_tag: str | None = None, step: int | None 
     return places[max(places) if step is None else step]
 
 
-def list_checkpoints(directory: Path) -> dict[int, Place]:
-    """Every complete checkpoint of a tag by its step, of either layout."""
+def list_checkpoints(directory: Path) -> dict[int, CheckpointLocation]:
+    """Complete checkpoints of a tag by step, of both layouts."""
     places = {}
     for path in directory.glob("model_*.pt"):
         match = re.fullmatch(r"model_(\d+)\.pt", path.name)
         meta = path.with_name(f"meta_{match[1]}.json") if match else path
         if match and meta.is_file():
-            places[int(match[1])] = Place(path, meta, int(match[1]))
+            places[int(match[1])] = CheckpointLocation(path, meta, int(match[1]))
     for step in complete_steps(directory):
         folder = step_path(directory, step)
-        places[step] = Place(folder / MODEL_FILE, folder / METADATA_FILE, step)
-    # Published `step_N` directories need no marker of ours: both documented files are enough.
+        places[step] = CheckpointLocation(folder / MODEL_FILE, folder / METADATA_FILE, step)
+    # `step_N` directories are complete with both documented files, without a marker.
     for folder in directory.glob("step_*"):
         number = parse_step(folder.name)
         if number is not None and (folder / METADATA_FILE).is_file() and (folder / MODEL_FILE).is_file():
-            places.setdefault(number, Place(folder / MODEL_FILE, folder / METADATA_FILE, number))
+            places.setdefault(number, CheckpointLocation(folder / MODEL_FILE, folder / METADATA_FILE, number))
     return places
 
 
-def read_model(place: Place, device: torch.device) -> tuple[GPT, dict[str, Any]]:
-    """The model of a checkpoint in float32 on `device`, and its metadata; `ValueError` when they do not fit."""
-    meta = json.loads(place.meta_path.read_text(encoding="utf-8"))
+def read_model(place: CheckpointLocation, device: torch.device) -> tuple[GPT, dict[str, Any]]:
+    """The model of a checkpoint in float32 on `device`, and its metadata; `ValueError` if they do not match."""
+    meta = read_json_file(place.meta_path)
     if "model_config" not in meta:
         raise ValueError(f"{place.meta_path} has no model_config: it belongs to no nanochat model")
     model = GPT(GPTConfig.from_meta(meta["model_config"]))
@@ -118,14 +119,14 @@ def read_model(place: Place, device: torch.device) -> tuple[GPT, dict[str, Any]]
 
 @torch.no_grad()
 def load_state(model: GPT, tensors: Mapping[str, Tensor], source: str) -> None:
-    """Copy a state dict into the model, casting to its format; names that `torch.compile` adds are taken off."""
+    """Copy a state dict into the model with a cast; prefixes of `torch.compile` are removed."""
     given = {name.removeprefix("_orig_mod."): tensor for name, tensor in tensors.items()}
     held = dict(model.named_parameters())
     for name in sorted(given.keys() ^ held.keys()):
         raise ValueError(f"{source} {'lacks' if name in held else 'has'} {name}: it is of another architecture")
     for name, parameter in held.items():
         if parameter.shape != given[name].shape:
-            shapes = f"{list(given[name].shape)}, model_config asks for {list(parameter.shape)}"
+            shapes = f"{list(given[name].shape)}, model_config has {list(parameter.shape)}"
             raise ValueError(f"{name} of {source} has shape {shapes}")
         parameter.copy_(given[name])
 
@@ -133,7 +134,7 @@ def load_state(model: GPT, tensors: Mapping[str, Tensor], source: str) -> None:
 def save_checkpoint(
     source: str, model_tag: str, step: int, model: GPT, metadata: Mapping[str, Any], *, flat: bool = False
 ) -> Path:
-    """Write model and metadata and return where: `step_N/`, or `flat` as the seed era did; whole or not at all."""
+    """Write model and metadata atomically as `step_N/` or as `flat` files; returns the path."""
     root = get_base_dir() / SOURCES[source] / model_tag
     meta = {"step": step, "model_config": model.config.to_meta(), **metadata}
     if not flat:
@@ -154,31 +155,31 @@ def write_model(directory: Path, model: GPT, metadata: Mapping[str, Any]) -> Non
 
 
 def write_progress(directory: Path, optimizer: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """What a run needs beside the model to go on exactly: moments, and everything that JSON can say."""
+    """Write the remaining state for an exact resume: optimizer moments and JSON values."""
     torch.save(dict(optimizer), directory / OPTIMIZER_FILE)
     (directory / STATE_FILE).write_text(json.dumps(dict(state), allow_nan=False), encoding="utf-8")
 
 
 def read_progress(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The inverse of `write_progress`; `ValueError` for a checkpoint that cannot be gone on from."""
+    """The inverse of `write_progress`; `ValueError` if the checkpoint cannot be resumed."""
     if not (directory / STATE_FILE).is_file() or not (directory / OPTIMIZER_FILE).is_file():
         raise ValueError(f"{directory} holds a model and no progress: use it as --source instead of --resume")
-    state = json.loads((directory / STATE_FILE).read_text(encoding="utf-8"))
+    state = read_json_file(directory / STATE_FILE)
     return read_tensors(directory / OPTIMIZER_FILE), state
 
 
 def read_tensors(path: Path) -> dict[str, Any]:
-    """A file of torch's zip format that holds tensors and plain values, and nothing that could run."""
+    """Load a torch zip file with tensors and plain values only (no code)."""
     try:
         tensors: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises half a dozen kinds for a damaged or unsafe file
+    except Exception as error:  # torch raises many types for damaged or unsafe files
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"{path} cannot be read as a file of tensors: {reason}") from error
     return tensors
 
 
 def _write_aside(path: Path, write: Callable[[Path], object]) -> None:
-    """The file appears whole under its name or not at all."""
+    """Write a file atomically."""
     aside = path.with_name(f".tmp-{path.name}")
     write(aside)
     with aside.open("rb") as written:
@@ -200,5 +201,5 @@ def _deepest_tag(root: Path) -> str | None:
 
 
 def prime_rl_dir(model_tag: str) -> Path:
-    """Where the `step_N` of a model that RL trains lie."""
+    """Directory of the `step_N` checkpoints of an RL run."""
     return get_base_dir() / SOURCES["prime_rl"] / model_tag

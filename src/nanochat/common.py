@@ -1,4 +1,4 @@
-"""Where nanochat keeps its files, which device and number format it computes in, and the ranks it runs on."""
+"""Base directory, device, compute dtype and distributed setup of nanochat."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ RENDEZVOUS_S = 300
 
 
 def get_base_dir() -> Path:
-    """$NANOCHAT_BASE_DIR, or ~/.cache/nanochat; tokenizer, checkpoints and data lie below it."""
+    """$NANOCHAT_BASE_DIR, or ~/.cache/nanochat: tokenizer, checkpoints and data."""
     return Path(os.environ.get("NANOCHAT_BASE_DIR") or Path.home() / ".cache" / "nanochat").expanduser()
 
 
 def resolve_device(device: torch.device | str = "auto") -> torch.device:
-    """The device of that name; "auto" is the best there is, "cuda" without a GPU is the CPU, said once."""
+    """The named device; "auto" is the best available, "cuda" without a GPU is the CPU (logged once)."""
     if str(device) == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -41,7 +41,7 @@ def resolve_device(device: torch.device | str = "auto") -> torch.device:
 
 
 def resolve_dtype(name: str | None, device: torch.device) -> torch.dtype:
-    """The format to compute in. None, the default, is bfloat16 on a GPU and float32 on a CPU, where it is faster."""
+    """The compute dtype. None: bfloat16 on a GPU, float32 on a CPU, where it is faster."""
     if name is None:
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if name not in DTYPES:
@@ -50,15 +50,15 @@ def resolve_dtype(name: str | None, device: torch.device) -> torch.dtype:
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[object]:
-    """Matrix products in `dtype`, parameters in float32; nothing for float32."""
+    """Autocast to `dtype` with float32 parameters; no-op for float32."""
     return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
 
 
 @contextmanager
 def open_ranks(device: torch.device | str = "auto") -> Iterator[Ranks]:
-    """The processes of this run by the variables that torchrun sets, connected by nccl or gloo; one without them.
+    """Process group from torchrun's variables (nccl or gloo); a single rank without them.
 
-    RANK without LOCAL_RANK, as by hand, takes the GPU `RANK % GPUs`. `ValueError` when the others do not come.
+    RANK without LOCAL_RANK, as by hand, takes the GPU `RANK % GPUs`. `TimeoutError` when the others do not come.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
@@ -80,7 +80,7 @@ def open_ranks(device: torch.device | str = "auto") -> Iterator[Ranks]:
             "nccl" if where.type == "cuda" else "gloo", rank=rank, world_size=size, timeout=timedelta(seconds=wait_s)
         )
     except (dist.DistError, TimeoutError, ValueError) as error:
-        raise ValueError(
+        raise TimeoutError(
             f"rank {rank} waited {wait_s} s for {size} ranks at {address}: start every rank with the same MASTER_ADDR, "
             "MASTER_PORT and WORLD_SIZE and its own RANK"
         ) from error

@@ -1,4 +1,4 @@
-"""Generation with a cache of keys and values: many prompts at once, every sample by its own seed, tools answered.
+"""Batched generation with a KV cache, per-sample seeds and tool calls.
 
 A prompt that several requests share is computed once. What a request draws is a function of its seed and of the
 probabilities alone; requests differ from their first token on. The end of a turn is part of what was sampled.
@@ -24,12 +24,12 @@ from rollouts.training.rollout_gen.async_rollout_manager import sample_seed
 from rollouts.training.sampling import invert_cdf, keep_top_k, uniform
 
 MAX_ROWS = 256
-"""Requests that are decoded together."""
+"""Maximum number of requests decoded in one batch."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to generate after `prompt`: temperature 0 is greedy, `top_k` None or 0 samples from all tokens."""
+    """A generation request: temperature 0 is greedy, `top_k` None or 0 samples from all tokens."""
 
     prompt: tuple[int, ...]
     max_tokens: int = 256
@@ -40,10 +40,10 @@ class Request:
 
 @dataclass
 class Completion:
-    """What was generated, the end of the turn included; `mask` is 0 for tokens that a tool put there.
+    """Generated tokens, including the end of the turn; `mask` is 0 for tokens of tool outputs.
 
     `logprobs` are of the distribution really sampled from (of the untempered one where greedy), 0 where `mask` is.
-    `finish_reason` is "stop" or, when there was no room for more, "length".
+    `finish_reason` is "stop" or, at the length limit, "length".
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -52,8 +52,8 @@ class Completion:
     finish_reason: str | None = None
 
 
-class KVCache:
-    """Keys and values of `rows` sequences of different length, which grow one token at a time after the prompt."""
+class NanochatKVCache:
+    """KV cache of `rows` sequences of different lengths, which grow one token at a time after the prompt."""
 
     def __init__(self, config: GPTConfig, rows: int, length: int, dtype: torch.dtype, device: torch.device) -> None:
         shape = (config.n_layer, rows, config.n_kv_head, length, config.head_dim)
@@ -63,11 +63,11 @@ class KVCache:
         self._longest = 0
 
     def positions(self, num_tokens: int) -> Int[Tensor, "rows tokens"]:
-        """Where the next tokens of each row stand."""
+        """Positions of the next tokens of each row."""
         return self.lengths[:, None] + torch.arange(num_tokens, device=self.lengths.device)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Keep keys and values of the next tokens, [rows, tokens, heads, dim]; each sees its row up to itself."""
+        """Append keys and values of the next tokens, [rows, tokens, heads, dim], with causal attention per row."""
         num_tokens = q.shape[1]
         places = self.positions(num_tokens)
         rows = torch.arange(len(places), device=places.device)[:, None]
@@ -81,7 +81,7 @@ class KVCache:
         return y.transpose(1, 2)
 
     def advance(self, num_tokens: int) -> None:
-        """The tokens that were given to every layer are part of the past."""
+        """Advance the position after all layers have appended their tokens."""
         self.lengths += num_tokens
         self._longest += num_tokens
 
@@ -97,14 +97,14 @@ class KVCache:
         self._longest = int(self.lengths.max())
 
     def keep(self, rows: Tensor) -> None:
-        """Forget all other rows."""
+        """Drop all other rows."""
         self.k, self.v, self.lengths = self.k[:, rows], self.v[:, rows], self.lengths[rows]
         self._longest = int(self.lengths.max()) if len(rows) else 0
 
 
 @dataclass
 class _Row:
-    """A request being generated, and where it is with a tool."""
+    """A running request with the state of its tool call."""
 
     request: Request
     index: int
@@ -114,7 +114,7 @@ class _Row:
 
 
 class Engine:
-    """Generates with `model`, whose weights it reads anew at every call. Not for several threads at a time."""
+    """Generates with the current weights of `model`. Not thread-safe."""
 
     def __init__(
         self,
@@ -137,9 +137,9 @@ class Engine:
         self._tool = {name: tokenizer.encode_special(f"<|{name}|>") for name in names}
 
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        """All requests, in their order."""
+        """Generate all requests; results in the same order."""
         done: list[Completion] = [Completion() for _ in requests]
-        # Prompts of like length beside each other need little padding; equal ones are computed once.
+        # Sorted by length to reduce padding; equal prompts are computed once.
         order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt), requests[i].prompt, i))
         for start in range(0, len(order), self.max_rows):
             rows = [_Row(requests[i], i) for i in order[start : start + self.max_rows]]
@@ -177,7 +177,7 @@ class Engine:
     def generate_batch(
         self, tokens: Sequence[int], num_samples: int = 1, **options: float | int | None
     ) -> tuple[list[list[int]], list[list[int]]]:
-        """Whole sequences, prompt included, and their masks; the token that ended a turn is part of them.
+        """Sequences with prompt and end-of-turn token, and their masks.
 
         `options` are those of `generate`.
         """
@@ -194,7 +194,7 @@ class Engine:
 
     @torch.no_grad()
     def _decode(self, rows: list[_Row]) -> Iterator[list[_Row]]:
-        """Generate for `rows` together; yields those that got a token."""
+        """Generate for `rows` as a batch; yields rows that received a token."""
         config, device = self.model.config, self.model.get_device()
         longest = max(len(row.request.prompt) + row.request.max_tokens for row in rows)
         if longest > 10 * config.sequence_len:
@@ -202,7 +202,7 @@ class Engine:
                 f"prompt and answer may have {longest} tokens, the model reads at most {10 * config.sequence_len}: "
                 "lower max_tokens"
             )
-        cache = KVCache(config, len(rows), longest, self.dtype, device)
+        cache = NanochatKVCache(config, len(rows), longest, self.dtype, device)
         with autocast(device, self.dtype):
             logits = self._prefill(rows, cache)
         live = rows
@@ -219,8 +219,8 @@ class Engine:
             with autocast(device, self.dtype):
                 logits = self.model(last, kv_cache=cache)[:, -1]
 
-    def _prefill(self, rows: list[_Row], cache: KVCache) -> Float[Tensor, "rows vocab"]:
-        """Compute every different prompt once, put it into the cache of its rows; returns their next logits."""
+    def _prefill(self, rows: list[_Row], cache: NanochatKVCache) -> Float[Tensor, "rows vocab"]:
+        """Compute each distinct prompt once and copy it to the cache of its rows; returns their next logits."""
         device = self.model.get_device()
         places: dict[tuple[int, ...], int] = {}
         sources = [places.setdefault(row.request.prompt, len(places)) for row in rows]
@@ -242,7 +242,7 @@ class Engine:
         return self.model.logits(last)[of_row]
 
     def _extend(self, rows: list[_Row], logits: Float[Tensor, "rows vocab"]) -> None:
-        """Give every row its next token: the one a tool forces, else one drawn from its distribution."""
+        """Append the next token of every row: forced by a tool, else sampled."""
         tokens, logprobs = _draw([row.request for row in rows], [len(row.done.tokens) for row in rows], logits)
         for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
             done, is_forced = row.done, bool(row.forced)
@@ -258,7 +258,7 @@ class Engine:
                 self._follow_tool(row, token)
 
     def _follow_tool(self, row: _Row, token: int) -> None:
-        """Collect an expression; at its end, force the calculator's answer where it has one."""
+        """Collect a tool expression; at its end, force the calculator's result, if any."""
         if token == self._tool["python_start"]:
             row.expression = []
         elif token == self._tool["python_end"] and row.expression is not None:
@@ -274,7 +274,7 @@ class Engine:
 def _draw(
     requests: Sequence[Request], counts: Sequence[int], logits: Float[Tensor, "rows vocab"]
 ) -> tuple[list[int], list[float]]:
-    """A token per row and its log-prob; `counts` are the tokens each row has already."""
+    """Sample a token per row, with its log-prob; `counts`: number of tokens each row already has."""
     greedy = torch.tensor([r.temperature == 0 for r in requests], device=logits.device)
     temperature = torch.tensor([r.temperature or 1.0 for r in requests], device=logits.device)
     widths = {r.top_k or 0 for r in requests}

@@ -1,4 +1,4 @@
-"""`.env`: names and values that the environment does not have to hold."""
+"""Reads `.env` files as fallback for environment variables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ENV_FILE = Path(".env")
 
 
 def read_env_file(path: Path = ENV_FILE) -> dict[str, str]:
-    """NAME=VALUE lines of a file that need not exist; quotes and a leading `export` are dropped, empty values too."""
+    """NAME=VALUE lines of an optional file; quotes, a leading `export` and empty values are dropped."""
     if not path.is_file():
         return {}
     found = {}
@@ -26,5 +26,5 @@ def read_env_file(path: Path = ENV_FILE) -> dict[str, str]:
 
 
 def read_variable(name: str) -> str | None:
-    """The environment's value, else that of `.env` in the working directory; None without one, or an empty one."""
+    """The environment's value, else that of `.env` in the working directory; None if missing or empty."""
     return os.environ.get(name) or read_env_file().get(name)

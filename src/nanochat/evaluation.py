@@ -1,4 +1,4 @@
-"""Held-out questions: pass@k over samples, exact match and format as the environment scores them, letters by logits."""
+"""Evaluation on held-out questions: pass@k, exact match, format, and accuracy of answer letters by logits."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ LETTERS = "ABCDE"
 ROWS_AT_ONCE = 32
 
 
-class Scored(msgspec.Struct):
-    """The samples of one question: how many were right, their rewards, lengths and the environment's metrics."""
+class QuestionScore(msgspec.Struct):
+    """Results of one question: number of correct samples, rewards, lengths and the environment's metrics."""
 
     index: int
     correct: int
@@ -42,9 +42,9 @@ async def evaluate(
     seed: int,
     sampling: dict[str, Any],
     letters: bool = True,
-) -> list[Scored]:
-    """Every question with `num_samples` samples, shared out over the ranks; all ranks get all of them, in order."""
-    own: list[Scored] = []
+) -> list[QuestionScore]:
+    """Evaluate all questions with `num_samples` samples, distributed over ranks; all ranks get all results in order."""
+    own: list[QuestionScore] = []
 
     async def attempt(index: int) -> None:
         rollouts = await run_rollouts(env, client, rows[index], num_samples, (seed, index), sampling)
@@ -59,12 +59,12 @@ async def evaluate(
         for scored in own:
             scored.letter_right = letter_is_right(client.engine, rows[scored.index])
     parts = ranks.gather_bytes(msgspec.msgpack.encode(own))
-    gathered = [scored for part in parts for scored in msgspec.msgpack.decode(part, type=list[Scored])]
+    gathered = [scored for part in parts for scored in msgspec.msgpack.decode(part, type=list[QuestionScore])]
     return sorted(gathered, key=lambda scored: scored.index)
 
 
-def summarise(scored: Sequence[Scored]) -> dict[str, float]:
-    """pass@k for k = 1, 2, 4, ... up to the samples there are, and means of everything else, over questions.
+def summarize_scores(scored: Sequence[QuestionScore]) -> dict[str, float]:
+    """pass@k for k = 1, 2, 4, ... up to the number of samples, and means of the other metrics over questions.
 
     `accuracy` is pass@1: the share of right ones among all `samples` at the sampling temperature. `accuracy_se` is its
     standard error over questions. `categorical_accuracy` takes the most probable letter, without reasoning.
@@ -87,9 +87,9 @@ def summarise(scored: Sequence[Scored]) -> dict[str, float]:
     return out
 
 
-def _score(index: int, rollouts: Sequence[Rollout]) -> Scored:
-    """A rollout that failed counts as wrong; right is a full exact match, or without such a metric a reward of 1."""
-    scored = Scored(index, 0, [], [], {})
+def _score(index: int, rollouts: Sequence[Rollout]) -> QuestionScore:
+    """A sample is correct with exact match 1, else with reward 1; a failed rollout is incorrect."""
+    scored = QuestionScore(index, 0, [], [], {})
     for rollout in rollouts:
         scored.rewards.append(0.0 if rollout.failed else rollout.reward)
         scored.lengths.append(sum(len(turn.completion_ids) for turn in rollout.turns))
@@ -102,15 +102,15 @@ def _score(index: int, rollouts: Sequence[Rollout]) -> Scored:
 
 @torch.no_grad()
 def letter_is_right(engine: Engine, row: Row) -> bool | None:
-    """Whether `Answer: X`, said at once, is most probable for the right letter; None for a row without a letter."""
+    """Whether the correct letter X is the most probable in a direct `Answer: X`; None for rows without a letter."""
     answer = row.get("answer")
     if not isinstance(answer, str) or answer not in tuple(LETTERS):
         return None
     tokenizer, model = engine.tokenizer, engine.model
     prompt = tokenizer.render_for_completion(row["prompt"])
-    said = [tokenizer.encode(f"Answer: {letter}") for letter in LETTERS]
-    width = max(map(len, said))
-    tokens = torch.tensor([[*prompt, *one, *[0] * (width - len(one))] for one in said], device=model.get_device())
+    answers = [tokenizer.encode(f"Answer: {letter}") for letter in LETTERS]
+    width = max(map(len, answers))
+    tokens = torch.tensor([[*prompt, *one, *[0] * (width - len(one))] for one in answers], device=model.get_device())
     table = model(tokens)[:, len(prompt) - 1 :].log_softmax(-1)
-    totals = [float(table[i, range(len(one)), one].sum()) for i, one in enumerate(said)]
+    totals = [float(table[i, range(len(one)), one].sum()) for i, one in enumerate(answers)]
     return LETTERS[max(range(len(LETTERS)), key=totals.__getitem__)] == answer

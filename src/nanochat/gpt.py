@@ -1,8 +1,8 @@
-"""The seed-era nanochat GPT (October 2025): published checkpoints of that time load into it by name and by number.
+"""The nanochat GPT of October 2025, compatible with published checkpoints of that time.
 
 Pre-norm blocks of rotary attention and relu^2 feed-forward without biases, parameterless RMSNorm, queries and keys
-normalised after the rotation, separate embedding and head, logits capped softly at 15. How tokens attend is passed in
-(`Attend`), so that training, the caching engine and servers of flat token rows all run this very code.
+normalized after the rotation, separate embedding and head, logits capped softly at 15. How tokens attend is passed in
+(`NanochatAttention`), so that training, the caching engine and servers of flat token rows all run this very code.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from rollouts.training.model_config import check_model_config
 from rollouts.training.rl_losses.logprobs import cap_logits
 
 LOGIT_CAP = 15.0
 ROPE_BASE = 10000.0
 HEAD_DIM = 128
 ROPE_DTYPE = torch.bfloat16
-"""The published models were trained with tables of angles rounded to this."""
+"""Dtype of the rotary tables of published models."""
 
 
-class Attend(Protocol):
-    """How tokens see each other and the past; leading dimensions are those of the tokens."""
+class NanochatAttention(Protocol):
+    """Attention over tokens and past; leading dimensions are those of the tokens."""
 
     def __call__(
         self,
@@ -38,7 +39,7 @@ class Attend(Protocol):
 
 
 class Cache(Protocol):
-    """Keys and values of earlier tokens: where the next ones stand, and how these see them."""
+    """KV cache: positions of the next tokens and their attention to earlier ones."""
 
     def positions(self, num_tokens: int) -> Int[Tensor, "#batch tokens"]: ...
 
@@ -49,7 +50,7 @@ class Cache(Protocol):
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a model, with the names that checkpoints have for it."""
+    """Model configuration, with the field names of checkpoints."""
 
     sequence_len: int = 1024
     vocab_size: int = 50304
@@ -66,19 +67,20 @@ class GPTConfig:
 
     @classmethod
     def of_depth(cls, depth: int, vocab_size: int = 65536, sequence_len: int = 2048) -> GPTConfig:
-        """The one dial of the family: width 64 per layer, heads of 128."""
+        """Configuration by depth, the family's only size parameter: width 64 per layer, head size 128."""
         width = 64 * depth
         heads = max(1, math.ceil(width / HEAD_DIM))
         return cls(sequence_len, vocab_size, depth, heads, heads, width)
 
     @classmethod
     def from_meta(cls, model_config: dict[str, Any]) -> GPTConfig:
-        """Of a checkpoint's `model_config`; `ValueError` for one of a later architecture."""
+        """From a checkpoint's `model_config`; `ValueError` for later architectures."""
         if unknown := sorted(set(model_config) - set(cls.__dataclass_fields__)):
             raise ValueError(
                 f"model_config has {', '.join(unknown)}, so the checkpoint is of a later nanochat: only the seed-era "
                 "architecture (2025) is implemented"
             )
+        check_model_config(model_config, "model_config")
         return cls(**model_config)
 
     def to_meta(self) -> dict[str, int]:
@@ -115,7 +117,7 @@ class CausalSelfAttention(nn.Module):
         self.c_v = linear(config.n_embd, kv_width, bias=False)
         self.c_proj = linear(config.n_embd, config.n_embd, bias=False)
 
-    def forward(self, x: Float[Tensor, "*tokens width"], cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x: Float[Tensor, "*tokens width"], cos: Tensor, sin: Tensor, attend: NanochatAttention) -> Tensor:
         q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.c_q, self.c_k, self.c_v))
         y = attend(self.layer, norm(rotate(q, cos, sin)), norm(rotate(k, cos, sin)), v)
         return self.c_proj(y.flatten(-2))
@@ -141,7 +143,7 @@ class Block(nn.Module):
         self.attn = CausalSelfAttention(config, layer, linear)
         self.mlp = MLP(config, linear)
 
-    def forward(self, x: Float[Tensor, "*tokens width"], cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x: Float[Tensor, "*tokens width"], cos: Tensor, sin: Tensor, attend: NanochatAttention) -> Tensor:
         x = x + self.attn(norm(x), cos, sin, attend)
         return x + self.mlp(norm(x))
 
@@ -157,7 +159,7 @@ class GPT(nn.Module):
         self.config = config
         self.transformer = nn.ModuleDict(
             {
-                # An explicit weight skips the embedding's own random filling, which `init_weights` replaces.
+                # An explicit weight skips the embedding's own initialization, which `init_weights` replaces.
                 "wte": nn.Embedding(
                     config.vocab_size, config.n_embd, _weight=torch.empty(config.vocab_size, config.n_embd)
                 ),
@@ -206,9 +208,9 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=loss_reduction)
 
     def hidden(
-        self, idx: Int[Tensor, "*tokens"], positions: Int[Tensor, "*tokens"], attend: Attend
+        self, idx: Int[Tensor, "*tokens"], positions: Int[Tensor, "*tokens"], attend: NanochatAttention
     ) -> Float[Tensor, "*tokens width"]:
-        """What the head reads, for tokens at `positions` that see what `attend` shows them."""
+        """Final hidden states of tokens at `positions`, with attention `attend`."""
         cos, sin = (table[positions] for table in self.rope(idx.device))
         x = norm(self.transformer["wte"](idx))
         for block in self.blocks():
@@ -216,7 +218,7 @@ class GPT(nn.Module):
         return norm(x)
 
     def blocks(self) -> list[nn.Module]:
-        """The layers, the first that tokens go through first."""
+        """The layers, in order."""
         return list(self.transformer["h"].children())
 
     def logits(self, x: Float[Tensor, "*tokens width"]) -> Float[Tensor, "*tokens vocab"]:
@@ -230,7 +232,7 @@ class GPT(nn.Module):
         return self._rope
 
     def get_device(self) -> torch.device:
-        """Where the parameters are."""
+        """Device of the parameters."""
         return self.lm_head.weight.device
 
     def estimate_flops(self) -> int:
@@ -248,7 +250,7 @@ def build_rope(length: int, head_dim: int, device: torch.device) -> tuple[Tensor
 
 
 def causal_attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Every token sees itself and those before it, in each row of [batch, tokens, heads, dim]."""
+    """Causal attention in each row of [batch, tokens, heads, dim]."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     return y.transpose(1, 2)

@@ -1,4 +1,4 @@
-"""A nanochat model as a Hugging Face directory, which `rl`, `transformers` and vLLM read, and back again."""
+"""Converts nanochat models to and from Hugging Face directories for `rl`, `transformers` and vLLM."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _LAYER_PARTS = {
     "mlp.c_fc": "mlp.fc1",
     "mlp.c_proj": "mlp.fc2",
 }
-_EPS = 1.1920928955078125e-07  # what torch's parameterless norm uses in float32
+_EPS = 1.1920928955078125e-07  # default of torch's rms_norm in float32
 
 
 def hf_name(name: str) -> str:
-    """The Hugging Face name of a parameter; a name that is none of the model's stays as it is."""
+    """The Hugging Face name of a parameter; unknown names are returned unchanged."""
     if name == "transformer.wte.weight":
         return "model.embed_tokens.weight"
     head, _, rest = name.partition("transformer.h.")

@@ -1,4 +1,4 @@
-"""From scored samples to one optimizer step: the same step for every split into micro-batches and over every rank."""
+"""Optimizer steps on scored samples, independent of micro-batch size and number of ranks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from rollouts.training.types import Sample
 
 
 @dataclass(frozen=True)
-class Learned:
-    """What a step did: the optimizer's report, token statistics over all ranks, and the gradient's norm by matrix."""
+class StepResult:
+    """Result of a step: optimizer report, token statistics over all ranks, gradient norm by parameter."""
 
     report: StepReport
     stats: dict[str, float]
@@ -31,8 +31,8 @@ class Learned:
 
 
 @dataclass(frozen=True)
-class Likelihood:
-    """The loss of supervised fine-tuning: every token with loss is made more probable."""
+class NLLLoss:
+    """Negative log-likelihood of supervised fine-tuning."""
 
     mean_over = "token"
 
@@ -41,8 +41,8 @@ class Likelihood:
         return nll_loss(inputs)
 
 
-class Learner:
-    """Trains `model`, whole on every rank, with `loss`; `top_k` is that of the sampler, whose distribution is trained.
+class NanochatTrainer:
+    """Data-parallel trainer with a replicated model. `top_k` must match the sampler's.
 
     `micro_batch_size` bounds the samples of one pass on one rank. `reference` gives the log-probs that a KL term of the
     loss compares with.
@@ -52,7 +52,7 @@ class Learner:
         self,
         model: GPT,
         optimizer: torch.optim.Optimizer,
-        loss: PolicyLoss | Likelihood,
+        loss: PolicyLoss | NLLLoss,
         *,
         ranks: Ranks,
         micro_batch_size: int,
@@ -66,13 +66,13 @@ class Learner:
         self.micro_batch_size, self.top_k, self.dtype, self.reference = micro_batch_size, top_k, dtype, reference
         self.stepper = OptimizerStep(optimizer, schedule=schedule, max_norm=max_grad_norm)
 
-    def learn(self, samples: Sequence[Sample]) -> Learned:
-        """One step on all samples of the run's ranks, which every rank passes alike."""
+    def learn(self, samples: Sequence[Sample]) -> StepResult:
+        """One step on all samples; every rank passes the same list."""
         usable = [s for s in samples if s.response_length]
         count = len(usable) if self.loss.mean_over == "sequence" else sum(s.response_length for s in usable)
         stats = TokenStats()
         teaches = usable if _has_other_terms(self.loss) else [s for s in usable if any(s.advantages or [])]
-        # The longest first and dealt in turns: ranks and passes get samples of like length.
+        # Longest first, round-robin: ranks and micro-batches get samples of similar length.
         mine = sorted(teaches, key=lambda s: -len(s.tokens))[self.ranks.rank :: self.ranks.size]
         for start in range(0, len(mine), self.micro_batch_size):
             stats.merge(self._backward(mine[start : start + self.micro_batch_size], count))
@@ -85,11 +85,11 @@ class Learner:
             everything.merge(TokenStats.decode(part))
         norms = {n: float(p.grad.norm()) for n, p in self.model.named_parameters() if p.grad is not None}
         report = self.stepper.step() if teaches else self.stepper.skip("all samples of the step were equally good")
-        return Learned(report, everything.summary(), sum(len(s.tokens) for s in teaches), sync_s, norms)
+        return StepResult(report, everything.summary(), sum(len(s.tokens) for s in teaches), sync_s, norms)
 
     @torch.no_grad()
     def measure_loss(self, samples: Sequence[Sample]) -> float:
-        """The loss of these samples as the model is now, per token or sequence as in a step; nothing is changed."""
+        """The current loss of these samples, per token or sequence as in a step, without an update."""
         usable = [s for s in samples if s.response_length]
         count = len(usable) if self.loss.mean_over == "sequence" else sum(s.response_length for s in usable)
         starts = range(0, len(usable), self.micro_batch_size)
@@ -104,7 +104,7 @@ class Learner:
     def _compute_loss(self, samples: Sequence[Sample]) -> LossOutput:
         device = self.model.get_device()
         rows = _pad(samples, device)
-        at = rows.loss_mask > 0  # of the label that follows
+        at = rows.loss_mask > 0  # positions of the labels
         labels, temperature = rows.labels[at], rows.temperature[at.nonzero()[:, 0]]
         with autocast(device, self.dtype):
             logprobs, entropy = _score(self.model, rows.tokens, at, labels, temperature, self.top_k)
@@ -128,9 +128,9 @@ class Learner:
         return out
 
 
-def _has_other_terms(loss: PolicyLoss | Likelihood) -> bool:
-    """Whether a sample without advantage still has a gradient."""
-    if isinstance(loss, Likelihood):
+def _has_other_terms(loss: PolicyLoss | NLLLoss) -> bool:
+    """Whether a sample with zero advantage has a gradient."""
+    if isinstance(loss, NLLLoss):
         return True
     objective = loss.objective
     return bool(objective.kl_tau or objective.ref_kl_tau or objective.entropy_tau or objective.sampler_tau)
@@ -144,7 +144,7 @@ def _score(
     temperature: Float[Tensor, " tokens"],
     top_k: int | None,
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
-    """Log-prob of each label in the distribution it was drawn from, and that distribution's entropy (no gradient)."""
+    """Log-prob of each label in the sampling distribution, and the entropy of that distribution (no gradient)."""
     hidden = model.hidden(tokens, torch.arange(tokens.shape[1], device=tokens.device), causal_attention)
     table = torch.log_softmax(keep_top_k(model.logits(hidden[at]), top_k, labels) / temperature[:, None], dim=-1)
     with torch.no_grad():
@@ -154,7 +154,7 @@ def _score(
 
 @dataclass(frozen=True)
 class _Rows:
-    """Samples as rows of one width; streams belong to the token that follows, so the last column has none."""
+    """Samples padded to one width; streams are aligned with the next token, so the last column is empty."""
 
     tokens: Int[Tensor, "rows width"]
     labels: Int[Tensor, "rows width"]

@@ -1,4 +1,4 @@
-"""The loss around a model's parameters, along two random directions of the parameters' own scale."""
+"""Loss surface around a model's parameters, along two filter-normalized random directions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def compute_loss_surface(
 ) -> dict[str, Any]:
     """`loss[i][j]` at parameters + alpha[i] * d1 + beta[j] * d2, for `size` values from -radius to radius each.
 
-    The directions are normal, each row of a matrix scaled to the norm of the model's row (filter normalisation,
+    The directions are normal, each row of a matrix scaled to the norm of the model's row (filter normalization,
     1712.09913), so that pictures of different models compare. `here` is the loss where the model stands; it stands
     there again afterwards, to the bit. Takes size^2 + 1 calls of `loss`.
     """
@@ -43,7 +43,7 @@ def compute_loss_surface(
 
 
 def _direction(parameter: Tensor, generator: torch.Generator) -> Tensor:
-    """Normal numbers with the norm of `parameter` in every row; they are drawn on the CPU, alike on every device."""
+    """Normal direction with the row norms of `parameter`; drawn on the CPU, so equal on every device."""
     noise = torch.randn(parameter.shape, generator=generator).to(parameter)
     flat, own = noise.flatten(1), parameter.flatten(1)
     scaled = flat * (own.norm(dim=1, keepdim=True) / flat.norm(dim=1, keepdim=True).clamp_min(1e-12))

@@ -1,4 +1,4 @@
-"""The optimizers of nanochat as one: Muon on the matrices of the blocks, AdamW on embedding and head."""
+"""Combined nanochat optimizer: Muon for block matrices, AdamW for embedding and head."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nanochat.gpt import GPT
 from rollouts.training.backends.muon import JoinedOptimizer, MatrixMuon
 
 TUNED_WIDTH = 768
-"""The learning rates of AdamW were found at this width and go with its square root."""
+"""Reference width of the AdamW learning rates, which scale with 1 / sqrt(width)."""
 
 
 def build_optimizer(

@@ -1,4 +1,4 @@
-"""A nanochat model beside a `verifiers` environment: load it, answer its conversations, score answers by its rubric."""
+"""Connects a nanochat model with a `verifiers` environment: load, generate, and score with its rubric."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from rollouts.training.types import Message
 
 
 class PrimeIntellectRLAdapter:
-    """`model` and `tokenizer` of nanochat with the environment `env_id`, made with `env_args`.
+    """A nanochat `model` and `tokenizer` with the environment `env_id`, built with `env_args`.
 
-    Answers are drawn by `seed`, each call anew: an adapter made again gives the same answers in the same order.
+    Answers depend on `seed` and the number of the call: a new adapter gives the same answers in the same order.
     """
 
     def __init__(
@@ -44,17 +44,17 @@ class PrimeIntellectRLAdapter:
 
     @property
     def environment(self) -> Environment:
-        """The environment as our own programs use it; raises `ValueError` when it does not load."""
+        """The environment wrapped for this package; raises `ValueError` if it does not load."""
         if self._door is None:
             self._door = load_environment(self.env_id, self.env_args)
         return self._door
 
     def load_environment(self) -> Any:
-        """The environment as its library has it, the same object at every call; raises `ValueError`."""
+        """The environment object of `verifiers`, cached; raises `ValueError`."""
         return getattr(self.environment, "env", self.environment)
 
     def convert_messages_to_tokens(self, messages: Sequence[Message] | dict[str, Any]) -> Int[Tensor, "1 tokens"]:
-        """The tokens of a conversation up to where the assistant begins to speak."""
+        """The tokens of a conversation up to the start of the assistant's turn."""
         return torch.tensor([self.tokenizer.render_for_completion(messages)], device=self.model.get_device())
 
     def generate_response(
@@ -65,7 +65,7 @@ class PrimeIntellectRLAdapter:
         top_k: int | None = 50,
         num_samples: int = 1,
     ) -> list[str]:
-        """`num_samples` independent answers to a conversation, as texts; temperature 0 takes the likeliest tokens."""
+        """`num_samples` independent completions of a conversation, as texts; temperature 0 is greedy."""
         prompt = tuple(self.tokenizer.render_for_completion(messages))
         requests = [
             Request(prompt, max_tokens, temperature, top_k, sample_seed(self.seed, self._calls, i))
@@ -77,7 +77,7 @@ class PrimeIntellectRLAdapter:
         ]
 
     def compute_reward(self, messages: Sequence[Message], response: str) -> float:
-        """What the environment gives for `response` to one of its prompts; raises `ValueError` for another prompt."""
+        """The environment's reward of `response` to one of its prompts; raises `ValueError` for unknown prompts."""
         row = self._find_row(messages)
         [rollout] = asyncio.run(self.environment.run_group(row, _Saying(response), "nanochat", [{}]))
         if rollout.failed:
@@ -94,7 +94,7 @@ class PrimeIntellectRLAdapter:
 
 
 class _Saying:
-    """A client whose every answer is `text`."""
+    """A client that always returns `text`."""
 
     def __init__(self, text: str) -> None:
         self._text = text

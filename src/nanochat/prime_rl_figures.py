@@ -1,4 +1,4 @@
-"""Five figures of a run: first as plain data, which is all that is needed to look at them elsewhere, then in plotly.
+"""Five figures of a run, as plain data and as plotly figures.
 
 Data that is missing gives no figure: a surface needs two steps, a curve one evaluation.
 """
@@ -19,7 +19,7 @@ LAYER = re.compile(r"(?:^|\.)(?:h|layers|blocks)\.(\d+)\.")
 
 
 def density_data(samples: Mapping[int, Sequence[float]]) -> Data | None:
-    """How the samples of each step spread: `density[step][bin]` are shares of it, `mean` and `std` one per step."""
+    """Distribution of samples per step: `density[step][bin]` are fractions; `mean` and `std` per step."""
     steps = sorted(step for step in samples if samples[step])
     if len(steps) < 2:
         return None
@@ -89,7 +89,7 @@ def pass_at_k_data(evaluations: Mapping[int, Mapping[int, float]]) -> Data | Non
 
 
 def draw_density(data: Data, title: str, what: str) -> Any:
-    """A landscape over step and value whose height is the share of samples; above it lines of mean and deviation."""
+    """A surface over step and value with the fraction of samples as height, plus lines of mean and deviation."""
     graph = _plotly()
     figure = graph.Figure(
         graph.Surface(
@@ -113,7 +113,7 @@ def draw_density(data: Data, title: str, what: str) -> Any:
             name=label,
             hovertemplate=f"step %{{x}}<br>{label} %{{y:.3f}}<extra></extra>",
         )
-    return _lay_out(figure, title, "step", what, "share of samples")
+    return _format_figure(figure, title, "step", what, "share of samples")
 
 
 def draw_gradient_flow(data: Data) -> Any:
@@ -129,13 +129,13 @@ def draw_gradient_flow(data: Data) -> Any:
             hovertemplate="step %{x}<br>log10 norm %{z:.2f}<extra></extra>",
         )
     )
-    figure = _lay_out(figure, "Gradient flow: norm of each layer", "step", "layer", "log10 of the norm")
+    figure = _format_figure(figure, "Gradient flow: norm of each layer", "step", "layer", "log10 of the norm")
     shown = range(0, len(data["layer"]), max(1, len(data["layer"]) // 12))
     return figure.update_scenes(yaxis={"tickvals": list(shown), "ticktext": [data["layer"][i] for i in shown]})
 
 
 def draw_loss_surface(data: Data) -> Any:
-    """The loss around the policy, which is marked, along two random directions."""
+    """The loss around the policy (marked) along two random directions."""
     graph = _plotly()
     figure = graph.Figure(
         graph.Surface(
@@ -156,26 +156,26 @@ def draw_loss_surface(data: Data) -> Any:
         marker={"size": 5, "color": ACCENT},
         name="the policy",
     )
-    return _lay_out(figure, f"Loss surface at step {data['step']}", "direction 1", "direction 2", "loss")
+    return _format_figure(figure, f"Loss surface at step {data['step']}", "direction 1", "direction 2", "loss")
 
 
 def draw_pass_at_k(data: Data) -> Any:
     """A line over steps for each k."""
     graph = _plotly()
     figure = graph.Figure()
-    colours = _sample_scale(len(data["k"]))
-    for k, values, colour in zip(data["k"], data["value"], colours, strict=True):
+    colors = _sample_scale(len(data["k"]))
+    for k, values, color in zip(data["k"], data["value"], colors, strict=True):
         figure.add_scatter3d(
             x=data["step"],
             y=[math.log2(k)] * len(values),
             z=values,
             mode="lines+markers",
-            line={"width": 5, "color": colour},
-            marker={"size": 3.5, "color": colour},
+            line={"width": 5, "color": color},
+            marker={"size": 3.5, "color": color},
             name=f"pass@{k}",
             hovertemplate=f"step %{{x}}<br>pass@{k} %{{z:.3f}}<extra></extra>",
         )
-    figure = _lay_out(figure, "pass@k over training", "step", "k", "pass@k")
+    figure = _format_figure(figure, "pass@k over training", "step", "k", "pass@k")
     ticks = {"tickvals": [math.log2(k) for k in data["k"]], "ticktext": [str(k) for k in data["k"]]}
     return figure.update_scenes(yaxis=ticks, zaxis={"range": [0, 1]})
 
@@ -197,11 +197,11 @@ def _sample_scale(count: int) -> list[str]:
 
 
 def _transpose(rows: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """plotly wants a surface row by row along y."""
+    """Transpose to plotly's layout: rows along y."""
     return [list(column) for column in zip(*rows, strict=True)]
 
 
-def _lay_out(figure: Any, title: str, x: str, y: str, z: str) -> Any:
+def _format_figure(figure: Any, title: str, x: str, y: str, z: str) -> Any:
     return figure.update_layout(
         title={"text": title, "x": 0.5, "y": 0.96},
         template="plotly_white",

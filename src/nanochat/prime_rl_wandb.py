@@ -1,4 +1,4 @@
-"""What a nanochat run measured, step by step, and where it goes: Weights & Biases, or files of this machine."""
+"""Metrics of a nanochat run per step, logged to Weights & Biases or to local files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger("nanochat")
 
 @dataclass
 class _Step:
-    """One step: its samples, numbers about it, gradient norms of its layers, pass@k of its evaluation."""
+    """One step: samples, metrics, gradient norms of layers, pass@k of its evaluation."""
 
     rewards: list[float] = field(default_factory=list)
     lengths: list[float] = field(default_factory=list)
@@ -50,14 +50,14 @@ class RLMetricsTracker:
         self.loss_surface: dict[str, Any] | None = None
 
     def log_rollout(self, step: int, rewards: Any, sequence_lengths: Any, advantages: Any = None) -> None:
-        """One number per sample of each; raises `ValueError` where their counts differ."""
+        """One value per sample of each; raises `ValueError` if their lengths differ."""
         values = {"rewards": _numbers(rewards), "sequence_lengths": _numbers(sequence_lengths)}
         if advantages is not None:
             values["advantages"] = _numbers(advantages)
         counts = {name: len(numbers) for name, numbers in values.items()}
         if len(set(counts.values())) > 1 or not values["rewards"]:
-            said = ", ".join(f"{count} {name}" for name, count in counts.items())
-            raise ValueError(f"step {step}: {said}; give one number of each per sample")
+            counted = ", ".join(f"{count} {name}" for name, count in counts.items())
+            raise ValueError(f"step {step}: {counted}; give one number of each per sample")
         record = self._at(step)
         record.rewards += values["rewards"]
         record.lengths += values["sequence_lengths"]
@@ -66,7 +66,7 @@ class RLMetricsTracker:
     def log_policy_update(
         self, step: int, policy_loss: float, value_loss: float | None = None, entropy: float | None = None
     ) -> None:
-        """The step's losses; a value loss only where there is a value model."""
+        """The step's losses; a value loss only with a value model."""
         given = {"policy/loss": policy_loss, "policy/value_loss": value_loss, "policy/entropy": entropy}
         self.log_metrics(step, {name: value for name, value in given.items() if value is not None})
 
@@ -87,7 +87,7 @@ class RLMetricsTracker:
     def log_distributed_metrics(
         self, world_size: int, sync_time: float, per_rank: Sequence[Mapping[str, float]] = (), step: int | None = None
     ) -> None:
-        """Ranks, seconds they waited for each other, and numbers of each rank as `distributed/rank_0/...`."""
+        """Number of ranks, seconds of synchronization, and metrics of each rank as `distributed/rank_0/...`."""
         given = {"distributed/world_size": float(world_size), "distributed/mean_sync_time": sync_time}
         for rank, numbers in enumerate(per_rank):
             given |= {f"distributed/rank_{rank}/{name}": float(value) for name, value in numbers.items()}
@@ -98,15 +98,15 @@ class RLMetricsTracker:
         self._at(step).layer_norms = figures.layer_norms(norms)
 
     def log_loss_surface(self, step: int, surface: Mapping[str, Any]) -> None:
-        """What `compute_loss_surface` found at a step; the newest is drawn."""
+        """The result of `compute_loss_surface` at a step; the newest is drawn."""
         self.loss_surface = {"step": step, **surface}
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Any other numbers of a step, under their full names."""
+        """Any other metrics of a step, under their full names."""
         self._at(step).metrics |= {name: float(value) for name, value in metrics.items()}
 
     def get_wandb_summary(self, step: int | None = None) -> dict[str, float]:
-        """All numbers of a step, of the newest one unless `step` is given; raises `ValueError` for an unknown one."""
+        """All metrics of a step, by default the newest; raises `ValueError` for an unknown step."""
         newest = max(self.steps, default=None)
         record = self.steps.get(newest if step is None else step) if newest is not None else None
         if record is None:
@@ -124,7 +124,7 @@ class RLMetricsTracker:
         return {**summary, **{f"gradients/{k}": v for k, v in record.layer_norms.items()}, **record.metrics}
 
     def figure_data(self) -> dict[str, dict[str, Any]]:
-        """What the five figures show, as plain data; only those for which there is enough."""
+        """Data of the five figures; only those with enough data."""
         data = {
             "reward_landscape_3d": figures.density_data({n: s.rewards for n, s in self.steps.items()}),
             "advantage_distribution": figures.density_data({n: s.advantages for n, s in self.steps.items()}),
@@ -181,8 +181,8 @@ def draw_figure(name: str, data: Mapping[str, Any]) -> Any:
     raise ValueError(f"there is no figure {name!r}")
 
 
-class LocalRun:
-    """A run of this machine, with the verbs of one at Weights & Biases.
+class OfflineWandbRun:
+    """A local run with the interface of a Weights & Biases run.
 
     `directory` holds metrics.jsonl, summary.json (the last value of every metric, at the end), and in viz/ every
     figure as a page and as data.
@@ -194,7 +194,7 @@ class LocalRun:
         self._lines = JSONLLogger(self.directory)
 
     def log(self, data: Mapping[str, Any]) -> None:
-        """Append a line of the numbers, and write what else there is as figures."""
+        """Append a line of metrics, and write other values as figures."""
         step = int(data.get("step", self.summary.get("step", -1) + 1))
         numbers = {k: v for k, v in data.items() if k != "step" and isinstance(v, (int, float))}
         if numbers:
@@ -213,7 +213,7 @@ class LocalRun:
         path = self.directory.joinpath(*name.split("/"))
         path.parent.mkdir(parents=True, exist_ok=True)
         if hasattr(value, "write_html"):
-            # One copy of the library beside the pages: they work without a network.
+            # One local copy of the library: the pages work without a network.
             value.write_html(str(path.with_name(path.name + ".html")), include_plotlyjs="directory")
         else:
             path.with_name(path.name + ".json").write_bytes(msgspec.json.encode(value))
@@ -230,17 +230,18 @@ def setup_prime_rl_wandb(
     log_dir: Path | None = None,
 ) -> Any:
     """An open run: at Weights & Biases where there is a key (the environment's, or that of `.env`), offline with
-    WANDB_MODE=offline, and else a `LocalRun`, as also for the name "dummy", WANDB_MODE=disabled and without wandb.
+    WANDB_MODE=offline, and else an `OfflineWandbRun`, as also for the name "dummy", WANDB_MODE=disabled and without
+    wandb.
 
     A run that cannot be opened is kept offline, to be sent later by `wandb sync`.
     """
     directory = Path(log_dir) if log_dir is not None else _default_dir(run_name)
     mode = read_variable("WANDB_MODE") or "online"
     if run_name == "dummy" or mode == "disabled":
-        return LocalRun(directory, run_name or directory.name, config)
+        return OfflineWandbRun(directory, run_name or directory.name, config)
     key = read_variable("WANDB_API_KEY")
     if mode == "online" and not key and not _is_logged_in():
-        return _run_here(directory, run_name, config, "there is no WANDB_API_KEY, and nobody used wandb login")
+        return _run_here(directory, run_name, config, "no WANDB_API_KEY and no `wandb login`")
     try:
         import wandb
     except ImportError:
@@ -275,13 +276,14 @@ def log_prime_rl_metrics_to_wandb(
 ) -> None:
     """Everything the tracker knows of `step` to a run, and the figures over all its steps if they are asked for.
 
-    A `LocalRun` gets the figures' data too, and without plotly only that; raises `ValueError` for an unknown step.
+    An `OfflineWandbRun` gets the figures' data too, and without plotly only that. Raises `ValueError` for an unknown
+    step.
     """
     wandb_run.log({"step": step, **rl_tracker.get_wandb_summary(step)})
     if not create_visualizations:
         return
     data = rl_tracker.figure_data()
-    if isinstance(wandb_run, LocalRun):
+    if isinstance(wandb_run, OfflineWandbRun):
         wandb_run.log({"step": step, **{f"viz/{name}": found for name, found in data.items()}})
     try:
         drawn = {f"viz/{name}": draw_figure(name, found) for name, found in data.items()}
@@ -292,9 +294,9 @@ def log_prime_rl_metrics_to_wandb(
         wandb_run.log({"step": step, **drawn})
 
 
-def _run_here(directory: Path, name: str | None, config: Mapping[str, Any] | None, reason: str) -> LocalRun:
+def _run_here(directory: Path, name: str | None, config: Mapping[str, Any] | None, reason: str) -> OfflineWandbRun:
     log.warning("%s: metrics and figures go to %s (WANDB_MODE=offline keeps them for wandb sync)", reason, directory)
-    return LocalRun(directory, name or directory.name, config)
+    return OfflineWandbRun(directory, name or directory.name, config)
 
 
 def _default_dir(run_name: str | None) -> Path:
@@ -304,7 +306,7 @@ def _default_dir(run_name: str | None) -> Path:
 
 
 def _is_logged_in() -> bool:
-    """Whether `wandb login` left a key for the server in the user's netrc file."""
+    """Whether the user's netrc file has a key for the server, as written by `wandb login`."""
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
     try:
         return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
@@ -320,11 +322,11 @@ def _numbers(values: Any) -> list[float]:
     return [number for value in plain for number in _numbers(value)]
 
 
-def _describe(room: str, what: str, values: Sequence[float]) -> dict[str, float]:
+def _describe(group: str, what: str, values: Sequence[float]) -> dict[str, float]:
     if not values:
         return {}
     numbers = {"mean": fmean(values), "max": max(values), "min": min(values), "std": pstdev(values)}
-    return {f"{room}/{name}_{what}": value for name, value in numbers.items()}
+    return {f"{group}/{name}_{what}": value for name, value in numbers.items()}
 
 
 def _tokens(record: _Step) -> dict[str, list[float]]:

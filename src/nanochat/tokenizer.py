@@ -1,4 +1,4 @@
-"""Text to tokens and conversations to tokens with a loss mask; what a user types never becomes a special token."""
+"""Tokenizes texts, and conversations with a loss mask; user text never becomes a special token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SPLIT = (
     r"(?i:'(?:[sdmt]|ll|ve|re))|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,2}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 )
-"""GPT-4's pattern with numbers cut after two digits, which suits small vocabularies."""
+"""GPT-4's pattern with numbers split after two digits, for small vocabularies."""
 
 MIN_VOCAB = 256 + len(SPECIAL_TOKENS)
 TOKENIZER_FILE, PUBLISHED_FILE = "tokenizer.json", "tokenizer.pkl"
@@ -50,10 +50,12 @@ class NanochatTokenizer:
             if (token := inner.token_to_id(name)) is None:
                 raise ValueError(f"the tokenizer has no token {name}: it is not one of nanochat's")
             self._special[name] = token
+        # Also if a file does not mark them, else a text could become a special token.
+        inner.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL_TOKENS])
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> NanochatTokenizer:
-        """Learn `vocab_size` tokens from `texts`, special ones included; fewer when the texts hold no more pairs."""
+        """Train `vocab_size` tokens from `texts`, including special ones; fewer if the texts have no more pairs."""
         if vocab_size < MIN_VOCAB:
             raise ValueError(f"vocab_size {vocab_size} must be at least {MIN_VOCAB}, bytes and special tokens")
         inner = _build_pipeline(models.BPE())
@@ -68,7 +70,7 @@ class NanochatTokenizer:
 
     @classmethod
     def from_ranks(cls, ranks: dict[bytes, int], special: dict[str, int], pattern: str) -> NanochatTokenizer:
-        """Of a published tokenizer: mergeable tokens by rank, special tokens by id, and how text is split."""
+        """From a published tokenizer: mergeable tokens by rank, special tokens by id, and the split pattern."""
         names = _byte_names()
         spell = {token: "".join(names[byte] for byte in token) for token in ranks}
         merges = [(spell[left], spell[right]) for left, right in _recover_merges(ranks)]
@@ -82,7 +84,7 @@ class NanochatTokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> NanochatTokenizer:
-        """`tokenizer.json`, or a published `tokenizer.pkl`; `ValueError` when there is neither."""
+        """Load `tokenizer.json`, or a published `tokenizer.pkl`; `ValueError` without either."""
         directory = Path(directory)
         if (directory / TOKENIZER_FILE).is_file():
             return cls(Tokenizer.from_file(str(directory / TOKENIZER_FILE)))
@@ -99,11 +101,11 @@ class NanochatTokenizer:
         self.inner.save(str(Path(directory) / TOKENIZER_FILE))
 
     def get_vocab_size(self) -> int:
-        """Number of ids, the special ones included."""
+        """Number of ids, including special ones."""
         return int(self.inner.get_vocab_size())
 
     def get_bos_token_id(self) -> int:
-        """Id of the token that every sequence begins with."""
+        """Id of the token that starts every sequence."""
         return self._special["<|bos|>"]
 
     def encode_special(self, name: str) -> int:
@@ -129,7 +131,7 @@ class NanochatTokenizer:
     def render_conversation(
         self, conversation: dict[str, Any] | Sequence[Message], max_tokens: int | None = 2048
     ) -> tuple[list[int], list[int]]:
-        """Ids and loss mask: 1 on what the assistant says, its tool calls and its end, 0 on everything else.
+        """Ids and loss mask: 1 on the assistant's text, tool calls and end token, 0 elsewhere.
 
         Users and assistant take turns, the user first; a system message in front is put before the user's first words.
         Assistants' content is text or parts `{"type": "text" | "python" | "python_output", "text"}`. What exceeds
@@ -145,9 +147,11 @@ class NanochatTokenizer:
             role = "assistant" if number % 2 else "user"
             if message.get("role") != role:
                 raise ValueError(f"message {number + 1} is from {message.get('role')!r}, it is the turn of {role!r}")
+            if message.get("content") is None or message.get("tool_calls"):
+                raise ValueError(f"message {number + 1} has no content, or tool_calls: nanochat's chats are text alone")
             add([self._special[f"<|{role}_start|>"]], 0)
             if role == "user":
-                add(self.encode(str(message["content"])), 0)
+                add(self.encode(_text_of(message["content"])), 0)
             else:
                 for kind, text in _parts_of(message["content"]):
                     add(*self._encode_part(kind, text))
@@ -155,7 +159,7 @@ class NanochatTokenizer:
         return ids[:max_tokens], mask[:max_tokens]
 
     def render_for_completion(self, conversation: dict[str, Any] | Sequence[Message]) -> list[int]:
-        """Ids up to where the assistant begins to speak; an answer at the end of the conversation is left out."""
+        """Ids up to the start of the assistant's turn; a final assistant message is left out."""
         messages = messages_of(conversation)
         if messages and messages[-1].get("role") == "assistant":
             messages = messages[:-1]
@@ -179,7 +183,7 @@ CHAT_TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt %}<|assistant_start|>{% endif -%}
 """
-"""`render_conversation` of plain texts for programs that render with Jinja."""
+"""Jinja template equivalent to `render_conversation` for plain texts."""
 
 
 def get_tokenizer(base_dir: Path | None = None) -> NanochatTokenizer:
@@ -194,12 +198,22 @@ def messages_of(conversation: dict[str, Any] | Sequence[Message]) -> list[Messag
 
 
 def merge_system(messages: list[Message]) -> list[Message]:
-    """Without a system message: its text stands before that of the first user, a blank line between."""
+    """Merge the system message into the first user message, separated by a blank line."""
     if not messages or messages[0].get("role") != "system":
         return messages
     if len(messages) < 2 or messages[1].get("role") != "user":
         raise ValueError("a system message must be followed by a user's")
-    return [{**messages[1], "content": f"{messages[0]['content']}\n\n{messages[1]['content']}"}, *messages[2:]]
+    texts = [_text_of(message.get("content")) for message in messages[:2]]
+    return [{**messages[1], "content": "\n\n".join(texts)}, *messages[2:]]
+
+
+def _text_of(content: Any) -> str:
+    """The text of a non-assistant message: a string, or parts of type text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or any(part.get("type") != "text" for part in content):
+        raise ValueError(f"the content of a user or system message must be text, got {content!r}")
+    return "".join(text for _, text in _parts_of(content))
 
 
 def _parts_of(content: str | list[Part]) -> list[tuple[str, str]]:
@@ -224,14 +238,14 @@ def _build_pipeline(model: Any, pattern: str = SPLIT) -> Tokenizer:
 
 
 def _byte_names() -> list[str]:
-    """What stands for each byte in byte-level vocabularies: its character where that prints, else one above 255."""
+    """Byte to character of byte-level vocabularies: the printable character, else one above 255."""
     prints = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(256, 512))
     return [chr(byte) if byte in prints else chr(next(others)) for byte in range(256)]
 
 
 def _recover_merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """The pair each token of several bytes was merged from: what is left when only lower ranks are merged."""
+    """The pair of tokens that each multi-byte token was merged from, by applying all lower ranks."""
     merges = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         if len(token) < 2:
@@ -249,23 +263,23 @@ def _recover_merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
 
 
 class _PublishedEncoding:
-    """Stands for `tiktoken.Encoding` in a published file: takes its state, which is data, and can do nothing."""
+    """Inert replacement of `tiktoken.Encoding` in a pickle: only records its state."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
 
 class _DataOnly(pickle.Unpickler):
-    """Admits the one class that published tokenizers are made of, as an inert record, and refuses everything else."""
+    """Unpickler that maps the class of published tokenizers to an inert record and rejects everything else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("tiktoken.core", "Encoding"):
             return _PublishedEncoding
-        raise ValueError(f"the tokenizer file asks for {module}.{name}: only a tiktoken.Encoding is admitted")
+        raise ValueError(f"the tokenizer file loads {module}.{name}: only a tiktoken.Encoding is admitted")
 
 
 def read_published(data: bytes) -> NanochatTokenizer:
-    """The tokenizer of a published `tokenizer.pkl`, without running anything in it; `ValueError` for other contents."""
+    """Load a published `tokenizer.pkl` without executing code; `ValueError` for other contents."""
     try:
         record = _DataOnly(io.BytesIO(data)).load()
     except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, TypeError) as error:
@@ -274,6 +288,6 @@ def read_published(data: bytes) -> NanochatTokenizer:
     wanted = ("mergeable_ranks", "special_tokens", "pat_str")
     if not isinstance(record, _PublishedEncoding) or not isinstance(state, dict) or any(k not in state for k in wanted):
         raise ValueError("this is no published tokenizer: it must hold a tiktoken.Encoding with its tables")
-    # Possessive quantifiers only save time here: what they forbid to give back could never match anyway.
+    # Possessive quantifiers are only an optimization here: backtracking could never match.
     pattern = state["pat_str"].replace("?+", "?").replace("++", "+")
     return NanochatTokenizer.from_ranks(state["mergeable_ranks"], state["special_tokens"], pattern)

@@ -1,4 +1,4 @@
-"""Which activations of a layer wait for the backward pass, are computed again in it, or wait in host memory."""
+"""Activation checkpointing and offloading: store, recompute or move activations to host memory."""
 
 from __future__ import annotations
 
@@ -25,27 +25,30 @@ PRODUCTS = (
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "mkldnn::_linear_pointwise",
 )
-"""What selective recomputation keeps, because it costs most of the time: matrix products and attention."""
+"""Operations whose outputs selective checkpointing stores, the expensive ones: matrix products and attention."""
 
 MIN_OFFLOADED = 1 << 10
-"""Elements below which a tensor is not worth a transfer."""
+"""Minimum number of elements for which offloading a tensor pays off."""
 
 
 def recompute_layers(
     layers: Sequence[nn.Module], config: ActivationConfig, offload: ActivationOffloadConfig | None = None
 ) -> None:
-    """Let every `freq`-th layer, from the first, keep its inputs only (full) or its matrix products too (selective).
+    """Checkpoint every `freq`-th layer: store its inputs only (full) or also its matrix products (selective).
 
-    With `offload` these inputs wait in host memory. The layer's forward is replaced in place, so names stay.
+    With `offload` the inputs are moved to host memory. The layer's forward is replaced in place, so parameter names
+    do not change.
     """
-    keep = (lambda: create_selective_checkpoint_contexts(_keep_products)) if config.mode == "selective" else None
-    host = HostMemory(offload.pin_memory) if offload is not None else None
+    context_fn = (lambda: create_selective_checkpoint_contexts(_save_products)) if config.mode == "selective" else None
+    host = ActivationOffload(offload.pin_memory) if offload is not None else None
     for layer in list(layers)[:: config.freq]:
-        layer.forward = _recomputed(layer.forward, keep, host)
+        layer.forward = _checkpoint_forward(layer.forward, context_fn, host)
 
 
-def _recomputed(forward: Callable[..., Any], keep: Callable[[], Any] | None, host: HostMemory | None) -> Any:
-    options: dict[str, Any] = {} if keep is None else {"context_fn": keep}
+def _checkpoint_forward(
+    forward: Callable[..., Any], context_fn: Callable[[], Any] | None, host: ActivationOffload | None
+) -> Any:
+    options: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
 
     @functools.wraps(forward)
     def run(*args: Any, **named: Any) -> Any:
@@ -57,14 +60,14 @@ def _recomputed(forward: Callable[..., Any], keep: Callable[[], Any] | None, hos
     return run
 
 
-def _keep_products(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _save_products(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op.name().partition(".")[0] in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class HostMemory:
-    """Moves tensors that autograd saves from the accelerator to the host, and back when the backward wants them.
+class ActivationOffload:
+    """Offloads tensors saved by autograd from the accelerator to the host, and restores them in the backward pass.
 
-    Copies run on the stream that computes, so they are in order with what makes and uses the tensors.
+    Copies run on the compute stream, so they are ordered with the producers and consumers of the tensors.
     """
 
     def __init__(self, pin_memory: bool, kinds: tuple[str, ...] = ("cuda",)) -> None:
@@ -73,20 +76,20 @@ class HostMemory:
         self.num_moved = 0
 
     def hooks(self) -> AbstractContextManager[None]:
-        """While entered, what is saved goes through here."""
+        """Context in which saved tensors are offloaded."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     def pack(self, tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
-        """To the host; small tensors and those that no gradient flows through (tables, indices) stay."""
+        """Copy to the host; small tensors and tensors without gradient (tables, indices) stay on the device."""
         if tensor.device.type not in self.kinds or not tensor.requires_grad or tensor.numel() < MIN_OFFLOADED:
             return tensor
         self.num_moved += 1
-        held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pin_memory)
-        return tensor.device, held.copy_(tensor.detach(), non_blocking=self.pin_memory)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pin_memory)
+        return tensor.device, host.copy_(tensor.detach(), non_blocking=self.pin_memory)
 
     def unpack(self, packed: Tensor | tuple[torch.device, Tensor]) -> Tensor:
-        """Back to where it came from."""
+        """Copy back to the original device."""
         if isinstance(packed, Tensor):
             return packed
-        device, held = packed
-        return held.to(device, non_blocking=self.pin_memory)
+        device, host = packed
+        return host.to(device, non_blocking=self.pin_memory)

@@ -1,4 +1,4 @@
-"""What the commands `trainer` and `sft` have in common before either does any work, so nothing heavy is imported."""
+"""Shared entry point of the `trainer` and `sft` commands; imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from prime_rl.utils.command import run_command
+from prime_rl.configuration.command import run_command
+from prime_rl.runtime.run_state import StateRecorder
 
 if TYPE_CHECKING:
     from prime_rl.trainer.config import ParallelDims
@@ -22,23 +23,32 @@ def run_trainer(
     summary: str,
     preview: Callable[[Any], str | None] = lambda _: None,
 ) -> NoReturn:
-    """`run_command` for a trainer: one rank of several leaves without taking the interpreter down.
+    """`run_command` for a trainer; with several ranks, exit without interpreter shutdown.
 
-    Threads of gloo and NCCL can outlive the process group; one that still has a tensor to release while Python
-    shuts down is unwound by force, and the finished rank dies of SIGABRT ("terminate called without an active
-    exception"). What was registered with `atexit` runs as ever.
+    Threads of gloo and NCCL can outlive the process group; one that still releases a tensor during interpreter
+    shutdown is unwound by force, and the finished rank dies of SIGABRT ("terminate called without an active
+    exception"). `atexit` handlers still run.
     """
+
+    def record(config: Any) -> int:
+        if int(os.environ.get("RANK", "0")):
+            return train(config)
+        with StateRecorder(config.output_dir, prog):
+            if code := train(config):
+                raise SystemExit(code)
+        return 0
+
     try:
-        run_command(prog, config_cls, train, summary=summary, preview=preview, record=True)
-    except SystemExit as left:
+        run_command(prog, config_cls, record, summary=summary, preview=preview, record=True)
+    except SystemExit as exit_:
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             raise
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(left.code if isinstance(left.code, int) else 1)
+        os._exit(exit_.code if isinstance(exit_.code, int) else 1)
 
 
 def count_missing_ranks(parallel: ParallelDims, environ: Mapping[str, str]) -> int:
-    """How many ranks this process has to start: as `parallel` asks for, or none when it is a rank or the only one."""
+    """Number of ranks this process must launch; 0 when it is a rank itself or runs alone."""
     return 0 if "WORLD_SIZE" in environ or parallel.num_ranks == 1 else parallel.num_ranks

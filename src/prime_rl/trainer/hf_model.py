@@ -1,6 +1,6 @@
-"""Models that only transformers implements, behind the face of the native decoder: for training, not for serving here.
+"""Adapter from transformers models to the interface of the native decoder, for training only.
 
-Parameters keep the names transformers gives them, so that adapters, checkpoints and shards find what they expect.
+Parameters keep their names in transformers, as adapters and checkpoints require.
 """
 
 from __future__ import annotations
@@ -14,26 +14,29 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from prime_rl.runtime.tokenizer import resolve_model_dir
 from prime_rl.trainer.lora import Adapter, load_adapter, merge_adapter, untie_head
-from prime_rl.trainer.models.attention import Attend, PackedAttention, pad_rows
-from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig
-from prime_rl.transport.weights import ADAPTER_CONFIG_FILE
-from prime_rl.utils.tokenizer import resolve_model_dir
+from prime_rl.trainer.models.attention import AttentionBackend, PackedAttention, pad_rows
+from prime_rl.trainer.models.causal_lm import CausalLM
+from prime_rl.trainer.models.decoder_config import DecoderConfig
+from prime_rl.transport.weights import ADAPTER_CONFIG_FILE, read_index
+from rollouts.training.json_files import read_json_file
+from rollouts.training.model_config import check_model_config
 
 PROBE_TOKENS = 8
 TOLERANCE = 1e-3
 
 
 class HFCausalLM(CausalLM):
-    """A causal language model of transformers that reads flat packs, one padded row per sequence.
+    """A transformers causal language model on flat packs, computed as one padded row per sequence.
 
-    Padding stands behind each sequence, where a causal model does not see it: correct for every architecture.
+    Padding is on the right, where causal models ignore it: correct for every architecture.
     """
 
     inner: Any
     backbone: Any
 
-    meets_in_attend = False
+    mixes_tokens_only_in_attend = False
 
     def __init__(self, inner: Any) -> None:
         nn.Module.__init__(self)
@@ -41,8 +44,8 @@ class HFCausalLM(CausalLM):
             self.add_module(name, child)
         head = inner.get_output_embeddings()
         if head is None or getattr(head, "bias", None) is not None:
-            raise ValueError(f"{type(inner).__name__} has no plain output head, which training needs")
-        hidden: dict[str, Any] = self.__dict__  # past torch's registry, or every tensor would have two names
+            raise ValueError(f"{type(inner).__name__} has no bias-free output head, which training requires")
+        hidden: dict[str, Any] = self.__dict__  # bypass module registration, which would name tensors twice
         hidden["inner"], hidden["backbone"] = inner, inner.base_model
         if "lm_head" not in self._modules:
             hidden["lm_head"] = head
@@ -51,7 +54,7 @@ class HFCausalLM(CausalLM):
         self._takes_positions = "position_ids" in inspect.signature(inner.base_model.forward).parameters
 
     def forward(
-        self, input_ids: Int[Tensor, " tokens"], positions: Int[Tensor, " tokens"], attend: Attend
+        self, input_ids: Int[Tensor, " tokens"], positions: Int[Tensor, " tokens"], attend: AttentionBackend
     ) -> Float[Tensor, "tokens hidden"]:
         assert isinstance(attend, PackedAttention)
         lengths = attend.lengths
@@ -62,18 +65,18 @@ class HFCausalLM(CausalLM):
         return hidden if self.head_scale == 1 else hidden * self.head_scale
 
     def layers(self) -> list[nn.Module]:
-        """The blocks that follow each other: the longest list of modules."""
+        """The decoder layers: the longest module list."""
         lists = [list(module) for module in self.modules() if isinstance(module, nn.ModuleList)]
         return max(lists, key=len, default=[])
 
     @torch.no_grad()
-    def checkpoint_tensors(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """`held` under the names and in the shapes of files, which differ from those in memory for some families."""
+    def checkpoint_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """`tensors` with checkpoint names and shapes, which differ from those in memory for some families."""
         from transformers.core_model_loading import revert_weight_conversion
 
         persistent = self.inner.state_dict().keys()
         buffers = {name: b for name, b in self.named_buffers() if name in persistent}
-        return dict(revert_weight_conversion(self.inner, {**held, **buffers}))
+        return dict(revert_weight_conversion(self.inner, {**tensors, **buffers}))
 
 
 def load_hf_model(
@@ -85,15 +88,16 @@ def load_hf_model(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> HFCausalLM:
-    """The model of a directory as transformers builds it, without dropout.
+    """Load a model directory with transformers, without dropout.
 
-    `ValueError` when transformers does not know it, or computes logits by more than one product.
+    `ValueError` when transformers does not support it, or when its logits are not a single product with the head.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     adapter = load_adapter(model_dir) if (model_dir / ADAPTER_CONFIG_FILE).is_file() else None
-    if adapter is not None:  # transformers would set it up beside the base model; we start from their sum
+    if adapter is not None:  # transformers would load it as a separate adapter; we merge it into the base model
         model_dir = resolve_model_dir(adapter.base_model or "")
+    check_model_config(read_json_file(model_dir / "config.json"), model_dir / "config.json")
     try:
         config = AutoConfig.from_pretrained(str(model_dir))
         if num_layers is not None:
@@ -103,6 +107,7 @@ def load_hf_model(
                 torch.manual_seed(seed)
                 inner = AutoModelForCausalLM.from_config(config, dtype=dtype)
         else:
+            read_index(model_dir)  # validates the index; transformers would open any path in it
             inner = AutoModelForCausalLM.from_pretrained(str(model_dir), config=config, dtype=dtype)
     except (ValueError, OSError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -117,13 +122,13 @@ def load_hf_model(
 @torch.no_grad()
 def _merge(model: HFCausalLM, adapter: Adapter) -> None:
     untie_head(model, adapter.spec.modules_to_save)
-    held = dict(model.named_parameters())
-    for name, tensor in merge_adapter({n: p.detach() for n, p in held.items()}, adapter).items():
-        held[name].copy_(tensor)
+    parameters = dict(model.named_parameters())
+    for name, tensor in merge_adapter({n: p.detach() for n, p in parameters.items()}, adapter).items():
+        parameters[name].copy_(tensor)
 
 
 def describe_config(config: Any) -> DecoderConfig:
-    """The facts about a model that training asks for; how it computes is transformers' business."""
+    """Model dimensions needed by training; fields about the computation itself are placeholders."""
     heads = config.num_attention_heads
     return DecoderConfig(
         model_type=config.model_type,
@@ -148,13 +153,13 @@ def describe_config(config: Any) -> DecoderConfig:
 
 
 def find_head_scale(config: Any) -> float:
-    """The factor some families put on their logits (Cohere multiplies, Granite divides)."""
+    """Logit scale of some families (Cohere multiplies, Granite divides)."""
     return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
 
 
 @torch.no_grad()
 def _check_head(model: HFCausalLM) -> None:
-    """`ValueError` unless logits are hidden states times the head, which is what the fused losses compute."""
+    """`ValueError` unless logits are hidden states times the head, as the fused losses assume."""
     device = model.lm_head.weight.device
     ids = torch.arange(PROBE_TOKENS, device=device) % model.config.vocab_size
     expected = model.inner(input_ids=ids[None], use_cache=False).logits[0].float()
@@ -162,4 +167,4 @@ def _check_head(model: HFCausalLM) -> None:
     error = (model.logits(hidden).float() - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
     if not error < TOLERANCE:
         kind = type(model.inner).__name__
-        raise ValueError(f"{kind} computes its logits in a way of its own, which training here does not follow")
+        raise ValueError(f"{kind} computes its logits in an unsupported way")

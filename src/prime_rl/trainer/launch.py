@@ -1,4 +1,4 @@
-"""Several ranks of a trainer from one command: started together as torchrun would, and ended together."""
+"""Launches several trainer ranks on this machine, as torchrun does."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import os
 import sys
 from dataclasses import dataclass
 
+from prime_rl.runtime.process import Child, ChildFailed, Supervisor, find_free_port, num_cores, tail
 from prime_rl.trainer.config import SFTConfig, TrainConfig
 from prime_rl.utils.logger import FAILURE
-from prime_rl.utils.process import Child, ChildFailed, Supervisor, find_free_port, num_cores, tail
 from prime_rl.utils.pydantic_config import write_config
 
 
 def run_ranks(module: str, process: str, config: TrainConfig | SFTConfig, num_ranks: int) -> int:
-    """Run `module` as `num_ranks` processes on this machine until all are through; the console shows the first one.
+    """Run `module` as `num_ranks` processes on this machine until all finish; the console shows rank 0.
 
-    When one falls the others are stopped, and the error says which it was and how its log ends.
+    If a rank fails, the others are stopped, and the error contains its name and the end of its log.
     """
     logs, config_path = config.output_dir / "logs", config.output_dir / "configs" / f"{process}.toml"
     write_config(config, config_path)
@@ -36,16 +36,16 @@ def run_ranks(module: str, process: str, config: TrainConfig | SFTConfig, num_ra
     except ChildFailed as failure:
         if failure.wrong_input is not None:
             raise ValueError(failure.wrong_input.partition(": ")[2]) from failure
-        raise RuntimeError(describe_fall(failure)) from failure
+        raise RuntimeError(describe_failure(failure)) from failure
     return 0
 
 
-def describe_fall(failure: ChildFailed) -> str:
-    """Which rank fell first: one that was killed, rather than those that lost their connection to it."""
+def describe_failure(failure: ChildFailed) -> str:
+    """Describe the rank that failed first: a killed one rather than those that lost their connection to it."""
     first = min(failure.children, key=lambda child: (_is_consequence(child), child.name))
     end = "\n".join(f"    {line}" for line in tail(first.log_path, 8, start=first.log_start))
-    fell = f"{first.name} fell ({first.describe_end()}), so the other ranks were stopped"
-    return f"{fell}; the end of {first.log_path}:\n{end}"
+    summary = f"{first.name} failed ({first.describe_end()}), so the other ranks were stopped"
+    return f"{summary}; the end of {first.log_path}:\n{end}"
 
 
 def _is_consequence(child: Child) -> bool:
@@ -54,7 +54,7 @@ def _is_consequence(child: Child) -> bool:
 
 @dataclass
 class FirstRank:
-    """What the console gets: the lines of one rank, until it fails, which this process reports itself."""
+    """Console filter: the lines of one rank, except its failure, which this process reports."""
 
     name: str
     failed: bool = False

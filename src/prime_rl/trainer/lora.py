@@ -1,13 +1,12 @@
-"""LoRA: a low-rank change beside frozen matrices, its layer, its training set-up and its PEFT directory on disk.
+"""LoRA: linear layer with adapter, training setup, and adapters in PEFT format.
 
-y = W x + b + scale * B (A x), scale = alpha / rank (Hu et al. 2021, 2106.09685). The trainer's layer and the engine's
-table of adapters call the same `lora_delta`, so that a token gets the same bits from both.
+y = W x + b + scale * B (A x), scale = alpha / rank (Hu et al. 2021, 2106.09685). Trainer and engine share
+`lora_delta`, so that they agree bit for bit.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -24,19 +23,20 @@ from torch import Tensor, nn
 
 from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.transport.weights import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, PEFT_PREFIX
-from rollouts.training.linear import linear
+from rollouts.kernels.linear import linear
+from rollouts.training.json_files import read_json_file
 
 DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 EXPERT_MATRICES = ("gate_proj", "up_proj", "down_proj")
-"""In a mixture of experts these stay as they are, of its plain layers too: `peft` takes their names for experts'."""
+"""Not adapted in mixture-of-experts models, not even in dense layers: `peft` maps these names to the experts."""
 
 MIN_RANK = 4
-"""A product with a single row of A takes GEMM's matrix-vector path, whose sums depend on how many tokens there are."""
+"""Minimum rank of the products: with fewer rows GEMM uses other kernels, whose rounding depends on the batch size."""
 
 
 @dataclass(frozen=True)
-class AdapterSpec:
-    """What an adapter changes and how strongly; `modules_to_save` are trained, and stored, whole."""
+class LoraSpec:
+    """LoRA hyperparameters; `modules_to_save` are fully fine-tuned and stored in full."""
 
     rank: int
     alpha: float
@@ -47,18 +47,18 @@ class AdapterSpec:
 
     @property
     def scale(self) -> float:
-        """The factor on B A x: alpha / rank, or alpha / sqrt(rank) (2312.03732)."""
+        """LoRA scaling: alpha / rank, or alpha / sqrt(rank) for rsLoRA (2312.03732)."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter's tensors by module: `<module>.lora_A.weight` [rank, in], `<module>.lora_B.weight` [out, rank].
+    """Adapter tensors by module: `<module>.lora_A.weight` [rank, in], `<module>.lora_B.weight` [out, rank].
 
-    Tensors of modules saved whole stand under their own names, such as `lm_head.weight`.
+    Fully fine-tuned modules keep their parameter names, such as `lm_head.weight`.
     """
 
-    spec: AdapterSpec
+    spec: LoraSpec
     tensors: dict[str, Tensor]
     base_model: str | None = None
 
@@ -66,17 +66,17 @@ class Adapter:
 def lora_delta(
     x: Float[Tensor, "tokens in"], a: Float[Tensor, "rank in"], b: Float[Tensor, "out rank"], scale: float
 ) -> Float[Tensor, "tokens out"]:
-    """scale * B (A x). From `attention.min_rows` tokens on, a row's bits do not depend on how many there are."""
-    if missing := max(MIN_RANK - a.shape[0], 0):  # rows of zeros add exactly nothing
+    """scale * B (A x). With at least `attention.min_rows` tokens, bit-identical for any number of tokens."""
+    if missing := max(MIN_RANK - a.shape[0], 0):  # zero rows do not change the result
         a, b = F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))
-    # The factor is its own product: fused into the addition that follows it would be rounded once instead of twice.
+    # Scale separately: fused into the following addition it would be rounded once instead of twice.
     return linear(linear(x, a), b) * scale
 
 
 class LoraLinear(nn.Linear):
-    """A frozen linear layer with one trained adapter beside it; parameters bear the names PEFT gives them."""
+    """A frozen linear layer with a trainable adapter; parameter names follow PEFT."""
 
-    def __init__(self, base: nn.Linear, spec: AdapterSpec) -> None:
+    def __init__(self, base: nn.Linear, spec: LoraSpec) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias = base.weight, base.bias
@@ -85,7 +85,7 @@ class LoraLinear(nn.Linear):
         self.lora_B = _matrix(base.weight.new_zeros(self.out_features, spec.rank))
 
     def forward(self, x: Float[Tensor, "tokens in"]) -> Float[Tensor, "tokens out"]:
-        drops = self.dropout and self.training and torch.is_grad_enabled()  # no gradient: a held-out loss
+        drops = self.dropout and self.training and torch.is_grad_enabled()  # no dropout in evaluation (no_grad)
         dropped = F.dropout(x, self.dropout) if drops else x
         return linear(x, self.weight, self.bias) + lora_delta(
             dropped, self.lora_A.weight, self.lora_B.weight, self.scale
@@ -95,39 +95,39 @@ class LoraLinear(nn.Linear):
 def merge(
     weight: Float[Tensor, "out in"], a: Float[Tensor, "rank in"], b: Float[Tensor, "out rank"], scale: float
 ) -> Float[Tensor, "out in"]:
-    """The one matrix that does the same: W + scale * B A, summed in float32 at least."""
+    """Merged weight: W + scale * B A, computed in at least float32."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     return (weight.to(wide) + b.to(wide) @ a.to(wide) * scale).to(weight.dtype)
 
 
 def _matrix(weight: Tensor) -> nn.Linear:
-    """A bias-free linear layer around `weight`, without torch's own initialisation."""
+    """A bias-free linear layer around `weight`, without random initialization."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     layer.weight = nn.Parameter(weight)
     return layer
 
 
 def match_modules(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
-    """The module names that equal a pattern, end in `.<pattern>`, or match it whole as a regular expression.
+    """Module names that equal a pattern, end in `.<pattern>`, or fully match it as a regular expression.
 
-    `ValueError` when a pattern is no regular expression.
+    `ValueError` for an invalid regular expression.
     """
-    found: list[str] = []
+    matches: list[str] = []
     for name in names:
         try:
             if any(name == p or name.endswith(f".{p}") or re.fullmatch(p, name) for p in patterns):
-                found.append(name)
+                matches.append(name)
         except re.error as error:
             raise ValueError(f"model.lora: {error.pattern!r} is neither a name nor a regular expression") from error
-    return found
+    return matches
 
 
 @torch.no_grad()
-def add_lora(model: CausalLM, spec: AdapterSpec, seed: int = 0) -> list[str]:
-    """Freeze `model` except an adapter that changes nothing yet; returns the names of the changed matrices.
+def add_lora(model: CausalLM, spec: LoraSpec, seed: int = 0) -> list[str]:
+    """Freeze `model` and add a zero-initialized adapter; returns the names of the adapted modules.
 
-    A is uniform in +-1/sqrt(in) as a pure function of (seed, name), B is zero. `ValueError` when a name matches
-    nothing or the output head is asked for (its matrix is read by fused kernels: save it whole instead).
+    A is uniform in +-1/sqrt(in) as a pure function of (seed, name), B is zero. `ValueError` when a name has no match
+    or selects the output head (fused kernels read its matrix: use `modules_to_save`).
     """
     modules = dict(model.named_modules())
     frozen = EXPERT_MATRICES if model.config.num_experts else ()
@@ -138,12 +138,12 @@ def add_lora(model: CausalLM, spec: AdapterSpec, seed: int = 0) -> list[str]:
     targets = match_modules(linear, spec.target_modules)
     if not targets:
         raise ValueError(
-            "model.lora.target_modules matches no matrix: of a mixture of experts only attention is adapted"
+            "model.lora.target_modules matches no module: in mixture-of-experts models only attention is adapted"
         )
     if "lm_head" in targets:
-        raise ValueError("model.lora.target_modules cannot hold lm_head: put it into model.lora.modules_to_save")
+        raise ValueError("model.lora.target_modules does not support lm_head: use model.lora.modules_to_save")
     model.requires_grad_(False)
-    _thaw_saved(model, spec.modules_to_save, targets)
+    _unfreeze_saved(model, spec.modules_to_save, targets)
     for name in targets:
         parent, _, child = name.rpartition(".")
         base = modules[name]
@@ -158,8 +158,8 @@ def add_lora(model: CausalLM, spec: AdapterSpec, seed: int = 0) -> list[str]:
     return targets
 
 
-def _thaw_saved(model: CausalLM, patterns: Iterable[str], targets: list[str]) -> None:
-    """Make whole modules trainable; a tied head parts from the embedding, because they no longer stay equal."""
+def _unfreeze_saved(model: CausalLM, patterns: Iterable[str], targets: list[str]) -> None:
+    """Make full modules trainable; untie the head if it or the embedding is among them."""
     modules = {name: m for name, m in model.named_modules() if name and next(m.parameters(False), None) is not None}
     for pattern in patterns:
         _need_match(pattern, modules, "modules_to_save")
@@ -172,7 +172,7 @@ def _thaw_saved(model: CausalLM, patterns: Iterable[str], targets: list[str]) ->
 
 
 def untie_head(model: CausalLM, saved: Iterable[str]) -> None:
-    """Give a tied head a matrix of its own when it or the embedding is among the modules `saved` whole."""
+    """Untie the head from the embedding when either is in `saved`."""
     if model.config.tie_word_embeddings and {"lm_head", "embed_tokens"} & {name.rpartition(".")[2] for name in saved}:
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone(), requires_grad=False)
         model.config = replace(model.config, tie_word_embeddings=False)
@@ -182,58 +182,58 @@ def _need_match(pattern: str, names: Iterable[str], key: str) -> None:
     known = list(names)
     if not match_modules(known, [pattern]):
         kinds = sorted({name.rpartition(".")[2] for name in known})
-        raise ValueError(f"model.lora.{key}: {pattern!r} matches no module; there are {', '.join(kinds)}")
+        raise ValueError(f"model.lora.{key}: {pattern!r} matches no module; available: {', '.join(kinds)}")
 
 
 def adapter_tensors(model: CausalLM, whole: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Every trained tensor by its name in the model; of `whole`, gathered tensors by name, where ranks hold parts."""
+    """Trainable tensors by parameter name; taken from the gathered tensors `whole` when parameters are sharded."""
     return {n: p.detach() if whole is None else whole[n] for n, p in model.named_parameters() if p.requires_grad}
 
 
 @torch.no_grad()
 def fill_adapter(model: CausalLM, adapter: Adapter) -> None:
-    """Copy an adapter into a model prepared by `add_lora` with the same spec; `ValueError` when names do not fit."""
-    wanted = adapter_tensors(model)
-    if wrong := sorted(wanted.keys() ^ adapter.tensors.keys()):
-        raise ValueError(f"the adapter does not fit model.lora: {wrong[0]} is on one side only")
-    for name, parameter in wanted.items():
+    """Copy an adapter into a model prepared by `add_lora` with the same spec; `ValueError` for mismatched tensors."""
+    parameters = adapter_tensors(model)
+    if mismatched := sorted(parameters.keys() ^ adapter.tensors.keys()):
+        raise ValueError(f"the adapter does not match model.lora: {mismatched[0]} is in only one of them")
+    for name, parameter in parameters.items():
         if parameter.shape != adapter.tensors[name].shape:
-            found = tuple(adapter.tensors[name].shape)
-            raise ValueError(f"the adapter does not fit model.lora: {name} has shape {found}")
+            shape = tuple(adapter.tensors[name].shape)
+            raise ValueError(f"the adapter does not match model.lora: {name} has shape {shape}")
         parameter.copy_(adapter.tensors[name])
 
 
 @torch.no_grad()
 def merged_tensors(model: CausalLM, whole: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The tensors of a plain checkpoint, adapters merged into the matrices they change; `whole` as above."""
-    held = {n: p.detach() for n, p in model.named_parameters()} if whole is None else dict(whole)
+    """Checkpoint tensors with adapters merged into the weights; `whole` as in `adapter_tensors`."""
+    tensors = {n: p.detach() for n, p in model.named_parameters()} if whole is None else dict(whole)
     scales = {name: module.scale for name, module in model.named_modules() if isinstance(module, LoraLinear)}
     for name, scale in scales.items():
-        a, b = held.pop(f"{name}.lora_A.weight"), held.pop(f"{name}.lora_B.weight")
-        held[f"{name}.weight"] = merge(held[f"{name}.weight"], a, b, scale)
-    return model.checkpoint_tensors(held)
+        a, b = tensors.pop(f"{name}.lora_A.weight"), tensors.pop(f"{name}.lora_B.weight")
+        tensors[f"{name}.weight"] = merge(tensors[f"{name}.weight"], a, b, scale)
+    return model.checkpoint_tensors(tensors)
 
 
 @torch.no_grad()
 def merge_adapter(tensors: Mapping[str, Tensor], adapter: Adapter) -> dict[str, Tensor]:
-    """The tensors of a base checkpoint with an adapter merged in; `ValueError` when it does not fit."""
+    """Base checkpoint tensors with an adapter merged in; `ValueError` for mismatched tensors."""
     merged = dict(tensors)
     saved = {n: t for n, t in adapter.tensors.items() if ".lora_A." not in n and ".lora_B." not in n}
     if {"lm_head.weight", "model.embed_tokens.weight"} & saved.keys() and "lm_head.weight" not in merged:
-        merged["lm_head.weight"] = merged["model.embed_tokens.weight"]  # tied in the base, apart from now on
+        merged["lm_head.weight"] = merged["model.embed_tokens.weight"]  # tied in the base checkpoint, untied here
     merged |= saved
     for key, a in adapter.tensors.items():
-        name, found, _ = key.rpartition(".lora_A.")
-        if found:
+        name, separator, _ = key.rpartition(".lora_A.")
+        if separator:
             weight, b = merged.get(f"{name}.weight"), adapter.tensors.get(f"{name}.lora_B.weight")
             if weight is None or b is None or weight.shape != (b.shape[0], a.shape[1]):
-                raise ValueError(f"the adapter does not fit its base model: {name} differs")
+                raise ValueError(f"the adapter does not match its base model: {name} differs")
             merged[f"{name}.weight"] = merge(weight, a, b, adapter.spec.scale)
     return merged
 
 
-def peft_config(model: CausalLM, spec: AdapterSpec, base_model: str | None) -> dict[str, Any]:
-    """The contents of `adapter_config.json` for a model prepared by `add_lora`."""
+def peft_config(model: CausalLM, spec: LoraSpec, base_model: str | None) -> dict[str, Any]:
+    """Contents of `adapter_config.json` for a model prepared by `add_lora`."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -253,32 +253,32 @@ def peft_config(model: CausalLM, spec: AdapterSpec, base_model: str | None) -> d
 
 
 def peft_tensors(model: CausalLM, whole: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The contents of `adapter_model.safetensors`: every trained tensor by the name `peft` gives it."""
+    """Contents of `adapter_model.safetensors`: trainable tensors by their `peft` names."""
     return {PEFT_PREFIX + name: tensor for name, tensor in adapter_tensors(model, whole).items()}
 
 
 def _short_targets(model: CausalLM) -> list[str]:
-    """`q_proj` instead of every layer's name, unless some other matrix of that name is left alone."""
-    changed = {n: isinstance(m, LoraLinear) for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-    apart = {name.rpartition(".")[2] for name, yes in changed.items() if not yes}
-    kinds = {name: name.rpartition(".")[2] for name, yes in changed.items() if yes}
-    return sorted({name if kind in apart else kind for name, kind in kinds.items()})
+    """Use suffixes such as `q_proj` instead of full names, unless another module with the suffix is not adapted."""
+    is_adapted = {n: isinstance(m, LoraLinear) for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    ambiguous = {name.rpartition(".")[2] for name, adapted in is_adapted.items() if not adapted}
+    suffixes = {name: name.rpartition(".")[2] for name, adapted in is_adapted.items() if adapted}
+    return sorted({name if suffix in ambiguous else suffix for name, suffix in suffixes.items()})
 
 
 def load_adapter(directory: Path) -> Adapter:
-    """Read a PEFT adapter directory; `ValueError` names what is missing, damaged or not plain LoRA."""
+    """Read a PEFT adapter directory; `ValueError` for missing or damaged files and unsupported LoRA variants."""
     directory = Path(directory)
     path = directory / ADAPTER_CONFIG_FILE
     if not path.is_file() or not (directory / ADAPTER_WEIGHTS_FILE).is_file():
-        raise ValueError(f"{directory} is no adapter: it needs {ADAPTER_CONFIG_FILE} and {ADAPTER_WEIGHTS_FILE}")
+        raise ValueError(f"{directory} is not an adapter: it needs {ADAPTER_CONFIG_FILE} and {ADAPTER_WEIGHTS_FILE}")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json_file(path)
         raw = load_file(directory / ADAPTER_WEIGHTS_FILE)
-    except (json.JSONDecodeError, SafetensorError) as error:
-        raise ValueError(f"{directory} holds a damaged adapter: {error}") from error
-    _refuse_variants(config, path)
+    except (ValueError, SafetensorError) as error:
+        raise ValueError(f"{directory} contains a damaged adapter: {error}") from error
+    _check_variant(config, path)
     targets = config.get("target_modules") or ()
-    spec = AdapterSpec(
+    spec = LoraSpec(
         rank=config["r"],
         alpha=config["lora_alpha"],
         dropout=config.get("lora_dropout", 0.0),
@@ -289,11 +289,11 @@ def load_adapter(directory: Path) -> Adapter:
     tensors = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in raw.items()}
     for name, tensor in tensors.items():
         if (".lora_A." in name and tensor.shape[0] != spec.rank) or (".lora_B." in name and tensor.dim() != 2):
-            raise ValueError(f"{name} of {directory} has shape {tuple(tensor.shape)}, its config says rank {spec.rank}")
+            raise ValueError(f"{name} of {directory} has shape {tuple(tensor.shape)}, its config has rank {spec.rank}")
     return Adapter(spec, tensors, config.get("base_model_name_or_path"))
 
 
-def _refuse_variants(config: Mapping[str, Any], path: Path) -> None:
+def _check_variant(config: Mapping[str, Any], path: Path) -> None:
     if config.get("peft_type", "LORA") != "LORA":
         raise ValueError(f"{path}: peft_type {config['peft_type']!r} is not supported, only LORA")
     for key in ("use_dora", "fan_in_fan_out", "lora_bias", "rank_pattern", "alpha_pattern", "target_parameters"):

@@ -1,4 +1,4 @@
-"""The model of a trainer: which device, number format and attention, and where its weights come from."""
+"""Loads the trained model: device, number format, attention and weights."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from typing import Literal
 
 import torch
 
+from prime_rl.runtime.tokenizer import ASSETS_DIR, resolve_model_dir
 from prime_rl.trainer.config import LoraConfig, ModelConfig, SFTModelConfig
 from prime_rl.trainer.hf_model import load_hf_model
-from prime_rl.trainer.lora import AdapterSpec, add_lora
+from prime_rl.trainer.lora import LoraSpec, add_lora
 from prime_rl.trainer.models.attention import AttentionMode, has_flash
-from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig
+from prime_rl.trainer.models.causal_lm import CausalLM
+from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.models.registry import load_decoder, load_hf_config
-from prime_rl.utils.tokenizer import ASSETS_DIR, resolve_model_dir
-from rollouts.training.linear import Linear
-from rollouts.training.native import arithmetic_dtype
+from rollouts.kernels.cpu import arithmetic_dtype
+from rollouts.kernels.linear import Linear
 
 FEW_CORES = 4
-"""On so few cores the processes of a run would fight over them, and two threads that fight are slower than one."""
+"""Up to this many cores, use one thread: the processes of a run oversubscribe the cores otherwise."""
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Where and how the model is computed; the optimizer always works in float32."""
+class DeviceConfig:
+    """Device, data types and attention of the model; the optimizer always uses float32."""
 
     device: torch.device
     dtype: torch.dtype
-    """What weights, keys and values are rounded to."""
+    """Precision of weights, keys and values."""
     attn: AttentionMode
     arithmetic: torch.dtype
-    """What is computed in: as `dtype`, or float32 where the processor would emulate bfloat16."""
+    """Compute data type: `dtype`, or float32 where the processor would emulate bfloat16."""
 
 
-def resolve_placement(config: ModelConfig, local_rank: int = 0, num_ranks: int = 1) -> Placement:
-    """Settle `auto` for device, dtype and attention; `ValueError` for a device this machine does not have.
+def resolve_placement(config: ModelConfig, local_rank: int = 0, num_ranks: int = 1) -> DeviceConfig:
+    """Resolve `auto` for device, dtype and attention; `ValueError` for a device this machine does not have.
 
-    `local_rank` numbers the ranks of this machine; each has a GPU of its own. Several ranks send each other what they
-    compute with, so their arithmetic is in `dtype`.
+    Each `local_rank` uses its own GPU. Several ranks exchange tensors in `dtype`, so they also compute in it.
     """
     has_gpu = torch.cuda.is_available()
     name = config.device if config.device != "auto" else ("cuda" if has_gpu else "cpu")
@@ -47,13 +47,13 @@ def resolve_placement(config: ModelConfig, local_rank: int = 0, num_ranks: int =
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"model.device {name!r} is no device: use auto, cpu or cuda:0") from error
+        raise ValueError(f"model.device {name!r} is not a device: use auto, cpu or cuda:0") from error
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"model.device {name!r} is not supported: use auto, cpu or cuda:0")
     if device.type == "cuda" and (not has_gpu or (device.index or 0) >= torch.cuda.device_count()):
         raise ValueError(f"model.device is {name!r} but this machine has {torch.cuda.device_count()} GPUs: use cpu")
     if device.type == "cuda" and local_rank and device.index != local_rank:
-        raise ValueError(f"model.device is {name!r}, one GPU for all ranks: use cuda, and each takes its own")
+        raise ValueError(f"model.device is {name!r}, a single GPU for all ranks: use cuda for one GPU per rank")
     is_gpu = device.type == "cuda"
     dtype = getattr(torch, config.dtype) if config.dtype != "auto" else torch.bfloat16 if is_gpu else torch.float32
     arithmetic = arithmetic_dtype(dtype, device) if num_ranks == 1 else dtype
@@ -61,17 +61,17 @@ def resolve_placement(config: ModelConfig, local_rank: int = 0, num_ranks: int =
     exact = exact and config.compile is None
     attn = config.attn if config.attn != "auto" else "exact" if exact else "flash" if has_flash(device) else "sdpa"
     if attn == "flash" and (dtype != torch.bfloat16 or not has_flash(device)):
-        raise ValueError("model.attn flash needs bfloat16 on a GPU that torch's FlashAttention knows: use sdpa")
-    return Placement(device, dtype, attn, arithmetic)
+        raise ValueError("model.attn flash needs bfloat16 on a GPU supported by torch's FlashAttention: use sdpa")
+    return DeviceConfig(device, dtype, attn, arithmetic)
 
 
 def load_model(
-    config: ModelConfig, placement: Placement, seed: int = 0, *, sharded: bool = False
+    config: ModelConfig, placement: DeviceConfig, seed: int = 0, *, sharded: bool = False
 ) -> tuple[CausalLM, Path]:
-    """The model in the format of its optimizer, and the directory it was read from.
+    """Load the model in the optimizer's precision; returns it with its directory.
 
-    It is on its device, or when it is to be `sharded` still on the CPU: whole it might not fit. With `lora`, only a
-    new adapter drawn from `seed` is left to train.
+    It is on its device, or on the CPU when it is to be `sharded`, because the full model may not fit. With `lora`, only
+    a new adapter initialized from `seed` is trainable.
     """
     model_dir = resolve_model_dir(config.name)
     debug = config.debug
@@ -93,7 +93,7 @@ def load_model(
 
 
 def choose_impl(config: ModelConfig, model_dir: Path) -> Literal["custom", "hf"]:
-    """Settle `auto`: our decoder for what it implements, transformers for everything else."""
+    """Resolve `auto`: the native decoder for supported architectures, otherwise transformers."""
     if config.impl != "auto":
         return config.impl
     try:
@@ -103,9 +103,9 @@ def choose_impl(config: ModelConfig, model_dir: Path) -> Literal["custom", "hf"]
     return "custom"
 
 
-def build_adapter_spec(config: LoraConfig) -> AdapterSpec:
-    """The section as the words of the model code."""
-    return AdapterSpec(
+def build_adapter_spec(config: LoraConfig) -> LoraSpec:
+    """Convert the config section to a `LoraSpec`."""
+    return LoraSpec(
         rank=config.rank,
         alpha=config.alpha,
         dropout=config.dropout,
@@ -115,15 +115,17 @@ def build_adapter_spec(config: LoraConfig) -> AdapterSpec:
 
 
 def find_base_name(name: str, model_dir: Path) -> str:
-    """What an adapter's config calls its base model: the hub id it has everywhere, else the directory on this disk."""
+    """Base model name in the adapter config: the hub id, or the directory of a local model."""
     is_local = Path(name).expanduser().is_dir() or (ASSETS_DIR / name).is_dir()
     return str(model_dir) if is_local else name
 
 
 def limit_threads() -> int:
-    """Compute with OMP_NUM_THREADS threads, or when that is unset with one on few cores; returns the number."""
+    """Set the number of threads to OMP_NUM_THREADS, by default one on few cores; returns it."""
     cores = os.cpu_count() or 1
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
-    num_threads = int(wanted) if wanted.isdigit() and int(wanted) > 0 else (1 if cores <= FEW_CORES else cores // 2)
+    configured = os.environ.get("OMP_NUM_THREADS", "")
+    num_threads = (
+        int(configured) if configured.isdigit() and int(configured) > 0 else (1 if cores <= FEW_CORES else cores // 2)
+    )
     torch.set_num_threads(num_threads)
     return num_threads

@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules from their configs, and float32 masters for a model in a narrower format."""
+"""Builds optimizers and learning-rate schedules; float32 master weights for low-precision models."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ from prime_rl.trainer.config import (
     OptimConfig,
     SchedulerConfig,
 )
-from rollouts.training.backends.adamw import AdamW
 from rollouts.training.backends.muon import Muon
 
 Schedule = Callable[[int], float]
 
 
 def build_optimizer(config: OptimConfig, parameters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
-    """AdamW, SGD or Muon over `parameters` by name, fused on CPU and GPU alike where torch has it for shards."""
+    """Build AdamW, SGD or Muon over named `parameters`, with the fused implementation where torch supports it."""
     if isinstance(config, MuonConfig):
         matrices = {"momentum": config.momentum, "nesterov": config.nesterov, "adjust_lr": config.adjust_lr}
         shared = {"lr": config.lr, "weight_decay": config.weight_decay}
         return Muon(parameters, muon=matrices | shared, adamw={"betas": (config.betas1, config.betas2), **shared})
     if isinstance(config, AdamConfig):
-        return AdamW(
+        return torch.optim.AdamW(
             group_by_mesh(parameters.values()),
             lr=config.lr,
             betas=(config.betas1, config.betas2),
@@ -47,7 +46,7 @@ def build_optimizer(config: OptimConfig, parameters: Mapping[str, Tensor]) -> to
 
 
 def group_by_mesh(parameters: Iterable[Tensor]) -> list[dict[str, list[Tensor]]]:
-    """Groups of an optimizer, one per mesh that parameters are sharded over: a fused kernel takes one at a time."""
+    """One parameter group per device mesh: fused kernels do not support several meshes."""
     groups: dict[object, list[Tensor]] = {}
     for parameter in parameters:
         groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
@@ -55,10 +54,10 @@ def group_by_mesh(parameters: Iterable[Tensor]) -> list[dict[str, list[Tensor]]]
 
 
 def build_schedule(config: SchedulerConfig, lr: float, max_steps: int | None) -> Schedule:
-    """The factor on `lr` in step n = 1, 2, ..., max_steps.
+    """Learning-rate multiplier at step n = 1, 2, ..., max_steps.
 
-    Warm-up: n / warmup_steps. linear: 1, then in the last `decay_steps` steps straight down to min_lr in the last.
-    cosine: min + (1 - min) (1 + cos(pi p)) / 2 with p from 0 after the warm-up to 1 in the last step.
+    Warmup: n / warmup_steps. linear: 1, then linear decay to min_lr over the last `decay_steps` steps.
+    cosine: min + (1 - min) (1 + cos(pi p)) / 2 with p from 0 after warmup to 1 at the last step.
     """
     if isinstance(config, ConstantSchedulerConfig):
         return lambda step: 1.0
@@ -79,11 +78,11 @@ def build_schedule(config: SchedulerConfig, lr: float, max_steps: int | None) ->
 
 
 class MasterWeights:
-    """float32 copies that the optimizer steps, for a model in a narrower format or beside which it has no room.
+    """float32 master weights for a low-precision model or for optimizer offload.
 
-    Each micro-batch's gradient is added to the master's in float32 as soon as it is there, so that accumulation
-    loses nothing and the narrow gradients never exist together. `device` is where masters live; unset: with the model.
-    The model's numbers are rounded to `dtype`, and held in `arithmetic`; unset: in `dtype` too.
+    Each gradient is accumulated into the master gradient in float32 as soon as it is available, so that accumulation
+    is exact and low-precision gradients are freed immediately. `device`: of the masters; unset: the model's. The
+    model's weights are rounded to `dtype` and stored in `arithmetic`; unset: `dtype`.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Round the masters into the model."""
+        """Copy the rounded masters into the model."""
         for parameter, master in self._pairs:
             parameter.copy_(master.to(self._dtype))
 

@@ -1,4 +1,4 @@
-"""How fast a trainer is: where the seconds go, tokens per second, model FLOPs against the device's peak, memory."""
+"""Trainer performance: time per phase, throughput, model FLOP utilization and peak memory."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from contextlib import contextmanager
 
 import torch
 
-from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig
-from rollouts.training.linear import linear
+from prime_rl.trainer.models.causal_lm import CausalLM
+from prime_rl.trainer.models.decoder_config import DecoderConfig
+from rollouts.kernels.linear import linear
 
 WINDOW_STEPS = 10
 BF16_PEAKS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
-"""Dense bf16 FLOP/s by data sheet, for the part of the device name that identifies it."""
+"""Dense bf16 FLOP/s from data sheets, by a substring of the device name."""
 
 
-class Stopwatch:
-    """Seconds per part of the current step, each reported as an interval when it ends."""
+class StepTimer:
+    """Times the phases of a step; each is reported as an interval when it ends."""
 
     def __init__(self, report: Callable[[str, float, float], None]) -> None:
         self.report = report
         self.seconds: dict[str, float] = {}
         self.current: tuple[str, float] | None = None
-        """The part that runs, and when it began."""
+        """Current phase and its start time."""
 
     @contextmanager
     def __call__(self, what: str) -> Iterator[None]:
-        """Time a part; parts of the same name add up."""
+        """Time a phase; phases of the same name add up."""
         start = time.time()
         self.current = (what, start)
         try:
@@ -42,14 +43,14 @@ class Stopwatch:
             self.report(what, start, end)
 
     def lap(self) -> dict[str, float]:
-        """The seconds of the step as metrics `time/<what>`, and start anew."""
+        """Return the times of the step as metrics `time/<what>` and reset."""
         metrics = {f"time/{what}": seconds for what, seconds in self.seconds.items()}
         self.seconds = {}
         return metrics
 
 
 class PerfCounter:
-    """Throughput and model FLOP utilisation over the last steps, of all ranks together."""
+    """Throughput and model FLOP utilization over a window of steps, over all ranks."""
 
     def __init__(self, model: CausalLM, device: torch.device, dtype: torch.dtype, num_ranks: int = 1) -> None:
         self.config = model.config
@@ -61,7 +62,7 @@ class PerfCounter:
         self._window: deque[tuple[int, float, float]] = deque(maxlen=WINDOW_STEPS)
 
     def observe(self, lengths: Sequence[int], seconds: float) -> dict[str, float]:
-        """Add a step that trained sequences of these lengths in so many seconds; returns `perf/...` metrics."""
+        """Add a step with sequences of these lengths and its duration; returns `perf/...` metrics."""
         flops = compute_train_flops(self.config, self.num_matmul_parameters, lengths, self.num_frozen)
         self._window.append((sum(lengths), flops, seconds))
         tokens, flops, seconds = (sum(column) for column in zip(*self._window, strict=True))
@@ -75,9 +76,9 @@ class PerfCounter:
 
 
 def count_matmul_parameters(model: CausalLM, *, frozen: bool = False) -> int:
-    """Parameters that every token is multiplied with: matrices, its share of the experts', the head; no look-ups.
+    """Parameters in matrix products per token: matrices, active experts and head, without embedding lookups.
 
-    `frozen` counts those of them that are not trained.
+    `frozen` counts only those that are not trained.
     """
     counted = [p for layer in model.layers() for p in layer.parameters()] + [model.lm_head.weight]
     shapes = [p.shape for p in counted if not (frozen and p.requires_grad)]
@@ -89,9 +90,9 @@ def count_matmul_parameters(model: CausalLM, *, frozen: bool = False) -> int:
 def compute_train_flops(
     config: DecoderConfig, num_matmul_parameters: int, lengths: Sequence[int], num_frozen: int = 0
 ) -> float:
-    """Forward and backward: 6 per parameter and token, and 12 L h d per pair of tokens that see each other, n^2 / 2.
+    """FLOPs of forward and backward: 6 per parameter and token, and 12 L h d per attended token pair (n^2 / 2).
 
-    A frozen parameter has no gradient of its own: 4.
+    Frozen parameters need no weight gradient: 4 per parameter and token.
     """
     width = config.num_hidden_layers * config.num_attention_heads * config.head_dim
     per_token = 6.0 * num_matmul_parameters - 2.0 * num_frozen
@@ -99,7 +100,7 @@ def compute_train_flops(
 
 
 def find_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of the device by data sheet for bf16 on a known GPU, otherwise the best measured matrix product."""
+    """Peak FLOP/s of the device: data sheet value for bf16 on a known GPU, otherwise measured."""
     if device.type == "cuda" and dtype == torch.bfloat16:
         name = torch.cuda.get_device_name(device)
         for part, peak in BF16_PEAKS.items():
@@ -109,7 +110,7 @@ def find_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def measure_peak_flops(device: torch.device, dtype: torch.dtype, size: int = 384, repeats: int = 5) -> float:
-    """The fastest of a few square matrix products, as torch and as our layers compute them (milliseconds on a CPU)."""
+    """Best FLOP/s of a few square matrix products, with torch and with our linear kernel (milliseconds on a CPU)."""
     if device.type == "cuda":
         size = 8192
     a = torch.ones(size, size, device=device, dtype=dtype)
@@ -124,7 +125,7 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype, size: int = 384
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Most memory used so far: of the GPU's allocator, or resident in this process."""
+    """Peak memory: of the GPU allocator, or resident set size on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024

@@ -1,4 +1,4 @@
-"""Looking into a run: a chrome trace of its steps, a record of GPU memory, and `--bench` with its table."""
+"""Profiling: Chrome traces, GPU memory snapshots and the `--bench` table."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from loguru import logger
 from rich.console import Console
 from rich.table import Table
 
+from prime_rl.configuration.sections import TrackersConfig
 from prime_rl.trainer.config import FakeDataConfig, FakeSFTDataConfig, SFTConfig, TrainConfig
 from prime_rl.trainer.model import resolve_placement
-from prime_rl.utils.config import TrackersConfig
 from rollouts.training.metrics import METRICS_FILE, load_jsonl
 
 BENCH_STEPS = 5
-"""Steps of `--bench` unless max_steps says otherwise; the first warms up and is not counted."""
+"""Default number of `--bench` steps; the first is warmup and not counted."""
 
 MAX_MEMORY_EVENTS = 100_000
-"""Allocations and frees that a memory record keeps."""
+"""Maximum number of events in a memory snapshot."""
 
 Config = TypeVar("Config", TrainConfig, SFTConfig)
 
 
 def prepare_bench(config: Config, scratch: Path) -> Config:
-    """The run that `--bench` stands for: fake data of the same sizes, few steps, nothing kept, output in `scratch`."""
+    """Config of a `--bench` run: fake data of the same sizes, few steps, temporary output in `scratch`."""
     changes: dict[str, object] = {
         "bench": False,
         "max_steps": config.max_steps or BENCH_STEPS,
@@ -50,10 +50,8 @@ def prepare_bench(config: Config, scratch: Path) -> Config:
 
 
 def build_bench_table(rows: Sequence[Mapping[str, float]], device: str) -> Table:
-    """Mean, deviation, least and most of what each step took, its first left out."""
-    table = Table(
-        "", "mean", "std", "min", "max", title=f"{len(rows) - 1} steps on {device}, one before them to warm up"
-    )
+    """Table of mean, standard deviation, minimum and maximum per step, without the first step."""
+    table = Table("", "mean", "std", "min", "max", title=f"{len(rows) - 1} steps on {device}, after one warmup step")
     for label, key, digits in (
         ("step (s)", "time/step", 3),
         ("forward, backward, update (s)", "time/forward_backward", 3),
@@ -63,25 +61,25 @@ def build_bench_table(rows: Sequence[Mapping[str, float]], device: str) -> Table
         ("MFU (%)", "mfu", 1),
         ("peak memory (GiB)", "perf/peak_memory", 2),
     ):
-        values = [row[key] for row in map(_of_this_step, rows[1:]) if key in row]
+        values = [row[key] for row in map(_add_step_rates, rows[1:]) if key in row]
         if values:
             figures = (statistics.fmean(values), statistics.pstdev(values), min(values), max(values))
             table.add_row(label, *(f"{figure:,.{digits}f}" for figure in figures))
     return table
 
 
-def _of_this_step(row: Mapping[str, float]) -> dict[str, float]:
-    """Throughput and MFU of one step; those of `perf/` look back over several."""
+def _add_step_rates(row: Mapping[str, float]) -> dict[str, float]:
+    """Add throughput and MFU of this step; those in `perf/` are averages over a window."""
     throughput = row["batch/tokens"] / row["time/step"]
     return {**row, "throughput": throughput, "mfu": row["perf/mfu"] / row["perf/throughput"] * throughput}
 
 
 def run_bench(config: Config, train: Callable[[Config], int]) -> int:
-    """Run `train` on the config that `prepare_bench` makes, and show the table of `build_bench_table`."""
+    """Run `train` with the config of `prepare_bench` and print the table."""
     with tempfile.TemporaryDirectory(prefix="bench_") as scratch:
         code = train(prepare_bench(config, Path(scratch)))
         rows = [row for row in load_jsonl(Path(scratch) / METRICS_FILE) if "time/step" in row]
-    if rows:  # of several ranks, the first one's
+    if rows:  # rank 0 only
         device = resolve_placement(config.model).device
         threads = f"cpu, threads: {torch.get_num_threads()}"
         where = torch.cuda.get_device_name(device) if device.type == "cuda" else threads
@@ -91,9 +89,9 @@ def run_bench(config: Config, train: Callable[[Config], int]) -> int:
 
 @contextmanager
 def record_profile(config: TrainConfig | SFTConfig, device: torch.device, rank: int = 0) -> Iterator[None]:
-    """Write what `trace_path` and `memory_profiler_path` ask for when the run ends, also when it fails.
+    """Write the trace and memory snapshot, if configured, when the run ends or fails.
 
-    `ValueError` for a memory record without a GPU: on a CPU nobody keeps one.
+    `ValueError` for a memory snapshot without a GPU.
     """
     if config.memory_profiler_path is not None and device.type != "cuda":
         raise ValueError(
@@ -121,7 +119,7 @@ def _trace(path: Path | None, device: torch.device, rank: int) -> Iterator[None]
         profiler.stop()
         file = path / f"trace_{rank}.json.gz"
         profiler.export_chrome_trace(str(file))
-        logger.info(f"Trace written to {file}: open it in a Chromium at chrome://tracing or at ui.perfetto.dev")
+        logger.info(f"Wrote trace to {file}: open it in chrome://tracing or ui.perfetto.dev")
 
 
 @contextmanager
@@ -135,6 +133,6 @@ def _memory(path: Path | None, rank: int) -> Iterator[None]:
         yield
     finally:
         file = path / f"memory_{rank}.pickle"
-        torch.cuda.memory._dump_snapshot(str(file))  # torch's own format, for its viewer; nothing of ours reads it
+        torch.cuda.memory._dump_snapshot(str(file))  # pickle, for torch's viewer; never loaded here
         torch.cuda.memory._record_memory_history(enabled=None)
-        logger.info(f"Record of memory written to {file}: open it at pytorch.org/memory_viz")
+        logger.info(f"Wrote memory snapshot to {file}: open it at pytorch.org/memory_viz")

@@ -1,1 +1,1 @@
-"""Wires between the processes: batches out, weights back, and how to wait for either."""
+"""Transports between processes: batches to the trainer, weights to the engines, file notifications."""

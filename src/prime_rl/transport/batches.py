@@ -1,4 +1,4 @@
-"""The wire from orchestrator to trainer: one published message of samples per step."""
+"""Batch transport from orchestrator to trainer: one published message of samples per step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 import anyio.to_thread
 import msgspec
 
-from prime_rl.transport.watch import wait_for_blocking
+from prime_rl.transport.file_watch import wait_for_blocking
 from rollouts.training.steps import is_complete, prune_steps, publish_step, step_path
 from rollouts.training.types import Sample
 
@@ -19,7 +19,7 @@ RECEIVED = "RECEIVED"
 
 
 class _Envelope(msgspec.Struct):
-    """Read first, so that a message of another edition is refused before its samples are parsed."""
+    """Decoded first, so that another schema version is rejected before its samples are parsed."""
 
     schema: int
     step: int
@@ -27,15 +27,15 @@ class _Envelope(msgspec.Struct):
 
 
 def encode_batch(step: int, samples: list[Sample]) -> bytes:
-    """A msgpack map `{"schema", "step", "samples"}`; samples are maps too, so fields may be added anywhere."""
+    """Encode a msgpack map `{"schema", "step", "samples"}`; samples are maps too, so fields may be added anywhere."""
     return msgspec.msgpack.encode({"schema": SCHEMA, "step": step, "samples": samples})
 
 
 def decode_batch(data: bytes) -> tuple[int, list[Sample]]:
-    """The inverse of `encode_batch`; raises `ValueError` for another schema or for bytes that are no batch."""
+    """The inverse of `encode_batch`; raises `ValueError` for another schema or for invalid bytes."""
     try:
         envelope = msgspec.msgpack.decode(data, type=_Envelope)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"not a batch of samples: {error}") from error
     if envelope.schema != SCHEMA:
         raise ValueError(
@@ -44,37 +44,37 @@ def decode_batch(data: bytes) -> tuple[int, list[Sample]]:
         )
     try:
         return envelope.step, msgspec.msgpack.decode(envelope.samples, type=list[Sample])
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise ValueError(f"batch of step {envelope.step} holds a malformed sample: {error}") from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"batch of step {envelope.step} has a malformed sample: {error}") from error
 
 
 class BatchSender(Protocol):
-    """The orchestrator's end of the wire."""
+    """The orchestrator's end of the transport."""
 
     def open(self) -> None:
-        """Be there for receivers; called once no batch of an interrupted run is left."""
+        """Start serving; call after stale batches of an interrupted run have been removed."""
 
     async def publish(self, step: int, samples: list[Sample]) -> None:
-        """Let the trainer have the batch that trains version `step - 1` into version `step`."""
+        """Publish the batch that trains version `step - 1` into version `step`."""
 
     def is_received(self, step: int) -> bool:
-        """Whether a trainer has taken the batch of `step`."""
+        """Whether a trainer has received the batch of `step`."""
 
     def prune(self, step: int) -> None:
-        """Nobody will ask for batches up to `step` again."""
+        """Remove batches up to `step`."""
 
     def close(self) -> None:
-        """Nothing more will be sent."""
+        """Release resources."""
 
 
 class BatchReceiver(Protocol):
-    """The trainer's end of the wire; every rank may have one."""
+    """The trainer's end of the transport; every rank may have one."""
 
     def receive(self, step: int, timeout_s: float | None = None) -> list[Sample]:
-        """The samples of `step`; blocks until they are there, raises `TimeoutError` after `timeout_s`."""
+        """Block until the samples of `step` are published; raises `TimeoutError` after `timeout_s`."""
 
     def close(self) -> None:
-        """Nothing more will be received."""
+        """Release resources."""
 
 
 class FilesystemBatchSender:
@@ -84,10 +84,10 @@ class FilesystemBatchSender:
         self.root = Path(root)
 
     def open(self) -> None:
-        """Nothing is held open."""
+        """No-op."""
 
     async def publish(self, step: int, samples: list[Sample]) -> None:
-        """`send` in a thread."""
+        """Run `send` in a thread."""
         await anyio.to_thread.run_sync(self.send, step, samples)
 
     def send(self, step: int, samples: list[Sample]) -> None:
@@ -97,10 +97,10 @@ class FilesystemBatchSender:
 
     def prune(self, step: int) -> None:
         """Remove batches up to `step`."""
-        prune_steps(self.root, lambda found: found > step)
+        prune_steps(self.root, lambda other: other > step)
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """No-op."""
 
     def is_received(self, step: int) -> bool:
         """Whether a receiver has read the batch of `step`."""
@@ -108,13 +108,13 @@ class FilesystemBatchSender:
 
 
 class FilesystemBatchReceiver:
-    """Waits for batches below `root`, woken by the file system; leaves a marker in those it has read."""
+    """Waits for batches below `root` by file notifications; marks received ones with a file."""
 
     def __init__(self, root: Path) -> None:
         self.root = Path(root)
 
     def receive(self, step: int, timeout_s: float | None = None) -> list[Sample]:
-        """The samples of `step`; blocks until they are published, raises `TimeoutError` after `timeout_s`."""
+        """Block until the samples of `step` are published; raises `TimeoutError` after `timeout_s`."""
         path = step_path(self.root, step)
         data = wait_for_blocking(
             lambda: read_batch(path),
@@ -122,19 +122,19 @@ class FilesystemBatchReceiver:
             timeout_s=timeout_s,
             what=f"the batch of step {step} from the orchestrator",
         )
-        found, samples = decode_batch(data)
-        if found != step:
-            raise ValueError(f"{path / BATCH_FILE} holds the batch of step {found}, not of step {step}")
+        batch_step, samples = decode_batch(data)
+        if batch_step != step:
+            raise ValueError(f"{path / BATCH_FILE} contains the batch of step {batch_step}, not of step {step}")
         with contextlib.suppress(FileNotFoundError):
             (path / RECEIVED).touch()
         return samples
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """No-op."""
 
 
 def read_batch(path: Path) -> bytes | None:
-    """The bytes of a published batch; None while there is none, or when it is taken back as we look."""
+    """The bytes of a published batch; None if there is none, or if it is removed concurrently."""
     try:
         return (path / BATCH_FILE).read_bytes() if is_complete(path) else None
     except FileNotFoundError:

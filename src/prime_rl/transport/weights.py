@@ -1,29 +1,59 @@
-"""The wire from trainer to engines: a plain Hugging Face or PEFT directory per version, with a manifest of it."""
+"""Published weights: one Hugging Face or PEFT directory per version, with a manifest of tensor digests."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-import xxhash
-
-from prime_rl.transport.canary import Canary, write_canary
+from prime_rl.transport.logprob_check import Canary, write_canary
+from rollouts.training.json_files import read_json_file
+from rollouts.training.manifests import (
+    MANIFEST_FILE,
+    Manifest,
+    TensorEntry,
+    build_manifest,
+    describe_tensors,
+    digest_tensor,
+    read_index,
+    read_manifest,
+    write_manifest,
+)
 from rollouts.training.steps import prune_steps, publish_step
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-SCHEMA = 1
-MANIFEST_FILE = "manifest.json"
+__all__ = [
+    "ADAPTER_CONFIG_FILE",
+    "ADAPTER_WEIGHTS_FILE",
+    "MANIFEST_FILE",
+    "PEFT_PREFIX",
+    "TEMPLATE_FILE",
+    "WEIGHTS_FILE",
+    "Manifest",
+    "TensorEntry",
+    "adapt_config",
+    "build_manifest",
+    "check_directory",
+    "describe_tensors",
+    "digest_tensor",
+    "is_adapter",
+    "prune_weights",
+    "publish_weights",
+    "read_index",
+    "read_manifest",
+    "verify_tensors",
+    "write_manifest",
+]
+
 WEIGHTS_FILE = "model.safetensors"
 ADAPTER_WEIGHTS_FILE, ADAPTER_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 PEFT_PREFIX = "base_model.model."
-"""What PEFT writes before the names of the model's matrices."""
+"""Prefix of PEFT's parameter names."""
 TEMPLATE_FILE = "chat_template.jinja"
 CONFIG_FILES = ("generation_config.json",)
 TOKENIZER_FILES = (
@@ -37,85 +67,79 @@ TOKENIZER_FILES = (
 )
 
 
-class TensorEntry(msgspec.Struct, frozen=True):
-    """What a reader must find: dtype as `float32`, shape, and the digest of the bytes."""
+@dataclass(frozen=True)
+class ModelFiles:
+    """The small files of a model directory, in memory because the directory may be removed during the run."""
 
-    dtype: str
-    shape: tuple[int, ...]
-    digest: str
-
-
-class Manifest(msgspec.Struct, frozen=True):
-    """The contents of one published version."""
-
-    schema: int
-    step: int
-    tensors: dict[str, TensorEntry]
+    config: dict[str, Any]
+    """The contents of `config.json`."""
+    files: dict[str, bytes]
+    """Tokenizer, chat template and generation defaults by file name."""
 
 
-def digest_tensor(tensor: Tensor) -> str:
-    """xxh3_128 in hex over the contiguous bytes of a tensor, wherever it lives."""
-    import torch
+def read_model_files(
+    model_dir: Path, tokenizer_dir: Path | None = None, chat_template: str | None = None
+) -> ModelFiles:
+    """Read the files that a published version needs besides its tensors.
 
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return xxhash.xxh3_128_hexdigest(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
+    `tokenizer_dir` and `chat_template` override those of `model_dir`.
+    """
+    config = read_json_file(model_dir / "config.json")
+    files = {**_read(model_dir, CONFIG_FILES), **_read(tokenizer_dir or model_dir, TOKENIZER_FILES)}
+    if chat_template is not None:
+        files[TEMPLATE_FILE] = chat_template.encode()
+    return ModelFiles(config, files)
 
 
-def describe_tensors(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
-    """The manifest's rows for `tensors`."""
-    return {
-        name: TensorEntry(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), digest_tensor(tensor))
-        for name, tensor in tensors.items()
-    }
+def _read(source: Path, patterns: tuple[str, ...]) -> dict[str, bytes]:
+    paths = [path for path in sorted(source.iterdir()) if any(fnmatch(path.name, pattern) for pattern in patterns)]
+    return {path.name: path.read_bytes() for path in paths if path.is_file()}
 
 
 def publish_weights(
     root: Path,
     step: int,
     tensors: Mapping[str, Tensor],
-    model_dir: Path,
+    model: Path | ModelFiles,
     *,
     num_layers: int | None = None,
     tie_word_embeddings: bool | None = None,
-    tokenizer_dir: Path | None = None,
-    chat_template: str | None = None,
     adapter_config: Mapping[str, Any] | None = None,
     canary: Canary | None = None,
 ) -> Path:
-    """Publish `root/step_N`: safetensors, the config and tokenizer of `model_dir`, and `manifest.json`.
+    """Publish `root/step_N`: safetensors, config and tokenizer of `model` (a directory or its files), and a manifest.
 
-    `num_layers` is written into the config when layers were cut, `tie_word_embeddings` when it is given;
-    `tokenizer_dir` and `chat_template` replace what `model_dir` has. The result is what
-    `AutoModelForCausalLM.from_pretrained` and engines read. With `adapter_config` the tensors are a PEFT adapter's by
-    PEFT's names, and the result is what `peft` and engines read beside the base model. `canary` goes along.
+    `num_layers` and `tie_word_embeddings` override the config if given. The result can be loaded by
+    `AutoModelForCausalLM.from_pretrained` and engines. With `adapter_config` the tensors are a PEFT adapter with PEFT
+    names, loadable by `peft` and engines on top of the base model. `canary` is written too.
     """
+
+    source = read_model_files(model) if isinstance(model, Path) else model
 
     def write(directory: Path) -> None:
         from safetensors.torch import save_file
 
-        held = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+        cpu_tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
         file = WEIGHTS_FILE if adapter_config is None else ADAPTER_WEIGHTS_FILE
-        save_file(held, directory / file, metadata={"format": "pt"})
+        save_file(cpu_tensors, directory / file, metadata={"format": "pt"})
         if adapter_config is not None:
             _write_json(directory / ADAPTER_CONFIG_FILE, adapter_config)
-        dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in held.values()}
-        config = adapt_config(json.loads((model_dir / "config.json").read_text(encoding="utf-8")), dtypes, num_layers)
+        dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in cpu_tensors.values()}
+        config = adapt_config(source.config, dtypes, num_layers)
         if tie_word_embeddings is not None:
             config["tie_word_embeddings"] = tie_word_embeddings
         _write_json(directory / "config.json", config)
-        _copy(model_dir, directory, CONFIG_FILES)
-        _copy(tokenizer_dir or model_dir, directory, TOKENIZER_FILES)
-        if chat_template is not None:
-            (directory / TEMPLATE_FILE).write_text(chat_template, encoding="utf-8")
+        for name, data in source.files.items():
+            (directory / name).write_bytes(data)
         if canary is not None:
             write_canary(directory, canary)
-        write_manifest(directory, build_manifest(step, held))
+        write_manifest(directory, build_manifest(step, cpu_tensors))
 
     return publish_step(Path(root), step, write)
 
 
 def is_adapter(directory: Path) -> bool:
-    """Whether a published directory holds an adapter instead of a whole model."""
+    """Whether a published directory contains an adapter instead of a full model."""
     return (Path(directory) / ADAPTER_CONFIG_FILE).is_file()
 
 
@@ -123,24 +147,8 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(dict(value), indent=2) + "\n", encoding="utf-8")
 
 
-def build_manifest(step: int, tensors: Mapping[str, Tensor]) -> Manifest:
-    """What version `step` is, tensor by tensor."""
-    return Manifest(SCHEMA, step, describe_tensors(tensors))
-
-
-def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write it into a directory that is being published."""
-    (directory / MANIFEST_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
-
-
-def _copy(source: Path, directory: Path, patterns: tuple[str, ...]) -> None:
-    for path in sorted(source.iterdir()):
-        if path.is_file() and any(fnmatch(path.name, pattern) for pattern in patterns):
-            shutil.copyfile(path, directory / path.name)
-
-
 def adapt_config(config: dict[str, Any], dtypes: set[str], num_layers: int | None) -> dict[str, Any]:
-    """A `config.json` that tells the truth about published tensors: their dtype and the number of layers."""
+    """Adapt `config.json` to the published tensors: dtype and number of layers."""
     adapted = {key: value for key, value in config.items() if key != "dtype"}
     if len(dtypes) == 1:
         adapted["torch_dtype"] = next(iter(dtypes))
@@ -151,66 +159,59 @@ def adapt_config(config: dict[str, Any], dtypes: set[str], num_layers: int | Non
     return adapted
 
 
-def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a published directory; `ValueError` when it is missing, malformed or of another edition."""
-    path = Path(directory) / MANIFEST_FILE
-    if not path.is_file():
-        raise ValueError(f"{directory} has no {MANIFEST_FILE}: it was not published by a trainer")
-    try:
-        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise ValueError(f"{path} is no manifest: {error}") from error
-    if manifest.schema != SCHEMA:
-        raise ValueError(f"{path} has schema {manifest.schema}, this version reads schema {SCHEMA}")
-    return manifest
-
-
 def verify_tensors(tensors: Mapping[str, Tensor], manifest: Manifest) -> dict[str, str]:
-    """The digest of each tensor, after checking that they are exactly those of the manifest.
+    """Check that tensors match the manifest exactly; returns their digests.
 
     Raises `ValueError` naming the first tensors that are missing, unexpected or different.
     """
     return _verify(describe_tensors(tensors), manifest)
 
 
-def _verify(found: Mapping[str, TensorEntry], manifest: Manifest) -> dict[str, str]:
-    wrong = sorted(
-        name for name in found.keys() | manifest.tensors.keys() if found.get(name) != manifest.tensors.get(name)
-    )
+def _verify(entries: Mapping[str, TensorEntry], manifest: Manifest) -> dict[str, str]:
+    names = entries.keys() | manifest.tensors.keys()
+    wrong = sorted(name for name in names if entries.get(name) != manifest.tensors.get(name))
     if wrong:
         shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
         raise ValueError(f"weights of step {manifest.step} do not match their manifest: {shown}")
-    return {name: entry.digest for name, entry in found.items()}
+    return {name: entry.digest for name, entry in entries.items()}
 
 
 def check_directory(directory: Path) -> tuple[int, dict[str, str]]:
-    """Step and digests of a published directory, whose files were read tensor by tensor and agree with its manifest.
+    """Verify the files of a published directory against its manifest; returns step and digests.
 
-    Raises `ValueError` as `verify_tensors` does, or when a file cannot be read.
+    Raises `ValueError` as `verify_tensors` does, if a file is unreadable, or if an index names other files.
     """
     from safetensors import SafetensorError, safe_open
 
     manifest = read_manifest(directory)
-    found: dict[str, TensorEntry] = {}
+    read_index(directory)
+    entries: dict[str, TensorEntry] = {}
     for path in sorted(Path(directory).glob("*.safetensors")):
         try:
             with safe_open(path, "pt") as handle:
-                for name in handle.keys():  # noqa: SIM118 - a handle is no mapping
-                    found |= describe_tensors({name: handle.get_tensor(name)})
+                for name in handle.keys():  # noqa: SIM118 - a handle is not a mapping
+                    entries |= describe_tensors({name: handle.get_tensor(name)})
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} cannot be read: {error}") from error
-    return manifest.step, _verify(found, manifest)
+    return manifest.step, _verify(entries, manifest)
 
 
 def prune_weights(
-    root: Path, latest: int, max_async_level: int, ckpt_interval: int | None, final: int | None
+    root: Path, latest: int, max_async_level: int, ckpt_interval: int | None, final: int | None, start: int = 0
 ) -> list[int]:
-    """Remove versions nobody needs any more; returns them.
+    """Remove versions that are no longer needed; returns them.
 
-    Kept are the last `max_async_level + 2` up to `latest` (engines may still be on their way to one of them), every
-    `ckpt_interval`-th (a resumed run starts engines from it), the `final` step, and whatever is newer than `latest`.
+    Retained are the last `max_async_level + 2` up to `latest` (engines may still be loading one of them), every
+    `ckpt_interval`-th (a resumed run starts engines from it), the `final` step, and everything newer than `latest`;
+    in a run resumed after step `start` also that version and those retained by earlier attempts before it.
     """
-    oldest = latest - max_async_level - 1
+    window = max_async_level + 1
     return prune_steps(
-        root, lambda s: s >= oldest or s == final or (ckpt_interval is not None and s % ckpt_interval == 0)
+        root,
+        lambda step: (
+            step >= latest - window
+            or step in (final, start)
+            or step < start - window
+            or (ckpt_interval is not None and step % ckpt_interval == 0)
+        ),
     )

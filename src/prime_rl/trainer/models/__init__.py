@@ -1,1 +1,1 @@
-"""Model code that is both trained and served."""
+"""Model code shared by trainer and embedded engine."""

@@ -1,7 +1,7 @@
-"""Mixture of experts as in Qwen3-MoE: a router picks a few feed-forward networks for every token.
+"""Mixture of experts as in Qwen3-MoE: top-k routing to feed-forward experts.
 
-Weights of all experts are one tensor per matrix, because a GPU multiplies them in one kernel; checkpoints list them
-one by one (`experts.3.gate_proj.weight`), which `split_experts` translates.
+Expert weights are stacked into one tensor per matrix, for grouped matrix products on a GPU; checkpoints store them
+individually (`experts.3.gate_proj.weight`), see `split_experts`.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from prime_rl.trainer.models.attention import min_rows
-from rollouts.training.linear import Linear, linear
+from rollouts.kernels.linear import Linear, linear
 
 if TYPE_CHECKING:
-    from prime_rl.trainer.models.causal_lm import DecoderConfig
+    from prime_rl.trainer.models.decoder_config import DecoderConfig
 
 GATE_UP, DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 
 
 class Router(Linear):
-    """Which experts a token goes to, and how much each counts: the largest of softmax(W x)."""
+    """Top-k router: selects the largest of softmax(W x)."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config.hidden_size, config.num_experts, bias=False)
         self.top_k = config.num_experts_per_tok
-        self.normalise = config.norm_topk_prob
+        self.norm_topk_prob = config.norm_topk_prob
 
     def choose(
         self, x: Float[Tensor, "tokens hidden"]
     ) -> tuple[Float[Tensor, "tokens top_k"], Int[Tensor, "tokens top_k"]]:
-        """Weights (which sum to 1 if the checkpoint was trained so) and indices of the chosen experts."""
+        """Weights (normalized with `norm_topk_prob`) and indices of the selected experts."""
         logits = self(x)
         wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
         weights, chosen = torch.topk(torch.softmax(wide, dim=-1), self.top_k, dim=-1)
-        if self.normalise:
+        if self.norm_topk_prob:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return weights.to(x.dtype), chosen
 
 
 class Experts(nn.Module):
-    """The feed-forward networks; `gate_up_proj[e]` holds the gate's rows, then the up projection's."""
+    """Stacked experts; `gate_up_proj[e]` has the rows of the gate, then those of the up projection."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -60,21 +60,21 @@ class Experts(nn.Module):
             ends = counts.cumsum(0).to(torch.int32)
             gate, up = F.grouped_mm(x, self.gate_up_proj.transpose(1, 2), offs=ends).chunk(2, dim=-1)
             return F.grouped_mm(F.silu(gate) * up, self.down_proj.transpose(1, 2), offs=ends)
-        fewest = min_rows()
+        minimum = min_rows()
         outs: list[Tensor] = []
         for expert, rows in enumerate(x.split(counts.tolist())):
-            if (count := len(rows)) or (expert == 0 and not len(x)):  # without any token gradients are zero, not none
-                # An expert that few tokens chose gets rows of zeros besides: see attention.min_rows.
-                enough = F.pad(rows, (0, 0, 0, max(fewest - count, 0)))
-                gate, up = linear(enough, self.gate_up_proj[expert]).chunk(2, dim=-1)
+            if (count := len(rows)) or (expert == 0 and not len(x)):  # without tokens, gradients must be zero, not None
+                # Pad with zero rows for batch invariance, see attention.min_rows.
+                padded = F.pad(rows, (0, 0, 0, max(minimum - count, 0)))
+                gate, up = linear(padded, self.gate_up_proj[expert]).chunk(2, dim=-1)
                 outs.append(linear(F.silu(gate) * up, self.down_proj[expert])[:count])
         return torch.cat(outs)
 
 
 class SparseMLP(nn.Module):
-    """sum over a token's chosen experts of weight_e * expert_e(x), in an order that does not depend on other tokens.
+    """Sum of weight_e * expert_e(x) over the selected experts, in an order independent of other tokens.
 
-    `load` counts, where gradients will be asked for, how many tokens (of `counted`: unset, all) each expert was given.
+    With gradients enabled, `load` counts the tokens per expert (only those in `counted`, if set).
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -90,10 +90,10 @@ class SparseMLP(nn.Module):
         counts = self._count_chosen(chosen)
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:  # not recomputed in a backward pass
             self._count(counts if self.counted is None else self._count_chosen(chosen[self.counted]))
-        changed = self.experts(x[by_expert // self.gate.top_k], counts)
-        back = torch.empty_like(by_expert)
-        back[by_expert] = torch.arange(len(by_expert), device=x.device)
-        parts = changed[back].unflatten(0, (-1, self.gate.top_k))
+        outputs = self.experts(x[by_expert // self.gate.top_k], counts)
+        inverse = torch.empty_like(by_expert)
+        inverse[by_expert] = torch.arange(len(by_expert), device=x.device)
+        parts = outputs[inverse].unflatten(0, (-1, self.gate.top_k))
         return functools.reduce(torch.add, ((parts * weights[..., None]).unbind(1)))
 
     def _count_chosen(self, chosen: Int[Tensor, "tokens top_k"]) -> Int[Tensor, " experts"]:
@@ -103,18 +103,18 @@ class SparseMLP(nn.Module):
         self.load = counts if self.load is None else self.load + counts
 
 
-def take_expert_load(model: nn.Module) -> dict[str, list[float]]:
-    """How many tokens each expert was given since the last call, by the name of its layer."""
-    found: dict[str, list[float]] = {}
+def pop_expert_load(model: nn.Module) -> dict[str, list[float]]:
+    """Return and reset the tokens per expert since the last call, by layer name."""
+    loads: dict[str, list[float]] = {}
     for name, module in model.named_modules():
         if isinstance(module, SparseMLP) and module.load is not None:
-            found[name], module.load = module.load.tolist(), None
-    return found
+            loads[name], module.load = module.load.tolist(), None
+    return loads
 
 
 @contextmanager
-def counting(model: nn.Module, real: Bool[Tensor, " tokens"] | None) -> Iterator[None]:
-    """Meanwhile count the load of these tokens only; the others keep ranks in step."""
+def record_expert_load(model: nn.Module, real: Bool[Tensor, " tokens"] | None) -> Iterator[None]:
+    """Count the expert load of `real` tokens only, not of padding."""
     layers = [module for module in model.modules() if isinstance(module, SparseMLP)]
     for layer in layers:
         layer.counted = real
@@ -124,10 +124,10 @@ def counting(model: nn.Module, real: Bool[Tensor, " tokens"] | None) -> Iterator
 
 
 def compute_imbalance(loads: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """How unevenly experts are used, over the layers that `loads` names; empty for a model without experts.
+    """Load imbalance metrics over the layers in `loads`; empty for a model without experts.
 
-    `router/max_violation`: max_e(load_e) / mean_e(load_e) - 1, how far the fullest expert is above an even share
-    (2408.15664); `router/unused_experts`: share of the experts that no token chose.
+    `router/max_violation`: max_e(load_e) / mean_e(load_e) - 1 (2408.15664); `router/unused_experts`: fraction of
+    experts without tokens.
     """
     if not loads:
         return {}
@@ -142,7 +142,7 @@ def compute_imbalance(loads: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by their names in checkpoints: of every stacked matrix, views of each expert's own."""
+    """Tensors by checkpoint names; stacked matrices are split into views per expert."""
     split: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name.endswith(GATE_UP):

@@ -1,4 +1,4 @@
-"""nanochat's GPT behind the face of the native decoder: trained and served here by the code of its own family."""
+"""Adapter from nanochat's GPT to the interface of the native decoder."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from nanochat.gpt import GPT, LOGIT_CAP, ROPE_BASE, GPTConfig
 from nanochat.hf_format import to_hf
-from prime_rl.trainer.models.attention import Attend
-from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig
-from rollouts.training.linear import Linear
+from prime_rl.trainer.models.attention import AttentionBackend
+from prime_rl.trainer.models.causal_lm import CausalLM
+from prime_rl.trainer.models.decoder_config import DecoderConfig
+from rollouts.kernels.linear import Linear
 
 
 class NanochatLM(CausalLM):
-    """Parameters have the names of nanochat's checkpoints; files have those of Hugging Face."""
+    """nanochat's GPT; parameters have nanochat names, checkpoint files Hugging Face names."""
 
     gpt: GPT
 
@@ -25,11 +26,11 @@ class NanochatLM(CausalLM):
         self.config = config
         gpt = GPT(to_gpt_config(config), Linear)
         self.transformer, self.lm_head = gpt.transformer, gpt.lm_head
-        hidden: dict[str, Any] = self.__dict__  # past torch's registry, or every tensor would have two names
+        hidden: dict[str, Any] = self.__dict__  # bypass module registration, which would name tensors twice
         hidden["gpt"] = gpt
 
     def forward(
-        self, input_ids: Int[Tensor, " tokens"], positions: Int[Tensor, " tokens"], attend: Attend
+        self, input_ids: Int[Tensor, " tokens"], positions: Int[Tensor, " tokens"], attend: AttentionBackend
     ) -> Float[Tensor, "tokens hidden"]:
         return self.gpt.hidden(input_ids, positions, attend)
 
@@ -37,25 +38,25 @@ class NanochatLM(CausalLM):
         return self.gpt.logits(hidden)
 
     def layers(self) -> list[nn.Module]:
-        """The blocks."""
+        """The transformer blocks."""
         return self.gpt.blocks()
 
     def embedding(self) -> Tensor:
-        """The table of token vectors."""
+        """The token embedding matrix."""
         return cast(Tensor, self.transformer["wte"].weight)
 
-    def checkpoint_tensors(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors under the names of files."""
-        return to_hf(held)
+    def checkpoint_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Map parameter names to checkpoint names."""
+        return to_hf(tensors)
 
 
 def to_gpt_config(config: DecoderConfig) -> GPTConfig:
-    """The same shape in nanochat's words; `ValueError` for what its architecture does not have."""
-    theirs = (config.rope_theta, config.rope_scaling, config.logit_cap, config.intermediate_size)
-    if theirs != (ROPE_BASE, None, LOGIT_CAP, 4 * config.hidden_size):
+    """Convert to nanochat's config; `ValueError` for unsupported options."""
+    fixed = (config.rope_theta, config.rope_scaling, config.logit_cap, config.intermediate_size)
+    if fixed != (ROPE_BASE, None, LOGIT_CAP, 4 * config.hidden_size):
         raise ValueError(
-            "rope_parameters, final_logit_softcapping or intermediate_size are not those of the seed-era nanochat, "
-            "which is the one that is implemented"
+            "rope_parameters, final_logit_softcapping or intermediate_size differ from the original nanochat, "
+            "the only supported version"
         )
     return GPTConfig(
         config.max_position_embeddings,

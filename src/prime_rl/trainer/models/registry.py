@@ -1,8 +1,7 @@
-"""From a Hugging Face directory to a decoder: config, tensors, random weights, and clear words when they do not fit."""
+"""Loads a decoder from a Hugging Face model directory, with stored or random weights."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -12,33 +11,28 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from prime_rl.runtime.tokenizer import resolve_model_dir
 from prime_rl.trainer.lora import load_adapter, merge_adapter
-from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig, init_weights, tensor_names
+from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_names
+from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.models.moe import split_experts
 from prime_rl.trainer.models.nanochat import NanochatLM
-from prime_rl.transport.weights import ADAPTER_CONFIG_FILE
-from prime_rl.utils.tokenizer import resolve_model_dir
+from prime_rl.transport.weights import ADAPTER_CONFIG_FILE, read_index
+from rollouts.training.json_files import read_json_file
 
 WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 MODEL_CLASSES: dict[str, type[CausalLM]] = {"nanochat": NanochatLM}
-"""Families with an architecture of their own; all others are `CausalLM`."""
-_LISTED = 4  # names shown before an error says "and N more"
+"""Model types with their own class; all others use `CausalLM`."""
+_MAX_LISTED = 4  # maximum number of names in an error message
 
 
 def load_hf_config(model_dir: Path) -> dict[str, Any]:
-    """The `config.json` of a model directory; `ValueError` when there is none or it is no JSON object."""
+    """Read `config.json` of a model directory; `ValueError` when it is missing or not a JSON object."""
     path = Path(model_dir) / CONFIG_FILE
     if not path.is_file():
         raise ValueError(f"{model_dir} has no {CONFIG_FILE}: give a Hugging Face model directory")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} does not hold a JSON object")
-    return config
+    return read_json_file(path)
 
 
 def load_decoder(
@@ -50,11 +44,10 @@ def load_decoder(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> CausalLM:
-    """The decoder of a Hugging Face directory, with its weights or, with `random_init`, those of `seed`.
+    """Load the decoder of a Hugging Face directory, with its weights or, with `random_init`, weights drawn from `seed`.
 
-    `num_layers` keeps the first layers only. Random weights are drawn in fp32 and then cast, so that every process
-    that asks for the same (config, seed) holds the same bits. `ValueError` for a model this decoder does not
-    implement, for missing or unexpected tensors, and for a directory without weights.
+    `num_layers` truncates the model. Random weights are drawn in fp32 and then cast, a pure function of (config,
+    seed). `ValueError` for an unsupported model, missing or unexpected tensors, and a directory without weights.
     """
     model_dir = Path(model_dir)
     config = DecoderConfig.from_hf(load_hf_config(model_dir))
@@ -71,9 +64,9 @@ def load_decoder(
 
 
 def _build_empty(config: DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
-    """A decoder whose parameters hold no values yet; torch's own initialisation would cost seconds and be thrown away.
+    """A decoder with uninitialized parameters, which skips torch's slow random initialization.
 
-    `Module.to_empty` would do, but it imports torch's compiler (a second of start-up) and unties the head.
+    Not `Module.to_empty`: it imports torch's compiler (a second of start-up) and unties the head.
     """
     with torch.device("meta"):
         model = MODEL_CLASSES.get(config.model_type, CausalLM)(config)
@@ -89,48 +82,45 @@ def _build_empty(config: DecoderConfig, dtype: torch.dtype, device: torch.device
 def fill_weights(
     model: CausalLM, tensors: dict[str, Tensor], *, ignore_layers_from: int | None = None, source: str = "the weights"
 ) -> None:
-    """Copy `tensors` into the model's parameters, casting to their dtype; every name must fit exactly.
+    """Copy `tensors` into the model's parameters, casting to their dtype; all names must match.
 
-    Experts may be listed one by one, as checkpoints do, or stacked, as transformers 5 holds them in memory.
-    A tied head in the file is skipped, and layers from `ignore_layers_from` on. Nothing is written when the names or
-    shapes do not fit (`ValueError` lists them).
+    Experts may be individual, as in checkpoints, or stacked, as in transformers 5. A tied head and layers from
+    `ignore_layers_from` on are skipped. `ValueError`, without any change, for mismatched names or shapes.
     """
-    wanted = tensor_names(model)
+    expected = tensor_names(model)
     given = {
         name: tensor for name, tensor in split_experts(tensors).items() if not _skipped(name, model, ignore_layers_from)
     }
-    if missing := wanted.keys() - given.keys():
-        raise ValueError(
-            f"{source} lacks {_listed(missing)}: the checkpoint and its config.json do not belong together"
-        )
-    if unexpected := given.keys() - wanted.keys():
-        raise ValueError(f"{source} holds {_listed(unexpected)}, which this architecture has no place for")
-    for name, parameter in wanted.items():
+    if missing := expected.keys() - given.keys():
+        raise ValueError(f"{source} is missing {_listed(missing)}: the checkpoint does not match its config.json")
+    if unexpected := given.keys() - expected.keys():
+        raise ValueError(f"{source} has unexpected tensors {_listed(unexpected)}")
+    for name, parameter in expected.items():
         if given[name].shape != parameter.shape:
-            found, asked = tuple(given[name].shape), tuple(parameter.shape)
-            raise ValueError(f"{name} of {source} has shape {found}, config.json asks for {asked}")
-    for name, parameter in wanted.items():
+            shapes = f"shape {tuple(given[name].shape)}, expected {tuple(parameter.shape)} from config.json"
+            raise ValueError(f"{name} of {source} has {shapes}")
+    for name, parameter in expected.items():
         parameter.copy_(given[name])
 
 
 def read_tensors(model_dir: Path) -> dict[str, Tensor]:
-    """All tensors of a directory on the CPU: `model.safetensors`, or the shards its index names.
-
-    Of a PEFT adapter: the tensors of its base model with the adapter merged in.
-    """
+    """Read all tensors of a model directory to the CPU; of a PEFT adapter, the base model with the adapter merged."""
     model_dir = Path(model_dir)
     if (model_dir / ADAPTER_CONFIG_FILE).is_file():
         adapter = load_adapter(model_dir)
         if not adapter.base_model:
-            raise ValueError(f"{model_dir / ADAPTER_CONFIG_FILE} names no base model: set base_model_name_or_path")
+            raise ValueError(f"{model_dir / ADAPTER_CONFIG_FILE} has no base model: set base_model_name_or_path")
         return merge_adapter(read_tensors(resolve_model_dir(adapter.base_model)), adapter)
+    return read_files(model_dir)
+
+
+def read_files(model_dir: Path) -> dict[str, Tensor]:
+    """Read `model.safetensors`, or the shards of the index; `ValueError` when a file cannot be read."""
     if (model_dir / WEIGHTS_FILE).is_file():
         files: Iterable[str] = [WEIGHTS_FILE]
-    elif (model_dir / INDEX_FILE).is_file():
-        files = sorted(set(json.loads((model_dir / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"].values()))
-    else:
+    elif not (files := sorted(set(read_index(model_dir).values()))):
         raise ValueError(
-            f"{model_dir} has no weights ({WEIGHTS_FILE}): set model.debug.random_init = true to start from random ones"
+            f"{model_dir} has no weights ({WEIGHTS_FILE}): set model.debug.random_init = true for random initialization"
         )
     tensors: dict[str, Tensor] = {}
     for file in files:
@@ -145,7 +135,7 @@ def read_tensors(model_dir: Path) -> dict[str, Tensor]:
 def _skipped(name: str, model: CausalLM, ignore_layers_from: int | None) -> bool:
     if name == "lm_head.weight" and model.config.tie_word_embeddings:
         return True
-    if name.endswith("rotary_emb.inv_freq"):  # a derived table that old exports carry along
+    if name.endswith("rotary_emb.inv_freq"):  # a derived buffer in old checkpoints
         return True
     head, _, rest = name.partition("model.layers.")
     return ignore_layers_from is not None and not head and bool(rest) and int(rest.split(".")[0]) >= ignore_layers_from
@@ -154,5 +144,5 @@ def _skipped(name: str, model: CausalLM, ignore_layers_from: int | None) -> bool
 def _listed(names: Iterable[str]) -> str:
     """`a, b, c and 12 more`."""
     ordered = sorted(names)
-    more = len(ordered) - _LISTED
-    return ", ".join(ordered[:_LISTED]) + (f" and {more} more" if more > 0 else "")
+    more = len(ordered) - _MAX_LISTED
+    return ", ".join(ordered[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")

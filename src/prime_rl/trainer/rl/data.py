@@ -1,4 +1,4 @@
-"""Where the RL trainer's batches come from: the orchestrator, or a random number generator."""
+"""Batch sources of the RL trainer: orchestrator or fake data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from prime_rl.trainer.config import FakeDataConfig, LossConfig, TrainConfig
-from prime_rl.transport.wires import build_receiver
+from prime_rl.transport.factory import build_receiver
 from rollouts.training.types import Sample, Status
 
 ROLLOUTS_DIR = "rollouts"
@@ -18,7 +18,7 @@ class Batches(Protocol):
     """A source of training batches."""
 
     def receive(self, step: int, timeout_s: float | None = None) -> list[Sample]:
-        """The batch that trains version `step - 1` into version `step`; waits until it is there."""
+        """Block until the batch of `step` is available, which updates version `step - 1` to `step`."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class FakeBatches:
     seed: int
 
     def receive(self, step: int, timeout_s: float | None = None) -> list[Sample]:
-        """The batch of `step`, at once."""
+        """Return the batch of `step` without waiting."""
         rng = random.Random(f"{self.seed}:{step}")
         samples: list[Sample] = []
         while len(samples) < self.config.batch_size:
@@ -45,15 +45,15 @@ class FakeBatches:
         mean = sum(rewards) / size
         samples = []
         for index, reward in enumerate(rewards):
-            num_new = rng.randint(1, self.seq_len - len(prompt))
-            before = [0.0] * len(prompt)
+            num_completion = rng.randint(1, self.seq_len - len(prompt))
+            zeros = [0.0] * len(prompt)
             samples.append(
                 Sample(
                     prompt="",
-                    tokens=prompt + [rng.randrange(self.vocab_size) for _ in range(num_new)],
-                    loss_mask=before + [1.0] * num_new,
-                    inference_logprobs=before + [-rng.expovariate(1.0) for _ in range(num_new)],
-                    advantages=before + [reward - mean] * num_new,
+                    tokens=prompt + [rng.randrange(self.vocab_size) for _ in range(num_completion)],
+                    loss_mask=zeros + [1.0] * num_completion,
+                    inference_logprobs=zeros + [-rng.expovariate(1.0) for _ in range(num_completion)],
+                    advantages=zeros + [reward - mean] * num_completion,
                     reward=reward,
                     group_index=group_index,
                     index=index,
@@ -64,63 +64,65 @@ class FakeBatches:
 
 
 def build_batches(config: TrainConfig, vocab_size: int) -> Batches:
-    """The batches of a run: fake ones when `data.fake` asks for them, else what the orchestrator publishes."""
+    """Batch source of a run: fake data with `data.fake`, else the orchestrator."""
     if config.data.fake is not None:
         return FakeBatches(config.data.fake, config.model.seq_len, vocab_size, config.seed)
-    wire = config.transport
-    return build_receiver(wire.type, config.output_dir / ROLLOUTS_DIR, wire.host, wire.port)
+    transport = config.transport
+    return build_receiver(transport.type, config.output_dir / ROLLOUTS_DIR, transport.host, transport.port)
 
 
-def apply_anchors(samples: Sequence[Sample]) -> list[Sample]:
-    """The batch with its anchors weighed and without their rewards."""
-    from rollouts.training.rl_losses import anchor_samples
+def apply_reference_regularization(samples: Sequence[Sample]) -> list[Sample]:
+    """Weight the reference (anchor) samples and remove their rewards."""
+    from rollouts.training.rl_losses import reference_samples
 
-    return [anchor_samples([sample], sample.anchor)[0] if sample.anchor else sample for sample in samples]
+    return [reference_samples([sample], sample.anchor)[0] if sample.anchor else sample for sample in samples]
 
 
 def check_batch(samples: Sequence[Sample], loss: LossConfig, vocab_size: int) -> None:
     """Raise `ValueError` for a batch that cannot be trained on as configured."""
     if not samples:
-        raise ValueError("the batch holds no samples")
+        raise ValueError("the batch is empty")
     for i, sample in enumerate(samples):
+        if not sample.tokens:
+            raise ValueError(f"sample {i} of the batch has no tokens: drop rollouts without tokens")
         if sample.inference_logprobs is None or sample.advantages is None:
-            lacking = "inference_logprobs" if sample.inference_logprobs is None else "advantages"
-            raise ValueError(f"sample {i} of the batch carries no `{lacking}`, which the policy loss needs")
+            missing = "inference_logprobs" if sample.inference_logprobs is None else "advantages"
+            raise ValueError(f"sample {i} of the batch has no `{missing}`, which the policy loss needs")
         if len(sample.loss_mask) != len(sample.tokens):
             raise ValueError(f"sample {i} of the batch has {len(sample.loss_mask)} mask entries, not one per token")
-        if min(sample.tokens) < 0 or max(sample.tokens) >= vocab_size:
+        if invalid := [token for token in (min(sample.tokens), max(sample.tokens)) if not 0 <= token < vocab_size]:
             raise ValueError(
-                f"sample {i} of the batch holds token {max(sample.tokens)}, but the model knows {vocab_size}: "
+                f"sample {i} of the batch has token {invalid[0]}, but the vocabulary size is {vocab_size}: "
                 "give orchestrator, inference and trainer the same model.name"
             )
     check_teacher(samples, loss)
 
 
 def check_teacher(samples: Sequence[Sample], loss: LossConfig) -> None:
-    """Raise `ValueError` where what the teacher said is not what the loss compares."""
-    num_taught = sum(sample.teacher_logprobs is not None for sample in samples)
+    """Raise `ValueError` when the teacher log-probs of a batch do not match the loss."""
+    num_scored = sum(sample.teacher_logprobs is not None for sample in samples)
     need = loss.needs_teacher
-    if num_taught and need is None:
+    if num_scored and need is None:
         raise ValueError(
-            "the batch carries teacher log-probs but loss.teacher_tau is 0: set trainer.loss.teacher_tau above 0, "
+            "the batch has teacher log-probs but loss.teacher_tau is 0: set trainer.loss.teacher_tau above 0, "
             "or run without a teacher"
         )
-    num_missing = sum(sample.teacher_logprobs is None and sample.taught for sample in samples)
+    num_missing = sum(sample.teacher_logprobs is None and sample.has_teacher for sample in samples)
     if need is not None and num_missing:
         raise ValueError(
-            f"loss.{need} is {getattr(loss, need)} but {num_missing} of {len(samples)} samples carry no "
+            f"loss.{need} is {getattr(loss, need)} but {num_missing} of {len(samples)} samples have no "
             f"teacher log-probs: set orchestrator.teacher_model, or loss.{need} = 0"
         )
-    wanted = loss.distill.top_logprobs if loss.teacher_tau else 0
+    top_logprobs = loss.distill.top_logprobs if loss.teacher_tau else 0
     for sample in samples:
-        if not wanted or sample.teacher_logprobs is None:
+        if not top_logprobs or sample.teacher_logprobs is None:
             continue
         table = sample.teacher_table
         if table is None and loss.distill.estimator == "auto":
             continue
-        if table is None or (wanted == -1) != (not table.ids) or wanted not in (-1, table.k):
-            told = "sampled tokens only" if table is None else f"{table.k} tokens of each position"
+        if table is None or (top_logprobs == -1) != (not table.ids) or top_logprobs not in (-1, table.k):
+            scored = "sampled tokens only" if table is None else f"{table.k} tokens per position"
             raise ValueError(
-                f'loss.distill.estimator is "{loss.distill.estimator}" but the teacher told {told}: set '
-                f"orchestrator.teacher_model.top_logprobs = {wanted}, or start both by rl"
+                f'loss.distill.estimator is "{loss.distill.estimator}" but the teacher scored {scored}: set '
+                f"orchestrator.teacher_model.top_logprobs = {top_logprobs}, or start both by rl"
             )

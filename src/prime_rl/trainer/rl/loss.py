@@ -1,4 +1,4 @@
-"""From the loss section of a config to a function of per-token streams."""
+"""Builds the policy loss of a config and its per-step schedule."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from rollouts.training.types import Sample
 
 
 def build_objective(config: LossConfig, longest: int) -> Objective:
-    """The preset that `loss.type` names, with the options of the config; no response is longer than `longest`."""
-    given = config.model_dump(exclude={"type", "import_path", "kwargs", "distill", "anneal"})
-    given["student_tau"] = config.teacher_tau if config.student_tau is None else config.student_tau
+    """The preset `loss.type` with the options of the config; `longest` is the maximum response length."""
+    options = config.model_dump(exclude={"type", "import_path", "kwargs", "distill", "anneal"})
+    options["student_tau"] = config.teacher_tau if config.student_tau is None else config.student_tau
     if config.normaliser == "constant":
-        given["max_tokens"] = config.max_tokens or longest
+        options["max_tokens"] = config.max_tokens or longest
     preset = PRESETS[config.type]
     distill = config.distill
     estimator: Estimator = "topk+tail" if distill.estimator == "auto" else distill.estimator
-    given["distill"] = DistillChoice(estimator, distill.direction, distill.jsd_beta, distill.clip)
-    choices = {BOUND_OPTIONS.get(name, name): value for name, value in given.items()}
+    options["distill"] = DistillChoice(estimator, distill.direction, distill.jsd_beta, distill.clip)
+    choices = {BOUND_OPTIONS.get(name, name): value for name, value in options.items()}
     return Objective(**{"name": preset.name, "detached": preset.detached, "advantage": preset.advantage, **choices})
 
 
 def build_loss(config: LossConfig, longest: int) -> PolicyLoss:
-    """The loss of one micro-batch, as sum and count."""
+    """Build the loss of a micro-batch, which returns sum and count."""
     custom = None
     if config.type == "custom":
         custom = partial(load_custom(config.import_path), **config.kwargs)
@@ -41,29 +41,29 @@ def build_loss(config: LossConfig, longest: int) -> PolicyLoss:
 
 @dataclass
 class LossSchedule:
-    """The loss of each step: taus as far as they are annealed, and the estimator that suits the batch.
+    """The loss of each step: annealed taus, and the estimator selected for the batch.
 
-    `farthest` is the most nats by which the answers of a batch were from their teacher, see `measure_distance`; a run
-    that is resumed brings it along, everything else is read off the step and its batch.
+    `max_distance` is the largest batch-mean distance from the teacher so far, in nats per completion, see
+    `measure_distance`. It is checkpointed; everything else is a function of the step and its batch.
     """
 
     loss: PolicyLoss
     config: LossConfig
-    farthest: float = 0.0
+    max_distance: float = 0.0
 
     @property
     def progress(self) -> dict[str, float]:
-        """What a resumed run needs."""
-        return {"teacher_distance": self.farthest} if self.farthest else {}
+        """State for resuming."""
+        return {"teacher_distance": self.max_distance} if self.max_distance else {}
 
-    def at(self, step: int, samples: Sequence[Sample]) -> tuple[PolicyLoss, dict[str, float]]:
-        """The loss of a step, counted from 1, and what is to be told of it."""
+    def loss_for_step(self, step: int, samples: Sequence[Sample]) -> tuple[PolicyLoss, dict[str, float]]:
+        """The loss of a step, counted from 1, and its metrics."""
         objective, config = self.loss.objective, self.config
         distance = measure_distance(samples)
-        self.farthest = max(self.farthest, distance or 0.0)
+        self.max_distance = max(self.max_distance, distance or 0.0)
         if config.anneal is not None:
-            wanted = objective.student_tau * (config.anneal.margin or 0.0) * self.farthest
-            scale = config.anneal.scale(step, objective.adv_tau / wanted if wanted else 1.0)
+            target = objective.student_tau * (config.anneal.margin or 0.0) * self.max_distance
+            scale = config.anneal.scale(step, objective.adv_tau / target if target else 1.0)
             taus = {"teacher_tau": scale * objective.teacher_tau, "student_tau": scale * objective.student_tau}
             objective = replace(objective, **taus)  # type: ignore[arg-type]
         if config.distill.estimator == "auto":
@@ -71,13 +71,14 @@ class LossSchedule:
         loss = replace(self.loss, objective=objective)
         if distance is None:
             return loss, {}
-        return loss, {"teacher_distance": distance, **measure_pulls(samples, objective)}
+        return loss, {"teacher_distance": distance, **measure_advantage_terms(samples, objective)}
 
 
 def measure_distance(samples: Sequence[Sample]) -> float | None:
-    """Mean over the answers of sum_t (li - lt): nats by which they are from their teacher; None without one.
+    """Mean over completions of sum_t (li - lt), the distance from the teacher in nats; None without a teacher.
 
-    li, lt: log-probs of the sampler and the teacher. Anchors, whose teacher saw what the student saw, do not count.
+    li, lt: log-probs of the sampler and the teacher. Reference (anchor) samples do not count: their teacher has the
+    same context as the student.
     """
     sums = [
         sum(li - lt for li, lt, mask in _streams(sample) if mask > 0)
@@ -87,8 +88,8 @@ def measure_distance(samples: Sequence[Sample]) -> float | None:
     return sum(sums) / len(sums) if sums else None
 
 
-def measure_pulls(samples: Sequence[Sample], objective: Objective) -> dict[str, float]:
-    """Mean size of what a reward and what the teacher add to the advantage of a token, |c A| and |a lt - b li|."""
+def measure_advantage_terms(samples: Sequence[Sample], objective: Objective) -> dict[str, float]:
+    """Mean absolute advantage per token from the reward, |c A|, and from the teacher, |a lt - b li|."""
     a, b, c = objective.teacher_tau, objective.student_tau, objective.adv_tau
     task = teacher = 0.0
     count = 0
@@ -103,15 +104,15 @@ def measure_pulls(samples: Sequence[Sample], objective: Objective) -> dict[str, 
 
 
 def _streams(sample: Sample) -> Iterable[tuple[float, float, float]]:
-    """Log-probs of the sampler and of the teacher, and the loss mask."""
+    """Per-token sampler log-probs, teacher log-probs and loss mask."""
     assert sample.inference_logprobs is not None and sample.teacher_logprobs is not None
     return zip(sample.inference_logprobs, sample.teacher_logprobs, sample.loss_mask, strict=True)
 
 
 def measure_coverage(samples: Sequence[Sample]) -> tuple[float, bool]:
-    """How often students say what the teacher would where that is not settled, and whether all teachers told a top k.
+    """Coverage of the teacher's top-1 token by the student, and whether all samples have teacher top-k tables.
 
-    It is read off the batch alone, by `estimate_coverage`, so a run that is resumed chooses as it would have.
+    A function of the batch alone (see `estimate_coverage`), so that resumed runs make the same choice.
     """
     hits, logprobs = list[bool](), list[float]()
     for sample in samples:
@@ -121,9 +122,9 @@ def measure_coverage(samples: Sequence[Sample]) -> tuple[float, bool]:
         if table is None:
             return 1.0, False
         ids, inference = array("i", table.ids), sample.inference_logprobs or []
-        spoken = [i for i, mask in enumerate(sample.loss_mask) if mask > 0]
-        hits += [sample.tokens[i] == ids[table.k * row] for row, i in enumerate(spoken)]
-        logprobs += [inference[i] for i in spoken]
+        loss_positions = [i for i, mask in enumerate(sample.loss_mask) if mask > 0]
+        hits += [sample.tokens[i] == ids[table.k * row] for row, i in enumerate(loss_positions)]
+        logprobs += [inference[i] for i in loss_positions]
     return estimate_coverage(torch.tensor(hits, dtype=torch.bool), torch.tensor(logprobs)), bool(hits)
 
 
@@ -134,7 +135,7 @@ def load_custom(import_path: str | None) -> Callable[..., Any]:
         function = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"loss.import_path {import_path!r} leads nowhere: {error}; write package.module:name"
+            f"loss.import_path {import_path!r} cannot be imported: {error}; write package.module:name"
         ) from error
     if not callable(function):
         raise ValueError(f"loss.import_path {import_path!r} is a {type(function).__name__}, not a function")

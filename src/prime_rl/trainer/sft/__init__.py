@@ -1,1 +1,1 @@
-"""The trainer for supervised fine-tuning, on the optimizer step of the RL trainer."""
+"""The SFT trainer, on the backend of the RL trainer."""

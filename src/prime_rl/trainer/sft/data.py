@@ -1,4 +1,4 @@
-"""Batches of whole conversations in a seeded order, from any position of it."""
+"""SFT batches: packs whole conversations in a seeded order; resumable at any position."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 import msgspec
 
+from prime_rl.runtime.tokenizer import load_tokenizer
 from prime_rl.trainer.config import FakeSFTDataConfig, SFTConfig, SFTDataConfig
-from prime_rl.trainer.sft.samples import TokenisedSamples, Tokenizer, tokenise_data
-from prime_rl.utils.tokenizer import load_tokenizer
+from prime_rl.trainer.sft.samples import TokenizedSamples, Tokenizer, tokenize_data
 from rollouts.training.datasets.mixing import EpochOrder, StoppingStrategy, build_epoch_order
 from rollouts.training.types import Sample, Status
 
@@ -19,23 +19,23 @@ FAKE_ROWS = 1024
 
 
 class SampleSource(Protocol):
-    """Samples by index, those of a source next to each other."""
+    """Samples by index, grouped by source."""
 
     @property
     def sizes(self) -> Sequence[int]:
-        """Samples of each source."""
+        """Number of samples per source."""
 
     def __len__(self) -> int: ...
 
     def sample(self, index: int) -> Sample:
-        """The sample of this index, always the same."""
+        """The sample at this index; deterministic."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """How far the data have been read: whole epochs, samples of the current one, and how many were too long.
+    """Data position: completed epochs, offset in the current one, and the number of overlong samples.
 
-    `samples` and `tokens` count what was read of each source. `digest` tells which data these are.
+    `samples` and `tokens` count the consumed data of each source. `digest` identifies the dataset.
     """
 
     epoch: int = 0
@@ -46,14 +46,14 @@ class Position:
     digest: str = ""
 
     def state(self) -> dict[str, Any]:
-        """As JSON for a checkpoint."""
+        """JSON state for a checkpoint."""
         state: dict[str, Any] = msgspec.to_builtins(self)
         return state
 
 
 @dataclass
 class SFTBatches:
-    """Batches of `batch_size` rows; with `stack` a row is one sample, otherwise it is filled up to `seq_len` tokens."""
+    """Batches of `batch_size` rows: packed samples of up to `seq_len` tokens, or with `stack` one sample per row."""
 
     source: SampleSource
     seq_len: int
@@ -68,9 +68,9 @@ class SFTBatches:
     _order: tuple[int, EpochOrder] | None = None
 
     def take(self, position: Position) -> tuple[list[Sample], Position]:
-        """The batch that begins at `position`, and where the next one begins.
+        """The batch at `position`, and the position of the next batch.
 
-        A sample that does not fit into the current row opens the next; one that is longer than a row is left out and
+        A sample that does not fit into the current row starts the next; samples longer than a row are dropped and
         counted. `ValueError` when every sample is too long.
         """
         sizes = self.source.sizes
@@ -79,7 +79,7 @@ class SFTBatches:
         num_tokens = list(position.tokens or [0] * len(sizes))
         samples: list[Sample] = []
         epoch, offset, num_overlong = position.epoch, position.offset, position.num_overlong
-        row, room, overlong_in_a_row = 1, self.seq_len, 0
+        row, free_tokens, overlong_in_a_row = 1, self.seq_len, 0
         while True:
             index = self.order(epoch).at(offset)
             if index is None:
@@ -94,8 +94,8 @@ class SFTBatches:
                 offset += 1
                 continue
             overlong_in_a_row = 0
-            if n > room or (self.stack and samples):
-                row, room = row + 1, self.seq_len
+            if n > free_tokens or (self.stack and samples):
+                row, free_tokens = row + 1, self.seq_len
                 if row > self.batch_size:
                     counts = tuple(num_samples), tuple(num_tokens)
                     return samples, Position(epoch, offset, num_overlong, *counts, position.digest)
@@ -103,11 +103,11 @@ class SFTBatches:
             num_samples[source] += 1
             num_tokens[source] += n
             samples.append(sample)
-            room -= n
+            free_tokens -= n
             offset += 1
 
     def order(self, epoch: int) -> EpochOrder:
-        """The indices of an epoch, a pure function of (seed, epoch)."""
+        """Sample order of an epoch, a pure function of (seed, epoch)."""
         if self._order is None or self._order[0] != epoch:
             order = build_epoch_order(
                 self.source.sizes,
@@ -121,7 +121,7 @@ class SFTBatches:
         return self._order[1]
 
     def metrics(self, position: Position) -> dict[str, float]:
-        """How far the data have been read, and the share that each of several sources had so far."""
+        """Progress metrics, and the share of each source if there are several."""
         out: dict[str, float] = {
             "progress/epoch": position.epoch,
             "progress/num_samples": sum(position.samples),
@@ -135,15 +135,15 @@ class SFTBatches:
         return out
 
     def restore(self, progress: Mapping[str, Any]) -> Position:
-        """Where a run that saved `progress` goes on reading; `ValueError` when it read other data."""
-        digest = self.source.digest() if isinstance(self.source, TokenisedSamples) else ""
+        """Restore the data position from `progress`; `ValueError` when the data differ."""
+        digest = self.source.digest() if isinstance(self.source, TokenizedSamples) else ""
         if "position" not in progress:
             return Position(digest=digest)
         position = msgspec.convert(progress["position"], Position)
         if position.digest != digest:
             raise ValueError(
-                "the checkpoint was trained on other data, or on these with another template or data.seq_len: continue "
-                "with the same, or start a new run from its weights with --model.name"
+                "the checkpoint was trained on other data, or with another template or data.seq_len: resume with the "
+                "original settings, or start a new run from its weights with --model.name"
             )
         return position
 
@@ -158,7 +158,7 @@ class FakeSource:
 
     @property
     def sizes(self) -> list[int]:
-        """One source."""
+        """A single source."""
         return [FAKE_ROWS]
 
     def __len__(self) -> int:
@@ -173,19 +173,19 @@ class FakeSource:
 
 
 def build_sft_batches(config: SFTConfig, vocab_size: int, tokenizer: Tokenizer | None) -> SFTBatches:
-    """The batches of a config, and the samples held out of them; `tokenizer` is needed for real data only."""
+    """Build the batches of a config with their held-out samples; `tokenizer` is needed for real data only."""
     data = config.data
     if isinstance(data, FakeSFTDataConfig):
         return SFTBatches(FakeSource(data, vocab_size, config.seed), data.seq_len, data.batch_size, False, config.seed)
     assert tokenizer is not None
-    samples = tokenise_data(data, tokenizer, vocab_size)
+    samples = tokenize_data(data, tokenizer, vocab_size)
     held_out: list[Sample] = []
     if config.val is not None and config.val.name is None:
         samples, held_out = samples.hold_out(config.val.num_samples, config.seed)
     elif config.val is not None:
-        own = data.model_copy(update={"name": config.val.name, "split": config.val.split} | NO_MIXTURE)
-        found = tokenise_data(own, tokenizer, vocab_size)
-        held_out = [found.sample(i) for i in range(min(len(found), config.val.num_samples))]
+        val_data = data.model_copy(update={"name": config.val.name, "split": config.val.split} | NO_MIXTURE)
+        val_samples = tokenize_data(val_data, tokenizer, vocab_size)
+        held_out = [val_samples.sample(i) for i in range(min(len(val_samples), config.val.num_samples))]
     return SFTBatches(
         samples,
         data.seq_len,
@@ -201,7 +201,7 @@ def build_sft_batches(config: SFTConfig, vocab_size: int, tokenizer: Tokenizer |
 
 
 def name_parts(parts: Sequence[tuple[str | None, str]]) -> list[str]:
-    """What each source is called in metrics: its subset or split, or both where that is ambiguous."""
+    """Metric name of each source: subset or split, or both if ambiguous."""
     names = [subset or split for subset, split in parts]
     if len(set(names)) == len(names):
         return names
@@ -212,7 +212,7 @@ NO_MIXTURE = {"subsets": None, "splits": None, "probabilities": None}
 
 
 def build_tokenizer(config: SFTConfig) -> Tokenizer | None:
-    """The tokenizer of a run on real data."""
+    """Load the tokenizer of a run on real data."""
     if not isinstance(config.data, SFTDataConfig):
         return None
     tokenizer: Tokenizer = load_tokenizer(config.tokenizer.name or config.model.name, config.tokenizer.chat_template)

@@ -1,15 +1,15 @@
-"""Where the ranks of `sft` go when they have several machines."""
+"""Deployment layout of `sft`."""
 
 from __future__ import annotations
 
 from prime_rl.deployment.config import LocalDeployment
-from prime_rl.deployment.layout import Layout, Place, lay_out_ranks
+from prime_rl.deployment.layout import Layout, Node, lay_out_ranks
 from prime_rl.trainer.config import SFTConfig
 from prime_rl.utils.pydantic_config import BaseConfig
 
 
-def lay_out(config: SFTConfig) -> tuple[Layout, dict[str, BaseConfig]]:
-    """One task over all machines, and its configuration; `ValueError` for machines that do not fit."""
+def build_layout(config: SFTConfig) -> tuple[Layout, dict[str, BaseConfig]]:
+    """One task over all nodes, and its config; `ValueError` for inconsistent node counts."""
     nodes = config.deployment
     assert not isinstance(nodes, LocalDeployment)
     for key in ("num_infer_nodes", "num_infer_replicas", "num_teacher_nodes"):
@@ -19,4 +19,4 @@ def lay_out(config: SFTConfig) -> tuple[Layout, dict[str, BaseConfig]]:
     config.parallel.resolve(num_ranks)
     task = lay_out_ranks("sft", "prime_rl.trainer.sft.train", "sft.toml", nodes, num_ranks)
     local = config.model_copy(update={"deployment": LocalDeployment()})
-    return Layout((Place("sft", nodes.gpus_per_node),) * nodes.num_train_nodes, (task,)), {"sft": local}
+    return Layout((Node("sft", nodes.gpus_per_node),) * nodes.num_train_nodes, (task,)), {"sft": local}

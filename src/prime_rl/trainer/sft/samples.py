@@ -1,4 +1,4 @@
-"""Conversations tokenised once, side by side in flat arrays, with an account of what was left out."""
+"""Tokenizes a dataset once into flat arrays and reports dropped rows."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from typing import Protocol
 import xxhash
 from loguru import logger
 
+from prime_rl.telemetry.progress import show_progress
 from prime_rl.trainer.config import SFTDataConfig
-from prime_rl.utils.progress import show_progress
 from rollouts.training.datasets.chat import TemplateRenderer
 from rollouts.training.datasets.rows import Row, iter_rows
 from rollouts.training.datasets.sft import (
     as_messages,
     is_empty_turn,
+    name_row,
     read_conversation,
     render_conversation,
     render_turns,
 )
 from rollouts.training.types import Sample, Status
 
-ROWS_BETWEEN_NEWS = 100
+PROGRESS_INTERVAL_ROWS = 100
 
 
 class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
+    """The used part of the Hugging Face tokenizer interface."""
 
     chat_template: str | None
     eos_token_id: int | None
@@ -41,8 +42,8 @@ class Tokenizer(Protocol):
 
 
 @dataclass
-class TokenisedSamples:
-    """Samples by index, those of a source next to each other; `sizes` counts each source's."""
+class TokenizedSamples:
+    """Samples by index, grouped by source; `sizes` has the number of samples per source."""
 
     tokens: array[int] = field(default_factory=lambda: array("i"))
     mask: bytearray = field(default_factory=bytearray)
@@ -60,7 +61,7 @@ class TokenisedSamples:
         self.sizes[-1] += 1
 
     def sample(self, index: int) -> Sample:
-        """The sample of this index; `IndexError` when there is none."""
+        """The sample at this index; `IndexError` when out of range."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         start, end = self.ends[index], self.ends[index + 1]
@@ -69,38 +70,38 @@ class TokenisedSamples:
         return Sample(prompt="", tokens=tokens, loss_mask=mask, index=index, status=Status.COMPLETED)
 
     def digest(self) -> str:
-        """Tells other data from these when a run is resumed."""
+        """Hash of the data, to detect changes on resume."""
         digest = xxhash.xxh3_64()
         for part in (self.tokens, self.mask, self.ends, array("q", self.sizes)):
             digest.update(memoryview(part).cast("B"))
         return digest.hexdigest()
 
-    def hold_out(self, num_samples: int, seed: int) -> tuple[TokenisedSamples, list[Sample]]:
-        """The samples without `num_samples` of them, and those, drawn by `seed` from all sources alike."""
+    def hold_out(self, num_samples: int, seed: int) -> tuple[TokenizedSamples, list[Sample]]:
+        """Hold out `num_samples` samples, drawn uniformly with `seed`; returns the remaining and the held-out ones."""
         if num_samples >= len(self):
             raise ValueError(
                 f"val.num_samples {num_samples} would hold out all {len(self)} samples: lower it, or set val.name"
             )
         held_out = frozenset(random.Random(f"{seed}:val").sample(range(len(self)), num_samples))
-        kept, index = TokenisedSamples(), 0
+        remaining, index = TokenizedSamples(), 0
         for size in self.sizes:
-            kept.sizes.append(0)
+            remaining.sizes.append(0)
             for _ in range(size):
                 if index not in held_out:
                     start, end = self.ends[index], self.ends[index + 1]
-                    kept.tokens += self.tokens[start:end]
-                    kept.mask += self.mask[start:end]
-                    kept.ends.append(len(kept.tokens))
-                    kept.sizes[-1] += 1
+                    remaining.tokens += self.tokens[start:end]
+                    remaining.mask += self.mask[start:end]
+                    remaining.ends.append(len(remaining.tokens))
+                    remaining.sizes[-1] += 1
                 index += 1
-            if not kept.sizes[-1]:
+            if not remaining.sizes[-1]:
                 raise ValueError(f"val.num_samples {num_samples} leaves a subset without samples: lower it")
-        return kept, [self.sample(i) for i in sorted(held_out)]
+        return remaining, [self.sample(i) for i in sorted(held_out)]
 
 
 @dataclass
-class Account:
-    """What became of the rows of a data set."""
+class TokenizationStats:
+    """Statistics of tokenizing a dataset."""
 
     rows: int = 0
     samples: int = 0
@@ -113,104 +114,110 @@ class Account:
     empty_turns: int = 0
 
     def report(self, name: str, seq_len: int) -> None:
-        """Say it in the log: one line, and one warning for each kind of row that is not learnt as it stands."""
+        """Log a summary, and a warning for each kind of dropped or changed row."""
         logger.info(
-            f"Data set {name}: {self.rows:,} rows, {self.samples:,} samples of {self.tokens:,} tokens, "
+            f"Tokenized dataset {name}: {self.rows:,} rows, {self.samples:,} samples of {self.tokens:,} tokens, "
             f"{self.loss_tokens:,} with loss"
         )
         if self.overlong:
             logger.warning(
-                f"{len(self.overlong):,} samples are longer than data.seq_len = {seq_len} and left out (the longest "
+                f"{len(self.overlong):,} samples exceed data.seq_len = {seq_len} and were dropped (the longest "
                 f"has {self.longest:,} tokens, the first is row {self.overlong[0]}): raise it, or set data.truncate"
             )
         if self.truncated:
-            logger.warning(f"{self.truncated:,} samples were cut at data.seq_len = {seq_len}")
+            logger.warning(f"{self.truncated:,} samples were truncated to data.seq_len = {seq_len}")
         if self.without_loss:
             logger.warning(
-                f"{len(self.without_loss):,} rows hold nothing to learn and are left out (the first is row "
+                f"{len(self.without_loss):,} rows have no loss tokens and were dropped (the first is row "
                 f"{self.without_loss[0]})"
             )
         if self.empty_turns:
-            logger.warning(f"{self.empty_turns:,} empty assistant turns carry no loss")
+            logger.warning(f"{self.empty_turns:,} empty assistant turns have no loss")
 
 
-def tokenise_data(config: SFTDataConfig, tokenizer: Tokenizer, vocab_size: int) -> TokenisedSamples:
-    """All samples of a data set and its subsets, in the order of their rows; `ValueError` names the row it fails at."""
-    out = TokenisedSamples()
+def tokenize_data(config: SFTDataConfig, tokenizer: Tokenizer, vocab_size: int) -> TokenizedSamples:
+    """Tokenize a dataset and its subsets in row order; `ValueError` names the invalid row."""
+    out = TokenizedSamples()
     for subset, split in config.parts:
         name = config.name if subset is None else f"{config.name} ({subset})"
         out.sizes.append(0)
-        account = Account()
+        stats = TokenizationStats()
         rows = iter_rows(config.name, split, subset)
-        with show_progress(f"tokenising {name}", hidden=os.environ.get("RANK", "0") != "0") as progress:
-            for sample in tokenise_rows(rows, config, tokenizer, vocab_size, account):
+        with show_progress(f"tokenizing {name}", hidden=os.environ.get("RANK", "0") != "0") as progress:
+            for sample in tokenize_rows(rows, config, tokenizer, vocab_size, stats):
                 out.append(sample)
-                if account.rows >= progress.done + ROWS_BETWEEN_NEWS:
-                    progress.reach(account.rows, f"{account.tokens:,} tokens")
-        account.report(name, config.seq_len)
-        if not account.samples:
-            fault = f"is longer than data.seq_len = {config.seq_len}: raise it" if account.overlong else "is empty"
-            raise ValueError(f"data set {name} holds nothing to learn, every sample {fault}")
+                if stats.rows >= progress.done + PROGRESS_INTERVAL_ROWS:
+                    progress.set_done(stats.rows, f"{stats.tokens:,} tokens")
+        stats.report(name, config.seq_len)
+        if not stats.samples:
+            fault = f"is longer than data.seq_len = {config.seq_len}: raise it" if stats.overlong else "is empty"
+            raise ValueError(f"dataset {name} has no loss tokens, every sample {fault}")
     return out
 
 
-def tokenise_rows(
-    rows: Iterable[Row], config: SFTDataConfig, tokenizer: Tokenizer, vocab_size: int, account: Account
+def tokenize_rows(
+    rows: Iterable[Row], config: SFTDataConfig, tokenizer: Tokenizer, vocab_size: int, stats: TokenizationStats
 ) -> Iterator[Sample]:
-    """The samples of rows that can be learnt; what cannot goes to the account."""
+    """Yield the trainable samples of rows; update `stats`."""
     chat = TemplateRenderer(tokenizer)
     for index, row in enumerate(rows):
-        account.rows += 1
-        samples = list(render_row(row, index, config, tokenizer, chat, account))
+        stats.rows += 1
+        samples = list(render_row(row, index, config, tokenizer, chat, stats))
         if not samples:
-            account.without_loss.append(index)
+            stats.without_loss.append(index)
         for sample in samples:
+            if not sample.tokens:
+                raise ValueError(
+                    f"row {index} of the dataset renders to no tokens: check its text and the chat template"
+                )
             if max(sample.tokens) >= vocab_size:
                 raise ValueError(
-                    f"the tokenizer makes token {max(sample.tokens)} but the model knows {vocab_size}: "
-                    "tokenizer.name and model.name do not belong together"
+                    f"the tokenizer produced token {max(sample.tokens)} but the vocabulary size is {vocab_size}: "
+                    "tokenizer.name and model.name do not match"
                 )
-            account.longest = max(account.longest, len(sample.tokens))
+            stats.longest = max(stats.longest, len(sample.tokens))
             if len(sample.tokens) > config.seq_len:
                 if not config.truncate or not any(sample.loss_mask[: config.seq_len]):
-                    account.overlong.append(index)
+                    stats.overlong.append(index)
                     continue
-                account.truncated += 1
+                stats.truncated += 1
                 sample.tokens, sample.loss_mask = sample.tokens[: config.seq_len], sample.loss_mask[: config.seq_len]
-            account.samples += 1
-            account.tokens += len(sample.tokens)
-            account.loss_tokens += int(sum(sample.loss_mask))
+            stats.samples += 1
+            stats.tokens += len(sample.tokens)
+            stats.loss_tokens += int(sum(sample.loss_mask))
             yield sample
 
 
 def render_row(
-    row: Row, index: int, config: SFTDataConfig, tokenizer: Tokenizer, chat: TemplateRenderer, account: Account
+    row: Row,
+    index: int,
+    config: SFTDataConfig,
+    tokenizer: Tokenizer,
+    chat: TemplateRenderer,
+    stats: TokenizationStats,
 ) -> Iterator[Sample]:
-    """The samples of a row, none when nothing in it carries loss; `ValueError` for a row of another shape."""
+    """The samples of a row, none if it has no loss tokens; `ValueError` for an unsupported format."""
     row = as_messages(row)
     prompt, completion = row.get("prompt"), row.get("completion")
     if not tokenizer.chat_template and isinstance(prompt, str) and isinstance(completion, str):
         if completion:
             yield render_text(prompt, completion, index, tokenizer)
         return
-    conversation = read_conversation(row, index)
-    learnt = conversation.messages[conversation.first_trained :]
-    account.empty_turns += sum(is_empty_turn(message) for message in learnt)
+    conversation = read_conversation(row, index, str(tokenizer.chat_template))
+    trained = conversation.messages[conversation.first_trained :]
+    stats.empty_turns += sum(is_empty_turn(message) for message in trained)
     roles = config.loss_mask.roles
-    if not any(message["role"] in roles and not is_empty_turn(message) for message in learnt):
+    if not any(message["role"] in roles and not is_empty_turn(message) for message in trained):
         return
-    try:
+    with name_row(index):
         if config.split_turns:
             yield from render_turns(conversation, chat, index)
         else:
             yield render_conversation(conversation, chat, index, roles)
-    except ValueError as error:
-        where = "" if f"row {index} " in str(error) else f"row {index} of the data set: "
-        raise ValueError(f"{where}{error}") from error
 
 
 def render_text(prompt: str, completion: str, index: int, tokenizer: Tokenizer) -> Sample:
-    """For a base model without a template: plain text that ends where the model should."""
+    """Plain text sample with EOS, for base models without a chat template."""
     before = tokenizer.encode(prompt)
     after = tokenizer.encode(completion, add_special_tokens=False)
     after += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]

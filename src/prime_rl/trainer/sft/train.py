@@ -1,4 +1,4 @@
-"""`sft`: fills batches with conversations and steps the model on what the assistant says in them.
+"""`sft`: supervised fine-tuning on the assistant turns of conversations.
 
 data set --> take --> pack --> forward_backward --> optim_step --> weights and checkpoint when due
               ^                                          |
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def train(config: SFTConfig) -> int:
-    """Run the trainer until `max_steps`; returns the exit code. Starts the ranks that `parallel` asks for."""
+    """Run the trainer until `max_steps`; returns the exit code. Launches the ranks configured in `parallel`."""
     if config.deployment.type != "local":
         from prime_rl.deployment.launch import deploy
-        from prime_rl.trainer.sft.deployment import lay_out
+        from prime_rl.trainer.sft.deployment import build_layout
 
-        return deploy(*lay_out(config), config.deployment, config.output_dir)
+        return deploy(*build_layout(config), config.deployment, config.output_dir)
     if num_ranks := count_missing_ranks(config.parallel, os.environ):
         from prime_rl.trainer.launch import run_ranks
 
@@ -31,11 +31,11 @@ def train(config: SFTConfig) -> int:
 
     if config.bench:
         return run_bench(config, train)
+    from prime_rl.runtime.tokenizer import resolve_model_dir
     from prime_rl.trainer.ckpt import is_checkpoint_due
     from prime_rl.trainer.session import build_session
     from prime_rl.trainer.sft.data import build_sft_batches, build_tokenizer
     from prime_rl.trainer.sft.validation import is_val_due, run_validation
-    from prime_rl.utils.tokenizer import resolve_model_dir
     from rollouts.training.rl_losses import nll_loss
 
     tokenizer = build_tokenizer(config)
@@ -44,24 +44,23 @@ def train(config: SFTConfig) -> int:
         "sft",
         tokenizer_dir=resolve_model_dir(config.tokenizer.name) if config.tokenizer.name else None,
         chat_template=tokenizer.chat_template if tokenizer and config.tokenizer.chat_template else None,
+        is_fake_data=config.data.type == "fake",
     )
-    if config.ckpt is None or config.ckpt.resume_step is None:
-        session.claim_weights(trying_out=config.data.type == "fake")
-    backend, watch = session.backend, session.watch
+    backend, timer = session.backend, session.timer
     batches = build_sft_batches(config, backend.model.config.vocab_size, tokenizer)
     position = batches.restore(session.progress)
     if config.val is not None and config.val.eval_on_start and session.first_step == 1:
         run_validation(session, config, batches.held_out, 0)
 
     for step in session.steps():
-        with watch("load_data"):
+        with timer("load_data"):
             samples, position = batches.take(position)
             share = session.pack(samples, config.data.seq_len)
-        with watch("forward_backward"):
+        with timer("forward_backward"):
             stats = backend.forward_backward(share.micros, nll_loss)
             report = backend.optim_step(stats)
         if step == config.max_steps or is_checkpoint_due(step, config.ckpt, config.max_steps):
-            with watch("broadcast_weights"):
+            with timer("broadcast_weights"):
                 session.publish_weights(step)
         session.finish_step(report, stats, share, {"position": position.state()}, batches.metrics(position))
         if is_val_due(step, config):
@@ -70,13 +69,13 @@ def train(config: SFTConfig) -> int:
 
 
 def preview(config: SFTConfig) -> str | None:
-    """What --dry-run shows of a deployment: its files."""
+    """Deployment files shown by --dry-run."""
     if config.deployment.type == "local":
         return None
     from prime_rl.deployment.launch import build_files, show_files
-    from prime_rl.trainer.sft.deployment import lay_out
+    from prime_rl.trainer.sft.deployment import build_layout
 
-    return show_files(build_files(*lay_out(config), config.deployment, config.output_dir))
+    return show_files(build_files(*build_layout(config), config.deployment, config.output_dir))
 
 
 def main() -> None:

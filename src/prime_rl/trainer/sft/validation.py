@@ -1,4 +1,4 @@
-"""The loss on conversations that are not trained on."""
+"""Validation loss on held-out conversations."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from rollouts.training.rl_losses import nll_loss
 from rollouts.training.types import Sample
 
 if TYPE_CHECKING:
-    from prime_rl.trainer.session import Session
+    from prime_rl.trainer.session import TrainerBase
 
 
 def is_val_due(step: int, config: SFTConfig) -> bool:
-    """Whether the held-out samples are evaluated after this step."""
+    """Whether to evaluate the held-out samples after this step."""
     return config.val is not None and (step % config.val.interval == 0 or step == config.max_steps)
 
 
-def run_validation(session: Session, config: SFTConfig, samples: Sequence[Sample], step: int) -> None:
+def run_validation(session: TrainerBase, config: SFTConfig, samples: Sequence[Sample], step: int) -> None:
     """Log `val_loss/{mean,std,min,max}` per token and `val_entropy/...` after `step` (0: before the first)."""
     share = session.pack(samples, config.data.seq_len)
     start = time.time()

@@ -1,4 +1,4 @@
-"""A moving average of the weights, for a teacher that follows its student slowly."""
+"""Exponential moving average of the weights, for an EMA teacher."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from prime_rl.trainer.shards import local_part
+from prime_rl.trainer.sharded_checkpoint import local_part
 
 
 class WeightAverage:
-    """m <- decay m + (1 - decay) w after every step, of what the optimizer steps: in float32, each rank its own part.
+    """m <- decay m + (1 - decay) w after every step, over the optimizer's parameters (this rank's shards).
 
-    It begins as the weights before training. In a narrower format it would stand still: 1 - decay is less than what
-    bfloat16 can tell apart.
+    Initialized with the weights before training. Stored in float32: in bfloat16, updates of size 1 - decay would round
+    to zero.
     """
 
     def __init__(
@@ -30,22 +30,22 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Count a step."""
+        """Update after an optimizer step."""
         for name, mean in self.by_name.items():
             mean.lerp_(local_part(self._parameters[name]).float(), 1 - self.decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model holds the average instead of its weights, which come back bit for bit."""
-        held = {name: local_part(p).detach().clone() for name, p in self._parameters.items()}
-        self._put(self.by_name)
+        """Swap the average into the model; the weights are restored bit for bit on exit."""
+        saved = {name: local_part(p).detach().clone() for name, p in self._parameters.items()}
+        self._copy_in(self.by_name)
         try:
             yield
         finally:
-            self._put(held)
+            self._copy_in(saved)
 
     @torch.no_grad()
-    def _put(self, values: Mapping[str, Tensor]) -> None:
+    def _copy_in(self, values: Mapping[str, Tensor]) -> None:
         for name, parameter in self._parameters.items():
             local_part(parameter).copy_(values[name])
         if self._write_back is not None:

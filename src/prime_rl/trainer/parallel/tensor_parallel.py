@@ -1,9 +1,9 @@
-"""Tensor parallelism: each rank holds some heads, some columns of the feed-forward, some experts and some tokens' rows.
+"""Tensor parallelism: splits attention by heads, the feed-forward by columns, experts, and the vocabulary by rows.
 
-    x --copy--> q k v --attention over own heads--> o --sum--> + x      copy: backward sums; sum: forward sums
+    x --copy--> q k v --attention over local heads--> o --sum--> + x      copy: backward sums; sum: forward sums
     x --copy--> gate, up --> silu(gate) * up --> down --sum--> + x      (Megatron-LM, 1909.08053)
 
-The residual stream, the norms and the router are whole on every rank. The output head stays cut: see `VocabPart`.
+Residual stream, norms and router are replicated. Logits stay split over the vocabulary: see `VocabPart`.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from prime_rl.trainer.collectives import copy_to_all, sum_over
-from prime_rl.trainer.expert_parallel import PartExperts
-from prime_rl.trainer.models.causal_lm import MLP, Attention, CausalLM, DecoderConfig
+from prime_rl.trainer.models.causal_lm import Attention, CausalLM, GatedMLP
+from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.models.moe import SparseMLP
-from prime_rl.trainer.parallel_dims import Mesh, Team
-from prime_rl.trainer.shards import Box
+from prime_rl.trainer.parallel.collectives import all_reduce_sum, copy_to_group
+from prime_rl.trainer.parallel.expert_parallel import ParallelExperts
+from prime_rl.trainer.parallel_dims import Mesh, MeshAxisGroup
+from prime_rl.trainer.sharded_checkpoint import ShardSlice
 from rollouts.training.rl_losses import VocabPart
 
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-"""Matrices of which each rank computes some outputs."""
+"""Column-parallel matrices: split by outputs."""
 
 ROWS = ("o_proj", "down_proj")
-"""Matrices of which each rank has some inputs; their outputs are sums over ranks."""
+"""Row-parallel matrices: split by inputs; outputs are summed over ranks."""
 
 VOCABULARY = ("embed_tokens", "lm_head")
 EXPERTS = ("gate_up_proj", "down_proj")
 
 
-def find_cut(name: str) -> int | None:
-    """The dimension along which a parameter is cut; None for one that every rank holds whole."""
+def find_split_dim(name: str) -> int | None:
+    """Dimension along which a parameter is split; None for replicated parameters."""
     parts = name.split(".")
     if parts[-2:-1] == ["experts"]:
         return 0
@@ -46,20 +47,20 @@ def find_cut(name: str) -> int | None:
 
 
 def is_partial(name: str) -> bool:
-    """Whether ranks that hold this parameter whole each have the gradient of their own heads or columns only."""
+    """Whether the gradient of this replicated parameter is partial on each rank and must be summed."""
     parts = name.split(".")
     if len(parts) > 2 and parts[-2] in ("lora_A", "lora_B"):
-        return find_cut(name) is None
+        return find_split_dim(name) is None
     return name.endswith(("q_norm.weight", "k_norm.weight", "mlp.gate.weight"))
 
 
 def check_shape(config: DecoderConfig, tp: int, ep: int) -> None:
-    """`ValueError` when heads, columns or experts of this model cannot be dealt out evenly."""
+    """`ValueError` when tp or ep does not divide heads, columns or experts."""
     if ep > 1 and (not config.num_experts or config.num_experts % (ep * tp)):
-        found = f"ep {ep} * tp {tp} does not divide its {config.num_experts}" if config.num_experts else "it has none"
-        raise ValueError(f"parallel.ep {ep} needs a model with experts to deal out, and {found}: set ep = 1")
+        reason = f"ep {ep} * tp {tp} does not divide its {config.num_experts}" if config.num_experts else "it has none"
+        raise ValueError(f"parallel.ep {ep} needs a model with divisible experts, but {reason}: set ep = 1")
     if tp > 1 and (config.out_bias or config.mlp_bias):
-        raise ValueError(f"parallel.tp {tp}: this model adds biases to sums over ranks, which tp does not: set tp = 1")
+        raise ValueError(f"parallel.tp {tp}: biases of row-parallel layers are not supported: set tp = 1")
     for what, number in (
         ("attention heads", config.num_attention_heads),
         ("key heads", config.num_key_value_heads),
@@ -70,15 +71,15 @@ def check_shape(config: DecoderConfig, tp: int, ep: int) -> None:
             raise ValueError(f"parallel.tp {tp} does not divide the {number} {what} of this model")
 
 
-def cut_model(model: CausalLM, mesh: Mesh) -> dict[str, Box]:
-    """Leave this rank's part of every tensor in `model`, in place; returns where the parts lie, by name."""
+def split_parameters(model: CausalLM, mesh: Mesh) -> dict[str, ShardSlice]:
+    """Replace every split tensor of `model` by this rank's slice, in place; returns the slices by name."""
     tp, ep = mesh.tp, mesh.ep
     new: dict[int, nn.Parameter] = {}
-    boxes: dict[str, Box] = {}
+    boxes: dict[str, ShardSlice] = {}
     for path, module in model.named_modules():
         for own_name, parameter in list(module.named_parameters(recurse=False)):
             name = f"{path}.{own_name}"
-            box = _find_box(name, parameter, tp, ep)
+            box = _find_slice(name, parameter, tp, ep)
             if box is None:
                 continue
             if id(parameter) not in new:
@@ -88,18 +89,18 @@ def cut_model(model: CausalLM, mesh: Mesh) -> dict[str, Box]:
             setattr(module, own_name, new[id(parameter)])
     for _, module in list(model.named_modules()):
         if isinstance(module, SparseMLP):
-            module.experts = PartExperts(module.experts, tp, ep)
-        if tp.size > 1 and isinstance(module, Attention | MLP | SparseMLP):
-            _join(module, tp)
+            module.experts = ParallelExperts(module.experts, tp, ep)
+        if tp.size > 1 and isinstance(module, Attention | GatedMLP | SparseMLP):
+            _add_reduce_hooks(module, tp)
     if tp.size > 1:
         rows = model.config.vocab_size
         table: Any = model.model.embed_tokens.weight
-        model.model.embed_tokens = PartEmbedding(table, vocab_part(rows, tp))  # type: ignore[assignment]
+        model.model.embed_tokens = VocabParallelEmbedding(table, vocab_part(rows, tp))  # type: ignore[assignment]
     return boxes
 
 
-def _find_box(name: str, parameter: Tensor, tp: Team, ep: Team) -> Box | None:
-    dim = find_cut(name)
+def _find_slice(name: str, parameter: Tensor, tp: MeshAxisGroup, ep: MeshAxisGroup) -> ShardSlice | None:
+    dim = find_split_dim(name)
     is_expert = dim == 0 and parameter.ndim == 3
     size, rank = (tp.size * ep.size, tp.rank * ep.size + ep.rank) if is_expert else (tp.size, tp.rank)
     if dim is None or size == 1:
@@ -109,37 +110,37 @@ def _find_box(name: str, parameter: Tensor, tp: Team, ep: Team) -> Box | None:
     start = min(rank * width, whole[dim])
     offset, shape = [0] * len(whole), list(whole)
     offset[dim], shape[dim] = start, min(width, whole[dim] - start)
-    return Box(tuple(offset), tuple(shape), whole)
+    return ShardSlice(tuple(offset), tuple(shape), whole)
 
 
-def vocab_part(vocab_size: int, tp: Team) -> VocabPart:
-    """This rank's rows of embedding and head: equal chunks, the last of which may be shorter."""
+def vocab_part(vocab_size: int, tp: MeshAxisGroup) -> VocabPart:
+    """This rank's rows of embedding and head: equal chunks, of which the last may be shorter."""
     assert tp.group is not None
     widest = -(-vocab_size // tp.size)
     return VocabPart(min(tp.rank * widest, vocab_size), widest, tp.group)
 
 
-class PartEmbedding(nn.Module):
-    """Look-up in a table of which every rank has some rows."""
+class VocabParallelEmbedding(nn.Module):
+    """Embedding split by vocabulary rows; out-of-range tokens contribute zeros to the sum over ranks."""
 
     def __init__(self, weight: nn.Parameter, part: VocabPart) -> None:
         super().__init__()
         self.weight, self.part = weight, part
 
     def forward(self, ids: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens hidden"]:
-        rows, mine = self.part.own(ids, self.weight.shape[0])
-        found = torch.where(mine[:, None], F.embedding(rows, self.weight), 0.0)
-        return sum_over(found, self.part.group)
+        rows, in_range = self.part.local_rows(ids, self.weight.shape[0])
+        out = torch.where(in_range[:, None], F.embedding(rows, self.weight), 0.0)
+        return all_reduce_sum(out, self.part.group)
 
 
-def _join(module: nn.Module, tp: Team) -> None:
-    """Let the first input's gradient and the output be sums over ranks."""
+def _add_reduce_hooks(module: nn.Module, tp: MeshAxisGroup) -> None:
+    """Add hooks that all-reduce the output and the gradient of the first input."""
 
     def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (copy_to_all(args[0], tp.group), *args[1:])
+        return (copy_to_group(args[0], tp.group), *args[1:])
 
     def after(_: nn.Module, __: Any, out: Tensor) -> Any:
-        return sum_over(out, tp.group)
+        return all_reduce_sum(out, tp.group)
 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after)

@@ -1,4 +1,4 @@
-"""Which wire carries the batches: one sender and one receiver for every `transport.type`."""
+"""Selects the batch transport: one sender and one receiver per `transport.type`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prime_rl.transport.batches import (
 
 
 def build_sender(kind: str, rollouts_dir: Path, host: str, port: int) -> BatchSender:
-    """The orchestrator's end; call `open` before a trainer may ask."""
+    """The orchestrator's end; call `open` before the trainer requests batches."""
     if kind == "filesystem":
         return FilesystemBatchSender(rollouts_dir)
     from prime_rl.transport.zeromq import ZmqBatchSender

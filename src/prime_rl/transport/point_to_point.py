@@ -1,4 +1,4 @@
-"""A process group of two that meets over a connection which they already have, apart from any group of their own."""
+"""A process group of two ranks with rendezvous over an existing connection, independent of other process groups."""
 
 from __future__ import annotations
 
@@ -12,64 +12,64 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from prime_rl.utils.frames import receive_frame, send_frame
+from prime_rl.runtime.framing import receive_frame, send_frame
 
 dist: Any = torch.distributed
-"""Its declarations lack half of what it has."""
-PIECE_BYTES = 64 << 20  # of one message: the time limit is one on standing still
+"""Untyped: the type stubs are incomplete."""
+PIECE_BYTES = 64 << 20  # of one message: the time limit applies to each piece, not to a whole tensor
 
 
-class Link(dist.Store):  # type: ignore[misc]
-    """What two members of a group tell each other before it stands: each value that one sets goes to the other."""
+class SocketStore(dist.Store):  # type: ignore[misc]
+    """Rendezvous store over a socket: every value that one side sets is sent to the other."""
 
     def __init__(self, connection: socket.socket) -> None:
         super().__init__()
-        self._connection, self._told = connection, dict[str, bytes]()
+        self._connection, self._entries = connection, dict[str, bytes]()
 
     def set(self, key: str, value: bytes) -> None:
-        """Tell the other."""
-        self._told[key] = bytes(value)
+        """Store a value and send it to the peer."""
+        self._entries[key] = bytes(value)
         send_frame(self._connection, msgspec.msgpack.encode((key, bytes(value))))
 
     def get(self, key: str) -> bytes:
-        """What one of both has told, or will. Raises `OSError` or `EOFError` when the other falls silent or leaves."""
-        while key not in self._told:
+        """Block until the key is set by either side; raises `OSError` or `EOFError` if the peer times out or leaves."""
+        while key not in self._entries:
             name, value = msgspec.msgpack.decode(receive_frame(self._connection), type=tuple[str, bytes])
-            self._told[name] = value
-        return self._told[key]
+            self._entries[name] = value
+        return self._entries[key]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Return once all of them were told; the connection has a time limit of its own."""
+        """Block until all keys are set; the connection's own timeout applies."""
         for key in keys:
             self.get(key)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all of them were told."""
-        return all(key in self._told for key in keys)
+        """Whether all keys are set."""
+        return all(key in self._entries for key in keys)
 
 
-class Pair:
-    """The group: rank 0 sends, rank 1 receives. `kind` is gloo, or nccl between the GPUs `device` of both."""
+class ProcessGroupPair:
+    """Process group of a sender (rank 0) and a receiver (rank 1) over gloo, or nccl between the GPUs `device`."""
 
     def __init__(self, connection: socket.socket, rank: int, kind: str, device: torch.device, timeout_s: float) -> None:
         self._rank, self._limit = rank, timedelta(seconds=timeout_s)
         self._device = device if kind == "nccl" else None
-        link = Link(connection)
+        store = SocketStore(connection)
         if kind == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self._limit
-            self._group = dist.ProcessGroupNCCL(link, rank, 2, options)
+            self._group = dist.ProcessGroupNCCL(store, rank, 2, options)
         else:
             options = dist.ProcessGroupGloo._Options()
             options._timeout = self._limit
-            own_address = connection.getsockname()[0]  # not what the host's name stands for, which may be loopback
+            own_address = connection.getsockname()[0]  # the host name may resolve to loopback
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address)]
-            self._group = dist.ProcessGroupGloo(link, rank, 2, options)
+            self._group = dist.ProcessGroupGloo(store, rank, 2, options)
 
-    def pass_on(self, tensor: Tensor) -> None:
-        """Bring the bytes of rank 0's tensor into rank 1's, which has its shape and dtype and is contiguous too.
+    def broadcast(self, tensor: Tensor) -> None:
+        """Copy rank 0's tensor into rank 1's, which has the same shape and dtype; both are contiguous.
 
-        Raises `RuntimeError` when the other leaves, or nothing moves for as long as the time limit says.
+        Raises `RuntimeError` if the peer disconnects or a piece exceeds the time limit.
         """
         options = dist.BroadcastOptions()
         options.rootRank = 0

@@ -1,4 +1,4 @@
-"""Waiting for a file to appear: woken by the operating system, re-checked as a safety net, never without a name."""
+"""Wait for files: notified by the operating system, with periodic re-checks as a fallback."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ T = TypeVar("T")
 
 RECHECK_S = 0.5  # some file systems (network mounts, containers) deliver no notifications
 BLIND_RECHECK_S = 0.05
-STEP_MS = 10  # how often the watcher looks at its stop flag
-DEBOUNCE_MS = 20  # a burst of writes wakes us once
+STEP_MS = 10  # polling interval of the watcher's stop flag
+DEBOUNCE_MS = 20  # a burst of writes causes one notification
 
 
 async def wait_for(condition: Callable[[], T | None], root: Path, *, timeout_s: float | None, what: str) -> T:
-    """The first value of `condition()` that is not None, tried again whenever something below `root` changes.
+    """Wait until `condition()` is not None and return it; re-evaluated whenever something below `root` changes.
 
     `root` need not exist yet. Raises `TimeoutError` naming `what` after `timeout_s` seconds (None: wait forever).
     Cancelling the task ends the wait within one re-check.
@@ -43,40 +43,40 @@ def wait_for_blocking(
     what: str,
     stop: threading.Event | None = None,
 ) -> T:
-    """The same for threads; setting `stop` ends the wait with `InterruptedError`."""
+    """`wait_for` for threads; setting `stop` ends the wait with `InterruptedError`."""
     root = Path(root)
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     stop = stop or threading.Event()
     while not stop.is_set():
-        if (found := condition()) is not None:
-            return found
+        if (value := condition()) is not None:
+            return value
         left = RECHECK_S if deadline is None else min(RECHECK_S, deadline - time.monotonic())
         if left <= 0:
             raise TimeoutError(f"waited {timeout_s:g} s for {what} (below {root})")
-        found = _until_change(condition, root, left, stop)
-        if found is not None:
-            return found
+        value = _until_change(condition, root, left, stop)
+        if value is not None:
+            return value
     raise InterruptedError(f"stopped waiting for {what}")
 
 
 def _until_change(condition: Callable[[], T | None], root: Path, seconds: float, stop: threading.Event) -> T | None:
     """Sleep until something below `root` changes, at most `seconds`.
 
-    The condition is tried once more after the watch stands, which closes the gap between check and watch.
+    The condition is evaluated once more after the watch is set up, which closes the gap between check and watch.
     """
     from watchfiles._rust_notify import RustNotify
 
     anchor = root
-    while not anchor.is_dir():  # until root exists, its nearest parent tells of its birth
+    while not anchor.is_dir():  # until root exists, watch its nearest parent
         anchor = anchor.parent
     try:
         notify = RustNotify([str(anchor)], False, False, 300, anchor == root, True)
-    except OSError:  # out of inotify watches, or the directory vanished: the re-check still holds
+    except OSError:  # out of inotify watches, or the directory vanished: rely on the re-check
         stop.wait(min(seconds, BLIND_RECHECK_S))
         return None
     with notify:
-        if (found := condition()) is not None:
-            return found
+        if (value := condition()) is not None:
+            return value
         if notify.watch(DEBOUNCE_MS, STEP_MS, max(1, int(seconds * 1000)), stop) == "signal":
             raise KeyboardInterrupt
     return None

@@ -1,0 +1,170 @@
+"""Prepares a micro-batch for the forward pass and gathers the loss inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from prime_rl.trainer.model import DeviceConfig
+from prime_rl.trainer.models.attention import AttentionBackend, PackedAttention, RoundedAttention
+from prime_rl.trainer.models.causal_lm import CausalLM
+from prime_rl.trainer.models.prefix_dedup import find_shared_prefixes
+from prime_rl.trainer.parallel.context_parallel import ContextShare, count_slots
+from prime_rl.trainer.parallel.pipeline_parallel import PackedInputs
+from prime_rl.trainer.parallel.tensor_parallel import vocab_part
+from prime_rl.trainer.parallel_dims import Mesh
+from rollouts.training.batching import MIN_TOKENS, MicroBatch, TensorBatch
+from rollouts.training.rl_losses import LossInputs, compute_head_logprobs, compute_head_table
+
+
+@dataclass(frozen=True)
+class ForwardInputs:
+    """A micro-batch as tensors, and the tokens that this rank computes: all, its context-parallel `share`, or the
+    deduplicated ones with the `place` of every token among them."""
+
+    batch: TensorBatch
+    pack: PackedInputs
+    share: ContextShare | None = None
+    place: Int[Tensor, " tokens"] | None = None
+
+
+def pad_micro_batch(micro: MicroBatch, mesh: Mesh, device: torch.device, num_tokens: int = 0) -> TensorBatch:
+    """Convert a micro-batch to tensors, padded to `num_tokens` and to the multiple required by context parallelism."""
+    return micro.to_tensors(device, max(num_tokens, count_tokens(micro, mesh)))
+
+
+def can_dedup_prefixes(model: CausalLM, placement: DeviceConfig, mesh: Mesh) -> bool:
+    """Whether shared prefixes can be computed once: not with cp, tp, pp or ep, with experts (which count tokens), with
+    FlashAttention (which takes full sequences), or for models whose tokens interact outside of `attend`."""
+    is_whole = mesh.cp.size == mesh.tp.size == mesh.pp.size == mesh.ep.size == 1
+    return is_whole and model.mixes_tokens_only_in_attend and placement.attn != "flash" and not model.config.num_experts
+
+
+def prepare_forward(
+    batch: TensorBatch,
+    placement: DeviceConfig,
+    mesh: Mesh,
+    num_real: int | None = None,
+    *,
+    share_prefixes: bool = False,
+) -> ForwardInputs:
+    """Select the tokens that this rank computes and their attention; tokens from `num_real` on are padding."""
+    num, device = len(batch.input_ids), placement.device
+    real = None if num_real in (None, num) else torch.arange(num, device=device) < (num_real or 0)
+    if mesh.cp.size == 1:
+        shared = find_shared_prefixes(batch.input_ids.tolist(), batch.lengths) if share_prefixes else None
+        attend: AttentionBackend = PackedAttention(batch.lengths, device, placement.attn, shared)
+        if placement.arithmetic != placement.dtype:
+            attend = RoundedAttention(attend, placement.dtype)
+        if shared is None:
+            return ForwardInputs(batch, PackedInputs(batch.input_ids, batch.positions, attend, real))
+        first = shared.first.to(device)
+        pack = PackedInputs(batch.input_ids[first], batch.positions[first], attend)
+        return ForwardInputs(batch, pack, place=shared.place.to(device))
+    share = ContextShare(batch, mesh.cp, mesh.dims.cp_style)
+    local = share.local_indices
+    pack = PackedInputs(
+        batch.input_ids[local],
+        batch.positions[local],
+        share.attend(placement.attn),
+        None if real is None else real[local],
+    )
+    return ForwardInputs(batch, pack, share)
+
+
+def count_tokens(micro: MicroBatch, mesh: Mesh) -> int:
+    """Number of tokens of a micro-batch after padding."""
+    num = len(micro.input_ids)
+    if mesh.cp.size > 1:
+        return count_slots(micro, mesh.cp, mesh.dims.cp_style)
+    return num if num >= MIN_TOKENS else num + MIN_TOKENS
+
+
+def gather_loss_inputs(
+    layout: ForwardInputs, hidden: Float[Tensor, "local hidden"], model: CausalLM, mesh: Mesh
+) -> LossInputs:
+    """Compute log-probs and entropies of the loss tokens only; no other token needs logits."""
+    batch, share = layout.batch, layout.share
+    chosen = batch.loss_mask.nonzero().squeeze(1)
+    student_table: Tensor | None = None
+    if share is None:
+        hidden = hidden if layout.place is None else hidden[layout.place]
+        logprobs, entropy = compute_head(hidden, chosen, batch.labels, batch.temperature, model, mesh)
+        if batch.teacher_table is not None:
+            student_table = compute_table(hidden, chosen, batch.temperature, batch.teacher_table[0], model)
+    else:
+        local = share.local_indices
+        rows = batch.loss_mask[local].nonzero().squeeze(1)
+        outputs = compute_head(hidden, rows, batch.labels[local], batch.temperature[local], model, mesh)
+        logprobs, entropy = (share.gather(scatter_rows(x, rows, len(local)))[chosen] for x in outputs)
+    return LossInputs(
+        trainer_logprobs=logprobs,
+        inference_logprobs=batch.inference_logprobs[chosen],
+        advantages=batch.advantages[chosen],
+        loss_mask=batch.loss_mask[chosen],
+        sequence=batch.sequence[chosen],
+        teacher_logprobs=None if batch.teacher_logprobs is None else batch.teacher_logprobs[chosen],
+        entropy=entropy,
+        num_sequences=len(batch.lengths),
+        has_teacher=None if batch.has_teacher is None else batch.has_teacher[chosen],
+        is_reference=None if batch.is_reference is None else batch.is_reference[chosen],
+        student_table=student_table,
+        teacher_table=None if batch.teacher_table is None else batch.teacher_table[1],
+        has_tail=batch.teacher_table is not None and batch.teacher_table[0] is not None,
+    )
+
+
+def compute_head(
+    hidden: Float[Tensor, "local hidden"],
+    rows: Int[Tensor, " rows"],
+    labels: Int[Tensor, " local"],
+    temperature: Float[Tensor, " local"],
+    model: CausalLM,
+    mesh: Mesh,
+) -> tuple[Float[Tensor, " rows"], Float[Tensor, " rows"]]:
+    """Log-probs of the labels, and entropies, at `rows` of the hidden states."""
+    padded = _pad_row_indices(rows)
+    part = vocab_part(model.config.vocab_size, mesh.tp) if mesh.tp.size > 1 else None
+    logprobs, entropy = compute_head_logprobs(
+        hidden[padded],
+        model.lm_head.weight,
+        labels[padded],
+        temperature[padded],
+        cap=model.config.logit_cap,
+        part=part,
+    )
+    return logprobs[: len(rows)], entropy[: len(rows)]
+
+
+def compute_table(
+    hidden: Float[Tensor, "local hidden"],
+    rows: Int[Tensor, " rows"],
+    temperature: Float[Tensor, " local"],
+    ids: Int[Tensor, "rows k"] | None,
+    model: CausalLM,
+) -> Float[Tensor, "rows outcomes"]:
+    """Log-probs of the tokens `ids` and of the remainder, or of all tokens, at `rows` of the hidden states."""
+    padded = _pad_row_indices(rows)
+    table = compute_head_table(hidden[padded], model.lm_head.weight, temperature[padded], _pad_ids(ids, padded))
+    return table[: len(rows)]
+
+
+def _pad_row_indices(rows: Int[Tensor, " rows"]) -> Int[Tensor, " padded"]:
+    """Pad to MIN_TOKENS rows: smaller matrix products round differently (see `attention.min_rows`)."""
+    return rows if len(rows) >= MIN_TOKENS else torch.cat((rows, rows.new_zeros(MIN_TOKENS)))
+
+
+def _pad_ids(ids: Int[Tensor, "chosen k"] | None, rows: Int[Tensor, " rows"]) -> Int[Tensor, "rows k"] | None:
+    """The ids of each row; padding rows repeat the last ones."""
+    if ids is None or len(ids) == len(rows):
+        return ids
+    last = ids[-1:] if len(ids) else torch.arange(ids.shape[1], device=ids.device)[None]
+    return torch.cat((ids, last.expand(len(rows) - len(ids), -1)))
+
+
+def scatter_rows(values: Float[Tensor, " rows"], rows: Int[Tensor, " rows"], num: int) -> Float[Tensor, " num"]:
+    """`values` at `rows`, and zeros elsewhere."""
+    return values.new_zeros(num).index_put((rows,), values)

@@ -1,0 +1,103 @@
+"""Config of the native decoder, read from a Hugging Face `config.json`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rollouts.training.model_config import DECODER_SIZES, check_model_config
+
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "nanochat")
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Dimensions and architecture options of a decoder."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    initializer_range: float
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    dense_layers: frozenset[int] = frozenset()
+    """Layers with a dense feed-forward network in a mixture-of-experts model."""
+    logit_cap: float | None = None
+    """Logit softcapping: c tanh(logits / c)."""
+
+    @classmethod
+    def from_hf(cls, config: dict[str, Any]) -> DecoderConfig:
+        """Parse a `config.json`; `ValueError` for unsupported options."""
+        kind = config.get("model_type")
+        if kind not in MODEL_TYPES:
+            raise ValueError(
+                f"model_type {kind!r} is not supported by the native decoder, only {', '.join(MODEL_TYPES)}"
+            )
+        check_model_config(config, required=(*DECODER_SIZES, "intermediate_size"))
+        activation = "relu2" if kind == "nanochat" else "silu"
+        if config.get("hidden_act", activation) != activation:
+            raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported, only {activation!r}")
+        if config.get("use_sliding_window"):
+            raise ValueError("use_sliding_window is not supported")
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        if rope_type not in ("default", "llama3", "linear"):
+            raise ValueError(f"rope type {rope_type!r} is not supported, only default, linear and llama3")
+        heads = config["num_attention_heads"]
+        kv_heads = config.get("num_key_value_heads") or heads
+        if heads % kv_heads:
+            raise ValueError(f"num_attention_heads = {heads} must be a multiple of num_key_value_heads = {kv_heads}")
+        bias = bool(config.get("attention_bias", False))
+        return cls(
+            model_type=kind,
+            vocab_size=config["vocab_size"],
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            num_hidden_layers=config["num_hidden_layers"],
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+            rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+            rope_scaling=None if rope_type == "default" else dict(rope, rope_type=rope_type),
+            max_position_embeddings=config.get("max_position_embeddings", 32768),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            qkv_bias=kind == "qwen2" or bias,
+            out_bias=kind != "qwen2" and bias,
+            mlp_bias=bool(config.get("mlp_bias", False)),
+            qk_norm=kind in ("qwen3", "qwen3_moe"),
+            initializer_range=config.get("initializer_range", 0.02),
+            logit_cap=config.get("final_logit_softcapping"),
+            **(_read_experts(config) if kind == "qwen3_moe" else {}),
+        )
+
+
+def _read_experts(config: dict[str, Any]) -> dict[str, Any]:
+    """Mixture-of-experts fields, with the defaults of transformers."""
+    num_experts = config.get("num_experts") or config.get("num_local_experts") or 128
+    sparse_step = config.get("decoder_sparse_step", 1)
+    dense_only = set(config.get("mlp_only_layers") or ())
+    dense = {i for i in range(config["num_hidden_layers"]) if i in dense_only or (i + 1) % sparse_step}
+    return {
+        "num_experts": num_experts,
+        "num_experts_per_tok": config.get("num_experts_per_tok", 8),
+        "moe_intermediate_size": config.get("moe_intermediate_size", 768),
+        "norm_topk_prob": bool(config.get("norm_topk_prob", False)),
+        "dense_layers": frozenset(dense),
+    }

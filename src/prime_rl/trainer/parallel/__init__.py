@@ -1,0 +1,1 @@
+"""Parallelism: tensor, context, pipeline and expert parallel layers, their collectives and gradients."""
