@@ -1,8 +1,7 @@
-"""Reading a LoRA adapter from its PEFT directory, checked against what its publisher says."""
+"""Loads LoRA adapters from PEFT directories and verifies them against their manifest."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,13 +14,14 @@ from prime_rl.transport.weights import (
     read_manifest,
     verify_tensors,
 )
+from rollouts.training.json_files import read_json_file
 from rollouts.training.steps import is_complete, parse_step
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 POLICY = "policy"
-"""Name of the adapter that /update_weights loads; requests for the model itself are then answered with it."""
+"""Name of the adapter loaded by /update_weights; it then serves requests for the base model name."""
 PLAIN: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "use_dora": (False, None),
@@ -33,41 +33,39 @@ PLAIN: dict[str, tuple[object, ...]] = {
     "lora_bias": (False, None),
     "target_parameters": ([], None),
 }
-"""Settings of PEFT that change what the tensors mean, with the values that leave plain LoRA."""
+"""PEFT settings that change the semantics of the tensors, with their plain-LoRA values."""
 
 
 def read_adapter(directory: Path, version: int | None = None) -> tuple[dict[str, Tensor], AdapterSpec]:
-    """Tensors and facts of an adapter; its version is the manifest's, that of `step_N`, or `version`.
+    """Load the tensors and spec of an adapter; its version is the manifest's.
 
-    `ValueError` when it is incomplete, damaged, no plain LoRA, or has no version.
+    With `version`, an adapter saved by `peft` (not published by a trainer) needs no manifest and gets that version.
+    `ValueError` if it is incomplete, corrupt, not plain LoRA, or lacks a manifest.
     """
     path = directory / ADAPTER_CONFIG_FILE
     if not path.is_file() or not (directory / ADAPTER_WEIGHTS_FILE).is_file():
-        raise ValueError(f"{directory} is no adapter: it lacks {ADAPTER_CONFIG_FILE} or {ADAPTER_WEIGHTS_FILE}")
-    config = json.loads(path.read_text(encoding="utf-8"))
+        raise ValueError(f"{directory} is not an adapter: {ADAPTER_CONFIG_FILE} or {ADAPTER_WEIGHTS_FILE} is missing")
+    config = read_json_file(path)
     tensors = _read_file(directory / ADAPTER_WEIGHTS_FILE)
-    step = parse_step(directory.name)
-    if (directory / MANIFEST_FILE).is_file():
-        if not is_complete(directory):
-            raise ValueError(f"{directory} is not complete: it has no STABLE marker")
+    is_published = is_complete(directory) or parse_step(directory.name) is not None
+    if version is None or is_published or (directory / MANIFEST_FILE).is_file():
         manifest = read_manifest(directory)
+        if not is_complete(directory):
+            raise ValueError(f"{directory} is incomplete: it has no STABLE marker")
         verify_tensors(tensors, manifest)
-        step = manifest.step
-    found = step if step is not None else version
-    if found is None:
-        raise ValueError(f"{directory} has no version: name it step_N or give it a {MANIFEST_FILE}")
-    return tensors, build_spec(config, found, str(path))
+        version = manifest.step
+    return tensors, build_spec(config, version, str(path))
 
 
 def build_spec(config: Mapping[str, Any], version: int, source: str) -> AdapterSpec:
-    """The facts of PEFT's `config` that count when serving. `ValueError` naming `source` when it is no plain LoRA."""
+    """Extract rank and scaling from PEFT's `config`. `ValueError` naming `source` if it is not plain LoRA."""
     for key, values in PLAIN.items():
         if key in config and config[key] not in values:
-            raise ValueError(f"{source}: {key} = {config[key]!r} is not plain LoRA, which is all that can be served")
+            raise ValueError(f"{source}: {key} = {config[key]!r} is not plain LoRA, the only supported kind")
     rank = int(config["r"])
     alpha = float(config.get("lora_alpha", rank))
     if config.get("use_rslora"):
-        alpha *= rank**0.5  # scale alpha / sqrt(rank), told as alpha / rank
+        alpha *= rank**0.5  # rsLoRA scale alpha / sqrt(rank), expressed as alpha / rank
     return AdapterSpec(rank=rank, alpha=alpha, version=version)
 
 

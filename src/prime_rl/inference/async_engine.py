@@ -1,44 +1,61 @@
-"""The engine as coroutines see it: answers to await, streams to iterate, and requests dropped with their client."""
+"""Asyncio interface to an engine: awaitable completions, streams, and cancellation on client disconnect."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from prime_rl.inference.engine import BusyClock, Engine, EngineThread, Event, GenerationRequest, IntervalLog, Output
+from prime_rl.inference.engine import (
+    BusyIntervalLogger,
+    EngineThread,
+    Event,
+    GenerationEngine,
+    GenerationRequest,
+    IntervalLog,
+    Output,
+)
 
 T = TypeVar("T")
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Listener = Callable[[Event | BaseException], None]
+MAX_BACKLOG = 2**18
+"""Maximum number of buffered log-probs per stream, about 25 MB."""
 
 
 class ClientGone(Exception):
-    """The client has left before its answer was ready."""
+    """The client disconnected before its response was ready."""
 
 
 class EngineBusy(Exception):
-    """As many requests wait as may; the client should come back in a moment."""
+    """The request queue is full; the client should retry."""
+
+
+class ReaderTooSlow(Exception):
+    """The client reads a stream so slowly that its buffer is full."""
 
 
 class EngineFailed(RuntimeError):
-    """The engine stopped with an error; nothing will be answered any more."""
+    """The engine stopped with an error and accepts no more requests."""
 
 
 class AsyncEngine:
     """One engine in its thread, used from one event loop (the one that calls `start`)."""
 
-    def __init__(self, engine: Engine, log: IntervalLog | None = None, max_requests: int | None = None) -> None:
-        self.engine = engine  # only attributes that are plain numbers may be read here
+    def __init__(
+        self, engine: GenerationEngine, log: IntervalLog | None = None, max_requests: int | None = None
+    ) -> None:
+        self.engine = engine  # owned by the engine thread: only plain numeric attributes may be read here
         self.max_requests = max_requests
         self.error: BaseException | None = None
         self.on_failure: Callable[[], None] = lambda: None
-        self._thread = EngineThread(engine, self._hear, self._fail, BusyClock(log))
+        self._thread = EngineThread(engine, self._on_events, self._fail, BusyIntervalLogger(log))
         self._listeners: dict[GenerationRequest, Listener] = {}
 
     def start(self) -> None:
-        """Start the thread; call it inside the event loop."""
+        """Start the thread; call inside the event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
@@ -46,53 +63,53 @@ class AsyncEngine:
         """Stop the thread."""
         self._thread.close()
 
-    async def call(self, function: Callable[[Engine], T]) -> T:
+    async def call(self, function: Callable[[GenerationEngine], T]) -> T:
         """Run `function` on the engine between two of its steps."""
         self._check()
         return await asyncio.wrap_future(self._thread.call(function))
 
     @property
     def num_requests(self) -> int:
-        """Requests that are not answered yet."""
+        """Number of unfinished requests."""
         return len(self._listeners)
 
     @property
     def paused(self) -> bool:
-        """True while no token is drawn."""
+        """Whether generation is paused."""
         return self._thread.paused
 
     async def pause(self, abort: bool = False) -> None:
-        """Draw nothing until `resume`; running requests keep their place, or end at once with `abort`."""
+        """Pause generation until `resume`; running requests are kept, or aborted with `abort`."""
         self._check()
         await asyncio.wrap_future(self._thread.pause(abort))
 
     async def resume(self) -> None:
-        """Go on after `pause`."""
+        """Resume after `pause`."""
         self._check()
         await asyncio.wrap_future(self._thread.resume())
 
     def check(self, requests: list[GenerationRequest]) -> None:
-        """Before anything is answered: `ValueError` for what the engine cannot do, `EngineBusy` when it is full.
+        """Validate before responding: `ValueError` for unsupported requests, `EngineBusy` if the queue is full.
 
-        Of several streams that pass at the same time, `stream` and `batches` still refuse the last ones so.
+        `stream` and `batches` check the queue again, since concurrent requests may have filled it.
         """
         for request in requests:
             self.engine.check(request)
-        self._check_room(len(requests))
+        self._check_capacity(len(requests))
 
-    def _check_room(self, num_requests: int) -> None:
+    def _check_capacity(self, num_requests: int) -> None:
         if self.max_requests is not None and len(self._listeners) + num_requests > self.max_requests:
-            raise EngineBusy(f"{len(self._listeners)} requests are running or waiting: try again in a moment")
+            raise EngineBusy(f"{len(self._listeners)} requests are running or queued: try again")
 
     async def generate(self, requests: list[GenerationRequest], receive: Receive | None = None) -> list[Output]:
-        """The outputs of `requests`, in their order.
+        """Return the outputs of `requests`, in order.
 
-        With `receive` (of ASGI) the client is watched: when it goes, its requests are cancelled, `ClientGone` raised.
+        With ASGI's `receive`, a client disconnect cancels the requests and raises `ClientGone`.
         """
         done: asyncio.Future[None] = self._loop.create_future()
         outputs: dict[GenerationRequest, Output] = {}
 
-        def hear(event: Event | BaseException) -> None:
+        def on_event(event: Event | BaseException) -> None:
             if done.done():
                 return
             if isinstance(event, BaseException):
@@ -102,9 +119,9 @@ class AsyncEngine:
                 if len(outputs) == len(requests):
                     done.set_result(None)
 
-        watcher = None if receive is None else self._loop.create_task(_wait_gone(receive, done))
+        watcher = None if receive is None else self._loop.create_task(_wait_for_disconnect(receive, done))
         try:
-            self._submit(requests, hear)
+            self._submit(requests, on_event)
             await done
         finally:
             if watcher is not None:
@@ -113,49 +130,62 @@ class AsyncEngine:
         return [outputs[request] for request in requests]
 
     async def stream(self, requests: list[GenerationRequest]) -> AsyncIterator[Event]:
-        """Events of `requests` as they come, until each has ended; leaving the loop early cancels the rest."""
+        """Yield the events of `requests` until all have finished; leaving the loop early cancels the rest."""
         async with aclosing(self.batches(requests)) as batches:
             async for events in batches:
                 for event in events:
                     yield event
 
     async def batches(self, requests: list[GenerationRequest]) -> AsyncGenerator[list[Event]]:
-        """The same, those that are there together: what a step of the engine drew."""
+        """Like `stream`, but yield all available events (usually those of one engine step) as a list."""
         queue: asyncio.Queue[Event | BaseException] = asyncio.Queue()
-        left = len(requests)
+        remaining = len(requests)
+        backlog: float = 0
+
+        def on_event(event: Event | BaseException) -> None:
+            nonlocal backlog
+            backlog += 0 if isinstance(event, BaseException) else _count_entries(event)
+            if backlog <= MAX_BACKLOG:
+                queue.put_nowait(event)
+            elif backlog < math.inf:
+                backlog = math.inf  # drops all further events
+                self._cancel(requests)
+                queue.put_nowait(ReaderTooSlow(f"stream buffer full ({MAX_BACKLOG} log-probs): read faster"))
+
         try:
-            self._submit(requests, queue.put_nowait)
-            while left:
+            self._submit(requests, on_event)
+            while remaining:
                 events = [await queue.get()]
                 while not queue.empty():
                     events.append(queue.get_nowait())
-                good = [event for event in events if not isinstance(event, BaseException)]
-                left -= sum(isinstance(event, Output) for event in good)
-                if good:
-                    yield good
-                if isinstance(events[-1], BaseException):  # nothing comes after a failure
+                backlog = 0 if backlog <= MAX_BACKLOG else backlog
+                received = [event for event in events if not isinstance(event, BaseException)]
+                remaining -= sum(isinstance(event, Output) for event in received)
+                if received:
+                    yield received
+                if isinstance(events[-1], BaseException):  # an error is always the last event
                     raise events[-1]
         finally:
             self._cancel(requests)
 
     def _submit(self, requests: list[GenerationRequest], listener: Listener) -> None:
         self._check()
-        self._check_room(len(requests))
+        self._check_capacity(len(requests))
         for request in requests:
             self._listeners[request] = listener
             self._thread.submit(request)
 
     def _cancel(self, requests: list[GenerationRequest]) -> None:
-        """Forget those that have not finished."""
+        """Cancel unfinished requests."""
         for request in requests:
             if self._listeners.pop(request, None) is not None and self.error is None:
                 self._thread.cancel(request)
 
     def _check(self) -> None:
         if self.error is not None:
-            raise EngineFailed(f"the engine has failed: {self.error}") from self.error
+            raise EngineFailed(f"engine failed: {self.error}") from self.error
 
-    def _hear(self, events: list[Event]) -> None:
+    def _on_events(self, events: list[Event]) -> None:
         self._loop.call_soon_threadsafe(self._dispatch, events)
 
     def _dispatch(self, events: list[Event]) -> None:
@@ -167,17 +197,24 @@ class AsyncEngine:
 
     def _fail(self, error: BaseException) -> None:
         self.error = error
-        self._loop.call_soon_threadsafe(self._tell_failure, error)
+        self._loop.call_soon_threadsafe(self._notify_failure, error)
 
-    def _tell_failure(self, error: BaseException) -> None:
+    def _notify_failure(self, error: BaseException) -> None:
         listeners, self._listeners = self._listeners, {}
         for listener in set(listeners.values()):
-            listener(EngineFailed(f"the engine has failed: {error}"))
+            listener(EngineFailed(f"engine failed: {error}"))
         self.on_failure()
 
 
-async def _wait_gone(receive: Receive, done: asyncio.Future[None]) -> None:
-    """Break off `done` when the client disconnects."""
+def _count_entries(event: Event) -> int:
+    """Number of log-probs in an event."""
+    if isinstance(event, Output):  # only its last tokens have not been streamed
+        return 0
+    return len(event.token_ids) + sum(map(len, event.top_logprobs))
+
+
+async def _wait_for_disconnect(receive: Receive, done: asyncio.Future[None]) -> None:
+    """Fail `done` with `ClientGone` when the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
     if not done.done():

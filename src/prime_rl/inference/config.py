@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from prime_rl.utils.config import DebugModelConfig, LogConfig, SamplingConfig, WeightBroadcastConfig
+from prime_rl.configuration.sections import DebugModelConfig, LogConfig, SamplingConfig, WeightBroadcastConfig
 from prime_rl.utils.pydantic_config import BaseConfig
 
 __all__ = [
@@ -23,95 +23,103 @@ __all__ = [
 
 
 class ServerConfig(BaseConfig):
-    """Where the server listens and who may talk to it."""
+    """Listen address, access control and request limits."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 lets other machines in (set api_key_var then)."""
+    """Listen address; 0.0.0.0 accepts other machines (set api_key_var then)."""
 
     port: int = Field(default=8000, ge=1, le=65535)
-    """Port to listen on."""
+    """Listen port."""
 
     api_key_var: str | None = None
-    """Environment variable that holds a key; every request must then carry it as a bearer token.
+    """Environment variable with an API key; requests must then send it as a bearer token.
 
-    Without one, routes that change the server answer this machine only."""
+    If unset, routes that change the server are limited to this machine."""
 
     max_waiting: int = Field(default=16384, ge=0)
-    """Requests that may wait for a place; one more is answered 429 with Retry-After."""
+    """Maximum number of queued requests; further ones get HTTP 429 with Retry-After."""
 
-    max_request_mb: float = Field(default=64.0, gt=0)
-    """Largest body of a request in megabytes; a larger one is answered 413 before it is read."""
+    allowed_hosts: list[str] = []
+    """Additional Host header values accepted without a key, e.g. the name of a reverse proxy."""
+
+    max_request_mb: float | None = Field(default=None, gt=0)
+    """Maximum request body in megabytes; larger ones get HTTP 413 before they are read. Unset: 1 MB plus 32 bytes per
+    token of max_model_len."""
+
+    read_timeout: float = Field(default=20.0, gt=0)
+    """Timeout in seconds for reading the request head, for its body (extended while the body arrives at 64 KB/s), and
+    for the client to accept response data; then the connection is closed."""
 
     await_weights: bool = False
-    """Answer no request until weights are loaded by a control route: a server that was started again must not speak
-    for weights that the others have left behind."""
+    """Reject requests until weights are loaded by a control route: a restarted server must not serve outdated
+    weights."""
 
     drain_timeout: float = Field(default=3.0, ge=0)
-    """Seconds that running requests get to finish when the server is told to stop."""
+    """Seconds for running requests to finish on shutdown."""
 
 
 class ModelConfig(BaseConfig):
-    """The model that is served."""
+    """The served model."""
 
     name: str = "Qwen/Qwen3-0.6B"
-    """A Hugging Face directory, a shipped model (tiny-qwen3) or a hub id."""
+    """A Hugging Face model directory, a bundled model (tiny-qwen3) or a hub id."""
 
     trust_remote_code: bool = False
-    """Allow the tokenizer's repository to bring its own code."""
+    """Allow the tokenizer repository to run its own code."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Number format of weights and cache; auto: bfloat16 on a GPU, else float32."""
+    """Data type of weights and KV cache; auto: bfloat16 on a GPU, else float32."""
 
     device: str = "auto"
-    """Where to compute, such as cpu or cuda:0; auto: a GPU when there is one."""
+    """Device, such as cpu or cuda:0; auto: a GPU if available."""
 
     max_model_len: int | None = Field(default=None, ge=2)
-    """Most tokens of prompt and completion together; unset: what the model was made for."""
+    """Maximum context length (prompt + completion) in tokens; unset: the model's maximum."""
 
     tool_call_parser: Literal["hermes", "llama"] = "hermes"
-    """How the model writes tool calls: hermes in <tool_call> tags (Qwen, Hermes), llama as bare JSON."""
+    """Tool call format: hermes for <tool_call> tags (Qwen, Hermes), llama for bare JSON."""
 
     reasoning_parser: Literal["think"] | None = None
-    """think: text between <think> tags is told as reasoning_content; unset: it stays part of the content."""
+    """think: return text between <think> tags as reasoning_content; unset: keep it in the content."""
 
     debug: DebugModelConfig = DebugModelConfig()
 
 
 class ParallelConfig(BaseConfig):
-    """Devices that share the work; more than one needs the vllm backend."""
+    """Parallelism; more than one device requires the vllm backend."""
 
     tp: int = Field(default=1, ge=1)
-    """Devices that share one copy of the model."""
+    """Tensor-parallel size: devices per model replica."""
 
     dp: int = Field(default=1, ge=1)
-    """Copies of the model."""
+    """Data-parallel size: model replicas."""
 
 
 class CacheConfig(BaseConfig):
-    """Keys and values that the embedded engine keeps."""
+    """KV cache of the embedded engine."""
 
     max_tokens: int | None = Field(default=None, ge=1)
-    """Most tokens of running requests, at least one of max_model_len; beyond it the youngest request waits and is
-    computed anew. Unset: a share of the memory that is free."""
+    """Cache size for running requests in tokens, at least max_model_len; if exceeded, the newest request is preempted
+    and recomputed. Unset: a fraction of the free memory."""
 
     max_kept_tokens: int | None = Field(default=None, ge=0)
-    """Most tokens of ended requests that are kept for those that begin alike; unset: a quarter of max_tokens."""
+    """Prefix cache size for finished requests in tokens; unset: a quarter of max_tokens."""
 
     share_prefixes: bool = True
-    """Compute what requests have in common at their beginning once."""
+    """Enable prefix caching: compute common prompt prefixes once."""
 
 
 class SGLangConfig(BaseConfig):
-    """An SGLang server that runs already, for backend = "sglang"; it must see the directories of weights."""
+    """An existing SGLang server, for backend = "sglang"; it must have access to the weight directories."""
 
     base_url: str | None = None
-    """Its address, such as http://127.0.0.1:30000."""
+    """Server address, such as http://127.0.0.1:30000."""
 
     api_key_var: str | None = None
-    """Environment variable that holds the key it was started with (its --api-key)."""
+    """Environment variable with the server's API key (its --api-key)."""
 
     timeout: float = Field(default=600.0, gt=0)
-    """Seconds to wait for it at the start, and for it to load weights."""
+    """Timeout in seconds for startup and for weight updates."""
 
 
 class InferenceConfig(BaseConfig):
@@ -123,79 +131,78 @@ class InferenceConfig(BaseConfig):
     }
 
     name: str = "inference"
-    """What the server is called in logs and metrics."""
+    """Server name in logs and metrics."""
 
     server: ServerConfig = ServerConfig()
 
     model: ModelConfig = ModelConfig()
 
     backend: Literal["auto", "embedded", "vllm", "sglang"] = "auto"
-    """The engine; embedded runs the model code of the trainer on any machine, vllm starts vLLM's own server, sglang
-    stands before an SGLang server that runs already.
+    """Inference engine: embedded runs the trainer's model code on any machine, vllm starts a vLLM server, sglang is a
+    gateway to an existing SGLang server.
 
-    auto: vllm where it is installed and there is a GPU, else embedded."""
+    auto: vllm if it is installed and there is a GPU, else embedded."""
 
     exact: bool | None = None
-    """Log-probs equal the trainer's bit for bit, and running requests are computed anew when the weights change.
+    """Log-probs are bitwise equal to the trainer's, and running requests are recomputed after a weight update.
 
-    Unset: on where a CPU computes in float32; one without a unit for bfloat16 does so for bfloat16 too. Off keeps the
-    cache of running requests over a change of the weights, and multiplies in bfloat16 where a CPU can: faster."""
+    Unset: on for float32 on a CPU, and for bfloat16 on a CPU without bfloat16 support. Off: running requests keep their
+    KV cache across weight updates, and CPUs with bfloat16 support use it; faster."""
 
     enforce_eager: bool = False
-    """On a GPU, launch every operation by itself instead of replaying recorded steps (CUDA graphs): less memory, slower
-    for small models and few requests."""
+    """Disable CUDA graphs: uses less GPU memory, but is slower for small models and small batches."""
 
     parallel: ParallelConfig = ParallelConfig()
 
     sampling: SamplingConfig = SamplingConfig()
-    """What holds for requests that do not say it themselves."""
+    """Default sampling parameters."""
 
     vllm: dict[str, Any] = {}
-    """Further options of vLLM's server by their names there, passed on unread: --vllm.enforce-eager true."""
+    """Additional vLLM server options by their vLLM names, passed through unchecked: --vllm.enforce-eager true."""
 
     sglang: SGLangConfig = SGLangConfig()
 
     max_batch_size: int = Field(default=256, ge=1)
-    """Most requests that are generated at the same time; the others wait."""
+    """Maximum number of concurrently running requests; further ones are queued."""
 
     max_prefill_tokens: int = Field(default=2048, ge=16)
-    """Most prompt tokens of one forward pass; longer prompts are computed in chunks."""
+    """Maximum prompt tokens per forward pass; longer prompts are prefilled in chunks."""
 
     max_lora_rank: int | None = Field(default=None, ge=1)
-    """Largest rank of LoRA adapters that are taken. Unset: any, but none by vLLM, which keeps room for them.
+    """Maximum LoRA rank. Unset: unlimited; with vLLM, which preallocates memory for adapters, LoRA is disabled.
 
-    `rl` sets it to that of trainer.model.lora."""
+    `rl` sets it to the rank of trainer.model.lora."""
 
     cache: CacheConfig = CacheConfig()
 
     seed: int = Field(default=0, ge=0)
-    """Seed of requests that bring none."""
+    """Base seed for requests without a seed."""
 
     weight_dirs: list[Path] = []
-    """Directories below which /update_weights may load, beside output_dir."""
+    """Directories from which /update_weights may load, in addition to output_dir."""
 
     weight_broadcast: WeightBroadcastConfig = WeightBroadcastConfig()
 
     output_dir: Path | None = None
-    """Directory of the run: its weights may be loaded, its metrics.jsonl and logs are written; unset: nothing is."""
+    """Run directory: weights may be loaded from it, metrics.jsonl and logs are written to it; unset: no files."""
 
     log: LogConfig = LogConfig()
 
     @model_validator(mode="after")
     def _check_backend(self) -> InferenceConfig:
         if self.backend == "embedded":
-            refuse_beyond_embedded(self)
+            check_embedded_options(self)
         if self.backend == "vllm":
-            refuse_beyond_vllm(self)
+            check_vllm_options(self)
         if self.backend == "sglang":
-            refuse_beyond_sglang(self)
+            check_sglang_options(self)
         elif self.sglang.base_url is not None:
             raise ValueError(f'sglang.base_url = {self.sglang.base_url!r}: set backend = "sglang", or leave it out')
         return self
 
 
-def refuse_beyond_embedded(config: InferenceConfig) -> None:
-    """`ValueError` for what only vLLM can do."""
+def check_embedded_options(config: InferenceConfig) -> None:
+    """`ValueError` for options that only vLLM supports."""
     for name in ("tp", "dp"):
         if getattr(config.parallel, name) != 1:
             raise ValueError(
@@ -206,17 +213,15 @@ def refuse_beyond_embedded(config: InferenceConfig) -> None:
         raise ValueError(f'vllm.{min(config.vllm)} is an option of vLLM: set backend = "vllm", or leave it out')
 
 
-def refuse_beyond_vllm(config: InferenceConfig) -> None:
-    """`ValueError` for what only the embedded engine can do."""
+def check_vllm_options(config: InferenceConfig) -> None:
+    """`ValueError` for options that only the embedded engine supports."""
     if config.weight_broadcast.type == "nccl":
-        raise ValueError(
-            'weight_broadcast.type = "nccl" with vLLM: its server takes weights over "gloo", or from files'
-        )
+        raise ValueError('weight_broadcast.type = "nccl" is not supported with vLLM: use "gloo" or "filesystem"')
     if config.exact:
-        raise ValueError('exact = true is what the embedded engine can do: set backend = "embedded", or leave it out')
+        raise ValueError('exact = true requires the embedded engine: set backend = "embedded", or leave it out')
     if config.model.device != "auto":
         raise ValueError(
-            f"model.device = {config.model.device!r}: vLLM takes the devices of CUDA_VISIBLE_DEVICES; leave it out"
+            f"model.device = {config.model.device!r}: vLLM uses the devices of CUDA_VISIBLE_DEVICES; leave it out"
         )
     for name, value in config.cache.model_dump(exclude_defaults=True).items():
         raise ValueError(
@@ -225,11 +230,11 @@ def refuse_beyond_vllm(config: InferenceConfig) -> None:
         )
 
 
-def refuse_beyond_sglang(config: InferenceConfig) -> None:
-    """`ValueError` for what a gateway to SGLang cannot do, or what is chosen when that server is started."""
+def check_sglang_options(config: InferenceConfig) -> None:
+    """`ValueError` for options that the SGLang gateway does not support or that are set at the SGLang server."""
     if config.sglang.base_url is None:
         raise ValueError(
-            'backend = "sglang" needs sglang.base_url, the address of an SGLang server that runs already, such as '
+            'backend = "sglang" needs sglang.base_url, the address of a running SGLang server, such as '
             "http://127.0.0.1:30000"
         )
     if not config.sglang.base_url.startswith(("http://", "https://")):
@@ -240,7 +245,7 @@ def refuse_beyond_sglang(config: InferenceConfig) -> None:
             'set "filesystem"'
         )
     if config.exact:
-        raise ValueError('exact = true is what the embedded engine can do: set backend = "embedded", or leave it out')
+        raise ValueError('exact = true requires the embedded engine: set backend = "embedded", or leave it out')
     theirs = {
         "model.device": config.model.device != "auto",
         "model.dtype": config.model.dtype != "auto",
@@ -253,4 +258,4 @@ def refuse_beyond_sglang(config: InferenceConfig) -> None:
     }
     for name, given in theirs.items():
         if given:
-            raise ValueError(f"{name} with SGLang: it is decided where that server is started, leave it out here")
+            raise ValueError(f"{name} with SGLang: set it on the SGLang server, leave it out here")

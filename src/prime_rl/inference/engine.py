@@ -1,4 +1,4 @@
-"""What the server says to an engine and hears from it, and the thread in which an engine lives."""
+"""The engine interface (requests, outputs, protocol) and the thread that runs an engine."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from typing import Any, Literal, Protocol, TypeVar
 T = TypeVar("T")
 FinishReason = Literal["stop", "length", "abort", "error"]
 TopLogprobs = list[tuple[int, float]]
-"""The most likely tokens of one position with their log-probs, most likely first."""
+"""The most likely tokens of one position with their log-probs, in descending order."""
 
 FULL = -1
-"""`prompt_logprobs = FULL` asks for the whole distribution of every position; for callers in the same process."""
+"""`prompt_logprobs = FULL` returns the full distribution of every position; for callers in the same process."""
 
 IDLE_GAP_S = 0.02
-"""Steps closer than this are one busy interval."""
+"""Steps closer than this form one busy interval."""
 MAX_INTERVAL_S = 1.0
-"""A busy interval is reported at least this often, so that a watcher sees a long one grow."""
+"""Maximum length of a reported busy interval; longer ones are split, so that monitors see progress."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one completion is drawn; the defaults draw from the model's own distribution.
+    """Sampling parameters of one completion; the defaults sample from the model's unmodified distribution.
 
-    `prompt_logprobs` (None: not wanted) also scores the prompt: the log-prob of every prompt token, beside the k most
-    likely tokens and the probability of all others; `prompt_temperature` is that of the scoring distribution, so that
-    a teacher can be asked at the student's temperature. Tokens before `prompt_start` are not scored, so that what they
-    have in common with other prompts is computed once. `max_tokens = 0` is allowed with it: score, draw nothing.
+    `prompt_logprobs = k` (None: off) also scores the prompt: the log-prob of every prompt token, the k most likely
+    tokens and the probability mass of all others, at `prompt_temperature` (so that a teacher can be scored at the
+    student's temperature). Tokens before `prompt_start` are not scored and can come from the prefix cache. With
+    `prompt_logprobs`, `max_tokens = 0` scores without sampling.
     """
 
     max_tokens: int
@@ -58,9 +58,9 @@ class SamplingParams:
 
 @dataclass(frozen=True, eq=False)
 class GenerationRequest:
-    """One prompt and one completion to be drawn; `stream` asks for every token as it comes.
+    """One prompt and one completion to sample; `stream` returns every token as it is sampled.
 
-    `adapter` names a LoRA adapter that was given to `Engine.load_adapter`; None is the model itself.
+    `adapter` names a LoRA adapter loaded by `GenerationEngine.load_adapter`; None selects the base model.
     """
 
     prompt: list[int]
@@ -71,10 +71,10 @@ class GenerationRequest:
 
 @dataclass(frozen=True, eq=False)
 class PromptLogprobs:
-    """How likely a prompt was: one entry per prompt token from `prompt_start` on; nothing predicts the first.
+    """Prompt scores: one entry per prompt token from `prompt_start` on (the first token has no prediction).
 
-    `tail_mass[i]` is the probability of everything outside `top_logprobs[i]`. `full` is `[scored, vocab]` when
-    `FULL` was asked for (a tensor of the engine), else None.
+    `tail_mass[i]` is the probability mass outside `top_logprobs[i]`. `full` is a tensor `[scored, vocab]` if `FULL`
+    was requested, else None.
     """
 
     logprobs: list[float]
@@ -84,8 +84,8 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True, eq=False)
-class Progress:
-    """New tokens of a streaming request; `start` counts the completion tokens before them."""
+class StreamUpdate:
+    """New tokens of a streaming request; `start` is the number of completion tokens before them."""
 
     request: GenerationRequest
     start: int
@@ -96,11 +96,11 @@ class Progress:
 
 @dataclass(frozen=True, eq=False)
 class Output:
-    """A finished completion: `logprobs` under the distribution each token was drawn from.
+    """A finished completion; `logprobs` are under the distribution each token was sampled from.
 
-    `versions` are spans `(start, version)`: from completion token `start` on, the weights were those of `version`.
-    `text` is set where stop strings were watched; it ends before the stop string. `num_cached` prompt tokens were
-    found in the cache and not computed.
+    `versions` are spans `(start, version)`: tokens from `start` on were sampled with the weights of `version`.
+    `text` is set if the request has stop strings; it ends before the stop string. `num_cached` is the number of
+    prompt tokens read from the prefix cache.
     """
 
     request: GenerationRequest
@@ -115,11 +115,11 @@ class Output:
     num_cached: int = 0
 
 
-Event = Progress | Output
+Event = StreamUpdate | Output
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """The seed of choice `index` of a request: its own for the first, independent ones for the others (SplitMix64)."""
+    """Seed of choice `index`: the request's seed for the first, independent seeds for the others (SplitMix64)."""
     mask = (1 << 64) - 1
     if index == 0:
         return seed & mask
@@ -131,7 +131,7 @@ def derive_seed(seed: int, index: int) -> int:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counters since the start, and the queue now."""
+    """Counters since the start, and current queue lengths."""
 
     running: int = 0
     waiting: int = 0
@@ -142,121 +142,121 @@ class EngineStats:
     steps: int = 0
     preempted: int = 0
     cached_tokens: int = 0
-    """Tokens whose keys and values are held now."""
+    """Tokens whose keys and values are cached now."""
     kept_tokens: int = 0
-    """Those of them that ended requests have left."""
+    """Cached tokens of finished requests."""
     cache_size: int = 0
-    """Tokens that could be held."""
+    """Cache capacity in tokens."""
 
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """What a LoRA adapter says about itself (PEFT's `adapter_config.json`)."""
+    """Rank and scaling of a LoRA adapter (PEFT's `adapter_config.json`)."""
 
     rank: int
     alpha: float
     version: int = 0
-    """The policy version that answers drawn with it report."""
+    """Policy version reported in its responses."""
 
 
-class EngineAway(ValueError):
-    """What draws the tokens cannot be reached; it may come back."""
+class EngineUnavailable(ValueError):
+    """The generation backend is unreachable; it may recover."""
 
 
-class InProcess:
-    """What an engine that draws in its own `step` has nothing to do for: whoever calls `step` sees to it."""
+class InProcessEngineMixin:
+    """No-op lifecycle hooks of engines that sample in `step`; the caller of `step` controls them."""
 
     problem: str | None = None
 
     def start(self, wake: Callable[[], None]) -> None:
-        """It is called before the first step."""
+        """Called before the first step."""
 
     def pause(self) -> None:
-        """No step is called any more."""
+        """Called when stepping stops."""
 
     def resume(self) -> None:
-        """Steps are called again."""
+        """Called when stepping resumes."""
 
     def close(self) -> None:
         """No step will follow."""
 
 
-class Engine(Protocol):
-    """A synchronous engine; one thread owns it and calls `step` while there is work."""
+class GenerationEngine(Protocol):
+    """A synchronous engine, owned by one thread that calls `step` while there is work."""
 
     max_model_len: int
     problem: str | None
-    """Why no token is drawn now, in a sentence; None: all is well."""
+    """Why generation is stalled; None if the engine is healthy."""
 
     @property
     def version(self) -> int:
-        """Of the weights that are held."""
+        """Version of the loaded weights."""
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below this."""
+        """Vocabulary size; token ids are below it."""
 
     @property
     def max_score_len(self) -> int:
-        """Most tokens of a sequence that is only scored."""
+        """Maximum length of a sequence that is only scored, in tokens."""
 
     def check(self, request: GenerationRequest) -> None:
-        """`ValueError` in the user's words when the engine cannot do what is asked; any thread may call it."""
+        """Raise `ValueError` for an unsupported request; thread-safe."""
 
     def add(self, request: GenerationRequest) -> None:
-        """Queue a request; `ValueError` as `check`."""
+        """Queue a request; raises as `check`."""
 
     def cancel(self, request: GenerationRequest) -> None:
-        """Forget a request; nothing happens when it has finished."""
+        """Cancel a request; no effect if it has finished."""
 
     def has_work(self) -> bool:
-        """True while a request is queued or running."""
+        """Whether a request is queued or running."""
 
     def step(self) -> list[Event]:
-        """One forward pass: a chunk of prompts or one token of every running sequence."""
+        """Run one forward pass: a chunk of prompts, or one token for every running sequence."""
 
     def load_weights(self, weights: Any, version: int, /) -> dict[str, str]:
-        """Replace the weights between two steps, by what the `WeightSource` of this engine read; returns the digest of
-        every tensor now held."""
+        """Replace the weights between two steps by those read by the `WeightSource`; returns the digest of every
+        loaded tensor."""
 
     def load_adapter(self, name: str, weights: Any, spec: AdapterSpec, /) -> dict[str, str]:
-        """Add or replace a LoRA adapter, as read by the `WeightSource`; returns the digest of every tensor now held."""
+        """Add or replace a LoRA adapter read by the `WeightSource`; returns the digest of every loaded tensor."""
 
     def remove_adapter(self, name: str) -> None:
-        """Drop an adapter and abort its requests; `ValueError` when there is none of this name."""
+        """Unload an adapter and abort its requests; `ValueError` if it is not loaded."""
 
     def adapters(self) -> dict[str, AdapterSpec]:
-        """The adapters that requests may name."""
+        """Loaded adapters by name."""
 
     def abort(self) -> list[Event]:
-        """Break off every request: what was drawn so far comes back with finish_reason "abort"."""
+        """Abort every request; partial completions are returned with finish_reason "abort"."""
 
     def stats(self) -> EngineStats:
         """Counters for `/metrics`."""
 
     def start(self, wake: Callable[[], None]) -> None:
-        """Get ready. An engine whose tokens are drawn elsewhere calls `wake`, in any thread, when it has work."""
+        """Start. A remote engine calls `wake`, from any thread, when it has work."""
 
     def pause(self) -> None:
-        """Draw nothing until `resume`; no step is called meanwhile."""
+        """Stop generation until `resume`; `step` is not called in between."""
 
     def resume(self) -> None:
-        """Draw again."""
+        """Resume generation."""
 
     def close(self) -> None:
-        """Let go of everything; no step will follow."""
+        """Release all resources; `step` is not called afterwards."""
 
 
 class IntervalLog(Protocol):
-    """Where busy intervals are written (the monitor of a run)."""
+    """Sink of busy intervals (the monitor of a run)."""
 
     def log_timeline(self, what: str, start: float, end: float, step: int) -> None:
-        """Append one interval in unix seconds."""
+        """Append one interval (Unix seconds)."""
 
 
 @dataclass
-class BusyClock:
-    """Joins engine steps into busy intervals and hands them on when they end."""
+class BusyIntervalLogger:
+    """Merges engine steps into busy intervals and logs them when they end."""
 
     log: IntervalLog | None
     start: float = 0.0
@@ -264,7 +264,7 @@ class BusyClock:
     version: int = 0
 
     def add(self, start: float, end: float, version: int) -> None:
-        """One step ran from `start` to `end` (unix seconds) under `version`."""
+        """Record a step from `start` to `end` (Unix seconds) with weights `version`."""
         if self.log is None:
             return
         if self.end and (start - self.end > IDLE_GAP_S or version != self.version or end - self.start > MAX_INTERVAL_S):
@@ -274,7 +274,7 @@ class BusyClock:
         self.end = end
 
     def flush(self) -> None:
-        """Write the interval that is open, if any."""
+        """Write the open interval, if any."""
         if self.log is not None and self.end:
             self.log.log_timeline("generate", self.start, self.end, self.version)
         self.end = 0.0
@@ -282,15 +282,15 @@ class BusyClock:
 
 @dataclass
 class EngineThread:
-    """Owns an engine in one thread that sleeps while there is nothing to do.
+    """Runs an engine in its own thread, which sleeps while there is no work.
 
-    `deliver` and `on_crash` are called in that thread; `deliver` gets all events of a step at once.
+    `deliver` and `on_crash` are called in that thread; `deliver` receives all events of a step at once.
     """
 
-    engine: Engine
+    engine: GenerationEngine
     deliver: Callable[[list[Event]], None]
     on_crash: Callable[[BaseException], None]
-    clock: BusyClock = field(default_factory=lambda: BusyClock(None))
+    clock: BusyIntervalLogger = field(default_factory=lambda: BusyIntervalLogger(None))
     _wake: threading.Condition = field(default_factory=threading.Condition)
     _inbox: deque[Callable[[], None]] = field(default_factory=deque)
     _closed: bool = False
@@ -304,15 +304,15 @@ class EngineThread:
         self._thread.start()
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request; its events arrive through `deliver`, an `error` output when the engine refuses it."""
+        """Queue a request; its events arrive through `deliver`, as an `error` output if the engine rejects it."""
         self._post(lambda: self._add(request))
 
     def cancel(self, request: GenerationRequest) -> None:
-        """Forget a request."""
+        """Cancel a request."""
         self._post(lambda: self.engine.cancel(request))
 
-    def call(self, function: Callable[[Engine], T]) -> Future[T]:
-        """Run `function` on the engine between two steps; the future holds what it returned or raised."""
+    def call(self, function: Callable[[GenerationEngine], T]) -> Future[T]:
+        """Run `function` on the engine between two steps; the future receives its result or exception."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -326,13 +326,13 @@ class EngineThread:
 
     @property
     def paused(self) -> bool:
-        """True while no step is taken."""
+        """Whether stepping is paused."""
         return self._paused
 
     def pause(self, abort: bool = False) -> Future[None]:
-        """Take no further step until `resume`; running requests keep their place, or end as aborted with `abort`."""
+        """Stop stepping until `resume`; running requests are kept, or aborted with `abort`."""
 
-        def stop(engine: Engine) -> None:
+        def stop(engine: GenerationEngine) -> None:
             self._paused = True
             if abort and (events := engine.abort()):
                 self.deliver(events)
@@ -341,16 +341,16 @@ class EngineThread:
         return self.call(stop)
 
     def resume(self) -> Future[None]:
-        """Go on after `pause`."""
+        """Resume after `pause`."""
 
-        def go(engine: Engine) -> None:
+        def go(engine: GenerationEngine) -> None:
             engine.resume()
             self._paused = False
 
         return self.call(go)
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Stop after the current step; requests that are left are dropped."""
+        """Stop after the current step; unfinished requests are dropped."""
         with self._wake:
             self._closed = True
             self._wake.notify()
@@ -365,7 +365,7 @@ class EngineThread:
     def _post(self, command: Callable[[], None]) -> None:
         with self._wake:
             if self._closed:
-                raise RuntimeError("the engine has stopped")
+                raise RuntimeError("engine stopped")
             self._inbox.append(command)
             self._wake.notify()
 
@@ -386,12 +386,12 @@ class EngineThread:
             self.clock.flush()
 
     def _serve_commands(self) -> bool:
-        """Take what was posted, waiting for it when the engine is idle; False when the thread should end."""
+        """Run posted commands, blocking while the engine is idle; False if the thread should end."""
         if not self._inbox and not self._closed and not self._has_work():
             with self._wake:
-                if not self._wake.wait_for(self._has_news, IDLE_GAP_S):
+                if not self._wake.wait_for(self._should_wake, IDLE_GAP_S):
                     self.clock.flush()
-                    self._wake.wait_for(self._has_news)
+                    self._wake.wait_for(self._should_wake)
         while self._inbox:
             self._inbox.popleft()()
         return not self._closed
@@ -405,5 +405,5 @@ class EngineThread:
     def _has_work(self) -> bool:
         return not self._paused and self.engine.has_work()
 
-    def _has_news(self) -> bool:
+    def _should_wake(self) -> bool:
         return bool(self._inbox) or self._closed or self._has_work()

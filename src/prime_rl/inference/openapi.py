@@ -1,7 +1,7 @@
-"""GET /openapi.json: the server's own description, for people, for clients, and for fuzzers that hold it to its word.
+"""GET /openapi.json: the API description, for users, client generators and fuzzers.
 
-It says of a field no more than `requests` checks: what fits the description may still be refused (a prompt that is too
-long, a model that is not served), what does not fit it is refused.
+The schemas are exactly as strict as `request_parsing`: a request that violates them is rejected; one that satisfies
+them can still be rejected (prompt too long, model not served).
 """
 
 from __future__ import annotations
@@ -11,22 +11,27 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from prime_rl.inference.requests import (
+from prime_rl.inference.request_parsing import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,
     HARMLESS,
     LARGEST,
     MAX_CHOICES,
+    MAX_NAME_LENGTH,
+    MAX_STOP_IDS,
+    MAX_STOP_LENGTH,
+    MAX_STOPS,
     MAX_TOP_LOGPROBS,
     NEUTRAL,
     SMALLEST,
     Json,
 )
-from prime_rl.inference.routes import TOKENIZE_FIELDS, Route, answer
-from prime_rl.inference.token_route import FIELDS, IGNORED_PARAMS
+from prime_rl.inference.routes.generate import FIELDS, IGNORED_PARAMS
+from prime_rl.inference.routes.openai import TOKENIZE_FIELDS, Route, answer
+from rollouts.training.datasets.chat import ROLES
 
 if TYPE_CHECKING:
-    from prime_rl.inference.service import Service
+    from prime_rl.inference.service import ServerState
 
 ANY: Json = {}
 MODEL: Json = {"$ref": "#/components/schemas/Model"}
@@ -34,7 +39,7 @@ TOKEN: Json = {"$ref": "#/components/schemas/Token"}
 
 
 def _maybe(kind: str, **limits: Any) -> Json:
-    """A value of this type, or null, which stands for its absence."""
+    """A value of this type or null, which means unset."""
     return {"type": [kind, "null"], **limits}
 
 
@@ -43,6 +48,12 @@ COUNT = {"type": "integer", "minimum": 0, "maximum": MAX_TOP_LOGPROBS}
 IDS: Json = {"type": "array", "items": TOKEN}
 PROMPT: Json = {**IDS, "minItems": 1}
 OBJECTS: Json = {"type": "array", "items": {"type": "object"}}
+STOP: Json = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
+MESSAGE: Json = {
+    "type": "object",
+    "properties": {"role": {"enum": sorted(ROLES)}},
+    "required": ["role"],
+}
 PROPERTIES: dict[str, Json] = {
     "model": MODEL,
     "max_tokens": _maybe("integer", minimum=0),
@@ -56,8 +67,8 @@ PROPERTIES: dict[str, Json] = {
     "frequency_penalty": _maybe("number", minimum=-2, maximum=2),
     "min_tokens": _maybe("integer", minimum=0),
     "seed": _maybe("integer"),
-    "stop": {"anyOf": [TEXT, {"type": "array", "items": {"type": "string"}}]},
-    "stop_token_ids": {**IDS, "type": ["array", "null"]},
+    "stop": {"anyOf": [{"type": "null"}, STOP, {"type": "array", "items": STOP, "maxItems": MAX_STOPS}]},
+    "stop_token_ids": {**IDS, "type": ["array", "null"], "maxItems": MAX_STOP_IDS},
     "ignore_eos": FLAG,
     "logit_bias": _maybe("object", additionalProperties={"type": "number", "minimum": -LARGEST, "maximum": LARGEST}),
     "n": _maybe("integer", minimum=1, maximum=MAX_CHOICES),
@@ -71,7 +82,7 @@ PROPERTIES: dict[str, Json] = {
     "return_tokens_as_token_ids": FLAG,
     "skip_special_tokens": FLAG,
     "include_stop_str_in_output": FLAG,
-    "messages": {**OBJECTS, "minItems": 1},
+    "messages": {"type": "array", "items": MESSAGE, "minItems": 1},
     "tools": {**OBJECTS, "type": ["array", "null"]},
     "tool_choice": {"enum": ["auto", "none", None]},
     "parallel_tool_calls": FLAG,
@@ -89,7 +100,7 @@ PROPERTIES: dict[str, Json] = {
     "echo": FLAG,
     "return_token_strs": FLAG,
 }
-"""What is checked about each field of a generation request."""
+"""Schema of each field of a generation request."""
 
 
 def _body(names: frozenset[str], required: list[str], more: Json | None = None) -> Json:
@@ -101,24 +112,26 @@ def _shape(properties: dict[str, Json], required: list[str]) -> Json:
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
-BESIDE: dict[str, Json] = {
+NEUTRAL_FIELDS: dict[str, Json] = {
     **dict.fromkeys(sorted(HARMLESS), ANY),
     **{name: {"enum": [*values, None]} for name, values in NEUTRAL.items() if name != "echo"},
 }
-"""Fields that are taken because they change nothing, or only with the value that changes nothing."""
+"""Fields that are accepted without effect, or only with their neutral value."""
 
 SAMPLING = _body(
     COMPLETION_FIELDS - {"model", "stream", "stream_options", "prompt", "add_special_tokens", "echo"},
     [],
-    {**BESIDE, **{name: {"enum": list(values)} for name, values in IGNORED_PARAMS.items()}},
+    {**NEUTRAL_FIELDS, **{name: {"enum": list(values)} for name, values in IGNORED_PARAMS.items()}},
 )
 TOKEN_REQUEST: dict[str, Json] = {
     **dict.fromkeys(sorted(FIELDS), ANY),
     "model": MODEL,
+    "request_id": _maybe("string", maxLength=MAX_NAME_LENGTH),
     "token_ids": PROMPT,
     "sampling_params": {**SAMPLING, "additionalProperties": ANY},
     "stream": FLAG,
-    "output_mode": {"enum": ["tokens", "text"]},
+    "output_mode": {"enum": ["tokens", "text", None]},
+    "return_token_ids": FLAG,
     "stream_options": PROPERTIES["stream_options"],
 }
 SCORE_REQUEST: dict[str, Json] = {
@@ -136,10 +149,10 @@ GROUP: dict[str, Json] = {
 VERSION: Json = {"type": "integer", "minimum": 0}
 DIRECTORY: Json = {"type": "string", "minLength": 1}
 BODIES: dict[str, Json] = {
-    "/v1/chat/completions": _body(CHAT_FIELDS - {"tokens"}, ["messages"], BESIDE),
-    "/v1/chat/completions/tokens": _body(CHAT_FIELDS, ["tokens"], BESIDE | {"messages": ANY}),
-    "/v1/chat/completions/group": _body(CHAT_FIELDS, ["messages", "seeds"], BESIDE | GROUP),
-    "/v1/completions": _body(COMPLETION_FIELDS, ["prompt"], BESIDE),
+    "/v1/chat/completions": _body(CHAT_FIELDS - {"tokens"}, ["messages"], NEUTRAL_FIELDS),
+    "/v1/chat/completions/tokens": _body(CHAT_FIELDS, ["tokens"], NEUTRAL_FIELDS | {"messages": ANY}),
+    "/v1/chat/completions/group": _body(CHAT_FIELDS, ["messages", "seeds"], NEUTRAL_FIELDS | GROUP),
+    "/v1/completions": _body(COMPLETION_FIELDS, ["prompt"], NEUTRAL_FIELDS),
     "/tokenize": _body(TOKENIZE_FIELDS, [], {"tool_choice": ANY, "prompt": ANY, "messages": ANY}),
     "/detokenize": {"type": "object", "properties": {"model": MODEL, "tokens": IDS}, "required": ["tokens"]},
     "/inference/v1/generate": _shape(TOKEN_REQUEST, ["token_ids", "sampling_params"]),
@@ -184,19 +197,21 @@ ERROR: Json = {
     },
 }
 REFUSALS = {
-    "400": "What is wrong with the request.",
+    "400": "The request is invalid.",
     "401": "The bearer token is missing or wrong.",
-    "403": "Not from this machine, or not from an allowed directory.",
+    "403": "Request from another machine or a web page, or directory not allowed.",
     "404": "No such model or adapter.",
-    "409": "Weights are not handed over in this way here.",
-    "413": "The body is larger than server.max_request_mb.",
-    "429": "As many requests wait as may (server.max_waiting): come back after Retry-After seconds.",
-    "503": "Waiting to be told its weights, the engine has failed, or the trainer does not answer.",
+    "409": "The weight broadcast type does not match, or no broadcast is set up.",
+    "408": "The body did not arrive in time (server.read_timeout).",
+    "413": "The body exceeds server.max_request_mb.",
+    "415": "The content type is not JSON.",
+    "429": "The request queue is full (server.max_waiting): retry after Retry-After seconds.",
+    "503": "Waiting for weights, the engine failed, or the trainer does not respond.",
 }
 
 
 def describe(routes: tuple[Route, ...], models: list[str], vocab: int) -> Json:
-    """The OpenAPI 3.1 description of these routes, for a server of these models with `vocab` tokens."""
+    """Build the OpenAPI 3.1 description of `routes`, for a server of `models` with `vocab` tokens."""
     paths: dict[str, Json] = {}
     for path, method, handler, access in routes:
         paths.setdefault(path, {})[method.lower()] = _describe_route(path, handler.__doc__ or path, access)
@@ -220,27 +235,27 @@ def _describe_route(path: str, summary: str, access: str) -> Json:
     if path in STREAMING:
         good["text/event-stream"] = {"schema": ANY}
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    found: Json = {
+    operation: Json = {
         "summary": summary.partition("\n")[0],
         "responses": {
-            "200": {"description": "The answer.", "content": good},
+            "200": {"description": "Success.", "content": good},
             **{status: {"description": text, "content": error} for status, text in REFUSALS.items()},
         },
     }
     if access != "open":
-        found["security"] = [{"key": []}, {}]  # the key where there is one
+        operation["security"] = [{"key": []}, {}]  # the key is optional
     if path == "/pause":
-        found["parameters"] = [MODE]
+        operation["parameters"] = [MODE]
     if path in BODIES:
-        found["requestBody"] = {"required": True, "content": {"application/json": {"schema": BODIES[path]}}}
-    return found
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": BODIES[path]}}}
+    return operation
 
 
 def openapi_route(described: tuple[Route, ...]) -> Route:
-    """The route that tells of the others."""
+    """Build the route that describes the other routes."""
 
-    async def openapi(service: Service, request: Request) -> Response:
+    async def openapi(service: ServerState, request: Request) -> Response:
         """GET /openapi.json"""
         return answer(describe(described, [*service.names, *service.named_adapters()], service.vocab))
 
-    return ("/openapi.json", "GET", openapi, "open")
+    return ("/openapi.json", "GET", openapi, "read")

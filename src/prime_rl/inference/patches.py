@@ -1,7 +1,7 @@
-"""What is wrong in vLLM itself, seen and put right from outside; each entry names the version it was found in.
+"""Workarounds for vLLM bugs, with the affected version.
 
-vLLM 0.32 on a CPU keeps packed copies of weights that its reload forgets (the output layer of models with tied
-embeddings): `unpack` reads such a copy, so that it can be compared, and `pack_again` makes it anew.
+vLLM 0.32 on a CPU keeps packed copies of weights that its reload does not update (the output layer of models with tied
+embeddings): `unpack` reads such a copy for comparison, and `repack` rebuilds it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PROBE_ROWS = 1024
 
 
 def unpack(module: Any) -> Tensor:
-    """The weight inside a packed product, read by multiplying with the identity: every sum has one term, so exactly."""
+    """Read a packed weight by multiplying with the identity; exact, since every sum has one term."""
     weight = module.weight
     width = getattr(module, "input_size_per_partition", None) or getattr(module, "input_size", None) or weight.shape[1]
     dtype = weight.dtype
@@ -28,8 +28,8 @@ def unpack(module: Any) -> Tensor:
     return torch.cat(parts).T
 
 
-def pack_again(model: nn.Module) -> None:
-    """Have vLLM pack the weights anew that it keeps beside a packed copy."""
+def repack(model: nn.Module) -> None:
+    """Make vLLM rebuild its packed weight copies."""
     modules: list[Any] = list(model.modules())
     for module in modules:
         method = getattr(module, "quant_method", None)

@@ -1,4 +1,4 @@
-"""From finished completions to the JSON of the OpenAI API, as plain dicts (no model per token, which costs most)."""
+"""Builds OpenAI API responses from finished completions, as plain dicts (pydantic models per token are too slow)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from prime_rl.inference.engine import Output, Progress, TopLogprobs
-from prime_rl.inference.messages import MessageParser
-from prime_rl.inference.requests import ApiError, Wish
-from prime_rl.inference.text import Decode, Detokenizer, TokenNames
+from prime_rl.inference.detokenizer import Decode, Detokenizer, TokenNames
+from prime_rl.inference.engine import Output, StreamUpdate, TopLogprobs
+from prime_rl.inference.request_parsing import ApiError, ParsedRequest
+from prime_rl.inference.tool_parser import MessageParser
 
 Json = dict[str, Any]
 
 
 @dataclass
 class Writer:
-    """Writes answers of one served model."""
+    """Builds the responses of one served model."""
 
     model: str
     decode: Decode
@@ -29,43 +29,43 @@ class Writer:
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def head(self, kind: str, prefix: str) -> Json:
-        """The fields every answer begins with."""
+        """Fields common to all responses."""
         number = f"{prefix}-{self._run}{next(self._numbers):x}"
         return {"id": number, "object": kind, "created": int(time.time()), "model": self.model}
 
-    def chat(self, prompt: list[int], outputs: list[Output], wish: Wish) -> Json:
-        """A `chat.completion`."""
+    def chat(self, prompt: list[int], outputs: list[Output], parsed: ParsedRequest) -> Json:
+        """Build a `chat.completion`."""
         answer = self.head("chat.completion", "chatcmpl")
-        answer["choices"] = [self._chat_choice(i, output, wish) for i, output in enumerate(outputs)]
+        answer["choices"] = [self._chat_choice(i, output, parsed) for i, output in enumerate(outputs)]
         answer["usage"] = usage(len(prompt), outputs)
-        answer.update(self.prompt_scores(prompt, outputs[0], wish))
-        if wish.token_ids:
+        answer.update(self.prompt_scores(prompt, outputs[0], parsed))
+        if parsed.token_ids:
             answer["prompt_token_ids"] = prompt
         return answer
 
-    def completion(self, prompts: list[list[int]], outputs: list[Output], wish: Wish) -> Json:
-        """A `text_completion`; `outputs` are all choices of the first prompt, then those of the next."""
+    def completion(self, prompts: list[list[int]], outputs: list[Output], parsed: ParsedRequest) -> Json:
+        """Build a `text_completion`; `outputs` are ordered by prompt, then by choice."""
         answer = self.head("text_completion", "cmpl")
         answer["choices"] = []
         for i, output in enumerate(outputs):
-            prompt = prompts[i // wish.num_choices]
-            choice = self._end(i, output, wish)
+            prompt = prompts[i // parsed.num_choices]
+            choice = self._end(i, output, parsed)
             choice["text"] = self.text(output)
-            choice["logprobs"] = self.completion_logprobs(output, wish) if wish.logprobs else None
-            if wish.echo:
-                scored = outputs[i - i % wish.num_choices]
-                self._prepend(choice, prompt, scored, wish)
-            choice.update(self.prompt_scores(prompt, output, wish))
-            if wish.token_ids:
+            choice["logprobs"] = self.completion_logprobs(output, parsed) if parsed.logprobs else None
+            if parsed.echo:
+                scored = outputs[i - i % parsed.num_choices]
+                self._prepend(choice, prompt, scored, parsed)
+            choice.update(self.prompt_scores(prompt, output, parsed))
+            if parsed.token_ids:
                 choice["prompt_token_ids"] = prompt
             answer["choices"].append(choice)
         answer["usage"] = usage(sum(map(len, prompts)), outputs)
         return answer
 
-    def prompt_scores(self, prompt: list[int], output: Output, wish: Wish) -> Json:
-        """How likely each prompt token was, in vLLM's shape; `prompt_tail_mass` is the probability outside the k."""
+    def prompt_scores(self, prompt: list[int], output: Output, parsed: ParsedRequest) -> Json:
+        """Prompt log-probs in vLLM's format; `prompt_tail_mass` is the probability outside the top k."""
         scores = output.prompt_logprobs
-        if scores is None or wish.echo:
+        if scores is None or parsed.echo:
             return {}
 
         def entry(token: int, logprob: float, rank: int | None) -> Json:
@@ -78,16 +78,16 @@ class Writer:
             rows.append(row)
         return {"prompt_logprobs": rows, "prompt_tail_mass": [None, *scores.tail_mass]}
 
-    def _prepend(self, choice: Json, prompt: list[int], scored: Output, wish: Wish) -> None:
-        """`echo`: the prompt before the completion, in the text and in its log-probs."""
+    def _prepend(self, choice: Json, prompt: list[int], scored: Output, parsed: ParsedRequest) -> None:
+        """`echo`: prepend the prompt to the text and the log-probs."""
         text = self.decode(prompt, False)
         choice["text"] = text + choice["text"]
         scores = scored.prompt_logprobs
-        if not wish.logprobs or scores is None:
+        if not parsed.logprobs or scores is None:
             return
-        part = Progress(scored.request, 0, prompt[1:], scores.logprobs, scores.top_logprobs)
-        first = f"token_id:{prompt[0]}" if wish.names_as_ids else self.names[prompt[0]][0]
-        before, after = self.completion_logprobs(part, wish, len(first)), choice["logprobs"]
+        part = StreamUpdate(scored.request, 0, prompt[1:], scores.logprobs, scores.top_logprobs)
+        first = f"token_id:{prompt[0]}" if parsed.names_as_ids else self.names[prompt[0]][0]
+        before, after = self.completion_logprobs(part, parsed, len(first)), choice["logprobs"]
         choice["logprobs"] = {
             "tokens": [first, *before["tokens"], *after["tokens"]],
             "token_logprobs": [None, *before["token_logprobs"], *after["token_logprobs"]],
@@ -96,7 +96,7 @@ class Writer:
         }
 
     def text(self, output: Output) -> str:
-        """What the user reads: without the token that ended the answer, up to the stop string."""
+        """The visible text: without the stop token, up to the stop string."""
         if output.text is not None:
             return output.text
         params = output.request.params
@@ -104,10 +104,10 @@ class Writer:
         return self.decode(output.token_ids[:-1] if ends else output.token_ids, params.skip_special_tokens)
 
     def chat_logprobs(
-        self, ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[TopLogprobs], wish: Wish
+        self, ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[TopLogprobs], parsed: ParsedRequest
     ) -> Json:
         """`{"content": [{"token", "logprob", "bytes", "top_logprobs"}]}`."""
-        names, as_ids = self.names, wish.names_as_ids
+        names, as_ids = self.names, parsed.names_as_ids
 
         def entry(token: int, logprob: float) -> Json:
             text, raw = names[token]
@@ -118,17 +118,17 @@ class Writer:
             item["top_logprobs"] = [entry(*pair) for pair in tops[i]] if tops else []
         return {"content": content, "refusal": None}
 
-    def completion_logprobs(self, output: Output | Progress, wish: Wish, offset: int = 0) -> Json:
+    def completion_logprobs(self, output: Output | StreamUpdate, parsed: ParsedRequest, offset: int = 0) -> Json:
         """`{"tokens", "token_logprobs", "top_logprobs", "text_offset"}`."""
 
         def name(token: int) -> str:
-            return f"token_id:{token}" if wish.names_as_ids else self.names[token][0]
+            return f"token_id:{token}" if parsed.names_as_ids else self.names[token][0]
 
         tokens = [name(token) for token in output.token_ids]
         offsets = list(itertools.accumulate((len(token) for token in tokens), initial=offset))[:-1]
         given = output.top_logprobs or [[] for _ in tokens]
         tops = [{name(token): logprob for token, logprob in top} for top in given]
-        # Clients expect the sampled token among its alternatives even when it is none of the most likely ones.
+        # Clients expect the sampled token among its alternatives even if it is not one of the most likely.
         for i, top in enumerate(tops):
             top.setdefault(tokens[i], output.logprobs[i])
         return {
@@ -138,28 +138,30 @@ class Writer:
             "text_offset": offsets,
         }
 
-    def message(self, text: str, wish: Wish) -> tuple[Json, bool]:
-        """The assistant's message, and whether it calls tools."""
-        found = self.parser.parse(text, has_tools=bool(wish.tools), opened=wish.opened)
-        message: Json = {"role": "assistant", "content": found.content}
-        if found.reasoning is not None:
-            message["reasoning_content"] = found.reasoning
-        if found.calls:
-            message["tool_calls"] = found.calls[:1] if wish.single_tool else found.calls
-        return message, bool(found.calls)
+    def message(self, text: str, parsed: ParsedRequest) -> tuple[Json, bool]:
+        """The assistant message, and whether it calls tools."""
+        result = self.parser.parse(text, has_tools=bool(parsed.tools), opened=parsed.opened)
+        message: Json = {"role": "assistant", "content": result.content}
+        if result.reasoning is not None:
+            message["reasoning_content"] = result.reasoning
+        if result.calls:
+            message["tool_calls"] = result.calls[:1] if parsed.single_tool else result.calls
+        return message, bool(result.calls)
 
-    def _chat_choice(self, index: int, output: Output, wish: Wish) -> Json:
-        choice = self._end(index, output, wish)
-        choice["message"], calls = self.message(self.text(output), wish)
+    def _chat_choice(self, index: int, output: Output, parsed: ParsedRequest) -> Json:
+        choice = self._end(index, output, parsed)
+        choice["message"], calls = self.message(self.text(output), parsed)
         if calls and output.finish_reason == "stop":
             choice["finish_reason"] = "tool_calls"
         choice["logprobs"] = (
-            self.chat_logprobs(output.token_ids, output.logprobs, output.top_logprobs, wish) if wish.logprobs else None
+            self.chat_logprobs(output.token_ids, output.logprobs, output.top_logprobs, parsed)
+            if parsed.logprobs
+            else None
         )
         return choice
 
-    def _end(self, index: int, output: Output, wish: Wish) -> Json:
-        """How a choice ended, which versions drew it, and its token ids if wanted."""
+    def _end(self, index: int, output: Output, parsed: ParsedRequest) -> Json:
+        """Finish reason, weight versions and, if requested, token ids of a choice."""
         check_output(output)
         choice: Json = {
             "index": index,
@@ -167,18 +169,18 @@ class Writer:
             "stop_reason": output.stop_reason,
             "versions": output.versions,
         }
-        if wish.token_ids:
+        if parsed.token_ids:
             choice["token_ids"] = output.token_ids
         return choice
 
 
 @dataclass
 class ChoiceStream:
-    """Writes the pieces of one streamed choice; what could still become a stop string or a tool call is held back."""
+    """Builds the chunks of one streamed choice; text that may become a stop string or a tool call is buffered."""
 
     writer: Writer
     index: int
-    wish: Wish
+    parsed: ParsedRequest
     chat: bool
     _text: str = ""
     _sent: int = 0
@@ -186,8 +188,8 @@ class ChoiceStream:
     _tokens_sent: int = 0
     _detokenizer: Detokenizer | None = None
 
-    def progress(self, event: Progress) -> Json:
-        """A piece with what `event` adds."""
+    def progress(self, event: StreamUpdate) -> Json:
+        """Build the chunk for `event`."""
         params = event.request.params
         if self._detokenizer is None:
             self._detokenizer = Detokenizer(self.writer.decode, params.skip_special_tokens)
@@ -198,17 +200,17 @@ class ChoiceStream:
         reasoning, content = "", safe
         if self.chat:
             reasoning, content = self.writer.parser.parse_open(
-                safe, has_tools=bool(self.wish.tools), opened=self.wish.opened
+                safe, has_tools=bool(self.parsed.tools), opened=self.parsed.opened
             )
         self._tokens_sent = event.start + len(event.token_ids)
         return self._piece(content, reasoning, event)
 
     def end(self, output: Output) -> Json:
-        """The last piece: the rest of the text, tool calls, and how it ended."""
+        """Build the last chunk: remaining text, tool calls and finish reason."""
         check_output(output)
         text = self.writer.text(output)
-        message, calls = self.writer.message(text, self.wish) if self.chat else ({"content": text}, False)
-        rest = Progress(
+        message, calls = self.writer.message(text, self.parsed) if self.chat else ({"content": text}, False)
+        rest = StreamUpdate(
             output.request,
             self._tokens_sent,
             output.token_ids[self._tokens_sent :],
@@ -223,8 +225,8 @@ class ChoiceStream:
         choice["stop_reason"], choice["versions"] = output.stop_reason, output.versions
         return choice
 
-    def _piece(self, content: str, reasoning: str, event: Progress) -> Json:
-        """What is new of `content` and `reasoning`, which both only grow."""
+    def _piece(self, content: str, reasoning: str, event: StreamUpdate) -> Json:
+        """Build a chunk with the unsent suffixes of `content` and `reasoning`, which only grow."""
         offset = self._sent
         choice: Json = {"index": self.index, "finish_reason": None, "logprobs": None}
         new, new_reasoning = content[self._sent :], reasoning[self._sent_reasoning :]
@@ -234,27 +236,27 @@ class ChoiceStream:
             choice["delta"] = {name: part for name, part in parts.items() if part}
         else:
             choice["text"] = new
-        if self.wish.logprobs:
+        if self.parsed.logprobs:
             choice["logprobs"] = (
-                self.writer.chat_logprobs(event.token_ids, event.logprobs, event.top_logprobs, self.wish)
+                self.writer.chat_logprobs(event.token_ids, event.logprobs, event.top_logprobs, self.parsed)
                 if self.chat
-                else self.writer.completion_logprobs(event, self.wish, offset)
+                else self.writer.completion_logprobs(event, self.parsed, offset)
             )
-        if self.wish.token_ids:
+        if self.parsed.token_ids:
             choice["token_ids"] = event.token_ids
         return choice
 
 
 def usage(num_prompt: int, outputs: list[Output]) -> Json:
-    """Token counts of an answer."""
-    drawn = sum(len(output.token_ids) for output in outputs)
-    counts: Json = {"prompt_tokens": num_prompt, "completion_tokens": drawn, "total_tokens": num_prompt + drawn}
+    """Token counts of a response."""
+    generated = sum(len(output.token_ids) for output in outputs)
+    counts: Json = {"prompt_tokens": num_prompt, "completion_tokens": generated, "total_tokens": num_prompt + generated}
     if cached := sum(output.num_cached for output in outputs):
         counts["prompt_tokens_details"] = {"cached_tokens": cached}
     return counts
 
 
 def check_output(output: Output) -> None:
-    """A completion that broke off inside the engine is an error of the server, not an answer."""
+    """Raise HTTP 500 for a completion that failed in the engine."""
     if output.finish_reason == "error":
         raise ApiError(f"generation failed: {output.stop_reason}", status=500)

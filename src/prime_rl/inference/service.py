@@ -1,59 +1,61 @@
-"""What the routes of the server share: engine, tokenizer, weights, and how they are built."""
+"""Server state shared by all routes (engine, tokenizer, weights) and its construction."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import orjson
 from loguru import logger
 
+from prime_rl.configuration.sections import BASE_MODEL
+from prime_rl.inference.access import build_hosts
 from prime_rl.inference.adapters import POLICY, build_spec
 from prime_rl.inference.async_engine import AsyncEngine
-from prime_rl.inference.broadcasting import NO_TRAINER
 from prime_rl.inference.config import InferenceConfig
-from prime_rl.inference.engine import AdapterSpec, Engine, EngineAway, derive_seed
-from prime_rl.inference.messages import THINK_OPEN, MessageParser
-from prime_rl.inference.requests import ApiError, Json, parse_tools
+from prime_rl.inference.detokenizer import Decode, TokenNames, build_decode
+from prime_rl.inference.encoding import Encoder, PromptCache
+from prime_rl.inference.engine import AdapterSpec, EngineUnavailable, GenerationEngine, derive_seed
+from prime_rl.inference.intake import Workers
+from prime_rl.inference.request_parsing import ApiError, Json, check_token_ids, parse_chat
 from prime_rl.inference.responses import Writer
-from prime_rl.inference.text import Decode, TokenNames, build_decode
-from prime_rl.transport.broadcast import Broadcast, BroadcastFailed, Received
-from prime_rl.utils.config import BASE_MODEL
-from prime_rl.utils.hang import Wait
+from prime_rl.inference.tool_parser import THINK_OPEN, MessageParser
+from prime_rl.inference.weight_receiver import NO_TRAINER
+from prime_rl.runtime.hang_watchdog import WaitStatus
+from prime_rl.runtime.tokenizer import load_tokenizer, render_pieces, resolve_model_dir
+from prime_rl.transport.broadcast import Broadcast, BroadcastFailed, ReceivedWeights
 from prime_rl.utils.monitor import Monitor, build_monitor
-from prime_rl.utils.tokenizer import load_tokenizer, render_chat, resolve_model_dir
 
 T = TypeVar("T")
-CACHED_PROMPTS = 4096
-THINK_TAIL = 8  # tokens at the end of a prompt that hold an opening tag, if there is one
+THINK_TAIL = 8  # an opening reasoning tag is looked for in this many last tokens of a prompt
 
 
 class WeightSource(Protocol):
-    """Where weights come from, in the form that the engine takes; called outside the engine's thread."""
+    """Reads weights in the engine's format; called outside the engine thread."""
 
     def read_base(self) -> tuple[Any, int]:
-        """The weights of the start."""
+        """Read the initial weights."""
 
     def read_step(self, directory: Path) -> tuple[Any, int]:
-        """Those of a published directory; `ValueError` when they cannot be trusted."""
+        """Read a published directory; `ValueError` if verification fails."""
 
     def read_adapter(self, directory: Path, version: int | None = None) -> tuple[Any, AdapterSpec]:
-        """An adapter of a directory; see `read_adapter`."""
+        """Read an adapter directory; see `read_adapter`."""
 
-    def receive_step(self, broadcast: Broadcast, step: int) -> Received:
-        """Those that a trainer sends; see `receive_weights`."""
+    def receive_step(self, broadcast: Broadcast, step: int) -> ReceivedWeights:
+        """Receive weights from the trainer; see `receive_weights`."""
 
 
 @dataclass
-class Service:
-    """What the routes share."""
+class ServerState:
+    """State shared by all routes."""
 
     config: InferenceConfig
     engine: AsyncEngine
@@ -69,51 +71,54 @@ class Service:
     num_updates: int = 0
     awaits_weights: bool = False
     broadcast: Broadcast | None = None
-    """Where a trainer sends weights from, once /init_broadcaster has told it."""
+    """Address of the sending trainer, set by /init_broadcaster."""
+    workers: Workers = field(default_factory=Workers)
     _has_policy: bool = False
     _updating: asyncio.Lock = field(default_factory=asyncio.Lock)
     _seeds: itertools.count[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
-        self._render = lru_cache(maxsize=CACHED_PROMPTS)(self._render_new)
+        self.hosts = build_hosts(self.config.server)
+        self.encoder = Encoder(self.tokenizer, self.max_model_len)
+        self._rendered = PromptCache()
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of prompt and completion."""
+        """Maximum length of prompt and completion, in tokens."""
         return self.engine.engine.max_model_len
 
     @property
     def version(self) -> int:
-        """The policy version that is served."""
+        """Policy version of the weights in service."""
         spec = self.engine.engine.adapters().get(POLICY) if self._has_policy else None
         return self.engine.engine.version if spec is None else spec.version
 
     def named_adapters(self) -> dict[str, AdapterSpec]:
-        """Adapters that requests may name as their model."""
+        """Adapters that requests can select as their model."""
         return {name: spec for name, spec in self.engine.engine.adapters().items() if name != POLICY}
 
-    def describe_wait(self) -> Wait:
-        """What the server does, for whoever asks why nothing moves."""
+    def describe_wait(self) -> WaitStatus:
+        """Summarize the current activity for hang diagnostics."""
         stats = self.engine.engine.stats()
         queues = {"running": stats.running, "waiting": stats.waiting, "open requests": self.engine.num_requests}
         if self.engine.error is not None:
-            return Wait(f"has failed: {self.engine.error}", None, None, queues)
+            return WaitStatus(f"has failed: {self.engine.error}", None, None, queues)
         if self.engine.engine.problem is not None:
-            return Wait(f"draws nothing: {self.engine.engine.problem}", None, None, queues)
+            return WaitStatus(f"is stalled: {self.engine.engine.problem}", None, None, queues)
         if self.awaits_weights:
-            return Wait("waits to be told its weights", "orchestrator", None, queues)
+            return WaitStatus("waits for its first weight update", "orchestrator", None, queues)
         if self.engine.paused:
-            return Wait("is paused: POST /resume lets it go on", None, None, queues)
+            return WaitStatus("is paused until POST /resume", None, None, queues)
         if self.engine.num_requests:
-            return Wait(f"works on {stats.running} requests, {stats.waiting} wait for a place", None, None, queues)
-        return Wait("has no request to work on", "orchestrator", None, queues)
+            return WaitStatus(f"has {stats.running} running and {stats.waiting} queued requests", None, None, queues)
+        return WaitStatus("is idle", "orchestrator", None, queues)
 
     def next_seed(self) -> int:
-        """The seed of a request that brings none."""
+        """Seed for a request without one."""
         return derive_seed(self.config.seed, 1 + next(self._seeds))
 
     def find_adapter(self, body: Json) -> str | None:
-        """The adapter that answers a request, None for the plain model; 404 for a model that is not served here."""
+        """Adapter of a request, None for the base model; 404 for a model that is not served."""
         name = body.get("model")
         if name == BASE_MODEL:
             return None
@@ -123,77 +128,78 @@ class Service:
         if isinstance(name, str) and name in adapters:
             return name
         served = ", ".join(map(repr, [self.names[0], *adapters]))
-        raise ApiError(f"model {name!r} is not served here, only {served}", status=404, param="model")
+        raise ApiError(f"model {name!r} is not served; available: {served}", status=404, param="model")
 
     def opens_reasoning(self, prompt: list[int]) -> bool:
-        """Whether the prompt ends with an opening tag, as some chat templates make it."""
+        """Whether the prompt ends with an opening reasoning tag, as some chat templates write it."""
         if not self.writer.parser.reasoning:
             return False
         return self.writer.decode(prompt[-THINK_TAIL:], False).rstrip().endswith(THINK_OPEN)
 
+    def check_prompt(self, ids: Any, name: str) -> list[int]:
+        """Validate the token ids of field `name`."""
+        return check_token_ids(ids, self.vocab, name, self.max_model_len)
+
     def render(self, body: Json) -> list[int]:
-        """The token ids of a chat; the requests of a group share one rendering."""
-        messages = body.get("messages")
-        if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
-            raise ApiError("messages must be a non-empty list of messages", param="messages")
-        asked, more = body.get("add_generation_prompt"), body.get("chat_template_kwargs") or {}
-        if not isinstance(more, dict):
-            raise ApiError("chat_template_kwargs must be an object", param="chat_template_kwargs")
-        options = [messages, parse_tools(body), asked is None or asked, more]
+        """Render a chat to token ids; cached, so that the requests of a group share one rendering. Thread-safe."""
+        options = parse_chat(body, self.max_model_len)
         try:
-            return list(self._render(orjson.dumps(options)))
+            key = hashlib.blake2b(orjson.dumps(options), digest_size=16).digest()
+            tokens = self._rendered.get(key)
+            if tokens is None:
+                tokens = self._render_new(*options)
+                self._rendered.put(key, tokens)
+            return list(tokens)
         except (ValueError, TypeError) as error:
             raise ApiError(str(error), param="messages") from error
 
-    def _render_new(self, options: bytes) -> tuple[int, ...]:
-        messages, tools, add_generation_prompt, template_options = orjson.loads(options)
-        return tuple(render_chat(self.tokenizer, messages, tools, add_generation_prompt, **template_options))
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of plain text."""
-        return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    def _render_new(
+        self, messages: list[Json], tools: list[Json] | None, add_generation_prompt: bool, template_options: Json
+    ) -> list[int]:
+        chat = render_pieces(self.tokenizer, messages, tools, add_generation_prompt, **template_options)
+        return self.encoder.encode_chat(chat)
 
     async def load(self, read: Callable[[], tuple[Json, int]]) -> Json:
-        """Read weights beside the running engine, then swap them in between two of its steps."""
+        """Read weights while the engine runs, then swap them in between two steps."""
 
         return await self._update(read, lambda engine, found: self._swap_model(engine, *found))
 
     async def load_policy_adapter(self, directory: Path) -> Json:
-        """The model with this adapter becomes the policy."""
+        """Serve the base model with this adapter as the policy."""
         return await self._update(
             lambda: self.weights.read_adapter(directory), lambda engine, found: self._swap_adapter(engine, *found)
         )
 
     async def load_broadcast(self, step: int) -> Json:
-        """Receive version `step` from the trainer, a model or an adapter, and swap it in as one from a directory."""
+        """Receive version `step` (a model or an adapter) from the trainer and swap it in."""
         broadcast = self.broadcast
         if broadcast is None:
             raise ApiError(NO_TRAINER, 409, "weight_dir")
 
-        def swap(engine: Engine, found: Received) -> tuple[int, Json]:
+        def swap(engine: GenerationEngine, found: ReceivedWeights) -> tuple[int, Json]:
             if found.adapter_config is None:
                 return self._swap_model(engine, found.tensors, step)
             return self._swap_adapter(engine, found.tensors, build_spec(found.adapter_config, step, "the trainer"))
 
         return await self._update(lambda: self.weights.receive_step(broadcast, step), swap)
 
-    def _swap_model(self, engine: Engine, weights: Any, version: int) -> tuple[int, Json]:
+    def _swap_model(self, engine: GenerationEngine, weights: Any, version: int) -> tuple[int, Json]:
         digests = engine.load_weights(weights, version)
         if self._has_policy:
             engine.remove_adapter(POLICY)
             self._has_policy = False
         return version, digests
 
-    def _swap_adapter(self, engine: Engine, weights: Any, spec: AdapterSpec) -> tuple[int, Json]:
+    def _swap_adapter(self, engine: GenerationEngine, weights: Any, spec: AdapterSpec) -> tuple[int, Json]:
         self._check_rank(spec)
         digests = engine.load_adapter(POLICY, weights, spec)
         self._has_policy = True
         return spec.version, digests
 
     async def load_adapter(self, name: str, directory: Path) -> Json:
-        """Serve an adapter beside the model; one of the same name is replaced."""
+        """Serve an adapter alongside the model; replaces one of the same name."""
         if name in (POLICY, BASE_MODEL):
-            raise ApiError(f"lora_name {name!r} is taken: choose another", param="lora_name")
+            raise ApiError(f"lora_name {name!r} is reserved: choose another", param="lora_name")
         async with self._updating:
             try:
                 weights, spec = await asyncio.to_thread(self.weights.read_adapter, directory, self.version)
@@ -201,22 +207,22 @@ class Service:
                 digests = await self.engine.call(lambda engine: engine.load_adapter(name, weights, spec))
             except (ValueError, OSError) as error:
                 raise ApiError(str(error), param="lora_path") from error
-        logger.info(f"adapter {name} of {directory} in service")
+        logger.info(f"Loaded adapter {name} from {directory}")
         return {"status": "ok", "lora_name": name, "version": spec.version, "digests": digests}
 
     def _check_rank(self, spec: AdapterSpec) -> None:
-        most = self.config.max_lora_rank
-        if most is not None and spec.rank > most:
-            raise ValueError(f"the adapter has rank {spec.rank}, max_lora_rank = {most}")
+        max_rank = self.config.max_lora_rank
+        if max_rank is not None and spec.rank > max_rank:
+            raise ValueError(f"adapter rank {spec.rank} exceeds max_lora_rank = {max_rank}")
 
     async def remove_adapter(self, name: str) -> Json:
-        """Stop serving an adapter; its requests end as aborted."""
+        """Unload an adapter; its requests are aborted."""
         if name not in self.named_adapters():
             raise ApiError(f"no adapter {name!r} is loaded", status=404, param="lora_name")
         await self.engine.call(lambda engine: engine.remove_adapter(name))
         return {"status": "ok", "lora_name": name}
 
-    async def _update(self, read: Callable[[], T], swap: Callable[[Engine, T], tuple[int, Json]]) -> Json:
+    async def _update(self, read: Callable[[], T], swap: Callable[[GenerationEngine, T], tuple[int, Json]]) -> Json:
         async with self._updating:
             start = time.time()
             try:
@@ -224,13 +230,13 @@ class Service:
                 paused = time.time()
                 version, digests = await self.engine.call(lambda engine: swap(engine, found))
             except (ValueError, OSError) as error:
-                logger.warning(f"weights not loaded, version {self.version} stays in service: {error}")
-                status = 503 if isinstance(error, BroadcastFailed | EngineAway) else 400
+                logger.warning(f"Weight update failed, version {self.version} stays in service: {error}")
+                status = 503 if isinstance(error, BroadcastFailed | EngineUnavailable) else 400
                 raise ApiError(str(error), status, "weight_dir") from error
             end = time.time()
             self.num_updates += 1
             self.awaits_weights = False
-            logger.info(f"version {version} in service after {end - start:.2f} s, paused for {end - paused:.3f} s")
+            logger.info(f"Loaded weights version={version} in {end - start:.2f} s, paused {end - paused:.3f} s")
             if self.monitor is not None:
                 self.monitor.log_timeline("update_weights", paused, end, version)
                 self.monitor.log(self._metrics(end - start, end - paused), version)
@@ -249,8 +255,8 @@ class Service:
         }
 
 
-def build_service(config: InferenceConfig) -> Service:
-    """Load tokenizer and model; `ValueError` names what is wrong with the config."""
+def build_service(config: InferenceConfig) -> ServerState:
+    """Load tokenizer and model; `ValueError` for an invalid config."""
 
     api_key = _read_key(config)
     model_dir = resolve_model_dir(config.model.name)
@@ -259,7 +265,7 @@ def build_service(config: InferenceConfig) -> Service:
     engine, weights = build_engine(config, model_dir, decode)
     parser = MessageParser(config.model.tool_call_parser, config.model.reasoning_parser is not None)
     monitor = None if config.output_dir is None else build_monitor(config.output_dir, config.name)
-    return Service(
+    return ServerState(
         config=config,
         engine=AsyncEngine(engine, monitor, config.max_batch_size + config.server.max_waiting),
         tokenizer=tokenizer,
@@ -274,8 +280,8 @@ def build_service(config: InferenceConfig) -> Service:
     )
 
 
-def build_engine(config: InferenceConfig, model_dir: Path, decode: Decode) -> tuple[Engine, WeightSource]:
-    """What draws tokens, and where its weights come from. Only the embedded one imports torch and the model."""
+def build_engine(config: InferenceConfig, model_dir: Path, decode: Decode) -> tuple[GenerationEngine, WeightSource]:
+    """Build the engine and its weight source. Only the embedded one imports torch and the model."""
     if config.backend == "sglang":
         from prime_rl.inference.sglang.loading import build_gateway
 
@@ -286,7 +292,7 @@ def build_engine(config: InferenceConfig, model_dir: Path, decode: Decode) -> tu
 
 
 def sampling_defaults(config: InferenceConfig) -> Json:
-    """What `inference.sampling` says about requests, as their fields."""
+    """`inference.sampling` as default request fields."""
     given = config.sampling.model_dump(exclude_defaults=True)
     extra = given.pop("extra_body", {})
     return {name: value for name, value in {**given, **extra}.items() if value is not None}

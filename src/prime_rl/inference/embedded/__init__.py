@@ -1,1 +1,1 @@
-"""The engine that serves the very model code that is trained."""
+"""Embedded engine: serves the trainer's own model code."""

@@ -1,9 +1,9 @@
-"""The embedded engine: continuous batching with the model code of the trainer.
+"""The embedded engine: continuous batching with the trainer's model code.
 
-In exact mode the log-probs it reports are, bit for bit, those the trainer computes for the same tokens and weights
-(on a CPU), whatever was batched, shared, sent back for want of memory or computed in chunks: every matrix product has
-enough rows, keys are padded to `KEY_MULTIPLE`, and after a weight update running sequences are computed anew. Fast mode
-leaves out what only exactness needs and keeps the cache of running sequences over an update.
+In exact mode, log-probs are bitwise equal to the trainer's for the same tokens and weights (on a CPU), regardless of
+batching, prefix sharing, preemption and chunked prefill: every matrix product has a minimum number of rows, keys are
+padded to `KEY_MULTIPLE`, and running sequences are recomputed after a weight update. Fast mode skips these measures
+and keeps the cache of running sequences across updates.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from jaxtyping import Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+from prime_rl.inference.detokenizer import Decode, Detokenizer, StopStringMatcher
 from prime_rl.inference.embedded.adapters import Adapters
-from prime_rl.inference.embedded.attend import Chunk, DecodeAttention, DecodePlan, PrefillAttention
-from prime_rl.inference.embedded.cache import BLOCK, KVCache, num_columns
-from prime_rl.inference.embedded.fused import FusedPlan
-from prime_rl.inference.embedded.graphs import GraphDecoder, GraphPlan, Recorder
-from prime_rl.inference.embedded.prefix import PrefixIndex
-from prime_rl.inference.embedded.runner import Changes, Runner
-from prime_rl.inference.embedded.sampler import Sampled, build_sampling_batch, sample
+from prime_rl.inference.embedded.attention import Chunk, DecodeAttention, DecodeMetadata, PrefillAttention
+from prime_rl.inference.embedded.cuda_graphs import GraphCapturer, GraphDecodeMetadata, GraphDecoder
+from prime_rl.inference.embedded.fused_decode import FusedDecodeMetadata
+from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache, num_columns
+from prime_rl.inference.embedded.model_runner import LoraDeltas, ModelRunner
+from prime_rl.inference.embedded.prefix_cache import PrefixIndex
+from prime_rl.inference.embedded.prompt_logprobs import PromptScorer
+from prime_rl.inference.embedded.sampler import SamplerOutput, build_sampling_batch, sample
 from prime_rl.inference.embedded.scheduler import Scheduler, Sequence
-from prime_rl.inference.embedded.scoring import PromptScores
 from prime_rl.inference.engine import (
     FULL,
     AdapterSpec,
@@ -34,44 +35,45 @@ from prime_rl.inference.engine import (
     Event,
     FinishReason,
     GenerationRequest,
-    InProcess,
+    InProcessEngineMixin,
     Output,
-    Progress,
+    StreamUpdate,
     TopLogprobs,
 )
-from prime_rl.inference.text import Decode, Detokenizer, StopWatch
 from prime_rl.trainer.models.causal_lm import CausalLM, tensor_names
 from prime_rl.trainer.models.registry import fill_weights
 from prime_rl.transport.weights import digest_tensor
-from rollouts.training.native import arithmetic_dtype
+from rollouts.kernels.cpu import arithmetic_dtype
 
 MEMORY_SHARE = 4
-"""Unless told otherwise, keys and values take at most this fraction (one in ...) of the machine's memory."""
+"""By default, the KV cache takes at most 1 / MEMORY_SHARE of the memory."""
 
 
 class DecodeBatch:
-    """The running sequences as vectors, kept from step to step while nobody comes or goes."""
+    """The running sequences as vectors, reused across steps while the batch is unchanged."""
 
-    def __init__(self, running: list[Sequence], min_rows: int, device: torch.device, changes: Changes | None) -> None:
+    def __init__(
+        self, running: list[Sequence], min_rows: int, device: torch.device, changes: LoraDeltas | None
+    ) -> None:
         self.changes = changes
-        self.num, rows = len(running), max(len(running), min_rows)  # the rows beyond are unused slots
+        self.num, rows = len(running), max(len(running), min_rows)  # further rows are unused slots
         self.tokens: Int[Tensor, " rows"] = torch.zeros(rows, dtype=torch.long, device=device)
         self.positions: NDArray[np.int64] = np.zeros(rows, dtype=np.int64)
         self.tokens[: self.num] = torch.tensor([seq.tokens[-1] for seq in running], device=device)
         self.positions[: self.num] = [len(seq.tokens) - 1 for seq in running]
         self.sampling = build_sampling_batch(running, device)
-        self.plan: DecodePlan | FusedPlan | GraphPlan | None = None
+        self.plan: DecodeMetadata | FusedDecodeMetadata | GraphDecodeMetadata | None = None
 
     def advance(self, tokens: Int[Tensor, " num"]) -> None:
-        """The tokens just drawn are what the next step reads."""
+        """Set the sampled tokens as inputs of the next step."""
         # A copy, because a tensor may share the memory of the array.
         self.positions = self.positions.copy()
         self.positions[: self.num] += 1
         self.tokens[: self.num] = tokens
 
 
-class EmbeddedEngine(InProcess):
-    """Implements `prime_rl.inference.engine.Engine` over a slot cache; not thread-safe."""
+class EmbeddedEngine(InProcessEngineMixin):
+    """Implements `prime_rl.inference.engine.GenerationEngine` over a slot-based KV cache; not thread-safe."""
 
     def __init__(
         self,
@@ -87,10 +89,10 @@ class EmbeddedEngine(InProcess):
         share_prefixes: bool = True,
         exact: bool = True,
         layers_kept: int | None = None,
-        recorder: Recorder | None = None,
+        recorder: GraphCapturer | None = None,
     ) -> None:
         self.dtype = model.embedding().dtype
-        """What weights, keys and values are rounded to; they may be held and computed with in a wider format."""
+        """Precision to which weights, keys and values are rounded; storage and compute may use a wider dtype."""
         self.model = model.eval().requires_grad_(False).to(arithmetic_dtype(self.dtype, model.embedding().device))
         self.version = 0
         self.exact = exact
@@ -100,35 +102,35 @@ class EmbeddedEngine(InProcess):
         self._layers_kept = layers_kept
         weight = model.embedding()
         self._device = weight.device
-        self._runner = Runner(model, exact, self.dtype)
+        self._runner = ModelRunner(model, exact, self.dtype)
         smallest = (num_columns(self.max_model_len + 1) + self._runner.min_rows) * BLOCK  # of one sequence
-        self.max_cache_tokens = max(max_cache_tokens or self._affordable_tokens(max_running), smallest)
+        self.max_cache_tokens = max(max_cache_tokens or self._default_cache_tokens(max_running), smallest)
         self._cache = KVCache(model.config, self.dtype, weight.device, max_running, self.max_cache_tokens)
         self._graphs: GraphDecoder | None = None
         if recorder is not None and self._runner.is_static:
-            assert not exact, "a recorded step has its own last bits"
+            assert not exact, "CUDA graphs may differ in the last bits"
             self._graphs = GraphDecoder(self._runner, self._cache, recorder, self.max_model_len + 1)
         self._prefixes = PrefixIndex(self.max_cache_tokens // 4 if max_kept_tokens is None else max_kept_tokens)
         self._scheduler = Scheduler(max_running, max_prefill_tokens, self._cache, self._prefixes, share_prefixes)
         self._sequences: dict[GenerationRequest, Sequence] = {}
         self._adapters = Adapters(model)
         self._batch: DecodeBatch | None = None
-        self._ended: list[Event] = []  # told by the next step
+        self._ended: list[Event] = []  # returned by the next step
         self._counts = {"prompt_tokens": 0, "generated_tokens": 0, "finished": 0, "steps": 0}
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below this."""
+        """Vocabulary size; token ids are below it."""
         return self.model.config.vocab_size
 
     @property
     def max_score_len(self) -> int:
-        """Most tokens of a sequence that is only scored: what the model was made for, if the cache can hold it."""
-        room = (self.max_cache_tokens // BLOCK - self._runner.min_rows) * BLOCK - 1
-        return max(min(self.model.config.max_position_embeddings, room), self.max_model_len - 1)
+        """Maximum length of a scored sequence: the model's context length, if the cache is large enough."""
+        capacity = (self.max_cache_tokens // BLOCK - self._runner.min_rows) * BLOCK - 1
+        return max(min(self.model.config.max_position_embeddings, capacity), self.max_model_len - 1)
 
     def check(self, request: GenerationRequest) -> None:
-        """`ValueError` when the prompt leaves no room for a token, or when something is asked that is not offered."""
+        """`ValueError` if the prompt is too long or the request is unsupported."""
         num_prompt, params = len(request.prompt), request.params
         longest = self.max_score_len if params.max_tokens == 0 else self.max_model_len - 1
         if not 0 < num_prompt <= longest:
@@ -143,14 +145,14 @@ class EmbeddedEngine(InProcess):
             raise ValueError(f"no adapter {request.adapter!r} is loaded")
 
     def add(self, request: GenerationRequest) -> None:
-        """Queue a request; `ValueError` as `check`."""
+        """Queue a request; raises as `check`."""
         self.check(request)
         num_prompt, params = len(request.prompt), request.params
         eos = frozenset() if params.ignore_eos else self._eos_ids
         watch = None
         if params.stop and self._decode_text is not None:
             detokenizer = Detokenizer(self._decode_text, params.skip_special_tokens)
-            watch = StopWatch(detokenizer, params.stop, params.include_stop)
+            watch = StopStringMatcher(detokenizer, params.stop, params.include_stop)
         seq = Sequence(
             request=request,
             stop_ids=eos | frozenset(params.stop_token_ids),
@@ -166,7 +168,7 @@ class EmbeddedEngine(InProcess):
 
     @torch.inference_mode()
     def cancel(self, request: GenerationRequest) -> None:
-        """Forget a request; nothing happens when it has finished."""
+        """Cancel a request; no effect if it has finished."""
         seq = self._sequences.pop(request, None)
         if seq is not None:
             self._scheduler.remove(seq)
@@ -174,10 +176,10 @@ class EmbeddedEngine(InProcess):
 
     @torch.no_grad()
     def load_adapter(self, name: str, tensors: dict[str, Tensor], spec: AdapterSpec) -> dict[str, str]:
-        """Add or replace a LoRA adapter (PEFT tensor names); returns the digest of every tensor now held.
+        """Add or replace a LoRA adapter (PEFT tensor names); returns the digest of every loaded tensor.
 
-        What runs with it goes on with the new one, as after `load_weights`. `ValueError`, and nothing is changed, when
-        it does not fit.
+        Running requests continue with the new one, as after `load_weights`. `ValueError` without changes if it does
+        not fit.
         """
         digests = self._adapters.load(name, tensors, spec)
         self._batch = None
@@ -194,33 +196,33 @@ class EmbeddedEngine(InProcess):
 
     @torch.inference_mode()
     def remove_adapter(self, name: str) -> None:
-        """Drop an adapter; its requests end as aborted in the next step. `ValueError` when there is none."""
+        """Unload an adapter; its requests are aborted in the next step. `ValueError` if it is not loaded."""
         self._adapters.remove(name)
-        self._ended += self._break_off([seq for seq in self._sequences.values() if seq.request.adapter == name])
+        self._ended += self._abort_all([seq for seq in self._sequences.values() if seq.request.adapter == name])
 
     def adapters(self) -> dict[str, AdapterSpec]:
-        """The adapters that requests may name."""
+        """Loaded adapters by name."""
         return {name: served.spec for name, served in self._adapters.served.items()}
 
     @torch.inference_mode()
     def abort(self) -> list[Event]:
-        """Break off every request: what was drawn so far comes back with finish_reason "abort"."""
-        return self._break_off(list(self._sequences.values()))
+        """Abort every request; partial completions are returned with finish_reason "abort"."""
+        return self._abort_all(list(self._sequences.values()))
 
     def has_work(self) -> bool:
-        """True while a request is queued or running, or has ended unheard."""
+        """Whether a request is queued or running, or has an undelivered output."""
         return bool(self._sequences or self._ended)
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
-        """One forward pass: prompts that are not cached yet, else one token for every running sequence."""
+        """Run one forward pass: prefill if prompts are pending, else one token for every running sequence."""
         if self._ended:
             ended, self._ended = self._ended, []
             return ended
         for seq in self._scheduler.admit():
             seq.mark_version(self._version_of(seq))
             self._batch = None
-        self._make_room()
+        self._ensure_capacity()
         self._counts["steps"] += 1
         if chunks := self._scheduler.next_chunks():
             return self._prefill(chunks)
@@ -228,10 +230,10 @@ class EmbeddedEngine(InProcess):
 
     @torch.no_grad()
     def load_weights(self, tensors: dict[str, Tensor], version: int) -> dict[str, str]:
-        """Copy `tensors` into the parameters, in place; returns the digest of every tensor now held.
+        """Copy `tensors` into the parameters in place; returns the digest of every loaded tensor.
 
-        A tensor published in another dtype is digested in that dtype, so equal digests mean that nothing was lost.
-        `ValueError`, and nothing is changed, when names or shapes do not fit.
+        A tensor published in another dtype is digested in that dtype, so equal digests imply lossless loading.
+        `ValueError` without changes if names or shapes do not match.
         """
         rounded = {name: tensor.to(self.dtype) for name, tensor in tensors.items()}
         fill_weights(self.model, rounded, ignore_layers_from=self._layers_kept, source="the new weights")
@@ -257,33 +259,33 @@ class EmbeddedEngine(InProcess):
         )
 
     def _change_version(self, version: int) -> None:
-        """No key is shared across versions; in exact mode those of running sequences are computed anew."""
+        """Invalidate the prefix cache; in exact mode also recompute running sequences."""
         self.version, self._batch = version, None
         running = self._scheduler.running
         for seq in running:
             seq.mark_version(self._version_of(seq))
         if self.exact:
             self._scheduler.restart(running)
-        self._scheduler.forget_prefixes()
+        self._scheduler.clear_prefix_cache()
 
     def _version_of(self, seq: Sequence) -> int:
-        """What answers of this sequence say: the adapter's version, or that of the weights."""
+        """Version reported for this sequence: the adapter's, or that of the weights."""
         name = seq.request.adapter
         return self.version if name is None else self._adapters.served[name].spec.version
 
     def _family(self, seq: Sequence) -> Hashable:
-        """Keys are shared within a family only."""
+        """Prefix cache namespace; keys are shared only within it."""
         name = seq.request.adapter
         return None if name is None else self._adapters.served[name].family
 
-    def _break_off(self, seqs: list[Sequence]) -> list[Event]:
+    def _abort_all(self, seqs: list[Sequence]) -> list[Event]:
         outputs = [_output(seq, "abort", None, None) for seq in seqs]
         for output in outputs:
             self.cancel(output.request)
         return list(outputs)
 
-    def _affordable_tokens(self, max_running: int) -> int:
-        """How many tokens' keys and values a fraction of the machine's memory holds; never more than are needed."""
+    def _default_cache_tokens(self, max_running: int) -> int:
+        """Default cache size in tokens: a fraction of the memory, at most what `max_running` sequences need."""
         config = self.model.config
         size = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * self.dtype.itemsize
         if self._device.type == "cuda":
@@ -301,7 +303,7 @@ class EmbeddedEngine(InProcess):
         flat += flat[-1:] * padding
         length = max(chunk.start + chunk.length for _, chunk in chunks)
         names, counts = [seq.request.adapter for seq, _ in chunks], [c.length for _, c in chunks]
-        counts[-1] += padding  # the last token again, which must write the same keys
+        counts[-1] += padding  # repeats of the last token, which write the same keys
         changes = self._adapters.route(names, counts, device)
         hidden = self._runner(torch.tensor(flat, device=device), attend.positions, attend, length, changes)
         ends = np.cumsum([chunk.length for _, chunk in chunks])
@@ -323,10 +325,10 @@ class EmbeddedEngine(InProcess):
         return events + self._advance(rows, sample(logits, build_sampling_batch(rows, device), positions))
 
     def _score(self, seq: Sequence, chunk: Chunk, hidden: Tensor) -> None:
-        """Score the prompt tokens that a chunk predicts."""
+        """Score the prompt tokens predicted by a chunk."""
         params = seq.params
         if seq.scores is None:
-            seq.scores = PromptScores(params.prompt_logprobs or 0, params.prompt_temperature)
+            seq.scores = PromptScorer(params.prompt_logprobs or 0, params.prompt_temperature)
         skipped = max(params.prompt_start - 1 - chunk.start, 0)
         hidden = hidden[skipped:]
         targets = seq.tokens[chunk.start + skipped + 1 : chunk.start + chunk.length + 1]
@@ -339,19 +341,19 @@ class EmbeddedEngine(InProcess):
             seq.scores.add(hidden[: len(targets)], head, targets)
 
     def _end_scored(self, rows: list[Sequence]) -> list[Event]:
-        """Those that were to be scored only have finished."""
+        """Finish the sequences that are only scored."""
         finished = [(seq, _output(seq, "length", None, None)) for seq in rows if not seq.params.max_tokens]
         if finished:
-            self._retire(finished)
+            self._finish_sequences(finished)
         return [output for _, output in finished]
 
     def _decode(self) -> list[Event]:
         batch = self._prepare_decode()
         plan, running = batch.plan, self._scheduler.running
         assert plan is not None
-        if isinstance(plan, GraphPlan):
+        if isinstance(plan, GraphDecodeMetadata):
             logits = plan(batch.tokens[: batch.num], batch.positions[: batch.num])
-        elif isinstance(plan, FusedPlan):
+        elif isinstance(plan, FusedDecodeMetadata):
             logits = self._runner.decode(plan, batch.tokens, batch.positions)[: batch.num]
         else:
             at = torch.from_numpy(batch.positions).to(self._device)
@@ -364,18 +366,18 @@ class EmbeddedEngine(InProcess):
         batch.advance(sampled.tokens)
         return self._advance(running, sampled)
 
-    def _make_room(self) -> None:
-        """Memory for one more token of every running sequence; some may be sent back, or moved and computed anew."""
+    def _ensure_capacity(self) -> None:
+        """Reserve cache for one more token of every running sequence; may preempt sequences."""
         batch, scheduler = self._batch, self._scheduler
         if not scheduler.running or (batch is not None and batch.plan is not None and batch.plan.fits(batch.positions)):
             return
         before = scheduler.num_preempted
-        scheduler.make_room(self._runner.min_rows)
+        scheduler.ensure_capacity(self._runner.min_rows)
         if scheduler.num_preempted != before:
             self._batch = None
 
     def _prepare_decode(self) -> DecodeBatch:
-        """The batch and its plan, made anew where sequences have come, gone or grown out of it."""
+        """Return the decode batch and its metadata, rebuilt if the batch changed or outgrew them."""
         running = self._scheduler.running
         if self._batch is None:
             names = [seq.request.adapter for seq in running]
@@ -386,17 +388,17 @@ class EmbeddedEngine(InProcess):
             batch.plan = self._plan(batch)
         return batch
 
-    def _plan(self, batch: DecodeBatch) -> DecodePlan | FusedPlan | GraphPlan:
-        """How to decode the batch: by a recorded step, else by one kernel, else operation by operation."""
+    def _plan(self, batch: DecodeBatch) -> DecodeMetadata | FusedDecodeMetadata | GraphDecodeMetadata:
+        """Select the decode path: CUDA graph, else the fused kernel, else eager operations."""
         shared, plain = self._scheduler.count_shared(len(batch.positions)), batch.changes is None
         if self._graphs is not None and (plan := self._graphs.plan(batch.positions, shared, plain)) is not None:
             return plan
         if self._runner.fused is not None and plain:
-            return FusedPlan(self._cache, batch.positions, shared)
-        return DecodePlan(self._cache, batch.positions, self.model.config.num_attention_heads, self.exact, shared)
+            return FusedDecodeMetadata(self._cache, batch.positions, shared)
+        return DecodeMetadata(self._cache, batch.positions, self.model.config.num_attention_heads, self.exact, shared)
 
-    def _advance(self, rows: list[Sequence], sampled: Sampled) -> list[Event]:
-        """Append one token to every row and take out those that have finished."""
+    def _advance(self, rows: list[Sequence], sampled: SamplerOutput) -> list[Event]:
+        """Append one token to every row and finish completed sequences."""
         events: list[Event] = []
         finished: list[tuple[Sequence, Output]] = []
         tops = _top_lists(sampled)
@@ -418,10 +420,10 @@ class EmbeddedEngine(InProcess):
                 finished.append((seq, output))
             elif seq.request.stream:
                 start = seq.num_generated - 1
-                events.append(Progress(seq.request, start, [token], [logprobs[i]], [top]))
+                events.append(StreamUpdate(seq.request, start, [token], [logprobs[i]], [top]))
         self._counts["generated_tokens"] += len(rows) - len(bad)
         if finished:
-            self._retire(finished)
+            self._finish_sequences(finished)
             events += [output for _, output in finished]
         return events
 
@@ -439,8 +441,8 @@ class EmbeddedEngine(InProcess):
             reason = "length"
         return None if reason is None else _output(seq, reason, stop, text)
 
-    def _retire(self, finished: list[tuple[Sequence, Output]]) -> None:
-        # From the last slot down, so that no slot is moved that is about to be freed itself.
+    def _finish_sequences(self, finished: list[tuple[Sequence, Output]]) -> None:
+        # From the last slot down, so that no slot that is about to be freed is moved.
         for seq, output in sorted(finished, key=lambda pair: -pair[0].slot):
             if output.finish_reason == "error":
                 self._cache.clear_slot(seq.slot)
@@ -466,13 +468,13 @@ def _output(seq: Sequence, reason: FinishReason, stop: str | int | None, text: s
 
 
 def _failed(seq: Sequence) -> Output:
-    """What is left of a sequence whose log-prob is not finite: weights that overflowed, most likely."""
+    """Error output for a non-finite log-prob, usually caused by overflowed weights."""
     return _output(seq, "error", "the model's log-probs are not finite", None)
 
 
-def _top_lists(sampled: Sampled) -> list[TopLogprobs]:
+def _top_lists(sampled: SamplerOutput) -> list[TopLogprobs]:
     if sampled.top_ids is None or sampled.top_values is None:
         return []
     pairs = zip(sampled.top_ids.tolist(), sampled.top_values.tolist(), strict=True)
-    # Tokens outside the distribution that was sampled from are left out: -inf has no place in JSON.
+    # Tokens excluded from sampling are omitted: JSON has no -inf.
     return [[(i, v) for i, v in zip(ids, values, strict=True) if v > float("-inf")] for ids, values in pairs]

@@ -1,8 +1,7 @@
-"""Building the embedded engine from its config, and reading the weights it is told to serve."""
+"""Builds the embedded engine from its config, and reads weights for it."""
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,29 +11,30 @@ from torch import Tensor
 
 from prime_rl.inference.adapters import read_adapter
 from prime_rl.inference.config import InferenceConfig
+from prime_rl.inference.detokenizer import Decode
+from prime_rl.inference.embedded.cuda_graphs import build_recorder
 from prime_rl.inference.embedded.engine import EmbeddedEngine
-from prime_rl.inference.embedded.graphs import build_recorder
 from prime_rl.inference.engine import AdapterSpec
-from prime_rl.inference.text import Decode
 from prime_rl.trainer.models.causal_lm import tensor_names
-from prime_rl.trainer.models.registry import load_decoder, load_hf_config, read_tensors
-from prime_rl.transport.broadcast import Broadcast, Received, receive_weights
-from prime_rl.transport.weights import MANIFEST_FILE, read_manifest, verify_tensors
-from rollouts.training.native import arithmetic_dtype
-from rollouts.training.steps import is_complete, parse_step
+from prime_rl.trainer.models.registry import load_decoder, load_hf_config, read_files
+from prime_rl.transport.broadcast import Broadcast, ReceivedWeights, receive_weights
+from prime_rl.transport.weights import read_manifest, verify_tensors
+from rollouts.kernels.cpu import arithmetic_dtype
+from rollouts.training.json_files import read_json_file
+from rollouts.training.steps import is_complete
 
 FEW_CORES = 4
 
 
 @dataclass(frozen=True)
 class WeightReader:
-    """Reads weights without touching the engine, so that it serves on meanwhile."""
+    """Reads weights independently of the engine, which keeps serving."""
 
     config: InferenceConfig
     model_dir: Path
 
     def read_base(self) -> tuple[dict[str, Tensor], int]:
-        """The weights the server started with, as version 0."""
+        """Read the initial weights, as version 0."""
         debug = self.config.model.debug
         model = load_decoder(
             self.model_dir, random_init=debug.random_init, num_layers=debug.num_layers, seed=debug.seed
@@ -42,35 +42,29 @@ class WeightReader:
         return tensor_names(model), 0
 
     def read_step(self, directory: Path) -> tuple[dict[str, Tensor], int]:
-        """The tensors and the version of a published directory, checked against its manifest.
+        """Read tensors and version of a published directory, verified against its manifest.
 
-        `ValueError` when it is incomplete, damaged, or has no version.
+        `ValueError` if it is incomplete, corrupt, or has no manifest.
         """
         if not directory.is_dir():
             raise ValueError(f"{directory} does not exist")
         if not is_complete(directory):
-            raise ValueError(f"{directory} is not complete: it has no STABLE marker")
-        tensors = read_tensors(directory)
-        if (directory / MANIFEST_FILE).is_file():
-            manifest = read_manifest(directory)
-            verify_tensors(tensors, manifest)
-            return tensors, manifest.step
-        step = parse_step(directory.name)
-        if step is None:
-            raise ValueError(f"{directory} has no version: name it step_N or give it a {MANIFEST_FILE}")
-        return tensors, step
+            raise ValueError(f"{directory} is incomplete: it has no STABLE marker")
+        manifest, tensors = read_manifest(directory), read_files(directory)
+        verify_tensors(tensors, manifest)
+        return tensors, manifest.step
 
     def read_adapter(self, directory: Path, version: int | None = None) -> tuple[dict[str, Tensor], AdapterSpec]:
-        """The tensors and facts of a LoRA adapter; see `read_adapter`."""
+        """Read tensors and spec of a LoRA adapter; see `read_adapter`."""
         return read_adapter(directory, version)
 
-    def receive_step(self, broadcast: Broadcast, step: int) -> Received:
-        """A version as the trainer sends it, checked against its manifest."""
+    def receive_step(self, broadcast: Broadcast, step: int) -> ReceivedWeights:
+        """Receive a version from the trainer, verified against its manifest."""
         return receive_weights(broadcast, step, self.config.name, _find_device(self.config.model.device))
 
 
 def build_engine(config: InferenceConfig, model_dir: Path, decode: Decode) -> EmbeddedEngine:
-    """Load the model and wrap it; `ValueError` names the key of what does not fit."""
+    """Load the model and build the engine; `ValueError` names an invalid config key."""
     device = _find_device(config.model.device)
     dtype = _find_dtype(config.model.dtype, device)
     torch.set_num_threads(_count_threads())
@@ -83,17 +77,17 @@ def build_engine(config: InferenceConfig, model_dir: Path, decode: Decode) -> Em
         dtype=dtype,
         device=device,
     )
-    longest = model.config.max_position_embeddings
-    wanted = config.model.max_model_len
-    if wanted is not None and wanted > longest:
-        raise ValueError(f"model.max_model_len is {wanted}, but {config.model.name} was made for at most {longest}")
+    model_max_len = model.config.max_position_embeddings
+    max_len = config.model.max_model_len
+    if max_len is not None and max_len > model_max_len:
+        raise ValueError(f"model.max_model_len is {max_len}, but {config.model.name} supports at most {model_max_len}")
     can_be_exact = arithmetic_dtype(dtype, device) == torch.float32 and device.type == "cpu"
     exact = can_be_exact if config.exact is None else config.exact
     return EmbeddedEngine(
         model,
         eos_ids=load_eos_ids(model_dir),
         decode=decode,
-        max_model_len=wanted,
+        max_model_len=max_len,
         max_running=config.max_batch_size,
         max_prefill_tokens=config.max_prefill_tokens,
         max_cache_tokens=config.cache.max_tokens,
@@ -106,9 +100,9 @@ def build_engine(config: InferenceConfig, model_dir: Path, decode: Decode) -> Em
 
 
 def load_eos_ids(model_dir: Path) -> list[int]:
-    """Every token that ends an answer, by `generation_config.json` or else `config.json`."""
+    """EOS token ids from `generation_config.json` or else `config.json`."""
     path = model_dir / "generation_config.json"
-    generation = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    generation = read_json_file(path) if path.is_file() else {}
     ids = generation.get("eos_token_id", load_hf_config(model_dir).get("eos_token_id"))
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
@@ -119,9 +113,9 @@ def _find_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"model.device {name!r} is no device: use auto, cpu or cuda:0") from error
+        raise ValueError(f"model.device {name!r} is not a device: use auto, cpu or cuda:0") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"model.device is {name!r} but torch sees no GPU: use auto or cpu")
+        raise ValueError(f"model.device is {name!r} but torch finds no GPU: use auto or cpu")
     return device
 
 
@@ -132,9 +126,9 @@ def _find_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _count_threads() -> int:
-    """OMP_NUM_THREADS where it is set; else one thread on few cores, because trainer and engine share them."""
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    if asked.isdigit() and int(asked) > 0:
-        return int(asked)
+    """OMP_NUM_THREADS if set; else one thread on few cores, since trainer and engine share them."""
+    value = os.environ.get("OMP_NUM_THREADS", "")
+    if value.isdigit() and int(value) > 0:
+        return int(value)
     cores = os.cpu_count() or 1
     return 1 if cores <= FEW_CORES else cores // 2

@@ -1,7 +1,7 @@
-"""Sampling: from logits to tokens, with the log-probs of the distribution that was really sampled from.
+"""Sampling: from logits to tokens, with log-probs of the distribution that was actually sampled from.
 
-The noise of a token is one uniform number, a hash of (request seed, position of the token in its sequence). So what a
-request draws does not depend on which requests are computed beside it.
+The noise of a token is one uniform number, a hash of (request seed, position in the sequence), so the samples of a
+request do not depend on the other requests in the batch.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from rollouts.training.sampling import invert_cdf, uniform
 _MASK64 = (1 << 64) - 1
 
 
-class Drawn(Protocol):
-    """What the sampler needs to know of a sequence."""
+class HasSamplingState(Protocol):
+    """The state of a sequence that the sampler uses."""
 
     tokens: list[int]
     num_prompt: int
@@ -37,19 +37,19 @@ class Drawn(Protocol):
 class SamplingBatch:
     """The sampling settings of a batch as vectors over its rows; valid as long as the rows stay the same."""
 
-    rows: Rows[Drawn]
-    temperature: Float[Tensor, "rows 1"]  # 1 where greedy: the log-prob is then that of the untempered distribution
-    greedy: Bool[Tensor, " rows"] | None  # None: no row is
+    rows: Rows[HasSamplingState]
+    temperature: Float[Tensor, "rows 1"]  # 1 for greedy rows, whose log-prob is that at temperature 1
+    greedy: Bool[Tensor, " rows"] | None  # None if no row is greedy
     seeds: NDArray[np.uint64]
     adjusted: list[int]  # rows with a bias or a penalty, applied before the temperature
-    held: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]  # row, end token, position it is held back to
-    filtered: list[int]  # rows drawn from a part of the vocabulary
+    blocked: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]  # row, token, first allowed position
+    filtered: list[int]  # rows with top_p, top_k or min_p
     top_logprobs: int
 
 
 @dataclass(frozen=True)
-class Sampled:
-    """One token per row, its log-prob, and the most likely tokens where a row asked for them."""
+class SamplerOutput:
+    """One token per row, its log-prob, and the top tokens if requested."""
 
     tokens: Int[Tensor, " rows"]
     logprobs: Float[Tensor, " rows"]
@@ -57,18 +57,18 @@ class Sampled:
     top_values: Float[Tensor, "rows top"] | None
 
 
-def build_sampling_batch(rows: Rows[Drawn], device: torch.device) -> SamplingBatch:
-    """Gather the settings of `rows`."""
+def build_sampling_batch(rows: Rows[HasSamplingState], device: torch.device) -> SamplingBatch:
+    """Collect the sampling settings of `rows`."""
     params = [row.params for row in rows]
-    heat = torch.tensor([p.temperature for p in params], dtype=torch.float32)
-    cold = heat == 0
+    temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float32)
+    is_greedy = temperatures == 0
     return SamplingBatch(
         rows=rows,
-        temperature=torch.where(cold, 1.0, heat)[:, None].to(device),
-        greedy=cold.to(device) if bool(cold.any()) else None,
+        temperature=torch.where(is_greedy, 1.0, temperatures)[:, None].to(device),
+        greedy=is_greedy.to(device) if bool(is_greedy.any()) else None,
         seeds=np.array([p.seed & _MASK64 for p in params], dtype=np.uint64),
         adjusted=[i for i, p in enumerate(params) if _adjusts(p)],
-        held=_build_held(rows),
+        blocked=_build_blocked(rows),
         filtered=[i for i, p in enumerate(params) if p.temperature and (p.top_p < 1 or p.top_k > 0 or p.min_p > 0)],
         top_logprobs=max((p.top_logprobs for p in params), default=0),
     )
@@ -78,8 +78,8 @@ def _adjusts(p: SamplingParams) -> bool:
     return bool(p.repetition_penalty != 1 or p.logit_bias or p.presence_penalty or p.frequency_penalty)
 
 
-def _build_held(rows: Rows[Drawn]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """End tokens that `min_tokens` holds back, as three columns."""
+def _build_blocked(rows: Rows[HasSamplingState]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Stop tokens blocked by `min_tokens`, as three columns."""
     table = [
         (i, token, row.num_prompt + row.params.min_tokens)
         for i, row in enumerate(rows)
@@ -90,20 +90,20 @@ def _build_held(rows: Rows[Drawn]) -> tuple[NDArray[np.int64], NDArray[np.int64]
     return columns[0], columns[1], columns[2]
 
 
-def sample(logits: Float[Tensor, "rows vocab"], batch: SamplingBatch, positions: NDArray[np.int64]) -> Sampled:
-    """Draw one token per row; `positions` are those of the tokens to be drawn.
+def sample(logits: Float[Tensor, "rows vocab"], batch: SamplingBatch, positions: NDArray[np.int64]) -> SamplerOutput:
+    """Sample one token per row; `positions` are those of the sampled tokens.
 
-    `log_softmax(logits / temperature)` in fp32 is the very expression of the trainer, so equal logits give equal bits.
+    `log_softmax(logits / temperature)` in fp32 is the trainer's expression, so equal logits give bitwise equal results.
     """
-    wide = logits.float()
-    held_rows, held_tokens, until = batch.held
-    if batch.adjusted or len(held_rows):
-        wide = wide.clone()
+    scores = logits.float()
+    blocked_rows, blocked_tokens, until = batch.blocked
+    if batch.adjusted or len(blocked_rows):
+        scores = scores.clone()
         for row in batch.adjusted:
-            adjust_logits(wide[row], batch.rows[row])
-        still = positions[held_rows] < until
-        wide[held_rows[still], held_tokens[still]] = float("-inf")
-    logprobs = torch.log_softmax(wide / batch.temperature, dim=-1)
+            adjust_logits(scores[row], batch.rows[row])
+        still = positions[blocked_rows] < until
+        scores[blocked_rows[still], blocked_tokens[still]] = float("-inf")
+    logprobs = torch.log_softmax(scores / batch.temperature, dim=-1)
     if batch.filtered:
         logprobs[batch.filtered] = filter_logprobs(
             logprobs[batch.filtered], [batch.rows[row].params for row in batch.filtered]
@@ -111,9 +111,9 @@ def sample(logits: Float[Tensor, "rows vocab"], batch: SamplingBatch, positions:
     tokens = _choose(logprobs, batch, positions)
     chosen = logprobs.gather(1, tokens[:, None]).squeeze(1)
     if not batch.top_logprobs:
-        return Sampled(tokens, chosen, None, None)
+        return SamplerOutput(tokens, chosen, None, None)
     top = logprobs.topk(min(batch.top_logprobs, logprobs.shape[1]), dim=-1)
-    return Sampled(tokens, chosen, top.indices, top.values)
+    return SamplerOutput(tokens, chosen, top.indices, top.values)
 
 
 def _choose(
@@ -128,8 +128,8 @@ def _choose(
     return torch.where(batch.greedy, logprobs.argmax(dim=-1), tokens)
 
 
-def adjust_logits(logits: Float[Tensor, " vocab"], row: Drawn) -> None:
-    """Apply logit bias, repetition penalty (1909.05858) and OpenAI's penalties on drawn tokens, one row in place."""
+def adjust_logits(logits: Float[Tensor, " vocab"], row: HasSamplingState) -> None:
+    """Apply logit bias, repetition penalty (1909.05858) and OpenAI's presence and frequency penalties to one row."""
     params = row.params
     for token, bias in params.logit_bias:
         logits[token] += bias
@@ -145,7 +145,7 @@ def adjust_logits(logits: Float[Tensor, " vocab"], row: Drawn) -> None:
 
 
 def filter_logprobs(logprobs: Float[Tensor, "rows vocab"], params: list[SamplingParams]) -> Float[Tensor, "rows vocab"]:
-    """Keep the tokens that `min_p`, `top_k` and then `top_p` admit, and normalise again; at least one token stays."""
+    """Filter by `min_p`, `top_k` and then `top_p`, and renormalize; at least one token remains."""
     vocab, device = logprobs.shape[1], logprobs.device
 
     def column(values: list[float]) -> Float[Tensor, "rows 1"]:

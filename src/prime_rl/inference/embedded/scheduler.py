@@ -1,8 +1,8 @@
-"""Which sequences compute what in the next forward pass: prompts first, then one token for everybody.
+"""Scheduler: selects the sequences of the next forward pass, prefill first, then one decode token each.
 
-waiting -> running -> finished. A running sequence owns the slot that is its place in `running`; when one finishes, the
-last one moves into its slot, so the slots in use stay the first ones. When memory runs short the youngest goes back to
-the front of the queue and is computed anew later.
+waiting -> running -> finished. The slot of a running sequence is its index in `running`; when one finishes, the last
+one moves into its slot, so used slots stay contiguous. When the cache is full, the newest sequence is preempted to the
+front of the queue and recomputed later.
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from prime_rl.inference.embedded.attend import Chunk
-from prime_rl.inference.embedded.cache import BLOCK, KVCache
-from prime_rl.inference.embedded.prefix import STRIDE, Kept, PrefixIndex
-from prime_rl.inference.embedded.scoring import PromptScores
+from prime_rl.inference.detokenizer import StopStringMatcher
+from prime_rl.inference.embedded.attention import Chunk
+from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache
+from prime_rl.inference.embedded.prefix_cache import STRIDE, CachedPrefix, PrefixIndex
+from prime_rl.inference.embedded.prompt_logprobs import PromptScorer
 from prime_rl.inference.engine import GenerationRequest, SamplingParams, TopLogprobs
-from prime_rl.inference.text import StopWatch
 from prime_rl.trainer.models.attention import padded
 
 MAX_SCORES = 2048 * 2048
-"""Bounds query rows x keys of one prefill pass, that is the memory of its attention scores."""
+"""Maximum query rows x keys of a prefill pass, which bounds the memory of its attention scores."""
 
 
 @dataclass(eq=False)
 class Sequence:
-    """A request on its way: `tokens` are prompt and completion, `num_cached` of them have keys in the cache."""
+    """State of a request: `tokens` are prompt and completion, `num_cached` of them have cached keys."""
 
     request: GenerationRequest
     stop_ids: frozenset[int]
     tokens: list[int]
     num_prompt: int
-    max_tokens: int  # of prompt and completion
-    watch: StopWatch | None = None
+    max_tokens: int  # prompt + completion
+    watch: StopStringMatcher | None = None
     slot: int = -1
     num_cached: int = 0
     order: int = 0
-    num_shared: int = 0  # prompt tokens that were not computed for this sequence
-    family: Hashable = None  # sequences of one family may share keys
-    epoch: int = 0  # of the weights that computed its first keys
-    found: bool = False  # registered with the prefix index
+    num_shared: int = 0  # prompt tokens read from the prefix cache
+    family: Hashable = None  # prefix cache namespace
+    epoch: int = 0  # weights epoch of its first keys
+    is_registered: bool = False  # in the prefix index
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
-    scores: PromptScores | None = None
+    scores: PromptScorer | None = None
 
     @property
     def params(self) -> SamplingParams:
@@ -56,16 +56,16 @@ class Sequence:
 
     @property
     def num_generated(self) -> int:
-        """Tokens drawn so far."""
+        """Number of completion tokens so far."""
         return len(self.tokens) - self.num_prompt
 
     @property
     def wants_scores(self) -> bool:
-        """Whether prompt tokens are still to be scored, so that all of them must be computed."""
+        """Whether prompt tokens remain to be scored, and so must all be computed."""
         return self.params.prompt_logprobs is not None and self.num_generated == 0
 
     def mark_version(self, version: int) -> None:
-        """From the next token on, the weights are those of `version`."""
+        """Record `version` from the next token on."""
         start = self.num_generated
         if self.versions and self.versions[-1][0] == start:
             self.versions.pop()
@@ -87,11 +87,11 @@ class Scheduler:
     num_shared: int = 0
     num_preempted: int = 0
     epoch: int = 0
-    _pending: list[Sequence] = field(default_factory=list)  # running, but not wholly in the cache
+    _pending: list[Sequence] = field(default_factory=list)  # running, but not fully cached
     _order: Iterator[int] = field(default_factory=itertools.count)
 
     def admit(self) -> list[Sequence]:
-        """Give free slots to those who wait, first come first served, while memory lasts; returns who came in."""
+        """Admit waiting sequences in FIFO order while slots and memory suffice; returns the admitted ones."""
         if not self.waiting:
             return []
         lengths = [len(seq.tokens) + 1 for seq in self.running]
@@ -109,13 +109,13 @@ class Scheduler:
             new.append(seq)
         return new
 
-    def make_room(self, min_rows: int) -> None:
-        """Memory for one more token of every running sequence, in at least `min_rows` slots; sends some back for it."""
+    def ensure_capacity(self, min_rows: int) -> None:
+        """Reserve memory for one more token per running sequence, in at least `min_rows` slots; preempts if needed."""
         while not self.cache.reserve(self._lengths(max(len(self.running), min_rows))):
             self.preempt(max(self.running, key=lambda seq: seq.order))
 
     def next_chunks(self) -> list[tuple[Sequence, Chunk]]:
-        """The next prefill pass, as large as the budget of padded tokens allows; empty when all prompts are cached."""
+        """Select the next prefill pass within the budget of padded tokens; empty if all prompts are cached."""
         chosen: list[tuple[Sequence, Chunk]] = []
         rows = keys = 0
         for seq in self._pending:
@@ -132,7 +132,7 @@ class Scheduler:
         return chosen
 
     def mark_cached(self, chunks: list[tuple[Sequence, Chunk]]) -> list[int]:
-        """Note what a prefill pass has put into the cache; returns the indices of the chunks that ended a prompt."""
+        """Mark the chunks as cached; returns the indices of chunks that completed a prompt."""
         for seq, chunk in chunks:
             seq.num_cached = chunk.start + chunk.length
         done = [i for i, (seq, _) in enumerate(chunks) if seq.num_cached == len(seq.tokens)]
@@ -141,7 +141,7 @@ class Scheduler:
         return done
 
     def remove(self, seq: Sequence, keep: bool = False) -> None:
-        """Take a sequence out, running or waiting; the last slot moves into a hole. `keep` its keys for others."""
+        """Remove a running or waiting sequence; the last slot fills the gap. `keep` puts it into the prefix cache."""
         if seq.slot < 0:
             self.waiting.remove(seq)
             return
@@ -152,9 +152,9 @@ class Scheduler:
             and self.prefixes.max_kept_tokens >= seq.num_cached
         ):
             kv = self.cache.read(seq.slot, seq.num_cached)
-            self.prefixes.keep(Kept(seq.tokens, seq.num_cached, seq.family, kv))
+            self.prefixes.insert(CachedPrefix(seq.tokens, seq.num_cached, seq.family, kv))
         self.prefixes.unregister(seq)
-        seq.found = False
+        seq.is_registered = False
         if seq in self._pending:
             self._pending.remove(seq)
         last = self.running.pop()
@@ -163,7 +163,7 @@ class Scheduler:
         seq.slot = -1
 
     def preempt(self, seq: Sequence) -> None:
-        """Send a running sequence back to the front of the queue, to be computed anew."""
+        """Move a running sequence to the front of the queue, to be recomputed."""
         assert len(self.running) > 1, "one sequence always fits"
         self.remove(seq)
         seq.num_cached, seq.scores = 0, _scores_left(seq)
@@ -171,33 +171,33 @@ class Scheduler:
         self.num_preempted += 1
 
     def restart(self, seqs: list[Sequence]) -> None:
-        """The keys of these running sequences are void: compute them anew."""
+        """Invalidate the keys of these running sequences and recompute them."""
         for seq in seqs:
-            seq.num_cached, seq.found, seq.epoch, seq.scores = 0, False, self.epoch, _scores_left(seq)
+            seq.num_cached, seq.is_registered, seq.epoch, seq.scores = 0, False, self.epoch, _scores_left(seq)
             self.prefixes.unregister(seq)
         self._pending = [seq for seq in self.running if seq.num_cached < len(seq.tokens) - 1 or seq in self._pending]
 
-    def forget_prefixes(self) -> None:
-        """No key computed so far is shared any more: the weights have changed."""
+    def clear_prefix_cache(self) -> None:
+        """Invalidate the prefix cache after a weight update."""
         self.prefixes.clear()
         self.epoch += 1
         for seq in self.running:
             seq.epoch += seq.num_cached == 0
-            # What was cached by old weights must not be found; what is computed from now on may be.
-            seq.found = seq.num_cached > 0
+            # Keys of the old weights must not be shared; recomputed ones may be.
+            seq.is_registered = seq.num_cached > 0
 
     def count_shared(self, rows: int) -> NDArray[np.int64]:
-        """For every running sequence, the whole columns of keys it has in common with the slot before it."""
+        """For every running sequence, the number of full key columns it shares with the previous slot."""
         shared = np.zeros(rows, dtype=np.int64)
         if self.share_prefixes:
             for before, seq in itertools.pairwise(self.running):
                 if before.family == seq.family and before.epoch == seq.epoch:
-                    most = min(before.num_cached, seq.num_cached) // BLOCK
-                    shared[seq.slot] = _count_equal(before.tokens, seq.tokens, most)
+                    limit = min(before.num_cached, seq.num_cached) // BLOCK
+                    shared[seq.slot] = _count_equal(before.tokens, seq.tokens, limit)
         return shared
 
     def _fill(self, slot: int, last: Sequence) -> None:
-        """Move the last sequence into a hole: what it has reached in its own slot, every slot before it has too."""
+        """Move the last sequence into a free slot; columns that its slot has, every earlier slot has too."""
         self.running[slot] = last
         self.cache.move(last.slot, slot, last.num_cached)
         last.slot = slot
@@ -207,40 +207,40 @@ class Scheduler:
         return np.array(lengths + [1] * (rows - len(lengths)), dtype=np.int64)
 
     def _share_prefix(self, seq: Sequence) -> bool:
-        """Copy what another sequence has computed already; False when it is about to and must be waited for.
+        """Copy a shared prefix; False if another sequence is still computing it.
 
         The last token is always computed, for its logits.
         """
-        if seq.found or not self.share_prefixes:
+        if seq.is_registered or not self.share_prefixes:
             return True
         if seq.num_cached == 0:
-            holder, shared = self.prefixes.find(seq.tokens, seq.family)
-            # What predicts a token that is to be scored must be computed.
+            owner, shared = self.prefixes.find(seq.tokens, seq.family)
+            # Positions that predict scored tokens must be computed.
             shared = min(shared, len(seq.tokens) - 1, seq.params.prompt_start - 1 if seq.wants_scores else shared)
-            if holder is not None and shared >= STRIDE:
-                if isinstance(holder, Sequence) and holder.num_cached < min(shared, len(holder.tokens) - 1):
+            if owner is not None and shared >= STRIDE:
+                if isinstance(owner, Sequence) and owner.num_cached < min(shared, len(owner.tokens) - 1):
                     return False
-                shared = min(shared, holder.num_cached)
-                if isinstance(holder, Kept):
-                    self.cache.write(seq.slot, holder.kv, shared)
-                elif isinstance(holder, Sequence):
-                    self.cache.move(holder.slot, seq.slot, shared)
+                shared = min(shared, owner.num_cached)
+                if isinstance(owner, CachedPrefix):
+                    self.cache.write(seq.slot, owner.kv, shared)
+                elif isinstance(owner, Sequence):
+                    self.cache.move(owner.slot, seq.slot, shared)
                 seq.num_cached = shared
                 seq.num_shared = min(shared, seq.num_prompt)
                 self.num_shared += shared
-        seq.found = True
+        seq.is_registered = True
         self.prefixes.register(seq, len(seq.tokens), seq.family)
         return True
 
 
-def _scores_left(seq: Sequence) -> PromptScores | None:
-    """Scores that stay when a sequence is computed anew: those of a prompt that was scored whole."""
+def _scores_left(seq: Sequence) -> PromptScorer | None:
+    """Scores to keep when a sequence is recomputed: those of a completely scored prompt."""
     return None if seq.wants_scores else seq.scores
 
 
-def _count_equal(a: list[int], b: list[int], most: int) -> int:
-    """Equal blocks of tokens at the beginning, `most` at most."""
-    for j in range(most):
+def _count_equal(a: list[int], b: list[int], limit: int) -> int:
+    """Number of equal leading token blocks, at most `limit`."""
+    for j in range(limit):
         if a[j * BLOCK : (j + 1) * BLOCK] != b[j * BLOCK : (j + 1) * BLOCK]:
             return j
-    return most
+    return limit

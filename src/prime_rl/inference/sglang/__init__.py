@@ -1,1 +1,1 @@
-"""SGLang: a gateway before a server of it that runs already."""
+"""SGLang backend: a gateway to an existing SGLang server."""

@@ -1,12 +1,12 @@
-"""A gateway to an SGLang server that runs already: an engine whose tokens are drawn over there.
+"""An engine that forwards requests to an existing SGLang server.
 
-    request --> place free, gate open --> POST /generate --> its version is one that we know --> Output
-                                |                                        |
-                     closed while weights change,          unknown: the server was started again, or
-                     while paused, while it is away        the version failed its canary: drawn anew
+    request --> free slot, gate open --> POST /generate --> known weight version --> Output
+                               |                                    |
+                   closed during weight updates,      unknown: the server restarted, or the version
+                   pauses and outages                 failed verification: the request is retried
 
-SGLang tells no digests that could be compared with a manifest. So after every update the canary that the trainer
-published is scored before the gate opens; a difference brings the weights before back.
+SGLang does not expose weight digests. So after every update the canary published by the trainer is scored before the
+gate opens; on a mismatch the previous weights are restored.
 """
 
 from __future__ import annotations
@@ -22,41 +22,48 @@ from typing import Any, NamedTuple, TypeVar
 
 from loguru import logger
 
+from prime_rl.inference.detokenizer import Decode
 from prime_rl.inference.engine import (
     AdapterSpec,
-    EngineAway,
     EngineStats,
+    EngineUnavailable,
     Event,
     GenerationRequest,
     Output,
-    Progress,
     SamplingParams,
+    StreamUpdate,
 )
-from prime_rl.inference.requests import Json
-from prime_rl.inference.sglang.remote import Away, Refused, Remote
-from prime_rl.inference.sglang.wire import Drawn, Garbled, build_body, check_params, read_scores, read_spans
-from prime_rl.inference.text import Decode
-from prime_rl.transport.canary import compare_canary, read_canary
+from prime_rl.inference.request_parsing import Json
+from prime_rl.inference.sglang.protocol import (
+    MalformedResponse,
+    StreamedCompletion,
+    build_body,
+    check_params,
+    read_scores,
+    read_spans,
+)
+from prime_rl.inference.sglang.remote import Remote, RequestRejected, ServerUnreachable
+from prime_rl.transport.logprob_check import compare_canary, read_canary
 from rollouts.training.weight_sync import EngineError, SGLangEngine
 
 T = TypeVar("T")
-RETRY_S = 0.2  # between looks for a server that is away
-WATCH_S = 1.0  # between looks at one that is there: it may go without closing its connections
-MAX_TRIES = 20  # of a request to a server that is there
-LONGEST_WAIT_S = 5.0
+RETRY_S = 0.2  # poll interval while the server is unreachable
+WATCH_S = 1.0  # poll interval while it is reachable: it may vanish without closing its connections
+MAX_TRIES = 20  # per request, to a reachable server
+MAX_BACKOFF_S = 5.0
 ABORT_S = 30.0
 
 
-class Held(NamedTuple):
-    """What the server is to hold."""
+class LoadedWeights(NamedTuple):
+    """A weight directory and its version."""
 
     directory: Path
     version: int
 
 
 @dataclass(frozen=True)
-class Served:
-    """An adapter, and what it is called over there: every load has a name of its own."""
+class RemoteAdapter:
+    """An adapter and its name on the server, unique per load."""
 
     name: str
     directory: Path
@@ -64,20 +71,20 @@ class Served:
 
 
 @dataclass(eq=False)
-class Flight:
-    """One request on its way."""
+class InflightRequest:
+    """A request in flight."""
 
     request: GenerationRequest
     task: asyncio.Task[None] | None = None
-    asking: asyncio.Task[tuple[Drawn, Json]] | None = None
+    send_task: asyncio.Task[tuple[StreamedCompletion, Json]] | None = None
     rid: str | None = None
-    """Its name over there, while it is there."""
-    num_told: int = 0
-    """Tokens that were streamed."""
+    """Request id on the server while it runs there."""
+    num_streamed: int = 0
+    """Number of streamed tokens."""
 
 
 class SGLangGateway:
-    """Implements `prime_rl.inference.engine.Engine`; its coroutines run in a thread of their own."""
+    """Implements `prime_rl.inference.engine.GenerationEngine`; its event loop runs in a separate thread."""
 
     exact = False
 
@@ -85,40 +92,40 @@ class SGLangGateway:
         self,
         server: SGLangEngine,
         *,
-        base: Held,
+        base: LoadedWeights,
         decode: Decode,
         vocab_size: int,
         max_model_len: int,
         max_running: int,
         dtype: str,
-        tells_spans: bool,
-        keeps_seeds: bool,
+        has_spans: bool,
+        supports_seeds: bool,
     ) -> None:
         self.server, self.dtype = server, dtype
         self.problem: str | None = None
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
-        self._held = base
+        self._loaded = base
         self._decode_text = decode
-        self._tells_spans, self._keeps_seeds = tells_spans, keeps_seeds
+        self._has_spans, self._supports_seeds = has_spans, supports_seeds
         self._labels = {str(base.version): base.version}
-        """Version as the server calls it -> ours; of those that passed their check."""
-        self._refused: set[str] = set()
-        self._adapters: dict[str, Served] = {}
-        self._flights: dict[GenerationRequest, Flight] = {}
-        """All that are not answered; the thread of the engine adds and takes, so that others look at a copy."""
-        self._there: set[Flight] = set()
-        """Those that are at the server, told by the thread of the loop alone."""
+        """Server version label -> policy version, of verified weights."""
+        self._rejected: set[str] = set()
+        self._adapters: dict[str, RemoteAdapter] = {}
+        self._inflight: dict[GenerationRequest, InflightRequest] = {}
+        """Unfinished requests; modified by the engine thread, so other threads iterate over a copy."""
+        self._on_server: set[InflightRequest] = set()
+        """Requests running on the server; accessed only by the event loop thread."""
         self._events: deque[Event] = deque()
         self._crash: BaseException | None = None
         self._paused = False
         self._wake: Callable[[], None] = lambda: None
         self._counts = dict.fromkeys(("prompt_tokens", "shared_prompt_tokens", "generated_tokens", "finished"), 0)
         self._remote = Remote(server, max_running + 1)
-        self._places = asyncio.Semaphore(max_running)
-        self._open, self._none_there = asyncio.Event(), asyncio.Event()
-        self._open.set()
-        self._none_there.set()
+        self._slots = asyncio.Semaphore(max_running)
+        self._gate, self._server_idle = asyncio.Event(), asyncio.Event()
+        self._gate.set()
+        self._server_idle.set()
         self._changing = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
@@ -128,15 +135,15 @@ class SGLangGateway:
     @property
     def version(self) -> int:
         """The version of the weights in service."""
-        return self._held.version
+        return self._loaded.version
 
     @property
     def max_score_len(self) -> int:
-        """Most tokens of a sequence that is only scored."""
+        """Maximum length of a sequence that is only scored, in tokens."""
         return self.max_model_len - 1
 
     def check(self, request: GenerationRequest) -> None:
-        """`ValueError` in the user's words for what SGLang cannot do."""
+        """`ValueError` for requests that SGLang does not support."""
         if not 0 < len(request.prompt) <= self.max_score_len:
             raise ValueError(f"a prompt of {len(request.prompt)} tokens does not fit in {self.max_model_len}")
         if request.adapter is not None and request.adapter not in self._adapters:
@@ -144,76 +151,76 @@ class SGLangGateway:
         check_params(request.params)
 
     def add(self, request: GenerationRequest) -> None:
-        """Send a request on its way; `ValueError` as `check`."""
+        """Submit a request; raises as `check`."""
         self.check(request)
         self._counts["prompt_tokens"] += len(request.prompt)
-        flight = self._flights[request] = Flight(request)
-        self._loop.call_soon_threadsafe(self._launch, flight)
+        inflight = self._inflight[request] = InflightRequest(request)
+        self._loop.call_soon_threadsafe(self._launch, inflight)
 
     def cancel(self, request: GenerationRequest) -> None:
-        """Forget a request; nothing happens when it has finished."""
-        flight = self._flights.pop(request, None)
-        if flight is not None:
-            self._loop.call_soon_threadsafe(self._drop, flight)
+        """Cancel a request; no effect if it has finished."""
+        inflight = self._inflight.pop(request, None)
+        if inflight is not None:
+            self._loop.call_soon_threadsafe(self._cancel_inflight, inflight)
 
     def has_work(self) -> bool:
-        """True while there is something to tell."""
+        """Whether there are events to deliver."""
         return bool(self._events or self._crash)
 
     def step(self) -> list[Event]:
-        """What has come in since."""
+        """Return the events received since the last call."""
         if self._crash is not None:
             raise self._crash
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def load_weights(self, weights: Path, version: int) -> dict[str, str]:
-        """Have the server load a directory and pass its canary; no digests, SGLang tells none. `ValueError`, and the
-        weights before are in service again, when it does not."""
-        self._await(self._load(Held(weights, version)))
+        """Make the server load a directory and verify it with its canary; returns no digests, as SGLang exposes none.
+        On failure, restores the previous weights and raises `ValueError`."""
+        self._await(self._load(LoadedWeights(weights, version)))
         return {}
 
     def load_adapter(self, name: str, weights: Path, spec: AdapterSpec) -> dict[str, str]:
-        """Add or replace a LoRA adapter; requests that run end with the one they began with. No digests."""
+        """Add or replace a LoRA adapter; running requests finish with their original adapter. No digests."""
         self._await(self._load_adapter(name, weights, spec))
         return {}
 
     def remove_adapter(self, name: str) -> None:
-        """Drop an adapter; requests that run end with it. `ValueError` when there is none of this name."""
+        """Unload an adapter; running requests finish with it. `ValueError` if it is not loaded."""
         if name not in self._adapters:
             raise ValueError(f"no adapter {name!r} is loaded")
         self._loop.call_soon_threadsafe(self._unload, self._adapters.pop(name))
 
     def adapters(self) -> dict[str, AdapterSpec]:
-        """The adapters that requests may name."""
+        """Loaded adapters by name."""
         return {name: served.spec for name, served in list(self._adapters.items())}
 
     def abort(self) -> list[Event]:
-        """Break off every request: what was drawn so far comes back with finish_reason "abort"."""
+        """Abort every request; partial completions are returned with finish_reason "abort"."""
         self._await(self._abort())
         return self.step()
 
     def stats(self) -> EngineStats:
-        """Counters of what went through here."""
-        running = len(self._there)
-        return EngineStats(running=running, waiting=max(len(self._flights) - running, 0), **self._counts)
+        """Counters of this gateway's requests."""
+        running = len(self._on_server)
+        return EngineStats(running=running, waiting=max(len(self._inflight) - running, 0), **self._counts)
 
     def start(self, wake: Callable[[], None]) -> None:
-        """`wake` is called when something has come in."""
+        """Start monitoring the server; `wake` is called when events arrive."""
         self._wake = wake
         self._loop.call_soon_threadsafe(lambda: self._spawn(self._watch()))
 
     def pause(self) -> None:
-        """Let the server draw nothing; what it runs keeps its place."""
+        """Pause generation on the server; its running requests are kept."""
         self._paused = True
-        self._await(self._hold())
+        self._await(self._pause_server())
 
     def resume(self) -> None:
-        """Let it go on."""
+        """Resume generation on the server."""
         self._paused = False
-        self._await(self._let_go())
+        self._await(self._resume_server())
 
     def close(self) -> None:
-        """Let go of the server; it forgets requests whose connection closes."""
+        """Close the connections; the server aborts requests whose connection closes."""
 
         async def end() -> None:
             for task in self._tasks:
@@ -227,7 +234,7 @@ class SGLangGateway:
             self._thread.join()
             self._loop.close()
 
-    # From here on in the thread of the loop.
+    # The methods below run in the event loop thread.
 
     def _await(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -238,213 +245,220 @@ class SGLangGateway:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _launch(self, flight: Flight) -> None:
-        if flight.request in self._flights:
-            flight.task = self._spawn(self._fly(flight))
+    def _launch(self, inflight: InflightRequest) -> None:
+        if inflight.request in self._inflight:
+            inflight.task = self._spawn(self._run_request(inflight))
 
-    def _drop(self, flight: Flight) -> None:
-        if flight.task is not None:
-            flight.task.cancel()
-        if flight.rid is not None:
-            self._spawn(self._remote.tell("/abort_request", {"rid": flight.rid}))
+    def _cancel_inflight(self, inflight: InflightRequest) -> None:
+        if inflight.task is not None:
+            inflight.task.cancel()
+        if inflight.rid is not None:
+            self._spawn(self._remote.notify("/abort_request", {"rid": inflight.rid}))
 
-    def _hand_over(self, *events: Event) -> None:
+    def _deliver(self, *events: Event) -> None:
         self._events.extend(events)
         self._wake()
 
-    async def _fly(self, flight: Flight) -> None:
-        """One request from the gate to its output, however often the server leaves meanwhile."""
-        request = flight.request
+    async def _run_request(self, inflight: InflightRequest) -> None:
+        """Run one request to its output, across server outages."""
+        request = inflight.request
         try:
-            async with self._places:
-                output = await self._draw(flight)
-        except (Refused, Garbled) as error:
+            async with self._slots:
+                output = await self._generate(inflight)
+        except (RequestRejected, MalformedResponse) as error:
             output = Output(request, [], [], [], [], "error", f"SGLang: {error}")
         except Exception as error:
             self._fail(error)
             return
-        if self._flights.pop(request, None) is not None:
+        if self._inflight.pop(request, None) is not None:
             self._counts["finished"] += 1
             self._counts["generated_tokens"] += len(output.token_ids)
             self._counts["shared_prompt_tokens"] += output.num_cached
-            self._hand_over(output)
+            self._deliver(output)
 
-    async def _draw(self, flight: Flight) -> Output:
-        request, tries = flight.request, 0
+    async def _generate(self, inflight: InflightRequest) -> Output:
+        request, tries = inflight.request, 0
         while True:
-            await self._open.wait()
+            await self._gate.wait()
             served = None if request.adapter is None else self._adapters.get(request.adapter)
             if request.adapter is not None and served is None:
                 return Output(request, [], [], [], [], "abort")
             try:
-                asking = self._loop.create_task(self._ask(flight, None if served is None else served.name))
-                flight.asking = asking
-                drawn, meta = await asking
-                await self._open.wait()  # weights that change meanwhile have to pass their check
+                send_task = self._loop.create_task(self._send(inflight, None if served is None else served.name))
+                inflight.send_task = send_task
+                completion, meta = await send_task
+                await self._gate.wait()  # weights updated in the meantime must be verified first
                 versions = self._read_versions(meta)
-            except (Away, Refused) as error:
+            except (ServerUnreachable, RequestRejected) as error:
                 versions = []
-                if await self._holds_others():
-                    self._lose(str(error))  # which may be why it refused, such as an adapter that it has not
-                elif isinstance(error, Refused) and self._adapters.get(request.adapter or "") is served:
-                    raise  # else the adapter has been replaced just as we asked for it
+                if await self._has_unknown_weights():
+                    self._mark_unavailable(str(error))  # may explain a rejection, such as a missing adapter
+                elif isinstance(error, RequestRejected) and self._adapters.get(request.adapter or "") is served:
+                    raise  # otherwise the adapter was replaced concurrently
                 elif (tries := tries + 1) > MAX_TRIES:
-                    raise Refused(f"{error}, {MAX_TRIES} times") from error
-                else:  # full, or a connection broke: that is this request's affair alone
-                    await asyncio.sleep(min(RETRY_S * 2**tries, LONGEST_WAIT_S))
+                    raise RequestRejected(f"{error}, {MAX_TRIES} times") from error
+                else:  # server full or connection lost: retry this request only
+                    await asyncio.sleep(min(RETRY_S * 2**tries, MAX_BACKOFF_S))
             except asyncio.CancelledError:
-                asking.cancel()
+                send_task.cancel()
                 if self.problem is None or (task := asyncio.current_task()) is None or task.cancelling():
-                    raise  # it is our task that was cancelled, not the question because the server is away
+                    raise  # this task was canceled, not just the server request because of an outage
                 versions = []
             if versions:
-                told = versions if served is None else [(0, served.spec.version)]
-                return drawn.finish(meta, told, self._decode_text)
-            if flight.num_told:
-                raise Refused("it left, or its new weights were wrong, in the middle of this stream")
+                spans = versions if served is None else [(0, served.spec.version)]
+                return completion.finish(meta, spans, self._decode_text)
+            if inflight.num_streamed:
+                raise RequestRejected("the server failed, or its new weights were wrong, during this stream")
 
     def _read_versions(self, meta: Json) -> list[tuple[int, int]]:
-        """Which weights drew the tokens; none when some were found wrong. `Away` for those of somebody else."""
+        """Version spans of the tokens, empty if some weights were wrong; `ServerUnreachable` for unknown weights."""
         spans = read_spans(meta)
-        if any(label in self._refused for _, label in spans):
+        if any(label in self._rejected for _, label in spans):
             return []
         for _, label in spans:
             if label not in self._labels:
-                raise Away(f"it holds version {label!r}, which is none of ours: was it started again?")
+                raise ServerUnreachable(f"unknown weight version {label!r}: was the server restarted?")
         return [(start, self._labels[label]) for start, label in spans]
 
-    async def _ask(self, flight: Flight, adapter: str | None) -> tuple[Drawn, Json]:
-        """The tokens of a request and the last `meta_info`. `Away` when nobody answers, `Refused` with the reason."""
-        flight.rid = uuid.uuid4().hex
-        drawn = Drawn(flight.request)
-        body = build_body(flight.request, flight.rid, adapter, self._keeps_seeds)
-        self._there.add(flight)
-        self._none_there.clear()
+    async def _send(self, inflight: InflightRequest, adapter: str | None) -> tuple[StreamedCompletion, Json]:
+        """Send a request; returns its tokens and the last `meta_info`. `ServerUnreachable` or `RequestRejected`."""
+        inflight.rid = uuid.uuid4().hex
+        completion = StreamedCompletion(inflight.request)
+        body = build_body(inflight.request, inflight.rid, adapter, self._supports_seeds)
+        self._on_server.add(inflight)
+        self._server_idle.clear()
         try:
-            if flight.request.stream:
-                return drawn, await self._ask_stream(flight, drawn, body)
+            if inflight.request.stream:
+                return completion, await self._send_stream(inflight, completion, body)
             meta = await self._remote.generate(body)
-            drawn.add(meta)
-            return drawn, meta
+            completion.add(meta)
+            return completion, meta
         finally:
-            flight.rid = None
-            self._there.discard(flight)
-            if not self._there:
-                self._none_there.set()
+            inflight.rid = None
+            self._on_server.discard(inflight)
+            if not self._on_server:
+                self._server_idle.set()
 
-    async def _ask_stream(self, flight: Flight, drawn: Drawn, body: Json) -> Json:
-        """Hand on pieces as they come; the last one is left for the output."""
+    async def _send_stream(self, inflight: InflightRequest, completion: StreamedCompletion, body: Json) -> Json:
+        """Deliver chunks as they arrive; the last one goes into the output."""
         meta: Json = {}
         async for meta in self._remote.stream(body):
-            start = len(drawn.token_ids)
-            if drawn.add(meta) and not meta.get("finish_reason"):
-                self._hand_over(self._piece(flight, drawn, start))
+            start = len(completion.token_ids)
+            if completion.add(meta) and not meta.get("finish_reason"):
+                self._deliver(self._build_chunk(inflight, completion, start))
         return meta
 
-    def _piece(self, flight: Flight, drawn: Drawn, start: int) -> Progress:
-        flight.num_told = len(drawn.token_ids)
-        tops = drawn.top_logprobs[start:] or [[] for _ in drawn.token_ids[start:]]
-        return Progress(flight.request, start, drawn.token_ids[start:], drawn.logprobs[start:], tops)
+    def _build_chunk(self, inflight: InflightRequest, completion: StreamedCompletion, start: int) -> StreamUpdate:
+        inflight.num_streamed = len(completion.token_ids)
+        tops = completion.top_logprobs[start:] or [[] for _ in completion.token_ids[start:]]
+        return StreamUpdate(inflight.request, start, completion.token_ids[start:], completion.logprobs[start:], tops)
 
     async def _abort(self) -> None:
-        """End what waits here, and let the server end what runs there."""
-        there = list(self._there)
-        for flight in [flight for flight in list(self._flights.values()) if flight not in self._there]:
-            self._drop(flight)
-            self._flights.pop(flight.request, None)
-            self._events.append(Output(flight.request, [], [], [], [], "abort"))
-        if there:
-            await self._remote.tell("/abort_request", {"rid": "", "abort_all": True})
-            await asyncio.wait([flight.task for flight in there if flight.task is not None], timeout=ABORT_S)
+        """Abort queued requests here and running requests on the server."""
+        on_server = list(self._on_server)
+        for inflight in [inflight for inflight in list(self._inflight.values()) if inflight not in self._on_server]:
+            self._cancel_inflight(inflight)
+            self._inflight.pop(inflight.request, None)
+            self._events.append(Output(inflight.request, [], [], [], [], "abort"))
+        if on_server:
+            await self._remote.notify("/abort_request", {"rid": "", "abort_all": True})
+            await asyncio.wait([inflight.task for inflight in on_server if inflight.task is not None], timeout=ABORT_S)
 
-    async def _hold(self) -> None:
-        self._open.clear()
+    async def _pause_server(self) -> None:
+        self._gate.clear()
         await self._control(self.server.post("/pause_generation", {"mode": "retract"}))
 
-    async def _let_go(self) -> None:
+    async def _resume_server(self) -> None:
         await self._control(self.server.post("/continue_generation", {}))
         if self.problem is None:
-            self._open.set()
+            self._gate.set()
 
     async def _control(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of a request to the server; `EngineAway` or `ValueError` when it fails."""
+        """Await a control request; `EngineUnavailable` or `ValueError` if it fails."""
         try:
             return await work
         except EngineError as error:
             if error.kind == "unreachable":
-                self._lose(error.message)
-                raise EngineAway(f"SGLang at {self.server} is away: {error.message}") from error
+                self._mark_unavailable(error.message)
+                raise EngineUnavailable(f"SGLang at {self.server} is unavailable: {error.message}") from error
             raise ValueError(f"SGLang at {self.server}: {error.message}") from error
 
-    async def _load(self, wanted: Held) -> None:
-        """Close the gate, load, check, open it; running requests are computed anew over there, or end before."""
+    async def _load(self, wanted: LoadedWeights) -> None:
+        """Close the gate, load, verify and reopen; running requests are recomputed, or finish first if the server
+        does not report version spans."""
         async with self._changing:
             if self.problem is not None:
-                raise EngineAway(self.problem)
-            self._open.clear()
+                raise EngineUnavailable(self.problem)
+            self._gate.clear()
             try:
-                if not self._tells_spans:
-                    await self._none_there.wait()
-                await self._install(wanted)
-                self._held = wanted
+                if not self._has_spans:
+                    await self._server_idle.wait()
+                await self._load_and_verify(wanted)
+                self._loaded = wanted
                 self._labels[str(wanted.version)] = wanted.version
                 if self._paused:
-                    await self._hold()
+                    await self._pause_server()
             finally:
                 self._reopen()
 
-    async def _install(self, wanted: Held) -> None:
-        """Load and check; whatever fails, the weights before are loaded again, or nothing is drawn any more."""
+    async def _load_and_verify(self, wanted: LoadedWeights) -> None:
+        """Load and verify; on failure restore the previous weights, or stop the engine if that fails too."""
         label = str(wanted.version)
-        self._refused.discard(label)
+        self._rejected.discard(label)
         try:
             await self._control(self.server.update_weights_from_checkpoint(str(wanted.directory), version=label))
             await self._check_canary(wanted.directory, None)
-        except EngineAway:
+        except EngineUnavailable:
             raise
         except ValueError as error:
-            if wanted == self._held:
+            if wanted == self._loaded:
                 raise
             if label not in self._labels:
-                self._refused.add(label)
-            logger.error(f"version {label} is not taken: {error}")
+                self._rejected.add(label)
+            logger.error(f"Rejected weights version={label}: {error}")
             try:
-                await self._install(self._held)
-            except EngineAway:
+                await self._load_and_verify(self._loaded)
+            except EngineUnavailable:
                 raise
             except ValueError as second:
-                self._fail(RuntimeError(f"neither version {label} ({error}) nor the one before ({second}) is held"))
+                self._fail(
+                    RuntimeError(f"failed to load version {label} ({error}) and to restore the previous one ({second})")
+                )
             raise ValueError(f"{error}; version {self.version} stays in service") from error
 
     async def _check_canary(self, directory: Path, adapter: str | None) -> None:
-        """`ValueError` when the server computes something else than the trainer did; nothing without a canary."""
+        """`ValueError` if the server's log-probs differ from the trainer's; no-op without a canary."""
         canary = read_canary(directory)
         if canary is None:
             return
+        logprobs = [await self._score(prompt.token_ids, adapter) for prompt in canary.prompts]
+        if problem := compare_canary(canary, logprobs, dtype=self.dtype):
+            raise ValueError(problem)
+
+    async def _score(self, prompt: list[int], adapter: str | None) -> list[float]:
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-        request = GenerationRequest(canary.token_ids, params)
+        request = GenerationRequest(prompt, params)
         try:
             meta = await self._remote.generate(build_body(request, uuid.uuid4().hex, adapter))
-        except Away as error:
-            self._lose(str(error))
-            raise EngineAway(f"SGLang at {self.server} is away: {error}") from error
-        except Refused as error:
-            raise ValueError(f"SGLang does not score the canary: {error}") from error
+        except ServerUnreachable as error:
+            self._mark_unavailable(str(error))
+            raise EngineUnavailable(f"SGLang at {self.server} is unavailable: {error}") from error
+        except RequestRejected as error:
+            raise ValueError(f"SGLang failed to score the canary: {error}") from error
         scores = read_scores(request, meta)
         assert scores is not None
-        if problem := compare_canary(canary, scores.logprobs, dtype=self.dtype):
-            raise ValueError(problem)
+        return scores.logprobs
 
     async def _load_adapter(self, name: str, directory: Path, spec: AdapterSpec) -> None:
         async with self._changing:
-            served = Served(f"{name}-{spec.version}-{uuid.uuid4().hex[:8]}", directory, spec)
-            await self._bring(served)
+            served = RemoteAdapter(f"{name}-{spec.version}-{uuid.uuid4().hex[:8]}", directory, spec)
+            await self._sync_adapter(served)
             before, self._adapters[name] = self._adapters.get(name), served
             if before is not None:
                 self._unload(before)
 
-    async def _bring(self, served: Served) -> None:
-        """Load an adapter and check it."""
+    async def _sync_adapter(self, served: RemoteAdapter) -> None:
+        """Load an adapter and verify it."""
         order = {"lora_name": served.name, "lora_path": str(served.directory)}
         answer = await self._control(self.server.load("/load_lora_adapter", order))
         if answer.get("success") is False:
@@ -455,50 +469,50 @@ class SGLangGateway:
             self._unload(served)
             raise
 
-    def _unload(self, served: Served) -> None:
-        """The server drops it when the last request with it has ended."""
-        self._spawn(self._remote.tell("/unload_lora_adapter", {"lora_name": served.name}))
+    def _unload(self, served: RemoteAdapter) -> None:
+        """Unload an adapter; the server waits for its last request."""
+        self._spawn(self._remote.notify("/unload_lora_adapter", {"lora_name": served.name}))
 
     def _reopen(self) -> None:
         if self.problem is None and not self._paused:
-            self._open.set()
+            self._gate.set()
 
     def _fail(self, error: BaseException) -> None:
-        """End the engine: the next step raises."""
+        """Stop the engine: the next step raises `error`."""
         self._crash = error
         self._wake()
 
-    async def _holds_others(self) -> bool:
-        """Whether the server is away, or another one than it was."""
+    async def _has_unknown_weights(self) -> bool:
+        """Whether the server is unreachable or its weights are unknown."""
         try:
             return await self.server.read_version() not in self._labels
         except EngineError:
             return True
 
-    def _lose(self, reason: str) -> None:
-        """Close the gate until the server is back and holds what it should."""
+    def _mark_unavailable(self, reason: str) -> None:
+        """Close the gate until the server is reachable again with the right weights."""
         if self.problem is None:
-            self.problem = f"SGLang at {self.server} is away: {reason}"
+            self.problem = f"SGLang at {self.server} is unavailable: {reason}"
             logger.warning(self.problem)
-            self._open.clear()
-            for flight in self._there:
-                if flight.asking is not None:
-                    flight.asking.cancel()
+            self._gate.clear()
+            for inflight in self._on_server:
+                if inflight.send_task is not None:
+                    inflight.send_task.cancel()
             self._spawn(self._recover())
 
     async def _watch(self) -> None:
-        """Notice that the server has gone, or is another one, though no request tells it."""
+        """Detect outages and restarts of the server independently of requests."""
         while True:
             await asyncio.sleep(WATCH_S)
             if self.problem is not None or self._changing.locked():
                 continue
             try:
-                held = await self.server.read_version()
+                version = await self.server.read_version()
             except EngineError as error:
-                self._lose(error.message)
+                self._mark_unavailable(error.message)
                 continue
-            if held not in self._labels and held not in self._refused and not self._changing.locked():
-                self._lose(f"it holds version {held!r}, which is none of ours: was it started again?")
+            if version not in self._labels and version not in self._rejected and not self._changing.locked():
+                self._mark_unavailable(f"unknown weight version {version!r}: was the server restarted?")
 
     async def _recover(self) -> None:
         while True:
@@ -506,19 +520,19 @@ class SGLangGateway:
             try:
                 async with self._changing:
                     if await self.server.read_version() != str(self.version):
-                        await self._install(self._held)
+                        await self._load_and_verify(self._loaded)
                         for served in list(self._adapters.values()):
-                            await self._bring(served)
+                            await self._sync_adapter(served)
                     if self._paused:
                         await self.server.post("/pause_generation", {"mode": "retract"})
                     self.problem = None
                     self._reopen()
-                logger.success(f"SGLang at {self.server} is back and holds version {self.version}")
+                logger.success(f"Reconnected to SGLang at {self.server}, version={self.version}")
                 return
-            except (EngineError, EngineAway) as error:
-                self.problem = f"SGLang at {self.server} is away: {error}"
+            except (EngineError, EngineUnavailable) as error:
+                self.problem = f"SGLang at {self.server} is unavailable: {error}"
             except ValueError as error:
                 self._fail(
-                    RuntimeError(f"SGLang at {self.server} came back, but not to version {self.version}: {error}")
+                    RuntimeError(f"failed to restore version {self.version} of SGLang at {self.server}: {error}")
                 )
                 return

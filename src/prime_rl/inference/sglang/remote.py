@@ -1,4 +1,4 @@
-"""An SGLang server over HTTP: `/generate`, whole or in pieces, and what its refusals say."""
+"""HTTP client of an SGLang server: `/generate`, streaming and not, and its errors."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from urllib.parse import urlsplit
 import orjson
 from loguru import logger
 
-from prime_rl.inference.requests import Json
-from prime_rl.inference.sglang.wire import Garbled
-from prime_rl.utils.http import HttpPool
+from prime_rl.client.http import HttpPool
+from prime_rl.inference.request_parsing import Json
+from prime_rl.inference.sglang.protocol import MalformedResponse
 from rollouts.training.weight_sync import EngineError, SGLangEngine
 
-LONGEST_S = 7 * 86400.0  # of one request: whoever asks has a limit of its own
+LONGEST_S = 7 * 86400.0  # request timeout; clients have their own limits
 
 
-class Away(Exception):
-    """The server could not be reached, has no room, or is not the one it was."""
+class ServerUnreachable(Exception):
+    """The server is unreachable, overloaded, or was restarted."""
 
 
-class Refused(Exception):
-    """The server said why it does not answer this request."""
+class RequestRejected(Exception):
+    """The server rejected this request."""
 
 
 class Remote:
-    """What is asked of the server beside its control routes, at most `max_requests` at a time."""
+    """Client for all but the control routes, with at most `max_requests` concurrent requests."""
 
     def __init__(self, server: SGLangEngine, max_requests: int) -> None:
         self._url = server.base_url + "/generate"
@@ -35,16 +35,16 @@ class Remote:
         self._pool = HttpPool(server.base_url, max_connections=max_requests, timeout_s=LONGEST_S)
 
     async def generate(self, body: Json) -> Json:
-        """The `meta_info` of a whole answer. `Away`, `Refused` or `Garbled` when there is none."""
+        """Return the `meta_info` of a response; `ServerUnreachable`, `RequestRejected` or `MalformedResponse`."""
         try:
             reply = await self._pool.request("POST", urlsplit(self._url).path, orjson.dumps(body), self._headers)
         except (ConnectionError, TimeoutError) as error:
-            raise Away(str(error)) from error
+            raise ServerUnreachable(str(error)) from error
         return read_meta(reply.status, reply.body)
 
     async def stream(self, body: Json) -> AsyncIterator[Json]:
-        """The `meta_info` of one piece after the other, the last one with a finish_reason. Raises as `generate`."""
-        import httpx  # the pool takes whole answers
+        """Yield the `meta_info` of each chunk; the last one has a finish_reason. Raises as `generate`."""
+        import httpx  # the pool does not support streaming
 
         ended = False
         verify = self._url.startswith("https://")
@@ -62,12 +62,12 @@ class Remote:
                         ended = bool(meta.get("finish_reason"))
                         yield meta
         except httpx.HTTPError as error:
-            raise Away(f"{type(error).__name__} {error}".rstrip()) from error
+            raise ServerUnreachable(f"{type(error).__name__} {error}".rstrip()) from error
         if not ended:
-            raise Away("it ended a stream before its end")
+            raise ServerUnreachable("the stream ended prematurely")
 
-    async def tell(self, path: str, body: Json) -> None:
-        """A POST whose failure costs nothing: whoever fell has forgotten it anyway."""
+    async def notify(self, path: str, body: Json) -> None:
+        """Best-effort POST: failures are only logged, since a failed server has lost the state anyway."""
         try:
             await self._server.post(path, body)
         except EngineError as error:
@@ -79,25 +79,25 @@ class Remote:
 
 
 def read_meta(status: int, body: bytes) -> Json:
-    """The `meta_info` of an answer, or the exception that it means."""
+    """Parse the `meta_info` of a response, or raise its error."""
     if status == 503:
-        raise Away(f"it answers 503 ({read_error(body) or 'nothing more'})")
+        raise ServerUnreachable(f"HTTP 503 ({read_error(body) or 'no message'})")
     if status >= 400:
-        raise Refused(read_error(body) or f"it answered {status}")
+        raise RequestRejected(read_error(body) or f"HTTP {status}")
     try:
         found = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise Garbled(f"its answer is no JSON: {error}") from error
+        raise MalformedResponse(f"response is not JSON: {error}") from error
     if isinstance(found, dict) and "error" in found:
-        raise Refused(read_error(body))
+        raise RequestRejected(read_error(body))
     meta = found.get("meta_info") if isinstance(found, dict) else None
     if not isinstance(meta, dict):
-        raise Garbled("its answer has no meta_info")
+        raise MalformedResponse("response has no meta_info")
     return meta
 
 
 def read_error(body: bytes) -> str:
-    """The message of an error in one of SGLang's shapes."""
+    """Extract the message from any of SGLang's error formats."""
     try:
         found: Any = orjson.loads(body)
     except orjson.JSONDecodeError:

@@ -1,1 +1,1 @@
-"""vLLM's own server behind the door of ours: how it is started, our routes in it, and verified weights."""
+"""vLLM backend: launching its server, additional routes, and verified weight loading."""

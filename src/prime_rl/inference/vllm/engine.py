@@ -1,4 +1,4 @@
-"""Starting vLLM's own server from our config, with our routes and our weight loading added by its hooks."""
+"""Launches a vLLM server from the inference config, with additional routes and weight loading through its hooks."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl.inference.config import InferenceConfig
-from prime_rl.inference.directories import prepare_model_dir
-from prime_rl.utils.process import find_gpus
+from prime_rl.inference.weight_dirs import prepare_model_dir
+from prime_rl.runtime.process import find_gpus
 
 CONFIG_VARIABLE = "PRIME_RL_INFERENCE_CONFIG"
-"""How the config reaches our part of vLLM's processes: as JSON."""
+"""Passes the config, as JSON, to the plugins in vLLM's processes."""
 MODEL_DIR_VARIABLE = "PRIME_RL_INFERENCE_MODEL_DIR"
 MIDDLEWARE = "prime_rl.inference.vllm.routes.PrimeRoutes"
 WORKER = "prime_rl.inference.vllm.worker.WeightWorker"
 MAX_LOGPROBS = 100
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-"""What a trainer adapts. Never the output layer: with room for adapters there, vLLM 0.32 dies of `prompt_logprobs` as
-soon as two requests run (its rows are prompt tokens, their adapters those of requests)."""
+"""Modules that a trainer adapts. Not the output layer: with LoRA enabled there, vLLM 0.32 crashes on `prompt_logprobs`
+with two concurrent requests (its rows are prompt tokens, but the adapter indices are per request)."""
 TOOL_PARSERS = {"hermes": "hermes", "llama": "llama3_json"}
 REASONING_PARSERS = {"think": "qwen3"}
 
 
 def serve_vllm(config: InferenceConfig) -> int:
-    """Become vLLM's server: the process is replaced, so that signals and the exit code are vLLM's own."""
+    """Replace this process by vLLM's server, so that signals and the exit code are handled by vLLM."""
     from loguru import logger
 
     from prime_rl.utils.logger import setup_logger
@@ -36,14 +36,14 @@ def serve_vllm(config: InferenceConfig) -> int:
     setup_logger(config.name, config.log, None)
     model_dir = prepare_model_dir(config)
     argv, environ = build_argv(config, model_dir), build_environment(config, model_dir)
-    logger.info(f"starting vLLM: {' '.join(argv[2:])}")
+    logger.info(f"Starting vLLM: {' '.join(argv[2:])}")
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(argv[0], argv, environ)
 
 
 def build_argv(config: InferenceConfig, model_dir: Path, *, on_gpu: bool | None = None) -> list[str]:
-    """The command line of vLLM's server. What `inference.vllm` says comes last and so wins."""
+    """Build the command line of vLLM's server. Options in `inference.vllm` take precedence."""
     on_gpu = bool(find_gpus()) if on_gpu is None else on_gpu
     model, parallel, chunk = config.model, config.parallel, config.max_prefill_tokens
     options: dict[str, Any] = {
@@ -76,30 +76,30 @@ def build_argv(config: InferenceConfig, model_dir: Path, *, on_gpu: bool | None 
         "worker_extension_cls": WORKER,
     }
     options |= {name.replace("-", "_"): value for name, value in config.vllm.items()}
-    # One process answers, whatever dp is: it keeps the version. (`vllm serve` would start one for each copy.)
+    # A single API server process for any dp, since it tracks the version (`vllm serve` would start one per replica).
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     return argv + [word for name, value in options.items() for word in write_option(name, value)]
 
 
-def find_lora_rank(wanted: int | None) -> int | None:
-    """The smallest rank that vLLM makes room for and that is enough; `ValueError` beyond the largest."""
-    if wanted is None:
+def find_lora_rank(max_rank: int | None) -> int | None:
+    """Round up to a rank that vLLM supports; `ValueError` above the largest."""
+    if max_rank is None:
         return None
-    if wanted > LORA_RANKS[-1]:
-        raise ValueError(f"max_lora_rank = {wanted}: vLLM takes adapters of rank {LORA_RANKS[-1]} at most")
-    return min(rank for rank in LORA_RANKS if rank >= wanted)
+    if max_rank > LORA_RANKS[-1]:
+        raise ValueError(f"max_lora_rank = {max_rank}: vLLM supports rank {LORA_RANKS[-1]} at most")
+    return min(rank for rank in LORA_RANKS if rank >= max_rank)
 
 
 def has_option(name: str) -> bool:
-    """Whether the vLLM that is installed knows an option of the server (asking its parser would take seconds)."""
-    found = importlib.util.find_spec("vllm")
-    roots = [] if found is None else list(found.submodule_search_locations or [])
+    """Whether the installed vLLM server has an option (searches its source; importing the parser takes seconds)."""
+    spec = importlib.util.find_spec("vllm")
+    roots = [] if spec is None else list(spec.submodule_search_locations or [])
     files = [path for root in roots for path in Path(root, "entrypoints").rglob("cli_args.py")]
     return any(name in path.read_text(encoding="utf-8") for path in files)
 
 
 def write_option(name: str, value: Any) -> list[str]:
-    """An option as words of a command line: switches by name, tables as JSON, None not at all."""
+    """Format an option as command-line arguments: booleans as flags, dicts as JSON; None is omitted."""
     flag = "--" + name.replace("_", "-")
     if value is None:
         return []
@@ -111,21 +111,21 @@ def write_option(name: str, value: Any) -> list[str]:
 
 
 def sampling_defaults(config: InferenceConfig) -> dict[str, Any]:
-    """`inference.sampling` in the words of a generation config; `ValueError` for what has no word there."""
+    """Convert `inference.sampling` to a generation config; `ValueError` for unsupported parameters."""
     given = config.sampling.model_dump(exclude_defaults=True)
     names = {"max_tokens": "max_new_tokens"}
     known = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
     if unknown := sorted(given.keys() - set(known)):
         raise ValueError(
-            f"sampling.{unknown[0]} cannot be a default of vLLM's server: send it with requests, or leave it out"
+            f"sampling.{unknown[0]} cannot be a default of vLLM's server: set it per request, or leave it out"
         )
     return {names.get(name, name): value for name, value in given.items()}
 
 
 def build_environment(config: InferenceConfig, model_dir: Path) -> dict[str, str]:
-    """The environment of vLLM's processes."""
+    """Build the environment of vLLM's processes."""
     return {
-        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; read on the CPU only
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; CPU only
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "INFO" if config.log.level in ("debug", "trace") else "WARNING",
         **os.environ,

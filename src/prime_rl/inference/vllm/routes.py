@@ -1,4 +1,4 @@
-"""Our routes in vLLM's own server, as the ASGI middleware that its --middleware option takes."""
+"""Additional routes of vLLM's server, as an ASGI middleware for its --middleware option."""
 
 from __future__ import annotations
 
@@ -17,32 +17,38 @@ import orjson
 import torch
 from loguru import logger
 from safetensors.torch import save_file
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 
+from prime_rl.inference.access import Access, build_hosts, check_access
 from prime_rl.inference.adapters import POLICY, build_spec, read_adapter
-from prime_rl.inference.broadcasting import NO_TRAINER, init_broadcast, parse_version
+from prime_rl.inference.async_engine import ClientGone
 from prime_rl.inference.config import InferenceConfig
-from prime_rl.inference.directories import check_step, resolve_allowed
-from prime_rl.inference.messages import MessageParser
-from prime_rl.inference.requests import ApiError, Json, parse_body
-from prime_rl.inference.routes import RETRY_AFTER_S, Access, BodyLimit, answer, check_access, check_weights, refuse
+from prime_rl.inference.intake import RETRY_AFTER_S, BodyLimit, check_json_type, max_request_bytes, read_body
+from prime_rl.inference.request_parsing import ApiError, Json, parse_body
+from prime_rl.inference.routes.openai import answer, build_error_response, check_weights
+from prime_rl.inference.tool_parser import MessageParser
+from prime_rl.inference.vllm.chats import ChatGuard
 from prime_rl.inference.vllm.engine import CONFIG_VARIABLE, MODEL_DIR_VARIABLE
 from prime_rl.inference.vllm.translate import chat_from_completion, completion_from_chat
+from prime_rl.inference.weight_dirs import check_step, resolve_allowed
+from prime_rl.inference.weight_receiver import NO_TRAINER, init_broadcast, parse_version
+from prime_rl.runtime.tokenizer import load_tokenizer
 from prime_rl.transport.broadcast import Broadcast, BroadcastFailed, receive_weights
 from prime_rl.transport.weights import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, WEIGHTS_FILE, is_adapter
 from prime_rl.utils.monitor import Monitor, build_monitor
 
 Scope = MutableMapping[str, Any]
 App = Callable[[Scope, Any, Any], Awaitable[None]]
-GENERATES = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate", "/v1/chat/completions/tokens")
-REMEMBERED_SPANS = 10_000
+GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate", "/v1/chat/completions/tokens")
+MAX_SPANS = 10_000
+UNKNOWN_MODEL_LEN = 2**17
 POLICY_ID = 1 << 20
-"""Number of the policy's adapter in vLLM, which counts those of /v1/load_lora_adapter from 1."""
+"""vLLM's id of the policy adapter; adapters of /v1/load_lora_adapter are numbered from 1."""
 
 
 class PrimeRoutes:
-    """Serves our control routes, guards all others, and adds policy versions to vLLM's answers."""
+    """Serves the control routes, checks access to all others, and adds policy versions to vLLM's responses."""
 
     def __init__(self, app: App) -> None:
         self.app = app
@@ -52,68 +58,99 @@ class PrimeRoutes:
         self.awaits_weights = self.config.server.await_weights
         self.num_requests = 0
         self.broken: str | None = None
-        self._limited = BodyLimit(self._serve, round(self.config.server.max_request_mb * 2**20))
-        self._told_repair = False
-        self._held = self.model_dir
+        self._hosts = build_hosts(self.config.server)
+        self._limited: BodyLimit | None = None
+        self._warned_repair = False
+        self._loaded_dir = self.model_dir
         self._adapter: Path | None = None
-        """The adapter that makes the policy of the model; None: the model is the policy."""
+        """Directory of the policy adapter; None if the policy is the model itself."""
         self._policy: Any = None
-        """It, as vLLM's requests name it."""
+        """The policy adapter as a vLLM `LoRARequest`."""
         self._settled = asyncio.Event()
         self._settled.set()
         self.broadcast: Broadcast | None = None
         self._received: tempfile.TemporaryDirectory[str] | None = None
         self._key = os.environ.get(self.config.server.api_key_var or "", "") or None
         self._parser = MessageParser(self.config.model.tool_call_parser)
+        self._guard = ChatGuard(self._load_tokenizer)
         self._updating = asyncio.Lock()
         self._spans: OrderedDict[str, list[tuple[int, list[list[int]]]]] = OrderedDict()
         self._monitor: Monitor | None = None
         if self.config.output_dir is not None:
             self._monitor = build_monitor(self.config.output_dir, self.config.name)
 
+    def _load_tokenizer(self) -> Any:
+        options = {name.replace("-", "_"): value for name, value in self.config.vllm.items()}
+        template = options.get("chat_template")
+        return load_tokenizer(str(self.model_dir), template, self.config.model.trust_remote_code)
+
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
+        if scope["type"] == "websocket":
+            await self._serve_socket(scope, receive, send)
+        elif scope["type"] == "http":
+            if self._limited is None:
+                limits = self.config.server
+                max_bytes = max_request_bytes(limits.max_request_mb, self._max_model_len(scope))
+                self._limited = BodyLimit(self._serve, max_bytes, limits.read_timeout, build_error_response)
+            await self._limited(scope, receive, send)
+        else:
             await self.app(scope, receive, send)
+
+    def _max_model_len(self, scope: Scope) -> int:
+        engine = getattr(scope["app"].state.engine_client, "model_config", None)
+        return int(getattr(engine, "max_model_len", None) or self.config.model.max_model_len or UNKNOWN_MODEL_LEN)
+
+    async def _serve_socket(self, scope: Scope, receive: Any, send: Any) -> None:
+        """Serve vLLM's WebSocket routes with API access control."""
+        try:
+            check_access(self._key, HTTPConnection(scope), "api", self._hosts)
+        except ApiError:
+            await send({"type": "websocket.close", "code": 1008})  # before the handshake: HTTP 403
             return
-        await self._limited(scope, receive, send)
+        await self.app(scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Any, send: Any) -> None:
         request = Request(scope, receive)
         path, client = scope["path"], scope["app"].state.engine_client
-        self._watch_spans(client)
+        self._wrap_generate(client)
         handler, access = ROUTES.get((scope["method"], path), (None, _access_of(path)))
         try:
-            check_access(self._key, request, access)
+            check_access(self._key, request, access, self._hosts)
             if handler is not None:
                 reply = await handler(self, request, client)
                 await reply(scope, receive, send)
-            elif path in GENERATES:
+            elif path in GENERATION_PATHS:
                 await self._generate(request, send)
+            elif path == "/tokenize":
+                await self._tokenize(request, send, client)
             elif path in REWRITTEN:
                 await self._rewrite(scope, receive, send, REWRITTEN[path])
             else:
                 await self.app(scope, receive, send)
         except Exception as error:
-            await refuse(request, error)(scope, receive, send)
+            await build_error_response(request, error)(scope, receive, send)
 
     async def _generate(self, request: Request, send: Any) -> None:
-        """A request that draws tokens: counted, refused when too many wait, and answered with version spans."""
+        """Handle a generation request: enforce the queue limit and add version spans to the response."""
         if self.broken is not None:
             raise ApiError(self.broken, status=503)
         check_weights(self.awaits_weights)
         if self.num_requests >= self.config.max_batch_size + self.config.server.max_waiting:
             raise ApiError(
-                f"{self.num_requests} requests are running or waiting: try again in a moment",
+                f"{self.num_requests} requests are running or queued: try again",
                 status=429,
                 kind="rate_limit_error",
                 retry_after_s=RETRY_AFTER_S,
             )
         self.num_requests += 1
         try:
-            data = await request.body()
+            data = await read_body(request)
+            check_json_type(request, data)
             scope = request.scope
             if scope["path"].endswith("/tokens"):
                 await self._answer_tokens(request, parse_body(data), send)
+            elif (wrap_handler := await self._render_guarded(scope["path"], data)) is not None:
+                await self._answer_tokens(request, wrap_handler, send)
             elif b'"stream"' in data and parse_body(data).get("stream"):
                 await self.app(scope, _replay(data, request.receive), send)
             else:
@@ -121,8 +158,29 @@ class PrimeRoutes:
         finally:
             self.num_requests -= 1
 
+    async def _render_guarded(self, path: str, data: bytes) -> Json | None:
+        """A chat with rendered token ids if its data contains control-token strings, else None."""
+        if path != "/v1/chat/completions":
+            return None
+        body = parse_body(data)
+        ids = await asyncio.to_thread(self._guard.render, body)
+        return None if ids is None else {**body, "tokens": ids}
+
+    async def _tokenize(self, request: Request, send: Any, client: Any) -> None:
+        """Forward to vLLM, except for a chat whose data contains control-token strings."""
+        data = await request.body()
+        body = parse_body(data)
+        ids = await asyncio.to_thread(self._guard.render, body) if "messages" in body else None
+        if ids is None:
+            await self.app(request.scope, _replay(data, request.receive), send)
+            return
+        names = self._guard.tokenizer.convert_ids_to_tokens(ids) if body.get("return_token_strs") else None
+        limit = client.model_config.max_model_len
+        reply = answer({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": names})
+        await reply(request.scope, request.receive, send)
+
     async def _answer_tokens(self, request: Request, body: Json, send: Any) -> None:
-        """A chat whose prompt is given as token ids: vLLM completes the ids, and we write the answer as a chat."""
+        """Handle a chat with a token id prompt: forward as a completion and convert the response to a chat."""
         data = orjson.dumps(completion_from_chat(body))
         scope = {**request.scope, "path": "/v1/completions", "raw_path": b"/v1/completions"}
 
@@ -132,7 +190,7 @@ class PrimeRoutes:
         await self._rewrite(scope, _replay(data, request.receive), send, as_chat)
 
     async def _rewrite(self, scope: Scope, receive: Any, send: Any, change: Callable[[PrimeRoutes, Any], Any]) -> None:
-        """Let vLLM answer, and send what `change` makes of a good answer."""
+        """Forward to vLLM and apply `change` to a successful response. `ClientGone` if vLLM canceled the request."""
         start: Json = {}
         body = bytearray()
 
@@ -145,7 +203,10 @@ class PrimeRoutes:
         await self.app(scope, receive, collect)
         kind = dict(start.get("headers", [])).get(b"content-type", b"").decode()
         if start.get("status") == 200 and kind.startswith("application/json"):
-            reply = Response(orjson.dumps(change(self, orjson.loads(body))), media_type="application/json")
+            content = orjson.loads(body)
+            if content is None:  # vLLM's handlers return None when canceled by a disconnect
+                raise ClientGone
+            reply = Response(orjson.dumps(change(self, content)), media_type="application/json")
         elif start.get("status") == 200 and scope["path"].startswith("/metrics"):
             reply = Response(change(self, body.decode()), media_type=kind)
         else:
@@ -153,19 +214,19 @@ class PrimeRoutes:
         await reply(scope, receive, send)
 
     async def load_broadcast(self, client: Any, step: int) -> Json:
-        """Receive a version from the trainer into a directory of our own, and load that: vLLM's loader reads files."""
+        """Receive a version from the trainer into a temporary directory and load it (vLLM's loader reads files)."""
         if self.broadcast is None:
             raise ApiError(NO_TRAINER, 409, "weight_dir")
         try:
             directory, digests = await asyncio.to_thread(self._receive, self.broadcast, step)
         except (ValueError, OSError) as error:
-            logger.warning(f"weights not loaded, version {self.version} stays in service: {error}")
+            logger.warning(f"Weight update failed, version {self.version} stays in service: {error}")
             raise ApiError(str(error), 503 if isinstance(error, BroadcastFailed) else 400, "weight_dir") from error
         try:
             return await self.load(client, directory, step, digests)
-        finally:  # what is in service stays, to go back to
-            kept = (self._held, self._adapter)
-            for old in [path for path in directory.parent.iterdir() if path not in kept]:
+        finally:  # keep the weights in service, for rollback
+            in_use = (self._loaded_dir, self._adapter)
+            for old in [path for path in directory.parent.iterdir() if path not in in_use]:
                 shutil.rmtree(old)
 
     def _receive(self, broadcast: Broadcast, step: int) -> tuple[Path, dict[str, str]]:
@@ -183,18 +244,18 @@ class PrimeRoutes:
         return directory, {name: entry.digest for name, entry in received.manifest.tensors.items()}
 
     async def load(self, client: Any, directory: Path, version: int, digests: dict[str, str] | None) -> Json:
-        """Freeze, load, compare, forget all cached keys, go on: running requests are computed anew.
+        """Pause, load, verify, reset the KV cache and resume; running requests are recomputed.
 
-        A directory that holds nothing but a LoRA adapter becomes the policy too: the model in service with it.
+        A directory with only a LoRA adapter also becomes the policy: the model in service with this adapter.
         """
         adapter = directory if is_adapter(directory) else None
         if adapter is not None and client.vllm_config.lora_config is None:
             raise ApiError(
-                "this server was started without room for adapters: set inference.max_lora_rank, or "
+                "this server was started without LoRA support: set inference.max_lora_rank, or "
                 "trainer.model.lora.merge = true",
                 param="weight_dir",
             )
-        # A request has its adapter, or none, from beginning to end: where that changes, those that run end first.
+        # A request keeps its adapter: if the policy switches between adapter and none, running requests end first.
         changes = (adapter is None) != (self._adapter is None)
         async with self._updating:
             start = time.time()
@@ -210,36 +271,36 @@ class PrimeRoutes:
                 if hasattr(client, "update_weight_version"):
                     await client.update_weight_version(str(version))
                 self.version, self._adapter, self.broken = version, adapter, None
-                self._held = self._held if adapter is not None else directory
+                self._loaded_dir = self._loaded_dir if adapter is not None else directory
                 self._policy = None if adapter is None else build_lora_request(adapter)
                 self.awaits_weights = False
                 await client.resume_generation()
             finally:
                 self._settled.set()
             end = time.time()
-        if report["repaired"] and not self._told_repair:
-            self._told_repair = True
-            logger.warning(f"vLLM kept old copies of {', '.join(report['repaired'])}: packed anew and verified")
+        if report["repaired"] and not self._warned_repair:
+            self._warned_repair = True
+            logger.warning(f"vLLM kept stale copies of {', '.join(report['repaired'])}: repacked and verified")
         if report["unknown"]:
-            logger.warning(f"could not be compared in vLLM: {', '.join(report['unknown'][:5])}")
-        logger.info(f"version {version} in service, paused for {end - start:.3f} s")
+            logger.warning(f"Cannot verify in vLLM: {', '.join(report['unknown'][:5])}")
+        logger.info(f"Loaded weights version={version} (paused {end - start:.3f} s)")
         if self._monitor is not None:
             self._monitor.log_timeline("update_weights", start, end, version)
             self._monitor.log({"time/update_weights": end - start, "time/update_weights_pause": end - start}, version)
-        held = {name: (digests or {}).get(name, digest) for name, digest in report["digests"].items()}
+        verified = {name: (digests or {}).get(name, digest) for name, digest in report["digests"].items()}
         notes = {name: report[name] for name in ("repaired", "unknown", "rounded") if report[name]}
         dtype = str(client.model_config.dtype).removeprefix("torch.")
-        return {"status": "ok", "version": version, "digests": held, "exact": False, "dtype": dtype, **notes}
+        return {"status": "ok", "version": version, "digests": verified, "exact": False, "dtype": dtype, **notes}
 
     async def _load_frozen(self, client: Any, directory: Path, adapter: Path | None) -> Json:
         if adapter is not None:
             reports = await client.collective_rpc("load_published_adapter", args=(str(adapter), POLICY, POLICY_ID))
-        elif self._adapter is not None and directory == self._held:  # the model is the same, without the adapter
+        elif self._adapter is not None and directory == self._loaded_dir:  # same model, without the adapter
             await client.collective_rpc("remove_published_adapter", args=(POLICY_ID,))
             reports = await client.collective_rpc("compare_published_weights", args=(str(directory),))
         else:
             reports = await client.collective_rpc("load_published_weights", args=(str(directory),))
-        # Frozen requests keep blocks of the old weights' cache, and would go on with it: they are put back.
+        # Paused requests still hold KV blocks of the old weights: preempt them, so that they are recomputed.
         await client.reset_prefix_cache(reset_running_requests=True)
         report = dict(reports[0])
         for other in reports[1:]:
@@ -247,24 +308,23 @@ class PrimeRoutes:
         return report
 
     async def _restore(self, client: Any, reason: Exception, failed: Path | None) -> None:
-        """After a failed load, back to what was in service; when that fails too, nothing is sampled any more."""
+        """Roll back after a failed load; if that fails too, reject all further requests."""
         try:
-            if failed is None:  # the load of an adapter does not touch the model
-                await client.collective_rpc("load_published_weights", args=(str(self._held),))
+            if failed is None:  # loading an adapter does not change the model
+                await client.collective_rpc("load_published_weights", args=(str(self._loaded_dir),))
             if self._adapter is not None:
                 await client.collective_rpc("load_published_adapter", args=(str(self._adapter), POLICY, POLICY_ID))
             elif failed is not None:
                 await client.collective_rpc("remove_published_adapter", args=(POLICY_ID,))
             await client.reset_prefix_cache(reset_running_requests=True)
         except Exception as error:
-            self.broken = f"neither the new weights nor the old ones could be loaded ({reason}; {error}): restart it"
+            self.broken = f"failed to load the new weights and to restore the old ones ({reason}; {error}): restart it"
             logger.error(self.broken)
             return
         await client.resume_generation()
 
-    def _watch_spans(self, client: Any) -> None:
-        """Give requests that name no adapter the policy's, and note which weights drew which tokens, from the results
-        that vLLM's own routes are made of."""
+    def _wrap_generate(self, client: Any) -> None:
+        """Wrap `client.generate`: add the policy adapter to requests without one, and record the version spans."""
         if getattr(client, "prime_rl_watched", False):
             return
         original = client.generate
@@ -275,36 +335,36 @@ class PrimeRoutes:
                 kwargs["lora_request"] = self._policy
             async for result in original(*args, **kwargs):
                 if result.finished:
-                    self._note(result)
+                    self._record_spans(result)
                 yield result
 
         client.generate, client.prime_rl_watched = generate, True
 
-    def _note(self, result: Any) -> None:
+    def _record_spans(self, result: Any) -> None:
         spans = []
         for output in result.outputs:
-            told = getattr(output, "weight_versions", None) or []
-            found = [[span.start, int(span.version) if span.version.isdigit() else 0] for span in told]
-            spans.append((output.index, found or [[0, self.version]]))
+            reported = getattr(output, "weight_versions", None) or []
+            versions = [[span.start, int(span.version) if span.version.isdigit() else 0] for span in reported]
+            spans.append((output.index, versions or [[0, self.version]]))
         self._spans[result.request_id] = spans
-        if len(self._spans) > REMEMBERED_SPANS:
+        if len(self._spans) > MAX_SPANS:
             self._spans.popitem(last=False)
 
     def take_spans(self, answer_id: str, num_choices: int) -> dict[int, list[list[int]]]:
-        """The spans of an answer's choices; a plain completion has a request `<id>-<i>` for each of its prompts."""
+        """Pop the version spans of a response's choices; completions have a request `<id>-<i>` per prompt."""
         if answer_id in self._spans:
             return dict(self._spans.pop(answer_id))
-        found: dict[int, list[list[int]]] = {}
+        merged: dict[int, list[list[int]]] = {}
         prompt = 0
         while (spans := self._spans.pop(f"{answer_id}-{prompt}", None)) is not None:
-            found |= {prompt * len(spans) + index: span for index, span in spans}
+            merged |= {prompt * len(spans) + index: span for index, span in spans}
             prompt += 1
-        return found
+        return merged
 
 
 async def update_weights(routes: PrimeRoutes, request: Request, client: Any) -> Response:
     """POST /update_weights {"weight_dir"}, or {"weight_dir": null, "step"} from the trainer of /init_broadcaster"""
-    body = parse_body(await request.body())
+    body = await _read_json(request)
     if "weight_dir" in body and body["weight_dir"] is None:
         return answer(await routes.load_broadcast(client, parse_version(body)))
     directory = _allowed(routes, body, "weight_dir")
@@ -314,13 +374,13 @@ async def update_weights(routes: PrimeRoutes, request: Request, client: Any) -> 
         else:
             version, digests = await asyncio.to_thread(check_step, directory)
     except (ValueError, OSError) as error:
-        logger.warning(f"weights not loaded, version {routes.version} stays in service: {error}")
+        logger.warning(f"Weight update failed, version {routes.version} stays in service: {error}")
         raise ApiError(str(error), param="weight_dir") from error
     return answer(await routes.load(client, directory, version, digests))
 
 
 async def reload_weights(routes: PrimeRoutes, request: Request, client: Any) -> Response:
-    """POST /reload_weights: back to the weights of the start, version 0."""
+    """POST /reload_weights: restore the initial weights, version 0."""
     return answer(await routes.load(client, routes.model_dir, 0, None))
 
 
@@ -328,7 +388,7 @@ async def pause(routes: PrimeRoutes, request: Request, client: Any) -> Response:
     """POST /pause?mode=keep|abort|wait"""
     mode = request.query_params.get("mode", "keep")
     if mode not in ("keep", "abort", "wait"):
-        raise ApiError(f"mode {mode!r} is not offered: use keep, abort or wait", param="mode")
+        raise ApiError(f"mode {mode!r} is not supported: use keep, abort or wait", param="mode")
     await client.pause_generation(mode=mode, clear_cache=False)
     return answer({"status": "paused", "version": routes.version})
 
@@ -345,57 +405,67 @@ async def is_paused(routes: PrimeRoutes, request: Request, client: Any) -> Respo
 
 
 async def health(routes: PrimeRoutes, request: Request, client: Any) -> Response:
-    """GET /health: 200 with the version in service, 503 when the engine has failed or holds unknown weights."""
+    """GET /health: 200 with the weight version, 503 if the engine failed or its weights are unknown."""
     if routes.broken is not None:
         raise ApiError(routes.broken, status=503)
     try:
         await client.check_health()
     except Exception as error:
-        raise ApiError(f"the engine has failed: {error}", status=503) from error
+        raise ApiError(f"engine failed: {error}", status=503) from error
     return answer(
         {"status": "ok", "version": routes.version} | ({"awaits_weights": True} if routes.awaits_weights else {})
     )
 
 
 async def load_lora_adapter(routes: PrimeRoutes, request: Request, client: Any) -> Response:
-    """POST /v1/load_lora_adapter {"lora_name", "lora_path"}; one of the same name is replaced."""
-    body = parse_body(await request.body())
+    """POST /v1/load_lora_adapter {"lora_name", "lora_path"}; replaces one of the same name."""
+    body = await _read_json(request)
     directory = _allowed(routes, body, "lora_path")
+    try:
+        await asyncio.to_thread(read_adapter, directory, routes.version)  # vLLM itself verifies nothing
+    except (ValueError, OSError) as error:
+        raise ApiError(str(error), param="lora_path") from error
     return await _use_loras(request, "load", lora_name=body.get("lora_name"), lora_path=str(directory))
 
 
 async def unload_lora_adapter(routes: PrimeRoutes, request: Request, client: Any) -> Response:
     """POST /v1/unload_lora_adapter {"lora_name"}"""
-    return await _use_loras(request, "unload", lora_name=parse_body(await request.body()).get("lora_name"))
+    return await _use_loras(request, "unload", lora_name=(await _read_json(request)).get("lora_name"))
 
 
 async def _use_loras(request: Request, verb: str, **fields: Any) -> Response:
     from vllm.entrypoints.serve.lora import protocol
 
     if request.scope["app"].state.vllm_config.lora_config is None:
-        raise ApiError("this server was started without room for adapters: set inference.max_lora_rank")
+        raise ApiError("this server was started without LoRA support: set inference.max_lora_rank")
     kind = protocol.LoadLoRAAdapterRequest if verb == "load" else protocol.UnloadLoRAAdapterRequest
     if verb == "load" and "load_inplace" in kind.model_fields:
         fields["load_inplace"] = True
     try:
-        wanted = kind(**fields)
+        lora_request = kind(**fields)
     except ValueError as error:
         raise ApiError("lora_name must be a string", param="lora_name") from error
     models = request.scope["app"].state.openai_serving_models
-    told = getattr(models, f"{verb}_lora_adapter")(wanted)
-    told = await told if inspect.isawaitable(told) else told
-    held: Any = getattr(models, "lora_requests", {}).get(fields["lora_name"])
-    if held is not None:
-        held.load_inplace = False  # else every step of a request that names it would read the files again
-    if not isinstance(told, str):
-        raise ApiError(told.error.message, status=told.error.code, param="lora_name")
+    result = getattr(models, f"{verb}_lora_adapter")(lora_request)
+    result = await result if inspect.isawaitable(result) else result
+    loaded: Any = getattr(models, "lora_requests", {}).get(fields["lora_name"])
+    if loaded is not None:
+        loaded.load_inplace = False  # otherwise every step of its requests would read the files again
+    if not isinstance(result, str):
+        raise ApiError(result.error.message, status=result.error.code, param="lora_name")
     return answer({"status": "ok", "lora_name": fields["lora_name"]})
 
 
 async def init_broadcaster(routes: PrimeRoutes, request: Request, client: Any) -> Response:
-    """POST /init_broadcaster {"host", "port"}: where /update_weights receives weights from, once that has answered."""
-    routes.broadcast = await init_broadcast(parse_body(await request.body()), routes.config.weight_broadcast.type)
+    """POST /init_broadcaster {"host", "port"}: connect to the trainer from which /update_weights receives weights."""
+    routes.broadcast = await init_broadcast(await _read_json(request), routes.config.weight_broadcast.type)
     return answer({"status": "ok"})
+
+
+async def _read_json(request: Request) -> Json:
+    data = await read_body(request)
+    check_json_type(request, data)
+    return parse_body(data)
 
 
 def _allowed(routes: PrimeRoutes, body: Json, key: str) -> Path:
@@ -410,14 +480,14 @@ def _allowed(routes: PrimeRoutes, body: Json, key: str) -> Path:
 
 
 def build_lora_request(directory: Path) -> Any:
-    """The policy's adapter as requests name it. Its path tells cached keys of one version from those of another."""
+    """The policy adapter as a `LoRARequest`. Its path distinguishes the cached keys of different versions."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(POLICY, POLICY_ID, str(directory))
 
 
 def _add_versions(routes: PrimeRoutes, content: Any) -> Any:
-    """`versions` spans in every choice, and reasoning under the name that clients of other servers know."""
+    """Add `versions` spans to every choice, and `reasoning_content` as an alias of vLLM's `reasoning`."""
     choices = content.get("choices") or []
     spans = routes.take_spans(str(content.get("id", content.get("request_id", ""))), len(choices))
     for choice in choices:
@@ -437,7 +507,7 @@ def _add_card_versions(routes: PrimeRoutes, content: Any) -> Any:
 def _add_metrics(routes: PrimeRoutes, text: str) -> str:
     rows = (
         ("policy_version", "Version of the weights in service.", routes.version),
-        ("requests_in_flight", "Requests that are not answered yet.", routes.num_requests),
+        ("requests_in_flight", "Unfinished requests.", routes.num_requests),
     )
     return text + "".join(
         f"# HELP prime_rl_{name} {what}\n# TYPE prime_rl_{name} gauge\nprime_rl_{name} {value}\n"
@@ -446,23 +516,25 @@ def _add_metrics(routes: PrimeRoutes, text: str) -> str:
 
 
 def _replay(data: bytes, receive: Any) -> Any:
-    """A `receive` that gives the body that was already read, and then what comes (the client's leaving)."""
-    given = False
+    """A `receive` that replays the body, then forwards further messages (the client's disconnect)."""
+    replayed = False
 
     async def again() -> Any:
-        nonlocal given
-        if given:
+        nonlocal replayed
+        if replayed:
             return await receive()
-        given = True
+        replayed = True
         return {"type": "http.request", "body": data, "more_body": False}
 
     return again
 
 
 def _access_of(path: str) -> Access:
-    """Routes of vLLM that are neither the API nor harmless change the server."""
-    if path in ("/metrics", "/metrics/", "/ping", "/version", "/load"):
+    """Access level of a vLLM route; "control" unless known to be read-only or part of the API."""
+    if path in ("/ping", "/health"):
         return "open"
+    if path in ("/metrics", "/metrics/", "/version", "/load", "/docs", "/redoc", "/openapi.json"):
+        return "read"
     return "api" if path.startswith(("/v1/", "/inference/", "/tokenize", "/detokenize")) else "control"
 
 

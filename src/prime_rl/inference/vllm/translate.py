@@ -1,11 +1,11 @@
-"""A chat over given token ids, in the words of vLLM's plain completions, and its answer back again."""
+"""Converts chat requests with token id prompts to vLLM completion requests, and the responses back."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from prime_rl.inference.messages import MessageParser
-from prime_rl.inference.requests import ApiError, Json
+from prime_rl.inference.request_parsing import ApiError, Json
+from prime_rl.inference.tool_parser import MessageParser
 
 CHAT_ONLY = (
     *("messages", "tokens", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"),
@@ -14,12 +14,12 @@ CHAT_ONLY = (
 
 
 def completion_from_chat(body: Json) -> Json:
-    """The body of a plain completion of `tokens`; without a limit it goes on to the end of the context."""
+    """Build a completion request for `tokens`; without a limit it may fill the context."""
     tokens = body.get("tokens")
     if not isinstance(tokens, list) or not tokens or not all(type(token) is int for token in tokens):
         raise ApiError("tokens must be a list of token ids", param="tokens")
     if body.get("stream"):
-        raise ApiError("/v1/chat/completions/tokens does not stream from vLLM: set stream to false", param="stream")
+        raise ApiError("/v1/chat/completions/tokens does not stream with vLLM: set stream to false", param="stream")
     completion = {name: value for name, value in body.items() if name not in CHAT_ONLY}
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
     logprobs = (body.get("top_logprobs") or 0) if body.get("logprobs") else None
@@ -27,19 +27,19 @@ def completion_from_chat(body: Json) -> Json:
 
 
 def chat_from_completion(completion: Json, body: Json, parser: MessageParser) -> Json:
-    """The `chat.completion` that says what a `text_completion` of the same tokens says."""
+    """Convert a `text_completion` to a `chat.completion`."""
     choices, prompt, num_top = [], None, body.get("top_logprobs") or 0
     tools = body.get("tools") if body.get("tool_choice") != "none" else None
-    for given in completion["choices"]:
-        said = parser.parse(given["text"], has_tools=bool(tools))
-        message: Json = {"role": "assistant", "content": said.content}
-        if said.calls:
-            message["tool_calls"] = said.calls[:1] if body.get("parallel_tool_calls") is False else said.calls
-        choice = {k: v for k, v in given.items() if k not in ("text", "logprobs", "prompt_token_ids")}
-        choice |= {"message": message, "logprobs": _chat_logprobs(given.get("logprobs"), num_top)}
-        if said.calls and given["finish_reason"] == "stop":
+    for source in completion["choices"]:
+        parsed = parser.parse(source["text"], has_tools=bool(tools))
+        message: Json = {"role": "assistant", "content": parsed.content}
+        if parsed.calls:
+            message["tool_calls"] = parsed.calls[:1] if body.get("parallel_tool_calls") is False else parsed.calls
+        choice = {k: v for k, v in source.items() if k not in ("text", "logprobs", "prompt_token_ids")}
+        choice |= {"message": message, "logprobs": _chat_logprobs(source.get("logprobs"), num_top)}
+        if parsed.calls and source["finish_reason"] == "stop":
             choice["finish_reason"] = "tool_calls"
-        prompt = given.get("prompt_token_ids") or prompt
+        prompt = source.get("prompt_token_ids") or prompt
         choices.append(choice)
     answer = {**completion, "id": "chat" + completion["id"], "object": "chat.completion", "choices": choices}
     return {**answer, "prompt_token_ids": prompt} if prompt is not None else answer

@@ -1,8 +1,7 @@
-"""Our part of vLLM's workers: load a published directory, and say tensor by tensor whether it is what they hold."""
+"""vLLM worker extension: loads a published directory and verifies every tensor in the worker."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,16 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from prime_rl.inference.adapters import read_adapter
-from prime_rl.inference.patches import pack_again, unpack
-from prime_rl.transport.weights import PEFT_PREFIX, digest_tensor
+from prime_rl.inference.patches import repack, unpack
+from prime_rl.transport.weights import PEFT_PREFIX, digest_tensor, read_index
 
-Held = Callable[[], Tensor]
+TensorGetter = Callable[[], Tensor]
 EXPERT_PARTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
 
 
 @dataclass
 class Report:
-    """What a worker holds, compared with a directory."""
+    """Result of comparing a worker's weights with a directory."""
 
     digests: dict[str, str] = field(default_factory=dict)
     rounded: list[str] = field(default_factory=list)
@@ -31,54 +30,56 @@ class Report:
 
 
 class WeightWorker:
-    """Mixed into vLLM's worker by `--worker-extension-cls`; its public methods are called on all workers."""
+    """Mixed into vLLM's worker by `--worker-extension-cls`; public methods are called on all workers."""
 
     model_runner: Any
     vllm_config: Any
     rank: int
 
     def load_published_weights(self, directory: str) -> dict[str, Any]:
-        """Load with vLLM's own loader, then compare. `RuntimeError` when the worker holds anything else afterwards.
+        """Load with vLLM's loader, then verify. `RuntimeError` if the worker's weights differ.
 
-        On a CPU vLLM 0.32 leaves packed copies of old weights behind (the output layer of models with tied
-        embeddings): what is found stale is packed anew, and compared again.
+        On a CPU, vLLM 0.32 keeps stale packed copies (the output layer of models with tied embeddings): these are
+        repacked and verified again.
         """
         self.model_runner.reload_weights(weights_path=directory)
         report = self._compare(directory)
         if report.wrong:
             stale = report.wrong
-            pack_again(self.model_runner.get_model())
+            repack(self.model_runner.get_model())
             report = self._compare(directory)
             report.repaired = [name for name in stale if name not in report.wrong]
         if report.wrong:
             shown = ", ".join(report.wrong[:3]) + (
                 f" and {len(report.wrong) - 3} more" if len(report.wrong) > 3 else ""
             )
-            raise RuntimeError(f"after loading {directory} worker {self.rank} does not hold it: {shown}")
+            raise RuntimeError(f"worker {self.rank} differs from {directory} after loading it: {shown}")
         return dict(report.__dict__)
 
     def compare_published_weights(self, directory: str) -> dict[str, Any]:
-        """Compare what is held with a directory, and change nothing."""
+        """Compare the worker's weights with a directory, without loading."""
         return dict(self._compare(directory).__dict__)
 
     def load_published_adapter(self, directory: str, name: str, adapter_id: int) -> dict[str, Any]:
-        """Load a LoRA adapter in the place of the one with this number, then compare. `RuntimeError` as above."""
+        """Load a LoRA adapter, replacing the one with this id, then verify. `RuntimeError` if it differs."""
         from vllm.lora.request import LoRARequest
 
         self.model_runner.add_lora(LoRARequest(name, adapter_id, directory, load_inplace=True))
         manager, parallel = self.model_runner.lora_manager._adapter_manager, self.vllm_config.parallel_config
         size = parallel.tensor_parallel_size
         with torch.inference_mode():
-            held = held_adapter(manager.modules, manager.packed_modules, manager.lora_index_to_id.index(adapter_id))
-            report = compare_adapter(held, Path(directory), self.rank % size, size)
+            loaded = list_adapter_tensors(
+                manager.modules, manager.packed_modules, manager.lora_index_to_id.index(adapter_id)
+            )
+            report = compare_adapter(loaded, Path(directory), self.rank % size, size)
         if report.wrong:
             raise RuntimeError(
-                f"after loading {directory} worker {self.rank} does not hold it: {', '.join(report.wrong[:3])}"
+                f"worker {self.rank} differs from {directory} after loading it: {', '.join(report.wrong[:3])}"
             )
         return dict(report.__dict__)
 
     def remove_published_adapter(self, adapter_id: int) -> None:
-        """Forget an adapter; nothing happens when there is none."""
+        """Unload an adapter; no effect if it is not loaded."""
         if self.model_runner.lora_manager is not None:
             self.model_runner.remove_lora(adapter_id)
 
@@ -87,38 +88,42 @@ class WeightWorker:
         tied = bool(getattr(self.vllm_config.model_config.hf_config, "tie_word_embeddings", False))
         size = parallel.tensor_parallel_size
         with torch.inference_mode():
-            return compare(held_tensors(model), read_published(Path(directory)), self.rank % size, size, tied)
+            return compare(list_loaded_tensors(model), read_published(Path(directory)), self.rank % size, size, tied)
 
 
 def compare(
-    held: Mapping[str, list[Held]], published: Mapping[str, Held], rank: int, size: int, tied: bool = False
+    loaded: Mapping[str, list[TensorGetter]],
+    published: Mapping[str, TensorGetter],
+    rank: int,
+    size: int,
+    tied: bool = False,
 ) -> Report:
-    """Every published tensor against the share that rank `rank` of `size` holds of it."""
+    """Compare every published tensor with its shard on rank `rank` of `size`."""
     report = Report()
-    names = dict.fromkeys([*published, *held])
+    names = dict.fromkeys([*published, *loaded])
     for name in names:
         source = published.get(name)
         if source is None and tied and name == "lm_head.weight":
             source = published.get("model.embed_tokens.weight")
         if source is None:
             report.wrong.append(f"{name} (not published)")
-        elif name not in held:
+        elif name not in loaded:
             report.unknown.append(name)
         else:
-            _judge(report, name, source(), [get() for get in held[name]], rank, size)
+            _compare_tensor(report, name, source(), [get() for get in loaded[name]], rank, size)
     return report
 
 
-def _judge(report: Report, name: str, published: Tensor, held: list[Tensor], rank: int, size: int) -> None:
+def _compare_tensor(report: Report, name: str, published: Tensor, loaded: list[Tensor], rank: int, size: int) -> None:
     rounded = False
-    for mine in held:
-        share = cut_share(published, mine.shape, rank, size)
+    for local in loaded:
+        share = cut_share(published, local.shape, rank, size)
         if share is None:
             report.unknown.append(name)
             return
-        mine = mine[tuple(slice(0, n) for n in share.shape)].to("cpu")
-        same = torch.equal(mine.to(share.dtype), share)
-        if not same and not torch.equal(mine, share.to(mine.dtype)):
+        local = local[tuple(slice(0, n) for n in share.shape)].to("cpu")
+        same = torch.equal(local.to(share.dtype), share)
+        if not same and not torch.equal(local, share.to(local.dtype)):
             report.wrong.append(name)
             return
         rounded |= not same
@@ -129,7 +134,7 @@ def _judge(report: Report, name: str, published: Tensor, held: list[Tensor], ran
 
 
 def cut_share(published: Tensor, shape: torch.Size, rank: int, size: int) -> Tensor | None:
-    """The part of a tensor that belongs into a shard of `shape`; rows beyond it are padding. None: it does not fit."""
+    """The part of a tensor that belongs to a shard of `shape`; further rows are padding. None if it does not fit."""
     if published.shape == shape:
         return published
     if published.dim() != len(shape):
@@ -139,20 +144,20 @@ def cut_share(published: Tensor, shape: torch.Size, rank: int, size: int) -> Ten
         return None
     axis, have, want = axes[0], published.shape[axes[0]], shape[axes[0]]
     if have > want and have % want == 0 and have // want < size:
-        rank = rank // (size // (have // want))  # fewer heads than ranks: several ranks hold the same
+        rank = rank // (size // (have // want))  # fewer heads than ranks: heads are replicated
     start = min(rank * want, have)
     return published.narrow(axis, start, min(want, have - start))
 
 
-def held_tensors(model: nn.Module) -> dict[str, list[Held]]:
-    """What the model computes with, by the names of the published files; fused tensors are taken apart.
+def list_loaded_tensors(model: nn.Module) -> dict[str, list[TensorGetter]]:
+    """The model's tensors by their published names, with fused tensors split.
 
-    Several entries of one name are copies that must all agree, such as an embedding and its packed form.
+    Several entries of one name are copies that must agree, such as an embedding and its packed form.
     """
     fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
-    found: dict[str, list[Held]] = {}
+    found: dict[str, list[TensorGetter]] = {}
     for path, module in model.named_modules():
-        path = path.removesuffix(".base_layer")  # where there is room for adapters
+        path = path.removesuffix(".base_layer")  # LoRA-wrapped layers
         for kind, parameter in module.named_parameters(recurse=False):
             for name, get in _entries(path, module, kind, parameter, fused):
                 found.setdefault(name, []).append(get)
@@ -161,7 +166,7 @@ def held_tensors(model: nn.Module) -> dict[str, list[Held]]:
 
 def _entries(
     path: str, module: Any, kind: str, parameter: Tensor, fused: Mapping[str, list[str]]
-) -> Iterator[tuple[str, Held]]:
+) -> Iterator[tuple[str, TensorGetter]]:
     parent, _, leaf = path.rpartition(".")
     if kind in EXPERT_PARTS and parameter.dim() == 3:
         yield from _expert_entries(path, kind, parameter)
@@ -178,7 +183,7 @@ def _entries(
             yield f"{parent}.{part}.{kind}", _rows(copy, sum(sizes[:i]), sizes[i])
 
 
-def _expert_entries(path: str, kind: str, parameter: Tensor) -> Iterator[tuple[str, Held]]:
+def _expert_entries(path: str, kind: str, parameter: Tensor) -> Iterator[tuple[str, TensorGetter]]:
     parts = EXPERT_PARTS[kind]
     rows = parameter.shape[1] // len(parts)
     for expert in range(parameter.shape[0]):
@@ -186,11 +191,11 @@ def _expert_entries(path: str, kind: str, parameter: Tensor) -> Iterator[tuple[s
             yield f"{path}.{expert}.{part}.weight", _rows(lambda e=expert: parameter[e], i * rows, rows)  # type: ignore[misc]
 
 
-def held_adapter(
+def list_adapter_tensors(
     modules: Mapping[str, Any], packed: Mapping[str, list[str]], slot: int
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """`lora_A [max rank, in]` and `lora_B [out, max rank]` that a slot computes with, by the names of published
-    matrices; each worker has its share of one of them."""
+    """`lora_A [max rank, in]` and `lora_B [out, max rank]` of a LoRA slot by published names; one of the two is
+    sharded across workers."""
     found: dict[str, tuple[Tensor, Tensor]] = {}
     for path, module in modules.items():
         names = packed.get(path) or [path]
@@ -199,52 +204,50 @@ def held_adapter(
     return found
 
 
-def compare_adapter(held: Mapping[str, tuple[Tensor, Tensor]], directory: Path, rank: int, size: int) -> Report:
-    """Every matrix of a published adapter against what is held of it, B scaled; what is not published must be zero."""
+def compare_adapter(loaded: Mapping[str, tuple[Tensor, Tensor]], directory: Path, rank: int, size: int) -> Report:
+    """Compare every matrix of a published adapter with the worker's (B scaled); unpublished ones must be zero."""
     tensors, spec = read_adapter(directory, 0)
     report = Report()
     for name in dict.fromkeys([key.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for key in tensors]):
-        if name not in held:
+        if name not in loaded:
             report.wrong.append(f"{name} (not adapted here)")
-    for name, (a, b) in held.items():
-        for kind, mine, scale in (("lora_A", a, 1.0), ("lora_B", b, spec.alpha / spec.rank)):
+    for name, (a, b) in loaded.items():
+        for kind, local, scale in (("lora_A", a, 1.0), ("lora_B", b, spec.alpha / spec.rank)):
             key = f"{PEFT_PREFIX}{name}.{kind}.weight"
-            mine = mine.to("cpu")
+            local = local.to("cpu")
             if (published := tensors.get(key)) is None:
-                if kind == "lora_B" and mine.any():
+                if kind == "lora_B" and local.any():
                     report.wrong.append(f"{key} (not published)")
                 continue
-            wide = mine[: spec.rank] if kind == "lora_A" else mine[:, : spec.rank]
+            wide = local[: spec.rank] if kind == "lora_A" else local[:, : spec.rank]
             share = cut_share(published, wide.shape, rank, size)
             if share is None:
                 report.unknown.append(key)
                 continue
-            expected = share.to(mine.dtype) if scale == 1 else share.to(mine.dtype) * scale
+            expected = share.to(local.dtype) if scale == 1 else share.to(local.dtype) * scale
             if not torch.equal(wide, expected):
                 report.wrong.append(key)
-            elif torch.equal(share.to(mine.dtype).to(share.dtype), share):
+            elif torch.equal(share.to(local.dtype).to(share.dtype), share):
                 report.digests[key] = digest_tensor(published)
             else:
                 report.rounded.append(key)
     return report
 
 
-def _rows(get: Held, start: int, length: int) -> Held:
+def _rows(get: TensorGetter, start: int, length: int) -> TensorGetter:
     return lambda: get()[start : start + length]
 
 
-def read_published(directory: Path) -> dict[str, Held]:
-    """The tensors of a directory's safetensors files, each read when it is asked for."""
+def read_published(directory: Path) -> dict[str, TensorGetter]:
+    """The tensors of a directory's safetensors files, loaded lazily."""
     from safetensors import safe_open
 
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    else:
+    files = read_index(directory)
+    if not files:
         with safe_open(directory / "model.safetensors", "pt") as handle:
             files = dict.fromkeys(handle.keys(), "model.safetensors")
 
-    def reader(name: str, file: str) -> Held:
+    def reader(name: str, file: str) -> TensorGetter:
         def read() -> Tensor:
             with safe_open(directory / file, "pt") as handle:
                 return handle.get_tensor(name)

@@ -1,4 +1,4 @@
-"""From the JSON of an OpenAI request to what the engine understands; what would be ignored is refused."""
+"""Parses and validates OpenAI requests into engine requests; unsupported fields are rejected, not ignored."""
 
 from __future__ import annotations
 
@@ -13,18 +13,29 @@ from prime_rl.inference.engine import GenerationRequest, SamplingParams, derive_
 Json = dict[str, Any]
 MAX_CHOICES = 256
 MAX_TOP_LOGPROBS = 100
+MAX_STOPS = 64
+"""Maximum number of stop strings per request."""
+MAX_STOP_IDS = 1024
+"""Maximum number of stop token ids; some models have hundreds of special tokens."""
+MAX_STOP_LENGTH = 1024
+"""Maximum length of a stop string in characters; streams buffer as many."""
+MAX_NAME_LENGTH = 256
+"""Maximum length in characters of names and ids that are echoed in responses."""
+MAX_MESSAGE_LENGTH = 400
+"""Maximum length of an error message in characters; the middle of a longer one is omitted."""
 SMALLEST, LARGEST = 1e-6, 1e6
-"""Of temperatures, repetition penalties and biases: logits stay finite."""
+"""Range of temperatures, repetition penalties and biases that keeps logits finite."""
 
 
 class ApiError(Exception):
-    """An answer in OpenAI's error shape."""
+    """An error response in OpenAI's format."""
 
     def __init__(
         self, message: str, status: int = 400, param: str | None = None, kind: str = "", retry_after_s: int = 0
     ) -> None:
-        super().__init__(message)
-        self.status, self.param, self.retry_after_s = status, param, retry_after_s
+        super().__init__(shorten(message))
+        self.status, self.retry_after_s = status, retry_after_s
+        self.param = None if param is None else shorten(param)
         self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
 
     def body(self) -> Json:
@@ -32,9 +43,18 @@ class ApiError(Exception):
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.status}}
 
 
+def shorten(text: str) -> str:
+    """Truncate the middle of a text longer than `MAX_MESSAGE_LENGTH` characters."""
+    return (
+        text
+        if len(text) <= MAX_MESSAGE_LENGTH
+        else f"{text[: MAX_MESSAGE_LENGTH // 2]} ... {text[-MAX_MESSAGE_LENGTH // 2 :]}"
+    )
+
+
 @dataclass(frozen=True)
-class Wish:
-    """A checked request: what to generate and how to answer."""
+class ParsedRequest:
+    """A validated request: sampling parameters and response format."""
 
     params: SamplingParams
     num_choices: int
@@ -47,7 +67,7 @@ class Wish:
     single_tool: bool
     echo: bool = False
     adapter: str | None = None
-    opened: bool = False  # the prompt ended inside of reasoning
+    opened: bool = False  # the prompt ends inside a reasoning block
 
 
 SHARED_FIELDS = frozenset(
@@ -61,11 +81,16 @@ CHAT_FIELDS = SHARED_FIELDS | frozenset(
 )
 COMPLETION_FIELDS = SHARED_FIELDS | frozenset(["prompt", "add_special_tokens", "echo"])
 LIMITS = {"max_tokens", "max_completion_tokens"}
+RENDER_OPTIONS = frozenset(
+    "tokenizer conversation messages tools chat_template add_generation_prompt continue_final_message tokenize padding "
+    "truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
+)
+"""Renderer arguments that requests must not set; a template is a program."""
 HARMLESS = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention request_id priority "
     "cache_salt spaces_between_special_tokens".split()
 )
-"""Fields that change nothing about what is generated."""
+"""Accepted fields without effect on the output."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
@@ -81,11 +106,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "include_reasoning": (True,),
     "verbosity": ("medium",),
 }
-"""Fields we know but do not implement: only the value that changes nothing is accepted."""
+"""Known but unimplemented fields: only the neutral value is accepted."""
 
 
 def parse_body(data: bytes) -> Json:
-    """A JSON object, or a 400."""
+    """Parse a JSON object; HTTP 400 otherwise."""
     try:
         body = orjson.loads(data)
     except orjson.JSONDecodeError as error:
@@ -95,27 +120,29 @@ def parse_body(data: bytes) -> Json:
     return body
 
 
-def parse_wish(body: Json, *, chat: bool, room: int, vocab: int, default_seed: Callable[[], int]) -> Wish:
-    """Check everything but the prompt. `room` is the most tokens that fit behind the prompt.
+def parse_request(
+    body: Json, *, chat: bool, max_new_tokens: int, vocab: int, default_seed: Callable[[], int]
+) -> ParsedRequest:
+    """Validate everything but the prompt. `max_new_tokens` is the maximum number of completion tokens.
 
-    Raises `ApiError` naming the field that is unknown, of the wrong type or out of range.
+    `ApiError` names a field that is unknown, of the wrong type or out of range.
     """
     _check_fields(body, CHAT_FIELDS if chat else COMPLETION_FIELDS)
     top, logprobs = _parse_logprobs(body, chat)
-    stream, echo = _flag(body, "stream", False), not chat and _flag(body, "echo", False)
+    stream, echo = read_flag(body, "stream", False), not chat and read_flag(body, "echo", False)
     score = _integer(body, "prompt_logprobs", top if echo and logprobs else None, 0, MAX_TOP_LOGPROBS)
     if stream and (echo or score is not None):
-        raise ApiError(f"{'echo' if echo else 'prompt_logprobs'} is not told in a stream: set stream to false")
+        raise ApiError(f"{'echo' if echo else 'prompt_logprobs'} does not support streaming: set stream to false")
     limit = _parse_limit(body, chat, lowest=1 if score is None and not echo else 0)
     min_tokens = _integer(body, "min_tokens", 0, 0) or 0
     if limit is not None and min_tokens > limit:
-        raise ApiError(f"min_tokens = {min_tokens} is more than max_tokens = {limit}", param="min_tokens")
+        raise ApiError(f"min_tokens = {min_tokens} exceeds max_tokens = {limit}", param="min_tokens")
     num_choices = _integer(body, "n", 1, 1, MAX_CHOICES) or 1
     if limit == 0 and num_choices > 1:
-        raise ApiError("max_tokens = 0 scores the prompt, once: set n to 1", param="n")
+        raise ApiError("max_tokens = 0 scores the prompt only: set n to 1", param="n")
     seed = _integer(body, "seed", None)
     params = SamplingParams(
-        max_tokens=room if limit is None else min(limit, room),
+        max_tokens=max_new_tokens if limit is None else min(limit, max_new_tokens),
         temperature=_parse_temperature(body),
         top_p=_number(body, "top_p", 1.0, 0, 1, above=True),
         top_k=_integer(body, "top_k", -1, -1) or -1,
@@ -123,34 +150,34 @@ def parse_wish(body: Json, *, chat: bool, room: int, vocab: int, default_seed: C
         repetition_penalty=_number(body, "repetition_penalty", 1.0, SMALLEST, LARGEST),
         presence_penalty=_number(body, "presence_penalty", 0.0, -2, 2),
         frequency_penalty=_number(body, "frequency_penalty", 0.0, -2, 2),
-        min_tokens=min(min_tokens, room),
+        min_tokens=min(min_tokens, max_new_tokens),
         seed=default_seed() if seed is None else seed,
         stop=_parse_stop(body),
-        include_stop=_flag(body, "include_stop_str_in_output", False),
-        skip_special_tokens=_flag(body, "skip_special_tokens", True),
-        stop_token_ids=tuple(check_token_ids(body.get("stop_token_ids") or [], vocab, "stop_token_ids")),
-        ignore_eos=_flag(body, "ignore_eos", False),
+        include_stop=read_flag(body, "include_stop_str_in_output", False),
+        skip_special_tokens=read_flag(body, "skip_special_tokens", True),
+        stop_token_ids=_parse_stop_ids(body, vocab),
+        ignore_eos=read_flag(body, "ignore_eos", False),
         logit_bias=_parse_bias(body, vocab),
         top_logprobs=top,
         prompt_logprobs=score,
         prompt_temperature=_number(body, "prompt_temperature", 1.0, SMALLEST, LARGEST),
     )
-    return Wish(
+    return ParsedRequest(
         params=params,
         num_choices=num_choices,
         stream=stream,
         include_usage=_parse_stream_options(body, stream),
         logprobs=logprobs,
-        token_ids=_flag(body, "return_token_ids", False),
-        names_as_ids=_flag(body, "return_tokens_as_token_ids", False),
+        token_ids=read_flag(body, "return_token_ids", False),
+        names_as_ids=read_flag(body, "return_tokens_as_token_ids", False),
         tools=parse_tools(body) if chat else None,
-        single_tool=not _flag(body, "parallel_tool_calls", True),
+        single_tool=not read_flag(body, "parallel_tool_calls", True),
         echo=echo,
     )
 
 
 def parse_tools(body: Json) -> list[Json] | None:
-    """The tools that a chat may call; `ApiError` for what cannot be one."""
+    """Tool definitions of a chat; `ApiError` for invalid ones."""
     tools, choice = body.get("tools"), body.get("tool_choice")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise ApiError("tools must be a list of tool definitions", param="tools")
@@ -159,31 +186,55 @@ def parse_tools(body: Json) -> list[Json] | None:
     return None if choice == "none" else tools or None
 
 
-def build_requests(prompt: list[int], wish: Wish) -> list[GenerationRequest]:
-    """One engine request per choice, each with its own seed; the first also scores the prompt where that is wanted."""
-    params = wish.params
+def parse_chat(body: Json, max_model_len: int) -> tuple[list[Json], list[Json] | None, bool, Json]:
+    """`(messages, tools, add_generation_prompt, template options)` of a chat; `ApiError` for invalid ones."""
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
+        raise ApiError("messages must be a non-empty list of messages", param="messages")
+    if len(messages) > max_model_len:  # every message takes at least one token
+        raise prompt_too_long(max_model_len, len(messages), at_least=True)
+    options = body.get("chat_template_kwargs")
+    options = {} if options is None else options
+    if not isinstance(options, dict):
+        raise ApiError("chat_template_kwargs must be an object", param="chat_template_kwargs")
+    if taken := sorted(options.keys() & RENDER_OPTIONS):
+        raise ApiError(f"chat_template_kwargs.{taken[0]} cannot be set: leave it out", param="chat_template_kwargs")
+    return messages, parse_tools(body), read_flag(body, "add_generation_prompt", True), options
+
+
+def build_requests(prompt: list[int], parsed: ParsedRequest) -> list[GenerationRequest]:
+    """Build one engine request per choice, each with its own seed; only the first scores the prompt, if requested."""
+    params = parsed.params
     requests = []
-    for i in range(wish.num_choices):
-        requests.append(GenerationRequest(prompt, params, wish.stream, wish.adapter))
-        params = replace(params, seed=derive_seed(wish.params.seed, i + 1), prompt_logprobs=None)
+    for i in range(parsed.num_choices):
+        requests.append(GenerationRequest(prompt, params, parsed.stream, parsed.adapter))
+        params = replace(params, seed=derive_seed(parsed.params.seed, i + 1), prompt_logprobs=None)
     return requests
 
 
 def check_prompt_length(num_tokens: int, max_model_len: int) -> int:
-    """The most tokens that fit behind a prompt; clients recognise an overlong prompt by the words of this error."""
+    """Return the maximum number of completion tokens; clients detect context overflow by the text of this error."""
     if num_tokens == 0:
         raise ApiError("the prompt is empty")
     if num_tokens >= max_model_len:
-        raise ApiError(
-            f"This model's maximum context length is {max_model_len} tokens, but the prompt has {num_tokens} tokens: "
-            "shorten it.",
-            kind="BadRequestError",
-        )
+        raise prompt_too_long(max_model_len, num_tokens)
     return max_model_len - num_tokens
 
 
-def check_token_ids(ids: Any, vocab: int, name: str) -> list[int]:
-    """A list of token ids of this model."""
+def prompt_too_long(max_model_len: int, num_tokens: int, *, at_least: bool = False) -> ApiError:
+    """The context-overflow error; with `at_least` the exact prompt length is unknown."""
+    count = f"at least {num_tokens}" if at_least else str(num_tokens)
+    return ApiError(
+        f"This model's maximum context length is {max_model_len} tokens, but the prompt has {count} tokens: "
+        "shorten it.",
+        kind="BadRequestError",
+    )
+
+
+def check_token_ids(ids: Any, vocab: int, name: str, max_model_len: int | None = None) -> list[int]:
+    """Validate a list of token ids; one longer than `max_model_len` is rejected without checking its ids."""
+    if isinstance(ids, list) and max_model_len is not None and len(ids) > max_model_len:
+        raise prompt_too_long(max_model_len, len(ids))
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):
         raise ApiError(f"{name} must be a list of token ids", param=name)
     if ids and not (0 <= min(ids) and max(ids) < vocab):
@@ -192,7 +243,7 @@ def check_token_ids(ids: Any, vocab: int, name: str) -> list[int]:
 
 
 def with_defaults(body: Json, defaults: Json) -> Json:
-    """The request with the server's own values (`inference.sampling`) where it brings none."""
+    """Fill missing request fields with the server defaults (`inference.sampling`)."""
     given = {name for name, value in body.items() if value is not None}
     if given & LIMITS:
         given |= LIMITS
@@ -207,13 +258,13 @@ def _check_fields(body: Json, known: frozenset[str]) -> None:
             continue
         if name in NEUTRAL:
             raise ApiError(f"{name} = {value!r} is not supported: leave it out", param=name)
-        raise ApiError(f"{name!r} is not a field this server knows: leave it out", param=name)
+        raise ApiError(f"unknown field {name!r}: leave it out", param=name)
 
 
 def _parse_logprobs(body: Json, chat: bool) -> tuple[int, bool]:
-    """`(number of alternatives, whether log-probs are wanted)` of both dialects."""
+    """`(number of top log-probs, whether log-probs are requested)`, for chats and completions."""
     if chat:
-        wanted = _flag(body, "logprobs", False)
+        wanted = read_flag(body, "logprobs", False)
         top = _integer(body, "top_logprobs", 0, 0, MAX_TOP_LOGPROBS) or 0
         if top and not wanted:
             raise ApiError("top_logprobs needs logprobs = true", param="top_logprobs")
@@ -225,7 +276,7 @@ def _parse_logprobs(body: Json, chat: bool) -> tuple[int, bool]:
 
 
 def _parse_temperature(body: Json) -> float:
-    """0 (the most likely token) or a temperature."""
+    """Temperature; 0 is greedy."""
     found = _number(body, "temperature", 1.0, 0, LARGEST)
     if 0 < found < SMALLEST:
         raise ApiError(f"temperature must be 0 or at least {SMALLEST:g}, got {found!r}", param="temperature")
@@ -233,23 +284,23 @@ def _parse_temperature(body: Json) -> float:
 
 
 def _parse_limit(body: Json, chat: bool, lowest: int) -> int | None:
-    """The most tokens to draw. None in a chat: as many as fit; OpenAI's default for plain completions is 16."""
+    """Maximum number of completion tokens. None in a chat: unlimited; OpenAI's default for completions is 16."""
     limit = _integer(body, "max_completion_tokens", None, lowest) if chat else None
     limit = limit if limit is not None else _integer(body, "max_tokens", None, lowest)
     return 16 if limit is None and not chat else limit
 
 
 def _parse_stream_options(body: Json, stream: bool) -> bool:
-    """Whether usage is wanted at the end of the stream."""
+    """Whether the stream ends with a usage chunk."""
     options = body.get("stream_options")
     if options is None:
         return False
     if not isinstance(options, dict) or not stream:
-        raise ApiError("stream_options belong to a request with stream = true", param="stream_options")
+        raise ApiError("stream_options requires stream = true", param="stream_options")
     for name, value in options.items():
         if name != "include_usage" and value:
-            raise ApiError(f"stream_options.{name} is not offered: leave it out", param="stream_options")
-    return _flag(options, "include_usage", False)
+            raise ApiError(f"stream_options.{name} is not supported: leave it out", param="stream_options")
+    return read_flag(options, "include_usage", False)
 
 
 def _parse_stop(body: Json) -> tuple[str, ...]:
@@ -257,12 +308,25 @@ def _parse_stop(body: Json) -> tuple[str, ...]:
     stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
     if not isinstance(stops, list) or not all(isinstance(item, str) for item in stops):
         raise ApiError("stop must be a string or a list of strings", param="stop")
-    return tuple(item for item in stops if item)
+    if len(stops) > MAX_STOPS or not all(1 <= len(item) <= MAX_STOP_LENGTH for item in stops):
+        raise ApiError(
+            f"stop must have at most {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters: shorten it", param="stop"
+        )
+    return tuple(stops)
+
+
+def _parse_stop_ids(body: Json, vocab: int) -> tuple[int, ...]:
+    ids = body.get("stop_token_ids")
+    if isinstance(ids, list) and len(ids) > MAX_STOP_IDS:
+        raise ApiError(f"stop_token_ids must have at most {MAX_STOP_IDS} ids: shorten it", param="stop_token_ids")
+    return tuple(check_token_ids([] if ids is None else ids, vocab, "stop_token_ids"))
 
 
 def _parse_bias(body: Json, vocab: int) -> tuple[tuple[int, float], ...]:
-    bias = body.get("logit_bias") or {}
+    bias = {} if body.get("logit_bias") is None else body["logit_bias"]
     try:
+        if len(bias) > vocab:
+            raise ApiError(f"logit_bias must have at most {vocab} tokens: shorten it", param="logit_bias")
         pairs = [(int(token), float(value)) for token, value in bias.items()]
     except (AttributeError, TypeError, ValueError) as error:
         raise ApiError("logit_bias must map token ids to numbers", param="logit_bias") from error
@@ -294,7 +358,8 @@ def _integer(body: Json, name: str, default: int | None, low: int | None = None,
     return value
 
 
-def _flag(body: Json, name: str, default: bool) -> bool:
+def read_flag(body: Json, name: str, default: bool) -> bool:
+    """Boolean field `name`."""
     value = body.get(name)
     if value is None:
         return default

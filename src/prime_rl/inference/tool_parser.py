@@ -1,4 +1,4 @@
-"""From generated text to an assistant's message: reasoning between tags, and tool calls in the dialects of models."""
+"""Parses generated text into assistant messages: reasoning blocks, and tool calls in model-specific formats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PYTHON_TAG = "<|python_tag|>"
 
 @dataclass(frozen=True)
 class Message:
-    """What the assistant said: `content` is None when it did nothing but call tools."""
+    """An assistant message; `content` is None if it only calls tools."""
 
     content: str | None
     reasoning: str | None = None
@@ -25,13 +25,13 @@ class Message:
 
 @dataclass(frozen=True)
 class MessageParser:
-    """Splits the text of an answer. A part that is not well-formed stays text: half a call is an answer, not a call."""
+    """Splits a completion into reasoning, content and tool calls. Malformed tool calls remain text."""
 
     tools: str = "hermes"
     reasoning: bool = False
 
     def parse(self, text: str, *, has_tools: bool = False, opened: bool = False) -> Message:
-        """The whole answer; `opened` says that the prompt ended inside of reasoning."""
+        """Parse a complete text; `opened`: the prompt ended inside a reasoning block."""
         reasoning, rest, _ = self._split(text, opened)
         if not has_tools:
             return Message(rest, reasoning)
@@ -39,7 +39,7 @@ class MessageParser:
         return Message(content, reasoning, calls)
 
     def parse_open(self, text: str, *, has_tools: bool = False, opened: bool = False) -> tuple[str, str]:
-        """`(reasoning, content)` of an answer that still grows, without what may yet become a mark or a call."""
+        """`(reasoning, content)` of a partial text, without a suffix that may become a tag or a tool call."""
         if self.reasoning and THINK_OPEN.startswith(text.lstrip()):
             return "", ""
         reasoning, rest, closed = self._split(text, opened)
@@ -61,45 +61,45 @@ class MessageParser:
 
 @dataclass(frozen=True)
 class ToolDialect:
-    """How a family of models writes calls: `parse` gives text and calls, `plain` the part that is surely no call."""
+    """A tool call format: `parse` returns text and calls, `plain` the prefix that is certainly not a call."""
 
     parse: Callable[[str], tuple[str | None, list[Call]]]
     plain: Callable[[str], str]
 
 
 def parse_hermes(text: str) -> tuple[str | None, list[Call]]:
-    """Calls written as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; text before the first stays."""
+    """Parse `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; text before the first call is content."""
     head, *blocks = text.split(TOOL_OPEN)
     calls = []
     for block in blocks:
         try:
             calls.append(_build_call(json.loads(block.split(TOOL_CLOSE)[0]), "arguments"))
-        except ValueError:
+        except (ValueError, RecursionError):
             return text or None, []
     return (head if head.strip() or not calls else None) or None, calls
 
 
 def parse_llama(text: str) -> tuple[str | None, list[Call]]:
-    """Calls that are the whole answer, as `{"name": ..., "parameters": {...}}`, several separated by semicolons."""
-    left = text.strip().removeprefix(PYTHON_TAG).strip()
+    """Parse a text that is entirely `{"name": ..., "parameters": {...}}`, several separated by semicolons."""
+    rest = text.strip().removeprefix(PYTHON_TAG).strip()
     calls = []
     try:
-        while left:
-            found, end = json.JSONDecoder().raw_decode(left)
-            calls.append(_build_call(found, "parameters"))
-            left = left[end:].lstrip().removeprefix(";").lstrip()
-    except ValueError:
+        while rest:
+            parsed, end = json.JSONDecoder().raw_decode(rest)
+            calls.append(_build_call(parsed, "parameters"))
+            rest = rest[end:].lstrip().removeprefix(";").lstrip()
+    except (ValueError, RecursionError):
         return text or None, []
     return (None if calls else text or None), calls
 
 
-def _build_call(found: Any, key: str) -> Call:
-    """A call in OpenAI's shape; `ValueError` when `found` is none."""
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-        raise ValueError("a call has a name")
-    arguments = found.get(key, found.get("arguments", {}))
+def _build_call(parsed: Any, key: str) -> Call:
+    """Build a call in OpenAI's format; `ValueError` if `parsed` is not a call."""
+    if not isinstance(parsed, dict) or not isinstance(parsed.get("name"), str):
+        raise ValueError("a tool call must have a name")
+    arguments = parsed.get(key, parsed.get("arguments", {}))
     raw = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    function = {"name": found["name"], "arguments": raw}
+    function = {"name": parsed["name"], "arguments": raw}
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
@@ -114,7 +114,7 @@ def _plain_llama(text: str) -> str:
 
 
 def _without_start_of(mark: str, text: str) -> str:
-    """`text` without an ending that may become `mark`."""
+    """`text` without a suffix that is a prefix of `mark`."""
     for length in range(min(len(mark) - 1, len(text)), 0, -1):
         if text.endswith(mark[:length]):
             return text[:-length]

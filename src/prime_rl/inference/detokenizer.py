@@ -1,4 +1,4 @@
-"""From tokens to text: while they come, and up to a stop string."""
+"""Incremental detokenization and stop string matching."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ UNFINISHED = "�"
 
 
 def build_decode(tokenizer: Any) -> Decode:
-    """The tokenizer's decoder, without the detours of its wrapper where it has a Rust core."""
+    """Build the decoder; calls the Rust core directly where there is one."""
     core = getattr(tokenizer, "backend_tokenizer", None)
     if core is not None and not tokenizer.clean_up_tokenization_spaces:
         return lambda ids, skip: str(core.decode(ids, skip_special_tokens=skip))
@@ -21,14 +21,14 @@ def build_decode(tokenizer: Any) -> Decode:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for (GPT-2: printable Latin-1 is itself)."""
+    """Character-to-byte table of byte-level vocabularies (GPT-2)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     shifted = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(shifted)}
 
 
 class TokenNames:
-    """How single tokens are shown in log-probs: text, and bytes, which also tell parts of a character apart."""
+    """Text and bytes of single tokens for log-prob entries; bytes distinguish parts of a character."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -45,7 +45,7 @@ class TokenNames:
         return name
 
     def _bytes(self, token: int, text: str) -> list[int]:
-        if UNFINISHED in text:  # part of a character: the vocabulary spells its bytes as characters
+        if UNFINISHED in text:  # part of a character: byte-level vocabularies encode its bytes as characters
             word = self._tokenizer.convert_ids_to_tokens(token) or ""
             if all(char in self._alphabet for char in word):
                 return [self._alphabet[char] for char in word]
@@ -54,9 +54,9 @@ class TokenNames:
 
 @dataclass
 class Detokenizer:
-    """Turns tokens into text piece by piece; a character split over tokens appears when it is whole.
+    """Decodes tokens incrementally; a character split across tokens is emitted once it is complete.
 
-    The pieces joined are the text of all tokens (but for a character that never became whole).
+    The concatenated pieces equal the text of all tokens (except for a final incomplete character).
     """
 
     decode: Decode
@@ -66,23 +66,23 @@ class Detokenizer:
     _shown: int = 0
 
     def add(self, token: int) -> str:
-        """The text that `token` completes."""
+        """Return the text completed by `token`."""
         self._fresh.append(token)
         text = self.decode(self._context + self._fresh, self.skip_special)
-        # An incomplete character shows as one replacement mark, and only at the very end.
+        # An incomplete character decodes to one replacement character, always at the end.
         whole = not text.endswith(UNFINISHED)
         piece = text[self._shown : len(text) if whole else -1]
         self._shown += len(piece)
         if whole:
-            # Decoders that join words look one token back, so the last piece stays as context.
+            # Decoders that join words depend on the previous token, so the last piece is kept as context.
             self._context, self._fresh = self._fresh, []
             self._shown = len(self.decode(self._context, self.skip_special))
         return piece
 
 
 @dataclass
-class StopWatch:
-    """Watches the text of one completion for stop strings."""
+class StopStringMatcher:
+    """Detects stop strings in the text of one completion."""
 
     detokenizer: Detokenizer
     stops: tuple[str, ...]
@@ -90,7 +90,7 @@ class StopWatch:
     text: str = ""
 
     def add(self, token: int, active: bool) -> str | None:
-        """The stop string that `token` completed while `active`; `text` then ends where the answer ends."""
+        """Return the stop string completed by `token` while `active`; `text` is then truncated to the final text."""
         piece = self.detokenizer.add(token)
         old = len(self.text)
         self.text += piece

@@ -1,4 +1,4 @@
-"""How new tokens attend to the cache: one token of every running sequence, or chunks of prompts."""
+"""Attention over the KV cache: decode (one token per sequence) and chunked prefill."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prime_rl.inference.embedded.cache import BLOCK, KVCache, count_reaching, num_columns
+from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache, count_reaching, num_columns
 from prime_rl.trainer.models.attention import (
     fold_groups,
     masked_attention,
@@ -23,17 +23,17 @@ from prime_rl.trainer.models.attention import (
 
 
 @dataclass(frozen=True)
-class View:
-    """What one layer reads of one column: `[slots * kv_heads, width, head_dim]`, keys turned for the product."""
+class KVView:
+    """One layer's view of one cache column: `[slots * kv_heads, width, head_dim]`, keys transposed for the product."""
 
     keys: Float[Tensor, "batch dim width"]
     values: Float[Tensor, "batch width dim"]
 
 
-class SharedView:
-    """What one column holds for runs of slots with the same tokens there: each run's keys and values are read once.
+class CascadeKVView:
+    """View of one column in which runs of slots with equal tokens share their keys and values (cascade attention).
 
-    The queries of a run become the rows of one product; runs are padded to the longest with rows nobody reads.
+    The queries of a run form the rows of one product; runs are padded to the longest with unused rows.
     """
 
     def __init__(self, runs: list[tuple[int, int]], device: torch.device) -> None:
@@ -45,35 +45,35 @@ class SharedView:
         self.real = real.flatten().nonzero().squeeze(1).to(device)
         self.runs, self.longest = len(runs), longest
 
-    def take(self, column: Float[Tensor, "slots kv_heads width dim"]) -> View:
-        """The first slot of every run; a copy, for the tokens it holds do not change any more."""
+    def take(self, column: Float[Tensor, "slots kv_heads width dim"]) -> KVView:
+        """Copy the first slot of every run; its tokens are final."""
         keys, values = (t[self.firsts].flatten(0, 1) for t in column)
-        return View(keys.transpose(1, 2), values)
+        return KVView(keys.transpose(1, 2), values)
 
     def gather(self, rows: Float[Tensor, "slots kv_heads rows last"]) -> Float[Tensor, "batch rows_x last"]:
-        """Rows of slots to rows of runs."""
+        """Rearrange slot rows into run rows."""
         _, kv_heads, num, last = rows.shape
         picked = rows[self.index].view(self.runs, self.longest, kv_heads, num, last)
         return picked.transpose(1, 2).reshape(self.runs * kv_heads, self.longest * num, last)
 
     def scatter(self, out: Float[Tensor, "batch rows_x last"], kv_heads: int) -> Float[Tensor, "batch rows last"]:
-        """The inverse of `gather`."""
+        """Inverse of `gather`."""
         last = out.shape[-1]
         spread = out.view(self.runs, kv_heads, self.longest, -1, last).transpose(1, 2)
         return spread.flatten(0, 1)[self.real].flatten(0, 1)
 
 
 def find_runs(shared: NDArray[np.int64], column: int) -> list[tuple[int, int]]:
-    """Maximal runs of slots that hold the same tokens in a column; `shared[i]`: columns slot i has like slot i - 1."""
+    """Maximal runs of slots with equal tokens in a column; `shared[i]`: number of columns slot i shares with i - 1."""
     starts = np.flatnonzero(np.append(True, shared[1:] <= column)).tolist()
     return list(zip(starts, [*starts[1:], len(shared)], strict=True))
 
 
-class DecodePlan:
-    """What stays the same over several decode steps: which part of the cache is read, and its mask.
+class DecodeMetadata:
+    """State shared by several decode steps: the part of the cache that is read, and its mask.
 
-    It holds until a sequence reaches the next multiple of `KEY_MULTIPLE` keys, or comes or goes. `shared` says how
-    many whole columns each slot holds like the slot before it (`find_runs`).
+    Valid until a sequence reaches the next multiple of `KEY_MULTIPLE` keys, or the batch changes. `shared` is the
+    number of full columns that each slot shares with the previous slot (`find_runs`).
     """
 
     def __init__(
@@ -83,17 +83,17 @@ class DecodePlan:
         self.kv_heads, self.dim = cache.columns[0].shape[3], cache.columns[0].shape[5]
         self.num, self.rows_device = len(positions), cache.columns[0].device
         self.group = heads // self.kv_heads
-        # In exact mode the same queries again; only the number of rows matters.
+        # Exact mode repeats queries to reach the minimum number of rows.
         self.repeat = -(-min_query_rows(self.dim) // self.group) if exact else 1
         column = cache.columns[0]
         self.dtype = column.dtype
         wide = int(positions.max()) + 1
-        # Half precision is fast on whole columns only, single precision on parts of them as well.
+        # Half precision is fast on full columns only, single precision on partial ones as well.
         self.width = padded(wide) if column.dtype == torch.float32 else num_columns(wide) * BLOCK
         self.reach = count_reaching(positions + 1)
         self.widths = [min(self.width - j * BLOCK, BLOCK) for j in range(len(self.reach))]
         layers = column.shape[1]
-        # A column that is still being written cannot be copied.
+        # Columns that are still being written cannot be copied.
         done = int(positions.min()) // BLOCK
         self.shared = [self._share(shared, j) if j < done else None for j in range(len(self.reach))]
         self.views = [[self._view(layer, j) for j in range(len(self.reach))] for layer in range(layers)]
@@ -109,39 +109,39 @@ class DecodePlan:
 
     @property
     def shares(self) -> bool:
-        """Whether slots read what others hold."""
+        """Whether slots read the keys of other slots."""
         return any(self.shared)
 
     def fits(self, positions: NDArray[np.int64]) -> bool:
-        """Whether the plan still holds for these positions, a step later."""
+        """Whether the metadata is still valid for these positions."""
         if self.generation != self.cache.generation or len(positions) != self.num:
             return False
         return int(positions.max()) < self.width and (
             len(self.reach) == 1 or count_reaching(positions + 1) == self.reach
         )
 
-    def _share(self, shared: NDArray[np.int64], j: int) -> SharedView | None:
-        """Runs are worth it when they are long and alike: padding must not cost more than they save."""
+    def _share(self, shared: NDArray[np.int64], j: int) -> CascadeKVView | None:
+        """Share a column only if its runs are similar in length: padding must not cost more than sharing saves."""
         if not (shared > j).any():
             return None
         runs = find_runs(shared, j)
         longest = max(end - start for start, end in runs)
-        return SharedView(runs, self.rows_device) if 2 * self.num >= len(runs) * longest else None
+        return CascadeKVView(runs, self.rows_device) if 2 * self.num >= len(runs) * longest else None
 
-    def _view(self, layer: int, j: int) -> View:
+    def _view(self, layer: int, j: int) -> KVView:
         rows, width = self.reach[j], self.widths[j]
         runs = self.shared[j]
         if runs is not None:
             return runs.take(self.cache.columns[j][:, layer])
         keys, values = self.cache.columns[j][:, layer, :rows]
         keys, values = (t.reshape(rows * self.kv_heads, BLOCK, self.dim)[:, :width] for t in (keys, values))
-        return View(keys.transpose(1, 2), values)
+        return KVView(keys.transpose(1, 2), values)
 
 
 class DecodeAttention:
-    """One new token for each of the first slots."""
+    """Decode attention: one new token for each of the first slots."""
 
-    def __init__(self, plan: DecodePlan, positions: NDArray[np.int64], at: Int[Tensor, " rows"]) -> None:
+    def __init__(self, plan: DecodeMetadata, positions: NDArray[np.int64], at: Int[Tensor, " rows"]) -> None:
         self.plan = plan
         plan.mask[plan.rows, at] = 0.0
         self.mask = plan.mask[:, None, None, :]
@@ -179,7 +179,7 @@ class DecodeAttention:
             out = out[:, : plan.group]
         return out.reshape(num, -1, dim)
 
-    def _attend(self, views: list[View], queries: Float[Tensor, "batch rows dim"]) -> Float[Tensor, "batch rows dim"]:
+    def _attend(self, views: list[KVView], queries: Float[Tensor, "batch rows dim"]) -> Float[Tensor, "batch rows dim"]:
         plan, rows = self.plan, queries.shape[1]
         narrow = queries.dtype in (torch.bfloat16, torch.float16)  # scores are fp32 at least
         counts = [reach * plan.kv_heads for reach in plan.reach]
@@ -199,7 +199,7 @@ class DecodeAttention:
         if narrow:
             weights = weights.to(queries.dtype)
         out = self._multiply(0, weights[..., : plan.widths[0]] if len(views) > 1 else weights, views[0].values)
-        for j in range(1, len(views)):  # block by block, as `weighted_values` sums
+        for j in range(1, len(views)):  # block by block, in the summation order of `weighted_values`
             part = weights[: counts[j], :, j * BLOCK : j * BLOCK + plan.widths[j]]
             product = self._multiply(j, part, views[j].values)
             if counts[j] == len(out):
@@ -211,7 +211,7 @@ class DecodeAttention:
     def _multiply(
         self, j: int, left: Float[Tensor, "batch rows inner"], right: Float[Tensor, "batch_or_runs inner last"]
     ) -> Float[Tensor, "batch rows last"]:
-        """A product with what column j holds, run by run where slots share it."""
+        """Multiply with column j, per run if slots share it."""
         runs = self.plan.shared[j]
         if right.dtype != left.dtype:
             right = right.to(left.dtype)
@@ -232,9 +232,9 @@ class Chunk:
 
 
 class PrefillAttention:
-    """Chunks of several sequences at once, each attending to its own past in the cache and to itself.
+    """Prefill attention: chunks of several sequences, each attending to its cached past and to itself.
 
-    Flat tokens are the chunks one after another; the last token is repeated until there are `min_tokens`.
+    Flat tokens are the concatenated chunks; the last token is repeated up to `min_tokens`.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class PrefillAttention:
             chosen = (places // BLOCK == j).nonzero().squeeze(1)
             index = None if len(chosen) == len(places) else chosen.to(device)
             self.writes.append((j, index, slots[chosen].to(device), (places[chosen] % BLOCK).to(device)))
-        self.layout: Int[Tensor, "chunks rows"] | None = None  # chunks of one length lie as they are wanted
+        self.layout: Int[Tensor, "chunks rows"] | None = None  # None: chunks of equal length need no gather
         if repeats or not valid.all():
             self.layout = torch.where(valid, first[:, None] + row, 0).to(device)
         mask = torch.arange(self.width) <= position[:, :, None]
@@ -289,7 +289,7 @@ class PrefillAttention:
         for j in range(num_columns(self.width)):
             column = self.cache.columns[j][half, layer]
             width = min(self.width - j * BLOCK, BLOCK)
-            # A slot beyond a column's end does not reach it: what is read instead is masked.
+            # Slots beyond the end of a column do not reach it; what they read instead is masked.
             slots = self.slots.clamp(max=column.shape[0] - 1)
             parts.append(column[:, :, :width].index_select(0, slots))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)

@@ -1,9 +1,8 @@
-"""The decoder's forward pass with its weights laid out for inference: the same numbers by fewer, faster operations.
+"""The decoder's forward pass with weights prepared for inference: the same results with fewer, faster operations.
 
-Queries, keys and values come from one product, gate and up from another, and oneDNN gets its weights in the layout it
-likes. Joined and packed products have the bits of single ones, and everything else here computes row by row what
-`causal_lm` writes down, so exact mode stays exact; the tests compare every bit. What this room does not know (experts,
-adapters) runs through the model's own modules.
+QKV and gate/up projections are fused, and oneDNN weights are prepacked. Fused and packed products are bitwise equal to
+separate ones, and all other operations compute the same as `causal_lm` row by row, so exact mode stays exact (tested
+bitwise). MoE layers and adapters fall back to the model's own modules.
 """
 
 from __future__ import annotations
@@ -20,26 +19,26 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from prime_rl.inference.embedded.cache import BLOCK
-from prime_rl.inference.embedded.fused import FusedDecoder, FusedPlan, LayerWeights
-from prime_rl.trainer.models.attention import Attend, min_rows
-from prime_rl.trainer.models.causal_lm import MLP, CausalLM, DecoderLayer, RMSNorm, rms_norm, swiglu
-from rollouts.training import native
-from rollouts.training.linear import MIN_ROWS as ONEDNN_ROWS
-from rollouts.training.linear import pack_weight, packed_linear, uses_onednn
+from prime_rl.inference.embedded.fused_decode import FusedDecodeMetadata, FusedDecoder, LayerWeights
+from prime_rl.inference.embedded.kv_cache import BLOCK
+from prime_rl.trainer.models.attention import AttentionBackend, min_rows
+from prime_rl.trainer.models.causal_lm import CausalLM, DecoderLayer, GatedMLP, RMSNorm, rms_norm, swiglu
+from rollouts.kernels import cpu as cpu_kernels
+from rollouts.kernels.linear import MIN_ROWS as ONEDNN_ROWS
+from rollouts.kernels.linear import pack_weight, packed_linear, uses_onednn
 
 
-class Changes(Protocol):
-    """What adapters add to a product's output, in place; `parts` are (module, first column, end)."""
+class LoraDeltas(Protocol):
+    """LoRA deltas added to a product's output in place; `parts` are (module, first column, end)."""
 
     def change(self, parts: Sequence[tuple[str, int, int]], x: Tensor, y: Tensor) -> None: ...
 
     def routed(self) -> AbstractContextManager[None]:
-        """Within it the model's own modules are changed too."""
+        """Context in which the deltas also apply to the model's own modules."""
 
 
-class Product:
-    """One or several linear layers of the same input as one product."""
+class PackedLinear:
+    """One or several linear layers with the same input as one product."""
 
     def __init__(
         self, names: list[str], layers: list[nn.Linear], exact: bool, dtype: torch.dtype, paired: bool = False
@@ -52,18 +51,18 @@ class Product:
         self.refresh()
 
     def refresh(self) -> None:
-        """Lay the weights out anew; what is only joined stays where it is."""
-        weight = join([layer.weight for layer in self._layers], self.weight)
+        """Repack the weights after an update (fused tensors are updated in place)."""
+        weight = concat([layer.weight for layer in self._layers], self.weight)
         biases = [layer.bias for layer in self._layers if layer.bias is not None]
-        self.bias = join(biases, self.bias) if biases else None
-        self.kernel: native.PackedWeight | None = None
+        self.bias = concat(biases, self.bias) if biases else None
+        self.kernel: cpu_kernels.PackedWeight | None = None
         if has_kernel(weight, self._exact):
-            kept = weight.to(self._dtype)
-            self.kernel = native.PackedWeight(kept, paired=self._paired, rounded=not self._exact)
+            rounded = weight.to(self._dtype)
+            self.kernel = cpu_kernels.PackedWeight(rounded, paired=self._paired, rounded=not self._exact)
         self.packed = pack_weight(weight) if self.kernel is None and can_pack(weight) else None
         self.weight = weight if self.kernel is None and self.packed is None else None
 
-    def __call__(self, x: Float[Tensor, "rows inputs"], changes: Changes | None) -> Float[Tensor, "rows outputs"]:
+    def __call__(self, x: Float[Tensor, "rows inputs"], changes: LoraDeltas | None) -> Float[Tensor, "rows outputs"]:
         if self.kernel is not None:
             y = self.kernel(x, self.bias)
         elif self.packed is not None:
@@ -75,77 +74,77 @@ class Product:
         return y
 
 
-def join(tensors: Sequence[Tensor], held: Tensor | None) -> Tensor:
-    """One tensor as it is, several one after another: in the memory of `held`, if there is one."""
+def concat(tensors: Sequence[Tensor], out: Tensor | None) -> Tensor:
+    """Concatenate tensors, into `out` if given; a single tensor is returned as is."""
     parts = [tensor.detach() for tensor in tensors]
     if len(parts) == 1:
         return parts[0]
-    return torch.cat(parts) if held is None else torch.cat(parts, out=held)
+    return torch.cat(parts) if out is None else torch.cat(parts, out=out)
 
 
 def has_kernel(weight: Tensor, exact: bool) -> bool:
-    """Whether `native` multiplies with this weight: faster than oneDNN for few rows, in exact mode with equal bits."""
-    if weight.device.type != "cpu" or weight.dtype != torch.float32 or native.library() is None:
+    """Whether the CPU kernels support this weight: faster than oneDNN for few rows, bitwise equal in exact mode."""
+    if weight.device.type != "cpu" or weight.dtype != torch.float32 or cpu_kernels.library() is None:
         return False
-    return not exact or native.find_block(weight.shape[1]) is not None
+    return not exact or cpu_kernels.find_block(weight.shape[1]) is not None
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN takes this weight; in bf16 a bias would be rounded at another place than in the trainer."""
+    """Whether oneDNN supports this weight; in bf16 a bias would be rounded elsewhere than in the trainer."""
     return uses_onednn(weight) or (
         weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
     )
 
 
 def min_forward_rows(weight: Tensor) -> int:
-    """Fewest rows of a forward pass for which every row has the bits it has in the trainer."""
+    """Minimum rows of a forward pass for results bitwise equal to the trainer's."""
     return ONEDNN_ROWS if can_pack(weight) else min_rows()
 
 
-class Layer:
-    """One decoder layer, prepared."""
+class PreparedLayer:
+    """One decoder layer with prepared weights."""
 
     def __init__(self, layer: DecoderLayer, exact: bool, dtype: torch.dtype) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         name = f"model.layers.{attention.layer}"
         self.index, self.head_dim = attention.layer, attention.head_dim
         self.fuse = fuses_norms(attention.q_proj.weight, exact)
-        self.qkv = Product(
+        self.qkv = PackedLinear(
             [f"{name}.self_attn.{kind}_proj" for kind in "qkv"],
             [attention.q_proj, attention.k_proj, attention.v_proj],
             exact,
             dtype,
         )
-        self.out = Product([f"{name}.self_attn.o_proj"], [attention.o_proj], exact, dtype)
+        self.out = PackedLinear([f"{name}.self_attn.o_proj"], [attention.o_proj], exact, dtype)
         heads, kv_heads = (p.out_features // self.head_dim for p in (attention.q_proj, attention.k_proj))
         self.splits = (heads, kv_heads)
         self.qk_weight: Tensor | None = None
         self.qk_norms = (attention.q_norm, attention.k_norm) if attention.qk_norm else ()
         self.qk_eps = self.qk_norms[0].eps if self.qk_norms else 0.0
         self.norms = (layer.input_layernorm, layer.post_attention_layernorm)
-        self.mlp: nn.Module | None = None if type(mlp) is MLP else mlp
-        if type(mlp) is MLP:
+        self.mlp: nn.Module | None = None if type(mlp) is GatedMLP else mlp
+        if type(mlp) is GatedMLP:
             joined = [f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"]
-            self.gate_up = Product(joined, [mlp.gate_proj, mlp.up_proj], exact, dtype, paired=True)
-            self.down = Product([f"{name}.mlp.down_proj"], [mlp.down_proj], exact, dtype)
+            self.gate_up = PackedLinear(joined, [mlp.gate_proj, mlp.up_proj], exact, dtype, paired=True)
+            self.down = PackedLinear([f"{name}.mlp.down_proj"], [mlp.down_proj], exact, dtype)
         self._join_norms()
 
     @property
-    def products(self) -> list[Product]:
-        """Those of its products that are laid out here."""
+    def products(self) -> list[PackedLinear]:
+        """The layer's packed products."""
         return [self.qkv, self.out, self.gate_up, self.down] if self.mlp is None else [self.qkv, self.out]
 
     def refresh(self) -> None:
-        """Lay the weights out anew."""
+        """Repack the weights after an update."""
         for product in self.products:
             product.refresh()
         self._join_norms()
 
     def _join_norms(self) -> None:
-        """The weights of queries' and keys' norms, for every head."""
+        """Concatenate the query and key norm weights for all heads."""
         if self.qk_norms:
             sizes = zip(self.qk_norms, self.splits, strict=True)
-            self.qk_weight = join([norm.weight.expand(heads, -1) for norm, heads in sizes], self.qk_weight)
+            self.qk_weight = concat([norm.weight.expand(heads, -1) for norm, heads in sizes], self.qk_weight)
 
     def __call__(
         self,
@@ -153,12 +152,12 @@ class Layer:
         normed: Float[Tensor, "rows hidden"],
         cos: Tensor,
         sin: Tensor,
-        attend: Attend,
-        changes: Changes | None,
+        attend: AttentionBackend,
+        changes: LoraDeltas | None,
     ) -> tuple[Float[Tensor, "rows hidden"], Float[Tensor, "rows hidden"]]:
-        """The residual stream after attention, and what the feed-forward adds to it; `normed` is `x`, normalised."""
+        """Return the residual stream after attention and the feed-forward output; `normed` is `x`, normalized."""
         qkv = self.qkv(normed, changes).view(x.shape[0], -1, self.head_dim)
-        attended = attend(self.index, *self._turn(qkv, cos, sin)).flatten(-2)
+        attended = attend(self.index, *self._apply_rotary(qkv, cos, sin)).flatten(-2)
         x, normed = add_norm(self.out(attended, changes), x, self.norms[1], self.fuse)
         if self.mlp is not None:
             with nullcontext() if changes is None else changes.routed():
@@ -167,10 +166,10 @@ class Layer:
             return x, self.down(kernel(normed, self.gate_up.bias, gated=True), None)
         return x, self.down(swiglu(*self.gate_up(normed, changes).chunk(2, dim=1)), changes)
 
-    def _turn(
+    def _apply_rotary(
         self, qkv: Float[Tensor, "rows heads dim"], cos: Tensor, sin: Tensor
     ) -> tuple[Float[Tensor, "rows heads dim"], Float[Tensor, "rows kv_heads dim"], Float[Tensor, "rows kv_heads dim"]]:
-        """Queries and keys, normalised and turned, and values."""
+        """Queries and keys, normalized and rotated, and values."""
         heads, kv_heads = self.splits
         qk, v = qkv.split_with_sizes((heads + kv_heads, kv_heads), 1)
         if self.qk_weight is not None:
@@ -178,50 +177,50 @@ class Layer:
                 qk = F.rms_norm(qk, (self.head_dim,), None, self.qk_eps) * self.qk_weight
             else:
                 qk = rms_norm(qk, self.qk_weight, self.qk_eps)
-        q, k = turn(qk, cos, sin).split_with_sizes((heads, kv_heads), 1)
+        q, k = apply_rotary(qk, cos, sin).split_with_sizes((heads, kv_heads), 1)
         return q, k, v
 
 
 def add_norm(
     branch: Float[Tensor, "rows size"], x: Float[Tensor, "rows size"], norm: RMSNorm, fuse: bool
 ) -> tuple[Float[Tensor, "rows size"], Float[Tensor, "rows size"]]:
-    """The residual stream with what a branch adds, in the branch's memory, and its norm."""
-    if native.runs_here(branch, x, norm.weight):
-        return branch, native.rms_norm(branch, norm.weight, norm.eps, added=x)[0]
+    """Add a branch to the residual stream, in the branch's memory; returns the sum and its norm."""
+    if cpu_kernels.runs_here(branch, x, norm.weight):
+        return branch, cpu_kernels.rms_norm(branch, norm.weight, norm.eps, added=x)[0]
     x = branch.add_(x)
-    return x, normalise(x, norm, fuse)
+    return x, normalize(x, norm, fuse)
 
 
 def fuses_norms(weight: Tensor, exact: bool) -> bool:
-    """Whether norms may be torch's one kernel for eight: on a GPU in fast mode, for it rounds bf16 once, not twice."""
+    """Whether to use torch's fused RMSNorm kernel: on a GPU in fast mode, since it rounds bf16 once, not twice."""
     return not exact and not weight.is_cpu
 
 
-def normalise(x: Float[Tensor, "rows size"], norm: RMSNorm, fuse: bool) -> Float[Tensor, "rows size"]:
-    """The norm; without kernels in fp32 by torch's own composition, which performs the same operations."""
-    if fuse or (native.library() is None and x.dtype == torch.float32 and x.is_cpu):
+def normalize(x: Float[Tensor, "rows size"], norm: RMSNorm, fuse: bool) -> Float[Tensor, "rows size"]:
+    """Apply the norm; in fp32 without CPU kernels by `F.rms_norm`, which performs the same operations."""
+    if fuse or (cpu_kernels.library() is None and x.dtype == torch.float32 and x.is_cpu):
         return F.rms_norm(x, (x.shape[-1],), norm.weight, norm.eps)
     return cast(Tensor, norm(x))
 
 
-def turn(
+def apply_rotary(
     x: Float[Tensor, "rows heads dim"], cos: Float[Tensor, "rows 1 dim"], sin: Float[Tensor, "rows 1 dim"]
 ) -> Float[Tensor, "rows heads dim"]:
-    """`causal_lm.rotate`, with the sign in the table (`signed_sin`) instead of in a copy."""
-    if native.runs_here(x, cos, sin):
-        return native.rotate(x, cos, sin)
+    """RoPE as `causal_lm.apply_rotary_emb`, with the sign in the table (`signed_sin`) instead of in a copy."""
+    if cpu_kernels.runs_here(x, cos, sin):
+        return cpu_kernels.rotate(x, cos, sin)
     left, right = x.chunk(2, dim=-1)
     return (x * cos).add_(torch.cat((right, left), dim=-1).mul_(sin))
 
 
 def signed_sin(sin: Float[Tensor, "length 1 dim"]) -> Float[Tensor, "length 1 dim"]:
-    """The first half negated: (-right) * sin and right * (-sin) are the same number."""
+    """Negate the first half: (-right) * sin equals right * (-sin) exactly."""
     left, right = sin.chunk(2, dim=-1)
     return torch.cat((-left, right), dim=-1)
 
 
-def build_fused(model: CausalLM, layers: Sequence[Layer], head: Product) -> FusedDecoder | None:
-    """A step of decoding as one kernel, where there is one for all that this model consists of."""
+def build_fused(model: CausalLM, layers: Sequence[PreparedLayer], head: PackedLinear) -> FusedDecoder | None:
+    """Build the fused decode step; None if the kernel does not support the model."""
     held: list[LayerWeights] = []
     for layer in layers:
         products = layer.products
@@ -230,7 +229,7 @@ def build_fused(model: CausalLM, layers: Sequence[Layer], head: Product) -> Fuse
             return None
         norms = (layer.norms[0].weight, layer.qk_weight, layer.norms[1].weight)
         held.append(LayerWeights(norms, kernels, [product.bias for product in products]))
-    takes = BLOCK == native.KEYS and native.takes_heads(model.config.head_dim)
+    takes = BLOCK == cpu_kernels.KEYS and cpu_kernels.supports_head_dim(model.config.head_dim)
     if head.kernel is None or model.config.logit_cap is not None or not takes:
         return None
     if any(kernel.format != head.kernel.format for layer in held for kernel in layer.products):
@@ -238,38 +237,38 @@ def build_fused(model: CausalLM, layers: Sequence[Layer], head: Product) -> Fuse
     return FusedDecoder(model, held, head.kernel)
 
 
-class Runner:
-    """A model as the engine runs it; `refresh` after every change of its weights.
+class ModelRunner:
+    """A model prepared for inference; call `refresh` after every weight update.
 
-    These are rounded to `dtype`, in which kernels keep them, and may be held in a wider format.
+    Weights are rounded to `dtype`, the storage dtype of the kernels, and may be stored in a wider one.
     """
 
     def __init__(self, model: CausalLM, exact: bool, dtype: torch.dtype) -> None:
         self.model, self.dtype = model, dtype
         weight = model.embedding()
-        # What this room does not know how to lay out runs as the model writes it down.
-        self.own = type(model) is not CausalLM
+        # Other model classes run their own forward pass.
+        self.uses_model_forward = type(model) is not CausalLM
         self.min_rows = min_forward_rows(weight) if exact or weight.is_cpu else 1
         self.fuse = fuses_norms(weight, exact)
         self._rope: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
         self.fused: FusedDecoder | None = None
-        self.layers: list[Layer] = []
-        self.head: Product | None = None
+        self.layers: list[PreparedLayer] = []
+        self.head: PackedLinear | None = None
         self._addresses: list[int] = []
-        if self.own:
+        if self.uses_model_forward:
             return
-        self.layers = [Layer(cast(DecoderLayer, layer), exact, dtype) for layer in model.model.layers]
+        self.layers = [PreparedLayer(cast(DecoderLayer, layer), exact, dtype) for layer in model.model.layers]
         self.next_norms = [*(layer.norms[0] for layer in self.layers[1:]), model.model.norm]
-        self.head = Product(["lm_head"], [model.lm_head], exact, dtype)
+        self.head = PackedLinear(["lm_head"], [model.lm_head], exact, dtype)
         self.fused, self._addresses = build_fused(model, self.layers, self.head), self._find_addresses()
 
     @property
     def is_static(self) -> bool:
-        """Whether a step has the same operations whatever its numbers are: no other model's own code, no experts."""
-        return not self.own and all(layer.mlp is None for layer in self.layers)
+        """Whether a step's operations are data-independent: no custom model code, no MoE."""
+        return not self.uses_model_forward and all(layer.mlp is None for layer in self.layers)
 
     def refresh(self) -> None:
-        """Lay the model's weights out anew; what neither oneDNN nor a kernel packs stays where it is."""
+        """Repack the weights after an update; weights packed by neither oneDNN nor a kernel keep their memory."""
         if self.head is None:
             return
         for layer in self.layers:
@@ -278,7 +277,7 @@ class Runner:
         self.fused, self._addresses = build_fused(self.model, self.layers, self.head), self._find_addresses()
 
     def addresses(self, length: int) -> list[int]:
-        """Where all that a step reads lies, for positions below `length`; the cache apart."""
+        """Addresses of all tensors that a step reads, for positions below `length`, except the cache."""
         weight = self.model.embedding()
         return [*self._addresses, *(table.data_ptr() for table in self._tables(length, weight.dtype, weight.device))]
 
@@ -291,26 +290,26 @@ class Runner:
         self,
         tokens: Int[Tensor, " rows"],
         positions: Int[Tensor, " rows"],
-        attend: Attend,
+        attend: AttentionBackend,
         length: int,
-        changes: Changes | None = None,
+        changes: LoraDeltas | None = None,
     ) -> Float[Tensor, "rows hidden"]:
-        """Hidden states of `tokens`; all `positions` are below `length`."""
-        if self.own:
+        """Compute hidden states of `tokens`; all `positions` are below `length`."""
+        if self.uses_model_forward:
             with nullcontext() if changes is None else changes.routed():
                 return cast(Tensor, self.model(tokens, positions, attend))
         x = F.embedding(tokens, self.model.model.embed_tokens.weight)
         cos, sin = (table[positions] for table in self._tables(length, x.dtype, x.device))
-        normed = normalise(x, self.layers[0].norms[0], self.fuse)
+        normed = normalize(x, self.layers[0].norms[0], self.fuse)
         for layer, norm in zip(self.layers, self.next_norms, strict=True):
             x, added = layer(x, normed, cos, sin, attend, changes)
             x, normed = add_norm(added, x, norm, self.fuse)
         return normed
 
     def logits(
-        self, hidden: Float[Tensor, "rows hidden"], changes: Changes | None = None
+        self, hidden: Float[Tensor, "rows hidden"], changes: LoraDeltas | None = None
     ) -> Float[Tensor, "rows vocab"]:
-        """Scores of the next token; rows are repeated where a product needs more of them."""
+        """Compute next-token logits; pads to the minimum number of rows."""
         rows = hidden.shape[0]
         if rows < self.min_rows:
             hidden = torch.cat((hidden, hidden[-1:].expand(self.min_rows - rows, -1)))
@@ -320,9 +319,9 @@ class Runner:
         return logits[:rows]
 
     def decode(
-        self, plan: FusedPlan, tokens: Int[Tensor, " rows"], positions: NDArray[np.int64]
+        self, plan: FusedDecodeMetadata, tokens: Int[Tensor, " rows"], positions: NDArray[np.int64]
     ) -> Float[Tensor, "rows vocab"]:
-        """Scores of the token after each of `tokens`, by one kernel."""
+        """Compute next-token logits with the fused kernel."""
         assert self.fused is not None
         return self.fused(
             plan, tokens, positions, *self._tables(int(positions.max()) + 1, torch.float32, tokens.device)

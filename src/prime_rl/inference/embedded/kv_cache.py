@@ -1,8 +1,8 @@
-"""Keys and values of the running sequences, in columns of `BLOCK` positions that grow where sequences reach them.
+"""KV cache of the running sequences, in columns of `BLOCK` positions that are allocated as sequences grow.
 
-Sequence i owns slot i, and slots in use are the first ones. Column j holds positions `j * BLOCK ...` of the first slots
-only, as many as reach it, so a decode step reads contiguous memory and copies nothing, and growing copies little. A
-slot holds garbage beyond its sequence's length; masked keys weigh exactly 0, so it does not show.
+Sequence i uses slot i; used slots are contiguous from 0. Column j stores positions `j * BLOCK ...` for the first slots
+only, up to the last that reaches it, so a decode step reads contiguous memory without copies, and growth copies little.
+A slot contains garbage beyond its sequence's length, which has no effect: masked keys have weight exactly 0.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prime_rl.trainer.models.attention import KEY_BLOCK
-from prime_rl.trainer.models.causal_lm import DecoderConfig
+from prime_rl.trainer.models.decoder_config import DecoderConfig
 
 ALIGNMENT = 64
-"""Bytes of a line of a processor's cache."""
+"""CPU cache line size in bytes."""
 
 BLOCK = KEY_BLOCK
 FIRST_SLOTS = 16
@@ -35,18 +35,18 @@ class KVCache:
     ) -> None:
         self.max_slots, self.max_tokens = max_slots, max_tokens
         self.generation = 0
-        """Changes when memory has moved."""
+        """Incremented whenever memory is reallocated."""
         self.columns: list[Tensor] = []
         self._dtype, self._device = dtype, device
         self._layers, self._heads, self._dim = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
 
     @property
     def num_tokens(self) -> int:
-        """Positions there is memory for now."""
+        """Number of allocated positions."""
         return sum(column.shape[2] for column in self.columns) * BLOCK
 
     def reserve(self, lengths: NDArray[np.int64]) -> bool:
-        """Make room for `lengths[slot]` positions of each slot; False, and no change, when `max_tokens` forbids it."""
+        """Allocate `lengths[slot]` positions for each slot; False without changes if `max_tokens` is exceeded."""
         need = count_reaching(lengths)
         have = [column.shape[2] for column in self.columns]
         if len(need) <= len(have) and all(n <= h for n, h in zip(need, have, strict=False)):
@@ -54,12 +54,12 @@ class KVCache:
         if sum(need) * BLOCK > self.max_tokens:
             return False
         have += [0] * (len(need) - len(have))
-        # Doubling, unless memory is short: then what nobody reaches is given back, and nothing is added to the need.
-        wanted = [h if n <= h else max(n, min(2 * n, self.max_slots), FIRST_SLOTS) for n, h in zip(need, have)]  # noqa: B905
-        wanted += have[len(need) :]
-        if sum(wanted) * BLOCK > self.max_tokens:
-            wanted = need
-        self._resize(wanted, need)
+        # Grow by doubling; if memory is short, allocate exactly what is needed and free unused columns.
+        target = [h if n <= h else max(n, min(2 * n, self.max_slots), FIRST_SLOTS) for n, h in zip(need, have)]  # noqa: B905
+        target += have[len(need) :]
+        if sum(target) * BLOCK > self.max_tokens:
+            target = need
+        self._resize(target, need)
         return True
 
     def move(self, source: int, target: int, length: int) -> None:
@@ -77,7 +77,7 @@ class KVCache:
         return parts[0].clone() if len(parts) == 1 else torch.cat(parts, dim=3)
 
     def write(self, slot: int, kept: Tensor, length: int) -> None:
-        """Put back the first `length` positions of what `read` gave."""
+        """Restore the first `length` positions returned by `read`."""
         for j, column in enumerate(self.columns[: num_columns(length)]):
             width = min(length - j * BLOCK, BLOCK)
             column[:, :, slot, :, :width] = kept[:, :, :, j * BLOCK : j * BLOCK + width]
@@ -91,14 +91,14 @@ class KVCache:
             self.columns[j][:, :, slots, :, places] = new[:, :, slots].permute(2, 0, 1, 3, 4)
 
     def clear_slot(self, slot: int) -> None:
-        """Wipe a slot whose numbers were not finite, which a mask would not hide from the next owner."""
+        """Zero a slot with non-finite values, which a mask would not hide from its next sequence."""
         for column in self.columns:
             if slot < column.shape[2]:
                 column[:, :, slot] = 0
 
-    def _resize(self, wanted: list[int], used: list[int]) -> None:
+    def _resize(self, target: list[int], used: list[int]) -> None:
         columns = []
-        for j, slots in enumerate(wanted):
+        for j, slots in enumerate(target):
             old = self.columns[j] if j < len(self.columns) else None
             if old is not None and old.shape[2] == slots:
                 columns.append(old)
@@ -115,9 +115,9 @@ class KVCache:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`torch.zeros`; on a CPU of pages that the system hands out as zeros when they are first touched.
+    """`torch.zeros`; on a CPU with lazily zeroed pages (calloc).
 
-    Writing zeros to a new column would stop everybody for as long as it takes: half a second for 256 MB.
+    Writing zeros to a new column would block the engine: half a second for 256 MB.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -128,11 +128,11 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 def num_columns(length: int) -> int:
-    """Columns that `length` positions reach into."""
+    """Number of columns for `length` positions."""
     return -(-length // BLOCK)
 
 
 def count_reaching(lengths: NDArray[np.int64]) -> list[int]:
-    """For every column, how many of the first slots it must hold: one more than the last slot that reaches it."""
+    """Number of slots per column: one more than the last slot that reaches it."""
     columns = -(-lengths // BLOCK)
     return [int(np.flatnonzero(columns > j)[-1]) + 1 for j in range(int(columns.max(initial=0)))]

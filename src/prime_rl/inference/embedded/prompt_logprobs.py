@@ -1,4 +1,4 @@
-"""Scoring prompts: the log-prob of every prompt token, the most likely tokens beside it, and the mass of the rest."""
+"""Prompt scoring: log-prob of every prompt token, the top tokens, and the remaining probability mass."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 from prime_rl.inference.engine import FULL, PromptLogprobs, TopLogprobs
 
 ROWS_AT_ONCE = 512
-"""Bounds the memory of logits: rows of one product with the head."""
+"""Maximum rows per product with the head, which bounds the memory of logits."""
 
 Head = Callable[[Float[Tensor, "rows hidden"]], Float[Tensor, "rows vocab"]]
 
 
 @dataclass
-class PromptScores:
-    """Grows chunk by chunk while a prompt is computed; `top` as `SamplingParams.prompt_logprobs`."""
+class PromptScorer:
+    """Accumulates scores chunk by chunk; `top` as `SamplingParams.prompt_logprobs`."""
 
     top: int
     temperature: float
@@ -29,7 +29,7 @@ class PromptScores:
     full: list[Tensor] = field(default_factory=list)
 
     def add(self, hidden: Float[Tensor, "rows hidden"], head: Head, targets: list[int]) -> None:
-        """Score `targets[i]` by row i; the expression is the trainer's, so equal logits give equal bits."""
+        """Score `targets[i]` by row i, with the trainer's expression, so equal logits give bitwise equal results."""
         for start in range(0, len(targets), ROWS_AT_ONCE):
             rows = slice(start, min(start + ROWS_AT_ONCE, len(targets)))
             logits = head(hidden[rows]).float()
@@ -37,7 +37,7 @@ class PromptScores:
             self._add(torch.log_softmax(logits / scale, dim=-1), targets[rows])
 
     def result(self) -> PromptLogprobs:
-        """What the answer carries."""
+        """Return the accumulated scores."""
         full = torch.cat(self.full) if self.full else None
         return PromptLogprobs(self.logprobs, self.top_logprobs, self.tail_mass, full)
 
@@ -47,7 +47,7 @@ class PromptScores:
         if self.top == FULL:
             self.full.append(logprobs)
         best = logprobs.topk(min(max(self.top, 0), logprobs.shape[1]), dim=-1)
-        # Summed in fp64: a tail of 1e-6 would drown in the rounding of 1 - 0.999999.
+        # In fp64: a tail of 1e-6 would be lost in the rounding of 1 - 0.999999.
         self.tail_mass += (1 - best.values.double().exp().sum(-1)).clamp_(min=0).tolist()
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
         self.top_logprobs += [list(zip(ids, values, strict=True)) for ids, values in pairs]

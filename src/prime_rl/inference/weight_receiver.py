@@ -1,35 +1,35 @@
-"""Requests by which a server learns where to receive weights from, and which."""
+"""Parses the requests that set up a weight broadcast and select the version to receive."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 
-from prime_rl.inference.requests import ApiError, Json
+from prime_rl.inference.request_parsing import ApiError, Json
 from prime_rl.transport.broadcast import SCHEMA, Broadcast, BroadcastFailed, check_broadcast
 
-NO_TRAINER = "no trainer to receive weights from: POST /init_broadcaster first"
+NO_TRAINER = "no weight broadcast is set up: POST /init_broadcaster first"
 TIMEOUT_S = 60.0
-"""Seconds that a transfer may stand still where the request says nothing."""
+"""Default timeout of a stalled transfer in seconds."""
 
 
 def parse_broadcast(body: Json, own_type: str) -> Broadcast:
-    """Where weights are to be received from; `ApiError` names the field that is wrong.
+    """Parse the trainer's address; `ApiError` names an invalid field.
 
-    `server_rank` and `num_inference_server`, which the caller may tell, are checked and not needed: every server has a
-    group of its own with the trainer.
+    The optional `server_rank` and `num_inference_server` are validated but unused: every server has its own group
+    with the trainer.
     """
     if own_type == "filesystem":
         raise ApiError(
-            'this server reads weights from directories (weight_broadcast.type = "filesystem"): start it with the type '
-            "that the trainer has, or use /update_weights with a directory",
+            'this server loads weights from directories (weight_broadcast.type = "filesystem"): start it with the '
+            "trainer's type, or use /update_weights with a directory",
             status=409,
         )
     kind = body.get("type", own_type)
     if kind != own_type:
         raise ApiError(
-            f"the trainer sends over {kind!r}, this server receives over {own_type!r}: give both one "
-            "weight_broadcast.type",
+            f"the trainer sends over {kind!r}, this server receives over {own_type!r}: set the same "
+            "weight_broadcast.type for both",
             status=409,
             param="type",
         )
@@ -48,7 +48,7 @@ def parse_broadcast(body: Json, own_type: str) -> Broadcast:
 
 
 async def init_broadcast(body: Json, own_type: str) -> Broadcast:
-    """The trainer that a request for /init_broadcaster names, once it has answered; `ApiError` otherwise."""
+    """Connect to the trainer named in a /init_broadcaster request; `ApiError` if it does not respond."""
     broadcast = parse_broadcast(body, own_type)
     try:
         await asyncio.to_thread(check_broadcast, broadcast)
@@ -58,7 +58,7 @@ async def init_broadcast(body: Json, own_type: str) -> Broadcast:
 
 
 def parse_version(body: Json) -> int:
-    """The version that is to be received."""
+    """Parse the version to receive."""
     step = _integer(body, "step", 0)
     if step is None:
         raise ApiError('give {"weight_dir": null, "step": N}, or {"weight_dir": "<directory>"}', param="step")

@@ -1,0 +1,111 @@
+"""Prefix cache: maps token prefixes to cached KV entries of running and finished sequences.
+
+Lookup by chained hashes over blocks of `STRIDE` tokens, linear in the prompt length. Entries of finished sequences are
+bounded and evicted oldest first; the cache is cleared after every weight update (`clear`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+STRIDE = 8
+"""Minimum shared prefix in tokens."""
+
+
+class PrefixOwner(Protocol):
+    """A running or finished sequence whose first `num_cached` tokens have cached keys."""
+
+    tokens: list[int]
+    num_cached: int
+
+
+@dataclass(eq=False)
+class CachedPrefix:
+    """KV entries of a finished sequence: `kv` is `[2, layers, kv_heads, num_cached, head_dim]`."""
+
+    tokens: list[int]
+    num_cached: int
+    family: Hashable
+    kv: Tensor
+
+
+class PrefixIndex:
+    """Finds the owner with the longest common prefix within a family (adapter)."""
+
+    def __init__(self, max_kept_tokens: int) -> None:
+        self.max_kept_tokens = max_kept_tokens
+        self.num_kept_tokens = 0
+        self._owners: dict[Hashable, dict[PrefixOwner, None]] = {}
+        self._keys: dict[PrefixOwner, list[Hashable]] = {}
+        self._cached: OrderedDict[CachedPrefix, None] = OrderedDict()
+
+    def find(self, tokens: list[int], family: Hashable) -> tuple[PrefixOwner | None, int]:
+        """Return the owner with the longest common prefix and its length; ties go to the first registered."""
+        best: dict[PrefixOwner, None] = {}
+        for key in _chain(tokens, len(tokens), family):
+            matches = self._owners.get(key)
+            if not matches:
+                break
+            best = matches
+        owner = max(best, key=lambda h: h.num_cached, default=None)
+        if owner is None:
+            return None, 0
+        if isinstance(owner, CachedPrefix):
+            self._cached.move_to_end(owner)
+        return owner, _count_common(tokens, owner.tokens)
+
+    def register(self, owner: PrefixOwner, num_tokens: int, family: Hashable) -> None:
+        """Register the first `num_tokens` of `owner`, computed or not."""
+        keys = list(_chain(owner.tokens, num_tokens, family))
+        for key in keys:
+            self._owners.setdefault(key, {})[owner] = None
+        self._keys[owner] = keys
+
+    def unregister(self, owner: PrefixOwner) -> None:
+        """Unregister an owner; no effect if it is not registered."""
+        for key in self._keys.pop(owner, ()):
+            owners = self._owners[key]
+            del owners[owner]
+            if not owners:
+                del self._owners[key]
+
+    def insert(self, prefix: CachedPrefix) -> None:
+        """Insert the entries of a finished sequence, evicting the oldest if the cache is full."""
+        self._cached[prefix] = None
+        self.num_kept_tokens += prefix.num_cached
+        self.register(prefix, prefix.num_cached, prefix.family)
+        self.shrink(self.max_kept_tokens)
+
+    def shrink(self, num_tokens: int) -> None:
+        """Evict the oldest entries down to `num_tokens`."""
+        while self.num_kept_tokens > num_tokens:
+            oldest, _ = self._cached.popitem(last=False)
+            self.num_kept_tokens -= oldest.num_cached
+            self.unregister(oldest)
+
+    def clear(self) -> None:
+        """Invalidate the cache after a weight update."""
+        self._owners.clear()
+        self._keys.clear()
+        self._cached.clear()
+        self.num_kept_tokens = 0
+
+
+def _chain(tokens: list[int], num_tokens: int, family: Hashable) -> Iterator[Hashable]:
+    key: Hashable = family
+    for start in range(0, num_tokens - STRIDE + 1, STRIDE):
+        # Hash of the past plus the tokens themselves: a false match requires a 64-bit hash collision of the pasts.
+        key = (hash(key), tuple(tokens[start : start + STRIDE]))
+        yield key
+
+
+def _count_common(a: list[int], b: list[int]) -> int:
+    n = min(len(a), len(b))
+    if a[:n] == b[:n]:
+        return n
+    return next(i for i in range(n) if a[i] != b[i])

@@ -1,0 +1,59 @@
+"""Renders chats whose data contains control-token strings, which vLLM would tokenize as control tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cached_property
+from typing import Any
+
+from prime_rl.inference.request_parsing import ApiError, Json
+from rollouts.training.datasets.chat import render_chat
+from rollouts.training.datasets.chat_template import inspect_template
+
+
+class ChatGuard:
+    """Renders chats that vLLM must not render; `load` returns the tokenizer and is called for the first chat."""
+
+    def __init__(self, load: Callable[[], Any]) -> None:
+        self._load = load
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer, with the chat template that vLLM uses."""
+        return self._load()
+
+    def render(self, body: Json) -> list[int] | None:
+        """Token ids of a chat whose data contains control-token strings; None if vLLM may render the chat.
+
+        `ApiError` if rendering fails or the chat template drops tools.
+        """
+        messages, options = body.get("messages"), body.get("chat_template_kwargs") or {}
+        tools = None if body.get("tool_choice") == "none" else body.get("tools") or None
+        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+            return None  # vLLM reports the error
+        if not self.tokenizer.chat_template:
+            return None
+        data = [messages, _parse_arguments(messages), tools, options]
+        marker = inspect_template(self.tokenizer).control.hide(data)[1]
+        if not marker and not tools and not any(message.get("tool_calls") for message in messages):
+            return None
+        try:
+            ids = render_chat(
+                self.tokenizer, messages, tools, body.get("add_generation_prompt") is not False, **options
+            )
+        except (ValueError, TypeError) as error:
+            raise ApiError(str(error), param="messages") from error
+        return ids if marker else None
+
+
+def _parse_arguments(messages: list[Json]) -> list[Any]:
+    """Parse the arguments of all tool calls: templates receive them parsed, with JSON escapes resolved."""
+    arguments = []
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            with suppress(KeyError, TypeError, ValueError):  # malformed calls have no arguments
+                arguments.append(json.loads(call["function"]["arguments"]))
+    return arguments

@@ -1,0 +1,75 @@
+"""Weight directories: path allow-list, and verification against the publisher's manifest."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from prime_rl.inference.config import InferenceConfig
+from prime_rl.runtime.tokenizer import resolve_model_dir
+from prime_rl.transport.weights import check_directory
+from rollouts.training.steps import is_complete, step_path
+
+SHOWN_PATH = 200
+
+
+def resolve_allowed(weight_dir: str, allowed: list[Path]) -> Path:
+    """Resolve `weight_dir`; it and its files must lie below `allowed` after resolving symbolic links and `..`.
+
+    Links between allowed directories are fine. Otherwise `PermissionError`, whether or not the directory exists.
+    """
+    shown = weight_dir if len(weight_dir) <= SHOWN_PATH else f"{weight_dir[:SHOWN_PATH]}..."
+    try:
+        path = Path(weight_dir).resolve()
+    except (ValueError, OSError, RuntimeError) as error:  # null byte, name too long, symlink loop
+        raise PermissionError(f"{shown!r} is not a valid path: {error}") from error
+    roots = [root.resolve() for root in allowed]
+    if not _is_below(path, roots):
+        raise PermissionError(
+            f"{shown} is not below inference.output_dir or inference.weight_dirs: add its parent to weight_dirs"
+        )
+    for entry in path.iterdir() if path.is_dir() else ():
+        if entry.is_symlink() and not _is_below(entry, roots):
+            raise PermissionError(
+                f"{entry.name} of {shown} is a link out of inference.output_dir and inference.weight_dirs: "
+                "replace it with the file, or add its target directory to weight_dirs"
+            )
+    return path
+
+
+def _is_below(path: Path, roots: list[Path]) -> bool:
+    try:
+        target = path.resolve()
+    except (OSError, RuntimeError):  # symlink loop
+        return False
+    return any(target.is_relative_to(root) for root in roots)
+
+
+def check_step(directory: Path) -> tuple[int, dict[str, str]]:
+    """Verify a published directory against its manifest before an engine loads it; returns version and digests.
+
+    `ValueError` if it is incomplete, corrupt, or has no manifest.
+    """
+    if not directory.is_dir():
+        raise ValueError(f"{directory} does not exist")
+    if not is_complete(directory):
+        raise ValueError(f"{directory} is incomplete: it has no STABLE marker")
+    if not any(directory.glob("model*.safetensors")):
+        raise ValueError(f"{directory} has no model.safetensors")
+    return check_directory(directory)
+
+
+def prepare_model_dir(config: InferenceConfig) -> Path:
+    """Directory from which vLLM or SGLang loads; random or truncated debug weights are written to disk first."""
+    model_dir = resolve_model_dir(config.model.name)
+    debug = config.model.debug
+    if not debug.random_init and debug.num_layers is None:
+        return model_dir
+    from prime_rl.inference.embedded.loading import WeightReader
+    from prime_rl.transport.weights import publish_weights
+
+    tensors, version = WeightReader(config, model_dir).read_base()
+    root = Path(tempfile.mkdtemp(prefix="prime-rl-")) if config.output_dir is None else config.output_dir / "initial"
+    shutil.rmtree(step_path(root, version), ignore_errors=True)
+    return publish_weights(root, version, tensors, model_dir, num_layers=debug.num_layers).resolve()
