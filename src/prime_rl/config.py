@@ -1,4 +1,4 @@
-"""Configuration of `rl`: one section per process, and one table of the keys that they share."""
+"""Configuration of `rl`: one section per process, and a table of the keys that they share."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 
 from prime_rl.config_teacher import add_teacher
+from prime_rl.configuration.sections import (
+    DebugModelConfig,
+    LogConfig,
+    TensorboardConfig,
+    TrackioConfig,
+    TrainerWeightBroadcastConfig,
+    TransportConfig,
+    WandbConfig,
+)
 from prime_rl.deployment.config import Deployment, LocalDeployment
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.trainer.config import LoraConfig, TrainConfig
-from prime_rl.utils.config import (
-    DebugModelConfig,
-    LogConfig,
-    SendingConfig,
-    TensorboardConfig,
-    TrackioConfig,
-    TransportConfig,
-    WandbConfig,
-)
 from prime_rl.utils.pydantic_config import BaseConfig, note, note_source
 from rollouts.training.objectives import PRESETS
 
@@ -33,22 +33,22 @@ MISSING = object()
 TRACKERS = ("wandb", "tensorboard", "trackio", "prometheus")
 ANY_ADDRESS = ("0.0.0.0", "::")
 OVERLONG_SHARE = 5
-"""The penalty for overlong answers grows over this part of max_tokens: 4096 of 20480 in DAPO."""
+"""The overlong penalty ramps up over the last 1/5 of max_tokens (DAPO: 4096 of 20480)."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1", *ANY_ADDRESS)
 
 
 @dataclass(frozen=True)
 class Shared:
-    """A key of `rl` and the keys of the processes that get its value."""
+    """A key of `rl` and the process keys that take its value."""
 
     key: str
     targets: tuple[str, ...]
     must_agree: bool = True
-    """A value given for one process alone holds for all of them."""
+    """Whether a value given for one process applies to all of them."""
 
 
 def _rows(section: str, names: str, processes: str, below: str = "", must_agree: bool = True) -> list[Shared]:
-    """Rows for several keys that have the same name everywhere."""
+    """Rows for several keys that have the same name in every process."""
     return [
         Shared(
             f"{section}{name}",
@@ -101,42 +101,42 @@ class SharedCkptConfig(BaseConfig):
 
 
 class SharedPrometheusConfig(BaseConfig):
-    """Serve the newest metrics of trainer and orchestrator at 127.0.0.1, ports 9401 and 9402."""
+    """Prometheus endpoints of trainer and orchestrator at 127.0.0.1, ports 9401 and 9402."""
 
     enabled: bool = True
     """Off keeps the section without listening."""
 
 
 class RLConfig(BaseConfig):
-    """Everything `rl` starts. A shared key holds for every process; a process that says otherwise is an error."""
+    """Configuration of a whole run. A shared key applies to every process; a conflicting process key is an error."""
 
     spellings: ClassVar[Mapping[str, str]] = {"inspect_context": "orchestrator.teacher_model.inspect_context"}
 
     model: SharedModelConfig = SharedModelConfig()
 
     max_steps: int | None = Field(default=None, ge=1)
-    """Optimizer steps of the run; unset: until it is stopped."""
+    """Number of optimizer steps; unset: until the run is stopped."""
 
     max_async_level: int = Field(default=2, ge=0)
-    """Versions that the policy which samples may be behind the one that is trained; 0: strictly in turn."""
+    """Maximum lag of the sampling policy behind the trained one, in versions; 0: synchronous."""
 
     seq_len: int = Field(default=2048, ge=1)
-    """Most tokens of a sample, prompt included; also the length of a training pack."""
+    """Maximum sequence length (prompt + completion); also the length of a packed sequence."""
 
     seed: int = Field(default=42, ge=0)
-    """Seed of prompts, sampling and everything else that is drawn."""
+    """Random seed of prompt order, sampling and initialization."""
 
     output_dir: Path = Path("outputs")
     """Directory of the run: configs, logs, rollouts, weights, checkpoints, metrics.jsonl, samples.jsonl."""
 
     resume: bool = False
-    """Go on from the last step that trainer and orchestrator have both committed: ckpt.resume_step = -1."""
+    """Resume from the last step that trainer and orchestrator have both committed: ckpt.resume_step = -1."""
 
     max_restarts: int = Field(default=3, ge=0)
-    """How often a server (inference, teacher) that falls is started again; one more fall stops the run."""
+    """Maximum restarts of a crashed server (inference, teacher); one more crash stops the run."""
 
     hang_timeout: float | None = Field(default=300.0, gt=0)
-    """Seconds without any progress after which rl says which process waits for which; off: never."""
+    """Seconds without progress after which rl reports which process waits for which; off: never."""
 
     clean: bool = False
     """Remove the steps of an earlier run from output_dir; its metrics, samples and logs move to attempts/."""
@@ -151,11 +151,11 @@ class RLConfig(BaseConfig):
     """GPUs of the teacher's server; unset: those that inference and trainer leave free, else those of inference."""
 
     deployment: Deployment = LocalDeployment()
-    """Where the processes run: this machine, or one job of Slurm, Ray or Kubernetes."""
+    """Where the processes run: this machine, or one Slurm, Ray or Kubernetes job."""
 
     transport: TransportConfig = TransportConfig()
 
-    weight_broadcast: SendingConfig = SendingConfig()
+    weight_broadcast: TrainerWeightBroadcastConfig = TrainerWeightBroadcastConfig()
 
     ckpt: SharedCkptConfig | None = None
 
@@ -174,25 +174,25 @@ class RLConfig(BaseConfig):
     orchestrator: OrchestratorConfig = OrchestratorConfig()
 
     inference: InferenceConfig | None = InferenceConfig()
-    """The server that rl starts; off: orchestrator.client.base_url names one that already runs."""
+    """The server that rl starts; off: use the running server at orchestrator.client.base_url."""
 
     teacher_inference: InferenceConfig | None = None
-    """The teacher's server: what inference says, but for what is said here; its port follows that of inference."""
+    """The teacher's server: inherits the keys of inference, overridden here; its port follows that of inference."""
 
     @model_validator(mode="before")
     @classmethod
     def _share(cls, data: Any, info: ValidationInfo) -> Any:
-        """Give shared keys to the processes, and what must agree but was given to one process to the others."""
+        """Copy shared keys to the processes, and keys that must agree from one process to the others."""
         values = _Values(_plain(data), info)
         _resume(values)
         _share_sections(values)
         for row in SHARED_KEYS:
             values.share(row)
         _name_wandb_runs(values)
-        _connect(values)
+        _connect_inference(values)
         _switch_off_fake_data(values)
-        _hand_over_advantage(values)
-        _fit_to_cpu(values)
+        _share_advantage(values)
+        _ignore_gpu_keys_on_cpu(values)
         add_teacher(values)
         return values.data
 
@@ -200,7 +200,7 @@ class RLConfig(BaseConfig):
     @classmethod
     def _check_gpu_ids(cls, ids: list[int] | None) -> list[int] | None:
         if ids and len(set(ids)) < len(ids):
-            raise ValueError("names a GPU twice")
+            raise ValueError("contains a GPU id twice")
         return ids
 
     @model_validator(mode="after")
@@ -213,10 +213,10 @@ class RLConfig(BaseConfig):
             )
         if teacher is not None and not loss.needs_teacher:
             raise ValueError(
-                "orchestrator.teacher_model teaches nothing with trainer.loss.teacher_tau = 0: raise it, or leave the "
+                "orchestrator.teacher_model has no effect with trainer.loss.teacher_tau = 0: raise it, or leave the "
                 "section out"
             )
-        if teacher is not None and not self._teacher_knows_more():
+        if teacher is not None and not self._teacher_differs():
             raise ValueError(
                 "orchestrator.teacher_model has no context, so the teacher is the student itself\n"
                 "  set orchestrator.teacher_model.context (or context_file, context_template, context_fn)"
@@ -225,8 +225,8 @@ class RLConfig(BaseConfig):
             raise ValueError("teacher_gpu_ids is set but rl starts no teacher: remove it")
         return self
 
-    def _teacher_knows_more(self) -> bool:
-        """Whether the teacher is told something, holds the student to what it was, or is another model."""
+    def _teacher_differs(self) -> bool:
+        """Whether the teacher has a context, is a reference for an environment, or is another model."""
         teacher, server = self.orchestrator.teacher_model, self.teacher_inference
         assert teacher is not None
         if teacher.source or any(env.source or env.teacher == "anchor" for env in self.orchestrator.env):
@@ -247,13 +247,13 @@ class RLConfig(BaseConfig):
         ):
             raise ValueError(
                 f"teacher_inference.sglang.base_url = {teacher.sglang.base_url} is the student's server, which "
-                "holds one model: start a second one, or leave teacher_inference.backend out"
+                "serves one model: start a second one, or leave teacher_inference.backend out"
             )
         lora = self.trainer.model.lora
         if lora is not None and lora.modules_to_save and not lora.merge:
             raise ValueError(
-                "trainer.model.lora.modules_to_save is trained whole, which engines do not serve in an adapter\n"
-                "  set trainer.model.lora.merge = true, so that whole models are published"
+                "trainer.model.lora.modules_to_save is fully fine-tuned, which an adapter cannot contain\n"
+                "  set trainer.model.lora.merge = true to publish full models"
             )
         length = self.inference.model.max_model_len
         if length is not None and length > self.seq_len:
@@ -265,19 +265,19 @@ class RLConfig(BaseConfig):
 
 
 def given_gpus(config: RLConfig) -> dict[str, list[int]]:
-    """The GPU ids that the configuration names."""
+    """The GPU ids set in the configuration."""
     keys = ("trainer_gpu_ids", "inference_gpu_ids", "teacher_gpu_ids")
     return {key: ids for key in keys if (ids := getattr(config, key))}
 
 
 def has_versions(config: RLConfig) -> bool:
-    """Whether the teacher's server is brought from version to version."""
+    """Whether the teacher's server receives weight updates."""
     teacher = config.orchestrator.teacher_model
     return teacher is not None and teacher.weights == "ema"
 
 
 class _Values:
-    """The raw tables of the config with access by dotted key, and the notes of where values come from."""
+    """Raw config tables with access by dotted key and the source of each value."""
 
     def __init__(self, data: dict[str, Any], info: ValidationInfo) -> None:
         self.data = data
@@ -285,7 +285,7 @@ class _Values:
         self.sources: Mapping[str, str] = info.context["sources"] if isinstance(info.context, dict) else {}
 
     def get(self, key: str) -> Any:
-        """The value that was given for a key, or MISSING."""
+        """The value set for a key, or MISSING."""
         node: Any = self.data
         for part in key.split("."):
             if not isinstance(node, dict) or part not in node:
@@ -294,11 +294,11 @@ class _Values:
         return node
 
     def has(self, key: str) -> bool:
-        """Whether a key was given, and not as None."""
+        """Whether a key is set to a value other than None."""
         return self.get(key) not in (MISSING, None)
 
     def set(self, key: str, value: Any, source: str) -> None:
-        """Set a key unless a section above it is switched off."""
+        """Set a key unless a parent section is off."""
         node = self.data
         *sections, last = key.split(".")
         for part in sections:
@@ -309,18 +309,18 @@ class _Values:
         note_source(self.info, key, source)
 
     def source(self, key: str) -> str:
-        """Where a given value came from."""
+        """The source of a value."""
         return self.sources.get(key, "given")
 
     def show(self, key: str) -> str:
-        """A given value for a message."""
+        """`key = value (source)`, for messages."""
         value = self.get(key)
         value = str(value) if isinstance(value, Path) else value
         shown = "on" if isinstance(value, dict) else "off" if value is None else repr(value)
         return f"{key} = {shown}" + (f" ({self.source(key)})" if key in self.sources else "")
 
     def share(self, row: Shared) -> None:
-        """Settle one row of the table."""
+        """Resolve one row of the table."""
         if row.key.startswith("ckpt.") and not isinstance(self.get("ckpt"), dict):
             return
         given = [key for key in (row.key, *row.targets) if self.get(key) is not MISSING]
@@ -335,9 +335,9 @@ class _Values:
                 self.set(key, value, self.source(chosen) if key == row.key else f"shared key {row.key}")
 
     def choose(self, row: Shared, given: list[str]) -> str:
-        """The key whose value holds; raises ValueError when two values disagree.
+        """The key whose value applies; `ValueError` if two values disagree.
 
-        The shared key on the command line wins over what files say for a process: options are above files everywhere.
+        The shared key on the command line overrides process keys in files, as options override files everywhere.
         """
         chosen = given[0]
         for key in given[1:]:
@@ -353,13 +353,13 @@ class _Values:
 
 
 def _resume(values: _Values) -> None:
-    """--resume is the short form of the latest checkpoint; a step that is given beside it is the one."""
+    """--resume means the latest checkpoint unless a step is given."""
     if str(values.get("resume")).lower() == "true" and not values.has("ckpt.resume_step"):
         values.set("ckpt.resume_step", -1, "resume")
 
 
 def _share_sections(values: _Values) -> None:
-    """An optional section that one process has: checkpoints for both, trackers where they are asked for."""
+    """Share optional sections: checkpoints go to both processes, trackers only to those that lack the section."""
     ckpt = Shared("ckpt", ("trainer.ckpt", "orchestrator.ckpt"))
     given = [key for key in (ckpt.key, *ckpt.targets) if values.get(key) is not MISSING]
     if given:
@@ -375,15 +375,15 @@ def _share_sections(values: _Values) -> None:
 
 
 def _name_wandb_runs(values: _Values) -> None:
-    """Each process has a run of its own: the shared name with the process behind it."""
+    """Name the run of each process: shared name, then process name."""
     name = values.get("wandb.name")
     for process in ("trainer", "orchestrator"):
         if name not in (MISSING, None) and values.get(f"{process}.wandb.name") is MISSING:
             values.set(f"{process}.wandb.name", f"{name}-{process}", "shared key wandb.name")
 
 
-def _connect(values: _Values) -> None:
-    """The orchestrator talks to the server that rl starts, which takes samples as long as the trainer does."""
+def _connect_inference(values: _Values) -> None:
+    """Point the orchestrator to the server that rl starts; set its maximum length and LoRA rank from the trainer."""
     if values.get("inference") is None:
         return
     if values.get("inference.model.max_model_len") in (MISSING, None):
@@ -401,19 +401,19 @@ def _connect(values: _Values) -> None:
         values.set("orchestrator.client.base_url", [f"http://{address}:{port}/v1"], "shared key inference.server")
     elif not any(_reaches(url, host, port) for url in ([urls] if isinstance(urls, str) else urls)):
         raise ValueError(
-            f"{values.show('orchestrator.client.base_url')} does not lead to the server that rl starts on port {port}\n"
+            f"{values.show('orchestrator.client.base_url')} is not the server that rl starts on port {port}\n"
             "  leave it out, set inference.server.port to match, or start no server: --no-inference"
         )
 
 
 def _reaches(url: str, host: str, port: int) -> bool:
-    """Whether a client with this address ends at a server on this host and port."""
+    """Whether a URL points to a server on this host and port."""
     parts = urlsplit(url)
     return (parts.port or 80) == port and (parts.hostname == host or (parts.hostname in LOOPBACK and host in LOOPBACK))
 
 
-def _fit_to_cpu(values: _Values) -> None:
-    """Where the CPU is asked for by name, what is said about GPUs has no meaning, and is told so."""
+def _ignore_gpu_keys_on_cpu(values: _Values) -> None:
+    """Ignore GPU settings, with a note, if the devices are set to the CPU."""
     servers = [name for name in ("inference", "teacher_inference") if isinstance(values.get(name), dict)]
     on_cpu = values.get("inference.model.device") == "cpu"
     for server in servers if on_cpu and values.get("inference.backend") != "vllm" else ():
@@ -424,7 +424,7 @@ def _fit_to_cpu(values: _Values) -> None:
     if on_cpu and values.get("trainer.model.device") == "cpu":
         for key in ("inference_gpu_ids", "teacher_gpu_ids", "trainer_gpu_ids"):
             if values.has(key):
-                note(values.info, f"note: {key} are left alone: the devices are set to the CPU")
+                note(values.info, f"note: {key} are ignored: the devices are set to the CPU")
 
 
 def _switch_off_fake_data(values: _Values) -> None:
@@ -436,30 +436,30 @@ def _switch_off_fake_data(values: _Values) -> None:
         note(values.info, f"note: [trainer.data.fake] ({where}) is off: rl trains on the orchestrator's samples")
 
 
-def _hand_over_advantage(values: _Values) -> None:
-    """The advantage half of `trainer.loss.type` for the orchestrator, which keeps what it was told itself."""
+def _share_advantage(values: _Values) -> None:
+    """Set the orchestrator's half of the preset `trainer.loss.type`, unless its keys are set explicitly."""
     name, max_tokens = values.get("trainer.loss.type"), values.get("orchestrator.sampling.max_tokens")
     preset = PRESETS.get(name) if isinstance(name, str) else None
     if preset is None or name == "custom":
         return
-    choice, wanted = preset.advantage, dict[str, Any]()
+    choice, settings = preset.advantage, dict[str, Any]()
     if values.get("orchestrator.advantage.length_weighted_mean") is not True:
-        wanted = {"advantage.baseline": choice.baseline}
-    wanted["advantage.std"] = choice.std
+        settings = {"advantage.baseline": choice.baseline}
+    settings["advantage.std"] = choice.std
     if values.get("orchestrator.advantage") is None:
-        wanted = {"advantage": {}}
+        settings = {"advantage": {}}
     if choice.drop_equal:
-        wanted["buffer.filters"] = [{"name": "zero_variance"}]
+        settings["buffer.filters"] = [{"name": "zero_variance"}]
     if choice.overlong and isinstance(max_tokens, int):
-        wanted["length_penalty"] = {"type": "overlong", "coef": 1.0, "window": max(1, max_tokens // OVERLONG_SHARE)}
+        settings["length_penalty"] = {"type": "overlong", "coef": 1.0, "window": max(1, max_tokens // OVERLONG_SHARE)}
     elif choice.overlong:
-        note(values.info, f"note: {name} without orchestrator.sampling.max_tokens has no penalty for overlong answers")
-    for key, value in wanted.items():
+        note(values.info, f"note: {name} without orchestrator.sampling.max_tokens has no overlong penalty")
+    for key, value in settings.items():
         key = f"orchestrator.{key}"
         if values.get(key) is MISSING:
             values.set(key, value, f"trainer.loss.type {name}")
         elif not _same(values.get(key), value):
-            note(values.info, f"note: {values.show(key)} stays, though trainer.loss.type {name} comes with {value!r}")
+            note(values.info, f"note: {values.show(key)} overrides the {value!r} of trainer.loss.type {name}")
     normaliser = values.get("trainer.loss.normaliser")
     by_constant = (preset.normaliser if normaliser in (MISSING, None) else normaliser) == "constant"
     if by_constant and values.get("trainer.loss.max_tokens") in (MISSING, None) and isinstance(max_tokens, int):
@@ -479,7 +479,7 @@ def _default(key: str) -> Any:
 
 @cache
 def _defaults() -> RLConfig:
-    """The defaults of `rl` as they stand, unchecked; they are copied once, not for each key."""
+    """The defaults of `rl`, unvalidated and built once."""
     return RLConfig.model_construct()
 
 
@@ -490,7 +490,7 @@ def _same(left: Any, right: Any) -> bool:
 
 
 def _plain(data: Any) -> Any:
-    """A copy in plain tables, so that configs given as objects are shared like those given as text."""
+    """A copy as plain dicts, so that config objects are shared like parsed text."""
     if isinstance(data, BaseModel):
         return _plain(data.model_dump(exclude_unset=True))
     return {key: _plain(value) for key, value in data.items()} if isinstance(data, dict) else data

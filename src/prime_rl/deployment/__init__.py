@@ -1,1 +1,1 @@
-"""Past one machine: files with which Slurm, Ray or Kubernetes start the commands of a run, each where it belongs."""
+"""Multi-node deployment: job files for Slurm, Ray and Kubernetes."""

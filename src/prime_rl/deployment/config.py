@@ -1,4 +1,4 @@
-"""Configuration of where a run's processes are started."""
+"""Configuration of the deployment of a run."""
 
 from __future__ import annotations
 
@@ -15,82 +15,82 @@ Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
 
 
 class LocalDeployment(BaseConfig):
-    """Everything on this machine."""
+    """All processes on this machine."""
 
     type: Literal["local"] = "local"
 
 
 class NodesConfig(BaseConfig):
-    """How many machines do what."""
+    """Number of nodes per role."""
 
     num_train_nodes: int = Field(default=1, ge=1)
-    """Machines of the trainer; the orchestrator runs on the first."""
+    """Trainer nodes; the orchestrator runs on the first."""
 
     num_infer_nodes: int = Field(default=0, ge=0)
-    """Machines of inference servers; 0: `rl` runs whole on one machine, by its own GPU lists."""
+    """Inference nodes; 0: single-node run with the GPU lists of `rl`."""
 
     num_infer_replicas: int | None = Field(default=None, ge=1)
-    """Inference servers, all together; unset: as many as the GPUs hold, parallel.tp * parallel.dp each."""
+    """Total number of inference servers; unset: as many as fit, with parallel.tp * parallel.dp GPUs each."""
 
     num_teacher_nodes: int = Field(default=0, ge=0)
-    """Machines of the teacher's servers, where there is a teacher with servers of its own."""
+    """Nodes of the teacher's servers, if it has its own servers."""
 
     gpus_per_node: int = Field(default=8, ge=0)
-    """GPUs that each machine gives; 0: machines without."""
+    """GPUs per node; 0: CPU-only nodes."""
 
     master_port: int = Field(default=29500, ge=1, le=65535)
-    """Port on the first trainer machine where the ranks meet."""
+    """Rendezvous port on the first trainer node."""
 
     env: dict[Variable, str] = {}
-    """Variables of every process, such as NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."""
+    """Environment variables of every process, such as NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."""
 
 
 class SlurmDeployment(NodesConfig):
-    """One Slurm job over all machines, by sbatch; they share a file system."""
+    """One Slurm job over all nodes (sbatch); requires a shared file system."""
 
     type: Literal["slurm"] = "slurm"
 
     job_name: Label = "prime-rl"
-    """Name of the job."""
+    """Job name."""
 
     partition: Word | None = None
-    """Partition; unset: the cluster's own choice."""
+    """Partition; unset: the cluster's default."""
 
     time: str | None = Field(default=None, pattern=r"^[0-9:-]+$")
-    """Limit, such as 30 (minutes), 12:00:00 or 2-00:00:00; unset: the partition's."""
+    """Time limit, such as 30 (minutes), 12:00:00 or 2-00:00:00; unset: the partition's."""
 
     options: dict[Annotated[str, StringConstraints(pattern=r"^[a-z][a-z-]*$")], Word] = {}
-    """Further #SBATCH options by their long names, such as account, qos or mem."""
+    """Additional #SBATCH options by their long names, such as account, qos or mem."""
 
     template: Path | None = None
-    """A Jinja2 template of the job instead of ours (docs/deployment.md)."""
+    """Custom Jinja2 template of the job (docs/deployment.md)."""
 
 
 class RayDeployment(NodesConfig):
-    """A placement group with one bundle per machine of a Ray cluster; they share a file system."""
+    """A Ray placement group with one bundle per node; requires a shared file system."""
 
     type: Literal["ray"] = "ray"
 
     address: str = "auto"
-    """http://host:8265 hands the job in there; host:port or auto (this machine's) runs its driver here."""
+    """http://host:8265 submits the job there; host:port or auto (local cluster) runs the driver here."""
 
     num_cpus: float = Field(default=1, gt=0)
-    """CPUs that are claimed on each machine."""
+    """CPUs reserved on each node."""
 
     timeout: float = Field(default=600, gt=0)
-    """Seconds to wait for the machines."""
+    """Seconds to wait for the nodes."""
 
 
 class KubernetesDeployment(NodesConfig):
-    """Jobs for trainer and orchestrator, a StatefulSet of inference servers, put together by kustomize."""
+    """Jobs for trainer and orchestrator, StatefulSets of servers, combined by kustomize."""
 
     type: Literal["kubernetes"] = "kubernetes"
 
     name: Label = "prime-rl"
-    """What all objects are called, the process behind it."""
+    """Name prefix of all objects."""
 
     namespace: Label = "default"
-    """Namespace, which exists."""
+    """Existing namespace."""
 
     image: str
     """Image with this package installed."""
@@ -99,13 +99,13 @@ class KubernetesDeployment(NodesConfig):
     """PersistentVolumeClaim that every pod can write (ReadWriteMany)."""
 
     mount_path: Path = Path("/shared")
-    """Where the claim is mounted; relative paths of the configuration begin there."""
+    """Mount path of the claim; relative paths of the configuration are resolved there."""
 
     gpu_resource: str = "nvidia.com/gpu"
-    """What the cluster calls a GPU."""
+    """Resource name of a GPU."""
 
     shm_gb: float = Field(default=16, gt=0)
-    """Size of /dev/shm, by which ranks of one pod talk."""
+    """Size of /dev/shm, used for communication between the ranks of a pod."""
 
 
 Deployment = Annotated[

@@ -1,8 +1,8 @@
 """A run as Kubernetes objects below one kustomization: `kubectl apply -k <directory>`.
 
-Job           one per task that ends (trainer: indexed, a pod per machine; orchestrator; or rl whole)
-StatefulSet   one per kind of server, a pod per server, which starts again what falls
-Service       headless, one for all: gives every pod a name before it is ready
+Job           one per finite task (trainer: indexed, a pod per node; orchestrator; or single-node rl)
+StatefulSet   one per kind of server, a pod per server, with restarts
+Service       one headless service: DNS names of pods before they are ready
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INDEX_FIELD = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 def build_files(
     layout: Layout, config: KubernetesDeployment, scripts: Mapping[str, str], configs: Mapping[str, str], key: str
 ) -> dict[str, str]:
-    """Manifests, the kustomization over them and the key of the fleet, by file name."""
+    """Manifests, kustomization and API key of the servers, by file name."""
     objects = [_service(config)]
     for tasks in _kinds(layout):
         objects += [_job(tasks[0], layout, config)] if tasks[0].is_work else [_servers(tasks, layout, config)]
@@ -36,7 +36,7 @@ def build_files(
         "namespace": config.namespace,
         "resources": [MANIFEST],
         "configMapGenerator": [{"name": f"{config.name}-scripts", "files": sorted(scripts)}],
-        # Configurations may hold keys: arguments of environments, headers.
+        # Configurations may contain secrets: environment arguments, headers.
         "secretGenerator": [
             {"name": f"{config.name}-configs", "files": sorted(configs)},
             {"name": f"{config.name}-key", "envs": [KEY_FILE]},
@@ -50,7 +50,7 @@ def build_files(
 
 
 def find_addresses(layout: Layout, config: KubernetesDeployment) -> dict[str, str]:
-    """HOST_i -> the name of the pod that place i is."""
+    """HOST_i -> name of the pod at place i."""
     names: dict[str, str] = {}
     for tasks in _kinds(layout):
         places = tasks[0].places if tasks[0].is_work else [task.places[0] for task in tasks]
@@ -60,7 +60,7 @@ def find_addresses(layout: Layout, config: KubernetesDeployment) -> dict[str, st
 
 
 def _kinds(layout: Layout) -> list[list[Task]]:
-    """Tasks that are one object: servers of one configuration."""
+    """Group tasks into objects: servers of one configuration share one."""
     return [list(tasks) for _, tasks in groupby(layout.tasks, key=lambda task: (task.is_work, task.config))]
 
 
@@ -82,7 +82,7 @@ def _labels(config: KubernetesDeployment) -> dict[str, str]:
 
 
 def _job(task: Task, layout: Layout, config: KubernetesDeployment) -> Object:
-    """A task that ends, in as many pods as it has places; resuming is another run, so nothing is tried again."""
+    """A finite task with one pod per place; no retries, since resuming is a new run."""
     rank = {"name": "NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": INDEX_FIELD}}}
     pod = _pod(task, layout, config, f"exec bash {MOUNTED}/{task.name}.sh", [rank])
     pod["spec"]["restartPolicy"] = "Never"
@@ -96,7 +96,7 @@ def _job(task: Task, layout: Layout, config: KubernetesDeployment) -> Object:
 
 
 def _servers(tasks: list[Task], layout: Layout, config: KubernetesDeployment) -> Object:
-    """Servers that differ in their number alone; which of the scripts a pod runs, its name says."""
+    """Replicated servers; the index in the pod's name selects its script."""
     prefix = tasks[0].name.rpartition("_")[0]
     pod = _pod(tasks[0], layout, config, f'exec bash {MOUNTED}/{prefix}_"${{HOSTNAME##*-}}".sh', [])
     return {
@@ -120,13 +120,13 @@ def _role(task: Task, layout: Layout, config: KubernetesDeployment) -> dict[str,
 def _pod(task: Task, layout: Layout, config: KubernetesDeployment, command: str, env: list[Object]) -> Object:
     """A pod of a task: its script from the kustomization, the shared directory, its GPUs."""
     num_gpus = layout.places[task.places[0]].num_gpus
-    known = [{"name": name, "value": value} for name, value in find_addresses(layout, config).items()]
+    addresses = [{"name": name, "value": value} for name, value in find_addresses(layout, config).items()]
     container: Object = {
         "name": layout.places[task.places[0]].role,
         "image": config.image,
         "command": ["bash", "-c", command],
         "workingDir": str(config.mount_path),
-        "env": [*known, *env],
+        "env": [*addresses, *env],
         "envFrom": [{"secretRef": {"name": f"{config.name}-key"}}],
         "volumeMounts": [
             {"name": "deployment", "mountPath": MOUNTED, "readOnly": True},
@@ -153,16 +153,18 @@ def _pod(task: Task, layout: Layout, config: KubernetesDeployment, command: str,
 def _dump(*objects: Object) -> str:
     import yaml
 
-    # A copy has nothing twice: manifests are read without anchors.
+    # The JSON round trip removes shared objects, which YAML would write as anchors.
     return str(yaml.safe_dump_all(json.loads(json.dumps(objects)), sort_keys=False, width=120))
 
 
 def submit(files: Path) -> str:
-    """Apply the objects; returns what kubectl says. Raises `ValueError` with its complaint."""
+    """Apply the objects; returns the output of kubectl. Raises `ValueError` with its error."""
     try:
-        answer = subprocess.run(["kubectl", "apply", "-k", str(files)], capture_output=True, text=True)
+        result = subprocess.run(["kubectl", "apply", "-k", str(files)], capture_output=True, text=True)
     except FileNotFoundError:
-        raise ValueError(f"kubectl is not installed here: run `kubectl apply -k {files}` where it is") from None
-    if answer.returncode:
-        raise ValueError(f"kubectl refused {files}: {answer.stderr.strip()}")
-    return answer.stdout.strip()
+        raise ValueError(
+            f"kubectl is not installed here: run `kubectl apply -k {files}` on a machine that has it"
+        ) from None
+    if result.returncode:
+        raise ValueError(f"kubectl rejected {files}: {result.stderr.strip()}")
+    return result.stdout.strip()

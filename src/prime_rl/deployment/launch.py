@@ -1,4 +1,4 @@
-"""From a layout to files, and from files to a job: what `rl` and `sft` do with a `[deployment]`."""
+"""Write the files of a layout and submit them as a job, for `rl` and `sft` with a `[deployment]`."""
 
 from __future__ import annotations
 
@@ -8,36 +8,57 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from prime_rl.configuration.render import render_toml
 from prime_rl.deployment import kubernetes, ray, slurm
 from prime_rl.deployment.config import Cluster, KubernetesDeployment, RayDeployment, SlurmDeployment
 from prime_rl.deployment.layout import Layout, build_scripts
-from prime_rl.utils.config_toml import render_toml
+from prime_rl.runtime.redaction import Redactor, find_secret_variables
 from prime_rl.utils.pydantic_config import BaseConfig
 
 FILES_DIR = "deployment"
 
 
 def build_files(
-    layout: Layout, configs: Mapping[str, BaseConfig], deployment: Cluster, out: Path, key: str = "<made at the start>"
+    layout: Layout,
+    configs: Mapping[str, BaseConfig],
+    deployment: Cluster,
+    out: Path,
+    key: str = "<generated at submission>",
 ) -> dict[str, str]:
-    """Every file of a deployment by name: configurations, a script per task, and what the launcher reads."""
+    """Files of a deployment by name: configurations, a script per task, and the launcher's files."""
     tables = {f"{name}.toml": render_toml(config, config.provenance) for name, config in configs.items()}
     python = "python" if isinstance(deployment, KubernetesDeployment) else sys.executable
     scripts = build_scripts(layout, deployment, python)
-    files, logs, workdir = out.resolve() / FILES_DIR, out.resolve() / "logs", Path.cwd()
+    directory, logs, workdir = out.resolve() / FILES_DIR, out.resolve() / "logs", Path.cwd()
     match deployment:
         case SlurmDeployment():
-            launcher = slurm.build_files(layout, deployment, files, logs, workdir)
+            launcher = slurm.build_files(layout, deployment, directory, logs, workdir)
         case RayDeployment():
-            launcher = ray.build_files(layout, deployment, files, logs, workdir)
+            launcher = ray.build_files(layout, deployment, directory, logs, workdir)
         case KubernetesDeployment():
             _check_mounted(out, deployment)
             launcher = kubernetes.build_files(layout, deployment, scripts, tables, key)
-    return {**launcher, **scripts, **tables}
+    files = {**launcher, **scripts, **tables}
+    _check_secrets(files)
+    return files
+
+
+def _check_secrets(files: Mapping[str, str]) -> None:
+    """`ValueError` if a file contains the value of a secret environment variable."""
+    for variable, value in find_secret_variables().items():
+        redactor = Redactor([value])
+        for name, text in files.items():
+            for line in text.splitlines():
+                if redactor.redact(line) != line:
+                    key = redactor.redact(line.partition("=")[0].strip())
+                    raise ValueError(
+                        f"{name}: {key} is the value of {variable}, a secret: give the name of the variable "
+                        "(api_key_var), or set it where the job runs"
+                    )
 
 
 def _check_mounted(out: Path, deployment: KubernetesDeployment) -> None:
-    """Pods keep what they write on the claim alone."""
+    """`ValueError` if the output directory is not on the claim, the only persistent volume of the pods."""
     if out.is_absolute() and not out.is_relative_to(deployment.mount_path):
         raise ValueError(
             f"output_dir {out} is not below deployment.mount_path {deployment.mount_path}, where pods can write: "
@@ -46,12 +67,12 @@ def _check_mounted(out: Path, deployment: KubernetesDeployment) -> None:
 
 
 def show_files(files: Mapping[str, str]) -> str:
-    """All files, one after the other, for --dry-run."""
+    """All files, concatenated for --dry-run."""
     return "\n".join(f"# ----- {name} -----\n{text}" for name, text in files.items())
 
 
 def write_files(files: Mapping[str, str], directory: Path) -> None:
-    """Replace the directory's files of an earlier deployment; keys may be in them, so their owner alone reads them."""
+    """Replace the files of an earlier deployment. Only their owner can read them, as they may contain keys."""
     directory.mkdir(parents=True, exist_ok=True)
     for old in directory.iterdir():
         if old.is_file():
@@ -63,26 +84,26 @@ def write_files(files: Mapping[str, str], directory: Path) -> None:
 
 
 def deploy(layout: Layout, configs: Mapping[str, BaseConfig], deployment: Cluster, out: Path) -> int:
-    """Write the files and hand the run in; returns the exit code."""
+    """Write the files and submit the run; returns the exit code."""
     files = build_files(layout, configs, deployment, out, key=secrets.token_hex(16))
     directory = out.resolve() / FILES_DIR
     write_files(files, directory)
     (out / "logs").mkdir(exist_ok=True)
-    _say(f"wrote {len(files)} files to {directory}: {len(layout.tasks)} commands in {len(layout.places)} places")
+    _log(f"Wrote {len(files)} files to {directory}: {len(layout.tasks)} tasks on {len(layout.places)} nodes")
     match deployment:
         case SlurmDeployment():
-            _say(f"Slurm job {slurm.submit(directory)}; its log is {out / 'logs'}/job-*.log")
+            _log(f"Slurm job {slurm.submit(directory)}; logs in {out / 'logs'}/job-*.log")
         case RayDeployment():
-            answer = ray.submit(directory, deployment)
-            if isinstance(answer, int):
-                return answer
-            _say(f"Ray job {answer}; logs in {out / 'logs'}")
+            result = ray.submit(directory, deployment)
+            if isinstance(result, int):
+                return result
+            _log(f"Ray job {result}; logs in {out / 'logs'}")
         case KubernetesDeployment():
-            _say(kubernetes.submit(directory))
-            _say(f"end it with: kubectl delete -k {os.path.relpath(directory)}")
+            _log(kubernetes.submit(directory))
+            _log(f"Delete it with: kubectl delete -k {os.path.relpath(directory)}")
     return 0
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""What a cluster is told: places, the commands that run there, and each command as a script that can be edited.
+"""Cluster layout: places (nodes or pods), the tasks that run there, and an editable script per task.
 
     Task --> <name>.sh: `python -m module @ <config>.toml --options`, addresses as $HOST_0, $HOST_1, ... by place
 
@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from prime_rl.deployment.config import NodesConfig
 
 KEY_VARIABLE = "RL_FLEET_KEY"
-"""Holds the key that servers ask for and the orchestrator shows; made when the job starts."""
+"""API key between orchestrator and servers; generated at submission."""
 
 TORCHRUN = "torch.distributed.run"
 
 
 @dataclass(frozen=True)
-class Place:
-    """A machine, or a pod: all that shares an address."""
+class Node:
+    """A node or pod: processes that share an address."""
 
     role: str
     num_gpus: int = 0
@@ -34,43 +34,43 @@ class Task:
     name: str
     module: str
     config: str
-    """File of its configuration, beside the script."""
+    """File name of its configuration, next to the script."""
 
     places: tuple[int, ...]
     options: tuple[str, ...] = ()
-    """Words behind the configuration; `$HOST_i` in them is the address of a place."""
+    """Command-line options; `$HOST_i` is the address of place i."""
 
     gpus: tuple[int, ...] | None = ()
-    """What it sees of each place's GPUs; None: as it comes."""
+    """Visible GPUs in each place; None: leave CUDA_VISIBLE_DEVICES as it is."""
 
     num_ranks: int = 0
-    """Ranks that torchrun starts in each place; 0: the command is started as it is."""
+    """torchrun ranks per place; 0: start the command directly."""
 
     max_restarts: int = 0
     port: int | None = None
     is_work: bool = False
-    """The run is over when all work is."""
+    """The run ends when all tasks with `is_work` have ended."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A run, as places and tasks."""
+    """Places (nodes) and tasks of a run."""
 
-    places: tuple[Place, ...]
+    places: tuple[Node, ...]
     tasks: tuple[Task, ...]
 
     def find_tasks(self, place: int) -> list[Task]:
-        """What runs in a place."""
+        """Tasks of a place."""
         return [task for task in self.tasks if place in task.places]
 
 
 def lay_out_ranks(name: str, module: str, config: str, nodes: NodesConfig, num_ranks: int) -> Task:
-    """A trainer whose `num_ranks` ranks are spread evenly over the trainer's places, the first ones."""
+    """A trainer task with `num_ranks` ranks, spread evenly over the first places."""
     places = tuple(range(nodes.num_train_nodes))
     per_node = nodes.gpus_per_node or num_ranks // nodes.num_train_nodes
     if per_node * nodes.num_train_nodes != num_ranks:
         raise ValueError(
-            f"deployment.num_train_nodes = {nodes.num_train_nodes} do not share {num_ranks} ranks evenly: "
+            f"{num_ranks} ranks are not divisible by deployment.num_train_nodes = {nodes.num_train_nodes}: "
             "set parallel.dp to a multiple"
         )
     gpus = tuple(range(nodes.gpus_per_node))
@@ -83,7 +83,7 @@ def build_scripts(layout: Layout, nodes: NodesConfig, python: str) -> dict[str, 
 
 
 def render_script(task: Task, env: Mapping[str, str], python: str) -> str:
-    """The task as a shell script; arguments that it is given go behind its own."""
+    """The task as a shell script, which appends its own arguments to the command."""
     variables = {name: shlex.quote(value) for name, value in env.items()}
     if task.gpus is not None:
         variables["CUDA_VISIBLE_DEVICES"] = shlex.quote(",".join(map(str, task.gpus)))
@@ -94,7 +94,7 @@ def render_script(task: Task, env: Mapping[str, str], python: str) -> str:
 
 
 def _launch(task: Task) -> list[str]:
-    """The module, or torchrun before it: ranks meet at the first place of the task."""
+    """The module, optionally with torchrun; the rendezvous is at the first place of the task."""
     if not task.num_ranks:
         return [task.module]
     return [
@@ -110,12 +110,12 @@ def _launch(task: Task) -> list[str]:
 
 
 def _quote(word: str) -> str:
-    """A word in which variables are still read."""
+    """Quote a word; variables are still expanded."""
     return f'"{word}"' if "$" in word else shlex.quote(word)
 
 
 def _fold(words: Iterable[str]) -> str:
-    """One option a line."""
+    """Break a command into one option per line."""
     text = ""
     for word in words:
         separate = word.startswith("--") or word in ("@", '"$@"')

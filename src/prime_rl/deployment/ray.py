@@ -1,4 +1,4 @@
-"""A run as a Ray job: the plan that `ray_job` carries out."""
+"""A run as a Ray job: the plan that `ray_job` executes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from prime_rl.deployment.layout import Layout
 from prime_rl.deployment.ray_job import RayPlan, RayTask, render_plan
 
 PLAN_FILE = "ray.json"
-PASSED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HF_HOME", "VIRTUAL_ENV")
-"""Variables of the shell that hands the job in, which the machines lack."""
+FORWARDED_VARIABLES = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HF_HOME", "VIRTUAL_ENV")
+"""Variables copied from the submitting shell to the nodes."""
 
 
 def build_files(layout: Layout, config: RayDeployment, files: Path, logs: Path, workdir: Path) -> dict[str, str]:
@@ -24,16 +24,16 @@ def build_files(layout: Layout, config: RayDeployment, files: Path, logs: Path, 
         RayTask(task.name, str(files / f"{task.name}.sh"), list(task.places), task.max_restarts, task.is_work)
         for task in layout.tasks
     ]
-    env = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    env = {name: os.environ[name] for name in FORWARDED_VARIABLES if name in os.environ}
     address = "auto" if config.address.startswith("http") else config.address
     bundles = [claim] * len(layout.places)
     return {PLAN_FILE: render_plan(RayPlan(address, config.timeout, bundles, str(workdir), str(logs), env, tasks))}
 
 
 def submit(files: Path, config: RayDeployment) -> int | str:
-    """Hand the job in to a cluster's head and return its name, or run its driver here and return the exit code.
+    """Submit the job to the head node and return its name, or run the driver here and return the exit code.
 
-    Raises `ValueError` with what Ray says.
+    Raises `ValueError` with Ray's error.
     """
     if importlib.util.find_spec("ray") is None:
         raise ValueError('deployment.type = "ray" but Ray is not installed here: pip install ray[default]')
@@ -41,7 +41,7 @@ def submit(files: Path, config: RayDeployment) -> int | str:
     if not config.address.startswith("http"):
         return subprocess.run(driver).returncode
     client = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--no-wait", "--address", config.address]
-    answer = subprocess.run([*client, "--", *driver], capture_output=True, text=True)
-    if answer.returncode:
-        raise ValueError(f"ray job submit: {(answer.stderr or answer.stdout).strip().splitlines()[-1:]}")
-    return next((word.strip("'") for word in answer.stdout.split() if "raysubmit_" in word), "handed in")
+    result = subprocess.run([*client, "--", *driver], capture_output=True, text=True)
+    if result.returncode:
+        raise ValueError(f"ray job submit: {(result.stderr or result.stdout).strip().splitlines()[-1:]}")
+    return next((word.strip("'") for word in result.stdout.split() if "raysubmit_" in word), "submitted")

@@ -1,8 +1,8 @@
-"""The driver of a run on Ray: claims the machines, starts each task's script there, and ends all when one falls.
+"""Ray driver of a run: reserves the nodes, starts each task's script there, and stops all tasks if one fails.
 
     python -m prime_rl.deployment.ray_job <directory>/ray.json
 
-Runs where the job was handed in to; an actor on every machine starts the processes and says when they end.
+Runs on the node that the job was submitted to; an actor on every node starts the processes and reports their exit.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,12 @@ from typing import Any
 import msgspec
 
 from prime_rl.deployment.layout import KEY_VARIABLE
+from prime_rl.runtime.redacted_output import (
+    LOG_PIPE_VARIABLE,
+    copy_redacted,
+    describe_log_pipe,
+    protect_output,
+)
 
 POLL_S = 1.0
 GRACE_S = 10.0
@@ -37,57 +44,66 @@ class RayTask(msgspec.Struct, frozen=True):
 
 
 class RayPlan(msgspec.Struct, frozen=True):
-    """What `ray.json` holds."""
+    """Contents of `ray.json`."""
 
     address: str
     timeout: float
     bundles: list[dict[str, float]]
-    """What is claimed on each machine."""
+    """Resources reserved on each node."""
 
     workdir: str
     logs: str
     env: dict[str, str]
-    """Variables that every process gets beside those of its machine, such as PATH."""
+    """Variables added to the environment of every process, such as PATH."""
 
     tasks: list[RayTask]
 
 
 class Host:
-    """What runs on one machine. Lives there as an actor; also plain Python, so that it can be tried without Ray."""
+    """Processes of one node. Runs as an actor; plain Python, so that it can be tested without Ray."""
 
     def __init__(self) -> None:
         self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self.outputs: list[threading.Thread] = []
 
     def address(self) -> str:
-        """Where other machines reach this one."""
+        """Address of this node for other nodes."""
         import ray
 
         return str(ray.util.get_node_ip_address())
 
     def start(self, name: str, argv: list[str], env: Mapping[str, str], workdir: str, log: str) -> None:
-        """Start a command in a session of its own; its output is added to `log`."""
-        with Path(log).open("ab") as output:
+        """Start a command in a new session; append its redacted output to `log`."""
+        source, sink = os.pipe()
+        output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        variables = {**os.environ, **env, LOG_PIPE_VARIABLE: describe_log_pipe(sink, Path(log))}
+        try:
             self.running[name] = subprocess.Popen(
-                argv, env={**os.environ, **env}, cwd=workdir, stdout=output, stderr=output, start_new_session=True
+                argv, env=variables, cwd=workdir, stdout=sink, stderr=sink, start_new_session=True
             )
+        finally:
+            os.close(sink)
+            self.outputs.append(copy_redacted(source, output))
 
     def poll(self) -> dict[str, int]:
-        """Exit codes of what has ended."""
+        """Exit codes of ended processes."""
         return {name: code for name, child in self.running.items() if (code := child.poll()) is not None}
 
     def stop(self) -> None:
-        """End everything: asked first, then killed."""
+        """Stop all processes: SIGTERM, then SIGKILL."""
         for number, grace_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, 1.0)):
-            left = [child for child in self.running.values() if child.poll() is None]
-            for child in left:
+            alive = [child for child in self.running.values() if child.poll() is None]
+            for child in alive:
                 os.killpg(child.pid, number)
             deadline = time.monotonic() + grace_s
-            while any(child.poll() is None for child in left) and time.monotonic() < deadline:
+            while any(child.poll() is None for child in alive) and time.monotonic() < deadline:
                 time.sleep(0.1)
+        for output in self.outputs:
+            output.join(1.0)
 
 
 def run(plan: RayPlan) -> int:
-    """Run the plan to its end; returns the exit code. Raises `ValueError` when the machines are not to be had."""
+    """Run the plan; returns the exit code. Raises `TimeoutError` if the nodes are not available."""
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -98,8 +114,8 @@ def run(plan: RayPlan) -> int:
         ray.get(group.ready(), timeout=plan.timeout)
     except ray.exceptions.GetTimeoutError:
         remove_placement_group(group)
-        raise ValueError(
-            f"Ray has no {len(plan.bundles)} machines with {plan.bundles[0]} free, in {plan.timeout:g} s: `ray status`"
+        raise TimeoutError(
+            f"Ray found no {len(plan.bundles)} nodes with {plan.bundles[0]} free in {plan.timeout:g} s: `ray status`"
         ) from None
     hosts: list[Any] = [
         ray.remote(Host)
@@ -117,12 +133,12 @@ def run(plan: RayPlan) -> int:
         try:
             ray.get([host.stop.remote() for host in hosts], timeout=2 * GRACE_S)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
-            _say(f"a machine is gone: {error}")
+            _log(f"Lost a node: {error}")
         remove_placement_group(group)
 
 
 def supervise(plan: RayPlan, hosts: list[Any], get: Any) -> int:
-    """Start all tasks; return 0 when the work has ended well, 1 when a task has fallen more often than it may."""
+    """Start all tasks; return 0 when all work succeeded, 1 when a task exceeded its restarts."""
     addresses = get([host.address.remote() for host in hosts])
     shared = {f"HOST_{place}": address for place, address in enumerate(addresses)}
     shared |= {KEY_VARIABLE: secrets.token_hex(16), **plan.env}
@@ -131,15 +147,15 @@ def supervise(plan: RayPlan, hosts: list[Any], get: Any) -> int:
     def start(task: RayTask, rank: int) -> None:
         place = task.places[rank]
         env, log = {**shared, "NODE_RANK": str(rank)}, f"{plan.logs}/{task.name}-{rank}.log"
-        _say(f"{task.name} starts on {addresses[place]}")
+        _log(f"Starting {task.name} on {addresses[place]}")
         get(hosts[place].start.remote(task.name, ["bash", task.script], env, plan.workdir, log))
 
     for task in plan.tasks:
         for rank in range(len(task.places)):
             start(task, rank)
-    falls, done = dict.fromkeys(tasks, 0), set[tuple[str, int]]()
-    wanted = {(task.name, place) for task in plan.tasks if task.is_work for place in task.places}
-    while not wanted <= done:
+    num_failures, done = dict.fromkeys(tasks, 0), set[tuple[str, int]]()
+    work = {(task.name, place) for task in plan.tasks if task.is_work for place in task.places}
+    while not work <= done:
         time.sleep(POLL_S)
         for place, ended in enumerate(get([host.poll.remote() for host in hosts])):
             for name, code in ended.items():
@@ -149,41 +165,45 @@ def supervise(plan: RayPlan, hosts: list[Any], get: Any) -> int:
                 if code == 0 and task.is_work:
                     done.add((name, place))
                     continue
-                falls[name] += 1
+                num_failures[name] += 1
                 rank = task.places.index(place)
-                _say(f"{name} ended with code {code}: see {plan.logs}/{name}-{rank}.log")
-                if falls[name] > task.max_restarts:
+                _log(f"{name} exited with code {code}: see {plan.logs}/{name}-{rank}.log")
+                if num_failures[name] > task.max_restarts:
                     return 1
                 start(task, rank)
-    _say("the run is through")
+    _log("Run finished")
     return 0
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     sys.stdout.write(f"{time.strftime('%T')} {text}\n")
     sys.stdout.flush()
 
 
 def read_plan(path: Path) -> RayPlan:
-    """The plan in a file; `ValueError` says what is wrong with it."""
+    """Load the plan from a file; `ValueError` if it is invalid."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=RayPlan)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from error
 
 
 def render_plan(plan: RayPlan) -> str:
-    """The plan as text to read and edit."""
+    """The plan as indented JSON."""
     return json.dumps(msgspec.to_builtins(plan), indent=2) + "\n"
 
 
 def main() -> None:
     """Entry point of the driver."""
+    protect_output()
     try:
         raise SystemExit(run(read_plan(Path(sys.argv[1]))))
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         raise SystemExit(2) from None
+    except TimeoutError as error:
+        sys.stderr.write(f"error: {error}\n")
+        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A run as one Slurm job: a batch script that starts every task with `srun` on its machines."""
+"""A run as one Slurm job: a batch script that starts every task with `srun` on its nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TEMPLATE = Path(__file__).parents[1] / "assets" / "deployment" / "slurm.sbatch"
 
 
 def build_files(layout: Layout, config: SlurmDeployment, files: Path, logs: Path, workdir: Path) -> dict[str, str]:
-    """The batch script. Raises `ValueError` for a template that cannot be read or filled."""
+    """Render the batch script. Raises `ValueError` if the template cannot be read or rendered."""
     import jinja2
 
     template = config.template or TEMPLATE
@@ -39,14 +39,14 @@ def build_files(layout: Layout, config: SlurmDeployment, files: Path, logs: Path
 
 
 def submit(files: Path) -> str:
-    """Hand the job in; returns its number. Raises `ValueError` with what sbatch says."""
+    """Submit the job; returns its number. Raises `ValueError` with the error of sbatch."""
     try:
-        answer = subprocess.run(["sbatch", str(files / JOB_FILE)], capture_output=True, text=True)
+        result = subprocess.run(["sbatch", str(files / JOB_FILE)], capture_output=True, text=True)
     except FileNotFoundError:
         raise ValueError(
-            f"sbatch is not installed here: run this where Slurm jobs are handed in, or sbatch {files / JOB_FILE} there"
+            f"sbatch is not installed here: run this on a Slurm login node, or `sbatch {files / JOB_FILE}` there"
         ) from None
-    number = re.search(r"Submitted batch job (\d+)", answer.stdout)
-    if answer.returncode or number is None:
-        raise ValueError(f"sbatch refused {files / JOB_FILE}: {(answer.stderr or answer.stdout).strip()}")
+    number = re.search(r"Submitted batch job (\d+)", result.stdout)
+    if result.returncode or number is None:
+        raise ValueError(f"sbatch rejected {files / JOB_FILE}: {(result.stderr or result.stdout).strip()}")
     return number[1]

@@ -1,1 +1,1 @@
-"""Evaluation: how well a model, a server or a series of checkpoints does in environments."""
+"""Evaluation of models, servers and series of checkpoints in environments."""

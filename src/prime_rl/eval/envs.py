@@ -1,4 +1,4 @@
-"""From the results of an environment to its numbers."""
+"""Summary metrics of an environment."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING
 from rollouts.training.metrics import compute_interval, compute_pass_at_k, compute_stats
 
 if TYPE_CHECKING:
-    from prime_rl.utils.journal import Result
+    from prime_rl.generation.resume_log import Result
 
 
 def summarize(groups: Sequence[Sequence[Result]], num_rollouts: int, pass_threshold: float) -> dict[str, float]:
-    """Metrics of one environment. Failed rollouts count as errors and in no other number.
+    """Metrics of one environment. Failed rollouts count only in `error/mean`.
 
     `avg@k` is the mean reward over the k rollouts of an example, averaged over examples; `avg@k/stderr` the standard
-    error of that average, examples being what was drawn at random; `pass@k` the unbiased estimate of 2107.03374 for
-    1, 2, 4, ... rollouts. `/ci_low` and `/ci_high` are 95 % intervals over the examples. Then means of the reward
-    functions, lengths, shares of truncated rollouts and of the reasons why rollouts stopped.
+    error of that average over examples; `pass@k` the unbiased estimate of 2107.03374 for 1, 2, 4, ... rollouts.
+    `/ci_low` and `/ci_high` are 95 % confidence intervals over examples. Also means of the reward functions, lengths,
+    the share of truncated rollouts and the shares of stop reasons.
     """
-    everything = [result for group in groups for result in group]
+    all_results = [result for group in groups for result in group]
     good = [[(result.reward, result) for result in group if result.reward is not None] for group in groups]
     scored = [group for group in good if group]
     results = [result for group in scored for _, result in group]
@@ -31,12 +31,12 @@ def summarize(groups: Sequence[Sequence[Result]], num_rollouts: int, pass_thresh
     summary = _mean_and_interval(average, means)
     summary[f"{average}/stderr"] = compute_standard_error(means)
     for k in powers_of_two(num_rollouts):
-        chances = [
+        estimates = [
             compute_pass_at_k(len(group), sum(reward >= pass_threshold for reward, _ in group), k)
             for group in scored
             if len(group) >= k
         ]
-        summary |= _mean_and_interval(f"pass@{k}", chances)
+        summary |= _mean_and_interval(f"pass@{k}", estimates)
     for name in sorted({name for result in results for name in result.metrics}):
         values = [value for result in results if (value := result.metrics.get(name)) is not None]
         summary[f"metrics/{name}"] = statistics.fmean(values) if values else math.nan
@@ -48,7 +48,7 @@ def summarize(groups: Sequence[Sequence[Result]], num_rollouts: int, pass_thresh
     for reason, count in sorted(Counter(result.stop_reason or "unknown" for result in results).items()):
         summary[f"stop/{reason}"] = count / len(results)
     summary["num_turns/mean"] = statistics.fmean(r.num_turns for r in results) if results else math.nan
-    summary["error/mean"] = 1 - len(results) / len(everything) if everything else math.nan
+    summary["error/mean"] = 1 - len(results) / len(all_results) if all_results else math.nan
     summary["examples"] = len(groups)
     summary["rollouts"] = len(results)
     return summary
@@ -66,5 +66,5 @@ def compute_standard_error(values: Sequence[float]) -> float:
 
 
 def powers_of_two(limit: int) -> list[int]:
-    """1, 2, 4, ... up to and with `limit` itself."""
+    """1, 2, 4, ... up to `limit`, including `limit` itself."""
     return sorted({2**i for i in range(limit.bit_length())} | {limit})

@@ -1,4 +1,4 @@
-"""What an evaluation leaves behind: results as JSONL and parquet, a summary, and a table for people."""
+"""Output of an evaluation: results as JSONL and parquet, a summary, and a console table."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from prime_rl.eval.config import EvalConfig
-    from prime_rl.utils.asking import Target
-    from prime_rl.utils.journal import Result
+    from prime_rl.generation.resume_log import Result
+    from prime_rl.generation.rollout_jobs import ModelEndpoint
 
 Summaries = dict[tuple[str, int], dict[str, float]]
 JSON_COLUMNS = ("prompt", "completion", "answer", "tools")
-"""Values of many shapes: columns of JSON text in parquet, where a column has one shape."""
+"""Columns with values of varying types, stored as JSON text in parquet."""
 
 
 def results_dir(config: EvalConfig, name: str, version: int) -> Path:
-    """`evals/<env>`, in a series `evals/step_N/<env>`."""
+    """`evals/<env>`, or `evals/step_N/<env>` for a series of steps."""
     root = config.output_dir / "evals"
     folder = name.replace("/", "_")
     return root / folder if config.weights_dir is None else root / f"step_{version}" / folder
@@ -37,9 +37,9 @@ def write_results(
     groups: Sequence[Sequence[Result]],
     summary: Mapping[str, float],
     config: EvalConfig,
-    target: Target,
+    endpoint: ModelEndpoint,
 ) -> None:
-    """Write results.jsonl, results.parquet and summary.json whole, in place of those of an earlier evaluation."""
+    """Write results.jsonl, results.parquet and summary.json, replacing those of an earlier evaluation."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [_to_row(result) for group in groups for result in group]
     temporary = folder / ".results"
@@ -48,9 +48,9 @@ def write_results(
     temporary.replace(folder / "results.jsonl")
     _write_parquet(temporary, rows)
     temporary.replace(folder / "results.parquet")
-    model = str(config.weights_dir / f"step_{target.version}") if config.weights_dir else config.model.name
+    model = str(config.weights_dir / f"step_{endpoint.version}") if config.weights_dir else config.model.name
     numbers = {key: value if math.isfinite(value) else None for key, value in summary.items()}
-    content = {"model": model, "step": target.version, "seed": config.seed, **numbers}
+    content = {"model": model, "step": endpoint.version, "seed": config.seed, **numbers}
     temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     temporary.replace(folder / "summary.json")
 
@@ -63,7 +63,7 @@ def _to_row(result: Result) -> dict[str, Any]:
 
 
 def _write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """The same rows as columns; each metric is a column `metrics/<name>`."""
+    """Write the rows as columns; each metric is a column `metrics/<name>`."""
     import pyarrow
     from pyarrow import parquet
 
@@ -83,20 +83,20 @@ def _as_json(value: Any) -> str:
 
 
 def show_summary(summaries: Summaries, config: EvalConfig) -> None:
-    """One row per environment (and step), one per reward function, and where everything lies."""
+    """Print one row per environment and step, the reward functions, and the output paths."""
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else 140)
-    labelled = {(f"{name} (step {step})" if step else name): s for (name, step), s in summaries.items()}
-    rows = {label: format_row(summary) for label, summary in labelled.items()}
+    labeled = {(f"{name} (step {step})" if step else name): s for (name, step), s in summaries.items()}
+    rows = {label: format_row(summary) for label, summary in labeled.items()}
     console.print(_table("Evaluation, with 95 % confidence intervals over the examples", rows))
-    if parts := {label: found for label, s in labelled.items() if (found := format_metrics(s))}:
+    if parts := {label: row for label, s in labeled.items() if (row := format_metrics(s))}:
         console.print(_table("Reward functions and other metrics, means", parts))
     folders = [results_dir(config, name, step) for name, step in summaries]
     files = folders[0] if len(folders) == 1 else config.output_dir / "evals"
-    where = {"rollouts": f"{files} (results.jsonl, results.parquet, summary.json)"}
-    where |= {"metrics": str(config.output_dir / "metrics.jsonl"), "log": str(config.output_dir / "logs" / "eval.log")}
-    sys.stdout.write("".join(f"  {name:<8} {value}\n" for name, value in where.items()))
+    paths = {"rollouts": f"{files} (results.jsonl, results.parquet, summary.json)"}
+    paths |= {"metrics": str(config.output_dir / "metrics.jsonl"), "log": str(config.output_dir / "logs" / "eval.log")}
+    sys.stdout.write("".join(f"  {name:<8} {value}\n" for name, value in paths.items()))
 
 
 def _table(title: str, rows: Mapping[str, Mapping[str, str]]) -> Table:
@@ -114,7 +114,7 @@ def _table(title: str, rows: Mapping[str, Mapping[str, str]]) -> Table:
 
 
 def format_row(summary: Mapping[str, float]) -> dict[str, str]:
-    """Column -> text of one row of the table; k is the number of rollouts per example."""
+    """Column -> text of one table row; k is the number of rollouts per example."""
     [k] = [key.removeprefix("avg@") for key in summary if key.startswith("avg@") and "/" not in key]
     row = {"examples": f"{summary['examples']:.0f}", "k": k, "avg@k": _with_interval(summary, f"avg@{k}")}
     if k != "1":
@@ -134,10 +134,10 @@ def _with_interval(summary: Mapping[str, float], key: str) -> str:
 
 
 def format_metrics(summary: Mapping[str, float]) -> dict[str, str]:
-    """Column -> text of the environment's own metrics, where they say something."""
-    found = {key: value for key, value in summary.items() if key.startswith("metrics/")}
+    """Column -> text of the environment metrics, without uninformative ones."""
+    metrics = {key: value for key, value in summary.items() if key.startswith("metrics/")}
     return {
         key.removeprefix("metrics/"): f"{value:.4f}"
-        for key, value in found.items()
+        for key, value in metrics.items()
         if (key, value) != ("metrics/num_turns", 1.0)
     }

@@ -1,4 +1,4 @@
-"""`monitor --diff A B`: the first step, token and tensor in which two runs differ, and the settings that differ."""
+"""`monitor --diff A B`: the first step, token and tensor at which two runs differ, and differing settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MEASURED = (
     "time/", "perf/", "system/", "event_loop_lag", "worker", "generation_ms", "scoring_ms", "inference/", "groups/",
     "progress/ckpt_step", "batch/async_level", "restarts/",
 )  # fmt: skip
-"""Metrics that tell of the clock and of chance between processes, not of what was learnt."""
+"""Metrics that depend on timing and scheduling."""
 
 SHOWN = 8
 PLACES = ("output_dir", "base_url", "port", "name")
@@ -27,7 +27,7 @@ PLACES = ("output_dir", "base_url", "port", "name")
 
 @dataclass(frozen=True)
 class Difference:
-    """One place where two runs part; `step` is None for settings."""
+    """One difference between two runs; `step` is None for settings."""
 
     what: str
     step: int | None
@@ -35,21 +35,21 @@ class Difference:
 
 
 def compare_runs(a: LocalRun, b: LocalRun) -> list[Difference]:
-    """All kinds of differences, each at its first place: settings, samples, metrics, weights, in the order of steps."""
-    found = [*compare_configs(a, b)]
+    """The first difference of each kind (settings, samples, metrics, weights), ordered by step."""
+    differences = [*compare_configs(a, b)]
     later = [d for d in (compare_samples(a, b), compare_metrics(a, b), compare_weights(a, b)) if d is not None]
-    order = {"sample": 0, "metric": 1, "weights": 2}  # within a step: what is trained on, then what comes of it
-    return [*found, *sorted(later, key=lambda d: (d.step or 0, order[d.what]))]
+    order = {"sample": 0, "metric": 1, "weights": 2}  # order within a step: inputs, then results
+    return [*differences, *sorted(later, key=lambda d: (d.step or 0, order[d.what]))]
 
 
-def differences_text(a: LocalRun, b: LocalRun, found: list[Difference]) -> str:
-    """What is told of two runs."""
+def differences_text(a: LocalRun, b: LocalRun, differences: list[Difference]) -> str:
+    """The comparison as text."""
     lines = [f"A  {a.name}", f"B  {b.name}", ""]
-    settings = [d for d in found if d.step is None]
+    settings = [d for d in differences if d.step is None]
     lines += [f"settings: {d.text}" for d in settings[:SHOWN]]
     if len(settings) > SHOWN:
         lines.append(f"settings: and {len(settings) - SHOWN} more")
-    parted = [d for d in found if d.step is not None]
+    parted = [d for d in differences if d.step is not None]
     for number, d in enumerate(parted):
         lines.append(f"{'first difference' if number == 0 else 'then'}: step {d.step}, {d.what}: {d.text}")
     if not parted:
@@ -58,7 +58,7 @@ def differences_text(a: LocalRun, b: LocalRun, found: list[Difference]) -> str:
 
 
 def compare_configs(a: LocalRun, b: LocalRun) -> Iterator[Difference]:
-    """Settings of processes that both have, apart from the places they write to."""
+    """Differing settings of common processes, except output paths."""
     ours, theirs = a.configs(), b.configs()
     for process in sorted(ours.keys() & theirs.keys() - {"rl"}):
         left, right = (_settings(text) for text in (ours[process], theirs[process]))
@@ -68,7 +68,7 @@ def compare_configs(a: LocalRun, b: LocalRun) -> Iterator[Difference]:
 
 
 def compare_samples(a: LocalRun, b: LocalRun) -> Difference | None:
-    """The first sample, in the order of steps and groups, whose tokens, log-probs or reward differ."""
+    """The first sample by step and group whose tokens, log-probs or reward differ."""
     for left, right in zip_longest(a.samples(), b.samples()):
         if left is None or right is None:
             row = left or right or {}
@@ -83,7 +83,7 @@ def compare_samples(a: LocalRun, b: LocalRun) -> Difference | None:
 
 
 def compare_metrics(a: LocalRun, b: LocalRun) -> Difference | None:
-    """The first step at which a metric that does not measure time differs; steps that only one run has do not count."""
+    """The first common step at which a metric that does not measure time differs."""
     ours, theirs = read_series(a.rows()), read_series(b.rows())
     first: tuple[int, str, float, float] | None = None
     for process in sorted(ours.keys() & theirs.keys()):
@@ -98,7 +98,7 @@ def compare_metrics(a: LocalRun, b: LocalRun) -> Difference | None:
 
 
 def compare_weights(a: LocalRun, b: LocalRun) -> Difference | None:
-    """The first version that both still have whose tensors differ."""
+    """The first common version whose tensors differ."""
     roots = a.path / "weights", b.path / "weights"
     for step in sorted(set(complete_steps(roots[0])) & set(complete_steps(roots[1]))):
         left, right = (read_manifest(step_path(root, step)).tensors for root in roots)
@@ -112,7 +112,7 @@ def compare_weights(a: LocalRun, b: LocalRun) -> Difference | None:
 
 
 def _parted(left: Mapping[str, Any], right: Mapping[str, Any]) -> str | None:
-    """Where two samples part, None when they do not."""
+    """The first difference of two samples, or None."""
     ours, theirs = left.get("tokens") or [], right.get("tokens") or []
     at = next((i for i, (x, y) in enumerate(zip(ours, theirs, strict=False)) if x != y), None)
     if at is not None:
@@ -135,7 +135,7 @@ def _place(row: Mapping[str, Any]) -> str:
 
 
 def _largest(a: Any, b: Any, step: int, name: str) -> str:
-    """How far two tensors are apart, where they can be compared."""
+    """Distance of two tensors, if they are comparable."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -1,28 +1,38 @@
-"""What a run did in words: the algebra of its batches, who waited for whom, and what to change."""
+"""Explains a run in text: batch composition, pipeline stalls, symptoms and recommended changes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
-from prime_rl.monitor.series import Series
-from prime_rl.utils.timeline import Interval
+from prime_rl.monitor.distillation import DistillationScores, count_skipped, latest_scores, read_scores, skipped_text
+from prime_rl.monitor.run_kind import Kind, RunKind, find_kind
+from prime_rl.monitor.series import Series, join_processes
+from prime_rl.monitor.trend import find_trend
+from prime_rl.telemetry.busy_intervals import Interval
 
 Lanes = Mapping[str, Sequence[tuple[str, float, float, int]]]
 """Process -> (what, start, end, step), times in seconds."""
 
 IDLE_SHARE = 0.2
-"""Waiting below this share of the time is what pipelines cost, not a fault."""
+"""Idle time below this share is normal pipeline overhead."""
 
 WARM_UP = 2
-"""Steps at the start that are left out: engines and caches fill, nothing overlaps yet."""
+"""Initial steps excluded from timing: caches fill and nothing overlaps yet."""
+
+
+MIN_EVIDENCE = 5
+"""Minimum number of steps after the warm-up for a finding."""
+
+LOW_RETENTION = 0.9
+"""Below this fraction of its initial score an environment counts as forgotten."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One observation; `advice` says what to change where something is wrong."""
+    """One observation; `advice` is a recommended change, or empty."""
 
     topic: str
     text: str
@@ -34,39 +44,97 @@ def explain(
 ) -> list[Finding]:
     """All findings of a run, from its metrics by process, its timelines and its configurations by process."""
     trainer = series.get("trainer") or series.get("sft") or {}
-    conductor = series.get("orchestrator", {})
+    orchestrator = series.get("orchestrator", {})
+    joined = join_processes(series)
+    kind = find_kind(joined, config)
     return [
-        *_algebra(trainer, conductor, config),
-        *_waits(lanes, conductor, config),
-        *_symptoms(trainer, conductor, config),
+        *(_distillation(joined, config) if kind.has_teacher else []),
+        *_batch_composition(trainer, orchestrator, config),
+        *_stalls(lanes, orchestrator, config),
+        *_symptoms(trainer, orchestrator, kind),
     ]
 
 
 def findings_text(findings: Sequence[Finding]) -> str:
-    """One paragraph per finding, the advice below it."""
+    """One paragraph per finding, followed by its advice."""
     out = []
     for finding in findings:
         out.append(f"{finding.topic}: {finding.text}")
         if finding.advice:
             out.append(f"  -> {finding.advice}")
-    return "\n".join(out) if out else "nothing to explain yet: no step is complete"
+    return "\n".join(out) if out else "no complete step yet"
 
 
-def _algebra(
-    trainer: Mapping[str, Series], conductor: Mapping[str, Series], config: Mapping[str, Mapping[str, Any]]
+def _distillation(series: Mapping[str, Series], config: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
+    """Distance to the teacher, retention, and samples without teacher scores."""
+    findings = []
+    if (trend := find_trend(series.get("teacher_kl/mean", []))) is not None:
+        moved = f"is {trend.last:.3g}, no change beyond its noise"
+        if trend.verb != "unchanged":
+            moved = f"{trend.verb} from {trend.first:.3g} to {trend.last:.3g}"
+        findings.append(Finding("teacher KL", f"on the student's tokens it {moved} (nats per token)"))
+    scores = latest_scores(read_scores(series))
+    findings += [finding for row in scores for finding in _judge_scores(row)]
+    teacher = config.get("orchestrator", {}).get("teacher_model")
+    if not scores and isinstance(teacher, Mapping) and teacher.get("eval_baseline") is False:
+        advice = "set orchestrator.teacher_model.eval_baseline and orchestrator.eval to measure them"
+        findings.append(Finding("gap and retention", "they are not measured in this run", advice))
+    if skipped := count_skipped(series):
+        num_skipped = sum(skipped.values())
+        share = num_skipped / (num_skipped + sum(value for _, value in series.get("progress/samples", [])))
+        cures = {
+            "overlong": "raise teacher_inference.model.max_model_len",
+            "prompt": "see the warnings in logs/orchestrator.log: the prompt with the context cannot be rendered",
+            "server": "see the log of the teacher's server (logs/teacher_inference.log)",
+        }
+        fix = cures.get(max(skipped, key=lambda reason: skipped[reason])) if share > 0.01 else None
+        findings.append(Finding("samples without teacher scores", f"{skipped_text(skipped)}, {share:.1%} of all", fix))
+    return findings
+
+
+def _judge_scores(row: DistillationScores) -> list[Finding]:
+    """Findings from the newest evaluation of one environment."""
+    if row.step == 0 and row.student_context is not None:
+        teacher = "" if row.teacher_context is None else f", the teacher {row.teacher_context:.3g} with the context"
+        return [Finding(f"gap on {row.env}", f"before training the student scores {row.student:.3g}{teacher}")]
+    if row.step == 0:
+        return []
+    if row.retention is not None:
+        advice = None
+        if row.retention < LOW_RETENTION:
+            advice = "raise anchor_weight of an anchor environment, add one like it, or lower trainer.optim.lr"
+        text = f"the student keeps {row.retention:.0%} of its score from before training (step {row.step})"
+        return [Finding(f"retention of {row.env}", text, advice)]
+    if row.student_context is None:
+        return []
+    text = f"the gap between student and teacher is not significant (step {row.step})"
+    if row.gap_closed is not None:
+        teacher = "" if row.teacher_context is None else f", the teacher {row.teacher_context:.3g} with the context"
+        text = f"{row.gap_text} at step {row.step}: the student scores {row.student:.3g}{teacher}"
+    advice = None
+    if row.collapsed:
+        advice = (
+            "with the context the student scores less than half of what the teacher did: add an environment with "
+            'teacher = "anchor", or lower trainer.optim.lr'
+        )
+    return [Finding(f"gap closed on {row.env}", text, advice)]
+
+
+def _batch_composition(
+    trainer: Mapping[str, Series], orchestrator: Mapping[str, Series], config: Mapping[str, Mapping[str, Any]]
 ) -> list[Finding]:
-    steps = max((points[-1][0] for table in (trainer, conductor) for points in table.values()), default=0)
+    steps = max((points[-1][0] for table in (trainer, orchestrator) for points in table.values()), default=0)
     if not steps:
         return []
-    found = []
-    prompts, rollouts = _mean(conductor, "progress/problems"), _mean(conductor, "progress/samples")
+    findings = []
+    prompts, rollouts = _mean(orchestrator, "progress/problems"), _mean(orchestrator, "progress/samples")
     if prompts and rollouts:
-        turns = _mean(conductor, "num_turns/mean") or 1.0
-        found.append(
+        turns = _mean(orchestrator, "num_turns/mean") or 1.0
+        findings.append(
             Finding(
                 "prompts to samples",
                 f"a step takes {prompts:.4g} prompts x {rollouts / prompts:.4g} rollouts = {rollouts:.4g} rollouts of "
-                f"{_many(turns, 'turn')} and {_mean(conductor, 'seq_len/mean') or 0:.4g} tokens on average",
+                f"{_many(turns, 'turn')} and {_mean(orchestrator, 'seq_len/mean') or 0:.4g} tokens on average",
             )
         )
     samples, tokens = _mean(trainer, "batch/samples"), _mean(trainer, "batch/tokens")
@@ -74,27 +142,29 @@ def _algebra(
     if samples and tokens and micros:
         section = config.get("trainer") or config.get("sft") or {}
         rows, seq_len = section.get("micro_bs"), (section.get("model") or {}).get("seq_len")
-        room = f" (room for {rows} x {seq_len} = {rows * seq_len} tokens each)" if rows and seq_len else ""
+        capacity = f" (capacity {rows} x {seq_len} = {rows * seq_len} tokens each)" if rows and seq_len else ""
         full = tokens / (micros * rows * seq_len) if rows and seq_len else None
-        cure = None
-        if full is not None and full < 0.5 and micros > 1:
+        advice = None
+        if steps < WARM_UP + MIN_EVIDENCE:
+            pass  # the first batches may not be typical
+        elif full is not None and full < 0.5 and micros > 1:
             fitting = max(int(rows * full * 1.3), 1)
-            cure = f"micro-batches are {full:.0%} full: trainer.micro_bs {fitting} needs less memory"
+            advice = f"micro-batches are {full:.0%} full: trainer.micro_bs {fitting} needs less memory"
         elif full is not None and micros > 2:
-            cure = "several passes per step: a larger trainer.micro_bs makes fewer of them if memory allows"
-        found.append(
+            advice = "several passes per step: a larger trainer.micro_bs makes fewer of them if memory allows"
+        findings.append(
             Finding(
                 "samples to steps",
                 f"{samples:.4g} samples of {tokens:.5g} tokens in all are packed into {_many(micros, 'micro-batch')} "
-                f"per rank{room}, then one optimizer step; {steps} steps so far, {samples * steps:,.0f} samples",
-                cure,
+                f"per rank{capacity}, then one optimizer step; {steps} steps so far, {samples * steps:,.0f} samples",
+                advice,
             )
         )
-    return found
+    return findings
 
 
 def waiting_shares(lanes: Lanes) -> dict[str, dict[str, float]]:
-    """Process -> what -> share of the steady part of the run that went into it."""
+    """Process -> activity -> its share of the steady part of the run."""
     starts = [start for spans in lanes.values() for _, start, _, step in spans if step > WARM_UP]
     ends = [end for spans in lanes.values() for _, _, end, step in spans if step > WARM_UP]
     if not starts:
@@ -109,21 +179,22 @@ def waiting_shares(lanes: Lanes) -> dict[str, dict[str, float]]:
     return shares
 
 
-def _waits(lanes: Lanes, conductor: Mapping[str, Series], config: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
+def _stalls(lanes: Lanes, orchestrator: Mapping[str, Series], config: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
     shares = waiting_shares(lanes)
     trainer = shares.get("trainer")
-    if trainer is None:
+    steady = {step for _, _, _, step in lanes.get("trainer", ()) if step > WARM_UP}
+    if trainer is None or len(steady) < MIN_EVIDENCE:
         return []
     waits = trainer.get("wait_for_batch", 0.0)
     engine = shares.get("inference", {}).get("generate")
-    stalled = _share_of_time(conductor, "time/wait_for_ckpt")
+    stalled = _share_of_time(orchestrator, "time/wait_for_ckpt")
     level = (config.get("orchestrator") or {}).get("max_async_level")
-    used = _mean(conductor, "batch/off_policy_level/max")
+    used = _mean(orchestrator, "batch/off_policy_level/max")
     text = f"the trainer waits for batches {waits:.0%} of the time"
     if engine is not None:
-        text += f", the engine writes {engine:.0%} of it"
+        text += f", the engine generates {engine:.0%} of it"
     if stalled is not None:
-        text += f", and generation stands still {stalled:.0%} of it because every slot waits for the trainer"
+        text += f", and generation is stalled {stalled:.0%} of it because every slot waits for the trainer"
     advice = None
     if waits > IDLE_SHARE and (engine is None or engine > 0.7):
         advice = (
@@ -135,62 +206,68 @@ def _waits(lanes: Lanes, conductor: Mapping[str, Series], config: Mapping[str, M
         advice = f"both wait for each other: raise max_async_level{deeper} so that they overlap"
     elif (stalled or 0.0) > IDLE_SHARE:
         advice = "the trainer is the bottleneck: more ranks (trainer.parallel.dp) or a larger trainer.micro_bs"
-    found = [Finding("who waits for whom", text, advice)]
+    findings = [Finding("pipeline stalls", text, advice)]
     publish, update = trainer.get("broadcast_weights", 0.0), shares.get("inference", {}).get("update_weights", 0.0)
     if publish + update > IDLE_SHARE:
-        found.append(
+        findings.append(
             Finding(
-                "weights on their way",
+                "weight updates",
                 f"publishing takes the trainer {publish:.0%} and loading takes the engine {update:.0%} of the time",
                 "put output_dir on a faster disk (or in memory), or train LoRA adapters, which are small",
             )
         )
-    return found
+    return findings
 
 
-def _symptoms(
-    trainer: Mapping[str, Series], conductor: Mapping[str, Series], config: Mapping[str, Mapping[str, Any]]
-) -> list[Finding]:
-    """Plain thresholds on the last steps; each names its cure."""
+def _symptoms(trainer: Mapping[str, Series], orchestrator: Mapping[str, Series], kind: RunKind) -> list[Finding]:
+    """Metrics that exceed a threshold by more than their noise, with advice."""
+    shorter = ", or reward shorter answers" if kind.trains_on_rewards else ""
     checks = (
-        (conductor, "is_truncated/mean", 0.1, "of the rollouts are cut off at the token limit",
-         "raise orchestrator.sampling.max_tokens (and seq_len), or reward shorter answers"),
-        (conductor, "error/mean", 0.02, "of the rollouts fail", "see logs/orchestrator.log and their errors"),
-        (trainer, "is_masked/mean", 0.2, "of the tokens are outside the trust region and teach nothing",
+        (orchestrator, "is_truncated/mean", 0.1, "of the rollouts are cut off at the token limit",
+         f"raise orchestrator.sampling.max_tokens (and seq_len){shorter}"),
+        (orchestrator, "error/mean", 0.02, "of the rollouts fail", "see logs/orchestrator.log and their errors"),
+        (trainer, "is_masked/mean", 0.2, "of the tokens are outside the trust region and masked",
          "lower max_async_level or the learning rate"),
         (trainer, "batch/padding_ratio", 0.2, "of what ranks compute is padding", "use fewer ranks or larger batches"),
     )  # fmt: skip
-    found = []
-    for table, name, limit, what, cure in checks:
-        value = _mean(table, name)
-        if value is not None and value > limit:
-            found.append(Finding(name, f"{value:.0%} {what}", cure))
-    spread = _mean(conductor, "batch/effective_batch_size")
-    if spread is not None and spread < 0.5:
-        easy, hard = _mean(conductor, "batch/solve_all") or 0.0, _mean(conductor, "batch/solve_none") or 0.0
-        found.append(
-            Finding(
-                "batch/effective_batch_size",
-                f"only {spread:.0%} of the groups have different rewards and teach anything "
-                f"({easy:.0%} are solved by all, {hard:.0%} by none)",
-                "choose prompts nearer to what the policy can just do: buffer.online_difficulty_filtering, easy and "
-                "hard thresholds, or more rollouts_per_example",
-            )
-        )
-    apart = _mean(trainer, "mismatch_kl/mean")
-    if apart is not None and apart > 0.05:
-        found.append(
+    findings = []
+    for table, name, limit, what, advice in checks:
+        if (value := _above(table, name, limit)) is not None:
+            findings.append(Finding(name, f"{value:.0%} {what}", advice))
+    if kind.trains_on_rewards:
+        findings += _equal_rewards(orchestrator, kind)
+    if (apart := _above(trainer, "mismatch_kl/mean", 0.05)) is not None:
+        findings.append(
             Finding(
                 "mismatch_kl",
                 f"engine and trainer are {apart:.3g} apart on the same tokens",
                 "serve with inference.exact, lower max_async_level, or lower the learning rate",
             )
         )
-    return found
+    return findings
+
+
+def _equal_rewards(orchestrator: Mapping[str, Series], kind: RunKind) -> list[Finding]:
+    """Groups whose rewards are all equal have no advantages."""
+    name = "batch/effective_batch_size"
+    equal = {name: [(step, 1 - value) for step, value in orchestrator.get(name, [])]}
+    if (share := _above(equal, name, 0.5)) is None:
+        return []
+    easy, hard = _mean(orchestrator, "batch/solve_all") or 0.0, _mean(orchestrator, "batch/solve_none") or 0.0
+    others = "; the others learn from the teacher alone" if kind.kind is Kind.MIXED else " and teach anything"
+    return [
+        Finding(
+            name,
+            f"only {1 - share:.0%} of the groups have different rewards{others} "
+            f"({easy:.0%} are solved by all, {hard:.0%} by none)",
+            "choose prompts of medium difficulty for the policy: buffer.online_difficulty_filtering, easy and "
+            "hard thresholds, or more rollouts_per_example",
+        )
+    ]
 
 
 def _many(value: float, word: str) -> str:
-    """A number with its word."""
+    """A number with its noun."""
     return f"{value:.3g} {word}" + ("" if value == 1 else "es" if word.endswith("ch") else "s")
 
 
@@ -199,13 +276,25 @@ def _mean(table: Mapping[str, Series], name: str, last: int = 20) -> float | Non
     return fmean(value for _, value in points[-last:]) if points else None
 
 
+def _above(table: Mapping[str, Series], name: str, limit: float, last: int = 20) -> float | None:
+    """Mean of the last steps if it exceeds `limit` by two standard errors, else None.
+
+    Without that margin an advice would appear and disappear from one step to the next.
+    """
+    values = [value for step, value in table.get(name, []) if step > WARM_UP][-last:]
+    if len(values) < MIN_EVIDENCE:
+        return None
+    mean, error = fmean(values), stdev(values) / len(values) ** 0.5
+    return mean if mean - 2 * error > limit else None
+
+
 def _share_of_time(table: Mapping[str, Series], name: str) -> float | None:
     """Sum of a duration over the sum of the steps' durations, without the first steps."""
     points, steps = table.get(name), dict(table.get("time/step", []))
     if not points or not steps:
         return None
-    known = [(value, steps[step]) for step, value in points if step > WARM_UP and step in steps]
-    return sum(value for value, _ in known) / max(sum(step for _, step in known), 1e-9) if known else None
+    timed = [(value, steps[step]) for step, value in points if step > WARM_UP and step in steps]
+    return sum(value for value, _ in timed) / max(sum(step for _, step in timed), 1e-9) if timed else None
 
 
 def _covered(intervals: list[Interval]) -> float:

@@ -1,26 +1,33 @@
-"""What the page shows of a run besides its rollouts, as plain values for JSON."""
+"""Data of the page except rollouts, as JSON-compatible values."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from prime_rl.monitor.distillation import TEACHER_METRICS, read_scores
 from prime_rl.monitor.explain import Finding, Lanes, explain, waiting_shares
-from prime_rl.monitor.local_runs import LocalRun, state_of
+from prime_rl.monitor.local_runs import LocalRun
+from prime_rl.monitor.run_kind import Kind, RunKind, find_kind
+from prime_rl.monitor.run_status import find_status
 from prime_rl.monitor.series import Series, join_processes, read_series
-from prime_rl.monitor.summary import summarise
+from prime_rl.monitor.summary import summarize_metrics
+from prime_rl.monitor.trend import find_trend
+from rollouts.training.metrics import keep_last_attempts
 from rollouts.training.steps import complete_steps, step_path
 
 MAX_POINTS = 600
-"""Points of one curve; longer ones keep the smallest and largest value of each stretch."""
+"""Maximum points of a curve; longer ones are reduced to the minimum and maximum of each segment."""
 
 MAX_SPANS = 6000
-"""Intervals of one process on the timeline; the newest ones are kept."""
+"""Maximum timeline intervals per process; the newest are kept."""
 
 _CONFIG_LINE = re.compile(r"^(?P<key>[^=\s]+|\"[^\"]+\") = (?P<value>.*?)(?:\s{2,}# (?P<source>.*))?$")
 _CONFIG_SECTION = re.compile(r"^(?P<name>\[\[?[^\]]+\]\]?)")
@@ -38,52 +45,96 @@ def read_rows(path: Path, start: int = 0) -> tuple[list[dict[str, Any]], int]:
                 break
             start += len(line)
             if line.strip():
-                rows.append(msgspec.json.decode(line))
+                with suppress(msgspec.DecodeError, RecursionError):  # skipped, as in `load_jsonl`
+                    rows.append(msgspec.json.decode(line))
     return rows, start
 
 
 def build_page_data(run: LocalRun) -> dict[str, Any]:
-    """Everything but the rollouts; `offset` is where `build_update` goes on."""
+    """All data but the rollouts; `offset` is the start for `build_update`."""
     rows, offset = read_rows(run.metrics_path)
-    table, lanes = read_series(rows), read_lanes(rows)
+    current = keep_last_attempts(rows)
+    table, lanes = read_series(current), read_lanes(current)
     joined = join_processes(table)
-    configs = run.configs()
-    parsed = {name: parse_toml(text) for name, text in configs.items()}
-    evals = find_evals(run)
-    times = [row["timestamp"] for row in rows if isinstance(row.get("timestamp"), (int, float))]
+    tables, evals, status = run.tables(), find_evals(run), find_status(run)
+    kind = find_kind(joined, tables, bool(evals))
     return {
         "run": {
             "name": run.path.name if run.path.name not in ("rl", "sft") else f"{run.path.parent.name}/{run.path.name}",
             "path": run.name,
-            "state": state_of(run, joined),
+            "state": status.state,
+            "status": status.text,
+            "kind": pack_kind(kind),
             "model": run.config_value("model.name") or next((e["summary"].get("model") for e in evals), None),
             "max_steps": run.config_value("max_steps"),
-            "started": min(times, default=None),
-            "changed": max(times, default=None),
+            "seconds": sum_seconds(rows),
             "written": time.time(),
         },
         "offset": offset,
         "series": pack_series(table),
         "lanes": pack_lanes(lanes),
-        "summary": [[i.name, i.first, i.last, i.low, i.high, i.recent, i.count] for i in summarise(joined)],
-        "findings": [[f.topic, f.text, f.advice] for f in explain(table, lanes, parsed)],
+        "summary": [
+            [i.name, i.first, i.last, i.low, i.high, i.recent, i.count] for i in summarize_metrics(joined, kind)
+        ],
+        "trends": [
+            [name, *astuple(trend)] for name in main_metrics(kind) if (trend := find_trend(joined.get(name, [])))
+        ],
+        "scores": [{**asdict(row), "gap_text": row.gap_text} for row in read_scores(joined)],
+        "findings": [[f.topic, f.text, f.advice] for f in explain(table, lanes, tables)],
         "shares": waiting_shares(lanes),
         "evals": evals,
         "weights": find_weights(run.path / "weights"),
         "checkpoints": find_checkpoints(run.path / "checkpoints"),
-        "configs": {name: config_rows(text) for name, text in configs.items()},
+        "configs": {name: config_rows(text) for name, text in run.configs().items()},
     }
 
 
+def pack_kind(kind: RunKind) -> dict[str, Any]:
+    """Properties of the run kind for the page."""
+    return {
+        "name": kind.kind.value,
+        "title": kind.title,
+        "has_teacher": kind.has_teacher,
+        "trains_on_rewards": kind.trains_on_rewards,
+        "scores_rewards": kind.scores_rewards,
+    }
+
+
+def main_metrics(kind: RunKind) -> tuple[str, ...]:
+    """The metrics whose trend shows whether a run of this kind learns."""
+    if kind.kind is Kind.DISTILLATION:
+        return TEACHER_METRICS[:1]
+    if kind.kind is Kind.MIXED:
+        return ("reward/mean", *TEACHER_METRICS[:1])
+    return ("reward/mean",) if kind.trains_on_rewards else ("loss/mean",)
+
+
+def sum_seconds(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Training time in seconds, without pauses between the attempts of a resumed run.
+
+    Where there is no trainer, the orchestrator's. Evaluations, which may come much later, do not count.
+    """
+    for processes in (("trainer", "sft"), ("orchestrator",)):
+        spans: dict[Any, tuple[float, float]] = {}
+        for row in (row for row in rows if row.get("process") in processes):
+            if not isinstance(end := row.get("timestamp"), (int, float)):
+                continue
+            start = row.get("timeline/start", end)
+            first, last = spans.get(row.get("attempt"), (start, end))
+            spans[row.get("attempt")] = (min(first, start), max(last, end))
+        if spans:
+            return sum(last - first for first, last in spans.values())
+    return 0.0
+
+
 def explain_run(run: LocalRun) -> list[Finding]:
-    """What `explain` finds in a run directory."""
-    rows, _ = read_rows(run.metrics_path)
-    configs = {name: parse_toml(text) for name, text in run.configs().items()}
-    return explain(read_series(rows), read_lanes(rows), configs)
+    """Findings of `explain` for a run directory."""
+    rows = list(run.rows())
+    return explain(read_series(rows), read_lanes(rows), run.tables())
 
 
 def build_update(run: LocalRun, offset: int) -> dict[str, Any]:
-    """What was logged since `offset`: points and intervals to append."""
+    """Points and intervals logged since `offset`."""
     rows, end = read_rows(run.metrics_path, offset)
     return {"offset": end, "series": pack_series(read_series(rows)), "lanes": pack_lanes(read_lanes(rows))}
 
@@ -101,7 +152,7 @@ def pack_series(table: Mapping[str, Mapping[str, Series]]) -> dict[str, Any]:
 
 
 def thin(points: Series, limit: int = MAX_POINTS) -> Series:
-    """At most about `limit` points: of each stretch the smallest and the largest, so that no spike is lost."""
+    """Downsample to about `limit` points: minimum and maximum of each segment, so that spikes remain."""
     if len(points) <= limit:
         return points
     stretches, kept = limit // 2, []
@@ -135,12 +186,12 @@ def pack_lanes(lanes: Lanes) -> dict[str, Any]:
 
 
 def find_evals(run: LocalRun) -> list[dict[str, Any]]:
-    """Summaries of evaluations: of versions during the run, and of whole evaluations written into its directory."""
+    """Summaries of evaluations: of versions during the run, and of `eval` in its directory."""
     found = []
     for place in run.evaluations():
         try:
             found.append({"env": place.env, "step": place.step, "summary": place.summary()})
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             continue
     return sorted(found, key=lambda row: (str(row["env"]), row["step"] if isinstance(row["step"], int) else -1))
 
@@ -152,7 +203,7 @@ def find_weights(root: Path) -> list[dict[str, Any]]:
         path = step_path(root, step)
         try:
             tensors = msgspec.json.decode((path / "manifest.json").read_bytes())["tensors"]
-        except (OSError, msgspec.DecodeError, KeyError):
+        except (OSError, msgspec.DecodeError, KeyError, RecursionError):
             tensors = {}
         if (size := _size_of(path)) is None:
             continue
@@ -164,7 +215,7 @@ def find_weights(root: Path) -> list[dict[str, Any]]:
 
 
 def find_checkpoints(root: Path) -> list[dict[str, Any]]:
-    """Checkpoints with the components that completed them."""
+    """Checkpoints with their components."""
     if not root.is_dir():
         return []
     steps = sorted((int(path.name[5:]), path) for path in root.glob("step_*") if path.name[5:].isdigit())
@@ -181,7 +232,7 @@ def find_checkpoints(root: Path) -> list[dict[str, Any]]:
 
 
 def _size_of(folder: Path) -> int | None:
-    """Bytes of all files; None for a folder that was removed meanwhile, as the run prunes old steps."""
+    """Total size in bytes; None if the run pruned the folder meanwhile."""
     try:
         files = [path for path in folder.rglob("*") if path.is_file()]
         return sum(path.stat().st_size for path in files) if folder.is_dir() else None
@@ -200,15 +251,6 @@ def config_rows(text: str) -> list[list[str]]:
     return rows
 
 
-def parse_toml(text: str) -> dict[str, Any]:
-    import tomllib
-
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError:
-        return {}
-
-
 def _short(value: float) -> float:
-    """Six digits are more than a screen has pixels."""
+    """Round to six significant digits, more than a screen resolves."""
     return float(f"{value:.6g}")

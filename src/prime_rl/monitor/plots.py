@@ -1,12 +1,14 @@
-"""`loss.png`, `reward.png` and `optimizer.png`: the curves of a run as pictures."""
+"""Plots the training curves of a run: `loss.png`, `reward.png` and `optimizer.png`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
-from prime_rl.monitor.png import Canvas, Colour, text_width
+from prime_rl.monitor.png import Canvas, Color, text_width
+from prime_rl.monitor.run_kind import RunKind
 from prime_rl.monitor.series import Series, smooth
 
 PICTURES: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -14,10 +16,17 @@ PICTURES: dict[str, tuple[tuple[str, ...], ...]] = {
     "reward.png": (("reward/mean", "val_reward/mean", "reward/*"), ("completion_len/mean",), ("is_truncated/mean",)),
     "optimizer.png": (("optim/grad_norm",), ("optim/lr",), ("perf/throughput",)),
 }
-"""File -> panels -> metrics drawn into one panel; `name/*` stands for the further metrics below a name."""
+"""File -> panels -> metrics of a panel; `name/*` matches all metrics with that prefix."""
+
+DISTILLATION_PICTURE: tuple[tuple[str, ...], ...] = (
+    ("teacher_kl/mean", "teacher_kl_reverse/mean", "teacher_kl_forward/mean"),
+    ("distill/*/gap_closed", "distill/*/retention"),
+    ("distill/*/student/avg", "distill/*/teacher_context/avg"),
+)
+"""Panels of `distillation.png`."""
 
 INK, FAINT, GRID = (40, 44, 52), (120, 126, 138), (228, 230, 235)
-COLOURS: tuple[Colour, ...] = (
+COLORS: tuple[Color, ...] = (
     (51, 102, 204),
     (214, 96, 42),
     (38, 140, 93),
@@ -26,17 +35,25 @@ COLOURS: tuple[Colour, ...] = (
     (90, 90, 90),
 )
 EXACT = {"optim/lr"}
-"""Set by a schedule, not measured: there is no noise to smooth."""
+"""Scheduled values, which are not smoothed."""
 
 WIDTH, PANEL = 880, 240
 LEFT, RIGHT, TOP, BOTTOM = 78, 24, 44, 34
 
 
-def save_plots(series: Mapping[str, Series], directory: Path) -> list[Path]:
-    """Draw what the run has of each picture; returns the files. Panels without data are left out."""
+def save_plots(series: Mapping[str, Series], directory: Path, kind: RunKind | None = None) -> list[Path]:
+    """Draw the plots; returns the files. Panels without data are skipped.
+
+    A run that learns from a teacher has `distillation.png` as well.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     written = []
-    for name, panels in PICTURES.items():
+    pictures = dict(PICTURES)
+    if kind is not None and kind.has_teacher:
+        pictures["distillation.png"] = DISTILLATION_PICTURE
+    if kind is not None and not kind.scores_rewards:
+        pictures["reward.png"] = PICTURES["reward.png"][1:]
+    for name, panels in pictures.items():
         filled = [lines for panel in panels if (lines := _choose(series, panel))]
         if not filled:
             continue
@@ -49,16 +66,15 @@ def save_plots(series: Mapping[str, Series], directory: Path) -> list[Path]:
 
 
 def _choose(series: Mapping[str, Series], names: Sequence[str]) -> dict[str, Series]:
-    """The metrics of a panel that are there and hold more than one number, at most as many as there are colours."""
+    """The metrics of a panel with more than one point, at most one per color."""
     lines: dict[str, Series] = {}
     for name in names:
-        prefix = name[:-1] if name.endswith("*") else None
-        found = [name] if prefix is None else sorted(key for key in series if key.startswith(prefix))
+        found = [name] if "*" not in name else sorted(key for key in series if fnmatchcase(key, name))
         for key in found:
             points = series.get(key)
-            if points and points not in lines.values():  # with one environment, its reward is the reward
+            if points and points not in lines.values():  # with one environment, its reward is the total
                 lines[key] = points
-    return dict(list(lines.items())[: len(COLOURS)])
+    return dict(list(lines.items())[: len(COLORS)])
 
 
 def _draw_panel(canvas: Canvas, top: int, lines: Mapping[str, Series]) -> None:
@@ -81,21 +97,21 @@ def _draw_panel(canvas: Canvas, top: int, lines: Mapping[str, Series]) -> None:
             canvas.text(x, y0 + 20, f"{tick:.0f}", FAINT, 9, "middle")
     canvas.line([(x0, y0), (x1, y0)], FAINT)
     x = float(x0)
-    for (name, points), colour in zip(lines.items(), COLOURS, strict=False):
-        canvas.line([(x, top + 22), (x + 16, top + 22)], colour, 3)
+    for (name, points), color in zip(lines.items(), COLORS, strict=False):
+        canvas.line([(x, top + 22), (x + 16, top + 22)], color, 3)
         canvas.text(x + 24, top + 27, name, INK, 11)
         x += 24 + text_width(name, 11) + 30
         noisy = len(points) > 20 and name not in EXACT
         drawn = smooth(points, 0.6) if noisy else points
         if noisy:
-            canvas.line([place(*point) for point in points], colour, 1, 0.35)
-        canvas.line([place(*point) for point in drawn], colour, 2)
+            canvas.line([place(*point) for point in points], color, 1, 0.35)
+        canvas.line([place(*point) for point in drawn], color, 2)
         end = place(*drawn[-1])
-        canvas.line([end, end], colour, 7)
+        canvas.line([end, end], color, 7)
 
 
 def _padded(low: float, high: float) -> tuple[float, float]:
-    """A range that holds more than one value, with a little air."""
+    """A non-empty value range with a margin."""
     air = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
     return low - air, high + air
 

@@ -1,4 +1,4 @@
-"""Pictures without a plotting library: smooth lines and letters on a canvas, written as PNG. Needs numpy alone."""
+"""Antialiased lines and text on a canvas, written as PNG; needs only numpy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-Colour = tuple[int, int, int]
+Color = tuple[int, int, int]
 Point = tuple[float, float]
 
 # Letters as strokes on a grid of 5 columns: "xy" points, baseline 2, small letters up to 6, capitals up to 8.
@@ -42,12 +42,12 @@ _ADVANCE = 6.0  # grid columns from one letter to the next
 class Canvas:
     """A picture of `width` x `height` pixels; the origin is the upper left corner."""
 
-    def __init__(self, width: int, height: int, background: Colour = (255, 255, 255)) -> None:
+    def __init__(self, width: int, height: int, background: Color = (255, 255, 255)) -> None:
         self.width, self.height = width, height
         self.pixels = np.empty((height, width, 3), dtype=np.float32)
         self.pixels[:] = background
 
-    def line(self, points: Sequence[Point], colour: Colour, thickness: float = 1.0, alpha: float = 1.0) -> None:
+    def line(self, points: Sequence[Point], color: Color, thickness: float = 1.0, alpha: float = 1.0) -> None:
         """A polyline with round ends; each pixel is covered by its distance to the line, so edges are smooth."""
         reach = thickness / 2 + 1
         xs, ys = [p[0] for p in points], [p[1] for p in points]
@@ -70,9 +70,9 @@ class Canvas:
         area = self.pixels[top:bottom, left:right]
         share = (cover * alpha)[..., None]
         area *= 1 - share
-        area += share * np.asarray(colour, dtype=np.float32)
+        area += share * np.asarray(color, dtype=np.float32)
 
-    def text(self, x: float, y: float, text: str, colour: Colour, size: float = 12, align: str = "left") -> None:
+    def text(self, x: float, y: float, text: str, color: Color, size: float = 12, align: str = "left") -> None:
         """Letters of `size` pixels, `y` their baseline; characters without a glyph show as a question mark."""
         scale = size / 8
         x -= {"left": 0.0, "middle": 0.5, "right": 1.0}[align] * text_width(text, size)
@@ -83,7 +83,7 @@ class Canvas:
                 points = [
                     (x + (number * _ADVANCE + int(p[0])) * scale, y - (int(p[1]) - 2) * scale) for p in stroke.split()
                 ]
-                self.line(points, colour, max(size / 9, 1.0))
+                self.line(points, color, max(size / 9, 1.0))
 
     def save(self, path: Path) -> None:
         """Write the picture as PNG."""
@@ -95,7 +95,7 @@ class Canvas:
 
 
 def text_width(text: str, size: float) -> float:
-    """Pixels that a text takes in a line."""
+    """Width of a text in pixels."""
     return max(len(text) * _ADVANCE - 2, 0) * size / 8
 
 

@@ -1,4 +1,4 @@
-"""`monitor RUN --replay STEP`: take a recorded optimizer step once more, by the same command, and compare."""
+"""`monitor RUN --replay STEP`: repeat a recorded optimizer step with the same command and compare."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prime_rl.monitor.local_runs import LocalRun, open_run
-from prime_rl.monitor.page_data import parse_toml, read_rows
+from prime_rl.monitor.page_data import read_rows
 from prime_rl.monitor.series import read_series
+from prime_rl.runtime.process import ChildFailed, Supervisor
 from prime_rl.transport.batches import BATCH_FILE
 from prime_rl.transport.weights import TensorEntry, read_manifest
-from prime_rl.utils.process import ChildFailed, Supervisor
 from rollouts.training.steps import complete_steps, is_complete, step_path
 
 COMPARED = ("loss/mean", "optim/grad_norm", "entropy/mean")
@@ -25,7 +25,7 @@ TIMEOUT_S = 3600.0
 
 @dataclass(frozen=True)
 class Replay:
-    """What is needed: which trainer, the step, the checkpoint before it, and the batches in between.
+    """Inputs of a replay: trainer, step, the checkpoint before it, and the batches in between.
 
     `sft` takes its batches from the data set again, at the place that the checkpoint remembers.
     """
@@ -38,7 +38,7 @@ class Replay:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Tensors by name that came out otherwise, of how many, and (metric, recorded, replayed) that differ."""
+    """Differing tensors by name, number of tensors, and differing (metric, recorded, replayed)."""
 
     num_tensors: int
     tensors: list[str]
@@ -46,12 +46,12 @@ class Verdict:
 
     @property
     def equal(self) -> bool:
-        """Whether everything that was recorded came out again."""
+        """Whether the replay is identical to the recorded step."""
         return not self.tensors and not self.metrics
 
 
 def plan_replay(run: LocalRun, step: int) -> Replay:
-    """The shortest way to the step; `ValueError` naming what was not kept, and how to keep it."""
+    """The shortest replay; `ValueError` naming missing files and the key that keeps them."""
     process = next((name for name in MODULES if name in run.configs()), None)
     if process is None:
         raise ValueError(
@@ -63,8 +63,8 @@ def plan_replay(run: LocalRun, step: int) -> Replay:
             f"weights of step {step} are not in {run.name}/weights, so there is nothing to compare with; there are "
             f"{', '.join(map(str, (v for v in versions if v))) or 'none'}"
         )
-    data = parse_toml(run.configs()[process]).get("data", {})
-    alone = process == "sft" or isinstance(data.get("fake"), dict)  # else it says "None"
+    data = run.tables()[process].get("data", {})
+    alone = process == "sft" or isinstance(data.get("fake"), dict)  # else the text is "None"
     starts = [0, *complete_steps(run.path / "checkpoints", ("trainer",) if alone else ("trainer", "orchestrator"))]
     start = max(found for found in starts if found < step)
     batches = () if alone else tuple(step_path(run.path / "rollouts", n) for n in range(start + 1, step + 1))
@@ -78,7 +78,7 @@ def plan_replay(run: LocalRun, step: int) -> Replay:
 
 
 def replay(run: LocalRun, step: int, say: Callable[[str], None]) -> Verdict:
-    """Take the step again in a directory of its own; the run itself is only read."""
+    """Repeat the step in a separate directory; the run itself is only read."""
     plan = plan_replay(run, step)
     begun = f"checkpoint {plan.start}" if plan.start else "the first weights"
     many = "1 step" if step == plan.start + 1 else f"{step - plan.start} steps"
@@ -90,7 +90,7 @@ def replay(run: LocalRun, step: int, say: Callable[[str], None]) -> Verdict:
             for name in (BATCH_FILE, "STABLE"):
                 shutil.copy(batch / name, place / "rollouts" / batch.name / name)
         if plan.start:
-            # Not a link to the folder: what the repeated run prunes must stay where the recorded one has it.
+            # No link to the folder: the replay prunes files that the recorded run must keep.
             source = step_path(run.path / "checkpoints", plan.start)
             shutil.copytree(source, place / "checkpoints" / source.name, copy_function=_link)
         _train(run, plan, place)
@@ -108,7 +108,7 @@ def compare(run: LocalRun, again: LocalRun, step: int, process: str = "trainer")
 
 
 def verdict_text(step: int, verdict: Verdict) -> str:
-    """What came out."""
+    """The verdict as text."""
     if verdict.equal:
         return f"step {step} came out again: all {verdict.num_tensors} tensors have the recorded digests"
     lines = [f"step {step} came out differently: {len(verdict.tensors)} of {verdict.num_tensors} tensors"]
@@ -135,12 +135,12 @@ def _train(run: LocalRun, plan: Replay, place: Path) -> None:
             # The metrics of a step are written after its weights.
             children.wait_for(lambda: _has_step(place, plan.step), timeout_s=TIMEOUT_S, what=f"step {plan.step}")
     except ChildFailed as error:
-        if not _has_step(place, plan.step):  # with the last step the trainer ends by itself
+        if not _has_step(place, plan.step):  # the trainer exits after its last step
             raise RuntimeError(f"the trainer failed: {error}") from error
 
 
 def _link(source: str, target: str) -> None:
-    """The same file under a second name; a copy where a name cannot reach over to."""
+    """Hard-link a file; copy it across file systems."""
     try:
         os.link(source, target)
     except OSError:

@@ -1,4 +1,4 @@
-"""`monitor RUN --report report.html`: one file that holds a run and the page to read it with, and needs no network."""
+"""`monitor RUN --report report.html`: a self-contained page of a run in one file."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from prime_rl.monitor.page_data import build_page_data
 from prime_rl.monitor.rollout_detail import STREAMS, rollout_detail
 from prime_rl.monitor.rollout_index import RolloutIndex
 from prime_rl.monitor.vocabulary import Vocabulary, find_tokenizer
+from prime_rl.runtime.redaction import redact_fields
 
 MAX_ROLLOUTS = 2000
 MAX_BYTES = 3_000_000
-ROOM_FOR_PAGE = 150_000
+PAGE_BYTES = 150_000
 
 SCRIPTS = (
     "dom",
-    "words",
+    "metric_help",
     "source",
     "chart",
     "timeline",
@@ -42,45 +43,45 @@ SCRIPTS = (
 STYLES = ("base", "parts", "rollouts")
 
 TEXT_SHARE = 0.6
-"""Of the room, at most this much goes to texts before they are cut, so that some rollouts keep their tokens."""
+"""Maximum share of the budget for texts before they are truncated, so that some rollouts keep their tokens."""
 
-# (rollouts, characters of a text): what is given up, a step at a time, when the texts alone are too much.
+# (rollouts, characters of a text): successive limits while the texts exceed their budget.
 _LADDER = ((2000, 1 << 30), (2000, 8000), (2000, 2000), (1000, 1200), (400, 800), (100, 400), (0, 0))
 
 
 def write_report(run: LocalRun, path: Path, max_bytes: int = MAX_BYTES) -> dict[str, int]:
-    """Write the page; returns what it holds: `rollouts`, of `total`, `with_tokens`, `bytes`."""
+    """Write the page; returns the counts `rollouts`, `total`, `with_tokens` and `bytes`."""
     index = RolloutIndex(run)
     index.grow()
     shared = build_page_data(run)
     tokenizer = find_tokenizer(run.path, shared["run"]["model"])
     vocabulary = Vocabulary(tokenizer) if tokenizer is not None else None
-    room = (max_bytes - ROOM_FOR_PAGE) * 3 // 4  # base64 writes three bytes as four letters
+    budget = (max_bytes - PAGE_BYTES) * 3 // 4  # base64 encodes three bytes as four characters
     pack = partial(encode_payload, shared, index, vocabulary=vocabulary)
     for most, characters in _LADDER:
         chosen = choose_rollouts(index, min(most, MAX_ROLLOUTS))
         bare = len(pack(chosen, 0, characters))
-        if bare <= TEXT_SHARE * room or not chosen:
+        if bare <= TEXT_SHARE * budget or not chosen:
             break
     with_tokens, payload = len(chosen), pack(chosen, len(chosen), characters)
-    while len(payload) > room and with_tokens:
-        # Token streams cost most and are looked at one rollout at a time: as many are kept as there is room for.
-        with_tokens = int(with_tokens * 0.95 * max(room - bare, 0) / (len(payload) - bare))
+    while len(payload) > budget and with_tokens:
+        # Token streams are the largest part: keep as many as fit.
+        with_tokens = int(with_tokens * 0.95 * max(budget - bare, 0) / (len(payload) - bare))
         payload = pack(chosen, with_tokens, characters)
     kept = spread_groups(index, chosen, with_tokens)
     page = render_page(payload)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(page)
-    return {"rollouts": len(chosen), "total": len(index), "with_tokens": len(kept), "bytes": len(page)}
+    return {"rollouts": len(chosen), "total": index.facts()["count"], "with_tokens": len(kept), "bytes": len(page)}
 
 
 def choose_rollouts(index: RolloutIndex, limit: int) -> list[int]:
-    """Whole groups, spread evenly over the run, of at most `limit` rollouts together."""
+    """Complete groups spread evenly over the run, at most `limit` rollouts in total."""
     return _spread(index.groups(), limit)
 
 
 def spread_groups(index: RolloutIndex, chosen: Sequence[int], limit: int) -> set[int]:
-    """Of the chosen rollouts, those of whole groups spread evenly, `limit` at most."""
+    """Complete groups among the chosen rollouts, spread evenly, at most `limit` rollouts."""
     within = set(chosen)
     return set(_spread([group for group in index.groups() if group[0] in within], limit))
 
@@ -128,12 +129,12 @@ def encode_payload(
         },
         "vocab": vocabulary.table(used) if vocabulary is not None else {},
     }
-    encoded = msgspec.json.encode(head)
+    encoded = msgspec.json.encode(redact_fields(head))
     return gzip.compress(len(encoded).to_bytes(4, "little") + encoded + columns.data(), 7, mtime=0)
 
 
 class _Columns:
-    """Per-token streams of all rollouts, one column after the other, at a precision that colours can show.
+    """Per-token streams of all rollouts in columns, at the precision of a color scale.
 
     Log-probs are stored as round(64 sqrt(-logprob)) in a byte, differences and advantages as round(32 sqrt(|x|)) with
     their sign: about 3 % apart, finest around 0.
@@ -191,9 +192,9 @@ def page_parts() -> tuple[str, str, str]:
 
 
 def render_page(payload: bytes | None) -> bytes:
-    """The page with a run inside, or without one, as the live server sends it.
+    """The page with an embedded run, or without one for the live server.
 
-    Only this script runs, whatever is written into the data: the policy in the head names it by its hash.
+    The content security policy allows only this script, by its hash.
     """
     frame, style, script = page_parts()
     script = f"\n{script}\n"
@@ -211,7 +212,7 @@ def render_page(payload: bytes | None) -> bytes:
 
 
 def _cut(value: Any, characters: int) -> Any:
-    """Texts that are longer lose their middle."""
+    """Truncate long texts in the middle."""
     if isinstance(value, str) and len(value) > characters:
         half = characters // 2
         return f"{value[:half]}\n[... {len(value) - characters} characters left out ...]\n{value[len(value) - half :]}"

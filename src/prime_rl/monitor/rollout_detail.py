@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 STREAMS = ("logprob", "advantage", "teacher", "trainer", "version")
-"""What tokens can be coloured by; each has one number per token, or is missing where the run recorded none.
+"""Per-token streams by which tokens can be colored; missing if the run did not record them.
 
 logprob    of the engine that sampled the token
 advantage  that the token is trained with
@@ -43,7 +43,7 @@ def rollout_detail(number: int, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def token_streams(row: Mapping[str, Any]) -> dict[str, list[float]]:
-    """The streams that a line has, 0 outside the tokens that the policy wrote."""
+    """The streams of a line; 0 outside the tokens of the policy."""
     n, mask = len(row.get("tokens") or ()), row.get("loss_mask") or []
     if not n or len(mask) != n:
         return {}

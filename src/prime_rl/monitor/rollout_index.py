@@ -1,4 +1,4 @@
-"""All rollouts of a run, found quickly: columns and signatures in memory, the rows themselves stay on disk."""
+"""Index over all rollouts of a run: columns and signatures in memory, rows on disk."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from prime_rl.monitor.full_text_index import TextIndex
 from prime_rl.monitor.local_runs import EvalDir, LocalRun
-from prime_rl.monitor.text_index import TextIndex
 from prime_rl.utils.monitor import TRAINER_LOGPROBS_FILE
+from rollouts.training.metrics import AttemptSteps
 
 KINDS = ("training", "evaluation")
 SORTS = ("step", "reward", "advantage", "tokens")
@@ -23,18 +24,20 @@ PREVIEW = 160
 
 
 class _Recorded(msgspec.Struct):
-    """What is needed of a line of `trainer_logprobs.jsonl` to find it again."""
+    """Key of a line of `trainer_logprobs.jsonl`."""
 
     step: int
+    attempt: int = 0
     group_index: int | None = None
     index: int | None = None
     trainer_logprobs: msgspec.Raw = msgspec.Raw(b"")
 
 
 class _Line(msgspec.Struct):
-    """What the index needs of a line of `samples.jsonl`; the long lists are not even parsed."""
+    """Indexed fields of a line of `samples.jsonl`; long lists are not parsed."""
 
     step: int = 0
+    attempt: int = 0
     env: str | None = None
     group_index: int | None = None
     index: int | None = None
@@ -45,16 +48,22 @@ class _Line(msgspec.Struct):
     status: str | None = None
     error: str | None = None
     tokens: msgspec.Raw = msgspec.Raw(b"")
+    teacher_logprobs: msgspec.Raw = msgspec.Raw(b"")
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether a teacher scored the tokens."""
+        return len(bytes(self.teacher_logprobs)) > 2 and bytes(self.teacher_logprobs) != b"null"
 
     @property
     def num_tokens(self) -> int:
-        """Prompt included."""
+        """Number of tokens, including the prompt."""
         raw = bytes(self.tokens)
         return raw.count(b",") + 1 if len(raw) > 2 else 0
 
 
 class _Result(msgspec.Struct):
-    """The same of a line of an evaluation's `results.jsonl`."""
+    """Indexed fields of a line of an evaluation's `results.jsonl`."""
 
     example_id: int = 0
     rollout_idx: int = 0
@@ -66,7 +75,7 @@ class _Result(msgspec.Struct):
     error: str | None = None
 
     def to_line(self, place: EvalDir) -> _Line:
-        """As a line of samples: an example is a group."""
+        """Convert to a line of samples; an example is a group."""
         return _Line(
             step=place.step or 0,
             env=place.env,
@@ -82,7 +91,7 @@ class _Result(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Query:
-    """Which rollouts, in which order. None leaves a condition out; `text` may stand in prompt, completion or error."""
+    """Filter and order of rollouts. None: no condition; `text` matches prompt, completion or error."""
 
     text: str = ""
     step: int | None = None
@@ -97,16 +106,16 @@ class Query:
 
 
 class RecordedLogprobs:
-    """Log-probs that the trainer recorded, found by step, group, rollout and number of tokens."""
+    """Recorded trainer log-probs by step, group, rollout and number of tokens."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._read = 0
-        self._places: dict[tuple[int, int | None, int | None, int], list[tuple[int, int]]] = {}
+        self._places: dict[tuple[int, int | None, int | None, int], dict[int, list[tuple[int, int]]]] = {}
         self._decode = msgspec.json.Decoder(_Recorded).decode
 
     def grow(self) -> bool:
-        """Take in what was appended; returns whether there was anything."""
+        """Index appended lines; returns whether there were any."""
         begun = self._read
         if not self.path.exists():
             return False
@@ -116,15 +125,19 @@ class RecordedLogprobs:
                 if not line.endswith(b"\n"):
                     break
                 start, self._read = self._read, self._read + len(line)
-                row = self._decode(line)
+                try:
+                    row = self._decode(line)
+                except (msgspec.DecodeError, RecursionError):
+                    continue
                 key = (row.step, row.group_index, row.index, bytes(row.trainer_logprobs).count(b",") + 1)
-                self._places.setdefault(key, []).append((start, self._read))
+                self._places.setdefault(key, {}).setdefault(row.attempt, []).append((start, self._read))
         return self._read > begun
 
     def of(self, row: dict[str, Any]) -> list[float] | None:
-        """The log-probs of a sample; None where none were recorded, or where several would fit."""
+        """The log-probs of a sample in the last attempt at its step; None without a unique match."""
         key = (row.get("step", 0), row.get("group_index"), row.get("index"), len(row.get("tokens") or ()))
-        places = self._places.get(key, [])
+        attempts = self._places.get(key, {})
+        places = attempts[max(attempts)] if attempts else []
         if len(places) != 1:
             return None
         [(start, end)] = places
@@ -135,7 +148,7 @@ class RecordedLogprobs:
 
 
 class _Seen:
-    """What the rollouts of one place are like."""
+    """Statistics of the rollouts of one source."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -143,16 +156,16 @@ class _Seen:
         self.statuses: set[str] = set()
         self.steps: set[int] = set()
 
-    def add(self, line: _Line) -> None:
-        """Take one in."""
+    def add(self, step: int, env: str | None, status: str | None) -> None:
+        """Add one rollout."""
         self.count += 1
-        self.envs.add(line.env or "none")
-        self.statuses.add(line.status or "none")
-        self.steps.add(line.step)
+        self.envs.add(env or "none")
+        self.statuses.add(status or "none")
+        self.steps.add(step)
 
 
 class RolloutIndex:
-    """An index over the rollouts of a run, of training and of evaluations, that grows with them.
+    """A growing index over the training and evaluation rollouts of a run.
 
     Methods may be called from any thread.
     """
@@ -163,10 +176,11 @@ class RolloutIndex:
         self.envs: list[str] = []
         self.statuses: list[str] = []
         self._read = 0
-        self._places: list[EvalDir | None] = [None]  # where a rollout comes from: 0 is training
-        self._seen = [_Seen()]  # by place
+        self._places: list[EvalDir | None] = [None]  # source of a rollout: 0 is training
+        self._seen = [_Seen()]  # by source
         self._replaced: set[int] = set()
-        self._starts, self._ends, self._place = array("q"), array("q"), array("l")
+        self._attempts = AttemptSteps()
+        self._starts, self._ends, self._place, self._attempt = array("q"), array("q"), array("l"), array("l")
         self._steps, self._groups, self._tokens = array("q"), array("q"), array("q")
         self._env, self._status = array("h"), array("h")
         self._rewards, self._advantages = array("d"), array("d")
@@ -179,7 +193,7 @@ class RolloutIndex:
         return len(self._starts)
 
     def grow(self, max_bytes: int = 1 << 62) -> bool:
-        """Take in what was written since, of training up to about `max_bytes`; returns whether there was anything."""
+        """Index new lines, up to about `max_bytes` of training; returns whether there were any."""
         recorded, evaluated = self.recorded.grow(), self._grow_evaluations()
         if not self.run.samples_path.exists():
             return recorded or evaluated
@@ -197,7 +211,7 @@ class RolloutIndex:
         return recorded or evaluated or self._read > begun
 
     def select(self, query: Query) -> NDArray[np.int64]:
-        """Numbers of the rollouts that fit, in the order that is asked for."""
+        """Numbers of the matching rollouts, in the requested order."""
         with self._lock:
             fits = self._of_kind(query.kind)
             for wanted, column in ((query.step, self._steps), (query.group, self._groups)):
@@ -230,7 +244,7 @@ class RolloutIndex:
         return list(found.values())
 
     def row(self, number: int) -> dict[str, Any]:
-        """The whole line of a rollout, with the trainer's log-probs where they were recorded."""
+        """The full line of a rollout, with recorded trainer log-probs."""
         place = self._places[self._place[number]]
         row: dict[str, Any] = msgspec.json.decode(self._lines([number])[0])
         if place is not None:
@@ -242,7 +256,7 @@ class RolloutIndex:
         return row
 
     def brief(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
-        """What a list shows of rollouts."""
+        """List entries of rollouts."""
         rows = []
         for number, data in zip(numbers, self._lines(numbers), strict=True):
             line, place = self._read_line(data, self._place[number]), self._place[number]
@@ -260,6 +274,7 @@ class RolloutIndex:
                     "advantage": line.advantage,
                     "status": line.status,
                     "tokens": self._tokens[number],
+                    "scored": line.is_scored,
                     "asked": asked[:PREVIEW],
                     "said": said[:PREVIEW],
                 }
@@ -267,29 +282,34 @@ class RolloutIndex:
         return rows
 
     def siblings(self, number: int) -> list[int]:
-        """The rollouts of the same group, this one among them."""
+        """The rollouts of the same group, including this one."""
         with self._lock:
             if self._groups[number] < 0:
                 return [number]
-            columns = (self._place, self._steps, self._groups)
+            columns = (self._place, self._steps, self._groups, self._attempt)
             same = [np.array(column) == column[number] for column in columns]
-        return [int(n) for n in np.flatnonzero(same[0] & same[1] & same[2])]
+        return [int(n) for n in np.flatnonzero(np.logical_and.reduce(same))]
 
     def facts(self) -> dict[str, Any]:
-        """What filters can choose from, of all rollouts and of each kind."""
+        """Values available to filters, over all rollouts and per kind."""
         with self._lock:
             parts = [(n, seen) for n, seen in enumerate(self._seen) if n not in self._replaced]
             kinds = {kind: _join([seen for n, seen in parts if KINDS[n > 0] == kind]) for kind in KINDS}
             return {**_join([seen for _, seen in parts]), "kinds": {k: f for k, f in kinds.items() if f["count"]}}
 
     def _of_kind(self, kind: str | None) -> NDArray[np.bool_]:
-        """Which rollouts count: those of this kind, and not of an evaluation that was made anew."""
+        """Mask of valid rollouts of this kind, without abandoned attempts and repeated evaluations."""
         places = np.array(self._place)
         fits = np.ones(len(places), dtype=bool) if kind is None else (places > 0) == (kind == "evaluation")
+        if len(numbers := np.unique(np.array(self._attempt))) > 1:
+            steps, attempts = np.array(self._steps), np.array(self._attempt)
+            for number in numbers.tolist():
+                limit = self._attempts.first_abandoned(None, number)
+                fits &= (places > 0) | (attempts != number) | (steps < limit)
         return fits & ~np.isin(places, list(self._replaced)) if self._replaced else fits
 
     def _grow_evaluations(self) -> bool:
-        """Take in evaluations that are new, or that were written anew."""
+        """Index new and rewritten evaluations."""
         fresh = [place for place in self.run.evaluations() if place not in self._places and place.results.exists()]
         for place in fresh:
             start = 0
@@ -309,9 +329,12 @@ class RolloutIndex:
     def _take(self, data: bytes, start: int, place: int) -> None:
         try:
             line = self._read_line(data, place)
-        except (msgspec.DecodeError, msgspec.ValidationError):
-            return  # a line that is no sample hides no other
+        except (msgspec.DecodeError, RecursionError):
+            return  # skip an invalid line only
+        # A repeated evaluation replaces its directory.
+        abandons = place == 0 and self._attempts.add(None, line.attempt, line.step)
         self._ends.append(start + len(data))
+        self._attempt.append(line.attempt)
         self._place.append(place)
         self._steps.append(line.step)
         self._groups.append(-1 if line.group_index is None else line.group_index)
@@ -322,10 +345,19 @@ class RolloutIndex:
         self._advantages.append(float("nan") if line.advantage is None else line.advantage)
         self._texts.add("\n".join(map(plain_text, (line.prompt, line.completion, line.error or ""))))
         self._starts.append(start)
-        self._seen[place].add(line)
+        self._seen[place].add(line.step, line.env, line.status)
+        if abandons:
+            self._count_training()
+
+    def _count_training(self) -> None:
+        """Recompute the statistics of training rollouts after an attempt was abandoned."""
+        self._seen[0] = _Seen()
+        for number in np.flatnonzero(self._of_kind("training")).tolist():
+            env, status = self.envs[self._env[number]], self.statuses[self._status[number]]
+            self._seen[0].add(self._steps[number], env, status)
 
     def _lines(self, numbers: Sequence[int]) -> list[bytes]:
-        """The lines of these rollouts, each file opened once."""
+        """The lines of these rollouts; opens each file once."""
         found: dict[int, bytes] = {}
         for place in {self._place[number] for number in numbers}:
             folder = self._places[place]
@@ -346,12 +378,12 @@ def _join(parts: Sequence[_Seen]) -> dict[str, Any]:
 
 
 def _last_words(prompt: Any) -> str:
-    """The message that was answered: the ones before it are often the same everywhere."""
+    """The last message of the prompt; earlier ones are often shared by all prompts."""
     return plain_text(prompt[-1:] if isinstance(prompt, list) else prompt)
 
 
 def plain_text(value: Any) -> str:
-    """The words of a prompt or completion: a string, or messages."""
+    """Plain text of a prompt or completion: a string, or messages."""
     if isinstance(value, list):
         return "\n".join(plain_text(part.get("content", part.get("text"))) for part in value if isinstance(part, dict))
     return "" if value is None else str(value)

@@ -1,4 +1,4 @@
-"""Rows of metrics as series over steps, whichever process logged them."""
+"""Metric rows as series over steps."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ Series = list[tuple[int, float]]
 Row = Mapping[str, Any]
 
 PREFERRED = ("trainer", "sft", "orchestrator", "inference")
-"""Several processes log `time/step` and `perf/throughput`: a bare name means the first of these that has it."""
+"""Precedence of processes for metrics that several of them log, such as `time/step`."""
 
-_NOT_METRICS = ("step", "timestamp", "process")
+_NOT_METRICS = ("step", "timestamp", "process", "attempt")
 
 
 def read_series(rows: Iterable[Row]) -> dict[str, dict[str, Series]]:
-    """Process -> metric -> (step, value) in order of steps; of a step that was logged twice the last counts."""
+    """Process -> metric -> (step, value) by step; the last value of a repeated step applies."""
     table: dict[str, dict[str, dict[int, float]]] = {}
     for row in rows:
         step = row.get("step")
@@ -25,7 +25,7 @@ def read_series(rows: Iterable[Row]) -> dict[str, dict[str, Series]]:
         for name, value in row.items():
             if name in _NOT_METRICS or name.startswith("_") or isinstance(value, bool):
                 continue
-            if isinstance(value, (int, float)) and value == value:  # NaN is not equal to itself
+            if isinstance(value, (int, float)) and value == value:  # not NaN
                 metrics.setdefault(name, {})[int(step)] = float(value)
     return {
         process: {name: sorted(points.items()) for name, points in metrics.items()}
@@ -35,7 +35,7 @@ def read_series(rows: Iterable[Row]) -> dict[str, dict[str, Series]]:
 
 
 def join_processes(table: Mapping[str, Mapping[str, Series]]) -> dict[str, Series]:
-    """Metric -> series, by the process whose word counts."""
+    """Metric -> series, by process precedence."""
     order = sorted(table, key=lambda name: (PREFERRED.index(name) if name in PREFERRED else len(PREFERRED), name))
     joined: dict[str, Series] = {}
     for process in order:
@@ -45,7 +45,7 @@ def join_processes(table: Mapping[str, Mapping[str, Series]]) -> dict[str, Serie
 
 
 def smooth(points: Sequence[tuple[int, float]], weight: float = 0.8) -> Series:
-    """Exponential moving average without the pull towards the first value."""
+    """Bias-corrected exponential moving average."""
     mean, mass, out = 0.0, 0.0, []
     for step, value in points:
         mean, mass = weight * mean + (1 - weight) * value, weight * mass + (1 - weight)

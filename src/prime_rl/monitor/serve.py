@@ -1,4 +1,4 @@
-"""`monitor RUN --serve`: the page of a run on this machine, which follows the run while it goes on."""
+"""`monitor RUN --serve`: a live local page of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from prime_rl.monitor.page_data import build_page_data, build_update, find_check
 from prime_rl.monitor.report import render_page
 from prime_rl.monitor.rollout_detail import rollout_detail
 from prime_rl.monitor.rollout_index import SORTS, Query, RolloutIndex
+from prime_rl.monitor.run_status import find_status
 from prime_rl.monitor.vocabulary import Vocabulary, find_tokenizer
+from prime_rl.runtime.http_access import find_foreign_host, find_foreign_origin, own_hosts
+from prime_rl.runtime.redaction import redact_fields
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -28,75 +31,77 @@ if TYPE_CHECKING:
     from starlette.responses import Response, StreamingResponse
 
 HOST = "127.0.0.1"
-HOSTS = ("127.0.0.1", "localhost")
+READ_TIMEOUT_S = 20.0
 WATCHED = ("metrics.jsonl", "samples.jsonl", "trainer_logprobs.jsonl", "STABLE", "summary.json")
 SETTLE_MS = 150
-"""Changes closer together than this are told as one."""
+"""Debounce interval of file changes."""
 
 KEEPALIVE_S = 15.0
 CHUNK = 8 << 20
-"""Bytes of samples that are indexed between two looks at who else wants to know something."""
+"""Bytes of samples indexed between two notifications."""
 
 _HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
 
 
 class LiveRun:
-    """A run with its index of rollouts, which a thread keeps up to date."""
+    """A run with its rollout index, updated by a thread."""
 
     def __init__(self, run: LocalRun) -> None:
         self.run = run
         self.index = RolloutIndex(run)
         self.changes = 0
         self._vocabulary: Vocabulary | None = None
-        self._told: dict[str, Any] = {}
+        self._cached_findings: dict[str, Any] = {}
         self._due = 0.0
         self._stop = threading.Event()
         self._listeners: set[Callable[[], object]] = set()
         self._thread = threading.Thread(target=self._follow, name="monitor-index", daemon=True)
 
     def start(self) -> None:
-        """Begin to index and to watch."""
+        """Start indexing and watching."""
         self._thread.start()
 
     @property
     def closing(self) -> bool:
-        """Whether listeners should go."""
+        """Whether listeners should disconnect."""
         return self._stop.is_set()
 
     def close(self) -> None:
-        """Stop watching, and tell the listeners to go."""
+        """Stop watching and disconnect the listeners."""
         self._stop.set()
-        self._tell()
+        self._notify()
 
     def listen(self, wake: Callable[[], object]) -> Callable[[], None]:
-        """Have `wake` called, from another thread, after each change; returns what ends it."""
+        """Call `wake` from another thread after each change; returns a function that unsubscribes."""
         self._listeners.add(wake)
         return lambda: self._listeners.discard(wake)
 
     def page_data(self) -> dict[str, Any]:
-        """All but the rollouts."""
+        """Data of the page without rollouts."""
         return {**build_page_data(self.run), "facts": self.index.facts()}
 
     def update(self, offset: int) -> dict[str, Any]:
-        """What is new since the page had read up to `offset` of the metrics."""
+        """Changes since `offset` of the metrics file."""
         disk = {
             "evals": find_evals(self.run),
             "weights": find_weights(self.run.path / "weights"),
             "checkpoints": find_checkpoints(self.run.path / "checkpoints"),
         }
-        return {**build_update(self.run, offset), **self._conclusions(), **disk, "facts": self.index.facts()}
+        findings, status = self._conclusions(), find_status(self.run)
+        findings |= {"run": {**findings["run"], "state": status.state, "status": status.text}}
+        return {**build_update(self.run, offset), **findings, **disk, "facts": self.index.facts()}
 
     def _conclusions(self) -> dict[str, Any]:
-        """What is told from the whole run; of a long one it is told again only after 20 times as long as it took."""
+        """Run-level findings; recomputed at most 5 % of the time on large runs."""
         now = time.monotonic()
         if now >= self._due:
             whole = build_page_data(self.run)
-            self._told = {name: whole[name] for name in ("findings", "shares")} | {"state": whole["run"]["state"]}
+            self._cached_findings = {name: whole[name] for name in ("run", "findings", "shares", "trends", "scores")}
             self._due = time.monotonic() + 20 * (time.monotonic() - now)
-        return self._told
+        return dict(self._cached_findings)
 
     def vocabulary(self) -> Vocabulary | None:
-        """The tokenizer's table, read when the first rollout is opened."""
+        """The token table, loaded with the first opened rollout."""
         if self._vocabulary is None:
             path = find_tokenizer(self.run.path, self.run.config_value("model.name"))
             self._vocabulary = None if path is None else Vocabulary(path)
@@ -118,29 +123,30 @@ class LiveRun:
         )
         size = self._state()
         for changes in watched:
-            # Some file systems do not notify: look yourself at every timeout as well.
+            # Some file systems send no notifications: compare sizes at every timeout as well.
             before, size = size, self._state()
             if changes or size != before:
                 self._catch_up()
 
     def _catch_up(self) -> None:
         while not self._stop.is_set() and self.index.grow(CHUNK):
-            self._tell()
-        self._tell()
+            self._notify()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self.changes += 1
         for wake in list(self._listeners):
             wake()
 
-    def _state(self) -> tuple[int, ...]:
+    def _state(self) -> tuple[object, ...]:
         paths = (self.run.metrics_path, self.run.samples_path)
         sizes = [path.stat().st_size if path.exists() else 0 for path in paths]
-        return (*sizes, *(place.written_ns for place in self.run.evaluations()))
+        # A killed process changes no file.
+        return (*sizes, find_status(self.run).text, *(place.written_ns for place in self.run.evaluations()))
 
 
 def build_app(live: LiveRun) -> Starlette:
-    """The routes of the page. Only reading, only for this machine, only under its own name."""
+    """Read-only routes of the page, restricted to this machine and its own host names."""
     from starlette.applications import Starlette
     from starlette.responses import Response
     from starlette.routing import Route
@@ -154,7 +160,7 @@ def build_app(live: LiveRun) -> Starlette:
         live.close()
 
     def answer(request: Request, value: Any, kind: str = "application/json") -> Response:
-        body = value if isinstance(value, bytes) else msgspec.json.encode(value)
+        body = value if isinstance(value, bytes) else msgspec.json.encode(redact_fields(value))
         headers = dict(_HEADERS)
         if len(body) > 4000 and "gzip" in request.headers.get("accept-encoding", ""):
             body, headers["Content-Encoding"] = gzip.compress(body, 3), "gzip"
@@ -177,9 +183,9 @@ def build_app(live: LiveRun) -> Starlette:
         return answer(request, await asyncio.to_thread(live.update, offset))
 
     async def show_rollouts(request: Request) -> Response:
-        words = dict(request.query_params)
-        offset, limit = int(words.pop("offset", 0)), min(int(words.pop("limit", 100)), 1000)
-        return answer(request, await asyncio.to_thread(_find, live.index, read_query(words), offset, limit))
+        params = dict(request.query_params)
+        offset, limit = int(params.pop("offset", 0)), min(int(params.pop("limit", 100)), 1000)
+        return answer(request, await asyncio.to_thread(_find, live.index, read_query(params), offset, limit))
 
     async def show_rollout(request: Request) -> Response:
         return answer(request, await asyncio.to_thread(_detail, live, number_of(request)))
@@ -187,7 +193,7 @@ def build_app(live: LiveRun) -> Starlette:
     async def show_group(request: Request) -> Response:
         return answer(request, await asyncio.to_thread(_group, live.index, number_of(request)))
 
-    async def tell_changes(request: Request) -> Response:
+    async def stream_changes(request: Request) -> Response:
         return _events(live)
 
     async def refuse(request: Request, error: Exception) -> Response:
@@ -200,30 +206,32 @@ def build_app(live: LiveRun) -> Starlette:
         ("/api/rollouts", show_rollouts),
         ("/api/rollouts/{number:int}", show_rollout),
         ("/api/rollouts/{number:int}/group", show_group),
-        ("/api/events", tell_changes),
+        ("/api/events", stream_changes),
     )
     routes = [Route(path, _own_name(route), methods=["GET"]) for path, route in table]
     return Starlette(routes=routes, exception_handlers={ValueError: refuse}, lifespan=lifespan)
 
 
-def read_query(words: dict[str, str]) -> Query:
-    """The conditions of a request; `ValueError` for what is none."""
+def read_query(params: dict[str, str]) -> Query:
+    """Parse the query of a request; `ValueError` for unknown conditions."""
     given: dict[str, Any] = {
-        name: words.pop(name) for name in ("text", "env", "status", "kind", "sort") if name in words
+        name: params.pop(name) for name in ("text", "env", "status", "kind", "sort") if name in params
     }
-    given |= {name: int(words.pop(name)) for name in ("step", "group") if name in words}
-    given |= {f"{name}_reward": float(words.pop(name)) for name in ("min", "max") if name in words}
-    given["descending"] = words.pop("descending", "true") == "true"
-    if words or given.get("sort", SORTS[0]) not in SORTS:
-        raise ValueError(f"unknown condition: {', '.join(words) or given['sort']}")
+    given |= {name: int(params.pop(name)) for name in ("step", "group") if name in params}
+    given |= {f"{name}_reward": float(params.pop(name)) for name in ("min", "max") if name in params}
+    given["descending"] = params.pop("descending", "true") == "true"
+    if params or given.get("sort", SORTS[0]) not in SORTS:
+        raise ValueError(f"unknown condition: {', '.join(params) or given['sort']}")
     return Query(**given)
 
 
-def serve(run: LocalRun, port: int, say: Callable[[str], None]) -> int:
-    """Serve the page until stopped; returns the exit code. `ValueError` when the port is taken."""
+def serve(run: LocalRun, port: int, print_text: Callable[[str], None]) -> int:
+    """Serve the page until stopped; returns the exit code. `ValueError` if the port is in use."""
     import socket
 
     import uvicorn
+
+    from prime_rl.runtime.http_deadlines import build_protocol
 
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -232,17 +240,23 @@ def serve(run: LocalRun, port: int, say: Callable[[str], None]) -> int:
     except OSError as error:
         listener.close()
         raise ValueError(f"--port {port} cannot be used ({error.strerror}): choose another, or 0 for any") from error
-    listener.listen()  # from here on the address answers, if late
+    listener.listen()  # connections queue until the server starts
     live = LiveRun(run)
     config = uvicorn.Config(
-        build_app(live), log_level="warning", access_log=False, log_config=None, timeout_graceful_shutdown=1
+        build_app(live),
+        http=build_protocol(READ_TIMEOUT_S),
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        log_config=None,
+        timeout_graceful_shutdown=1,
     )
-    say(f"{run.name} is shown at http://{HOST}:{listener.getsockname()[1]}/ (Ctrl-C ends it)")
+    print_text(f"Serving {run.name} at http://{HOST}:{listener.getsockname()[1]}/ (Ctrl-C to stop)")
     server = uvicorn.Server(config)
     stop = server.handle_exit
 
     def handle_exit(sig: int, frame: FrameType | None) -> None:
-        live.close()  # first: the server waits for its open streams, which wait for changes
+        live.close()  # before the server, which waits for its open streams
         stop(sig, frame)
 
     server.handle_exit = handle_exit  # type: ignore[method-assign]
@@ -251,12 +265,13 @@ def serve(run: LocalRun, port: int, say: Callable[[str], None]) -> int:
 
 
 def _own_name(route: Callable[[Request], Any]) -> Callable[[Request], Any]:
-    """Answer only requests for this machine's name: a foreign page cannot point its own name here and read along."""
+    """Reject requests for foreign host names (DNS rebinding) and foreign origins."""
 
     async def guarded(request: Request) -> Any:
         from starlette.responses import Response
 
-        if request.url.hostname not in HOSTS:
+        headers = request.scope["headers"]
+        if find_foreign_host(headers, own_hosts()) is not None or find_foreign_origin(headers) is not None:
             return Response("this page is for this machine only", status_code=403)
         return await route(request)
 
@@ -264,8 +279,8 @@ def _own_name(route: Callable[[Request], Any]) -> Callable[[Request], Any]:
 
 
 def _find(index: RolloutIndex, query: Query, offset: int, limit: int) -> dict[str, Any]:
-    found = index.select(query)
-    return {"total": len(found), "rows": index.brief([int(n) for n in found[offset : offset + limit]])}
+    numbers = index.select(query)
+    return {"total": len(numbers), "rows": index.brief([int(n) for n in numbers[offset : offset + limit]])}
 
 
 def _group(index: RolloutIndex, number: int) -> list[dict[str, Any]]:
@@ -284,7 +299,7 @@ def _events(live: LiveRun) -> StreamingResponse:
 
     async def stream() -> AsyncIterator[bytes]:
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
-        end = live.listen(lambda: loop.call_soon_threadsafe(changed.set))
+        unsubscribe = live.listen(lambda: loop.call_soon_threadsafe(changed.set))
         try:
             yield b": hello\n\n"
             while not live.closing:
@@ -296,6 +311,6 @@ def _events(live: LiveRun) -> StreamingResponse:
                 changed.clear()
                 yield f"event: change\ndata: {live.changes}\n\n".encode()
         finally:
-            end()
+            unsubscribe()
 
     return StreamingResponse(stream(), media_type="text/event-stream", headers=_HEADERS)

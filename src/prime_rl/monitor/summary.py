@@ -1,4 +1,4 @@
-"""The summary of a run under its documented names, and the samples that failed, as text."""
+"""Text summary of a run under its documented metric names, and its failed samples."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from prime_rl.monitor.distillation import TEACHER_METRICS
+from prime_rl.monitor.run_kind import Kind, RunKind
 from prime_rl.monitor.series import Series
 
 DOCUMENTED = {
@@ -18,7 +20,7 @@ DOCUMENTED = {
     "throughput": ("perf/throughput",),
     "MFU": ("perf/mfu",),
 }
-"""Documented name -> metrics that carry it, the first that is there."""
+"""Documented name -> candidate metrics, in order of preference."""
 
 FURTHER = (
     "optim/grad_norm",
@@ -28,12 +30,13 @@ FURTHER = (
     "batch/async_level",
     "teacher_kl/mean",
 )
+REWARDS = ("reward/mean", "val_reward")
 WINDOW = 10
 
 
 @dataclass(frozen=True)
 class Line:
-    """What became of one metric: its values at both ends, its extremes, and the mean of the last steps."""
+    """Summary of one metric: first and last value, extremes, and mean of the last steps."""
 
     name: str
     first: float
@@ -44,10 +47,19 @@ class Line:
     count: int
 
 
-def summarise(series: Mapping[str, Series]) -> list[Line]:
-    """Lines for the documented names and a few further ones, of what the run has."""
+def summarize_metrics(series: Mapping[str, Series], kind: RunKind | None = None) -> list[Line]:
+    """Summarize the documented metrics and a few others that the run has.
+
+    Teacher metrics come first; rewards are skipped if the run does not compute them.
+    """
+    kind = kind or RunKind(Kind.UNKNOWN)
+    first = TEACHER_METRICS if kind.has_teacher else ()
+    names = dict.fromkeys((*first, *DOCUMENTED, *FURTHER))
     lines = []
-    for name, keys in (*DOCUMENTED.items(), *((key, (key,)) for key in FURTHER)):
+    for name in names:
+        if name in REWARDS and not kind.scores_rewards:
+            continue
+        keys = DOCUMENTED.get(name, (name,))
         points = next((series[key] for key in keys if series.get(key)), None)
         if points is None:
             continue
@@ -75,14 +87,23 @@ def summary_text(lines: Sequence[Line]) -> str:
 
 
 def failed_samples(rows: Iterable[Mapping[str, Any]], threshold: float, limit: int) -> list[Mapping[str, Any]]:
-    """Rollouts with a reward below `threshold`: of the newest step first, the worst of a step first."""
+    """Rollouts with a reward below `threshold`, by newest step, then by lowest reward."""
     bad = [row for row in rows if isinstance(row.get("reward"), (int, float)) and row["reward"] < threshold]
     return sorted(bad, key=lambda row: (-int(row.get("step") or 0), row["reward"]))[:limit]
 
 
-def sample_text(row: Mapping[str, Any]) -> str:
-    """One sample with its messages, safe to print: what a model writes cannot move the cursor."""
-    facts = [f"step {row.get('step')}", f"reward {row['reward']:.4g}"]
+def unscored_samples(rows: Iterable[Mapping[str, Any]], limit: int) -> list[Mapping[str, Any]] | None:
+    """Rollouts without teacher scores, newest step first; None if no row has log-probs."""
+    recorded = [row for row in rows if row.get("logprobs") is not None]
+    found = [row for row in recorded if row.get("teacher_logprobs") is None]
+    return sorted(found, key=lambda row: -int(row.get("step") or 0))[:limit] if recorded else None
+
+
+def sample_text(row: Mapping[str, Any], show_reward: bool = True) -> str:
+    """One sample with its messages, without control characters."""
+    facts = [f"step {row.get('step')}"]
+    if show_reward and isinstance(row.get("reward"), (int, float)):
+        facts.append(f"reward {row['reward']:.4g}")
     facts += [
         f"{name} {row[name]}"
         for name in ("env", "group_index", "index", "status", "stop_reason")
@@ -97,7 +118,7 @@ def sample_text(row: Mapping[str, Any]) -> str:
 
 
 def messages_of(row: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(role, text) of a sample: prompt and completion, or `messages` where the row has them."""
+    """(role, text) of a sample, from `messages` or from prompt and completion."""
     found: list[tuple[str, str]] = []
     parts = ("messages",) if row.get("messages") else ("prompt", "completion")
     for part, role in zip(parts, ("user", "assistant"), strict=False):
@@ -112,7 +133,7 @@ def messages_of(row: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def message_text(message: Mapping[str, Any]) -> str:
-    """Content of a chat message, its tool calls included."""
+    """Content of a chat message, including tool calls."""
     content = message.get("content")
     if isinstance(content, list):
         content = "\n".join(str(part.get("text", part)) if isinstance(part, Mapping) else str(part) for part in content)
@@ -121,16 +142,16 @@ def message_text(message: Mapping[str, Any]) -> str:
 
 
 def printable(text: str) -> str:
-    """Text without control characters, which a terminal would obey."""
+    """Text with control characters escaped."""
     return "".join(c if c in "\n\t" or c.isprintable() else f"\\x{ord(c):02x}" for c in text)
 
 
 def _parsed(value: Any) -> Any:
-    """Tables of Weights & Biases hold messages as JSON text."""
+    """Decode messages, which tables of Weights & Biases store as JSON text."""
     if isinstance(value, str) and value[:1] == "[" and '"role"' in value:
         try:
             return json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             return value
     return value
 

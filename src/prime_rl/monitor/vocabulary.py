@@ -1,4 +1,4 @@
-"""What each token id stands for, as bytes, read from a `tokenizer.json` without loading a tokenizer."""
+"""Token ids to bytes, from `tokenizer.json` without loading a tokenizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 def find_tokenizer(run_dir: Path, model: str | None) -> Path | None:
-    """The tokenizer of a run: of its newest weights, else of the model it began with; None where there is none."""
+    """The tokenizer of the newest weights, else of the initial model, else None."""
     steps = sorted((run_dir / "weights").glob(f"step_*/{TOKENIZER_FILE}"), key=lambda path: path.stat().st_mtime)
     if steps:
         return steps[-1]
@@ -29,7 +29,10 @@ class Vocabulary:
     """Token id -> bytes. A character may be spread over several tokens, so texts are joined before they are decoded."""
 
     def __init__(self, path: Path) -> None:
-        content: dict[str, Any] = msgspec.json.decode(path.read_bytes())
+        try:
+            content = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise ValueError(f"{path} is no tokenizer: {error}") from error
         model = content.get("model", {})
         table = model.get("vocab", {})
         words = table.items() if isinstance(table, dict) else ((entry[0], i) for i, entry in enumerate(table))
@@ -40,7 +43,7 @@ class Vocabulary:
         self._bytes = _byte_table() if self.byte_level else {}
 
     def bytes_of(self, token: int) -> bytes:
-        """What the token adds to a text; nothing for an id that does not exist."""
+        """Bytes of a token; empty for unknown ids."""
         if token in self.added:
             return self.added[token].encode()
         word = self.words.get(token, "")

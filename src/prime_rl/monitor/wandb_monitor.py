@@ -15,7 +15,18 @@ if __package__ in (None, ""):  # run by path
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from prime_rl.monitor import local_runs
-from prime_rl.monitor.summary import failed_samples, printable, sample_text, summarise, summary_text
+from prime_rl.monitor.distillation import count_skipped, read_scores, scores_text, skipped_text
+from prime_rl.monitor.run_kind import Kind, RunKind, find_kind
+from prime_rl.monitor.run_status import find_status
+from prime_rl.monitor.summary import (
+    failed_samples,
+    printable,
+    sample_text,
+    summarize_metrics,
+    summary_text,
+    unscored_samples,
+)
+from prime_rl.runtime.redacted_output import protect_output
 
 if TYPE_CHECKING:
     from prime_rl.monitor.series import Series
@@ -59,13 +70,18 @@ def build_parser() -> argparse.ArgumentParser:
         "--save-dir", type=Path, metavar="DIR", help="write loss.png, reward.png and optimizer.png there"
     )
     parser.add_argument(
-        "--reward-threshold", type=float, default=0.5, metavar="R", help="samples below this reward failed (0.5)"
+        "--reward-threshold",
+        type=float,
+        metavar="R",
+        help="samples below this reward failed (0.5; without it a distillation shows samples without teacher scores)",
     )
     parser.add_argument("--max-samples", type=_count, default=5, metavar="N", help="failed samples that are shown (5)")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the run as one page that needs no network")
     parser.add_argument("--serve", action="store_true", help="show the run as a page on this machine, live")
     parser.add_argument("--port", type=int, default=8050, help="where --serve listens, 0 for any free port (8050)")
-    parser.add_argument("--explain", action="store_true", help="batch algebra, who waits for whom, and what to change")
+    parser.add_argument(
+        "--explain", action="store_true", help="batch composition, pipeline stalls and recommended changes"
+    )
     parser.add_argument("--diff", nargs=2, type=Path, metavar=("A", "B"), help="where two runs part for the first time")
     parser.add_argument("--replay", type=_count, metavar="STEP", help="take an optimizer step again and compare hashes")
     only = parser.add_mutually_exclusive_group()
@@ -75,7 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The command after its arguments are read; returns the exit code."""
+    """Run the command with parsed options; returns the exit code."""
     if options.list:
         list_all(options)
         return 0
@@ -84,13 +100,14 @@ def run(options: argparse.Namespace) -> int:
     if options.run is None:
         raise ValueError("which run? give a directory or a W&B run id, or --list to see what there is")
     if Path(options.run).is_dir():
-        found = local_runs.open_run(Path(options.run))
+        run = local_runs.open_run(Path(options.run))
         if options.replay is not None:
-            return replay_step(found, options.replay)
+            return replay_step(run, options.replay)
         if options.report or options.serve or options.explain:
-            return look(options, found)
-        series = local_runs.load_series(found)
-        show(options, f"{found.name} ({local_runs.state_of(found, series)})", series, found.samples())
+            return inspect_run(options, run)
+        series = local_runs.load_series(run)
+        kind = find_kind(series, run.tables(), bool(run.evaluations()))
+        show(options, f"{run.name} ({find_status(run).text})", series, run.samples(), kind)
     else:
         from prime_rl.monitor import wandb_runs
 
@@ -101,102 +118,128 @@ def run(options: argparse.Namespace) -> int:
         remote = wandb_runs.open_run(options.run, options.entity, options.project or "prime-rl")
         samples: Iterable[Mapping[str, Any]] = () if options.metrics_only else remote.samples()
         series = {} if options.samples_only else remote.load_series()
-        show(options, f"{remote.name} ({remote.state})", series, samples)
+        show(options, f"{remote.name} ({remote.state})", series, samples, find_kind(series, {}))
     return 0
 
 
-def look(options: argparse.Namespace, found: local_runs.LocalRun) -> int:
+def inspect_run(options: argparse.Namespace, run: local_runs.LocalRun) -> int:
     """The report, the explanation and the live page of a local run."""
     if options.explain:
         from prime_rl.monitor.explain import findings_text
         from prime_rl.monitor.page_data import explain_run
 
-        say(f"{found.name}\n\n{findings_text(explain_run(found))}")
+        print_text(f"{run.name}\n\n{findings_text(explain_run(run))}")
     if options.report:
         from prime_rl.monitor.report import write_report
 
-        held = write_report(found, options.report)
-        tokens = "" if held["with_tokens"] == held["rollouts"] else f", {held['with_tokens']} of them with their tokens"
-        say(
-            f"{options.report}: {held['rollouts']} of {held['total']} rollouts{tokens}, {held['bytes'] / 1e6:.2f} MB; "
-            "open it in a browser"
+        counts = write_report(run, options.report)
+        tokens = "" if counts["with_tokens"] == counts["rollouts"] else f", {counts['with_tokens']} with tokens"
+        print_text(
+            f"{options.report}: {counts['rollouts']} of {counts['total']} rollouts{tokens}, "
+            f"{counts['bytes'] / 1e6:.2f} MB; open it in a browser"
         )
     if options.serve:
         from prime_rl.monitor.serve import serve
 
-        return serve(found, options.port, say)
+        return serve(run, options.port, print_text)
     return 0
 
 
 def diff(a: Path, b: Path) -> int:
-    """Tell where two runs part; 0 when they do not, else 1."""
+    """Print the first differences of two runs; returns 0 if there are none, else 1."""
     from prime_rl.monitor.compare import compare_runs, differences_text
 
     runs = local_runs.open_run(a), local_runs.open_run(b)
-    found = compare_runs(*runs)
-    say(differences_text(*runs, found))
-    return int(any(difference.step is not None for difference in found))
+    differences = compare_runs(*runs)
+    print_text(differences_text(*runs, differences))
+    return int(any(difference.step is not None for difference in differences))
 
 
-def replay_step(found: local_runs.LocalRun, step: int) -> int:
-    """Take a step again; 0 when it comes out equal, else 1."""
+def replay_step(run: local_runs.LocalRun, step: int) -> int:
+    """Replay a step; returns 0 if it is identical, else 1."""
     from prime_rl.monitor.replay import replay, verdict_text
 
-    verdict = replay(found, step, say)
-    say(verdict_text(step, verdict))
+    verdict = replay(run, step, print_text)
+    print_text(verdict_text(step, verdict))
     return 0 if verdict.equal else 1
 
 
 def show(
-    options: argparse.Namespace, title: str, series: Mapping[str, Series], samples: Iterable[Mapping[str, Any]]
+    options: argparse.Namespace,
+    title: str,
+    series: Mapping[str, Series],
+    samples: Iterable[Mapping[str, Any]],
+    kind: RunKind,
 ) -> None:
-    """Summary, plots and failed samples, as far as they are asked for."""
-    say(title)
+    """Print the requested summary, plots and samples."""
+    print_text(title if kind.kind is Kind.UNKNOWN else f"{title}\n{kind.title}")
     if not options.samples_only:
-        say("\n" + summary_text(summarise(series)))
+        print_text("\n" + summary_text(summarize_metrics(series, kind)))
+        if kind.has_teacher:
+            show_distillation(series)
         if options.save_dir is not None:
             from prime_rl.monitor.plots import save_plots
 
-            written = save_plots(series, options.save_dir)
-            say("\n" + ("plots: " + ", ".join(map(str, written)) if written else "nothing to plot yet"))
+            written = save_plots(series, options.save_dir, kind)
+            print_text("\n" + ("plots: " + ", ".join(map(str, written)) if written else "nothing to plot yet"))
     if not options.metrics_only:
-        failed = failed_samples(samples, options.reward_threshold, options.max_samples)
-        say(
-            f"\n{len(failed)} samples with a reward below {options.reward_threshold:g}, the newest first"
-            if failed
-            else f"\nno sample has a reward below {options.reward_threshold:g}"
-        )
-        for row in failed:
-            say("\n" + sample_text(row))
+        show_samples(options, samples, kind)
+
+
+def show_distillation(series: Mapping[str, Series]) -> None:
+    """Print scores of student and teacher, and samples without teacher scores."""
+    scores = read_scores(series)
+    print_text(
+        "\n"
+        + (scores_text(scores) if scores else "no gap or retention: orchestrator.teacher_model.eval_baseline is off")
+    )
+    if skipped := count_skipped(series):
+        print_text("\n" + skipped_text(skipped))
+
+
+def show_samples(options: argparse.Namespace, samples: Iterable[Mapping[str, Any]], kind: RunKind) -> None:
+    """Print failed samples: low reward, or without teacher scores if the run uses no reward."""
+    failed: Sequence[Mapping[str, Any]]
+    if kind.kind is Kind.DISTILLATION and options.reward_threshold is None:
+        unscored = unscored_samples(samples, options.max_samples)
+        failed, what = unscored or [], "without teacher scores"
+        if unscored is None:
+            return
+    else:
+        threshold = 0.5 if options.reward_threshold is None else options.reward_threshold
+        failed, what = failed_samples(samples, threshold, options.max_samples), f"with a reward below {threshold:g}"
+    print_text(f"\n{len(failed)} samples {what}, the newest first" if failed else f"\nno samples {what}")
+    for row in failed:
+        print_text("\n" + sample_text(row, kind.scores_rewards))
 
 
 def list_all(options: argparse.Namespace) -> None:
-    """Local runs, then those of the W&B project where there is a key or a project is asked for."""
+    """List local runs, then those of the W&B project if a key or a project is set."""
     from prime_rl.monitor import wandb_runs
 
     local = local_runs.find_runs(options.runs_dir)[: options.num_runs]
-    say(f"{options.runs_dir}: {len(local) or 'no'} runs")
-    for found in local:
-        series = local_runs.load_series(found)
+    print_text(f"{options.runs_dir}: {len(local) or 'no'} runs")
+    for run in local:
+        series = local_runs.load_series(run)
+        kind = find_kind(series, run.tables(), bool(run.evaluations()))
+        progress = ("teacher KL", "teacher_kl/mean") if kind.kind is Kind.DISTILLATION else ("reward", "reward/mean")
         facts = [
-            f"{name} {series[key][-1][1]:.4g}"
-            for name, key in (("loss", "loss/mean"), ("reward", "reward/mean"))
-            if series.get(key)
+            f"{name} {series[key][-1][1]:.4g}" for name, key in (("loss", "loss/mean"), progress) if series.get(key)
         ]
         last = max((points[-1][0] for points in series.values()), default=0)
-        say(f"  {found.name}  {local_runs.state_of(found, series)}  step {last}  {'  '.join(facts)}".rstrip())
+        print_text(f"  {run.name}  {find_status(run).text}  step {last}  {'  '.join(facts)}".rstrip())
     if not (wandb_runs.has_key() or options.project or options.entity):
-        say("W&B: set WANDB_API_KEY to list its runs")
+        print_text("W&B: set WANDB_API_KEY to list its runs")
         return
     project = options.project or "prime-rl"
     rows = wandb_runs.runs_text(wandb_runs.list_runs(options.entity, project, options.num_runs))
-    say(f"W&B {project}: {len(rows) or 'no'} runs")
+    print_text(f"W&B {project}: {len(rows) or 'no'} runs")
     for row in rows:
-        say("  " + "  ".join(row))
+        print_text("  " + "  ".join(row))
 
 
-def say(text: str) -> None:
-    """One piece of output; what it quotes cannot move the cursor."""
+def print_text(text: str) -> None:
+    """Print a text without control characters."""
     sys.stdout.write(printable(text) + "\n")
     sys.stdout.flush()
 
@@ -209,7 +252,8 @@ def _count(text: str) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Console script `monitor`: exit code 0, 1 where runs differ or a replay fails, 2 for wrong input."""
+    """Console script `monitor`: exit code 0; 1 if runs differ or a replay fails; 2 for invalid input."""
+    protect_output()
     options = build_parser().parse_args(argv)
     try:
         raise SystemExit(run(options))
@@ -222,7 +266,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except BrokenPipeError:
-        sys.stderr.close()  # the reader (a pager, head) has gone; Python must not complain once more
+        sys.stderr.close()  # broken pipe (pager, head): suppress Python's own message
         raise SystemExit(1) from None
 
 

@@ -14,12 +14,12 @@ from typing import Any
 from prime_rl.monitor.series import Series, join_processes, read_series
 
 HISTORY_ROWS = 10_000
-"""Rows asked for; of a longer history the server chooses as many, evenly."""
+"""Maximum rows of a history; the server samples longer ones evenly."""
 
 
 @dataclass(frozen=True)
-class WandbRun:
-    """One run, and where it was logged as several processes the others of its group."""
+class WandbRunHistory:
+    """One run, with the other processes of its group."""
 
     parts: tuple[Any, ...]
 
@@ -36,11 +36,11 @@ class WandbRun:
 
     @property
     def state(self) -> str:
-        """As the server says: running, finished, crashed, failed."""
+        """State on the server: running, finished, crashed, failed."""
         return str(self.parts[0].state)
 
     def load_series(self) -> dict[str, Series]:
-        """Metric -> series over the logged column `step`, or over the run's own counter where there is none."""
+        """Metric -> series over the logged column `step`, else over the run's own counter."""
         rows: list[dict[str, Any]] = []
         for part, history in self.histories:
             for row in history:
@@ -58,14 +58,14 @@ class WandbRun:
 
 
 def list_runs(entity: str | None, project: str, limit: int) -> list[Any]:
-    """The newest runs of a project; `ValueError` with the cure when they cannot be read."""
+    """The newest runs of a project; `ValueError` if they cannot be read."""
     with _explained(entity, project):
         runs = _api(entity).runs(_path(entity, project), order="-created_at", per_page=min(max(limit, 1), 50))
         return [run for run, _ in zip(runs, range(limit), strict=False)]
 
 
-def open_run(run_id: str, entity: str | None, project: str) -> WandbRun:
-    """A run with the others of its group; `ValueError` with the cure when it is not there."""
+def open_run(run_id: str, entity: str | None, project: str) -> WandbRunHistory:
+    """A run with the others of its group; `ValueError` if it does not exist."""
     with _explained(entity, project, run_id):
         api = _api(entity)
         path = run_id if "/" in run_id else f"{_path(entity, project)}/{run_id}"
@@ -73,7 +73,7 @@ def open_run(run_id: str, entity: str | None, project: str) -> WandbRun:
         others = []
         if run.group:
             others = _siblings(run, list(api.runs("/".join(run.path[:-1]), filters={"group": run.group})))
-    return WandbRun((run, *others))
+    return WandbRunHistory((run, *others))
 
 
 def runs_text(runs: list[Any]) -> list[tuple[str, str, str, str]]:
@@ -85,13 +85,13 @@ def runs_text(runs: list[Any]) -> list[tuple[str, str, str, str]]:
 
 
 def has_key() -> bool:
-    """Whether the environment or the file that `wandb login` writes holds a key."""
+    """Whether an API key is in the environment or in the file of `wandb login`."""
     netrc = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
     return bool(os.environ.get("WANDB_API_KEY")) or netrc.exists()
 
 
 class _explained:
-    """Errors of the client become `ValueError`s in the user's words."""
+    """Convert client errors to `ValueError`."""
 
     def __init__(self, entity: str | None, project: str, run_id: str | None = None) -> None:
         self.what = f"run {run_id} of {_path(entity, project)}" if run_id else f"project {_path(entity, project)}"
@@ -148,7 +148,10 @@ def _table_rows(run: Any, value: dict[str, Any], row: dict[str, Any], folder: Pa
     if not path.endswith(".json"):
         return
     run.file(path).download(root=str(folder), replace=True).close()
-    table = json.loads((folder / path).read_text(encoding="utf-8"))
+    try:
+        table = json.loads((folder / path).read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(f"{path} of the run is nested too deeply") from None
     columns = table.get("columns", [])
     if "reward" not in columns:
         return

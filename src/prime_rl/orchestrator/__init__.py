@@ -1,1 +1,1 @@
-"""The conductor: draws prompts, collects scored rollouts, feeds the trainer and relays its weights to the engines."""
+"""The orchestrator: generates scored rollouts, sends batches to the trainer, relays weights to inference servers."""

@@ -1,4 +1,4 @@
-"""Holding engines to the trainer's log-probs of the canary: at the first version, then every so many."""
+"""Log-prob check of engines against the trainer's canary: first versions, then at intervals and after restarts."""
 
 from __future__ import annotations
 
@@ -9,59 +9,87 @@ from typing import Any
 import anyio
 from loguru import logger
 
-from prime_rl.transport.canary import Canary, compare_canary, read_canary
+from prime_rl.transport.logprob_check import Canary, compare_canary, read_canary
 from rollouts.training.weight_sync import EngineError, InferenceEngine, PrimeEngine, WeightSyncError
+
+FIRST_VERSIONS = 3
+"""Versions that are always checked before the interval applies."""
+
+
+class CanaryMismatch(WeightSyncError):
+    """An engine's log-probs differ from the trainer's."""
 
 
 class CanaryCheck:
-    """Scores the canary of every `interval`-th version at every engine; with None nothing is checked."""
+    """Scores the canary on every engine for the first versions, then every `interval` versions; None: never."""
 
     def __init__(self, interval: int | None) -> None:
         self.interval = interval
         self.num_checked = 0
-        self._last: int | None = None
+        self._last = 0
+
+    def is_due(self, step: int) -> bool:
+        """Whether `step` must be checked."""
+        if self.interval is None:
+            return False
+        return self.num_checked < FIRST_VERSIONS or step >= self._last + self.interval
 
     async def check(
         self, step: int, path: Path, engines: Sequence[InferenceEngine], answers: Sequence[dict[str, Any]]
     ) -> None:
-        """Nothing, or `WeightSyncError` when an engine computes something else; that engine is then paused.
+        """Check the engines if `step` is due; `answers` are their responses to the weight update.
 
-        `answers` are what the engines said when they loaded the version.
+        Raises `CanaryMismatch` if an engine's log-probs differ, after pausing it, and `WeightSyncError` if one is
+        unreachable.
         """
-        if self.interval is None or (self._last is not None and step < self._last + self.interval):
-            return
+        if self.is_due(step) and await self._compare(path, engines, answers):
+            self._last = step
+            self.num_checked += 1
+            logger.info(f"Verified version {step}: engine log-probs match the trainer")
+
+    async def check_restarted(self, path: Path, engine: InferenceEngine, answer: dict[str, Any]) -> None:
+        """Check a new engine, or one of a resumed run, regardless of the interval; raises as `check`."""
+        if self.interval is not None and await self._compare(path, [engine], [answer]):
+            logger.info(f"Verified {path.name} on {engine}: log-probs match the trainer")
+
+    async def _compare(self, path: Path, engines: Sequence[InferenceEngine], answers: Sequence[dict[str, Any]]) -> bool:
+        """Whether every engine was checked and matches."""
         canary = read_canary(path)
         if canary is None:
-            return
+            return False
         problems: dict[int, str | None] = {}
+        differs = False
 
-        async def score(i: int) -> None:
+        async def compare(i: int) -> None:
+            nonlocal differs
             engine = engines[i]
-            if isinstance(engine, PrimeEngine):
-                problems[i] = await _judge(engine, canary, answers[i])
+            if not isinstance(engine, PrimeEngine):
+                return
+            try:
+                problems[i] = await _compare_engine(engine, canary, answers[i])
+            except EngineError as error:
+                problems[i] = f"the canary could not be scored: {error}"
+            else:
+                differs = differs or bool(problems[i])
 
         async with anyio.create_task_group() as tasks:
             for i in range(len(engines)):
-                tasks.start_soon(score, i)
+                tasks.start_soon(compare, i)
         if any(problems.values()):
             states = [(str(engine), problems.get(i) or "ok") for i, engine in enumerate(engines)]
-            raise WeightSyncError(str(path), states)
-        if not problems or None in problems.values():
-            return
-        self._last = step
-        self.num_checked += 1
-        logger.info(f"canary of version {step}: every engine computes what the trainer does")
+            raise (CanaryMismatch if differs else WeightSyncError)(str(path), states)
+        return bool(problems) and None not in problems.values()
 
 
-async def _judge(engine: PrimeEngine, canary: Canary, answer: dict[str, Any]) -> str | None:
-    """What is wrong with an engine, which then draws no further token; empty: nothing is; None: it does not score."""
-    try:
-        logprobs = await engine.score_prompt(canary.token_ids)
-    except EngineError as error:
-        if error.kind != "refused":
-            return f"the canary could not be scored: {error}"
+async def _compare_engine(engine: PrimeEngine, canary: Canary, answer: dict[str, Any]) -> str | None:
+    """The problem of an engine, which is then paused; "": none; None: it does not score prompts.
+
+    Raises `EngineError` if it is unreachable.
+    """
+    logprobs, rejection = await _score(engine, canary)
+    if rejection is not None and not any(logprobs):
         logger.warning(
-            f"{engine} does not score prompts, so its log-probs are not compared with the trainer's: {error}"
+            f"{engine} does not score prompts, so its log-probs are not compared with the trainer's: {rejection}"
         )
         return None
     exact, dtype = bool(answer.get("exact")), str(answer.get("dtype", ""))
@@ -73,3 +101,23 @@ async def _judge(engine: PrimeEngine, canary: Canary, answer: dict[str, Any]) ->
     except EngineError as error:
         return f"{problem} (and it could not be paused: {error})"
     return f"{problem} (the engine is paused)"
+
+
+async def _score(engine: PrimeEngine, canary: Canary) -> tuple[list[list[float] | None], EngineError | None]:
+    """Log-probs of each prompt, None where the engine rejects it, and the rejection. Raises `EngineError` otherwise."""
+    logprobs: list[list[float] | None] = [None] * len(canary.prompts)
+    rejections: list[EngineError] = []
+    failures: list[EngineError] = []
+
+    async def score(i: int) -> None:
+        try:
+            logprobs[i] = await engine.score_prompt(canary.prompts[i].token_ids)
+        except EngineError as error:
+            (rejections if error.kind == "refused" else failures).append(error)
+
+    async with anyio.create_task_group() as tasks:
+        for i in range(len(canary.prompts)):
+            tasks.start_soon(score, i)
+    if failures:
+        raise failures[0]
+    return logprobs, rejections[0] if rejections else None

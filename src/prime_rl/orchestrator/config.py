@@ -8,69 +8,69 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from prime_rl.utils.config import (
-    AskedEnvConfig,
+from prime_rl.configuration.sections import (
     ClientConfig,
     EnvConfig,
+    GenerationEnvConfig,
     LogConfig,
     SamplingConfig,
     TrackersConfig,
     TransportConfig,
     WeightBroadcastConfig,
 )
-from prime_rl.utils.output_dir import BROADCASTS_DIR
+from prime_rl.runtime.run_dir import BROADCASTS_DIR
 from prime_rl.utils.pydantic_config import BaseConfig
 
 
-class ModelConfig(BaseConfig):
-    """The model that the inference server serves."""
+class OrchestratorModelConfig(BaseConfig):
+    """The served model."""
 
     name: str = "Qwen/Qwen3-0.6B"
-    """Name sent with every request."""
+    """Model name in requests."""
 
 
 class FilterConfig(BaseConfig):
-    """A test that a scored group must pass to be trained on."""
+    """A filter that a scored group must pass to be trained on."""
 
     name: str
-    """A filter of the library (zero_variance, min_reward, any_success, ...) or module:function."""
+    """A library filter (zero_variance, min_reward, any_success, ...) or module:function."""
 
     args: dict[str, Any] = {}
-    """Its arguments, such as {threshold = 0.3}."""
+    """Filter arguments, such as {threshold = 0.3}."""
 
 
 class BufferConfig(BaseConfig):
-    """Which prompts come, and which groups are worth training on."""
+    """Prompt sampling and group filtering."""
 
     seed: int | None = None
-    """Seed of the order of prompts from the second epoch on; unset: the run's seed."""
+    """Seed of the prompt order from the second epoch on; unset: the run's seed."""
 
     env_ratios: list[Annotated[float, Field(gt=0)]] | None = None
-    """How often each environment is drawn from, relative to the others; unset: in proportion to its size."""
+    """Relative sampling ratio of each environment; unset: proportional to its size."""
 
     easy_threshold: float | None = None
-    """A prompt whose group's mean reward reaches this moves to the easy pool, which is passed over."""
+    """A prompt whose group's mean reward is at least this moves to the easy pool, which is skipped."""
 
     hard_threshold: float | None = None
-    """A prompt whose group's mean reward is not above this moves to the hard pool, which is passed over."""
+    """A prompt whose group's mean reward is at most this moves to the hard pool, which is skipped."""
 
     easy_fraction: float = Field(default=0.0, ge=0, le=1)
-    """Share of draws that comes from the easy pool all the same; what turns out less easy goes back."""
+    """Share of draws from the easy pool; prompts that are no longer easy leave it."""
 
     hard_fraction: float = Field(default=0.0, ge=0, le=1)
-    """Share of draws that comes from the hard pool all the same; what turns out less hard goes back."""
+    """Share of draws from the hard pool; prompts that are no longer hard leave it."""
 
     online_difficulty_filtering: bool = False
-    """Drop groups whose mean reward is exactly 0 or 1, and draw others in their place."""
+    """Drop groups whose mean reward is exactly 0 or 1 and draw replacements."""
 
     filters: list[FilterConfig] = []
-    """Tests a scored group must pass; of one that fails, another is drawn in its place."""
+    """Filters that a scored group must pass; rejected groups are replaced."""
 
     curriculum: str | None = None
-    """module:function(row, env, version, reward) -> bool: may this row be drawn yet? reward: its last mean, or None."""
+    """module:function(row, env, version, reward) -> bool: may the row be drawn? reward: its last mean or None."""
 
     skip_verification: bool = False
-    """Run no reward functions: every reward is 0, for distillation."""
+    """Run no reward functions; every reward is 0 (for distillation)."""
 
     @model_validator(mode="after")
     def _check_sense(self) -> BufferConfig:
@@ -83,7 +83,7 @@ class BufferConfig(BaseConfig):
             raise ValueError(f"skip_verification leaves no rewards for {given[0]}: remove one of them")
         for pool in ("easy", "hard"):
             if getattr(self, f"{pool}_fraction") and not needs_rewards[f"{pool}_threshold"]:
-                raise ValueError(f"{pool}_fraction is set but no prompt becomes {pool}: set {pool}_threshold too")
+                raise ValueError(f"{pool}_fraction is set but the {pool} pool stays empty: set {pool}_threshold too")
         easy, hard = self.easy_threshold, self.hard_threshold
         if easy is not None and hard is not None and easy <= hard:
             raise ValueError(f"easy_threshold = {easy} must be above hard_threshold = {hard}")
@@ -91,30 +91,30 @@ class BufferConfig(BaseConfig):
 
 
 class LengthPenaltyConfig(BaseConfig):
-    """Reward taken off long rollouts before advantages are computed; the reward in metrics stays what was earned."""
+    """Length penalty on rewards before advantages are computed; logged rewards are unpenalized."""
 
     type: Literal["relative", "linear", "overlong"] = "relative"
     """relative: r / (1 + coef * n / mean n of the group); linear: r - coef * pass rate * n / seq_len;
     overlong: r - coef * the share of the last `window` tokens before max_tokens that n uses up."""
 
     coef: float = Field(default=0.33, gt=0)
-    """How much length costs."""
+    """Penalty coefficient."""
 
     window: int = Field(default=128, ge=1)
     """overlong: tokens before max_tokens over which the penalty grows from 0 to coef."""
 
 
 class AdvantageConfig(BaseConfig):
-    """How the rewards of a group become advantages."""
+    """Advantage estimation within a group."""
 
     baseline: Literal["mean", "leave_one_out", "length_weighted", "none"] = "mean"
-    """What is subtracted from each reward of a group."""
+    """Baseline subtracted from each reward of a group."""
 
     length_weighted_mean: bool = False
-    """Short for baseline = "length_weighted"."""
+    """Alias of baseline = "length_weighted"."""
 
     std: Literal["none", "group", "batch"] = "none"
-    """Divide by the standard deviation of the rewards of the group, or of the whole batch."""
+    """Divide by the standard deviation of the rewards in the group or in the batch."""
 
     @model_validator(mode="after")
     def _check_one_baseline(self) -> AdvantageConfig:
@@ -126,83 +126,83 @@ class AdvantageConfig(BaseConfig):
 
 
 class OnlineEvalConfig(BaseConfig):
-    """Evaluation of versions while training goes on beside it."""
+    """Online evaluation, concurrent with training."""
 
-    env: list[AskedEnvConfig] = Field(default=[AskedEnvConfig()], min_length=1)
-    """Environments, one after the other; their held-out examples are used."""
+    env: list[GenerationEnvConfig] = Field(default=[GenerationEnvConfig()], min_length=1)
+    """Evaluation environments, run sequentially on their held-out examples."""
 
     sampling: SamplingConfig | None = None
-    """How completions are drawn; unset: as in training."""
+    """Sampling parameters; unset: as in training."""
 
     num_examples: int = Field(default=-1, ge=-1)
-    """First examples of each environment; -1: all."""
+    """Number of examples of each environment (the first ones); -1: all."""
 
     rollouts_per_example: int = Field(default=1, ge=1)
-    """Rollouts of each example."""
+    """Rollouts per example."""
 
     interval: int = Field(default=100, ge=1)
-    """Versions between evaluations; the last version is evaluated too. What comes due while one runs is skipped."""
+    """Versions between evaluations; the last version is always evaluated. At most one evaluation is queued."""
 
     eval_base_model: bool = True
     """Evaluate version 0, the model before training."""
 
     skip_eval_on_resume: bool = True
-    """Do not evaluate the version that a resumed run begins with."""
+    """Do not evaluate the version that a run resumes from."""
 
     pass_threshold: float = 1.0
     """A rollout with at least this reward counts as passed in pass@k."""
 
     max_concurrent: int = Field(default=256, ge=1)
-    """Rollouts of evaluation that run at the same time, beside those of training."""
+    """Maximum concurrent evaluation rollouts, in addition to training."""
 
 
 class ValConfig(BaseConfig):
     """Rewards on held-out examples of the training environments, sampled as in training."""
 
     num_examples: int = Field(default=16, ge=1)
-    """First held-out examples of each environment."""
+    """Number of held-out examples of each environment (the first ones)."""
 
     rollouts_per_example: int = Field(default=1, ge=1)
-    """Rollouts of each example."""
+    """Rollouts per example."""
 
     interval: int = Field(default=10, ge=1)
     """Versions between validations."""
 
 
-class CkptConfig(BaseConfig):
-    """Checkpoints of the orchestrator's half: prompt cursor, groups under way, counters."""
+class OrchestratorCkptConfig(BaseConfig):
+    """Orchestrator checkpoints: prompt cursors, groups in flight, counters."""
 
     interval: int | None = Field(default=None, ge=1)
     """Steps between checkpoints; unset: only after the last step."""
 
     resume_step: int | None = Field(default=None, ge=-1)
-    """Continue from this step; -1: from the latest one that trainer and orchestrator both completed."""
+    """Resume from this step; -1: from the latest step that both trainer and orchestrator completed."""
 
     keep: int | None = Field(default=None, ge=1)
-    """Number of latest checkpoints that stay on disk; unset: all."""
+    """Number of latest checkpoints to keep on disk; unset: all."""
 
 
 Insert = Literal["user_prefix", "system_append", "system_replace", "message"]
 
 
 class ContextConfig(BaseConfig):
-    """What the teacher is told and the student is not; at most one of the four sources."""
+    """Context in the teacher's prompt only; at most one of the four sources."""
 
     context: str | None = None
-    """The text itself."""
+    """Context text."""
 
     context_file: Path | None = None
-    """A file that holds the text."""
+    """File with the context text."""
 
     context_template: str | None = None
-    """Text with {{example.KEY}} in it, filled from each prompt's row: {{example.info.hint}}."""
+    """Template with {{example.KEY}} placeholders, filled from each prompt's row: {{example.info.hint}}."""
 
     context_fn: str | None = None
-    """module:function(example, rng) -> text, a list of messages, or None for a prompt without a teacher."""
+    """module:function(example, rng) -> text, a list of messages, or None to skip the teacher."""
 
     @property
     def source(self) -> str | None:
-        """The key that says the context, if one does."""
+        """The key that sets the context, if any."""
         given = [name for name in CONTEXT_SOURCES if getattr(self, name) is not None]
         return given[0] if given else None
 
@@ -210,7 +210,7 @@ class ContextConfig(BaseConfig):
     def _check_one_source(self) -> ContextConfig:
         given = [name for name in CONTEXT_SOURCES if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ValueError(f"{given[0]} and {given[1]} both say the context: remove one of them")
+            raise ValueError(f"{given[0]} and {given[1]} both set the context: remove one of them")
         return self
 
 
@@ -218,82 +218,81 @@ CONTEXT_SOURCES = ("context", "context_file", "context_template", "context_fn")
 
 
 class TeacherModelConfig(BaseConfig):
-    """Which model teaches."""
+    """The teacher model."""
 
     name: str | None = None
-    """Name sent with every request; unset: the student's own model, as it was before training."""
+    """Model name in requests; unset: the student's model before training."""
 
 
 class TeacherClientConfig(ClientConfig):
-    """How to reach a teacher that runs already."""
+    """Client of a running teacher server."""
 
     base_url: list[str] = []
-    """Its addresses, /v1 included; any server that tells prompt_logprobs. Unset: rl starts one."""
+    """Addresses including /v1; any server that returns prompt_logprobs. Unset: rl starts one."""
 
 
 class TeacherConfig(ContextConfig):
-    """The model that is learnt from, under a context that the student does not see."""
+    """Teacher of a distillation, with a context that the student does not see."""
 
     model: TeacherModelConfig = TeacherModelConfig()
 
     client: TeacherClientConfig = TeacherClientConfig()
 
     insert: Insert = "user_prefix"
-    """Where the context goes: before the first user message, to the end of the system message, in its place, or as
-    a message of its own after it."""
+    """Position of the context: before the first user message, appended to the system message, replacing it, or as a
+    separate message after it."""
 
     separator: str = ""
-    """What stands between the context and the text that it joins."""
+    """Separator between the context and the adjacent text."""
 
     weights: Literal["frozen", "ema", "live"] = "frozen"
-    """The teacher's weights: those before training, the moving average of the student's (ema), or always the student's
-    own (live)."""
+    """Teacher weights: frozen: those before training; ema: moving average of the student; live: the student's."""
 
     ema_decay: float = Field(default=0.98, gt=0, lt=1)
-    """ema: what the average keeps of itself in a step of the trainer; .98 follows by about 50 steps."""
+    """ema: decay per trainer step; 0.98 averages over about 50 steps."""
 
     temperature: float | None = Field(default=None, gt=0)
-    """Temperature of the teacher's distribution; unset: that of sampling, so that the two can be compared."""
+    """Temperature of the teacher's distribution; unset: the sampling temperature, so that both are comparable."""
 
     top_logprobs: int = Field(default=0, ge=-1)
-    """Most likely tokens told beside the sampled one; -1: all. rl sets what trainer.loss.distill needs."""
+    """Top tokens scored in addition to the sampled one; -1: all. rl sets what trainer.loss.distill needs."""
 
     inspect_context: int | None = Field(default=None, ge=1)
-    """Show so many prompts of each environment as student and teacher see them, and do nothing else."""
+    """Print this many prompts of each environment as student and teacher see them, then exit."""
 
     eval_baseline: bool = False
-    """Evaluate student and teacher, with and without the context, before training and at every evaluation."""
+    """Evaluate student and teacher with and without the context, before training and at every evaluation."""
 
 
 class TrainEnvConfig(ContextConfig, EnvConfig):
-    """An environment that is trained on, and what its teacher is told; unset: what teacher_model says."""
+    """A training environment and the context of its teacher; unset: that of teacher_model."""
 
     insert: Insert | None = None
-    """Where the context goes; unset: teacher_model.insert."""
+    """Position of the context; unset: teacher_model.insert."""
 
     teacher: Literal["context", "anchor", "none"] = "context"
-    """context: learn from the teacher under the context; anchor: stay near the teacher without one, which retains what
-    the student could do; none: reward only."""
+    """context: distill the teacher with the context; anchor: regularize toward the teacher without context, to retain
+    other abilities; none: reward only."""
 
     anchor_weight: float = Field(default=1.0, gt=0)
-    """anchor: what the taus are multiplied by on these rollouts."""
+    """anchor: multiplier of the taus on these rollouts."""
 
 
 class OrchestratorConfig(TrackersConfig):
-    """Everything the orchestrator reads."""
+    """Configuration of the orchestrator."""
 
     spellings: ClassVar[Mapping[str, str]] = {"inspect_context": "teacher_model.inspect_context"}
 
     client: ClientConfig = ClientConfig()
 
-    model: ModelConfig = ModelConfig()
+    model: OrchestratorModelConfig = OrchestratorModelConfig()
 
     sampling: SamplingConfig = SamplingConfig()
 
     teacher_model: TeacherConfig | None = None
 
     env: list[TrainEnvConfig] = Field(default=[TrainEnvConfig()], min_length=1)
-    """Environments; their prompts are mixed evenly, each in proportion to its size."""
+    """Training environments, mixed in proportion to their size."""
 
     buffer: BufferConfig = BufferConfig()
 
@@ -302,72 +301,73 @@ class OrchestratorConfig(TrackersConfig):
     val: ValConfig | None = None
 
     advantage: AdvantageConfig | None = AdvantageConfig()
-    """Off: the plain reward is the advantage."""
+    """Off: the reward is the advantage."""
 
     length_penalty: LengthPenaltyConfig | None = None
 
     batch_size: int = Field(default=128, ge=1)
-    """Rollouts of one training step."""
+    """Rollouts per training step."""
 
     rollouts_per_example: int = Field(default=1, ge=1)
-    """Rollouts of one prompt, compared with each other: a group."""
+    """Rollouts per prompt (group size)."""
 
     seq_len: int = Field(default=2048, ge=1)
-    """Most tokens of a sample, prompt included; longer ones are counted and not trained on."""
+    """Maximum sequence length (prompt + completion); longer samples are counted and not trained on."""
 
     zero_truncated_completions: bool = False
-    """A rollout that was cut off at max_tokens earns 0: an answer that does not end is no answer."""
+    """Set the reward of truncated completions to 0."""
 
     max_steps: int | None = Field(default=None, ge=1)
     """Batches to send; unset: until stopped."""
 
     max_async_level: int = Field(default=2, ge=0)
-    """Versions that a sample's policy may be behind the one it trains; 0: strictly in turn, deterministic."""
+    """Maximum policy staleness of a sample, in versions; 0: synchronous and deterministic."""
 
     strict_async_level: bool = False
-    """Make the whole of batch N by version N - 1 - max_async_level: exactly repeatable at any level, but slower."""
+    """Generate all of batch N with version N - 1 - max_async_level: exactly repeatable at any level, but slower."""
 
     max_off_policy_steps: int = Field(default=8, ge=0)
-    """Weight changes a rollout may see while it is generated; beyond, its group is begun again with the new weights."""
+    """Maximum weight updates during one rollout; beyond it, the group is restarted with the new weights."""
 
     oversampling_factor: float = Field(default=1.0, ge=1)
-    """Above 1, more groups are begun than needed and a batch takes those that finish first; the rest is carried over
-    while max_async_level allows, then begun again. 1: in the order they were drawn."""
+    """Above 1, more groups are started than needed and a batch takes the first to finish; the rest is carried over
+    while max_async_level allows, then restarted. 1: batches in draw order."""
 
     max_concurrent: int | None = Field(default=None, ge=1)
-    """Rollouts that may run at the same time; unset: as many as max_async_level allows."""
+    """Maximum concurrent rollouts; unset: as many as max_async_level allows."""
 
     max_retries: int = Field(default=2, ge=0)
-    """Further tries of a rollout that failed; a prompt none of whose rollouts succeed is not drawn again."""
+    """Retries of a failed rollout; a prompt without a successful rollout is not drawn again."""
 
     inference_timeout: float = Field(default=600, gt=0)
     """Seconds to wait for the inference server to be ready."""
 
     min_servers: int | None = Field(default=None, ge=1)
-    """Go on while this many of client.base_url answer: others may leave and come back. Unset: all of them."""
+    """Continue while this many servers of client.base_url respond; others may leave and rejoin. Unset: all."""
 
     weights_timeout: float = Field(default=3600, gt=0)
     """Seconds to wait for the trainer's next version."""
 
     canary_interval: int | None = Field(default=10, ge=1)
-    """Versions between two comparisons of the engines' log-probs with the trainer's, the first one included; off: none.
+    """Versions between checks of the engines' log-probs against the trainer's. The first three versions, resumed runs
+    and restarted servers are always checked; None: never.
 
-    A difference that rounding does not explain ends the run: it would train on samples of other weights."""
+    A difference beyond rounding ends the run, which would otherwise train on samples of other weights."""
 
     seed: int = Field(default=42, ge=0)
-    """Seed of the order of prompts and of every sampled token."""
+    """Seed of the prompt order and of token sampling."""
 
     output_dir: Path = Path("outputs")
-    """Directory of the run, shared with trainer and inference server."""
+    """Run directory, shared with trainer and inference server."""
 
-    ckpt: CkptConfig | None = None
+    ckpt: OrchestratorCkptConfig | None = None
 
     transport: TransportConfig = TransportConfig()
 
     weight_broadcast: WeightBroadcastConfig = WeightBroadcastConfig()
 
     keep_rollouts: bool = False
-    """Keep every rollouts/step_N; else a batch goes once it is trained on and, with checkpoints, covered by one."""
+    """Keep every rollouts/step_N; otherwise batches are removed once trained on and covered by a checkpoint."""
 
     log: LogConfig = LogConfig()
 
@@ -376,7 +376,7 @@ class OrchestratorConfig(TrackersConfig):
         if self.batch_size % self.rollouts_per_example:
             raise ValueError(
                 f"batch_size = {self.batch_size} is not a multiple of rollouts_per_example = "
-                f"{self.rollouts_per_example}: a step takes whole groups"
+                f"{self.rollouts_per_example}: a batch consists of whole groups"
             )
         return self
 
@@ -384,7 +384,7 @@ class OrchestratorConfig(TrackersConfig):
     def _check_env_names(self) -> OrchestratorConfig:
         names = [env.name or env.id for env in self.env]
         if twice := {name for name in names if names.count(name) > 1}:
-            raise ValueError(f"env has two environments called {sorted(twice)[0]!r}: give one of them another name")
+            raise ValueError(f"env has two environments called {sorted(twice)[0]!r}: rename one of them")
         return self
 
     @model_validator(mode="after")
@@ -396,11 +396,10 @@ class OrchestratorConfig(TrackersConfig):
             )
         if self.strict_async_level and self.oversampling_factor > 1:
             raise ValueError(
-                "strict_async_level repeats a run exactly, oversampling_factor above 1 takes what is finished first: "
-                "choose one of them"
+                "strict_async_level makes runs repeatable, oversampling_factor above 1 does not: choose one of them"
             )
         if self.val is not None and self.buffer.skip_verification:
-            raise ValueError("val wants rewards but buffer.skip_verification leaves none: remove one of them")
+            raise ValueError("val needs rewards but buffer.skip_verification disables them: remove one of them")
         penalty, max_tokens = self.length_penalty, self.sampling.max_tokens or 0
         if penalty is not None and penalty.type == "overlong" and penalty.window > max_tokens:
             raise ValueError(
@@ -415,7 +414,7 @@ class OrchestratorConfig(TrackersConfig):
         for i, env in enumerate(self.env):
             if teacher is None and (env.teacher == "anchor" or env.source is not None):
                 what = 'teacher = "anchor"' if env.source is None else env.source
-                raise ValueError(f"env.{i} has {what} but there is no teacher: set the section teacher_model")
+                raise ValueError(f"env.{i} has {what} but there is no teacher: add the section teacher_model")
             if env.teacher != "context" and env.source is not None:
                 raise ValueError(f'env.{i} has teacher = "{env.teacher}" and {env.source}: remove one of them')
         if teacher is not None and teacher.eval_baseline and self.eval is None:
@@ -426,10 +425,10 @@ class OrchestratorConfig(TrackersConfig):
 
     @property
     def versions_dir(self) -> Path:
-        """Where the trainer publishes its versions, as files or as announcements."""
+        """Directory of published versions: weight files, or announcements of broadcasts."""
         return self.output_dir / ("weights" if self.weight_broadcast.type == "filesystem" else BROADCASTS_DIR)
 
     @property
     def num_groups(self) -> int:
-        """Groups of one training step."""
+        """Groups per training step."""
         return self.batch_size // self.rollouts_per_example

@@ -1,4 +1,4 @@
-"""Which groups are trained on: filters by name, online difficulty, or a function of the user's own."""
+"""Group filters: online difficulty, library filters by name, or user functions."""
 
 from __future__ import annotations
 
@@ -10,47 +10,47 @@ import rollouts.training.filters as library
 from prime_rl.orchestrator.buffer import load_function
 from prime_rl.orchestrator.config import BufferConfig, FilterConfig
 from rollouts.training.filters import Filter
-from rollouts.training.rollout_gen.groups import mean_reward
+from rollouts.training.rollout_gen.groups import DropReason, mean_reward
 from rollouts.training.types import Sample
 
 ALIASES = {"zero_variance": "reward_nonzero_std"}
 
 
-def build_judge(config: BufferConfig) -> Callable[[list[Sample]], str | None]:
-    """A function that names the first reason to refuse a scored group, or None for a group to train on."""
+def build_group_filter(config: BufferConfig) -> Callable[[list[Sample]], str | None]:
+    """Build a function that returns the first reason to reject a scored group, or None to accept it."""
     accepts = [(filter_config.name, build_filter(filter_config)) for filter_config in config.filters]
 
-    def judge(samples: list[Sample]) -> str | None:
+    def reject_reason(samples: list[Sample]) -> str | None:
         if config.online_difficulty_filtering and (mean := mean_reward(samples)) in (0.0, 1.0):
-            return "easy" if mean else "hard"
+            return DropReason.EASY if mean else DropReason.HARD
         rollouts = one_per_rollout(samples)
         return next((name for name, accept in accepts if not accept(rollouts)), None)
 
-    return judge
+    return reject_reason
 
 
 def build_filter(config: FilterConfig) -> Filter:
-    """The filter of the library, or at `module:function`, with its arguments; `ValueError` for an unknown one."""
+    """A library filter, or the function at `module:function`, bound to its arguments; `ValueError` if unknown."""
     if ":" in config.name:
-        found = load_function(config.name, "buffer.filters")
+        function = load_function(config.name, "buffer.filters")
     else:
         name = ALIASES.get(config.name, config.name.removeprefix("check_"))
-        if name not in names_of_filters():
-            known = ", ".join(sorted([*names_of_filters(), *ALIASES]))
+        if name not in list_filters():
+            known = ", ".join(sorted([*list_filters(), *ALIASES]))
             raise ValueError(f"buffer.filters: {config.name!r} is not one of {known}, nor module:function")
-        found = getattr(library, f"check_{name}")
+        function = getattr(library, f"check_{name}")
     try:
-        inspect.signature(found).bind([], **config.args)
+        inspect.signature(function).bind([], **config.args)
     except TypeError as error:
         raise ValueError(f"buffer.filters: {config.name}: {error}") from error
-    return partial(found, **config.args)
+    return partial(function, **config.args)
 
 
-def names_of_filters() -> list[str]:
-    """Names of the library's filters, without their common beginning."""
+def list_filters() -> list[str]:
+    """Names of the library's filters, without the prefix `check_`."""
     return [name.removeprefix("check_") for name in vars(library) if name.startswith("check_")]
 
 
 def one_per_rollout(samples: Sequence[Sample]) -> list[Sample]:
-    """The last sample of each rollout: a rollout of several samples has one reward."""
+    """The last sample of each rollout; all samples of a rollout share one reward."""
     return list({sample.index: sample for sample in samples}.values())

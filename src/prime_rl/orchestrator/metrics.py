@@ -1,4 +1,4 @@
-"""What a step was like: advantages onto samples, numbers for the metrics file, rows for the samples file."""
+"""Advantages, step metrics and sample records."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from statistics import fmean
 from typing import Any
 
-from prime_rl.orchestrator.buffer import POISON
 from prime_rl.orchestrator.config import AdvantageConfig
-from prime_rl.orchestrator.context import first_user_text
+from prime_rl.orchestrator.distillation.context import first_user_text
 from rollouts.training.advantages import compute_batch_advantages
 from rollouts.training.objectives import Baseline
-from rollouts.training.rollout_gen.groups import GroupAssembler
+from rollouts.training.rollout_gen.groups import DropReason, GroupBuffer
 from rollouts.training.types import Sample, Status
 
 Shape = Callable[[list[float], list[int]], list[float]]
-Rollout = list[Sample]  # the samples of one rollout: several where a turn's prompt did not extend the last
+Rollout = list[Sample]  # samples of one rollout: several if a turn's prompt does not extend the previous one
 
 
 def split_groups(samples: Iterable[Sample]) -> list[list[Rollout]]:
-    """Groups of rollouts of samples, by the indices that every sample carries."""
+    """Nest samples into groups of rollouts by `group_index` and `index`."""
     groups: dict[int | None, dict[int | None, Rollout]] = defaultdict(lambda: defaultdict(list))
     for sample in samples:
         groups[sample.group_index][sample.index].append(sample)
@@ -30,9 +29,9 @@ def split_groups(samples: Iterable[Sample]) -> list[list[Rollout]]:
 def assign_advantages(
     samples: list[Sample], config: AdvantageConfig | None, shape: Shape = lambda rewards, lengths: list(rewards)
 ) -> None:
-    """Give every trained token the advantage of its rollout within its group; other tokens carry 0.
+    """Set the advantages: every trained token gets that of its rollout within its group, other tokens get 0.
 
-    Advantages compare shape(rewards, lengths) of the group; the samples keep the reward that was earned.
+    Advantages are computed from shape(rewards, lengths) of the group; `sample.reward` is unchanged.
     """
     baseline: Baseline = "none"
     if config is not None:
@@ -53,7 +52,7 @@ def assign_advantages(
 
 
 def drop_overlong(samples: list[Sample], seq_len: int) -> list[Sample]:
-    """Samples the trainer can take. Those with more than `seq_len` tokens are marked truncated, never cut."""
+    """Keep samples of at most `seq_len` tokens. Longer ones are marked truncated, never cut."""
     for sample in samples:
         if len(sample.tokens) > seq_len:
             sample.status, sample.stop_reason = Status.TRUNCATED, "seq_len"
@@ -61,7 +60,7 @@ def drop_overlong(samples: list[Sample], seq_len: int) -> list[Sample]:
 
 
 def compute_batch_metrics(samples: list[Sample], *, step: int, version: int, num_kept: int) -> dict[str, float]:
-    """Numbers of one batch; every rollout counts once, `batch/overlong` is the share of samples over seq_len."""
+    """Metrics of one batch. Every rollout counts once; `batch/overlong` is the share of samples over seq_len."""
     groups = split_groups(samples)
     rollouts = [rollout for group in groups for rollout in group]
     rewards = [[rollout[0].reward for rollout in group] for group in groups]
@@ -84,15 +83,15 @@ def compute_batch_metrics(samples: list[Sample], *, step: int, version: int, num
 
 
 def compute_error_metrics(errors: dict[str, int], num_rollouts: int) -> dict[str, float]:
-    """Rollouts that failed, as a share of all (`error/mean`) and by type of error."""
+    """Failed rollouts as a share of all (`error/mean`) and by error type."""
     failed = sum(count for kind, count in errors.items() if kind != "RewardError")
     share = failed / (num_rollouts + failed) if num_rollouts + failed else 0.0
     return {"error/mean": share, **{f"error/{kind}": float(count) for kind, count in sorted(errors.items())}}
 
 
-def compute_group_metrics(groups: GroupAssembler, restarts: Mapping[str, int]) -> dict[str, float]:
-    """What became of all groups so far: drawn = trained + filtered + quarantined + in flight."""
-    quarantined = groups.drops[POISON]
+def compute_group_metrics(groups: GroupBuffer, restarts: Mapping[str, int]) -> dict[str, float]:
+    """Group counts since the start: drawn = trained + filtered + quarantined + in flight."""
+    quarantined = groups.drops[DropReason.ALL_FAILED]
     return {
         "groups/drawn": float(groups.next_group_index),
         "groups/trained": float(groups.num_emitted),
@@ -146,7 +145,7 @@ def _by_environment(rollouts: list[Rollout]) -> dict[str, float]:
 
 
 def _environment_metrics(rollouts: list[Rollout]) -> dict[str, float]:
-    """Mean of each of the environments' own metrics over the rollouts that have it."""
+    """Mean of each environment metric over the rollouts that report it."""
     values: dict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
         for name, value in rollout[0].metadata.get("metrics", {}).items():

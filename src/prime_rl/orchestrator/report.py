@@ -1,6 +1,8 @@
-"""What a step leaves behind: metrics, samples, and the one line that a reader of the terminal gets."""
+"""Step reports: metrics, samples and the console line."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from loguru import logger
 
@@ -10,65 +12,70 @@ from prime_rl.orchestrator.metrics import (
     compute_group_metrics,
     sample_rows,
 )
-from prime_rl.orchestrator.parts import Orchestrator
-from prime_rl.utils.sentinels import BatchSentinels
+from prime_rl.orchestrator.setup import Orchestrator
+from prime_rl.telemetry.health_checks import RolloutHealthChecks
 from rollouts.training.types import Sample
 
 
 class Reporter:
-    """Reports steps; remembers what was counted before, where a step's share is wanted."""
+    """Reports steps; converts running totals to per-step values."""
 
-    def __init__(self, parts: Orchestrator) -> None:
-        self.parts = parts
+    def __init__(self, orchestrator: Orchestrator) -> None:
+        self.orchestrator = orchestrator
         self._dropped = {"easy": 0, "hard": 0}
         self._idle_s = 0.0
-        verified = not parts.config.buffer.skip_verification
-        self.sentinels = BatchSentinels(parts.config.max_async_level, verified=verified)
+        verified = not orchestrator.config.buffer.skip_verification
+        self.health_checks = RolloutHealthChecks(orchestrator.config.max_async_level, verified=verified)
 
     def report(self, step: int, samples: list[Sample], num_kept: int, times: dict[str, float]) -> None:
-        """Log the metrics and samples of a step, and its line."""
-        parts = self.parts
-        metrics = compute_batch_metrics(samples, step=step, version=parts.relay.version, num_kept=num_kept)
-        metrics |= compute_error_metrics(parts.generator.take_errors(), int(metrics["progress/samples"]))
-        metrics["error/quarantined"] = float(parts.buffer.num_quarantined)
-        metrics |= compute_group_metrics(parts.rollouts.groups, parts.rollouts.restarts)
-        metrics |= parts.buffer.take_metrics() | self._filtered() | parts.lag.take_metrics()
-        metrics |= {f"progress/total_{name}": float(count) for name, count in parts.totals.items()}
-        if parts.teacher is not None:
-            metrics |= parts.teacher.take_metrics()
+        """Log the metrics, samples and console line of a step."""
+        orchestrator = self.orchestrator
+        metrics = compute_batch_metrics(samples, step=step, version=orchestrator.relay.version, num_kept=num_kept)
+        metrics |= compute_error_metrics(orchestrator.generator.take_errors(), int(metrics["progress/samples"]))
+        metrics["error/quarantined"] = float(orchestrator.buffer.num_quarantined)
+        metrics |= compute_group_metrics(orchestrator.rollouts.groups, orchestrator.rollouts.restarts)
+        metrics |= orchestrator.buffer.take_metrics() | self._filtered() | orchestrator.lag.take_metrics()
+        metrics |= {f"progress/total_{name}": float(count) for name, count in orchestrator.totals.items()}
+        if orchestrator.teacher is not None:
+            metrics |= orchestrator.teacher.take_metrics()
         metrics |= {f"time/{name}": value for name, value in times.items()}
-        metrics |= {"time/update_weights": parts.relay.update_s, "time/wait_for_ckpt": self._idle()}
+        metrics |= {"time/update_weights": orchestrator.relay.update_s, "time/wait_for_ckpt": self._idle()}
         metrics["perf/throughput"] = metrics["progress/tokens"] / max(times["step"], 1e-9)
-        parts.monitor.log(metrics, step)
-        parts.monitor.log_samples(sample_rows(samples), step)
-        logger.info(format_step(step, metrics, parts.evaluations.val_reward))
-        self.sentinels.look(samples, metrics["time/wait_for_ckpt"], metrics["time/step"])
+        orchestrator.monitor.log(metrics, step)
+        orchestrator.monitor.log_samples(sample_rows(samples), step)
+        is_scored = not orchestrator.config.buffer.skip_verification
+        logger.info(format_step(step, metrics, orchestrator.evaluations.val_reward, is_scored=is_scored))
+        self.health_checks.check(samples, metrics["time/wait_for_ckpt"], metrics["time/step"])
         if num_kept < len(samples):
-            logger.warning(
-                f"{len(samples) - num_kept} samples are longer than seq_len = {parts.config.seq_len}: left out"
-            )
+            logger.warning(f"{len(samples) - num_kept} samples exceed seq_len = {orchestrator.config.seq_len}: dropped")
 
     def _filtered(self) -> dict[str, float]:
-        """Rollouts of this step's groups that were all solved, or all failed their task."""
-        size, metrics = self.parts.config.rollouts_per_example, {}
+        """Rollouts dropped in this step by online difficulty filtering, by kind."""
+        size, metrics = self.orchestrator.config.rollouts_per_example, {}
         for kind, before in self._dropped.items():
-            self._dropped[kind] = self.parts.rollouts.groups.drops[kind]
+            self._dropped[kind] = self.orchestrator.rollouts.groups.drops[kind]
             metrics[f"filtered_rollouts/{kind}"] = float((self._dropped[kind] - before) * size)
         return metrics
 
     def _idle(self) -> float:
-        """Seconds of this step in which nothing was generated because every slot waited for the trainer."""
-        before, self._idle_s = self._idle_s, self.parts.rollouts.idle_s
+        """Seconds of this step without generation because every slot waited for the trainer."""
+        before, self._idle_s = self._idle_s, self.orchestrator.rollouts.idle_s
         return self._idle_s - before
 
 
-def format_step(step: int, metrics: dict[str, float], val_reward: float | None) -> str:
-    """The line of a step."""
-    validation = "" if val_reward is None else f"Val. Reward: {val_reward:.4f} | "
-    return (
-        f"Step {step} | Time: {metrics['time/step']:.2f}s | Reward: {metrics['reward/mean']:.4f} | {validation}"
-        f"Throughput: {metrics['perf/throughput']:.0f} tokens/s | "
-        f"Seq. Length: {metrics['seq_len/mean']:.1f} tokens/sample | "
-        f"Async Level: {metrics['batch/async_level']:.0f} | "
-        f"Max. Off-Policy Level: {metrics.get('batch/off_policy_level/max', 0):.0f}"
-    )
+def format_step(step: int, metrics: Mapping[str, float], val_reward: float | None, *, is_scored: bool = True) -> str:
+    """The console line of a step; without the reward if no reward function runs."""
+    parts = [f"Step {step}", f"Time: {metrics['time/step']:.2f}s"]
+    if is_scored:
+        parts.append(f"Reward: {metrics['reward/mean']:.4f}")
+    if val_reward is not None:
+        parts.append(f"Val. Reward: {val_reward:.4f}")
+    if skipped := sum(value for name, value in metrics.items() if name.startswith("teacher/skipped/")):
+        parts.append(f"Not Scored by Teacher: {skipped:.0f}")
+    parts += [
+        f"Throughput: {metrics['perf/throughput']:.0f} tokens/s",
+        f"Seq. Length: {metrics['seq_len/mean']:.1f} tokens/sample",
+        f"Async Level: {metrics['batch/async_level']:.0f}",
+        f"Max. Off-Policy Level: {metrics.get('batch/off_policy_level/max', 0):.0f}",
+    ]
+    return " | ".join(parts)

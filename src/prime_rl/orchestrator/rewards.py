@@ -1,4 +1,4 @@
-"""Shaping of rewards inside a group: what length costs."""
+"""Reward shaping within a group: length penalties."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def shape_rewards(
 ) -> list[float]:
     """Rewards r of one group after the penalty for n sampled tokens, c = coef:
 
-    relative   r / (1 + c n / mean(n))                                 a wrong answer (r = 0) costs nothing more
-    linear     r - c p n / seq_len,  p = mean(r) within 0..1           no pressure while a prompt is unsolved
+    relative   r / (1 + c n / mean(n))                                 wrong answers (r = 0) are not penalized
+    linear     r - c p n / seq_len,  p = mean(r) within 0..1           no penalty while a prompt is unsolved
     overlong   r - c clip((n - (max_tokens - window)) / window, 0, 1)  DAPO, 2503.14476, equation 13
     """
     if config is None:
@@ -31,6 +31,6 @@ def shape_rewards(
     if config.type == "linear":
         solved = min(max(fmean(rewards), 0.0), 1.0)
         return [r - config.coef * solved * n / seq_len for r, n in zip(rewards, lengths, strict=True)]
-    assert max_tokens is not None, "checked with the configuration"
+    assert max_tokens is not None, "validated by the config"
     costs = [compute_overlong_penalty(n, max_tokens, config.window) for n in lengths]
     return [r - config.coef * cost for r, cost in zip(rewards, costs, strict=True)]

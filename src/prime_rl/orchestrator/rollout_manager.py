@@ -1,4 +1,4 @@
-"""What a group is made of: which prompts there are, and how one of them becomes scored samples."""
+"""Generation of one prompt group: rollouts, retries, teacher log-probs and samples."""
 
 from __future__ import annotations
 
@@ -7,31 +7,33 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from prime_rl.orchestrator.buffer import POISON, Prompt, PromptBuffer
+from prime_rl.orchestrator.buffer import Prompt, PromptBuffer
 from prime_rl.orchestrator.config import OrchestratorConfig
-from prime_rl.orchestrator.engines import Attendance
-from prime_rl.orchestrator.filters import build_judge
-from prime_rl.orchestrator.teacher import Teacher
+from prime_rl.orchestrator.distillation.teacher import Teacher
+from prime_rl.orchestrator.filters import build_group_filter
+from prime_rl.orchestrator.server_pool import ServerPool
+from prime_rl.runtime.redaction import redact_fields
 from prime_rl.utils.vf import build_sampling_args
 from rollouts.training.agent_integration import Rollout, rollout_to_samples
 from rollouts.training.environments import Environment
 from rollouts.training.rollout_gen.async_rollout_manager import (
     AsyncRolloutManager,
-    Freshness,
     GroupDropped,
+    StalenessLimits,
     sample_seed,
 )
+from rollouts.training.rollout_gen.groups import DropReason
 from rollouts.training.types import RolloutConfig, Sample, Status
 
-# The engine's trouble, not the prompt's: such a prompt is not held against.
-ENGINE_ERRORS = ("APIConnectionError", "APITimeoutError", "InternalServerError", "RateLimitError", "ModelError")
+# Infrastructure errors: these alone do not quarantine a prompt at once.
+INFRASTRUCTURE_ERRORS = ("APIConnectionError", "APITimeoutError", "InternalServerError", "RateLimitError", "ModelError")
 
 
 class GroupGenerator:
-    """Makes one group: runs the rollouts of a prompt, leaves out those that failed, turns the others into samples.
+    """Generates one group: runs the rollouts of a prompt, drops failed ones and converts the others to samples.
 
-    A failed rollout is tried `max_retries` times more. A prompt none of whose rollouts succeed is dropped as `POISON`,
-    and the buffer draws it no more. Failures are counted by type until `take_errors`.
+    A failed rollout is retried `max_retries` times. A group without any success is dropped as `ALL_FAILED`, which
+    quarantines its prompt. Failures are counted by error type until `take_errors`.
     """
 
     def __init__(
@@ -41,11 +43,11 @@ class GroupGenerator:
         clients: Sequence[Any],
         live_version: Callable[[], int],
         teacher: Teacher | None = None,
-        attendance: Attendance | None = None,
+        server_pool: ServerPool | None = None,
     ) -> None:
         self.config = config
         self.teacher = teacher
-        self.attendance = attendance or Attendance(len(clients))
+        self.server_pool = server_pool or ServerPool(len(clients))
         self.environments = environments
         self.clients = clients
         self.last_error: str | None = None
@@ -53,12 +55,12 @@ class GroupGenerator:
         self._live_version = live_version
 
     async def __call__(self, group_index: int, prompt: Prompt) -> list[Sample]:
-        """Samples of the group; raises `GroupDropped` when fewer rollouts succeed than can be compared."""
+        """Samples of the group; raises `GroupDropped` if too few rollouts succeed to be compared."""
 
         async def generate(server: int) -> list[Sample]:
             return await self._generate(group_index, prompt, self.clients[server])
 
-        return await self.attendance.run(group_index, generate)
+        return await self.server_pool.run(group_index, generate)
 
     async def _generate(self, group_index: int, prompt: Prompt, client: Any) -> list[Sample]:
         config, version = self.config, self._live_version()
@@ -72,27 +74,30 @@ class GroupGenerator:
         groups = [self._to_samples(r, prompt["env"], group_index, i, version) for i, r in enumerate(rollouts)]
         good = [samples for samples in groups if samples]
         if len(good) < min(2, config.rollouts_per_example):
-            self._give_up(prompt, rollouts)
-        return await self._teach([sample for samples in good for sample in samples], prompt, client)
+            self._drop(prompt, rollouts)
+        return await self._add_teacher_logprobs([sample for samples in good for sample in samples], prompt, client)
 
     def take_errors(self) -> dict[str, int]:
         """Failed rollouts by type of error since the last call."""
         errors, self._errors = dict(self._errors), Counter()
         return errors
 
-    async def _teach(self, samples: list[Sample], prompt: Prompt, client: Any) -> list[Sample]:
-        """The samples with what the teacher says of them; those it cannot speak of are left out."""
+    async def _add_teacher_logprobs(self, samples: list[Sample], prompt: Prompt, client: Any) -> list[Sample]:
+        """Add teacher log-probs; drop samples that the teacher cannot score."""
         if self.teacher is not None:
-            samples = await self.teacher.teach(samples, prompt["env"], prompt["row"], client)
+            samples = await self.teacher.score_group(samples, prompt["env"], prompt["row"], client)
             if len({sample.index for sample in samples}) < min(2, self.config.rollouts_per_example):
                 self.last_error = self.teacher.last_error
-                raise GroupDropped("too few rollouts")
+                raise GroupDropped(DropReason.TOO_FEW)
         for sample in samples:
             sample.metadata.pop("asked", None)
+            # The text is used only in records, batches and checkpoints from here on: redact secrets.
+            sample.prompt, sample.response, sample.error = redact_fields([sample.prompt, sample.response, sample.error])
+            sample.metadata = redact_fields(sample.metadata)
         return samples
 
     def _to_samples(self, rollout: Rollout, env: str, group_index: int, index: int, version: int) -> list[Sample]:
-        """Samples of one rollout; a rollout that cannot be trained on becomes a failed one, and no samples."""
+        """Samples of one rollout. A rollout that cannot be trained on is marked as failed and gives none."""
         if self.config.buffer.skip_verification:
             rollout.reward = 0.0
         if self.config.zero_truncated_completions and rollout.status == Status.TRUNCATED:
@@ -100,12 +105,12 @@ class GroupGenerator:
         try:
             samples = [] if rollout.failed else rollout_to_samples(rollout, group_index=group_index, index=index)
             if not rollout.failed and not samples:
-                raise ValueError("the server's answer has no token ids and log-probs: it must know return_token_ids")
+                raise ValueError("the server returned no token ids and log-probs: it must support return_token_ids")
             for sample in samples:
                 sample.validate()
-                if not sample.versions:  # a server that does not tell held at least this version
+                if not sample.versions:  # the server does not report versions: it had at least this one
                     sample.versions = [(sample.loss_mask.index(1.0), version)]
-                sample.metadata = {**sample.metadata, "env": env, **_facts(rollout)}
+                sample.metadata = {**sample.metadata, "env": env, **_rollout_metadata(rollout)}
         except ValueError as error:
             rollout.status, rollout.error_type, rollout.error = Status.FAILED, "InvalidRollout", str(error)
             samples = []
@@ -114,20 +119,20 @@ class GroupGenerator:
             self.last_error = f"{rollout.error_type}: {rollout.error}"
         return samples
 
-    def _give_up(self, prompt: Prompt, rollouts: list[Rollout]) -> None:
+    def _drop(self, prompt: Prompt, rollouts: list[Rollout]) -> None:
         kinds = {rollout.error_type for rollout in rollouts if rollout.failed}
-        if kinds and kinds <= set(ENGINE_ERRORS):
-            raise GroupDropped("engine failed")
+        if kinds and kinds <= set(INFRASTRUCTURE_ERRORS):
+            raise GroupDropped(DropReason.ENGINE_ERROR)
         if all(rollout.failed for rollout in rollouts):
-            raise GroupDropped(POISON)
-        raise GroupDropped("too few rollouts")
+            raise GroupDropped(DropReason.ALL_FAILED)
+        raise GroupDropped(DropReason.TOO_FEW)
 
 
 def build_rollouts(config: OrchestratorConfig, buffer: PromptBuffer, generator: GroupGenerator) -> AsyncRolloutManager:
-    """The stream of batches, with (max_async_level + 1) batches' worth of slots, or more where it over-samples."""
+    """Build the batch stream with (max_async_level + oversampling_factor) batches' worth of slots."""
     if config.max_concurrent is not None and config.max_concurrent < config.rollouts_per_example:
         raise ValueError(
-            f"max_concurrent = {config.max_concurrent} has no room for one group of "
+            f"max_concurrent = {config.max_concurrent} is smaller than one group of "
             f"rollouts_per_example = {config.rollouts_per_example}: raise it"
         )
     in_order = config.oversampling_factor == 1
@@ -135,18 +140,18 @@ def build_rollouts(config: OrchestratorConfig, buffer: PromptBuffer, generator: 
         buffer,
         RolloutConfig(config.num_groups, config.rollouts_per_example),
         generate_group=generator,
-        judge=build_judge(config.buffer),
-        on_outcomes=buffer.learn,
+        group_filter=build_group_filter(config.buffer),
+        on_outcomes=buffer.record_outcomes,
         slots=math.ceil((config.max_async_level + config.oversampling_factor) * config.num_groups - 1e-9),
         max_running=config.max_concurrent and config.max_concurrent // config.rollouts_per_example,
         in_order=in_order,
-        freshness=Freshness(None if in_order else config.max_async_level, config.max_off_policy_steps),
+        staleness_limits=StalenessLimits(None if in_order else config.max_async_level, config.max_off_policy_steps),
         max_batches=config.max_steps,
     )
 
 
-def _facts(rollout: Rollout) -> dict[str, Any]:
-    """What the metrics want to know of a rollout."""
+def _rollout_metadata(rollout: Rollout) -> dict[str, Any]:
+    """Rollout fields that the metrics need."""
     return {
         "example_id": rollout.example_id,
         "metrics": rollout.metrics,

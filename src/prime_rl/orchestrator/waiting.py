@@ -1,4 +1,4 @@
-"""Saying what is waited for while nothing happens, and measuring when the event loop itself is what is late."""
+"""Periodic wait messages and event-loop lag."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from contextlib import contextmanager
 import anyio
 from loguru import logger
 
-REMIND_S = 30.0
-LAG_EVERY_S = 0.25
+LOG_INTERVAL_S = 30.0
+LAG_INTERVAL_S = 0.25
 
 
-class Reminder:
-    """Says every `REMIND_S` seconds what is waited for, and since when."""
+class WaitLogger:
+    """Logs every `LOG_INTERVAL_S` seconds what the loop waits for and for how long."""
 
     def __init__(self) -> None:
         self._describe: Callable[[float], str | None] = lambda waited: None
@@ -21,7 +21,7 @@ class Reminder:
 
     @contextmanager
     def waiting(self, describe: Callable[[float], str | None]) -> Iterator[None]:
-        """The body waits; `describe(seconds waited)` says for what, None says nothing."""
+        """Context of a wait; `describe(seconds waited)` returns the message, None for no message."""
         self._describe, self._since = describe, anyio.current_time()
         try:
             yield
@@ -29,16 +29,16 @@ class Reminder:
             self._describe = lambda waited: None
 
     async def run(self) -> None:
-        """Remind until cancelled."""
+        """Log until cancelled."""
         while True:
-            await anyio.sleep(REMIND_S)
+            await anyio.sleep(LOG_INTERVAL_S)
             waited = anyio.current_time() - self._since
-            if waited >= REMIND_S and (line := self._describe(waited)) is not None:
+            if waited >= LOG_INTERVAL_S and (line := self._describe(waited)) is not None:
                 logger.info(line)
 
 
-class LagMeter:
-    """How late the event loop wakes a task that asked to be woken: more than a few ms means the loop is overloaded."""
+class EventLoopLagMonitor:
+    """Delay of timer wake-ups: more than a few ms means that the event loop is overloaded."""
 
     def __init__(self) -> None:
         self._lags: list[float] = []
@@ -46,7 +46,7 @@ class LagMeter:
     async def run(self) -> None:
         """Measure until cancelled."""
         while True:
-            due = anyio.current_time() + LAG_EVERY_S
+            due = anyio.current_time() + LAG_INTERVAL_S
             await anyio.sleep_until(due)
             self._lags.append(max(anyio.current_time() - due, 0.0))
 

@@ -1,1 +1,1 @@
-"""`plan`: what fits on a cluster, how long a step takes, who waits for whom, and what to change."""
+"""`plan`: memory, time per step and bottlenecks of a configuration on a cluster."""

@@ -1,4 +1,4 @@
-"""What `plan` is asked: the configuration of a run, a cluster, and how long its rollouts are."""
+"""Configuration of `plan`: the configuration of a run, a cluster and the length of rollouts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GiB = 2**30
 
 @dataclass(frozen=True)
 class Gpu:
-    """By data sheet: memory in GiB, dense bf16 TFLOP/s, GB/s of its memory, GB/s to its neighbours (one direction)."""
+    """Data sheet: memory in GiB, dense bf16 TFLOP/s, memory GB/s, GPU-to-GPU GB/s in one direction."""
 
     memory: float
     tflops: float
@@ -37,72 +37,72 @@ GPUS = {
 
 
 class ClusterConfig(BaseConfig):
-    """The machines."""
+    """Nodes and GPUs."""
 
     gpu: Literal["a6000", "rtx3090", "rtx4090", "l40s", "a100-40", "a100", "h100", "h200", "b200"] = "h100"
-    """Kind of GPU; its figures are those of the data sheet."""
+    """GPU model; figures from its data sheet."""
 
     nodes: int = Field(default=1, ge=1)
-    """Machines."""
+    """Number of nodes."""
 
     gpus_per_node: int = Field(default=8, ge=1)
-    """GPUs of each."""
+    """GPUs per node."""
 
     trainer_gpus: int | None = Field(default=None, ge=1)
-    """GPUs that train; unset: as trainer_gpu_ids says, else the number that makes a step shortest."""
+    """GPUs of the trainer; unset: those of trainer_gpu_ids, else the number with the shortest step."""
 
     network_gbs: float = Field(default=40.0, gt=0)
-    """GB/s from one GPU to those of other machines."""
+    """GB/s from one GPU to those of other nodes."""
 
     disk_gbs: float = Field(default=2.0, gt=0)
-    """GB/s at which weights are published to the file system that all machines see, and read from it."""
+    """GB/s of writing weights to the shared file system, and of reading them."""
 
     @property
     def num_gpus(self) -> int:
-        """All of them."""
+        """Total number of GPUs."""
         return self.nodes * self.gpus_per_node
 
 
 class WorkloadConfig(BaseConfig):
-    """How long rollouts are."""
+    """Length of rollouts."""
 
     prompt_tokens: int = Field(default=256, ge=1)
-    """Mean length of a prompt."""
+    """Mean prompt length, in tokens."""
 
     completion_tokens: int | None = Field(default=None, ge=1)
-    """Mean length of what is generated, all turns together; unset: half of sampling.max_tokens, or of seq_len."""
+    """Mean number of generated tokens over all turns; unset: half of sampling.max_tokens, or of seq_len."""
 
     spread: float = Field(default=0.6, ge=0)
-    """Standard deviation of the logarithm of that length: 0: all alike, 1: a long tail."""
+    """Standard deviation of the logarithm of that length; 0: constant, 1: long tail."""
 
     turns: int = Field(default=1, ge=1)
-    """Answers of a rollout, each of which may wait for the environment."""
+    """Model turns per rollout, each followed by the environment's latency."""
 
     latency_s: float = Field(default=0.0, ge=0)
-    """Seconds that the environment takes after each answer."""
+    """Seconds of the environment per turn."""
 
 
 class EfficiencyConfig(BaseConfig):
-    """Which part of the data sheet is reached; the defaults are fitted to published runs (docs/planning.md)."""
+    """Achieved fraction of the data-sheet figures; defaults are fitted to published runs (docs/planning.md)."""
 
     matmul: float = Field(default=0.42, gt=0, le=1)
-    """Of the peak, in the matrix products of training and prefill."""
+    """Fraction of peak FLOP/s in the matrix products of training and prefill."""
 
     attention: float = Field(default=0.42, gt=0, le=1)
-    """Of the peak, in attention."""
+    """Fraction of peak FLOP/s in attention."""
 
     experts: float = Field(default=0.12, gt=0, le=1)
-    """Of the peak, in the products of a mixture of experts."""
+    """Fraction of peak FLOP/s in the matrix products of a mixture of experts."""
 
     memory: float = Field(default=0.6, gt=0, le=1)
-    """Of the memory's bandwidth, in decoding and in the optimizer."""
+    """Fraction of memory bandwidth in decoding and in the optimizer."""
 
     link: float = Field(default=0.6, gt=0, le=1)
-    """Of the bandwidth between GPUs."""
+    """Fraction of the bandwidth between GPUs."""
 
 
 class PlanConfig(RLConfig):
-    """The configuration of `rl`, and where it is to run."""
+    """The configuration of `rl`, plus cluster, workload and efficiency."""
 
     cluster: ClusterConfig = ClusterConfig()
 
@@ -111,24 +111,24 @@ class PlanConfig(RLConfig):
     efficiency: EfficiencyConfig = EfficiencyConfig()
 
     @model_validator(mode="after")
-    def _check_room_for_both(self) -> PlanConfig:
+    def _check_gpu_count(self) -> PlanConfig:
         serving = 0 if self.inference is None else self.inference.parallel.tp
         training = self.cluster.trainer_gpus or len(self.trainer_gpu_ids or []) or self.trainer.parallel.model_ranks
         if self.cluster.num_gpus > 1 and training + serving > self.cluster.num_gpus:
             raise ValueError(
-                f"cluster.nodes * cluster.gpus_per_node = {self.cluster.num_gpus} GPUs: {training} train, which leaves "
+                f"cluster.nodes * cluster.gpus_per_node = {self.cluster.num_gpus} GPUs: {training} for training leave "
                 f"no engine of inference.parallel.tp = {serving}"
             )
         return self
 
     @property
     def completion_tokens(self) -> int:
-        """Mean length of what a rollout generates."""
+        """Mean number of generated tokens per rollout."""
         longest = self.orchestrator.sampling.max_tokens or self.seq_len - self.workload.prompt_tokens
         return self.workload.completion_tokens or max(longest // 2, 1)
 
     @property
     def longest_completion(self) -> int:
-        """Tokens at which generation is cut."""
-        room = max(self.seq_len - self.workload.prompt_tokens, 1)
-        return min(self.orchestrator.sampling.max_tokens or room, room)
+        """Maximum number of generated tokens."""
+        limit = max(self.seq_len - self.workload.prompt_tokens, 1)
+        return min(self.orchestrator.sampling.max_tokens or limit, limit)

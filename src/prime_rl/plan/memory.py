@@ -1,36 +1,36 @@
-"""Bytes on one GPU: of a trainer's rank, and of an engine."""
+"""Memory of one GPU, in bytes: of a trainer rank and of an engine."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from prime_rl.plan.config import GPUS, GiB, PlanConfig
-from prime_rl.plan.shapes import Shape
+from prime_rl.plan.shapes import ModelShape
 from prime_rl.trainer.config import ParallelDims
 
 RUNTIME = 1.5 * GiB
-"""CUDA, its libraries, communication buffers, fragments."""
+"""CUDA context, libraries, communication buffers, fragmentation."""
 LOGITS = 16 * 2**20 * 4 * 3
 """One chunk of the output layer: logits in fp32, their gradient and a copy."""
-SERVED = 0.9
-"""Share of its GPU that an engine takes."""
+GPU_MEMORY_UTILIZATION = 0.9
+"""Fraction of GPU memory that an engine uses."""
 
 
 @dataclass(frozen=True)
-class Parts:
-    """A sum with names, in bytes."""
+class MemoryBreakdown:
+    """Named memory components, in bytes."""
 
     parts: dict[str, float]
     limit: float
 
     @property
     def total(self) -> float:
-        """All parts."""
+        """Sum of all components."""
         return sum(self.parts.values())
 
     @property
     def fits(self) -> bool:
-        """Whether the GPU holds them."""
+        """Whether they fit on the GPU."""
         return self.total <= self.limit
 
     def __str__(self) -> str:
@@ -38,8 +38,8 @@ class Parts:
         return f"{self.total / GiB:.1f} of {self.limit / GiB:.0f} GiB ({shown})"
 
 
-def count_lora(config: PlanConfig, shape: Shape) -> int:
-    """Parameters of the adapter, 0 without one."""
+def count_lora(config: PlanConfig, shape: ModelShape) -> int:
+    """Number of LoRA parameters; 0 without LoRA."""
     lora = config.trainer.model.lora
     if lora is None:
         return 0
@@ -57,50 +57,50 @@ def count_lora(config: PlanConfig, shape: Shape) -> int:
     return lora.rank * shape.layers * sum(sizes.get(name, 0) for name in lora.target_modules)
 
 
-def trainer_memory(config: PlanConfig, shape: Shape, parallel: ParallelDims) -> Parts:
-    """Of one rank: fp32 parameters, gradients and moments are cut, bf16 layers come and go, activations are kept."""
+def trainer_memory(config: PlanConfig, shape: ModelShape, parallel: ParallelDims) -> MemoryBreakdown:
+    """One rank: sharded fp32 parameters, gradients and moments, gathered bf16 layers, saved activations."""
     model, dims = config.trainer.model, parallel
     split = dims.tp * dims.pp
     shards = (dims.dp_shard or 1) * dims.cp * split
     total, trained = shape.parameters, count_lora(config, shape) or shape.parameters
     frozen = total - trained if trained < total else 0
-    # One rank alone keeps a bf16 copy beside its fp32 parameters; several gather a layer at a time.
+    # A single rank keeps a bf16 copy of its fp32 parameters; several ranks gather one layer at a time.
     gathered = total / split if shards == split else 2 * (total - shape.head_parameters) / shape.layers / split
     gathered = 0.0 if frozen else gathered + (shape.head_parameters / split if shards > split else 0)
     tokens = config.trainer.micro_bs * config.seq_len / dims.cp
     layers = shape.layers / dims.pp
-    flows = dims.pp if dims.pp > 1 else 1  # micro-batches under way in a pipeline
+    flows = dims.pp if dims.pp > 1 else 1  # micro-batches in flight in a pipeline
     if model.ac is None:
-        kept = layers * shape.layer_bytes / dims.tp * tokens * flows
+        activations = layers * shape.layer_bytes / dims.tp * tokens * flows
     else:
         inputs = 0.0 if model.ac_offloading else 2.0 * shape.hidden * layers / model.ac.freq
-        whole = shape.layer_bytes / dims.tp * (layers * (1 - 1 / model.ac.freq) + 1)
+        recomputed = shape.layer_bytes / dims.tp * (layers * (1 - 1 / model.ac.freq) + 1)
         matrices = 0.45 * shape.layer_bytes / dims.tp * layers if model.ac.mode == "selective" else 0.0
-        kept = (inputs + whole + matrices) * tokens * flows
+        activations = (inputs + recomputed + matrices) * tokens * flows
     optimizer = 0.0 if model.optim_cpu_offload else 8.0 * trained / shards
     parts = {
         "parameters": (0.0 if model.optim_cpu_offload else 4.0) * trained / shards + 2.0 * frozen / shards,
         "gradients": 4.0 * trained / shards,
         "moments": optimizer,
         "gathered": 2.0 * gathered,
-        "activations": kept,
+        "activations": activations,
         "logits": LOGITS,
         "runtime": RUNTIME,
     }
-    return Parts(parts, GPUS[config.cluster.gpu].memory * GiB)
+    return MemoryBreakdown(parts, GPUS[config.cluster.gpu].memory * GiB)
 
 
-def engine_memory(config: PlanConfig, shape: Shape) -> Parts:
-    """Of one GPU of an engine, without keys and values."""
+def engine_memory(config: PlanConfig, shape: ModelShape) -> MemoryBreakdown:
+    """One GPU of an engine, without the KV cache."""
     assert config.inference is not None
     weights = 2.0 * shape.parameters / config.inference.parallel.tp
-    limit = SERVED * GPUS[config.cluster.gpu].memory * GiB
-    return Parts({"weights": weights, "runtime": RUNTIME + 2 * LOGITS}, limit)
+    limit = GPU_MEMORY_UTILIZATION * GPUS[config.cluster.gpu].memory * GiB
+    return MemoryBreakdown({"weights": weights, "runtime": RUNTIME + 2 * LOGITS}, limit)
 
 
-def cache_tokens(config: PlanConfig, shape: Shape) -> float:
-    """Tokens whose keys and values one engine holds."""
+def cache_tokens(config: PlanConfig, shape: ModelShape) -> float:
+    """Capacity of the KV cache of one engine, in tokens."""
     assert config.inference is not None
     memory, tp = engine_memory(config, shape), config.inference.parallel.tp
-    room = max(memory.limit - memory.total, 0.0)
-    return room / (shape.kv_bytes / min(tp, shape.kv_heads))
+    free = max(memory.limit - memory.total, 0.0)
+    return free / (shape.kv_bytes / min(tp, shape.kv_heads))

@@ -1,4 +1,4 @@
-"""`plan`: the configuration of a run and a cluster --> memory, seconds of a step, who waits, and what to change."""
+"""`plan`: configuration of a run and a cluster --> memory, time per step, bottlenecks and recommendations."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import math
 import sys
 from typing import TYPE_CHECKING
 
-from prime_rl.utils.command import run_command
+from prime_rl.configuration.command import run_command
 
 if TYPE_CHECKING:
     from prime_rl.plan.config import PlanConfig
 
 
 def plan(config: PlanConfig) -> int:
-    """Show the plan; 0 when everything fits, 1 when something does not."""
+    """Print the plan; returns 0 if everything fits, else 1."""
     from prime_rl.plan.report import describe
     from prime_rl.plan.shapes import read_shape
     from prime_rl.plan.split import choose_split
@@ -31,7 +31,7 @@ def main() -> None:
         "plan",
         "prime_rl.plan.config:PlanConfig",
         plan,
-        summary="Say what fits on a cluster, how long a step takes, who waits for whom, and what to change.",
+        summary="Estimate memory, time per step and bottlenecks of a configuration on a cluster.",
     )
 
 

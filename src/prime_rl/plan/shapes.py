@@ -1,11 +1,13 @@
-"""The shape of a model, and what follows from it: parameters, bytes of a key, operations of a token."""
+"""Model shapes with derived parameter counts, KV cache bytes and FLOPs per token."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from rollouts.training.json_files import read_json_file
+from rollouts.training.model_config import DECODER_SIZES, check_model_config
 
 _QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "model_type": "qwen3"}
 _QWEN3_MOE = _QWEN3 | {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8}
@@ -32,12 +34,12 @@ KNOWN = {
     "Qwen/Qwen3-30B-A3B": _shape(_QWEN3_MOE, 2048, 48, 32, 768, False),
     "Qwen/Qwen3-235B-A22B": _shape(_QWEN3_MOE, 4096, 94, 64, 1536, False),
 }
-"""Shapes that need no hub."""
+"""Shapes available without the hub."""
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A decoder by its sizes; in a mixture of `experts`, `inner` is that of one, and a token uses `active` of them."""
+class ModelShape:
+    """Sizes of a decoder. With `experts`, `inner` is the size of one expert and a token uses `active` of them."""
 
     hidden: int
     layers: int
@@ -52,47 +54,47 @@ class Shape:
 
     @property
     def attention_parameters(self) -> int:
-        """The matrices of all layers but those of the feed-forward."""
+        """Attention parameters of all layers."""
         return self.layers * self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
 
     @property
     def expert_parameters(self) -> int:
-        """The feed-forward matrices of all layers."""
+        """Feed-forward parameters of all layers."""
         return self.layers * 3 * self.hidden * self.inner * max(self.experts, 1)
 
     @property
     def active_inner_parameters(self) -> int:
-        """Those of them that one token passes through."""
+        """Feed-forward parameters that are active for one token."""
         return self.layers * 3 * self.hidden * self.inner * max(self.active, 1)
 
     @property
     def head_parameters(self) -> int:
-        """The output layer's matrix."""
+        """Parameters of the output layer."""
         return self.hidden * self.vocab
 
     @property
     def parameters(self) -> int:
-        """All matrices."""
+        """All parameters."""
         embeddings = self.head_parameters * (1 if self.tied else 2)
         return self.attention_parameters + self.expert_parameters + embeddings
 
     @property
     def active_parameters(self) -> int:
-        """Those that one token is multiplied by."""
+        """Parameters that are active for one token."""
         return self.attention_parameters + self.active_inner_parameters + self.head_parameters
 
     @property
     def kv_bytes(self) -> int:
-        """Keys and values of one token, in bf16."""
+        """KV cache bytes of one token, in bf16."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
     def attention_flops(self, context: float) -> float:
-        """Forward operations of one token that sees `context` others: scores and weighted values, in all layers."""
+        """Forward FLOPs of attention for one token with `context` predecessors, in all layers."""
         return 4.0 * self.layers * self.heads * self.head_dim * context
 
     @property
     def layer_bytes(self) -> int:
-        """What one layer keeps of a token for its backward pass, in bf16.
+        """Saved activations of one token in one layer, in bf16.
 
         Two norms, queries and keys with their own norms, what attention reads and gives, gate, up, their activation and
         product. As counted by autograd's hooks for a layer of Qwen3.
@@ -101,20 +103,24 @@ class Shape:
         return 8 * self.hidden + 8 * queries + 6 * keys + 8 * self.inner * max(self.active, 1)
 
 
-def read_shape(name: str) -> Shape:
-    """The shape of a model directory, a shipped model or a hub name; `ValueError` when nothing is known of it."""
-    from prime_rl.utils.tokenizer import resolve_model_dir
+def read_shape(name: str) -> ModelShape:
+    """The shape of a model directory, a shipped model or a hub name; `ValueError` if it is unknown."""
+    from prime_rl.runtime.tokenizer import resolve_model_dir
 
     if name in KNOWN and not Path(name).is_dir():
         return parse_shape(KNOWN[name])
     directory = resolve_model_dir(name)
-    return parse_shape(json.loads((directory / "config.json").read_text(encoding="utf-8")))
+    config = read_json_file(directory / "config.json")
+    experts = config.get("num_experts") or config.get("num_local_experts")
+    inner = "moe_intermediate_size" if experts else "intermediate_size"
+    check_model_config(config, directory / "config.json", required=(*DECODER_SIZES, inner))
+    return parse_shape(config)
 
 
-def parse_shape(config: dict[str, Any]) -> Shape:
+def parse_shape(config: dict[str, Any]) -> ModelShape:
     """The shape in a `config.json`."""
     heads, experts = config["num_attention_heads"], config.get("num_experts") or config.get("num_local_experts") or 0
-    return Shape(
+    return ModelShape(
         hidden=config["hidden_size"],
         layers=config["num_hidden_layers"],
         heads=heads,

@@ -1,4 +1,4 @@
-"""Seconds: of a training step, of generating a batch, of handing weights over. Everything is a bound times a share."""
+"""Time estimates of a training step, a batch of rollouts and a weight update: data-sheet bound / efficiency."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 
 from prime_rl.plan.config import GPUS, Gpu, PlanConfig
 from prime_rl.plan.memory import cache_tokens, count_lora
-from prime_rl.plan.shapes import Shape
+from prime_rl.plan.shapes import ModelShape
 from prime_rl.trainer.config import ParallelDims
 
 LAUNCH_S = 6e-6 * 4
-"""Of one layer in a decode step, whatever the batch: kernels that a graph launches one after another."""
+"""Launch overhead of one layer in a decode step, independent of the batch size."""
 GRID = 64
-OFFER_S_PER_GB, RECEIVE_S_PER_GB = 0.43, 1.25
-"""Of a transfer over a process group: copying and digesting, sending and verifying; see `benchmarks/bench_sync.py`."""
+PUBLISH_S_PER_GB, RECEIVE_S_PER_GB = 0.43, 1.25
+"""Process-group transfer: copying and hashing; sending and verifying. See `benchmarks/bench_sync.py`."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """Seconds of one optimizer step, by what bounds them."""
+    """Seconds of one optimizer step, by component."""
 
     compute: float
     exchange: float
@@ -29,39 +29,41 @@ class Training:
 
     @property
     def seconds(self) -> float:
-        """Gathering and adding up overlap with the products; the optimizer does not."""
+        """Communication overlaps with compute; the optimizer does not."""
         return max(self.compute, self.exchange) + self.optimizer
 
 
 @dataclass(frozen=True)
 class Generation:
-    """Seconds of one batch: by engines that never run empty (steady), and from start to the last token (alone)."""
+    """Seconds of one batch: at steady load (`steady`), and from start to the last token (`alone`)."""
 
     steady: float
     alone: float
     concurrent: float
-    wanted: float
+    demand: float
     token_s: float
 
 
-def training_flops(config: PlanConfig, shape: Shape) -> tuple[float, float, float]:
-    """Operations of one token by kind (dense matrices, experts, attention), forward, backward and recomputed.
+def training_flops(config: PlanConfig, shape: ModelShape) -> tuple[float, float, float]:
+    """FLOPs of one token for (dense layers, experts, attention): forward, backward and recomputation.
 
-    A frozen matrix beside an adapter has no gradient of its own; the output layer is always computed twice, in chunks.
+    Frozen base weights have no weight gradient; the chunked output layer is always computed twice.
     """
     passes = 2.0 + 2.0 + (0.0 if count_lora(config, shape) else 2.0)
-    again = 0.0 if config.trainer.model.ac is None else 2.0 / config.trainer.model.ac.freq
+    recompute = 0.0 if config.trainer.model.ac is None else 2.0 / config.trainer.model.ac.freq
     if config.trainer.model.ac is not None and config.trainer.model.ac.mode == "selective":
-        again *= 0.2
-    matrices = (passes + again) * (shape.attention_parameters + (0 if shape.experts else shape.active_inner_parameters))
+        recompute *= 0.2
+    matrices = (passes + recompute) * (
+        shape.attention_parameters + (0 if shape.experts else shape.active_inner_parameters)
+    )
     matrices += (passes + 2.0) * shape.head_parameters
-    experts = (passes + again) * shape.active_inner_parameters if shape.experts else 0.0
+    experts = (passes + recompute) * shape.active_inner_parameters if shape.experts else 0.0
     length = config.workload.prompt_tokens + config.completion_tokens
-    attention = shape.attention_flops(length / 2) * (3.5 + again / 2)
+    attention = shape.attention_flops(length / 2) * (3.5 + recompute / 2)
     return matrices, experts, attention
 
 
-def train(config: PlanConfig, shape: Shape, parallel: ParallelDims, num_gpus: int) -> Training:
+def train(config: PlanConfig, shape: ModelShape, parallel: ParallelDims, num_gpus: int) -> Training:
     """One step over `orchestrator.batch_size` rollouts."""
     gpu, share = GPUS[config.cluster.gpu], config.efficiency
     tokens = config.orchestrator.batch_size * float(config.workload.prompt_tokens + config.completion_tokens)
@@ -85,17 +87,17 @@ def train(config: PlanConfig, shape: Shape, parallel: ParallelDims, num_gpus: in
 
 
 def link_speed(config: PlanConfig, gpu: Gpu, num_gpus: int) -> float:
-    """Bytes per second between the ranks: the slowest way that a ring over them takes."""
+    """Bytes per second of the slowest link of a ring over the ranks."""
     within = num_gpus <= config.cluster.gpus_per_node
     return (gpu.link if within else min(config.cluster.network_gbs, gpu.link)) * 1e9
 
 
-def decode_s(config: PlanConfig, shape: Shape, batch: float, context: float) -> float:
-    """One decode step of an engine with `batch` sequences of `context` tokens: bytes read, or operations."""
+def decode_s(config: PlanConfig, shape: ModelShape, batch: float, context: float) -> float:
+    """One decode step with `batch` sequences of `context` tokens: bound by memory or by compute."""
     assert config.inference is not None
     gpu, tp = GPUS[config.cluster.gpu], config.inference.parallel.tp
     touched = 1.0
-    if shape.experts:  # experts that nobody asks for are not read
+    if shape.experts:  # experts without tokens are not read
         touched = 1 - (1 - shape.active / shape.experts) ** batch
     weights = 2.0 * (shape.parameters - shape.expert_parameters * (1 - touched))
     read = (weights + batch * context * shape.kv_bytes) / tp / (gpu.bandwidth * 1e9 * config.efficiency.memory)
@@ -103,19 +105,19 @@ def decode_s(config: PlanConfig, shape: Shape, batch: float, context: float) -> 
     return max(read, computed) + LAUNCH_S * shape.layers
 
 
-def generate(config: PlanConfig, shape: Shape, engines: int) -> Generation:
-    """One batch of rollouts on so many engines."""
+def generate(config: PlanConfig, shape: ModelShape, engines: int) -> Generation:
+    """One batch of rollouts on `engines` engines."""
     assert config.inference is not None
     rollouts, mean = config.orchestrator.batch_size, float(config.completion_tokens)
     context = config.workload.prompt_tokens + mean / 2
     waiting = config.workload.turns * config.workload.latency_s
     level = config.max_async_level
-    wanted = rollouts * (1.0 + (level > 0)) * max(config.orchestrator.oversampling_factor, 1.0) / engines
-    room = min(config.inference.max_batch_size, cache_tokens(config, shape) / context)
-    concurrent = min(wanted, room)
+    demand = rollouts * (1.0 + (level > 0)) * max(config.orchestrator.oversampling_factor, 1.0) / engines
+    capacity = min(config.inference.max_batch_size, cache_tokens(config, shape) / context)
+    concurrent = min(demand, capacity)
     if concurrent < 1:
-        return Generation(math.inf, math.inf, concurrent, wanted, math.inf)
-    # Of those under way some wait for the environment: in equilibrium as many as their share of the time.
+        return Generation(math.inf, math.inf, concurrent, demand, math.inf)
+    # Fixed point: rollouts that wait for the environment do not take part in a decode step.
     batch = concurrent
     for _ in range(20):
         step = decode_s(config, shape, batch, context)
@@ -125,14 +127,14 @@ def generate(config: PlanConfig, shape: Shape, engines: int) -> Generation:
     lengths = list(quantiles(mean, config.workload.spread, config.longest_completion))
     alone, before = prefill + waiting, 0.0
     for i, length in enumerate(lengths):
-        still = min(rollouts / engines * (1 - i / GRID), room)
-        alone += (length - before) * decode_s(config, shape, max(still, 1.0), context)
+        active = min(rollouts / engines * (1 - i / GRID), capacity)
+        alone += (length - before) * decode_s(config, shape, max(active, 1.0), context)
         before = length
-    return Generation(steady, max(alone, steady), concurrent, wanted, step)
+    return Generation(steady, max(alone, steady), concurrent, demand, step)
 
 
 def quantiles(mean: float, spread: float, longest: int) -> Iterator[float]:
-    """Lengths at equal steps of probability of a log-normal with this mean, cut at the longest."""
+    """Quantiles of a log-normal length distribution with this mean, truncated at `longest`."""
     from statistics import NormalDist
 
     location = math.log(mean) - spread**2 / 2
@@ -140,8 +142,8 @@ def quantiles(mean: float, spread: float, longest: int) -> Iterator[float]:
         yield min(math.exp(location + spread * NormalDist().inv_cdf((i + 0.5) / GRID)), float(longest))
 
 
-def prefill_s(config: PlanConfig, shape: Shape, rollouts: float) -> float:
-    """The prompts of so many rollouts on one engine; a group's prompt is computed once."""
+def prefill_s(config: PlanConfig, shape: ModelShape, rollouts: float) -> float:
+    """Prefill seconds of `rollouts` rollouts on one engine; a group's prompt is computed once."""
     assert config.inference is not None
     gpu, tp = GPUS[config.cluster.gpu], config.inference.parallel.tp
     shared = config.orchestrator.rollouts_per_example if config.inference.cache.share_prefixes else 1
@@ -149,12 +151,12 @@ def prefill_s(config: PlanConfig, shape: Shape, rollouts: float) -> float:
     return 2.0 * tokens * shape.active_parameters / tp / (gpu.tflops * 1e12 * config.efficiency.matmul)
 
 
-def hand_over_s(config: PlanConfig, shape: Shape, engines: int) -> float:
-    """Weights from the trainer to the engines: written once and read by all at once, or sent to each of them."""
+def weight_update_s(config: PlanConfig, shape: ModelShape, engines: int) -> float:
+    """Weight update: written once and read by all engines in parallel, or sent to each engine."""
     adapter = count_lora(config, shape)
     merged = config.trainer.model.lora is not None and config.trainer.model.lora.merge
     size = 2.0 * (adapter if adapter and not merged else shape.parameters)
     if config.weight_broadcast.type == "filesystem":
         return 2 * size / (config.cluster.disk_gbs * 1e9)
     gigabytes = size / 1e9
-    return gigabytes * (OFFER_S_PER_GB + max(RECEIVE_S_PER_GB, engines / config.cluster.network_gbs))
+    return gigabytes * (PUBLISH_S_PER_GB + max(RECEIVE_S_PER_GB, engines / config.cluster.network_gbs))

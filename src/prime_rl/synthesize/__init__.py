@@ -1,1 +1,1 @@
-"""Synthesis: training conversations from environments and any model, filtered by what they earned."""
+"""Synthesis of training conversations from environments and any model, filtered by reward."""

@@ -1,4 +1,4 @@
-"""From results to the rows that `sft` reads: what is kept, and why the rest is not."""
+"""Filters rollout results and converts them to rows for `sft`."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ import msgspec
 from rollouts.training.datasets.sft import is_empty_turn, read_conversation
 
 if TYPE_CHECKING:
-    from prime_rl.synthesize.config import KeepConfig
-    from prime_rl.utils.journal import Result
+    from prime_rl.generation.resume_log import Result
+    from prime_rl.synthesize.config import SynthesisFilterConfig
 
 KEPT = "kept"
 
 
-def choose_results(groups: Sequence[Sequence[Result]], keep: KeepConfig) -> list[list[str]]:
-    """The verdict on each result: "kept", or the reason why not. Of an example the best come first, then by order."""
+def choose_results(groups: Sequence[Sequence[Result]], keep: SynthesisFilterConfig) -> list[list[str]]:
+    """Verdict on each result: "kept" or the reason for dropping it. Higher rewards of an example take precedence."""
     seen: set[bytes] = set()
     verdicts = []
     for group in groups:
-        verdict = [judge(result, keep) for result in group]
-        taken = 0
+        verdict = [classify_result(result, keep) for result in group]
+        num_kept = 0
         for number in sorted(range(len(group)), key=lambda n: (-(group[n].reward or 0.0), n)):
-            words = conversation_words(group[number], loose=keep.dedupe == "loose")
-            if verdict[number] == KEPT and keep.dedupe != "off" and words in seen:
+            key = conversation_key(group[number], loose=keep.dedupe == "loose")
+            if verdict[number] == KEPT and keep.dedupe != "off" and key in seen:
                 verdict[number] = "duplicate"
-            elif verdict[number] == KEPT and keep.max_per_example is not None and taken >= keep.max_per_example:
+            elif verdict[number] == KEPT and keep.max_per_example is not None and num_kept >= keep.max_per_example:
                 verdict[number] = "over max_per_example"
             if verdict[number] == KEPT:
-                taken += 1
-                seen.add(words)
+                num_kept += 1
+                seen.add(key)
         verdicts.append(verdict)
     return verdicts
 
 
-def judge(result: Result, keep: KeepConfig) -> str:
-    """The verdict on a result by itself."""
+def classify_result(result: Result, keep: SynthesisFilterConfig) -> str:
+    """Verdict on a single result, without deduplication."""
     if result.reward is None:
         return "failed"
     if keep.min_reward is not None and result.reward < keep.min_reward:
@@ -48,29 +48,29 @@ def judge(result: Result, keep: KeepConfig) -> str:
     if result.is_truncated and not keep.truncated:
         return "truncated"
     conversation = read_conversation({"prompt": result.prompt, "completion": result.completion}, 0)
-    learnt = conversation.messages[conversation.first_trained :]
-    says = any(message.get("role") == "assistant" and not is_empty_turn(message) for message in learnt)
-    return KEPT if says else "empty"
+    trained = conversation.messages[conversation.first_trained :]
+    has_content = any(message.get("role") == "assistant" and not is_empty_turn(message) for message in trained)
+    return KEPT if has_content else "empty"
 
 
-def conversation_words(result: Result, *, loose: bool) -> bytes:
-    """What two equal conversations have in common."""
-    said = [result.prompt, [_without_ids(message) for message in _as_list(result.completion)]]
-    text = msgspec.json.encode(said, order="deterministic", enc_hook=str).decode()
+def conversation_key(result: Result, *, loose: bool) -> bytes:
+    """Key that is equal for duplicate conversations."""
+    parts = [result.prompt, [_without_ids(message) for message in _as_list(result.completion)]]
+    text = msgspec.json.encode(parts, order="deterministic", enc_hook=str).decode()
     return (re.sub(r"[\W_]+", " ", text).casefold() if loose else text).encode()
 
 
 def to_row(result: Result, env: str, model: str) -> dict[str, Any]:
-    """One line of the data set: a conversation with loss on the completion, and where it comes from."""
-    row: dict[str, Any] = {"prompt": result.prompt, "completion": _until_last_word(result.completion)}
+    """One line of the data set: a conversation with loss on the completion, and its origin."""
+    row: dict[str, Any] = {"prompt": result.prompt, "completion": _trim_completion(result.completion)}
     if result.tools:
         row["tools"] = result.tools
     origin = {"env": env, "example_id": result.example_id, "rollout_idx": result.rollout_idx, "model": model}
     return row | origin | {"reward": result.reward}
 
 
-def _until_last_word(completion: Any) -> Any:
-    """A completion without what the environment said after the model's last message."""
+def _trim_completion(completion: Any) -> Any:
+    """A completion without messages after the model's last one."""
     if isinstance(completion, str):
         return completion
     last = max(n for n, message in enumerate(completion) if message.get("role") == "assistant")
@@ -82,7 +82,7 @@ def _as_list(completion: Any) -> list[Any]:
 
 
 def _without_ids(message: Any) -> Any:
-    """A message without the names of its tool calls, which a server draws at random."""
+    """A message without tool call ids, which are random."""
     if not isinstance(message, dict):
         return message
     calls = [{key: value for key, value in call.items() if key != "id"} for call in message.get("tool_calls") or []]

@@ -1,7 +1,7 @@
-"""`synthesize`: a model attempts the examples of environments; what passes the filters is a data set for `sft`.
+"""`synthesize`: run a model in environments and write the filtered conversations as a data set for `sft`.
 
-model --> server (ours for a local model) --> environments --> journal --> filters --> synthesize/<env>.jsonl --> sft
-                                                                 ^ a killed run goes on here
+model --> server (started for a local model) --> environments --> resume log --> filter --> synthesize/<env>.jsonl
+                                                                      ^ an interrupted run resumes here
 """
 
 from __future__ import annotations
@@ -13,59 +13,63 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prime_rl.utils.command import run_command
+from prime_rl.configuration.command import run_command
 
 if TYPE_CHECKING:
+    from prime_rl.configuration.sections import GenerationEnvConfig
+    from prime_rl.generation.resume_log import Result
+    from prime_rl.generation.rollout_jobs import ModelEndpoint
+    from prime_rl.generation.session import GenerationRun
     from prime_rl.synthesize.config import SynthesizeConfig
-    from prime_rl.utils.ask_command import AskRun
-    from prime_rl.utils.asking import Target
-    from prime_rl.utils.config import AskedEnvConfig
-    from prime_rl.utils.journal import Result
     from rollouts.training.environments import Environment
 
 FOLDER = "synthesize"
 
 
 def synthesize(config: SynthesizeConfig) -> int:
-    """Make the data set; returns the exit code."""
-    from prime_rl.utils.ask_command import run_asking
-    from prime_rl.utils.model_server import find_base_urls
+    """Generate the data set; returns the exit code."""
+    from prime_rl.generation.model_server import resolve_base_urls
+    from prime_rl.generation.session import run_generation
 
     summaries: dict[str, dict[str, float]] = {}
 
-    async def work(run: AskRun, base_urls: Sequence[str]) -> None:
-        from prime_rl.utils.asking import Target
-        from prime_rl.utils.model_server import connect
+    async def work(run: GenerationRun, base_urls: Sequence[str]) -> None:
+        from prime_rl.generation.model_server import connect
+        from prime_rl.generation.rollout_jobs import ModelEndpoint
 
         async with connect(config.client, base_urls) as clients:
-            target = Target(clients, config.model.name)
+            endpoint = ModelEndpoint(clients, config.model.name)
             for env in config.env:
                 name = env.name or env.id
-                summaries[name] = await synthesize_environment(run, config, env, run.environments[name], target)
+                summaries[name] = await synthesize_environment(run, config, env, run.environments[name], endpoint)
 
-    run_asking("synthesize", config, find_base_urls(config), {}, work)
+    run_generation("synthesize", config, resolve_base_urls(config), {}, work)
     show_summary(summaries, config)
     return 0
 
 
 async def synthesize_environment(
-    run: AskRun, config: SynthesizeConfig, env: AskedEnvConfig, environment: Environment, target: Target
+    run: GenerationRun,
+    config: SynthesizeConfig,
+    env: GenerationEnvConfig,
+    environment: Environment,
+    endpoint: ModelEndpoint,
 ) -> dict[str, float]:
-    """Run what is missing in one environment, write its rows, and return how many were kept and why not all."""
+    """Run the missing rollouts of one environment, write the rows and return the summary."""
+    from prime_rl.generation.rollout_jobs import choose_rows
+    from prime_rl.generation.session import run_missing
     from prime_rl.synthesize.rows import choose_results
-    from prime_rl.utils.ask_command import run_missing
-    from prime_rl.utils.asking import choose_rows
 
     name, root = env.name or env.id, config.output_dir / FOLDER
     rows = choose_rows(environment, env, config, config.split)
-    journal = run.open_journal(root / "rollouts" / name.replace("/", "_"), env, target, config.model.name)
-    groups = await run_missing(journal, environment, rows, env, config, target)
+    resume_log = run.open_resume_log(root / "rollouts" / name.replace("/", "_"), env, endpoint, config.model.name)
+    groups = await run_missing(resume_log, environment, rows, env, config, endpoint)
     verdicts = choose_results(groups, config.keep)
     write_rows(root, name, groups, verdicts, config.model.name)
-    summary = summarize(groups, verdicts) | {"time": journal.elapsed}
-    if not journal.reported:
+    summary = summarize(groups, verdicts) | {"time": resume_log.elapsed}
+    if not resume_log.reported:
         run.monitor.log({f"synthesize/{name}/{key}": value for key, value in summary.items()}, 0)
-        journal.mark_reported()
+        resume_log.mark_reported()
     run.report_failures(name, groups)
     return summary
 
@@ -73,31 +77,31 @@ async def synthesize_environment(
 def write_rows(
     root: Path, name: str, groups: Sequence[Sequence[Result]], verdicts: Sequence[Sequence[str]], model: str
 ) -> None:
-    """Write `<env>.jsonl`, the data set, and `rollouts/<env>/results.jsonl`, everything with its verdict."""
+    """Write the data set `<env>.jsonl`, and all results with verdicts to `rollouts/<env>/results.jsonl`."""
     import msgspec
 
     from prime_rl.synthesize.rows import KEPT, to_row
 
     file, pairs = name.replace("/", "_"), list(_pairs(groups, verdicts))
-    everything = [msgspec.structs.asdict(result) | {"verdict": verdict} for result, verdict in pairs]
-    _write_whole(root / "rollouts" / file / "results.jsonl", everything)
+    all_rows = [msgspec.structs.asdict(result) | {"verdict": verdict} for result, verdict in pairs]
+    _write_whole(root / "rollouts" / file / "results.jsonl", all_rows)
     _write_whole(root / f"{file}.jsonl", [to_row(result, name, model) for result, verdict in pairs if verdict == KEPT])
 
 
 def summarize(groups: Sequence[Sequence[Result]], verdicts: Sequence[Sequence[str]]) -> dict[str, float]:
-    """How many rows there are, what they earned beside what all earned, and how many were dropped for what reason."""
+    """Counts, mean rewards of all and of kept rollouts, and dropped rollouts by reason."""
     from prime_rl.synthesize.rows import KEPT
 
     pairs = list(_pairs(groups, verdicts))
     counts = Counter(verdict for _, verdict in pairs)
     rewards = [result.reward for result, _ in pairs if result.reward is not None]
-    earned = [result.reward for result, verdict in pairs if verdict == KEPT and result.reward is not None]
+    kept_rewards = [result.reward for result, verdict in pairs if verdict == KEPT and result.reward is not None]
     return {
         "examples": len(groups),
         "rollouts": len(pairs),
         "kept": counts.pop(KEPT, 0),
         "reward/mean": statistics.fmean(rewards) if rewards else float("nan"),
-        "kept/reward/mean": statistics.fmean(earned) if earned else float("nan"),
+        "kept/reward/mean": statistics.fmean(kept_rewards) if kept_rewards else float("nan"),
         **{f"dropped/{reason}": count for reason, count in sorted(counts.items())},
     }
 
@@ -117,7 +121,7 @@ def _write_whole(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def show_summary(summaries: Mapping[str, Mapping[str, float]], config: SynthesizeConfig) -> None:
-    """What came of each environment, where it lies, and how to train on it."""
+    """Print a line per environment, the output paths, and the training command."""
     lines = []
     for name, summary in summaries.items():
         dropped = ", ".join(f"{count:.0f} {key[8:]}" for key, count in summary.items() if key.startswith("dropped/"))
@@ -128,13 +132,13 @@ def show_summary(summaries: Mapping[str, Mapping[str, float]], config: Synthesiz
         )
     root = config.output_dir / FOLDER
     first = f"{next(iter(summaries)).replace('/', '_')}.jsonl"
-    where = {
+    paths = {
         "data set": root / first if len(summaries) == 1 else root,
         "rollouts": root / "rollouts",
         "metrics": config.output_dir / "metrics.jsonl",
         "next": f"sft --data.name {root / first if len(summaries) == 1 else root} --model.name <model>",
     }
-    sys.stdout.write("\n".join(["", *lines, *(f"  {key:<8} {value}" for key, value in where.items()), ""]))
+    sys.stdout.write("\n".join(["", *lines, *(f"  {key:<8} {value}" for key, value in paths.items()), ""]))
 
 
 def main() -> None:
@@ -143,7 +147,7 @@ def main() -> None:
         "synthesize",
         "prime_rl.synthesize.config:SynthesizeConfig",
         synthesize,
-        summary="Make training conversations with any model in verifiers environments, filtered, for sft.",
+        summary="Generate filtered training conversations with any model in verifiers environments, for sft.",
     )
 
 

@@ -2,7 +2,7 @@
 
 const SECTIONS = [["overview", "Overview"], ["curves", "Curves"], ["timeline", "Timeline"], ["rollouts", "Rollouts"], ["config", "Config"]];
 
-const KEYS = [["1 … 5", "sections"], ["j  k", "next, previous rollout"], ["c  t  g", "conversation, tokens, group"], ["n", "next colouring"],
+const KEYS = [["1 … 5", "sections"], ["j  k", "next, previous rollout"], ["c  t  g", "conversation, tokens, group"], ["n", "next coloring"],
   ["/", "search"], ["Esc", "leave the search field"], ["d", "light or dark"], ["?", "this help"]];
 
 class Page {
@@ -21,11 +21,22 @@ class Page {
 
   drawHeader() {
     const { run } = this.source.data;
-    this.badge = el("span", { class: `badge ${run.state}` }, run.state);
+    this.badge = el("span", { class: "badge" });
+    this.lost = el("p", { class: "lost-bar", role: "status", hidden: true });
+    document.body.append(this.lost);
+    this.drawBadge();
     this.nav = el("nav", {}, SECTIONS.map(([name, label], i) => el("a", { href: `#${name}`, title: `key ${i + 1}` }, label)));
     fill(document.getElementById("top"), el("h1", { title: run.path }, run.name), this.badge, this.nav,
       el("button", { class: "quiet", title: "keys (?)", onclick: () => this.help() }, "?"),
       el("button", { class: "quiet", title: "light or dark (d)", onclick: () => this.turn() }, "◐"));
+  }
+
+  // A report only knows the state at the time it was written.
+  drawBadge() {
+    const { run } = this.source.data, past = !this.source.live && run.state === "running";
+    this.badge.textContent = past ? `was running at ${new Date(run.written * 1000).toLocaleString()}` : run.status;
+    this.badge.className = `badge ${run.state}`;
+    this.badge.title = this.badge.textContent;
   }
 
   go(section) {
@@ -64,9 +75,7 @@ class Page {
 
   // Something new was logged: redraw what shows it, without taking away what somebody reads.
   update() {
-    const { state } = this.source.data.run;
-    this.badge.textContent = state;
-    this.badge.className = `badge ${state}`;
+    this.drawBadge();
     if (this.section === "rollouts") this.browser.refresh();
     else if (document.activeElement?.tagName !== "INPUT") {
       const place = scrollY;
@@ -77,8 +86,14 @@ class Page {
   }
 
   mark(state) {
-    this.badge.classList.toggle("lost", state === "lost");
-    this.badge.title = state === "lost" ? "the server does not answer: what you see is the last state" : "changes appear by themselves";
+    const lost = state === "lost";
+    this.badge.classList.toggle("lost", lost);
+    this.lost.hidden = !lost;
+    clearInterval(this.clock);
+    if (!lost) return;
+    const tell = () => { this.lost.textContent = `Connection to the server lost. Last update ${duration(Math.round((Date.now() - this.source.updated) / 1000))} ago.`; };
+    tell();
+    this.clock = setInterval(tell, 1000);
   }
 
   key(event) {

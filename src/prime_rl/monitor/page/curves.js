@@ -6,7 +6,7 @@ function curvesView(data, onStep) {
   const find = el("input", { type: "search", placeholder: "every metric by name  ( / )", oninput: later(() => showAll(), 120) });
   const rest = el("div", { class: "charts" });
   const known = new Set();
-  const chapters = CHAPTERS.map(([title, groups]) => {
+  const chapters = chaptersOf(data.run.kind).map(([title, groups]) => {
     const figures = groups.map((names) => figure(data, names, known, onStep)).filter(Boolean);
     return figures.length ? [el("h2", {}, title), el("div", { class: "charts" }, figures)] : null;
   });
@@ -29,9 +29,9 @@ function figure(data, names, known, onStep) {
   for (const c of found) known.add(c.name);
   if (!curves.length) return null;
   const one = curves.length === 1;
-  const shared = names.length > 1 || names[0].includes("*") ? names[0].split("/").slice(0, -1).join("/").replace("/*", "") : names[0];
+  const shared = names[0].includes("*") ? names[0].split("/*")[0] : names.length > 1 ? names[0].split("/").slice(0, -1).join("/") : names[0];
   const title = one ? curves[0].name : shared || names[0];
-  return lineChart({ title, help: MEANING[one ? curves[0].name : names[0]] || "", curves: curves.map((c) => ({ ...c, label: label(c.name, title) })), onStep });
+  return lineChart({ title, help: (one && MEANING[curves[0].name]) || MEANING[names[0]] || "", curves: curves.map((c) => ({ ...c, label: label(c.name, title) })), onStep });
 }
 
 function label(name, title) {

@@ -1,4 +1,4 @@
-// A conversation as a conversation: who said what, which tools were called, what they answered, and what was thought.
+// A conversation: messages by role, tool calls, their results, and reasoning.
 
 const CHATML = /<\|im_start\|>(\w+)\n?([\s\S]*?)(?:<\|im_end\|>\n?|$)/g;
 const SPECIAL = /(<think>[\s\S]*?(?:<\/think>|$)|<tool_call>[\s\S]*?(?:<\/tool_call>|$)|<tool_response>[\s\S]*?(?:<\/tool_response>|$))/g;

@@ -3,30 +3,61 @@
 function overview(data, source, go) {
   return [
     el("p", { class: "sentence" }, sentence(data, source)),
-    el("div", { class: "tiles" }, TILES.map(([name, label]) => tile(data, name, label, go))),
+    el("div", { class: "tiles" }, tilesOf(data).map(([name, label]) => tile(data, name, label, go))),
+    scoresPanel(data),
     findings(data),
     evaluations(data, source.facts.kinds.evaluation),
     onDisk(data),
-    source.facts.count ? el("p", { class: "lead" }, "Numbers only summarise. ", el("a", { href: "#rollouts" }, "Read a few rollouts"), " before believing them.") : null,
+    source.facts.count ? el("p", { class: "lead" }, "Numbers only summarize. ", el("a", { href: "#rollouts" }, "Read a few rollouts"), " before believing them.") : null,
   ];
 }
 
 function sentence(data, source) {
-  const { run } = data, reward = curve(data, "reward/mean"), loss = curve(data, "loss/mean");
+  const { run } = data, loss = curve(data, "loss/mean") || curve(data, "reward/mean");
   const { training, evaluation } = source.facts.kinds, envs = (training ?? evaluation)?.envs.filter((env) => env !== "none") ?? [];
-  const steps = (loss || reward)?.steps.at(-1) ?? 0;
-  const what = reward ? "Asynchronous reinforcement learning" : loss ? "Supervised fine-tuning" : data.evals.length ? "Evaluation" : "A run";
-  const parts = [`${what} of `, el("b", {}, shortName(run.model)), envs.length ? ` on ${envs.join(", ")}` : "", ": ",
-    loss || reward ? `${steps.toLocaleString("en")}${run.max_steps ? ` of ${run.max_steps.toLocaleString("en")}` : ""} steps` : "",
-    (loss || reward) && training ? " and " : "", training || evaluation ? count(source.total ?? (training ?? evaluation).count, "rollout") : "",
-    run.started && run.changed > run.started ? ` in ${duration(run.changed - run.started)}` : "", ". "];
-  const best = reward || loss;
-  if (best && best.values.length > 4) {
-    const ends = [best.values.slice(0, 3), best.values.slice(-3)].map((v) => v.reduce((a, b) => a + b, 0) / v.length);
-    const verb = Math.abs(ends[1] - ends[0]) < 0.02 * Math.max(...ends.map(Math.abs), 1e-9) ? "stayed at" : ends[1] > ends[0] ? "rose" : "fell";
-    parts.push(reward ? "The reward " : "The loss ", verb, verb === "stayed at" ? ` ${number(ends[1], 3)}.` : ` from ${number(ends[0], 3)} to ${number(ends[1], 3)}.`);
+  const steps = loss?.steps.at(-1) ?? 0;
+  const parts = [`${run.kind.title} of `, el("b", {}, shortName(run.model)), envs.length ? ` on ${envs.join(", ")}` : "", ": ",
+    loss ? `${steps.toLocaleString("en")}${run.max_steps ? ` of ${run.max_steps.toLocaleString("en")}` : ""} steps` : "",
+    loss && training ? " and " : "", training || evaluation ? count(source.total ?? (training ?? evaluation).count, "rollout") : "",
+    run.seconds > 0 ? ` in ${duration(run.seconds)}` : "", ". "];
+  if (run.state === "stopped") parts.push(`${capital(run.status)}. `);
+  for (const [name, verb, first, last] of data.trends) {
+    const change = verb === "unchanged" ? ` is ${number(last, 3)}, no change beyond its noise` : ` ${verb} from ${number(first, 3)} to ${number(last, 3)}`;
+    parts.push(`${TREND_LABELS[name]}${change}. `);
+  }
+  for (const row of latestScores(data)) {
+    if (row.gap_closed !== null) parts.push(`Gap closed on ${row.env}: ${row.gap_text}, at step ${row.step}. `);
+    else if (row.retention !== null) parts.push(`Retention of ${row.env}: ${number(row.retention, 3)}. `);
   }
   return parts;
+}
+
+// The newest evaluation of each environment; the one before training does not count as progress.
+function latestScores(data) {
+  return [...new Map(data.scores.filter((row) => row.step > 0).map((row) => [row.env, row])).values()];
+}
+
+function tilesOf(data) {
+  const { kind } = data.run;
+  const rewards = kind.trains_on_rewards ? TILES : TILES.filter(([name]) => !/reward/.test(name));
+  if (!kind.has_teacher) return kind.scores_rewards ? TILES : rewards;
+  const scores = latestScores(data).map((row) => row.retention === null
+    ? [`distill/${row.env}/gap_closed`, `Gap closed, ${row.env}`] : [`distill/${row.env}/retention`, `Retention, ${row.env}`]);
+  const first = [...TEACHER_TILES.slice(0, 1), ...scores, ...TEACHER_TILES.slice(1)];
+  const measured = !kind.trains_on_rewards && kind.scores_rewards ? [["reward/mean", "Reward (not trained on)"]] : [];
+  return [...first, ...rewards.filter(([name]) => !first.some(([other]) => other === name)), ...measured];
+}
+
+function scoresPanel(data) {
+  if (!data.scores.length) return null;
+  const columns = [["step", "step"], ["student", "student"], ["student_context", "student + context"], ["teacher_context", "teacher + context"],
+    ["gap_text", "gap closed (95 %)"], ["retention", "retention"], ["kl", "KL to teacher"]];
+  const cell = (value) => (typeof value === "number" ? number(value, 3) : value === null || value === "-" ? "–" : value);
+  const unclear = data.scores.some((row) => row.gap_text === "n.s.");
+  return el("section", { class: "panel" }, el("h2", {}, "Student and teacher on held-out examples"), el("div", { class: "wide" }, el("table", { class: "scores" },
+    el("thead", {}, el("tr", {}, el("th", {}, "environment"), columns.map(([, label]) => el("th", { class: "num" }, label)))),
+    el("tbody", {}, data.scores.map((row) => el("tr", {}, el("td", {}, row.env), columns.map(([key]) => el("td", { class: "num" }, cell(row[key])))))))),
+  el("p", { class: "lead" }, "Mean rewards; the KL is in nats per token of the student.", unclear ? " n.s.: the gap is not significant, so no share of it is reported." : ""));
 }
 
 function shortName(model) {
@@ -37,9 +68,9 @@ function shortName(model) {
 function tile(data, name, label, go) {
   const c = curve(data, name);
   if (!c) return null;
-  const recent = c.values.slice(-10).reduce((a, b) => a + b, 0) / Math.min(c.values.length, 10);
+  const last = Math.min(c.values.length, 10), recent = c.values.slice(-10).reduce((a, b) => a + b, 0) / last;
   return el("button", { class: "tile", title: MEANING[name], onclick: () => go("curves") }, el("small", {}, label), el("b", {}, number(c.values.at(-1))),
-    el("small", {}, `last ten ${number(recent, 3)}`), sparkline(c));
+    el("small", {}, last > 1 ? `mean of last ${last}: ${number(recent, 3)}` : `step ${c.steps.at(-1)}`), sparkline(c));
 }
 
 function findings(data) {

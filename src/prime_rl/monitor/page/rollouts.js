@@ -2,13 +2,20 @@
 
 const PAGE = 40;
 
+// What training makes of a group, by the kind of the run.
+const GROUP_LESSONS = {
+  rl: "Training raises what scored above the mean and lowers what scored below.",
+  mixed: "Training raises what scored above the mean or what the teacher finds likelier, and lowers the rest.",
+  distillation: "Training moves every token to what the teacher finds likely, whatever its reward.",
+};
+
 class Browser {
   constructor(source, state) {
     this.source = source;
     const kinds = Object.keys(source.facts.kinds);
     this.query = { text: "", kind: kinds[0] ?? null, step: null, env: null, status: null, min: null, max: null, sort: "step", descending: true, ...state.query };
     this.view = state.view || "conversation";
-    this.colour = state.colour || null;
+    this.color = state.color || null;
     this.rows = [];
     this.total = 0;
     this.at = 0;
@@ -126,8 +133,27 @@ class Browser {
 
   item(row, i) {
     return el("li", { onclick: () => this.open(i), class: i === this.at ? "chosen" : "" },
-      rewardChip(row.reward), el("span", { class: "said" }, el("small", {}, oneLine(row.asked)), oneLine(row.said) || el("i", {}, row.status || "empty")),
-      el("small", { class: "where" }, `step ${row.step}`, el("br"), count(row.tokens, "token")));
+      this.chip(row, row.reward), el("span", { class: "said" }, el("small", {}, oneLine(row.asked)), oneLine(row.said) || el("i", {}, row.status || "empty")),
+      el("small", { class: "where" }, `step ${row.step}`, el("br"), count(row.tokens, "token"), this.isUnscored(row) && [el("br"), el("b", { class: "unscored" }, "no teacher score")]));
+  }
+
+  // Whether rollouts like this one get a reward: in training a distillation may compute none.
+  hasRewards(row) {
+    return row.kind === "evaluation" || this.source.data.run.kind.scores_rewards;
+  }
+
+  chip(row, reward) {
+    return this.hasRewards(row) ? rewardChip(reward) : null;
+  }
+
+  isUnscored(row) {
+    return this.source.data.run.kind.has_teacher && row.kind === "training" && row.scored === false;
+  }
+
+  // The most informative stream comes first: with a teacher alone all advantages of rewards are 0 or unused.
+  colorings(detail) {
+    const { has_teacher, trains_on_rewards } = this.source.data.run.kind, found = colorings(detail);
+    return has_teacher && !trains_on_rewards ? [...found.filter((name) => name === "teacher"), ...found.filter((name) => name !== "teacher" && name !== "advantage")] : found;
   }
 
   mark(i) {
@@ -144,51 +170,51 @@ class Browser {
     if (i > this.rows.length - 20) this.more();
     const row = this.rows[i];
     const detail = await this.source.detail(row.id);
-    if (this.rows[this.at]?.id === row.id) await this.draw(row, detail); // the list may have been read anew meanwhile
+    if (this.rows[this.at]?.id === row.id) await this.draw(row, detail); // the list may have been reloaded meanwhile
   }
 
   async draw(row, detail) {
-    const choices = colourings(detail);
-    const colour = choices.includes(this.colour) ? this.colour : choices[0];
+    const choices = this.colorings(detail);
+    const color = choices.includes(this.color) ? this.color : choices[0];
     const views = [["conversation", "Conversation"], ["tokens", "Tokens"], ["group", "Group"]];
     const tabs = el("div", { class: "tabs", role: "tablist" }, views.map(([name, label]) => el("button", { role: "tab", "aria-selected": String(this.view === name),
       onclick: () => this.show(name) }, label)));
     const body = el("div", { class: "body" });
-    fill(this.detail, detailHead(row, detail), tabs, body);
+    fill(this.detail, detailHead(row, detail, this.chip(row, detail.reward), this.isUnscored(row), this.source.data.run.kind), tabs, body);
     if (this.view === "conversation") fill(body, conversation(detail, this.source.vocab));
-    else if (this.view === "tokens") this.drawTokens(body, row, detail, colour, choices);
-    else await this.drawGroup(body, row, colour);
+    else if (this.view === "tokens") this.drawTokens(body, row, detail, color, choices);
+    else await this.drawGroup(body, row, color);
   }
 
-  drawTokens(body, row, detail, colour, choices) {
+  drawTokens(body, row, detail, color, choices) {
     if (!detail.tokens.length) return fill(body, el("p", { class: "empty" }, row.tokens && row.kind === "training" && !this.source.live
       ? "The tokens of this rollout are not in the report: only its text fits. The live page (--serve) has them."
       : "No tokens were recorded of this rollout, only its text."));
-    const scale = tintScale(colour, [detail]);
-    fill(body, this.colourBar(colour, choices, scale), tokenView(detail, this.source.vocab, colour, { scale }));
+    const scale = tintScale(color, [detail]);
+    fill(body, this.colorBar(color, choices, scale), tokenView(detail, this.source.vocab, color, { scale }));
   }
 
-  async drawGroup(body, row, colour) {
+  async drawGroup(body, row, color) {
     const rows = await this.source.group(row);
     const details = await Promise.all(rows.slice(0, 32).map((other) => this.source.detail(other.id)));
-    const scale = tintScale(colour, details);
+    const scale = tintScale(color, details);
     const rewards = rows.map((other) => other.reward).filter((r) => r !== null);
     const mean = rewards.reduce((a, b) => a + b, 0) / Math.max(rewards.length, 1);
     const cards = details.map((detail) => el("section", { class: detail.id === row.id ? "card chosen" : "card" },
-      el("header", {}, rewardChip(detail.reward), el("small", {}, `#${detail.index ?? detail.id}`),
-        el("small", { title: "advantage" }, `A ${detail.advantage > 0 ? "+" : ""}${number(detail.advantage, 3)}`)),
-      detail.tokens.length ? tokenView(detail, this.source.vocab, colour, { scale, onlyWritten: true }) : el("pre", {}, plainText(detail.completion))));
-    fill(body, this.colourBar(colour, colourings(details[0]), scale),
-      el("p", { class: "lead" }, `${count(rows.length, "rollout")} of the same prompt, mean reward ${number(mean, 3)}. `,
-        "Training raises what scored above the mean and lowers what scored below."),
+      el("header", {}, this.chip(row, detail.reward), el("small", {}, `#${detail.index ?? detail.id}`),
+        this.source.data.run.kind.trains_on_rewards && el("small", { title: "advantage" }, `A ${detail.advantage > 0 ? "+" : ""}${number(detail.advantage, 3)}`)),
+      detail.tokens.length ? tokenView(detail, this.source.vocab, color, { scale, onlyWritten: true }) : el("pre", {}, plainText(detail.completion))));
+    fill(body, this.colorBar(color, this.colorings(details[0]), scale),
+      el("p", { class: "lead" }, `${count(rows.length, "rollout")} of the same prompt`, this.hasRewards(row) ? `, mean reward ${number(mean, 3)}` : "", ". ",
+        GROUP_LESSONS[this.source.data.run.kind.name] ?? ""),
       el("details", { class: "aside", open: true }, el("summary", {}, "the prompt"), el("pre", {}, plainText(details[0].prompt))),
       el("div", { class: "cards" }, cards));
   }
 
-  colourBar(colour, choices, scale) {
-    return el("div", { class: "colours" }, el("label", {}, "colour by ", el("select", { "aria-label": "colour by", onchange: (event) => { this.colour = event.target.value; this.open(this.at); } },
-      choices.map((name) => el("option", { value: name, selected: name === colour }, COLOURING[name][0])))),
-    legendOf(colour, scale), el("p", {}, COLOURING[colour][1]));
+  colorBar(color, choices, scale) {
+    return el("div", { class: "colors" }, el("label", {}, "color by ", el("select", { "aria-label": "color by", onchange: (event) => { this.color = event.target.value; this.open(this.at); } },
+      choices.map((name) => el("option", { value: name, selected: name === color }, COLORING[name][0])))),
+    legendOf(color, scale), el("p", {}, COLORING[color][1]));
   }
 
   show(view) {
@@ -202,9 +228,9 @@ class Browser {
       k: () => this.open(this.at - 1), ArrowUp: () => this.open(this.at - 1),
       c: () => this.show("conversation"), t: () => this.show("tokens"), g: () => this.show("group"),
       n: () => {
-        const choices = [...this.detail.querySelectorAll("select[aria-label='colour by'] option")].map((o) => o.value);
+        const choices = [...this.detail.querySelectorAll("select[aria-label='color by'] option")].map((o) => o.value);
         if (!choices.length) return;
-        this.colour = choices[(choices.indexOf(this.colour ?? choices[0]) + 1) % choices.length];
+        this.color = choices[(choices.indexOf(this.color ?? choices[0]) + 1) % choices.length];
         this.open(this.at);
       },
       "/": () => this.search.focus(),
@@ -220,11 +246,11 @@ class Browser {
   }
 }
 
-function detailHead(row, detail) {
+function detailHead(row, detail, chip, unscored, kind) {
   const facts = [["step", detail.step], ["environment", detail.env], ["group", detail.group], ["rollout", detail.index], ["tokens", row.tokens],
-    ["advantage", detail.advantage === null || detail.advantage === undefined ? null : number(detail.advantage, 3)], ["status", detail.status], ["ended by", detail.stop_reason],
+    ["advantage", !kind.trains_on_rewards || detail.advantage === null || detail.advantage === undefined ? null : number(detail.advantage, 3)], ["status", detail.status], ["ended by", detail.stop_reason], ["teacher", unscored ? "did not score this rollout" : null],
     ...Object.entries(detail.metrics || {}).map(([name, value]) => [name, number(value, 3)])];
-  return el("header", { class: "facts" }, rewardChip(detail.reward),
+  return el("header", { class: "facts" }, chip,
     facts.filter(([, value]) => value !== null && value !== undefined).map(([name, value]) => el("span", {}, el("small", {}, name), String(value))));
 }
 

@@ -1,4 +1,4 @@
-// Where the page gets a run from: the report carries it inside, the live page asks the server that sent it.
+// Where the page gets a run from: the report carries it inside, the live page requests it from its server.
 
 async function openSource() {
   const inside = document.getElementById("data").textContent.trim();
@@ -99,6 +99,7 @@ class LiveSource {
   async open() {
     this.data = await this.ask("api/run");
     this.facts = this.data.facts;
+    this.updated = Date.now();
   }
 
   async ask(path) {
@@ -123,19 +124,28 @@ class LiveSource {
     return detail;
   }
 
-  // Calls back after every change of the run; the server says when, nobody polls.
+  // Calls back after every change of the run, which the server announces, and when the connection is lost or back.
   listen(onChange, onState) {
     const events = new EventSource("api/events");
-    events.addEventListener("open", () => onState("live"));
-    events.addEventListener("error", () => onState("lost"));
-    events.addEventListener("change", async () => {
-      const update = await this.ask(`api/update?offset=${this.data.offset}`);
-      const { state, ...news } = update;
-      mergeRun(this.data, news);
-      this.data.run.state = state;
-      this.facts = update.facts;
-      onChange();
+    let lost = false;
+    const lose = () => { lost = true; onState("lost"); };
+    const refresh = async () => {
+      try {
+        const { run, ...news } = await this.ask(`api/update?offset=${this.data.offset}`);
+        mergeRun(this.data, news);
+        Object.assign(this.data.run, run);
+        this.facts = news.facts;
+        this.updated = Date.now();
+        onChange();
+      } catch { lose(); }
+    };
+    events.addEventListener("open", () => {
+      if (lost) refresh(); // what changed meanwhile was not announced here
+      lost = false;
+      onState("live");
     });
+    events.addEventListener("error", lose);
+    events.addEventListener("change", refresh);
   }
 }
 
@@ -157,7 +167,7 @@ function mergeRun(data, update) {
       lane.push([data.lanes.names.indexOf(name), ...rest]);
     }
   }
-  for (const part of ["findings", "shares", "evals", "weights", "checkpoints", "facts"]) if (update[part]) data[part] = update[part];
+  for (const part of ["findings", "shares", "trends", "scores", "evals", "weights", "checkpoints", "facts"]) if (update[part]) data[part] = update[part];
 }
 
 // One metric of a process, or of the first process that has it.

@@ -54,31 +54,31 @@ function drawTimeline(canvas, rows, names, view) {
   canvas.width = width * ratio;
   canvas.height = height * ratio;
   canvas.style.height = `${height}px`;
-  const style = getComputedStyle(document.documentElement), colour = (name) => style.getPropertyValue(name).trim();
+  const style = getComputedStyle(document.documentElement), color = (name) => style.getPropertyValue(name).trim();
   const pen = canvas.getContext("2d");
   pen.scale(ratio, ratio);
   pen.font = "12px system-ui, sans-serif";
   const x = (time) => left + ((width - left - 8) * (time - view.from)) / (view.to - view.from);
   for (const tick of ticks(view.from - view.begin, view.to - view.begin, (width - left) / 110)) {
-    pen.fillStyle = colour("--grid");
+    pen.fillStyle = color("--grid");
     pen.fillRect(x(tick + view.begin), 0, 1, height - 24);
-    pen.fillStyle = colour("--faint");
+    pen.fillStyle = color("--faint");
     pen.fillText(`${number(tick, 4)} s`, Math.min(x(tick + view.begin) - 8, width - 36), height - 8);
   }
   rows.forEach((row, k) => {
     const top = k * lane;
     if (row.process) {
-      pen.fillStyle = colour("--line");
+      pen.fillStyle = color("--line");
       if (k) pen.fillRect(0, top, width, 1);
-      pen.fillStyle = colour("--ink");
+      pen.fillStyle = color("--ink");
       pen.font = "600 12px system-ui, sans-serif";
       pen.fillText(row.process, 4, top + 16);
       pen.font = "12px system-ui, sans-serif";
     }
-    pen.fillStyle = colour("--faint");
+    pen.fillStyle = color("--faint");
     pen.fillText(activity(row.owner, names[row.what]), 104, top + 16);
     const waits = WAITING.test(names[row.what]);
-    pen.fillStyle = waits ? hatch(pen, colour("--warn")) : colour(`--c${row.what % 6}`);
+    pen.fillStyle = waits ? hatch(pen, color("--warn")) : color(`--c${row.what % 6}`);
     for (const [, start, length] of row.spans) {
       if (start + length < view.from || start > view.to) continue;
       const x0 = Math.max(x(start), left), x1 = Math.min(x(start + length), width - 8);
@@ -87,11 +87,11 @@ function drawTimeline(canvas, rows, names, view) {
   });
 }
 
-function hatch(pen, colour) {
+function hatch(pen, color) {
   const tile = document.createElement("canvas");
   tile.width = tile.height = 6;
   const brush = tile.getContext("2d");
-  brush.strokeStyle = colour;
+  brush.strokeStyle = color;
   brush.lineWidth = 1.5;
   brush.beginPath();
   brush.moveTo(-1, 7);

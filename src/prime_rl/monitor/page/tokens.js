@@ -1,4 +1,4 @@
-// Tokens as text, coloured by one of their streams.
+// Tokens as text, colored by one of their streams.
 
 // Texts of tokens. A character may be spread over several tokens: it shows at the last of them.
 function tokenTexts(tokens, vocab) {
@@ -11,11 +11,11 @@ function tokenTexts(tokens, vocab) {
   });
 }
 
-function colourings(detail) {
-  return [...Object.keys(COLOURING).filter((name) => detail.streams[name]), "none"];
+function colorings(detail) {
+  return [...Object.keys(COLORING).filter((name) => detail.streams[name]), "none"];
 }
 
-// Background of a token: strength from 0 to 1 and which of the two colours.
+// Background of a token: strength from 0 to 1 and which of the two colors.
 function tint(name, value, scale) {
   if (name === "logprob") return ["var(--surprise)", Math.min(Math.sqrt(-value / 6), 1)];
   if (name === "version") return [`var(--c${value % 6})`, 0.55];
@@ -36,9 +36,9 @@ function tokenView(detail, vocab, name, { scale, onlyWritten = false } = {}) {
   texts.forEach((text, i) => {
     const written = detail.mask[i] > 0;
     if (onlyWritten && !written) return;
-    const [colour, strength] = written ? tint(name, stream[i] ?? 0, scale) : ["transparent", 0];
+    const [color, strength] = written ? tint(name, stream[i] ?? 0, scale) : ["transparent", 0];
     const token = el("span", { class: written ? "token" : "token given", "data-i": i }, text.replaceAll("\n", "⏎\n") || "·");
-    if (strength) token.style.background = `color-mix(in oklab, ${colour} ${Math.round(8 + 62 * strength)}%, transparent)`;
+    if (strength) token.style.background = `color-mix(in oklab, ${color} ${Math.round(8 + 62 * strength)}%, transparent)`;
     view.append(token);
   });
   view.addEventListener("pointerover", (event) => {
@@ -52,7 +52,7 @@ function tokenView(detail, vocab, name, { scale, onlyWritten = false } = {}) {
 
 function tokenFacts(detail, i) {
   if (!(detail.mask[i] > 0)) return el("div", {}, "given, not written by the policy");
-  const lines = Object.entries(detail.streams).map(([name, values]) => el("div", { class: "key" }, COLOURING[name][0].toLowerCase(), el("b", {}, number(values[i]))));
+  const lines = Object.entries(detail.streams).map(([name, values]) => el("div", { class: "key" }, COLORING[name][0].toLowerCase(), el("b", {}, number(values[i]))));
   const logprob = detail.streams.logprob?.[i];
   if (logprob !== undefined) lines.push(el("div", { class: "key" }, "probability", el("b", {}, number(Math.exp(logprob), 3))));
   return lines;

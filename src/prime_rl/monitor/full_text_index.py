@@ -1,4 +1,4 @@
-"""Which of many texts hold some words: signatures rule most texts out, the rest are read."""
+"""Substring search over many texts: signatures exclude most texts, the rest are scanned."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 BLOCK = 1024
-"""Texts that are signed together; the last ones wait unsigned, and are read at every search."""
+"""Texts per signature block; the last, incomplete block is scanned at every search."""
 
 BITS = 256 + 4096
-"""Of a signature: one for each byte, the others shared by pairs and triples of bytes by a hash of 12 bits."""
+"""Bits of a signature: one per byte value, the others for hashed (12 bits) pairs and triples of bytes."""
 
 _HASH = (40503, 30011, 52711)
-"""Odd numbers that spread neighbouring letters over 16 bits."""
+"""Odd multipliers that spread neighboring letters over 16 bits."""
 
 
 class TextIndex:
-    """Texts in order of arrival, searched without regard to case.
+    """Texts in insertion order, with case-insensitive search.
 
     A text can only hold a needle if it holds every byte, pair and triple of bytes of it. Each block keeps for every
-    such bit a bitmap over its texts (544 bytes per text), so a needle is a handful of ANDs; whoever is left is read.
+    such bit a bitmap over its texts (544 bytes per text), so a search is a few ANDs; the remaining texts are read.
     Signing costs about 30 ns per byte, once.
     """
 
@@ -33,47 +33,47 @@ class TextIndex:
         return len(self._starts) - 1
 
     def add(self, text: str) -> None:
-        """Take in one text."""
+        """Add one text."""
         self._text += text.lower().encode(errors="replace") + b"\0"
         self._starts.append(len(self._text))
         if len(self) % BLOCK == 0:
             self._sign()
 
     def search(self, needle: str) -> NDArray[np.bool_]:
-        """For every text, whether it holds the needle."""
-        wanted = needle.lower().encode(errors="replace")
-        fits = self._candidates(wanted)
-        if len(wanted) == 1 and wanted != b"\0":  # a single byte has a bit of its own: only the unsigned are read
+        """For every text, whether it contains the needle."""
+        pattern = needle.lower().encode(errors="replace")
+        fits = self._candidates(pattern)
+        if len(pattern) == 1 and pattern != b"\0":  # a single byte has its own bit: scan only the incomplete block
             unsigned = len(self._blocks) * BLOCK
             candidates = unsigned + np.flatnonzero(fits[unsigned:])
         else:
             candidates = np.flatnonzero(fits)
         find, starts = self._text.find, self._starts
-        missed = [n for n in candidates.tolist() if find(wanted, starts[n], starts[n + 1] - 1) < 0]
+        missed = [n for n in candidates.tolist() if find(pattern, starts[n], starts[n + 1] - 1) < 0]
         fits[missed] = False
         return fits
 
-    def _candidates(self, wanted: bytes) -> NDArray[np.bool_]:
+    def _candidates(self, pattern: bytes) -> NDArray[np.bool_]:
         fits = np.ones(len(self), dtype=bool)
-        if wanted and self._blocks:
-            bits = np.unique(np.concatenate(_bits(np.frombuffer(wanted, dtype=np.uint8))))
+        if pattern and self._blocks:
+            bits = np.unique(np.concatenate(_bits(np.frombuffer(pattern, dtype=np.uint8))))
             signed = [np.bitwise_and.reduce(block[bits], axis=0) for block in self._blocks]
             fits[: len(signed) * BLOCK] = np.unpackbits(np.concatenate(signed)).astype(bool)
         return fits
 
     def _sign(self) -> None:
-        """Sign the last BLOCK texts; what spans two texts sets a bit too many, which costs a look and no more."""
+        """Sign the last BLOCK texts; n-grams that span two texts only cause false positives."""
         starts = np.array(self._starts[-BLOCK - 1 :])
         data = np.frombuffer(bytes(self._text[starts[0] : starts[-1]]), dtype=np.uint8)
         rows = np.repeat(np.arange(0, BLOCK * BITS, BITS, dtype=np.int32), np.diff(starts))
-        held = np.zeros(BLOCK * BITS, dtype=bool)  # by text, so that writing stays in one place of memory
+        table = np.zeros(BLOCK * BITS, dtype=bool)  # text-major, for local writes
         for bits in _bits(data):
-            held[rows[: len(bits)] + bits] = True
-        self._blocks.append(np.packbits(np.ascontiguousarray(held.reshape(BLOCK, BITS).T), axis=1))
+            table[rows[: len(bits)] + bits] = True
+        self._blocks.append(np.packbits(np.ascontiguousarray(table.reshape(BLOCK, BITS).T), axis=1))
 
 
 def _bits(data: NDArray[np.uint8]) -> list[NDArray[np.int32]]:
-    """Numbers of the bits that every byte, pair and triple of bytes sets, by where it begins."""
+    """Bit numbers of every byte, pair and triple of bytes, by start position."""
     wide = data.astype(np.uint16)
     mixed = wide * np.uint16(_HASH[0])
     found = [data.astype(np.int32)]

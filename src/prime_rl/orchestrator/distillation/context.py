@@ -1,4 +1,4 @@
-"""What the teacher is told and the student is not: where the words come from, and where they go in the prompt."""
+"""Teacher contexts: their sources, and their insertion into prompts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from prime_rl.orchestrator.config import ContextConfig, Insert, OrchestratorConf
 Message = dict[str, Any]
 Context = str | list[Message]
 Source = Callable[[Mapping[str, Any]], Context | None]
-PLACE = re.compile(r"\{\{\s*example((?:\.\w+)+)\s*\}\}")
+SYSTEM_PROBE = "Probe of the system message."
+PROBE_USER: Message = {"role": "user", "content": "a"}
+DEFAULT_SYSTEM_PROBES = ([PROBE_USER], [{"role": "system", "content": SYSTEM_PROBE}, PROBE_USER])
+"""Two chats whose renderings show the default system message of a chat template (`read_default_system`)."""
+PLACEHOLDER = re.compile(r"\{\{\s*example((?:\.\w+)+)\s*\}\}")
 
 
 def build_source(config: ContextConfig, seed: int) -> Source | None:
-    """From a prompt's row to its context; None where the section names no source. `ValueError` for one that fails."""
+    """Build the function from a row to its context; None without a source. `ValueError` for an invalid source."""
     if config.context is not None:
         text = config.context
         return lambda _: text
@@ -30,8 +34,8 @@ def build_source(config: ContextConfig, seed: int) -> Source | None:
         return lambda _: read
     if config.context_template is not None:
         template = config.context_template
-        if not PLACE.search(template):
-            raise ValueError("context_template has no {{example.KEY}} in it: add one, or call it context")
+        if not PLACEHOLDER.search(template):
+            raise ValueError("context_template has no {{example.KEY}} placeholder: add one, or use context instead")
         return lambda row: fill_template(template, row)
     if config.context_fn is not None:
         function = load_function(config.context_fn)
@@ -40,19 +44,21 @@ def build_source(config: ContextConfig, seed: int) -> Source | None:
 
 
 def load_function(path: str) -> Callable[..., Any]:
-    """The function at `package.module:name`; `ValueError` where there is none."""
+    """The function at `package.module:name`; `ValueError` if there is none."""
     module, _, name = path.partition(":")
     try:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"context_fn {path!r} leads nowhere: {error}; write package.module:name") from error
+        raise ValueError(
+            f"context_fn {path!r} cannot be imported ({error}): write it as package.module:name"
+        ) from error
     if not callable(function):
         raise ValueError(f"context_fn {path!r} is a {type(function).__name__}, not a function")
     return function
 
 
 def check_context(value: Any) -> Context | None:
-    """What a function gave, if it is a context."""
+    """Check the return value of a `context_fn`."""
     is_messages = isinstance(value, list) and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value)
     if value is None or isinstance(value, str) or is_messages:
         return value
@@ -60,32 +66,47 @@ def check_context(value: Any) -> Context | None:
 
 
 def fill_template(template: str, row: Mapping[str, Any]) -> str:
-    """The template with every {{example.KEY}} replaced; `ValueError` for a key that the row does not have."""
+    """Fill every {{example.KEY}} of the template; `ValueError` for a key missing in the row."""
 
     def look_up(match: re.Match[str]) -> str:
         value: Any = row
         for key in match[1].split(".")[1:]:
-            if isinstance(value, str):  # environments keep `info` as JSON
+            if isinstance(value, str):  # environments store `info` as JSON text
                 try:
                     value = json.loads(value)
-                except ValueError:
+                except (ValueError, RecursionError):
                     value = None
             if not isinstance(value, Mapping) or key not in value:
                 known = ", ".join(sorted(value)) if isinstance(value, Mapping) else "nothing"
-                raise ValueError(f"context_template: this row has no {match[1][1:]} (there is {known})")
+                raise ValueError(f"context_template: this row has no {match[1][1:]} (available: {known})")
             value = value[key]
         return str(value)
 
-    return PLACE.sub(look_up, template)
+    return PLACEHOLDER.sub(look_up, template)
 
 
-def insert_context(messages: Sequence[Message], context: Context, insert: Insert, separator: str) -> list[Message]:
-    """The teacher's messages: those of the student, all kept, and the context. `ValueError` where it has no place.
+def read_default_system(plain: str, probed: str) -> str:
+    """The system message that a chat template adds to a chat without one; "" if it adds none.
+
+    The arguments are the renderings of DEFAULT_SYSTEM_PROBES. `ValueError` for a template that drops system messages.
+    """
+    before, probe, after = probed.partition(SYSTEM_PROBE)
+    if not probe:
+        raise ValueError('the chat template drops system messages: set teacher_model.insert = "user_prefix"')
+    has_default = plain.startswith(before) and plain[len(before) :].endswith(after)
+    return plain[len(before) : len(plain) - len(after)] if has_default else ""
+
+
+def insert_context(
+    messages: Sequence[Message], context: Context, insert: Insert, separator: str, default_system: str = ""
+) -> list[Message]:
+    """The teacher's messages: those of the student plus the context. `ValueError` if it cannot be inserted.
 
     user_prefix      context + separator + the first user message
-    system_append    the system message + separator + context; a new one where there is none
+    system_append    system message + separator + context; without a system message, that of the template
+                     (`default_system`), else the context alone
     system_replace   the context as the system message
-    message          a user message of its own after the system message; so go contexts that are messages already
+    message          a separate user message after the system message; also for contexts given as messages
     """
     out = [dict(message) for message in messages]
     has_system = bool(out) and out[0].get("role") == "system"
@@ -98,6 +119,8 @@ def insert_context(messages: Sequence[Message], context: Context, insert: Insert
             raise ValueError('the prompt has no user message: set teacher_model.insert = "system_append"')
         first["content"] = _join(context + separator, first.get("content"))
         return out
+    if insert == "system_append" and not has_system and default_system:
+        out, has_system = [{"role": "system", "content": default_system}, *out], True
     if insert == "system_append" and has_system:
         out[0]["content"] = _append(out[0].get("content"), separator + context)
         return out
@@ -105,9 +128,9 @@ def insert_context(messages: Sequence[Message], context: Context, insert: Insert
 
 
 def insert_text(prompt: str, context: Context, insert: Insert, separator: str) -> str:
-    """The same for a prompt that is plain text, where there is only one place."""
+    """`insert_context` for a plain-text prompt, which only supports `user_prefix`."""
     if isinstance(context, list) or insert != "user_prefix":
-        raise ValueError(f'a prompt of plain text takes text in front of it: insert = "user_prefix", not "{insert}"')
+        raise ValueError(f'a plain-text prompt only supports a text prefix: insert = "user_prefix", not "{insert}"')
     return context + separator + prompt
 
 
@@ -119,8 +142,8 @@ def _append(content: Any, text: str) -> Any:
     return [*content, {"type": "text", "text": text}] if isinstance(content, list) else (content or "") + text
 
 
-class Contexts:
-    """The context of every environment's prompts, and where it goes."""
+class ContextProvider:
+    """Contexts of every environment's prompts and their positions."""
 
     def __init__(self, config: OrchestratorConfig, teacher: TeacherConfig) -> None:
         self.teacher = teacher
@@ -129,53 +152,60 @@ class Contexts:
         self._sources = {name: build_source(env, config.seed) for name, env in self._envs.items()}
 
     def role(self, env: str) -> str:
-        """How an environment is taught: context, anchor or none."""
+        """Teacher role of an environment: context, anchor or none."""
         return self._envs[env].teacher if env in self._envs else "context"
 
     def anchor_weight(self, env: str) -> float:
-        """Weight of an anchor's rollouts."""
+        """Weight of the rollouts of an anchor environment."""
         return self._envs[env].anchor_weight
 
-    def of(self, env: str, row: Mapping[str, Any]) -> Context | None:
-        """What the teacher is told about this row; None: it is not asked. An empty text tells it nothing."""
+    def context_for(self, env: str, row: Mapping[str, Any]) -> Context | None:
+        """The teacher's context for a row; None: no teacher; "": a teacher without context."""
         source = self._sources.get(env) or self._default
         return "" if source is None else source(row)
 
-    def insert(self, env: str, asked: Mapping[str, Any], context: Context) -> dict[str, Any]:
-        """The request that renders to the teacher's prompt."""
-        own = self._envs[env].insert if env in self._envs else None
-        insert, separator = own or self.teacher.insert, self.teacher.separator
+    def position(self, env: str) -> Insert:
+        """Position of an environment's context."""
+        position = self._envs[env].insert if env in self._envs else None
+        return position or self.teacher.insert
+
+    def insert(
+        self, env: str, chat_request: Mapping[str, Any], context: Context, default_system: str = ""
+    ) -> dict[str, Any]:
+        """The request that renders to the teacher's prompt; `default_system` is what the template adds."""
+        insert, separator = self.position(env), self.teacher.separator
         if not context:
-            return dict(asked)
-        if "prompt" in asked:
-            return {**asked, "prompt": insert_text(asked["prompt"], context, insert, separator)}
-        return {**asked, "messages": insert_context(asked["messages"], context, insert, separator)}
+            return dict(chat_request)
+        if "prompt" in chat_request:
+            return {**chat_request, "prompt": insert_text(chat_request["prompt"], context, insert, separator)}
+        messages = insert_context(chat_request["messages"], context, insert, separator, default_system)
+        return {**chat_request, "messages": messages}
 
     def warnings(self) -> list[str]:
-        """What is allowed but seldom meant."""
-        found: list[tuple[str, ContextConfig, Insert]] = [("teacher_model", self.teacher, self.teacher.insert)]
-        found += [(f"env {name}", env, env.insert or self.teacher.insert) for name, env in self._envs.items()]
+        """Warnings about valid but probably unintended settings."""
+        configs: list[tuple[str, ContextConfig, Insert]] = [("teacher_model", self.teacher, self.teacher.insert)]
+        configs += [(f"env {name}", env, env.insert or self.teacher.insert) for name, env in self._envs.items()]
         lines = list[str]()
-        for where, config, insert in found:
+        for where, config, insert in configs:
             text = config.context if config.context_file is None else config.context_file.read_text(encoding="utf-8")
             if text and insert == "user_prefix" and not self.teacher.separator and not text[-1].isspace():
                 lines.append(
-                    f"the context of {where} ends with {text[-1]!r} and the prompt follows at once: end it with a "
+                    f"the context of {where} ends with {text[-1]!r} and the prompt follows directly: end it with a "
                     "newline, or set teacher_model.separator"
                 )
         return lines
 
 
 def first_user_text(prompt: str | Sequence[Message]) -> str:
-    """The words of the first user message (`prompt_text` of a rollout record); all words where there is none."""
+    """Text of the first user message (`prompt_text` of a rollout record); all text if there is none."""
     if isinstance(prompt, str):
         return prompt
-    said = [message for message in prompt if message.get("role") == "user"][:1] or prompt
-    return "\n".join(content_text(message.get("content")) for message in said)
+    selected = [message for message in prompt if message.get("role") == "user"][:1] or prompt
+    return "\n".join(content_text(message.get("content")) for message in selected)
 
 
 def content_text(content: Any) -> str:
-    """The text of a message's content."""
+    """Text of a message's content."""
     if isinstance(content, list):
         return "".join(part if isinstance(part, str) else str(part.get("text", "")) for part in content)
     return str(content or "")

@@ -1,0 +1,92 @@
+// Metric descriptions and the grouping of metrics into charts.
+
+const MEANING = {
+  "reward/mean": "Mean reward of the rollouts in the batch; training maximizes it.",
+  "val_reward/mean": "Mean reward on held-out prompts.",
+  "loss/mean": "The training loss. In RL it stays near 0 and is not informative by itself.",
+  "entropy/mean": "Mean entropy of the next-token distribution. A collapse to 0 ends exploration.",
+  "mismatch_kl/mean":
+    "KL between inference and trainer log-probs on the same tokens. Should stay near 0.",
+  "teacher_kl/mean": "KL between student and teacher on the student's tokens. 0 when they agree.",
+  "teacher_kl_reverse/mean": "KL(student || teacher) per token, over full distributions.",
+  "teacher_kl_forward/mean": "KL(teacher || student) per token, over full distributions.",
+  "teacher_coverage/mean": "Probability that the student gives to the teacher's likeliest token.",
+  "anchor_kl/mean": "KL to the initial model on anchor environments.",
+  "distill/*/gap_closed": "Share of the gap between the student before training and the teacher with its context that is closed. 1 means all of it.",
+  "distill/*/retention": "Current score over score before training, on environments without a context. 1 means no forgetting.",
+  "distill/*/student/avg": "Mean reward of student and teacher on held-out examples.",
+  "importance_ratio/mean": "Probability of a token now over its probability when it was sampled. 1 means on-policy.",
+  "is_masked/mean": "Share of tokens outside the trust region, which are masked.",
+  "optim/grad_norm": "Gradient norm before clipping. Spikes indicate unusual batches.",
+  "optim/lr": "Scheduled learning rate.",
+  "completion_len/mean": "Generated tokens per rollout.",
+  "seq_len/mean": "Tokens per rollout, prompt included.",
+  "prompt_len/mean": "Tokens of the prompt.",
+  "num_turns/mean": "Turns of the conversation per rollout.",
+  "is_truncated/mean": "Share of rollouts cut off at the token limit.",
+  "perf/throughput": "Trainer tokens per second while busy.",
+  "perf/mfu": "Model FLOPs utilization, in percent.",
+  "perf/peak_memory": "Peak memory of the trainer, in GiB.",
+  "time/step": "Seconds from one optimizer step to the next.",
+  "time/wait_for_batch": "Seconds the trainer waits for rollouts in each step.",
+  "time/forward_backward": "Seconds the trainer computes in each step.",
+  "time/update_weights": "Seconds until the engines have new weights.",
+  "batch/async_level": "Versions between the policy that is trained and the one that is live in the engines.",
+  "batch/off_policy_level/max": "Age, in versions, of the oldest token of a batch.",
+  "batch/off_policy_level/mean": "Age, in versions, of the tokens of a batch on average.",
+  "batch/effective_batch_size": "Share of groups with different rewards; only these have a gradient.",
+  "batch/solve_all": "Share of prompts that every rollout solves.",
+  "batch/solve_none": "Share of prompts that no rollout solves.",
+  "error/mean": "Share of rollouts that failed for technical reasons.",
+};
+
+const CHAPTERS = [
+  ["Does it learn?", [["reward/mean", "val_reward/mean"], ["reward/*"], ["eval/*/avg*"], ["batch/solve_all", "batch/solve_none"],
+    ["batch/effective_batch_size"], ["metrics/*"]]],
+  ["Is it stable?", [["loss/mean"], ["entropy/mean"], ["mismatch_kl/mean"], ["teacher_kl/mean"], ["optim/grad_norm"], ["optim/lr"],
+    ["importance_ratio/mean", "importance_ratio/max"], ["is_masked/mean"]]],
+  ["How long are the answers?", [["completion_len/mean", "completion_len/max"], ["seq_len/mean"], ["num_turns/mean"], ["is_truncated/mean"],
+    ["error/mean"]]],
+  ["How fast is it?", [["perf/throughput"], ["time/step"], ["time/forward_backward", "time/wait_for_batch"],
+    ["perf/mfu"], ["time/update_weights"], ["perf/peak_memory"]]],
+  ["How asynchronous is it?", [["batch/async_level"], ["batch/off_policy_level/max", "batch/off_policy_level/mean"],
+    ["groups/in_flight"], ["event_loop_lag/max"]]],
+];
+
+// Shown first for runs with a teacher.
+const TEACHER_CHAPTER = ["Does the student approach its teacher?", [["teacher_kl/mean", "teacher_kl_reverse/mean", "teacher_kl_forward/mean"],
+  ["distill/*/gap_closed"], ["distill/*/retention"], ["distill/*/student/avg", "distill/*/student_context/avg", "distill/*/teacher_context/avg"],
+  ["anchor_kl/mean"], ["teacher_coverage/mean"], ["teacher/skipped/*"]]];
+
+const REWARD_CHARTS = /^(reward\/|val_reward\/|batch\/(solve_|effective_))/;
+
+function chaptersOf(kind) {
+  const chapters = kind.trains_on_rewards || (kind.scores_rewards && !kind.has_teacher) ? CHAPTERS
+    : CHAPTERS.map(([title, groups]) => [title === "Does it learn?" ? "What else is measured?" : title, groups.filter(([name]) => !REWARD_CHARTS.test(name))]);
+  return kind.has_teacher ? [TEACHER_CHAPTER, ...chapters] : chapters;
+}
+
+const TREND_LABELS = { "reward/mean": "The reward", "teacher_kl/mean": "The teacher KL", "loss/mean": "The loss" };
+
+const TEACHER_TILES = [["teacher_kl/mean", "Teacher KL"], ["anchor_kl/mean", "Anchor KL"], ["teacher_coverage/mean", "Teacher coverage"]];
+
+const TILES = [
+  ["reward/mean", "Reward"], ["val_reward/mean", "Validation reward"], ["loss/mean", "Loss"], ["entropy/mean", "Entropy"],
+  ["mismatch_kl/mean", "Mismatch KL"], ["teacher_kl/mean", "Teacher KL"], ["completion_len/mean", "Completion length"],
+  ["perf/throughput", "Tokens per second"], ["batch/async_level", "Async level"], ["optim/grad_norm", "Gradient norm"],
+];
+
+const ACTIVITY = {
+  "orchestrator generate": "collects a batch", "orchestrator update_weights": "relays weights", generate: "writes rollouts", decode: "writes rollouts", forward_backward: "computes gradients", wait_for_batch: "waits for rollouts",
+  update_weights: "loads new weights", broadcast_weights: "publishes weights", load_data: "packs the batch",
+  save_ckpt: "saves a checkpoint", eval: "evaluates", val: "validates", validation: "validates",
+};
+
+const COLORING = {
+  advantage: ["Advantage", "How much better (blue) or worse (orange) this rollout was than its group."],
+  logprob: ["Log-probability", "Log-probability under the sampling policy; darker is less likely."],
+  teacher: ["Teacher − student", "Blue: more likely under the teacher than under the student. Orange: less likely."],
+  trainer: ["Trainer − engine", "Difference between trainer and engine log-probability. No color: they agree."],
+  version: ["Policy version", "Policy version that generated the token; it can change within a rollout."],
+  none: ["No color", "Just the tokens."],
+};

@@ -1,0 +1,136 @@
+"""The state of a run: running, finished, or stopped and why."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prime_rl.monitor.local_runs import LocalRun
+from prime_rl.runtime.run_state import STATE_FILE, RunState, is_alive, read_run_state
+
+FRESH_S = 60.0
+"""Seconds without activity after which a run that cannot be checked directly counts as stopped."""
+
+SLOW_STEPS = 5
+"""Number of mean step times without activity that count as running."""
+
+TRAINING = ("trainer", "sft", "orchestrator", "inference", "teacher_inference")
+"""Processes whose metrics count as activity; evaluations may be written later."""
+
+TAIL_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """`state` is running, finished or stopped; `step` is the last complete step, 0 before the first."""
+
+    state: str
+    step: int
+    reason: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Status for display."""
+        if self.state != "stopped":
+            return self.state
+        where = f"at step {self.step}" if self.step else "before the first step"
+        return f"stopped {where}" + (f" ({self.reason})" if self.reason else "")
+
+
+@dataclass(frozen=True)
+class _Tail:
+    """Training rows at the end of the metrics file."""
+
+    step: int = 0
+    last: float = 0.0
+    """Unix seconds of the newest row."""
+    step_s: float = 0.0
+    """Mean seconds between their steps."""
+
+
+def find_status(run: LocalRun) -> RunStatus:
+    """The state of a run by the best available evidence.
+
+    1. The recorded state, whose process can be checked on its own host.
+    2. A heartbeat or metric that is recent enough, where it cannot.
+    3. Without a recorded state: the configured number of steps, the trainer's log, and how old the last metric is.
+    """
+    tail = _read_tail(run.metrics_path)
+    recorded = read_run_state(run.path)
+    if recorded is not None:
+        return _from_record(run, recorded, tail)
+    max_steps = run.config_value("max_steps")
+    if tail.step and isinstance(max_steps, int) and tail.step >= max_steps:
+        return RunStatus("finished", tail.step)
+    if any(_logged_finish(run.path / "logs" / f"{process}.log") for process in ("trainer", "sft")):
+        return RunStatus("finished", tail.step)
+    if _is_fresh(tail.last, tail):
+        return RunStatus("running", tail.step)
+    return RunStatus("finished" if not tail.step and run.evaluations() else "stopped", tail.step)
+
+
+def _from_record(run: LocalRun, recorded: RunState, tail: _Tail) -> RunStatus:
+    if recorded.status == "finished":
+        return RunStatus("finished", tail.step)
+    if recorded.status != "running":
+        reason = f"failed: {recorded.reason}" if recorded.status == "failed" and recorded.reason else recorded.status
+        return RunStatus("stopped", tail.step, reason)
+    alive = is_alive(recorded.process)
+    if alive is None:
+        alive = _is_fresh(max(tail.last, _mtime(run.path / STATE_FILE)), tail)
+        return RunStatus("running" if alive else "stopped", tail.step, None if alive else "no sign of life")
+    return RunStatus("running" if alive else "stopped", tail.step, None if alive else "killed")
+
+
+def _is_fresh(last: float, tail: _Tail) -> bool:
+    return time.time() - last < max(FRESH_S, SLOW_STEPS * tail.step_s)
+
+
+def _read_tail(path: Path) -> _Tail:
+    rows = [row for row in _last_rows(path) if row.get("process") in TRAINING]
+    trained = [row for row in rows if "loss/mean" in row]
+    steps = [int(row.get("step") or 0) for row in trained or rows if "timeline/what" not in row]
+    times = [float(row["timestamp"]) for row in trained if isinstance(row.get("timestamp"), (int, float))]
+    step_s = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
+    stamps = [float(row["timestamp"]) for row in rows if isinstance(row.get("timestamp"), (int, float))]
+    return _Tail(steps[-1] if steps else 0, max(stamps, default=0.0), max(step_s, 0.0))
+
+
+def _last_rows(path: Path) -> list[dict[str, Any]]:
+    """The complete rows in the last bytes of a JSONL file."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(size - TAIL_BYTES, 0))
+            lines = file.read().split(b"\n")
+    except OSError:
+        return []
+    rows = []
+    for line in lines[0 if size <= TAIL_BYTES else 1 : -1]:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows
+
+
+def _logged_finish(log: Path) -> bool:
+    """Whether the last lines of a trainer's log report its end."""
+    if not log.exists():
+        return False
+    with log.open("rb") as file:
+        file.seek(max(log.stat().st_size - 500, 0))
+        return b"Finished after step" in file.read()
+
+
+def _mtime(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -1,0 +1,1 @@
+"""Context distillation: teacher, contexts, baseline evaluation."""

@@ -1,0 +1,329 @@
+"""Baseline evaluation of a distillation: student and teacher with and without context, on held-out examples."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+import msgspec
+from loguru import logger
+
+from prime_rl.client.scoring import TokenScorer
+from prime_rl.configuration.sections import BASE_MODEL
+from prime_rl.orchestrator.config import OrchestratorConfig
+from prime_rl.orchestrator.distillation.context import ContextProvider
+from prime_rl.orchestrator.distillation.teacher import Teacher
+from rollouts.training.agent_integration import Rollout, rollout_to_samples
+from rollouts.training.environments import Environment
+from rollouts.training.metrics import compute_gap_closed
+from rollouts.training.objectives import MAX_LOG_RATIO
+from rollouts.training.types import Sample
+
+Row = dict[str, Any]
+Groups = list[list[Rollout]]
+Run = Callable[[Environment, Sequence[Any], str], Awaitable[Groups]]
+"""Rollouts of an environment's evaluation examples, with these clients and this model name."""
+COLLAPSE_FRACTION = 0.5
+"""Warn if the student with context drops below this fraction of the teacher's initial score."""
+
+
+class ContextEnvironment:
+    """An environment whose prompts include the teacher's context."""
+
+    def __init__(
+        self, environment: Environment, contexts: ContextProvider, name: str, default_system: str = ""
+    ) -> None:
+        self.id = environment.id
+        self._environment, self._contexts, self._name = environment, contexts, name
+        self._default_system = default_system
+
+    def rows(self, split: str = "train") -> list[Row]:
+        """Rows with the teacher's prompts."""
+        return [self._add_context(row) for row in self._environment.rows(split)]
+
+    async def run_group(
+        self, row: Row, client: Any, model: str, sampling_args: Sequence[dict[str, Any]], retries: int = 0
+    ) -> list[Rollout]:
+        """Delegate to the environment."""
+        return await self._environment.run_group(row, client, model, sampling_args, retries)
+
+    def _add_context(self, row: Row) -> Row:
+        context, prompt = self._contexts.context_for(self._name, row), row["prompt"]
+        if not context:
+            return row
+        key = "prompt" if isinstance(prompt, str) else "messages"
+        return {**row, "prompt": self._contexts.insert(self._name, {key: prompt}, context, self._default_system)[key]}
+
+
+class HeldOutEnvironment(ContextEnvironment):
+    """An environment without evaluation examples that are also training prompts; `ValueError` if none remains."""
+
+    def __init__(self, environment: Environment, trained: Environment | None, name: str) -> None:
+        self.id, self._environment = environment.id, environment
+        training_prompts = {fingerprint(row) for row in trained.rows("train")} if trained is not None else set[bytes]()
+        examples = environment.rows("eval")
+        self._rows = [row for row in examples if fingerprint(row) not in training_prompts]
+        if examples and not self._rows:
+            raise ValueError(
+                f"every evaluation example of {name!r} is a training prompt: eval_baseline would measure memorization\n"
+                "  give the environment a held-out split, or set eval_baseline = false"
+            )
+        if num_skipped := len(examples) - len(self._rows):
+            logger.warning(f"{num_skipped} evaluation examples of {name} are training prompts: skipped")
+
+    def rows(self, split: str = "train") -> list[Row]:
+        """The held-out examples, or the training prompts."""
+        return self._rows if split == "eval" else self._environment.rows(split)
+
+
+def fingerprint(row: Mapping[str, Any]) -> bytes:
+    """Canonical bytes of a row's prompt, for equality."""
+    return msgspec.json.encode(row["prompt"], enc_hook=str, order="deterministic")
+
+
+@dataclass
+class Baseline:
+    """Reference scores of one environment: mean reward of each example, failures as 0."""
+
+    before: list[float] = field(default_factory=list)
+    teacher: list[float] = field(default_factory=list)
+    teacher_plain: list[float] = field(default_factory=list)
+    teacher_samples: list[tuple[Sample, list[int], int]] = field(default_factory=list)
+    """The teacher's samples under the context; tokens with the student's prompt instead; length of that prompt."""
+
+
+class BaselineEvaluator:
+    """Measures student and teacher with and without context at every evaluation.
+
+    student and student_context use the current weights. teacher and teacher_context are measured once for a frozen
+    teacher, at every evaluation for an EMA teacher, and equal the student's scores for a live teacher.
+    """
+
+    def __init__(self, config: OrchestratorConfig, teacher: Teacher, clients: Sequence[Any], directory: Path) -> None:
+        assert config.teacher_model is not None
+        self.config, self.clients = config, clients
+        # The same teacher with separate counters, so that training metrics exclude evaluation.
+        self.teacher = Teacher(teacher.contexts, teacher.scorer, teacher.model, teacher.anchor)
+        self.directory = directory
+        self._settings = config.teacher_model
+        self._baselines: dict[str, Baseline] = {}
+        temperature = teacher.scorer.temperature
+        self._student = TokenScorer(list(clients), config.model.name, temperature)
+
+    async def measure(
+        self,
+        name: str,
+        environment: Environment,
+        rows: Sequence[Row],
+        version: int,
+        groups: Groups,
+        temperature: float,
+        run: Run,
+    ) -> dict[str, float]:
+        """Metrics of one environment at `version`; `groups`: the student's rollouts of `rows`; `run` generates more."""
+        if self.teacher.contexts.role(name) != "context":
+            return await self._measure_without_context(name, rows, version, groups, temperature)
+        default_system = await self.teacher.find_default_system(name, {}, self.clients[0])
+        context_environment = ContextEnvironment(environment, self.teacher.contexts, name, default_system)
+        scores = {"student": example_scores(groups)}
+        student = (self.clients, self.config.model.name)
+        context_groups = await run(context_environment, *student)
+        scores["student_context"] = example_scores(context_groups)
+        metrics: dict[str, float] = {}
+        baseline = self._baselines.get(name)
+        if baseline is None:
+            baseline = self._baselines[name] = await self._begin(
+                name, environment, context_environment, version, scores, context_groups, run
+            )
+            metrics |= baseline_metrics(name, baseline)
+        if self._settings.weights == "ema" and version:
+            target = (self.teacher.scorer.clients, self.teacher.scorer.model)
+            scores["teacher"] = example_scores(await run(environment, *target))
+            scores["teacher_context"] = example_scores(await run(context_environment, *target))
+        else:
+            is_live = self._settings.weights == "live"
+            scores["teacher"] = scores["student"] if is_live else baseline.teacher_plain
+            scores["teacher_context"] = scores["student_context"] if is_live else baseline.teacher
+        found = {f"{what}/avg": statistics.fmean(values) for what, values in scores.items() if values}
+        closed = await anyio.to_thread.run_sync(
+            compute_gap_closed, scores["student"], baseline.before, baseline.teacher
+        )
+        if closed is not None:
+            found |= dict(zip(("gap_closed", "gap_closed/ci_low", "gap_closed/ci_high"), closed, strict=True))
+        if temperature == self.teacher.scorer.temperature:
+            found |= await self._divergences(name, rows, groups, baseline)
+        found["collapsed"] = float(self._is_collapsed(name, found, baseline))
+        if version == 0:
+            self._log_gap(name, found, closed)
+        logger.info(format_scores(name, version, found))
+        return metrics | {f"distill/{name}/{key}": value for key, value in found.items()}
+
+    async def _begin(
+        self,
+        name: str,
+        environment: Environment,
+        context_environment: Environment,
+        version: int,
+        scores: Mapping[str, list[float]],
+        context_groups: Groups,
+        run: Run,
+    ) -> Baseline:
+        """Measure the teacher's baselines and the student's before training."""
+        baseline = Baseline(self._load_baseline(name) if version else list(scores["student"]))
+        if len(baseline.before) != len(scores["student"]):
+            logger.warning(f"{name}: the scores before training are unknown: comparing with version {version}")
+            baseline.before = list(scores["student"])
+        groups, baseline.teacher_plain = context_groups, list(baseline.before)
+        if self._settings.weights == "frozen" and (version or not self._is_student_model()):
+            target = (self.teacher.scorer.clients, self.teacher.scorer.model)
+            groups = await run(context_environment, *target)
+            if not self._is_student_model():
+                baseline.teacher_plain = example_scores(await run(environment, *target))
+        baseline.teacher = example_scores(groups)
+        if version and self._settings.weights != "frozen":  # it has changed since
+            baseline.teacher = self._load_baseline(name, "teacher") or baseline.teacher
+        baseline.teacher_samples = await self._swap_prompts(groups, environment.rows("eval"))
+        if not version:
+            self._save_baseline(name, baseline)
+        return baseline
+
+    async def _measure_without_context(
+        self, name: str, rows: Sequence[Row], version: int, groups: Groups, temperature: float
+    ) -> dict[str, float]:
+        """Retention of the student in environments without a distilled context."""
+        scores = example_scores(groups)
+        baseline = self._baselines.get(name)
+        if baseline is None:
+            baseline = self._baselines[name] = Baseline((self._load_baseline(name) if version else scores) or scores)
+            self._save_baseline(name, baseline)
+        found = {"student/avg": statistics.fmean(scores)}
+        if was := statistics.fmean(baseline.before):
+            found["retention"] = found["student/avg"] / was
+        if temperature == self.teacher.scorer.temperature:
+            found |= await self._divergences(name, rows, groups, baseline)
+        logger.info(format_scores(name, version, found))
+        return {f"distill/{name}/{key}": value for key, value in found.items()}
+
+    def _save_baseline(self, name: str, baseline: Baseline) -> None:
+        path = self.directory / f"baseline_{name.replace('/', '_')}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"student": baseline.before, "teacher": baseline.teacher}), encoding="utf-8")
+
+    def _is_student_model(self) -> bool:
+        return self._settings.model.name in (None, BASE_MODEL, self.config.model.name)
+
+    def _load_baseline(self, name: str, role: str = "student") -> list[float]:
+        """Scores before training, written by the first attempt of this run."""
+        try:
+            text = (self.directory / f"baseline_{name.replace('/', '_')}.json").read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return []
+        return [float(value) for value in json.loads(text)[role]]
+
+    async def _swap_prompts(self, groups: Groups, rows: Sequence[Row]) -> list[tuple[Sample, list[int], int]]:
+        """The teacher's single-turn samples with the student's prompt instead of the teacher's."""
+        found = []
+        for group, row in zip(groups, rows, strict=False):
+            for sample in (sample for rollout in group for sample in rollout_to_samples(rollout)):
+                chat_request = sample.metadata.get("asked")
+                if chat_request is None:
+                    continue
+                key = "prompt" if "prompt" in chat_request else "messages"
+                start = sample.loss_mask.index(1.0)
+                prompt = await self.teacher.render({**chat_request, key: row["prompt"]}, self.clients[0])
+                found.append((sample, [*prompt, *sample.tokens[start:]], len(prompt)))
+        return found
+
+    async def _divergences(
+        self, name: str, rows: Sequence[Row], groups: Groups, baseline: Baseline
+    ) -> dict[str, float]:
+        """KL(student || teacher) on student samples, KL(teacher || student) on teacher samples, and the entropy."""
+        reverse, entropy = await self._reverse_kl(name, rows, groups)
+        forward: list[float] = []
+        for sample, tokens, start in baseline.teacher_samples:
+            scored = await self._student.score(tokens, start)
+            teacher_tokens = zip(sample.inference_logprobs or [], sample.loss_mask, strict=True)
+            teacher_logprobs = [lt for lt, mask in list(teacher_tokens)[sample.loss_mask.index(1.0) :] if mask > 0]
+            trained_mask = sample.loss_mask[sample.loss_mask.index(1.0) :]
+            student_logprobs = [ls for ls, mask in zip(scored.logprobs, trained_mask, strict=True) if mask > 0]
+            forward += [lt - ls for lt, ls in zip(teacher_logprobs, student_logprobs, strict=True)]
+        found = {"kl_fwd": forward, "kl_rev": reverse, "entropy": entropy}
+        metrics = {key: statistics.fmean(values) for key, values in found.items() if values}
+        if reverse:
+            metrics["kl_rev_k3"] = estimate_k3(reverse)
+            metrics["kl_rev_sequence"] = sum(reverse) / max(1, sum(len(group) for group in groups))
+        return metrics
+
+    async def _reverse_kl(self, name: str, rows: Sequence[Row], groups: Groups) -> tuple[list[float], list[float]]:
+        """ls - lt of every sampled token, and -ls."""
+        gaps, entropy = list[float](), list[float]()
+        for number, (group, row) in enumerate(zip(groups, rows, strict=False)):
+            samples = [sample for rollout in group if not rollout.failed for sample in rollout_to_samples(rollout)]
+            client = self.clients[number % len(self.clients)]
+            for sample in await self.teacher.score_group(samples, name, row, client):
+                streams = (sample.inference_logprobs or [], sample.teacher_logprobs or [], sample.loss_mask)
+                for ls, lt, mask in zip(*streams, strict=False):
+                    if mask > 0:
+                        gaps.append(ls - lt)
+                        entropy.append(-ls)
+        return gaps, entropy
+
+    def _is_collapsed(self, name: str, found: Mapping[str, float], baseline: Baseline) -> bool:
+        """Whether the student with context scores far below the teacher: it no longer uses the context."""
+        was, now = statistics.fmean(baseline.teacher) if baseline.teacher else 0.0, found["student_context/avg"]
+        if not was > 0 or now >= COLLAPSE_FRACTION * was:
+            return False
+        logger.warning(
+            f"{name}: the student with context scores {now:.4f}, the teacher scored {was:.4f}: it is collapsing or "
+            'forgetting; add an environment with teacher = "anchor", or lower the learning rate'
+        )
+        return True
+
+    def _log_gap(self, name: str, found: Mapping[str, float], closed: Any) -> None:
+        gap = found["teacher_context/avg"] - found["student/avg"]
+        note = "" if closed is not None else " (not significant: gap_closed is not reported)"
+        logger.info(f"Baseline of {name} | student {found['student/avg']:.4f} | gap to the teacher {gap:.4f}{note}")
+
+
+def format_scores(name: str, version: int, found: Mapping[str, float]) -> str:
+    """The console line of one environment's measurements; `found` has the keys below `distill/{name}/`."""
+    parts = [f"Distillation of {name} at version {version}"]
+    labels = {
+        "Student": "student/avg",
+        "Student with Context": "student_context/avg",
+        "Teacher with Context": "teacher_context/avg",
+        "Retention": "retention",
+        "KL to Teacher": "kl_rev",
+    }
+    parts += [f"{label}: {found[key]:.4f}" for label, key in labels.items() if key in found]
+    if "gap_closed" in found:
+        low, high = found["gap_closed/ci_low"], found["gap_closed/ci_high"]
+        parts.append(f"Gap Closed: {found['gap_closed']:.2f} ({low:.2f} to {high:.2f})")
+    return " | ".join(parts)
+
+
+def baseline_metrics(name: str, baseline: Baseline) -> dict[str, float]:
+    """The documented baseline metrics, logged once."""
+    student, teacher = statistics.fmean(baseline.before), statistics.fmean(baseline.teacher)
+    return {
+        f"eval/{name}/baseline_student/avg": student,
+        f"eval/{name}/baseline_teacher/avg": teacher,
+        f"eval/{name}/baseline_diff": teacher - student,
+    }
+
+
+def example_scores(groups: Groups) -> list[float]:
+    """Mean reward of each example; failed rollouts count as 0."""
+    return [statistics.fmean(0.0 if r.failed else r.reward for r in group) if group else 0.0 for group in groups]
+
+
+def estimate_k3(gaps: Sequence[float]) -> float:
+    """Mean k3 of the gaps `ls - lt`, bounded as in `rl_losses.compute_kl`."""
+    bounded = [max(gap, -MAX_LOG_RATIO) for gap in gaps]
+    return statistics.fmean(math.expm1(-gap) + gap for gap in bounded)

@@ -1,0 +1,233 @@
+"""Teacher log-probs of every group as soon as it is finished, concurrent with sampling.
+
+rollout --> the rendered chat request --> the same with the context --> token ids + the sampled ids --> log-probs
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import anyio
+import msgspec
+from loguru import logger
+
+from prime_rl.client.scoring import ScoredTokens, TokenScorer
+from prime_rl.configuration.sections import BASE_MODEL
+from prime_rl.orchestrator.config import OrchestratorConfig, TeacherConfig
+from prime_rl.orchestrator.distillation.context import (
+    DEFAULT_SYSTEM_PROBES,
+    PROBE_USER,
+    ContextProvider,
+    read_default_system,
+)
+from prime_rl.orchestrator.servers import wait_until_ready
+from prime_rl.utils.client import build_clients
+from rollouts.training.environments.protocol import describe_failure
+from rollouts.training.types import Sample, TeacherTable
+
+MAX_CACHED_PROMPTS = 4096
+LEAST_LOGPROB = -100.0
+"""Finite stand-in for log 0, so that messages contain no infinities."""
+
+
+class UnscorableSample(Exception):
+    """A sample that the teacher cannot score; `reason` is the metric that counts it."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Teacher:
+    """Adds teacher log-probs to samples. Unscorable samples are dropped and counted."""
+
+    def __init__(
+        self, contexts: ContextProvider, scorer: TokenScorer, model: str, anchor: TokenScorer | None = None
+    ) -> None:
+        self.contexts, self.scorer, self.model = contexts, scorer, model
+        self.anchor = anchor or scorer
+        """Scorer of anchor environments: the model before training, also with an EMA or live teacher."""
+        self.last_error: str | None = None
+        self._counts: Counter[str] = Counter()
+        self._seconds = 0.0
+        self._prompts: OrderedDict[bytes, list[int]] = OrderedDict()
+        self._default_systems: dict[bytes, str] = {}
+
+    async def score_group(self, samples: list[Sample], env: str, row: Mapping[str, Any], client: Any) -> list[Sample]:
+        """Score the samples of a group; returns those that are scored or need no teacher. `client` renders the chat."""
+        role = self.contexts.role(env)
+        context = None if role == "none" else "" if role == "anchor" else self.contexts.context_for(env, row)
+        if context is None:
+            for sample in samples:
+                sample.has_teacher = False
+            return samples
+        scored: dict[int, Sample] = {}
+        start_time = time.perf_counter()
+
+        async def score_one(index: int) -> None:
+            sample = samples[index]
+            try:
+                tokens, start = await self._build_prompt(sample, env, context, client)
+                scorer = self.anchor if role == "anchor" else self.scorer
+                self._fill(sample, await self._score(scorer, tokens, start), start)
+            except UnscorableSample as skipped:
+                self._counts[skipped.reason] += 1
+                self.last_error = str(skipped)
+                return
+            sample.anchor = self.contexts.anchor_weight(env) if role == "anchor" else 0.0
+            scored[index] = sample
+
+        async with anyio.create_task_group() as tasks:
+            for index in range(len(samples)):
+                tasks.start_soon(score_one, index)
+        self._seconds += time.perf_counter() - start_time
+        return [scored[index] for index in sorted(scored)]
+
+    def take_metrics(self) -> dict[str, float]:
+        """Seconds of teacher scoring, and dropped samples by reason, since the last call."""
+        counts, self._counts = self._counts, Counter()
+        seconds, self._seconds = self._seconds, 0.0
+        metrics = {f"teacher/skipped/{reason}": float(counts[reason]) for reason in ("overlong", "prompt", "server")}
+        total = counts["tokens"]
+        share = counts["cached_tokens"] / total if total else 0.0
+        return {"time/teacher_logprobs": seconds, "teacher/cached_prompt": share, **metrics}
+
+    async def wait_until_ready(self, timeout_s: float) -> None:
+        """Log configuration warnings, then wait until every server of the teacher responds."""
+        for line in self.contexts.warnings():
+            logger.warning(line)
+        for client in self.scorer.clients:
+            await wait_until_ready(client, timeout_s)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        for client in self.scorer.clients:
+            await client.close()
+
+    async def _build_prompt(self, sample: Sample, env: str, context: Any, client: Any) -> tuple[list[int], int]:
+        """The teacher's tokens and the start of the sampled ones."""
+        chat_request, start = sample.metadata.get("asked"), sample.loss_mask.index(1.0)
+        if not context:
+            return sample.tokens, start
+        if chat_request is None:
+            raise UnscorableSample(
+                "prompt", "the prompt messages of this rollout are unknown: the environment does not expose them"
+            )
+        try:
+            plain = await self.render(chat_request, client)
+            default_system = await self.find_default_system(env, chat_request, client)
+            prompt = await self.render(self.contexts.insert(env, chat_request, context, default_system), client)
+        except ValueError as error:
+            raise UnscorableSample("prompt", str(error)) from error
+        if sample.tokens[:start] != plain:
+            raise UnscorableSample("prompt", "the chat template renders this prompt to other tokens than the student's")
+        return [*prompt, *sample.tokens[start:]], len(prompt)
+
+    async def find_default_system(self, env: str, chat_request: Mapping[str, Any], client: Any) -> str:
+        """The default system message of the chat template, needed for `system_append`.
+
+        Without it the teacher's prompt would lack a part of the student's. `ValueError` if it cannot be determined.
+        """
+        if self.contexts.position(env) != "system_append" or "prompt" in chat_request:
+            return ""
+        options = {key: value for key, value in chat_request.items() if key != "messages"}
+        key = msgspec.json.encode(options)
+        if key not in self._default_systems:
+            plain, probed = [await self.render({**options, "messages": c}, client) for c in DEFAULT_SYSTEM_PROBES]
+            default = read_default_system(*[await self._read_text(ids, client) for ids in (plain, probed)])
+            given = {**options, "messages": [{"role": "system", "content": default}, PROBE_USER]}
+            if default and await self.render(given, client) != plain:
+                raise ValueError(
+                    "the chat template formats its default system message differently from an explicit one: give "
+                    'the prompts a system message, or set teacher_model.insert = "user_prefix"'
+                )
+            self._default_systems[key] = default
+        return self._default_systems[key]
+
+    async def render(self, chat_request: Mapping[str, Any], client: Any) -> list[int]:
+        """Token ids of a prompt, rendered by the student's server with the same template, tools and arguments."""
+        key = msgspec.json.encode(chat_request)
+        if (cached := self._prompts.get(key)) is not None:
+            self._prompts.move_to_end(key)
+            return cached
+        try:
+            ids = await client.tokenize({"model": self.model, **chat_request})
+        except Exception as error:
+            kind, message = describe_failure(error)
+            raise UnscorableSample("server", f"/tokenize failed: {kind}: {message}") from error
+        if ids is None:
+            raise ValueError("the server cannot render the teacher's prompt: its chat template rejects the messages")
+        self._prompts[key] = ids
+        if len(self._prompts) > MAX_CACHED_PROMPTS:
+            self._prompts.popitem(last=False)
+        return list(ids)
+
+    async def _read_text(self, tokens: list[int], client: Any) -> str:
+        try:
+            return str(await client.detokenize({"model": self.model, "tokens": tokens}))
+        except Exception as error:
+            kind, message = describe_failure(error)
+            raise UnscorableSample("server", f"/detokenize failed: {kind}: {message}") from error
+
+    async def _score(self, scorer: TokenScorer, tokens: list[int], start: int) -> ScoredTokens:
+        try:
+            scored = await scorer.score(tokens, start)
+        except ValueError:
+            raise  # a permanent limit of this server, which the user must fix
+        except Exception as error:
+            kind, message = describe_failure(error)
+            reason = "overlong" if kind == "OverlongPrompt" else "server"
+            raise UnscorableSample(
+                reason, f"the teacher did not score {len(tokens)} tokens: {kind}: {message}"
+            ) from error
+        self._counts["tokens"] += start
+        self._counts["cached_tokens"] += min(scored.num_cached, start)
+        return scored
+
+    def _fill(self, sample: Sample, scored: ScoredTokens, start: int) -> None:
+        """Write the scores of the trained tokens to the sample; all other positions are 0."""
+        first = len(sample.tokens) - len(scored.logprobs)
+        selected = [i for i in range(len(scored.logprobs)) if sample.loss_mask[first + i] > 0]
+        stream = [0.0] * len(sample.tokens)
+        for i in selected:
+            stream[first + i] = max(scored.logprobs[i], LEAST_LOGPROB)
+        sample.teacher_logprobs = stream
+        if scored.top:
+            sample.teacher_table = TeacherTable(
+                k=scored.top,
+                logprobs=_rows(scored.top_logprobs, selected, scored.top),
+                ids=_rows(scored.top_ids, selected, scored.top),
+                tail_mass=_rows(scored.tail_mass, selected, 1),
+            )
+
+
+def _rows(packed: bytes, selected: Sequence[int], width: int) -> bytes:
+    """Select rows of a packed table with `width` 4-byte numbers per row."""
+    return b"".join(packed[4 * width * i : 4 * width * (i + 1)] for i in selected)
+
+
+def build_teacher(config: OrchestratorConfig) -> Teacher | None:
+    """Build the configured teacher; None without one. `ValueError` for an invalid configuration."""
+    teacher = config.teacher_model
+    if teacher is None:
+        return None
+    contexts = ContextProvider(config, teacher)
+    clients = build_clients(teacher.client)
+    temperature = config.sampling.temperature if teacher.temperature is None else teacher.temperature
+    scorer = TokenScorer(clients, teacher_name(config, teacher), temperature, teacher.top_logprobs)
+    anchor = None
+    if teacher.weights != "frozen":
+        anchor = TokenScorer(clients, BASE_MODEL, temperature, teacher.top_logprobs)
+    return Teacher(contexts, scorer, config.model.name, anchor)
+
+
+def teacher_name(config: OrchestratorConfig, teacher: TeacherConfig) -> str:
+    """Model name in teacher requests; `ValueError` if no server is configured."""
+    if not teacher.client.base_url:
+        raise ValueError(
+            "teacher_model.client.base_url is unset: rl starts a teacher and sets it; without rl, set it yourself"
+        )
+    return teacher.model.name or config.model.name

@@ -1,0 +1,184 @@
+"""Control of the inference servers: health, start-up and the version that each serves."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import anyio
+import msgspec
+from loguru import logger
+
+from prime_rl.orchestrator.config import OrchestratorConfig
+from prime_rl.orchestrator.server_pool import ServerPool
+from prime_rl.transport.broadcast import read_broadcast
+from prime_rl.transport.file_watch import wait_for
+from prime_rl.utils.client import InferenceClient
+from rollouts.training.steps import is_complete, parse_step, step_path
+from rollouts.training.weight_sync import EngineError, PrimeEngine, WeightSyncError, sync_weights_to_engines
+
+if TYPE_CHECKING:
+    from prime_rl.configuration.sections import ClientConfig
+
+POLL_INTERVAL_S = 0.05
+
+
+def build_engines(config: ClientConfig, *, broadcast: bool = False) -> list[PrimeEngine]:
+    """One engine per server of `client`. `broadcast`: servers receive weights from the trainer over process groups."""
+    headers = dict(config.headers)
+    if key := os.environ.get(config.api_key_var):
+        headers.setdefault("authorization", f"Bearer {key}")
+    if not broadcast:
+        return [PrimeEngine(url, headers=headers) for url in config.base_url]
+    number = len(config.base_url)
+    return [
+        BroadcastEngine(url, headers=headers, server_rank=rank, num_servers=number)
+        for rank, url in enumerate(config.base_url)
+    ]
+
+
+@dataclass(frozen=True)
+class BroadcastEngine(PrimeEngine):
+    """A server that receives announced versions from the trainer and loads others from files."""
+
+    server_rank: int = field(default=0, kw_only=True)
+    num_servers: int = field(default=1, kw_only=True)
+
+    async def load_version(self, path: Path) -> dict[str, Any]:
+        """Load a version and return the response. If the trainer has exited, load its saved weights instead, if any."""
+        broadcast = read_broadcast(path)
+        rank = {"server_rank": self.server_rank, "num_inference_server": self.num_servers}
+        try:
+            address = {name: getattr(broadcast, name) for name in ("type", "host", "port", "timeout")}
+            await self.load("/init_broadcaster", {**address, **rank})
+            return await self.load("/update_weights", {"weight_dir": None, "step": parse_step(path.name)})
+        except EngineError as error:
+            saved = path.parent.with_name("weights") / path.name
+            if "answered 503" not in error.message or not is_complete(saved):
+                raise
+            logger.warning(f"{self}: {error.message}; loading {saved} instead")
+            return await super().load_version(saved)
+
+
+async def prepare_engines(
+    config: OrchestratorConfig,
+    clients: Sequence[InferenceClient],
+    engines: Sequence[PrimeEngine],
+    version: int,
+    name: str | None = None,
+    server_pool: ServerPool | None = None,
+) -> dict[int, dict[str, Any]]:
+    """Wait until enough servers are ready and load `version` of `name` (unset: the trainer's weights) on them.
+
+    Returns the responses by server, empty for those that already serve the version.
+    """
+    server_pool = server_pool or ServerPool(len(engines))
+    states: dict[int, Health] = {}
+
+    async def wait(i: int) -> None:
+        states[i] = await wait_until_ready(clients[i], config.inference_timeout)
+        if len(states) >= server_pool.min_servers:
+            raise _MinimumReached
+
+    with contextlib.suppress(_MinimumReached):
+        await run_concurrently(wait, range(len(engines)))
+    since = anyio.current_time()
+    server_pool.unreachable.update({i: (since, "not started yet") for i in range(len(engines)) if i not in states})
+    answers: dict[int, dict[str, Any]] = {}
+
+    async def sync(i: int) -> None:
+        answers[i] = await sync_server(config, engines[i], states[i], version, name)
+
+    await run_concurrently(sync, sorted(states))
+    return answers
+
+
+class _MinimumReached(Exception):
+    """Enough servers are ready."""
+
+
+async def run_concurrently(work: Callable[[int], Awaitable[None]], numbers: Iterable[int]) -> None:
+    """Run all concurrently; the first failure cancels the others and is raised unwrapped."""
+    failures: list[Exception] = []
+
+    async def run(number: int) -> None:
+        try:
+            await work(number)
+        except Exception as error:
+            failures.append(error)
+            tasks.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as tasks:
+        for number in numbers:
+            tasks.start_soon(run, number)
+    if failures:
+        raise failures[0]
+
+
+async def sync_server(
+    config: OrchestratorConfig, engine: PrimeEngine, state: Health, version: int, name: str | None = None
+) -> dict[str, Any]:
+    """Load `version` unless the server has it or does not report versions; returns the response, else empty."""
+    if state.version is None or (state.version == version and not state.awaits_weights):
+        return {}
+    logger.info(f"Loading version {version} on {engine} (has {state.version})")
+    if version == 0:
+        return await engine.reload_weights()
+    return await _load_resumed(config, engine, version, name)
+
+
+async def _load_resumed(
+    config: OrchestratorConfig, engine: PrimeEngine, version: int, name: str | None
+) -> dict[str, Any]:
+    """Load a version that a resumed trainer republishes; retried because the directory may be replaced meanwhile."""
+    root = config.versions_dir if name is None else config.output_dir / name
+    path = step_path(root, version)
+    for attempts_left in (2, 1, 0):
+        await wait_for(
+            lambda: is_complete(path) or None, root, timeout_s=config.weights_timeout, what=f"weights of step {version}"
+        )
+        try:
+            [answer] = await sync_weights_to_engines([engine], str(path))
+            return answer
+        except WeightSyncError:
+            if not attempts_left:
+                raise
+    raise AssertionError("the last attempt returns or raises")
+
+
+class Health(NamedTuple):
+    """Response of /health; no version: the server does not report one."""
+
+    version: int | None = None
+    awaits_weights: bool = False
+
+
+async def read_health(client: InferenceClient) -> Health:
+    """The health of a server; client errors are raised unchanged."""
+    root = client.copy(base_url=client.root_url)
+    try:
+        fields = msgspec.json.decode(await root.request("GET", "/health", timeout_s=5.0, max_retries=0))
+    except (msgspec.DecodeError, RecursionError):
+        return Health()
+    return Health(fields.get("version"), bool(fields.get("awaits_weights"))) if isinstance(fields, dict) else Health()
+
+
+async def wait_until_ready(client: InferenceClient, timeout_s: float) -> Health:
+    """The health of a server once it responds; raises `TimeoutError` naming its address."""
+    problem = "no response"
+    logger.info(f"Waiting for the inference server at {client.root_url}")
+    with anyio.move_on_after(timeout_s):
+        while True:
+            try:
+                return await read_health(client)
+            except Exception as error:
+                problem = str(error)
+            await anyio.sleep(POLL_INTERVAL_S)
+    raise TimeoutError(
+        f"the inference server at {client.root_url} was not ready within {timeout_s:g} s ({problem}): "
+        "start it, or set client.base_url"
+    )
