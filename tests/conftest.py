@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,26 @@ def pytest_xdist_auto_num_workers() -> int:
     return (os.cpu_count() or 1) + 1
 
 
+@pytest.hookimpl(trylast=True)  # after `-m` has deselected
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start real processes get more time than the two minutes of `pyproject.toml`."""
+    """Tests that start real processes get more time than the two minutes of `pyproject.toml`; GPU tests need one."""
     for item in items:
         if "integration" in item.path.parts and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(400))
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu and not _has_gpu():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="no GPU; cure: a machine with CUDA"))
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """One line for each reason of a skip; the reason ends with its cure."""
+    reasons = [report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", [])]
+    for reason, count in sorted(Counter(reasons).items()):
+        terminalreporter.write_line(f"{count} skipped: {reason}")

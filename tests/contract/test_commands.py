@@ -1,4 +1,4 @@
-"""Every command line of documents 000, 001 and 003 parses as it is written; `where` is document and line.
+"""Every command line of documents 000, 001 and 003 parses verbatim; `where` is document and line.
 
 What the commands do when they run is the subject of the tests that `test_behaviours.py` lists. With PRIME_TEST_SPEC set
 to the folder of the documents, the table itself is compared with them.
@@ -129,7 +129,7 @@ def test_the_table_is_that_of_the_documents() -> None:
     """No command of a document is missing, none is written otherwise."""
     folder = os.environ.get("PRIME_TEST_SPEC")
     if not folder:
-        pytest.skip("PRIME_TEST_SPEC does not name the folder of the documents")
+        pytest.skip("no documents to compare with; cure: make test SPEC=<their folder>")
     ours = {" ".join(line.split()).removeprefix("uv run ") for line in (*COMMANDS.values(), *MONITOR.values())}
     ours |= {f"{name} --help" for name in HELP.values()}
     missing = []

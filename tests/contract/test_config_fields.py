@@ -1,4 +1,4 @@
-"""No key is accepted and ignored: every field of every configuration is read somewhere."""
+"""Every field of every configuration is used in the code."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ ROOT = Path(__file__).parents[2]
 MODULES = [
     "prime_rl.config",
     "prime_rl.config_teacher",
+    "prime_rl.configuration.sections",
     *(
-        f"prime_rl.{room}.config"
-        for room in ("trainer", "orchestrator", "inference", "eval", "synthesize", "plan", "utils", "deployment")
+        f"prime_rl.{package}.config"
+        for package in ("trainer", "orchestrator", "inference", "eval", "synthesize", "plan", "deployment")
     ),
 ]
 READ_AS_A_WHOLE = {
     "SlurmDeployment": "the template of the job sees every key: `model_dump`",
-    "LossMaskConfig": "the roles that are learnt from: `model_dump`",
+    "LossMaskConfig": "the roles with loss: `model_dump`",
     "LossConfig.delta": "overrides the preset's of the same name: `getattr`",
 }
 
 
 def config_classes() -> set[type[BaseModel]]:
-    """Every class of fields in the rooms of configuration."""
+    """Every class of fields of the configuration modules."""
     members = [value for name in MODULES for value in vars(importlib.import_module(name)).values()]
     return {value for value in members if isinstance(value, type) and issubclass(value, BaseModel)}
 

@@ -128,7 +128,7 @@ def test_a_documented_path_is_there(where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ENTRY_POINTS)
-def test_a_documented_command_is_defined_where_the_document_says(where: str) -> None:
+def test_documented_commands_are_defined_in_documented_files(where: str) -> None:
     name, path = ENTRY_POINTS[where]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     module, _, function = project["scripts"][name].partition(":")
@@ -170,7 +170,7 @@ def test_a_documented_loss_can_be_chosen(where: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["dp", "tp", "pp", "cp"])
-def test_a_documented_parallelism_can_be_asked_for(key: str) -> None:
+def test_documented_parallelism_is_accepted(key: str) -> None:
     """003:226 to 229."""
     from prime_rl.trainer.config import TrainConfig
 
@@ -186,13 +186,13 @@ def test_accumulation_has_its_documented_names() -> None:
     assert config.micro_bs == 2 and config.data.batch_size == 8  # type: ignore[union-attr]
 
 
-def test_a_distillation_without_its_context_is_refused() -> None:
+def test_distillation_without_context_is_rejected() -> None:
     """001:24: the context is required."""
     with pytest.raises(ValueError, match="context"):
         parse_rl("--orchestrator.teacher-model.insert", "system_append")
 
 
-def test_a_baseline_without_an_evaluation_is_refused() -> None:
+def test_baseline_without_evaluation_is_rejected() -> None:
     """001:118."""
     with pytest.raises(ValueError, match=r"\[orchestrator.eval\]"):
         parse_rl(*TEACHER, "--orchestrator.teacher-model.eval-baseline")

@@ -1,4 +1,4 @@
-"""Chaos: a small `rl` run whose processes, sockets, disk and files are hit at random moments, and what must hold then.
+"""Chaos tests: random faults of processes, sockets, disk and files in a small `rl` run, with invariants.
 
 seed --> faults and moments --> rl ... (falls) --> rl ... --resume --> equal to the undisturbed run, bit for bit
 
@@ -29,11 +29,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
-from road import ROOT, Command, Runner, read_command_line, runner, until
+from cli_runner import ROOT, Command, Runner, read_command_line, runner, until
 
+from prime_rl.runtime.process import find_free_port
 from prime_rl.transport.weights import check_directory
-from prime_rl.utils.process import find_free_port
-from rollouts.training.metrics import load_jsonl
+from rollouts.training.metrics import load_jsonl, load_last_attempts
 from rollouts.training.steps import complete_steps, find_damage, step_path
 
 CONFIG = ROOT / "tests" / "integration" / "chaos.toml"
@@ -43,13 +43,14 @@ MAX_ATTEMPTS = 5
 DISK_MB = 160
 GENTLE = ("kill inference", "stop", "cut", "kill worker")
 """What a run must survive without being started again."""
+NOTHING_TO_RESUME = "no complete checkpoint to resume from"
 FATAL = ("kill trainer", "kill orchestrator", "kill launcher", "full disk", "truncate")
 """What ends a run, which must then go on with --resume."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens, and when: so many seconds after the start, or after version `version` was published."""
+    """A fault and its time: seconds after the start, or after version `version` was published."""
 
     kind: str
     version: int
@@ -66,14 +67,16 @@ class Trial:
     faults: list[Fault]
     draw: random.Random
     way: str = "filesystem"
-    """How weights are handed over; what comes of the run must not depend on it."""
+    """Transport of weights, which must not affect the result."""
     hits: Counter[str] = field(default_factory=Counter)
     attempts: int = 0
+    begin_again: bool = False
+    """Crashed between the first version and the first checkpoint: nothing to resume from."""
     ballast: Path | None = None
 
 
 def draw_trial(seed: int, out: Path) -> Trial:
-    """Faults go round, so that every kind gets its share; moments and victims are random."""
+    """Faults rotate over all kinds; times and victims are random."""
     draw = random.Random(seed)
 
     def moment(kind: str) -> tuple[int, float]:
@@ -87,7 +90,7 @@ def draw_trial(seed: int, out: Path) -> Trial:
 
 
 class Proxy:
-    """Stands between clients and a server; `cut` ends every connection and lets none through for a while."""
+    """Proxy between clients and a server; `cut` closes all connections and blocks new ones for a while."""
 
     def __init__(self, port: int) -> None:
         self._target = port
@@ -136,17 +139,17 @@ class Proxy:
 
 
 def options(trial: Trial, port: int) -> list[object]:
-    """The command line of an attempt."""
+    """Command line of an attempt."""
     found: list[object] = ["@", CONFIG, "--output_dir", trial.out, "--max_async_level", trial.level]
     found += ["--weight-broadcast.type", trial.way]
     if trial.attempts:
-        found.append("--resume")
+        found.append("--clean" if trial.begin_again else "--resume")
     return [*found, "--inference.server.port", port]
 
 
 @contextlib.contextmanager
 def serving(run: Runner, trial: Trial, port: int) -> Iterator[tuple[Proxy | None, list[object]]]:
-    """For a trial that cuts connections: a server of its own behind a proxy, and the options that lead there."""
+    """For trials that cut connections: a separate server behind a proxy, and options with its address."""
     if all(fault.kind != "cut" for fault in trial.faults):
         yield None, []
         return
@@ -163,7 +166,7 @@ def serving(run: Runner, trial: Trial, port: int) -> Iterator[tuple[Proxy | None
 
 
 def run_trial(trial: Trial, run: Runner) -> None:
-    """Disturb a run until it has ended well; raises `AssertionError` with what does not hold."""
+    """Inject faults until the run has completed; raises `AssertionError` with violated invariants."""
     port = find_free_port()
     with serving(run, trial, port) as (proxy, more):
         while True:
@@ -178,14 +181,23 @@ def run_trial(trial: Trial, run: Runner) -> None:
             free_disk(trial)
             if code == 0:
                 break
+            trial.begin_again = code == 2 and not has_sound_commit(trial.out) and NOTHING_TO_RESUME in command.err
+            if trial.begin_again:
+                continue
             why = f"attempt {trial.attempts} of seed {trial.seed} ended with {code}"
             assert trial.attempts < MAX_ATTEMPTS, f"{why} once too often:\n{command.out[-3000:]}\n{command.err[-3000:]}"
             assert code != 2, f"{why}, which is for wrong input:\n{command.err[-3000:]}"
             assert trial.hits, f"{why} without any fault:\n{command.out[-3000:]}\n{command.err[-3000:]}"
 
 
+def has_sound_commit(out: Path) -> bool:
+    """Whether a checkpoint is complete and undamaged."""
+    paths = [step_path(out / "checkpoints", step) for step in complete_steps(out / "checkpoints", PARTS)]
+    return any(all(find_damage(path / part) is None for part in PARTS) for path in paths)
+
+
 def disturb(trial: Trial, command: Command, proxy: Proxy | None) -> None:
-    """Let the faults that are still to come happen, as long as the run lasts; returns after one that ends it."""
+    """Inject the remaining faults while the run lasts; returns after a fatal one."""
     started = time.monotonic()
     while trial.faults:
         fault = trial.faults[0]
@@ -211,7 +223,7 @@ def ended(command: Command) -> bool:
 
 
 def strike(trial: Trial, kind: str, command: Command, proxy: Proxy | None) -> bool:
-    """One fault; False when its victim is not there (yet, or any more)."""
+    """Inject a fault; False if its victim does not exist."""
     draw, (verb, _, victim) = trial.draw, kind.partition(" ")
     if kind == "cut":
         assert proxy is not None
@@ -249,13 +261,13 @@ def find_victims(command: Command, name: str) -> list[int]:
         "trainer": "prime_rl.trainer.rl.train",
         "orchestrator": "prime_rl.orchestrator.orchestrator",
         "inference": "prime_rl.inference.server",
-        "worker": "prime_rl.utils.env_worker",
+        "worker": "prime_rl.envs.worker",
     }[name]
     return [pid for pid in command.pids() if module in read_command_line(pid)]
 
 
 def fill_disk(trial: Trial) -> bool:
-    """Leave less than a checkpoint needs, on a disk that is the trial's own."""
+    """Fill the trial's own disk, so that no checkpoint fits."""
     if not os.path.ismount(trial.out.parent):
         return False
     disk = os.statvfs(trial.out.parent)
@@ -273,7 +285,7 @@ def free_disk(trial: Trial) -> None:
 
 
 def truncate(trial: Trial) -> None:
-    """Cut a file of the newest commit, of the newest version or batch, or a record, somewhere."""
+    """Truncate a file of the newest checkpoint, version or batch, or a log, at a random position."""
     draw, found = trial.draw, list[Path]()
     for name in ("checkpoints", "weights", "broadcasts", "rollouts"):
         steps = complete_steps(trial.out / name, PARTS if name == "checkpoints" else ())
@@ -286,7 +298,7 @@ def truncate(trial: Trial) -> None:
 
 
 def check(trial: Trial, reference: Path) -> None:
-    """What holds at the end of every run, however it was disturbed."""
+    """Invariants at the end of every run."""
     out = trial.out
     assert complete_steps(out / "weights")[-1] == NUM_STEPS
     assert complete_steps(out / "checkpoints", PARTS)[-1] == NUM_STEPS
@@ -324,8 +336,9 @@ def check_asynchronous(out: Path, level: int) -> None:
         assert 0 <= row["batch/off_policy_level/max"] <= level
     if level == 0:
         assert all(row["mismatch_kl/max"] == 0 for row in metric_lines(out, "trainer", "mismatch_kl/max"))
-    told = {(row["step"], row["group_index"], row["index"]) for row in load_jsonl(out / "samples.jsonl")}
+    told = [(row["step"], row["group_index"], row["index"]) for row in load_last_attempts(out / "samples.jsonl")]
     assert {step for step, _, _ in told} <= set(range(1, NUM_STEPS + 1))
+    assert len(told) == len(set(told)), "rollouts of abandoned attempts are counted again"
 
 
 def metric_lines(out: Path, process: str, key: str) -> list[dict[str, float]]:
@@ -333,7 +346,7 @@ def metric_lines(out: Path, process: str, key: str) -> list[dict[str, float]]:
 
 
 def run_reference(folder: Path) -> Path:
-    """The undisturbed run that exact trials are held to."""
+    """Reference run without faults for exact trials."""
     out = folder / "reference"
     with runner(folder / "said-reference") as run:
         run.run_well("rl", *options(Trial(-1, out, 0, [], random.Random()), find_free_port()))
@@ -341,7 +354,7 @@ def run_reference(folder: Path) -> Path:
 
 
 def run_one(seed: int, folder: Path, reference: Path) -> Trial:
-    """A whole trial below `folder`, which is left behind only when something does not hold."""
+    """Run a trial below `folder`, which is kept only on failure."""
     trial = draw_trial(seed, folder / "out")
     with runner(folder.parent / f"said-{seed}") as run:
         run_trial(trial, run)
@@ -350,7 +363,7 @@ def run_one(seed: int, folder: Path, reference: Path) -> Trial:
 
 
 def with_own_disk(argv: list[str], folder: Path) -> list[str]:
-    """The command in a mount namespace where `folder` is a small disk of its own; as it is where that is forbidden."""
+    """The command in a mount namespace with a small disk at `folder`; unchanged if namespaces are not allowed."""
     script = f'mount -t tmpfs -o size={DISK_MB}m chaos "$0" && exec "$@"'
     own = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, str(folder)]
     able = (
@@ -362,7 +375,7 @@ def with_own_disk(argv: list[str], folder: Path) -> list[str]:
 
 
 def run_seed(seed: int, folder: Path, reference: Path) -> dict[str, object]:
-    """One trial in a process of its own; its report."""
+    """Run a trial in a subprocess; returns its report."""
     place = folder / f"trial-{seed}"
     place.mkdir(parents=True)
     argv = [sys.executable, str(Path(__file__).resolve()), "--one", str(seed), str(place), str(reference)]
@@ -379,7 +392,7 @@ def run_seed(seed: int, folder: Path, reference: Path) -> dict[str, object]:
 
 
 def report_one(seed: int, place: Path, reference: Path) -> None:
-    """The body of `--one`: a line of JSON on standard output."""
+    """Entry of `--one`: one JSON line on standard output."""
     began = time.monotonic()
     trial = run_one(seed, place, reference)
     seconds = round(time.monotonic() - began, 1)
@@ -389,7 +402,7 @@ def report_one(seed: int, place: Path, reference: Path) -> None:
 
 
 def run_seeds(seeds: range, folder: Path, say: Callable[[str], object]) -> tuple[Counter[str], list[dict[str, object]]]:
-    """All trials; what struck how often, and the reports of those in which something did not hold."""
+    """Run all trials; returns fault counts and reports of failed trials."""
     reference, hits, lost = run_reference(folder), Counter[str](), list[dict[str, object]]()
     for seed in seeds:
         report = run_seed(seed, folder, reference)

@@ -16,13 +16,11 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Chromium without a window; the tests are skipped where there is none."""
-    api = pytest.importorskip(
-        "playwright.sync_api", reason="playwright is not installed: pip install 'prime-rl[browser]'"
-    )
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; cure: make test-extras")
     with api.sync_playwright() as playwright:
         found = next(filter(None, map(shutil.which, BROWSERS)), None)
         if found is None and not Path(playwright.chromium.executable_path).exists():
-            pytest.skip(f"no browser: install one of {', '.join(BROWSERS)}, or run `playwright install chromium`")
+            pytest.skip("no chromium; cure: apt-get install chromium")
         instance = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
         yield instance
         instance.close()

@@ -1,4 +1,4 @@
-"""An environment for tests of distillation: its reward is how much of the answer is letters a to d."""
+"""Test environment for distillation; reward: share of letters a to d in the completion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosts made of network namespaces: each has an address of its own on one bridge, and can be cut off and joined again.
+"""Hosts as network namespaces on one bridge, each with its own address, which can be disconnected.
 
 Needs root and `ip`. They share the file system and the processor of this machine, nothing of its network.
 """
@@ -18,12 +18,12 @@ INTERFACE = "eth0"
 def why_not() -> str | None:
     """What this machine lacks for such hosts; None: nothing."""
     if os.geteuid() != 0:
-        return "network namespaces need root"
+        return "network namespaces need root; cure: run as root"
     if shutil.which("ip") is None:
-        return "`ip` is not installed"
+        return "ip is not installed; cure: apt-get install iproute2"
     name = f"try{os.getpid()}"
     if subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode:
-        return "network namespaces are not allowed here"
+        return "network namespaces are not allowed; cure: a machine or container that allows `ip netns add`"
     subprocess.run(["ip", "netns", "del", name], check=True)
     return None
 

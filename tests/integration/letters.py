@@ -1,4 +1,4 @@
-"""An environment for tests in which an untrained model already earns something: use the letters a to h."""
+"""Test environment with rewards for an untrained model: share of letters a to h."""
 
 from __future__ import annotations
 

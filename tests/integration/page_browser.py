@@ -34,6 +34,10 @@ class OpenPage:
     def texts(self, selector: str) -> list[str]:
         return self.page.locator(selector).all_inner_texts()
 
+    def rewards(self) -> list[float]:
+        """Rewards of the list, by text content: a row that is not painted yet has no inner text (content-visibility)."""
+        return [float(text) for text in self.page.locator(".list .chip").all_text_contents()]
+
     def counter(self) -> str:
         return self.page.locator(".filters output").inner_text()
 

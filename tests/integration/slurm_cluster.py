@@ -1,4 +1,4 @@
-"""A Slurm of this machine: a controller, and a slurmd on every host of `hosts`. Needs Debian's slurm-wlm, and root."""
+"""A local Slurm cluster: a controller, and a slurmd on every host of `hosts`. Needs slurm-wlm (Debian) and root."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.integration.hosts import Hosts
+from hosts import Hosts
 
 CONFIG = """
 ClusterName=tiny
@@ -36,7 +36,7 @@ PartitionName=main Nodes=ALL Default=YES State=UP
 def why_not() -> str | None:
     """What is missing; None: nothing."""
     missing = [name for name in ("slurmctld", "slurmd", "munged", "sbatch") if shutil.which(name) is None]
-    return f"{', '.join(missing)} not installed" if missing else None
+    return f"{', '.join(missing)} not installed; cure: apt-get install slurm-wlm munge" if missing else None
 
 
 @contextmanager

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from road import ROOT, Runner, digests, metric_rows, runner, until
+from cli_runner import ROOT, Runner, digests, metric_rows, runner, until
 
-from prime_rl.utils.process import find_free_port, is_healthy
+from prime_rl.runtime.process import find_free_port, is_healthy
 from rollouts.training.steps import complete_steps, step_path
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -57,7 +57,7 @@ def test_both_ways_give_the_same_rewards_and_weights(run: Runner, tmp_path: Path
     assert found["filesystem"] == found["gloo"]
     for i in range(2):
         log = (tmp_path / f"gloo-server-{i}" / "logs" / f"server_{i}.log").read_text()
-        assert all(f"version {step} in service" in log for step in (1, 2, 3, 4))
+        assert all(f"Loaded weights version={step} " in log for step in (1, 2, 3, 4))
 
 
 def test_a_resumed_run_and_one_of_two_ranks(run: Runner, tmp_path: Path) -> None:

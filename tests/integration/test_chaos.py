@@ -1,4 +1,4 @@
-"""The short form of chaos: one exact run through a fallen server, a stopped process and a damaged commit."""
+"""Short chaos test: one exact run with a crashed server, a stopped process and a corrupt checkpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from chaos import NUM_STEPS, Fault, Trial, check, draw_trial, run_reference, run_trial
-from road import digests, metric_rows, runner
+from cli_runner import digests, metric_rows, runner
 
 from rollouts.training.steps import step_path
 
@@ -29,7 +29,7 @@ def test_a_run_that_is_hit_ends_where_the_undisturbed_one_does(tmp_path: Path) -
         run_trial(trial, run)
         told = (trial.out / "logs" / "orchestrator.log").read_text()
         # That it is back is told at the next look, which the run's end may come before.
-        assert "does not answer" in told and "canary of version 1: every engine computes" in told
+        assert "does not respond" in told and "Verified version 1: engine log-probs match" in told
     check(trial, reference)
     assert trial.hits.total() == 3 and trial.attempts == 2
 

@@ -1,4 +1,4 @@
-"""A training run whose environment is killed, hangs, raises and leaks: it completes, and says what happened."""
+"""A training run completes and logs failures when its environment is killed, hangs, raises and leaks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from road import Command, Runner, metric_rows, read_command_line, runner, until
+from cli_runner import Command, Runner, metric_rows, read_command_line, runner, until
 
-from prime_rl.utils.process import find_free_port
+from prime_rl.runtime.process import find_free_port
 from rollouts.training.steps import complete_steps
 
 KINDS = "fine once-hang fine raise fine once-leak fine fine fine fine fine fine"
@@ -23,14 +23,14 @@ def run(tmp_path: Path) -> Iterator[Runner]:
 
 
 def workers(command: Command) -> list[int]:
-    return [pid for pid in command.pids() if "prime_rl.utils.env_worker" in read_command_line(pid)]
+    return [pid for pid in command.pids() if "prime_rl.envs.worker" in read_command_line(pid)]
 
 
 def test_a_run_survives_its_environment(run: Runner, tmp_path: Path) -> None:
     out = tmp_path / "out"
     env = {
-        "id": "./tests/unit/accidents.py",
-        "name": "accidents",
+        "id": "./tests/fakes/fault_injection.py",
+        "name": "fault_injection",
         "num_workers": 3,
         "stall_timeout": 5,
         "max_memory_gb": 0.2,

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from road import Runner, runner, until
-
+from cli_runner import Runner, runner, until
 from fake_api import FakeApi, serve_api
-from prime_rl.utils.process import find_free_port, is_healthy
+
+from prime_rl.runtime.process import find_free_port, is_healthy
 from rollouts.training.metrics import load_jsonl
 
 EVAL = "configs/debug/eval"

@@ -1,4 +1,4 @@
-"""The `inference` command as a process of its own: told to stop, and asked for what no engine can do."""
+"""The `inference` command as a process: shutdown and unsupported options."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 import httpx
 import pytest
+from cli_runner import Runner, runner, until
 from openai import AsyncOpenAI
-from road import Runner, runner, until
 
-from prime_rl.utils.process import find_free_port
+from prime_rl.runtime.process import find_free_port
 
 TINY = ("--model.name", "tiny-qwen3", "--model.debug.random-init")
 
@@ -32,7 +32,7 @@ def get(url: str) -> str:
         return ""
 
 
-def test_a_server_told_to_stop_finishes_what_runs(run: Runner) -> None:
+def test_stopping_server_finishes_running_requests(run: Runner) -> None:
     port = find_free_port()
     server = run.start("inference", *TINY, "--server.port", port, "--server.drain-timeout", 30)
     root = f"http://127.0.0.1:{port}"
@@ -60,12 +60,12 @@ def test_a_server_told_to_stop_finishes_what_runs(run: Runner) -> None:
     [
         (("--backend", "embedded", "--tensor-parallel-size", 2), "the embedded engine uses one device"),
         (("--backend", "embedded", "--parallel.dp", 2), "the embedded engine uses one device"),
-        (("--backend", "vllm", "--exact"), "exact = true is what the embedded engine can do"),
+        (("--backend", "vllm", "--exact"), "exact = true requires the embedded engine"),
         (("--backend", "embedded", "--vllm.enforce-eager", "true"), "is an option of vLLM"),
         (("--sampling.max-token", 3), "sampling.max_tokens"),
     ],
 )
-def test_what_an_engine_cannot_do_is_refused_in_a_sentence(run: Runner, options: tuple[Any, ...], words: str) -> None:
+def test_unsupported_engine_options_are_rejected(run: Runner, options: tuple[Any, ...], words: str) -> None:
     command = run.run("inference", *TINY, *options)
     assert command.process.returncode == 2, command.err
     assert words in command.err and len(command.err.splitlines()) <= 3, command.err

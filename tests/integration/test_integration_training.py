@@ -1,4 +1,4 @@
-"""The library's own road: `dev/integration_training/train.py` fine-tunes and reinforces, on one rank and on two."""
+"""SFT and RL with the library: `dev/integration_training/train.py` on one and two ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_sft_then_rl_raises_the_reward_and_two_ranks_agree(tmp_path: Path) -> No
     assert mean(again[-5:], "mean_reward") > mean(again[:5], "mean_reward") + 0.2
 
 
-def test_wrong_starts_are_one_sentence(tmp_path: Path) -> None:
+def test_wrong_starts_give_a_short_error(tmp_path: Path) -> None:
     alone = train("config_fsdp.py", "--output-dir", str(tmp_path))
     assert alone.returncode == 2 and "torchrun --nproc-per-node=2" in alone.stderr and "Traceback" not in alone.stderr
     missing = train("nothing.py")

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from road import Command, metric_rows, runner
+from cli_runner import Command, metric_rows, runner
 
-from prime_rl.utils.process import find_free_port
+from prime_rl.runtime.process import find_free_port
 from rollouts.training.metrics import load_jsonl
 from rollouts.training.steps import complete_steps
 

@@ -75,7 +75,7 @@ def test_two_ranks_learn_what_one_learns(tmp_path: Path) -> None:
         assert change > 0 and (alone[name] - together[name]).norm() < 1e-2 * change, name
 
 
-def test_killed_and_resumed_ends_with_the_bits_of_an_uninterrupted_run(tmp_path: Path) -> None:
+def test_resume_after_kill_is_bit_identical(tmp_path: Path) -> None:
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     assert start(straight, "--max_steps=8").wait() == 0
     first = start(broken, "--max_steps=8")

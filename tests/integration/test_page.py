@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import random
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from page_browser import Open, serve_page
+from page_runs import HOSTILE, metric_rows, sample_rows, write_distillation_run, write_evaluation, write_page_run
 
-sys.path.append(str(Path(__file__).parents[1]))
-from page_runs import HOSTILE, metric_rows, sample_rows, write_evaluation, write_page_run
 from prime_rl.monitor.local_runs import open_run
 from prime_rl.monitor.report import write_report
 from rollouts.training.metrics import append_jsonl
@@ -76,9 +76,9 @@ def test_rollouts_are_filtered_and_read(report: str, open_page: Open) -> None:
     page.select_option("select[aria-label=environment]", "beta")
     opened.wait_counter("4 of 144")
     page.select_option("select[aria-label=sort]", "reward up")
-    opened.wait_until(lambda: page.locator(".list li").count() == 4, "four rows")
-    rewards = [float(text) for text in opened.texts(".list .chip")]
-    assert rewards == sorted(rewards)
+    opened.wait_until(lambda: opened.rewards() == sorted(opened.rewards()), "four rows by reward")
+    rewards = opened.rewards()
+    assert len(rewards) == 4 and rewards == sorted(rewards)
     page.fill("input[aria-label='reward ≥']", str(rewards[2]))
     opened.wait_counter("2 of 144")
     assert float(opened.texts(".facts .chip")[0]) == rewards[2]
@@ -87,23 +87,23 @@ def test_rollouts_are_filtered_and_read(report: str, open_page: Open) -> None:
     assert page.locator(".bubble.assistant details.aside summary").inner_text().startswith("thought")
     page.keyboard.press("Escape")
     page.keyboard.press("j")
-    second = opened.texts(".list .chip")[1]
-    opened.wait_until(lambda: opened.texts(".facts .chip") == [second], "j opens the next one")
+    second = opened.rewards()[1]
+    opened.wait_until(lambda: float(opened.texts(".facts .chip")[0]) == second, "j opens the next one")
 
     page.keyboard.press("t")
     page.wait_for_selector(".tokens .token")
     assert page.locator(".token.given").count() == 8
-    told = {
+    descriptions = {
         "advantage": "How much",
-        "logprob": "How surprising",
+        "logprob": "Log-prob",
         "teacher": "Blue",
         "trainer": "Diff",
-        "version": "Which",
+        "version": "Policy version",
     }
-    for colouring, begins in told.items():
-        page.select_option("select[aria-label='colour by']", colouring)
-        opened.wait_until(lambda begins=begins: opened.texts(".colours p")[0].startswith(begins), colouring)
-        assert page.locator(".token:not(.given)[style*=background]").count() > 5, colouring
+    for coloring, begins in descriptions.items():
+        page.select_option("select[aria-label='color by']", coloring)
+        opened.wait_until(lambda begins=begins: opened.texts(".colors p")[0].startswith(begins), coloring)
+        assert page.locator(".token:not(.given)[style*=background]").count() > 5, coloring
     page.locator(".token:not(.given)").first.hover()
     tip = page.locator("#tip").inner_text()
     assert all(word in tip for word in ("probability", "advantage", "teacher − student", "trainer − engine", "id "))
@@ -171,12 +171,12 @@ def test_the_live_page_follows_a_run(served: tuple[Path, str], open_page: Open) 
     page.wait_for_selector(".badge:not(.lost)")
     page.keyboard.press("4")
     opened.wait_counter("36 rollouts")
-    chosen = page.locator(".list li.chosen").inner_text()
+    chosen = page.locator(".list li.chosen").text_content()  # innerText is empty before it is painted
     rng = random.Random(5)
     append_jsonl(run / "samples.jsonl", sample_rows(rng, 4))
     append_jsonl(run / "metrics.jsonl", metric_rows(4))
     opened.wait_counter("48 rollouts")
-    assert page.locator(".list li.chosen").inner_text() == chosen, "what somebody reads stays open"
+    assert page.locator(".list li.chosen").text_content() == chosen, "what somebody reads stays open"
     page.keyboard.press("2")
     page.locator(".chart svg").first.hover(position={"x": 350, "y": 60})
     opened.wait_until(lambda: page.locator("#tip").inner_text().startswith("step 4"), "the curve has grown")
@@ -194,7 +194,8 @@ def test_the_live_page_follows_a_run(served: tuple[Path, str], open_page: Open) 
     assert page.locator(".filters input[type=search]").input_value() == "said 6 1", "typing goes on through a change"
     page.select_option("select[aria-label=of]", "evaluation")
     opened.wait_counter("1 of 4")
-    assert "expected answer" in opened.texts(".conversation details summary")[0]
+    texts = ".conversation details summary"
+    opened.wait_until(lambda: "expected answer" in "".join(opened.texts(texts)[:1]), "the conversation")
     page.keyboard.press("Escape")
     page.keyboard.press("1")
     page.click(".panel td a >> text=alpha")
@@ -228,3 +229,71 @@ def test_the_live_page_reads_rollouts_as_the_report_does(served: tuple[Path, str
     again.page.keyboard.press("t")
     again.page.wait_for_selector(".token.given")
     assert again.page.locator(".tokens").inner_text() == live
+
+
+def test_page_of_a_distillation_shows_the_teacher(tmp_path: Path, open_page: Open) -> None:
+    run = write_distillation_run(tmp_path / "run")
+    write_report(open_run(run), tmp_path / "report.html")
+    opened = open_page((tmp_path / "report.html").as_uri())
+    page = opened.page
+    [sentence] = opened.texts(".sentence")
+    assert sentence.startswith("Context distillation of tiny") and "The teacher KL fell from" in sentence
+    assert (
+        "Gap closed on facts: 0.80 (0.60 to 1.10), at step 12." in sentence and "Retention of other: 0.7." in sentence
+    )
+    tiles = [text.split("\n")[0] for text in opened.texts(".tile")]
+    assert tiles[:4] == ["Teacher KL", "Gap closed, facts", "Retention, other", "Anchor KL"]
+    overview = page.locator("main").inner_text()
+    assert "reward" not in overview.lower().replace("mean rewards;", "") and "groups" not in overview
+    assert opened.texts(".scores tbody tr")[1].split() == "facts 12 0.5 0.6 0.6 0.80 (0.60 to 1.10) – 0.05".split()
+    page.keyboard.press("2")
+    assert opened.texts("main h2")[0] == "Does the student approach its teacher?"
+    titles = opened.texts(".chart figcaption > b")
+    assert {"teacher_kl/mean", "distill/facts/gap_closed", "distill/other/retention"} <= set(titles)
+    assert not any(title.startswith(("reward", "batch/solve")) for title in titles)
+    page.keyboard.press("4")
+    opened.wait_until(lambda: page.locator(".list li").count() > 10, "the rollouts")
+    assert page.locator(".list .chip").count() == 0, "no rewards where none are computed"
+    unscored = page.locator(".list li:has(.unscored)")
+    assert "no teacher score" in unscored.first.text_content() and unscored.count() >= 3
+    unscored.first.click()
+    opened.wait_until(lambda: "did not score this rollout" in opened.texts(".facts")[0], "the fact in the head")
+    page.locator(".list li:not(:has(.unscored))").first.click()
+    page.keyboard.press("t")
+    page.wait_for_selector(".token.given")
+    assert page.locator("select[aria-label='color by']").input_value() == "teacher"
+    page.keyboard.press("g")
+    page.wait_for_selector(".cards .card")
+    assert "to what the teacher finds likely" in opened.texts(".body .lead")[0]
+
+
+def test_few_noisy_steps_are_no_trend(tmp_path: Path, open_page: Open) -> None:
+    write_report(open_run(write_page_run(tmp_path / "run", num_steps=3)), tmp_path / "report.html")
+    opened = open_page((tmp_path / "report.html").as_uri())
+    [sentence] = opened.texts(".sentence")
+    assert "3 of 3 steps" in sentence and not re.search("rose|fell|stayed|noise", sentence)
+    assert opened.page.locator(".advice").count() == 0
+
+
+def test_killed_run_and_lost_server_are_shown(tmp_path: Path, open_page: Open) -> None:
+    run = write_page_run(tmp_path / "run", num_steps=3)
+    record = "import sys; from pathlib import Path; from prime_rl.runtime.run_state import StateRecorder\n"
+    record += "with StateRecorder(Path(sys.argv[1]), 'rl'): print('ready', flush=True); input()"
+    command = [sys.executable, "-c", record, str(run)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as recorder:
+        assert recorder.stdout is not None and recorder.stdout.readline() == b"ready\n"
+        with serve_page(run) as url:
+            opened = open_page(url)
+            page = opened.page
+            assert opened.texts(".badge") == ["running"] and page.locator(".lost-bar").is_hidden()
+            page.wait_for_selector(".badge:not(.lost)")
+            recorder.kill()
+            killed = "stopped at step 3 (killed)"
+            opened.wait_until(lambda: opened.texts(".badge") == [killed], "the end of the run")
+            assert "Stopped at step 3 (killed)." in opened.texts(".sentence")[0]
+        opened.wait_until(lambda: page.locator(".lost-bar").is_visible(), "the lost connection")
+        age = re.compile(r"Connection to the server lost\. Last update (\d+) s ago\.")
+        first = age.fullmatch(page.locator(".lost-bar").inner_text())
+        assert first is not None
+        opened.wait_until(lambda: page.locator(".lost-bar").inner_text() != first[0], "a growing age")
+    opened.wrong[:] = [text for text in opened.wrong if "ERR_" not in text]

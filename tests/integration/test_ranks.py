@@ -1,4 +1,4 @@
-"""Trainers killed at a random step and resumed, on one rank and on two, and ranks that fall: real processes."""
+"""Trainers killed at a random step and resumed on one and two ranks, and crashed ranks: real processes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from road import Command, Runner, digests, metric_rows, runner, until
+from cli_runner import Command, Runner, digests, metric_rows, runner, until
 
+from prime_rl.runtime.process import find_free_port
 from prime_rl.trainer.config import FakeDataConfig
 from prime_rl.trainer.rl.data import FakeBatches
 from prime_rl.transport.batches import FilesystemBatchSender
-from prime_rl.utils.process import find_free_port
 from rollouts.training.steps import complete_steps, publish_dir, step_path
 
 NUM_STEPS = 8
@@ -65,9 +65,7 @@ def start(run: Runner, kind: str, num_ranks: int, out: Path, *options: object) -
         pytest.param("sft", 2, marks=pytest.mark.slow),
     ],
 )
-def test_killed_and_resumed_ends_with_the_bits_of_an_uninterrupted_run(
-    run: Runner, tmp_path: Path, kind: str, num_ranks: int
-) -> None:
+def test_resume_after_kill_is_bit_identical(run: Runner, tmp_path: Path, kind: str, num_ranks: int) -> None:
     """SIGKILL to every process after a random step; checkpoints after every second one."""
     straight = start(run, kind, num_ranks, tmp_path / "straight", "--ckpt.interval", 2)
     assert straight.wait() == 0, straight.out + straight.err
@@ -79,7 +77,7 @@ def test_killed_and_resumed_ends_with_the_bits_of_an_uninterrupted_run(
     assert first.wait() != 0
     again = start(run, kind, num_ranks, broken, "--ckpt.interval", 2, "--ckpt.resume-step", -1)
     assert again.wait() == 0, again.out + again.err
-    assert "Continuing after step" in again.out
+    assert "Resuming after step" in again.out
     last = f"step_{NUM_STEPS}"
     assert digests(broken / "weights" / last) == digests(tmp_path / "straight" / "weights" / last)
     ends = [read_parts(tmp_path / name / "checkpoints" / last / "trainer") for name in ("straight", "broken")]
@@ -120,7 +118,7 @@ def test_a_rank_that_is_killed_ends_the_others_with_a_clear_message(run: Runner,
     [second] = [pid for pid in command.pids() if rank_of(pid) == "1"]
     os.kill(second, signal.SIGKILL)
     assert command.wait(60) == 1
-    assert "trainer_rank1 fell (signal SIGKILL), so the other ranks were stopped" in command.err
+    assert "trainer_rank1 failed (signal SIGKILL), so the other ranks were stopped" in command.err
     assert "Traceback" not in command.out + command.err
     until(lambda: not command.pids(), "the end of every process")
 
@@ -133,7 +131,7 @@ def rank_of(pid: int) -> str | None:
     return next((entry[5:].decode() for entry in environ if entry.startswith(b"RANK=")), None)
 
 
-def test_wrong_input_of_several_ranks_is_one_sentence(run: Runner, tmp_path: Path) -> None:
+def test_invalid_input_of_many_ranks_is_reported_once(run: Runner, tmp_path: Path) -> None:
     command = run.run(
         *("sft", "--model.name", "tiny-qwen3", "--data.type", "fake", "--parallel.dp", 2, "--output-dir", tmp_path)
     )

@@ -1,4 +1,4 @@
-"""`monitor --replay`: a step that the real trainer took is taken again, by the same command, and comes out equal."""
+"""`monitor --replay`: a replayed step of the real trainer is identical."""
 
 from __future__ import annotations
 

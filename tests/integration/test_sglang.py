@@ -1,4 +1,4 @@
-"""`inference.backend = "sglang"`: whole runs of `rl` before a server of its own process that speaks SGLang's wire."""
+"""`inference.backend = "sglang"`: complete runs of `rl` with a server process that implements SGLang's protocol."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from road import PYTHON_PATH, ROOT, THREE_FILES, metric_rows, runner, until
+from cli_runner import PYTHON_PATH, ROOT, THREE_FILES, metric_rows, runner, until
 
-from prime_rl.utils.process import find_free_port
+from prime_rl.runtime.process import find_free_port
 from rollouts.training.steps import step_path
 
 FAKE = ROOT / "tests" / "unit" / "fake_sglang.py"
@@ -58,5 +58,5 @@ def test_a_whole_run_on_sglang_by_two_lines_of_config(lora: bool, tmp_path: Path
     assert len(kls) == 5 and max(kls) < 1e-6
     assert step_path(out / "weights", 5).is_dir()
     log = (out / "logs" / "orchestrator.log").read_text()
-    assert "canary of version 5: every engine computes what the trainer does" in log
+    assert "Verified version 5: engine log-probs match the trainer" in log
     assert "is back and holds version" in (out / "logs" / "inference.log").read_text()

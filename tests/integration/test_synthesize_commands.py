@@ -7,9 +7,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from road import metric_rows, runner, until
-
+from cli_runner import metric_rows, runner, until
 from fake_api import FakeApi, serve_api
+
 from rollouts.training.metrics import load_jsonl
 
 

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from urllib.request import urlopen
 
-from road import ROOT, runner, until
+from cli_runner import ROOT, runner, until
 
-from prime_rl.utils.process import find_free_port
+from prime_rl.runtime.process import find_free_port
 
 ENVIRONMENTS = sorted(path.name for path in (ROOT / "environments").iterdir() if (path / "pyproject.toml").is_file())
 SMALL = {

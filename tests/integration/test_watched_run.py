@@ -1,10 +1,9 @@
-"""A run that is watched: scraped, logged to W&B offline, and looked at in a browser, while it goes on."""
+"""Monitoring of a live run: Prometheus scrape, offline W&B log and browser page."""
 
 from __future__ import annotations
 
 import json
 import signal
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -12,13 +11,12 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
+from cli_runner import THREE_FILES, Command, runner, until
 from page_browser import Open, serve_page
-from road import THREE_FILES, Command, runner, until
-
-sys.path.append(str(Path(__file__).parents[1]))
 from page_runs import HOSTILE
-from prime_rl.utils.process import find_free_port
 from wandb_files import history_of, read_what_is_there
+
+from prime_rl.runtime.process import find_free_port
 
 TRAINER = (
     "loss/mean entropy/mean mismatch_kl/mean mismatch_kl/max is_masked/mean optim/lr optim/grad_norm perf/throughput "
@@ -114,8 +112,8 @@ def test_every_process_can_be_watched_while_it_runs(watched: Watched) -> None:
     assert scrape(watched.trainer)["step"] >= 1
 
 
-def test_offline_runs_of_wandb_hold_the_documented_names(watched: Watched) -> None:
-    pytest.importorskip("wandb", reason="pip install wandb to run this")
+def test_offline_wandb_runs_have_documented_names(watched: Watched) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed; cure: make test-extras")
     logged = {"trainer": set(TRAINER), "orchestrator": {*ORCHESTRATOR, "samples", "distributions"}}
     until(
         lambda: all(names <= names_in_wandb(watched.out).get(process, set()) for process, names in logged.items()),

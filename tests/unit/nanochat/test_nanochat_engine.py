@@ -1,0 +1,133 @@
+"""nanochat engine: KV cache, independent seeded samples, tool calls and masks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nanochat.calculator import use_calculator
+from nanochat.engine import Completion, Engine, Request
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.tokenizer import NanochatTokenizer
+from rollouts.training.sampling import keep_top_k
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> NanochatTokenizer:
+    return NanochatTokenizer.train(["12+30 is 42"] * 3, 270)
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer: NanochatTokenizer) -> GPT:
+    built = GPT(GPTConfig(64, tokenizer.get_vocab_size(), 2, 4, 2, 32))
+    built.init_weights(3)
+    with torch.no_grad():
+        for name, parameter in built.named_parameters():
+            if name == "lm_head.weight" or name.endswith("c_proj.weight"):
+                parameter.normal_(0, 0.5, generator=torch.Generator().manual_seed(5))
+    return built
+
+
+@torch.no_grad()
+def whole_logprobs(model: GPT, request: Request, done: Completion) -> list[float]:
+    """Of the sampled tokens, by one pass over the whole sequence."""
+    ids = [*request.prompt, *done.tokens]
+    logits = keep_top_k(model(torch.tensor([ids]))[0], request.top_k) / (request.temperature or 1.0)
+    rows = logits.log_softmax(-1)[len(request.prompt) - 1 : -1]
+    return rows.gather(1, torch.tensor(done.tokens)[:, None])[:, 0].tolist()
+
+
+def test_cached_ragged_generation_matches_full_forward(model: GPT, tokenizer: NanochatTokenizer) -> None:
+    settings = [(0.0, None), (1.0, None), (0.7, 5), (1.0, 0)]
+    requests = [
+        Request(tuple(range(10, 10 + n)), 12, temperature, top_k, seed=n)
+        for n in (1, 3, 3, 9)
+        for temperature, top_k in settings
+    ]
+    batch = Engine(model, tokenizer, max_rows=7).complete(requests)
+    for request, done in zip(requests, batch, strict=True):
+        assert done.logprobs == pytest.approx(whole_logprobs(model, request, done), abs=1e-5)
+        assert done.finish_reason == ("length" if len(done.tokens) == 12 else "stop")
+        assert [done.tokens] == [one.tokens for one in Engine(model, tokenizer).complete([request])]
+    greedy = batch[0]
+    with torch.no_grad():
+        ids = list(requests[0].prompt)
+        for token in greedy.tokens:
+            assert token == int(model(torch.tensor([ids]))[0, -1].argmax())
+            ids.append(token)
+
+
+def test_samples_follow_the_first_token_distribution(model: GPT, tokenizer: NanochatTokenizer) -> None:
+    requests = [Request((1, 2, 3), 1, seed=i) for i in range(4000)]
+    firsts = torch.tensor([done.tokens[0] for done in Engine(model, tokenizer, max_rows=4000).complete(requests)])
+    with torch.no_grad():
+        expected = model(torch.tensor([[1, 2, 3]]))[0, -1].softmax(-1)
+    seen = torch.bincount(firsts, minlength=len(expected)) / 4000
+    assert float((seen - expected).abs().sum()) / 2 < 0.12  # of 4000 draws from this distribution: 0.08 or so
+    assert len(firsts.unique()) > 10
+
+
+def test_the_documented_generators(model: GPT, tokenizer: NanochatTokenizer) -> None:
+    engine = Engine(model, tokenizer)
+    sequences, masks = engine.generate_batch([1, 2, 3], num_samples=5, max_tokens=6, seed=1)
+    assert all(s[:3] == [1, 2, 3] and len(s) == len(m) <= 9 for s, m in zip(sequences, masks, strict=True))
+    assert engine.generate_batch([1, 2, 3], num_samples=5, max_tokens=6, seed=1)[0] == sequences
+    assert len({tuple(s) for s in sequences}) == 5
+    columns = list(engine.generate([1, 2, 3], num_samples=5, max_tokens=6, seed=1))
+    assert [column[0] for column, _ in columns][: len(sequences[0]) - 3] == sequences[0][3:]
+
+
+def test_too_long_requests_are_rejected(model: GPT, tokenizer: NanochatTokenizer) -> None:
+    with pytest.raises(ValueError, match="at most 640: lower max_tokens"):
+        Engine(model, tokenizer).complete([Request((1,), 640)])
+
+
+class Scripted(GPT):
+    """A model that says what it is told, whatever it reads."""
+
+    def __init__(self, config: GPTConfig, script: list[int]) -> None:
+        super().__init__(config)
+        self.script, self.said = script, 0
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.full((*x.shape[:-1], self.config.vocab_size), -50.0)
+        out[..., self.script[min(self.said, len(self.script) - 1)]] = 0.0
+        self.said += 1
+        return out
+
+
+def test_calculator_results_are_inserted_and_masked(tokenizer: NanochatTokenizer) -> None:
+    special = tokenizer.encode_special
+    asked = [special("<|python_start|>"), *tokenizer.encode("12+30"), special("<|python_end|>")]
+    answer = [special("<|output_start|>"), *tokenizer.encode("42"), special("<|output_end|>")]
+    end = special("<|assistant_end|>")
+    script = [*asked, *[0] * len(answer), end]  # what it would have said is overruled
+    model = Scripted(GPTConfig(32, tokenizer.get_vocab_size(), 1, 1, 1, 8), script)
+    model.init_weights()
+    done = Engine(model, tokenizer).complete([Request((1, 2), 30)])[0]
+    assert done.tokens == [*asked, *answer, end]
+    assert done.mask == [*[1] * len(asked), *[0] * len(answer), 1] and done.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer"),
+    [
+        ("1+2*3", "7"),
+        ("(1,000 - 1)/3", "333.0"),
+        ("-2.5*4", "-10.0"),
+        ("'strawberry'.count('r')", "3"),
+        ('"a,b".count(",")', "1"),
+        ("2**9", None),
+        ("1/0", None),
+        ("9" * 40, None),
+        ("__import__('os').system('true')", None),
+        ("'a'.upper()", None),
+        ("'a'*9", None),
+        ("print(1)", None),
+        ("1+", None),
+        ("(" * 150, None),
+        ("True+1", None),
+    ],
+)
+def test_the_calculator(asked: str, answer: str | None) -> None:
+    assert use_calculator(asked) == answer

@@ -1,0 +1,173 @@
+"""Arguments of scripts.prime_rl_train: documented spellings, files, defaults and their resolution."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripts.prime_rl_config import PrimeRLTrainConfig, Resolved, normalize_argv, parse_arguments
+from scripts.prime_rl_train import credit, learning_rate_factor
+
+from prime_rl.utils.pydantic_config import ConfigError
+from rollouts.training.types import Sample, Status
+
+ROOT = Path(__file__).parents[3]
+DOCUMENTED = {
+    "run": "prime_rl_default",
+    "source": "sft",
+    "device_batch_size": 8,
+    "examples_per_step": 16,
+    "num_samples": 16,
+    "max_new_tokens": 256,
+    "temperature": 1.0,
+    "top_k": 50,
+    "unembedding_lr": 0.004,
+    "embedding_lr": 0.2,
+    "matrix_lr": 0.02,
+    "weight_decay": 0.0,
+    "num_epochs": 1,
+    "save_every": 60,
+    "eval_every": 60,
+}
+
+
+def parse(*argv: str, num_ranks: int = 1, **environ: str) -> Resolved:
+    return parse_arguments(argv, num_ranks, environ)
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # without a .env
+
+
+def test_defaults_are_the_documented_table() -> None:
+    config = parse().config
+    assert {name: getattr(config, name) for name in DOCUMENTED} == DOCUMENTED
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--run=x", "--num_train_examples=5000", "--learning_rate=1e-4", "--num_samples=32", "--eval_every=50"],
+        [
+            "--run",
+            "x",
+            "--num-train-examples",
+            "5000",
+            "--learning-rate",
+            "1e-4",
+            "--num-samples",
+            "32",
+            "--eval-every=50",
+        ],
+        ["--", "--run=x", "--num_train_examples=5000", "--learning_rate=1e-4", "--num_samples=32", "--eval_every=50"],
+    ],
+)
+def test_both_spellings_and_torchruns_separator(argv: list[str]) -> None:
+    config = parse(*argv).config
+    assert (config.run, config.num_train_examples, config.num_samples, config.eval_every) == ("x", 5000, 32, 50)
+    assert (config.matrix_lr, config.embedding_lr, config.unembedding_lr) == pytest.approx((1e-4, 1e-3, 2e-5))
+    assert config.init_lr_frac == 1.0
+
+
+@pytest.mark.parametrize(
+    "words", [["--config", "F"], ["--config=F"], ["F"], ["@", "F"], ["@F"], ["--", "--config", "F"]]
+)
+def test_a_file_may_be_named_in_every_way(words: list[str]) -> None:
+    path = str(ROOT / "configs/prime_rl/small_scale.toml")
+    config = parse(*[word.replace("F", path) for word in words], "--run=mine").config
+    assert (config.num_train_examples, config.max_steps, config.num_samples, config.run) == (500, 100, 4, "mine")
+    assert normalize_argv(["--run=a"]) == ["--run=a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "sizes"),
+    [
+        ("default", 1, (2000, 400, 8, 2, 2e-5)),
+        ("small_scale", 1, (500, 100, 4, 1, 2e-5)),
+        ("distributed", 8, (10000, 1000, 16, 16, 5e-5)),
+        ("full_dataset", 1, (-1, 2000, 12, 3, 3e-5)),
+    ],
+)
+def test_the_shipped_files_have_the_documented_sizes(name: str, ranks: int, sizes: tuple[float, ...]) -> None:
+    resolved = parse("--config", str(ROOT / f"configs/prime_rl/{name}.toml"), num_ranks=ranks)
+    c = resolved.config
+    assert (c.num_train_examples, c.max_steps, c.num_samples, c.examples_per_step, c.matrix_lr) == sizes
+    assert resolved.env_args["num_train_examples"] == sizes[0] and c.run == c.trainer.args.run_name
+    assert bool(resolved.notes) == (name == "full_dataset"), "12 does not divide 32, which is said"
+
+
+def test_the_tiny_example_is_read() -> None:
+    resolved = parse("@", str(ROOT / "examples/nanochat/tiny/prime_rl.toml"))
+    assert not resolved.notes and resolved.env_args["short"] is True and resolved.config.max_steps == 30
+
+
+def test_precedence_cli_file_environment_env_file(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_text("WANDB_PROJECT=dotted\nWANDB_ENTITY='me'\n")
+    (tmp_path / "f.toml").write_text('[wandb]\nproject = "filed"\n')
+    assert parse().config.wandb_project == "dotted" and parse().config.wandb_entity == "me"
+    assert parse(WANDB_PROJECT="set").config.wandb_project == "set"
+    assert parse("f.toml", WANDB_PROJECT="set").config.wandb_project == "filed"
+    assert parse("f.toml", "--wandb_project=typed", WANDB_PROJECT="set").config.wandb_project == "typed"
+    resolved = parse("f.toml", PRIME_INTELLECT_ENV_ID="me/mine")
+    assert resolved.config.env_id == "me/mine" and resolved.sources["wandb_project"].startswith("f.toml")
+
+
+def test_sample_counts_are_passed_to_the_environment() -> None:
+    assert parse().env_args == {"num_train_examples": 2000, "num_eval_examples": 254, "seed": 42}
+    assert parse("--env_id=other", "--seed=3").env_args == {"seed": 3}
+    assert parse("--env_id=other", "--env.args", "n=1").env_args == {"n": 1}
+
+
+def test_a_model_is_named_with_its_tag_and_step(tmp_path: Path) -> None:
+    (tmp_path / "m.toml").write_text('model = "nanochat-mid:d20@500"\n')
+    config = parse("m.toml").config
+    assert (config.source, config.model_tag, config.step) == ("mid", "d20", 500)
+    assert parse("m.toml", "--source=base").config.source == "base"
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--num_sample=3"], "num_samples"),
+        (["--objective=grop"], "grpo"),
+        (["--clip=0.2"], "clip has no effect"),
+        (["--use_verifiers_env=False"], "always go through the environment"),
+        (["--distributed.find-unused-parameters"], "gradients travel in one message"),
+        (["--model=gpt2"], "nanochat-SOURCE"),
+        (["--num_samples=0"], "num_samples"),
+    ],
+)
+def test_mistakes_are_reported_with_a_fix(argv: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse(*argv)
+
+
+def test_objectives_are_rows_with_options_over_them() -> None:
+    assert parse().objective.name == "reinforce" and parse().objective.advantage.baseline == "mean"
+    assert parse("--async_level=1").objective.name == "aipo"
+    changed = parse("--objective=grpo", "--clip=0.1", "--baseline=leave_one_out", "--ref_kl_tau=0.01").objective
+    assert (changed.clip_low, changed.clip_high, changed.ref_kl_tau) == (0.1, 0.1, 0.01)
+    assert changed.advantage.baseline == "leave_one_out" and changed.advantage.std == "group"
+    assert parse("--objective=grpo", "--no-advantage-std").objective.advantage.std == "none"
+    assert parse("--objective=dr_grpo", "--max_new_tokens=9").objective.max_tokens == 9
+
+
+def test_learning_rate_warms_up_and_decays_to_zero() -> None:
+    config = PrimeRLTrainConfig(init_lr_frac=0.5, warmup_steps=2)
+    factors = [learning_rate_factor(step, config=config, num_steps=4) for step in range(1, 5)]
+    assert factors == pytest.approx([0.5 * 0.5, 0.5 * 0.75, 0.5 * 0.5, 0.5 * 0.25])
+
+
+def sample(group: int, index: int, reward: float, **more: Any) -> Sample:
+    return Sample("", tokens=[1, 2, 3], loss_mask=[0, 0, 1], group_index=group, index=index, reward=reward, **more)
+
+
+def test_credit_is_the_distance_to_the_group_without_what_failed() -> None:
+    failed = Sample("", group_index=0, index=2, status=Status.FAILED, reward=9.0)
+    samples = [sample(0, 0, 1.0), sample(0, 1, 0.0), failed, sample(1, 0, 1.0), sample(1, 0, 1.0), sample(1, 1, 4.0)]
+    credit(samples, "mean", "none")
+    # Two samples of one rollout count once in its group's mean.
+    values = [0.5, -0.5, None, -1.5, -1.5, 1.5]
+    assert [s.advantages for s in samples] == [None if value is None else [0, 0, value] for value in values]

@@ -1,0 +1,286 @@
+"""The lean client and its connection pool, against real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import anyio
+import openai
+import pytest
+from fake_engine import FakeEngine, free_port, serve
+from openai.types.chat import ChatCompletion
+
+from prime_rl.client import http
+from prime_rl.client.http import HttpPool, ensure_open_files, needs_proxy
+from prime_rl.configuration.sections import ClientConfig
+from prime_rl.utils.client import InferenceClient, build_clients
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[FakeEngine]:
+    with serve(FakeEngine(reply=lambda body: "hello")) as engine:
+        yield engine
+
+
+@pytest.fixture(autouse=True)
+def fresh(engine: FakeEngine) -> None:
+    engine.fail, engine.latency_s, engine.max_model_len = lambda body: None, 0.0, 10_000
+    engine.requests.clear()
+
+
+async def ask(client: InferenceClient, **args: Any) -> Any:
+    return await client.chat.completions.create(
+        model="m", messages=MESSAGES, logprobs=True, extra_body={"return_token_ids": True, "top_k": 3}, **args
+    )
+
+
+def test_an_answer_has_the_type_and_fields_that_verifiers_reads(engine: FakeEngine) -> None:
+    async def main() -> None:
+        client = InferenceClient(engine.base_url)
+        answer = await ask(client, temperature=0.5)
+        choice = answer.choices[0]
+        assert isinstance(answer, ChatCompletion)
+        assert choice.message.content == "hello" and choice.finish_reason == "stop" and not choice.message.tool_calls
+        assert choice.token_ids == [ord(c) for c in "hello"] and choice.versions == [(0, engine.version)]
+        assert [t.logprob for t in choice.logprobs.content] == [-0.5, -1.5, -2.5, -3.5, -4.5]
+        assert len(answer.prompt_token_ids) == 5 and not hasattr(answer, "nothing_like_that")
+        assert engine.requests[-1]["top_k"] == 3 and engine.requests[-1]["temperature"] == 0.5
+        assert "extra_body" not in engine.requests[-1]
+        await client.close()
+
+    anyio.run(main)
+
+
+def test_without_token_ids_there_are_no_logprobs_either(engine: FakeEngine) -> None:
+    async def main() -> None:
+        client = InferenceClient(engine.base_url)
+        answer = await client.chat.completions.create(model="m", messages=MESSAGES, logprobs=True)
+        assert answer.choices[0].logprobs is None and answer.choices[0].message.content == "hello"
+        await client.close()
+
+    anyio.run(main)
+
+
+def test_the_overlong_prompt_error_carries_the_servers_words(engine: FakeEngine) -> None:
+    engine.max_model_len = 3
+
+    async def main() -> None:
+        with pytest.raises(openai.BadRequestError) as error:
+            await ask(InferenceClient(engine.base_url))
+        assert "maximum context length is" in error.value.response.text
+
+    anyio.run(main)
+
+
+@pytest.mark.parametrize(("status", "tries"), [(503, 4), (429, 4), (500, 1), (400, 1), (404, 1)])
+def test_only_overload_is_tried_again_and_not_for_ever(
+    engine: FakeEngine, status: int, tries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prime_rl.utils.client.RETRY_AFTER_S", 0.001)
+    engine.fail = lambda body: status
+
+    async def main() -> None:
+        with pytest.raises(openai.APIStatusError) as error:
+            await ask(InferenceClient(engine.base_url))
+        assert error.value.status_code == status
+
+    anyio.run(main)
+    assert len(engine.requests) == tries
+
+
+def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prime_rl.utils.client.RETRY_AFTER_S", 0.001)
+    port = free_port()
+    with pytest.raises(openai.APIConnectionError, match=f"no connection to 127.0.0.1:{port}"):
+        anyio.run(ask, InferenceClient(f"http://127.0.0.1:{port}/v1"))
+
+
+@pytest.mark.parametrize("away", [503, None])
+def test_a_server_that_starts_again_is_waited_for_and_asked_the_same(
+    away: int | None, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More often than overload is: ten times nobody, or a server that is not ready, then the answer."""
+    monkeypatch.setattr("prime_rl.utils.client.RETRY_AFTER_S", 0.001)
+    client, tries = InferenceClient(engine.base_url, reconnect_s=30), 0
+    engine.fail = lambda body: away if tries < 10 else None
+    request = client._pool.request
+
+    async def count(*args: Any, **options: Any) -> Any:
+        nonlocal tries
+        tries += 1
+        if away is None and tries < 10:
+            raise ConnectionError("gone")
+        return await request(*args, **options)
+
+    monkeypatch.setattr(client._pool, "request", count)
+    answer = anyio.run(ask, client)
+    assert answer.choices[0].message.content and tries == 10
+    assert all(body == engine.requests[0] for body in engine.requests)
+
+
+def test_a_server_that_stays_away_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prime_rl.utils.client.RETRY_AFTER_S", 0.001)
+    with pytest.raises(openai.APIConnectionError):
+        anyio.run(ask, InferenceClient(f"http://127.0.0.1:{free_port()}/v1", reconnect_s=0.05))
+
+
+def test_too_slow_is_not_sent_twice(engine: FakeEngine) -> None:
+    engine.latency_s = 3
+    with pytest.raises(openai.APITimeoutError):
+        anyio.run(ask, InferenceClient(engine.base_url, timeout_s=0.1))
+    assert len(engine.requests) == 1
+
+
+def test_connections_are_kept_shared_and_limited(engine: FakeEngine) -> None:
+    engine.latency_s = 0.01
+
+    async def main() -> None:
+        pool = HttpPool(engine.base_url, max_connections=4, timeout_s=20)
+        seen = set()
+
+        async def one() -> None:
+            reply = await pool.request("GET", "/health")
+            assert reply.status == 200
+            seen.update(id(connection) for connection in pool._idle)
+
+        await asyncio.gather(*[one() for _ in range(40)])
+        assert 1 <= len(pool._idle) <= 4 and len(seen) <= 4
+        await pool.close()
+        assert not pool._idle
+
+    anyio.run(main)
+
+
+@contextlib.contextmanager
+def raw_server(answers: list[bytes]) -> Iterator[str]:
+    """Answers each request on each connection with the next bytes, then closes that connection."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def run() -> None:
+        for answer in answers:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(answer)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    listener.close()
+    thread.join(timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("answer", "body"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc", b"abc"),
+        (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n", b""),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3;x=y\r\nabc\r\n2\r\nde\r\n0\r\n\r\n", b"abcde"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\nTrailer: t\r\n\r\n", b"a"),
+        (b"HTTP/1.0 200 OK\r\n\r\nuntil the end", b"until the end"),
+    ],
+)
+def test_ways_to_send_a_body(answer: bytes, body: bytes) -> None:
+    with raw_server([answer]) as url:
+
+        async def main() -> None:
+            pool = HttpPool(url, max_connections=1, timeout_s=20)
+            assert await pool.request("GET", "/") == (200, body)
+
+        anyio.run(main)
+
+
+@pytest.mark.parametrize(
+    "answer", [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nabc", b"SSH-2.0-OpenSSH\r\n\r\n", b"HTTP/1.1 2"]
+)
+def test_half_an_answer_is_a_connection_error(answer: bytes) -> None:
+    with raw_server([answer]) as url:
+
+        async def main() -> None:
+            with pytest.raises(ConnectionError):
+                await HttpPool(url, max_connections=1, timeout_s=20).request("GET", "/")
+
+        anyio.run(main)
+
+
+def test_a_connection_that_the_server_closed_while_idle_is_replaced() -> None:
+    """The second request may meet the closing socket; it must not fail for that."""
+    good = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+    with raw_server([good, good]) as url:
+
+        async def main() -> None:
+            pool = HttpPool(url, max_connections=1, timeout_s=20)
+            assert [await pool.request("GET", "/") for _ in range(2)] == [(200, b"ok")] * 2
+
+        anyio.run(main)
+
+
+def test_cancelling_a_request_reaches_the_server() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    got: list[bytes] = []
+
+    def run() -> None:
+        connection, _ = listener.accept()
+        connection.settimeout(20)
+        while data := connection.recv(65536):
+            got.append(data)
+        got.append(b"closed")
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    async def main() -> None:
+        pool = HttpPool(f"http://127.0.0.1:{listener.getsockname()[1]}", max_connections=1, timeout_s=20)
+        with anyio.move_on_after(0.1):
+            await pool.request("POST", "/", b"body")
+        await anyio.sleep(0)
+        assert not pool._idle
+
+    anyio.run(main)
+    thread.join(timeout=20)
+    assert got[-1] == b"closed" and b"body" in b"".join(got)
+    listener.close()
+
+
+def test_build_clients_reads_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "abc")
+    urls = ["http://a:1/v1", "http://b:2/v1/"]
+    clients = build_clients(ClientConfig(base_url=urls, api_key_var="MY_KEY", headers={"x-team": "t"}, timeout=3))
+    assert [client.base_url for client in clients] == ["http://a:1/v1", "http://b:2/v1"]
+    assert clients[0].headers["authorization"] == "Bearer abc" and clients[0].headers["x-team"] == "t"
+    assert clients[0].root_url == "http://a:1"
+    with pytest.raises(ValueError, match="'localhost:8000' is not an address"):
+        build_clients(ClientConfig(base_url=["localhost:8000"]))
+
+
+def test_proxies_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://proxy:3128")
+    monkeypatch.setenv("no_proxy", "localhost,127.0.0.1")
+    assert needs_proxy("http://far.example/v1") and not needs_proxy("http://127.0.0.1:8000/v1")
+
+
+@pytest.mark.parametrize(
+    ("limits", "asked", "advice"),
+    [
+        ((1024, 4096), None, None),
+        ((256, 4096), (628, 4096), None),
+        ((256, http.resource.RLIM_INFINITY), (628, http.resource.RLIM_INFINITY), None),
+        ((256, 400), (400, 400), "run `ulimit -n 628` first, or set max_concurrent = 272"),
+    ],
+)
+def test_open_files_are_asked_for_and_missing_ones_told(
+    limits: tuple[int, int], asked: tuple[int, int] | None, advice: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_to: list[tuple[int, int]] = []
+    monkeypatch.setattr(http.resource, "getrlimit", lambda kind: limits)
+    monkeypatch.setattr(http.resource, "setrlimit", lambda kind, wanted: set_to.append(wanted))
+    said = ensure_open_files(500)
+    assert set_to == ([asked] if asked else [])
+    assert (said is None) if advice is None else (said is not None and advice in said)

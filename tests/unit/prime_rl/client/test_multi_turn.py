@@ -1,0 +1,142 @@
+"""Tokens in, tokens out: whatever the conversation, the tools and the template, nothing sampled is re-tokenised."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+from fake_transport import END, OPEN, PAIR, Wire, check, decode, encode, turn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollouts.training.agent_integration import rollout_to_samples
+from rollouts.training.environments import PlainEnvironment
+from rollouts.training.types import Sample, Status
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+ARGS = {"logprobs": True, "temperature": 1.0, "extra_body": {"return_token_ids": True}}
+
+
+def talk(wire: Wire, replies: list[list[dict[str, Any]]], tools: bool = False, **args: Any) -> tuple[Any, list[Sample]]:
+    """A rollout in which the environment says `replies`, and its samples."""
+
+    def respond(messages: list[dict[str, Any]], row: Any, state: dict[str, Any]) -> list[dict[str, Any]]:
+        number = state["turns"] = state.get("turns", 0) + 1
+        return replies[number - 1] if number <= len(replies) else []
+
+    environment = PlainEnvironment(
+        [{"prompt": "hi 12"}], lambda completion: 1.0, respond=respond, max_turns=99, tools=TOOLS if tools else None
+    )
+    [rollout] = anyio.run(environment.run_group, environment.rows()[0], wire, "m", [ARGS | args])
+    return rollout, rollout_to_samples(rollout)
+
+
+def test_the_second_turn_sends_sampled_tokens_and_a_bridge() -> None:
+    """The model spells 12 as two tokens and stops without its end token: both stay as they are."""
+    wire = Wire(script=[turn([ord("1"), ord("2")]), turn([65, END])], quirks=frozenset({"newline"}))
+    _, [sample] = talk(wire, [[{"role": "user", "content": "34"}]])
+    first, _, _ = wire.sampled[0]
+    assert sample.tokens == [*first, 49, 50, END, 10, OPEN, ord("u"), PAIR + 34, END, 10, OPEN, ord("a"), 65, END]
+    assert [path for path, _ in wire.seen].count("/chat/completions/tokens") == 1
+    check(wire, [sample])
+
+
+def test_a_template_that_drops_thoughts_opens_a_new_sample() -> None:
+    wire = Wire(
+        script=[turn([*encode("(x)y"), END], thought=True), turn([66, END])], quirks=frozenset({"drops thoughts"})
+    )
+    _, samples = talk(wire, [[{"role": "user", "content": "more"}]])
+    assert len(samples) == 2 and decode(samples[1].tokens).endswith("[ay[umore[aB")
+    check(wire, samples)
+    wire = Wire(script=wire.script, quirks=wire.quirks)  # a tool's answer is no new question: the thoughts stay
+    wire.script[0]["call"] = True
+    _, samples = talk(wire, [[{"role": "tool", "content": "more", "tool_call_id": "c1"}]], tools=True)
+    assert len(samples) == 1 and "(x)y" in decode(samples[0].tokens)
+    check(wire, samples)
+
+
+def test_history_that_the_environment_rewrote_opens_a_new_sample() -> None:
+    wire = Wire(script=[turn([65, END])])
+    conversation = wire.open_conversation()
+
+    async def main() -> None:
+        first = [{"role": "user", "content": "q"}]
+        for messages in (first, [*first, {"role": "assistant", "content": "B"}, {"role": "user", "content": "r"}]):
+            await conversation.chat.completions.create(model="m", messages=messages, **ARGS)
+
+    anyio.run(main)
+    assert [path for path, _ in wire.seen] == ["/chat/completions"] * 2
+
+
+def test_a_server_without_the_routes_gets_messages() -> None:
+    wire = Wire(script=[turn([65, END])], has_tokens=False)
+    rollout, samples = talk(wire, [[{"role": "user", "content": "r"}]] * 2)
+    assert rollout.num_turns == 3 and not wire.takes_tokens and len(samples) == 1
+    assert [path for path, _ in wire.seen].count("/chat/completions/tokens") == 1, "asked once"
+    check(wire, samples)
+
+
+def test_seq_len_ends_a_conversation_and_says_so() -> None:
+    wire = Wire(script=[turn([65] * 8 + [END])], seq_len=40)
+    rollout, [sample] = talk(wire, [[{"role": "user", "content": "r"}]] * 9)
+    assert (rollout.status, rollout.stop_reason) == (Status.TRUNCATED, "length") and len(sample.tokens) == 40
+    check(wire, [sample])
+    wire = Wire(script=[turn([65] * 8 + [END])], seq_len=22)
+    rollout, [sample] = talk(wire, [[{"role": "user", "content": "long question"}]] * 9)
+    assert (rollout.status, rollout.stop_reason) == (Status.TRUNCATED, "prompt_too_long") and rollout.num_turns == 1
+    check(wire, [sample])
+
+
+def test_plain_completions_go_on_as_tokens_too() -> None:
+    wire = Wire(script=[turn([49, 50])])
+    conversation = wire.open_conversation()
+
+    async def main() -> list[int]:
+        args = {"model": "m", "logprobs": 1, "extra_body": {"return_token_ids": True}}
+        await conversation.completions.create(prompt="a", **args)
+        answer = await conversation.completions.create(prompt="a12 34", **args)
+        return list(answer.choices[0].prompt_token_ids)
+
+    assert anyio.run(main) == [ord("a"), 49, 50, ord(" "), PAIR + 34]
+
+
+texts = st.text("12ab()\n", max_size=5)
+sampled_ids = st.lists(st.sampled_from([49, 50, PAIR + 12, PAIR + 21, 97, 98, 40, 41, 10, OPEN, END]), max_size=5)
+answers = st.builds(
+    lambda ids, end, thought, call: turn(ids + [END] * end, thought=thought, call=call),
+    sampled_ids,
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+)
+reply = st.lists(
+    st.builds(lambda role, text: {"role": role, "content": text}, st.sampled_from(["user", "tool", "system"]), texts),
+    min_size=1,
+    max_size=2,
+)
+quirks = st.frozensets(st.sampled_from(["newline", "bare", "drops thoughts", "default system", "strips"]))
+
+
+@settings(deadline=None, max_examples=60)
+@given(quirks, st.lists(answers, min_size=1, max_size=5), st.lists(reply, max_size=4), st.booleans(), st.integers(1, 6))
+def test_any_conversation_keeps_every_sampled_token_once(
+    quirks: frozenset[str], script: list[dict[str, Any]], replies: list[Any], tools: bool, max_tokens: int
+) -> None:
+    wire = Wire(quirks=quirks, script=script)
+    _, samples = talk(wire, replies, tools, max_tokens=max_tokens)
+    check(wire, samples)
+    for path, body in wire.seen:
+        if path == "/chat/completions/tokens":  # begins with a whole earlier turn, exactly as it was sampled
+            assert any(body["tokens"][: len(p) + len(c)] == p + c for p, c, _ in wire.sampled)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from(["", "newline", "default system"]), st.lists(sampled_ids, min_size=1, max_size=5), st.lists(reply)
+)
+def test_a_template_that_only_appends_gives_one_sample(quirk: str, script: list[list[int]], replies: list[Any]) -> None:
+    """However the model spelt its answers."""
+    wire = Wire(quirks=frozenset({quirk}), script=[turn([*ids, END]) for ids in script])
+    _, samples = talk(wire, replies)
+    check(wire, samples)
+    assert len(samples) == 1

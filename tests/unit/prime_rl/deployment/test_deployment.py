@@ -1,0 +1,400 @@
+"""Files of a deployment: our parser accepts every command, and addresses agree on both ends.
+
+Clusters that run them are in tests/integration/test_clusters.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_rl import cluster_layout as fleet
+from prime_rl.config import RLConfig
+from prime_rl.deployment import kubernetes, ray, slurm
+from prime_rl.deployment.config import LocalDeployment
+from prime_rl.deployment.launch import build_files, deploy, show_files
+from prime_rl.deployment.layout import KEY_VARIABLE, Layout
+from prime_rl.deployment.ray_job import Host, RayPlan, RayTask, read_plan, supervise
+from prime_rl.inference.config import InferenceConfig
+from prime_rl.orchestrator.config import OrchestratorConfig
+from prime_rl.rl import rl
+from prime_rl.trainer.config import SFTConfig, TrainConfig
+from prime_rl.trainer.sft.deployment import build_layout as lay_out_sft
+from prime_rl.utils.pydantic_config import BaseConfig, parse_argv
+
+KINDS: dict[str, list[str]] = {
+    "slurm": ["--deployment.partition", "gpu nodes", "--deployment.options", '{"account": "a b"}'],
+    "ray": ["--deployment.address", "10.0.0.1:6379"],
+    "kubernetes": ["--deployment.image", "repo/prime:1", "--deployment.claim", "shared"],
+}
+READERS: dict[str, type[BaseConfig]] = {
+    "prime_rl.trainer.rl.train": TrainConfig,
+    "prime_rl.trainer.sft.train": SFTConfig,
+    "prime_rl.orchestrator.orchestrator": OrchestratorConfig,
+    "prime_rl.inference.server": InferenceConfig,
+    "prime_rl.rl": RLConfig,
+}
+MODEL = ["--model.name", "tiny-qwen3"]
+WIDE = ["--deployment.num-train-nodes", "2", "--deployment.num-infer-nodes", "2", "--deployment.gpus-per-node", "4"]
+TEACHER = ["--orchestrator.teacher-model.context", "Hint. ", "--orchestrator.teacher-model.model.name", "other"]
+
+
+def parse(kind: str, *argv: str, model: type[BaseConfig] = RLConfig) -> Any:
+    return parse_argv(model, [*MODEL, "--deployment.type", kind, *KINDS.get(kind, []), *argv], "rl", {})[0]
+
+
+@cache
+def make(kind: str, *argv: str) -> tuple[Layout, dict[str, str]]:
+    config = parse(kind, *argv)
+    layout, configs = fleet.lay_out(config)
+    return layout, build_files(layout, configs, config.deployment, Path("outputs"))
+
+
+def addresses(layout: Layout) -> dict[str, str]:
+    return {f"HOST_{i}": f"10.0.0.{i}" for i in range(len(layout.places))} | {"NODE_RANK": "1"}
+
+
+def read_words(texts: Sequence[str], hosts: dict[str, str], directory: Path) -> list[list[str]]:
+    """The words of each script's command as the shell makes them."""
+    for i, text in enumerate(texts):
+        (directory / f"{i}.sh").write_text(re.sub(r"^exec ", "printf '%s\\\\0' ", text, flags=re.MULTILINE))
+    loop = f'for i in {{0..{len(texts) - 1}}}; do bash "$0/$i.sh"; printf "\\1"; done'
+    done = subprocess.run(["bash", "-c", loop, str(directory)], env=hosts, capture_output=True, text=True, check=True)
+    return [part.split("\0")[:-1] for part in done.stdout.split("\1")[:-1]]
+
+
+def read_commands(
+    layout: Layout, files: dict[str, str], directory: Path
+) -> dict[str, tuple[dict[str, str], BaseConfig]]:
+    """Task -> torchrun's options, and the configuration that our parser makes of the command."""
+    for name, text in files.items():
+        if name.endswith(".toml"):
+            (directory / name).write_text(text)
+    scripts = [files[f"{task.name}.sh"] for task in layout.tasks]
+    commands = {}
+    for task, words in zip(layout.tasks, read_words(scripts, addresses(layout), directory), strict=True):
+        at = words.index(task.module)
+        assert words[1] == words[at - 1] == "-m" and words[at + 1] == "@"
+        options = dict(word[2:].split("=") for word in words[2:at] if word.startswith("--"))
+        commands[task.name] = options, parse_argv(READERS[task.module], words[at + 1 :], task.name, {})[0]
+    return commands
+
+
+@pytest.mark.parametrize("more", [[], TEACHER])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_command_is_read_by_our_parser_and_both_ends_agree(kind: str, more: list[str], tmp_path: Path) -> None:
+    teacher = ["--deployment.num-teacher-nodes", "1"] if more else []
+    argv = ["--inference.parallel.tp", "2", "--deployment.env", '{"A": "x y$z"}']
+    argv += ["--transport.type", "zmq", "--weight-broadcast.type", "gloo"]
+    layout, files = make(kind, *WIDE, *more, *teacher, *argv)
+    commands = read_commands(layout, files, tmp_path)
+    hosts = addresses(layout)
+    torchrun, trainer = commands["trainer"]
+    assert torchrun["nnodes"] == "2" and torchrun["nproc-per-node"] == "4" and torchrun["node-rank"] == "1"
+    assert torchrun["master-addr"] == hosts["HOST_0"]
+    _, conductor = commands["orchestrator"]
+    assert isinstance(trainer, TrainConfig) and isinstance(conductor, OrchestratorConfig)
+    where = next(task.places[0] for task in layout.tasks if task.name == "orchestrator")
+    assert trainer.transport.host == conductor.transport.host == hosts[f"HOST_{where}"]
+    assert trainer.output_dir == conductor.output_dir and trainer.transport.type == "zmq"
+    assert trainer.weight_broadcast.host == hosts["HOST_0"] and conductor.weight_broadcast.type == "gloo"
+    listening: dict[str, list[str]] = {"inference": [], "teacher_inference": []}
+    for task in layout.tasks:
+        if task.module != "prime_rl.inference.server":
+            continue
+        _, server = commands[task.name]
+        assert isinstance(server, InferenceConfig)
+        assert server.weight_broadcast.type == "gloo"
+        assert server.server.host == "0.0.0.0" and server.server.api_key_var == KEY_VARIABLE
+        kind_of = "teacher_inference" if "teacher" in task.name else "inference"
+        assert server.server.await_weights == (kind_of == "inference")
+        listening[kind_of].append(f"http://{hosts[f'HOST_{task.places[0]}']}:{server.server.port}/v1")
+        assert layout.places[task.places[0]].num_gpus >= max(task.gpus or ()) + 1
+    assert conductor.client.base_url == listening["inference"] and len(listening["inference"]) == 4
+    assert conductor.client.api_key_var == KEY_VARIABLE
+    if more:
+        assert conductor.teacher_model is not None
+        assert conductor.teacher_model.client.base_url == listening["teacher_inference"]
+        assert len(listening["teacher_inference"]) == 4
+    assert all("export A='x y$z'" in files[f"{task.name}.sh"] for task in layout.tasks)
+
+
+def test_tasks_on_a_node_share_no_gpu_or_port() -> None:
+    for kind in KINDS:
+        layout, _ = make(kind, *WIDE, *TEACHER, "--deployment.num-teacher-nodes", "2")
+        for place in range(len(layout.places)):
+            tasks = layout.find_tasks(place)
+            gpus = [gpu for task in tasks for gpu in task.gpus or ()]
+            ports = [task.port for task in tasks if task.port]
+            assert len(set(gpus)) == len(gpus) and len(set(ports)) == len(ports)
+            assert set(gpus) <= set(range(layout.places[place].num_gpus))
+    ports = [task.port for task in layout.tasks if task.port]
+    assert len(set(ports)) == len(ports), "also where all places have one address"
+
+
+def test_one_copy_of_the_weights_teaches_too(tmp_path: Path) -> None:
+    argv = ["--orchestrator.teacher-model.context", "Hint. ", "--orchestrator.teacher-model.weights", "live"]
+    layout, files = make("slurm", *WIDE, *argv)
+    _, conductor = read_commands(layout, files, tmp_path)["orchestrator"]
+    assert isinstance(conductor, OrchestratorConfig) and conductor.teacher_model is not None
+    assert conductor.teacher_model.client.base_url == conductor.client.base_url
+    assert len(conductor.client.base_url) == 8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_machine_runs_rl_whole_with_its_gpu_lists(kind: str, tmp_path: Path) -> None:
+    layout, files = make(kind, "--inference-gpu-ids", "0,1", "--inference.parallel.dp", "2", "--trainer-gpu-ids", "2,3")
+    (task,) = layout.tasks
+    _, config = read_commands(layout, files, tmp_path)["rl"]
+    assert isinstance(config, RLConfig) and isinstance(config.deployment, LocalDeployment)
+    assert config.trainer_gpu_ids == [2, 3] and task.is_work and len(layout.places) == 1
+    assert "CUDA_VISIBLE_DEVICES" not in files["rl.sh"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sft_is_one_task_over_all_machines(kind: str, tmp_path: Path) -> None:
+    argv = ["--deployment.num-train-nodes", "3", "--deployment.gpus-per-node", "2"]
+    config = parse(kind, *argv, model=SFTConfig)
+    layout, configs = lay_out_sft(config)
+    files = build_files(layout, configs, config.deployment, Path("outputs"))
+    torchrun, read = read_commands(layout, files, tmp_path)["sft"]
+    assert torchrun["nnodes"] == "3" and torchrun["nproc-per-node"] == "2"
+    assert isinstance(read, SFTConfig) and isinstance(read.deployment, LocalDeployment)
+    with pytest.raises(ValueError, match="sft starts no servers"):
+        lay_out_sft(parse(kind, *argv, "--deployment.num-infer-nodes", "1", model=SFTConfig))
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--deployment.num-train-nodes", "2"], "inference has no nodes: set deployment.num_infer_nodes"),
+        ([*WIDE, "--trainer-gpu-ids", "0"], "trainer_gpu_ids applies to one machine"),
+        ([*WIDE, "--inference.parallel.tp", "8"], "tp \\* dp = 8 is more than deployment.gpus_per_node = 4"),
+        ([*WIDE, "--deployment.num-infer-replicas", "7"], "does not fit evenly on 2 nodes with capacity for 4"),
+        ([*WIDE, "--deployment.num-infer-replicas", "10"], "does not fit evenly on 2 nodes with capacity for 4"),
+        ([*WIDE, "--deployment.num-teacher-nodes", "1"], "rl starts no teacher server"),
+        ([*WIDE, *TEACHER], "teacher has no nodes: set deployment.num_teacher_nodes"),
+        ([*WIDE, "--trainer.parallel.tp", "3"], "does not divide 8 ranks"),
+        ([*WIDE, "--trainer.parallel.dp", "3"], "parallel.dp is 3 but 8 ranks"),
+        (["--deployment.num-infer-replicas", "2"], "runs rl on a single node"),
+        ([*WIDE[:4], "--deployment.gpus-per-node", "0", "--trainer.parallel.dp", "3"], "3 ranks are not divisible"),
+    ],
+)
+def test_invalid_node_counts_raise(argv: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make("slurm", *argv)
+
+
+def test_keys_of_another_deployment_type_are_rejected() -> None:
+    with pytest.raises(ValueError, match="partition"):
+        parse("ray", "--deployment.partition", "x")
+    with pytest.raises(ValueError, match="claim"):
+        parse_argv(RLConfig, ["--deployment.type", "kubernetes", "--deployment.image", "x"], "rl", {})
+
+
+def test_output_of_pods_lies_on_the_claim() -> None:
+    config = parse("kubernetes", *WIDE)
+    layout, configs = fleet.lay_out(config)
+    build_files(layout, configs, config.deployment, Path("/shared/run"))
+    with pytest.raises(ValueError, match=r"not below deployment\.mount_path /shared"):
+        build_files(layout, configs, config.deployment, Path("/data/run"))
+
+
+def test_shell_files_are_shell() -> None:
+    bash = shutil.which("bash")
+    assert bash is not None
+    for kind in KINDS:
+        _, files = make(kind, *WIDE)
+        for name, text in files.items():
+            if name.endswith((".sh", ".sbatch")):
+                subprocess.run([bash, "-n"], input=text, text=True, check=True)
+
+
+def test_a_batch_script_names_each_task_and_its_machines() -> None:
+    layout, files = make("slurm", *WIDE, "--deployment.time", "2-00:00:00")
+    text = files[slurm.JOB_FILE]
+    header = dict(line[len("#SBATCH --") :].split("=", 1) for line in text.splitlines() if line.startswith("#SBATCH"
+                  ) and "=" in line)  # fmt: skip
+    assert header["nodes"] == "4" == str(len(layout.places)) and header["gpus-per-node"] == "4"
+    assert shlex.split(header["partition"]) == ["gpu nodes"] and shlex.split(header["account"]) == ["a b"]
+    assert header["time"] == "2-00:00:00"
+    started = {
+        words[1]: words for line in text.splitlines() if (words := line.split())[:1] == ["run"] and len(words) > 2
+    }
+    for task in layout.tasks:
+        assert started[task.name][2:-1] == [str(task.max_restarts), *map(str, task.places)]
+    assert text.count("work+=($!)") == 2
+
+
+def test_a_template_of_ones_own_takes_the_place_of_ours(tmp_path: Path) -> None:
+    own = tmp_path / "mine.sbatch"
+    own.write_text("{% for task in tasks %}{{ task.name }} {% endfor %}{{ job_name }}")
+    _, files = make("slurm", *WIDE[:4], "--deployment.gpus-per-node", "0", "--trainer.parallel.dp", "2",
+                    "--deployment.template", str(own))  # fmt: skip
+    assert files[slurm.JOB_FILE] == "trainer orchestrator inference_0 inference_1 prime-rl"
+    own.write_text("{{ unknown }}")
+    with pytest.raises(ValueError, match="'unknown' is undefined"):
+        make("slurm", "--deployment.template", str(own))
+
+
+def test_a_ray_plan_is_read_back() -> None:
+    layout, files = make("ray", *WIDE)
+    path = Path("ray.json")
+    assert json.loads(files[ray.PLAN_FILE])["bundles"] == [{"CPU": 1.0, "GPU": 4.0}] * 4
+    with pytest.raises(ValueError, match=str(path)):
+        read_plan(path)
+    assert {task["name"] for task in json.loads(files[ray.PLAN_FILE])["tasks"]} == {t.name for t in layout.tasks}
+
+
+def test_manifests_refer_to_each_other() -> None:
+    yaml = pytest.importorskip("yaml")
+    layout, files = make("kubernetes", *WIDE, *TEACHER, "--deployment.num-teacher-nodes", "1")
+    objects = list(yaml.safe_load_all(files[kubernetes.MANIFEST]))
+    kustomization = yaml.safe_load(files[kubernetes.KUSTOMIZATION])
+    kinds = {item["metadata"]["name"]: item for item in objects}
+    assert [item["kind"] for item in objects] == ["Service", "Job", "Job", "StatefulSet", "StatefulSet"]
+    assert kinds["prime-rl-inference"]["spec"]["replicas"] == 8
+    assert kinds["prime-rl-trainer"]["spec"]["completions"] == 2
+    pods = {
+        f"{name}-{index}.prime-rl"
+        for name, item in kinds.items()
+        for index in range(item["spec"].get("replicas") or item["spec"].get("completions") or 0)
+    }
+    config = parse("kubernetes", *WIDE, *TEACHER, "--deployment.num-teacher-nodes", "1").deployment
+    names = kubernetes.find_addresses(layout, config)
+    assert set(names.values()) == pods and len(names) == len(layout.places)
+    generated = {item["name"] for key in ("configMapGenerator", "secretGenerator") for item in kustomization[key]}
+    listed = [file for key in ("configMapGenerator", "secretGenerator") for item in kustomization[key]
+              for file in item.get("files", []) + item.get("envs", [])]  # fmt: skip
+    assert set(listed) | {kubernetes.MANIFEST, kubernetes.KUSTOMIZATION} == set(files)
+    for item in objects[1:]:
+        pod = item["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        sources = pod["volumes"][0]["projected"]["sources"]
+        assert {next(iter(source.values()))["name"] for source in sources} <= generated
+        assert container["envFrom"][0]["secretRef"]["name"] in generated
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+        scripts = re.sub(r'"\$\{HOSTNAME##\*-\}"', "0", container["command"][2])
+        assert scripts.removeprefix("exec bash /deployment/") in files
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_contain_no_secret_values(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOO_TOKEN", 't0ken-"value"-12345')
+    layout, configs = fleet.lay_out(config := parse(kind, *WIDE))
+    files = build_files(layout, configs, config.deployment, Path("outputs"))
+    assert not any("t0ken-" in text for text in files.values())
+    environment = json.dumps([{"id": "e", "args": {"login": os.environ["FOO_TOKEN"]}}])
+    for option, value, name in (
+        ("--deployment.env", json.dumps({"LOGIN": os.environ["FOO_TOKEN"]}), "LOGIN"),
+        ("--orchestrator.env", environment, "args"),
+    ):
+        config = parse(kind, *WIDE, option, value)
+        layout, configs = fleet.lay_out(config)
+        with pytest.raises(ValueError, match=rf"\.(sh|toml): .*{name} is the value of FOO_TOKEN") as error:
+            build_files(layout, configs, config.deployment, Path("outputs"))
+        assert "t0ken-" not in str(error.value)
+
+
+def test_dry_run_shows_the_files_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from prime_rl import rl as module
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["rl", *MODEL, "--deployment.type", "slurm", *WIDE, "--dry-run"])
+    with pytest.raises(SystemExit) as left:
+        module.main()
+    shown = capsys.readouterr().out
+    assert left.value.code == 0 and "# ----- job.sbatch -----" in shown and "# ----- inference_7.sh -----" in shown
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("kind", "tool"), [("slurm", "sbatch"), ("kubernetes", "kubectl")])
+def test_missing_submit_tool_leaves_files_and_a_hint(
+    kind: str, tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"{tool} is not installed here"):
+        rl(parse(kind, *WIDE, "--output-dir", "run"))
+    for path in (tmp_path / "run" / "deployment").iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_submit_tool_errors_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "bin" / "sbatch"
+    tool.parent.mkdir()
+    monkeypatch.setenv("PATH", f"{tool.parent}:/usr/bin:/bin")
+    monkeypatch.chdir(tmp_path)
+    config = parse("slurm", *WIDE)
+    tool.write_text("#!/bin/sh\necho 'Invalid partition' >&2; exit 1\n")
+    tool.chmod(0o755)
+    with pytest.raises(ValueError, match=r"sbatch rejected .*Invalid partition"):
+        deploy(*fleet.lay_out(config), config.deployment, tmp_path / "run")
+    tool.write_text('#!/bin/sh\ntest -f "$1" && echo Submitted batch job 17\n')
+    assert deploy(*fleet.lay_out(config), config.deployment, tmp_path / "run") == 0
+
+
+def test_every_run_has_a_key_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kubernetes, "submit", lambda _: "applied")
+    config = parse("kubernetes", *WIDE)
+    keys = set()
+    for name in "ab":
+        monkeypatch.chdir(tmp_path)
+        deploy(*fleet.lay_out(config), config.deployment, Path(name))
+        keys.add((Path(name) / "deployment" / kubernetes.KEY_FILE).read_text())
+    assert len(keys) == 2 and all(len(key) > len(KEY_VARIABLE) + 32 for key in keys)
+    shown = show_files(build_files(*fleet.lay_out(config), config.deployment, Path("a")))
+    assert "generated at submission" in shown
+
+
+class Direct:
+    """Stands for an actor of Ray: `host.method.remote(...)` is a plain call."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+
+    def __getattr__(self, name: str) -> Any:
+        call = {"address": lambda: "10.0.0.1"}.get(name) or getattr(self.host, name)
+        return type("Method", (), {"remote": staticmethod(call)})
+
+
+def supervise_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> int:
+    monkeypatch.setattr("prime_rl.deployment.ray_job.POLL_S", 0.02)
+    tasks = []
+    for name, text in scripts.items():
+        (tmp_path / f"{name}.sh").write_text(text)
+        tasks.append(RayTask(name, str(tmp_path / f"{name}.sh"), [0], 1, name.startswith("work")))
+    plan = RayPlan("auto", 1, [{"CPU": 1}], str(tmp_path), str(tmp_path), {"GIVEN": "1"}, tasks)
+    host = Host()
+    try:
+        return supervise(plan, [Direct(host)], lambda value: value)
+    finally:
+        host.stop()
+        assert all(child.poll() is not None for child in host.running.values())
+
+
+def test_a_ray_job_ends_well_with_its_work_and_starts_servers_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = "if [ -e fell ]; then exec sleep 60; fi; touch fell; exit 3"
+    work = f'until [ -e fell ]; do sleep .05; done; echo "$HOST_0 $NODE_RANK $GIVEN ${{#{KEY_VARIABLE}}}"'
+    assert supervise_here(tmp_path, monkeypatch, server=server, work=work) == 0
+    assert (tmp_path / "work-0.log").read_text() == "10.0.0.1 0 1 32\n"
+
+
+def test_ray_job_stops_after_too_many_task_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert supervise_here(tmp_path, monkeypatch, server="exit 3", work="exec sleep 60") == 1

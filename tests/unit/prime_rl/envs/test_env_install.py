@@ -1,0 +1,94 @@
+"""Environments that are not there yet come from the package index that the config names, and only when it says so."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from prime_rl.configuration.sections import EnvConfig
+from prime_rl.envs import install as env_install
+from prime_rl.utils.vf import check_environments, load_environments
+
+CODE = (
+    "def load_environment(word='a'):\n    return {'dataset': [{'prompt': word}], 'rewards': lambda completion: 1.0}\n"
+)
+
+
+def write_wheel(folder: Path, name: str, code: str) -> None:
+    """A package of one module in a PEP 503 index."""
+    folder.mkdir(parents=True)
+    module, info = name.replace("-", "_"), f"{name.replace('-', '_')}-1.0.dist-info"
+    files = {
+        f"{module}.py": code,
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = "".join(
+        f"{path},sha256={base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b'=').decode()},"
+        f"{len(text.encode())}\n"
+        for path, text in files.items()
+    )
+    wheel = f"{module}-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(folder / wheel, "w") as archive:
+        for path, text in {**files, f"{info}/RECORD": f"{record}{info}/RECORD,,\n"}.items():
+            archive.writestr(path, text)
+    (folder / "index.html").write_text(f'<a href="{wheel}">{wheel}</a>')
+
+
+@pytest.fixture
+def index_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A local index of the organisation `someone`; pip installs into a folder of this test."""
+    if importlib.util.find_spec("pip") is None:
+        pytest.skip("pip is not installed; cure: make setup")
+    write_wheel(tmp_path / "someone" / "simple" / "fetched-env", "fetched-env", CODE)
+    site = tmp_path / "site"
+    site.mkdir()
+    monkeypatch.setenv("PIP_TARGET", str(site))
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
+    monkeypatch.syspath_prepend(str(site))
+    return (tmp_path / "{org}" / "simple").as_uri().replace("%7B", "{").replace("%7D", "}") + "/"
+
+
+def test_it_is_installed_when_the_config_says_so(index_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"install its package, or set env\.install = true"):
+        check_environments([EnvConfig(id="someone/fetched-env", index_url=index_url)])
+    config = EnvConfig(id="someone/fetched-env", index_url=index_url, install=True, num_workers=0, args={"word": "b"})
+    [environment] = load_environments([config]).values()
+    assert environment.rows()[0]["prompt"][0]["content"] == "b"
+    monkeypatch.setattr(env_install, "_pip", lambda *arguments: pytest.fail("it is here already"))
+    check_environments([config])
+    with pytest.raises(ValueError, match="takes no argument 'wort'"):
+        check_environments([config.model_copy(update={"args": {"wort": 1}})])
+
+
+def test_what_cannot_be_installed_is_told_in_one_sentence(index_url: str) -> None:
+    config = EnvConfig(id="someone/no-such-env", index_url=index_url, install=True)
+    with pytest.raises(ValueError, match=r"'someone/no-such-env' was not installed: .*check env.id and env.index_url"):
+        check_environments([config])
+    with pytest.raises(ValueError, match=r"write env\.id as org/name"):
+        check_environments([EnvConfig(id="no-such-env", install=True)])
+
+
+def test_rl_refuses_before_it_starts_anything(tmp_path: Path) -> None:
+    argv = ["--model.name", "tiny-qwen3", "--model.debug.random-init", "--output-dir", str(tmp_path / "out")]
+    done = subprocess.run(
+        [sys.executable, "-m", "prime_rl.rl", *argv, "--orchestrator.env.0.id", "revers-text"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=Path(__file__).parents[4],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 2 and len(said) == 1 and "did you mean 'reverse-text'?" in said[0], done.stderr
+    assert not (tmp_path / "out" / "logs").exists() and "inference" not in done.stdout

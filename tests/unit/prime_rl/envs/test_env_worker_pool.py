@@ -1,0 +1,351 @@
+"""Environments in worker processes: what one of them does to itself costs its own rollouts and nobody else's."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from fake_engine import FakeEngine, serve
+
+from prime_rl.configuration.command import run_command
+from prime_rl.configuration.sections import EnvConfig, LogConfig, SamplingConfig
+from prime_rl.envs import worker_pool as env_pool
+from prime_rl.envs.worker_pool import EnvironmentCrashLoop, EnvironmentWorkers, WorkerDied
+from prime_rl.utils.client import InferenceClient
+from prime_rl.utils.vf import build_sampling_args, load_environments, open_environments
+from rollouts.training.agent_integration import Rollout, rollout_to_samples
+
+DEADLINE_S = 60
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[FakeEngine]:
+    with serve(FakeEngine(reply=lambda body: "four")) as engine:
+        yield engine
+
+
+@pytest.fixture(autouse=True)
+def fresh(engine: FakeEngine) -> None:
+    engine.latency_s, engine.disconnects = 0.0, 0
+    engine.requests.clear()
+
+
+@contextmanager
+def pool(kinds: str, tmp_path: Path, **options: Any) -> Iterator[EnvironmentWorkers]:
+    args = {"kinds": kinds, "marks": str(tmp_path), **options.pop("args", {})}
+    with open_environments([EnvConfig(id="fault_injection:load_environment", name="e", args=args, **options)]) as found:
+        environment = found["e"]
+        assert isinstance(environment, EnvironmentWorkers)
+        yield environment
+
+
+def run(
+    environment: EnvironmentWorkers,
+    engine: FakeEngine,
+    retries: int = 2,
+    rows: list[int] | None = None,
+    meanwhile: Callable[[], Any] | None = None,
+    n: int = 2,
+) -> dict[str, list[Rollout]]:
+    """All rows at once; answer of the row -> its rollouts."""
+    results: dict[str, list[Rollout]] = {}
+
+    async def main() -> None:
+        client = InferenceClient(engine.base_url)
+        args = [build_sampling_args(SamplingConfig(), seed) for seed in range(n)]
+
+        async def one(row: dict[str, Any]) -> None:
+            results[row["answer"]] = await environment.run_group(row, client, "m", args, retries)
+
+        with anyio.fail_after(DEADLINE_S):
+            async with anyio.create_task_group() as tasks:
+                for i, row in enumerate(environment.rows()):
+                    if rows is None or i in rows:
+                        tasks.start_soon(one, row)
+                if meanwhile is not None:
+                    await meanwhile()
+
+    anyio.run(main)
+    return results
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_rollouts_come_back_whole_and_nothing_stays_behind(tmp_path: Path, engine: FakeEngine) -> None:
+    with pool("fine also-fine", tmp_path, num_workers=2) as environment:
+        assert [row["answer"] for row in environment.rows("eval")] == ["fine", "also-fine"]
+        found = run(environment, engine)
+        workers = environment.pids
+        assert len(workers) == 2 and all(map(alive, workers))
+    assert not any(map(alive, workers))
+    for rollouts in found.values():
+        assert [r.reward for r in rollouts] == [4.0, 4.0] and all(r.error is None for r in rollouts)
+        [sample] = rollout_to_samples(rollouts[0])
+        assert sample.tokens[-4:] == [ord(c) for c in "four"] and sample.versions
+
+
+def test_a_crashing_group_fails_and_its_neighbors_do_not(tmp_path: Path, engine: FakeEngine) -> None:
+    """The killer is known by the pulse, so that the others are not charged, however often they start again."""
+    engine.latency_s = 0.05
+    with pool("kill fine a b c", tmp_path) as environment:
+        found = run(environment, engine, retries=1)
+        assert environment.losses == 2
+    assert {kind for kind, rollouts in found.items() if any(r.failed for r in rollouts)} == {"kill"}
+    assert {(r.error_type, r.reward) for r in found["kill"]} == {("WorkerDied", 0.0)}
+    assert "signal SIGKILL" in str(found["kill"][0].error)
+
+
+def test_a_worker_that_somebody_kills_costs_nothing(tmp_path: Path, engine: FakeEngine) -> None:
+    engine.latency_s = 0.5
+    with pool("a b c d", tmp_path, num_workers=2) as environment:
+
+        async def kill() -> None:
+            await anyio.sleep(0.2)
+            os.kill(environment.pids[0], signal.SIGKILL)
+
+        found = run(environment, engine, meanwhile=kill)
+        assert environment.losses == 1 and len(found) == 4
+        assert not any(r.failed for rollouts in found.values() for r in rollouts)
+
+
+def test_code_that_never_returns_is_ended_and_so_is_what_sleeps(tmp_path: Path, engine: FakeEngine) -> None:
+    with pool("hang sleep fine once-hang", tmp_path, num_workers=2, stall_timeout=1.5, timeout=1) as environment:
+        found = run(environment, engine, retries=1)
+    assert {r.error_type for r in found["hang"]} == {"WorkerStalled"}
+    assert {r.error_type for r in found["sleep"]} == {"RolloutTimeout"}
+    assert not any(r.failed for kind in ("fine", "once-hang") for r in found[kind])
+
+
+def test_a_raising_reward_is_data(tmp_path: Path, engine: FakeEngine) -> None:
+    with pool("raise fine", tmp_path) as environment:
+        found = run(environment, engine, retries=0)
+        assert environment.losses == 0
+    assert {(r.error_type, r.error) for r in found["raise"]} == {("RewardError", "reward: KeyError: 'oops'")}
+    assert not any(r.failed for r in found["fine"])
+
+
+def test_a_leaking_worker_finishes_its_groups_and_is_replaced(tmp_path: Path, engine: FakeEngine) -> None:
+    engine.latency_s = 0.3
+    with pool("leak a b c pid", tmp_path, max_memory_gb=0.12, args={"leak_mb": 100}) as environment:
+        [before] = environment.pids
+        assert not any(r.failed for rollouts in run(environment, engine, n=1).values() for r in rollouts)
+
+        async def replaced() -> None:
+            while environment.pids == [before]:
+                await anyio.sleep(0.05)
+
+        [after] = run(environment, engine, n=1, rows=[4], meanwhile=replaced)["pid"]
+        [last] = run(environment, engine, n=1, rows=[4])["pid"]
+        assert environment.losses == 1 and last.reward == environment.pids[-1] != before
+        assert not after.failed
+    assert not alive(before)
+
+
+def test_an_environment_that_only_dies_stops_the_run(
+    tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(env_pool, "MAX_LOSSES_IN_ROW", 3)
+    with pool("kill", tmp_path) as environment:
+        with pytest.raises(BaseExceptionGroup) as error:
+            run(environment, engine, retries=9)
+        assert error.group_contains(EnvironmentCrashLoop, match="3 workers in a row ended without finishing a group")
+
+
+def test_cancelling_a_group_reaches_the_engine(tmp_path: Path) -> None:
+    asked, gone = [], []
+
+    async def hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readuntil(b"\r\n\r\n"))
+        while await reader.read(65536):
+            pass
+        gone.append(1)
+        writer.close()
+
+    async def main(environment: EnvironmentWorkers) -> None:
+        server = await asyncio.start_server(hold, "127.0.0.1", 0)
+        client = InferenceClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1")
+        args = [build_sampling_args(SamplingConfig())] * 3
+        with anyio.fail_after(DEADLINE_S):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(environment.run_group, environment.rows()[0], client, "m", args)
+                while not asked:
+                    await anyio.sleep(0.01)
+                assert not gone
+                tasks.cancel_scope.cancel()
+            while not gone:
+                await anyio.sleep(0.01)
+        assert len(asked) == len(gone) == 1, "a group is one request"
+        server.close()
+
+    with pool("fine", tmp_path) as environment:
+        anyio.run(main, environment)
+        assert environment._workers[0].pending == {} and environment.losses == 0
+
+
+def test_what_does_not_load_is_told_in_its_words(tmp_path: Path) -> None:
+    (tmp_path / "sick.py").write_text("import os\ndef bad(): raise OSError('no data')\ndef exit(): os._exit(3)\n")
+    path = str(tmp_path / "sick.py")
+    with pytest.raises(ValueError, match="did not load: OSError: no data"):
+        load_environments([EnvConfig(id=f"{path}:bad")])
+    with pytest.raises(WorkerDied, match=r"ended while it loaded the environment \(exit code 3\)"):
+        load_environments([EnvConfig(id=f"{path}:exit")])
+
+
+def test_killed_workers_end_a_command_with_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Code 2 is for wrong input alone: a launcher does not start such a process again."""
+    (tmp_path / "killed.py").write_text("import os\ndef load_environment(): os.kill(os.getpid(), 9)\n")
+    config = EnvConfig(id=f"{tmp_path}/killed.py")
+    monkeypatch.setattr("sys.argv", ["work"])
+    with pytest.raises(SystemExit) as end:
+        run_command("work", LogConfig, lambda _: len(load_environments([config])), summary="")
+    assert end.value.code == 1
+    assert "ended while it loaded the environment (signal SIGKILL)" in capsys.readouterr().err
+
+
+def test_an_environment_that_loads_for_too_long_is_a_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow.py").write_text("import time\ndef load_environment(): time.sleep(60)\n")
+    monkeypatch.setattr(env_pool, "LOAD_TIMEOUT_S", 0.2)
+    with pytest.raises(TimeoutError, match=r"did not load within 0\.2 s"):
+        load_environments([EnvConfig(id=f"{tmp_path}/slow.py")])
+
+
+def test_a_worker_that_somebody_kills_while_it_loads_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal may come from anywhere, so the next one gets its turn, also for the rows; the last one is told."""
+    kills = 1
+
+    def sick(worker: Any) -> None:
+        nonlocal kills
+        kills -= 1
+        if kills >= 0:
+            os.kill(worker.process.pid, signal.SIGKILL)
+        loaded(worker)
+
+    loaded = env_pool._await_loaded
+    monkeypatch.setattr(env_pool, "_await_loaded", sick)
+    monkeypatch.setattr(env_pool, "MAX_LOADS", 2)
+    with pool("a", tmp_path) as environment:
+        assert environment.losses == 1
+        os.kill(environment.pids[0], signal.SIGKILL)
+        assert [row["answer"] for row in environment.rows()] == ["a"] and environment.losses == 2
+    kills = 2
+    with pytest.raises(WorkerDied, match=r"ended while it loaded .*SIGKILL"):
+        load_environments([EnvConfig(id="fault_injection:load_environment", args={"kinds": "a"})])
+
+
+def test_workers_end_with_their_parent(tmp_path: Path) -> None:
+    """Even with one that hangs: nobody is left when the parent is killed."""
+    import subprocess
+    import sys
+
+    code = (
+        "from prime_rl.utils.vf import load_environments\nfrom prime_rl.configuration.sections import EnvConfig\n"
+        "c = EnvConfig(id='fault_injection:load_environment', args={'kinds': 'a'}, num_workers=2)\n"
+        "e = load_environments([c])\n"
+        "print(*[w.process.pid for v in e.values() for w in v._workers], flush=True)\ninput()"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+    )
+    assert parent.stdout is not None and parent.stdin is not None
+    workers = [int(word) for word in parent.stdout.readline().split()]
+    os.kill(workers[0], signal.SIGSTOP)  # cannot see any connection close
+    parent.kill()
+    parent.wait(20)
+    parent.stdin.close()
+    parent.stdout.close()
+    deadline = time.monotonic() + DEADLINE_S
+    while any(map(alive, workers)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert len(workers) == 2
+
+
+def test_a_replaced_worker_that_does_not_leave_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(env_pool, "LEAVE_S", 0.1)
+    with pool("a", tmp_path) as environment:
+        [worker] = environment._workers
+        os.kill(worker.process.pid, signal.SIGSTOP)
+        environment._leaving.append(worker)
+        anyio.run(environment._reap, worker)
+        assert not alive(worker.process.pid) and not environment._leaving
+
+
+def test_workers_import_from_where_their_parent_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty entry of the path would be the worker's own directory."""
+    found: list[str] = []
+
+    def start(command: list[str], *, env: dict[str, str], **options: Any) -> None:
+        found.extend(env["PYTHONPATH"].split(os.pathsep))
+        raise InterruptedError
+
+    monkeypatch.setattr("subprocess.Popen", start)
+    monkeypatch.setattr("sys.path", ["", "/somewhere", "/elsewhere"])
+    with pytest.raises(InterruptedError):
+        EnvironmentWorkers(EnvConfig(id="accidents:load_environment"))
+    assert found == ["/somewhere", "/elsewhere"]
+
+
+def test_a_run_that_ends_waits_for_no_replacement(tmp_path: Path, engine: FakeEngine) -> None:
+    """The pool serves one event loop after another, whatever the first one left half done."""
+    with pool("once-kill", tmp_path) as environment:
+
+        async def begin() -> None:
+            args = [build_sampling_args(SamplingConfig())]
+            client = InferenceClient(engine.base_url)
+            with anyio.fail_after(DEADLINE_S):
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(environment.run_group, environment.rows()[0], client, "m", args, 2)
+                    while not environment.losses:
+                        await anyio.sleep(0.01)
+                    await anyio.sleep(0.05)  # the next worker is being loaded
+                    tasks.cancel_scope.cancel()
+
+        anyio.run(begin)
+        [[rollout]] = run(environment, engine, n=1).values()
+        assert rollout.reward == 1.0
+
+
+def test_a_worker_gets_no_group_before_somebody_listens_to_it(
+    tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loaded and listened to are two moments: the first is seen by a thread."""
+    with pool("once-kill fine", tmp_path) as environment:
+        original = env_pool._await_loaded
+
+        def slowly(worker: Any) -> None:
+            original(worker)
+            time.sleep(0.3)
+
+        monkeypatch.setattr(env_pool, "_await_loaded", slowly)
+
+        async def main() -> None:
+            args, rows = [build_sampling_args(SamplingConfig())], environment.rows()
+            client = InferenceClient(engine.base_url)
+            with anyio.fail_after(DEADLINE_S):
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(environment.run_group, rows[0], client, "m", args, 2)
+                    while not (environment.losses and environment._workers and environment._workers[0].ready):
+                        await anyio.sleep(0.005)
+                    assert environment._workers[0].channel is None
+                    [rollout] = await environment.run_group(rows[1], client, "m", args, 2)
+                    assert not rollout.failed
+
+        anyio.run(main)

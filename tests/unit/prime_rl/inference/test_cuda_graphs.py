@@ -1,0 +1,532 @@
+"""Recorded decoding steps: the numbers of eager ones, nothing the host decides within, recorded anew when memory moves.
+
+Without a GPU a tape takes the place of a CUDA graph: it notes every operation of a step and replays these very ones,
+so what a graph would freeze (addresses, shapes, numbers the host computed) is frozen here too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from prime_rl.inference.embedded import cuda_graphs as graphs
+from prime_rl.inference.embedded.cuda_graphs import (
+    Buffers,
+    CapturedStep,
+    CudaRecorder,
+    GraphDecodeMetadata,
+    Step,
+    build_recorder,
+)
+from prime_rl.inference.embedded.engine import EmbeddedEngine
+from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache, num_columns
+from prime_rl.inference.embedded.model_runner import ModelRunner, fuses_norms
+from prime_rl.inference.engine import AdapterSpec, GenerationRequest, Output, SamplingParams
+from prime_rl.trainer.models.attention import min_rows
+from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_names
+from prime_rl.trainer.models.decoder_config import DecoderConfig
+from rollouts.kernels import cpu as cpu_kernels
+
+CONFIG = {
+    "model_type": "qwen3",
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.3,
+}
+FORBIDDEN = ("item", "_local_scalar_dense", "nonzero", "is_nonzero", "unique", "masked_select", "bincount", "equal")
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Neither kernels nor packed weights, which a CPU alone has."""
+    monkeypatch.setattr(cpu_kernels, "library", lambda: None)
+    before, torch.backends.mkldnn.enabled = torch.backends.mkldnn.enabled, False
+    yield
+    torch.backends.mkldnn.enabled = before
+
+
+class Tape(TorchDispatchMode):
+    """Notes operations; refuses what a CUDA graph cannot hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or torch imports its compiler for it, which takes seconds
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+        assert name not in FORBIDDEN, f"{name} synchronizes with the device"
+        assert not (name.startswith("index") and any(t.dtype == torch.bool for t in tensors[1:])), "masked indexing"
+        out = func(*args, **kwargs)
+        tensors += [leaf for leaf in tree_iter(out) if isinstance(leaf, Tensor)]
+        assert len({t.device for t in tensors}) <= 1, f"{name} moves data between devices"
+        self.calls.append((func, args, kwargs, out))
+        return out
+
+    def replay(self) -> dict[int, Tensor]:
+        """The noted operations on what memory holds now; results by the identity of those of the recording."""
+        found: dict[int, Tensor] = {}
+
+        def now(x: Any) -> Any:
+            if isinstance(x, Tensor):
+                return found.get(id(x), x)
+            return [now(one) for one in x] if isinstance(x, (list, tuple)) else x
+
+        for func, args, kwargs, out in self.calls:
+            new = func(*now(args), **{name: now(x) for name, x in kwargs.items()})
+            for one, again in [(out, new)] if isinstance(out, Tensor) else zip(out, new, strict=True):
+                found[id(one)] = again
+        return found
+
+
+class TapeRecorder:
+    """What `CudaRecorder` is on a GPU; the result of a replay is overwritten by the next one, as there."""
+
+    def __init__(self) -> None:
+        self.recorded = self.replayed = 0
+
+    def warm_up(self, step: Step) -> Tensor:
+        return step()
+
+    def record(self, step: Step) -> Step:
+        tape = Tape()
+        with tape:
+            out = step()
+        self.recorded += 1
+
+        def replay() -> Tensor:
+            self.replayed += 1
+            return out.copy_(tape.replay()[id(out)])
+
+        return replay
+
+
+def build_model(seed: int, **changes: Any) -> CausalLM:
+    """Random weights; norms and biases too, so that none can be left out."""
+    model = CausalLM(DecoderConfig.from_hf(CONFIG | changes))
+    init_weights(model, seed)
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim < 2:
+                parameter.add_(torch.randn(parameter.shape, generator=noise) * 0.3)
+    return model.requires_grad_(False)
+
+
+def build_engine(model: CausalLM, recorder: Any, **options: Any) -> EmbeddedEngine:
+    return EmbeddedEngine(model, exact=False, recorder=recorder, **options)
+
+
+def request(prompt: list[int], **params: Any) -> GenerationRequest:
+    adapter = params.pop("adapter", None)
+    return GenerationRequest(prompt, SamplingParams(**{"max_tokens": 12, **params}), adapter=adapter)
+
+
+def draw_prompt(length: int) -> list[int]:
+    return random.Random(length).choices(range(97), k=length)
+
+
+def run(engine: EmbeddedEngine, *requests: GenerationRequest) -> list[Output]:
+    """Outputs in the order of the requests."""
+    for one in requests:
+        engine.add(one)
+    outputs: dict[GenerationRequest, Output] = {}
+    while engine.has_work():
+        outputs |= {event.request: event for event in engine.step() if isinstance(event, Output)}
+    return [outputs[one] for one in requests]
+
+
+def drive(engine: EmbeddedEngine, seed: int, longest: int, versions: list[dict[str, Tensor]]) -> list[Output | None]:
+    """Random arrivals, shared prompts, cancellations and two updates in flight; None for what was cancelled."""
+    rng = random.Random(seed)
+    shared = [rng.choices(range(97), k=rng.randint(1, longest)) for _ in range(2)]
+    todo = [
+        request(
+            rng.choice(shared) if rng.random() < 0.4 else rng.choices(range(97), k=rng.randint(1, longest)),
+            max_tokens=rng.randint(1, 24),
+            temperature=rng.choice([0.0, 1.0, 0.7]),
+            top_p=rng.choice([1.0, 0.9]),
+            seed=i,
+        )
+        for i in range(16)
+    ]
+    alive: list[GenerationRequest] = []
+    outputs: dict[GenerationRequest, Output] = {}
+    waiting = list(todo)
+    while waiting or engine.has_work():
+        while waiting and rng.random() < 0.3:
+            alive.append(waiting.pop())
+            engine.add(alive[-1])
+        if alive and rng.random() < 0.03:
+            engine.cancel(alive.pop(rng.randrange(len(alive))))
+        if len(outputs) >= 4 * (engine.version + 1) and engine.version < len(versions):
+            engine.load_weights(versions[engine.version], engine.version + 1)
+        new = [event for event in engine.step() if isinstance(event, Output)] if engine.has_work() else []
+        outputs |= {output.request: output for output in new}
+        alive = [one for one in alive if one not in outputs]
+    return [outputs.get(one) for one in todo]
+
+
+def check_alike(found: list[Output | None], expected: list[Output | None], atol: float = 1e-5) -> int:
+    """Equal tokens, versions and endings, log-probs within `atol`; returns the number of tokens."""
+    count = 0
+    for mine, theirs in zip(found, expected, strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is None or theirs is None:
+            continue
+        assert mine.token_ids == theirs.token_ids
+        assert (mine.versions, mine.finish_reason) == (theirs.versions, theirs.finish_reason)
+        torch.testing.assert_close(torch.tensor(mine.logprobs), torch.tensor(theirs.logprobs), rtol=0, atol=atol)
+        count += len(mine.token_ids)
+    return count
+
+
+@pytest.mark.parametrize(
+    ("seed", "longest", "options"),
+    [
+        (0, 40, {"max_running": 6}),
+        (1, 300, {"max_running": 20, "max_prefill_tokens": 100}),
+        (4, 390, {"max_running": 16, "max_model_len": 420}),
+    ],
+)
+def test_recorded_steps_give_what_eager_ones_give(
+    seed: int, longest: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "WARM_UPS", 0 if seed else 2)
+    if seed == 4:  # room for one sequence and two blocks; a step's least number of rows depends on the processor
+        options = options | {"max_cache_tokens": (num_columns(420 + 1) + min_rows() + 2) * BLOCK}
+    versions = [tensor_names(build_model(version)) for version in (1, 2)]
+    recorder = TapeRecorder()
+    engine, eager = build_engine(build_model(0), recorder, **options), build_engine(build_model(0), None, **options)
+    found, expected = drive(engine, seed, longest, versions), drive(eager, seed, longest, versions)
+    assert check_alike(found, expected) > 100
+    assert recorder.replayed > (0 if seed == 4 else 10)
+    assert sum(len(output.versions) > 1 for output in found if output) > 0
+    assert engine.stats() == eager.stats()
+    assert engine.stats().shared_prompt_tokens > 0 and (seed < 4 or engine.stats().preempted > 0)
+
+
+def test_prompts_of_one_token_whose_queries_all_share_a_key() -> None:
+    """They are chunks of one length, but fewer rows than a product takes: the last is repeated."""
+    model = build_model(0, num_attention_heads=64, num_key_value_heads=1)
+    prompts = [request([token]) for token in (7, 9, 11)]
+    together = run(build_engine(model, None), *prompts)
+    alone = [run(build_engine(model, None), one)[0] for one in prompts]
+    assert check_alike(list(together), list(alone)) == 36
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "qwen2", "num_key_value_heads": 4},
+        {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1},
+        {"tie_word_embeddings": True, "head_dim": 64},
+    ],
+)
+def test_models_of_every_kind(changes: dict[str, Any]) -> None:
+    requests = [request(list(range(n, n + 9)), seed=n, temperature=n % 2) for n in range(5)]
+    recorder = TapeRecorder()
+    found = run(build_engine(build_model(3, **changes), recorder), *requests)
+    check_alike(list(found), list(run(build_engine(build_model(3, **changes), None), *requests)))
+    assert recorder.replayed > 5
+
+
+@pytest.mark.parametrize("unit", [True, False])
+def test_bf16_is_as_near_to_fp32_as_eagerly(unit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log-probs of tokens decoded over two columns of keys, computed in bf16 or in fp32 from rounded numbers."""
+    monkeypatch.setattr(cpu_kernels, "has_bf16_unit", lambda: unit)
+    requests = [request([(n * i) % 97 for i in range(150)], temperature=0.0, max_tokens=2) for n in range(1, 17)]
+    fp32 = run(build_engine(build_model(0), None), *requests)
+    errors = []
+    for recorder in (TapeRecorder(), None):
+        outputs = run(build_engine(build_model(0).bfloat16(), recorder), *requests)
+        pairs = [(a, b) for a, b in zip(outputs, fp32, strict=True) if a.token_ids == b.token_ids]
+        assert len(pairs) > 8
+        errors.append(float(np.mean([abs(a.logprobs[1] - b.logprobs[1]) for a, b in pairs])))
+    assert errors[0] < 2 * errors[1] and errors[1] > 0
+
+
+def decode_until_replayed(engine: EmbeddedEngine, recorder: TapeRecorder) -> None:
+    before = recorder.replayed
+    while recorder.replayed == before:
+        engine.step()
+
+
+def test_rows_that_fill_a_shape_up_touch_nothing() -> None:
+    """A step changes one position of each running slot; what lies in other slots reaches no answer."""
+    recorder = TapeRecorder()
+    engine = build_engine(build_model(0), recorder, max_model_len=256)
+    requests = [request(draw_prompt(120 + n), seed=n, max_tokens=30) for n in range(3)]
+    for one in requests:
+        engine.add(one)
+    decode_until_replayed(engine, recorder)
+    cache = engine._cache
+    outputs = []
+    for _ in range(12):
+        with torch.inference_mode():
+            for column in cache.columns:
+                column[:, :, 3:] = float("nan")
+        lengths = [seq.num_cached for seq in engine._scheduler.running]
+        before, generation = [column.clone() for column in cache.columns], cache.generation
+        outputs += engine.step()
+        if generation != cache.generation:
+            continue
+        for j, (old, new) in enumerate(zip(before, cache.columns, strict=True)):
+            places = (old != new).any(dim=5).any(dim=3).any(dim=1).any(dim=0)[:3].nonzero().tolist()
+            assert places == [[i, n % BLOCK] for i, n in enumerate(lengths) if n // BLOCK == j]
+            assert bool(new[:, :, 3:].isnan().all())
+    while engine.has_work():
+        outputs += engine.step()
+    expected = run(build_engine(build_model(0), None, max_model_len=256), *requests)
+    by_request = {output.request: output for output in outputs}
+    check_alike([by_request[one] for one in requests], list(expected))
+
+
+def test_new_weights_leave_recordings_in_place() -> None:
+    """An update writes into the same memory; only weights that have moved, or a moved cache, are recorded anew."""
+    recorder = TapeRecorder()
+    engine = build_engine(build_model(0), recorder)
+    prompts = [list(range(n, n + 5)) for n in range(4)]
+
+    def check(seed: int, model: CausalLM, recorded: int) -> None:
+        requests = [request(prompt, seed=seed) for prompt in prompts]
+        found = run(engine, *requests)
+        check_alike(
+            [replace(output, versions=[]) for output in found],
+            [replace(output, versions=[]) for output in run(build_engine(model, None), *requests)],
+        )
+        assert recorder.recorded == recorded
+
+    check(0, build_model(0), 1)
+    engine.load_weights(tensor_names(build_model(1)), 1)
+    check(1, build_model(1), 1)
+    weight = engine.model.model.layers[1].self_attn.o_proj.weight
+    weight.data = weight.data.clone()
+    engine.load_weights(tensor_names(build_model(2)), 2)
+    check(2, build_model(2), 2)
+    engine._cache._resize([column.shape[2] + 1 for column in engine._cache.columns], [0])
+    check(3, build_model(2), 3)
+
+
+def test_a_longer_sequence_leaves_the_columns_before_it_in_place() -> None:
+    recorder = TapeRecorder()
+    engine = build_engine(build_model(0), recorder)
+    for longest, recorded in ((20, 1), (200, 2), (20, 2), (200, 2)):
+        run(engine, *(request(draw_prompt(longest), seed=i) for i in range(2)))
+        assert recorder.recorded == recorded
+
+
+def test_norms_of_one_kernel_are_norms() -> None:
+    """As on a GPU in fast mode; exact mode there keeps the trainer's operations."""
+    requests = [request(draw_prompt(n), seed=n) for n in range(1, 5)]
+    engine = build_engine(build_model(0), None)
+    for part in (engine._runner, *engine._runner.layers):
+        assert not part.fuse
+        part.fuse = True
+    check_alike(list(run(engine, *requests)), list(run(build_engine(build_model(0), None), *requests)))
+    weight = torch.empty(1, device="meta")
+    assert fuses_norms(weight, exact=False) and not fuses_norms(weight, exact=True)
+
+
+def test_what_is_not_recorded() -> None:
+    """Exact mode, a CPU, adapters, experts, long sequences, much that is shared, and little memory."""
+    assert build_recorder(torch.device("cpu"), exact=False, eager=False) is None
+    assert build_recorder(torch.device("cuda"), exact=True, eager=False) is None
+    assert build_recorder(torch.device("cuda"), exact=False, eager=True) is None
+    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    assert not ModelRunner(build_model(0, **experts), False, torch.float32).is_static
+    with pytest.raises(AssertionError, match="last bits"):
+        EmbeddedEngine(build_model(0), exact=True, recorder=TapeRecorder())
+    engine = build_engine(build_model(0), TapeRecorder(), max_cache_tokens=64 * BLOCK)
+    assert engine._graphs is not None
+    plan, alone = engine._graphs.plan, np.zeros(4, dtype=np.int64)
+    assert isinstance(plan(np.full(4, 300), alone, True), GraphDecodeMetadata)
+    assert plan(np.full(4, 300), alone, False) is None
+    assert min(column.shape[2] for column in engine._cache.columns[:3]) >= 4
+    assert plan(np.full(4, 60 * BLOCK), alone, True) is None
+    assert plan(np.full(16, 300), np.zeros(16), True) is not None and plan(np.full(17, 300), np.zeros(17), True) is None
+    assert plan(np.full(4, 300), np.full(4, 2), True) is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "MAX_SHARED", 7)
+        assert plan(np.full(4, 300), np.full(4, 2), True) is None
+        patch.setattr(graphs, "MAX_COLUMNS", 2)
+        assert plan(np.full(4, 300), alone, True) is None
+
+
+def test_batches_with_adapters_take_turns_with_recorded_ones() -> None:
+    tensors = {
+        f"base_model.model.model.layers.0.mlp.down_proj.lora_{name}.weight": torch.full(shape, 0.2)
+        for name, shape in (("A", (2, 48)), ("B", (32, 2)))
+    }
+    outputs = []
+    for recorder in (TapeRecorder(), None):
+        engine = build_engine(build_model(0), recorder)
+        engine.load_adapter("a", tensors, AdapterSpec(2, 4.0, 0))
+        requests = [
+            request([n, 2, 3], seed=n, max_tokens=8 + 8 * (n % 2), adapter=("a", None)[n % 2]) for n in range(4)
+        ]
+        outputs.append(run(engine, *requests))
+        assert recorder is None or recorder.replayed == 16 - 8 - graphs.WARM_UPS
+    check_alike(*(list(one) for one in outputs))
+
+
+def test_few_recordings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MAX_GRAPHS", 1)
+    recorder = TapeRecorder()
+    engine = build_engine(build_model(0), recorder)
+    for longest in (20, 200, 20):
+        run(engine, request(draw_prompt(longest)))
+    assert engine._graphs is not None and len(engine._graphs._recordings) == 1 and recorder.recorded == 3
+
+
+@pytest.mark.slow  # the meta device imports half a compiler
+@torch.inference_mode()
+def test_step_has_no_device_sync_and_no_foreign_tensor() -> None:
+    """On the meta device there are no numbers to be had."""
+    meta = torch.device("meta")
+    runner = ModelRunner(build_model(0).to(meta), False, torch.float32)
+    cache = KVCache(runner.model.config, torch.float32, meta, 8, 64 * BLOCK)
+    assert cache.reserve(np.full(8, 2 * BLOCK)) and runner.addresses(512) and runner.min_rows == 1
+    step, tape = CapturedStep(runner, cache, Buffers(runner, cache), 8, 2, 512), Tape()
+    with tape:
+        assert step().shape == (8, 97)
+    assert {t.device for call in tape.calls for t in tree_iter(call) if isinstance(t, Tensor)} == {meta}
+
+
+def test_the_tape_finds_what_a_graph_cannot_hold() -> None:
+    x = torch.arange(4)
+    steps: list[Callable[[], Tensor]] = [
+        lambda: x + int(x[1]),
+        lambda: x[x > 1],
+        lambda: x.nonzero(),
+        lambda: x.to("meta"),
+    ]
+    for step in steps:
+        with pytest.raises((AssertionError, RuntimeError)):
+            TapeRecorder().record(step)
+    host = 1
+    frozen = TapeRecorder().record(lambda: x * 2 + host)
+    host = 5
+    x += 1
+    assert frozen().tolist() == [3, 5, 7, 9]
+
+
+def test_how_graphs_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a stream of their own that waits for the caller's and is waited for, from one pool of memory."""
+    told: list[Any] = []
+
+    class Stream:
+        def __init__(self, name: Any) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Any) -> None:
+            told.append(f"{self.name} waits for {other.name}")
+
+    class Noted:
+        def __init__(self, *words: Any, **options: Any) -> None:
+            self.words = (words, options)
+
+        def __enter__(self) -> None:
+            told.append(self.words)
+
+        def __exit__(self, *error: Any) -> None:
+            told.append("end")
+
+    count = iter(range(9))
+
+    def new_graph() -> Any:
+        name = next(count)
+        return SimpleNamespace(name=name, pool=lambda: "pool", replay=lambda: told.append(f"replay {name}"))
+
+    cuda = SimpleNamespace(
+        Stream=lambda device: Stream("side"),
+        current_stream=lambda device: Stream("main"),
+        stream=lambda stream: Noted(stream.name),
+        CUDAGraph=new_graph,
+        graph=lambda graph, **options: Noted(graph.name, options["pool"], options["capture_error_mode"]),
+    )
+    monkeypatch.setattr(torch, "cuda", cuda)
+    recorder = CudaRecorder(torch.device("cuda"))
+
+    def step() -> Tensor:
+        told.append("step")
+        return torch.ones(1)
+
+    recorder.warm_up(step)
+    assert told == ["side waits for main", (("side",), {}), "step", "end", "main waits for side"]
+    told.clear()
+    first, second = recorder.record(step), recorder.record(step)
+    assert told == [
+        *(((0, None, "thread_local"), {}), "step", "end"),
+        *(((1, "pool", "thread_local"), {}), "step", "end"),
+    ]
+    told.clear()
+    assert first() is first() and first() is not second()
+    assert told == ["replay 0", "replay 0", "replay 0", "replay 1"]
+
+
+def test_benchmark_runs_on_a_toy_model_and_requires_a_gpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[4] / "benchmarks"))
+    bench = importlib.import_module("bench_decode_gpu")
+    assert bench.main(["--tiny", "--repeats", "1", "--output", str(tmp_path / "out.json")]) == 0
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert len(rows) == 10 and all(row["value"] > 0 for row in rows)
+    if not torch.cuda.is_available():
+        assert bench.main([]) == 1
+        assert "needs a GPU" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", [0, 1])
+def test_graphs_give_what_eager_steps_give_on_a_gpu(seed: int) -> None:
+    device = torch.device("cuda")
+    versions = [tensor_names(build_model(version)) for version in (1, 2)]
+    outputs = []
+    for recorder in (CudaRecorder(device), None):
+        engine = build_engine(build_model(0).to(device), recorder, max_running=20)
+        outputs.append(drive(engine, seed, (40, 300)[seed], versions))
+        assert recorder is None or any(held.replay for held in engine._graphs._recordings.values())  # type: ignore[union-attr]
+    check_alike(outputs[0], outputs[1], atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_gpu_graphs_stay_correct_after_updates_and_moved_memory() -> None:
+    device = torch.device("cuda")
+    engine = build_engine(build_model(0).to(device), CudaRecorder(device))
+    for version in range(1, 6):
+        engine.load_weights(tensor_names(build_model(version)), version)
+        n = 2**version
+        requests = [request(list(range(i, i + 20)) * version, seed=i, max_tokens=20) for i in range(n)]
+        found = run(engine, *requests)
+        eager = build_engine(build_model(version).to(device), None)
+        check_alike(
+            [replace(output, versions=[]) for output in found],
+            [replace(output, versions=[]) for output in run(eager, *requests)],
+            atol=1e-4,
+        )

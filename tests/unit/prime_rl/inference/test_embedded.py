@@ -1,0 +1,819 @@
+"""The embedded engine: bit-equal to the trainer whatever is batched; sampling that depends on its seed only."""
+
+from __future__ import annotations
+
+import json
+import math
+import queue
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from prime_rl.inference.detokenizer import Detokenizer, StopStringMatcher, TokenNames, build_decode
+from prime_rl.inference.embedded import loading
+from prime_rl.inference.embedded.attention import find_runs
+from prime_rl.inference.embedded.engine import EmbeddedEngine
+from prime_rl.inference.embedded.kv_cache import zeros
+from prime_rl.inference.embedded.sampler import build_sampling_batch, filter_logprobs, sample
+from prime_rl.inference.engine import (
+    FULL,
+    AdapterSpec,
+    BusyIntervalLogger,
+    EngineThread,
+    Event,
+    GenerationRequest,
+    Output,
+    SamplingParams,
+    StreamUpdate,
+    derive_seed,
+)
+from prime_rl.runtime.tokenizer import load_tokenizer, resolve_model_dir
+from prime_rl.trainer.lora import LoraSpec, adapter_tensors, add_lora, peft_tensors
+from prime_rl.trainer.models.attention import PackedAttention, RoundedAttention
+from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_names
+from prime_rl.trainer.models.decoder_config import DecoderConfig
+from prime_rl.trainer.models.registry import load_decoder
+from prime_rl.transport.weights import digest_tensor
+from rollouts.kernels import cpu as cpu_kernels
+from rollouts.training.sampling import invert_cdf, uniform
+
+MODEL_DIR = resolve_model_dir("tiny-qwen3")
+TOKENIZER = load_tokenizer("tiny-qwen3")
+DECODE = build_decode(TOKENIZER)
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def build_model(seed: int) -> CausalLM:
+    """Random weights far enough from uniform that a wrong token shows."""
+    model = load_decoder(MODEL_DIR, random_init=True, seed=seed)
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=noise) * 0.05)
+    return model.requires_grad_(False)
+
+
+def trainer_logprobs(
+    model: CausalLM, tokens: list[int], temperature: float, kept: torch.dtype = torch.float32
+) -> Tensor:
+    """What the trainer computes for every next token: [tokens, vocab]; keys and values are `kept` in some format."""
+    attend = RoundedAttention(PackedAttention([len(tokens)]), kept)
+    with torch.no_grad():
+        hidden = model(torch.tensor(tokens), torch.arange(len(tokens)), attend)
+        return torch.log_softmax(model.logits(hidden).float() / torch.full((len(tokens), 1), temperature), dim=-1)
+
+
+def request(prompt: list[int], **params: Any) -> GenerationRequest:
+    stream = params.pop("stream", False)
+    return GenerationRequest(prompt, SamplingParams(**{"max_tokens": 8, **params}), stream)
+
+
+def run(engine: EmbeddedEngine, *requests: GenerationRequest) -> list[Output]:
+    """Outputs in the order of the requests."""
+    for one in requests:
+        engine.add(one)
+    outputs: dict[GenerationRequest, Output] = {}
+    while engine.has_work():
+        outputs |= {event.request: event for event in engine.step() if isinstance(event, Output)}
+    return [outputs[one] for one in requests]
+
+
+def check_exact(
+    output: Output, models: dict[int, CausalLM], tolerance: float = 0.0, kept: torch.dtype = torch.float32
+) -> int:
+    """Every log-prob equals the trainer's under the version of its span; returns the number of tokens."""
+    prompt, ids = output.request.prompt, output.token_ids
+    ends = [start for start, _ in output.versions[1:]] + [len(ids)]
+    for (start, version), end in zip(output.versions, ends, strict=True):
+        expected = trainer_logprobs(models[version], prompt + ids, output.request.params.temperature, kept)
+        rows = torch.arange(len(prompt) + start, len(prompt) + end) - 1
+        held = torch.tensor(output.logprobs[start:end])
+        torch.testing.assert_close(held, expected[rows, torch.tensor(ids[start:end])], rtol=0, atol=tolerance)
+    return len(ids)
+
+
+@pytest.mark.parametrize(
+    ("seed", "longest", "num_requests", "threads"),
+    # Two threads that wait for each other on busy cores may take a minute.
+    [(0, 40, 32, 1), (1, 300, 32, 1), (2, 300, 32, 1), pytest.param(3, 250, 9, 2, marks=pytest.mark.slow)],
+)
+def test_logprobs_equal_the_trainers_bit_for_bit(seed: int, longest: int, num_requests: int, threads: int) -> None:
+    """Random arrivals, batch sizes, chunk sizes, shared prompts, cancellations and two updates in flight."""
+    torch.set_num_threads(threads)
+    rng = random.Random(seed)
+    models = {version: build_model(version) for version in range(3)}
+    engine = EmbeddedEngine(
+        build_model(0), max_running=rng.choice([3, 8, 24]), max_prefill_tokens=rng.choice([16, 100, 2048])
+    )
+    shared = [[rng.randrange(256) for _ in range(rng.randint(1, longest))] for _ in range(3)]
+    todo = [
+        request(
+            rng.choice(shared) if rng.random() < 0.5 else rng.choices(range(256), k=rng.randint(1, longest)),
+            max_tokens=rng.randint(1, 40),
+            temperature=rng.choice([1.0, 0.7, 1.3]),
+            seed=i,
+        )
+        for i in range(num_requests)
+    ]
+    alive: list[GenerationRequest] = []
+    outputs: list[Output] = []
+    num_cancelled = 0
+    while todo or engine.has_work():
+        while todo and rng.random() < 0.5:
+            alive.append(todo.pop())
+            engine.add(alive[-1])
+        if alive and num_cancelled < num_requests // 8 and rng.random() < 0.05:
+            engine.cancel(alive.pop(rng.randrange(len(alive))))
+            num_cancelled += 1
+        if len(outputs) >= num_requests // 4 * (engine.version + 1) and engine.version < 2:
+            version = engine.version + 1
+            engine.load_weights(tensor_names(models[version]), version)
+        new = [event for event in engine.step() if isinstance(event, Output)] if engine.has_work() else []
+        outputs += new
+        alive = [one for one in alive if all(one is not output.request for output in new)]
+    assert len(outputs) == num_requests - num_cancelled
+    assert any(len(output.versions) > 1 for output in outputs)
+    assert sum(check_exact(output, models) for output in outputs) > 8 * num_requests
+    stats = engine.stats()
+    assert (stats.running, stats.waiting) == (0, 0)
+    assert stats.shared_prompt_tokens > 0
+
+
+def test_fast_mode_keeps_the_cache_and_reports_version_spans() -> None:
+    models = {version: build_model(version) for version in range(2)}
+    engine = EmbeddedEngine(build_model(0), exact=False)
+    engine.add(request(list(range(60)), max_tokens=10))
+    events: list[Event] = []
+    while engine.has_work():
+        events += engine.step()
+        if engine.stats().generated_tokens == 4 and engine.version == 0:
+            engine.load_weights(tensor_names(models[1]), 1)
+    (output,) = events
+    assert isinstance(output, Output)
+    assert output.versions == [(0, 0), (4, 1)]
+    with pytest.raises(AssertionError):
+        check_exact(output, models)
+    # 1 prefill and 9 decode steps: nothing was computed anew.
+    assert engine.stats().steps == 10
+
+
+def test_a_prompt_is_not_shared_across_versions() -> None:
+    models = {version: build_model(version) for version in range(2)}
+    for exact in (True, False):
+        engine = EmbeddedEngine(build_model(0), exact=exact)
+        prompt = list(range(50))
+        engine.add(request(prompt, max_tokens=30))
+        for _ in range(3):
+            engine.step()
+        engine.load_weights(tensor_names(models[1]), 1)
+        late = request(prompt, seed=5)
+        (output,) = run(engine, late)
+        assert output.versions == [(0, 1)]
+        check_exact(output, models, 0.0 if exact else 1e-4)
+
+
+def test_a_group_shares_its_prompt() -> None:
+    engine = EmbeddedEngine(build_model(0))
+    outputs = run(engine, *(request(list(range(40)), seed=i) for i in range(6)))
+    assert engine.stats().shared_prompt_tokens == 5 * 39
+    assert len({tuple(output.token_ids) for output in outputs}) > 1
+
+
+def test_a_seed_draws_the_same_alone_and_in_a_crowd() -> None:
+    rng = random.Random(3)
+    requests = [request(rng.choices(range(256), k=rng.randint(1, 60)), max_tokens=20, seed=i) for i in range(12)]
+    requests.append(request([1, 2, 3], seed=4, top_p=0.7, top_k=20, min_p=0.01, repetition_penalty=1.2, min_tokens=3))
+    crowd = run(EmbeddedEngine(build_model(0), eos_ids=[5]), *requests)
+    for one, together in zip(requests, crowd, strict=True):
+        (alone,) = run(EmbeddedEngine(build_model(0), eos_ids=[5], max_running=1, max_prefill_tokens=16), one)
+        assert (alone.token_ids, alone.logprobs) == (together.token_ids, together.logprobs)
+    twins = run(EmbeddedEngine(build_model(0)), *(request([7], seed=derive_seed(1, i)) for i in range(3)))
+    assert len({tuple(output.token_ids) for output in twins}) == 3
+
+
+def test_greedy_reports_logprob_at_temperature_one() -> None:
+    model = build_model(0)
+    (output,) = run(EmbeddedEngine(model), request([1, 2, 3], temperature=0.0, top_p=0.5))
+    logprobs = trainer_logprobs(model, [1, 2, 3, *output.token_ids], 1.0)[2:-1]
+    assert output.token_ids == logprobs.argmax(-1).tolist()
+    assert output.logprobs == logprobs.max(-1).values.tolist()
+
+
+def test_an_answer_ends_at_eos_at_stop_tokens_and_at_its_limits() -> None:
+    (free,) = run(EmbeddedEngine(build_model(0)), request([9], max_tokens=12))
+    ids = free.token_ids
+    assert free.finish_reason == "length"
+    assert len(ids) == 12
+    first = next(i for i, token in enumerate(ids) if i > 2 and token not in ids[:i])
+    engine = EmbeddedEngine(build_model(0), eos_ids=[ids[first]])
+    by_eos, ignoring, by_token = run(
+        engine,
+        request([9], max_tokens=12),
+        request([9], max_tokens=12, ignore_eos=True),
+        request([9], max_tokens=12, ignore_eos=True, stop_token_ids=(ids[2],)),
+    )
+    assert (by_eos.token_ids, by_eos.finish_reason, by_eos.stop_reason) == (ids[: first + 1], "stop", None)
+    assert ignoring.token_ids == ids
+    end = ids.index(ids[2]) + 1
+    assert (by_token.token_ids, by_token.stop_reason) == (ids[:end], ids[2])
+    (late,) = run(engine, request([9], max_tokens=12, min_tokens=first + 3))
+    assert ids[first] not in late.token_ids[: first + 3]
+    assert len(late.token_ids) >= first + 3
+    short = EmbeddedEngine(build_model(0), max_model_len=16)
+    (cut,) = run(short, request([9] * 10, max_tokens=50))
+    assert (len(cut.token_ids), cut.finish_reason) == (6, "length")
+    with pytest.raises(ValueError, match="does not fit"):
+        short.add(request([9] * 16))
+
+
+def test_stop_strings_end_the_text_and_keep_the_tokens() -> None:
+    (free,) = run(EmbeddedEngine(build_model(0)), request([9], max_tokens=40, seed=2))
+    text = DECODE(free.token_ids, True)
+    at = next(i for i in range(4, len(text)) if text[i : i + 2].isascii() and text.find(text[i : i + 2]) == i)
+    stop = text[at : at + 2]
+    engine = EmbeddedEngine(build_model(0), decode=DECODE)
+    ended, with_stop = run(
+        engine,
+        request([9], max_tokens=40, seed=2, stop=("never", stop)),
+        request([9], max_tokens=40, seed=2, stop=(stop,), include_stop=True),
+    )
+    assert (ended.text, ended.stop_reason, ended.finish_reason) == (text[:at], stop, "stop")
+    assert with_stop.text == text[: at + 2]
+    assert DECODE(ended.token_ids, True).startswith(text[: at + 2])
+    assert ended.token_ids == free.token_ids[: len(ended.token_ids)]
+
+
+def test_streaming_brings_every_token_once() -> None:
+    engine = EmbeddedEngine(build_model(0))
+    engine.add(request([1, 2], max_tokens=6, stream=True, top_logprobs=3))
+    events: list[Event] = []
+    while engine.has_work():
+        events += engine.step()
+    *pieces, output = events
+    assert isinstance(output, Output)
+    assert [token for piece in pieces for token in piece.token_ids] == output.token_ids[:-1]
+    assert [piece.start for piece in pieces if isinstance(piece, StreamUpdate)] == list(range(5))
+    assert all(len(top) == 3 and top[0][1] >= top[2][1] for top in output.top_logprobs)
+
+
+def test_groups_read_a_long_prompt_once_and_change_no_bit() -> None:
+    rng, models = random.Random(5), {0: build_model(0)}
+    prompts = [rng.choices(range(256), k=300), rng.choices(range(256), k=140)]
+    prompts.append([*prompts[0][:200], *prompts[1][:60]])
+    requests = [
+        request(prompts[i // 5], max_tokens=rng.choice([10, 40]), seed=i, top_logprobs=i % 2) for i in range(15)
+    ]
+    engine, runs = EmbeddedEngine(build_model(0)), 0
+    for one in requests:
+        engine.add(one)
+    outputs = []
+    while engine.has_work():
+        outputs += [event for event in engine.step() if isinstance(event, Output)]
+        plan = engine._batch.plan if engine._batch else None
+        runs += plan is not None and plan.shares
+    assert runs > 10
+    assert sum(check_exact(output, models) for output in outputs) >= 150
+
+
+def test_a_conversation_goes_on_where_its_last_turn_ended() -> None:
+    models, engine = {0: build_model(0)}, EmbeddedEngine(build_model(0))
+    (first,) = run(engine, request(list(range(70)), max_tokens=30))
+    before = engine.stats().prompt_tokens
+    turn = [*range(70), *first.token_ids, 7, 7, 7]
+    second, other = run(engine, request(turn, seed=3), request([*turn[:40], 9, *turn[41:]], seed=4))
+    # The last token that was drawn has no keys yet.
+    assert (second.num_cached, other.num_cached) == (99, 40)
+    assert engine.stats().prompt_tokens - before == 2 * 103
+    for output in (first, second, other):
+        check_exact(output, models)
+    engine.load_weights(tensor_names(models[0]), 1)
+    (late,) = run(engine, request(turn, seed=3))
+    assert late.num_cached == 0
+    assert late.token_ids == second.token_ids
+
+
+def test_what_is_kept_is_bounded_and_can_be_switched_off() -> None:
+    engine = EmbeddedEngine(build_model(0), max_kept_tokens=100)
+    for i in range(8):
+        run(engine, request([i] * 40, max_tokens=4))
+        assert engine.stats().cached_tokens <= 100
+    alone = EmbeddedEngine(build_model(0), share_prefixes=False)
+    outputs = run(alone, *(request(list(range(40)), seed=i) for i in range(4)))
+    assert [output.num_cached for output in outputs] == [0] * 4
+
+
+def test_short_memory_sends_requests_back_and_changes_no_answer() -> None:
+    rng = random.Random(1)
+    requests = [request([i] * rng.randint(1, 60), max_tokens=rng.choice([20, 100, 300]), seed=i) for i in range(24)]
+    wide = run(EmbeddedEngine(build_model(0), max_model_len=512), *requests)
+    engine = EmbeddedEngine(build_model(0), max_model_len=512, max_cache_tokens=128 * 14, max_kept_tokens=0)
+    narrow = run(engine, *requests)
+    assert engine.stats().preempted > 0
+    assert engine.stats().cached_tokens == 0
+    for one, other in zip(wide, narrow, strict=True):
+        assert (one.token_ids, one.logprobs, one.versions) == (other.token_ids, other.logprobs, other.versions)
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        ({}, None, []),
+        ({"eos_token_id": 7}, None, [7]),
+        ({"eos_token_id": 7}, {}, [7]),
+        ({"eos_token_id": 7}, {"eos_token_id": [3, 4]}, [3, 4]),
+        ({"eos_token_id": None}, {"temperature": 1}, []),
+    ],
+)
+def test_tokens_that_end_an_answer(
+    tmp_path: Path, config: dict[str, Any], generation: dict[str, Any] | None, expected: list[int]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert loading.load_eos_ids(tmp_path) == expected
+
+
+def test_runs_of_shared_columns() -> None:
+    shared = np.array([0, 2, 1, 0, 3])
+    assert find_runs(shared, 0) == [(0, 3), (3, 5)]
+    assert find_runs(shared, 1) == [(0, 2), (2, 3), (3, 5)]
+    assert find_runs(shared, 3) == [(i, i + 1) for i in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("variable", "cores", "threads"), [("", 4, 1), ("", 5, 2), ("", 16, 8), ("3", 16, 3), ("0", 16, 8), ("two", 2, 1)]
+)
+def test_threads_follow_the_variable_or_the_cores(
+    monkeypatch: pytest.MonkeyPatch, variable: str, cores: int, threads: int
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    assert loading._count_threads() == threads
+
+
+def test_memory_is_reserved_only_for_what_may_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = EmbeddedEngine(build_model(0), max_running=2)
+    reserve, reserved = engine._cache.reserve, []
+    monkeypatch.setattr(engine._cache, "reserve", lambda lengths: reserved.append(len(lengths)) or reserve(lengths))
+    for seed in range(6):
+        engine.add(request([1, 2, 3], max_tokens=2 + seed, seed=seed))
+    while engine.has_work():
+        engine.step()
+    assert max(reserved) == 2
+
+
+def test_preempted_sequence_is_recomputed() -> None:
+    rng, models = random.Random(1), {0: build_model(0)}
+    todo = [
+        request(rng.choices(range(256), k=rng.randint(1, 60)), max_tokens=rng.choice([8, 100, 250]), seed=i)
+        for i in range(30)
+    ]
+    engine = EmbeddedEngine(
+        build_model(0), max_model_len=512, max_running=16, max_cache_tokens=128 * 18, max_kept_tokens=0
+    )
+    outputs: list[Output] = []
+    while todo or engine.has_work():
+        while todo and rng.random() < 0.6:
+            engine.add(todo.pop())
+        outputs += [event for event in engine.step() if isinstance(event, Output)] if engine.has_work() else []
+    assert engine.stats().preempted > 10
+    assert sum(check_exact(output, models) for output in outputs) > 1000
+
+
+def test_growing_sequence_preempts_newer_ones_when_memory_is_full() -> None:
+    engine = EmbeddedEngine(build_model(0), max_model_len=512, max_cache_tokens=1, max_kept_tokens=0)
+    num_blocks = engine.max_cache_tokens // 128  # the least that one sequence needs
+    grown = request(random.Random(0).choices(range(256), k=375), max_tokens=60, seed=0)
+    short = [request([i, i, i], max_tokens=40, seed=i) for i in range(1, num_blocks - 2)]
+    outputs = run(engine, grown, *short)
+    assert engine.stats().preempted > 0 and len(outputs[0].token_ids) == 60
+    assert sum(check_exact(output, {0: build_model(0)}) for output in outputs) == 60 + 40 * len(short)
+
+
+@pytest.mark.parametrize("budget", [16, 2048])
+def test_a_prompt_is_scored_as_the_trainer_scores_it(budget: int) -> None:
+    model, prompt = build_model(0), random.Random(0).choices(range(256), k=150)
+    expected = trainer_logprobs(model, prompt, 0.7)[:-1]
+    wanted = expected.gather(1, torch.tensor(prompt[1:])[:, None]).squeeze(1).tolist()
+    engine = EmbeddedEngine(build_model(0), max_prefill_tokens=budget)
+    scored, plain, full = run(
+        engine,
+        request(prompt, max_tokens=0, prompt_logprobs=5, prompt_temperature=0.7),
+        request(prompt, max_tokens=3, prompt_logprobs=0),
+        request(prompt, max_tokens=1, prompt_logprobs=FULL, prompt_temperature=0.7),
+    )
+    assert (scored.token_ids, scored.finish_reason, len(plain.token_ids)) == ([], "length", 3)
+    assert scored.prompt_logprobs is not None
+    assert plain.prompt_logprobs is not None
+    assert full.prompt_logprobs is not None
+    assert scored.prompt_logprobs.logprobs == wanted
+    assert torch.equal(full.prompt_logprobs.full, expected)
+    assert plain.prompt_logprobs.tail_mass == [1.0] * 149
+    for top, tail, row in zip(
+        scored.prompt_logprobs.top_logprobs, scored.prompt_logprobs.tail_mass, expected, strict=True
+    ):
+        assert [value for _, value in top] == row.topk(5).values.tolist()
+        assert tail == pytest.approx(1 - row.exp().topk(5).values.double().sum().item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("budget", [16, 2048])
+def test_what_comes_before_the_scored_tokens_is_computed_once(budget: int) -> None:
+    """Prompts with one context share its keys; an update on the way scores everything anew."""
+    models = [build_model(seed) for seed in (0, 1)]
+    rng = random.Random(0)
+    context = rng.choices(range(256), k=100)
+    prompts = [context + rng.choices(range(256), k=length) for length in (30, 3, 17)]
+    engine = EmbeddedEngine(build_model(0), max_prefill_tokens=budget)
+    wanted = [request(prompt, max_tokens=0, prompt_logprobs=2, prompt_start=101) for prompt in prompts]
+    outputs = run(engine, *wanted)
+
+    def check(version: int) -> None:
+        for prompt, output in zip(prompts, outputs, strict=True):
+            expected = trainer_logprobs(models[version], prompt, 1.0)[100:-1]
+            scores = output.prompt_logprobs
+            assert scores is not None and len(scores.top_logprobs) == len(prompt) - 101
+            held = torch.tensor(scores.logprobs)
+            torch.testing.assert_close(held, expected.gather(1, torch.tensor(prompt[101:])[:, None])[:, 0])
+
+    check(0)
+    assert outputs[0].num_cached == 0 and min(output.num_cached for output in outputs[1:]) >= 96
+    late = [replace(one, params=replace(one.params)) for one in wanted]
+    engine.load_weights(dict(tensor_names(models[1])), 1)
+    for one in late:
+        engine.add(one)
+    early = engine.step()
+    engine.load_weights(dict(tensor_names(models[0])), 2)
+    engine.load_weights(dict(tensor_names(models[1])), 3)
+    heard = {event.request: event for event in early if isinstance(event, Output)}
+    while engine.has_work():
+        heard |= {event.request: event for event in engine.step() if isinstance(event, Output)}
+    outputs = [heard[one] for one in late]
+    check(1)
+    with pytest.raises(ValueError, match="prompt_start 130 must be"):
+        engine.check(request(prompts[0], max_tokens=0, prompt_logprobs=0, prompt_start=130))
+    assert engine.max_score_len > len(prompts[0])
+
+
+def build_adapter(seed: int, rank: int = 4) -> tuple[CausalLM, dict[str, Tensor]]:
+    """A model with an adapter that shows, and the adapter's tensors."""
+    model = build_model(0)
+    add_lora(model, LoraSpec(rank, 8.0), seed)
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in adapter_tensors(model).values():
+            tensor.copy_(torch.randn(tensor.shape, generator=noise) * 0.2)
+    return model, {name: tensor.clone() for name, tensor in peft_tensors(model).items()}
+
+
+def build_experts(seed: int) -> CausalLM:
+    """A small Qwen3-MoE."""
+    config = {
+        "model_type": "qwen3_moe",
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.2,
+    }
+    model = CausalLM(DecoderConfig.from_hf(config))
+    init_weights(model, seed)
+    return model.requires_grad_(False)
+
+
+def test_experts_are_served_as_they_are_trained() -> None:
+    rng, models = random.Random(2), {version: build_experts(version) for version in range(2)}
+    engine = EmbeddedEngine(build_experts(0), max_prefill_tokens=64)
+    for i in range(10):
+        engine.add(request(rng.choices(range(256), k=rng.randint(1, 60)), max_tokens=12, seed=i))
+    for _ in range(8):
+        assert not any(isinstance(event, Output) for event in engine.step())
+    engine.load_weights(tensor_names(models[1]), 1)
+    outputs: list[Output] = []
+    while engine.has_work():
+        outputs += [event for event in engine.step() if isinstance(event, Output)]
+    assert sum(check_exact(output, models) for output in outputs) == 120
+
+
+def test_concurrent_adapters_match_their_trainers() -> None:
+    trained = {name: build_adapter(seed) for seed, name in enumerate("abc", start=1)}
+    engine = EmbeddedEngine(build_model(0), max_prefill_tokens=64)
+    for version, name in enumerate("ab"):
+        digests = engine.load_adapter(name, trained[name][1], AdapterSpec(4, 8.0, version))
+        assert digests == {key: digest_tensor(tensor) for key, tensor in trained[name][1].items()}
+    prompt = list(range(50))
+    requests = [
+        GenerationRequest(prompt[: 50 - i], SamplingParams(max_tokens=20, seed=i), adapter=(None, "a", "b")[i % 3])
+        for i in range(9)
+    ]
+    outputs = run(engine, *requests)
+    models = {None: build_model(0)} | {name: model for name, (model, _) in trained.items()}
+    for output in outputs:
+        version = output.versions[0][1]
+        check_exact(output, {version: models[output.request.adapter]})
+    # Replaced while it runs: the rest of the answer is the new one's, all of it as its trainer computes it.
+    one = replace(requests[1], params=SamplingParams(max_tokens=20, seed=1))
+    engine.add(one)
+    for _ in range(6):
+        engine.step()
+    engine.load_adapter("a", trained["c"][1], AdapterSpec(4, 8.0, 7))
+    events: list[Event] = []
+    while engine.has_work():
+        events += engine.step()
+    (output,) = events
+    assert isinstance(output, Output)
+    assert [version for _, version in output.versions] == [0, 7]
+    check_exact(output, {0: models["a"], 7: models["c"]})
+    engine.add(requests[2])
+    engine.step()
+    engine.remove_adapter("b")
+    (aborted,) = engine.step()
+    assert isinstance(aborted, Output)
+    assert aborted.finish_reason == "abort"
+    assert list(engine.adapters()) == ["a"]
+    with pytest.raises(ValueError, match="no adapter 'b'"):
+        engine.add(requests[2])
+    with pytest.raises(ValueError, match="lm_head"):
+        engine.load_adapter("w", {"base_model.model.lm_head.weight": torch.zeros(2, 2)}, AdapterSpec(4, 8.0))
+
+
+def test_an_adapter_of_the_output_layer_changes_its_own_rows() -> None:
+    text = (MODEL_DIR / "config.json").read_text()
+    config = replace(DecoderConfig.from_hf(json.loads(text)), tie_word_embeddings=False)
+    draw = torch.Generator().manual_seed(1)
+    a, b = torch.randn(4, config.hidden_size, generator=draw), torch.randn(config.vocab_size, 4, generator=draw) / 10
+    tensors = {f"base_model.model.lm_head.lora_{kind}.weight": matrix for kind, matrix in (("A", a), ("B", b))}
+
+    def generate(*requests: GenerationRequest) -> list[list[float]]:
+        model = CausalLM(config)
+        init_weights(model, 0)
+        engine = EmbeddedEngine(model.requires_grad_(False))
+        engine.load_adapter("head", tensors, AdapterSpec(4, 8.0))
+        return [output.logprobs for output in sorted(run(engine, *requests), key=lambda output: output.request.prompt)]
+
+    requests = [
+        GenerationRequest([1, 2, i], SamplingParams(max_tokens=4, seed=i), adapter=(None, "head")[i % 2])
+        for i in range(4)
+    ]
+    together = generate(*requests)
+    assert together == [generate(request)[0] for request in requests]
+    assert together[1] != generate(replace(requests[1], adapter=None))[0]
+
+
+def test_bf16_without_a_unit_for_it_is_exact_by_torchs_operations_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights, keys and values are rounded, nothing else: for experts, adapters, shared prompts and new weights."""
+    monkeypatch.setattr(cpu_kernels, "has_bf16_unit", lambda: False)
+    bf16, prompt = torch.bfloat16, list(range(150))
+    adapted, adapter = build_adapter(1)
+    rounded = {key: tensor.to(bf16) for key, tensor in adapter.items()}
+    for key, tensor in adapter_tensors(adapted).items():
+        tensor.copy_(tensor.to(bf16))
+        assert torch.equal(tensor, rounded[f"base_model.model.{key}"].float())
+    models = {version: build_model(version).to(bf16).float() for version in range(2)}
+    engine = EmbeddedEngine(build_model(0).to(bf16), max_prefill_tokens=64)
+    assert (engine.dtype, engine.model.embedding().dtype) == (bf16, torch.float32)
+    engine.load_adapter("a", rounded, AdapterSpec(4, 8.0, 5))
+    adapted = adapted.to(bf16).float()
+    requests = [
+        GenerationRequest(prompt[: 150 - i // 3], SamplingParams(max_tokens=12, seed=i), adapter=(None, "a")[i % 2])
+        for i in range(8)
+    ]
+    for output in run(engine, *requests):
+        served = {5: adapted} if output.request.adapter else {0: models[0]}
+        assert check_exact(output, served, kept=bf16) == 12
+    published = {name: tensor.to(bf16) for name, tensor in tensor_names(models[1]).items()}
+    assert engine.load_weights(published, 1) == {name: digest_tensor(t) for name, t in published.items()}
+    (output,) = run(engine, request(prompt, max_tokens=20))
+    check_exact(output, {1: models[1]}, kept=bf16)
+    engine.load_weights(tensor_names(build_model(1)), 2)
+    (again,) = run(engine, request(prompt, max_tokens=20))
+    assert (again.token_ids, again.logprobs) == (output.token_ids, output.logprobs), "rounded when they come in fp32"
+    experts = EmbeddedEngine(build_experts(0).to(bf16))
+    for output in run(experts, *(request(prompt[: 60 - i], max_tokens=8, seed=i) for i in range(5))):
+        check_exact(output, {0: build_experts(0).to(bf16).float()}, kept=bf16)
+
+
+def test_weights_that_do_not_fit_change_nothing() -> None:
+    engine = EmbeddedEngine(build_model(0))
+    before = {name: digest_tensor(tensor) for name, tensor in tensor_names(engine.model).items()}
+    tensors = dict(tensor_names(build_model(1)))
+    tensors.pop("model.norm.weight")
+    with pytest.raises(ValueError, match=r"model\.norm\.weight"):
+        engine.load_weights(tensors, 1)
+    assert engine.version == 0
+    assert {name: digest_tensor(tensor) for name, tensor in tensor_names(engine.model).items()} == before
+
+
+def test_digests_match_the_loaded_tensors() -> None:
+    engine, new = EmbeddedEngine(build_model(0)), tensor_names(build_model(1))
+    assert engine.load_weights(new, 7) == {name: digest_tensor(tensor) for name, tensor in new.items()}
+    assert engine.version == 7
+
+
+def test_broken_weights_fail_requests_and_leave_no_trace_in_the_cache() -> None:
+    models = {0: build_model(0)}
+    engine = EmbeddedEngine(build_model(0))
+    broken = {name: torch.full_like(tensor, math.nan) for name, tensor in tensor_names(models[0]).items()}
+    engine.load_weights(broken, 1)
+    (output,) = run(engine, request(list(range(30))))
+    assert output.finish_reason == "error"
+    engine.load_weights(tensor_names(models[0]), 0)
+    (output,) = run(engine, request([1, 2, 3], max_tokens=40))
+    assert check_exact(output, models) == 40
+
+
+@dataclass
+class Row:
+    """A sequence as the sampler sees it."""
+
+    params: SamplingParams
+    tokens: list[int]
+    num_prompt: int = 1
+    stop_ids: frozenset[int] = frozenset()
+
+
+def draw(logits: Tensor, params: SamplingParams, tokens: list[int] | None = None, **row: Any) -> tuple[int, float]:
+    one = Row(params, tokens or [0], **row)
+    positions = np.array([len(one.tokens)])
+    sampled = sample(logits[None].clone(), build_sampling_batch([one], torch.device("cpu")), positions)
+    return int(sampled.tokens[0]), float(sampled.logprobs[0])
+
+
+def test_sampled_frequencies_follow_the_distribution() -> None:
+    probs = torch.tensor([0.5, 0.25, 0.125, 0.125, 0.0])
+    noise = uniform(np.arange(20000, dtype=np.uint64), np.full(20000, 11))
+    tokens = invert_cdf(probs.log().expand(20000, -1), torch.from_numpy(noise))
+    counts = torch.bincount(tokens, minlength=5) / 20000
+    assert torch.allclose(counts, probs, atol=0.015)
+    assert counts[4] == 0
+    along = uniform(np.full(20000, 5, dtype=np.uint64), np.arange(20000))
+    assert abs(along.mean() - 0.5) < 0.01
+    assert abs(np.corrcoef(along[:-1], along[1:])[0, 1]) < 0.03
+
+
+def test_the_last_possible_noise_draws_a_possible_token() -> None:
+    logprobs = torch.tensor([[0.3, 0.7, 0.0, 0.0]]).log()
+    assert invert_cdf(logprobs, torch.tensor([1 - 2**-53], dtype=torch.float64)).item() == 1
+    assert invert_cdf(logprobs, torch.tensor([0.0], dtype=torch.float64)).item() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_drawing_leaves_the_logprobs_as_they_are(dtype: torch.dtype) -> None:
+    logprobs = torch.tensor([[0.25, 0.75]], dtype=dtype).log()
+    before = logprobs.clone()
+    invert_cdf(logprobs, torch.tensor([0.5], dtype=torch.float64))
+    assert torch.equal(logprobs, before)
+
+
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [
+        ({"top_k": 2}, [0, 1]),
+        ({"top_p": 0.5}, [0, 1]),  # 0.4 is not enough, 0.7 is
+        ({"top_p": 0.4}, [0]),
+        ({"top_p": 0.01}, [0]),
+        ({"min_p": 0.4}, [0, 1, 2]),  # at least 0.16
+        ({"top_k": 3, "top_p": 0.7}, [0, 1]),  # of 0.9: 0.44, 0.78
+        ({"top_k": 99, "top_p": 1.0, "min_p": 0.0}, [0, 1, 2, 3]),
+    ],
+)
+def test_filters_renormalize_over_the_kept_tokens(params: dict[str, Any], kept: list[int]) -> None:
+    probs = torch.tensor([0.4, 0.3, 0.2, 0.1])
+    order = torch.tensor([2, 0, 3, 1])  # not sorted, so that ranks must be carried back
+    filtered = filter_logprobs(probs[order].log()[None], [SamplingParams(max_tokens=1, **params)])[0].exp()
+    expected = torch.zeros(4)
+    expected[kept] = probs[kept] / probs[kept].sum()
+    assert torch.allclose(filtered, expected[order], atol=1e-6)
+
+
+def test_a_filtered_row_does_not_touch_its_neighbours() -> None:
+    logits = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    plain = Row(SamplingParams(max_tokens=1, seed=1), [0])
+    rows = [plain, Row(replace(plain.params, top_p=0.3, logit_bias=((3, 5.0),)), [0]), plain]
+    positions = np.array([1, 1, 1])
+    mixed = sample(logits, build_sampling_batch(rows, torch.device("cpu")), positions)
+    alone = sample(logits, build_sampling_batch([plain] * 3, torch.device("cpu")), positions)
+    assert mixed.tokens[[0, 2]].tolist() == alone.tokens[[0, 2]].tolist()
+    assert torch.equal(mixed.logprobs[[0, 2]], alone.logprobs[[0, 2]])
+
+
+def test_penalty_bias_and_minimum_length_change_the_distribution() -> None:
+    logits = torch.tensor([2.0, 1.0, -1.0, 0.0])
+    greedy = SamplingParams(max_tokens=9, temperature=0.0)
+    assert draw(logits, greedy)[0] == 0
+    token, logprob = draw(logits, replace(greedy, repetition_penalty=4.0), [0, 2])
+    assert token == 1
+    assert logprob == pytest.approx(torch.log_softmax(torch.tensor([0.5, 1.0, -4.0, 0.0]), -1)[1].item())
+    assert draw(logits, replace(greedy, logit_bias=((3, 9.0),)))[0] == 3
+    short = replace(greedy, min_tokens=2)
+    assert draw(logits, short, [5, 1], stop_ids=frozenset([0]))[0] == 1
+    assert draw(logits, short, [5, 1, 1], stop_ids=frozenset([0]))[0] == 0
+
+
+@given(st.lists(st.integers(0, 272), max_size=40))
+@settings(max_examples=60, deadline=None)
+def test_pieces_of_text_join_to_the_whole(ids: list[int]) -> None:
+    detokenizer = Detokenizer(DECODE)
+    text = "".join(detokenizer.add(token) for token in ids)
+    whole = DECODE(ids, True)
+    assert text in (whole, whole.removesuffix("�"))
+    watch = StopStringMatcher(Detokenizer(DECODE), ("never there",))
+    assert not any(watch.add(token, True) for token in ids)
+    assert watch.text == text
+
+
+def test_a_stop_string_may_span_tokens_and_characters() -> None:
+    ids = TOKENIZER.encode("aé\nUser: x", add_special_tokens=False)
+    watch = StopStringMatcher(Detokenizer(DECODE), ("User:", "é\nUs"))
+    hits = [watch.add(token, True) for token in ids]
+    assert [hit for hit in hits if hit] == ["é\nUs"]
+    assert hits.index("é\nUs") == 5
+    names = TokenNames(TOKENIZER)
+    assert bytes(byte for token in ids for byte in names[token][1]).decode() == "aé\nUser: x"
+
+
+def test_steps_join_into_busy_intervals() -> None:
+    rows: list[tuple[str, float, float, int]] = []
+
+    class Log:
+        def log_timeline(self, what: str, start: float, end: float, step: int) -> None:
+            rows.append((what, start, end, step))
+
+    clock = BusyIntervalLogger(Log())
+    for start, end, version in [(1.0, 1.1, 0), (1.105, 1.2, 0), (1.3, 1.4, 0), (1.41, 1.5, 1), (1.5, 2.6, 1)]:
+        clock.add(start, end, version)
+    clock.add(2.61, 2.7, 1)
+    clock.flush()
+    clock.flush()
+    assert [row[1:] for row in rows] == [(1.0, 1.2, 0), (1.3, 1.4, 0), (1.41, 1.5, 1), (1.5, 2.6, 1), (2.61, 2.7, 1)]
+
+
+def test_engine_error_is_reported_once_and_ends_the_thread() -> None:
+    engine = EmbeddedEngine(build_model(0))
+    failures: list[BaseException] = []
+    thread = EngineThread(engine, lambda events: None, failures.append)
+    thread.start()
+    assert thread.call(lambda e: e.max_model_len).result(timeout=20) == 2048
+    with pytest.raises(ZeroDivisionError):
+        thread.call(lambda e: 1 // 0).result(timeout=20)
+    thread.call(lambda e: setattr(e, "step", None)).result(timeout=20)
+    thread.submit(request([1]))
+    assert thread._thread is not None
+    thread._thread.join(20)
+    assert len(failures) == 1
+    with pytest.raises(RuntimeError, match="stopped"):
+        thread.submit(request([1]))
+
+
+def test_a_thread_refuses_pauses_aborts_and_goes_on() -> None:
+    heard: queue.Queue[Event] = queue.Queue()
+    thread = EngineThread(EmbeddedEngine(build_model(0)), lambda events: [heard.put(e) for e in events], pytest.fail)
+    thread.start()
+    thread.submit(request([1] * 5000))
+    refused = heard.get(timeout=20)
+    assert isinstance(refused, Output)
+    assert (refused.finish_reason, refused.token_ids) == ("error", [])
+    thread.pause().result(timeout=20)
+    waiting = request([1], max_tokens=3)
+    thread.submit(waiting)
+    assert thread.call(lambda e: e.stats().waiting).result(timeout=20) == 1
+    thread.resume().result(timeout=20)
+    answered = heard.get(timeout=20)
+    assert isinstance(answered, Output)
+    assert (answered.request, len(answered.token_ids)) == (waiting, 3)
+    thread.submit(request([1], max_tokens=2000, stream=True))
+    assert isinstance(heard.get(timeout=20), StreamUpdate)
+    thread.pause(abort=True).result(timeout=20)
+    assert thread.paused
+    *pieces, last = list(heard.queue)
+    assert isinstance(last, Output)
+    assert last.finish_reason == "abort"
+    assert len(last.token_ids) == 1 + len(pieces)
+    thread.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_new_column_is_zeros_from_a_line_of_the_cache_on(dtype: torch.dtype) -> None:
+    for shape in ((2, 3, 5), (2, 0, 5), (4, 1024, 1024)):
+        column = zeros(shape, dtype, torch.device("cpu"))
+        assert column.shape == shape and column.dtype == dtype and not column.any()
+        assert column.data_ptr() % 64 == 0 or not column.numel()
+        column += 1
+        assert (column == 1).all()

@@ -1,0 +1,145 @@
+"""Adapters over HTTP: beside the model, and as the policy that a trainer publishes step by step."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+
+import anyio
+import msgspec
+import pytest
+import torch
+from running_server import RunningServer
+
+from prime_rl.inference.adapters import read_adapter
+from prime_rl.inference.routes.score import Scores
+from prime_rl.orchestrator.canary import CanaryCheck
+from prime_rl.trainer.backend import Backend, build_backend
+from prime_rl.trainer.config import TrainConfig
+from prime_rl.transport.weights import publish_weights
+from rollouts.training.weight_sync import PrimeEngine, sync_weights_to_engines
+
+PROMPT = [97, 98, 99, 100, 101]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    running = RunningServer(tmp_path_factory.mktemp("outputs"))
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="module")
+def backend() -> Backend:
+    """A trainer of an adapter that has already moved away from nothing."""
+    model = {"name": "tiny-qwen3", "debug": {"random_init": True}, "lora": {"rank": 8, "alpha": 16}}
+    built = build_backend(TrainConfig.model_validate({"model": model}))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in built.parameters.items():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return built
+
+
+def publish(backend: Backend, root: Path, step: int) -> Path:
+    return publish_weights(
+        root,
+        step,
+        backend.export_state_dict(),
+        backend.model_dir,
+        adapter_config=backend.adapter_config,
+        canary=backend.compute_canary(step),
+    )
+
+
+def scores(server: RunningServer, model: str | None = None) -> list[float]:
+    body = {"prompt": PROMPT, "max_tokens": 1, "prompt_logprobs": 0} | ({"model": model} if model else {})
+    (choice,) = server.post("/v1/completions", body).json()["choices"]
+    rows = choice["prompt_logprobs"][1:]
+    return [row[str(token)]["logprob"] for row, token in zip(rows, PROMPT[1:], strict=True)]
+
+
+def test_a_published_adapter_becomes_the_policy(server: RunningServer, backend: Backend) -> None:
+    assert server.config.output_dir is not None
+    path = publish(backend, server.config.output_dir / "weights", 1)
+    assert not (path / "model.safetensors").exists()
+    base = scores(server)
+
+    async def update() -> dict[str, object]:
+        engines = [PrimeEngine(server.root)]
+        answers = await sync_weights_to_engines(engines, str(path))
+        await CanaryCheck(1).check(1, path, engines, answers)
+        return answers[0]
+
+    answer = anyio.run(update)
+    published = {
+        name: entry["digest"] for name, entry in json.loads((path / "manifest.json").read_text())["tensors"].items()
+    }
+    assert answer["version"] == 1 and answer["digests"] == published
+    assert server.http.get("/health").json()["version"] == 1
+    changed = scores(server)
+    assert max(abs(a - b) for a, b in zip(base, changed, strict=True)) > 1e-3
+    told = server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 2}).json()
+    assert told["choices"][0]["versions"] == [[0, 1]]
+    assert [card["id"] for card in server.http.get("/v1/models").json()["data"]] == ["tiny-qwen3"]
+    assert server.post("/reload_weights", {}).json()["version"] == 0
+    assert scores(server) == base
+
+
+def test_a_named_adapter_is_served_beside_the_model(server: RunningServer, backend: Backend) -> None:
+    assert server.config.output_dir is not None
+    path = publish(backend, server.config.output_dir / "mine", 7)
+    base = scores(server)
+    reply = server.post("/v1/load_lora_adapter", {"lora_name": "mine", "lora_path": str(path)})
+    assert reply.status_code == 200 and reply.json()["version"] == 7
+    assert scores(server) == base != scores(server, "mine")
+    packed = [server.post("/score", {"tokens": PROMPT, "model": name}).content for name in ("tiny-qwen3", "mine")]
+    told = [array("f", msgspec.msgpack.decode(data, type=Scores).logprobs).tolist() for data in packed]
+    assert told == [pytest.approx(base, abs=1e-5), pytest.approx(scores(server, "mine"), abs=1e-5)]
+    cards = {card["id"]: card for card in server.http.get("/v1/models").json()["data"]}
+    assert (cards["mine"]["parent"], cards["mine"]["version"], cards["tiny-qwen3"]["version"]) == ("tiny-qwen3", 7, 0)
+    assert server.post("/v1/unload_lora_adapter", {"lora_name": "mine"}).status_code == 200
+    assert server.post("/v1/completions", {"prompt": PROMPT, "model": "mine"}).status_code == 404
+
+
+def test_adapters_that_cannot_be_trusted_are_refused(server: RunningServer, backend: Backend) -> None:
+    assert server.config.output_dir is not None
+    path = publish(backend, server.config.output_dir / "bad", 2)
+
+    def refused(words: str) -> None:
+        for route, body in (
+            ("/update_weights", {"weight_dir": str(path)}),
+            ("/v1/load_lora_adapter", {"lora_name": "bad", "lora_path": str(path)}),
+        ):
+            reply = server.post(route, body)
+            assert reply.status_code == 400 and words in reply.json()["error"]["message"], reply.text
+        assert server.http.get("/health").json()["version"] == 0
+
+    weights = path / "adapter_model.safetensors"
+    good = weights.read_bytes()
+    weights.write_bytes(good[:-2] + bytes([good[-2] ^ 1]) + good[-1:])
+    refused("do not match their manifest")
+    weights.write_bytes(good[:-50])
+    refused("cannot be read")
+    weights.write_bytes(good)
+    config = json.loads((path / "adapter_config.json").read_text())
+    (path / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
+    refused("not plain LoRA")
+
+
+def test_the_version_of_an_adapter(backend: Backend, tmp_path: Path) -> None:
+    """The version in the manifest; an unpublished adapter, as `peft` saves it, has the given one."""
+    path = publish(backend, tmp_path / "weights", 3)
+    renamed = path.rename(tmp_path / "step_8")
+    assert read_adapter(renamed)[1].version == 3
+    (renamed / "manifest.json").unlink()
+    with pytest.raises(ValueError, match=r"has no manifest\.json"):
+        read_adapter(renamed, 5)
+    unpublished = renamed.rename(tmp_path / "mine")
+    (unpublished / "STABLE").unlink()
+    assert read_adapter(unpublished, 5)[1].version == 5
+    with pytest.raises(ValueError, match=r"has no manifest\.json"):
+        read_adapter(unpublished)

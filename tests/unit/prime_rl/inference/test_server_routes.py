@@ -1,0 +1,296 @@
+"""Routes beside plain generation: scoring, tokens in and out, pause, adapters, limits; sync and async clients."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from openai import OpenAI, RateLimitError
+from running_server import DEADLINE_S, RunningServer, wait_until
+from starlette.requests import Request
+from starlette.responses import Response
+
+from prime_rl.inference.config import InferenceConfig
+from prime_rl.inference.engine import EngineStats, GenerationRequest
+from prime_rl.inference.routes import openai as routes
+from prime_rl.inference.server import choose_backend
+
+CHAT: list[Any] = [{"role": "user", "content": "abc"}]
+PROMPT = [97, 98, 99, 100]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    running = RunningServer(tmp_path_factory.mktemp("outputs"), model_options={"reasoning_parser": "think"})
+    yield running
+    running.stop()
+
+
+def client_of(server: RunningServer) -> OpenAI:
+    http = httpx.Client(trust_env=False)
+    return OpenAI(base_url=f"{server.root}/v1", api_key="none", http_client=http, max_retries=0)
+
+
+def test_the_sync_client_gets_the_same_answer_whole_and_streamed(server: RunningServer) -> None:
+    with client_of(server) as client:
+        settings: dict[str, Any] = {"model": "tiny-qwen3", "messages": CHAT, "max_tokens": 9, "seed": 5}
+        whole = client.chat.completions.create(**settings)
+        pieces = list(client.chat.completions.create(**settings, stream=True, stream_options={"include_usage": True}))
+        text = client.completions.create(model="tiny-qwen3", prompt="abc", max_tokens=9, seed=5, logprobs=2)
+        parts = list(client.completions.create(model="tiny-qwen3", prompt="abc", max_tokens=9, seed=5, stream=True))
+    assert "".join(p.choices[0].delta.content or "" for p in pieces if p.choices) == whole.choices[0].message.content
+    assert pieces[-1].usage == whole.usage
+    assert "".join(part.choices[0].text for part in parts) == text.choices[0].text
+    logprobs = text.choices[0].logprobs
+    assert logprobs is not None and logprobs.text_offset is not None and logprobs.text_offset[0] == 0
+
+
+def test_token_ids_in_and_out(server: RunningServer) -> None:
+    params = {"max_tokens": 6, "seed": 2, "logprobs": 1, "ignore_eos": True, "temperature": 1.0, "detokenize": False}
+    body = {"model": "tiny-qwen3", "token_ids": PROMPT, "sampling_params": params, "return_token_ids": True}
+    told = server.post("/inference/v1/generate", body).json()
+    same = {"prompt": PROMPT, "max_tokens": 6, "seed": 2, "logprobs": 1, "ignore_eos": True, "return_token_ids": True}
+    (plain,) = server.post("/v1/completions", same).json()["choices"]
+    (choice,) = told["choices"]
+    assert (choice["token_ids"], told["prompt_token_ids"]) == (plain["token_ids"], PROMPT)
+    content = choice["logprobs"]["content"]
+    assert [entry["logprob"] for entry in content] == plain["logprobs"]["token_logprobs"]
+    assert [entry["token"] for entry in content] == [f"token_id:{token}" for token in choice["token_ids"]]
+    assert all(entry["top_logprobs"][0]["rank"] == 1 for entry in content)
+    version = server.service.version
+    assert choice["weight_versions"] == [{"version": str(version), "start": 0, "end": 6}]
+    assert choice["finish_reason"] == "length"
+    with server.http.stream("POST", "/inference/v1/generate", json={**body, "stream": True}) as reply:
+        events = [json.loads(line[6:]) for line in reply.iter_lines() if line.startswith("data: {")]
+    ids = [token for event in events for piece in event["choices"] for token in piece["token_ids"]]
+    assert ids == choice["token_ids"] and events[0]["prompt_token_ids"] == PROMPT
+    text = server.post("/inference/v1/generate", {**body, "output_mode": "text"}).json()["choices"][0]["text"]
+    assert text == plain["text"]
+    unbounded = {"token_ids": PROMPT, "sampling_params": {"stop_token_ids": [plain["token_ids"][0]], "seed": 2}}
+    (stopped,) = server.post("/inference/v1/generate", unbounded).json()["choices"]
+    assert (stopped["finish_reason"], stopped["stop_reason"]) == ("stop", plain["token_ids"][0])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"features": {}}, "'features' is not supported"),
+        ({"output_mode": "audio"}, "output_mode"),
+        ({"token_ids": [-1]}, "token_ids must be below"),
+        ({"sampling_params": None}, "sampling_params must be an object"),
+        ({"sampling_params": {"structured_outputs": {"json": 1}}}, "unknown field 'structured_outputs'"),
+        ({"sampling_params": {"skip_reading_prefix_cache": True}}, "skip_reading_prefix_cache is not supported"),
+    ],
+)
+def test_token_requests_that_cannot_be_honoured_are_refused(
+    server: RunningServer, change: dict[str, Any], words: str
+) -> None:
+    reply = server.post("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": {}, **change})
+    assert reply.status_code == 400 and words in reply.json()["error"]["message"]
+
+
+def test_a_prompt_is_scored_as_it_would_be_sampled(server: RunningServer) -> None:
+    drawn = server.post(
+        "/v1/completions",
+        {"prompt": PROMPT, "max_tokens": 7, "seed": 3, "logprobs": 0, "ignore_eos": True, "return_token_ids": True},
+    ).json()["choices"][0]
+    tokens = PROMPT + drawn["token_ids"]
+    scored = server.post("/v1/completions", {"prompt": tokens, "max_tokens": 0, "prompt_logprobs": 2}).json()
+    rows = scored["choices"][0]["prompt_logprobs"]
+    assert rows[0] is None and len(rows) == len(tokens)
+    own = [row[str(token)]["logprob"] for row, token in zip(rows[1:], tokens[1:], strict=True)]
+    assert own[len(PROMPT) - 1 :] == drawn["logprobs"]["token_logprobs"]
+    assert all(len(row) in (2, 3) and min(e["rank"] or 9 for e in row.values()) == 1 for row in rows[1:])
+    assert all(0 <= mass <= 1 for mass in scored["choices"][0]["prompt_tail_mass"][1:])
+    chat = server.post("/v1/chat/completions", {"messages": CHAT, "max_tokens": 1, "prompt_logprobs": 0}).json()
+    assert chat["prompt_logprobs"][0] is None and len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+
+
+def test_echo_puts_the_prompt_before_the_completion(server: RunningServer) -> None:
+    body = {"prompt": "abcd", "max_tokens": 3, "seed": 1, "logprobs": 1, "echo": True, "ignore_eos": True}
+    (choice,) = server.post("/v1/completions", body).json()["choices"]
+    (plain,) = server.post("/v1/completions", {**body, "echo": False}).json()["choices"]
+    assert choice["text"] == "abcd" + plain["text"]
+    logprobs = choice["logprobs"]
+    assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+    assert logprobs["token_logprobs"][4:] == plain["logprobs"]["token_logprobs"]
+    assert logprobs["tokens"][:4] == list("abcd") and logprobs["text_offset"][:5] == [0, 1, 2, 3, 4]
+    assert server.post("/v1/completions", {**body, "stream": True}).status_code == 400
+
+
+def test_biases_and_penalties_steer(server: RunningServer) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    forced = server.post("/v1/completions", {**body, "logit_bias": {"120": 100}}).json()["choices"][0]
+    assert forced["token_ids"] == [120] * 4
+    steered = {**body, "logit_bias": {"120": 100, "121": 99}, "frequency_penalty": 2.0, "presence_penalty": 2.0}
+    assert set(server.post("/v1/completions", steered).json()["choices"][0]["token_ids"]) == {120, 121}
+
+
+def test_more_requests_that_cannot_be_honoured_are_refused(server: RunningServer) -> None:
+    def refused(body: dict[str, Any], words: str, path: str = "/v1/completions", status: int = 400) -> None:
+        reply = server.post(path, {"prompt": PROMPT, **body})
+        assert reply.status_code == status, reply.text
+        assert words in reply.json()["error"]["message"] and "\n" not in reply.json()["error"]["message"]
+
+    refused({"max_tokens": 0}, "max_tokens must be an integer of at least 1")
+    refused({"max_tokens": 0, "prompt_logprobs": 1, "n": 2}, "set n to 1")
+    refused({"prompt_logprobs": -1}, "prompt_logprobs must be an integer of at least 0")
+    refused({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs does not support streaming")
+    refused({"min_tokens": 20}, "min_tokens = 20 exceeds max_tokens = 16")
+    refused({"stream_options": {"include_usage": True}}, "stream_options requires stream")
+    refused({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "continuous_usage_stats")
+    refused({"guided_json": {}}, "unknown field 'guided_json'")
+    refused({"host": "x"}, "loads weights from directories", "/init_broadcaster", 409)
+    refused({"lora_name": "x"}, "no adapter 'x' is loaded", "/v1/unload_lora_adapter", 404)
+    refused({"lora_name": "tiny-qwen3"}, "a unique name", "/v1/load_lora_adapter")
+    refused({"lora_name": "x", "lora_path": "/etc"}, "weight_dirs", "/v1/load_lora_adapter", 403)
+
+
+def test_pause_freezes_and_resume_goes_on(server: RunningServer) -> None:
+    def ask() -> None:
+        answers.append(server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True}))
+
+    answers: list[httpx.Response] = []
+    before = server.metric("generated_tokens_total")
+    running = threading.Thread(target=ask)
+    running.start()
+    wait_until(lambda: server.metric("generated_tokens_total") > before, "the first token")
+    assert server.post("/pause", {}).json()["status"] == "paused"
+    held = server.metric("generated_tokens_total")
+    assert server.http.get("/is_paused").json() == {"is_paused": True} and server.metric("paused") == 1
+    assert server.metric("generated_tokens_total") == held and server.metric("requests_running") == 1
+    assert server.post("/pause?mode=wait", {}).status_code == 400
+    assert server.post("/resume", {}).json()["status"] == "resumed"
+    running.join(DEADLINE_S)
+    assert answers.pop().json()["usage"]["completion_tokens"] == 300
+    running = threading.Thread(target=ask)
+    running.start()
+    wait_until(lambda: server.metric("requests_running") == 1, "the request to run")
+    server.post("/pause?mode=abort", {})
+    running.join(DEADLINE_S)
+    server.post("/resume", {})
+    assert answers[0].json()["choices"][0]["finish_reason"] == "abort"
+
+
+def test_restarted_server_rejects_requests_until_weights_arrive(server: RunningServer) -> None:
+    server.service.awaits_weights = True
+    reply = server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 2})
+    assert reply.status_code == 503 and reply.headers["retry-after"] and "await_weights" in reply.text
+    assert server.http.get("/health").json() == {"status": "ok", "version": 0, "awaits_weights": True}
+    assert server.post("/reload_weights", {}).status_code == 200
+    assert server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 2}).status_code == 200
+    assert "awaits_weights" not in server.http.get("/health").json()
+
+
+def test_full_queue_returns_429() -> None:
+    server = RunningServer(None, max_batch_size=1, server={"max_waiting": 1})
+    try:
+        server.post("/pause", {})
+        body = {"prompt": PROMPT, "max_tokens": 2}
+        asking = [threading.Thread(target=lambda: server.post("/v1/completions", body)) for _ in range(2)]
+        for thread in asking:
+            thread.start()
+        wait_until(lambda: server.service.engine.num_requests == 2, "two requests")
+        reply = server.post("/v1/completions", body)
+        assert reply.status_code == 429 and reply.headers["retry-after"] == "1"
+        assert reply.json()["error"]["type"] == "rate_limit_error"
+        with client_of(server) as client, pytest.raises(RateLimitError):
+            client.completions.create(model="tiny-qwen3", prompt="x", stream=True)
+        server.post("/resume", {})
+        for thread in asking:
+            thread.join(DEADLINE_S)
+        assert server.post("/v1/completions", body).status_code == 200
+    finally:
+        server.stop()
+
+
+def test_server_defaults_apply_to_missing_fields() -> None:
+    sampling = {"max_tokens": 3, "temperature": 0.0, "extra_body": {"ignore_eos": True}}
+    server = RunningServer(None, sampling=sampling)
+    try:
+        usage = server.post("/v1/chat/completions", {"messages": CHAT}).json()["usage"]
+        assert usage["completion_tokens"] == 3
+        usage = server.post("/v1/chat/completions", {"messages": CHAT, "max_completion_tokens": 5}).json()["usage"]
+        assert usage["completion_tokens"] == 5
+        answers = [server.post("/v1/completions", {"prompt": PROMPT, "seed": i}).json() for i in (1, 2)]
+        assert answers[0]["choices"][0]["text"] == answers[1]["choices"][0]["text"], "temperature 0"
+    finally:
+        server.stop()
+
+
+def test_without_a_key_only_this_machine_changes_the_server(server: RunningServer) -> None:
+
+    from prime_rl.inference.request_parsing import ApiError
+    from prime_rl.inference.routes.openai import check_access
+
+    def request(host: str) -> Request:
+        return Request({"type": "http", "client": (host, 1), "headers": [], "path": "/pause", "method": "POST"})
+
+    check_access(None, request("127.0.0.1"), "control")
+    check_access(None, request("10.0.0.7"), "api")
+    with pytest.raises(ApiError, match="this machine only"):
+        check_access(None, request("10.0.0.7"), "control")
+    with pytest.raises(ApiError, match="bearer token"):
+        check_access("key", request("127.0.0.1"), "control")
+
+
+def test_disconnect_during_the_body_is_answered_499(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the client has left, the server has not failed: no status 500, which comes with a traceback in the log."""
+    statuses: list[int] = []
+    build_error_response = routes.build_error_response
+
+    def record(request: Request, error: Exception) -> Response:
+        reply = build_error_response(request, error)
+        statuses.append(reply.status_code)
+        return reply
+
+    monkeypatch.setattr(routes, "build_error_response", record)
+    host, port = server.root.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{")
+    wait_until(lambda: bool(statuses), "the server to notice")
+    assert statuses == [499]
+
+
+def test_which_engine_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(has_vllm: bool, gpus: list[int], **config: Any) -> str:
+        monkeypatch.setattr("prime_rl.runtime.process.find_gpus", lambda: gpus)
+        monkeypatch.setattr("prime_rl.inference.server.is_installed", lambda name: has_vllm)
+        return choose_backend(InferenceConfig.model_validate(config))
+
+    assert chosen(True, []) == chosen(False, [0]) == "embedded"
+    assert chosen(True, [0]) == chosen(True, [], backend="vllm") == "vllm"
+    assert chosen(True, [0], exact=True) == chosen(True, [0], model={"device": "cuda:0"}) == "embedded"
+    with pytest.raises(ValueError, match=r"pip install 'prime-rl\[vllm\]'"):
+        chosen(False, [0], backend="vllm")
+    with pytest.raises(ValueError, match=r"parallel.tp = 2: the embedded engine uses one device"):
+        chosen(False, [0], parallel={"tp": 2})
+    with pytest.raises(ValueError, match="option of vLLM"):
+        chosen(True, [], vllm={"enforce_eager": True})
+    with pytest.raises(ValueError, match="exact = true"):
+        InferenceConfig.model_validate({"backend": "vllm", "exact": True})
+    with pytest.raises(ValueError, match=r"cache.max_tokens = 4096 is for the embedded engine"):
+        InferenceConfig.model_validate({"backend": "vllm", "cache": {"max_tokens": 4096}})
+
+
+def test_engine_validates_before_the_response_starts(server: RunningServer) -> None:
+    class Full:
+        def check(self, request: GenerationRequest) -> None:
+            raise ValueError("not this one")
+
+        def stats(self) -> EngineStats:
+            return EngineStats()
+
+    real, server.service.engine.engine = server.service.engine.engine, Full()  # type: ignore[assignment]
+    try:
+        server.service.engine.engine.max_model_len = 99
+        server.service.engine.engine.adapters = dict
+        reply = server.post("/v1/completions", {"prompt": PROMPT, "stream": True})
+    finally:
+        server.service.engine.engine = real
+    assert reply.status_code == 400 and reply.json()["error"]["message"] == "not this one"

@@ -1,0 +1,154 @@
+"""How much of the gap is closed: the arithmetic, the arms, and examples that training has never seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from prime_rl.client.scoring import TokenScorer
+from prime_rl.orchestrator.config import OrchestratorConfig
+from prime_rl.orchestrator.distillation.baseline_eval import Baseline, BaselineEvaluator, HeldOutEnvironment
+from prime_rl.orchestrator.distillation.context import ContextProvider
+from prime_rl.orchestrator.distillation.teacher import Teacher
+from rollouts.training.agent_integration import Rollout
+from rollouts.training.environments import Environment
+from rollouts.training.environments.plain import PlainEnvironment
+from rollouts.training.metrics import compute_gap_closed
+from rollouts.training.types import Sample, Status
+
+
+def test_gap_closed() -> None:
+    before, teacher = [0.0] * 40, [1.0] * 40
+    assert compute_gap_closed(teacher, before, teacher) == (1.0, 1.0, 1.0)
+    assert compute_gap_closed(before, before, teacher) == (0.0, 0.0, 0.0)
+    half = [float(i % 2) for i in range(40)]
+    closed = compute_gap_closed(half, before, teacher)
+    assert closed is not None
+    value, low, high = closed
+    assert value == pytest.approx(0.5) and low < 0.45 and high > 0.55
+    wider = compute_gap_closed(half[:10], before[:10], teacher[:10])
+    assert wider is not None and wider[2] - wider[1] > high - low, "fewer examples, less certainty"
+    assert compute_gap_closed(half, before, teacher) == closed, "the same draws every time"
+
+
+def test_insignificant_gap_is_not_reported() -> None:
+    before = [float(i % 2) for i in range(40)]
+    teacher = [float(i % 2 == (i < 22)) for i in range(40)]
+    assert compute_gap_closed(before, before, teacher) is None
+    assert compute_gap_closed(before, before, before) is None
+    assert compute_gap_closed([], [], []) is None
+    with pytest.raises(ValueError, match="not of the same examples"):
+        compute_gap_closed([1.0], [1.0, 0.0], [1.0])
+
+
+def build_environment(train: Sequence[str], held_out: Sequence[str]) -> PlainEnvironment:
+    def rows(prompts: Sequence[str]) -> list[dict[str, Any]]:
+        return [{"prompt": prompt} for prompt in prompts]
+
+    return PlainEnvironment(rows(train), lambda completion: 0.0, eval_dataset=rows(held_out))
+
+
+def test_evaluation_examples_exclude_training_prompts() -> None:
+    trained = build_environment(["a", "b", "c"], ["c", "d"])
+    held = HeldOutEnvironment(trained, trained, "world")
+    assert [row["prompt"][0]["content"] for row in held.rows("eval")] == ["d"]
+    assert len(held.rows("train")) == 3
+    everything = build_environment(["a", "b"], [])
+    with pytest.raises(ValueError, match="held-out split"):
+        HeldOutEnvironment(everything, everything, "world")
+
+
+class ScriptedTeacher(Teacher):
+    async def score_group(self, samples: list[Any], env: str, row: Any, client: Any) -> list[Any]:
+        return []
+
+
+class TeacherOfOneSample(Teacher):
+    async def score_group(self, samples: list[Any], env: str, row: Any, client: Any) -> list[Any]:
+        return [
+            Sample(
+                prompt="",
+                tokens=[5, 6, 7, 8],
+                loss_mask=[0.0, 1.0, 0.0, 1.0],
+                inference_logprobs=[0.0, -1.0, 0.0, -2.0],
+                teacher_logprobs=[0.0, -1.5, 0.0, -1.0],
+            )
+        ]
+
+
+def test_divergences_are_over_the_tokens_with_loss(tmp_path: Path) -> None:
+    config = OrchestratorConfig.model_validate(
+        {
+            "env": [{"id": "world"}],
+            "eval": {},
+            "model": {"name": "m"},
+            "teacher_model": {"context": "C ", "eval_baseline": True, "client": {"base_url": ["http://t/v1"]}},
+        }
+    )
+    assert config.teacher_model is not None
+    teacher = TeacherOfOneSample(ContextProvider(config, config.teacher_model), TokenScorer([], "m"), "m")
+    baseline_evaluator = BaselineEvaluator(config, teacher, ["student"], tmp_path)
+    baseline_evaluator.teacher = teacher
+    row = build_environment(["a"], ["b"]).rows("eval")[0]
+    rollouts = [[Rollout(prompt=row["prompt"], reward=1.0)]]
+    found = anyio.run(baseline_evaluator._divergences, "world", [row], rollouts, Baseline())
+    assert found["kl_rev"] == pytest.approx((0.5 - 1.0) / 2) and found["entropy"] == pytest.approx((1.0 + 2.0) / 2)
+
+
+def test_baselines_over_time(tmp_path: Path) -> None:
+    """Teacher baselines are measured once, failures count as 0, and a collapse is reported."""
+    config = OrchestratorConfig.model_validate(
+        {
+            "env": [{"id": "world"}, {"id": "elsewhere", "teacher": "anchor"}],
+            "eval": {},
+            "model": {"name": "m"},
+            "teacher_model": {"context": "C ", "eval_baseline": True, "client": {"base_url": ["http://t/v1"]}},
+        }
+    )
+    assert config.teacher_model is not None
+    contexts = ContextProvider(config, config.teacher_model)
+    teacher = ScriptedTeacher(contexts, TokenScorer([], "m"), "m")
+    world = build_environment(["a"], [str(i) for i in range(30)])
+    requests: list[tuple[str, bool]] = []
+    rewards = {"plain": 0.2, "context": 1.0}
+
+    def answer(environment: Environment, reward: float) -> list[list[Rollout]]:
+        rows = environment.rows("eval")
+        failed = Rollout(prompt="", status=Status.FAILED, error="no")
+        return [[failed if i == 0 else Rollout(prompt=row["prompt"], reward=reward)] for i, row in enumerate(rows)]
+
+    async def run(environment: Environment, clients: Sequence[Any], model: str) -> list[list[Rollout]]:
+        has_context = str(environment.rows("eval")[0]["prompt"][0]["content"]).startswith("C ")
+        requests.append((model, has_context))
+        return answer(environment, rewards["context" if has_context else "plain"])
+
+    def measure(version: int, name: str = "world") -> dict[str, float]:
+        groups = answer(world, rewards["plain"])
+        return anyio.run(baseline_evaluator.measure, name, world, world.rows("eval"), version, groups, 1.0, run)
+
+    baseline_evaluator, name = BaselineEvaluator(config, teacher, ["student"], tmp_path), "world"
+    first = measure(0)
+    before, with_context = 0.2 * 29 / 30, 29 / 30
+    assert first[f"eval/{name}/baseline_student/avg"] == pytest.approx(before)
+    assert first[f"eval/{name}/baseline_teacher/avg"] == pytest.approx(with_context)
+    assert first[f"eval/{name}/baseline_diff"] == pytest.approx(with_context - before)
+    assert first[f"distill/{name}/gap_closed"] == 0 and requests == [("m", True)], "before training it is one model"
+    rewards["plain"], rewards["context"] = 0.6, 0.4
+    second = measure(5)
+    assert second[f"distill/{name}/gap_closed"] == pytest.approx(0.5)
+    assert second[f"distill/{name}/teacher_context/avg"] == pytest.approx(with_context)
+    assert second[f"distill/{name}/collapsed"] == 1.0 and first[f"distill/{name}/collapsed"] == 0.0
+    assert not [key for key in second if "baseline" in key], "logged once"
+    baseline_evaluator = BaselineEvaluator(config, teacher, ["student"], tmp_path)  # the run is resumed
+    rewards["context"] = 1.0
+    resumed = measure(6)
+    assert resumed[f"distill/{name}/gap_closed"] == pytest.approx(0.5), "the student before training is remembered"
+    rewards["plain"] = 0.2
+    assert measure(0, "elsewhere")["distill/elsewhere/retention"] == 1.0
+    rewards["plain"] = 0.1
+    other = measure(6, "elsewhere")
+    assert other["distill/elsewhere/retention"] == pytest.approx(0.5) and "distill/elsewhere/gap_closed" not in other

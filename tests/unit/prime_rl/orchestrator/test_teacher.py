@@ -1,0 +1,610 @@
+"""The teacher: its prompt, its log-probs against a plain transformers forward, and what it cannot speak of."""
+
+from __future__ import annotations
+
+import shutil
+from array import array
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from running_server import RunningServer
+from small_tokenizers import SMOLLM2
+from teacher_group import roll_out
+
+from prime_rl.client.scoring import FULL, ScoredTokens, TokenScorer
+from prime_rl.configuration.sections import ClientConfig
+from prime_rl.inference.config import InferenceConfig
+from prime_rl.orchestrator.config import OrchestratorConfig
+from prime_rl.orchestrator.distillation.context import (
+    SYSTEM_PROBE,
+    ContextProvider,
+    build_source,
+    fill_template,
+    first_user_text,
+    insert_context,
+    read_default_system,
+)
+from prime_rl.orchestrator.distillation.inspect_contexts import inspect_contexts
+from prime_rl.orchestrator.distillation.teacher import Teacher, build_teacher
+from prime_rl.runtime.tokenizer import load_tokenizer, resolve_model_dir
+from prime_rl.trainer.backend import Backend, build_backend
+from prime_rl.trainer.config import LossConfig, TrainConfig
+from prime_rl.trainer.models.causal_lm import tensor_names
+from prime_rl.trainer.rl.data import apply_reference_regularization, check_batch
+from prime_rl.trainer.rl.loss import LossSchedule, build_loss, measure_advantage_terms, measure_distance
+from prime_rl.utils.client import InferenceClient, build_clients
+from rollouts.training.batching import pack_samples
+from rollouts.training.environments import load_environment
+from rollouts.training.objectives import PRESETS, DistillChoice
+from rollouts.training.rl_losses import LossInputs, compute_divergence, compute_sequence_kl_advantages, policy_loss
+from rollouts.training.rl_losses.policy import extra_terms, mix_advantages
+from rollouts.training.rollout_gen.async_rollout_manager import GroupDropped
+from rollouts.training.types import Sample, TeacherTable
+
+CONTEXT = "Answer with letters only, and keep it short.\n\n"
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+USER = {"role": "user", "content": "What is next?"}
+SYSTEM = {"role": "system", "content": "You are a clock."}
+
+
+def count_calls() -> float:
+    CALLS.append(1)
+    return 1.0
+
+
+CALLS: list[int] = []
+
+
+def respond(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": "And then?"}] if len(messages) < 5 else []
+
+
+def build_rows(system: bool = False, turns: int = 1, tools: bool = False) -> dict[str, Any]:
+    """An environment in plain Python, as a factory of the tests."""
+    world: dict[str, Any] = {
+        "dataset": [{"prompt": [SYSTEM, USER] if system else [USER], "info": {"hint": "7"}}],
+        "rewards": count_calls,
+        "tools": TOOLS if tools else None,
+    }
+    if turns > 1:
+        world |= {"respond": lambda messages, row, state: respond(messages), "max_turns": turns}
+    return world
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    server = RunningServer(None, max_prefill_tokens=64)
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def plain_model(server: RunningServer) -> Any:
+    """The server's weights in transformers' own model."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(resolve_model_dir("tiny-qwen3")))
+    missing, _ = model.load_state_dict(tensor_names(server.service.engine.engine.model), strict=False)  # type: ignore[attr-defined]
+    assert set(missing) <= {"lm_head.weight"}
+    model.tie_weights()
+    return model.float().eval()
+
+
+def make_config(server: RunningServer, env: dict[str, Any] | None = None, **changes: Any) -> OrchestratorConfig:
+    client = {"base_url": [f"{server.root}/v1"]}
+    teacher = {"context": CONTEXT, "client": client, "model": {"name": "base"}, **changes.pop("teacher", {})}
+    return OrchestratorConfig.model_validate(
+        {
+            "client": client,
+            "model": {"name": "tiny-qwen3"},
+            "teacher_model": teacher,
+            "env": [{"id": "test_teacher:build_rows", "name": "rows", **(env or {})}],
+            "batch_size": 2,
+            "rollouts_per_example": 2,
+            "sampling": {"max_tokens": 6},
+            **changes,
+        }
+    )
+
+
+def make_group(config: OrchestratorConfig, score: bool = True, **args: Any) -> tuple[list[Sample], Teacher]:
+    """The samples of one group that went through environment, engine and teacher."""
+    return roll_out(config, load_environment("test_teacher:build_rows", args, score=score))
+
+
+@pytest.mark.parametrize(
+    ("args", "insert", "temperature"),
+    [
+        ({}, "user_prefix", 1.0),
+        ({"system": True}, "user_prefix", 0.7),
+        ({"system": True, "tools": True}, "system_append", 1.0),
+        ({"turns": 3}, "user_prefix", 1.0),
+        ({"turns": 2, "system": True, "tools": True}, "system_replace", 1.3),
+        ({}, "message", 1.0),
+    ],
+)
+def test_teacher_logprobs_match_forward_with_context(
+    server: RunningServer, plain_model: Any, args: dict[str, Any], insert: str, temperature: float
+) -> None:
+    config = make_config(
+        server,
+        teacher={"insert": insert, "top_logprobs": 3},
+        # A turn ends by a token, sooner or later: one that is cut off has no next one.
+        sampling={"max_tokens": 60, "temperature": temperature, "extra_body": {"stop_token_ids": [*range(0, 256, 3)]}},
+    )
+    samples, _ = make_group(config, **args)
+    assert len(samples) == 2
+    teacher_messages: list[dict[str, Any]] = [dict(USER)]
+    if insert == "user_prefix":
+        teacher_messages[0]["content"] = CONTEXT + USER["content"]
+    if insert == "message":
+        teacher_messages = [{"role": "user", "content": CONTEXT}, USER]
+    if args.get("system"):
+        content = {"user_prefix": SYSTEM["content"], "system_append": SYSTEM["content"] + CONTEXT}
+        teacher_messages = [{"role": "system", "content": content.get(insert, CONTEXT)}, *teacher_messages]
+    tools = TOOLS if args.get("tools") else None
+    tokenizer = load_tokenizer("tiny-qwen3")
+    text = tokenizer.apply_chat_template(teacher_messages, tools=tools, tokenize=False, add_generation_prompt=True)
+    prompt = tokenizer.encode(str(text), add_special_tokens=False)
+    for sample in samples:
+        start = sample.loss_mask.index(1.0)
+        ids = [*prompt, *sample.tokens[start:]]
+        if args.get("turns", 1) > 1:
+            assert 0.0 in sample.loss_mask[start:], "what the environment said stands between two turns"
+        with torch.no_grad():
+            table = torch.log_softmax(plain_model(torch.tensor([ids])).logits[0] / temperature, -1)
+        assert sample.teacher_logprobs is not None and sample.teacher_table is not None
+        top = array("f", sample.teacher_table.logprobs).tolist()
+        tails = array("f", sample.teacher_table.tail_mass).tolist()
+        row = 0
+        for i, mask in enumerate(sample.loss_mask):
+            if mask == 0:
+                assert sample.teacher_logprobs[i] == 0
+                continue
+            there = table[len(prompt) + i - start - 1]
+            assert sample.teacher_logprobs[i] == pytest.approx(float(there[sample.tokens[i]]), abs=1e-5)
+            best = there.topk(3).values
+            assert top[3 * row : 3 * row + 3] == pytest.approx(best.tolist(), abs=1e-5)
+            assert tails[row] == pytest.approx(float(1 - best.exp().sum()), abs=1e-5)
+            row += 1
+        assert row * 3 == len(top)
+
+
+def test_context_prefix_is_cached(server: RunningServer) -> None:
+    config = make_config(server, teacher={"context": "A long context. " * 20})
+    _, teacher = make_group(config)
+    first = teacher.take_metrics()["teacher/cached_prompt"]
+    _, teacher = make_group(config)
+    assert first > 0.4, "the second rollout of the group found what the first computed"
+    assert teacher.take_metrics()["teacher/cached_prompt"] > 0.9
+
+
+class PlainClient(InferenceClient):
+    """Of a server that knows the OpenAI API and nothing of ours."""
+
+    async def request_scores(self, body: dict[str, Any]) -> bytes | None:
+        return None
+
+
+@pytest.fixture(scope="module")
+def smollm2_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A model whose template has a default system message."""
+    directory = tmp_path_factory.mktemp("model") / "m"
+    shutil.copytree(resolve_model_dir("tiny-qwen3"), directory)
+    (directory / "chat_template.jinja").write_text(SMOLLM2)
+    server = RunningServer(None, model_options={"name": str(directory)})
+    yield server
+    server.stop()
+
+
+def read_prompts(server: RunningServer, insert: str, chat: list[dict[str, Any]]) -> tuple[str, str]:
+    """What student and teacher are given before the first sampled token."""
+    model = {"name": server.config.model.name}
+    config = make_config(server, teacher={"context": "C", "separator": "\n", "insert": insert}, model=model)
+    seen: list[str] = []
+
+    async def run() -> None:
+        [client] = build_clients(config.client)
+        teacher = build_teacher(config)
+        assert teacher is not None
+        decode = server.service.tokenizer.decode
+
+        async def score(tokens: list[int], start: int) -> ScoredTokens:
+            seen.append(decode(tokens[:start]))
+            return ScoredTokens([0.0], 0)
+
+        teacher.scorer.score = score  # type: ignore[method-assign]
+        student = await client.tokenize({"model": teacher.model, "messages": chat})
+        seen.append(decode(student))
+        sample = Sample(prompt="", tokens=[*student, 99], loss_mask=[0.0] * len(student) + [1.0])
+        sample.metadata = {"asked": {"messages": chat}}
+        await teacher.score_group([sample], "rows", {}, client)
+        assert teacher.last_error is None
+        for opened in (client, *teacher.scorer.clients):
+            await opened.close()
+
+    anyio.run(run)
+    return seen[0], seen[1]
+
+
+@pytest.mark.parametrize("insert", ["system_append", "user_prefix", "message"])
+def test_default_system_message_is_kept(smollm2_server: RunningServer, insert: str) -> None:
+    student, teacher = read_prompts(smollm2_server, insert, [USER])
+    default = "You are a helpful AI assistant."
+    added = {
+        "system_append": (default, f"{default}\nC"),
+        "user_prefix": (USER["content"], f"C\n{USER['content']}"),
+        "message": ("<|im_start|>user", "<|im_start|>user\nC<|im_end|>\n<|im_start|>user"),
+    }
+    assert default in student and teacher == student.replace(*added[insert], 1)
+
+
+def test_context_appends_to_given_system_message(smollm2_server: RunningServer, server: RunningServer) -> None:
+    student, teacher = read_prompts(smollm2_server, "system_append", [SYSTEM, USER])
+    assert teacher == student.replace(SYSTEM["content"], SYSTEM["content"] + "\nC", 1)
+    student, teacher = read_prompts(server, "system_append", [USER])
+    assert teacher == "<|im_start|>system\nC<|im_end|>\n" + student, "this template has no default"
+
+
+def test_inspected_prompts_include_default_system(smollm2_server: RunningServer) -> None:
+    model = {"name": smollm2_server.config.model.name}
+    teacher = {"context": "Cc", "separator": " ", "insert": "system_append"}
+    text = inspect_contexts(make_config(smollm2_server, teacher=teacher, model=model), 1, width=120)
+    assert "You are a helpful AI assistant. Cc" in text and text.count("helpful AI assistant") == 2
+
+
+@pytest.mark.parametrize(
+    ("plain", "probed", "found"),
+    [
+        ("<s>D</s>u", f"<s>{SYSTEM_PROBE}</s>u", "D"),
+        ("<h></h>u", f"<h>{SYSTEM_PROBE}</h>u", ""),
+        ("u", f"<s>{SYSTEM_PROBE}</s>u", ""),
+        ("<u>x", f"<u>{SYSTEM_PROBE}\n\nx", ""),
+        ("<s>a", f"<s>{SYSTEM_PROBE}s>a", ""),
+    ],
+)
+def test_reading_the_default_system_message(plain: str, probed: str, found: str) -> None:
+    assert read_default_system(plain, probed) == found
+
+
+def test_template_without_system_messages_raises() -> None:
+    with pytest.raises(ValueError, match=r"drops system messages: set teacher_model\.insert"):
+        read_default_system("u", "u")
+
+
+@pytest.mark.parametrize("top", [0, 3])
+def test_any_prompt_logprobs_server_can_teach(server: RunningServer, top: int) -> None:
+    tokens = [*b"what comes before, and after"]
+
+    async def ask(kind: type[InferenceClient], temperature: float = 1.0, top: int = top) -> ScoredTokens:
+        client = kind(f"{server.root}/v1")
+        try:
+            return await TokenScorer([client], "tiny-qwen3", temperature, top).score(tokens, 18)
+        finally:
+            await client.close()
+
+    packed, plain = anyio.run(ask, InferenceClient), anyio.run(ask, PlainClient)
+    assert len(plain.logprobs) == 10 and plain.logprobs == pytest.approx(packed.logprobs, abs=1e-5)
+    assert plain.top == top and plain.top_ids == packed.top_ids
+    for name in ("top_logprobs", "tail_mass") if top else ():
+        one, other = (array("f", getattr(scored, name)).tolist() for scored in (packed, plain))
+        assert other == pytest.approx(one, abs=1e-5)
+    with pytest.raises(ValueError, match="temperature 1 only"):
+        anyio.run(ask, PlainClient, 0.5)
+    with pytest.raises(ValueError, match="whole distributions"):
+        anyio.run(ask, PlainClient, 1.0, FULL)
+
+
+def test_plain_text_prompts_with_teacher() -> None:
+    config = OrchestratorConfig.model_validate({"teacher_model": {"context": "Hint. "}})
+    assert config.teacher_model is not None
+    contexts = ContextProvider(config, config.teacher_model)
+    assert contexts.insert("reverse-text", {"prompt": "Go on"}, "Hint. ") == {"prompt": "Hint. Go on"}
+
+
+def test_overlong_teacher_prompts_are_dropped(server: RunningServer) -> None:
+    config = make_config(server, teacher={"context": "x" * 3000})
+    teacher = build_teacher(config)
+    with pytest.raises(BaseException) as caught:
+        make_group(config)
+    assert isinstance(caught.value, GroupDropped)
+    assert teacher is not None
+
+    async def run() -> list[Sample]:
+        [client] = build_clients(config.client)
+        tokens = [*b"ab", 99]
+        sample = Sample(prompt="", tokens=tokens, loss_mask=[0, 0, 1.0], metadata={"asked": {"messages": [USER]}})
+        has_teacher = await teacher.score_group([sample], "rows", {}, client)
+        for opened in (client, *teacher.scorer.clients):
+            await opened.close()
+        return has_teacher
+
+    assert anyio.run(run) == []
+    assert teacher.take_metrics()["teacher/skipped/prompt"] == 1, "these tokens are not what the server renders"
+    assert teacher.last_error is not None and "other tokens" in teacher.last_error
+
+
+def test_skip_verification_runs_no_rewards(server: RunningServer) -> None:
+    CALLS.clear()
+    samples, _ = make_group(make_config(server, buffer={"skip_verification": True}), score=False)
+    assert not CALLS and [sample.reward for sample in samples] == [0.0, 0.0]
+    assert all(sample.teacher_logprobs is not None for sample in samples)
+    make_group(make_config(server))
+    assert CALLS, "else it does"
+
+
+def test_environments_without_a_teacher_and_anchors(server: RunningServer) -> None:
+    samples, _ = make_group(make_config(server, env={"teacher": "none"}))
+    assert all(sample.teacher_logprobs is None and not sample.has_teacher for sample in samples)
+    samples, _ = make_group(make_config(server, env={"teacher": "anchor", "anchor_weight": 2.0}))
+    for sample in samples:
+        assert sample.anchor == 2.0 and sample.inference_logprobs is not None
+        assert sample.teacher_logprobs == pytest.approx(sample.inference_logprobs, abs=1e-5), "no context, same model"
+    sample.advantages = [1.0] * len(sample.tokens)
+    weighed = apply_reference_regularization([sample])[0]
+    assert max(weighed.loss_mask) == 2.0 and not any(weighed.advantages or [1.0])
+
+
+def test_context_positions() -> None:
+    chat = [SYSTEM, USER, {"role": "assistant", "content": "Six."}, USER]
+    prefixed = insert_context(chat, "C ", "user_prefix", "| ")
+    assert [message["content"] for message in prefixed] == [
+        "You are a clock.",
+        "C | What is next?",
+        "Six.",
+        "What is next?",
+    ]
+    assert chat[1] == USER, "the student's own messages stay"
+    assert insert_context(chat, "C", "system_append", "\n")[0]["content"] == "You are a clock.\nC"
+    assert insert_context(chat, "C", "system_replace", "")[:2] == [{"role": "system", "content": "C"}, USER]
+    assert insert_context([USER], "C", "system_append", "-")[0] == {"role": "system", "content": "C"}
+    assert insert_context(chat, "C", "message", "")[1] == {"role": "user", "content": "C"}
+    shots = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    assert insert_context(chat, shots, "user_prefix", "")[1:3] == shots
+    orchestrator = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    assert first_user_text(insert_context(orchestrator, "C ", "user_prefix", "")) == "C Hi"
+    with pytest.raises(ValueError, match="no user message"):
+        insert_context([SYSTEM], "C", "user_prefix", "")
+
+
+def give_hint(example: dict[str, Any], rng: Any) -> str | None:
+    return f"{example['info']['hint']} {rng.random()}" if example["info"]["hint"] else None
+
+
+def test_context_sources(tmp_path: Path) -> None:
+    row = {"info": {"hint": "7"}, "example_id": 3}
+    assert fill_template("It is {{example.info.hint}}, {{ example.example_id }}.", row) == "It is 7, 3."
+    assert fill_template("{{example.info.hint}}", {"info": '{"hint": 8}'}) == "8"
+    with pytest.raises(ValueError, match=r"no info\.clue \(available: hint\)"):
+        fill_template("{{example.info.clue}}", row)
+    (tmp_path / "c.md").write_text("from a file\n")
+    config = OrchestratorConfig.model_validate(
+        {
+            "teacher_model": {"context_file": tmp_path / "c.md"},
+            "env": [{"id": "a", "context_fn": "test_teacher:give_hint"}, {"id": "b"}, {"id": "c", "context": "own"}],
+        }
+    )
+    assert config.teacher_model is not None
+    contexts = ContextProvider(config, config.teacher_model)
+    assert contexts.context_for("b", row) == "from a file\n" and contexts.context_for("c", row) == "own"
+    assert str(contexts.context_for("a", row)).startswith("7 ") and contexts.context_for(
+        "a", row
+    ) == contexts.context_for("a", row)
+    assert contexts.context_for("a", {"info": {"hint": ""}}) is None
+    assert len(contexts.warnings()) == 1 and "env c ends with 'n'" in contexts.warnings()[0]
+    with pytest.raises(ValueError, match="cannot be imported"):
+        build_source(config.teacher_model.model_copy(update={"context_file": None, "context_fn": "no:where"}), 0)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"teacher_model": {"context": "a", "context_file": "b"}}, "both set the context"),
+        ({"teacher_model": {"eval_baseline": True}}, r"\[orchestrator.eval\]"),
+        ({"env": [{"id": "a", "context": "b"}]}, "there is no teacher"),
+        ({"teacher_model": {}, "env": [{"id": "a", "context": "b", "teacher": "anchor"}]}, "remove one of them"),
+    ],
+)
+def test_invalid_teacher_config_raises(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        OrchestratorConfig.model_validate(config)
+
+
+# The trainer's side
+
+
+@pytest.fixture(scope="module")
+def backend(tmp_path_factory: pytest.TempPathFactory) -> Backend:
+    values = {
+        "model": {"name": "tiny-qwen3", "seq_len": 48, "debug": {"random_init": True}},
+        "output_dir": tmp_path_factory.mktemp("trainer"),
+        "log": {"file": False},
+    }
+    return build_backend(TrainConfig.model_validate(values))
+
+
+def own_table(backend: Backend, sample: Sample, k: int | None, temperature: float) -> TeacherTable:
+    """Log-probs of a sample's loss tokens under the model itself."""
+    from prime_rl.trainer.models.attention import PackedAttention
+
+    n = len(sample.tokens)
+    with torch.no_grad():
+        hidden = backend.model(torch.tensor(sample.tokens), torch.arange(n), PackedAttention([n]))
+        table = torch.log_softmax(hidden @ backend.model.lm_head.weight.T / temperature, -1)
+    rows = table[[i - 1 for i, mask in enumerate(sample.loss_mask) if mask > 0]]
+    if k is None:
+        return TeacherTable(rows.shape[1], array("f", rows.flatten().tolist()).tobytes())
+    best = rows.topk(k)
+    ids, values = array("i", best.indices.flatten().tolist()), array("f", best.values.flatten().tolist())
+    tails = array("f", (1 - best.values.double().exp().sum(-1)).tolist())
+    return TeacherTable(k, values.tobytes(), ids.tobytes(), tails.tobytes())
+
+
+@pytest.mark.parametrize(("estimator", "k"), [("topk+tail", 5), ("full", None)])
+def test_equal_student_and_teacher_give_zero_gradient(backend: Backend, estimator: str, k: int | None) -> None:
+    """Distribution rows match their tokens for any packing, also with samples without a teacher."""
+    samples = []
+    for i, length in enumerate((7, 12, 5, 9)):
+        tokens = [(31 * i + 7 * t) % 320 for t in range(length)]
+        mask = [0.0, 0.0, *[float((t + i) % 3 > 0) for t in range(length - 2)]]
+        sample = Sample(prompt="", tokens=tokens, loss_mask=mask, temperature=0.8, inference_logprobs=[-5.0] * length)
+        sample.advantages = [0.0] * length
+        if i == 2:
+            sample.has_teacher = False
+        else:
+            sample.teacher_table = own_table(backend, sample, k, 0.8)
+            sample.teacher_logprobs = [-5.0] * length
+        samples.append(sample)
+    config = LossConfig(adv_tau=0.0, teacher_tau=1.0, distill={"estimator": estimator, "k": k or 8})  # type: ignore[arg-type]
+    check_batch(samples, config, 320)
+    loss = build_loss(config, 48)
+    for num_ranks in (1, 2):
+        for [micro, *_] in pack_samples(samples, 48, num_ranks):
+            output = loss(backend.compute_inputs(micro.to_tensors()))
+            summary = output.stats.summary()
+            assert summary["teacher_coverage/max"] < 0.1, "no token is likely; all others together do not count as one"
+            assert summary["teacher_kl_reverse/max"] < 1e-5 and summary["loss_distill/max"] < 1e-5
+            assert output.loss_sum.item() == pytest.approx(0.0, abs=1e-5)
+    wrong = Sample(**{name: getattr(samples[0], name) for name in Sample.__struct_fields__})
+    wrong.teacher_table = own_table(backend, samples[1], k, 0.8)
+    with pytest.raises(ValueError, match="of a teacher's table has"):
+        wrong.validate()
+
+
+def test_batch_with_wrong_teacher_table_raises() -> None:
+    sample = Sample(prompt="", tokens=[1, 2], loss_mask=[0, 1.0], inference_logprobs=[0, -1], advantages=[0, 1])
+    sample.teacher_logprobs = [0.0, -1.0]
+    sampled = LossConfig(teacher_tau=1.0)
+    check_batch([sample], sampled, 320)
+    for estimator in ("topk+tail", "full"):
+        config = LossConfig(teacher_tau=1.0, distill={"estimator": estimator})  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="the teacher scored sampled tokens only"):
+            check_batch([sample], config, 320)
+    pending = Sample(prompt="", tokens=[1, 2], loss_mask=[0, 1.0], inference_logprobs=[0, -1], advantages=[0, 1])
+    with pytest.raises(ValueError, match="1 of 2 samples have no teacher log-probs"):
+        check_batch([sample, pending], sampled, 320)
+    pending.has_teacher = False
+    check_batch([sample, pending], sampled, 320)
+    with pytest.raises(ValueError, match="the teacher scored sampled tokens only"):
+        check_batch([pending, sample], config, 320)  # every sample is checked, not only the first
+    auto = LossConfig(teacher_tau=1.0, distill={"estimator": "auto"})  # type: ignore[arg-type]
+    narrow = Sample(**{name: getattr(sample, name) for name in Sample.__struct_fields__})
+    narrow.teacher_table = TeacherTable(3, logprobs=bytes(12), ids=bytes(12), tail_mass=bytes(4))
+    with pytest.raises(ValueError, match="the teacher scored 3 tokens per position"):
+        check_batch([sample, narrow], auto, 320)
+
+
+def test_server_name_matches_log(tmp_path: Path) -> None:
+    assert InferenceConfig().name == "inference"
+    assert ClientConfig().base_url, "a student's client has an address by default, a teacher's has none"
+    with pytest.raises(ValueError, match=r"teacher_model\.client\.base_url is unset"):
+        build_teacher(OrchestratorConfig.model_validate({"teacher_model": {"context": "a "}}))
+
+
+def test_annealed_taus() -> None:
+    config = LossConfig(adv_tau=1.0, teacher_tau=1.0, student_tau=0.5, anneal={"after": 10, "steps": 20})  # type: ignore[arg-type]
+    loss = build_loss(config, 48)
+
+    def taus(step: int) -> tuple[float, float, float]:
+        objective = LossSchedule(loss, config).loss_for_step(step, [])[0].objective
+        return objective.adv_tau, objective.teacher_tau, objective.student_tau
+
+    assert taus(1) == taus(10) == (1.0, 1.0, 0.5)
+    assert taus(20) == pytest.approx((1.0, 0.1, 0.05)), "the geometric middle"
+    assert taus(30) == taus(99) == pytest.approx((1.0, 0.01, 0.005))
+    gone = LossConfig(teacher_tau=1.0, anneal={"after": 0, "steps": 4, "factor": 0.0})  # type: ignore[arg-type]
+    assert LossSchedule(build_loss(gone, 48), gone).loss_for_step(4, [])[0].objective.teacher_tau == 0.0
+    with pytest.raises(ValueError, match="decays teacher_tau but it is 0"):
+        LossConfig(anneal={})  # type: ignore[arg-type]
+
+
+def spoken(student: list[float], teacher: list[float], **more: Any) -> Sample:
+    """A sample of one prompt token and these log-probs."""
+    n = len(student)
+    sample = Sample(prompt="", tokens=[5] * (n + 1), loss_mask=[0.0, *[1.0] * n], **more)
+    sample.inference_logprobs, sample.teacher_logprobs = [0.0, *student], [0.0, *teacher]
+    sample.advantages = [0.0, *[1.0] * n]
+    return sample
+
+
+def test_taus_annealed_to_measured_ratio() -> None:
+    """A margin of 2: a reward of 1 is at last worth twice the nats of the farthest batch, resumed or not."""
+    anneal = {"after": 0, "steps": 2, "margin": 2.0}
+    config = LossConfig(adv_tau=1.0, teacher_tau=1.0, student_tau=0.5, anneal=anneal)  # type: ignore[arg-type]
+    schedule = LossSchedule(build_loss(config, 48), config)
+    far, near = spoken([-1.0, -1.0], [-9.0, -3.0]), spoken([-1.0], [-1.0])
+    anchor = spoken([0.0], [-99.0], anchor=1.0)
+    assert measure_distance([far, near, anchor]) == 5.0 and measure_distance([Sample(prompt="")]) is None
+    first, stats = schedule.loss_for_step(1, [far, near, anchor])
+    assert first.objective.student_tau == pytest.approx(0.5 * (1 / (0.5 * 2 * 5.0)) ** 0.5), "half way, in logarithms"
+    assert stats["teacher_distance"] == 5.0 and stats["pull/teacher_tau"] == first.objective.teacher_tau
+    last = schedule.loss_for_step(3, [near])[0].objective
+    assert last.adv_tau / last.student_tau == pytest.approx(2 * 5.0) and last.teacher_tau == 2 * last.student_tau
+    resumed = LossSchedule(build_loss(config, 48), config, schedule.progress["teacher_distance"])
+    assert resumed.loss_for_step(3, [near])[0].objective == last
+    pulls = measure_advantage_terms([far, anchor], replace(last, adv_tau=3.0, teacher_tau=1.0, student_tau=2.0))
+    assert pulls == {"pull/task": 3.0, "pull/teacher": (7 + 1) / 2, "pull/teacher_tau": 1.0}
+    for wrong, words in (({**anneal, "factor": 0.1}, "remove one"), (anneal, "compares adv_tau")):
+        with pytest.raises(ValueError, match=words):
+            LossConfig(adv_tau=0.0, teacher_tau=1.0, anneal=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("estimator", ["token", "togo", "full"])
+def test_anchor_is_independent_of_taus(estimator: str) -> None:
+    """The loss of anchors does not know the taus, and is 0 where student and teacher agree; that of others does."""
+    found = {}
+    for tau in (1.0, 0.01):
+        taus = {"adv_tau": 1.0, "teacher_tau": tau, "student_tau": 2 * tau}
+        aim = replace(PRESETS["aipo"], distill=DistillChoice(estimator), **taus)  # type: ignore[arg-type]
+        samples = [spoken([-1.0, -2.0], [-3.0, -1.5], group_index=i, anchor=1.0 - i) for i in range(2)]
+        samples = compute_sequence_kl_advantages(apply_reference_regularization(samples), aim)
+        [[micro]] = pack_samples(samples, 8)
+        batch = micro.to_tensors()
+        table = torch.log_softmax(torch.arange(6.0 * len(batch.labels)).view(-1, 6).sin(), -1)
+        inputs = LossInputs(
+            trainer_logprobs=batch.inference_logprobs.clone().requires_grad_(),
+            inference_logprobs=batch.inference_logprobs,
+            advantages=batch.advantages,
+            loss_mask=batch.loss_mask,
+            sequence=batch.sequence,
+            teacher_logprobs=batch.teacher_logprobs,
+            is_reference=batch.is_reference,
+            student_table=table,
+            teacher_table=table.flip(-1),
+        )
+        assert batch.is_reference is not None and batch.is_reference.tolist() == [
+            i == 0 for i in batch.sequence.tolist()
+        ]
+        is_reference = batch.is_reference & (batch.loss_mask > 0)
+        if estimator == "full":
+            terms = extra_terms(inputs, aim)["loss_distill"]
+            assert torch.allclose(terms[is_reference], compute_divergence(table, table.flip(-1))[is_reference])
+        else:
+            terms = mix_advantages(inputs, aim)
+        found[tau] = terms[is_reference].tolist(), terms[~batch.is_reference & (batch.loss_mask > 0)].tolist()
+        if estimator == "token":
+            assert found[tau][0] == pytest.approx([-2.0, 0.5]), "the teacher's log-prob less the student's"
+        assert "anchor_kl/mean" in policy_loss(inputs, aim).stats.summary()
+    assert found[1.0][0] == pytest.approx(found[0.01][0]) and found[1.0][1] != pytest.approx(found[0.01][1])
+
+
+@pytest.mark.parametrize(
+    ("favourites", "chosen"),
+    [([7, 8, 9], ("topk+tail", "reverse")), ([1, 2, 3], ("topk+tail", "forward")), (None, ("token", "reverse"))],
+)
+def test_auto_estimator_depends_on_coverage(favourites: list[int] | None, chosen: tuple[str, str]) -> None:
+    """What the student never samples cannot be learnt from its own samples."""
+    sample = Sample(prompt="", tokens=[5, 7, 8, 9], loss_mask=[0, 1.0, 1.0, 1.0], inference_logprobs=[0, -1, -1, -1])
+    sample.advantages, sample.teacher_logprobs = [0.0] * 4, [0.0, -1.0, -1.0, -1.0]
+    if favourites is not None:
+        ids = array("i", [number for favourite in favourites for number in (favourite, 0)]).tobytes()
+        sample.teacher_table = TeacherTable(2, array("f", [-1.0] * 6).tobytes(), ids, array("f", [0.3] * 3).tobytes())
+    config = LossConfig(teacher_tau=1.0, distill={"estimator": "auto", "k": 2})  # type: ignore[arg-type]
+    check_batch([sample], config, 320)
+    choice = LossSchedule(build_loss(config, 48), config).loss_for_step(1, [sample])[0].objective.distill
+    assert (choice.estimator, choice.direction) == chosen

@@ -1,0 +1,85 @@
+"""The directory of a run: what an earlier run left, moving it away, and the numbers of attempts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from prime_rl.runtime.run_dir import Attempts, begin_attempt, check_resumable, find_used, set_aside, set_aside_later
+from prime_rl.utils.monitor import Monitor, build_monitor
+from rollouts.training.metrics import load_jsonl
+from rollouts.training.steps import complete_steps, publish_dir, publish_step
+
+BOTH = ("trainer", "orchestrator")
+
+
+def publish(root: Path, *steps: int) -> None:
+    for step in steps:
+        publish_step(root, step, lambda directory: None)
+
+
+def commit(out: Path, step: int, *parts: str) -> None:
+    for part in parts:
+        publish_dir(out / "checkpoints" / f"step_{step}" / part, lambda directory: None)
+
+
+@pytest.mark.parametrize("name", ["weights", "average", "broadcasts"])
+def test_trained_steps_without_a_checkpoint_are_not_overwritten(name: str, tmp_path: Path) -> None:
+    check_resumable(tmp_path, BOTH)
+    publish(tmp_path / "rollouts", 1)
+    commit(tmp_path, 1, "orchestrator")
+    check_resumable(tmp_path, BOTH)
+    publish(tmp_path / name, 1)
+    with pytest.raises(ValueError, match=rf"{name} up to step_1(.|\n)*no complete checkpoint"):
+        check_resumable(tmp_path, BOTH)
+    commit(tmp_path, 1, "trainer")
+    check_resumable(tmp_path, BOTH)
+
+
+def test_parts_of_other_processes_stay(tmp_path: Path) -> None:
+    commit(tmp_path, 1, *BOTH)
+    commit(tmp_path, 2, *BOTH)
+    commit(tmp_path, 3, "trainer")
+    publish(tmp_path / "weights", 1, 2)
+    archive = set_aside_later(tmp_path, {"checkpoints": 1, "weights": 1}, "trainer")
+    assert archive == tmp_path / "attempts" / "1"
+    assert complete_steps(archive / "checkpoints", ("trainer",)) == [2, 3]
+    assert complete_steps(tmp_path / "checkpoints", ("orchestrator",)) == [1, 2]
+    assert not (tmp_path / "checkpoints" / "step_3").exists()
+    assert find_used(tmp_path) == {"weights": [1], "checkpoints": [1, 2]}
+
+
+def test_archived_files_get_a_new_folder(tmp_path: Path) -> None:
+    assert set_aside(tmp_path, [tmp_path / "missing"]) is None
+    for number in ("1", "2"):
+        (tmp_path / "notes").write_text(number)
+        assert set_aside(tmp_path, [tmp_path / "notes"]) == tmp_path / "attempts" / number
+    assert (tmp_path / "attempts" / "1" / "notes").read_text() == "1"
+
+
+def test_a_step_belongs_to_the_last_attempt_started_before_it(tmp_path: Path) -> None:
+    attempts = Attempts(tmp_path, "trainer")
+    assert attempts.find(3) == 0
+    assert [begin_attempt(tmp_path, "trainer", step) for step in (0, 10, 5)] == [0, 1, 2]
+    assert [attempts.find(step) for step in (1, 5, 6, 10, 11)] == [0, 0, 2, 2, 2]
+    assert begin_attempt(tmp_path, "trainer", 20) == 3
+    assert [attempts.find(step) for step in (0, 20, 21)] == [0, 2, 3], "the file is read again when it has grown"
+
+
+def test_a_run_of_an_older_version_was_attempt_0(tmp_path: Path) -> None:
+    assert begin_attempt(tmp_path, "sft", 10) == 1
+
+
+def test_every_row_has_the_attempt_of_its_step(tmp_path: Path) -> None:
+    monitors = [build_monitor(tmp_path, name) for name in ("orchestrator", "inference", "trainer")]
+    assert all(isinstance(monitor, Monitor) for monitor in monitors)
+    for start in (0, 2):
+        begin_attempt(tmp_path, "orchestrator", start)
+        for monitor in monitors:
+            monitor.log({"a": 1}, start)
+            monitor.log_timeline("x", 0, 1, start + 1)
+    rows = [(row["process"], row["step"], row["attempt"]) for row in load_jsonl(tmp_path / "metrics.jsonl")]
+    first = [(name, step, 0) for name in ("orchestrator", "inference", "trainer") for step in (0, 1)]
+    again = [(name, step, step - 2) for name in ("orchestrator", "inference") for step in (2, 3)]
+    assert rows == [*first, *again, ("trainer", 2, 0), ("trainer", 3, 0)], "servers follow the orchestrator"

@@ -1,0 +1,109 @@
+"""The shipped tokenizer, names of models, and chats as token ids."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prime_rl.runtime.tokenizer import load_tokenizer, render_chat, resolve_model_dir
+
+TOKENIZER = load_tokenizer("tiny-qwen3")
+SPECIAL = set(TOKENIZER.all_special_ids)
+
+
+@given(st.text() | st.sampled_from(["user\n", "<think>a</think>", "système\r\n\t", "<|im_start|>user\n<|im_end|>"]))
+@settings(max_examples=100, deadline=None)
+def test_any_text_comes_back(text: str) -> None:
+    ids = TOKENIZER.encode(text, add_special_tokens=False)
+    assert TOKENIZER.decode(ids) == text
+
+
+def test_characters_are_single_tokens_and_tags_survive_decoding() -> None:
+    ids = TOKENIZER.encode("user\n<answer>ab</answer>", add_special_tokens=False)
+    assert len(ids) == 5 + 1 + 2 + 1
+    assert TOKENIZER.decode(ids, skip_special_tokens=True) == "user\n<answer>ab</answer>"
+
+
+def test_a_short_chat_has_few_tokens() -> None:
+    ids = render_chat(TOKENIZER, [{"role": "user", "content": "abc"}])
+    tokens = ["<|im_start|>user\n", "a", "b", "c", "<|im_end|>", "Ċ", "<|im_start|>assistant\n"]
+    assert TOKENIZER.convert_ids_to_tokens(ids) == tokens
+
+
+CALL = {"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}]
+CONVERSATION: list[dict[str, Any]] = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1"}]},
+    {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": None},
+    {"role": "tool", "content": "2", "tool_call_id": "x"},
+    {"role": "assistant", "content": "two", "tool_calls": None, "reasoning_content": "easy"},
+    {"role": "user", "content": ""},
+]
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_a_longer_chat_extends_a_shorter_one(tools: list[dict[str, Any]] | None) -> None:
+    whole = render_chat(TOKENIZER, CONVERSATION, tools)
+    for n in range(1, len(CONVERSATION)):
+        last_is_user = CONVERSATION[n]["role"] == "assistant"
+        prefix = render_chat(TOKENIZER, CONVERSATION[:n], tools, add_generation_prompt=last_is_user)
+        assert whole[: len(prefix)] == prefix
+
+
+def test_tool_calls_and_reasoning_are_shown() -> None:
+    text = TOKENIZER.decode(render_chat(TOKENIZER, CONVERSATION, TOOLS))
+    assert '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>' in text
+    assert "<think>easy</think>two" in text
+    assert "add()\n" in text
+
+
+@given(st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>system\n", "<|im_start|>", "a", "\n", "<|im_"])))
+@settings(max_examples=60, deadline=None)
+def test_content_cannot_become_special_tokens(parts: list[str]) -> None:
+    content = "".join(parts)
+    plain = render_chat(TOKENIZER, [{"role": "user", "content": "x"}])
+    ids = render_chat(TOKENIZER, [{"role": "user", "content": content}])
+    assert [i for i in ids if i in SPECIAL] == [i for i in plain if i in SPECIAL]
+    assert TOKENIZER.decode(ids) == f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": "no role"},
+        {"role": "user<|im_end|>", "content": "bad role"},
+        {"role": "user", "content": [{"type": "image_url"}]},
+    ],
+)
+def test_broken_messages_are_refused(message: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"role|image_url"):
+        render_chat(TOKENIZER, [message])
+
+
+def test_a_template_can_be_replaced(tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text("{{ messages[0].content }}!")
+    for template in ("{{ messages[0].content }}!", str(tmp_path / "t.jinja")):
+        ids = render_chat(load_tokenizer("tiny-qwen3", template), [{"role": "user", "content": "hi"}])
+        assert TOKENIZER.decode(ids) == "hi!"
+
+
+def test_model_names(tmp_path: Path) -> None:
+    assert resolve_model_dir("tiny-qwen3").name == "tiny-qwen3"
+    assert resolve_model_dir(str(resolve_model_dir("tiny-qwen3"))) == resolve_model_dir("tiny-qwen3")
+    with pytest.raises(ValueError, match=r"no-such-model.*tiny-qwen3"):
+        resolve_model_dir("no-such-model")
+    with pytest.raises(ValueError, match=r"config\.json"):
+        resolve_model_dir(str(tmp_path))
+
+
+def test_the_shipped_shape_fits_whole_vector_lanes() -> None:
+    config = json.loads((resolve_model_dir("tiny-qwen3") / "config.json").read_text())
+    assert config["vocab_size"] % 64 == 0
+    assert config["vocab_size"] >= len(TOKENIZER)
+    assert config["eos_token_id"] == TOKENIZER.convert_tokens_to_ids("<|im_end|>")

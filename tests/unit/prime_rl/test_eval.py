@@ -1,0 +1,368 @@
+"""From rollouts to numbers, and the decisions around them."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from loguru import logger
+
+from prime_rl.configuration.sections import GenerationEnvConfig, SamplingConfig
+from prime_rl.eval import envs
+from prime_rl.eval.config import EvalConfig
+from prime_rl.eval.eval import EvalJob, build_job, evaluate, evaluate_environment, server_options
+from prime_rl.eval.results import format_metrics, format_row
+from prime_rl.generation import rollout_jobs
+from prime_rl.generation.model_server import build_server_argv
+from prime_rl.generation.resume_log import Result, to_result
+from prime_rl.generation.session import GenerationRun
+from prime_rl.runtime.process import find_free_port
+from prime_rl.utils.monitor import build_monitor
+from prime_rl.utils.pydantic_config import ConfigError, parse_argv
+from rollouts.training.agent_integration import Rollout, Turn
+from rollouts.training.metrics import load_jsonl
+from rollouts.training.steps import publish_step
+from rollouts.training.types import Status
+
+
+def rollout(reward: float, length: int = 2, **fields: Any) -> Rollout:
+    turn = Turn(prompt_ids=[1], completion_ids=[5] * length, logprobs=[-0.5] * length)
+    return Rollout(prompt="p", turns=[turn], num_turns=1, reward=reward, **fields)
+
+
+def failed() -> Rollout:
+    return Rollout(prompt="p", status=Status.FAILED, error="boom", error_type="KeyError")
+
+
+def summarize(groups: list[list[Rollout]], k: int, threshold: float = 1.0) -> dict[str, float]:
+    results = [[to_result(rollout, number) for number, rollout in enumerate(group)] for group in groups]
+    return envs.summarize(results, k, threshold)
+
+
+def parse(*argv: str) -> EvalConfig:
+    return parse_argv(EvalConfig, list(argv), "eval")[0]
+
+
+class Client:
+    base_url = "http://localhost:1/v1"
+
+
+class Echo:
+    """An environment whose reward is a function of the seed it is given; slower for earlier rows."""
+
+    id = "echo"
+
+    def __init__(self, num_rows: int = 4) -> None:
+        self.num_rows = num_rows
+        self.running = self.most = 0
+
+    def rows(self, split: str = "train") -> list[dict[str, Any]]:
+        return [{"prompt": f"{split} {i}", "example_id": i} for i in range(self.num_rows)]
+
+    async def run_group(
+        self, row: dict[str, Any], client: Any, model: str, sampling_args: Any, retries: int = 0
+    ) -> list[Rollout]:
+        self.running += len(sampling_args)
+        self.most = max(self.most, self.running)
+        await anyio.sleep(0.002 * (self.num_rows - row["example_id"]))
+        self.running -= len(sampling_args)
+        rewards = [random.Random(args["seed"]).random() for args in sampling_args]
+        return [rollout(r, example_id=row["example_id"], metrics={"exact_match": float(r > 0.5)}) for r in rewards]
+
+
+def test_summary_of_two_examples() -> None:
+    groups = [[rollout(1.0, 2), rollout(0.0, 4)], [rollout(1.0, 6), rollout(1.0, 8)]]
+    for r in groups[1]:
+        r.metrics = {"exact_match": 1.0}
+    for r in groups[0]:
+        r.metrics = {"exact_match": 0.0}
+    groups[0][1].status = Status.TRUNCATED
+    summary = summarize(groups, 2)
+    assert summary["avg@2"] == 0.75
+    # Example means 0.5 and 1: s = 0.3536, divided by sqrt(2).
+    assert summary["avg@2/stderr"] == pytest.approx(0.25)
+    assert summary["pass@1"] == 0.75
+    assert summary["pass@2"] == 1.0
+    assert summary["metrics/exact_match"] == 0.5
+    assert summary["completion_len/mean"] == 5.0
+    assert summary["is_truncated/mean"] == 0.25
+    assert summary["error/mean"] == 0.0
+    assert (summary["examples"], summary["rollouts"]) == (2, 4)
+
+
+def test_failed_rollouts_only_count_as_errors() -> None:
+    summary = summarize([[rollout(1.0), failed()], [failed(), failed()], [rollout(0.0), rollout(1.0)]], 2)
+    assert summary["avg@2"] == pytest.approx(0.75)
+    assert summary["pass@1"] == pytest.approx(0.75)
+    assert summary["pass@2"] == 1.0
+    assert summary["error/mean"] == pytest.approx(0.5)
+    assert (summary["examples"], summary["rollouts"]) == (3, 3)
+
+
+def test_only_failures_give_nan() -> None:
+    summary = summarize([[failed()]], 1)
+    assert math.isnan(summary["avg@1"]) and math.isnan(summary["pass@1"])
+    assert summary["error/mean"] == 1.0
+
+
+def test_pass_at_k_threshold() -> None:
+    groups = [[rollout(r) for r in (0.4, 0.6, 0.9, 1.0)]]
+    summary = summarize(groups, 4, 0.9)
+    assert summary["pass@1"] == 0.5
+    assert summary["pass@2"] == pytest.approx(5 / 6)  # 1 - C(2, 2) / C(4, 2)
+    assert summary["pass@4"] == 1.0
+    assert envs.powers_of_two(6) == [1, 2, 4, 6]
+    assert envs.powers_of_two(8) == [1, 2, 4, 8]
+
+
+def test_results_keep_every_rollout() -> None:
+    kept, lost = to_result(rollout(0.5, 3, example_id=7), 0), to_result(failed(), 1)
+    assert (kept.example_id, kept.rollout_idx, lost.rollout_idx) == (7, 0, 1)
+    assert kept.reward == 0.5 and kept.completion_len == 3 and kept.error is None
+    assert lost.reward is None and lost.error == "KeyError: boom"
+
+
+def test_lengths_from_tokens_or_usage() -> None:
+    by_usage = Rollout(prompt="p", reward=1.0, completion_tokens=40, stop_reason="length")
+    summary = summarize([[rollout(1.0, 20)], [by_usage], [Rollout(prompt="p", reward=1.0)]], 1)
+    assert summary["completion_len/mean"] == 30.0
+    assert summary["stop/length"] == pytest.approx(1 / 3) and summary["stop/unknown"] == pytest.approx(2 / 3)
+
+
+def rewards(config: EvalConfig, num_rows: int = 4) -> list[list[float]]:
+    target = rollout_jobs.ModelEndpoint([Client()], "m")
+    groups = anyio.run(rollout_jobs.run_environment, Echo(num_rows), config.env[0], config, target)
+    return [[r.reward for r in group] for group in groups]
+
+
+def test_completions_depend_only_on_seed() -> None:
+    config = parse("--rollouts_per_example", "3")
+    one_by_one = parse("--rollouts_per_example", "3", "--max_concurrent", "3", "--num_examples", "2")
+    assert rewards(config)[:2] == rewards(one_by_one)
+    assert rewards(config) != rewards(parse("--rollouts_per_example", "3", "--seed", "1"))
+    everything = [reward for group in rewards(config) for reward in group]
+    assert len(set(everything)) == len(everything)
+
+
+def test_examples_come_from_the_evaluation_split_in_order() -> None:
+    config = parse("--num_examples", "3")
+    target = rollout_jobs.ModelEndpoint([Client()], "m")
+    groups = anyio.run(rollout_jobs.run_environment, Echo(), config.env[0], config, target)
+    assert [group[0].example_id for group in groups] == [0, 1, 2]
+
+
+def test_max_concurrent_bounds_the_rollouts_in_flight() -> None:
+    environment, config = Echo(8), parse("--rollouts_per_example", "2", "--max_concurrent", "4")
+    anyio.run(
+        rollout_jobs.run_environment, environment, config.env[0], config, rollout_jobs.ModelEndpoint([Client()], "m")
+    )
+    assert environment.most == 4
+    with pytest.raises(ConfigError, match="max_concurrent"):
+        parse("--rollouts_per_example", "5", "--max_concurrent", "4")
+
+
+def test_environment_metrics() -> None:
+    env = GenerationEnvConfig(id="echo", num_examples=1, rollouts_per_example=3)
+    config = EvalConfig(env=[env], num_examples=4, rollouts_per_example=2)
+    assert [len(group) for group in rewards(config)] == [3]
+
+
+def run_echo(config: EvalConfig, environment: Echo, version: int = 20, *, remove: bool = True) -> dict[str, float]:
+    """One environment's evaluation, as the command makes it; `remove`: it was the last."""
+    target = rollout_jobs.ModelEndpoint([Client()], "m", version=version)
+    monitor = build_monitor(config.output_dir, "eval")
+    run = GenerationRun(config, {"reverse-text": environment}, monitor)
+    try:
+        return anyio.run(evaluate_environment, run, config, config.env[0], environment, target)
+    finally:
+        run.close_resume_logs(remove=remove)
+
+
+def test_results_summary_and_metrics_are_written(tmp_path: Path) -> None:
+    config = parse("--rollouts_per_example", "2", "--output_dir", str(tmp_path), "--model.name", "some/model")
+    for _ in range(2):
+        summary = run_echo(config, Echo())
+    folder = tmp_path / "evals" / "reverse-text"
+    lines = list(load_jsonl(folder / "results.jsonl"))
+    assert len(lines) == 8 and "tools" not in lines[0]
+    written = json.loads((folder / "summary.json").read_text())
+    assert written["avg@2"] == summary["avg@2"] and written["model"] == "some/model" and written["step"] == 20
+    rows = list(load_jsonl(tmp_path / "metrics.jsonl"))
+    assert [(row["step"], row["process"]) for row in rows] == [(20, "eval")] * 2
+    assert rows[0]["eval/reverse-text/avg@2"] == summary["avg@2"]
+    assert rows[0]["eval/reverse-text/metrics/exact_match"] == summary["metrics/exact_match"]
+    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
+
+
+def test_parquet_has_same_rows(tmp_path: Path) -> None:
+    from pyarrow import parquet
+
+    run_echo(parse("--output_dir", str(tmp_path)), Echo())
+    folder = tmp_path / "evals" / "reverse-text"
+    lines, columns = list(load_jsonl(folder / "results.jsonl")), parquet.read_table(folder / "results.parquet")
+    assert columns.column("reward").to_pylist() == [line["reward"] for line in lines]
+    assert columns.column("prompt").to_pylist() == [line["prompt"] for line in lines]
+    assert columns.column("metrics/exact_match").to_pylist() == [line["metrics"]["exact_match"] for line in lines]
+
+
+class Killed(BaseException):
+    """Ends a run in the middle."""
+
+
+class Counting(Echo):
+    """Records the requested rollouts; crashes after some groups, and fails some rollouts."""
+
+    def __init__(self, num_rows: int = 6, dies_after: int | None = None, fails: str = "") -> None:
+        super().__init__(num_rows)
+        self.requested: list[tuple[int, int]] = []
+        self.dies_after, self.fails = dies_after, fails
+
+    async def run_group(
+        self, row: dict[str, Any], client: Any, model: str, sampling_args: Any, retries: int = 0
+    ) -> Any:
+        if self.dies_after is not None and len(self.requested) >= self.dies_after:
+            raise Killed
+        self.requested += [(row["example_id"], args["seed"]) for args in sampling_args]
+        made = await super().run_group(row, client, model, sampling_args, retries)
+        if self.fails and row["example_id"] == 1:
+            made[0] = Rollout(prompt=row["prompt"], status=Status.FAILED, error="gone", error_type=self.fails)
+        return made
+
+
+def test_interrupted_evaluation_resumes(tmp_path: Path) -> None:
+    config = parse("--rollouts_per_example", "2", "--max_concurrent", "2", "--output_dir", str(tmp_path / "a"))
+    first, second = Counting(dies_after=6), Counting()
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run_echo(config, first, remove=False)
+    assert caught.group_contains(Killed)
+    whole = parse("--rollouts_per_example", "2", "--output_dir", str(tmp_path / "b"))
+    lines: list[str] = []
+    handler = logger.add(lambda message: lines.append(str(message)), format="{message}")
+    try:
+        summary = run_echo(config, second)
+        assert sum("6 of 12 rollouts are finished" in line for line in lines) == 1
+        assert {**run_echo(whole, Counting()), "time": 0} == {**summary, "time": 0}
+    finally:
+        logger.remove(handler)
+    assert sum("rollouts are finished" in line for line in lines) == 1, "the second one started from the beginning"
+    assert len(first.requested) == 6 and len(second.requested) == 6
+    assert not set(first.requested) & set(second.requested)
+    results = [(tmp_path / name / "evals" / "reverse-text" / "results.jsonl").read_text() for name in "ab"]
+    assert results[0] == results[1]
+
+
+def test_truncated_line_costs_one_group(tmp_path: Path) -> None:
+    config = parse("--rollouts_per_example", "2", "--output_dir", str(tmp_path))
+    with pytest.raises(BaseExceptionGroup):
+        run_echo(
+            parse("--rollouts_per_example", "2", "--max_concurrent", "2", "--output_dir", str(tmp_path)),
+            Counting(dies_after=8),
+            remove=False,
+        )
+    [resume_log] = (tmp_path / "evals" / "reverse-text").glob(".unfinished-*")
+    resume_log.write_bytes(resume_log.read_bytes()[:-7])
+    second = Counting()
+    assert run_echo(config, second)["rollouts"] == 12
+    assert len(second.requested) == 6  # two groups that were never started, and the truncated one
+
+
+@pytest.mark.parametrize("change", [["--seed", "1"], ["--sampling.temperature", "0.5"], ["--no-resume"]])
+def test_changed_settings_reuse_nothing(tmp_path: Path, change: list[str]) -> None:
+    options = ["--rollouts_per_example", "2", "--output_dir", str(tmp_path)]
+    run_echo(parse(*options), Counting(), remove=False)
+    again = Counting()
+    run_echo(parse(*options, *change), again)
+    assert len(again.requested) == 12
+
+
+def test_retryable_failures_are_retried(tmp_path: Path) -> None:
+    for kind, wanted in (("ConnectionError", 1), ("OverlongPrompt", 0)):
+        config = parse("--rollouts_per_example", "2", "--output_dir", str(tmp_path / kind))
+        assert run_echo(config, Counting(fails=kind), remove=False)["error/mean"] == pytest.approx(1 / 12)
+        again = Counting()
+        run_echo(config, again)
+        assert len(again.requested) == wanted
+
+
+def test_resume_log_is_exclusive(tmp_path: Path) -> None:
+    from prime_rl.generation.resume_log import ResumeLog
+
+    resume_log = ResumeLog(tmp_path, {"seed": 0})
+    with pytest.raises(ValueError, match="is being written"):
+        ResumeLog(tmp_path, {"seed": 0})
+    ResumeLog(tmp_path, {"seed": 1}).close()
+    resume_log.close()
+    ResumeLog(tmp_path, {"seed": 0}).close()
+    assert list(tmp_path.iterdir()) == []  # nothing was in them
+
+
+def test_nonfinite_numbers_survive_resume_log(tmp_path: Path) -> None:
+    from prime_rl.generation.resume_log import ResumeLog
+
+    row = {"prompt": "p", "answer": Path("x")}
+    resume_log = ResumeLog(tmp_path, {})
+    resume_log.add(0, row, [Result(reward=0.5, metrics={"ratio": math.nan})], 1.5)
+    resume_log.close()
+    found = ResumeLog(tmp_path, {})
+    assert found.missing(0, row, 2) == [1] and found.elapsed == 1.5
+    [result] = found.results(0, 2)
+    assert result.reward == 0.5 and result.metrics == {"ratio": None}
+    found.close()
+
+
+def test_table_row() -> None:
+    summary = {**summarize([[rollout(1.0)], [rollout(0.5)]], 1), "time": 1.0}
+    row = format_row(summary)
+    assert row["avg@k"].startswith("0.7500 (") and row["k"] == "1" and "pass@1" not in row
+    assert row["pass@k"].startswith("0.5000 (")
+    assert row["truncated"] == "0.0%"
+    assert format_metrics({"metrics/a": 0.5, "metrics/num_turns": 1.0}) == {"a": "0.5000"}
+
+
+def test_strict_servers_get_no_unknown_fields() -> None:
+    ours = rollout_jobs.build_request(SamplingConfig(), 2**40, "http://localhost:8000/v1")
+    assert ours["extra_body"]["return_token_ids"] is True and ours["seed"] == 2**40
+    strict = rollout_jobs.build_request(SamplingConfig(), 2**40, "https://api.openai.com/v1")
+    assert strict["extra_body"] == {} and "logprobs" not in strict and 0 <= strict["seed"] < 2**31
+
+
+def test_server_selection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    assert build_job(parse("--model.name", "tiny-qwen3")) == EvalJob("tiny-qwen3")
+    url = "http://localhost:1/v1"
+    assert build_job(parse("--model.name", "x", "--client.base-url", url)) == EvalJob("x", (url,))
+    with pytest.raises(ValueError, match="OPENAI_API_KEY"):
+        build_job(parse())
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    assert build_job(parse()) == EvalJob("gpt-4.1-mini", ("https://api.openai.com/v1",))
+    for name in ("outputs/rl/weights/step_2O", "tiny-qwen", str(tmp_path)):
+        with pytest.raises(ValueError, match=r"model\.name"):
+            build_job(parse("--model.name", name))
+
+
+def test_series_of_steps(tmp_path: Path) -> None:
+    for step in (5, 10):
+        publish_step(tmp_path, step, lambda directory: (directory / "config.json").write_text("{}") and None)
+    plan = build_job(parse("--weights-dir", str(tmp_path)))
+    assert plan == EvalJob(str(tmp_path / "step_5"), (), (5, 10))
+    config = parse("--weights-dir", str(tmp_path), "--steps", "10")
+    assert build_job(config).steps == (10,)
+    argv = build_server_argv(config, server_options(config, plan))
+    assert argv[argv.index("--weight_dirs") + 1] == json.dumps([str(tmp_path)])
+    with pytest.raises(ValueError, match=r"weights_dir .* step_7; available: 5, 10"):
+        build_job(parse("--weights-dir", str(tmp_path), "--steps", "5,7"))
+    with pytest.raises(ConfigError, match="weights_dir"):
+        parse("--steps", "5")
+
+
+def test_missing_server_raises_before_loading_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prime_rl.utils.vf.open_environments", lambda *_: pytest.fail("must not be loaded"))
+    client = {"base_url": [f"http://127.0.0.1:{find_free_port()}/v1"]}
+    config = EvalConfig.model_validate({"client": client, "env": [{"id": "reverse-text"}], "output_dir": tmp_path})
+    with pytest.raises(ConnectionError, match=r"client.base_url .* does not respond.*reconnect-timeout"):
+        evaluate(config)

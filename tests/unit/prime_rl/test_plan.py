@@ -1,0 +1,255 @@
+"""`plan`: counts against real models, estimates against published runs, consistent advice."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prime_rl.plan.config import GiB, PlanConfig
+from prime_rl.plan.memory import cache_tokens, count_lora, trainer_memory
+from prime_rl.plan.report import describe
+from prime_rl.plan.shapes import KNOWN, parse_shape, read_shape
+from prime_rl.plan.speed import generate, quantiles, train, training_flops, weight_update_s
+from prime_rl.plan.split import choose_split, possible_splits
+from prime_rl.trainer.lora import LoraSpec, adapter_tensors, add_lora
+from prime_rl.trainer.models.attention import PackedAttention
+from prime_rl.trainer.models.causal_lm import CausalLM
+from prime_rl.trainer.models.decoder_config import DecoderConfig
+from prime_rl.utils.pydantic_config import parse_argv
+
+SMALL = {
+    "model_type": "qwen3", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": False,
+    "moe_intermediate_size": 32, "num_experts_per_tok": 2,
+}  # fmt: skip
+FAMILIES = {
+    "untied": SMALL,
+    "tied": SMALL | {"tie_word_embeddings": True},
+    "experts": SMALL | {"model_type": "qwen3_moe", "num_experts": 8},
+}
+PUBLISHED = [
+    # model, GPU, GPUs, tokens of a sample, rank of the adapter, tokens/s, GiB: prime-rl's table of 2026-02-01
+    ("Qwen/Qwen3-0.6B", "h100", 1, 16384, 0, 11896, 12.5),
+    ("Qwen/Qwen3-0.6B", "h100", 1, 65536, 0, 10147, 19.6),
+    ("Qwen/Qwen3-0.6B", "h100", 1, 16384, 16, 13342, 5.1),
+    ("Qwen/Qwen3-4B", "h100", 1, 16384, 16, 6229, 23),
+    ("Qwen/Qwen3-4B", "h100", 1, 65536, 16, 4164, 42),
+    ("Qwen/Qwen3-4B", "h100", 8, 16384, 0, 26026, 17),
+    ("Qwen/Qwen3-4B", "h100", 8, 65536, 0, 28966, 37),
+    ("Qwen/Qwen3-4B", "h200", 8, 65536, 0, 29544, 36),
+    ("Qwen/Qwen3-4B", "h200", 8, 16384, 16, 52379, 10),
+    ("Qwen/Qwen3-4B", "h200", 8, 65536, 16, 33430, 29),
+]
+
+
+def parse(line: str = "") -> PlanConfig:
+    return parse_argv(PlanConfig, shlex.split(line), "plan", {})[0]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_parameters_are_those_of_the_model(name: str) -> None:
+    with torch.device("meta"):
+        model = CausalLM(DecoderConfig.from_hf(FAMILIES[name]))
+    matrices = {id(p): p.numel() for p in model.parameters() if p.dim() > 1}
+    routers = sum(p.numel() for n, p in model.named_parameters() if n.endswith("mlp.gate.weight"))
+    assert parse_shape(FAMILIES[name]).parameters == sum(matrices.values()) - routers
+
+
+def test_parameters_of_an_adapter_are_those_of_the_model() -> None:
+    model = CausalLM(DecoderConfig.from_hf(SMALL))
+    config = parse("--trainer.model.lora.rank 4")
+    lora = config.trainer.model.lora
+    assert lora is not None
+    add_lora(model, LoraSpec(rank=4, alpha=8.0, target_modules=tuple(lora.target_modules)), seed=0)
+    assert count_lora(config, parse_shape(SMALL)) == sum(t.numel() for t in adapter_tensors(model).values())
+
+
+def test_layer_activations_match_the_plan() -> None:
+    """Bytes that autograd saves for a layer in bf16, parameters left out."""
+    config = SMALL | {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8, "num_key_value_heads": 4}
+    model = CausalLM(DecoderConfig.from_hf(config)).to(torch.bfloat16)
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            saved[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)  # so that no address is used twice
+        return tensor
+
+    alive: list[torch.Tensor] = []
+    tokens = 64
+    x = torch.randn(tokens, 256, dtype=torch.bfloat16, requires_grad=True)
+    cos, sin = (table[:tokens].to(x.dtype) for table in model.rope(tokens, x.device))
+    attend = PackedAttention([tokens], mode="sdpa")
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        model.layers()[0](x, cos, sin, attend)
+    tables = 2 * cos.untyped_storage().nbytes()
+    measured = (sum(saved.values()) - tables) / tokens
+    assert parse_shape(config).layer_bytes == pytest.approx(measured, rel=0.03)
+
+
+def trainer_only(model: str, gpu: str, gpus: int, tokens: int, rank: int) -> tuple[float, float]:
+    """Tokens per second and GiB of a step over two samples on each GPU, layers recomputed."""
+    adapter: dict[str, Any] = {"lora": {"rank": rank}} if rank else {}
+    config = PlanConfig.model_validate(
+        {
+            "model": {"name": model},
+            "seq_len": tokens,
+            "orchestrator": {"batch_size": 2 * gpus, "sampling": {"max_tokens": tokens - 1}},
+            "trainer": {"model": {"ac": {}, **adapter}},
+            "cluster": {"gpu": gpu, "gpus_per_node": max(gpus, 2)},
+            "workload": {"prompt_tokens": 1, "completion_tokens": tokens - 1},
+        }
+    )
+    shape, parallel = read_shape(model), config.trainer.parallel.resolve(gpus)
+    step = train(config, shape, parallel, gpus)
+    return step.tokens / step.seconds, trainer_memory(config, shape, parallel).total / GiB
+
+
+@pytest.mark.parametrize("row", PUBLISHED, ids=str)
+def test_published_runs(row: tuple[str, str, int, int, int, float, float]) -> None:
+    """Memory within 38 %: our layers keep less. Speed within a fifth at long samples; short ones lose time there that a
+    bound does not."""
+    *run, rate, memory = row
+    speed, size = trainer_only(*run)  # type: ignore[arg-type]
+    assert 0.62 < size / memory < 1.2
+    assert (0.8 if row[3] > 60000 else 1.0) < speed / rate < (1.2 if row[3] > 60000 else 2.7)
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    {
+        "Qwen/Qwen3-0.6B": 596_049_920,
+        "Qwen/Qwen3-1.7B": 1_720_574_976,
+        "Qwen/Qwen3-4B": 4_022_468_096,
+        "Qwen/Qwen3-8B": 8_190_735_360,
+        "Qwen/Qwen3-14B": 14_768_307_200,
+        "Qwen/Qwen3-32B": 32_762_123_264,
+        "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+        "Qwen/Qwen3-235B-A22B": 235_093_634_560,
+    }.items(),
+)
+def test_known_shapes_have_the_published_size(name: str, published: int) -> None:
+    """Parameters of the released checkpoints; ours are without norms and routers."""
+    shape = parse_shape(KNOWN[name])
+    norms = shape.layers * 2 * (shape.hidden + shape.head_dim) + shape.hidden
+    assert shape.parameters + norms + shape.layers * shape.hidden * shape.experts == published
+
+
+def test_a_token_passes_through_the_active_experts() -> None:
+    assert parse_shape(KNOWN["Qwen/Qwen3-30B-A3B"]).active_parameters / 1e9 == pytest.approx(3.0, rel=0.15)
+
+
+def test_a_shape_is_read_from_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    assert read_shape(str(tmp_path)) == parse_shape(SMALL)
+
+
+def test_lengths_have_their_mean_and_their_end() -> None:
+    assert sum(quantiles(100.0, 0.5, 10**9)) / 64 == pytest.approx(100, rel=0.02)
+    assert max(quantiles(100.0, 1.0, 150)) == 150
+    assert list(quantiles(100.0, 0.0, 1000)) == pytest.approx([100.0] * 64)
+
+
+def test_more_of_everything_costs_more() -> None:
+    """More shards, recomputing and an adapter save memory; waiting, a tail and level 0 cost time."""
+    shape = read_shape("Qwen/Qwen3-4B")
+
+    def memory(line: str, ranks: int = 2) -> float:
+        config = parse(f"--seq-len 16384 {line}")
+        return trainer_memory(config, shape, config.trainer.parallel.resolve(ranks)).total
+
+    plain = memory("")
+    assert memory("", 4) < plain and memory("--trainer.model.ac") < memory("--trainer.model.ac.freq 2") < plain
+    assert memory("--trainer.model.lora") < plain and memory("--trainer.model.optim-cpu-offload") < plain
+    assert memory("--trainer.parallel.cp 2") < plain and memory("--trainer.parallel.tp 2") < plain
+
+    def seconds(line: str) -> Any:
+        return generate(parse(line), shape, 2)
+
+    usual = seconds("")
+    assert seconds("--workload.latency-s 5").steady > usual.steady
+    assert seconds("--workload.spread 1").alone > seconds("--workload.spread 0").alone >= usual.steady
+    assert seconds("--orchestrator.batch-size 256 --orchestrator.rollouts-per-example 8").steady > usual.steady
+    assert cache_tokens(parse("--cluster.gpu h200"), shape) > cache_tokens(parse(), shape)
+
+
+def test_weights_are_written_once_or_sent_to_each_engine() -> None:
+    shape = parse_shape(KNOWN["Qwen/Qwen3-4B"])
+    gigabytes = 2 * shape.parameters / 1e9
+
+    def seconds(line: str, engines: int) -> float:
+        return weight_update_s(parse(f"--cluster.network-gbs 2 {line}"), shape, engines) / gigabytes
+
+    assert seconds("--cluster.disk-gbs 4", 1) == seconds("--cluster.disk-gbs 4", 64) == pytest.approx(0.5)
+    gloo = "--weight-broadcast.type gloo"
+    assert seconds(gloo, 1) == seconds(gloo, 2), "bound by what one receiver verifies"
+    assert seconds(gloo, 64) - seconds(gloo, 32) == pytest.approx(16), "bound by the trainer's link"
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "Qwen/Qwen3-30B-A3B"])
+def test_recomputing_adds_a_forward_pass_of_every_layer(name: str) -> None:
+    line, shape = f"--model.name {name} --seq-len 2048", parse_shape(KNOWN[name])
+    plain, again = (training_flops(parse(line + ac), shape) for ac in ("", " --trainer.model.ac"))
+    head = 8 * shape.head_parameters  # computed in chunks, twice anyway
+    assert again[0] - head == pytest.approx((plain[0] - head) * 8 / 6) and again[1] == pytest.approx(plain[1] * 8 / 6)
+    inner = shape.active_inner_parameters
+    dense = shape.attention_parameters + (0 if shape.experts else inner)
+    assert plain[:2] == pytest.approx((6 * dense + head, 6 * inner if shape.experts else 0))
+
+
+def test_default_completion_length_is_half_the_limit() -> None:
+    room = parse("--seq-len 4096").seq_len - parse("--seq-len 4096").workload.prompt_tokens
+    assert parse("--seq-len 4096").completion_tokens == room // 2
+    assert parse("--seq-len 4096 --orchestrator.sampling.max-tokens 600").completion_tokens == 300
+    assert parse("--seq-len 4096 --workload.completion-tokens 7").completion_tokens == 7
+
+
+def test_without_an_engine_every_gpu_may_train() -> None:
+    config = parse("--model.name Qwen/Qwen3-0.6B --seq-len 2048").model_copy(update={"inference": None})
+    splits = list(possible_splits(config, read_shape(config.model.name), None))
+    assert [(split.trainer_gpus, split.engines) for split in splits] == [(n, 0) for n in range(1, 9)]
+
+
+def test_the_split_is_the_fastest_that_fits() -> None:
+    config = parse("--model.name Qwen/Qwen3-4B --seq-len 8192 --trainer.model.ac --orchestrator.batch-size 512")
+    shape = read_shape(config.model.name)
+    chosen, every = choose_split(config, shape), list(possible_splits(config, shape, None))
+    assert {split.trainer_gpus for split in every} == set(range(1, 8))
+    assert chosen.memory.fits and chosen.seconds == min(split.seconds for split in every if split.memory.fits)
+    assert all(split.training.seconds > later.training.seconds for split, later in itertools.pairwise(every))
+    assert 0 <= min(chosen.idle.values()) < 0.01, "at level 2 the slower side never waits"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--model.name Qwen/Qwen3-8B --seq-len 16384", "[trainer.model.ac]"),
+        ("--model.name Qwen/Qwen3-32B --cluster.gpu rtx3090", "inference.parallel.tp = 2"),
+        ("--max-async-level 0", "max_async_level = 1"),
+        ("--cluster.trainer-gpus 7 --orchestrator.batch-size 512", "cluster.trainer_gpus = "),
+        ("--inference.max-batch-size 4", "max_batch_size allows 4 at once"),
+        ("--cluster.disk-gbs 0.1", "/dev/shm"),
+        ("--cluster.network-gbs 0.1 --weight-broadcast.type gloo", "filesystem"),
+    ],
+)
+def test_advice(line: str, words: str) -> None:
+    config = parse(line)
+    shape = read_shape(config.model.name)
+    assert words in "\n".join(describe(config, shape, choose_split(config, shape)))
+
+
+def test_too_small_cluster_is_rejected() -> None:
+    with pytest.raises(ValueError, match="gpus_per_node"):
+        parse("--cluster.gpus-per-node 2 --trainer.parallel.tp 2")
+    config = parse("--trainer.parallel.tp 3 --cluster.trainer-gpus 4")
+    with pytest.raises(ValueError, match="multiple that leaves an engine"):
+        choose_split(config, read_shape(config.model.name))

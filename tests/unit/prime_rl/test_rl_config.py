@@ -1,0 +1,366 @@
+"""The config of `rl`: shared keys reach every process, conflicts are rejected by name, every TOML file parses."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_rl.config import SHARED_KEYS, RLConfig
+from prime_rl.inference.config import InferenceConfig
+from prime_rl.orchestrator.config import OrchestratorConfig
+from prime_rl.trainer.config import TrainConfig
+from prime_rl.utils.pydantic_config import ConfigError, parse_argv, write_config
+from rollouts.training.objectives import PRESETS
+
+ROOT = Path(__file__).parents[3]
+
+
+def parse(*argv: str, **environ: str) -> RLConfig:
+    return parse_argv(RLConfig, argv, "rl", environ)[0]
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def lookup(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
+
+
+# The table
+
+VALUES = {
+    "model.name": "some/dir", "model.debug.random_init": True, "model.debug.num_layers": 1, "model.debug.seed": 3,
+    "max_steps": 5, "max_async_level": 0, "seq_len": 99, "seed": 7, "output_dir": Path("elsewhere"),
+    "transport.type": "zmq", "transport.host": "far", "transport.port": 6000,
+    "weight_broadcast.type": "gloo", "weight_broadcast.host": "far", "weight_broadcast.port": 6001,
+    "weight_broadcast.timeout": 5,
+    "ckpt.interval": 4, "ckpt.resume_step": -1, "ckpt.keep": 2,
+    "wandb.enabled": False, "wandb.project": "p", "wandb.entity": "e", "wandb.offline": True, "wandb.group": "g",
+    "wandb.tags": ["t"], "wandb.log_extras.samples": False, "wandb.log_extras.distributions": False,
+    "wandb.log_extras.interval": 3, "wandb.log_extras.max_samples": 4, "tensorboard.enabled": False,
+    "trackio.enabled": False, "trackio.project": "p", "trackio.name": "n", "trackio.space_id": "me/runs",
+    "prometheus.enabled": False, "log.level": "debug", "log.file": False,
+}  # fmt: skip
+
+
+def spell(value: Any) -> str:
+    return ",".join(value) if isinstance(value, list) else str(value)
+
+
+@pytest.mark.parametrize("row", SHARED_KEYS, ids=lambda row: row.key)
+def test_a_shared_key_reaches_every_process(row: Any) -> None:
+    value = VALUES[row.key]
+    config, sources = parse_argv(RLConfig, [f"--{row.key}", spell(value)], "rl", {})
+    for key in (row.key, *row.targets):
+        assert lookup(config, key) == value, key
+    assert lookup(RLConfig(), row.key.split(".")[0]) is None or lookup(RLConfig(), row.key) != value
+    assert {sources[key] for key in row.targets} == {f"shared key {row.key}"}
+
+
+@pytest.mark.parametrize("row", [row for row in SHARED_KEYS if row.must_agree], ids=lambda row: row.key)
+def test_value_for_one_process_applies_to_all(row: Any, tmp_path: Path) -> None:
+    value = VALUES[row.key]
+    for target in row.targets:
+        config = parse(f"--{target}", spell(value))
+        assert all(lookup(config, key) == value for key in (row.key, *row.targets))
+
+
+@pytest.mark.parametrize("row", SHARED_KEYS, ids=lambda row: row.key)
+def test_contradictions_name_both_keys(row: Any) -> None:
+    other = {bool: lambda v: not v, int: lambda v: v + 1}.get(
+        type(VALUES[row.key]), lambda v: "filesystem" if row.key.endswith(".type") else "other"
+    )
+    for target in row.targets:
+        argv = [f"--{row.key}", spell(VALUES[row.key]), f"--{target}", spell(other(VALUES[row.key]))]
+        with pytest.raises(ConfigError) as error:
+            parse(*argv)
+        assert row.key in str(error.value) and target in str(error.value) and "disagree" in str(error.value)
+        assert str(error.value).count("\n") <= 2
+
+
+def test_defaults_agree_everywhere() -> None:
+    config = parse()
+    for row in SHARED_KEYS:
+        if row.must_agree and not row.key.startswith("ckpt."):
+            assert len({str(lookup(config, key)) for key in (row.key, *row.targets)}) == 1, row.key
+    assert config.max_async_level == 2 and config.output_dir == Path("outputs")
+    assert (
+        config.ckpt is config.trainer.ckpt is config.orchestrator.ckpt is config.wandb is config.trainer.wandb is None
+    )
+
+
+def test_no_dead_shared_keys() -> None:
+    """Every key of `rl` that is not a process goes somewhere: through the table, or it is read by the launcher."""
+    shared = {row.key.split(".")[0] for row in SHARED_KEYS}
+    launcher = (ROOT / "src/prime_rl/rl.py").read_text()
+    dead = [name for name in RLConfig.model_fields if name not in shared and f"config.{name}" not in launcher]
+    assert not dead, f"nothing reads these keys of rl: {dead}"
+
+
+# Files for the processes
+
+
+def test_three_files_make_one_run(tmp_path: Path) -> None:
+    trainer = "max_steps = 6\n[model]\nname = 'm'\n[optim]\nlr = 0.5\n[data.fake]"
+    argv = [
+        "--trainer", "@", write(tmp_path / "t.toml", trainer),
+        "--orchestrator", "@", write(tmp_path / "o.toml", "batch_size = 8\nrollouts_per_example = 4\nmax_steps = 6"),
+        "--inference", "@", write(tmp_path / "i.toml", "[server]\nport = 8123"),
+    ]  # fmt: skip
+    config = parse(*argv)
+    assert config.max_steps == 6 and config.trainer.optim.lr == 0.5
+    assert config.inference is not None and config.inference.model.name == config.orchestrator.model.name == "m"
+    assert config.orchestrator.client.base_url == ["http://127.0.0.1:8123/v1"]
+    assert config.trainer.data.fake is None
+    (note,) = config.notes
+    assert "trainer.data.fake" in note and f"{tmp_path}/t.toml:6" in note
+
+
+def test_an_option_wins_over_the_files_of_processes(tmp_path: Path) -> None:
+    files = ["--trainer", "@", write(tmp_path / "t.toml", "max_steps = 6\n[ckpt]\ninterval = 2")]
+    config = parse(*files, "--max-steps", "3", "--no-ckpt")
+    assert config.max_steps == config.trainer.max_steps == config.orchestrator.max_steps == 3
+    assert config.ckpt is config.trainer.ckpt is config.orchestrator.ckpt is None
+    assert sum("replaces" in note for note in config.notes) == 2
+    with pytest.raises(ConfigError, match=r"t\.toml:1"):
+        parse(*files, PRIME_MAX_STEPS="4")
+
+
+@pytest.mark.parametrize("argv", [["--ckpt"], ["--trainer.ckpt"], ["--orchestrator.ckpt.interval", "3"]])
+def test_checkpoints_are_for_both_or_none(argv: list[str]) -> None:
+    config = parse(*argv)
+    assert config.ckpt and config.trainer.ckpt and config.orchestrator.ckpt
+    assert config.trainer.ckpt.interval == config.orchestrator.ckpt.interval == config.ckpt.interval
+    with pytest.raises(ConfigError, match=r"ckpt = off"):
+        parse("--trainer.ckpt", "--orchestrator.ckpt", "None")
+
+
+def test_wandb_runs_have_names_of_their_own() -> None:
+    config = parse("--wandb.name", "run", "--orchestrator.wandb.project", "q", "--wandb.project", "q")
+    assert config.trainer.wandb and config.orchestrator.wandb
+    assert (config.trainer.wandb.name, config.orchestrator.wandb.name) == ("run-trainer", "run-orchestrator")
+    assert parse("--trainer.wandb").orchestrator.wandb is None
+    assert parse("--wandb", "--orchestrator.wandb", "None").orchestrator.wandb is None
+    named = parse("--wandb.name", "run", "--trainer.wandb.name", "mine")
+    assert named.trainer.wandb and named.trainer.wandb.name == "mine"
+
+
+def test_each_process_can_be_written_and_read_alone(tmp_path: Path) -> None:
+    config = parse("--max-steps", "4", "--wandb.name", "n", "--ckpt.interval", "2", "--model.debug.random_init")
+    for name, config_cls in (
+        ("trainer", TrainConfig),
+        ("orchestrator", OrchestratorConfig),
+        ("inference", InferenceConfig),
+    ):
+        path = tmp_path / f"{name}.toml"
+        write_config(getattr(config, name), path)
+        assert parse_argv(config_cls, ["@", str(path)], name, {})[0] == getattr(config, name)
+        assert "# shared key " in path.read_text()
+    write_config(config, tmp_path / "rl.toml")
+    assert parse("@", str(tmp_path / "rl.toml")) == config
+
+
+def test_configs_as_objects_are_shared_too() -> None:
+    config = RLConfig(trainer=TrainConfig(max_steps=3), max_async_level=1)
+    assert config.orchestrator.max_steps == 3 and config.orchestrator.max_async_level == 1
+
+
+# Fitting the processes together
+
+
+@pytest.mark.parametrize("words", [["0,1"], ["0", "1"], ["[0, 1]"]])
+@pytest.mark.parametrize("key", ["--trainer_gpu_ids", "--inference-gpu-ids"])
+def test_gpu_ids(key: str, words: list[str]) -> None:
+    config = parse(key, *words, "--max-steps", "2")
+    assert (config.trainer_gpu_ids or config.inference_gpu_ids) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("server", "url"),
+    [
+        ([], "http://127.0.0.1:8000/v1"),
+        (["--inference.server.host", "0.0.0.0"], "http://localhost:8000/v1"),
+        (["--inference.server.host", "10.0.0.5", "--inference.server.port", "81"], "http://10.0.0.5:81/v1"),
+        (["--orchestrator.client.base-url", "http://localhost:8000/v1"], "http://localhost:8000/v1"),
+        (["--no-inference", "--orchestrator.client.base-url", "http://far:9/v1"], "http://far:9/v1"),
+    ],
+)
+def test_the_orchestrator_finds_the_server(server: list[str], url: str) -> None:
+    assert parse(*server).orchestrator.client.base_url == [url]
+
+
+def test_the_server_takes_what_the_trainer_takes() -> None:
+    for argv, length in (["--seq-len", "64"], 64), (["--seq-len", "64", "--inference.model.max_model_len", "32"], 32):
+        config = parse(*argv)
+        assert config.inference is not None and config.inference.model.max_model_len == length
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--inference.model.max_model_len", "4096"], ["inference.model.max_model_len = 4096", "seq_len = 2048"]),
+        (
+            ["--orchestrator.batch_size", "6", "--orchestrator.rollouts_per_example", "4"],
+            ["batch_size = 6", "example = 4"],
+        ),
+        (["--trainer_gpu_ids", "0,0"], ["trainer_gpu_ids", "twice"]),
+        (["--trainer_gpu_ids", "-1"], ["trainer_gpu_ids", "at least 0"]),
+        (["--no-inference", "--inference_gpu_ids", "0"], ["inference_gpu_ids", "inference is off"]),
+        (
+            ["--inference.server.port", "9", "--orchestrator.client.base_url", "http://localhost:8/v1"],
+            ["base_url", "port 9"],
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(argv: list[str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse(*argv)
+    assert all(word in str(error.value) for word in words) and str(error.value).count("\n") <= 2
+
+
+# The files of the repository
+
+CLASSES = {
+    "rl.toml": ("prime_rl.config", "RLConfig"),
+    "sft.toml": ("prime_rl.trainer.config", "SFTConfig"),
+    "tiny.toml": ("prime_rl.config", "RLConfig"),
+    "context_distill/pure.toml": ("prime_rl.config", "RLConfig"),
+    "context_distill/hybrid.toml": ("prime_rl.config", "RLConfig"),
+    "context_distill/tiny_modes.toml": ("prime_rl.config", "RLConfig"),
+    "context_distill/tiny_hybrid.toml": ("prime_rl.config", "RLConfig"),
+    "context_distill/tiny_sft.toml": ("prime_rl.trainer.config", "SFTConfig"),
+    "context_distill/tiny_hybrid_sft.toml": ("prime_rl.trainer.config", "SFTConfig"),
+    "context_distill/tiny_modes_sft.toml": ("prime_rl.trainer.config", "SFTConfig"),
+    "eval.toml": ("prime_rl.eval.config", "EvalConfig"),
+    "infer.toml": ("prime_rl.inference.config", "InferenceConfig"),
+    "orch.toml": ("prime_rl.orchestrator.config", "OrchestratorConfig"),
+    "eval/single_env.toml": ("prime_rl.eval.config", "EvalConfig"),
+    "eval/multi_env.toml": ("prime_rl.eval.config", "EvalConfig"),
+    "eval/local_model.toml": ("prime_rl.eval.config", "EvalConfig"),
+    "synthesize/single_turn.toml": ("prime_rl.synthesize.config", "SynthesizeConfig"),
+    "synthesize/multi_turn.toml": ("prime_rl.synthesize.config", "SynthesizeConfig"),
+    "synthesize/tools.toml": ("prime_rl.synthesize.config", "SynthesizeConfig"),
+    "rl/train.toml": ("prime_rl.trainer.config", "TrainConfig"),
+    "sft/train.toml": ("prime_rl.trainer.config", "SFTConfig"),
+}
+FILES = sorted(
+    path
+    for folder in ("configs", "examples", "experiments")
+    for path in (ROOT / folder).rglob("*.toml")
+    # those of scripts.prime_rl_train, which reads them itself: test_prime_rl_train
+    if path.parent.name != "prime_rl" and path.name != "prime_rl.toml"
+)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_file_of_the_repository_parses(path: Path) -> None:
+    names = [names for end, names in CLASSES.items() if path.as_posix().endswith("/" + end)]
+    assert names, f"{path} belongs to no command: name it like its neighbours, or add its ending to CLASSES"
+    config_cls = getattr(importlib.import_module(names[0][0]), names[0][1])
+    config, sources = parse_argv(config_cls, ["@", str(path)], path.stem, {})
+    assert any(".toml:" in source for source in sources.values()), "no value came from the file, or from its base"
+    assert not [note for note in config.notes if note.startswith("warning")]
+
+
+def test_the_documented_three_files_parse_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    debug = "configs/debug"
+    config = parse(
+        "--trainer", "@", f"{debug}/rl/train.toml", "--orchestrator", "@", f"{debug}/orch.toml",
+        "--inference", "@", f"{debug}/infer.toml",
+    )  # fmt: skip
+    assert config.trainer.data.fake is None and config.max_steps == config.orchestrator.max_steps
+
+
+# `--help` is instant
+
+ENTRIES = {
+    "rl": "prime_rl.rl", "trainer": "prime_rl.trainer.rl.train", "sft": "prime_rl.trainer.sft.train",
+    "orchestrator": "prime_rl.orchestrator.orchestrator", "inference": "prime_rl.inference.server",
+    "eval": "prime_rl.eval.eval", "synthesize": "prime_rl.synthesize.synthesize",
+    "plan": "prime_rl.plan.plan",
+}  # fmt: skip
+ASK = """
+import sys
+from {module} import main
+sys.argv = ["{name}", "--help"]
+try:
+    main()
+except SystemExit as stop:
+    assert stop.code == 0
+LARGE = ("torch", "transformers", "verifiers", "starlette", "openai", "asyncio", "msgspec", "pydantic")
+print("HEAVY", *(name for name in LARGE if name in sys.modules))
+print(len(sys.modules))
+"""
+MAX_MODULES = 290
+"""Limit for --help: pydantic (215), our configurations, the standard library."""
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_help_imports_no_heavy_package(name: str) -> None:
+    code = ASK.format(module=ENTRIES[name], name=name)
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("PRIME_")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environ)
+    assert done.returncode == 0, done.stderr
+    *shown, heavy, num_modules = done.stdout.splitlines()
+    assert heavy.split() == ["HEAVY", "pydantic"] and int(num_modules) <= MAX_MODULES
+    assert shown[0].startswith(f"usage: {name} ") and max(map(len, shown)) <= 100
+
+
+def test_an_environment_is_called_by_its_id_unless_it_has_a_name() -> None:
+    assert parse("--orchestrator.env.0.id", "gsm8k").orchestrator.env[0].name == "gsm8k"
+    assert parse("--orchestrator.env.0.name", "letters").orchestrator.env[0].name == "letters"
+    assert parse("--orchestrator.env.0.name", "None").orchestrator.env[0].name == "reverse-text"
+
+
+# The advantage half of an objective
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "custom"])
+def test_preset_sets_the_orchestrator_advantage(name: str) -> None:
+    config, sources = parse_argv(
+        RLConfig, ["--trainer.loss.type", name, "--orchestrator.sampling.max_tokens", "100"], "rl", {}
+    )
+    choice, told = PRESETS[name].advantage, config.orchestrator
+    assert told.advantage is not None
+    assert (told.advantage.baseline, told.advantage.std) == (choice.baseline, choice.std)
+    assert sources["orchestrator.advantage.baseline"] == f"trainer.loss.type {name}"
+    assert [filter.name for filter in told.buffer.filters] == (["zero_variance"] if name == "dapo" else [])
+    penalty = told.length_penalty
+    assert (penalty is not None) == (name == "dapo")
+    if penalty is not None:
+        assert (penalty.type, penalty.coef, penalty.window) == ("overlong", 1.0, 20)
+    assert config.trainer.loss.max_tokens == (100 if name == "dr_grpo" else None)
+    assert config.notes == []
+
+
+def test_explicit_advantage_keys_override_the_preset_with_a_note() -> None:
+    rloo = ["--trainer.loss.type", "rloo"]
+    config = parse(*rloo, "--orchestrator.advantage.baseline", "mean")
+    assert config.orchestrator.advantage is not None and config.orchestrator.advantage.baseline == "mean"
+    [text] = config.notes
+    assert "orchestrator.advantage.baseline = 'mean' (CLI) overrides" in text and "'leave_one_out'" in text
+    config = parse(*rloo, "--no-orchestrator.advantage")
+    assert config.orchestrator.advantage is None and ["advantage = off" in text for text in config.notes] == [True]
+    config = parse(*rloo, "--orchestrator.advantage.length_weighted_mean")
+    assert config.orchestrator.advantage is not None and config.orchestrator.advantage.length_weighted_mean
+    [text] = parse("--trainer.loss.type", "dapo").notes
+    assert "without orchestrator.sampling.max_tokens" in text
+    assert parse().orchestrator.advantage == parse("--trainer.loss.type", "aipo").orchestrator.advantage
+
+
+def test_modules_trained_whole_cannot_travel_in_an_adapter() -> None:
+    lora = {"modules_to_save": ["lm_head"]}
+    with pytest.raises(ValueError, match=r"lora\.merge = true"):
+        RLConfig.model_validate({"trainer": {"model": {"lora": lora}}})
+    assert RLConfig.model_validate({"trainer": {"model": {"lora": {**lora, "merge": True}}}}).trainer.model.lora

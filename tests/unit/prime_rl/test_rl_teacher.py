@@ -1,0 +1,250 @@
+"""Teacher configuration of `rl`: loss weights, servers, GPUs and ports; documented commands verbatim."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_rl import rl
+from prime_rl.config import RLConfig, has_versions
+from prime_rl.config_teacher import describe_taus
+from prime_rl.orchestrator import orchestrator
+from prime_rl.orchestrator.distillation.teacher import build_teacher
+from prime_rl.runtime.process import find_free_port
+from prime_rl.utils.pydantic_config import ConfigError, parse_argv
+
+CONTEXT = ("--orchestrator.teacher_model.context", "Think first.\n")
+LORA = ("--trainer.model.lora.rank", "16", "--inference.backend", "embedded")
+
+
+def parse(*argv: str) -> RLConfig:
+    return parse_argv(RLConfig, ["--model.name", "tiny-qwen3", *argv], "rl", {})[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "taus"),
+    [
+        ({}, (0.5, 0.5, 0.5)),
+        ({"teacher_tau": 1.0}, (0.5, 1.0, 1.0)),
+        ({"adv_tau": 0.0, "teacher_tau": 1.0, "student_tau": 0.5}, (0.0, 1.0, 0.5)),
+        ({"student_tau": 0.1}, (0.5, 0.5, 0.1)),
+    ],
+)
+def test_taus_beside_a_teacher(given: dict[str, float], taus: tuple[float, float, float]) -> None:
+    argv = [word for name, value in given.items() for word in (f"--trainer.loss.{name}", str(value))]
+    config = parse(*CONTEXT, *argv)
+    loss = config.trainer.loss
+    assert (loss.adv_tau, loss.teacher_tau, loss.student_tau) == taus
+    text = describe_taus(loss)
+    assert "reverse KL" in text if taus[1] == taus[2] else f"p_teacher^({taus[1] / taus[2]:g})" in text
+    assert any(line == text for line in rl.explain(config)), "--dry-run tells them"
+
+
+def test_taus_without_a_teacher() -> None:
+    loss = parse().trainer.loss
+    assert (loss.adv_tau, loss.teacher_tau, loss.student_tau) == (1.0, 0.0, None)
+    assert "collapse" in describe_taus(loss.model_copy(update={"teacher_tau": 1.0, "student_tau": 0.0}))
+
+
+DOCUMENTED = {
+    "000": "--inference_gpu_ids 0 --teacher_gpu_ids 1 --trainer_gpu_ids 2,3",
+    "001, first": "--inference_gpu_ids 0,1 --teacher_gpu_ids 2 --trainer_gpu_ids 3 --inference.parallel.dp 2",
+    "001, 4 GPUs": "--inference_gpu_ids 0 --teacher_gpu_ids 1 --trainer_gpu_ids 2 3",
+    "001, 8 GPUs": "--inference_gpu_ids 0 1 --teacher_gpu_ids 2 3 --trainer_gpu_ids 4 5 6 7 "
+    "--inference.parallel.tp 2 --teacher_inference.parallel.tp 2",
+}
+MAPS = {
+    "000": ["inference GPU 0", "teacher   GPU 1", "trainer   GPU 2,3"],
+    "001, first": ["inference GPU 0,1", "teacher   GPU 2", "trainer   GPU 3"],
+    "001, 4 GPUs": ["inference GPU 0", "teacher   GPU 1", "trainer   GPU 2,3"],
+    "001, 8 GPUs": ["inference GPU 0,1", "teacher   GPU 2,3", "trainer   GPU 4,5,6,7"],
+}
+
+
+@pytest.mark.parametrize("commas", [False, True])
+@pytest.mark.parametrize("where", list(DOCUMENTED))
+def test_documented_commands_draw_their_map_of_gpus(
+    where: str, commas: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever this machine has, and in both spellings of a list."""
+    command = DOCUMENTED[where].replace("0 1 ", "0,1 ").replace("2 3 ", "2,3 ").replace("4 5 6 7", "4,5,6,7")
+    argv = shlex.split(command if commas else DOCUMENTED[where].replace(",", " "))
+    monkeypatch.setattr("sys.argv", ["rl", "--model.name", "tiny-qwen3", *CONTEXT, *argv, "--dry-run"])
+    with pytest.raises(SystemExit) as ended:
+        rl.main()
+    assert ended.value.code == 0
+    comments = [line[2:] for line in capsys.readouterr().out.splitlines() if line.startswith("# ")]
+    assert comments[:3] == MAPS[where]
+
+
+def test_teacher_server_inherits_inference_config() -> None:
+    port = find_free_port()
+    config = parse(
+        *CONTEXT,
+        *shlex.split(DOCUMENTED["001, 8 GPUs"]),
+        *("--inference.server.port", str(port), "--inference.max_batch_size", "7", "--inference.seed", "3"),
+        *("--teacher_inference.max_batch_size", "9"),
+    )
+    own, teacher = config.teacher_inference, config.orchestrator.teacher_model
+    assert own is not None and teacher is not None and config.inference is not None
+    assert (own.parallel.tp, own.parallel.dp, own.max_batch_size) == (2, 1, 9)
+    assert own.model.name == config.inference.model.name == teacher.model.name == "tiny-qwen3"
+    assert own.server.port > port and teacher.client.base_url == [f"http://127.0.0.1:{own.server.port}/v1"]
+    assert own.model.max_model_len is not None and own.model.max_model_len > config.seq_len
+    assert own.name == "teacher_inference"
+    assert parse(*CONTEXT, "--inference.max_batch_size", "7").teacher_inference.max_batch_size == 7  # type: ignore[union-attr]
+
+
+def test_one_sglang_server_is_not_both_student_and_teacher() -> None:
+    """It holds one model; the teacher is ours unless a second one is named."""
+    student = ("--inference.backend", "sglang", "--inference.sglang.base-url", "http://localhost:1")
+    teacher = parse(*CONTEXT, *student).teacher_inference
+    assert teacher is not None and (teacher.backend, teacher.sglang.base_url) == ("auto", None)
+    second = ("--teacher-inference.backend", "sglang", "--teacher-inference.sglang.base-url")
+    teacher = parse(*CONTEXT, *student, *second, "http://localhost:2").teacher_inference
+    assert teacher is not None and teacher.sglang.base_url == "http://localhost:2"
+    with pytest.raises(ConfigError, match="is the student's server"):
+        parse(*CONTEXT, *student, *second, "http://localhost:1")
+
+
+def test_a_port_that_is_taken_is_passed_over() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        own = parse(*CONTEXT, "--inference.server.port", str(port - 1)).teacher_inference
+    assert own is not None and own.server.port > port
+
+
+def test_adapter_student_and_teacher_share_one_server() -> None:
+    config = parse(*CONTEXT, *LORA)
+    teacher = config.orchestrator.teacher_model
+    assert config.teacher_inference is None and teacher is not None
+    assert teacher.model.name == "base" and teacher.client.base_url == config.orchestrator.client.base_url
+    merged = parse(*CONTEXT, *LORA, "--trainer.model.lora.merge")
+    assert merged.teacher_inference is not None, "merged into the weights, the adapter cannot be left out"
+    assert parse(*CONTEXT, *LORA, "--teacher_gpu_ids", "1").teacher_inference is not None
+
+
+def test_a_live_teacher_is_the_student() -> None:
+    config = parse(*CONTEXT, "--orchestrator.teacher_model.weights", "live")
+    teacher = config.orchestrator.teacher_model
+    assert config.teacher_inference is None and teacher is not None
+    assert teacher.model.name == "tiny-qwen3" and teacher.client.base_url == config.orchestrator.client.base_url
+
+
+ANCHORED = ("--orchestrator.env", '[{"id": "a"}, {"id": "b", "teacher": "anchor"}]')
+
+
+def test_ema_teacher_has_its_own_server_and_trainer_average() -> None:
+    follow = ("--orchestrator.teacher_model.weights", "ema")
+    for lora in ((), LORA):
+        config = parse(*CONTEXT, *follow, *lora)
+        teacher = config.orchestrator.teacher_model
+        assert config.teacher_inference is not None and teacher is not None
+        assert teacher.client.base_url != config.orchestrator.client.base_url and teacher.model.name == "tiny-qwen3"
+        assert config.trainer.ema_decay == teacher.ema_decay == 0.98
+    config = parse(*CONTEXT, *follow, "--orchestrator.teacher_model.ema_decay", "0.9")
+    assert config.trainer.ema_decay == 0.9 and has_versions(config)
+    assert parse(*CONTEXT).trainer.ema_decay is None and not has_versions(parse(*CONTEXT))
+
+
+@pytest.mark.parametrize("weights", ["ema", "live"])
+def test_anchors_need_the_weights_before_training(weights: str) -> None:
+    argv = (*CONTEXT, "--orchestrator.teacher_model.weights", weights, *ANCHORED)
+    with pytest.raises(ConfigError, match=r"leaves no server with[\s\S]*trainer.model.lora"):
+        parse(*argv)
+    config = parse(*argv, *LORA)
+    assert config.orchestrator.teacher_model is not None
+    teacher = build_teacher(config.orchestrator)
+    assert teacher is not None and (teacher.scorer.model, teacher.anchor.model) == ("tiny-qwen3", "base")
+    frozen = build_teacher(parse(*CONTEXT, *ANCHORED).orchestrator)
+    assert frozen is not None and frozen.anchor is frozen.scorer
+
+
+def test_an_external_teacher() -> None:
+    url = "http://far:9/v1"
+    config = parse(*CONTEXT, "--orchestrator.teacher_model.client.base_url", url)
+    assert config.teacher_inference is None and config.orchestrator.teacher_model is not None
+    assert config.orchestrator.teacher_model.client.base_url == [url]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "wanted"), [("auto", 8), ("token", 0), ("togo", 0), ("sequence", 0), ("topk+tail", 8), ("full", -1)]
+)
+def test_teacher_top_logprobs_follow_the_estimator(estimator: str, wanted: int) -> None:
+    config = parse(*CONTEXT, "--trainer.loss.distill.estimator", estimator)
+    assert config.orchestrator.teacher_model is not None
+    assert config.orchestrator.teacher_model.top_logprobs == wanted == config.trainer.loss.distill.top_logprobs
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--teacher_gpu_ids", "1"], "teacher_gpu_ids"),
+        (["--trainer.loss.teacher_tau", "1"], r"set \[orchestrator.teacher_model\]"),
+        ([*CONTEXT, "--trainer.loss.teacher_tau", "0"], "has no effect with"),
+        ([*CONTEXT, "--orchestrator.teacher_model.eval_baseline"], r"add \[orchestrator.eval\]"),
+        (
+            [*CONTEXT, "--orchestrator.teacher_model.client.base_url", "http://a/v1", "--teacher_gpu_ids", "1"],
+            "remove one",
+        ),
+        ([*CONTEXT, "--orchestrator.teacher_model.weights", "live", "--teacher_gpu_ids", "1"], "leave teacher_gpu_ids"),
+        ([*CONTEXT, "--orchestrator.teacher_model.top_logprobs", "3"], "it follows the estimator"),
+        ([*CONTEXT, "--trainer.loss.distill.direction", "forward"], "set estimator to"),
+        ([*CONTEXT, "--trainer.loss.distill.estimator", "full", "--trainer.loss.distill.clip", "5"], "remove it"),
+    ],
+)
+def test_what_does_not_fit_is_refused(argv: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as error:
+        parse(*argv)
+    assert str(error.value).count("\n") <= 2
+
+
+def test_gpus_for_a_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+    monkeypatch.setattr(rl, "find_gpus", lambda: found)
+    found[:] = [0, 1, 2]
+    assert rl.choose_placement(parse(*CONTEXT)) == rl.GpuAssignment((1,), (0,), (2,))
+    found[:] = [0, 1]
+    assert rl.choose_placement(parse(*CONTEXT)) == rl.GpuAssignment((1,), (0,), (0,)), "it shares that of inference"
+    with pytest.raises(ValueError, match=r"teacher_gpu_ids = \[1, 2\]"):
+        rl.choose_placement(parse(*CONTEXT, "--teacher_gpu_ids", "1,2", "--teacher_inference.parallel.tp", "1",
+                                  "--teacher_inference.parallel.dp", "1"))  # fmt: skip
+    found.clear()
+    with pytest.raises(ValueError, match="leave it out"):
+        rl.choose_placement(parse(*CONTEXT, "--teacher_gpu_ids", "0"))
+
+
+def test_gpu_keys_are_ignored_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rl, "find_gpus", lambda: [])
+    cpu = ("--trainer.model.device", "cpu", "--inference.model.device", "cpu")
+    config = parse(*CONTEXT, *cpu, *shlex.split(DOCUMENTED["001, 8 GPUs"]))
+    assert rl.choose_placement(config) == rl.GpuAssignment(None, None)
+    assert config.inference is not None and config.teacher_inference is not None
+    assert config.inference.parallel.tp == config.teacher_inference.parallel.tp == 1
+    assert sum("is for GPUs" in note for note in config.notes) == 2
+    assert sum("are ignored" in note for note in config.notes) == 3
+
+
+def test_prompts_of_student_and_teacher_are_shown_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    env = ("--orchestrator.env", '[{"id": "test_rl_teacher:build_world"}]')
+    path = str(tmp_path / "c.md")
+    Path(path).write_text("Think first.\n")
+    argv = ["--model.name", "tiny-qwen3", "--teacher_model.context_file", path, "--env", env[1]]
+    monkeypatch.setattr("sys.argv", ["orchestrator", *argv, "--inspect-context", "1", "--output-dir", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        orchestrator.main()
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert shown.count("Think first.") == 1 and shown.count("Two plus two?") == 2
+    assert "student (" in shown and "teacher (" in shown and not (tmp_path / "logs").exists()
+    assert parse(*CONTEXT, "--inspect-context", "2").orchestrator.teacher_model.inspect_context == 2  # type: ignore[union-attr]
+
+
+def build_world() -> dict[str, Any]:
+    return {"dataset": [{"prompt": "Two plus two?"}, {"prompt": "Three?"}], "rewards": lambda completion: 0.0}

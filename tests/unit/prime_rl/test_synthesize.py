@@ -1,0 +1,152 @@
+"""From attempts to training data: the filters, the rows, and that `sft` reads them as they were said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from fake_api import KEY, FakeApi, serve_api
+
+from prime_rl.configuration.sections import ClientConfig
+from prime_rl.generation.resume_log import Result
+from prime_rl.generation.rollout_jobs import ModelEndpoint
+from prime_rl.generation.session import GenerationRun
+from prime_rl.runtime.tokenizer import load_tokenizer
+from prime_rl.synthesize.config import SynthesisFilterConfig, SynthesizeConfig
+from prime_rl.synthesize.rows import choose_results, to_row
+from prime_rl.synthesize.synthesize import synthesize_environment
+from prime_rl.utils.client import build_clients
+from prime_rl.utils.monitor import build_monitor
+from rollouts.training.datasets.chat import TemplateRenderer
+from rollouts.training.datasets.rows import iter_rows
+from rollouts.training.datasets.sft import read_conversation, render_conversation
+from rollouts.training.environments import load_environment
+from rollouts.training.metrics import load_jsonl
+
+
+def result(reward: float | None = 1.0, said: str = "cba", **fields: Any) -> Result:
+    prompt = [{"role": "user", "content": "abc"}]
+    return Result(prompt=prompt, completion=[{"role": "assistant", "content": said}], reward=reward, **fields)
+
+
+def verdicts(*groups: list[Result], **keep: Any) -> list[list[str]]:
+    return choose_results(groups, SynthesisFilterConfig(**keep))
+
+
+def test_reward_bounds() -> None:
+    group = [result(0.2, "a"), result(0.5, "b"), result(1.0, "c"), result(None, "")]
+    assert verdicts(group) == [["kept", "kept", "kept", "failed"]]
+    assert verdicts(group, min_reward=0.5, max_reward=0.9) == [
+        ["reward below min_reward", "kept", "reward above max_reward", "failed"]
+    ]
+
+
+def test_truncated_and_empty_rollouts_are_dropped() -> None:
+    group = [result(1.0, "a", is_truncated=True), result(1.0, "")]
+    assert verdicts(group) == [["truncated", "empty"]]
+    assert verdicts(group, truncated=True) == [["kept", "empty"]]
+
+
+def test_duplicate_conversations_are_dropped() -> None:
+    groups = [[result(0.5), result(1.0)], [result(1.0, "Cba!"), result(1.0, "other")]]
+    assert verdicts(*groups, dedupe="off") == [["kept", "kept"], ["kept", "kept"]]
+    assert verdicts(*groups) == [["duplicate", "kept"], ["kept", "kept"]]
+    assert verdicts(*groups, dedupe="loose") == [["duplicate", "kept"], ["duplicate", "kept"]]
+
+
+def test_dropped_conversation_does_not_block_duplicate() -> None:
+    groups = [[result(1.0, is_truncated=True)], [result(1.0)]]
+    assert verdicts(*groups) == [["truncated"], ["kept"]]
+
+
+def test_dedupe_ignores_tool_call_ids() -> None:
+    def calling(name: str) -> Result:
+        call = {"id": name, "type": "function", "function": {"name": "add", "arguments": "{}"}}
+        said = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return Result(prompt="p", completion=[said, {"role": "tool", "content": "3", "tool_call_id": name}], reward=1.0)
+
+    assert verdicts([calling("one"), calling("two")]) == [["kept", "duplicate"]]
+
+
+def test_best_rollouts_of_example_are_kept() -> None:
+    group = [result(0.1, "a"), result(0.9, "b"), result(0.5, "c"), result(0.9, "d")]
+    over = "over max_per_example"
+    assert verdicts(group, max_per_example=2) == [[over, "kept", over, "kept"]]
+    assert verdicts(group, max_per_example=1) == [[over, "kept", over, over]]
+
+
+def test_row_ends_with_last_model_message() -> None:
+    asked = {"role": "user", "content": "sure?"}
+    said = [{"role": "assistant", "content": "yes"}, asked]
+    row = to_row(Result(prompt="p", completion=said, reward=0.5, example_id=3), "env", "m")
+    assert row["completion"] == said[:1] and "tools" not in row
+    assert (row["env"], row["example_id"], row["reward"], row["model"]) == ("env", 3, 0.5, "m")
+
+
+@pytest.fixture
+def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeApi]:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    with serve_api(FakeApi(models=("m",))) as found:
+        monkeypatch.setenv("OPENAI_BASE_URL", found.base_url)
+        yield found
+
+
+def make_data(kind: str, api: FakeApi, output_dir: Path) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Rows of one of the small environments, as the command makes them, and its summary."""
+    env = {"id": "adapter_envs", "name": kind, "args": {"kind": kind}}
+    config = SynthesizeConfig.model_validate({"env": [env], "model": {"name": "m"}, "output_dir": output_dir})
+    environment = load_environment("adapter_envs", {"kind": kind}, search_dirs=[Path(__file__).parents[2] / "fakes"])
+
+    async def main() -> dict[str, float]:
+        clients = build_clients(ClientConfig(base_url=[api.base_url]))
+        run = GenerationRun(config, {kind: environment}, build_monitor(output_dir, "synthesize"))
+        summary = await synthesize_environment(run, config, config.env[0], environment, ModelEndpoint(clients, "m"))
+        run.close_resume_logs(remove=True)
+        for client in clients:
+            await client.close()
+        return summary
+
+    return anyio.run(main), [dict(row) for row in iter_rows(str(output_dir / "synthesize"))]
+
+
+def learnt_text(row: dict[str, Any]) -> str:
+    """What `sft` would put loss on."""
+    tokenizer = load_tokenizer("tiny-qwen3")
+    sample = render_conversation(read_conversation(row, 0), TemplateRenderer(tokenizer))
+    return str(tokenizer.decode([t for t, mask in zip(sample.tokens, sample.loss_mask, strict=True) if mask]))
+
+
+def test_single_turn_is_trained_verbatim(api: FakeApi, tmp_path: Path) -> None:
+    api.reply = lambda body: "yes"
+    summary, rows = make_data("single", api, tmp_path)
+    assert api.refusals == [] and (summary["kept"], summary["kept/reward/mean"]) == (1, 1.0)
+    assert learnt_text(rows[0]).startswith("yes") and "is it" not in learnt_text(rows[0])
+
+
+def test_multi_turn_trains_model_turns(api: FakeApi, tmp_path: Path) -> None:
+    turns = iter(["perhaps", "likely", "yes"])
+    api.reply = lambda body: next(turns)
+    [row] = make_data("multi", api, tmp_path)[1]
+    assert [message["role"] for message in row["completion"]] == ["assistant", "user"] * 2 + ["assistant"]
+    trained = learnt_text(row)
+    assert all(word in trained for word in ("perhaps", "likely", "yes")) and "sure" not in trained
+
+
+def test_tool_calls_are_trained_results_are_not(api: FakeApi, tmp_path: Path) -> None:
+    def reply(body: dict[str, Any]) -> Any:
+        if body["messages"][-1]["role"] == "tool":
+            return "yes"
+        function = {"name": "add", "arguments": json.dumps({"x": 40, "y": 2})}
+        return {"content": "", "tool_calls": [{"id": "c1", "type": "function", "function": function}]}
+
+    api.reply = reply
+    [row] = make_data("tool", api, tmp_path)[1]
+    assert [tool["function"]["name"] for tool in row["tools"]] == ["add"]
+    trained = learnt_text(row)
+    assert '"add"' in trained and "40" in trained and "yes" in trained and "42" not in trained
+    kept = list(load_jsonl(tmp_path / "synthesize" / "rollouts" / "tool" / "results.jsonl"))
+    assert [line["verdict"] for line in kept] == ["kept"]

@@ -1,0 +1,371 @@
+"""Checkpoints: interrupted and resumed runs end with the bits of uninterrupted ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prime_rl.rl import quarantine_corrupt_checkpoints
+from prime_rl.trainer.backend import build_backend
+from prime_rl.trainer.ckpt import (
+    find_resume_step,
+    is_checkpoint_due,
+    load_checkpoint,
+    save_checkpoint,
+)
+from prime_rl.trainer.config import CkptConfig, SFTConfig, TrainConfig
+from prime_rl.trainer.rl.train import train as train_rl
+from prime_rl.trainer.sft.train import train as train_sft
+from prime_rl.transport.weights import read_manifest
+from rollouts.training.metrics import load_jsonl, load_last_attempts
+from rollouts.training.steps import complete_steps, find_damage, prune_commits, publish_dir, step_path
+
+MODEL = {"name": "tiny-qwen3", "debug": {"random_init": True}}
+
+
+def rl_config(output_dir: Path, **changes: Any) -> TrainConfig:
+    values = {
+        "model": {**MODEL, "seq_len": 32},
+        "optim": {"lr": 1e-2},
+        "scheduler": {"type": "linear", "warmup_steps": 2, "decay_steps": 3},
+        "data": {"fake": {"batch_size": 4}},
+        "max_steps": 6,
+        "log": {"file": False},
+        "output_dir": output_dir,
+    }
+    return TrainConfig.model_validate({**values, **changes})
+
+
+def sft_config(output_dir: Path, **changes: Any) -> SFTConfig:
+    rows = output_dir.parent / "rows.jsonl"
+    if not rows.exists():
+        letters = ["abcdefgh"[i % 8 :] + "xyz"[: i % 3] for i in range(13)]
+        rows.write_text("".join(json.dumps({"prompt": s, "completion": s[::-1]}) + "\n" for s in letters))
+    values = {
+        "model": MODEL,
+        "optim": {"type": "sgd", "lr": 1e-2},
+        "scheduler": {"type": "cosine", "warmup_steps": 1},
+        "data": {"name": str(rows), "seq_len": 32, "batch_size": 3},
+        "max_steps": 6,
+        "log": {"file": False},
+        "output_dir": output_dir,
+    }
+    return SFTConfig.model_validate({**values, **changes})
+
+
+@pytest.mark.parametrize("kind", ["rl", "sft"])
+@pytest.mark.parametrize("cut", [1, 4])
+def test_resumed_runs_are_bit_identical(tmp_path: Path, kind: str, cut: int) -> None:
+    make, run = {"rl": (rl_config, train_rl), "sft": (sft_config, train_sft)}[kind]
+    run(make(tmp_path / "straight"))
+    # The interrupted run ends after a later step than its checkpoint, which must not matter.
+    broken = tmp_path / "broken"
+    run(make(broken, ckpt={"interval": cut}))
+    for step in complete_steps(broken / "checkpoints", ("trainer",)):
+        if step != cut:
+            (step_path(broken / "checkpoints", step) / "trainer" / "STABLE").unlink()
+    run(make(broken, ckpt={"interval": cut, "resume_step": -1}))
+    a, b = (read_manifest(tmp_path / name / "weights" / "step_6") for name in ("straight", "broken"))
+    assert a == b
+    losses = {
+        name: {r["step"]: r["loss/mean"] for r in load_jsonl(tmp_path / name / "metrics.jsonl") if "loss/mean" in r}
+        for name in ("straight", "broken")
+    }
+    assert losses["straight"] == losses["broken"]
+    totals = [r for r in load_jsonl(broken / "metrics.jsonl") if r["step"] == 6 and "loss/mean" in r]
+    assert totals[0]["progress/total_tokens"] == totals[1]["progress/total_tokens"]
+
+
+def test_resume_republishes_and_archives_later_versions(tmp_path: Path) -> None:
+    train_rl(rl_config(tmp_path, ckpt={"interval": 2}))
+    expected = read_manifest(tmp_path / "weights" / "step_4")
+    seen: list[list[int]] = []
+    from prime_rl.trainer.rl import data
+
+    class Spy(data.FakeBatches):
+        def receive(self, step: int, timeout_s: float | None = None) -> Any:
+            seen.append(complete_steps(tmp_path / "weights"))
+            return super().receive(step, timeout_s)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "FakeBatches", Spy)
+        train_rl(rl_config(tmp_path, ckpt={"interval": 2, "resume_step": 4}))
+    assert seen[0] == [2, 3, 4], "versions 5 and 6 of the earlier run are gone before step 5 begins"
+    assert complete_steps(tmp_path / "attempts" / "1" / "weights") == [5, 6], "moved away, not removed"
+    assert complete_steps(tmp_path / "attempts" / "1" / "checkpoints", ("trainer",)) == [6]
+    assert read_manifest(tmp_path / "weights" / "step_4") == expected
+
+
+@pytest.mark.parametrize("kind", ["rl", "sft"])
+def test_resume_without_checkpoint_rejects_used_directory(tmp_path: Path, kind: str) -> None:
+    make, run = {"rl": (rl_config, train_rl), "sft": (sft_config, train_sft)}[kind]
+    run(make(tmp_path / "out", max_steps=5))
+    before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match=r"no complete checkpoint(.|\n)*weights/step_5 --output-dir NEW"):
+        run(make(tmp_path / "out", ckpt={"interval": 2, "resume_step": -1}))
+    assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()} == before
+    run(make(tmp_path / "new", max_steps=5, ckpt={"interval": 2, "resume_step": -1}))  # a new directory is fine
+
+
+def test_a_new_run_keeps_the_checkpoints_of_another(tmp_path: Path) -> None:
+    train_sft(sft_config(tmp_path, ckpt={"interval": 3}))
+    shutil.rmtree(tmp_path / "weights")
+    with pytest.raises(ValueError, match=r"checkpoints up to step_6(.|\n)*continue after step 6"):
+        train_sft(sft_config(tmp_path, ckpt={"interval": 2, "keep": 1}))
+    assert complete_steps(tmp_path / "checkpoints", ("trainer",)) == [3, 6]
+
+
+def test_run_survives_deletion_of_model_directory(tmp_path: Path) -> None:
+    """For example weights of another run that are pruned later."""
+    from prime_rl.runtime.tokenizer import resolve_model_dir
+
+    shutil.copytree(resolve_model_dir("tiny-qwen3"), tmp_path / "start")
+    from prime_rl.trainer.rl import data
+
+    class Vanishing(data.FakeBatches):
+        def receive(self, step: int, timeout_s: float | None = None) -> Any:
+            shutil.rmtree(tmp_path / "start", ignore_errors=True)
+            return super().receive(step, timeout_s)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "FakeBatches", Vanishing)
+        model = {**MODEL, "name": str(tmp_path / "start"), "seq_len": 32}
+        train_rl(rl_config(tmp_path / "out", model=model))
+    train_rl(rl_config(tmp_path / "whole"))
+    last = [tmp_path / name / "weights" / "step_6" for name in ("out", "whole")]
+    assert len({tuple(sorted(path.name for path in part.iterdir())) for part in last}) == 1
+    for path in last[0].iterdir():
+        assert path.read_bytes() == (last[1] / path.name).read_bytes(), path.name
+
+
+def test_rows_of_a_resumed_run_have_the_number_of_its_attempt(tmp_path: Path) -> None:
+    train_rl(rl_config(tmp_path, ckpt={"interval": 2}))
+    for step in (4, 2):
+        train_rl(rl_config(tmp_path, ckpt={"interval": 2, "resume_step": step}))
+    rows = [row for row in load_jsonl(tmp_path / "metrics.jsonl") if "loss/mean" in row]
+    made = [(row["step"], row["attempt"]) for row in rows]
+    assert made == [(s, 0) for s in range(1, 7)] + [(5, 1), (6, 1)] + [(s, 2) for s in range(3, 7)]
+    current = [row for row in load_last_attempts(tmp_path / "metrics.jsonl") if "loss/mean" in row]
+    assert [(row["step"], row["attempt"]) for row in current] == [(1, 0), (2, 0), (3, 2), (4, 2), (5, 2), (6, 2)]
+
+
+def test_checkpoints_restore_moments_counters_and_random_state(tmp_path: Path) -> None:
+    one = build_backend(rl_config(tmp_path))
+    for name, parameter in one.parameters.items():
+        parameter.grad = torch.full_like(parameter, 0.1 * len(name))
+    one.stepper.step()
+    torch.manual_seed(7)
+    save_checkpoint(tmp_path, 1, one.parameters, one.stepper, {"position": [1, 2]})
+    drawn = torch.rand(3)
+    two = build_backend(rl_config(tmp_path, seed=99))
+    assert load_checkpoint(tmp_path, 1, two.parameters, two.stepper) == {"position": [1, 2]}
+    assert torch.equal(torch.rand(3), drawn) and two.stepper.num_steps == 1
+    for backend in (one, two):
+        for name, parameter in backend.parameters.items():
+            parameter.grad = torch.full_like(parameter, 0.3 / len(name))
+        backend.stepper.step()
+    for a, b in zip(one.parameters.values(), two.parameters.values(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_bfloat16_model_resumes_from_masters(tmp_path: Path) -> None:
+    config = rl_config(tmp_path, model={**MODEL, "dtype": "bfloat16", "seq_len": 32})
+    one, two = build_backend(config), build_backend(config)
+    with torch.no_grad():
+        for parameter in one.parameters.values():
+            parameter.add_(1e-4)
+    save_checkpoint(tmp_path, 1, one.parameters, one.stepper, {})
+    load_checkpoint(tmp_path, 1, two.parameters, two.stepper)
+    for name, parameter in two.model.named_parameters():
+        assert torch.equal(parameter.float(), one.parameters[name].bfloat16().float())
+
+
+def test_nothing_on_disk_is_a_pickle(tmp_path: Path) -> None:
+    train_rl(rl_config(tmp_path, max_steps=5, ckpt={}))
+    files = [p for p in (tmp_path / "checkpoints").rglob("*") if p.is_file()]
+    assert {p.suffix for p in files} == {".safetensors", ".json", ""}
+    assert {p.name for p in files if not p.suffix} == {"STABLE"}
+
+
+def test_foreign_checkpoints_are_rejected(tmp_path: Path) -> None:
+    backend = build_backend(rl_config(tmp_path))
+    for parameter in backend.parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    backend.stepper.step()
+    save_checkpoint(tmp_path, 1, backend.parameters, backend.stepper, {})
+    smaller = build_backend(rl_config(tmp_path, model={**MODEL, "debug": {"random_init": True, "num_layers": 1}}))
+    with pytest.raises(ValueError, match="another model"):
+        load_checkpoint(tmp_path, 1, smaller.parameters, smaller.stepper)
+    sgd = build_backend(rl_config(tmp_path, optim={"type": "sgd", "lr": 1e-2}))
+    with pytest.raises(ValueError, match=r"optim\.type"):
+        load_checkpoint(tmp_path, 1, sgd.parameters, sgd.stepper)
+    skip = CkptConfig(resume_step=1, skip_optimizer=True)
+    load_checkpoint(tmp_path, 1, sgd.parameters, sgd.stepper, config=skip)
+    assert not sgd.stepper.optimizer.state and sgd.stepper.num_steps == 1
+    with pytest.raises(ValueError, match="not a complete checkpoint"):
+        load_checkpoint(tmp_path, 2, backend.parameters, backend.stepper)
+    state = tmp_path / "step_1" / "trainer" / "state.json"
+    state.write_text(state.read_text().replace('"schema": 3', '"schema": 4'))
+    with pytest.raises(ValueError, match="schema 4"):
+        load_checkpoint(tmp_path, 1, backend.parameters, backend.stepper)
+
+
+def test_checkpoints_of_schema_1_still_load(tmp_path: Path) -> None:
+    """Those had no number of ranks, and the random state of every GPU by its number."""
+    one, two = build_backend(rl_config(tmp_path)), build_backend(rl_config(tmp_path))
+    for parameter in one.parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    one.stepper.step()
+    save_checkpoint(tmp_path, 1, one.parameters, one.stepper, {"total_tokens": 3})
+    part = tmp_path / "step_1" / "trainer"
+    names = {"model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json", "STABLE"}
+    assert {path.name for path in part.iterdir()} == names
+    state = json.loads((part / "state.json").read_text())
+    del state["num_ranks"], state["stepper"]["schedule_start"]
+    (part / "state.json").write_text(json.dumps({**state, "schema": 1}))
+    assert load_checkpoint(tmp_path, 1, two.parameters, two.stepper) == {"total_tokens": 3}
+    for name, parameter in one.parameters.items():
+        assert torch.equal(parameter, two.parameters[name])
+
+
+def test_skip_options_on_resume(tmp_path: Path) -> None:
+    first = {"ckpt": {"interval": 3}, "max_steps": 3, "scheduler": {"type": "constant"}}
+    train_sft(sft_config(tmp_path, **first))
+
+    def rows(name: str, start: int = 4, **skips: bool) -> list[dict[str, Any]]:
+        """What a run logged that was copied from the first and resumed."""
+        out = tmp_path.parent / f"{tmp_path.name}-{name}"
+        shutil.copytree(tmp_path, out)
+        (out / "metrics.jsonl").unlink()
+        train_sft(sft_config(out, ckpt={"resume_step": 3, **skips}))
+        found = [row for row in load_jsonl(out / "metrics.jsonl") if "loss/mean" in row]
+        assert [row["step"] for row in found] == list(range(start, 7))
+        return found
+
+    straight = rows("straight")
+    assert straight[0]["optim/lr"] < 1e-2, "the fourth of six steps of a cosine"
+    anew = rows("scheduler", skip_scheduler=True)
+    assert anew[0]["optim/lr"] == 1e-2, "a warm-up of one step begins again"
+    assert anew[-1]["optim/lr"] == pytest.approx(straight[-1]["optim/lr"]) == 0, "and the end is that of the run"
+    assert rows("optimizer", skip_optimizer=True)[0]["loss/mean"] == straight[0]["loss/mean"]
+    first_batch = next(row for row in load_jsonl(tmp_path / "metrics.jsonl") if "loss/mean" in row)
+    again = rows("dataloader", skip_dataloader=True)[0]
+    assert again["batch/tokens"] == first_batch["batch/tokens"] and again["loss/mean"] < first_batch["loss/mean"]
+    stage = rows("progress", start=1, skip_progress=True)[0]
+    assert stage["progress/total_tokens"] == stage["batch/tokens"] < straight[0]["progress/total_tokens"]
+
+
+def test_invalid_skips_are_rejected() -> None:
+    with pytest.raises(ValueError, match="set resume_step"):
+        CkptConfig(skip_optimizer=True)
+    with pytest.raises(ValueError, match=r"ckpt\.skip_progress is for sft.*weights/step_N"):
+        rl_config(Path("out"), ckpt={"resume_step": 1, "skip_progress": True})
+
+
+def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
+    for step, parts in {2: ("trainer", "orchestrator"), 9: ("trainer", "orchestrator"), 10: ("trainer",)}.items():
+        for part in parts:
+            publish_dir(step_path(tmp_path, step) / part, lambda directory: None, sealed=True)
+    (step_path(tmp_path, 11) / "trainer").mkdir(parents=True)
+    latest = CkptConfig(resume_step=-1)
+    assert find_resume_step(tmp_path, latest) == 10
+    assert find_resume_step(tmp_path, latest, ("trainer", "orchestrator")) == 9
+    assert find_resume_step(tmp_path / "nowhere", latest) is None
+    assert find_resume_step(tmp_path, None) is find_resume_step(tmp_path, CkptConfig()) is None
+    assert find_resume_step(tmp_path, CkptConfig(resume_step=2)) == 2
+    with pytest.raises(ValueError, match=r"resume_step is 11 .*available: 2, 9, 10"):
+        find_resume_step(tmp_path, CkptConfig(resume_step=11))
+
+
+def test_checkpoints_are_due_at_intervals_and_at_the_end() -> None:
+    config = CkptConfig(interval=4)
+    assert [s for s in range(1, 11) if is_checkpoint_due(s, config, 10)] == [4, 8, 10]
+    assert [s for s in range(1, 11) if is_checkpoint_due(s, CkptConfig(), 10)] == [10]
+    assert not is_checkpoint_due(10, None, 10)
+
+
+def commit(root: Path, step: int, *parts: str) -> None:
+    for part in parts:
+        publish_dir(step_path(root, step) / part, lambda directory: None, sealed=True)
+
+
+def test_incomplete_checkpoints_do_not_replace_complete_one(tmp_path: Path) -> None:
+    both = ("trainer", "orchestrator")
+    commit(tmp_path, 10, *both)
+    commit(tmp_path, 20, "orchestrator")
+    assert prune_commits(tmp_path, 1, both) == [] and complete_steps(tmp_path, both) == [10]
+    commit(tmp_path, 20, "trainer")
+    commit(tmp_path, 30, "orchestrator")
+    assert prune_commits(tmp_path, None, both) == [] and prune_commits(tmp_path, 2, both) == []
+    assert prune_commits(tmp_path, 1, both) == [10] and complete_steps(tmp_path, both) == [20]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_20", "step_30"], "both halves of step 10 are gone"
+
+
+def test_a_trainer_alone_prunes_its_own_parts(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        commit(tmp_path, step, "trainer")
+    commit(tmp_path, 1, "orchestrator")
+    assert prune_commits(tmp_path, 1, ("trainer",)) == [1, 2]
+    assert complete_steps(tmp_path, ("trainer",)) == [3] and (tmp_path / "step_1" / "orchestrator").exists()
+    assert not (tmp_path / "step_2").exists()
+
+
+def test_finished_run_has_no_steps_left(tmp_path: Path) -> None:
+    train_rl(rl_config(tmp_path, max_steps=5, ckpt={}))
+    before = read_manifest(tmp_path / "weights" / "step_5")
+    train_rl(rl_config(tmp_path, max_steps=5, ckpt={"resume_step": -1}))
+    assert read_manifest(tmp_path / "weights" / "step_5") == before
+
+
+FILES = ("model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json", "STABLE")
+DAMAGES = [(file, how) for file in FILES for how in ("cut", "emptied", "flipped", "gone")]
+
+
+@pytest.mark.parametrize(("file", "how"), DAMAGES)
+def test_damaged_checkpoint_is_rejected(file: str, how: str, tmp_path: Path) -> None:
+    """Complete marker but damaged files, as after disk corruption."""
+    part = step_path(tmp_path, 4) / "trainer"
+
+    def write(directory: Path) -> None:
+        for name in ("model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json"):
+            (directory / name).write_bytes(name.encode() * 9)
+
+    publish_dir(part, write, sealed=True)
+    config = CkptConfig(resume_step=-1)
+    assert find_damage(part) is None and find_resume_step(tmp_path, config, ("trainer",)) == 4
+    data = (part / file).read_bytes()
+    if how == "cut":
+        os.truncate(part / file, len(data) // 2)
+    elif how == "emptied":
+        os.truncate(part / file, 0)
+    elif how == "flipped":
+        (part / file).write_bytes(bytes([data[0] ^ 1, *data[1:]]))
+    else:
+        (part / file).unlink()
+    if (file, how) == ("STABLE", "gone"):  # not a checkpoint
+        assert find_resume_step(tmp_path, config, ("trainer",)) is None
+        return
+    assert file in (find_damage(part) or "")
+    with pytest.raises(ValueError, match=f"(?s)checkpoint 4 is damaged: .*{file}.*ckpt.resume_step"):
+        find_resume_step(tmp_path, config, ("trainer",))
+
+
+def test_rl_resumes_from_newest_valid_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (1, 2, 3):
+        for part in ("trainer", "orchestrator"):
+            publish_dir(
+                step_path(tmp_path, step) / part, lambda path: (path / "x").write_text("x") and None, sealed=True
+            )
+    (step_path(tmp_path, 3) / "orchestrator" / "x").write_text("")
+    (step_path(tmp_path, 2) / "trainer" / "x").unlink()
+    quarantine_corrupt_checkpoints(tmp_path)
+    assert complete_steps(tmp_path, ("trainer", "orchestrator")) == [1]
+    told = capsys.readouterr().out
+    assert "checkpoint 3 is damaged" in told and "checkpoint 2 is damaged" in told and "x is missing" in told
+    assert len(list(tmp_path.glob("damaged-step_*"))) == 2, "kept, never deleted"

@@ -1,0 +1,278 @@
+"""The native decoder: parity with transformers and batch invariance."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prime_rl.trainer.models.attention import (
+    KEY_MULTIPLE,
+    AttentionMode,
+    PackedAttention,
+    bucket_lengths,
+    fold_groups,
+    has_flash,
+    masked_attention,
+    padded,
+    unfold_groups,
+)
+from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_names
+from prime_rl.trainer.models.decoder_config import DecoderConfig
+from prime_rl.trainer.models.moe import SparseMLP, compute_imbalance, pop_expert_load
+from prime_rl.trainer.models.registry import fill_weights
+
+SHAPE = dict(
+    vocab_size=320,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+)
+EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=48, norm_topk_prob=True, mlp_only_layers=[0])
+FAMILIES = ["qwen3", "qwen2", "qwen3_moe", "llama", "llama3-rope"]
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def build_pair(family: str, dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Module, CausalLM]:
+    """A transformers model with random weights, and the native decoder with the same weights."""
+    import transformers
+
+    configs = {
+        "qwen3": transformers.Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=True),
+        "qwen2": transformers.Qwen2Config(**SHAPE, tie_word_embeddings=False),
+        "qwen3_moe": transformers.Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=32, tie_word_embeddings=True),
+        "llama": transformers.LlamaConfig(**SHAPE, tie_word_embeddings=False),
+        "llama3-rope": transformers.LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE),
+    }
+    config = configs[family]
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval().to(dtype)
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.add_(0.05 * torch.randn_like(p))  # biases and norms start at 0 and 1, where a mix-up would not show
+    ours = CausalLM(DecoderConfig.from_hf(config.to_dict())).to(dtype)
+    ours.load_state_dict(theirs.state_dict())
+    return theirs, ours
+
+
+@pytest.mark.parametrize("mode", ["exact", "sdpa"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-9)])
+def test_logits_and_gradients_equal_transformers(
+    family: str, mode: AttentionMode, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, ours = build_pair(family, dtype)
+    ids, weights = torch.randint(0, 320, (100,)), torch.randn(100, 320, dtype=dtype)
+    with monkeypatch.context() as patch:
+        # transformers casts to float32 in norms and routers, where we keep float64.
+        patch.setattr(torch, "float32", dtype)
+        patch.setattr(torch, "float", dtype)
+        expected = theirs(ids[None]).logits[0]
+        cos, sin = (t[0][:, None] for t in theirs.model.rotary_emb(weights, torch.arange(100)[None]))
+    # Our angles are float32 always: compared, then made the same.
+    for mine, angle in zip(ours.rope(100, ids.device), (cos, sin), strict=True):
+        torch.testing.assert_close(mine[:100].to(dtype), angle, atol=2e-6, rtol=0)
+    ours._rope = (cos, sin)
+    actual = ours.logits(ours(ids, torch.arange(100), PackedAttention([100], mode=mode)))
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+
+    (expected * weights).sum().backward()
+    (actual * weights).sum().backward()
+    gradients = {name: p.grad for name, p in theirs.named_parameters()}
+    assert gradients.keys() == dict(ours.named_parameters()).keys()
+    for name, p in ours.named_parameters():
+        error = (p.grad - gradients[name]).abs().max() / gradients[name].abs().max()
+        assert error < tolerance, f"{name}: {error}"
+
+
+@pytest.mark.parametrize("mode", ["exact", "sdpa"])
+def test_packed_sequences_are_independent(mode: str) -> None:
+    _, ours = build_pair("qwen3")
+    lengths = [7, 30, 3, 12]
+    sequences = [torch.randint(0, 320, (n,)) for n in lengths]
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    packed = ours(torch.cat(sequences), positions, PackedAttention(lengths, mode=mode)).split(lengths)
+    for ids, hidden in zip(sequences, packed, strict=True):
+        alone = ours(ids, torch.arange(len(ids)), PackedAttention([len(ids)], mode=mode))
+        torch.testing.assert_close(hidden, alone, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("hidden, intermediate, vocab", [(64, 128, 320), (128, 384, 320), (256, 704, 512)])
+def test_exact_mode_is_batch_invariant(hidden: int, intermediate: int, vocab: int) -> None:
+    shape = dict(SHAPE, model_type="qwen3", hidden_size=hidden, intermediate_size=intermediate, vocab_size=vocab)
+    model = CausalLM(DecoderConfig.from_hf(dict(shape, tie_word_embeddings=True, head_dim=32)))
+    init_weights(model, seed=1)
+    for p in model.parameters():
+        p.mul_(3.0)  # sharper attention than at initialization
+    rng = random.Random(hidden)
+
+    def logprobs(sequences: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        lengths = [len(s) for s in sequences]
+        positions = torch.cat([torch.arange(n) for n in lengths])
+        logits = model.logits(model(torch.cat(sequences), positions, PackedAttention(lengths)))
+        return torch.log_softmax(logits, -1).split(lengths)
+
+    for _ in range(6):
+        sequences = [torch.randint(0, vocab, (rng.randint(4, 150),)) for _ in range(rng.randint(2, 30))]
+        together = logprobs(sequences)
+        chosen = rng.sample(range(len(sequences)), rng.randint(1, len(sequences)))
+        for i, alone in zip(chosen, logprobs([sequences[i] for i in chosen]), strict=True):
+            assert torch.equal(together[i], alone), f"sequence of {len(alone)} tokens changed with its neighbours"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("num_experts, top_k, inner", [(8, 3, 48), (60, 4, 32)])
+def test_experts_are_batch_invariant(num_experts: int, top_k: int, inner: int) -> None:
+    """With 60 experts, most have fewer tokens than `min_rows`."""
+    experts = dict(num_experts=num_experts, num_experts_per_tok=top_k, moe_intermediate_size=inner)
+    model = CausalLM(DecoderConfig.from_hf(dict(SHAPE, **experts, model_type="qwen3_moe", norm_topk_prob=True)))
+    init_weights(model, seed=2)
+    for p in model.parameters():
+        p.mul_(4.0)
+    rng = random.Random(num_experts)
+    sequences = [torch.randint(0, 320, (rng.choice([4, 5, 9, 33]),)) for _ in range(20)]
+
+    def hidden(chosen: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        lengths = [len(s) for s in chosen]
+        positions = torch.cat([torch.arange(n) for n in lengths])
+        return model(torch.cat(chosen), positions, PackedAttention(lengths)).split(lengths)
+
+    for together, sequence in zip(hidden(sequences), sequences, strict=True):
+        assert torch.equal(together, hidden([sequence])[0])
+
+
+def test_individual_and_stacked_experts_load() -> None:
+    theirs, ours = build_pair("qwen3_moe")
+    names = tensor_names(ours)
+    assert names["model.layers.1.mlp.experts.7.down_proj.weight"].shape == (64, 48)
+    assert "model.layers.0.mlp.gate_proj.weight" in names, "mlp_only_layers"
+    for tensors in (names, theirs.state_dict()):
+        copy = CausalLM(ours.config)
+        fill_weights(copy, dict(tensors))
+        assert all(torch.equal(tensor, names[name]) for name, tensor in tensor_names(copy).items())
+
+
+def test_expert_imbalance_is_recorded_with_gradients() -> None:
+    _, ours = build_pair("qwen3_moe")
+    ids = torch.randint(0, 320, (50,))
+    with torch.no_grad():
+        ours(ids, torch.arange(50), PackedAttention([50]))
+    assert compute_imbalance(pop_expert_load(ours)) == {}
+    ours(ids, torch.arange(50), PackedAttention([50]))
+    block = ours.model.layers[1].mlp
+    assert isinstance(block, SparseMLP) and block.load is not None and int(block.load.sum()) == 50 * 3
+    block.load = torch.tensor([60, 0, 15, 15, 15, 15, 15, 15])
+    assert compute_imbalance(pop_expert_load(ours))["router/max_violation/mean"] == pytest.approx(60 / 18.75 - 1)
+
+
+def test_initial_weights_are_a_pure_function_of_config_and_seed() -> None:
+    config = DecoderConfig.from_hf(dict(SHAPE, model_type="qwen3", tie_word_embeddings=True))
+    models = [CausalLM(config) for _ in range(3)]
+    torch.manual_seed(5)  # must not depend on the global generator
+    init_weights(models[0], seed=7)
+    init_weights(models[1], seed=7)
+    init_weights(models[2], seed=8)
+    first, again, other = (tensor_names(m) for m in models)
+    assert all(torch.equal(first[n], again[n]) for n in first)
+    assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
+    assert "lm_head.weight" not in first, "a tied head is stored once"
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"model_type": "mamba"}, "mamba"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+    ],
+)
+def test_unsupported_configs_are_rejected(change: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        DecoderConfig.from_hf({**SHAPE, "model_type": "qwen3", **change})
+
+
+def test_folding_groups_round_trips() -> None:
+    q = torch.randn(2, 5, 8, 4)
+    assert torch.equal(unfold_groups(fold_groups(q, 2), 5), q)
+
+
+@given(st.lists(st.integers(1, 700), min_size=1, max_size=40))
+def test_buckets_contain_every_sequence_once(lengths: list[int]) -> None:
+    buckets = bucket_lengths(lengths)
+    assert sorted(i for bucket in buckets for i in bucket) == list(range(len(lengths)))
+    for bucket in buckets:
+        widths = [padded(lengths[i]) for i in bucket]
+        assert widths[0] == max(widths) and min(widths) >= 0.9 * widths[0]
+    assert len(PackedAttention(lengths).inverse) == sum(lengths)
+
+
+@torch.no_grad()
+def test_blocked_attention_matches_unblocked_bit_for_bit() -> None:
+    """Query and key blocks and other sequences in the pack do not change the result."""
+    q, k, v = torch.randn(900, 4, 32), torch.randn(900, 2, 32), torch.randn(900, 2, 32)
+    lengths = [300, 5, 560, 16, 19]
+    packed = PackedAttention(lengths)(0, q, k, v).split(lengths)
+    for n, out, *one in zip(lengths, packed, q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
+        room = [F.pad(t, (0, 0, 0, 0, 0, padded(n) - n))[None] for t in one]
+        mask = torch.ones(padded(n), padded(n), dtype=torch.bool).tril().repeat_interleave(2, dim=0)
+        keys, values = room[1].transpose(1, 2), room[2].transpose(1, 2)
+        whole = unfold_groups(masked_attention(fold_groups(room[0], 2), keys, values, mask), padded(n))
+        assert torch.equal(out, whole[0, :n])
+    fused = PackedAttention(lengths, mode="sdpa")(0, q, k, v)
+    torch.testing.assert_close(fused, torch.cat(packed), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.gpu
+def test_flash_attention_equals_the_fused_kernel_on_a_gpu() -> None:
+    device = torch.device("cuda")
+    assert has_flash(device), "this GPU and torch should have it"
+    lengths = [300, 5, 560, 1]
+    q, k, v = (torch.randn(866, n, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for n in (8, 2, 2))
+    outs = [PackedAttention(lengths, device, mode)(0, q, k, v) for mode in ("flash", "sdpa")]
+    torch.testing.assert_close(*outs, atol=0.02, rtol=0.02)
+    grads = [torch.autograd.grad(out.float().square().sum(), (q, k, v)) for out in outs]
+    for mine, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=0.1, rtol=0.05)
+
+
+def test_pack_rejects_empty_sequence() -> None:
+    with pytest.raises(ValueError, match="at least one token"):
+        PackedAttention([3, 0])
+    assert PackedAttention([3]).rows[0].shape[1] == KEY_MULTIPLE
+
+
+def test_exact_attention_gradient_matches_autograd() -> None:
+    """On a CPU the fused kernel computes the backward pass; it must match masked_attention up to rounding."""
+    torch.manual_seed(0)
+    lengths, heads, kv_heads, dim = [1, 37, 300, 16, 17], 4, 2, 8
+    shapes = [(sum(lengths), n, dim) for n in (heads, kv_heads, kv_heads)]
+    q, k, v = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
+    weight = torch.randn(shapes[0], dtype=torch.float64)
+    found = torch.autograd.grad((PackedAttention(lengths)(0, q, k, v) * weight).sum(), (q, k, v))
+    parts, start = [], 0
+    for n in lengths:
+        span = slice(start, start + n)
+        mask = torch.ones(n, n, dtype=torch.bool).tril().repeat_interleave(heads // kv_heads, dim=0)
+        folded = fold_groups(q[None, span], kv_heads)
+        out = masked_attention(folded, k[None, span].transpose(1, 2), v[None, span].transpose(1, 2), mask)
+        parts.append(unfold_groups(out, n)[0])
+        start += n
+    expected = torch.autograd.grad((torch.cat(parts) * weight).sum(), (q, k, v))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

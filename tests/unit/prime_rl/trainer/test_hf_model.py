@@ -1,0 +1,180 @@
+"""Models implemented by transformers: parity of packs, steps, adapters and files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prime_rl.trainer.backend import Backend, build_backend
+from prime_rl.trainer.config import TrainConfig
+from prime_rl.trainer.hf_model import HFCausalLM
+from prime_rl.trainer.model import choose_impl, load_model, resolve_placement
+from prime_rl.trainer.models.attention import PackedAttention
+from prime_rl.trainer.models.registry import load_decoder
+from prime_rl.trainer.rl.data import build_batches
+from prime_rl.trainer.rl.loss import build_loss
+from prime_rl.trainer.rl.train import train
+from rollouts.training.batching import pack_samples
+
+SHAPE = dict(
+    vocab_size=320,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2Config", {}),
+    "mistral": ("MistralConfig", {"sliding_window": 16}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gemma3": ("Gemma3TextConfig", {"head_dim": 8, "sliding_window": 16}),
+    "granite": ("GraniteConfig", {"logits_scaling": 4.0}),
+    "cohere": ("CohereConfig", {"logit_scale": 0.25}),
+    "qwen2": ("Qwen2Config", {}),
+    "mamba": ("MambaConfig", {"state_size": 4}),
+}
+
+
+def save_model(family: str, root: Path) -> Path:
+    """A model directory of a family with random weights, without constant parameters."""
+    import transformers
+
+    kind, extra = FAMILIES[family]
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**{**SHAPE, **extra}))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.05 * torch.randn_like(p))
+    model.save_pretrained(root / family)
+    return root / family
+
+
+def make_config(name: Path, output_dir: Path, **model: Any) -> TrainConfig:
+    return TrainConfig.model_validate(
+        {
+            "model": {"name": str(name), "seq_len": 48, **model},
+            "optim": {"lr": 1e-2},
+            "data": {"fake": {"batch_size": 6}},
+            "max_steps": 2,
+            "output_dir": output_dir,
+            "log": {"file": False},
+        }
+    )
+
+
+@torch.no_grad()
+def compute_their_logits(model: Any, sequences: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([model.eval()(ids[None], use_cache=False).logits[0] for ids in sequences])
+
+
+@torch.no_grad()
+def compute_logits(model: Any, sequences: list[torch.Tensor]) -> torch.Tensor:
+    lengths = [len(ids) for ids in sequences]
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    return model.logits(model(torch.cat(sequences), positions, PackedAttention(lengths)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_packed_trained_and_published(family: str, tmp_path: Path) -> None:
+    import transformers
+
+    base = save_model(family, tmp_path)
+    config = make_config(base, tmp_path / "run", impl="hf")
+    sequences = [torch.arange(n) * 7 % 320 for n in (5, 40, 17)]
+    model, _ = load_model(config.model, resolve_placement(config.model))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(base)
+    expected = compute_their_logits(theirs, sequences)
+    torch.testing.assert_close(compute_logits(model, sequences), expected, atol=2e-5, rtol=1e-4)
+
+    assert train(config) == 0
+    directory = tmp_path / "run" / "weights" / "step_2"
+    after, info = transformers.AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    assert not torch.allclose(compute_their_logits(after, sequences), expected, atol=1e-3), "it has learnt"
+    again, _ = load_model(make_config(directory, tmp_path, impl="hf").model, resolve_placement(config.model))
+    torch.testing.assert_close(
+        compute_logits(again, sequences), compute_their_logits(after, sequences), atol=2e-5, rtol=1e-4
+    )
+
+
+def test_both_implementations_give_the_same_gradients(tmp_path: Path) -> None:
+    base = save_model("qwen2", tmp_path)
+
+    def gradients(impl: str) -> dict[str, torch.Tensor]:
+        config = make_config(base, tmp_path / impl, impl=impl)
+        backend: Backend = build_backend(config)
+        assert isinstance(backend.model, HFCausalLM) == (impl == "hf")
+        assert backend.compute_canary(1).exact == (impl == "custom"), "an engine can be near to transformers only"
+        [micros] = pack_samples(build_batches(config, 320).receive(1), 48, rows=2)
+        backend.forward_backward(micros, build_loss(config.loss, longest=48))
+        return {name: p.grad for name, p in backend.parameters.items() if p.grad is not None}
+
+    ours, theirs = gradients("custom"), gradients("hf")
+    assert ours.keys() == theirs.keys()
+    for name, gradient in ours.items():
+        torch.testing.assert_close(gradient, theirs[name], atol=1e-6, rtol=1e-4)
+
+
+def test_auto_selects_native_decoder_if_supported(tmp_path: Path) -> None:
+    for family, impl in (("qwen2", "custom"), ("mistral", "hf")):
+        base = save_model(family, tmp_path)
+        assert choose_impl(make_config(base, tmp_path).model, base) == impl
+    with pytest.raises(ValueError, match="'mistral' is not supported by the native decoder"):
+        load_decoder(tmp_path / "mistral")
+    with pytest.raises(ValueError, match="'mistral' is not supported by the native decoder"):
+        build_backend(make_config(tmp_path / "mistral", tmp_path, impl="custom"))
+
+
+def test_an_adapter_of_any_family_loads_in_peft(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    base = save_model("mistral", tmp_path)
+    lora = {"rank": 4, "dropout": 0.1, "target_modules": ["q_proj", "down_proj"], "modules_to_save": ["lm_head"]}
+    config = make_config(base, tmp_path / "run", lora=lora)
+    backend = build_backend(config)
+    assert backend.model.model.layers[0].self_attn.q_proj.training, "dropout is for adapters, transformers' is off"
+    assert train(config) == 0
+    ids = torch.arange(9)
+    with torch.no_grad():
+        for p in backend.parameters.values():
+            p.add_(0.1)
+    drawn = [backend.model(ids, ids, PackedAttention([9])).detach() for _ in range(2)]
+    assert not torch.equal(*drawn), "a training forward pass drops some inputs of the change, an evaluation none"
+    assert torch.equal(*(compute_logits(backend.model, [ids]) for _ in range(2)))
+    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "run" / "weights" / "step_2")
+    sequences = [torch.arange(20)]
+    merged, _ = load_model(make_config(tmp_path / "run" / "weights" / "step_2", tmp_path).model, backend.placement)
+    torch.testing.assert_close(
+        compute_logits(merged, sequences), compute_their_logits(loaded, sequences), atol=2e-5, rtol=1e-4
+    )
+
+
+def test_unsupported_logits_are_rejected(tmp_path: Path) -> None:
+    import transformers
+
+    capped = transformers.Gemma2Config(**SHAPE, head_dim=8, final_logit_softcapping=0.01)
+    transformers.AutoModelForCausalLM.from_config(capped).save_pretrained(tmp_path / "gemma2")
+    with pytest.raises(ValueError, match="Gemma2ForCausalLM computes its logits in an unsupported way"):
+        build_backend(make_config(tmp_path / "gemma2", tmp_path))
+
+
+def test_random_weights_are_a_function_of_the_seed(tmp_path: Path) -> None:
+    base = save_model("gpt2", tmp_path)
+    (base / "model.safetensors").unlink()
+    place = resolve_placement(make_config(base, tmp_path).model)
+    first, second, other = (
+        load_model(make_config(base, tmp_path, debug={"random_init": True, "seed": seed}).model, place)[0]
+        for seed in (1, 1, 2)
+    )
+    ids = [torch.arange(9)]
+    assert torch.equal(compute_logits(first, ids), compute_logits(second, ids))
+    assert not torch.equal(compute_logits(first, ids), compute_logits(other, ids))
+    with pytest.raises(ValueError, match="transformers cannot load"):
+        build_backend(make_config(base, tmp_path))

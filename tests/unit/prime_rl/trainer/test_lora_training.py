@@ -1,0 +1,136 @@
+"""Adapter training: only the adapter is trained, published and checkpointed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from prime_rl.trainer.backend import build_backend
+from prime_rl.trainer.config import TrainConfig
+from prime_rl.trainer.lora import load_adapter
+from prime_rl.trainer.models.attention import PackedAttention
+from prime_rl.trainer.models.causal_lm import CausalLM
+from prime_rl.trainer.models.multi_lora import AdapterTable
+from prime_rl.trainer.models.registry import load_decoder, read_tensors
+from prime_rl.trainer.rl.loss import build_loss
+from prime_rl.trainer.rl.train import train
+from prime_rl.transport.weights import is_adapter, read_manifest, verify_tensors
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A published model with weights."""
+    directory = tmp_path_factory.mktemp("base")
+    train(make_config(directory, "tiny-qwen3", None, max_steps=1, random_init=True))
+    return directory / "weights" / "step_1"
+
+
+def make_config(
+    output_dir: Path, name: Path | str, lora: dict[str, Any] | None, *, random_init: bool = False, **changes: Any
+) -> TrainConfig:
+    model = {"name": str(name), "seq_len": 48, "debug": {"random_init": random_init}, "lora": lora}
+    return TrainConfig.model_validate(
+        {
+            "model": {**model, **changes.pop("model", {})},
+            "optim": {"lr": 1e-2},
+            "data": {"fake": {"batch_size": 8}},
+            "max_steps": 2,
+            "output_dir": output_dir,
+            "log": {"file": False},
+            **changes,
+        }
+    )
+
+
+def compute_hidden(model: CausalLM, ids: torch.Tensor) -> torch.Tensor:
+    return model.logits(model(ids, torch.arange(len(ids)), PackedAttention([len(ids)])))
+
+
+def test_published_adapter_is_a_valid_model_name(base: Path, tmp_path: Path) -> None:
+    lora = {"rank": 4, "modules_to_save": ["lm_head"]}
+    assert train(make_config(tmp_path, base, lora)) == 0
+    directory = tmp_path / "weights" / "step_2"
+    raw = load_file(directory / "adapter_model.safetensors")
+    verify_tensors(raw, read_manifest(directory))
+    assert is_adapter(directory) and not (directory / "model.safetensors").exists()
+    assert any(tensor.abs().sum() > 0 for name, tensor in raw.items() if "lora_B" in name), "it has learnt something"
+
+    merged = load_decoder(directory)
+    frozen = read_tensors(base)["model.layers.0.input_layernorm.weight"]
+    assert torch.equal(merged.model.layers[0].input_layernorm.weight, frozen)
+    table = AdapterTable(load_decoder(base))
+    table.put("mine", load_adapter(directory))
+    ids = torch.arange(20)
+    with torch.no_grad(), table.route({"mine": ids}):
+        torch.testing.assert_close(compute_hidden(merged, ids), compute_hidden(table.model, ids), atol=1e-5, rtol=1e-5)
+
+    train(make_config(tmp_path / "more", directory, {"rank": 2}, max_steps=1))
+    assert load_adapter(tmp_path / "more" / "weights" / "step_1").base_model == str(directory.resolve())
+
+
+def test_merged_versions_are_plain_models(base: Path, tmp_path: Path) -> None:
+    for merge in (True, False):
+        train(make_config(tmp_path / str(merge), base, {"rank": 4, "merge": merge}))
+    directory = tmp_path / "True" / "weights" / "step_2"
+    assert not is_adapter(directory)
+    verify_tensors(read_tensors(directory), read_manifest(directory))
+    again = read_tensors(tmp_path / "False" / "weights" / "step_2")
+    assert all(torch.equal(tensor, again[name]) for name, tensor in read_tensors(directory).items())
+
+
+def test_resumed_adapter_is_bit_identical_with_dropout(base: Path, tmp_path: Path) -> None:
+    lora = {"rank": 4, "dropout": 0.3}
+    whole = make_config(tmp_path / "whole", base, lora, max_steps=4)
+    train(whole)
+    part = {"ckpt": {"interval": 2}, "max_steps": 2}
+    train(make_config(tmp_path / "part", base, lora, **part))
+    held = load_file(tmp_path / "part" / "checkpoints" / "step_2" / "trainer" / "model.safetensors")
+    assert all(".lora_" in name for name in held), "a checkpoint holds what is trained"
+    train(make_config(tmp_path / "part", base, lora, max_steps=4, ckpt={"resume_step": -1}))
+    first, second = (read_manifest(tmp_path / d / "weights" / "step_4") for d in ("whole", "part"))
+    assert first.tensors == second.tensors
+
+
+def test_bfloat16_masters_cover_only_the_adapter(base: Path, tmp_path: Path) -> None:
+    backend = build_backend(make_config(tmp_path, base, {"rank": 2}, model={"dtype": "bfloat16"}))
+    assert {p.dtype for p in backend.parameters.values()} == {torch.float32}
+    assert all(".lora_" in name for name in backend.parameters)
+    assert {t.dtype for t in backend.export_state_dict().values()} == {torch.bfloat16}
+
+
+def test_missing_base_model_is_reported(tmp_path: Path) -> None:
+    train(make_config(tmp_path, "tiny-qwen3", {"rank": 2}, random_init=True, max_steps=1))
+    with pytest.raises(ValueError, match="random_init"):
+        read_tensors(tmp_path / "weights" / "step_1")
+
+
+def test_adapter_gradients_match_the_merged_weight(base: Path, tmp_path: Path) -> None:
+    """dL/dB = scale * dL/dW A^T and dL/dA = scale * B^T dL/dW, of the merged weight."""
+    from prime_rl.trainer.rl.data import build_batches
+    from rollouts.training.batching import pack_samples
+
+    config = make_config(tmp_path, base, {"rank": 3})
+    backend = build_backend(config)
+    with torch.no_grad():
+        for name, p in backend.parameters.items():
+            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))) * 0.1)
+    [micros] = pack_samples(build_batches(config, 320).receive(1), 48)
+    backend.forward_backward(micros, build_loss(config.loss, longest=48))
+    train_dir = tmp_path / "merged"
+    whole = build_backend(make_config(train_dir, base, None))
+    with torch.no_grad():
+        from prime_rl.trainer.lora import merged_tensors
+
+        for name, tensor in merged_tensors(backend.model).items():
+            whole.parameters[name].copy_(tensor)
+    whole.forward_backward(micros, build_loss(config.loss, longest=48))
+    name, scale = "model.layers.0.self_attn.v_proj", 32 / 3
+    gradient = whole.parameters[f"{name}.weight"].grad
+    a, b = (backend.parameters[f"{name}.lora_{x}.weight"] for x in "AB")
+    assert gradient is not None and a.grad is not None and b.grad is not None
+    torch.testing.assert_close(b.grad, scale * gradient @ a.detach().T, atol=1e-5, rtol=1e-3)
+    torch.testing.assert_close(a.grad, scale * b.detach().T @ gradient, atol=1e-5, rtol=1e-3)

@@ -1,0 +1,282 @@
+"""SFT: loss masks, data order and training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prime_rl.runtime.tokenizer import load_tokenizer
+from prime_rl.trainer.config import SFTConfig, SFTDataConfig
+from prime_rl.trainer.sft.data import Position, SFTBatches, build_sft_batches
+from prime_rl.trainer.sft.samples import TokenizationStats, tokenize_rows
+from prime_rl.trainer.sft.train import train
+from prime_rl.utils.pydantic_config import parse_argv
+from rollouts.training.datasets.rows import is_hub_resolvable, load_rows
+from rollouts.training.datasets.sft import Conversation, read_conversation, render_conversation
+from rollouts.training.metrics import load_jsonl
+from rollouts.training.steps import complete_steps
+from rollouts.training.types import Sample
+
+ROOT = Path(__file__).parents[4]
+USER, ANSWER = {"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer("tiny-qwen3")
+
+
+def tokenise(row: dict[str, Any], tokenizer: Any, vocab_size: int = 320, **data: Any) -> list[Sample]:
+    """Samples of one row."""
+    return list(tokenize_rows([row], SFTDataConfig(seq_len=512, **data), tokenizer, vocab_size, TokenizationStats()))
+
+
+def trained_text(sample: Sample, tokenizer: Any) -> list[str]:
+    """Text spans with loss."""
+    runs: list[list[int]] = [[]]
+    for token, mask in zip(sample.tokens, sample.loss_mask, strict=True):
+        if mask:
+            runs[-1].append(token)
+        elif runs[-1]:
+            runs.append([])
+    return [tokenizer.decode(run) for run in runs if run]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "abc", "completion": "cba"}, ["cba<|im_end|>"]),
+        ({"prompt": [USER], "completion": [ANSWER]}, ["ba<|im_end|>"]),
+        ({"messages": [{"role": "system", "content": "s"}, USER, ANSWER, USER, ANSWER]}, ["ba<|im_end|>"] * 2),
+        ({"prompt": [USER, ANSWER, USER], "completion": "x"}, ["x<|im_end|>"]),  # the answer in the prompt has no loss
+        ({"messages": [USER, ANSWER, {"role": "tool", "content": "t"}, ANSWER, USER]}, ["ba<|im_end|>"] * 2),
+    ],
+)
+def test_only_assistant_turns_and_their_end_carry_loss(
+    row: dict[str, Any], expected: list[str], tokenizer: Any
+) -> None:
+    [sample] = tokenise(row, tokenizer)
+    assert trained_text(sample, tokenizer) == expected
+    assert sample.loss_mask[0] == 0 and sample.loss_mask[-1] == 1, "nothing follows the last trained token"
+    assert tokenizer.decode(sample.tokens).startswith("<|im_start|>")
+
+
+def test_special_tokens_in_data_stay_text(tokenizer: Any) -> None:
+    [sample] = tokenise({"prompt": "x<|im_end|>\n<|im_start|>assistant\n", "completion": "y"}, tokenizer)
+    assert trained_text(sample, tokenizer) == ["y<|im_end|>"]
+    assert sample.tokens.count(tokenizer.eos_token_id) == 2
+
+
+class LetterChat:
+    """A character-level template that can rewrite earlier answers."""
+
+    end_ids = frozenset([ord("$")])
+
+    def __init__(self, rewrites: bool = False, tail: str = "\n") -> None:
+        self.rewrites, self.tail = rewrites, tail
+
+    def render(self, messages: Sequence[Any], tools: Sequence[Any] | None, add_generation_prompt: bool) -> list[int]:
+        parts = []
+        for i, message in enumerate(messages):
+            is_last = i == len(messages) - 1
+            content = message["content"].upper() if self.rewrites and not is_last else message["content"]
+            parts.append(f"{message['role'][0]}:{content}${self.tail}")
+        return [ord(c) for c in "".join(parts) + ("a:" if add_generation_prompt else "")]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(map(chr, tokens))
+
+
+def test_template_that_rewrites_turns_is_rejected() -> None:
+    messages = [ANSWER, USER, ANSWER]
+    assert sum(render_conversation(Conversation(messages), LetterChat()).loss_mask) == 6
+    with pytest.raises(ValueError, match=r"row 4 .* not prefix-stable at message 2.* tokenizer\.chat_template"):
+        render_conversation(Conversation(messages), LetterChat(rewrites=True), 4)
+
+
+def test_text_after_the_end_token_belongs_to_the_turn() -> None:
+    sample = render_conversation(Conversation([USER, ANSWER]), LetterChat(tail="!"))
+    assert [chr(t) for t, m in zip(sample.tokens, sample.loss_mask, strict=True) if m] == list("ba$!")
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"text": "a"}, "row 3 .*columns text.*`messages`, or `prompt` and `completion`"),
+        ({"prompt": "a", "completion": 5}, "`completion` is neither text nor a list"),
+        ({"messages": [{"content": "a"}]}, "`messages` is neither"),
+    ],
+)
+def test_invalid_rows_are_reported(row: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        read_conversation(row, 3)
+
+
+def test_mismatched_tokenizer_is_rejected(tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match=r"tokenizer\.name and model\.name"):
+        tokenise({"prompt": "a", "completion": "b"}, tokenizer, vocab_size=40)
+
+
+def test_row_without_tokens_is_reported() -> None:
+    class Silent:
+        chat_template, eos_token_id, all_special_ids, all_special_tokens = None, None, [], []
+
+        def __len__(self) -> int:
+            return 0
+
+        def encode(self, text: str, **options: bool) -> list[int]:
+            return []
+
+    with pytest.raises(ValueError, match="row 0 of the dataset renders to no token"):
+        tokenise({"prompt": "a", "completion": "b"}, Silent())
+
+
+def test_files_and_directories_are_read(tmp_path: Path) -> None:
+    rows = [{"prompt": str(i), "completion": "x"} for i in range(3)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n\n" for row in rows))
+    assert load_rows(str(tmp_path / "a.jsonl")) == rows == load_rows(str(tmp_path))
+    (tmp_path / "broken.jsonl").write_text('{"prompt": 1}\n{"prompt": \n')
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "a.csv").write_text("prompt,completion\n")
+    for name, words in {
+        "broken.jsonl": "line 2 is not valid JSON",
+        "empty.jsonl": "holds no rows",
+        "a.csv": "use a file that ends in .jsonl, .parquet",
+        "none.jsonl": "was not found",
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            load_rows(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("variable", ["HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"])
+def test_hub_is_resolvable_by_name_or_by_proxy(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", "http://localhost:1")
+    assert is_hub_resolvable()
+    monkeypatch.setenv("HF_ENDPOINT", "https://no-such-host.invalid")
+    assert not is_hub_resolvable()
+    monkeypatch.setenv(variable, "http://proxy:3128")
+    assert is_hub_resolvable()
+
+
+def test_parquet_files_are_read(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rows = [{"messages": [USER, ANSWER]}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert load_rows(str(tmp_path / "a.parquet")) == rows
+
+
+class Lengths:
+    """Samples of given lengths, identified by their first token."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+
+    @property
+    def sizes(self) -> list[int]:
+        return [len(self.lengths)]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def sample(self, index: int) -> Sample:
+        n = self.lengths[index]
+        return Sample(prompt="", tokens=[index] * n, loss_mask=[1.0] * n, index=index)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=30), st.integers(1, 4), st.booleans(), st.integers(1, 6))
+def test_epoch_reads_every_sample_once(lengths: list[int], batch_size: int, shuffle: bool, num_batches: int) -> None:
+    def take(position: Position, num: int) -> tuple[list[Sample], Position]:
+        batches = SFTBatches(Lengths(lengths), 12, batch_size, shuffle, seed=3)  # a new instance, as after a restart
+        out: list[Sample] = []
+        for _ in range(num):
+            samples, position = batches.take(position)
+            assert samples and sum(len(s.tokens) for s in samples) <= 12 * batch_size
+            out += samples
+        return out, position
+
+    straight, end = take(Position(), num_batches)
+    first, middle = take(Position(), num_batches // 2)
+    second, resumed_end = take(middle, num_batches - num_batches // 2)
+    assert [s.index for s in straight] == [s.index for s in first + second] and end == resumed_end
+    for start in range(0, len(straight) - len(lengths) + 1, len(lengths)):
+        epoch = [s.index for s in straight[start : start + len(lengths)]]
+        assert sorted(epoch) == list(range(len(lengths))), "whole samples, none lost or doubled"
+
+
+def test_epochs_differ_in_order_and_overlong_samples_are_counted() -> None:
+    batches = SFTBatches(Lengths([3] * 20 + [99]), 6, 10, True, seed=0)
+    assert [batches.order(0).at(i) for i in range(21)] != [batches.order(1).at(i) for i in range(21)]
+    samples, position = batches.take(Position())
+    _, position = batches.take(position)
+    assert len(samples) == 20 and position.num_overlong == 2 and position.epoch == 2 - (position.offset > 0)
+    with pytest.raises(ValueError, match=r"data\.seq_len = 6"):
+        SFTBatches(Lengths([7, 8]), 6, 1, True, seed=0).take(Position())
+
+
+def make_config(output_dir: Path, data: dict[str, Any], **changes: Any) -> SFTConfig:
+    values = {
+        "model": {"name": "tiny-qwen3", "debug": {"random_init": True}},
+        "optim": {"lr": 3e-3},
+        "data": data,
+        "output_dir": output_dir,
+        "log": {"file": False},
+        "max_steps": 12,
+    }
+    return SFTConfig.model_validate({**values, **changes})
+
+
+def test_training_reduces_loss_and_publishes_template(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "abc", "completion": "cba"}) + "\n")
+    template = (ROOT / "src/prime_rl/assets/tiny-qwen3/chat_template.jinja").read_text() + "{# mine #}"
+    (tmp_path / "mine.jinja").write_text(template)
+    data = {"name": str(tmp_path / "rows.jsonl"), "seq_len": 32, "batch_size": 4}
+    config = make_config(tmp_path, data, tokenizer={"chat_template": str(tmp_path / "mine.jinja")})
+    assert train(config) == 0
+    losses = [row["loss/mean"] for row in load_jsonl(tmp_path / "metrics.jsonl") if "loss/mean" in row]
+    assert len(losses) == 12 and losses[-1] < losses[0] / 3
+    assert complete_steps(tmp_path / "weights") == [12]
+    assert (tmp_path / "weights/step_12/chat_template.jinja").read_text() == template
+    assert load_tokenizer(str(tmp_path / "weights/step_12")).chat_template == template
+
+
+def test_loss_is_a_token_mean(tmp_path: Path) -> None:
+    """The loss of a long and a short answer is the mean over all tokens, independent of packing."""
+    rows = [{"prompt": "a", "completion": "b" * 20}, {"prompt": "a", "completion": "c"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    losses = []
+    for name, micro_bs in (("one", 1), ("two", 8)):
+        data = {"name": str(tmp_path / "rows.jsonl"), "seq_len": 26, "batch_size": 2, "shuffle": False}
+        train(make_config(tmp_path / name, data, max_steps=1, micro_bs=micro_bs))
+        [row] = [r for r in load_jsonl(tmp_path / name / "metrics.jsonl") if "loss/mean" in r]
+        losses.append(row["loss/mean"])
+        assert row["batch/micro_batches"] == (2 if micro_bs == 1 else 1) and row["batch/samples"] == 2
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
+def test_weights_are_published_with_checkpoints_too(tmp_path: Path) -> None:
+    data = {"type": "fake", "seq_len": 16, "batch_size": 2}
+    train(make_config(tmp_path, data, max_steps=5, ckpt={"interval": 2}))
+    assert complete_steps(tmp_path / "weights") == [2, 4, 5] == complete_steps(tmp_path / "checkpoints", ("trainer",))
+
+
+def test_fake_lengths(tmp_path: Path) -> None:
+    for length, expected in (("fixed", {16}), ("variable", set(range(2, 17)))):
+        config = make_config(tmp_path, {"type": "fake", "length": length, "seq_len": 16, "batch_size": 64})
+        samples, _ = build_sft_batches(config, 320, None).take(Position())
+        assert {len(s.tokens) for s in samples} == expected
+
+
+def test_debug_config_runs_five_fake_steps() -> None:
+    config, _ = parse_argv(SFTConfig, ["@", str(ROOT / "configs/debug/sft/train.toml")], "sft", environ={})
+    assert config.max_steps == 5 and config.data.type == "fake"

@@ -1,0 +1,347 @@
+"""SFT data: subsets and splits, mixing, role masks, dropped rows, validation loss, exact resume."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loguru import logger
+
+from prime_rl.runtime.tokenizer import load_tokenizer
+from prime_rl.trainer.config import SFTConfig
+from prime_rl.trainer.sft.data import Position, SFTBatches, build_sft_batches, name_parts
+from prime_rl.trainer.sft.samples import TokenizationStats, TokenizedSamples, tokenize_data, tokenize_rows
+from prime_rl.trainer.sft.train import train
+from prime_rl.utils.pydantic_config import ConfigError, parse_argv
+from rollouts.training.datasets.mixing import build_epoch_order
+from rollouts.training.datasets.rows import find_files, load_rows
+from rollouts.training.metrics import load_jsonl
+from rollouts.training.types import Sample
+
+ROOT = Path(__file__).parents[4]
+QUESTION, ANSWER = {"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}],
+}
+RESULT = {"role": "tool", "content": "3", "tool_call_id": "1"}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer("tiny-qwen3")
+
+
+def write(path: Path, rows: Iterable[Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def pairs(letter: str, num: int) -> list[dict[str, str]]:
+    return [{"prompt": letter * (i % 5 + 1), "completion": letter} for i in range(num)]
+
+
+def make_config(data: dict[str, Any], **changes: Any) -> SFTConfig:
+    values = {
+        "model": {"name": "tiny-qwen3", "debug": {"random_init": True, "num_layers": 1}},
+        "optim": {"lr": 3e-3},
+        "data": {"seq_len": 64, "batch_size": 4, **data},
+        "log": {"file": False},
+        "max_steps": 6,
+    }
+    return SFTConfig.model_validate({**values, **changes})
+
+
+def trained_text(sample: Sample, tokenizer: Any) -> list[str]:
+    """Text spans with loss."""
+    edges = [i for i, (a, b) in enumerate(pairwise([0.0, *sample.loss_mask, 0.0])) if a != b]
+    return [tokenizer.decode(sample.tokens[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def tokenise(rows: list[Any], tokenizer: Any, account: TokenizationStats | None = None, **data: Any) -> list[Sample]:
+    config = make_config({"seq_len": 512, **data}).data
+    return list(tokenize_rows(rows, config, tokenizer, 320, account or TokenizationStats()))
+
+
+def test_tool_calls_are_trained(tokenizer: Any) -> None:
+    for tools in (TOOLS, json.dumps(TOOLS)):
+        row = {"messages": [QUESTION, CALL, RESULT, ANSWER], "tools": tools}
+        [sample] = tokenise([row], tokenizer)
+        call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>'
+        assert trained_text(sample, tokenizer) == [call, "ba<|im_end|>"]
+        assert "add(" in tokenizer.decode(sample.tokens) and "<|im_start|>tool\n3" in tokenizer.decode(sample.tokens)
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        ({}, ["ba<|im_end|>", "ba<|im_end|>"]),
+        ({"assistant": False, "tool": True}, ["<|im_start|>tool\n3<|im_end|>\n<|im_start|>tool\n3<|im_end|>"]),
+        ({"assistant": False, "user": True}, ["<|im_start|>user\nab<|im_end|>"]),
+        ({"assistant": False, "system": True}, ["<|im_start|>system\ns<|im_end|>"]),
+        ({"user": True}, ["<|im_start|>user\nab<|im_end|>", "ba<|im_end|>", "ba<|im_end|>"]),
+    ],
+)
+def test_loss_mask_enables_roles(mask: dict[str, bool], expected: list[str], tokenizer: Any) -> None:
+    messages = [{"role": "system", "content": "s"}, QUESTION, ANSWER, RESULT, RESULT, ANSWER]
+    [sample] = tokenise([{"messages": messages}], tokenizer, loss_mask=mask)
+    assert trained_text(sample, tokenizer) == expected
+
+
+def test_split_turns_supports_rewriting_templates(tokenizer: Any) -> None:
+    """A template with reasoning in the last turn only: rejected as a whole, trained turn by turn."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.reasoning_content and loop.last %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+        "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    rewriting = load_tokenizer("tiny-qwen3", template)
+    thinking = ANSWER | {"reasoning_content": "hm"}
+    rows = [{"messages": [QUESTION, ANSWER]}, {"messages": [QUESTION, thinking, QUESTION, thinking]}]
+    with pytest.raises(ValueError, match=r"row 1 .*not prefix-stable at message 3.*data\.split_turns"):
+        tokenise(rows, rewriting)
+    first, second, third = tokenise(rows, rewriting, split_turns=True)
+    assert trained_text(first, rewriting) == ["ba<|im_end|>"]
+    assert trained_text(second, rewriting) == ["<think>hm</think>ba<|im_end|>"] == trained_text(third, rewriting)
+    assert rewriting.decode(third.tokens).count("<think>") == 1
+
+
+def test_dropped_rows_are_reported(tmp_path: Path, tokenizer: Any) -> None:
+    empty = {"role": "assistant", "content": ""}
+    rows: list[Any] = [
+        *pairs("a", 2),
+        {"messages": [QUESTION]},  # no assistant turn
+        {"messages": [QUESTION, empty, QUESTION, ANSWER]},  # an empty and a non-empty turn
+        {"prompt": "a", "completion": ""},
+        {"prompt": "a" * 99, "completion": "b"},
+    ]
+    lines: list[str] = []
+    handler = logger.add(lambda message: lines.append(str(message)), level="INFO")
+    try:
+        config = make_config({"name": str(write(tmp_path / "rows.jsonl", rows))})
+        samples = tokenize_data(config.data, tokenizer, 320)
+    finally:
+        logger.remove(handler)
+    log = "".join(lines)
+    assert len(samples) == 3 and samples.sizes == [3]
+    assert "6 rows, 3 samples" in log and "1 samples exceed" in log and "first is row 5" in log
+    assert "2 rows have no loss tokens" in log and "first is row 2" in log
+    assert "2 empty assistant turns" in log
+    [cut] = tokenise([{"prompt": "a" * 20, "completion": "b" * 99}], tokenizer, seq_len=64, truncate=True)
+    assert len(cut.tokens) == 64 and cut.loss_mask[-1] == 1
+    short = {"name": str(tmp_path / "rows.jsonl"), "seq_len": 4}
+    with pytest.raises(ValueError, match=r"no loss tokens, every sample is longer than data\.seq_len = 4"):
+        tokenize_data(make_config(short).data, tokenizer, 320)
+
+
+WRONG_ROWS: list[Any] = [
+    ({"text": "a"}, "row 1 .*columns text"),
+    ({"messages": [QUESTION, {"content": "x"}]}, "row 1 .*neither text nor a list of messages with a role"),
+    ({"messages": [QUESTION, ANSWER], "tools": "[{"}, "row 1 .*`tools` is not JSON"),
+    ({"messages": [QUESTION, {"role": "assistant", "content": [{"type": "image"}]}]}, "row 1 .*'image'"),
+]
+
+
+@pytest.mark.parametrize(("row", "words"), WRONG_ROWS)
+def test_invalid_rows_are_reported(row: dict[str, Any], words: str, tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match=words):
+        tokenise([{"messages": [QUESTION, ANSWER]}, row], tokenizer)
+
+
+def test_subsets_and_splits_of_a_directory(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", pairs("a", 1))
+    write(tmp_path / "test-00000-of-00001.jsonl", pairs("b", 1))
+    write(tmp_path / "math.jsonl", pairs("c", 1))
+    write(tmp_path / "code/train/part.jsonl", pairs("d", 1))
+    write(tmp_path / "code/val/part.jsonl", pairs("e", 1))
+    write(tmp_path / "loose/x.jsonl", pairs("f", 1))
+    name = str(tmp_path)
+
+    def letter(*arguments: Any) -> str:
+        return "".join(row["completion"] for row in load_rows(*arguments))
+
+    assert letter(name) == "a" and letter(name, "test") == "b" and letter(name, "train", "math") == "c"
+    assert letter(name, "train", "code") == "d" and letter(name, "val", "code") == "e"
+    assert letter(f"{name}/loose") == "f" == letter(name, "train", "loose")
+    for arguments, words in (
+        ((name, "dev"), "holds no split 'dev'"),
+        ((name, "train", "none"), "has no subset 'none'"),
+        ((f"{name}/math.jsonl", "test"), "which has no split 'test'"),
+        ((f"{name}/math.jsonl", "train", "x"), "no subset 'x'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            find_files(*arguments)
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xff"}\n')
+    (tmp_path / "no.parquet").write_bytes(b"PAR")
+    for file, words in (("latin.jsonl", "line 1 is not valid JSON"), ("no.parquet", "is no parquet file")):
+        with pytest.raises(ValueError, match=words):
+            load_rows(str(tmp_path / file))
+
+
+sizes_of_sources = st.lists(st.integers(1, 12), min_size=2, max_size=4)
+
+
+def read_epoch(sizes: list[int], **options: Any) -> list[int]:
+    order, out = build_epoch_order(sizes, **options), []
+    while (index := order.at(len(out))) is not None:
+        out.append(index)
+    return out
+
+
+@settings(max_examples=100, deadline=None)
+@given(sizes_of_sources, st.booleans(), st.booleans(), st.integers(0, 5))
+def test_epoch_end_follows_stopping_strategy(sizes: list[int], shuffle: bool, weighted: bool, epoch: int) -> None:
+    options = {"shuffle": shuffle, "epoch": epoch, "seed": 1}
+    if weighted:
+        options["probabilities"] = [(s + 1) / sum(range(1, len(sizes) + 1)) for s in range(len(sizes))]
+    starts = [sum(sizes[:s]) for s in range(len(sizes))]
+    for stopping in ("first_exhausted", "all_exhausted"):
+        read = read_epoch(sizes, stopping=stopping, **options)
+        assert read == read_epoch(sizes, stopping=stopping, **options), "a pure function"
+        counts = [sum(start <= i < start + size for i in read) for start, size in zip(starts, sizes, strict=True)]
+        if stopping == "first_exhausted":
+            assert len(set(read)) == len(read), "nothing comes twice"
+            assert any(c == size for c, size in zip(counts, sizes, strict=True))
+        else:
+            assert set(read) == set(range(sum(sizes))), "everything has been read"
+            assert any(c == size for c, size in zip(counts, sizes, strict=True)) or not weighted
+            repeats = Counter(read).values()
+            for start, size in zip(starts, sizes, strict=True):
+                times = [n for i, n in Counter(read).items() if start <= i < start + size]
+                assert max(times) - min(times) <= 1, "no sample of a source is ahead of the others by two rounds"
+            assert sum(repeats) == len(read)
+
+
+def test_subsets_are_sampled_by_probability() -> None:
+    read = read_epoch([30_000, 30_000], probabilities=[0.2, 0.8], stopping="first_exhausted")
+    assert sum(i < 30_000 for i in read) / len(read) == pytest.approx(0.2, abs=0.01)
+    assert read_epoch([2, 4], shuffle=False, stopping="all_exhausted") == [0, 2, 1, 3, 0, 4, 1, 5]
+    assert read_epoch([2, 4], shuffle=False, stopping="first_exhausted") == [0, 2, 1]
+    assert name_parts([("a", "train"), ("b", "train")]) == ["a", "b"]
+    assert name_parts([("a", "train"), ("a", "test")]) == ["a-train", "a-test"]
+    assert name_parts([(None, "train"), (None, "test")]) == ["train", "test"]
+
+
+WRONG_SETTINGS: list[Any] = [
+    (["--data.subsets", "a", "b", "--data.probabilities", "0.5"], "1 entries for 2 subsets"),
+    (["--data.subsets", "a", "b", "--data.probabilities", "0.5", "0.6"], "add up to 1"),
+    (["--data.subsets", "a", "b", "--data.splits", "x"], "1 entries for 2 data.subsets"),
+    (["--data.loss-mask.assistant", "false"], "disables all roles"),
+    (["--data.split-turns", "--data.loss-mask.user"], "assistant only"),
+    (["--data.type", "fake", "--val.interval", "3"], "val needs conversations"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), WRONG_SETTINGS)
+def test_invalid_settings_are_rejected(options: list[str], words: str) -> None:
+    with pytest.raises((ConfigError, ValueError), match=words):
+        parse_argv(SFTConfig, options, "sft", environ={})
+
+
+def test_stack_has_one_conversation_per_row(tmp_path: Path, tokenizer: Any) -> None:
+    name = str(write(tmp_path / "rows.jsonl", pairs("a", 40)))
+    for pack_function, least, most in (("stack", 4, 4), ("cat", 5, 40)):
+        batches = build_sft_batches(make_config({"name": name, "pack_function": pack_function}), 320, tokenizer)
+        position = batches.restore({})
+        for _ in range(3):
+            samples, position = batches.take(position)
+            assert least <= len(samples) <= most
+
+
+def test_held_out_samples_are_never_trained_on(tmp_path: Path, tokenizer: Any) -> None:
+    write(tmp_path / "data/x.jsonl", pairs("x", 30))
+    write(tmp_path / "data/y.jsonl", pairs("y", 10))
+    data = {"name": str(tmp_path / "data"), "subsets": ["x", "y"]}
+    batches = build_sft_batches(make_config(data, val={"num_samples": 8}), 320, tokenizer)
+    assert len(batches.held_out) == 8 and sum(batches.source.sizes) == 32 and len(batches.source.sizes) == 2
+    everything = tokenize_data(make_config(data).data, tokenizer, 320)
+    again, _ = everything.hold_out(8, 42)
+    assert isinstance(batches.source, TokenizedSamples) and again.digest() == batches.source.digest()
+    for num, words in ((40, "would hold out all 40"), (39, "without samples")):
+        with pytest.raises(ValueError, match=words):
+            everything.hold_out(num, 0)
+
+
+MIXED = {"subsets": ["x", "y"], "probabilities": [0.25, 0.75], "stopping_strategy": "first_exhausted"}
+
+
+def test_resume_with_mixing_is_exact(tmp_path: Path) -> None:
+    write(tmp_path / "data/x.jsonl", pairs("x", 9))
+    write(tmp_path / "data/y.jsonl", pairs("y", 7))
+    data = {"name": str(tmp_path / "data"), **MIXED}
+    val = {"num_samples": 3, "interval": 4}
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    train(make_config(data, output_dir=straight, val=val, ckpt={}))
+    train(make_config(data, output_dir=stopped, val=val, max_steps=3, ckpt={}))
+    resume = {"ckpt": {"resume_step": -1}}
+    train(make_config(data, output_dir=stopped, val=val, **resume))
+    one, other = (path / "weights/step_6/model.safetensors" for path in (straight, stopped))
+    assert one.read_bytes() == other.read_bytes()
+    rows = list(load_jsonl(straight / "metrics.jsonl"))
+    assert [row["step"] for row in rows if "val_loss/mean" in row] == [0, 4, 6]
+    [last] = [row for row in rows if row["step"] == 6 and "loss/mean" in row]
+    assert last["progress/x/ratio_samples"] + last["progress/y/ratio_samples"] == pytest.approx(1)
+    assert last["progress/num_samples"] == last["progress/total_samples"] > 0
+    assert last["progress/num_tokens"] == last["progress/total_tokens"]
+    write(tmp_path / "data/y.jsonl", pairs("z", 7))
+    with pytest.raises(ValueError, match="trained on other data"):
+        train(make_config(data, output_dir=stopped, val=val, max_steps=8, **{"ckpt": {"resume_step": -1}}))
+
+
+def test_validation_loss_decreases(tmp_path: Path) -> None:
+    name = str(write(tmp_path / "rows.jsonl", pairs("a", 40)))
+    held = str(write(tmp_path / "val.jsonl", pairs("a", 5)))
+    config = make_config({"name": name}, val={"name": held, "interval": 5}, output_dir=tmp_path / "out", max_steps=12)
+    train(config)
+    rows = [row for row in load_jsonl(tmp_path / "out/metrics.jsonl") if "val_loss/mean" in row]
+    assert [row["step"] for row in rows] == [0, 5, 10, 12] and rows[0]["val/samples"] == 5
+    assert rows[-1]["val_loss/mean"] < rows[0]["val_loss/mean"] / 2
+
+
+def test_docs_snippets_work(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/sft.md: parse rows, settings and commands; run the mixing example."""
+    page = (ROOT / "docs/sft.md").read_text()
+    blocks = re.findall(r"```(\w+)\n(.*?)```", page, re.DOTALL)
+    rows = [json.loads(line) for kind, text in blocks if kind == "json" for line in text.splitlines()]
+    assert len(rows) == 7 and len(tokenise(rows, tokenizer, seq_len=1024)) == 7
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "my_data/math.jsonl", pairs("m", 20))
+    write(tmp_path / "my_data/code/train.jsonl", pairs("c", 20))
+    parsed = 0
+    for kind, text in blocks:
+        if kind == "toml":
+            values = tomllib.loads(text)
+            config = make_config(values.get("data", {}), val=values.get("val"), output_dir=tmp_path / f"out{parsed}")
+            if "subsets" in values.get("data", {}):
+                assert train(config.model_copy(update={"max_steps": 1})) == 0
+            parsed += 1
+    assert parsed == 3
+    monkeypatch.chdir(ROOT)
+    commands = [line.split("#")[0].split() for kind, text in blocks if kind == "bash" for line in text.splitlines()]
+    assert len(commands) == 4
+    for words in commands:
+        assert words[0] == "sft"
+        short = [] if "@" in words and "--trace-path" not in words else ["--max-steps", "3"]
+        parse_argv(SFTConfig, [*words[1:], *short], "sft", environ={})
+
+
+def test_positions_survive_json() -> None:
+    position = Position(1, 2, 3, (4, 5), (6, 7), "x")
+    batches = SFTBatches(TokenizedSamples(), 8, 1, False, 0)
+    state = json.loads(json.dumps({"position": position.state()}))
+    with pytest.raises(ValueError, match="other data"):
+        batches.restore(state)
+    state["position"]["digest"] = TokenizedSamples().digest()
+    assert batches.restore(state).tokens == (6, 7)

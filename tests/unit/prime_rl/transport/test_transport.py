@@ -1,0 +1,240 @@
+"""Both batch transports: order, blocking, restarts of either side, resuming and pruning."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import anyio
+import msgspec
+import pytest
+import zmq
+from fake_engine import free_port
+
+from prime_rl.transport import batches, zeromq
+from prime_rl.transport.batches import BatchReceiver, BatchSender
+from prime_rl.transport.factory import build_receiver, build_sender
+from prime_rl.transport.zeromq import ZmqBatchReceiver, ZmqBatchSender
+from rollouts.training import steps
+from rollouts.training.steps import publish_step
+from rollouts.training.types import Sample
+
+both = pytest.mark.parametrize("kind", ["filesystem", "zmq"])
+WAIT_S = 30.0
+
+
+class TransportCase:
+    """Senders and receivers of one address and directory; all are closed at the end."""
+
+    def __init__(self, kind: str, root: Path, stack: ExitStack) -> None:
+        self.kind, self.root, self.port, self._stack = kind, root, free_port(), stack
+
+    def sender(self) -> BatchSender:
+        sender = build_sender(self.kind, self.root, "localhost", self.port)
+        self._stack.callback(sender.close)
+        sender.open()
+        return sender
+
+    def receiver(self) -> BatchReceiver:
+        receiver = build_receiver(self.kind, self.root, "localhost", self.port)
+        self._stack.callback(receiver.close)
+        return receiver
+
+
+@pytest.fixture
+def transport(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TransportCase]:
+    monkeypatch.setattr(zeromq, "RESEND_S", 0.2)
+    with ExitStack() as stack:
+        yield TransportCase(kind, tmp_path / "rollouts", stack)
+
+
+def batch(step: int, size: int = 3) -> list[Sample]:
+    return [Sample(prompt=f"{step}", tokens=[step, i], loss_mask=[0.0, 1.0], index=i) for i in range(size)]
+
+
+def publish(sender: BatchSender, *steps: int) -> None:
+    async def main() -> None:
+        for step in steps:
+            await sender.publish(step, batch(step))
+
+    anyio.run(main)
+
+
+def in_thread(work: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
+    thread.start()
+    return thread, found
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@both
+def test_batches_arrive_complete_and_are_acknowledged(transport: TransportCase) -> None:
+    sender, receiver = transport.sender(), transport.receiver()
+    publish(sender, 1, 2)
+    assert not sender.is_received(1)
+    assert receiver.receive(1, WAIT_S) == batch(1)
+    until(lambda: sender.is_received(1))
+    assert not sender.is_received(2)
+    assert receiver.receive(2, WAIT_S) == batch(2)
+
+
+@both
+def test_receive_blocks_until_published_and_until_a_sender_exists(transport: TransportCase) -> None:
+    receiver = transport.receiver()
+    thread, found = in_thread(lambda: receiver.receive(2, WAIT_S))
+    time.sleep(0.3)
+    sender = transport.sender()
+    publish(sender, 1)
+    time.sleep(0.1)
+    assert not found
+    publish(sender, 2)
+    thread.join(WAIT_S)
+    assert found == [batch(2)]
+
+
+@both
+def test_several_ranks_each_get_every_batch(transport: TransportCase) -> None:
+    sender, receivers = transport.sender(), [transport.receiver() for _ in range(3)]
+    started = [in_thread(lambda receiver=receiver: receiver.receive(1, WAIT_S)) for receiver in receivers]
+    publish(sender, 1)
+    for thread, found in started:
+        thread.join(WAIT_S)
+        assert found == [batch(1)]
+
+
+@both
+def test_a_restarted_trainer_receives_the_batch_again(transport: TransportCase) -> None:
+    sender, first = transport.sender(), transport.receiver()
+    publish(sender, 1, 2)
+    assert first.receive(1, WAIT_S) == batch(1)
+    assert first.receive(2, WAIT_S) == batch(2)
+    first.close()
+    second = transport.receiver()
+    assert [second.receive(step, WAIT_S) for step in (1, 2)] == [batch(1), batch(2)]
+
+
+@both
+def test_a_restarted_orchestrator_serves_waiting_receivers(transport: TransportCase) -> None:
+    """The receiver asks while the first sender goes and the second comes; what was published stays."""
+    first, receiver = transport.sender(), transport.receiver()
+    publish(first, 1)
+    assert receiver.receive(1, WAIT_S) == batch(1)
+    thread, found = in_thread(lambda: receiver.receive(2, WAIT_S))
+    time.sleep(0.1)
+    first.close()
+    time.sleep(0.1)
+    second = transport.sender()
+    publish(second, 2)
+    thread.join(WAIT_S)
+    assert found == [batch(2)]
+    assert transport.receiver().receive(1, WAIT_S) == batch(1)
+
+
+@both
+def test_receive_timeout_names_the_batch(transport: TransportCase) -> None:
+    transport.sender()
+    with pytest.raises(TimeoutError, match=r"waited 0\.3 s for the batch of step 4 from the orchestrator"):
+        transport.receiver().receive(4, 0.3)
+
+
+@both
+def test_pruned_batches_are_gone_and_later_ones_stay(transport: TransportCase) -> None:
+    sender, receiver = transport.sender(), transport.receiver()
+    publish(sender, 1, 2, 3)
+    sender.prune(2)
+    assert sorted(path.name for path in transport.root.iterdir()) == ["step_3"]
+    assert receiver.receive(3, WAIT_S) == batch(3)
+    with pytest.raises(TimeoutError):
+        receiver.receive(2, 0.2)
+
+
+@both
+def test_a_batch_that_is_published_while_others_are_pruned_stays(
+    transport: TransportCase, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender = transport.sender()
+    publish(sender, 1, 2)
+    look, looks = steps.complete_steps, []
+
+    def look_as_a_batch_arrives(root: Path, parts: tuple[str, ...] = ()) -> list[int]:
+        if looks:  # between two looks at the directory
+            publish_step(root, 3, lambda directory: (directory / "batch.msgpack").touch())
+        looks.append(root)
+        return look(root, parts)
+
+    for module in (steps, batches):
+        monkeypatch.setattr(module, "complete_steps", look_as_a_batch_arrives, raising=False)
+    sender.prune(1)
+    monkeypatch.undo()
+    publish_step(transport.root, 4, lambda directory: None)
+    assert (
+        looks and steps.complete_steps(transport.root)[0] == 2 and set(steps.complete_steps(transport.root)) >= {2, 4}
+    )
+    assert len(looks) == 1 or 3 in steps.complete_steps(transport.root)
+
+
+@both
+def test_a_batch_that_is_replaced_is_unread_again(transport: TransportCase) -> None:
+    sender, receiver = transport.sender(), transport.receiver()
+    publish(sender, 1)
+    receiver.receive(1, WAIT_S)
+    until(lambda: sender.is_received(1))
+    publish(sender, 1)
+    assert not sender.is_received(1)
+
+
+def test_a_published_batch_is_sent_immediately(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a resend interval of 60 s, only the sender's notification can end the wait."""
+    monkeypatch.setattr(zeromq, "RESEND_S", 60.0)
+    port = free_port()
+    sender, receiver = ZmqBatchSender(tmp_path, "localhost", port), ZmqBatchReceiver("localhost", port)
+    sender.open()
+    thread, found = in_thread(lambda: receiver.receive(1, WAIT_S))
+    until(lambda: bool(sender._pending))
+    publish(sender, 1)
+    thread.join(WAIT_S)
+    assert found == [batch(1)]
+    receiver.close()
+    sender.close()
+
+
+def test_other_schemas_and_invalid_messages_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    sender = ZmqBatchSender(tmp_path, "localhost", port)
+    sender.open()
+    context = zmq.Context()
+    with context.socket(zmq.DEALER) as noise:
+        noise.connect(sender.address)
+        for words in (b"", b"\xc1", msgspec.msgpack.encode({"schema": 9, "want": 1})):
+            noise.send(words)
+            assert noise.poll(int(1000 * WAIT_S)) and noise.recv_multipart()[0] == zeromq.REFUSED
+    context.term()
+    publish(sender, 1)
+    receiver = ZmqBatchReceiver("localhost", port)
+    assert receiver.receive(1, WAIT_S) == batch(1)
+    send = receiver._try_send
+    monkeypatch.setattr(receiver, "_try_send", lambda request: send(zeromq._Request(2, want=1)))
+    with pytest.raises(ValueError, match="request has schema 2, this version reads 1"):
+        receiver.receive(1, WAIT_S)
+    receiver.close()
+    sender.close()
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    port = free_port()
+    first, second = (ZmqBatchSender(tmp_path, "localhost", port) for _ in range(2))
+    first.open()
+    with pytest.raises(ValueError, match=rf"cannot listen at tcp://127\.0\.0\.1:{port} .*: set transport\.port"):
+        second.open()
+    second.close()
+    first.close()

@@ -1,0 +1,54 @@
+"""Benchmark page: new results replace their sections, others stay."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+import report
+from results import Row, finish
+
+MACHINE: dict[str, Any] = {"cpu": "a processor", "cores": 2, "load": 0.5}
+
+
+def write(folder: Path, name: str, value: float) -> None:
+    finish(name, [Row("speed", value, ">=", 2.0)], MACHINE, path=folder / f"{name}.json")
+
+
+def make(monkeypatch: pytest.MonkeyPatch, results: Path, page: Path) -> str:
+    monkeypatch.setattr(sys, "argv", ["report.py", "--results", str(results), "--output", str(page)])
+    report.main()
+    return page.read_text()
+
+
+def test_sections_are_replaced_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page, first, second = tmp_path / "page.md", tmp_path / "first", tmp_path / "second"
+    write(first, "tail", 3.0)
+    write(first, "engine", 4.0)
+    text = make(monkeypatch, first, page)
+    assert text.startswith("# Benchmarks\n") and text.index("## engine") < text.index("## tail")
+    assert "| speed | 4 | >= 2 | ok |" in text
+    page.write_text(text.replace("## tail\n", "## tail\n\nA note by hand.\n"))
+    write(second, "engine", 1.0)
+    write(second, "grpo", 5.0)
+    text = make(monkeypatch, second, page)
+    assert [line for line in text.splitlines() if line.startswith("## ")] == ["## engine", "## grpo", "## tail"]
+    assert "| speed | 1 | >= 2 | MISSED |" in text and "| speed | 4 |" not in text
+    assert "A note by hand." in text and "| speed | 3 |" in text
+    assert make(monkeypatch, second, page) == text
+
+
+def test_a_missed_threshold_is_an_exit_code(tmp_path: Path) -> None:
+    assert finish("x", [Row("a", 1.0, "<=", 2.0), Row("b", 1.0)], MACHINE, path=tmp_path / "x.json") == 0
+    assert finish("x", [Row("a", 3.0, "<=", 2.0)], MACHINE, path=tmp_path / "x.json") == 1
+    assert json.loads((tmp_path / "x.json").read_text())["rows"][0]["ok"] is False
+
+
+def test_empty_results_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match="holds no results"):
+        make(monkeypatch, tmp_path, tmp_path / "page.md")

@@ -1,0 +1,348 @@
+"""CPU kernels: equal to torch operations, batch-invariant, consistent struct sizes, and the fallback without them."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from prime_rl.inference.embedded.engine import EmbeddedEngine
+from prime_rl.inference.engine import GenerationRequest, Output, SamplingParams
+from prime_rl.trainer.models import causal_lm
+from prime_rl.trainer.models.attention import PackedAttention, RoundedAttention
+from prime_rl.trainer.models.causal_lm import CausalLM, init_weights
+from prime_rl.trainer.models.decoder_config import DecoderConfig
+from rollouts.kernels import cpu as cpu_kernels
+from rollouts.kernels.linear import linear
+
+needs_kernels = pytest.mark.skipif(cpu_kernels.library() is None, reason="no C compiler; cure: apt-get install gcc")
+SIZES = [(5, 64), (33, 256), (7, 40), (3, 17), (300, 128)]
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def has_dots() -> bool:
+    kernels = cpu_kernels.library()
+    return kernels is not None and bool(kernels.has_dots())
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(function: Any, *inputs: Tensor) -> list[Tensor]:
+    """Output and gradients of the function, for a fixed gradient of its output."""
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out = function(*leaves)
+    out.backward(draw(*out.shape, seed=9).to(out.dtype))
+    return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+@needs_kernels
+@pytest.mark.parametrize(("rows", "size"), SIZES)
+def test_rms_norm_and_swiglu_with_gradients(rows: int, size: int) -> None:
+    x, weight, up = draw(rows, size), draw(size, seed=1), draw(rows, size, seed=2) * 8
+    for function, inputs in (
+        (lambda a, w: causal_lm.rms_norm(a, w, 1e-6), (x, weight)),
+        (causal_lm.swiglu, (up, x)),
+    ):
+        expected = gradients(function, *(i.double() for i in inputs))
+        for actual, value in zip(gradients(function, *inputs), expected, strict=True):
+            assert actual.dtype == torch.float32
+            torch.testing.assert_close(actual.double(), value, rtol=2e-5, atol=2e-5)
+
+
+@needs_kernels
+def test_rotary_embedding_with_gradients() -> None:
+    x, angles = draw(11, 6, 64), draw(11, 1, 32, seed=1).repeat(1, 1, 2)
+    expected = gradients(
+        lambda a: causal_lm.apply_rotary_emb(a, angles.double().cos(), angles.double().sin()), x.double()
+    )
+    for actual, value in zip(
+        gradients(lambda a: causal_lm.apply_rotary_emb(a, angles.cos(), angles.sin()), x), expected, strict=True
+    ):
+        torch.testing.assert_close(actual.double(), value, rtol=1e-5, atol=1e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize("size", [16, 48, 130, 7])
+def test_softmax(size: int) -> None:
+    scores = draw(40, size) * 20
+    expected = torch.softmax(scores.double(), -1)
+    actual = cpu_kernels.softmax_(scores.clone())
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-7)
+    scores[:, size // 2 :] = float("-inf")
+    assert (cpu_kernels.softmax_(scores)[:, size // 2 :] == 0).all()
+
+
+@needs_kernels
+def test_masked_vectors_change_no_bit() -> None:
+    scores = draw(20, 64) * 5
+    wide = torch.cat((scores, torch.full((20, 80), float("-inf"))), dim=1)
+    assert torch.equal(cpu_kernels.softmax_(wide)[:, :64], cpu_kernels.softmax_(scores))
+
+
+@needs_kernels
+def test_nan_propagates() -> None:
+    x = draw(4, 64)
+    x[1, 3] = float("nan")
+    for out in (
+        cpu_kernels.rms_norm(x, torch.ones(64), 1e-6)[0],
+        cpu_kernels.swiglu(x, torch.ones(4, 64)),
+        cpu_kernels.softmax_(x.clone()),
+        cpu_kernels.PackedWeight(draw(64, 64))(x),
+        cpu_kernels.PackedWeight(draw(64, 64).bfloat16(), rounded=True)(x),
+    ):
+        assert out[1].isnan().any()
+        assert out[[0, 2, 3]].isfinite().all()
+
+
+KINDS = [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+"""Dtype of the weight, and whether activations may be rounded to bf16."""
+
+
+@needs_kernels
+@pytest.mark.parametrize(("dtype", "rounded"), KINDS)
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 320), (100, 96), (99, 96), (768, 70), (1536, 512)])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_products(inputs: int, outputs: int, dtype: torch.dtype, rounded: bool, threads: int) -> None:
+    """Correct and batch-invariant; in fp32 bit-identical to oneDNN, which the trainer uses."""
+    torch.set_num_threads(threads)
+    weight, bias, x = draw(outputs, inputs).to(dtype), draw(outputs, seed=1), draw(40, inputs, seed=2)
+    packed = cpu_kernels.PackedWeight(weight, rounded=rounded)
+    assert (packed.format == cpu_kernels.DOTS) == (rounded and inputs % 2 == 0 and has_dots())
+    whole = packed(x, bias)
+    entering = x.bfloat16() if packed.format == cpu_kernels.DOTS else x
+    expected = F.linear(entering.double(), weight.double(), bias.double())
+    torch.testing.assert_close(whole.double(), expected, rtol=1e-4, atol=1e-3)
+    for rows in (1, 2, 3, 5, 6, 7, 11, 12, 13, 24):
+        assert torch.equal(packed(x[:rows], bias), whole[:rows])
+    many = draw(490, inputs, seed=3)  # more rows than one batch
+    assert torch.equal(packed(many)[470:], packed(many[470:]))
+    if dtype == torch.float32 and cpu_kernels.find_block(inputs) is not None:
+        assert torch.equal(packed(x), linear(x, weight))
+
+
+@needs_kernels
+@pytest.mark.parametrize(("dtype", "rounded"), KINDS)
+@pytest.mark.parametrize(("inputs", "inner"), [(64, 96), (100, 70), (1536, 128)])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_gated_products(inputs: int, inner: int, dtype: torch.dtype, rounded: bool, threads: int) -> None:
+    """A paired weight has the bits of a plain one; gated, those of the trainer's SwiGLU."""
+    torch.set_num_threads(threads)
+    weight, bias = draw(2 * inner, inputs).to(dtype), draw(2 * inner, seed=1)
+    plain, paired = (cpu_kernels.PackedWeight(weight, paired=paired, rounded=rounded) for paired in (False, True))
+    for rows in (1, 7, 40, 490):
+        for b in (None, bias):
+            x = draw(rows, inputs, seed=rows)
+            expected = plain(x, b)
+            assert torch.equal(paired(x, b), expected)
+            assert torch.equal(paired(x, b, gated=True), causal_lm.swiglu(*expected.chunk(2, dim=1)))
+
+
+def build(dtype: torch.dtype = torch.float32, **shape: Any) -> CausalLM:
+    """A small decoder of any shape."""
+    config = {
+        "model_type": "qwen3",
+        "vocab_size": 150,
+        "hidden_size": 72,
+        "intermediate_size": 100,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "initializer_range": 0.15,
+    }
+    model = CausalLM(DecoderConfig.from_hf(config | shape))
+    init_weights(model, 0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim < 2:
+                parameter.add_(draw(*parameter.shape, seed=len(name)) * 0.2)
+    return model.to(dtype).requires_grad_(False)
+
+
+def generate(engine: EmbeddedEngine, num: int, new: int = 24, longest: int = 150) -> list[Output]:
+    """Outputs of requests of many lengths, some with equal prompts, in order."""
+    requests = []
+    for i in range(num):
+        prompt = torch.randint(150, (longest if i % 3 == 0 else i + 1,), generator=torch.Generator().manual_seed(i % 5))
+        requests.append(GenerationRequest(prompt.tolist(), SamplingParams(max_tokens=new + i % 3, seed=i)))
+        engine.add(requests[-1])
+    outputs: dict[GenerationRequest, Output] = {}
+    while engine.has_work():
+        outputs |= {event.request: event for event in engine.step() if isinstance(event, Output)}
+    return [outputs[one] for one in requests]
+
+
+def trainer_logprobs(model: CausalLM, output: Output, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Log-probs of the completion by the trainer's forward pass, computed in fp32 for every storage dtype."""
+    tokens, start = torch.tensor([*output.request.prompt, *output.token_ids]), len(output.request.prompt)
+    attend = RoundedAttention(PackedAttention([len(tokens)]), dtype)
+    with torch.no_grad():
+        hidden = model.float()(tokens, torch.arange(len(tokens)), attend)[start - 1 : -1]
+        logits = linear(hidden, model.lm_head.weight).float()
+        return torch.log_softmax(logits, -1).gather(1, tokens[start:, None]).squeeze(1)
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "qwen3 tied, heads of 128": {"tie_word_embeddings": True, "head_dim": 128, "hidden_size": 64},
+    "qwen2, with biases": {"model_type": "qwen2", "num_key_value_heads": 4},
+    "llama, all biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "head_dim": 64},
+    "long sums": {"hidden_size": 640, "intermediate_size": 1200, "num_hidden_layers": 1, "num_attention_heads": 20},
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SHAPES)
+def test_decode_step_is_bit_identical_to_trainer(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone and in a batch, over several cache columns, for every model shape."""
+    monkeypatch.setattr(cpu_kernels, "has_bf16_unit", lambda: False)
+    model = build(dtype, **SHAPES[name])
+    engine = EmbeddedEngine(build(dtype, **SHAPES[name]), max_model_len=512)
+    assert engine._runner.fused is not None
+    for output in generate(engine, 7) + generate(engine, 1):
+        actual, expected = torch.tensor(output.logprobs), trainer_logprobs(model, output, dtype)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", SHAPES)
+def test_fast_bf16_decode_is_close_to_trainer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Activations may be rounded to bf16; a request still has the same bits in any batch."""
+    monkeypatch.setattr(cpu_kernels, "has_bf16_unit", lambda: False)
+    model = build(torch.bfloat16, **SHAPES[name])
+    engine = EmbeddedEngine(build(torch.bfloat16, **SHAPES[name]), exact=False, max_model_len=512, share_prefixes=False)
+    fused = engine._runner.fused
+    assert fused is not None and (fused._shape.format == cpu_kernels.DOTS) == has_dots()
+    outputs = generate(engine, 7)
+    for output in outputs:
+        actual, expected = torch.tensor(output.logprobs), trainer_logprobs(model, output, torch.bfloat16)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0.15)
+        assert (actual - expected).abs().mean() < 0.02
+    assert generate(engine, 1)[0].logprobs == outputs[0].logprobs
+
+
+@needs_kernels
+def test_thread_count_changes_no_bits() -> None:
+    one = generate(EmbeddedEngine(build(), max_model_len=512), 5)
+    torch.set_num_threads(2)
+    two = generate(EmbeddedEngine(build(), max_model_len=512), 5)
+    assert [o.logprobs for o in one] == [o.logprobs for o in two]
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """One warning; the fallback is bit-exact as well."""
+    cpu_kernels.library.cache_clear()
+    try:
+        monkeypatch.delenv("CC", raising=False)
+        monkeypatch.setenv("PATH", "/nowhere")
+        with caplog.at_level(logging.WARNING):
+            assert cpu_kernels.library() is None and cpu_kernels.library() is None
+        assert [record.message for record in caplog.records] == [
+            "no C compiler found: norms and decoding run as single torch operations, which is slower"
+        ]
+        plain = {"hidden_size": 64, "intermediate_size": 96}  # torch's own operations are exact for whole vectors only
+        model, engine = build(**plain), EmbeddedEngine(build(**plain), max_model_len=512)
+        assert engine._runner.fused is None
+        for output in generate(engine, 4):
+            torch.testing.assert_close(torch.tensor(output.logprobs), trainer_logprobs(model, output), rtol=0, atol=0)
+    finally:
+        monkeypatch.undo()
+        cpu_kernels.library.cache_clear()
+
+
+@needs_kernels
+@pytest.mark.skipif(not Path("/proc/self/maps").is_file(), reason="needs /proc/self/maps")
+def test_thread_pool_is_shared_with_torch() -> None:
+    """A second thread pool would compete for the cores."""
+    loaded = {line.split(None, 5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
+    assert len([path for path in loaded if "libgomp" in Path(path).name]) == 1
+    if any("libgomp" in path and "torch" in path for path in loaded):
+        assert "-fopenmp" in cpu_kernels._share_threads()
+
+
+def test_compiler_error_falls_back_to_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    broken = tmp_path / "my cc"
+    broken.write_text("#!/bin/sh\necho it is out of order >&2\nexit 3\n")
+    broken.chmod(0o755)
+    cpu_kernels.library.cache_clear()
+    try:
+        monkeypatch.setenv("CC", f"'{broken}'")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        assert cpu_kernels.library() is None
+        assert "it is out of order" in caplog.text
+        assert not list(tmp_path.glob("rollouts/native*"))
+    finally:
+        monkeypatch.undo()
+        cpu_kernels.library.cache_clear()
+
+
+@needs_kernels
+def test_library_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cpu_kernels.library.cache_clear()
+    try:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.setattr(cpu_kernels, "FLAGS", ["-O0" if flag == "-O3" else flag for flag in cpu_kernels.FLAGS])
+        assert cpu_kernels.library() is not None
+        (made,) = tmp_path.glob("rollouts/native-*.so")
+        before = made.stat().st_mtime_ns
+        cpu_kernels.library.cache_clear()
+        assert cpu_kernels.library() is not None
+        assert made.stat().st_mtime_ns == before
+        assert sorted(path.name for path in tmp_path.glob("rollouts/*")) == ["lock", made.name]
+    finally:
+        monkeypatch.undo()
+        cpu_kernels.library.cache_clear()
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", cpu_kernels.STRUCTS)
+def test_struct_size_mismatch_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    declared = cpu_kernels.STRUCTS[name]
+
+    class Longer(declared):  # type: ignore[misc, valid-type]
+        _fields_ = [("one_more", ctypes.c_int64)]
+
+    monkeypatch.setitem(cpu_kernels.STRUCTS, name, Longer)
+    cpu_kernels.library.cache_clear()
+    try:
+        size = ctypes.sizeof(declared)
+        with pytest.raises(RuntimeError, match=rf"Longer has {size + 8} bytes in cpu.py but {size} in cpu.c"):
+            cpu_kernels.library()
+    finally:
+        monkeypatch.undo()
+        cpu_kernels.library.cache_clear()
+
+
+def test_cache_key_includes_cpu_features() -> None:
+    """A cache directory shared by machines has one library per CPU type (`-march=native`)."""
+    cpus = Path("/proc/cpuinfo")
+    if not cpus.is_file():
+        pytest.skip("needs /proc/cpuinfo")
+    features = cpu_kernels._processor()
+    assert features.startswith(("flags", "Features")) and features in cpus.read_text().splitlines()
+
+
+def test_kernels_can_be_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu_kernels.library.cache_clear()
+    try:
+        monkeypatch.setenv(cpu_kernels.OFF, "0")
+        assert cpu_kernels.library() is None
+        assert not cpu_kernels.runs_here(torch.ones(3))
+    finally:
+        monkeypatch.undo()
+        cpu_kernels.library.cache_clear()

@@ -1,0 +1,114 @@
+"""oneDNN matrix products: batch-invariant, with the gradients of `F.linear`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from prime_rl.trainer.backend import build_backend
+from prime_rl.trainer.config import TrainConfig
+from prime_rl.trainer.models.attention import TESTED_ROW_COUNTS, _find_rows
+from rollouts.kernels.linear import Linear, linear, pack_weight, packed_linear, pad_rows, round_rows, uses_onednn
+
+needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+
+
+@needs_onednn
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 320), (128, 96), (192, 64), (256, 512), (768, 256)])
+def test_rows_are_batch_invariant(inputs: int, outputs: int, threads: int) -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(outputs, inputs), torch.randn(300, inputs)
+    assert uses_onednn(x)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        whole = linear(x, weight)
+        torch.set_num_threads(threads)
+        packed, half = pack_weight(weight), outputs // 2
+        first, second = pack_weight(weight[:half]), pack_weight(weight[half:])
+        for rows in (1, 2, 3, 4, 7, 16, 31, 65, 128, 300):
+            assert torch.equal(linear(x[:rows], weight), whole[:rows])
+            if rows > 1:
+                assert torch.equal(packed_linear(x[:rows], packed), whole[:rows])
+                joined = torch.cat((packed_linear(x[:rows], first), packed_linear(x[:rows], second)), dim=1)
+                assert torch.equal(joined, whole[:rows])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("shape", [(1, 32), (5, 32), (200, 32), (2, 60, 32)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_values_and_gradients_match_torch(shape: tuple[int, ...], bias: bool) -> None:
+    torch.manual_seed(0)
+    layer, x = Linear(32, 48, bias=bias), torch.randn(shape)
+    grads = []
+    for product in (layer, lambda x: F.linear(x, layer.weight, layer.bias)):
+        layer.zero_grad()
+        ours = x.clone().requires_grad_()
+        out = product(ours)
+        out.square().sum().backward()
+        grads.append([out.detach(), ours.grad, *(p.grad for p in layer.parameters())])
+    for mine, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    layer.requires_grad_(False)
+    frozen = x.clone().requires_grad_()
+    layer(frozen).square().sum().backward()
+    torch.testing.assert_close(frozen.grad, grads[1][1], rtol=1e-4, atol=1e-4)
+
+
+def test_row_counts_are_rounded_to_few_shapes() -> None:
+    """Eight sizes per power of two, which bounds the number of compiled kernels; padding is below an eighth."""
+    sizes = {round_rows(rows) for rows in range(1, 4097)}
+    assert len(sizes) == 16 + 14 + 8 * 5 and max(sizes) == 4096
+    for rows in range(1, 4097):
+        assert rows <= round_rows(rows) <= max(rows + 7, rows * 9 / 8) and round_rows(round_rows(rows)) == round_rows(
+            rows
+        )
+        assert len(pad_rows(torch.zeros(rows, 1))) == round_rows(rows)
+
+
+@needs_onednn
+def test_all_products_use_rounded_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = set()
+    product = torch.ops.mkldnn._linear_pointwise
+
+    def watched(x: torch.Tensor, *others: object) -> torch.Tensor:
+        shapes.add(x.shape[0])
+        return product(x, *others)
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", watched)
+    layer = Linear(8, 96)
+    for rows in range(1, 700):
+        assert layer(torch.ones(rows, 8, requires_grad=True)).shape == (rows, 96)
+    assert shapes == {round_rows(rows) for rows in range(2, 700)}
+    layer(torch.ones(2, 100, 8)).sum().backward()
+    assert shapes == {round_rows(rows) for rows in range(2, 700)}, "96 is one of them"
+
+
+def test_min_rows_are_measured() -> None:
+    def rounds_differently_below_nine(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x @ weight.T + (1e-6 if len(x) < 9 else 0.0)
+
+    assert _find_rows(rounds_differently_below_nine, 8, 0) == 9
+    assert _find_rows(lambda x, weight: x + len(x), 8, 0) == TESTED_ROW_COUNTS[-1], "only the largest count passes"
+
+
+def test_inexact_layers_compute_the_same_product(tmp_path: Path) -> None:
+    values = {"model": {"name": "tiny-qwen3", "debug": {"random_init": True}}, "output_dir": tmp_path}
+    exact = build_backend(TrainConfig.model_validate(values)).model
+    values["model"] = {**values["model"], "attn": "sdpa"}  # type: ignore[dict-item]
+    fast = build_backend(TrainConfig.model_validate(values)).model
+    layers = [[m for m in model.modules() if isinstance(m, Linear)] for model in (exact, fast)]
+    assert all(layer.exact for layer in layers[0])
+    assert not any(layer.exact for layer in layers[1])
+    x = torch.randn(70, layers[0][0].in_features, requires_grad=True)
+    for a, b in zip(*layers, strict=True):
+        if a.in_features != x.shape[1]:
+            continue
+        grads = [torch.autograd.grad(layer(x).square().sum(), (x, layer.weight)) for layer in (a, b)]
+        assert torch.allclose(a(x), b(x), atol=1e-5)
+        assert all(torch.allclose(ours, theirs, atol=1e-3) for ours, theirs in zip(*grads, strict=True))

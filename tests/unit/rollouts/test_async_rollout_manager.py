@@ -1,0 +1,349 @@
+"""The rollout manager in virtual time: invariants for all latencies, failures, aborts and save points."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anyio
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from virtual_time import run
+
+from rollouts.training.datasets import DataBuffer
+from rollouts.training.rollout_gen.async_rollout_manager import (
+    AsyncRolloutManager,
+    GroupDropped,
+    NoTrainableGroupsError,
+    sample_seed,
+)
+from rollouts.training.rollout_gen.groups import GroupBuffer
+from rollouts.training.types import RolloutConfig, Sample, Status
+
+PROMPTS = [f"p{i}" for i in range(5)]
+
+
+both_loops = pytest.mark.parametrize("backend", ["asyncio", "trio"])
+
+
+def accepted(seed: int) -> Callable[[int], bool]:
+    return lambda group_index: random.Random(f"{seed}/{group_index}").random() < 0.7
+
+
+def keep_by(accept: Callable[[int], bool]) -> Callable[[list[Sample]], bool]:
+    def keep(group: list[Sample]) -> bool:
+        assert group[0].group_index is not None
+        return accept(group[0].group_index)
+
+    return keep
+
+
+def make_generate(seed: int, n: int) -> Callable[[int, str], Awaitable[list[Sample]]]:
+    """Groups that take random time; their content depends on the group index alone."""
+    latency = random.Random(seed)
+
+    async def generate(group_index: int, prompt: str) -> list[Sample]:
+        await anyio.sleep(latency.random() * 10)
+        return [Sample(prompt=prompt, response=f"{group_index}.{i}", tokens=[i], loss_mask=[1.0]) for i in range(n)]
+
+    return generate
+
+
+def conserved(groups: GroupBuffer) -> None:
+    open_or_done = len(groups.in_flight) + len(groups.returned) + groups.num_ready + groups.num_emitted
+    assert groups.next_group_index == open_or_done + groups.drops.total()
+
+
+def group_indices(samples: list[Sample], n: int) -> list[int]:
+    """Group indices of a batch; checks that each group is whole, contiguous and of one prompt."""
+    groups = [samples[i : i + n] for i in range(0, len(samples), n)]
+    for group in groups:
+        assert len({s.group_index for s in group}) == 1 and len({str(s.prompt) for s in group}) == 1
+        assert [s.index for s in group] == list(range(n))
+    return [group[0].group_index for group in groups]  # type: ignore[misc]
+
+
+@both_loops
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    factor=st.sampled_from([1.0, 1.15, 1.5, 3.0]),
+    size=st.integers(1, 5),
+    n=st.integers(1, 3),
+    aborts=st.lists(st.floats(0.1, 30), max_size=2),
+    save_after=st.integers(0, 3),
+)
+def test_waves_emit_the_accepted_groups_in_order(
+    backend: str, seed: int, factor: float, size: int, n: int, aborts: list[float], save_after: int
+) -> None:
+    """The oracle is one line: groups 0, 1, 2, ... that the filter accepts."""
+    accept = accepted(seed)
+    config = RolloutConfig(size, n, factor, filter_fn=keep_by(accept))
+
+    def build() -> AsyncRolloutManager:
+        return AsyncRolloutManager(DataBuffer(PROMPTS), config, generate_group=make_generate(seed, n))
+
+    async def main() -> list[int]:
+        manager = build()
+        delays, emitted = list(aborts), list[int]()
+        while len(emitted) < 4 * size:
+            async with anyio.create_task_group() as tasks:
+                for delay in delays:
+                    tasks.start_soon(abort_after, manager, delay)
+                try:
+                    batch = await manager.generate_batch()
+                except RuntimeError as error:
+                    assert str(error) == "Abort requested during batch generation"
+                    delays.pop()
+                    tasks.cancel_scope.cancel()
+                    continue
+                tasks.cancel_scope.cancel()
+            assert len(batch.samples) == size * n
+            emitted += group_indices(batch.samples, n)
+            conserved(manager.groups)
+            assert manager.groups.num_open <= math.ceil(size * factor - 1e-9) - size, "more than one wave is cached"
+            if manager.step_count == save_after:
+                state = json.loads(json.dumps(manager.state_dict()))
+                manager = build()
+                manager.load_state_dict(state)
+        return emitted
+
+    emitted = run(main, backend)
+    assert emitted == [g for g in range(1000) if accept(g)][: 4 * size]
+
+
+async def abort_after(manager: AsyncRolloutManager, delay: float) -> None:
+    await anyio.sleep(delay)
+    manager.request_abort()
+
+
+@both_loops
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    level=st.integers(0, 3),
+    size=st.integers(1, 4),
+    drop_rate=st.sampled_from([0.0, 0.3]),
+    train_time=st.floats(0, 20),
+)
+def test_slots_bound_the_staleness(
+    backend: str, seed: int, level: int, size: int, drop_rate: float, train_time: float
+) -> None:
+    """Against a trainer of random speed: staleness <= level, in order, nothing lost, and the slots are really used."""
+    num_steps, noise = 6, random.Random(seed)
+    live = {"version": 0}
+    drawn_at: dict[int, int] = {}
+
+    async def generate(group_index: int, prompt: str) -> list[Sample]:
+        drawn_at.setdefault(group_index, live["version"])
+        await anyio.sleep(noise.random() * 10)
+        if random.Random(f"{seed}/{group_index}").random() < drop_rate:
+            raise GroupDropped("unlucky")
+        return [Sample(prompt=prompt, versions=[(0, drawn_at[group_index])])]
+
+    async def main() -> list[int]:
+        manager = AsyncRolloutManager(
+            DataBuffer(PROMPTS), RolloutConfig(size), generate_group=generate, slots=(level + 1) * size
+        )
+        send, receive = anyio.create_memory_object_stream[int](100)
+
+        async def trainer() -> None:
+            async for step in receive:
+                await anyio.sleep(noise.random() * train_time)
+                live["version"] = step
+                manager.release(step)
+
+        emitted: list[int] = []
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(trainer)
+            async with manager:
+                for step in range(1, num_steps + 1):
+                    batch = await manager.generate_batch()
+                    for sample in batch.samples:
+                        assert 0 <= step - 1 - sample.versions[0][1] <= level
+                    emitted += batch.group_indices
+                    conserved(manager.groups)
+                    assert manager.num_slots_used == (level + 1) * size, "a free slot was left unused"
+                    await send.send(step)
+            tasks.cancel_scope.cancel()
+            conserved(manager.groups)
+            assert not manager.groups.in_flight
+        return emitted
+
+    emitted = run(main, backend)
+    kept = [g for g in range(1000) if random.Random(f"{seed}/{g}").random() >= drop_rate]
+    assert emitted == kept[: num_steps * size]
+
+
+@both_loops
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10**6), stop_at=st.floats(0, 60), size=st.integers(1, 4))
+def test_resumed_stream_equals_uninterrupted(backend: str, seed: int, stop_at: float, size: int) -> None:
+    accept = accepted(seed)
+    config = RolloutConfig(size, filter_fn=keep_by(accept))
+
+    def build(latency: int) -> AsyncRolloutManager:
+        return AsyncRolloutManager(
+            DataBuffer(PROMPTS), config, generate_group=make_generate(latency, 1), slots=2 * size
+        )
+
+    async def take(manager: AsyncRolloutManager, steps: int) -> list[tuple[int, str]]:
+        out = []
+        for _ in range(steps):
+            batch = await manager.generate_batch()
+            manager.release(manager.step_count)
+            out += [(s.group_index or 0, str(s.prompt)) for s in batch.samples]
+        return out
+
+    async def main() -> tuple[list[Any], list[Any]]:
+        async with build(seed) as whole:
+            expected = await take(whole, 6)
+        first: list[Any] = []
+        manager = build(seed + 1)
+        with anyio.move_on_after(stop_at):
+            async with manager:
+                for _ in range(6):
+                    first += await take(manager, 1)
+        state = json.loads(json.dumps(manager.state_dict()))
+        resumed = build(seed + 2)
+        resumed.load_state_dict(state)
+        async with resumed:
+            return expected, first + await take(resumed, 6 - len(first) // size)
+
+    expected, resumed = run(main, backend)
+    assert resumed == expected
+
+
+def test_drops_have_reasons_and_starvation_raises() -> None:
+    async def main() -> None:
+        for slots in (None, 4):
+            config = RolloutConfig(2, filter_fn=lambda group: False)
+            manager = AsyncRolloutManager(
+                DataBuffer(PROMPTS), config, generate_group=make_generate(0, 1), slots=slots, max_rejected_groups=7
+            )
+            async with manager:
+                with pytest.raises(NoTrainableGroupsError, match=r"<lambda> \((7|8|9|10)\)") as starved:
+                    await manager.generate_batch()
+                assert starved.value.reasons["<lambda>"] >= 7
+                conserved(manager.groups)
+
+    run(main)
+
+
+@both_loops
+@pytest.mark.parametrize("slots", [None, 6])
+def test_error_keeps_finished_groups_and_reruns_others(slots: int | None, backend: str) -> None:
+    calls: Counter[int] = Counter()
+
+    async def generate(group_index: int, prompt: str) -> list[Sample]:
+        calls[group_index] += 1
+        await anyio.sleep(group_index)
+        if group_index == 2 and calls[2] == 1:
+            raise OSError("engine gone")
+        return [Sample(prompt=prompt)]
+
+    async def main() -> None:
+        manager = AsyncRolloutManager(DataBuffer(PROMPTS), RolloutConfig(4), generate_group=generate, slots=slots)
+        async with manager:
+            with pytest.raises(OSError, match="engine gone"):
+                await manager.generate_batch()
+            conserved(manager.groups)
+            batch = await manager.generate_batch()
+        assert batch.group_indices == [0, 1, 2, 3]
+        assert [str(s.prompt) for s in batch.samples] == PROMPTS[:4]
+        assert calls[0] == calls[1] == 1 and calls[2] == 2
+
+    run(main, backend)
+
+
+def test_abort_with_nothing_under_way_is_nothing() -> None:
+    async def main() -> None:
+        manager = AsyncRolloutManager(DataBuffer(PROMPTS), RolloutConfig(2), generate_group=make_generate(0, 1))
+        manager.request_abort()
+        assert len((await manager.generate_batch()).samples) == 2
+
+    run(main)
+
+
+def test_the_documented_generate_fn() -> None:
+    """One call per sample with a list of one prompt, sync or async; rewards come before filters, once per sample."""
+    rewarded: Counter[str] = Counter()
+
+    def reward_fn(sample: Sample) -> float:
+        rewarded[sample.response] += 1
+        return float(sample.response)
+
+    async def generate(prompts: list[str], seed: int, suffix: str) -> list[Sample]:
+        assert len(prompts) == 1 and suffix == "!"
+        return [Sample(prompt=prompts[0], response=str(seed), tokens=[1], loss_mask=[1.0])]
+
+    async def main() -> None:
+        config = RolloutConfig(2, 3, generate_fn=generate, filter_fn=lambda group: all(s.reward > 0 for s in group))
+        manager = AsyncRolloutManager(DataBuffer(PROMPTS), config, rollout_kwargs={"suffix": "!"}, seed=5)
+        batch = await manager.generate_batch(reward_fn=reward_fn)
+        assert group_indices(batch.samples, 3) == [0, 1]
+        assert batch.rewards == [float(sample_seed(5, g, i)) for g, i in itertools.product(range(2), range(3))]
+        assert set(rewarded.values()) == {1}
+
+    run(main)
+
+
+def test_a_sync_generate_fn_runs_beside_the_loop() -> None:
+    config = RolloutConfig(
+        3, generate_fn=lambda prompts: [Sample(prompt=p, tokens=[1], loss_mask=[1]) for p in prompts]
+    )
+    batch = anyio.run(AsyncRolloutManager(DataBuffer(PROMPTS), config).generate_batch)
+    assert [s.prompt for s in batch.samples] == PROMPTS[:3]
+
+
+def test_a_sample_whose_mask_does_not_fit_is_named() -> None:
+    async def generate(prompts: list[str]) -> list[Sample]:
+        return [Sample(prompt=prompts[0], tokens=[1], loss_mask=[0.0, 1.0])]
+
+    manager = AsyncRolloutManager(DataBuffer(PROMPTS), RolloutConfig(2, 2, generate_fn=generate))
+    with pytest.raises(ValueError, match="1 tokens but 2 entries in `loss_mask`"):
+        run(manager.generate_batch)
+
+
+def test_incomplete_groups_are_retried_then_dropped() -> None:
+    calls: Counter[str] = Counter()
+
+    async def generate(prompts: list[str]) -> list[Sample]:
+        calls[prompts[0]] += 1
+        status = Status.ABORTED if prompts[0] == "p0" else Status.COMPLETED
+        return [] if prompts[0] == "p1" and calls["p1"] < 3 else [Sample(prompts[0], "", [1], [1.0], status=status)]
+
+    manager = AsyncRolloutManager(DataBuffer(PROMPTS), RolloutConfig(1, generate_fn=generate))
+    assert run(manager.generate_batch).samples[0].prompt == "p1"
+    assert calls == {"p0": 3, "p1": 3} and manager.groups.drops == {"incomplete": 1}
+
+
+def test_configs_that_cannot_work() -> None:
+    buffer = DataBuffer(PROMPTS)
+    with pytest.raises(ValueError, match="generate_fn must be provided"):
+        AsyncRolloutManager(buffer, RolloutConfig(1))
+    with pytest.raises(ValueError, match="at least one batch of 4"):
+        AsyncRolloutManager(buffer, RolloutConfig(4), generate_group=make_generate(0, 1), slots=3)
+    for bad in (
+        {"batch_size": 0},
+        {"batch_size": 1, "over_sampling_factor": 0.9},
+        {"batch_size": 1, "n_samples_per_prompt": 0},
+    ):
+        with pytest.raises(ValueError, match="must be at least"):
+            RolloutConfig(**bad)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="version 99"):
+        AsyncRolloutManager(buffer, RolloutConfig(1), generate_group=make_generate(0, 1)).load_state_dict(
+            {"version": 99}
+        )
+
+
+def test_sample_seeds_are_stable_different_and_fit_a_json_number() -> None:
+    seeds = {sample_seed(s, g, i) for s, g, i in itertools.product(range(5), range(20), range(8))}
+    assert len(seeds) == 5 * 20 * 8 and max(seeds) < 2**53
+    assert sample_seed(7, 3, 1) == 6610984345205423

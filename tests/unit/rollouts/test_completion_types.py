@@ -1,0 +1,97 @@
+"""Completions that reward functions can use as a list of messages or as text."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import verifiers as vf
+from datasets import Dataset
+from scripted_client import call_tool, play
+
+from rollouts.training.environments.completion import ChatCompletion, plain_completion
+from rollouts.training.environments.verifiers_adapter import VerifiersEnvironment
+
+SAID = [
+    {"role": "assistant", "content": "First."},
+    {"role": "user", "content": "Because?"},
+    {"role": "assistant", "content": "Therefore Yes"},
+    {"role": "user", "content": "thanks"},
+]
+
+
+def test_it_is_a_list_and_a_text() -> None:
+    said = ChatCompletion(SAID)
+    assert said == SAID and said[-1]["content"] == "thanks" and len(said) == 4 and SAID[0] in said
+    assert [m["role"] for m in said] == ["assistant", "user"] * 2
+    assert str(said) == f"{said}" == "Therefore Yes" and said.lower() == "therefore yes"
+    assert "Yes" in said and "Because" not in said and said.startswith("There") and said.split() == str(said).split()
+    assert json.loads(json.dumps(said)) == SAID and copy.deepcopy(said) == SAID
+    assert type(plain_completion(said)) is list and plain_completion("text") == "text"
+
+
+def test_completion_without_assistant_is_empty_text() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": []}
+    assert ChatCompletion([]).text == ChatCompletion([call]).text == ChatCompletion(SAID[1:2]).text == ""
+    assert ChatCompletion([{"role": "assistant", "content": [{"type": "text", "text": "a"}]}]).text == "a"
+    with pytest.raises(AttributeError, match="'shout'"):
+        ChatCompletion(SAID).shout()
+
+
+def environment(*rewards: object, cls: type = vf.SingleTurnEnv, **arguments: object) -> vf.Environment:
+    rows = Dataset.from_list([{"question": "Is it?", "answer": "Yes"}])
+    return cls(dataset=rows, rubric=vf.Rubric(funcs=list(rewards)), **arguments)
+
+
+def test_rewards_of_the_documents_are_not_silently_zero() -> None:
+    """Snippets of the nanochat document: one function that asks for lower(), one that uses `in`."""
+
+    def custom_format_reward(completion, parser, **kwargs):  # type: ignore[no-untyped-def]
+        if "because" in completion.lower() or "therefore" in completion.lower():
+            return 0.2
+        return 0.0
+
+    def custom_reward(completion, answer, **kwargs):  # type: ignore[no-untyped-def]
+        return 1.0 if answer in completion else 0.0
+
+    def as_messages(completion: list[dict[str, str]]) -> float:
+        return float(completion[-1]["role"] == "assistant")
+
+    env = environment(custom_reward)
+    early = VerifiersEnvironment("mine", env)
+    env.rubric.add_reward_func(custom_format_reward, weight=0.2)  # also behind the door's back
+    env.rubric.add_reward_func(as_messages, weight=10.0)
+    for door in (early, VerifiersEnvironment("mine", env)):
+        [good] = play(door, door.rows(), lambda _: lambda __: "Therefore: Yes.")
+        [bad] = play(door, door.rows(), lambda _: lambda __: "no")
+        assert good.reward == pytest.approx(10 + 1 + 0.2 * 0.2) and bad.reward == 10.0
+        assert good.metrics == {"custom_reward": 1.0, "custom_format_reward": 0.2, "as_messages": 1.0, "num_turns": 1.0}
+        assert not good.error and type(good.completion) is list
+
+
+def test_only_the_last_words_are_text() -> None:
+    def add(x: int) -> int:
+        """Add one.
+
+        Args:
+            x: a number
+        """
+        return x + 1
+
+    def says_yes(completion):  # type: ignore[no-untyped-def]
+        return float("Yes" in completion) + 10 * float("Yes" in completion[0]["content"])
+
+    env = VerifiersEnvironment("mine", environment(says_yes, cls=vf.ToolEnv, tools=[add], max_turns=3))
+    replies = iter([{**call_tool("add", x=1), "content": "Yes"}, "no"])
+    [rollout] = play(env, env.rows(), lambda _: lambda __: next(replies))
+    assert rollout.reward == 10.0
+
+
+def test_an_error_in_a_reward_is_told() -> None:
+    def broken(completion):  # type: ignore[no-untyped-def]
+        return completion.shout()
+
+    env = VerifiersEnvironment("mine", environment(broken))
+    [rollout] = play(env, env.rows(), lambda _: lambda __: "x")
+    assert rollout.reward == 0.0 and rollout.error_type == "RewardError" and "'shout'" in (rollout.error or "")

@@ -1,0 +1,399 @@
+"""Context distillation: closed forms, exact expectations over all responses, fixed points and invariances."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rollouts.training.objectives import PRESETS, DistillChoice, Objective, choose_distillation
+from rollouts.training.rl_losses import (
+    LossInputs,
+    compute_coverage,
+    compute_divergence,
+    compute_fixed_point,
+    compute_head_table,
+    compute_sequence_kl_advantages,
+    estimate_coverage,
+    policy_loss,
+    reference_samples,
+)
+from rollouts.training.types import Sample
+
+VOCAB, LENGTH = 3, 2
+SAMPLED = ("token", "togo", "sequence")
+
+
+def objective(estimator: str = "token", direction: str = "reverse", **choices: Any) -> Objective:
+    """REINFORCE with the taus 0/1/1 unless told otherwise, summed over tokens and divided by sequences."""
+    taus = {"adv_tau": 0.0, "teacher_tau": 1.0, "student_tau": 1.0, "normaliser": "sums", "ratio": "none"}
+    distill = DistillChoice(estimator, direction)  # type: ignore[arg-type]
+    return replace(PRESETS["reinforce"], **{"distill": distill, **taus, **choices})
+
+
+def drawn(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def make_inputs(student: Tensor, teacher: Tensor, table: bool = True) -> LossInputs:
+    """One sequence of one token per row of the tables, whose sampled token is the first."""
+    n, zeros = len(student), torch.zeros(len(student), dtype=student.dtype)
+    return LossInputs(
+        trainer_logprobs=student[:, 0],
+        inference_logprobs=student.detach()[:, 0],
+        advantages=zeros,
+        loss_mask=zeros + 1,
+        sequence=torch.arange(n),
+        teacher_logprobs=teacher[:, 0],
+        student_table=student if table else None,
+        teacher_table=teacher if table else None,
+    )
+
+
+# distributions ------------------------------------------------------------------------------------------------------
+
+
+def test_divergences_of_two_coins() -> None:
+    student, teacher = (torch.tensor([[p, 1 - p]], dtype=torch.float64).log() for p in (0.5, 0.8))
+    reverse = 0.5 * math.log(0.5 / 0.8) + 0.5 * math.log(0.5 / 0.2)
+    forward = 0.8 * math.log(0.8 / 0.5) + 0.2 * math.log(0.2 / 0.5)
+    m = (0.3 * 0.8 + 0.7 * 0.5, 0.3 * 0.2 + 0.7 * 0.5)
+    jsd = 0.3 * (0.8 * math.log(0.8 / m[0]) + 0.2 * math.log(0.2 / m[1])) + 0.7 * (
+        0.5 * math.log(0.5 / m[0]) + 0.5 * math.log(0.5 / m[1])
+    )
+    assert compute_divergence(student, teacher).item() == pytest.approx(reverse, abs=1e-12)
+    assert compute_divergence(student, teacher, "forward").item() == pytest.approx(forward, abs=1e-12)
+    assert compute_divergence(student, teacher, "jsd", jsd_beta=0.3).item() == pytest.approx(jsd, abs=1e-12)
+    assert compute_coverage(student, teacher).item() == pytest.approx(0.5)
+
+
+def test_taus_weigh_the_two_halves() -> None:
+    student, teacher = torch.log_softmax(drawn(4, 5), -1), torch.log_softmax(drawn(4, 5, seed=1), -1)
+    p = student.exp()
+    found = compute_divergence(student, teacher, "reverse", 0.7, 0.2)
+    assert torch.allclose(found, (p * (0.2 * student - 0.7 * teacher)).sum(-1), atol=1e-12)
+    target = torch.log_softmax(3.5 * teacher, -1)
+    constant = -0.2 * torch.logsumexp(3.5 * teacher, -1)  # what the target's normaliser adds moves no gradient
+    assert torch.allclose(found, 0.2 * compute_divergence(student, target) + constant, atol=1e-12)
+    forward = compute_divergence(student, teacher, "forward", 0.7, 0.2)
+    assert torch.allclose(forward, 0.2 * compute_divergence(student, target, "forward"), atol=1e-12)
+    for direction in ("forward", "jsd"):
+        with pytest.raises(ValueError, match="student_tau 0"):
+            compute_divergence(student, teacher, direction, 1.0, 0.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward", "jsd"])
+@pytest.mark.parametrize("taus", [(1.0, 1.0), (1.0, 0.5), (0.3, 0.9)])
+def test_gradients_against_finite_differences(direction: Any, taus: tuple[float, float]) -> None:
+    teacher = torch.log_softmax(drawn(3, 4, seed=1), -1)
+
+    def loss(logits: Tensor) -> Tensor:
+        return compute_divergence(torch.log_softmax(logits, -1), teacher, direction, *taus, jsd_beta=0.4).sum()
+
+    logits, step = drawn(3, 4).requires_grad_(), 1e-6
+    [gradient] = torch.autograd.grad(loss(logits), logits)
+    for direction_of in torch.eye(12, dtype=torch.float64).view(12, 3, 4):
+        slope = (loss(logits + step * direction_of) - loss(logits - step * direction_of)) / (2 * step)
+        assert slope.item() == pytest.approx((gradient * direction_of).sum().item(), abs=1e-8)
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward", "jsd"])
+def test_the_minimum_is_the_target_of_the_taus(direction: Any) -> None:
+    teacher = torch.log_softmax(drawn(1, 4, seed=1), -1)
+    target = compute_fixed_point(teacher[0], None, objective(student_tau=0.5))
+    assert torch.allclose(target, torch.log_softmax(2 * teacher[0], -1))
+
+    def loss(logits: Tensor) -> Tensor:
+        return compute_divergence(torch.log_softmax(logits, -1)[None], teacher, direction, 1.0, 0.5).sum()
+
+    logits = target.clone().requires_grad_()
+    [gradient] = torch.autograd.grad(loss(logits), logits)
+    assert gradient.abs().max() < 1e-12
+    assert all(loss(target + drawn(4, seed=seed, scale=0.1)) > loss(target) for seed in range(5))
+
+
+@given(st.integers(0, 10_000), st.integers(1, 5))
+@settings(deadline=None, max_examples=25)
+def test_tail_outcome_bounds_divergence(seed: int, k: int) -> None:
+    """Merging outcomes loses information (data processing); none is lost where both spread the tail alike."""
+    hidden, weight = drawn(2, 6, seed=seed), drawn(6, 6, seed=seed + 1)
+    teacher = torch.log_softmax(drawn(2, 6, seed=seed + 2), -1)
+    ids = teacher.topk(k).indices
+    ones = torch.ones(2, dtype=torch.float64)
+    full, merged = compute_head_table(hidden, weight, ones), compute_head_table(hidden, weight, ones, ids)
+    tail = teacher.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)
+    topk = torch.cat((teacher.gather(-1, ids), tail), -1)
+    assert torch.allclose(merged.exp().sum(-1), ones)
+    assert torch.allclose(topk.exp().sum(-1), ones)
+    for direction in ("reverse", "forward", "jsd"):
+        less = compute_divergence(merged, topk, direction)  # type: ignore[arg-type]
+        assert torch.all(less >= -1e-12)
+        assert torch.all(less <= compute_divergence(full, teacher, direction) + 1e-12)  # type: ignore[arg-type]
+    # a student with the teacher's own tail: all that differs is in the outcomes that are told apart
+    alike = torch.cat((full.gather(-1, ids), full.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)), -1)
+    spread = (teacher - tail).scatter(-1, ids, 0.0) + alike[:, -1:]
+    same = spread.scatter(-1, ids, full.gather(-1, ids))
+    assert torch.allclose(compute_divergence(same, teacher), compute_divergence(alike, topk), atol=1e-9)
+
+
+def test_probabilities_of_zero_stay_finite() -> None:
+    student = torch.log_softmax(drawn(1, 3), -1).requires_grad_()
+    teacher = torch.tensor([[0.0, -torch.inf, -torch.inf]], dtype=torch.float64)
+    for direction in ("reverse", "forward", "jsd"):
+        loss = compute_divergence(student, teacher, direction).sum()  # type: ignore[arg-type]
+        [gradient] = torch.autograd.grad(loss, student)
+        assert loss.isfinite() and gradient.isfinite().all()
+
+
+def test_head_tables_do_not_depend_on_chunks() -> None:
+    hidden, weight = drawn(24, 8).requires_grad_(), drawn(11, 8, seed=1).requires_grad_()
+    temperature = torch.linspace(0.5, 2.0, 24, dtype=torch.float64)
+    ids = torch.rand(24, 11).topk(4).indices
+    for chosen in (None, ids):
+        results = []
+        for per_chunk in (1 << 20, 50):
+            table = compute_head_table(hidden, weight, temperature, chosen, per_chunk)
+            gradients = torch.autograd.grad((table.exp() * table * 1.7).sum(), (hidden, weight))
+            results.append((table, *gradients))
+        assert all(torch.allclose(one, other, atol=1e-12) for one, other in zip(*results, strict=True))
+    plain = torch.log_softmax(hidden @ weight.T / temperature[:, None], -1)
+    assert torch.allclose(compute_head_table(hidden, weight, temperature), plain)
+    with pytest.raises(ValueError, match="leave no others"):
+        compute_head_table(hidden, weight, temperature, torch.arange(11).expand(24, 11))
+
+
+# estimators: exact expectations over every response of a two-token language -------------------------------------------
+
+
+def responses(logits: tuple[Tensor, Tensor]) -> dict[tuple[int, int], Tensor]:
+    """Log-probs of both tokens of every response; the second token's distribution depends on the first."""
+    first, second = torch.log_softmax(logits[0], -1), torch.log_softmax(logits[1], -1)
+    return {(i, j): torch.stack((first[i], second[i, j])) for i, j in itertools.product(range(VOCAB), repeat=LENGTH)}
+
+
+def draw_policy(seed: int) -> tuple[Tensor, Tensor]:
+    return drawn(VOCAB, seed=seed), drawn(VOCAB, VOCAB, seed=seed + 1)
+
+
+def expected_gradient(estimator: str, taus: dict[str, float], rewards: dict[tuple[int, int], float]) -> list[Tensor]:
+    """Mean gradient of the loss over all pairs of responses of a group, each weighed by its probability."""
+    policy = tuple(logits.requires_grad_() for logits in draw_policy(0))
+    student, teacher = responses(policy), responses(draw_policy(10))  # type: ignore[arg-type]
+    choice = objective(estimator, **taus)
+    pairs = list(itertools.product(student, repeat=2))
+    samples = [
+        Sample(
+            prompt="",
+            tokens=[0, *response],
+            loss_mask=[0.0, 1.0, 1.0],
+            inference_logprobs=[0.0, *student[response].tolist()],
+            teacher_logprobs=[0.0, *teacher[response].tolist()],
+            advantages=[0.0, *[rewards[response] - rewards[other]] * 2],
+            group_index=g,
+            index=i,
+        )
+        for g, pair in enumerate(pairs)
+        for i, (response, other) in enumerate((pair, pair[::-1]))
+    ]
+    credited = compute_sequence_kl_advantages(samples, choice)
+    total = torch.zeros((), dtype=torch.float64)
+    for g, pair in enumerate(pairs):
+        weight = torch.stack([student[response].sum() for response in pair]).sum().exp().detach()
+        group = credited[2 * g : 2 * g + 2]
+        inputs = LossInputs(
+            trainer_logprobs=torch.cat([student[response] for response in pair]),
+            inference_logprobs=torch.cat([student[response].detach() for response in pair]),
+            advantages=torch.tensor([a for s in group for a in (s.advantages or [])[1:]], dtype=torch.float64),
+            loss_mask=torch.ones(4, dtype=torch.float64),
+            sequence=torch.tensor([0, 0, 1, 1]),
+            teacher_logprobs=torch.cat([teacher[response] for response in pair]),
+        )
+        output = policy_loss(inputs, choice)
+        total = total + weight * output.loss_sum / output.count
+    return list(torch.autograd.grad(total, policy))
+
+
+def exact_gradient(taus: dict[str, float], rewards: dict[tuple[int, int], float]) -> list[Tensor]:
+    """Of E over responses of sum_t (b ls - a lt) - c R."""
+    policy = tuple(logits.requires_grad_() for logits in draw_policy(0))
+    student, teacher = responses(policy), responses(draw_policy(10))  # type: ignore[arg-type]
+    value = torch.zeros((), dtype=torch.float64)
+    for response, own in student.items():
+        cost = taus["student_tau"] * own.sum() - taus["teacher_tau"] * teacher[response].sum()
+        value = value + own.sum().exp() * (cost - taus["adv_tau"] * rewards[response])
+    return list(torch.autograd.grad(value, policy))
+
+
+REWARDS = {pair: float(pair == (2, 1)) - 0.5 * pair[0] for pair in itertools.product(range(VOCAB), repeat=LENGTH)}
+
+
+@pytest.mark.parametrize("taus", [(0.0, 1.0, 1.0), (1.0, 0.4, 0.4), (0.5, 1.0, 0.5), (1.0, 0.0, 0.3)])
+@pytest.mark.parametrize("estimator", ["togo", "sequence"])
+def test_credit_has_the_gradient_of_the_whole_objective(estimator: str, taus: tuple[float, ...]) -> None:
+    named = dict(zip(("adv_tau", "teacher_tau", "student_tau"), taus, strict=True))
+    found, exact = expected_gradient(estimator, named, REWARDS), exact_gradient(named, REWARDS)
+    assert all(torch.allclose(f, e, atol=1e-10) for f, e in zip(found, exact, strict=True))
+
+
+def test_token_estimator_has_per_token_divergence_gradient() -> None:
+    """In expectation over the sampled token, the estimator of one token is that of the whole vocabulary."""
+    taus = {"adv_tau": 0.0, "teacher_tau": 0.8, "student_tau": 0.5}
+    found = expected_gradient("token", taus, dict.fromkeys(REWARDS, 0.0))
+    policy = tuple(logits.requires_grad_() for logits in draw_policy(0))
+    first, second = (torch.log_softmax(logits, -1) for logits in policy)
+    teacher = [torch.log_softmax(logits, -1) for logits in draw_policy(10)]
+    value = compute_divergence(first[None], teacher[0][None], "reverse", 0.8, 0.5).sum()
+    here = compute_divergence(second, teacher[1], "reverse", 0.8, 0.5)
+    value = value + (first.detach().exp() * here).sum()  # states as often as the student comes there
+    exact = torch.autograd.grad(value, policy)
+    assert all(torch.allclose(f, e, atol=1e-10) for f, e in zip(found, exact, strict=True))
+    # and it is not the whole gradient: the first token decides what the second costs
+    assert not torch.allclose(found[0], exact_gradient(taus, dict.fromkeys(REWARDS, 0.0))[0], atol=1e-3)
+
+
+# the loss -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_term_stands_beside_the_policy_term() -> None:
+    student = torch.log_softmax(drawn(4, 5), -1).requires_grad_()
+    teacher = torch.log_softmax(drawn(4, 5, seed=1), -1)
+    inputs = replace(make_inputs(student, teacher), advantages=drawn(4, seed=2))
+    choice = objective("full", "forward", adv_tau=0.5, teacher_tau=2.0, student_tau=2.0)
+    output = policy_loss(inputs, choice)
+    policy = -(0.5 * inputs.advantages * student[:, 0]).sum()
+    expected = policy + 2.0 * compute_divergence(student, teacher, "forward").sum()
+    assert output.loss_sum.item() == pytest.approx(expected.item(), abs=1e-12)
+    summary = output.stats.summary()
+    assert summary["teacher_kl_reverse/mean"] == pytest.approx(compute_divergence(student, teacher).mean().item())
+    assert summary["teacher_kl_forward/mean"] >= 0 and 0 < summary["teacher_coverage/mean"] < 1
+    masked = replace(inputs, loss_mask=torch.tensor([1.0, 1.0, 0.0, 1.0], dtype=torch.float64))
+    [gradient] = torch.autograd.grad(policy_loss(masked, choice).loss_sum, student)
+    assert torch.all(gradient[2] == 0) and torch.all(gradient[1] != 0)
+
+
+def test_missing_distributions_raise_a_clear_error() -> None:
+    student = torch.log_softmax(drawn(2, 3), -1).requires_grad_()
+    inputs = make_inputs(student, student.detach(), table=False)
+    with pytest.raises(ValueError, match="estimator token, togo or sequence"):
+        policy_loss(inputs, objective("topk+tail"))
+    # taus without a teacher are what they are with one: an entropy bonus of the sampled token
+    alone = replace(inputs, teacher_logprobs=None)
+    bonus = objective("full", teacher_tau=0.0, student_tau=0.3)
+    found, token = (policy_loss(alone, replace(bonus, distill=DistillChoice(name))) for name in ("full", "token"))  # type: ignore[arg-type]
+    assert found.loss_sum.item() == pytest.approx(token.loss_sum.item())
+    for estimator in SAMPLED:
+        with pytest.raises(ValueError, match=f"not {estimator}"):
+            DistillChoice(estimator, "jsd")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="jsd_beta"):
+        DistillChoice("full", "jsd", 1.0)
+
+
+# credit -------------------------------------------------------------------------------------------------------------
+
+
+def has_teacher(teacher: list[float], group: int = 0, index: int | None = None, **more: Any) -> Sample:
+    """A sample of one prompt token, whose sampler gave every token 0."""
+    n = len(teacher)
+    fields: dict[str, Any] = {
+        "tokens": [0] * (n + 1),
+        "loss_mask": [0.0, *[1.0] * n],
+        "inference_logprobs": [0.0] * (n + 1),
+        "teacher_logprobs": [0.0, *teacher],
+        "advantages": [0.0, *[1.0] * n],
+    }
+    return Sample(prompt="", group_index=group, index=index, **{**fields, **more})
+
+
+def credit(samples: list[Sample], estimator: str, **taus: float) -> list[list[float]]:
+    return [
+        s.advantages or []
+        for s in compute_sequence_kl_advantages(samples, objective(estimator, **{"adv_tau": 2.0, **taus}))
+    ]
+
+
+def test_credit_by_hand() -> None:
+    samples = [has_teacher([-1.0, -2.0, -4.0]), has_teacher([-3.0]), has_teacher([-8.0], group=1)]
+    assert credit(samples, "sequence") == [[0, 2 - 7 + 3, -2, -2], [0, 2 - 3 + 7], [0, 2 - 8]]
+    assert credit(samples, "togo") == [[0, 2 - 7 + 3, 2 - 6, 2 - 4], [0, 2 - 3 + 7], [0, 2 - 8]]
+    assert credit(samples, "token") == [s.advantages for s in samples]
+    assert [s.advantages for s in samples] == [[0, 1, 1, 1], [0, 1], [0, 1]]  # untouched
+
+
+def test_a_clip_bounds_the_distance_of_teacher_and_student() -> None:
+    clipped = objective("togo", distill=DistillChoice("togo", clip=3.0), adv_tau=0.0)
+    samples = [has_teacher([-1.0, -9.0]), has_teacher([0.0, 0.0])]
+    assert [s.advantages for s in compute_sequence_kl_advantages(samples, clipped)] == [[0, -4, -3], [0, 4, 3]]
+    student = torch.tensor([[-1.0, -0.5], [-1.0, -0.5]], dtype=torch.float64).requires_grad_()
+    teacher = torch.tensor([[-9.0, 0.0], [-2.0, 0.0]], dtype=torch.float64)
+    choice = objective(distill=DistillChoice("token", clip=3.0))
+    [gradient] = torch.autograd.grad(policy_loss(make_inputs(student, teacher, table=False), choice).loss_sum, student)
+    assert gradient[:, 0].tolist() == [3.0, 1.0]
+    with pytest.raises(ValueError, match="clip"):
+        DistillChoice("full", clip=3.0)
+
+
+def test_environment_tokens_get_no_credit() -> None:
+    """The teacher's log-probs of a tool's answer change nothing, whatever they are."""
+    model = has_teacher([-1.0, -50.0, -2.0], loss_mask=[0.0, 1.0, 0.0, 1.0])
+    other = has_teacher([-1.0, -0.1, -2.0], loss_mask=[0.0, 1.0, 0.0, 1.0])
+    for estimator in ("togo", "sequence"):
+        assert credit([model, other], estimator) == [[0, 2, 2, 2], [0, 2, 2, 2]]
+
+
+def test_rollout_parts_are_compared_by_position() -> None:
+    samples = [
+        has_teacher([-1.0], index=0),
+        has_teacher([-5.0], index=0),
+        has_teacher([-2.0], index=1),
+        has_teacher([-9.0], index=1),
+    ]
+    assert credit(samples, "sequence", adv_tau=0.0) == [[0, 1], [0, 4], [0, -1], [0, -4]]
+
+
+def test_credit_without_a_teacher_and_without_a_group() -> None:
+    samples = [has_teacher([-1.0]), has_teacher([-2.0], teacher_logprobs=None)]
+    assert credit(samples, "sequence") == [[0, 2 - 1], [0, 2]]
+    with pytest.raises(ValueError, match="there is none"):
+        credit([Sample(prompt="", tokens=[0])], "togo")
+
+
+@given(st.lists(st.lists(st.floats(-9, 0), min_size=1, max_size=4), min_size=2, max_size=5))
+def test_credit_of_a_group_sums_to_nothing_at_the_first_token(rows: list[list[float]]) -> None:
+    for estimator in ("togo", "sequence"):
+        first = [row[1] for row in credit([has_teacher(row) for row in rows], estimator, adv_tau=0.0)]
+        assert sum(first) == pytest.approx(0, abs=1e-9)
+
+
+def test_anchors_weigh_and_have_no_reward() -> None:
+    [anchor] = reference_samples([has_teacher([-1.0, -2.0])], 0.25)
+    assert anchor.anchor == 0.25
+    assert (anchor.loss_mask, anchor.advantages) == ([0.0, 0.25, 0.25], [0.0, 0.0, 0.0])
+    assert anchor.teacher_logprobs == [0.0, -1.0, -2.0]
+    with pytest.raises(ValueError, match="above 0"):
+        reference_samples([], 0.0)
+
+
+def test_coverage_ignores_certain_tokens() -> None:
+    def cover(*tokens: tuple[bool, float]) -> float:
+        hits, p = zip(*tokens, strict=True)
+        return estimate_coverage(torch.tensor(hits), torch.tensor(p).log())
+
+    assert cover((True, 1.0), (True, 1.0)) == 1.0, "nothing to learn"
+    assert cover((True, 1.0), (True, 1.0), (False, 1.0)) == 0.0, "the one open token is surely wrong"
+    assert cover((True, 0.5), (False, 0.5)) == pytest.approx(1 / 3), "q / (1 + q)"
+    many = [(True, 0.125)] + [(False, 0.125)] * 7
+    assert cover(*many) == pytest.approx(0.125 / 1.125)
+    assert cover(*many, *[(True, 1.0)] * 99) == pytest.approx(0.125 / 1.125), "forced tokens do not cover for it"
+
+
+def test_the_choice_by_coverage() -> None:
+    assert choose_distillation(0.9, has_topk=True) == DistillChoice("topk+tail", "reverse")
+    assert choose_distillation(0.001, has_topk=True) == DistillChoice("topk+tail", "forward")
+    assert choose_distillation(0.001, has_topk=False) == DistillChoice("token")

@@ -1,0 +1,112 @@
+"""Losses and advantages against other frameworks: recorded values, and the frameworks if installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollouts.training.advantages import compute_batch_advantages
+from rollouts.training.objectives import PRESETS, Objective
+from rollouts.training.rl_losses import policy_loss
+from rollouts.training.rl_losses.normalize import flatten_rows
+
+ROOT = Path(__file__).parents[3]
+TOLERANCE = 1e-9
+
+
+@cache
+def maker() -> ModuleType:
+    """The script that made the golden vectors, with its table of oracles."""
+    path = ROOT / "dev" / "make_golden_losses.py"
+    spec = importlib.util.spec_from_file_location("make_golden_losses", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@cache
+def golden() -> dict[str, Any]:
+    """The file of golden vectors."""
+    data: dict[str, Any] = json.loads((ROOT / "tests" / "unit" / "golden" / "losses.json").read_text())
+    return data
+
+
+def objective_of(case: str) -> Objective:
+    """The preset that a case's name begins with, with the choices of the case."""
+    name = max((n for n in PRESETS if case == n or case.startswith(f"{n}_")), key=len)
+    row = replace(PRESETS[name], **maker().CASES[case])
+    return replace(row, max_tokens=maker().MAX_TOKENS) if row.normaliser == "constant" else row
+
+
+def ours(case: str, streams: dict[str, Tensor]) -> tuple[float, Tensor]:
+    """Value of our loss, and its gradient at the loss tokens."""
+    trainer = streams["trainer"].clone().requires_grad_()
+    mask = streams["mask"]
+    advantages = streams["advantages"][:, None].expand_as(mask)
+    inputs = flatten_rows(trainer, mask, streams["inference"], advantages, streams["reference"])
+    output = policy_loss(inputs, objective_of(case))
+    loss = output.loss_sum / output.count
+    [gradient] = torch.autograd.grad(loss, trainer)
+    assert torch.all(gradient[mask == 0] == 0)
+    return loss.item(), gradient[mask > 0]
+
+
+def agree(case: str, oracle: str, streams: dict[str, Tensor], value: float, gradient: Tensor) -> None:
+    found, found_gradient = ours(case, streams)
+    if not oracle.endswith("gradient"):
+        assert found == pytest.approx(value, abs=TOLERANCE, rel=TOLERANCE)
+    scale = max(1.0, gradient.abs().max().item())
+    assert (found_gradient - gradient).abs().max().item() <= TOLERANCE * scale
+
+
+def pairs() -> list[tuple[str, str]]:
+    return [(case, oracle) for case, oracles in golden()["losses"].items() for oracle in oracles]
+
+
+@pytest.mark.parametrize(("case", "oracle"), pairs())
+def test_golden_vectors(case: str, oracle: str) -> None:
+    """Value and gradient in fp64, to 1e-9, on log-probs near the sampler's, far from them, and all but equal."""
+    for kind, row in golden()["losses"][case][oracle].items():
+        streams = {name: torch.tensor(s, dtype=torch.float64) for name, s in golden()["streams"][kind].items()}
+        agree(case, oracle, streams, row["value"], torch.tensor(row["gradient"], dtype=torch.float64))
+
+
+def test_every_preset_has_golden_vectors() -> None:
+    assert set(golden()["losses"]) == set(maker().CASES) >= set(PRESETS) - {"custom"}
+    assert [len(golden()["losses"][name]) for name in ("grpo", "gspo", "cispo", "ppo", "dapo", "dr_grpo")] == [3] * 6
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo"])
+def test_golden_advantages(name: str) -> None:
+    options, _ = maker().ADVANTAGES[name]
+    lengths = maker().RESPONSE_LENGTHS
+    found = compute_batch_advantages(maker().REWARDS, lengths=lengths, **options)
+    for row, expected in zip(found, golden()["advantages"][name], strict=True):
+        assert row == pytest.approx(expected, abs=TOLERANCE)
+    choice = PRESETS[name].advantage
+    assert (choice.baseline, choice.std) == (options["baseline"], options.get("std", "none"))
+
+
+@pytest.mark.parametrize(("case", "oracle"), [pair for pair in pairs() if not pair[1].startswith("prime-rl")])
+def test_the_oracles_themselves(case: str, oracle: str) -> None:
+    """What the golden vectors say, on fresh numbers, by the installed package (prime-rl has no wheel)."""
+    package = oracle.split()[0]
+    if importlib.util.find_spec({"liger": "liger_kernel"}.get(package, package)) is None:
+        pytest.skip(f"{package} is not installed; cure: make test-peers")
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(100 + seed)
+        for kind in maker().SPREADS:
+            streams = maker().draw_streams(kind)
+            streams["advantages"] = torch.randn(streams["advantages"].shape, generator=generator, dtype=torch.float64)
+            value, gradient = maker().run_oracle(maker().ORACLES[case][oracle], streams)
+            agree(case, oracle, streams, value, gradient[streams["mask"] > 0])

@@ -1,0 +1,91 @@
+"""Muon against torch's implementation, for stacks and for AdamW parameters; saving and resuming."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from prime_rl.trainer.config import MuonConfig, TrainConfig
+from prime_rl.trainer.optim import build_optimizer
+from prime_rl.trainer.rl.train import train
+from prime_rl.transport.weights import read_manifest
+from rollouts.training.backends.muon import MatrixMuon, is_matrix, orthogonalize
+
+
+def run_steps(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], num: int = 4) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(num):
+        for p in parameters:
+            p.grad = torch.randn(p.shape, generator=generator)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("adjust_lr", ["match_rms_adamw", "original"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_matrices_step_as_with_torch(adjust_lr: str, nesterov: bool) -> None:
+    start = [torch.randn(24, 16), torch.randn(16, 40)]
+    ours, theirs = ([p.clone().requires_grad_() for p in start] for _ in range(2))
+    shared = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9, "nesterov": nesterov}
+    run_steps(MatrixMuon(ours, {**shared, "adjust_lr": adjust_lr}), ours)
+    run_steps(torch.optim.Muon(theirs, adjust_lr_fn=adjust_lr, **shared), theirs)
+    for mine, other, before in zip(ours, theirs, start, strict=True):
+        change = (other - before).norm()
+        assert (mine - other).norm() < 0.02 * change, "bfloat16 is all that differs"
+
+
+def test_orthogonalize_is_batched_with_unit_singular_values() -> None:
+    stack = torch.randn(3, 32, 48)
+    values = torch.linalg.svdvals(orthogonalize(stack).float())
+    assert 0.5 < values.min() and values.max() < 1.4
+    for one, whole in zip(stack, orthogonalize(stack), strict=True):
+        torch.testing.assert_close(orthogonalize(one), whole, atol=0.02, rtol=0.02)
+        torch.testing.assert_close(orthogonalize(one.T).T, whole, atol=0.02, rtol=0.02)
+
+
+def test_non_matrices_use_adamw() -> None:
+    names = ["model.embed_tokens.weight", "lm_head.weight", "model.norm.weight", "model.layers.0.self_attn.q_proj.bias"]
+    shapes = [(12, 8), (12, 8), (8,), (8,)]
+    assert not any(is_matrix(name, torch.zeros(shape)) for name, shape in zip(names, shapes, strict=True))
+    assert is_matrix("model.layers.0.mlp.experts.down_proj", torch.zeros(4, 8, 8))
+    start = [torch.randn(shape) for shape in shapes]
+    ours, theirs = ([p.clone().requires_grad_() for p in start] for _ in range(2))
+    matrix = torch.randn(8, 8, requires_grad=True)
+    config = MuonConfig(lr=0.1)
+    optimizer = build_optimizer(config, {**dict(zip(names, ours, strict=True)), "model.layers.0.mlp.up_proj": matrix})
+    run_steps(optimizer, [*ours, matrix])
+    grads = {"lr": 0.1, "betas": (0.9, 0.999), "weight_decay": 0.01, "fused": True}
+    run_steps(torch.optim.AdamW(theirs, **grads), [*theirs, torch.zeros(8, 8)])
+    assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+
+
+def test_an_update_is_as_large_as_adamws() -> None:
+    """2502.16982: with match_rms_adamw the root mean square of lr 1's update is about 0.2, whatever the shape."""
+    for shape in [(16, 64), (128, 32), (64, 64)]:
+        p = torch.zeros(shape, requires_grad=True)
+        run_steps(build_optimizer(MuonConfig(lr=1.0, weight_decay=0), {"w": p}), [p], num=1)
+        assert 0.12 < p.detach().square().mean().sqrt() < 0.28
+
+
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+    def run(name: str, **changes: object) -> None:
+        config = {
+            "model": {"name": "tiny-qwen3", "seq_len": 32, "debug": {"random_init": True}},
+            "optim": {"type": "muon", "lr": 1e-2},
+            "scheduler": {"type": "linear", "warmup_steps": 2, "decay_steps": 1},
+            "data": {"fake": {"batch_size": 4}},
+            "log": {"file": False},
+            "max_steps": 4,
+            "output_dir": tmp_path / name,
+        }
+        train(TrainConfig.model_validate({**config, **changes}))
+
+    run("straight")
+    run("broken", ckpt={"interval": 2}, max_steps=3)
+    (tmp_path / "broken" / "checkpoints" / "step_3" / "trainer" / "STABLE").unlink()
+    run("broken", ckpt={"resume_step": -1})
+    first, second = (read_manifest(tmp_path / name / "weights" / "step_4") for name in ("straight", "broken"))
+    assert first == second
+    with pytest.raises(ValueError, match=r"optim\.type"):
+        run("broken", ckpt={"resume_step": 2}, optim={"type": "sgd", "lr": 1e-2})

@@ -1,0 +1,364 @@
+"""Every preset against its formula in plain Python and finite differences; gradient invariances."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from prime_rl.trainer.config import LossConfig
+from prime_rl.trainer.rl.loss import build_loss, build_objective
+from rollouts.training.objectives import PRESETS, Objective
+from rollouts.training.rl_losses import LossInputs, PolicyLoss, policy_loss
+
+LIMIT = 7  # max_tokens of the constant normaliser
+NAMES = [name for name in PRESETS if name != "custom"]
+Row = list[float]
+
+
+def preset(name: str) -> Objective:
+    row = PRESETS[name]
+    return replace(row, max_tokens=LIMIT) if row.normaliser == "constant" else row
+
+
+# --- the formulas, one function each, of one sequence: l is what is differentiated, l0 the same held fixed ------------
+
+
+def mean(values: Row) -> float:
+    return sum(values) / len(values)
+
+
+def clip(x: float, low: float, high: float) -> float:
+    return max(low, min(high, x))
+
+
+def truncated(cap: float) -> Callable[[Row, Row, Row, Row], Row]:
+    return lambda l, l0, li, a: [-min(math.exp(z - s), cap) * k * x for x, z, s, k in zip(l, l0, li, a, strict=True)]
+
+
+def clipped(low: float, high: float, dual: float = math.inf) -> Callable[[Row, Row, Row, Row], Row]:
+    def loss(l: Row, l0: Row, li: Row, a: Row) -> Row:
+        out = []
+        for x, s, k in zip(l, li, a, strict=True):
+            r = math.exp(x - s)
+            value = -min(r * k, clip(r, 1 - low, 1 + high) * k)
+            out.append(min(value, -dual * k) if k < 0 else value)
+        return out
+
+    return loss
+
+
+def gspo(l: Row, l0: Row, li: Row, a: Row) -> Row:
+    s = math.exp(mean([x - i for x, i in zip(l, li, strict=True)]))
+    return [-min(s * k, clip(s, 1 - 3e-4, 1 + 4e-4) * k) for k in a]
+
+
+def cispo(l: Row, l0: Row, li: Row, a: Row) -> Row:
+    return [-clip(math.exp(z - s), 0.0, 1.28) * k * x for x, z, s, k in zip(l, l0, li, a, strict=True)]
+
+
+def dppo(l: Row, l0: Row, li: Row, a: Row) -> Row:
+    out = []
+    for x, z, s, k in zip(l, l0, li, a, strict=True):
+        moved = math.exp(z) - math.exp(s)
+        is_far = moved > 0.2 if k > 0 else moved < -0.2
+        out.append((0.0 if is_far else -k * math.exp(x - s)) + 1e-3 * (x - s) ** 2)
+    return out
+
+
+FORMULAS: dict[str, Callable[[Row, Row, Row, Row], Row]] = {
+    "aipo": truncated(8.0),
+    "grpo": clipped(0.2, 0.2),
+    "gspo": gspo,
+    "opo": truncated(8.0),
+    "rloo": truncated(8.0),
+    "cispo": cispo,
+    "ppo": clipped(0.2, 0.2, 3.0),
+    "dapo": clipped(0.2, 0.28),
+    "dr_grpo": clipped(0.2, 0.2),
+    "reinforce": lambda l, l0, li, a: [-k * x for x, k in zip(l, a, strict=True)],
+    "dppo": dppo,
+}
+PER_SEQUENCE = {"grpo": mean, "gspo": mean, "rloo": sum, "dr_grpo": lambda x: sum(x) / LIMIT}
+
+
+def formula(name: str, l: list[Row], l0: list[Row], li: list[Row], a: list[Row]) -> float:
+    rows = [FORMULAS[name](*row) for row in zip(l, l0, li, a, strict=True)]
+    if name in PER_SEQUENCE:
+        return mean([PER_SEQUENCE[name](row) for row in rows])
+    return mean([x for row in rows for x in row])
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+def pack(l: list[Row], li: list[Row], a: list[Row], **more: Any) -> LossInputs:
+    """Rows of loss tokens side by side, in fp64."""
+
+    def flat(rows: list[Row]) -> Tensor:
+        return torch.tensor([x for row in rows for x in row], dtype=torch.float64)
+
+    sequence = torch.tensor([i for i, row in enumerate(l) for _ in row], dtype=torch.int64)
+    logprobs = flat(l).requires_grad_()
+    return LossInputs(logprobs, flat(li), flat(a), torch.ones_like(flat(li)), sequence, num_sequences=len(l), **more)
+
+
+def draw(seed: int, lengths: list[int], spread: float = 0.5) -> tuple[list[Row], list[Row], list[Row]]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(n: int) -> Tensor:
+        return torch.randn(n, generator=generator, dtype=torch.float64)
+
+    inference = [-0.1 - 3 * noise(n).abs() for n in lengths]
+    trainer = [(row + spread * noise(len(row))).clamp(max=-1e-3) for row in inference]
+    advantages = [noise(1).expand(n) for n in lengths]
+    return tuple([row.tolist() for row in rows] for rows in (trainer, inference, advantages))  # type: ignore[return-value]
+
+
+def value_and_gradient(inputs: LossInputs, objective: Objective, **options: Any) -> tuple[float, Tensor]:
+    output = policy_loss(inputs, objective, **options)
+    loss = output.loss_sum / output.count
+    [gradient] = torch.autograd.grad(loss, inputs.trainer_logprobs)
+    return loss.item(), gradient
+
+
+def spread_of(name: str) -> float:
+    """Standard deviation of log-ratios for which the bounds of a preset bind now and then."""
+    return 6e-4 if name == "gspo" else 1.5
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("seed", range(4))
+def test_presets_match_formula_and_finite_differences(name: str, seed: int) -> None:
+    """Values to 1e-12; differences of the plain formula, in which detached parts are held fixed, to 1e-6."""
+    l, li, a = draw(seed, [5, 1, 3, 7], spread_of(name))
+    value, gradient = value_and_gradient(pack(l, li, a), preset(name))
+    assert value == pytest.approx(formula(name, l, l, li, a), abs=1e-12)
+    eps, expected = 1e-6, []
+    for i, row in enumerate(l):
+        for t in range(len(row)):
+            ways = []
+            for sign in (1, -1):
+                moved = [list(r) for r in l]
+                moved[i][t] += sign * eps
+                ways.append(formula(name, moved, l, li, a))
+            expected.append((ways[0] - ways[1]) / (2 * eps))
+    assert gradient.tolist() == pytest.approx(expected, abs=1e-6, rel=1e-6)
+
+
+def test_the_batches_reach_every_bound() -> None:
+    """The test above is one of every bound only if each binds: twice as wide it gives another loss."""
+    for name in NAMES:
+        row = preset(name)
+        batches = [pack(*draw(seed, [5, 1, 3, 7], spread_of(name))) for seed in range(4)]
+        for choice in ("ratio_cap", "clip_low", "clip_high", "dual_clip", "prob_bound"):
+            bound = getattr(row, choice)
+            if bound is None or (choice == "clip_low" and bound >= 1):  # a ratio is never below 0
+                continue
+            wide = replace(row, **{choice: 2 * bound})
+            differ = [value_and_gradient(b, row)[0] != value_and_gradient(b, wide)[0] for b in batches]
+            assert any(differ), (name, choice)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not PRESETS[name].detached])
+def test_gradients_that_flow_through_the_ratio_pass_gradcheck(name: str) -> None:
+    l, li, a = draw(11, [4, 2, 3], spread_of(name))
+    inputs = pack(l, li, a)
+
+    def loss(logprobs: Tensor) -> Tensor:
+        return policy_loss(replace(inputs, trainer_logprobs=logprobs), preset(name)).loss_sum
+
+    assert torch.autograd.gradcheck(loss, (inputs.trainer_logprobs,), eps=1e-7, atol=1e-5)
+
+
+# --- what may not change a gradient -----------------------------------------------------------------------------------
+
+many = settings(max_examples=25, deadline=None)
+batches = {"seed": st.integers(0, 10**6), "lengths": st.lists(st.integers(1, 6), min_size=1, max_size=6)}
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"token_mask_low": 0.5, "token_mask_high": 2.0},
+    {"geo_mask_low": 0.8, "sequence_mask_high": 2.5},
+    {"kl_tau": 0.1, "sampler_tau": 0.2, "entropy_tau": 0.1, "ref_kl_tau": 0.3, "teacher_tau": 0.5, "student_tau": 0.2},
+]
+
+
+def vary(name: str, options: dict[str, Any]) -> Objective:
+    return replace(preset(name), **options)
+
+
+def with_streams(inputs: LossInputs, seed: int) -> LossInputs:
+    generator = torch.Generator().manual_seed(seed)
+    n = len(inputs.sequence)
+    teacher = -torch.rand(n, generator=generator, dtype=torch.float64) * 3
+    entropy = torch.rand(n, generator=generator, dtype=torch.float64)
+    return replace(inputs, teacher_logprobs=teacher, entropy=entropy)
+
+
+def select(inputs: LossInputs, index: Tensor) -> LossInputs:
+    """Tokens at `index`, as leaves of their own, their sequences numbered anew."""
+    sequence = inputs.sequence[index]
+    numbers = {old: new for new, old in enumerate(dict.fromkeys(sequence.tolist()))}
+    return LossInputs(
+        inputs.trainer_logprobs.detach()[index].requires_grad_(),
+        inputs.inference_logprobs[index],
+        inputs.advantages[index],
+        inputs.loss_mask[index],
+        torch.tensor([numbers[i] for i in sequence.tolist()], dtype=torch.int64),
+        None if inputs.teacher_logprobs is None else inputs.teacher_logprobs[index],
+        None if inputs.entropy is None else inputs.entropy[index],
+        len(numbers),
+    )
+
+
+@many
+@given(**batches, name=st.sampled_from(NAMES), options=st.sampled_from(OPTIONS))
+def test_order_padding_and_masked_tokens_change_nothing(
+    seed: int, lengths: list[int], name: str, options: dict[str, Any]
+) -> None:
+    """Invariant 20: padding, permutation of sequences, and no gradient for tokens without loss, whatever they hold."""
+    inputs, objective = with_streams(pack(*draw(seed, lengths)), seed), vary(name, options)
+    value, gradient = value_and_gradient(inputs, objective)
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.cat(
+        [torch.nonzero(inputs.sequence == i)[:, 0] for i in torch.randperm(len(lengths), generator=generator).tolist()]
+    )
+    shuffled_value, shuffled = value_and_gradient(select(inputs, order), objective)
+    assert shuffled_value == pytest.approx(value, abs=1e-12)
+    assert torch.allclose(shuffled, gradient[order], atol=1e-12)
+
+    def widen(stream: Tensor, junk: list[float]) -> Tensor:
+        """Two tokens without loss behind every sequence."""
+        rows = [stream[inputs.sequence == i] for i in range(len(lengths))]
+        return torch.cat([torch.cat((row, torch.tensor(junk).to(row.dtype))) for row in rows])
+
+    padded = LossInputs(
+        widen(inputs.trainer_logprobs.detach(), [-700.0, 0.0]).requires_grad_(),
+        widen(inputs.inference_logprobs, [0.0, -700.0]),
+        widen(inputs.advantages, [1e9, -1e9]),
+        widen(inputs.loss_mask, [0.0, 0.0]),
+        torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths) + 2),
+        widen(inputs.teacher_logprobs, [-1e6, 1e6]) if inputs.teacher_logprobs is not None else None,
+        widen(inputs.entropy, [1e9, 1e9]) if inputs.entropy is not None else None,
+    )
+    padded_value, padded_gradient = value_and_gradient(padded, objective)
+    assert padded_value == pytest.approx(value, abs=1e-12)
+    assert torch.allclose(padded_gradient[padded.loss_mask > 0], gradient, atol=1e-12)
+    assert torch.all(padded_gradient[padded.loss_mask == 0] == 0)
+
+
+@many
+@given(**batches, cut=st.integers(0, 6), name=st.sampled_from(NAMES), options=st.sampled_from(OPTIONS))
+def test_micro_batches_add_up_to_the_whole(
+    seed: int, lengths: list[int], cut: int, name: str, options: dict[str, Any]
+) -> None:
+    """Invariant 20: sums over the global count, whichever micro-batch or rank a sequence is in."""
+    inputs, objective = with_streams(pack(*draw(seed, lengths)), seed), vary(name, options)
+    value, gradient = value_and_gradient(inputs, objective)
+    parts = [select(inputs, torch.nonzero(inputs.sequence < cut)[:, 0])]
+    parts.append(select(inputs, torch.nonzero(inputs.sequence >= cut)[:, 0]))
+    outputs = [policy_loss(part, objective) for part in parts]
+    count = sum(output.count for output in outputs)
+    total = sum(output.loss_sum for output in outputs) / count
+    found = torch.cat(torch.autograd.grad(total, [part.trainer_logprobs for part in parts]))
+    assert total.item() == pytest.approx(value, abs=1e-12) and torch.allclose(found, gradient, atol=1e-12)
+    merged = outputs[0].stats
+    merged.merge(outputs[1].stats)
+    whole = policy_loss(inputs, objective).stats.summary()
+    assert merged.summary() == pytest.approx(whole, abs=1e-9) and {"loss/median", "loss/policy"} <= whole.keys()
+
+
+@many
+@given(**batches, name=st.sampled_from(NAMES))
+def test_on_policy_every_family_is_reinforce(seed: int, lengths: list[int], name: str) -> None:
+    """Invariant 20: where the trainer is the sampler every ratio is 1, no bound binds, and the gradient is -A."""
+    _, li, a = draw(seed, lengths)
+    objective = replace(preset(name), normaliser="tokens", max_tokens=None)
+    _, gradient = value_and_gradient(pack(li, li, a), objective)
+    _, expected = value_and_gradient(pack(li, li, a), PRESETS["reinforce"])
+    assert torch.allclose(gradient, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_infinite_ratio_that_is_dropped_leaves_no_nan(name: str) -> None:
+    inputs = pack([[-1.0], [-1.0]], [[-2000.0], [-1.0]], [[-1.0], [1.0]])
+    _, gradient = value_and_gradient(inputs, vary(name, {"token_mask_high": 8.0, "kl_tau": 0.0}))
+    assert torch.isfinite(gradient).all() and gradient[0] == 0 and gradient[1] != 0
+
+
+def test_ratios_of_a_sequence() -> None:
+    """Of ratios 2 and 1/8: geometric 1/2, arithmetic 17/16, product 1/4; a weight on each, without gradient."""
+    li = [[-1.0 - math.log(2), -1.0 + math.log(8)]]
+    for kind, expected in (("geometric", 0.5), ("arithmetic", 17 / 16), ("product", 0.25)):
+        objective = Objective("aipo", ratio=kind)  # type: ignore[arg-type]
+        _, gradient = value_and_gradient(pack([[-1.0, -1.0]], li, [[1.0, 1.0]]), objective)
+        assert (-2 * gradient).tolist() == pytest.approx([expected] * 2), kind
+
+
+def test_extra_terms() -> None:
+    inputs = with_streams(pack([[-1.0, -2.0]], [[-1.5, -1.0]], [[0.0, 0.0]]), 3)
+    assert inputs.teacher_logprobs is not None and inputs.entropy is not None
+    gap = [0.5, -1.0]
+    ref = [l - t for l, t in zip([-1.0, -2.0], inputs.teacher_logprobs.tolist(), strict=True)]
+    expected = {
+        "kl_tau": mean([0.7 * g * g for g in gap]),
+        "ref_kl_tau": mean([0.7 * (math.exp(-g) - 1 + g) for g in ref]),
+        "entropy_tau": -0.7 * mean(inputs.entropy.tolist()),
+        "sampler_tau": mean([0.7 * math.exp(g) * g * l for g, l in zip(gap, [-1.0, -2.0], strict=True)]),
+    }
+    for option, value in expected.items():
+        output = policy_loss(inputs, vary("aipo", {option: 0.7}))
+        assert (output.loss_sum / output.count).item() == pytest.approx(value, abs=1e-12), option
+    with pytest.raises(ValueError, match=r"ref_kl_tau is 0\.7 but"):
+        policy_loss(replace(inputs, teacher_logprobs=None), vary("aipo", {"ref_kl_tau": 0.7}))
+    with pytest.raises(ValueError, match=r"entropy_tau is 0\.7 but"):
+        policy_loss(replace(inputs, entropy=None), vary("aipo", {"entropy_tau": 0.7}))
+
+
+# --- from a config ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_config_that_names_a_preset_is_the_preset(name: str) -> None:
+    config = LossConfig(type=name)  # type: ignore[arg-type]
+    assert build_objective(config, LIMIT) == preset(name)
+    assert LossConfig(**config.model_dump()) == config, "a resolved config says the same when it is read again"
+
+
+def test_options_and_what_switches_them_off() -> None:
+    objective = build_objective(LossConfig(type="ppo", clip_high=None, dual_clip=5.0, normaliser="sequences"), LIMIT)
+    assert (objective.clip_low, objective.clip_high, objective.dual_clip) == (0.2, None, 5.0)
+    assert objective.normaliser == "sequences" and objective.max_tokens is None
+    assert build_objective(LossConfig(delta=None), LIMIT).ratio_cap is None
+    assert build_objective(LossConfig(ratio="geometric"), LIMIT).ratio == "geometric"
+    assert build_objective(LossConfig(type="dr_grpo", max_tokens=99), LIMIT).max_tokens == 99
+    for name, row in PRESETS.items():
+        for option in ("delta", "clip_low", "clip_high", "dual_clip", "prob_bound"):
+            if {"delta": "ratio_cap"}.get(option, option) not in row.bounds:
+                with pytest.raises(ValueError, match=f"{option} has no effect with type {name}"):
+                    more = {"import_path": "math:exp"} if name == "custom" else {}
+                    LossConfig(**{"type": name, option: 1.0 if option != "dual_clip" else 2.0, **more})
+
+
+def weighted_squares(inputs: LossInputs, scale: float = 1.0) -> Tensor:
+    return scale * inputs.advantages * inputs.trainer_logprobs.square()
+
+
+def test_a_loss_of_your_own() -> None:
+    config = LossConfig(type="custom", import_path=f"{__name__}:weighted_squares", kwargs={"scale": 3.0}, adv_tau=0.5)
+    loss = build_loss(config, LIMIT)
+    assert isinstance(loss, PolicyLoss) and loss.mean_over == "token"
+    inputs = pack([[-1.0, -2.0]], [[-1.0, -2.0]], [[1.0, 2.0]])
+    assert loss(inputs).loss_sum.item() == pytest.approx(3.0 * 0.5 * (1 + 8))
+    for path in ("math", "math:nothing", "no.such.module:x", "math:pi"):
+        with pytest.raises(ValueError, match="import_path"):
+            build_loss(LossConfig(type="custom", import_path=path), LIMIT)
+    with pytest.raises(ValueError, match="one loss per token"):
+        policy_loss(inputs, PRESETS["custom"], lambda streams: streams.trainer_logprobs.sum())

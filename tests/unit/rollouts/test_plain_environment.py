@@ -1,0 +1,101 @@
+"""Plain Python environments: rows and reward functions, single-turn, multi-turn, with tools."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from fake_transport import END, Wire, check, encode, turn
+
+from prime_rl.configuration.sections import SamplingConfig
+from prime_rl.utils.vf import build_sampling_args
+from rollouts.training.agent_integration import Rollout, rollout_to_samples
+from rollouts.training.environments import PlainEnvironment, load_environment
+from rollouts.training.types import Status
+
+ROWS = [{"question": "2 + 3?", "answer": "5", "info": {"level": 1}}]
+
+
+def run(environment: Any, *script: str, n: int = 1, retries: int = 0) -> tuple[Wire, list[Rollout]]:
+    wire = Wire(script=[turn([*encode(text), END]) for text in script])
+    args = [build_sampling_args(SamplingConfig(), seed) for seed in range(n)]
+    return wire, anyio.run(environment.run_group, environment.rows()[0], wire, "m", args, retries)
+
+
+def test_rewards_take_what_they_name_and_are_weighed() -> None:
+    async def exact(completion: str, answer: str) -> bool:
+        return completion == answer
+
+    def level(info: dict[str, int], **rest: Any) -> float:
+        assert set(rest) == {"completion", "messages", "prompt", "answer", "row", "state"}
+        return info["level"]
+
+    environment = PlainEnvironment(ROWS, [exact, (level, 0.5)], system_prompt="Be brief.")
+    assert [m["role"] for m in environment.rows("eval")[0]["prompt"]] == ["system", "user"]
+    wire, [rollout] = run(environment, "5")
+    assert (rollout.reward, rollout.metrics, rollout.status) == (1.5, {"exact": 1.0, "level": 1.0}, Status.COMPLETED)
+    check(wire, rollout_to_samples(rollout))
+
+
+def test_conversation_ends_on_empty_reply_or_max_turns() -> None:
+    def respond(messages: list[Any], row: Any, state: dict[str, Any]) -> list[Any]:
+        state["asked"] = state.get("asked", 0) + 1
+        return [] if messages[-1]["content"] == "5" else [{"role": "user", "content": "no"}]
+
+    environment = PlainEnvironment(ROWS, lambda state: state["asked"], respond=respond, max_turns=3)
+    wire, [rollout] = run(environment, "3", "5")
+    assert (rollout.num_turns, rollout.reward, rollout.status) == (2, 2.0, Status.COMPLETED)
+    assert [m["role"] for m in rollout.completion] == ["assistant", "user", "assistant"]
+    [sample] = rollout_to_samples(rollout)
+    check(wire, [sample])
+    _, [rollout] = run(environment, "3")
+    assert (rollout.num_turns, rollout.status, rollout.stop_reason) == (3, Status.TRUNCATED, "max_turns")
+
+
+def test_a_mistake_in_a_reward_is_no_reward_of_zero() -> None:
+    calls = []
+
+    def reward(completion: str) -> float:
+        calls.append(1)
+        return float(completion) if len(calls) > 1 else float("?")
+
+    environment = PlainEnvironment(ROWS, reward)
+    _, [rollout] = run(environment, "5")
+    assert rollout.failed and (rollout.error_type, rollout.turns) == ("RewardError", [])
+    assert rollout.error == "reward: ValueError: could not convert string to float: '?'"
+    _, [rollout] = run(environment, "5", retries=1)
+    assert rollout.reward == 5.0, "tried again"
+
+
+def test_one_by_path_and_by_module_and_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sums_env.py").write_text(
+        "def sums(n=1):\n    return dict(dataset=[{'prompt': str(i)} for i in range(n)], rewards=[len_of])\n"
+        "def len_of(completion): return len(completion)\n"
+        "def load_environment(): return 3\n"
+    )
+    environment = load_environment(f"{tmp_path}/sums_env.py:sums", {"n": 4})
+    assert len(environment.rows()) == 4 and run(environment, "abc")[1][0].reward == 3.0
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert len(load_environment("sums_env:sums").rows()) == 1
+    with pytest.raises(ValueError, match="made a int: return a verifiers environment, a PlainEnvironment, or a dict"):
+        load_environment("sums_env")
+    with pytest.raises(ValueError, match="has no function missing"):
+        load_environment("sums_env:missing")
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        ("{'dataset': [{'answer': '1'}], 'rewards': len}", "row 0 of the dataset has no prompt"),
+        ("{'dataset': [{'prompt': '1'}], 'rewards': []}", "rewards must be a function, or a list of functions"),
+        ("{'dataset': [{'prompt': '1'}], 'reward': len}", "unexpected keyword argument 'reward'"),
+    ],
+)
+def test_parts_that_do_not_fit(tmp_path: Path, made: str, words: str) -> None:
+    path = tmp_path / f"made_{abs(hash(words))}.py"
+    path.write_text(f"def build(): return {made}")
+    with pytest.raises(ValueError, match=re.escape(words)):
+        load_environment(f"{path}:build")

@@ -1,0 +1,65 @@
+"""`load_sft_dataset`: row formats, loss masks and errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_rl.runtime.tokenizer import load_tokenizer
+from rollouts.training.datasets import load_sft_dataset
+
+USER, ASSISTANT = {"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}
+FORMATS: list[dict[str, Any]] = [
+    {"messages": [USER, ASSISTANT]},
+    {"prompt": "ab", "completion": "cd"},
+    {"prompt": [USER], "completion": [ASSISTANT]},
+    {"instruction": "ab", "output": "cd"},
+    {"instruction": "ab", "input": "", "output": "cd"},
+    {"question": "ab", "answer": "cd"},
+    {"conversations": [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "cd"}]},
+    {"conversations": [USER, ASSISTANT]},
+]
+
+
+def write(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_all_formats_say_the_same(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer("tiny-qwen3")
+    name = write(tmp_path / "rows.jsonl", FORMATS)
+    samples = load_sft_dataset(name, tokenizer=tokenizer)
+    assert len(samples) == len(FORMATS) and all(s.tokens == samples[0].tokens for s in samples)
+    learnt = [t for t, m in zip(samples[0].tokens, samples[0].loss_mask, strict=True) if m]
+    assert tokenizer.decode(learnt) == "cd<|im_end|>"
+    assert [s.metadata for s in samples] == [{"dataset": name, "index": i} for i in range(len(FORMATS))]
+    joined = write(tmp_path / "input.jsonl", [{"instruction": "ab", "input": "x", "output": "cd"}])
+    [sample] = load_sft_dataset(joined, tokenizer=tokenizer)
+    assert "ab\n\nx" in tokenizer.decode(sample.tokens)
+
+
+def test_bounds(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer("tiny-qwen3")
+    rows = [{"question": "a" * n, "answer": "b"} for n in (1, 60, 2)]
+    name = write(tmp_path / "rows.jsonl", rows)
+    kept = load_sft_dataset(name, tokenizer=tokenizer, max_length=60)
+    assert [s.index for s in kept] == [0, 2]
+    assert [s.index for s in load_sft_dataset(name, tokenizer=tokenizer, max_samples=2)] == [0, 1]
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer("tiny-qwen3")
+    name = write(tmp_path / "rows.jsonl", [{"text": "plain"}])
+    for call, sentence in [
+        (lambda: load_sft_dataset(name), "needs a tokenizer"),
+        (lambda: load_sft_dataset(name, tokenizer=tokenizer), "row 0 of the data set has the columns text"),
+        (lambda: load_sft_dataset(name, tokenizer=tokenizer, subset="main"), "no subset 'main'"),
+        (lambda: load_sft_dataset(name, tokenizer=tokenizer, max_samples=0), "max_samples 0"),
+        (lambda: load_sft_dataset(str(tmp_path / "no.jsonl"), tokenizer=tokenizer), "was not found"),
+    ]:
+        with pytest.raises(ValueError, match=sentence):
+            call()

@@ -1,0 +1,131 @@
+"""All kinds of `verifiers` environments through the adapter, in this process and in a worker."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from fake_engine import FakeEngine, serve
+from fake_transport import END, Wire, check, encode, turn
+
+from prime_rl.configuration.sections import EnvConfig, SamplingConfig
+from prime_rl.utils.client import InferenceClient
+from prime_rl.utils.vf import build_sampling_args, open_environments
+from rollouts.training.agent_integration import Rollout, rollout_to_samples
+from rollouts.training.environments import load_environment
+from rollouts.training.types import Status
+
+KINDS = ("single", "multi", "tool", "stateful", "group", "completion")
+
+
+def run(kind: str, script: list[dict[str, Any]], retries: int = 0, **args: Any) -> tuple[Wire, Rollout]:
+    wire = Wire(script=script)
+    env = load_environment("adapter_envs:load_environment", {"kind": kind})
+    sampling = build_sampling_args(SamplingConfig(**args), 1)
+    [rollout] = anyio.run(env.run_group, env.rows()[0], wire, "m", [sampling], retries)
+    return wire, rollout
+
+
+def test_single_turn() -> None:
+    wire, rollout = run("single", [turn([*encode("yes"), END])])
+    [sample] = rollout_to_samples(rollout)
+    check(wire, [sample])
+    assert (rollout.reward, rollout.metrics["said_yes"], rollout.num_turns) == (1.0, 1.0, 1)
+
+
+def test_multi_turn_is_one_sample_of_tokens() -> None:
+    wire, rollout = run("multi", [turn([49, 50]), turn([*encode("no"), END]), turn([*encode("yes"), END])])
+    [sample] = rollout_to_samples(rollout)
+    check(wire, [sample])
+    assert rollout.num_turns == 3 and rollout.stop_reason == "max_turns_reached" and rollout.reward == 1.0
+    assert [path for path, _ in wire.seen].count("/chat/completions/tokens") == 2
+
+
+@pytest.mark.parametrize("kind", ["single", "group", "completion"])
+def test_single_turn_ends_as_the_answer_does(kind: str) -> None:
+    _, rollout = run(kind, [turn([*encode("yes"), END])])
+    assert (rollout.stop_reason, rollout.status) == ("stop", Status.COMPLETED)
+
+
+def test_stop_condition_is_named_at_the_last_turn() -> None:
+    turns = [turn([49, 50, END]), turn([*encode("no"), END]), turn([*encode("yes"), END])]
+    assert run("solved", turns)[1].stop_reason == "solved"
+    assert run("solved", [turn([*encode("yes"), END])])[1].stop_reason == "solved"
+    assert run("solved", [*turns[:2], turn([*encode("no"), END])])[1].stop_reason == "max_turns_reached"
+
+
+@pytest.mark.parametrize("kind", ["tool", "stateful"])
+def test_tools_are_called_and_answered(kind: str) -> None:
+    call = {"name": "add", "arguments": json.dumps({"x": 2, "y": 3})}
+    wire, rollout = run(kind, [turn([*encode("call"), END], call=call), turn([*encode("yes"), END])])
+    [sample] = rollout_to_samples(rollout)
+    check(wire, [sample])
+    tool = next(message for message in rollout.completion if message["role"] == "tool")
+    assert tool["content"] == ("5" if kind == "tool" else "105"), "the hidden argument is 100"
+    assert rollout.metrics["total_tool_calls"] == rollout.metrics["add_calls"] == 1.0 and rollout.reward == 1.0
+    [tools] = {json.dumps(body["tools"]) for path, body in wire.seen if path.startswith("/chat")}
+    assert ("hidden" in tools) is False
+
+
+def test_a_group_of_environments_routes_and_scores_by_task() -> None:
+    wire, rollout = run("group", [turn([*encode("yes"), END])])
+    assert rollout.task == "a" and rollout.reward == 1.0
+    check(wire, rollout_to_samples(rollout))
+
+
+def test_plain_completions() -> None:
+    wire, rollout = run("completion", [turn([*encode("yes"), END])])
+    check(wire, rollout_to_samples(rollout))
+    assert rollout.reward == 1.0 and rollout.completion == "yes"
+
+
+def test_empty_completion_is_a_valid_rollout() -> None:
+    """Newer verifiers calls it an error; it is what the policy did, and what it must unlearn."""
+    wire, rollout = run("single", [turn([END])], retries=3)
+    assert not rollout.failed and rollout.reward == 0.0 and len(wire.sampled) == 1
+    check(wire, rollout_to_samples(rollout))
+
+
+def test_truncated_is_said_and_nothing_is_cut() -> None:
+    wire, rollout = run("multi", [turn([*encode("no" * 9), END])], max_tokens=5)
+    assert rollout.status == Status.TRUNCATED and rollout.stop_reason == "length"
+    check(wire, rollout_to_samples(rollout))
+
+
+def test_a_group_of_environments_in_a_worker() -> None:
+    config = EnvConfig(id="adapter_envs:load_environment", args={"kind": "group"})
+    with serve(FakeEngine(reply=lambda body: "yes")) as engine, open_environments([config]) as found:
+        [environment] = found.values()
+
+        async def main() -> list[Rollout]:
+            args = [build_sampling_args(SamplingConfig(), seed) for seed in range(3)]
+            row = environment.rows()[0]
+            return await environment.run_group(row, InferenceClient(engine.base_url), "m", args, 0)
+
+        rollouts = anyio.run(main)
+    assert [(r.reward, r.task, r.error) for r in rollouts] == [(1.0, "a", None)] * 3
+
+
+def execute(code: str, *folders: Path) -> list[str]:
+    path = os.pathsep.join([*map(str, folders), str(Path(__file__).parents[2] / "fakes"), os.environ["PYTHONPATH"]])
+    environ = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_environment_code_runs_before_verifiers_import(tmp_path: Path) -> None:
+    (tmp_path / "verifiers.py").write_text("import os\nhome = os.environ['HF_HOME']\n")
+    (tmp_path / "early.py").write_text(
+        "import os\nos.environ['HF_HOME'] = '/data/hf'\nimport verifiers\n"
+        "def load_environment():\n    raise ValueError(verifiers.home)\n"
+    )
+    code = "from rollouts.training.environments import load_environment\n"
+    code += "try:\n    load_environment('early')\nexcept ValueError as error:\n    print(error)\n"
+    assert execute(code, tmp_path)[0].endswith("ValueError: /data/hf")
