@@ -1,9 +1,8 @@
 """Golden vectors for losses and advantages: numbers that other frameworks compute, for a test that needs none of them.
 
-    pip install --no-deps verl==0.9.1 trl==1.16.0 liger-kernel==0.8.5 triton ray tensordict omegaconf hydra-core \
-        antlr4-python3-runtime==4.9.3 codetiming pyvers torchdata
+    make test-peers
     git clone https://github.com/PrimeIntellect-ai/prime-rl
-    python dev/make_golden_losses.py tests/unit/golden/losses.json prime-rl
+    .venv-peers/bin/python dev/make_golden_losses.py tests/unit/golden/losses.json prime-rl
 
 Only numbers are written. `ORACLES` and `ADVANTAGES` are also what the live comparison of the tests calls, but for the
 rows of prime-rl, which has no wheel.

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from config import Config
 from engine import InProcessEngine
 
-from prime_rl.utils.tokenizer import load_tokenizer, resolve_model_dir
+from prime_rl.runtime.tokenizer import load_tokenizer, resolve_model_dir
 from rollouts.training.backends import (
     FSDPConfig,
     FSDPTrainingBackend,
@@ -162,7 +162,7 @@ def load_config(path: Path) -> Config:
     return config
 
 
-def join_ranks(config: Config) -> int:
+def init_process_group(config: Config) -> int:
     """Enter the process group when there are several `gpu_ranks`; returns this process's rank."""
     size, started = len(config.gpu_ranks), int(os.environ.get("WORLD_SIZE", "1"))
     if size != started:
@@ -193,7 +193,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         config = load_config(args.config)
-        rank = join_ranks(config)
+        rank = init_process_group(config)
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

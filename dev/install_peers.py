@@ -1,0 +1,35 @@
+"""Install what oracle and cluster tests need into the environment of the Python that runs it: `make test-peers`.
+
+The environment sees the packages of `.venv` and lays its own before them, so that nothing of `.venv` is changed. verl
+and Liger require versions that do not fit the rest; what the tests use of them needs the listed packages only.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PEERS = ("trl==1.16.0", "ray[default]==2.60.0", "kubernetes-validate==1.37.0")
+WITHOUT_REQUIREMENTS = (
+    *("verl==0.9.1", "liger-kernel==0.8.5", "triton==3.9.0", "tensordict==0.15.3", "torchdata==0.11.0"),
+    *("omegaconf==2.3.0", "hydra-core==1.3.8", "antlr4-python3-runtime==4.9.3", "codetiming==1.4.0", "pyvers==0.2.3"),
+    "cloudpickle==3.1.2",
+)
+
+
+def main() -> None:
+    """Everything; the failure of pip is the exit code."""
+    site = Path(sysconfig.get_path("purelib"))
+    base = ROOT / ".venv" / site.relative_to(sys.prefix)
+    (site / "base.pth").write_text(f"{base}\n", encoding="utf-8")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install"]
+    for words in ((*PEERS, "-c", str(ROOT / "constraints.txt")), ("--no-deps", *WITHOUT_REQUIREMENTS)):
+        if code := subprocess.run([*pip, *words]).returncode:
+            raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    main()
