@@ -1,4 +1,4 @@
-"""What each knob of asynchrony does to throughput and staleness: the orchestrator's real code in virtual time.
+"""Effect of each asynchrony option on throughput and staleness: the orchestrator's real code in virtual time.
 
     python benchmarks/bench_async.py [--steps 60] [--json FILE]
 
@@ -34,7 +34,7 @@ def measure(knobs: dict[str, Any], steps: int, latency_s: float, train_s: float,
     """Steps per 100 virtual seconds, mean staleness of tokens, groups begun again per step."""
     import pytest
     from simulated_run import Faults, World
-    from test_rollout_manager import run
+    from test_async_rollout_manager import run
 
     from prime_rl.orchestrator.config import OrchestratorConfig
 
@@ -48,7 +48,7 @@ def measure(knobs: dict[str, Any], steps: int, latency_s: float, train_s: float,
     rows = [metrics for _, metrics in world.rows if "reward/mean" in metrics]
     seconds = world.received_at[steps] - world.received_at[1]
     restarts = sum(value for name, value in rows[-1].items() if name.startswith("restarts/"))
-    lost = rows[-1].get("drops/overtaken", 0.0)
+    lost = rows[-1].get("drops/stale", 0.0)
     return {
         "steps_per_100_s": 100 * (steps - 1) / seconds,
         "staleness_mean": sum(row["batch/off_policy_level/mean"] for row in rows) / len(rows),

@@ -26,10 +26,11 @@ from results import ROOT, Row, describe_machine, finish
 sys.path.insert(0, str(ROOT / "src"))
 import torch
 
+from prime_rl.inference.embedded.cuda_graphs import GraphCapturer, Step, build_recorder
 from prime_rl.inference.embedded.engine import EmbeddedEngine
-from prime_rl.inference.embedded.graphs import Recorder, Step, build_recorder
 from prime_rl.inference.engine import GenerationRequest, SamplingParams
-from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig, init_weights, tensor_names
+from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_names
+from prime_rl.trainer.models.decoder_config import DecoderConfig
 
 SHAPE = {
     "model_type": "qwen3",
@@ -74,11 +75,11 @@ class Rerun:
     """Where there are no graphs: a recorded step is computed again."""
 
     def warm_up(self, step: Step) -> torch.Tensor:
-        """As `Recorder`."""
+        """As `GraphCapturer`."""
         return step()
 
     def record(self, step: Step) -> Step:
-        """As `Recorder`."""
+        """As `GraphCapturer`."""
         return step
 
 
@@ -150,7 +151,7 @@ def time_steps(model: CausalLM, case: Case, steps: int, repeats: int, **options:
         engine.abort()
 
 
-def measure(model: CausalLM, cases: list[Case], steps: int, repeats: int, recorder: Recorder) -> list[Row]:
+def measure(model: CausalLM, cases: list[Case], steps: int, repeats: int, recorder: GraphCapturer) -> list[Row]:
     """Rates with graphs, without, and in exact mode."""
     bandwidth = find_bandwidth(model.embedding().device)
     rows: list[Row] = []
@@ -174,7 +175,7 @@ def measure(model: CausalLM, cases: list[Case], steps: int, repeats: int, record
     return rows
 
 
-def measure_requests(model: CausalLM, tiny: bool, recorder: Recorder) -> Row:
+def measure_requests(model: CausalLM, tiny: bool, recorder: GraphCapturer) -> Row:
     """Whole requests: 512 tokens in, 128 out."""
     batch, prompt, new = (4, 16, 8) if tiny else (512, 512, 128)
     engine = build_engine(model, exact=False, recorder=recorder)
@@ -188,7 +189,7 @@ def measure_requests(model: CausalLM, tiny: bool, recorder: Recorder) -> Row:
     return Row(f"{prompt} tokens in, {new} out: requests/s", batch / seconds, ">=", wanted, f"{batch} at once")
 
 
-def measure_update(model: CausalLM, tiny: bool, recorder: Recorder, repeats: int) -> Row:
+def measure_update(model: CausalLM, tiny: bool, recorder: GraphCapturer, repeats: int) -> Row:
     """How long an engine at work draws nothing while it takes new weights that lie on the same device."""
     engine = build_engine(model, exact=False, recorder=recorder)
     tensors = {name: tensor.clone() for name, tensor in tensor_names(model).items()}

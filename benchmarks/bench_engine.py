@@ -97,8 +97,9 @@ def write_model(directory: Path, size: str) -> Path:
     import torch
     from safetensors.torch import save_file
 
-    from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig, init_weights, tensor_names
-    from prime_rl.utils.tokenizer import resolve_model_dir
+    from prime_rl.runtime.tokenizer import resolve_model_dir
+    from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_names
+    from prime_rl.trainer.models.decoder_config import DecoderConfig
 
     shipped = resolve_model_dir("tiny-qwen3")
     shutil.copytree(shipped, directory, dirs_exist_ok=True)
@@ -302,7 +303,7 @@ async def load(address: str, model: str, prompts: list[list[int]], new: int, cli
 
     By the lean client for both servers: the pool of `httpx` takes more of two cores than a server does.
     """
-    from prime_rl.utils.http import HttpPool
+    from prime_rl.client.http import HttpPool
 
     queue = list(enumerate(prompts))
     pool = HttpPool(address, max_connections=clients, timeout_s=600)
@@ -337,7 +338,7 @@ def measure_http(
     size: str, dtype: str, arguments: argparse.Namespace, python: str, work: Path
 ) -> tuple[list[Row], Any]:
     """Both servers with 64 clients, taking turns."""
-    from prime_rl.utils.process import find_free_port
+    from prime_rl.runtime.process import find_free_port
 
     model_dir = write_model(work / size, size)
     case = Case("HTTP, 64 clients", 128, 1, PROMPT, 32 if arguments.quick else 128)

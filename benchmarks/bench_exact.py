@@ -25,10 +25,11 @@ sys.path.insert(0, str(ROOT / "src"))
 from prime_rl.inference.embedded.engine import EmbeddedEngine  # noqa: E402
 from prime_rl.inference.engine import GenerationRequest, Output, SamplingParams  # noqa: E402
 from prime_rl.trainer.models.attention import PackedAttention, RoundedAttention  # noqa: E402
-from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig, init_weights, tensor_names  # noqa: E402
+from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_names  # noqa: E402
+from prime_rl.trainer.models.decoder_config import DecoderConfig  # noqa: E402
+from rollouts.kernels.cpu import arithmetic_dtype  # noqa: E402
+from rollouts.kernels.linear import linear  # noqa: E402
 from rollouts.training.batching import MIN_TOKENS  # noqa: E402
-from rollouts.training.linear import linear  # noqa: E402
-from rollouts.training.native import arithmetic_dtype  # noqa: E402
 
 VOCAB, MAX_LEN, NUM_VERSIONS = 320, 768, 3
 SHAPES = {  # hidden, layers, heads, key heads, head dim, inner

@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench_road import find_free_port, load_jsonl, load_summary, newest_weights, run
+from bench_e2e import find_free_port, load_jsonl, load_summary, newest_weights, run
 from results import Row, describe_machine, finish
 
 COMMANDS = {"sft": "prime_rl.trainer.sft.train", "rl": "prime_rl.rl", "eval": "prime_rl.eval.eval"}

@@ -35,11 +35,12 @@ from virtual_time import VirtualLoop  # noqa: E402
 
 from prime_rl.orchestrator import weight_relay  # noqa: E402
 from prime_rl.orchestrator.config import OrchestratorConfig  # noqa: E402
-from prime_rl.orchestrator.engines import EngineKeeper, prepare_engines  # noqa: E402
 from prime_rl.orchestrator.orchestrator import run_steps  # noqa: E402
-from prime_rl.orchestrator.parts import assemble, running  # noqa: E402
+from prime_rl.orchestrator.server_monitor import ServerMonitor  # noqa: E402
+from prime_rl.orchestrator.servers import prepare_engines  # noqa: E402
+from prime_rl.orchestrator.setup import assemble, running  # noqa: E402
+from prime_rl.runtime.garbage_collection import relaxed_gc  # noqa: E402
 from prime_rl.transport.batches import decode_batch, encode_batch  # noqa: E402
-from prime_rl.utils.collector import calm_collector  # noqa: E402
 from rollouts.agents import Turn  # noqa: E402
 from rollouts.training.agent_integration import Rollout  # noqa: E402
 from rollouts.training.batching import pack_samples  # noqa: E402
@@ -210,20 +211,20 @@ async def live(world: World) -> None:
         }
     )
     servers: Any = clients
-    parts = assemble(config, {"env": Environment(world)}, {}, clients, servers, Wire(world), Monitor())  # type: ignore[dict-item, arg-type]
-    attendance = parts.generator.attendance
-    await prepare_engines(config, servers, servers, 0, attendance=attendance)
-    parts.keeper = EngineKeeper(config, servers, servers, parts.relay, attendance=attendance)
-    parts.relay.wait_back = parts.keeper.wait_back
+    orchestrator = assemble(config, {"env": Environment(world)}, {}, clients, servers, Wire(world), Monitor())  # type: ignore[dict-item, arg-type]
+    server_pool = orchestrator.generator.server_pool
+    await prepare_engines(config, servers, servers, 0, server_pool=server_pool)
+    orchestrator.server_monitor = ServerMonitor(config, servers, servers, orchestrator.relay, server_pool=server_pool)
+    orchestrator.relay.wait_for_recovery = orchestrator.server_monitor.wait_for_recovery
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(world.train)
         for engine in clients[:: max(100, number // 10)]:
             tasks.start_soon(engine.leave_and_join)
-        async with running(parts):
-            with calm_collector():
-                await run_steps(parts)
+        async with running(orchestrator):
+            with relaxed_gc():
+                await run_steps(orchestrator)
         tasks.cancel_scope.cancel()
-    assert parts.relay.version == world.steps and world.num_packed
+    assert orchestrator.relay.version == world.steps and world.num_packed
 
 
 async def _inline(function: Any, *arguments: Any, **options: Any) -> Any:

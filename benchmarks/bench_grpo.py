@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_road import ROOT, find_free_port, load_jsonl, newest_weights
+from bench_e2e import ROOT, find_free_port, load_jsonl, newest_weights
 from bench_trainer import prepare_peer
 from results import Row, describe_machine, finish
 

@@ -1,4 +1,4 @@
-"""The inference server under many streaming clients that leave when they like: flat memory, no leaked place, exact.
+"""Inference server under many streaming clients that disconnect at random: constant memory, no leaked slots, exact.
 
 python benchmarks/bench_load.py --clients 1000 --seconds 600     one line of JSON; exit code 1 when something fails
 
@@ -25,8 +25,8 @@ from urllib.request import urlopen
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
-from prime_rl.utils.http import ensure_open_files  # noqa: E402
-from prime_rl.utils.process import find_free_port, is_healthy  # noqa: E402
+from prime_rl.client.http import ensure_open_files  # noqa: E402
+from prime_rl.runtime.process import find_free_port, is_healthy  # noqa: E402
 
 HANG_UP, GIVE_UP = 0.1, 0.1
 """Shares of the requests whose client leaves in the middle of the stream, and before its beginning."""
@@ -69,8 +69,9 @@ class Crowd:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         try:
             head = (
-                f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+                f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(body)}"
             )
+            head += "\r\n\r\n"
             writer.write(head.encode() + body.encode())
             await writer.drain()
             if fate < GIVE_UP:

@@ -1,4 +1,4 @@
-"""From nothing to a nanochat model that reinforcement made better, on a CPU: does it, on every seed, and in what time?
+"""RL of a nanochat model from random weights on a CPU: improvement and time for every seed.
 
     python benchmarks/bench_nanochat.py [--seeds 0 1] [--output-dir DIR]
 

@@ -1,4 +1,4 @@
-"""What a rollout costs the conductor: CPU ms per single-turn rollout with a short completion, and where they go.
+"""Orchestrator overhead: CPU ms per single-turn rollout with a short completion, by component.
 
     python benchmarks/bench_orchestrator.py [--rollouts 512] [--rounds 5] [--in-flight 10000] [--output-dir DIR]
 
@@ -31,14 +31,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 from results import Row, describe_machine, finish  # noqa: E402
 
+from prime_rl.configuration.sections import EnvConfig, SamplingConfig  # noqa: E402
+from prime_rl.envs.worker_pool import EnvironmentWorkers  # noqa: E402
 from prime_rl.orchestrator.buffer import PromptBuffer  # noqa: E402
 from prime_rl.orchestrator.config import OrchestratorConfig  # noqa: E402
 from prime_rl.orchestrator.metrics import assign_advantages  # noqa: E402
 from prime_rl.orchestrator.rollout_manager import GroupGenerator, build_rollouts  # noqa: E402
 from prime_rl.transport.batches import FilesystemBatchSender  # noqa: E402
 from prime_rl.utils.client import InferenceClient  # noqa: E402
-from prime_rl.utils.config import EnvConfig, SamplingConfig  # noqa: E402
-from prime_rl.utils.env_pool import EnvironmentWorkers  # noqa: E402
 from prime_rl.utils.vf import build_sampling_args, open_environments  # noqa: E402
 from rollouts.training.agent_integration import Rollout, rollout_to_samples  # noqa: E402
 from rollouts.training.batching import pack_share  # noqa: E402

@@ -1,4 +1,4 @@
-"""How quick and how large the page of a run is: first paint and filters of the live page, size of the report.
+"""Page of a run: first paint and filter latency of the live page, size of the report.
 
     python benchmarks/bench_page.py [--rollouts 100000] [--tokens 60] [--report-tokens 400] [--json FILE]
 
@@ -45,7 +45,6 @@ WORDS = [a + b + c for a in "bdfgklmnprst" for b in "aeiou" for c in ("", "n", "
 def make_run(path: Path, num_rollouts: int, num_tokens: int) -> Path:
     """A run directory with this many rollouts of this many tokens."""
     import msgspec
-
     from page_runs import VOCAB, metric_rows, write_page_run
 
     write_page_run(path, num_steps=1, groups=1, size=1)

@@ -23,11 +23,12 @@ sys.path.insert(0, str(ROOT / "src"))
 import torch
 
 from prime_rl.inference.embedded.engine import EmbeddedEngine
-from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig, init_weights, tensor_names
+from prime_rl.runtime.tokenizer import resolve_model_dir
+from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_names
+from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.models.registry import read_tensors
-from prime_rl.transport.broadcast import Broadcaster, receive_weights
+from prime_rl.transport.broadcast import WeightSender, receive_weights
 from prime_rl.transport.weights import publish_weights, read_manifest, verify_tensors
-from prime_rl.utils.tokenizer import resolve_model_dir
 from rollouts.training.steps import step_path
 
 HIDDEN = 512
@@ -71,7 +72,7 @@ def main() -> int:
     engine = EmbeddedEngine(model)
     target = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
     rows, shipped = [], resolve_model_dir("tiny-qwen3")
-    trainer = Broadcaster("gloo", "localhost", 0, 60.0, torch.device("cpu"))
+    trainer = WeightSender("gloo", "localhost", 0, 60.0, torch.device("cpu"))
     trainer.open()
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as root:
 

@@ -1,6 +1,7 @@
 """Context distillation in one process: a model of 0.1 million parameters, two tasks, exact measurements.
 
-The arithmetic is the library's (`policy_loss`, `credit_samples`, `compute_fixed_point`), the decoder is the one that is
+The arithmetic is the library's (`policy_loss`, `compute_sequence_kl_advantages`, `compute_fixed_point`), the decoder is
+the one that is
 trained and served; only prompts, sampling and the loop are here, on rectangles of token ids.
 
     facts   plain `B Q key key key A`, with a context `B v0 .. v5 Q key key key A` -> the keys' values, end
@@ -23,13 +24,14 @@ from torch import Tensor
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-from prime_rl.trainer.models.causal_lm import CausalLM, DecoderConfig, init_weights  # noqa: E402
+from prime_rl.trainer.models.causal_lm import CausalLM, init_weights  # noqa: E402
+from prime_rl.trainer.models.decoder_config import DecoderConfig  # noqa: E402
 from rollouts.training.objectives import PRESETS, Direction, DistillChoice, Objective, choose_distillation  # noqa: E402
 from rollouts.training.rl_losses import (  # noqa: E402
     LossInputs,
     compute_coverage,
     compute_divergence,
-    credit_samples,
+    compute_sequence_kl_advantages,
     estimate_coverage,
     nll_loss,
     policy_loss,
@@ -339,7 +341,7 @@ def add_tables(inputs: LossInputs, student: Tensor, teacher: Tensor, choice: Dis
 
 
 def spread_credit(inputs: LossInputs, rows: int, objective: Objective, groups: int) -> LossInputs:
-    """`credit_samples` over these streams: the estimators togo and sequence."""
+    """`compute_sequence_kl_advantages` over these streams: the estimators togo and sequence."""
     streams = {
         name: getattr(inputs, name).view(rows, -1).tolist()
         for name in ("inference_logprobs", "teacher_logprobs", "loss_mask", "advantages")
@@ -349,7 +351,7 @@ def spread_credit(inputs: LossInputs, rows: int, objective: Objective, groups: i
         Sample(prompt="", tokens=[0] * len(mask), group_index=i // size, **{n: s[i] for n, s in streams.items()})
         for i, mask in enumerate(streams["loss_mask"])
     ]
-    credited = [s.advantages for s in credit_samples(samples, objective)]
+    credited = [s.advantages for s in compute_sequence_kl_advantages(samples, objective)]
     return replace(inputs, advantages=torch.tensor(credited).flatten())
 
 

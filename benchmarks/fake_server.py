@@ -1,4 +1,4 @@
-"""An inference server that costs next to nothing: fixed answers after a delay, for measuring what asks it.
+"""A cheap inference server with fixed responses after a delay, for measuring its clients.
 
     python benchmarks/fake_server.py [--latency-s 0.05] [--tokens 45] [--hold 0]     (prints its port)
 

@@ -21,11 +21,11 @@ import torch
 
 from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.engine import GenerationRequest, Output, SamplingParams
+from prime_rl.runtime.tokenizer import load_tokenizer
 from prime_rl.trainer.backend import build_backend
 from prime_rl.trainer.config import TrainConfig
 from prime_rl.trainer.models.registry import load_decoder
 from prime_rl.trainer.rl.loss import build_loss
-from prime_rl.utils.tokenizer import load_tokenizer
 from rollouts.training.advantages import compute_group_advantages
 from rollouts.training.batching import pack_samples
 from rollouts.training.datasets.chat import render_chat
@@ -57,7 +57,7 @@ def train(task: Task) -> None:
         rewards.append(sum(sample.reward for sample in samples) / len(samples))
         [micros] = pack_samples(samples, SEQ_LEN, rows=len(samples), quadratic_cost=trainer.quadratic_cost)
         trainer.optim_step(trainer.forward_backward(micros, loss))
-        engine.load_weights(trainer.publishable(), step)
+        engine.load_weights(trainer.export_state_dict(), step)
         peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         answer({"step": step, "reward": rewards[-1], "cpu": time.process_time(), "peak_mb": peak_mb})
         last = rewards[-task["window"] :]

@@ -1,4 +1,4 @@
-"""The demo's task with answers that take time, a few of them very long: the environment of bench_tail.py."""
+"""The demo's task with answers that take time, a few of them very long: the environment of bench_long_tail.py."""
 
 from __future__ import annotations
 

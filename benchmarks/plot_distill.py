@@ -16,7 +16,7 @@ from typing import Any
 LAST = 120
 WIDTH, HEIGHT, LEFT, TOP = 300, 220, 44, 30
 PANEL = LEFT + WIDTH + 190
-COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#888888", "#000000", "#ff8800")
+COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#888888", "#000000", "#ff8800")
 
 
 def main() -> int:
@@ -24,8 +24,8 @@ def main() -> int:
     source, target = map(Path, sys.argv[1:])
     rows = [row for row in json.loads(source.read_text())["raw"] if row["table"] == "estimators"]
     panels = {"facts": [r for r in rows if ":" not in r["name"]], "modes": [r for r in rows if ":" in r["name"]]}
-    colours = dict(zip(dict.fromkeys(call(row) for row in rows), COLOURS, strict=False))
-    parts = [draw(title, found, PANEL * i, colours) for i, (title, found) in enumerate(panels.items()) if found]
+    colors = dict(zip(dict.fromkeys(call(row) for row in rows), COLORS, strict=False))
+    parts = [draw(title, found, PANEL * i, colors) for i, (title, found) in enumerate(panels.items()) if found]
     size = f'width="{PANEL * len(parts)}" height="{HEIGHT + TOP + 44}"'
     style = "<style>text{font-size:11px;font-family:sans-serif}</style>"
     paper = '<rect width="100%" height="100%" fill="#fff"/>'
@@ -38,7 +38,7 @@ def call(row: dict[str, Any]) -> str:
     return str(row["name"]).split(": ")[-1].removesuffix(" reverse").replace("the teacher", "teacher")
 
 
-def draw(title: str, rows: list[dict[str, Any]], x0: int, colours: dict[str, str]) -> str:
+def draw(title: str, rows: list[dict[str, Any]], x0: int, colors: dict[str, str]) -> str:
     """One panel with its axes and its legend."""
     curves = {call(row): mean_curve(row) for row in rows}
     last = max(step for curve in curves.values() for step, _ in curve)
@@ -51,9 +51,9 @@ def draw(title: str, rows: list[dict[str, Any]], x0: int, colours: dict[str, str
     out.append(f'<text x="{WIDTH / 2}" y="{HEIGHT + 32}" text-anchor="middle">step</text>')
     for place, (name, curve) in enumerate(curves.items()):
         points = " ".join(f"{WIDTH * step / last:.1f},{HEIGHT * (1 - value):.1f}" for step, value in curve)
-        colour, y = colours[name], 10 + 18 * place
-        out.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        out.append(f'<path d="M{WIDTH + 8} {y}h16" stroke="{colour}" stroke-width="2"/>')
+        color, y = colors[name], 10 + 18 * place
+        out.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"/>')
+        out.append(f'<path d="M{WIDTH + 8} {y}h16" stroke="{color}" stroke-width="2"/>')
         out.append(f'<text x="{WIDTH + 28}" y="{y + 4}">{name}</text>')
     return "".join([*out, "</g>"])
 

@@ -1,4 +1,4 @@
-"""Makes `docs/benchmarks.md` of what the benchmarks have left in `.bench/results`.
+"""Writes `docs/benchmarks.md` from the results in `.bench/results`.
 
     python benchmarks/report.py [--results DIR] [--output docs/benchmarks.md]
 
@@ -17,7 +17,7 @@ from results import RESULTS, ROOT, Row
 HEAD = """# Benchmarks
 
 Every number is printed by one command beside its threshold; peers run in the same run, in turns. `make bench` runs all
-of them and writes this page, `make bench BENCH="grpo tail"` some. What was missed is here too.
+of them and writes this page, `make bench BENCH="grpo long_tail"` some. What was missed is here too.
 """
 ABOUT = {
     "engine": (
@@ -31,7 +31,7 @@ ABOUT = {
     "trainer": ("python benchmarks/bench_trainer.py", "Tokens per CPU-second of a training step against TRL; ratios."),
     "grpo": ("python benchmarks/bench_grpo.py", "CPU seconds of RL to a fixed reward against TRL; ratios."),
     "tail": (
-        "python benchmarks/bench_tail.py",
+        "python benchmarks/bench_long_tail.py",
         "Asynchronous against synchronous RL where one rollout in 32 is late: seconds to the same reward.",
     ),
     "orchestrator": ("python benchmarks/bench_orchestrator.py", "What a rollout costs client and orchestrator."),
@@ -39,7 +39,7 @@ ABOUT = {
         "python benchmarks/bench_fleet.py",
         "Does the orchestrator's work per rollout stay what it is from 10 engines to 1,000? In virtual time.",
     ),
-    "road": ("python benchmarks/bench_road.py", "The demo on three seeds: what it learns, in which time."),
+    "road": ("python benchmarks/bench_e2e.py", "The demo on three seeds: what it learns, in which time."),
     "examples": ("python benchmarks/bench_examples.py", "The tiny examples on two seeds: does RL raise the reward?"),
     "nanochat": (
         "python benchmarks/bench_nanochat.py",

@@ -1,4 +1,4 @@
-"""What every benchmark leaves: rows with thresholds, the machine, a table on the terminal and a JSON file.
+"""Common output of benchmarks: rows with thresholds, the machine, a table on the terminal and a JSON file.
 
 `benchmarks/report.py` makes `docs/benchmarks.md` of the files below `.bench/results`.
 """
@@ -55,7 +55,7 @@ class Row:
 
 
 def describe_machine(threads: int | None = None) -> dict[str, Any]:
-    """What the numbers depend on."""
+    """Hardware and software versions."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.processor())

@@ -1,4 +1,4 @@
-"""The main job of `make demo`: warm a tiny model up from random weights, train it by asynchronous RL, show the gain.
+"""`make demo`: SFT of a tiny model from random weights, asynchronous RL, and evaluation before and after.
 
     python scripts/demo.py [--seed 0] [--output-dir DIR]
 
@@ -40,15 +40,15 @@ ENVIRONMENT_VARIABLES = {
 }
 
 sys.path.insert(0, str(ROOT / "src"))
-from prime_rl.utils.process import ChildFailed, Supervisor, find_free_port  # noqa: E402
-from prime_rl.utils.timeline import compute_overlap  # noqa: E402
-from rollouts.training.metrics import load_jsonl  # noqa: E402
+from prime_rl.runtime.process import ChildFailed, Supervisor, find_free_port  # noqa: E402
+from prime_rl.telemetry.busy_intervals import compute_overlap  # noqa: E402
+from rollouts.training.metrics import load_last_attempts  # noqa: E402
 from rollouts.training.steps import latest_step, step_path  # noqa: E402
 
 
 @dataclass
 class Memory:
-    """The most memory that all processes of the demo held at one instant, in bytes."""
+    """Peak memory of all processes of the demo, in bytes."""
 
     peak: int = 0
     looked: float = field(default_factory=time.monotonic)
@@ -63,7 +63,7 @@ class Memory:
 
 @dataclass
 class Demo:
-    """One run of the demo: where it writes, and what its stages took."""
+    """One run of the demo: output directory and duration of its stages."""
 
     console: Console
     output_dir: Path
@@ -93,7 +93,7 @@ class Demo:
 
 
 def main() -> int:
-    """Run the four stages and sum up; returns the exit code."""
+    """Run the four stages and print a summary; returns the exit code."""
     arguments = parse_arguments()
     os.chdir(ROOT)  # the recipe's paths are relative to the repository
     output_dir = arguments.output_dir or next_directory(ROOT / "outputs" / "demo")
@@ -130,7 +130,7 @@ def run_stages(demo: Demo) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def sum_up(demo: Demo, before: dict[str, Any], after: dict[str, Any]) -> None:
-    """What was learnt, what it took, what to look at, what to do next."""
+    """Summary: rewards, time, outputs and next commands."""
     learnt = Table(title=f"{after['examples']:.0f} held-out strings", title_justify="left")
     for column in ("", "before RL", "after RL"):
         learnt.add_column(column, justify="left" if not column else "right")
@@ -145,7 +145,7 @@ def sum_up(demo: Demo, before: dict[str, Any], after: dict[str, Any]) -> None:
     rl_dir = demo.output_dir / "rl"
     if demo.memory.peak:
         demo.console.print(f"Peak memory of all processes together: {demo.memory.peak / 2**30:.2f} GiB")
-    if (share := compute_overlap(load_jsonl(rl_dir / "metrics.jsonl"))) is not None:
+    if (share := compute_overlap(load_last_attempts(rl_dir / "metrics.jsonl"))) is not None:
         demo.console.print(f"Trainer and inference engine were busy at the same time for {share:.0%} of the RL run")
     weights = shown(newest_weights(rl_dir))
     demo.console.print(
@@ -196,7 +196,7 @@ def next_directory(root: Path) -> Path:
 
 
 def shown(path: Path) -> str:
-    """A path as short as it can be typed in the repository."""
+    """Path relative to the repository."""
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
 
 

@@ -1,4 +1,4 @@
-"""The main job of `make distill`: move six facts of a context into the weights of a tiny model, and show the way there.
+"""`make distill`: distill six facts of a context into the weights of a tiny model, with intermediate evaluations.
 
     python scripts/distill.py [--seed 0] [--output-dir DIR]
 
@@ -20,15 +20,15 @@ from demo import ROOT, Demo, newest_weights, next_directory, parse_arguments, sh
 from rich.console import Console
 from rich.table import Table
 
-from prime_rl.utils.process import ChildFailed, find_free_port
-from rollouts.training.metrics import load_jsonl
+from prime_rl.runtime.process import ChildFailed, find_free_port
+from rollouts.training.metrics import load_last_attempts
 
 RECIPE = Path("experiments/context_distill")
 TASK, OTHER = "facts", "other-tables"
 
 
 def main() -> int:
-    """Warm up, distil and sum up; returns the exit code."""
+    """Run warm-up and distillation and print a summary; returns the exit code."""
     arguments = parse_arguments("Distil a context into a tiny model on the CPU.", "distill")
     os.chdir(ROOT)  # the recipe's paths are relative to the repository
     output_dir = arguments.output_dir or next_directory(ROOT / "outputs" / "distill")
@@ -64,14 +64,14 @@ def run_stages(demo: Demo) -> None:
 
 
 def write_conversations(output_dir: Path) -> Path:
-    """The conversations of the warm-up, by the script that writes them for everyone."""
+    """Write the conversations of the warm-up."""
     subprocess.run([sys.executable, "dev/make_warmup.py", TASK], check=True, stdout=subprocess.DEVNULL)
     output_dir.mkdir(parents=True, exist_ok=True)
     return Path(shutil.copy(Path("outputs") / TASK / "sft.jsonl", output_dir / "sft.jsonl"))
 
 
 def find_arms(rows: list[dict[str, Any]], env: str) -> list[dict[str, Any]]:
-    """What was measured of an environment, once per evaluated version."""
+    """Scores of an environment per evaluated version."""
     key, marker = f"distill/{env}/", f"distill/{env}/student/avg"
     return [
         {"step": row["step"], **{name.removeprefix(key): value for name, value in row.items() if name.startswith(key)}}
@@ -81,9 +81,9 @@ def find_arms(rows: list[dict[str, Any]], env: str) -> list[dict[str, Any]]:
 
 
 def sum_up(demo: Demo) -> None:
-    """How much of the gap is closed, what was forgotten, what it took."""
+    """Summary: gap closed, retention and time."""
     rl_dir = demo.output_dir / "rl"
-    rows = list(load_jsonl(rl_dir / "metrics.jsonl"))
+    rows = list(load_last_attempts(rl_dir / "metrics.jsonl"))
     table = Table(title="Held-out questions, in the course of the run", title_justify="left")
     columns = ("step", "student", "with the context", "gap closed", "KL to the teacher (nats)", "other tables")
     for column in columns:

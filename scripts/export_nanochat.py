@@ -1,4 +1,4 @@
-"""A nanochat checkpoint as a Hugging Face directory, which `rl`, `inference`, `sft`, transformers and vLLM take.
+"""Exports a nanochat checkpoint as a Hugging Face directory for `rl`, `inference`, `sft`, transformers and vLLM.
 
 python -m scripts.export_nanochat --output_dir=outputs/nanochat/start
 rl @ examples/nanochat/rl.toml
@@ -9,21 +9,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from prime_rl.utils.command import run_command
+from prime_rl.configuration.command import run_command
 from prime_rl.utils.pydantic_config import BaseConfig
 
 
 class ExportConfig(BaseConfig):
-    """Which checkpoint, and where to."""
+    """Checkpoint and output directory."""
 
     output_dir: Path
     """Directory to write: config.json, model.safetensors, tokenizer and chat template."""
     source: Literal["base", "mid", "sft", "rl", "prime_rl"] = "sft"
     """Stage of the checkpoint."""
     model_tag: str | None = None
-    """Which model, such as d20; unset: the deepest there is."""
+    """Model tag, such as d20; unset: the deepest."""
     step: int | None = None
-    """Which step of it; unset: the last."""
+    """Checkpoint step; unset: the last."""
 
 
 def export(config: ExportConfig) -> int:

@@ -1,4 +1,4 @@
-"""AQuA-RAT as JSON lines in the base directory: from published files, from the hub, or made on the spot.
+"""Writes AQuA-RAT as JSON lines to the base directory: from published files, from the hub, or generated.
 
 python -m scripts.prepare_aqua                          # the hub's dataset, and without a network made problems
 python -m scripts.prepare_aqua --data_dir=AQuA          # {train,dev,test}.json of a checkout
@@ -12,14 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from prime_rl.utils.command import run_command
+from prime_rl.configuration.command import run_command
 from prime_rl.utils.pydantic_config import BaseConfig
 
 SPLITS = ("train", "validation", "test")
 
 
 class PrepareAquaConfig(BaseConfig):
-    """Where rows come from, how many are kept, and where they go."""
+    """Source, size and destination of the data."""
 
     spellings: ClassVar[dict[str, str]] = {"output": "output_dir"}
 

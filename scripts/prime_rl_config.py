@@ -1,4 +1,4 @@
-"""What `scripts.prime_rl_train` can be told: documented arguments and sections of TOML files, and what they mean."""
+"""Configuration of `scripts.prime_rl_train`: documented arguments and TOML sections, and their resolution."""
 
 from __future__ import annotations
 
@@ -108,23 +108,23 @@ class PrimeRLTrainConfig(BaseConfig):
     source: Literal["base", "mid", "sft", "rl", "prime_rl"] = "sft"
     """Stage whose checkpoint to begin with."""
     model_tag: str | None = None
-    """Which model, such as d20; unset: the deepest there is."""
+    """Model tag, such as d20; unset: the deepest."""
     step: int | None = None
-    """Which step of it; unset: the last."""
+    """Checkpoint step; unset: the last."""
     resume: bool = False
-    """Go on with the last prime_rl checkpoint of this model, exactly."""
+    """Resume exactly from the last prime_rl checkpoint of this model."""
     device: str = "auto"
     """auto, cpu or cuda."""
     dtype: Literal["bfloat16", "float16", "float32"] | None = None
-    """Format of the computation; unset: bfloat16 on a GPU, float32 on a CPU."""
+    """Compute dtype; unset: bfloat16 on a GPU, float32 on a CPU."""
     device_batch_size: int = Field(8, ge=1)
-    """Most sequences of one forward pass per rank."""
+    """Maximum sequences per forward pass and rank."""
     examples_per_step: int = Field(16, ge=1)
     """Questions per step, over all ranks."""
     num_samples: int = Field(16, ge=1)
     """Rollouts per question."""
     max_new_tokens: int = Field(256, ge=1)
-    """Most tokens of an answer."""
+    """Maximum tokens of a completion."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature."""
     top_k: int | None = Field(50, ge=0)
@@ -140,21 +140,21 @@ class PrimeRLTrainConfig(BaseConfig):
     weight_decay: float = 0.0
     """Weight decay of head and embedding."""
     init_lr_frac: float = Field(0.05, gt=0)
-    """All learning rates begin at this fraction and fall linearly to 0."""
+    """Initial fraction of all learning rates, which then decay linearly to 0."""
     warmup_steps: int = Field(0, ge=0)
-    """Steps in which they rise to it."""
+    """Warm-up steps to that fraction."""
     max_grad_norm: float | None = Field(None, gt=0)
-    """Bound of the gradient's norm, of all ranks together."""
+    """Maximum global gradient norm."""
     num_epochs: int = Field(1, ge=1)
-    """Times the training questions are gone through."""
+    """Epochs over the training questions."""
     max_steps: int | None = Field(None, ge=1)
-    """Steps in all, whatever the epochs come to."""
+    """Maximum number of steps, overriding epochs."""
     num_train_examples: int = 2000
     """Training questions; -1: all."""
     num_eval_examples: int = 254
     """Held-out questions; -1: all."""
     eval_examples: int = Field(400, ge=1)
-    """Most of them that one evaluation takes."""
+    """Maximum number of questions per evaluation."""
     eval_samples: int = Field(8, ge=1)
     """Samples per question of an evaluation, for pass@k."""
     save_every: int = Field(60, ge=1)
@@ -174,19 +174,19 @@ class PrimeRLTrainConfig(BaseConfig):
     wandb_entity: str | None = None
     """User or team at Weights & Biases."""
     seed: int = 42
-    """Of questions, samples and everything else."""
+    """Random seed of questions and samples."""
     async_level: int = Field(0, ge=0)
-    """How many steps rollouts may lag behind; 0: generation and training take turns, and runs are reproducible."""
+    """Maximum staleness of rollouts in steps; 0: synchronous and reproducible."""
     objective: str | None = None
     """Preset of the loss (reinforce, grpo, aipo, ...); unset: policy gradient, with an importance ratio if async."""
     baseline: Literal["mean", "leave_one_out", "length_weighted", "none"] | None = None
-    """What an advantage compares with; unset: the objective's, or the mean of the group."""
+    """Advantage baseline; unset: the objective's, or the group mean."""
     advantage_std: bool | None = None
-    """Divide advantages by the group's deviation; unset: the objective's, or no."""
+    """Divide advantages by the group's standard deviation; unset: the objective's, or no."""
     clip: float | None = Field(None, gt=0)
     """Bounds of the importance ratio, 1 - clip and 1 + clip, for objectives that clip."""
     ref_kl_tau: float = Field(0.0, ge=0)
-    """Weight of the KL to the model that the run began with."""
+    """Coefficient of the KL to the initial model."""
     env: EnvSection = EnvSection()
     """The environment, in TOML files."""
     trainer: TrainerSection = TrainerSection()
@@ -230,7 +230,7 @@ RATIOS = {"matrix_lr": 1.0, "embedding_lr": 10.0, "unembedding_lr": 0.2}
 
 @dataclass(frozen=True)
 class Resolved:
-    """The configuration with every value in its documented argument, and where each came from."""
+    """The resolved configuration by documented argument, with the source of each value."""
 
     config: PrimeRLTrainConfig
     sources: dict[str, str]
@@ -266,11 +266,11 @@ class Resolved:
 def parse_arguments(argv: Sequence[str], num_ranks: int, environ: Mapping[str, str] | None = None) -> Resolved:
     """Read a command line. Precedence: command line > TOML > environment > `.env` > defaults; raises `ConfigError`."""
     environ = os.environ if environ is None else environ
-    config, sources = parse_argv(PrimeRLTrainConfig, normalise_argv(argv), PROG, environ)
+    config, sources = parse_argv(PrimeRLTrainConfig, normalize_argv(argv), PROG, environ)
     return resolve(config, sources, num_ranks, environ)
 
 
-def normalise_argv(argv: Sequence[str]) -> list[str]:
+def normalize_argv(argv: Sequence[str]) -> list[str]:
     """One leading `--` is torchrun's and dropped; `--config F`, `--config=F`, `@F` and a bare `F.toml` become `@ F`."""
     words = list(argv)[1:] if list(argv[:1]) == ["--"] else list(argv)
     out: list[str] = []
@@ -292,7 +292,7 @@ def normalise_argv(argv: Sequence[str]) -> list[str]:
 def resolve(
     config: PrimeRLTrainConfig, given: Mapping[str, str], num_ranks: int, environ: Mapping[str, str]
 ) -> Resolved:
-    """Fill every documented argument from where it was given."""
+    """Resolve every documented argument from its sources."""
     values: dict[str, Any] = {}
     sources = {name: given[name] for name in PrimeRLTrainConfig.model_fields if name in given}
     notes = list(config.notes)
@@ -394,7 +394,7 @@ def _find(config: Any, key: str) -> Any:
 
 
 def _source_of(key: str, given: Mapping[str, str]) -> str | None:
-    """Where a key was given, by itself or with the table around it; None for a default."""
+    """Source of a key or of its table; None for a default."""
     while key:
         if key in given:
             return given[key]

@@ -28,27 +28,27 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scripts.prime_rl_config import PROG, PrimeRLTrainConfig, Resolved, normalise_argv, resolve
+from scripts.prime_rl_config import PROG, PrimeRLTrainConfig, Resolved, normalize_argv, resolve
 
-from prime_rl.utils.command import run_command
+from prime_rl.configuration.command import run_command
 
 if TYPE_CHECKING:
-    from scripts.prime_rl_watch import Watch
+    from scripts.prime_rl_watch import RunLogger
 
-    from nanochat.learner import Learned
+    from nanochat.learner import StepResult
     from rollouts.training.backends.ranks import Ranks
     from rollouts.training.types import Sample
 
 
 class Trainer:
-    """Everything of one rank: policy, learner, engine, environment, questions, and what is written down."""
+    """Components of one rank: policy, trainer, engine, environment, questions and logger."""
 
     def __init__(self, resolved: Resolved, ranks: Ranks, env: Any, threads: ExitStack) -> None:
         from nanochat.chat_client import ChatClient
         from nanochat.checkpoint_manager import find_checkpoint, load_model
         from nanochat.common import resolve_dtype
         from nanochat.engine import Engine
-        from nanochat.learner import Learner
+        from nanochat.learner import NanochatTrainer
         from nanochat.optim import build_optimizer
         from rollouts.training.rl_losses import PolicyLoss
 
@@ -74,7 +74,7 @@ class Trainer:
             matrix_lr=config.matrix_lr,
             weight_decay=config.weight_decay,
         )
-        self.learner = Learner(
+        self.learner = NanochatTrainer(
             self.model,
             self.optimizer,
             PolicyLoss(self.objective),
@@ -113,7 +113,7 @@ class Trainer:
         rollouts = await run_rollouts(self.env, self.client, row, self.config.num_samples, seed, self.sampling)
         return group_samples(self.client, rollouts, group_index)
 
-    def learn(self, samples: list[Sample]) -> tuple[list[Sample], Learned, float]:
+    def learn(self, samples: list[Sample]) -> tuple[list[Sample], StepResult, float]:
         """Exchange samples with the other ranks, credit them, take the step; also the seconds of the exchange."""
         began = time.perf_counter()
         everything = exchange(samples, self.ranks)
@@ -131,7 +131,7 @@ class Trainer:
 
     async def evaluate(self, step: int) -> dict[str, float]:
         """Held-out questions at the training's temperature, by the weights of now; on every rank the same numbers."""
-        from nanochat.evaluation import evaluate, summarise
+        from nanochat.evaluation import evaluate, summarize_scores
 
         if not self.eval_rows:
             return {}
@@ -144,7 +144,7 @@ class Trainer:
             seed=self.config.seed + 1,
             sampling=self.sampling,
         )
-        self.evaluation = summarise(scored)
+        self.evaluation = summarize_scores(scored)
         return {f"eval/{name}": value for name, value in self.evaluation.items()}
 
     def save(self, step: int, progress: dict[str, Any]) -> None:
@@ -168,7 +168,7 @@ class Trainer:
             write_model(directory, self.model, metadata)
             write_progress(directory, moments, state)
 
-        self.ranks.run_first(lambda: publish_step(prime_rl_dir(self.tag), step, write))
+        self.ranks.run_on_rank0(lambda: publish_step(prime_rl_dir(self.tag), step, write))
 
     def resume(self, manager: Any) -> int:
         """Take over the last checkpoint of this model; returns its step."""
@@ -189,9 +189,9 @@ class Trainer:
         return place.step
 
 
-async def train(trainer: Trainer, watch: Watch) -> None:
-    """The loop: it waits for groups, learns from them, and frees the slots of those that may be begun then."""
-    from scripts.prime_rl_watch import summarise_step
+async def train(trainer: Trainer, watch: RunLogger) -> None:
+    """Training loop: wait for groups, take a step, and release rollout slots."""
+    from scripts.prime_rl_watch import summarize_step
 
     from rollouts.training.datasets.data_buffer import DataBuffer
     from rollouts.training.rollout_gen.async_rollout_manager import AsyncRolloutManager
@@ -217,7 +217,7 @@ async def train(trainer: Trainer, watch: Watch) -> None:
             rolled = time.perf_counter()
             samples, learned, exchange_s = await loop.run_in_executor(trainer.learning, trainer.learn, batch.samples)
             done = time.perf_counter()
-            metrics = summarise_step(step, samples, learned)
+            metrics = summarize_step(step, samples, learned)
             metrics |= {"time/rollout_s": rolled - began, "time/train_s": done - rolled, "time/step_s": done - began}
             metrics |= {"distributed/world_size": trainer.ranks.size, "distributed/exchange_s": exchange_s}
             metrics["perf/tokens_per_s"] = learned.num_tokens / max(done - began, 1e-9)
@@ -236,7 +236,7 @@ async def train(trainer: Trainer, watch: Watch) -> None:
 
 
 def exchange(samples: Sequence[Sample], ranks: Ranks) -> list[Sample]:
-    """The samples of all ranks, groups in order; places held for others are left out."""
+    """The samples of all ranks in group order, without placeholders."""
     import msgspec
 
     from rollouts.training.types import Sample, Status
@@ -253,7 +253,7 @@ def exchange(samples: Sequence[Sample], ranks: Ranks) -> list[Sample]:
 
 
 def credit(samples: Sequence[Sample], baseline: Any, std: Any) -> None:
-    """Advantages of every group, the same for all tokens of a rollout; failed rollouts are in nobody's statistics."""
+    """Advantages of every group, constant over the tokens of a rollout; failed rollouts are not counted."""
     from rollouts.training.advantages import compute_batch_advantages
     from rollouts.training.types import Status
 
@@ -282,12 +282,12 @@ def _tag_of(path: Path) -> str:
 
 
 def run(config: PrimeRLTrainConfig) -> int:
-    """Load everything, then train; the exit code."""
+    """Load all components, then train; returns the exit code."""
     import logging
 
     resolved = resolve(config, config.provenance, int(os.environ.get("WORLD_SIZE", "1")), os.environ)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    from scripts.prime_rl_watch import Watch
+    from scripts.prime_rl_watch import RunLogger
 
     from nanochat.checkpoint_manager import find_checkpoint
     from nanochat.common import open_ranks
@@ -306,11 +306,11 @@ def run(config: PrimeRLTrainConfig) -> int:
             )
             print(f"rollouts through {getattr(env, 'env', env)!r}")
             print(resolved.describe(), flush=True)
-        with closing(Watch(trainer)) as watch:
+        with closing(RunLogger(trainer)) as watch:
             asyncio.run(train(trainer, watch))
     return 0
 
 
 if __name__ == "__main__":
-    sys.argv[1:] = normalise_argv(sys.argv[1:])
+    sys.argv[1:] = normalize_argv(sys.argv[1:])
     run_command(PROG, PrimeRLTrainConfig, run, summary=str(__doc__).splitlines()[0])

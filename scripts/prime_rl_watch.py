@@ -1,4 +1,4 @@
-"""What is seen of `scripts.prime_rl_train`: a line per step, metrics of samples and ranks, and five figures."""
+"""Logging of `scripts.prime_rl_train`: a line per step, metrics of samples and ranks, and five figures."""
 
 from __future__ import annotations
 
@@ -9,25 +9,27 @@ from typing import TYPE_CHECKING, Any
 from nanochat.common import get_base_dir
 from nanochat.loss_surface import compute_loss_surface
 from nanochat.prime_rl_wandb import (
-    LocalRun,
+    OfflineWandbRun,
     RLMetricsTracker,
     log_prime_rl_metrics_to_wandb,
     setup_prime_rl_wandb,
 )
+from prime_rl.runtime.redacted_output import plain_output
+from prime_rl.runtime.redaction import redact_fields
 from rollouts.training.types import Sample, Status
 
 if TYPE_CHECKING:
     from scripts.prime_rl_train import Trainer
 
-    from nanochat.learner import Learned
+    from nanochat.learner import StepResult
 
 SURFACE_SAMPLES = 8
 """Samples whose loss makes the surface; 82 passes over them each time."""
 EVALUATION = "eval/"
 
 
-class Watch:
-    """Rank 0 prints, and sends metrics and figures to `prime_rl_runs/RUN` and Weights & Biases; others keep quiet."""
+class RunLogger:
+    """Rank 0 prints, and logs metrics and figures to `prime_rl_runs/RUN` and Weights & Biases; others are silent."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, config = trainer, trainer.config
@@ -36,19 +38,20 @@ class Watch:
         if trainer.ranks.rank:
             return
         directory = get_base_dir() / "prime_rl_runs" / config.run
-        resolved = config.model_dump(mode="json")
-        self.runs.append(LocalRun(directory, config.run, resolved))
+        resolved = redact_fields(config.model_dump(mode="json"))
+        self.runs.append(OfflineWandbRun(directory, config.run, resolved))
         if config.trainer.args.report_to != ["none"]:
-            run = setup_prime_rl_wandb(
-                config.wandb_project,
-                config.run,
-                resolved,
-                config.wandb.tags,
-                entity=config.wandb_entity,
-                notes=config.wandb.run_notes,
-                log_dir=directory,
-            )
-            self.runs += [] if isinstance(run, LocalRun) else [run]
+            with plain_output():  # wandb replaces the `write` of the streams that it finds
+                run = setup_prime_rl_wandb(
+                    config.wandb_project,
+                    config.run,
+                    resolved,
+                    config.wandb.tags,
+                    entity=config.wandb_entity,
+                    notes=config.wandb.run_notes,
+                    log_dir=directory,
+                )
+            self.runs += [] if isinstance(run, OfflineWandbRun) else [run]
 
     def is_drawn(self, step: int) -> bool:
         """Whether there are figures at this step."""
@@ -64,7 +67,7 @@ class Watch:
             self.tracker.log_loss_surface(step, surface)
 
     def log(
-        self, step: int, metrics: dict[str, float], samples: Sequence[Sample] = (), learned: Learned | None = None
+        self, step: int, metrics: dict[str, float], samples: Sequence[Sample] = (), learned: StepResult | None = None
     ) -> None:
         """Take down a step, and what was measured beside it."""
         if not self.runs:
@@ -104,8 +107,8 @@ class Watch:
             print(f"metrics.jsonl and figures (viz/*.html) are in {self.runs[0].directory}")
 
 
-def summarise_step(step: int, samples: Sequence[Sample], learned: Learned) -> dict[str, float]:
-    """Numbers of one step that are not statistics of rewards, lengths and advantages; nothing that was not measured."""
+def summarize_step(step: int, samples: Sequence[Sample], learned: StepResult) -> dict[str, float]:
+    """Metrics of one step other than statistics of rewards, lengths and advantages."""
     whole = [s for s in samples if s.status != Status.FAILED]
     groups: dict[int | None, list[float]] = {}
     for sample in whole:
@@ -136,7 +139,7 @@ def summarise_step(step: int, samples: Sequence[Sample], learned: Learned) -> di
 
 
 def describe_ranks(samples: Sequence[Sample], size: int) -> list[dict[str, float]]:
-    """Reward, length and number of the samples that each rank made: groups are dealt out in turns."""
+    """Reward, length and number of samples per rank; groups are assigned round-robin."""
     ranks = []
     for rank in range(size):
         own = [s for s in samples if (s.group_index or 0) % size == rank]

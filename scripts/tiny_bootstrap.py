@@ -1,4 +1,4 @@
-"""A tokenizer and a tiny fine-tuned model from nothing, on a CPU in minutes: something for RL to begin with.
+"""Trains a tokenizer and a tiny fine-tuned model from scratch on a CPU in minutes, as a starting point for RL.
 
 python -m scripts.tiny_bootstrap                 # d2, made problems of one family of the easiest tier
 python -m scripts.tiny_bootstrap --depth=4 --difficulty=1 --templates=None --num_steps=3000
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from prime_rl.utils.command import run_command
+from prime_rl.configuration.command import run_command
 from prime_rl.utils.pydantic_config import BaseConfig
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class TinyBootstrapConfig(BaseConfig):
-    """What to train on, and for how long."""
+    """Data, model size and training length."""
 
     depth: int = Field(2, ge=1)
     """Layers; the width is 64 times as much."""
@@ -72,7 +72,7 @@ def bootstrap(config: TinyBootstrapConfig) -> None:
     from nanochat.checkpoint_manager import save_checkpoint
     from nanochat.common import get_base_dir, resolve_device
     from nanochat.gpt import GPT, GPTConfig
-    from nanochat.learner import Learner, Likelihood
+    from nanochat.learner import NanochatTrainer, NLLLoss
     from nanochat.optim import build_optimizer
     from nanochat.tokenizer import NanochatTokenizer
     from rollouts.training.backends.ranks import Ranks
@@ -100,10 +100,10 @@ def bootstrap(config: TinyBootstrapConfig) -> None:
         embedding_lr=config.embedding_lr,
         unembedding_lr=config.unembedding_lr,
     )
-    learner = Learner(
+    learner = NanochatTrainer(
         model,
         optimizer,
-        Likelihood(),
+        NLLLoss(),
         ranks=Ranks(device=torch.device("cpu")),
         micro_batch_size=config.batch_size,
         schedule=lambda step: min(1.0, 2 * (1 - (step - 1) / config.num_steps)),

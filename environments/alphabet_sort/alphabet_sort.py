@@ -1,4 +1,4 @@
-"""Sort a growing list of names over several turns: names made on the spot, nothing to download."""
+"""Sort a growing list of names over several turns; synthetic, no download."""
 
 from __future__ import annotations
 

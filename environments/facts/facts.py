@@ -1,4 +1,4 @@
-"""Recall the values of single-letter keys: by heart, or from a table that the prompt shows; nothing to download."""
+"""Recall the values of single-letter keys, from memory or from a table in the prompt; synthetic, no download."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grade-school word problems with a number as answer: made on the spot, or the GSM8K files."""
+"""Grade-school word problems with numeric answers: synthetic, or the GSM8K files."""
 
 from __future__ import annotations
 

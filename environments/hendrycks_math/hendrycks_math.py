@@ -1,4 +1,4 @@
-"""Mathematics problems with a boxed answer that is compared by its meaning: made on the spot, or from a dataset."""
+"""Math problems with boxed answers, checked for mathematical equivalence: synthetic, or from a dataset."""
 
 from __future__ import annotations
 

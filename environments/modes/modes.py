@@ -1,4 +1,4 @@
-"""Rewrite a few letters in a way that the prompt names, or that has to be known; nothing to download."""
+"""Rewrite a few letters by a rule that the prompt gives, or that has to be known; synthetic, no download."""
 
 from __future__ import annotations
 

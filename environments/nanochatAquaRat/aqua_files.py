@@ -1,4 +1,4 @@
-"""AQuA-RAT as it is published, or as it was prepared: where its files lie, and rows out of them."""
+"""Finds and reads AQuA-RAT files, in their published or preprocessed form."""
 
 from __future__ import annotations
 

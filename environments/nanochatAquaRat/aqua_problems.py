@@ -1,4 +1,4 @@
-"""Made problems in the form of AQuA-RAT: exact arithmetic, five different options, a solution that can be checked."""
+"""Synthetic problems in AQuA-RAT form: exact arithmetic, five distinct options, verifiable solutions."""
 
 from __future__ import annotations
 

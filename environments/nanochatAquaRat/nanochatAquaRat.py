@@ -1,4 +1,4 @@
-"""Algebra with five options to choose from: the files of AQuA-RAT, or problems made on the spot."""
+"""Multiple-choice algebra with five options: the AQuA-RAT files, or synthetic problems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reverse a short text character by character: random texts, nothing to download."""
+"""Reverse a short random text character by character; no download."""
 
 from __future__ import annotations
 

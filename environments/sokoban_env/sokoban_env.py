@@ -1,4 +1,4 @@
-"""Sokoban: push every box onto a goal, in one answer or turn by turn, on levels that are proved to have a solution."""
+"""Sokoban, in one answer or turn by turn, on levels that are proved to be solvable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small encyclopedia of places and people that never were, questions on it, and a BM25 search over its pages."""
+"""A synthetic encyclopedia of fictional places and people, questions about it, and BM25 search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answer questions with search tools over the pages of a small encyclopedia, offline or on pages of one's own."""
+"""Answer questions with search tools over a small encyclopedia, offline or on custom pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wordle over several turns: a hidden word of a shipped list, coloured hints, nothing to download."""
+"""Wordle over several turns: a hidden word of a shipped list, colored hints, no download."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Asynchronous against synchronous RL where a few rollouts take very long: seconds to the same reward, real processes.
+"""Asynchronous against synchronous RL with a long tail of slow rollouts: seconds to the same reward, real processes.
 
-    python benchmarks/bench_tail.py [--seeds 0 1 2] [--output-dir DIR]
+    python benchmarks/bench_long_tail.py [--seeds 0 1 2] [--output-dir DIR]
 
 The demo's task and recipe, in an environment that scores one rollout in 32 after 6 seconds and the others after .2.
 Synchronous: `max_async_level` 0, so every step waits for the last of its rollouts. Asynchronous: level 2, and half as
@@ -19,8 +19,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from bench_e2e import ROOT, find_free_port, load_jsonl
 from bench_grpo import RECIPE, first_step, warm_up
-from bench_road import ROOT, find_free_port, load_jsonl
 from results import Row, describe_machine, finish
 
 SIDES = {

@@ -1,6 +1,6 @@
-"""The road end to end, measured: does it learn on every seed, is it asynchronous, is level 0 deterministic?
+"""End-to-end benchmark of the demo: learning on every seed, asynchrony, and determinism at level 0.
 
-    python benchmarks/bench_road.py [--seeds 0 1 2] [--output-dir DIR]
+    python benchmarks/bench_e2e.py [--seeds 0 1 2] [--output-dir DIR]
 
 Runs `scripts/demo.py` for each seed (SFT, RL at level 2, evaluations), then the RL part twice at level 0. Prints every
 number beside its threshold, writes `.bench/results/road.json`, and exits with 1 when one is missed.
@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 from results import Row, describe_machine, finish  # noqa: E402
 
-from prime_rl.utils.process import find_free_port  # noqa: E402
-from prime_rl.utils.timeline import compute_overlap  # noqa: E402
+from prime_rl.runtime.process import find_free_port  # noqa: E402
+from prime_rl.telemetry.busy_intervals import compute_overlap  # noqa: E402
 from rollouts.training.metrics import load_jsonl  # noqa: E402
 from rollouts.training.steps import latest_step, step_path  # noqa: E402
 
@@ -32,7 +32,7 @@ LEVEL_0_STEPS = 16
 
 
 def measure_demo(seed: int, out: Path) -> list[Row]:
-    """One demo: what it learnt, what it took, how much ran at the same time."""
+    """One demo: rewards, time and overlap."""
     started = time.monotonic()
     run([sys.executable, "scripts/demo.py", "--seed", str(seed), "--output-dir", str(out)])
     seconds = time.monotonic() - started
@@ -52,7 +52,7 @@ def measure_demo(seed: int, out: Path) -> list[Row]:
 
 
 def measure_level_0(model: Path, out: Path) -> list[Row]:
-    """Two runs of one seed strictly in turn: the same weights, nothing at the same time, no mismatch."""
+    """Two synchronous runs of one seed: identical weights, no overlap, no mismatch."""
     digests, overlaps, mismatches = set(), [], []
     for attempt in ("a", "b"):
         run_dir = out / attempt
@@ -73,7 +73,7 @@ def measure_level_0(model: Path, out: Path) -> list[Row]:
 
 
 def run(argv: list[str]) -> None:
-    """Run a command of this checkout quietly; its output is shown when it fails."""
+    """Run a command quietly; print its output if it fails."""
     environment = {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(argv, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -81,7 +81,7 @@ def run(argv: list[str]) -> None:
 
 
 def load_summary(run_dir: Path, environment: str = "reverse-text") -> dict[str, Any]:
-    """The evaluation that was left beside a stage."""
+    """The evaluation of a stage."""
     summary: dict[str, Any] = json.loads((run_dir / "evals" / environment / "summary.json").read_text())
     return summary
 
