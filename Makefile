@@ -1,23 +1,35 @@
-# One place for every chore. `make` lists them. Works from any directory (make -C PATH) and in paths with spaces:
+# Development commands; `make` lists them. Works from any directory (make -C PATH) and in paths with spaces:
 # every path below is relative to this file.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help bench setup test test-unit test-integration test-vllm chaos fuzz demo distill lint format clean
+.PHONY: help bench setup test test-unit test-integration test-extras test-peers test-vllm test-all \
+  chaos fuzz demo distill lint format clean
 
 PY := .venv/bin/python
 STAMP := .venv/.installed
-# Set in some shells, it makes every process compile every module anew.
+# If set in the shell, every process would recompile every module.
 unexport PYTHONDONTWRITEBYTECODE
 VLLM_PY := .venv-vllm/bin/python
 VLLM_STAMP := .venv-vllm/.installed
+PEERS_PY := .venv-peers/bin/python
+PEERS_STAMP := .venv-peers/.installed
+EXTRAS_STAMP := .venv/.test-extras
+# DATA=<folder with aqua/, gsm8k/, boxoban/> and SPEC=<folder of the documents> enable the tests that read them.
+find_folder = $(or $(shell cd "$($1)" 2>/dev/null && pwd),$(error $1="$($1)" is not a folder))
+ifeq "$(origin DATA)" "command line"
+export PRIME_TEST_DATA := $(call find_folder,DATA)
+endif
+ifeq "$(origin SPEC)" "command line"
+export PRIME_TEST_SPEC := $(call find_folder,SPEC)
+endif
 UNUSED := /site-packages/(transformers/models/[^_aq]|torch/testing/|.*/tests?/)
 
-# A copied or moved checkout would go on running the sources of the old place: install again.
+# Reinstall in a copied or moved checkout, which would otherwise run the sources at the old path.
 ifneq "$(shell cat $(STAMP) 2>/dev/null)" "$(CURDIR)"
 .PHONY: $(STAMP)
 endif
 
-# Sets $found to a Python that is new enough, or says what to do.
+# Sets $found to a recent Python, or prints instructions.
 define FIND_PYTHON
 found=; for python in "$(PYTHON)" python3 python3.13 python3.12 python3.11 python; do \
     [ -n "$$python" ] && command -v "$$python" >/dev/null 2>&1 || continue; \
@@ -27,33 +39,33 @@ found=; for python in "$(PYTHON)" python3 python3.13 python3.12 python3.11 pytho
   if [ -z "$$found" ]; then \
     echo "error: found no Python of at least 3.11 that can make a virtual environment."; \
     echo "  Install one (apt install python3 python3-venv, brew install python, uv python install),"; \
-    echo "  or say where it is: make $(MAKECMDGOALS) PYTHON=path/to/python3"; \
+    echo "  or set its path: make $(MAKECMDGOALS) PYTHON=path/to/python3"; \
     exit 1; \
   fi >&2
 endef
 
-help:  ## list what can be made
+help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
 
-setup: $(STAMP)  ## make .venv and install everything into it, with the versions of constraints.txt
+setup: $(STAMP)  ## create .venv and install the package, with the versions of constraints.txt
 
 $(STAMP): pyproject.toml constraints.txt
 	@rm -f $(STAMP)
 	@$(FIND_PYTHON); \
 	echo "==> .venv: a virtual environment of $$("$$found" --version)"; \
 	$(PY) -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || "$$found" -m venv --clear .venv
-	@echo "==> installing this package and what it needs, versions of constraints.txt (minutes when nothing is cached)"
+	@echo "==> installing this package and its dependencies, versions of constraints.txt (minutes without a cache)"
 	@$(PY) -m pip install --disable-pip-version-check --no-compile --progress-bar off -e '.[dev]' -c constraints.txt \
 	  > .venv/install.log 2>&1 \
-	  || { grep -v '^WARNING' .venv/install.log | tail -n 15; echo "error: pip failed, all of it: .venv/install.log"; exit 1; } >&2
-	@echo "==> compiling it on all cores (pip would take one, and models and tests that nobody imports)"
+	  || { grep -v '^WARNING' .venv/install.log | tail -n 15; echo "error: pip failed, full log: .venv/install.log"; exit 1; } >&2
+	@echo "==> compiling on all cores, without unused models and tests (pip uses one core)"
 	@$(PY) -m compileall -q -j 0 -x '$(UNUSED)' "$(CURDIR)/.venv/lib" >> .venv/install.log 2>&1 || true
 	@printf '%s\n' "$(CURDIR)" > $(STAMP)
 	@echo "==> ready: . .venv/bin/activate && rl --help"
 
 test: test-unit test-integration  ## setup, then all tests
 
-test-unit: setup  ## tests of single rooms, and of what the documents promise
+test-unit: setup  ## unit tests, and contract tests of documented names
 	@echo "==> unit tests"
 	@$(PY) -m pytest tests/unit tests/contract -n auto --dist worksteal
 
@@ -61,7 +73,34 @@ test-integration: setup  ## tests that start the real commands
 	@echo "==> integration tests: the real commands with a tiny model"
 	@$(PY) -m pytest tests/integration
 
-test-vllm: $(VLLM_STAMP)  ## make .venv-vllm with a real vLLM, then the tests against it (many minutes)
+test-extras: $(EXTRAS_STAMP)  ## setup, then install the packages and the browser that optional tests need
+	@$(PY) dev/install_system.py chromium
+
+$(EXTRAS_STAMP): $(STAMP)
+	@echo "==> installing trackers and playwright, versions of constraints.txt"
+	@$(PY) -m pip install --disable-pip-version-check --no-compile --progress-bar off -e '.[test]' -c constraints.txt \
+	  > .venv/install-extras.log 2>&1 \
+	  || { tail -n 15 .venv/install-extras.log; echo "error: pip failed: .venv/install-extras.log"; exit 1; } >&2
+	@touch $(EXTRAS_STAMP)
+
+test-peers: $(PEERS_STAMP)  ## create .venv-peers with TRL, verl, Liger and Ray, then run loss oracles and cluster tests
+	@echo "==> tests against peers"
+	@$(PEERS_PY) -m pytest tests/unit/rollouts/test_loss_oracles.py tests/unit/rollouts/test_library_losses.py \
+	  tests/integration/test_clusters.py -m ''
+
+$(PEERS_STAMP): $(STAMP) dev/install_peers.py
+	@rm -f $(PEERS_STAMP)
+	@echo "==> .venv-peers: TRL, verl, Liger and Ray over the packages of .venv (minutes without a cache)"
+	@$(PY) -m venv --clear .venv-peers
+	@$(PEERS_PY) dev/install_peers.py > .venv-peers/install.log 2>&1 \
+	  || { tail -n 15 .venv-peers/install.log; echo "error: pip failed, full log: .venv-peers/install.log"; exit 1; } >&2
+	@touch $(PEERS_STAMP)
+
+test-all: test-extras $(PEERS_STAMP) $(VLLM_STAMP)  ## install all test dependencies, then run every test (hours; DATA=, SPEC=)
+	@$(PY) dev/install_system.py iproute2 slurm-wlm munge kubernetes-client || true
+	@$(PY) dev/test_all.py
+
+test-vllm: $(VLLM_STAMP)  ## create .venv-vllm with a real vLLM, then run the tests against it (many minutes)
 	@echo "==> tests against a real vLLM: $$($(VLLM_PY) -c 'import vllm; print(vllm.__version__)' 2>/dev/null)"
 	@$(VLLM_PY) -m pytest tests/integration/test_vllm.py tests/integration/test_vllm_exports.py \
 	  tests/integration/test_vllm_backend.py
@@ -71,26 +110,26 @@ $(VLLM_STAMP): dev/install_vllm.py pyproject.toml
 	@$(FIND_PYTHON); \
 	echo "==> .venv-vllm: a virtual environment of $$("$$found" --version)"; \
 	$(VLLM_PY) -c 'import pip' 2>/dev/null || "$$found" -m venv --clear .venv-vllm
-	@echo "==> installing vLLM and this package (minutes, gigabytes when nothing is cached)"
+	@echo "==> installing vLLM and this package (minutes, gigabytes without a cache)"
 	@$(VLLM_PY) dev/install_vllm.py > .venv-vllm/install.log 2>&1 \
-	  || { tail -n 15 .venv-vllm/install.log; echo "error: pip failed, all of it: .venv-vllm/install.log"; exit 1; } >&2
+	  || { tail -n 15 .venv-vllm/install.log; echo "error: pip failed, full log: .venv-vllm/install.log"; exit 1; } >&2
 	@touch $(VLLM_STAMP)
 
 SEEDS ?= 0-59
 TRIALS ?= 10000
 
-chaos: setup  ## setup, then faults at random moments: real processes (SEEDS=0-59) and virtual time (TRIALS=10000)
+chaos: setup  ## setup, then random fault injection: real processes (SEEDS=0-59) and virtual time (TRIALS=10000)
 	@echo "==> chaos: $(TRIALS) runs in virtual time"
-	@NUM_TRIALS=$(TRIALS) $(PY) -m pytest -q tests/unit/test_virtual_chaos.py
+	@NUM_TRIALS=$(TRIALS) $(PY) -m pytest -q tests/unit/prime_rl/orchestrator/test_virtual_chaos.py
 	@echo "==> chaos: runs with real processes, seeds $(SEEDS)"
 	@$(PY) tests/integration/chaos.py --seeds $(SEEDS)
 
 EXAMPLES ?= 100
 
-fuzz: setup  ## setup, then wrong configs, files and requests: hypothesis and schemathesis, EXAMPLES=100 of each kind
+fuzz: setup  ## setup, then fuzz configs, files and requests: hypothesis and schemathesis, EXAMPLES=100 of each kind
 	@echo "==> fuzz: configs, files, messages and requests"
-	@FUZZ_EXAMPLES=$(EXAMPLES) $(PY) -m pytest -q tests/unit/test_fuzz.py
-	@echo "==> fuzz: the inference server against its own description"
+	@FUZZ_EXAMPLES=$(EXAMPLES) $(PY) -m pytest -q tests/unit/repository/test_fuzz.py
+	@echo "==> fuzz: the inference server against its OpenAPI schema"
 	@$(PY) -m pip install --disable-pip-version-check -q -e '.[fuzz]' -c constraints.txt
 	@$(PY) tests/integration/fuzz_server.py --max-examples $(EXAMPLES)
 
@@ -98,28 +137,28 @@ demo: setup  ## setup, then SFT, asynchronous RL and evaluations of a tiny model
 	@echo "==> demo"
 	@$(PY) scripts/demo.py
 
-distill: setup  ## setup, then context distillation of a tiny model on the CPU: SFT, distillation, what was learnt
+distill: setup  ## setup, then context distillation of a tiny model on the CPU: SFT, distillation, evaluation
 	@echo "==> distill"
 	@$(PY) scripts/distill.py
 
-BENCH ?= startup sync exact orchestrator fleet tail road examples distill nanochat trainer grpo engine
+BENCH ?= startup sync exact orchestrator fleet long_tail e2e examples distill nanochat trainer grpo engine
 
-bench: setup  ## setup, then benchmarks beside their peers, into docs/benchmarks.md (hours; BENCH="grpo tail" for some)
+bench: setup  ## setup, then benchmarks against peers, into docs/benchmarks.md (hours; BENCH="grpo long_tail" for some)
 	@for name in $(BENCH); do \
-	  echo "==> bench_$$name"; $(PY) benchmarks/bench_$$name.py || echo "bench_$$name: a threshold was missed"; \
+	  echo "==> bench_$$name"; $(PY) benchmarks/bench_$$name.py || echo "bench_$$name: missed a threshold"; \
 	done
 	@$(PY) benchmarks/report.py
 
-lint: setup  ## style, imports, types
+lint: setup  ## check style, imports and types
 	@echo "==> ruff check" && $(PY) -m ruff check .
 	@echo "==> ruff format" && $(PY) -m ruff format --check .
 	@echo "==> mypy --strict src" && $(PY) -m mypy
 
-format: setup  ## put style and imports right
+format: setup  ## fix style and imports
 	@$(PY) -m ruff check --fix-only .
 	@$(PY) -m ruff format .
 
-clean:  ## remove build left-overs and caches; .venv and outputs stay
+clean:  ## remove build files and caches; .venv and outputs stay
 	@rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@find src tests scripts environments -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
-	@echo "==> caches are gone; .venv and outputs are still here"
+	@echo "==> removed caches; kept .venv and outputs"
