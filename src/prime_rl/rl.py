@@ -16,17 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from prime_rl.configuration.command import run_command
 from prime_rl.runtime.process import ChildFailed, Supervisor, check_port_free, find_gpus, num_cores
-from prime_rl.runtime.run_dir import (
-    ATTEMPTS_FILE,
-    BROADCASTS_DIR,
-    STEP_DIRS,
-    check_resumable,
-    describe_used,
-    find_used,
-    set_aside,
-    set_aside_later,
-)
-from prime_rl.runtime.run_state import STATE_FILE, StateRecorder
+from prime_rl.runtime.run_dir import CKPT_PARTS, RunDir, find_used
+from prime_rl.runtime.run_state import StateRecorder
 from rollouts.training.steps import (
     complete_steps,
     find_damage,
@@ -42,8 +33,6 @@ if TYPE_CHECKING:
     from prime_rl.inference.config import InferenceConfig
     from prime_rl.utils.pydantic_config import BaseConfig
 
-CKPT_PARTS = ("trainer", "orchestrator")
-RECORDS = ("metrics.jsonl", "samples.jsonl", "trainer_logprobs.jsonl", ATTEMPTS_FILE, "logs", "configs", STATE_FILE)
 OR_CLEAN = ", or remove its steps with --clean"
 
 
@@ -69,7 +58,7 @@ def rl(config: RLConfig) -> int:
     if config.deployment.type != "local":
         return submit_deployment(config)
     started = time.monotonic()
-    out = config.output_dir
+    out, run_dir = config.output_dir, RunDir(config.output_dir)
     placement = choose_placement(config)
     check_model(config)
     check_environments([*config.orchestrator.env, *(config.orchestrator.eval.env if config.orchestrator.eval else ())])
@@ -91,7 +80,7 @@ def rl(config: RLConfig) -> int:
                 show_progress("steps", config.max_steps, lines=False) as bar,
                 start_supervisor(out) as run,
             ):
-                run.print(f"{describe(placement)}; logs in {out / 'logs'}; Ctrl-C stops everything")
+                run.print(f"{describe(placement)}; logs in {run_dir.logs}; Ctrl-C stops everything")
                 if config.orchestrator.teacher_model is not None:
                     run.print(describe_taus(config.trainer.loss))
                 start_processes(run, config, config_paths, placement)
@@ -141,7 +130,7 @@ def preview(config: RLConfig) -> str | None:
 
 def start_supervisor(out: Path) -> Supervisor:
     """A supervisor that prints the processes' output to the console, above the progress bar if there is one."""
-    return Supervisor(out / "logs", console=sys.stdout)
+    return Supervisor(RunDir(out).logs, console=sys.stdout)
 
 
 def show_contexts(config: RLConfig) -> int:
@@ -307,7 +296,7 @@ def lock_output_dir(out: Path) -> Iterator[None]:
     import fcntl
 
     out.mkdir(parents=True, exist_ok=True)
-    with (out / ".lock").open("w") as lock:
+    with RunDir(out).lock.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -317,24 +306,24 @@ def lock_output_dir(out: Path) -> Iterator[None]:
 
 def prepare_output_dir(config: RLConfig) -> None:
     """Separate the run from files of an earlier one, remove incomplete steps, and set up --resume or --clean."""
-    out = config.output_dir
+    run = RunDir(config.output_dir)
     if config.clean and config.resume:
         raise ValueError("clean would remove the steps that resume needs: leave one of them out")
-    for name in STEP_DIRS:
-        remove_unfinished(out / name)
+    for root in run.step_dirs:
+        remove_unfinished(root)
     if config.ckpt is not None and config.ckpt.resume_step is not None:
         if config.ckpt.resume_step == -1:
-            quarantine_corrupt_checkpoints(out / "checkpoints")
-        prepare_resume(out, config.ckpt.resume_step)
+            quarantine_corrupt_checkpoints(run.checkpoints)
+        prepare_resume(run, config.ckpt.resume_step)
         return
-    used = find_used(out)
+    used = find_used(run.step_dirs)
     if used and not config.clean:
-        raise ValueError(describe_used(out, CKPT_PARTS, resume="--resume", options=OR_CLEAN))
-    for name in used:
-        check_model_not_removed(config, out / name)
-    set_aside(out, [out / name for name in RECORDS])
-    for name, steps in used.items():
-        remove_steps(out / name, steps)
+        raise ValueError(run.describe_used(CKPT_PARTS, resume="--resume", options=OR_CLEAN))
+    for root in used:
+        check_model_not_removed(config, root)
+    run.archive(run.records)
+    for root, steps in used.items():
+        remove_steps(root, steps)
 
 
 def quarantine_corrupt_checkpoints(root: Path) -> None:
@@ -348,26 +337,15 @@ def quarantine_corrupt_checkpoints(root: Path) -> None:
         sys.stdout.write(f"warning: checkpoint {step} is damaged ({damage}): renamed to {aside.name}\n")
 
 
-def prepare_resume(out: Path, resume_step: int) -> None:
-    """Move steps that the interrupted attempt wrote after the checkpoint, before a process can read them as new.
-
-    Raises `ValueError` if the checkpoint does not exist, or if there is none in a directory with trained steps.
-    """
-    commits = complete_steps(out / "checkpoints", CKPT_PARTS)
-    if resume_step == -1:
-        check_resumable(out, CKPT_PARTS, OR_CLEAN)
-        resume_step = commits[-1] if commits else 0
-        where = f"resuming from step {resume_step}" if commits else "no checkpoint yet, starting from the beginning"
-        sys.stdout.write(f"note: ckpt.resume_step = -1 in {out}: {where}\n")
-    elif resume_step not in commits:
-        listed = ", ".join(map(str, commits)) or "none"
-        raise ValueError(
-            f"ckpt.resume_step = {resume_step}: {out / 'checkpoints'} has no complete checkpoint of that step "
-            f"(complete: {listed})\n  name one of them, or -1 for the latest"
-        )
-    prune_steps(out / BROADCASTS_DIR, lambda step: False)  # their sender has exited
-    if (folder := set_aside_later(out, dict.fromkeys(STEP_DIRS, resume_step))) is not None:
-        sys.stdout.write(f"note: steps after {resume_step} of the interrupted attempt moved to {folder}\n")
+def prepare_resume(run: RunDir, requested: int) -> None:
+    """Move steps that the interrupted attempt wrote after the checkpoint, before a process can read them as new."""
+    step = run.find_resume_step(requested, CKPT_PARTS, options=OR_CLEAN)
+    if requested == -1:
+        where = "no checkpoint yet, starting from the beginning" if step is None else f"resuming from step {step}"
+        sys.stdout.write(f"note: ckpt.resume_step = -1 in {run.root}: {where}\n")
+    prune_steps(run.broadcasts, lambda step: False)  # their sender has exited
+    if (folder := run.archive_steps(dict.fromkeys(run.step_dirs, step or 0))) is not None:
+        sys.stdout.write(f"note: steps after {step or 0} of the interrupted attempt moved to {folder}\n")
 
 
 def check_model_not_removed(config: RLConfig, removed: Path) -> None:
@@ -401,7 +379,7 @@ def write_configs(config: RLConfig) -> dict[str, Path]:
         parts["inference"] = config.inference
     if config.teacher_inference is not None:
         parts["teacher_inference"] = config.teacher_inference
-    paths = {name: config.output_dir / "configs" / f"{name}.toml" for name in parts}
+    paths = {name: RunDir(config.output_dir).config(name) for name in parts}
     for name, part in parts.items():
         write_config(part, paths[name])
     return paths
@@ -431,12 +409,13 @@ def report_failure(failure: ChildFailed) -> int:
 
 def describe_stop(out: Path) -> str:
     """Progress of a stopped run and how to continue it."""
-    weights = [step for name in ("weights", BROADCASTS_DIR) for step in complete_steps(out / name)]
-    commits = complete_steps(out / "checkpoints", CKPT_PARTS)
+    run = RunDir(out)
+    weights = [step for root in (run.weights, run.broadcasts) for step in complete_steps(root)]
+    commits = complete_steps(run.checkpoints, CKPT_PARTS)
     how = f"checkpoint of step {commits[-1]}: continue with --resume" if commits else "no checkpoint (--ckpt)"
-    versions = complete_steps(out / "weights")
+    versions = complete_steps(run.weights)
     if versions and not commits:
-        how += f"; its last weights: --model.name {step_path(out / 'weights', versions[-1])} --output-dir NEW"
+        how += f"; its last weights: --model.name {step_path(run.weights, versions[-1])} --output-dir NEW"
     return f"\nStopped after step {max(weights, default=0)}; {how}\n"
 
 
@@ -444,10 +423,10 @@ def summarize(config: RLConfig, seconds: float) -> str:
     """Table of steps, time, rewards or distance to the teacher, output paths and the next command."""
     from rollouts.training.metrics import load_last_attempts
 
-    out, loss = config.output_dir, config.trainer.loss
-    rows = list(load_last_attempts(out / "metrics.jsonl"))
-    steps = complete_steps(out / "weights")
-    newest = step_path(out / "weights", steps[-1]) if steps else out / "weights"
+    run, loss = RunDir(config.output_dir), config.trainer.loss
+    rows = list(load_last_attempts(run.metrics))
+    steps = complete_steps(run.weights)
+    newest = step_path(run.weights, steps[-1]) if steps else run.weights
     batches = [row["step"] for row in rows if row.get("process") == "orchestrator" and "reward/mean" in row]
     table: dict[str, object] = {"steps": f"{batches[-1] if batches else 0} in {seconds:.1f} s"}
     has_teacher = config.orchestrator.teacher_model is not None and bool(loss.teacher_tau or loss.student_tau)
@@ -457,10 +436,10 @@ def summarize(config: RLConfig, seconds: float) -> str:
         table["reward"] = first_to_last(rows, "reward/mean")
     table |= {
         "weights": newest,
-        "metrics": out / "metrics.jsonl",
-        "samples": out / "samples.jsonl",
-        "logs": out / "logs",
-        "next": f"env eval @ {out / 'configs' / 'eval.toml'} --model.name {newest}",
+        "metrics": run.metrics,
+        "samples": run.samples,
+        "logs": run.logs,
+        "next": f"env eval @ {run.config('eval')} --model.name {newest}",
     }
     width = max(8, *map(len, table))
     return "\n" + "\n".join(f"  {name:<{width}} {value}" for name, value in table.items()) + "\n"

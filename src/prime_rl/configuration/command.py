@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from prime_rl.runtime.redacted_output import protect_output
 from prime_rl.runtime.redaction import register_config
+from prime_rl.runtime.run_dir import RunDir
 
 if TYPE_CHECKING:
     from prime_rl.utils.pydantic_config import BaseConfig
@@ -125,7 +126,7 @@ def _record(config: BaseConfig, prog: str) -> None:
     from prime_rl.utils.pydantic_config import write_config
 
     out_dir = config.model_dump(include={"output_dir"})["output_dir"]
-    path = Path(out_dir).resolve() / "configs" / f"{prog}.toml"
+    path = RunDir(Path(out_dir).resolve()).config(prog)
     files = {Path(source.rpartition(":")[0]) for source in config.provenance.values() if ":" in source}
     if path not in {file.resolve() for file in files}:
         write_config(config, path)

@@ -13,9 +13,8 @@ from prime_rl.deployment import kubernetes, ray, slurm
 from prime_rl.deployment.config import Cluster, KubernetesDeployment, RayDeployment, SlurmDeployment
 from prime_rl.deployment.layout import Layout, build_scripts
 from prime_rl.runtime.redaction import Redactor, find_secret_variables
+from prime_rl.runtime.run_dir import RunDir
 from prime_rl.utils.pydantic_config import BaseConfig
-
-FILES_DIR = "deployment"
 
 
 def build_files(
@@ -29,7 +28,8 @@ def build_files(
     tables = {f"{name}.toml": render_toml(config, config.provenance) for name, config in configs.items()}
     python = "python" if isinstance(deployment, KubernetesDeployment) else sys.executable
     scripts = build_scripts(layout, deployment, python)
-    directory, logs, workdir = out.resolve() / FILES_DIR, out.resolve() / "logs", Path.cwd()
+    run, workdir = RunDir(out.resolve()), Path.cwd()
+    directory, logs = run.deployment, run.logs
     match deployment:
         case SlurmDeployment():
             launcher = slurm.build_files(layout, deployment, directory, logs, workdir)
@@ -86,18 +86,18 @@ def write_files(files: Mapping[str, str], directory: Path) -> None:
 def deploy(layout: Layout, configs: Mapping[str, BaseConfig], deployment: Cluster, out: Path) -> int:
     """Write the files and submit the run; returns the exit code."""
     files = build_files(layout, configs, deployment, out, key=secrets.token_hex(16))
-    directory = out.resolve() / FILES_DIR
+    directory = RunDir(out.resolve()).deployment
     write_files(files, directory)
-    (out / "logs").mkdir(exist_ok=True)
+    RunDir(out).logs.mkdir(exist_ok=True)
     _log(f"Wrote {len(files)} files to {directory}: {len(layout.tasks)} tasks on {len(layout.places)} nodes")
     match deployment:
         case SlurmDeployment():
-            _log(f"Slurm job {slurm.submit(directory)}; logs in {out / 'logs'}/job-*.log")
+            _log(f"Slurm job {slurm.submit(directory)}; logs in {RunDir(out).logs}/job-*.log")
         case RayDeployment():
             result = ray.submit(directory, deployment)
             if isinstance(result, int):
                 return result
-            _log(f"Ray job {result}; logs in {out / 'logs'}")
+            _log(f"Ray job {result}; logs in {RunDir(out).logs}")
         case KubernetesDeployment():
             _log(kubernetes.submit(directory))
             _log(f"Delete it with: kubectl delete -k {os.path.relpath(directory)}")

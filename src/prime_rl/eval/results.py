@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from prime_rl.runtime.run_dir import RunDir
 from rollouts.training.metrics import append_jsonl
+from rollouts.training.steps import step_path
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,9 +29,7 @@ JSON_COLUMNS = ("prompt", "completion", "answer", "tools")
 
 def results_dir(config: EvalConfig, name: str, version: int) -> Path:
     """`evals/<env>`, or `evals/step_N/<env>` for a series of steps."""
-    root = config.output_dir / "evals"
-    folder = name.replace("/", "_")
-    return root / folder if config.weights_dir is None else root / f"step_{version}" / folder
+    return RunDir(config.output_dir).eval_dir(name, None if config.weights_dir is None else version)
 
 
 def write_results(
@@ -48,7 +48,7 @@ def write_results(
     temporary.replace(folder / "results.jsonl")
     _write_parquet(temporary, rows)
     temporary.replace(folder / "results.parquet")
-    model = str(config.weights_dir / f"step_{endpoint.version}") if config.weights_dir else config.model.name
+    model = str(step_path(config.weights_dir, endpoint.version)) if config.weights_dir else config.model.name
     numbers = {key: value if math.isfinite(value) else None for key, value in summary.items()}
     content = {"model": model, "step": endpoint.version, "seed": config.seed, **numbers}
     temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -92,10 +92,11 @@ def show_summary(summaries: Summaries, config: EvalConfig) -> None:
     console.print(_table("Evaluation, with 95 % confidence intervals over the examples", rows))
     if parts := {label: row for label, s in labeled.items() if (row := format_metrics(s))}:
         console.print(_table("Reward functions and other metrics, means", parts))
+    run = RunDir(config.output_dir)
     folders = [results_dir(config, name, step) for name, step in summaries]
-    files = folders[0] if len(folders) == 1 else config.output_dir / "evals"
+    files = folders[0] if len(folders) == 1 else run.evals
     paths = {"rollouts": f"{files} (results.jsonl, results.parquet, summary.json)"}
-    paths |= {"metrics": str(config.output_dir / "metrics.jsonl"), "log": str(config.output_dir / "logs" / "eval.log")}
+    paths |= {"metrics": str(run.metrics), "log": str(run.log("eval"))}
     sys.stdout.write("".join(f"  {name:<8} {value}\n" for name, value in paths.items()))
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prime_rl.generation.rollout_jobs import openai_url
+from prime_rl.runtime.run_dir import RunDir
 
 if TYPE_CHECKING:
     from prime_rl.configuration.sections import GenerationClientConfig, GenerationConfig
@@ -61,7 +62,7 @@ def start_server(config: GenerationConfig, process: str, options: Mapping[str, A
 
     port = find_free_port()
     # Ctrl-C raises KeyboardInterrupt as usual; leaving the context stops the server.
-    with Supervisor(config.output_dir / "logs", handle_signals=False) as supervisor:
+    with Supervisor(RunDir(config.output_dir).logs, handle_signals=False) as supervisor:
         supervisor.start(f"{process}_inference", build_server_argv(config, {**options, "server.port": port}))
         yield LocalServer(supervisor, port)
 

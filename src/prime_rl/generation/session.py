@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from prime_rl.generation.resume_log import Result, ResumeLog, to_result
 from prime_rl.generation.rollout_jobs import ModelEndpoint, run_rows
+from prime_rl.runtime.run_dir import RunDir
 
 if TYPE_CHECKING:
     from prime_rl.configuration.sections import GenerationConfig, GenerationEnvConfig
@@ -88,7 +89,7 @@ def run_generation(
     from prime_rl.utils.vf import check_environments, open_environments
 
     check_environments(config.env)
-    setup_logger(process, config.log, config.output_dir / "logs")
+    setup_logger(process, config.log, RunDir(config.output_dir).logs)
     if base_urls:
         anyio.run(check_servers, config.client, base_urls)
     if advice := ensure_open_files(config.max_concurrent):

@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Literal
 
 from prime_rl.configuration.command import run_command
+from prime_rl.runtime.run_dir import RunDir
 
 if TYPE_CHECKING:
     import uvicorn
@@ -156,7 +157,7 @@ def serve(config: InferenceConfig) -> int:
     from prime_rl.runtime.hang_watchdog import explain_on_signal
     from prime_rl.utils.logger import setup_logger
 
-    setup_logger(config.name, config.log, None if config.output_dir is None else config.output_dir / "logs")
+    setup_logger(config.name, config.log, None if config.output_dir is None else RunDir(config.output_dir).logs)
     start = time.time()
     service = build_service(config)
     if not service.hosts.local and service.api_key is None:

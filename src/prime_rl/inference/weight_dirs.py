@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from prime_rl.inference.config import InferenceConfig
+from prime_rl.runtime.run_dir import RunDir
 from prime_rl.runtime.tokenizer import resolve_model_dir
 from prime_rl.transport.weights import check_directory
 from rollouts.training.steps import is_complete, step_path
@@ -70,6 +71,7 @@ def prepare_model_dir(config: InferenceConfig) -> Path:
     from prime_rl.transport.weights import publish_weights
 
     tensors, version = WeightReader(config, model_dir).read_base()
-    root = Path(tempfile.mkdtemp(prefix="prime-rl-")) if config.output_dir is None else config.output_dir / "initial"
+    out = config.output_dir
+    root = Path(tempfile.mkdtemp(prefix="prime-rl-")) if out is None else RunDir(out).initial
     shutil.rmtree(step_path(root, version), ignore_errors=True)
     return publish_weights(root, version, tensors, model_dir, num_layers=debug.num_layers).resolve()

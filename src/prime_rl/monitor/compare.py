@@ -99,7 +99,7 @@ def compare_metrics(a: LocalRun, b: LocalRun) -> Difference | None:
 
 def compare_weights(a: LocalRun, b: LocalRun) -> Difference | None:
     """The first common version whose tensors differ."""
-    roots = a.path / "weights", b.path / "weights"
+    roots = a.files.weights, b.files.weights
     for step in sorted(set(complete_steps(roots[0])) & set(complete_steps(roots[1]))):
         left, right = (read_manifest(step_path(root, step)).tensors for root in roots)
         names = [name for name in left if left[name] != right.get(name)] + [name for name in right if name not in left]

@@ -13,14 +13,14 @@ from typing import Any
 
 from prime_rl.monitor.series import Series, join_processes, read_series
 from prime_rl.runtime.redaction import SECRET_KEY, redact
-from prime_rl.runtime.run_state import STATE_FILE
+from prime_rl.runtime.run_dir import RunDir
 
-METRICS_FILE, SAMPLES_FILE = "metrics.jsonl", "samples.jsonl"
 MAX_DEPTH = 4
 SECRET = re.compile(rf"""((?:{SECRET_KEY.pattern})"?\s*=\s*)"[^"\n]*\"""", re.IGNORECASE)
 """Values of secret TOML keys; names of variables (api_key_var) are not secret."""
 
-_SKIPPED = {"weights", "checkpoints", "rollouts", "logs", "configs", "evals", "attempts", "wandb"}
+_RUN = RunDir(Path())
+_SKIPPED = {path.name for path in (*_RUN.step_dirs, _RUN.logs, _RUN.configs, _RUN.evals, _RUN.attempts)} | {"wandb"}
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,19 @@ class LocalRun:
         return str(self.path) if relative.startswith("..") else relative
 
     @property
+    def files(self) -> RunDir:
+        """Its files."""
+        return RunDir(self.path)
+
+    @property
     def metrics_path(self) -> Path:
         """Metrics and timelines of all processes."""
-        return self.path / METRICS_FILE
+        return self.files.metrics
 
     @property
     def samples_path(self) -> Path:
         """Rollouts, one line per sample."""
-        return self.path / SAMPLES_FILE
+        return self.files.samples
 
     @property
     def changed(self) -> float:
@@ -81,7 +86,7 @@ class LocalRun:
     def evaluations(self) -> list[EvalDir]:
         """Complete evaluations: of versions during the run, and of `eval` in its directory."""
         evaluations = []
-        for file in sorted((self.path / "evals").rglob("summary.json")):
+        for file in sorted(self.files.evals.rglob("summary.json")):
             known = re.search(r"step_(\d+)", file.relative_to(self.path).parent.as_posix())
             try:
                 step = int(known[1]) if known else json.loads(file.read_bytes()).get("step")
@@ -92,7 +97,7 @@ class LocalRun:
 
     def configs(self) -> dict[str, str]:
         """Process -> its resolved configuration as text, with the source of each value and without secrets."""
-        paths = sorted((self.path / "configs").glob("*.toml"))
+        paths = sorted(self.files.configs.glob("*.toml"))
         return {path.stem: redact(SECRET.sub(r'\1"***"', path.read_text(encoding="utf-8"))) for path in paths}
 
     def tables(self) -> dict[str, dict[str, Any]]:
@@ -115,10 +120,10 @@ class LocalRun:
 def open_run(path: Path) -> LocalRun:
     """The run in `path`; `ValueError` if it has neither metrics nor samples."""
     run = LocalRun(path.resolve())
-    if not any(file.exists() for file in (run.metrics_path, run.samples_path, run.path / STATE_FILE)):
+    if not any(file.exists() for file in (run.metrics_path, run.samples_path, run.files.state)):
         inside = [child.name for child in find_runs(path)]
         cure = f"it holds the runs {', '.join(inside[:3])}: name one" if inside else "give the --output-dir of a run"
-        raise ValueError(f"{path} holds no {METRICS_FILE}: {cure}")
+        raise ValueError(f"{path} holds no {run.metrics_path.name}: {cure}")
     return run
 
 
@@ -136,7 +141,7 @@ def load_series(run: LocalRun) -> dict[str, Series]:
 def _walk(root: Path, depth: int) -> Iterator[Path]:
     if not root.is_dir():
         return
-    if (root / METRICS_FILE).exists() or (root / STATE_FILE).exists():
+    if RunDir(root).metrics.exists() or RunDir(root).state.exists():
         yield root
     if depth:
         for child in sorted(root.iterdir()):

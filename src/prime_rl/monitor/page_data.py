@@ -83,8 +83,8 @@ def build_page_data(run: LocalRun) -> dict[str, Any]:
         "findings": [[f.topic, f.text, f.advice] for f in explain(table, lanes, tables)],
         "shares": waiting_shares(lanes),
         "evals": evals,
-        "weights": find_weights(run.path / "weights"),
-        "checkpoints": find_checkpoints(run.path / "checkpoints"),
+        "weights": find_weights(run.files.weights),
+        "checkpoints": find_checkpoints(run.files.checkpoints),
         "configs": {name: config_rows(text) for name, text in run.configs().items()},
     }
 

@@ -14,6 +14,7 @@ from prime_rl.monitor.local_runs import LocalRun, open_run
 from prime_rl.monitor.page_data import read_rows
 from prime_rl.monitor.series import read_series
 from prime_rl.runtime.process import ChildFailed, Supervisor
+from prime_rl.runtime.run_dir import CKPT_PARTS, RunDir
 from prime_rl.transport.batches import BATCH_FILE
 from prime_rl.transport.weights import TensorEntry, read_manifest
 from rollouts.training.steps import complete_steps, is_complete, step_path
@@ -57,7 +58,7 @@ def plan_replay(run: LocalRun, step: int) -> Replay:
         raise ValueError(
             f"{run.name} has neither configs/trainer.toml nor configs/sft.toml, so no trainer can be asked"
         )
-    versions = complete_steps(run.path / "weights")
+    versions = complete_steps(run.files.weights)
     if step not in versions or step < 1:
         raise ValueError(
             f"weights of step {step} are not in {run.name}/weights, so there is nothing to compare with; there are "
@@ -65,9 +66,9 @@ def plan_replay(run: LocalRun, step: int) -> Replay:
         )
     data = run.tables()[process].get("data", {})
     alone = process == "sft" or isinstance(data.get("fake"), dict)  # else the text is "None"
-    starts = [0, *complete_steps(run.path / "checkpoints", ("trainer",) if alone else ("trainer", "orchestrator"))]
+    starts = [0, *complete_steps(run.files.checkpoints, CKPT_PARTS[:1] if alone else CKPT_PARTS)]
     start = max(found for found in starts if found < step)
-    batches = () if alone else tuple(step_path(run.path / "rollouts", n) for n in range(start + 1, step + 1))
+    batches = () if alone else tuple(step_path(run.files.rollouts, n) for n in range(start + 1, step + 1))
     missing = next((path for path in batches if not is_complete(path)), None)
     if missing is not None:
         raise ValueError(
@@ -84,17 +85,17 @@ def replay(run: LocalRun, step: int, say: Callable[[str], None]) -> Verdict:
     many = "1 step" if step == plan.start + 1 else f"{step - plan.start} steps"
     say(f"replaying step {step} of {run.name} from {begun}: {many}")
     with tempfile.TemporaryDirectory(prefix="replay-") as folder:
-        place = Path(folder)
+        place = RunDir(Path(folder))
         for batch in plan.batches:
-            (place / "rollouts" / batch.name).mkdir(parents=True)
+            (place.rollouts / batch.name).mkdir(parents=True)
             for name in (BATCH_FILE, "STABLE"):
-                shutil.copy(batch / name, place / "rollouts" / batch.name / name)
+                shutil.copy(batch / name, place.rollouts / batch.name / name)
         if plan.start:
             # No link to the folder: the replay prunes files that the recorded run must keep.
-            source = step_path(run.path / "checkpoints", plan.start)
-            shutil.copytree(source, place / "checkpoints" / source.name, copy_function=_link)
+            source = step_path(run.files.checkpoints, plan.start)
+            shutil.copytree(source, place.checkpoints / source.name, copy_function=_link)
         _train(run, plan, place)
-        return compare(run, open_run(place), step, plan.process)
+        return compare(run, open_run(place.root), step, plan.process)
 
 
 def compare(run: LocalRun, again: LocalRun, step: int, process: str = "trainer") -> Verdict:
@@ -118,9 +119,9 @@ def verdict_text(step: int, verdict: Verdict) -> str:
     return "\n".join(lines)
 
 
-def _train(run: LocalRun, plan: Replay, place: Path) -> None:
-    config = run.path / "configs" / f"{plan.process}.toml"
-    argv = [sys.executable, "-m", MODULES[plan.process], "@", str(config), "--output-dir", str(place)]
+def _train(run: LocalRun, plan: Replay, place: RunDir) -> None:
+    config = run.files.config(plan.process)
+    argv = [sys.executable, "-m", MODULES[plan.process], "@", str(config), "--output-dir", str(place.root)]
     for tracker in ("wandb", "tensorboard", "trackio", "prometheus"):
         argv += [f"--{tracker}", "None"]
     if plan.process == "trainer":
@@ -130,7 +131,7 @@ def _train(run: LocalRun, plan: Replay, place: Path) -> None:
     elif plan.process == "trainer":  # every version of it is published; sft publishes what it checkpoints
         argv += ["--ckpt", "None"]
     try:
-        with Supervisor(place / "logs", None, grace_s=5) as children:
+        with Supervisor(place.logs, None, grace_s=5) as children:
             children.start(plan.process, argv)
             # The metrics of a step are written after its weights.
             children.wait_for(lambda: _has_step(place, plan.step), timeout_s=TIMEOUT_S, what=f"step {plan.step}")
@@ -147,10 +148,10 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def _has_step(place: Path, step: int) -> bool:
-    rows, _ = read_rows(place / "metrics.jsonl")
+def _has_step(place: RunDir, step: int) -> bool:
+    rows, _ = read_rows(place.metrics)
     return any(row.get("step") == step and "loss/mean" in row for row in rows)
 
 
 def _manifest(run: LocalRun, step: int) -> dict[str, TensorEntry]:
-    return read_manifest(step_path(run.path / "weights", step)).tensors
+    return read_manifest(step_path(run.files.weights, step)).tensors

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from prime_rl.monitor.full_text_index import TextIndex
 from prime_rl.monitor.local_runs import EvalDir, LocalRun
-from prime_rl.utils.monitor import TRAINER_LOGPROBS_FILE
 from rollouts.training.metrics import AttemptSteps
 
 KINDS = ("training", "evaluation")
@@ -172,7 +171,7 @@ class RolloutIndex:
 
     def __init__(self, run: LocalRun) -> None:
         self.run = run
-        self.recorded = RecordedLogprobs(run.path / TRAINER_LOGPROBS_FILE)
+        self.recorded = RecordedLogprobs(run.files.trainer_logprobs)
         self.envs: list[str] = []
         self.statuses: list[str] = []
         self._read = 0

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl.monitor.local_runs import LocalRun
-from prime_rl.runtime.run_state import STATE_FILE, RunState, is_alive, read_run_state
+from prime_rl.runtime.run_state import RunState, is_alive, read_run_state
 
 FRESH_S = 60.0
 """Seconds without activity after which a run that cannot be checked directly counts as stopped."""
@@ -66,7 +66,7 @@ def find_status(run: LocalRun) -> RunStatus:
     max_steps = run.config_value("max_steps")
     if tail.step and isinstance(max_steps, int) and tail.step >= max_steps:
         return RunStatus("finished", tail.step)
-    if any(_logged_finish(run.path / "logs" / f"{process}.log") for process in ("trainer", "sft")):
+    if any(_logged_finish(run.files.log(process)) for process in ("trainer", "sft")):
         return RunStatus("finished", tail.step)
     if _is_fresh(tail.last, tail):
         return RunStatus("running", tail.step)
@@ -81,7 +81,7 @@ def _from_record(run: LocalRun, recorded: RunState, tail: _Tail) -> RunStatus:
         return RunStatus("stopped", tail.step, reason)
     alive = is_alive(recorded.process)
     if alive is None:
-        alive = _is_fresh(max(tail.last, _mtime(run.path / STATE_FILE)), tail)
+        alive = _is_fresh(max(tail.last, _mtime(run.files.state)), tail)
         return RunStatus("running" if alive else "stopped", tail.step, None if alive else "no sign of life")
     return RunStatus("running" if alive else "stopped", tail.step, None if alive else "killed")
 

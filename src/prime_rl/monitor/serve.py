@@ -22,6 +22,7 @@ from prime_rl.monitor.run_status import find_status
 from prime_rl.monitor.vocabulary import Vocabulary, find_tokenizer
 from prime_rl.runtime.http_access import find_foreign_host, find_foreign_origin, own_hosts
 from prime_rl.runtime.redaction import redact_fields
+from prime_rl.runtime.run_dir import RunDir
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 READ_TIMEOUT_S = 20.0
-WATCHED = ("metrics.jsonl", "samples.jsonl", "trainer_logprobs.jsonl", "STABLE", "summary.json")
+_RUN = RunDir(Path())
+WATCHED = (_RUN.metrics.name, _RUN.samples.name, _RUN.trainer_logprobs.name, "STABLE", "summary.json")
 SETTLE_MS = 150
 """Debounce interval of file changes."""
 
@@ -84,8 +86,8 @@ class LiveRun:
         """Changes since `offset` of the metrics file."""
         disk = {
             "evals": find_evals(self.run),
-            "weights": find_weights(self.run.path / "weights"),
-            "checkpoints": find_checkpoints(self.run.path / "checkpoints"),
+            "weights": find_weights(self.run.files.weights),
+            "checkpoints": find_checkpoints(self.run.files.checkpoints),
         }
         findings, status = self._conclusions(), find_status(self.run)
         findings |= {"run": {**findings["run"], "state": status.state, "status": status.text}}

@@ -9,12 +9,14 @@ from typing import Any
 
 import msgspec
 
+from prime_rl.runtime.run_dir import RunDir
+
 TOKENIZER_FILE = "tokenizer.json"
 
 
 def find_tokenizer(run_dir: Path, model: str | None) -> Path | None:
     """The tokenizer of the newest weights, else of the initial model, else None."""
-    steps = sorted((run_dir / "weights").glob(f"step_*/{TOKENIZER_FILE}"), key=lambda path: path.stat().st_mtime)
+    steps = sorted(RunDir(run_dir).weights.glob(f"step_*/{TOKENIZER_FILE}"), key=lambda path: path.stat().st_mtime)
     if steps:
         return steps[-1]
     if model:

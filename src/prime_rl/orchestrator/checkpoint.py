@@ -9,11 +9,10 @@ from typing import Any
 import msgspec
 
 from prime_rl.orchestrator.config import OrchestratorCkptConfig
-from prime_rl.runtime.run_dir import CHECKPOINTS_DIR, ROLLOUTS_DIR, check_resumable, describe_used, set_aside_later
+from prime_rl.runtime.run_dir import CKPT_PARTS, RunDir
 from rollouts.training.json_files import read_json_file
 from rollouts.training.steps import (
     complete_steps,
-    find_damage,
     latest_step,
     prune_commits,
     publish_dir,
@@ -22,16 +21,15 @@ from rollouts.training.steps import (
 )
 
 SCHEMA = 1
-PART = "orchestrator"
-BOTH = ("trainer", PART)
+PART = CKPT_PARTS[1]
 STATE_FILE = "state.json"
 
 
 class CheckpointStore:
     """Reads and writes `checkpoints/step_N/orchestrator/state.json`; `config` None: no checkpoints."""
 
-    def __init__(self, root: Path, config: OrchestratorCkptConfig | None, max_steps: int | None) -> None:
-        self.root = Path(root)
+    def __init__(self, run: RunDir, config: OrchestratorCkptConfig | None, max_steps: int | None) -> None:
+        self.run, self.root = run, run.checkpoints
         self.config = config
         self.max_steps = max_steps
 
@@ -48,7 +46,7 @@ class CheckpointStore:
         data = msgspec.json.encode({"schema": SCHEMA, "step": step, **state()})
         part = step_path(self.root, step) / PART
         publish_dir(part, lambda directory: _write(directory / STATE_FILE, data), sealed=True)
-        prune_commits(self.root, self.config.keep, BOTH)
+        prune_commits(self.root, self.config.keep, CKPT_PARTS)
 
     def load(self) -> tuple[int, dict[str, Any] | None]:
         """Step and state to resume from; (0, None) for a new run.
@@ -57,20 +55,10 @@ class CheckpointStore:
         """
         if self.config is None or self.config.resume_step is None:
             return 0, None
-        requested = self.config.resume_step
-        step = latest_step(self.root, BOTH) if requested == -1 else requested
+        step = self.run.find_resume_step(self.config.resume_step, CKPT_PARTS, verify=PART)
         if step is None:
-            check_resumable(self.root.parent, BOTH)
             return 0, None
         path = step_path(self.root, step) / PART / STATE_FILE
-        if step not in complete_steps(self.root, BOTH):
-            have = complete_steps(self.root, BOTH)
-            raise ValueError(
-                f"ckpt.resume_step = {requested}: {step_path(self.root, step)} has no complete checkpoint of trainer "
-                f"and orchestrator; complete: {', '.join(map(str, have)) or 'none'}"
-            )
-        if damage := find_damage(path.parent):
-            raise ValueError(f"checkpoint {step} is damaged: {damage}\n  name another step in ckpt.resume_step")
         state = read_json_file(path)
         if state.get("schema") != SCHEMA:
             raise ValueError(f"{path} has schema {state.get('schema')}, this version reads {SCHEMA}")
@@ -80,20 +68,19 @@ class CheckpointStore:
         """The last batch that is no longer needed once `version` is live: a complete checkpoint covers it."""
         if self.config is None:
             return version
-        return min(version, latest_step(self.root, BOTH) or 0)
+        return min(version, latest_step(self.root, CKPT_PARTS) or 0)
 
-    def claim_batches(self, rollouts_dir: Path, step: int) -> None:
+    def claim_batches(self, step: int) -> None:
         """Ensure that no batches after `step` exist, which a trainer would read as batches of this run.
 
         With `resume_step`, later batches and orchestrator halves are moved aside, even without a checkpoint to resume
         from. A new run raises `ValueError` for a directory with another run's batches.
         """
-        out = rollouts_dir.parent
         if self.config is not None and self.config.resume_step is not None:
-            set_aside_later(out, {ROLLOUTS_DIR: step, CHECKPOINTS_DIR: step}, PART)
-        elif any(other > step for other in complete_steps(rollouts_dir)):
-            raise ValueError(describe_used(out, BOTH))
-        remove_unfinished(rollouts_dir)
+            self.run.archive_steps({self.run.rollouts: step, self.root: step}, PART)
+        elif any(other > step for other in complete_steps(self.run.rollouts)):
+            raise ValueError(self.run.describe_used(CKPT_PARTS))
+        remove_unfinished(self.run.rollouts)
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -18,7 +18,7 @@ from prime_rl.configuration.sections import (
     TransportConfig,
     WeightBroadcastConfig,
 )
-from prime_rl.runtime.run_dir import BROADCASTS_DIR
+from prime_rl.runtime.run_dir import RunDir
 from prime_rl.utils.pydantic_config import BaseConfig
 
 
@@ -426,7 +426,8 @@ class OrchestratorConfig(TrackersConfig):
     @property
     def versions_dir(self) -> Path:
         """Directory of published versions: weight files, or announcements of broadcasts."""
-        return self.output_dir / ("weights" if self.weight_broadcast.type == "filesystem" else BROADCASTS_DIR)
+        run = RunDir(self.output_dir)
+        return run.weights if self.weight_broadcast.type == "filesystem" else run.broadcasts
 
     @property
     def num_groups(self) -> int:

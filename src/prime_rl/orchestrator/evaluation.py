@@ -20,6 +20,7 @@ from prime_rl.generation.resume_log import to_result
 from prime_rl.generation.rollout_jobs import ModelEndpoint, run_environment
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.orchestrator.distillation.baseline_eval import HeldOutEnvironment
+from prime_rl.runtime.run_dir import RunDir
 
 if TYPE_CHECKING:
     from prime_rl.orchestrator.distillation.baseline_eval import BaselineEvaluator
@@ -181,7 +182,7 @@ class Evaluations:
         results = [[to_result(rollout, number) for number, rollout in enumerate(group)] for group in groups]
         summary = summarize(results, num_rollouts, schedule.config.pass_threshold)
         summary |= {"time": seconds, **version_span(groups, version)}
-        folder = schedule.config.output_dir / "evals" / f"step_{version}" / name.replace("/", "_")
+        folder = RunDir(schedule.config.output_dir).eval_dir(name, version)
         await anyio.to_thread.run_sync(write_results, folder, results, summary, schedule.config, endpoint)
         self.monitor.log({f"eval/{name}/{key}": value for key, value in summary.items()}, version)
         lowest, highest = int(summary["version/min"]), int(summary["version/max"])

@@ -10,10 +10,10 @@ from __future__ import annotations
 import sys
 import time
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prime_rl.configuration.command import run_command
+from prime_rl.runtime.run_dir import RunDir
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -115,11 +115,11 @@ def orchestrate(config: OrchestratorConfig) -> int:
         sys.stdout.write(inspect_contexts(config, config.teacher_model.inspect_context))
         return 0
     # Validate before waiting for environments and servers.
-    CheckpointStore(config.output_dir / "checkpoints", config.ckpt, config.max_steps).load()
+    CheckpointStore(RunDir(config.output_dir), config.ckpt, config.max_steps).load()
     build_group_filter(config.buffer)
     build_teacher(config)
     load_curriculum(config.buffer.curriculum)
-    setup_logger("orchestrator", config.log, Path(config.output_dir) / "logs")
+    setup_logger("orchestrator", config.log, RunDir(config.output_dir).logs)
     if config.rollouts_per_example == 1 and config.advantage is not None and config.advantage.baseline != "none":
         logger.warning("rollouts_per_example = 1 has no group baseline: every advantage is 0")
     in_flight = (config.max_async_level + 1) * config.batch_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import anyio
 from loguru import logger
@@ -33,11 +34,11 @@ class ServerMonitor:
         clients: Sequence[InferenceClient],
         engines: Sequence[PrimeEngine],
         relay: WeightRelay,
-        name: str | None = None,
+        average_dir: Path | None = None,
         server_pool: ServerPool | None = None,
     ) -> None:
         self.config, self.clients, self.engines, self.relay = config, clients, engines, relay
-        self.name = name
+        self.average_dir = average_dir
         self.num_recovered = 0
         self.server_pool = server_pool or ServerPool(len(engines))
 
@@ -100,8 +101,8 @@ class ServerMonitor:
     async def _sync(self, i: int) -> None:
         try:
             state = await read_health(self.clients[i])
-            answer = await sync_server(self.config, self.engines[i], state, self.relay.version, self.name)
-            if self.name is None:  # EMA weights have no canary
+            answer = await sync_server(self.config, self.engines[i], state, self.relay.version, self.average_dir)
+            if self.average_dir is None:  # EMA weights have no canary
                 await self.relay.check_restarted({i: answer})
         except CanaryMismatch:
             raise

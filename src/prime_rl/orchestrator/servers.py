@@ -15,6 +15,7 @@ from loguru import logger
 
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.orchestrator.server_pool import ServerPool
+from prime_rl.runtime.run_dir import RunDir
 from prime_rl.transport.broadcast import read_broadcast
 from prime_rl.transport.file_watch import wait_for
 from prime_rl.utils.client import InferenceClient
@@ -57,7 +58,7 @@ class BroadcastEngine(PrimeEngine):
             await self.load("/init_broadcaster", {**address, **rank})
             return await self.load("/update_weights", {"weight_dir": None, "step": parse_step(path.name)})
         except EngineError as error:
-            saved = path.parent.with_name("weights") / path.name
+            saved = RunDir(path.parents[1]).weights / path.name
             if "answered 503" not in error.message or not is_complete(saved):
                 raise
             logger.warning(f"{self}: {error.message}; loading {saved} instead")
@@ -69,10 +70,10 @@ async def prepare_engines(
     clients: Sequence[InferenceClient],
     engines: Sequence[PrimeEngine],
     version: int,
-    name: str | None = None,
+    average_dir: Path | None = None,
     server_pool: ServerPool | None = None,
 ) -> dict[int, dict[str, Any]]:
-    """Wait until enough servers are ready and load `version` of `name` (unset: the trainer's weights) on them.
+    """Wait until enough servers are ready and load `version` of `average_dir` (unset: the trainer's weights) on them.
 
     Returns the responses by server, empty for those that already serve the version.
     """
@@ -91,7 +92,7 @@ async def prepare_engines(
     answers: dict[int, dict[str, Any]] = {}
 
     async def sync(i: int) -> None:
-        answers[i] = await sync_server(config, engines[i], states[i], version, name)
+        answers[i] = await sync_server(config, engines[i], states[i], version, average_dir)
 
     await run_concurrently(sync, sorted(states))
     return answers
@@ -120,7 +121,7 @@ async def run_concurrently(work: Callable[[int], Awaitable[None]], numbers: Iter
 
 
 async def sync_server(
-    config: OrchestratorConfig, engine: PrimeEngine, state: Health, version: int, name: str | None = None
+    config: OrchestratorConfig, engine: PrimeEngine, state: Health, version: int, average_dir: Path | None = None
 ) -> dict[str, Any]:
     """Load `version` unless the server has it or does not report versions; returns the response, else empty."""
     if state.version is None or (state.version == version and not state.awaits_weights):
@@ -128,14 +129,14 @@ async def sync_server(
     logger.info(f"Loading version {version} on {engine} (has {state.version})")
     if version == 0:
         return await engine.reload_weights()
-    return await _load_resumed(config, engine, version, name)
+    return await _load_resumed(config, engine, version, average_dir)
 
 
 async def _load_resumed(
-    config: OrchestratorConfig, engine: PrimeEngine, version: int, name: str | None
+    config: OrchestratorConfig, engine: PrimeEngine, version: int, average_dir: Path | None
 ) -> dict[str, Any]:
     """Load a version that a resumed trainer republishes; retried because the directory may be replaced meanwhile."""
-    root = config.versions_dir if name is None else config.output_dir / name
+    root = average_dir or config.versions_dir
     path = step_path(root, version)
     for attempts_left in (2, 1, 0):
         await wait_for(

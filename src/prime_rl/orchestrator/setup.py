@@ -26,7 +26,7 @@ from prime_rl.orchestrator.servers import build_engines, prepare_engines
 from prime_rl.orchestrator.waiting import EventLoopLagMonitor, WaitLogger
 from prime_rl.orchestrator.weight_relay import WeightRelay
 from prime_rl.runtime.hang_watchdog import WaitStatus, explain_on_signal
-from prime_rl.runtime.run_dir import AVERAGE_DIR, BROADCASTS_DIR, begin_attempt
+from prime_rl.runtime.run_dir import RunDir
 from prime_rl.transport.batches import BatchSender
 from prime_rl.transport.broadcast import acknowledge
 from prime_rl.transport.factory import build_sender
@@ -137,11 +137,11 @@ def assemble(
     teacher: Teacher | None = None,
 ) -> Orchestrator:
     """Connect the components and load the checkpoint to resume from; starts no tasks."""
-    out = Path(config.output_dir)
-    checkpoints = CheckpointStore(out / "checkpoints", config.ckpt, config.max_steps)
+    run = RunDir(config.output_dir)
+    checkpoints = CheckpointStore(run, config.ckpt, config.max_steps)
     version, state = checkpoints.load()
-    checkpoints.claim_batches(out / "rollouts", version)
-    begin_attempt(out, "orchestrator", version)
+    checkpoints.claim_batches(version)
+    run.begin_attempt("orchestrator", version)
     buffer = PromptBuffer(
         environments, config.buffer, config.seed if config.buffer.seed is None else config.buffer.seed
     )
@@ -151,7 +151,7 @@ def assemble(
     schedules = build_schedules(config, environments, eval_environments, version)
     baseline_evaluator = None
     if teacher is not None and config.teacher_model is not None and config.teacher_model.eval_baseline:
-        baseline_evaluator = BaselineEvaluator(config, teacher, clients, out / "evals")
+        baseline_evaluator = BaselineEvaluator(config, teacher, clients, run.evals)
     evaluations = Evaluations(config, schedules, clients, monitor, baseline_evaluator, lambda: server_pool.reachable)
     orchestrator = Orchestrator(config, buffer, generator, rollouts, sender, checkpoints, evaluations, monitor)
     orchestrator.teacher = teacher
@@ -166,7 +166,7 @@ def assemble(
         before_load=rollouts.wait_until_idle if config.strict_async_level else None,
         canary_interval=config.canary_interval,
         server_pool=server_pool,
-        alternate_dir=out / (BROADCASTS_DIR if config.weight_broadcast.type == "filesystem" else "weights"),
+        alternate_dir=run.broadcasts if config.weight_broadcast.type == "filesystem" else run.weights,
     )
     buffer.version = version
     if state is not None:
@@ -216,7 +216,7 @@ async def build_orchestrator(
         monitor = build_monitor(out, "orchestrator", config)
         stack.callback(monitor.finish)
         transport = config.transport
-        sender = build_sender(transport.type, out / "rollouts", transport.host, transport.port)
+        sender = build_sender(transport.type, RunDir(out).rollouts, transport.host, transport.port)
         stack.callback(sender.close)
         orchestrator = assemble(config, environments, eval_environments, clients, engines, sender, monitor, teacher)
         sender.open()
@@ -240,10 +240,11 @@ async def build_orchestrator(
 async def _connect_ema_teacher(orchestrator: Orchestrator, teacher: Teacher, engines: Sequence[PrimeEngine]) -> None:
     """Keep a teacher's servers on the EMA weights: at start, after each update and after restarts."""
     clients = teacher.scorer.clients
-    await prepare_engines(orchestrator.config, clients, engines, orchestrator.relay.version, AVERAGE_DIR)
+    average = RunDir(orchestrator.config.output_dir).average
+    await prepare_engines(orchestrator.config, clients, engines, orchestrator.relay.version, average)
     student, teacher_monitor = (
         orchestrator.server_monitor,
-        ServerMonitor(orchestrator.config, clients, engines, orchestrator.relay, AVERAGE_DIR),
+        ServerMonitor(orchestrator.config, clients, engines, orchestrator.relay, average),
     )
     assert student is not None
 
@@ -251,4 +252,4 @@ async def _connect_ema_teacher(orchestrator: Orchestrator, teacher: Teacher, eng
         return await student.wait_for_recovery(error) and await teacher_monitor.wait_for_recovery(error)
 
     orchestrator.teacher_server_monitor, orchestrator.relay.wait_for_recovery = teacher_monitor, wait_for_both
-    orchestrator.relay.ema_engines = (Path(orchestrator.config.output_dir) / AVERAGE_DIR, engines)
+    orchestrator.relay.ema_engines = (average, engines)

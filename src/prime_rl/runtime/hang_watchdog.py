@@ -21,12 +21,10 @@ from typing import Any
 
 from prime_rl.runtime.process import Child, tail
 from prime_rl.runtime.redaction import redact_fields
+from prime_rl.runtime.run_dir import RunDir
 
-HANG_DIR = "hang"
 NUM_MESSAGES = 20
 ANSWER_S = 3.0
-MOVING = ("metrics.jsonl", "samples.jsonl", "weights", "broadcasts", "rollouts", "checkpoints")
-"""Files and directories below output_dir that change while a run makes progress."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ def explain_on_signal(process: str, output_dir: Path, describe: Callable[[], Wai
     """
     from loguru import logger
 
-    folder = Path(output_dir) / HANG_DIR
+    folder = RunDir(output_dir).hang
     folder.mkdir(parents=True, exist_ok=True)
     messages = deque[str](maxlen=NUM_MESSAGES)
     logger.add(lambda line: messages.append(str(line).rstrip()), format="{time:HH:mm:ss} {level} {message}")
@@ -99,7 +97,7 @@ class HangWatchdog:
         log: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.output_dir, self.timeout_s = Path(output_dir), timeout_s
+        self.run_dir, self.timeout_s = RunDir(output_dir), timeout_s
         self._children, self._pids, self._log, self._clock = children, pids, log, clock
         self._stamps: object = None
         self._last_progress = clock()
@@ -110,7 +108,8 @@ class HangWatchdog:
         """Check once (non-blocking); call it periodically."""
         if self.timeout_s is None:
             return
-        now, stamps = self._clock(), tuple(_stamp(self.output_dir / name) for name in MOVING)
+        run = self.run_dir
+        now, stamps = self._clock(), tuple(map(_stamp, (run.metrics, run.samples, *run.step_dirs)))
         if stamps != self._stamps:
             self._stamps, self._last_progress, self._signaled_at, self._reported = stamps, now, None, False
         elif self._signaled_at is None and now - self._last_progress >= self.timeout_s:
@@ -119,12 +118,12 @@ class HangWatchdog:
         elif self._signaled_at is not None and not self._reported and now - self._signaled_at >= ANSWER_S:
             self._reported = True
             self._log(f"no progress for {now - self._last_progress:.0f} s: {self.explain()}")
-            self._log(f"stacks, queues and last messages of each process: {self.output_dir / HANG_DIR}")
+            self._log(f"stacks, queues and last messages of each process: {run.hang}")
 
     def _request_reports(self) -> None:
         """Signal the processes of this run that handle it; SIGUSR1 would kill others, such as vLLM's own."""
         ours = self._pids()
-        for path in (self.output_dir / HANG_DIR).glob("*.pid"):
+        for path in self.run_dir.hang.glob("*.pid"):
             path.with_suffix(".json").unlink(missing_ok=True)
             pid = int(path.read_text() or 0)
             if pid in ours and catches(pid, signal.SIGUSR1):
@@ -136,7 +135,7 @@ class HangWatchdog:
         name: str | None = "trainer" if "trainer" in children else next(iter(children), None)
         while name is not None and name in children and name not in visited:
             visited.add(name)
-            report = read_report(self.output_dir, name) or read_report(self.output_dir, f"{name}_rank0")
+            report = read_report(self.run_dir.root, name) or read_report(self.run_dir.root, f"{name}_rank0")
             if report is None:
                 return "; ".join([*parts, describe_unresponsive(children[name])])
             since = "" if report["since_s"] is None else f" since {report['since_s']:.0f} s"
@@ -154,7 +153,7 @@ def catches(pid: int, number: int) -> bool:
 def read_report(output_dir: Path, process: str) -> dict[str, Any] | None:
     """The report of a process; None if there is none."""
     try:
-        report: dict[str, Any] = json.loads((output_dir / HANG_DIR / f"{process}.json").read_bytes())
+        report: dict[str, Any] = json.loads((RunDir(output_dir).hang / f"{process}.json").read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
     return report

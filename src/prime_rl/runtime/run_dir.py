@@ -1,4 +1,4 @@
-"""The run directory: its folders, leftovers of earlier runs, and attempts."""
+"""The run directory: every path below `output_dir`, leftovers of earlier runs, and attempts."""
 
 from __future__ import annotations
 
@@ -6,101 +6,176 @@ import contextlib
 import shutil
 import time
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from rollouts.training.steps import complete_steps, latest_step, parse_step, step_path
+from rollouts.training.steps import complete_steps, find_damage, latest_step, parse_step, step_path
 
-AVERAGE_DIR = "average"
-"""Directory of published EMA weights."""
-
-BROADCASTS_DIR = "broadcasts"
-"""Directory of announcements of versions that servers receive over a process group."""
-
-WEIGHTS_DIR, ROLLOUTS_DIR, CHECKPOINTS_DIR = "weights", "rollouts", "checkpoints"
-STEP_DIRS = (ROLLOUTS_DIR, WEIGHTS_DIR, BROADCASTS_DIR, AVERAGE_DIR, CHECKPOINTS_DIR)
-VERSION_DIRS = (WEIGHTS_DIR, BROADCASTS_DIR, AVERAGE_DIR)
-"""Folders in which a step implies an optimizer step."""
-
-ARCHIVE_DIR = "attempts"
-"""Files of abandoned attempts are moved to `attempts/N`; nothing reads them."""
-
-ATTEMPTS_FILE = "attempts.jsonl"
 RESUME_OPTION = "--ckpt.resume-step -1"
+CKPT_PARTS = ("trainer", "orchestrator")
+"""Parts of `checkpoints/step_N`: each process publishes its own, and a run resumes from steps that have all."""
 
 
-def find_steps(root: Path) -> list[int]:
-    """Every `step_N` below `root`, complete or not, ascending."""
-    return sorted(step for path in Path(root).glob("step_*") if (step := parse_step(path.name)) is not None)
+@dataclass(frozen=True)
+class _Entry:
+    """A file or directory of a run directory."""
+
+    name: str
+
+    def __get__(self, run: RunDir, _: type) -> Path:
+        return run.root / self.name
 
 
-def find_used(out: Path, names: Iterable[str] = STEP_DIRS) -> dict[str, list[int]]:
-    """The existing steps by folder; folders without steps are omitted."""
-    return {name: steps for name in names if (steps := find_steps(Path(out) / name))}
+@dataclass(frozen=True)
+class RunDir:
+    """The files of a run below its `output_dir`, `root`."""
 
+    root: Path
 
-def check_resumable(out: Path, parts: Collection[str], options: str = "") -> None:
-    """Raise `ValueError` if a resumed run would start from the beginning in a directory with trained steps.
+    rollouts = _Entry("rollouts")
+    """Batches of the orchestrator by step."""
+    weights = _Entry("weights")
+    """Published versions by step, each a Hugging Face model directory."""
+    broadcasts = _Entry("broadcasts")
+    """Announcements by step of versions that servers receive over a process group."""
+    average = _Entry("average")
+    """Published EMA weights by step."""
+    checkpoints = _Entry("checkpoints")
+    """Checkpoints by step, with one part per process."""
+    attempts = _Entry("attempts")
+    """Files of abandoned attempts, in `attempts/N`; nothing reads them."""
+    configs = _Entry("configs")
+    """Resolved configurations by process."""
+    logs = _Entry("logs")
+    """Log files by process."""
+    evals = _Entry("evals")
+    """Evaluation results, by step if they belong to one."""
+    synthesize = _Entry("synthesize")
+    """Synthesized data sets."""
+    tensorboard = _Entry("tensorboard")
+    """TensorBoard event files by process."""
+    deployment = _Entry("deployment")
+    """Job files of a deployment."""
+    hang = _Entry("hang")
+    """Hang reports by process."""
+    initial = _Entry("initial")
+    """Randomly initialized weights that an external inference engine loads."""
+    metrics = _Entry("metrics.jsonl")
+    """Metrics and timelines of all processes."""
+    samples = _Entry("samples.jsonl")
+    """Rollouts, one line per sample."""
+    trainer_logprobs = _Entry("trainer_logprobs.jsonl")
+    """Recorded trainer log-probs, one line per sample."""
+    attempt_log = _Entry("attempts.jsonl")
+    """The step that each attempt of a process started after."""
+    state = _Entry("run_state.json")
+    """Which process executes the run, and how it ended."""
+    lock = _Entry(".lock")
+    """Locked by the `rl` that uses the directory."""
 
-    Without a complete checkpoint a resumed run starts from the beginning. That is correct in a new directory or after
-    a run without optimizer steps, and would overwrite any other run.
-    """
-    trained = find_used(out, VERSION_DIRS) or complete_steps(Path(out) / CHECKPOINTS_DIR, ("trainer",))
-    if trained and not complete_steps(Path(out) / CHECKPOINTS_DIR, parts):
-        raise ValueError(describe_used(out, parts, options=options))
+    def config(self, process: str) -> Path:
+        """The resolved configuration of a process."""
+        return self.configs / f"{process}.toml"
 
+    def log(self, process: str) -> Path:
+        """The log of a process."""
+        return self.logs / f"{process}.log"
 
-def describe_used(out: Path, parts: Collection[str], *, resume: str = RESUME_OPTION, options: str = "") -> str:
-    """Why a run must not start in `out`, and how to fix it; `options` are further fixes of the command."""
-    listed = ", ".join(f"{name} up to step_{steps[-1]}" for name, steps in find_used(out).items())
-    commit, version = latest_step(Path(out) / CHECKPOINTS_DIR, parts), latest_step(Path(out) / WEIGHTS_DIR)
-    if commit is not None:
-        missing, cure = "", f"continue after step {commit} with {resume}, choose another --output-dir"
-    elif version is not None:
-        missing = " and no complete checkpoint to resume from"
-        start = step_path(Path(out) / WEIGHTS_DIR, version)
-        cure = f"start a new run from its last weights: --model.name {start} --output-dir NEW"
-    else:
-        missing, cure = " and no complete checkpoint to resume from", "choose another --output-dir"
-    return f"output_dir {out} holds an earlier run ({listed}){missing}\n  {cure}{options}"
+    def eval_dir(self, env: str, step: int | None = None) -> Path:
+        """Results of an environment; `step`: of a version during the run."""
+        return (self.evals if step is None else step_path(self.evals, step)) / env.replace("/", "_")
 
+    @property
+    def step_dirs(self) -> tuple[Path, ...]:
+        """Directories with an entry per step."""
+        return self.rollouts, *self.version_dirs, self.checkpoints
 
-def set_aside(out: Path, paths: Iterable[Path]) -> Path | None:
-    """Move existing `paths` below `out` to a new `attempts/N` under the same relative names; None if there are none."""
-    existing = [path for path in paths if path.exists()]
-    if not existing:
-        return None
-    folder = _create_archive(Path(out) / ARCHIVE_DIR)
-    for path in existing:
-        target = folder / path.relative_to(out)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(path, target)
-    return folder
+    @property
+    def version_dirs(self) -> tuple[Path, ...]:
+        """Directories in which a step implies an optimizer step."""
+        return self.weights, self.broadcasts, self.average
 
+    @property
+    def records(self) -> tuple[Path, ...]:
+        """Files and directories that describe one run, not its steps."""
+        return self.metrics, self.samples, self.trainer_logprobs, self.attempt_log, self.logs, self.configs, self.state
 
-def set_aside_later(out: Path, last: Mapping[str, int], part: str | None = None) -> Path | None:
-    """Archive the steps after `last[name]` of each folder `name`; of checkpoints only `part`, if given.
+    def find_resume_step(
+        self, requested: int | None, parts: Collection[str], *, verify: str | None = None, options: str = ""
+    ) -> int | None:
+        """The checkpoint to resume from, of which all `parts` are complete; None to start from the beginning.
 
-    Resuming abandons these steps, and the continued run creates steps with the same numbers.
-    """
-    later = [step_path(out / name, step) for name in last for step in find_steps(out / name) if step > last[name]]
-    partial = [path for path in later if part is not None and path.parent.name == CHECKPOINTS_DIR]
-    folder = set_aside(out, [path / part if path in partial and part is not None else path for path in later])
-    for path in partial:
-        with contextlib.suppress(OSError):  # it contains parts of other processes
-            path.rmdir()
-    return folder
+        `requested` -1 is the latest complete one. Raises `ValueError` if the requested one does not exist, if files of
+        its part `verify` are damaged, or if a start from the beginning would overwrite trained steps.
+        """
+        if requested is None:
+            return None
+        commits = complete_steps(self.checkpoints, parts)
+        if requested == -1 and not commits:
+            # Correct in a new directory or after a run without optimizer steps; it would overwrite any other run.
+            if find_used(self.version_dirs) or complete_steps(self.checkpoints, ("trainer",)):
+                raise ValueError(self.describe_used(parts, options=options))
+            return None
+        step = commits[-1] if requested == -1 else requested
+        path = step_path(self.checkpoints, step)
+        if step not in commits:
+            raise ValueError(
+                f"ckpt.resume_step = {step}: {path} has no complete checkpoint of {' and '.join(parts)}; "
+                f"complete: {', '.join(map(str, commits)) or 'none'}\n  name one of them, or -1 for the latest"
+            )
+        if verify is not None and (damage := find_damage(path / verify)):
+            raise ValueError(f"checkpoint {step} is damaged: {damage}\n  name another step in ckpt.resume_step")
+        return step
 
+    def describe_used(self, parts: Collection[str], *, resume: str = RESUME_OPTION, options: str = "") -> str:
+        """Why a run must not start here, and how to fix it; `options` are further fixes of the command."""
+        listed = ", ".join(f"{path.name} up to step_{steps[-1]}" for path, steps in find_used(self.step_dirs).items())
+        commit, version = latest_step(self.checkpoints, parts), latest_step(self.weights)
+        if commit is not None:
+            missing, cure = "", f"continue after step {commit} with {resume}, choose another --output-dir"
+        elif version is not None:
+            missing = " and no complete checkpoint to resume from"
+            start = step_path(self.weights, version)
+            cure = f"start a new run from its last weights: --model.name {start} --output-dir NEW"
+        else:
+            missing, cure = " and no complete checkpoint to resume from", "choose another --output-dir"
+        return f"output_dir {self.root} holds an earlier run ({listed}){missing}\n  {cure}{options}"
 
-def begin_attempt(out: Path, process: str, step: int) -> int:
-    """Record that `process` continues after `step` (0: from the beginning); returns the attempt number."""
-    from rollouts.training.metrics import append_jsonl, load_jsonl  # lazy: --help imports this module
+    def archive(self, paths: Iterable[Path]) -> Path | None:
+        """Move existing `paths` to a new `attempts/N` under the same relative names; None if there are none."""
+        existing = [path for path in paths if path.exists()]
+        if not existing:
+            return None
+        folder = _create_numbered(self.attempts)
+        for path in existing:
+            target = folder / path.relative_to(self.root)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(path, target)
+        return folder
 
-    numbers = [row["attempt"] for row in load_jsonl(Path(out) / ATTEMPTS_FILE) if row.get("process") == process]
-    # Runs of an older version have no recorded attempt, which counts as number 0.
-    number = max(numbers) + 1 if numbers else int(step > 0)
-    row = {"process": process, "attempt": number, "step": step, "timestamp": time.time()}
-    append_jsonl(Path(out) / ATTEMPTS_FILE, [row])
-    return number
+    def archive_steps(self, last: Mapping[Path, int], part: str | None = None) -> Path | None:
+        """Archive the steps after `last[directory]` of each directory; of checkpoints only `part`, if given.
+
+        Resuming abandons these steps, and the continued run creates steps with the same numbers.
+        """
+        later = [step_path(root, step) for root in last for step in find_steps(root) if step > last[root]]
+        partial = [path for path in later if part is not None and path.parent == self.checkpoints]
+        folder = self.archive(path / part if part is not None and path in partial else path for path in later)
+        for path in partial:
+            with contextlib.suppress(OSError):  # it contains parts of other processes
+                path.rmdir()
+        return folder
+
+    def begin_attempt(self, process: str, step: int) -> int:
+        """Record that `process` continues after `step` (0: from the beginning); returns the attempt number."""
+        from rollouts.training.metrics import append_jsonl, load_jsonl  # lazy: --help imports this module
+
+        numbers = [row["attempt"] for row in load_jsonl(self.attempt_log) if row.get("process") == process]
+        # Runs of an older version have no recorded attempt, which counts as number 0.
+        number = max(numbers) + 1 if numbers else int(step > 0)
+        row = {"process": process, "attempt": number, "step": step, "timestamp": time.time()}
+        append_jsonl(self.attempt_log, [row])
+        return number
 
 
 class Attempts:
@@ -111,7 +186,7 @@ class Attempts:
     """
 
     def __init__(self, out: Path, process: str) -> None:
-        self._path = Path(out) / ATTEMPTS_FILE
+        self._path = RunDir(out).attempt_log
         self._process = process if process in ("trainer", "sft") else "orchestrator"
         self._size = 0
         self._starts: list[tuple[int, int]] = []
@@ -130,7 +205,17 @@ class Attempts:
         return max((number for number, start in self._starts if start < step), default=0)
 
 
-def _create_archive(root: Path) -> Path:
+def find_steps(root: Path) -> list[int]:
+    """Every `step_N` below `root`, complete or not, ascending."""
+    return sorted(step for path in root.glob("step_*") if (step := parse_step(path.name)) is not None)
+
+
+def find_used(roots: Iterable[Path]) -> dict[Path, list[int]]:
+    """The existing steps by directory; directories without steps are omitted."""
+    return {root: steps for root in roots if (steps := find_steps(root))}
+
+
+def _create_numbered(root: Path) -> Path:
     """Create a new `root/N`, safely against concurrent processes."""
     root.mkdir(parents=True, exist_ok=True)
     number = 1 + max((int(path.name) for path in root.glob("*") if path.name.isdigit()), default=0)

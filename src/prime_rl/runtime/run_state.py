@@ -17,8 +17,8 @@ from pathlib import Path
 from types import TracebackType
 
 from prime_rl.runtime.process import ChildFailed
+from prime_rl.runtime.run_dir import RunDir
 
-STATE_FILE = "run_state.json"
 HEARTBEAT_S = 10.0
 MAX_REASON = 200
 """Characters of a reason."""
@@ -80,7 +80,7 @@ def is_alive(process: ProcessIdentity) -> bool | None:
 def read_run_state(output_dir: Path) -> RunState | None:
     """The recorded state; None if there is none."""
     try:
-        state = json.loads((output_dir / STATE_FILE).read_bytes())
+        state = json.loads(RunDir(output_dir).state.read_bytes())
         return RunState(**{**state, "process": ProcessIdentity(**state["process"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None
@@ -94,14 +94,15 @@ class StateRecorder:
     """
 
     def __init__(self, output_dir: Path, command: str) -> None:
-        self._path = output_dir / STATE_FILE
+        self._run_dir = RunDir(output_dir)
+        self._path = self._run_dir.state
         self._state = RunState("running", command, identify_process(), time.time())
         self._is_owner = False
         self._beat_at = 0.0
         self._before: tuple[bytes | None, int] = (None, 0)
 
     def __enter__(self) -> StateRecorder:
-        recorded = read_run_state(self._path.parent)
+        recorded = read_run_state(self._run_dir.root)
         self._is_owner = recorded is None or recorded.status != "running" or not is_alive(recorded.process)
         self._before = (_read(self._path), self._num_logged())
         self._write(self._encode())
@@ -127,7 +128,7 @@ class StateRecorder:
     def _num_logged(self) -> int:
         """Size of the metrics file in bytes."""
         try:
-            return (self._path.parent / "metrics.jsonl").stat().st_size
+            return self._run_dir.metrics.stat().st_size
         except OSError:
             return 0
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prime_rl.configuration.command import run_command
+from prime_rl.runtime.run_dir import RunDir
 
 if TYPE_CHECKING:
     from prime_rl.configuration.sections import GenerationEnvConfig
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
     from prime_rl.synthesize.config import SynthesizeConfig
     from rollouts.training.environments import Environment
 
-FOLDER = "synthesize"
+
+ROLLOUTS = "rollouts"
+"""Folder of all rollouts, kept or dropped, next to the data set."""
 
 
 def synthesize(config: SynthesizeConfig) -> int:
@@ -60,9 +63,9 @@ async def synthesize_environment(
     from prime_rl.generation.session import run_missing
     from prime_rl.synthesize.rows import choose_results
 
-    name, root = env.name or env.id, config.output_dir / FOLDER
+    name, root = env.name or env.id, RunDir(config.output_dir).synthesize
     rows = choose_rows(environment, env, config, config.split)
-    resume_log = run.open_resume_log(root / "rollouts" / name.replace("/", "_"), env, endpoint, config.model.name)
+    resume_log = run.open_resume_log(root / ROLLOUTS / name.replace("/", "_"), env, endpoint, config.model.name)
     groups = await run_missing(resume_log, environment, rows, env, config, endpoint)
     verdicts = choose_results(groups, config.keep)
     write_rows(root, name, groups, verdicts, config.model.name)
@@ -84,7 +87,7 @@ def write_rows(
 
     file, pairs = name.replace("/", "_"), list(_pairs(groups, verdicts))
     all_rows = [msgspec.structs.asdict(result) | {"verdict": verdict} for result, verdict in pairs]
-    _write_whole(root / "rollouts" / file / "results.jsonl", all_rows)
+    _write_whole(root / ROLLOUTS / file / "results.jsonl", all_rows)
     _write_whole(root / f"{file}.jsonl", [to_row(result, name, model) for result, verdict in pairs if verdict == KEPT])
 
 
@@ -130,12 +133,12 @@ def show_summary(summaries: Mapping[str, Mapping[str, float]], config: Synthesiz
             f"examples{f' (dropped: {dropped})' if dropped else ''} | Reward: {summary['reward/mean']:.4f}, "
             f"kept {summary['kept/reward/mean']:.4f} | Time: {summary['time']:.1f}s"
         )
-    root = config.output_dir / FOLDER
+    root = RunDir(config.output_dir).synthesize
     first = f"{next(iter(summaries)).replace('/', '_')}.jsonl"
     paths = {
         "data set": root / first if len(summaries) == 1 else root,
-        "rollouts": root / "rollouts",
-        "metrics": config.output_dir / "metrics.jsonl",
+        "rollouts": root / ROLLOUTS,
+        "metrics": RunDir(config.output_dir).metrics,
         "next": f"sft --data.name {root / first if len(summaries) == 1 else root} --model.name <model>",
     }
     sys.stdout.write("\n".join(["", *lines, *(f"  {key:<8} {value}" for key, value in paths.items()), ""]))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from prime_rl.runtime.redacted_output import plain_output
+from prime_rl.runtime.run_dir import RunDir
 from rollouts.training.metrics import WandbLogger
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def build_trackers(output_dir: Path, process: str, config: TrackersConfig) -> li
     if config.wandb is not None and config.wandb.enabled and not disabled:
         trackers.append(_open_wandb(output_dir, process, config.wandb))
     if config.tensorboard is not None and config.tensorboard.enabled:
-        trackers.append(_open_tensorboard(output_dir / "tensorboard" / process))
+        trackers.append(_open_tensorboard(RunDir(output_dir).tensorboard / process))
     if config.trackio is not None and config.trackio.enabled:
         trackers.append(_open_trackio(process, config.trackio))
     return trackers

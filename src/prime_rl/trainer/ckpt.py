@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from prime_rl.runtime.run_dir import CKPT_PARTS
 from prime_rl.trainer.config import CkptConfig
 from prime_rl.trainer.sharded_checkpoint import (
     ShardMap,
@@ -31,8 +32,6 @@ from rollouts.training.json_files import read_json_file
 from rollouts.training.steps import (
     begin_dir,
     commit_dir,
-    complete_steps,
-    find_damage,
     is_complete,
     publish_dir,
     step_path,
@@ -43,7 +42,7 @@ SCHEMA = 3
 READABLE = (1, 2, 3)
 """Schema 1: one rank, with the same file names and contents; schema 2: sharded by rows only."""
 
-PART = "trainer"
+PART = CKPT_PARTS[0]
 """Trainer part of `checkpoints/step_N`; the orchestrator publishes a separate part."""
 
 MODEL, OPTIMIZER, AVERAGE, RNG = "model", "optimizer", "average", "rng"
@@ -169,28 +168,6 @@ def _select_progress(progress: dict[str, Any], config: CkptConfig) -> dict[str, 
         for name, value in progress.items()
         if not (config.skip_progress if name.startswith("total_") else config.skip_dataloader)
     }
-
-
-def find_resume_step(root: Path, config: CkptConfig | None, parts: tuple[str, ...] = (PART,)) -> int | None:
-    """Step of the checkpoint to resume from, or None for a fresh start.
-
-    Only steps with all `parts` complete count. -1: the latest, or a fresh start if there is none. `ValueError` for a
-    step that does not exist.
-    """
-    if config is None or config.resume_step is None:
-        return None
-    steps = complete_steps(root, parts)
-    if config.resume_step == -1 and not steps:
-        return None
-    step = steps[-1] if config.resume_step == -1 else config.resume_step
-    if step not in steps:
-        available = ", ".join(map(str, steps)) or "none"
-        raise ValueError(
-            f"ckpt.resume_step is {step} but {root} has no such complete checkpoint (available: {available})"
-        )
-    if PART in parts and (damage := find_damage(step_path(root, step) / PART)):
-        raise ValueError(f"checkpoint {step} is damaged: {damage}\n  name another step in ckpt.resume_step: {steps}")
-    return step
 
 
 def is_checkpoint_due(step: int, config: CkptConfig | None, max_steps: int | None) -> bool:

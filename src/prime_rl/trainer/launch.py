@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 
 from prime_rl.runtime.process import Child, ChildFailed, Supervisor, find_free_port, num_cores, tail
+from prime_rl.runtime.run_dir import RunDir
 from prime_rl.trainer.config import SFTConfig, TrainConfig
 from prime_rl.utils.logger import FAILURE
 from prime_rl.utils.pydantic_config import write_config
@@ -17,7 +18,8 @@ def run_ranks(module: str, process: str, config: TrainConfig | SFTConfig, num_ra
 
     If a rank fails, the others are stopped, and the error contains its name and the end of its log.
     """
-    logs, config_path = config.output_dir / "logs", config.output_dir / "configs" / f"{process}.toml"
+    run_dir = RunDir(config.output_dir)
+    config_path = run_dir.config(process)
     write_config(config, config_path)
     names = [f"{process}_rank{rank}" for rank in range(num_ranks)]
     shared = {
@@ -28,7 +30,7 @@ def run_ranks(module: str, process: str, config: TrainConfig | SFTConfig, num_ra
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, num_cores() // num_ranks)),
     }
     try:
-        with Supervisor(logs, console=sys.stdout, format_line=FirstRank(names[0])) as run:
+        with Supervisor(run_dir.logs, console=sys.stdout, format_line=FirstRank(names[0])) as run:
             for rank, name in enumerate(names):
                 argv = [sys.executable, "-m", module, "@", str(config_path)]
                 run.start(name, argv, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})

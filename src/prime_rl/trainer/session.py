@@ -19,23 +19,11 @@ from torch import Tensor
 
 from prime_rl.runtime.hang_watchdog import WaitStatus, explain_on_signal
 from prime_rl.runtime.process import TOKEN_VARIABLE
-from prime_rl.runtime.run_dir import (
-    AVERAGE_DIR,
-    BROADCASTS_DIR,
-    CHECKPOINTS_DIR,
-    VERSION_DIRS,
-    WEIGHTS_DIR,
-    begin_attempt,
-    check_resumable,
-    describe_used,
-    find_used,
-    set_aside_later,
-)
+from prime_rl.runtime.run_dir import RunDir, find_used
 from prime_rl.telemetry.progress import show_progress
 from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.ckpt import (
     PART,
-    find_resume_step,
     is_checkpoint_due,
     load_checkpoint,
     save_checkpoint,
@@ -102,12 +90,12 @@ class TrainerBase:
     @property
     def weights_dir(self) -> Path:
         """Directory of the published weights."""
-        return self.config.output_dir / "weights"
+        return RunDir(self.config.output_dir).weights
 
     @property
     def ckpt_dir(self) -> Path:
         """Directory of the published checkpoints."""
-        return self.config.output_dir / "checkpoints"
+        return RunDir(self.config.output_dir).checkpoints
 
     def steps(self) -> Iterator[int]:
         """Iterate over the remaining steps; endless without `max_steps`."""
@@ -137,12 +125,12 @@ class TrainerBase:
     @property
     def average_dir(self) -> Path:
         """Directory of the published moving averages (EMA)."""
-        return self.config.output_dir / AVERAGE_DIR
+        return RunDir(self.config.output_dir).average
 
     @property
     def broadcasts_dir(self) -> Path:
         """Directory of the announcements of weights sent by this process."""
-        return self.config.output_dir / BROADCASTS_DIR
+        return RunDir(self.config.output_dir).broadcasts
 
     def publish_weights(self, step: int, *, keep: bool = True, texts: Sequence[Sequence[int]] = ()) -> None:
         """Publish the moving average, if any, and the model as `weights/step_N` (collective).
@@ -260,7 +248,7 @@ class TrainerBase:
     def _summary(self) -> str:
         """Output paths and suggested next commands."""
         out, newest = self.config.output_dir, step_path(self.weights_dir, self.backend.stepper.num_steps)
-        table: dict[str, object] = {"metrics": out / "metrics.jsonl", "logs": out / "logs"}
+        table: dict[str, object] = {"metrics": RunDir(out).metrics, "logs": RunDir(out).logs}
         if self.config.ckpt is not None:
             table["resume"] = f"--output-dir {out} --ckpt.resume-step -1, and a higher --max-steps"
         if newest.exists():
@@ -301,7 +289,8 @@ def build_session(
     """
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     log_name = process if num_ranks == 1 else f"{process}_rank{rank}"
-    setup_logger(log_name, config.log, config.output_dir / "logs", console=rank == 0)
+    run = RunDir(config.output_dir)
+    setup_logger(log_name, config.log, run.logs, console=rank == 0)
     started = time.monotonic()
     backend = build_backend(config)
     num_parameters = sum(p.numel() for p in backend.whole.parameters())
@@ -315,14 +304,12 @@ def build_session(
         f"({str(place.dtype).removeprefix('torch.')}, {attn} attention), {time.monotonic() - started:.1f} s"
     )
     if config.ckpt is None or config.ckpt.resume_step is None:
-        backend.ranks.run_on_rank0(
-            lambda: lock_output_dir(config.output_dir, backend, ckpt_parts, is_fake_data=is_fake_data)
-        )
+        backend.ranks.run_on_rank0(lambda: lock_output_dir(run, backend, ckpt_parts, is_fake_data=is_fake_data))
     progress, first_step = resume(config, backend, ckpt_parts)
     if rank == 0:
-        remove_unfinished(config.output_dir / "weights")
-        remove_unfinished(config.output_dir / BROADCASTS_DIR)
-        begin_attempt(config.output_dir, process, first_step - 1)
+        remove_unfinished(run.weights)
+        remove_unfinished(run.broadcasts)
+        run.begin_attempt(process, first_step - 1)
     monitor = Monitor(config.output_dir, process, silent=True)
     if rank == 0:
         monitor = build_monitor(config.output_dir, process, config)
@@ -341,19 +328,19 @@ def build_session(
     return session
 
 
-def lock_output_dir(out: Path, backend: Backend, ckpt_parts: tuple[str, ...], *, is_fake_data: bool) -> None:
+def lock_output_dir(run: RunDir, backend: Backend, ckpt_parts: tuple[str, ...], *, is_fake_data: bool) -> None:
     """Ensure that a new run neither mixes with another run nor overwrites its output.
 
     Raises `ValueError` for a directory with steps of another run; with `is_fake_data` these are moved to `attempts/N`
     instead.
     """
     # An orchestrator started earlier may already have published its checkpoint parts.
-    used = find_used(out, VERSION_DIRS) or complete_steps(out / CHECKPOINTS_DIR, (PART,))
-    inside = backend.model_dir.is_relative_to((out / WEIGHTS_DIR).resolve())
-    if used and (not is_fake_data or inside or find_used(out, [BROADCASTS_DIR])):
-        raise ValueError(describe_used(out, ckpt_parts))
-    first = dict.fromkeys((WEIGHTS_DIR, AVERAGE_DIR, CHECKPOINTS_DIR), -1)
-    if (folder := set_aside_later(out, first, PART)) is not None:
+    used = find_used(run.version_dirs) or complete_steps(run.checkpoints, (PART,))
+    inside = backend.model_dir.is_relative_to(run.weights.resolve())
+    if used and (not is_fake_data or inside or find_used([run.broadcasts])):
+        raise ValueError(run.describe_used(ckpt_parts))
+    first = dict.fromkeys((run.weights, run.average, run.checkpoints), -1)
+    if (folder := run.archive_steps(first, PART)) is not None:
         logger.info(f"Versions of an earlier run moved to {folder}")
 
 
@@ -365,17 +352,16 @@ def resume(
     Rank 0 selects the step, because other ranks may see an older state of a shared file system. Later steps are moved
     to `attempts/N`.
     """
-    root, ranks, ckpt = config.output_dir / CHECKPOINTS_DIR, backend.ranks, config.ckpt
+    run, ranks, ckpt = RunDir(config.output_dir), backend.ranks, config.ckpt
     chosen: list[int | None] = []
 
     def choose() -> None:
-        chosen.append(find_resume_step(root, ckpt, ckpt_parts))
-        if chosen == [None] and ckpt is not None and ckpt.resume_step is not None:
-            check_resumable(config.output_dir, ckpt_parts)
+        requested = None if ckpt is None else ckpt.resume_step
+        chosen.append(run.find_resume_step(requested, ckpt_parts, verify=PART))
 
     ranks.run_on_rank0(choose)
     step: int | None = json.loads(ranks.broadcast(json.dumps(chosen[0] if chosen else None).encode()))
-    ranks.run_on_rank0(lambda: remove_unfinished(root, PART))
+    ranks.run_on_rank0(lambda: remove_unfinished(run.checkpoints, PART))
     if step is None:
         return {}, 1
     progress: dict[str, Any] = {}
@@ -383,7 +369,9 @@ def resume(
     average = None if backend.average is None else backend.average.by_name
     ranks.run_on_all_ranks(
         lambda: progress.update(
-            load_checkpoint(root, step, backend.parameters, stepper, ranks, ckpt, backend.shard_map, average=average)
+            load_checkpoint(
+                run.checkpoints, step, backend.parameters, stepper, ranks, ckpt, backend.shard_map, average=average
+            )
         )
     )
     if stepper.schedule_start and config.max_steps is not None:
@@ -393,8 +381,8 @@ def resume(
     without = f" without its {', '.join(skipped)}" if skipped else ""
     logger.info(f"Resuming after step {step}{without}")
     first_step = 1 if ckpt is not None and ckpt.skip_progress else step + 1
-    last = {WEIGHTS_DIR: first_step - 1, AVERAGE_DIR: first_step - 1, CHECKPOINTS_DIR: step}
-    ranks.run_on_rank0(lambda: set_aside_later(config.output_dir, last, PART))
+    last = {run.weights: first_step - 1, run.average: first_step - 1, run.checkpoints: step}
+    ranks.run_on_rank0(lambda: run.archive_steps(last, PART))
     return progress, first_step
 
 

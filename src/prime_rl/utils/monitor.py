@@ -11,16 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prime_rl.runtime.redaction import redact_fields
-from prime_rl.runtime.run_dir import Attempts
+from prime_rl.runtime.run_dir import Attempts, RunDir
 from prime_rl.telemetry.trackers import Tracker, build_trackers
-from rollouts.training.metrics import METRICS_FILE, append_jsonl, check_metrics
+from rollouts.training.metrics import append_jsonl, check_metrics
 
 if TYPE_CHECKING:
     from prime_rl.configuration.sections import TrackersConfig
-
-SAMPLES_FILE = "samples.jsonl"
-TRAINER_LOGPROBS_FILE = "trainer_logprobs.jsonl"
-"""Recorded trainer log-probs, read by the page of a run."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +29,10 @@ class Monitor:
     silent: bool = False
     """Disable output (used on all ranks but rank 0)."""
 
+    @property
+    def _run_dir(self) -> RunDir:
+        return RunDir(self.output_dir)
+
     @cached_property
     def _attempts(self) -> Attempts:
         return Attempts(self.output_dir, self.process)
@@ -44,19 +44,19 @@ class Monitor:
         """
         check_metrics(metrics, step)
         metrics = redact_fields(metrics)
-        self._append(METRICS_FILE, step, [metrics])
+        self._append(self._run_dir.metrics, step, [metrics])
         for tracker in self.trackers:
             tracker.log(metrics, step)
 
     def log_timeline(self, what: str, start: float, end: float, step: int) -> None:
         """Append a busy interval (unix seconds) of activity `what`, such as "decode", for `step`."""
         row = {"timeline/what": what, "timeline/start": start, "timeline/end": end}
-        self._append(METRICS_FILE, step, [row])
+        self._append(self._run_dir.metrics, step, [row])
 
     def log_samples(self, rows: Iterable[Mapping[str, Any]], step: int) -> None:
         """Append rollouts of `step`, one line each, to `samples.jsonl`."""
         samples: list[dict[str, Any]] = redact_fields([dict(row) for row in rows])
-        self._append(SAMPLES_FILE, step, samples)
+        self._append(self._run_dir.samples, step, samples)
         for tracker in self.trackers:
             tracker.log_samples(samples, step)
 
@@ -66,12 +66,12 @@ class Monitor:
             for tracker in reversed(self.trackers):
                 stack.callback(tracker.finish)
 
-    def _append(self, file: str, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+    def _append(self, path: Path, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         if self.silent:
             return
         attempt = self._attempts.find(step)
         head = {"step": step, "timestamp": time.time(), "process": self.process, "attempt": attempt}
-        append_jsonl(self.output_dir / file, [{**head, **row} for row in rows])
+        append_jsonl(path, [{**head, **row} for row in rows])
 
 
 def build_monitor(output_dir: Path, process: str, config: TrackersConfig | None = None) -> Monitor:

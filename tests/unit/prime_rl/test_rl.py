@@ -160,7 +160,7 @@ def test_resuming_takes_back_batches_after_the_checkpoint(wanted: str, left: lis
             publish_dir(tmp_path / "checkpoints" / f"step_{step}" / part, lambda directory: None, sealed=True)
     config = parse("--output_dir", str(tmp_path), "--ckpt.resume_step", wanted)
     if left is None:
-        with pytest.raises(ValueError, match=rf"resume_step = {wanted}: .* \(complete: 2\)\n  name one of them"):
+        with pytest.raises(ValueError, match=rf"resume_step = {wanted}: .*; complete: 2\n  name one of them"):
             rl.prepare_output_dir(config)
     else:
         rl.prepare_output_dir(config)

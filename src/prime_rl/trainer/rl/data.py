@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from prime_rl.runtime.run_dir import RunDir
 from prime_rl.trainer.config import FakeDataConfig, LossConfig, TrainConfig
 from prime_rl.transport.factory import build_receiver
 from rollouts.training.types import Sample, Status
-
-ROLLOUTS_DIR = "rollouts"
 
 
 class Batches(Protocol):
@@ -68,7 +67,7 @@ def build_batches(config: TrainConfig, vocab_size: int) -> Batches:
     if config.data.fake is not None:
         return FakeBatches(config.data.fake, config.model.seq_len, vocab_size, config.seed)
     transport = config.transport
-    return build_receiver(transport.type, config.output_dir / ROLLOUTS_DIR, transport.host, transport.port)
+    return build_receiver(transport.type, RunDir(config.output_dir).rollouts, transport.host, transport.port)
 
 
 def apply_reference_regularization(samples: Sequence[Sample]) -> list[Sample]:

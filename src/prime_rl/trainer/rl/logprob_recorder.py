@@ -10,9 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from prime_rl.runtime.run_dir import Attempts
+from prime_rl.runtime.run_dir import Attempts, RunDir
 from prime_rl.trainer.config import TrainConfig
-from prime_rl.utils.monitor import TRAINER_LOGPROBS_FILE
 from rollouts.training.batching import MicroBatch
 from rollouts.training.metrics import append_jsonl
 from rollouts.training.rl_losses import LossInputs, LossOutput, PolicyLoss
@@ -41,7 +40,7 @@ class RecordingLoss:
         attempt = Attempts(output_dir, "trainer").find(step)
         head = {"step": step, "timestamp": time.time(), "process": "trainer", "attempt": attempt}
         rows = recorded_rows(samples, micros, [logprobs.tolist() for logprobs in self._recorded])
-        append_jsonl(output_dir / TRAINER_LOGPROBS_FILE, ({**head, **row} for row in rows))
+        append_jsonl(RunDir(output_dir).trainer_logprobs, ({**head, **row} for row in rows))
 
 
 @contextmanager

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from prime_rl.runtime.run_dir import CKPT_PARTS
 from prime_rl.trainer.command import count_missing_ranks, run_trainer
 
 if TYPE_CHECKING:
     from prime_rl.trainer.config import TrainConfig
     from prime_rl.trainer.session import TrainerBase
 
-CKPT_PARTS = ("trainer", "orchestrator")
 MAX_SHUTDOWN_WAIT_S = 3600.0
 
 

@@ -36,7 +36,8 @@ from prime_rl.monitor.rollout_detail import rollout_detail
 from prime_rl.monitor.rollout_index import Query, RolloutIndex
 from prime_rl.monitor.serve import LiveRun, build_app, read_query
 from prime_rl.monitor.vocabulary import Vocabulary
-from prime_rl.runtime.run_state import STATE_FILE, StateRecorder, _start_ticks
+from prime_rl.runtime.run_dir import RunDir
+from prime_rl.runtime.run_state import StateRecorder, _start_ticks
 from prime_rl.trainer.rl.logprob_recorder import recorded_rows
 from rollouts.training.batching import pack_samples
 from rollouts.training.metrics import append_jsonl, load_jsonl
@@ -414,10 +415,10 @@ def test_live_page_notices_that_a_run_was_killed(tmp_path: Path) -> None:
     with process:
         live = LiveRun(open_run(run_dir))
         with StateRecorder(run_dir, "rl"):
-            state = json.loads((run_dir / STATE_FILE).read_text())
+            state = json.loads(RunDir(run_dir).state.read_text())
         state |= {"status": "running", "ended": None}
         state["process"] |= {"pid": process.pid, "started": _start_ticks(process.pid)}
-        (run_dir / STATE_FILE).write_text(json.dumps(state))
+        RunDir(run_dir).state.write_text(json.dumps(state))
         before = live._state()
         assert live.page_data()["run"]["status"] == "running"
         assert live.update(0)["run"]["state"] == "running"

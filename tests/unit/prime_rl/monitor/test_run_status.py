@@ -13,7 +13,8 @@ import pytest
 
 from prime_rl.monitor.local_runs import find_runs, open_run
 from prime_rl.monitor.run_status import find_status
-from prime_rl.runtime.run_state import STATE_FILE, ProcessIdentity, StateRecorder, identify_process
+from prime_rl.runtime.run_dir import RunDir
+from prime_rl.runtime.run_state import ProcessIdentity, StateRecorder, identify_process
 from rollouts.training.metrics import append_jsonl
 
 
@@ -28,7 +29,7 @@ def write_metrics(path: Path, steps: int = 3, ago: float = 0.0, every: float = 1
 
 def write_state(path: Path, process: ProcessIdentity, status: str = "running", reason: str | None = None) -> None:
     state: dict[str, Any] = {"status": status, "command": "rl", "process": asdict(process), "started": 1.0}
-    (path / STATE_FILE).write_text(json.dumps({**state, "ended": None, "reason": reason}))
+    RunDir(path).state.write_text(json.dumps({**state, "ended": None, "reason": reason}))
 
 
 def status_of(path: Path) -> str:
@@ -65,7 +66,7 @@ def test_run_on_another_host_is_judged_by_its_heartbeat(tmp_path: Path) -> None:
     write_metrics(tmp_path, ago=500)
     write_state(tmp_path, replace(identify_process(), host="another"))
     assert status_of(tmp_path) == "running"
-    os.utime(tmp_path / STATE_FILE, (time.time() - 100,) * 2)
+    os.utime(RunDir(tmp_path).state, (time.time() - 100,) * 2)
     assert status_of(tmp_path) == "stopped at step 3 (no sign of life)"
 
 

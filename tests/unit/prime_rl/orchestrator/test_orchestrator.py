@@ -23,6 +23,7 @@ from prime_rl.orchestrator.filters import build_group_filter
 from prime_rl.orchestrator.metrics import assign_advantages, compute_batch_metrics, drop_overlong
 from prime_rl.orchestrator.orchestrator import run_orchestrator
 from prime_rl.orchestrator.weight_relay import WeightRelay
+from prime_rl.runtime.run_dir import RunDir
 from prime_rl.transport.batches import FilesystemBatchReceiver, FilesystemBatchSender
 from prime_rl.transport.file_watch import wait_for, wait_for_blocking
 from rollouts.training.environments import Environment, load_environment
@@ -599,26 +600,27 @@ def test_ema_teacher_loads_every_version(tmp_path: Path) -> None:
 
 
 def test_checkpoint_requires_both_halves(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, OrchestratorCkptConfig(interval=2, resume_step=-1, keep=2), max_steps=7)
+    run = RunDir(tmp_path)
+    store = CheckpointStore(run, OrchestratorCkptConfig(interval=2, resume_step=-1, keep=2), max_steps=7)
     assert [step for step in range(1, 8) if store.is_due(step)] == [2, 4, 6, 7]
     assert store.load() == (0, None)
     for step in range(1, 7):
         store.save(step, lambda step=step: {"rollouts": {"n": step}})
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_2", "step_4", "step_6"]
+    assert sorted(p.name for p in run.checkpoints.iterdir()) == ["step_2", "step_4", "step_6"]
     assert store.load() == (0, None)
-    publish_dir(tmp_path / "step_4" / "trainer", lambda path: None)
+    publish_dir(run.checkpoints / "step_4" / "trainer", lambda path: None)
     assert store.load() == (4, {"schema": 1, "step": 4, "rollouts": {"n": 4}})
     with pytest.raises(ValueError, match=r"resume_step = 6: .*step_6 has no complete checkpoint .* complete: 4"):
-        CheckpointStore(tmp_path, OrchestratorCkptConfig(resume_step=6), 7).load()
-    assert not CheckpointStore(tmp_path, None, 7).is_due(7)
+        CheckpointStore(RunDir(tmp_path), OrchestratorCkptConfig(resume_step=6), 7).load()
+    assert not CheckpointStore(run, None, 7).is_due(7)
 
 
 def test_resume_before_trainer_commit(tmp_path: Path) -> None:
     """The orchestrator's half of a checkpoint is published long before the trainer's, and prunes older ones."""
-    store = CheckpointStore(tmp_path, OrchestratorCkptConfig(interval=10, resume_step=-1, keep=1), max_steps=40)
+    store = CheckpointStore(RunDir(tmp_path), OrchestratorCkptConfig(interval=10, resume_step=-1, keep=1), max_steps=40)
 
     def commit(step: int) -> None:
-        publish_dir(tmp_path / f"step_{step}" / "trainer", lambda path: None, sealed=True)
+        publish_dir(store.root / f"step_{step}" / "trainer", lambda path: None, sealed=True)
 
     store.save(10, lambda: {"rollouts": {}})
     commit(10)
@@ -627,7 +629,7 @@ def test_resume_before_trainer_commit(tmp_path: Path) -> None:
     commit(20)
     assert store.load()[0] == 20
     store.save(30, lambda: {"rollouts": {}})
-    assert store.load()[0] == 20 and sorted(p.name for p in tmp_path.iterdir()) == ["step_20", "step_30"]
+    assert store.load()[0] == 20 and sorted(p.name for p in store.root.iterdir()) == ["step_20", "step_30"]
 
 
 def scored(group_index: int, index: int, reward: float, length: int = 3, versions: int = 0) -> Sample:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
 
-from prime_rl.runtime.run_dir import Attempts, begin_attempt, check_resumable, find_used, set_aside, set_aside_later
+from prime_rl.runtime import run_dir
+from prime_rl.runtime.run_dir import CKPT_PARTS, Attempts, RunDir, find_used
 from prime_rl.utils.monitor import Monitor, build_monitor
 from rollouts.training.metrics import load_jsonl
 from rollouts.training.steps import complete_steps, publish_dir, publish_step
-
-BOTH = ("trainer", "orchestrator")
 
 
 def publish(root: Path, *steps: int) -> None:
@@ -26,56 +26,91 @@ def commit(out: Path, step: int, *parts: str) -> None:
 
 @pytest.mark.parametrize("name", ["weights", "average", "broadcasts"])
 def test_trained_steps_without_a_checkpoint_are_not_overwritten(name: str, tmp_path: Path) -> None:
-    check_resumable(tmp_path, BOTH)
+    run = RunDir(tmp_path)
+    assert run.find_resume_step(-1, CKPT_PARTS) is None
     publish(tmp_path / "rollouts", 1)
     commit(tmp_path, 1, "orchestrator")
-    check_resumable(tmp_path, BOTH)
+    assert run.find_resume_step(-1, CKPT_PARTS) is None
     publish(tmp_path / name, 1)
     with pytest.raises(ValueError, match=rf"{name} up to step_1(.|\n)*no complete checkpoint"):
-        check_resumable(tmp_path, BOTH)
+        run.find_resume_step(-1, CKPT_PARTS)
     commit(tmp_path, 1, "trainer")
-    check_resumable(tmp_path, BOTH)
+    assert run.find_resume_step(-1, CKPT_PARTS) == 1
+
+
+def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    for step, parts in {2: CKPT_PARTS, 9: CKPT_PARTS, 10: ("trainer",)}.items():
+        commit(tmp_path, step, *parts)
+    (run.checkpoints / "step_11" / "trainer").mkdir(parents=True)
+    assert run.find_resume_step(-1, ("trainer",)) == 10
+    assert run.find_resume_step(-1, CKPT_PARTS) == 9
+    assert RunDir(tmp_path / "nowhere").find_resume_step(-1, ("trainer",)) is None
+    assert run.find_resume_step(None, CKPT_PARTS) is None
+    assert run.find_resume_step(2, ("trainer",)) == 2
+    with pytest.raises(ValueError, match=r"resume_step = 11: .*step_11 .*complete: 2, 9, 10\n  name one of them"):
+        run.find_resume_step(11, ("trainer",))
+
+
+def test_paths_of_a_run_are_only_built_here() -> None:
+    """Join none of the names of `RunDir` to a path elsewhere."""
+    root = Path(run_dir.__file__).parents[1]
+    names = {path.name for path in vars(RunDir).values() if isinstance(path, run_dir._Entry)}
+    assert len(names) > 15
+    found = [
+        f"{file.relative_to(root)}:{node.lineno} {node.right.value}"
+        for file in sorted(root.rglob("*.py"))
+        if file != Path(run_dir.__file__)
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.BinOp)
+        and isinstance(node.op, ast.Div)
+        and isinstance(node.right, ast.Constant)
+        and str(node.right.value).split("/")[0] in names
+    ]
+    assert found == [], "use prime_rl.runtime.run_dir.RunDir"
 
 
 def test_parts_of_other_processes_stay(tmp_path: Path) -> None:
-    commit(tmp_path, 1, *BOTH)
-    commit(tmp_path, 2, *BOTH)
+    commit(tmp_path, 1, *CKPT_PARTS)
+    commit(tmp_path, 2, *CKPT_PARTS)
     commit(tmp_path, 3, "trainer")
     publish(tmp_path / "weights", 1, 2)
-    archive = set_aside_later(tmp_path, {"checkpoints": 1, "weights": 1}, "trainer")
+    run = RunDir(tmp_path)
+    archive = run.archive_steps({run.checkpoints: 1, run.weights: 1}, "trainer")
+    assert archive is not None
     assert archive == tmp_path / "attempts" / "1"
     assert complete_steps(archive / "checkpoints", ("trainer",)) == [2, 3]
     assert complete_steps(tmp_path / "checkpoints", ("orchestrator",)) == [1, 2]
     assert not (tmp_path / "checkpoints" / "step_3").exists()
-    assert find_used(tmp_path) == {"weights": [1], "checkpoints": [1, 2]}
+    assert find_used(run.step_dirs) == {run.weights: [1], run.checkpoints: [1, 2]}
 
 
 def test_archived_files_get_a_new_folder(tmp_path: Path) -> None:
-    assert set_aside(tmp_path, [tmp_path / "missing"]) is None
+    assert RunDir(tmp_path).archive([tmp_path / "missing"]) is None
     for number in ("1", "2"):
         (tmp_path / "notes").write_text(number)
-        assert set_aside(tmp_path, [tmp_path / "notes"]) == tmp_path / "attempts" / number
+        assert RunDir(tmp_path).archive([tmp_path / "notes"]) == tmp_path / "attempts" / number
     assert (tmp_path / "attempts" / "1" / "notes").read_text() == "1"
 
 
 def test_a_step_belongs_to_the_last_attempt_started_before_it(tmp_path: Path) -> None:
     attempts = Attempts(tmp_path, "trainer")
     assert attempts.find(3) == 0
-    assert [begin_attempt(tmp_path, "trainer", step) for step in (0, 10, 5)] == [0, 1, 2]
+    assert [RunDir(tmp_path).begin_attempt("trainer", step) for step in (0, 10, 5)] == [0, 1, 2]
     assert [attempts.find(step) for step in (1, 5, 6, 10, 11)] == [0, 0, 2, 2, 2]
-    assert begin_attempt(tmp_path, "trainer", 20) == 3
+    assert RunDir(tmp_path).begin_attempt("trainer", 20) == 3
     assert [attempts.find(step) for step in (0, 20, 21)] == [0, 2, 3], "the file is read again when it has grown"
 
 
 def test_a_run_of_an_older_version_was_attempt_0(tmp_path: Path) -> None:
-    assert begin_attempt(tmp_path, "sft", 10) == 1
+    assert RunDir(tmp_path).begin_attempt("sft", 10) == 1
 
 
 def test_every_row_has_the_attempt_of_its_step(tmp_path: Path) -> None:
     monitors = [build_monitor(tmp_path, name) for name in ("orchestrator", "inference", "trainer")]
     assert all(isinstance(monitor, Monitor) for monitor in monitors)
     for start in (0, 2):
-        begin_attempt(tmp_path, "orchestrator", start)
+        RunDir(tmp_path).begin_attempt("orchestrator", start)
         for monitor in monitors:
             monitor.log({"a": 1}, start)
             monitor.log_timeline("x", 0, 1, start + 1)

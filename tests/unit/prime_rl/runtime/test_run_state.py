@@ -12,8 +12,8 @@ import pytest
 
 from prime_rl.runtime import run_state
 from prime_rl.runtime.process import ChildFailed, Supervisor
+from prime_rl.runtime.run_dir import RunDir
 from prime_rl.runtime.run_state import (
-    STATE_FILE,
     StateRecorder,
     describe_end,
     identify_process,
@@ -101,19 +101,19 @@ def test_killed_process_is_not_alive_even_as_zombie() -> None:
 
 def test_heartbeat_renews_the_file(tmp_path: Path) -> None:
     with StateRecorder(tmp_path, "rl") as state:
-        os.utime(tmp_path / STATE_FILE, (1.0, 1.0))
+        os.utime(RunDir(tmp_path).state, (1.0, 1.0))
         state.beat()
-        assert (tmp_path / STATE_FILE).stat().st_mtime > 1.0
-        os.utime(tmp_path / STATE_FILE, (1.0, 1.0))
+        assert RunDir(tmp_path).state.stat().st_mtime > 1.0
+        os.utime(RunDir(tmp_path).state, (1.0, 1.0))
         state.beat()
-        assert (tmp_path / STATE_FILE).stat().st_mtime == 1.0, "not due again"
+        assert RunDir(tmp_path).state.stat().st_mtime == 1.0, "not due again"
 
 
 def test_damaged_or_missing_file_is_no_state(tmp_path: Path) -> None:
     assert read_run_state(tmp_path) is None
-    (tmp_path / STATE_FILE).write_text('{"status": "running"}')
+    RunDir(tmp_path).state.write_text('{"status": "running"}')
     assert read_run_state(tmp_path) is None
-    (tmp_path / STATE_FILE).write_text("{")
+    RunDir(tmp_path).state.write_text("{")
     assert read_run_state(tmp_path) is None
 
 

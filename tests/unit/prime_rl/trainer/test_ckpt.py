@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from prime_rl.rl import quarantine_corrupt_checkpoints
+from prime_rl.runtime.run_dir import RunDir
 from prime_rl.trainer.backend import build_backend
 from prime_rl.trainer.ckpt import (
-    find_resume_step,
     is_checkpoint_due,
     load_checkpoint,
     save_checkpoint,
@@ -268,21 +268,6 @@ def test_invalid_skips_are_rejected() -> None:
         rl_config(Path("out"), ckpt={"resume_step": 1, "skip_progress": True})
 
 
-def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
-    for step, parts in {2: ("trainer", "orchestrator"), 9: ("trainer", "orchestrator"), 10: ("trainer",)}.items():
-        for part in parts:
-            publish_dir(step_path(tmp_path, step) / part, lambda directory: None, sealed=True)
-    (step_path(tmp_path, 11) / "trainer").mkdir(parents=True)
-    latest = CkptConfig(resume_step=-1)
-    assert find_resume_step(tmp_path, latest) == 10
-    assert find_resume_step(tmp_path, latest, ("trainer", "orchestrator")) == 9
-    assert find_resume_step(tmp_path / "nowhere", latest) is None
-    assert find_resume_step(tmp_path, None) is find_resume_step(tmp_path, CkptConfig()) is None
-    assert find_resume_step(tmp_path, CkptConfig(resume_step=2)) == 2
-    with pytest.raises(ValueError, match=r"resume_step is 11 .*available: 2, 9, 10"):
-        find_resume_step(tmp_path, CkptConfig(resume_step=11))
-
-
 def test_checkpoints_are_due_at_intervals_and_at_the_end() -> None:
     config = CkptConfig(interval=4)
     assert [s for s in range(1, 11) if is_checkpoint_due(s, config, 10)] == [4, 8, 10]
@@ -330,15 +315,15 @@ DAMAGES = [(file, how) for file in FILES for how in ("cut", "emptied", "flipped"
 @pytest.mark.parametrize(("file", "how"), DAMAGES)
 def test_damaged_checkpoint_is_rejected(file: str, how: str, tmp_path: Path) -> None:
     """Complete marker but damaged files, as after disk corruption."""
-    part = step_path(tmp_path, 4) / "trainer"
+    run = RunDir(tmp_path)
+    part = step_path(run.checkpoints, 4) / "trainer"
 
     def write(directory: Path) -> None:
         for name in ("model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json"):
             (directory / name).write_bytes(name.encode() * 9)
 
     publish_dir(part, write, sealed=True)
-    config = CkptConfig(resume_step=-1)
-    assert find_damage(part) is None and find_resume_step(tmp_path, config, ("trainer",)) == 4
+    assert find_damage(part) is None and run.find_resume_step(-1, ("trainer",), verify="trainer") == 4
     data = (part / file).read_bytes()
     if how == "cut":
         os.truncate(part / file, len(data) // 2)
@@ -349,11 +334,11 @@ def test_damaged_checkpoint_is_rejected(file: str, how: str, tmp_path: Path) -> 
     else:
         (part / file).unlink()
     if (file, how) == ("STABLE", "gone"):  # not a checkpoint
-        assert find_resume_step(tmp_path, config, ("trainer",)) is None
+        assert run.find_resume_step(-1, ("trainer",), verify="trainer") is None
         return
     assert file in (find_damage(part) or "")
     with pytest.raises(ValueError, match=f"(?s)checkpoint 4 is damaged: .*{file}.*ckpt.resume_step"):
-        find_resume_step(tmp_path, config, ("trainer",))
+        run.find_resume_step(-1, ("trainer",), verify="trainer")
 
 
 def test_rl_resumes_from_newest_valid_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
