@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -32,9 +33,11 @@ def config_classes() -> set[type[BaseModel]]:
 
 
 def attributes_read() -> set[str]:
-    """Names behind a dot anywhere in the sources."""
+    """Names behind a dot anywhere in the sources, and fields in the templates of job files."""
     trees = [ast.parse(path.read_text()) for path in (ROOT / "src").rglob("*.py")]
-    return {node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    templates = " ".join(path.read_text() for path in (ROOT / "src").glob("*/assets/deployment/*"))
+    fields = set(re.findall(r"\bconfig\.(\w+)", templates))
+    return fields | {node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
 
 
 def test_every_field_is_read() -> None:

@@ -8,15 +8,16 @@ A launcher (Slurm, Ray, Kubernetes) exports HOST_i, RL_FLEET_KEY and, for a task
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from prime_rl.deployment.config import NodesConfig
 
 KEY_VARIABLE = "RL_FLEET_KEY"
 """API key between orchestrator and servers; generated at submission."""
 
-TORCHRUN = "torch.distributed.run"
+TEMPLATES = Path(__file__).parents[1] / "assets/deployment"
 
 
 @dataclass(frozen=True)
@@ -78,46 +79,19 @@ def lay_out_ranks(name: str, module: str, config: str, nodes: NodesConfig, num_r
 
 
 def build_scripts(layout: Layout, nodes: NodesConfig, python: str) -> dict[str, str]:
-    """A script for every task, by file name."""
-    return {f"{task.name}.sh": render_script(task, nodes.env, python) for task in layout.tasks}
+    """A script for every task, by file name; it appends its own arguments to the command."""
+    return {
+        f"{task.name}.sh": render_template(TEMPLATES / "task.sh", task=task, env=nodes.env, python=python)
+        for task in layout.tasks
+    }
 
 
-def render_script(task: Task, env: Mapping[str, str], python: str) -> str:
-    """The task as a shell script, which appends its own arguments to the command."""
-    variables = {name: shlex.quote(value) for name, value in env.items()}
-    if task.gpus is not None:
-        variables["CUDA_VISIBLE_DEVICES"] = shlex.quote(",".join(map(str, task.gpus)))
-    exports = [f"export {name}={value}" for name, value in variables.items()]
-    words = [shlex.quote(python), "-m", *_launch(task), "@", f'"$here/{task.config}"', *map(_quote, task.options)]
-    lines = ["#!/bin/bash", f"# {task.name}", "set -euo pipefail", 'here="$(cd "$(dirname "$0")" && pwd)"', *exports]
-    return "\n".join([*lines, "exec " + _fold([*words, '"$@"'])]) + "\n"
+def render_template(path: Path, **values: Any) -> str:
+    """A Jinja2 template with the filter `quote` for shell words; `OSError` or `TemplateError` if it is invalid."""
+    import jinja2
 
-
-def _launch(task: Task) -> list[str]:
-    """The module, optionally with torchrun; the rendezvous is at the first place of the task."""
-    if not task.num_ranks:
-        return [task.module]
-    return [
-        TORCHRUN,
-        f"--nnodes={len(task.places)}",
-        '--node-rank="$NODE_RANK"' if len(task.places) > 1 else "--node-rank=0",
-        f"--nproc-per-node={task.num_ranks}",
-        f'--master-addr="$HOST_{task.places[0]}"',
-        f"--master-port={task.port}",
-        "-m",
-        task.module,
-    ]
-
-
-def _quote(word: str) -> str:
-    """Quote a word; variables are still expanded."""
-    return f'"{word}"' if "$" in word else shlex.quote(word)
-
-
-def _fold(words: Iterable[str]) -> str:
-    """Break a command into one option per line."""
-    text = ""
-    for word in words:
-        separate = word.startswith("--") or word in ("@", '"$@"')
-        text += (" \\\n  " if separate else " ") + word if text else word
-    return text
+    environment = jinja2.Environment(
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined
+    )
+    environment.filters["quote"] = lambda value: shlex.quote(str(value))
+    return environment.from_string(path.read_text(encoding="utf-8")).render(**values)

@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 import re
-import shlex
 import subprocess
 from pathlib import Path
 
 from prime_rl.deployment.config import SlurmDeployment
-from prime_rl.deployment.layout import Layout
+from prime_rl.deployment.layout import TEMPLATES, Layout, render_template
 
 JOB_FILE = "job.sbatch"
-TEMPLATE = Path(__file__).parents[1] / "assets" / "deployment" / "slurm.sbatch"
 
 
 def build_files(layout: Layout, config: SlurmDeployment, files: Path, logs: Path, workdir: Path) -> dict[str, str]:
     """Render the batch script. Raises `ValueError` if the template cannot be read or rendered."""
     import jinja2
 
-    template = config.template or TEMPLATE
-    environment = jinja2.Environment(
-        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined
-    )
-    environment.filters["quote"] = lambda value: shlex.quote(str(value))
+    template = config.template or TEMPLATES / "slurm.sbatch"
+    values = config.model_dump(exclude={"type", "template"})
     try:
         return {
-            JOB_FILE: environment.from_string(template.read_text(encoding="utf-8")).render(
-                **config.model_dump(exclude={"type", "template"}),
-                places=layout.places,
-                tasks=layout.tasks,
-                files=files,
-                logs=logs,
-                workdir=workdir,
+            JOB_FILE: render_template(
+                template, **values, places=layout.places, tasks=layout.tasks, files=files, logs=logs, workdir=workdir
             )
         }
     except (OSError, UnicodeDecodeError, jinja2.TemplateError) as error:

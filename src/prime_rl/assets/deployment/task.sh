@@ -1,0 +1,21 @@
+#!/bin/bash
+# {{ task.name }}
+set -euo pipefail
+here="$(cd "$(dirname "$0")" && pwd)"
+{% for name, value in env.items() %}
+export {{ name }}={{ value | quote }}
+{% endfor %}
+{% if task.gpus is not none %}
+export CUDA_VISIBLE_DEVICES={{ task.gpus | join(",") | quote }}
+{% endif %}
+exec {{ python | quote }} -m {% if task.num_ranks %}torch.distributed.run \
+  --nnodes={{ task.places | length }} \
+  --node-rank={{ '"$NODE_RANK"' if task.places | length > 1 else 0 }} \
+  --nproc-per-node={{ task.num_ranks }} \
+  --master-addr="$HOST_{{ task.places[0] }}" \
+  --master-port={{ task.port }} -m {% endif %}{{ task.module }} \
+  @ "$here/{{ task.config }}" \
+{% for option, value in task.options | batch(2) %}
+  {{ option }} {{ '"' ~ value ~ '"' if "$" in value else value | quote }} \
+{% endfor %}
+  "$@"
