@@ -79,7 +79,8 @@ class Demo:
         started = time.monotonic()
         with Supervisor(self.output_dir / "logs", sys.stdout, thin_out, grace_s=30) as stage:
             stage.start(command, [sys.executable, "-m", MODULES[command], *options], env=ENVIRONMENT_VARIABLES)
-            stage.wait([command], on_tick=lambda: self.memory.look(stage.find_pids()))
+            for _ in stage.poll([command]):
+                self.memory.look(stage.find_pids())
         self.seconds[title] = time.monotonic() - started
         self.console.print()
 

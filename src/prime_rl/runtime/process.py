@@ -222,14 +222,16 @@ class Supervisor:
         new.offset = child.offset
         new.again = replace(again, tries_left=left) if left else None
 
-    def wait(self, names: Collection[str], on_tick: Callable[[], None] = lambda: None) -> None:
-        """Wait until every child in `names` has exited with 0; raises as `check` does.
+    def wait(self, names: Collection[str]) -> None:
+        """Wait until every child in `names` has exited with 0; raises as `check` does."""
+        for _ in self.poll(names):
+            pass
 
-        `on_tick` is called ten times per second.
-        """
+    def poll(self, names: Collection[str]) -> Iterator[None]:
+        """`wait`, yielding ten times per second."""
         while any(self.children[name].code is None for name in names):
             self.check(may_end=names)
-            on_tick()
+            yield
             time.sleep(TICK_S)
         self.check(may_end=names)
         for name in names:

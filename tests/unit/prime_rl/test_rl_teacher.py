@@ -12,6 +12,7 @@ import pytest
 from prime_rl import rl
 from prime_rl.config import RLConfig, has_versions
 from prime_rl.config_teacher import describe_taus
+from prime_rl.launcher import gpus
 from prime_rl.orchestrator import orchestrator
 from prime_rl.orchestrator.distillation.teacher import build_teacher
 from prime_rl.runtime.process import find_free_port
@@ -206,24 +207,24 @@ def test_what_does_not_fit_is_refused(argv: list[str], words: str) -> None:
 
 def test_gpus_for_a_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[int] = []
-    monkeypatch.setattr(rl, "find_gpus", lambda: found)
+    monkeypatch.setattr(gpus, "find_gpus", lambda: found)
     found[:] = [0, 1, 2]
-    assert rl.choose_placement(parse(*CONTEXT)) == rl.GpuAssignment((1,), (0,), (2,))
+    assert gpus.choose_placement(parse(*CONTEXT)) == gpus.GpuAssignment((1,), (0,), (2,))
     found[:] = [0, 1]
-    assert rl.choose_placement(parse(*CONTEXT)) == rl.GpuAssignment((1,), (0,), (0,)), "it shares that of inference"
+    assert gpus.choose_placement(parse(*CONTEXT)) == gpus.GpuAssignment((1,), (0,), (0,)), "it shares that of inference"
     with pytest.raises(ValueError, match=r"teacher_gpu_ids = \[1, 2\]"):
-        rl.choose_placement(parse(*CONTEXT, "--teacher_gpu_ids", "1,2", "--teacher_inference.parallel.tp", "1",
+        gpus.choose_placement(parse(*CONTEXT, "--teacher_gpu_ids", "1,2", "--teacher_inference.parallel.tp", "1",
                                   "--teacher_inference.parallel.dp", "1"))  # fmt: skip
     found.clear()
     with pytest.raises(ValueError, match="leave it out"):
-        rl.choose_placement(parse(*CONTEXT, "--teacher_gpu_ids", "0"))
+        gpus.choose_placement(parse(*CONTEXT, "--teacher_gpu_ids", "0"))
 
 
 def test_gpu_keys_are_ignored_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rl, "find_gpus", lambda: [])
+    monkeypatch.setattr(gpus, "find_gpus", lambda: [])
     cpu = ("--trainer.model.device", "cpu", "--inference.model.device", "cpu")
     config = parse(*CONTEXT, *cpu, *shlex.split(DOCUMENTED["001, 8 GPUs"]))
-    assert rl.choose_placement(config) == rl.GpuAssignment(None, None)
+    assert gpus.choose_placement(config) == gpus.GpuAssignment(None, None)
     assert config.inference is not None and config.teacher_inference is not None
     assert config.inference.parallel.tp == config.teacher_inference.parallel.tp == 1
     assert sum("is for GPUs" in note for note in config.notes) == 2

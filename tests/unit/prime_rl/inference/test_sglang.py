@@ -24,7 +24,7 @@ from prime_rl.config import RLConfig
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.engine import GenerationRequest, SamplingParams
 from prime_rl.inference.sglang.protocol import MalformedResponse, StreamedCompletion, read_scores, renormalize
-from prime_rl.rl import place
+from prime_rl.launcher.gpus import place
 from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.config import TrainConfig
 from prime_rl.transport.weights import publish_weights

@@ -21,7 +21,8 @@ from simulated_run import Faults, World, content, make_world
 from test_simulated_runs import quiet
 from virtual_time import run
 
-from prime_rl.rl import CKPT_PARTS, quarantine_corrupt_checkpoints
+from prime_rl.launcher.output_dir import quarantine_corrupt_checkpoints
+from prime_rl.runtime.run_dir import CKPT_PARTS
 from rollouts.training.steps import complete_steps, step_path
 
 __all__ = ["quiet"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from prime_rl.rl import quarantine_corrupt_checkpoints
+from prime_rl.launcher.output_dir import quarantine_corrupt_checkpoints
 from prime_rl.runtime.run_dir import RunDir
 from prime_rl.trainer.backend import build_backend
 from prime_rl.trainer.ckpt import (

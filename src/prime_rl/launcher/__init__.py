@@ -1,0 +1,1 @@
+"""Parts of the `rl` command: GPUs, output directory, summary."""

@@ -1,0 +1,129 @@
+"""The output directory of `rl`: lock, leftovers of earlier runs, resumption, configuration files."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prime_rl.runtime.run_dir import CKPT_PARTS, RunDir, find_used
+from rollouts.training.steps import complete_steps, find_damage, prune_steps, remove_unfinished, step_path
+
+if TYPE_CHECKING:
+    from prime_rl.config import RLConfig
+    from prime_rl.eval.config import EvalConfig
+    from prime_rl.utils.pydantic_config import BaseConfig
+
+OR_CLEAN = ", or remove its steps with --clean"
+
+
+@contextmanager
+def lock_output_dir(out: Path) -> Iterator[None]:
+    """Exclusive lock on the output directory of a run, released when this process exits."""
+    import fcntl
+
+    out.mkdir(parents=True, exist_ok=True)
+    with RunDir(out).lock.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"output_dir {out} is in use by another rl: choose another --output-dir") from None
+        yield
+
+
+def prepare_output_dir(config: RLConfig) -> None:
+    """Separate the run from files of an earlier one, remove incomplete steps, and set up --resume or --clean."""
+    run = RunDir(config.output_dir)
+    if config.clean and config.resume:
+        raise ValueError("clean would remove the steps that resume needs: leave one of them out")
+    for root in run.step_dirs:
+        remove_unfinished(root)
+    if config.ckpt is not None and config.ckpt.resume_step is not None:
+        if config.ckpt.resume_step == -1:
+            quarantine_corrupt_checkpoints(run.checkpoints)
+        prepare_resume(run, config.ckpt.resume_step)
+        return
+    used = find_used(run.step_dirs)
+    if used and not config.clean:
+        raise ValueError(run.describe_used(CKPT_PARTS, resume="--resume", options=OR_CLEAN))
+    for root in used:
+        check_model_not_removed(config, root)
+    run.archive(run.records)
+    for root, steps in used.items():
+        remove_steps(root, steps)
+
+
+def quarantine_corrupt_checkpoints(root: Path) -> None:
+    """Rename corrupt checkpoints that are newer than the newest intact one, so that resuming skips them."""
+    for step in reversed(complete_steps(root, CKPT_PARTS)):
+        damage = next(filter(None, (find_damage(step_path(root, step) / part) for part in CKPT_PARTS)), None)
+        if damage is None:
+            return
+        aside = root / f"damaged-{step_path(root, step).name}-{time.time_ns()}"
+        step_path(root, step).rename(aside)
+        sys.stdout.write(f"warning: checkpoint {step} is damaged ({damage}): renamed to {aside.name}\n")
+
+
+def prepare_resume(run: RunDir, requested: int) -> None:
+    """Move steps that the interrupted attempt wrote after the checkpoint, before a process can read them as new."""
+    step = run.find_resume_step(requested, CKPT_PARTS, options=OR_CLEAN)
+    if requested == -1:
+        where = "no checkpoint yet, starting from the beginning" if step is None else f"resuming from step {step}"
+        sys.stdout.write(f"note: ckpt.resume_step = -1 in {run.root}: {where}\n")
+    prune_steps(run.broadcasts, lambda step: False)  # their sender has exited
+    if (folder := run.archive_steps(dict.fromkeys(run.step_dirs, step or 0))) is not None:
+        sys.stdout.write(f"note: steps after {step or 0} of the interrupted attempt moved to {folder}\n")
+
+
+def check_model_not_removed(config: RLConfig, removed: Path) -> None:
+    """`ValueError` if --clean would remove the initial weights of the run."""
+    if Path(config.model.name).resolve().is_relative_to(removed.resolve()):
+        raise ValueError(
+            f"model.name {config.model.name} is in {removed}, which --clean would empty: choose another --output-dir"
+        )
+
+
+def remove_steps(root: Path, steps: Sequence[int]) -> None:
+    """Remove `step_N` directories; the marker goes first, so that readers never see a partial step."""
+    import shutil
+
+    for step in steps:
+        (step_path(root, step) / "STABLE").unlink(missing_ok=True)
+        shutil.rmtree(step_path(root, step))
+
+
+def write_configs(config: RLConfig) -> dict[str, Path]:
+    """Write the config of each process, of the whole run and of a matching evaluation as TOML below `configs/`."""
+    from prime_rl.utils.pydantic_config import write_config
+
+    parts: dict[str, BaseConfig] = {
+        "rl": config,
+        "orchestrator": config.orchestrator,
+        "trainer": config.trainer,
+        "eval": build_eval_config(config),
+    }
+    if config.inference is not None:
+        parts["inference"] = config.inference
+    if config.teacher_inference is not None:
+        parts["teacher_inference"] = config.teacher_inference
+    paths = {name: RunDir(config.output_dir).config(name) for name in parts}
+    for name, part in parts.items():
+        write_config(part, paths[name])
+    return paths
+
+
+def build_eval_config(config: RLConfig) -> EvalConfig:
+    """An evaluation config with the environments and the sampling parameters of the run."""
+    from prime_rl.eval.config import EvalConfig
+
+    return EvalConfig.model_validate(
+        {
+            "model": {"name": config.model.name},
+            "env": [env.plain() for env in config.orchestrator.env],
+            "sampling": config.orchestrator.sampling.model_dump(),
+            "output_dir": config.output_dir,
+        }
+    )

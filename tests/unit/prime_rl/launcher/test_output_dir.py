@@ -1,0 +1,170 @@
+"""The output directory: earlier runs, resumption, configuration files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from prime_rl.config import RLConfig
+from prime_rl.inference.config import InferenceConfig
+from prime_rl.launcher import output_dir
+from prime_rl.rl import prepare_output_dir
+from prime_rl.runtime.run_dir import CKPT_PARTS
+from prime_rl.trainer.config import TrainConfig
+from prime_rl.utils.pydantic_config import parse_argv
+from rollouts.training.metrics import append_jsonl
+from rollouts.training.steps import complete_steps, publish_dir, publish_step
+
+
+def parse(*argv: str) -> RLConfig:
+    return parse_argv(RLConfig, ["--model.name", "tiny-qwen3", *argv], "rl")[0]
+
+
+def publish(root: Path, step: int) -> Path:
+    return publish_step(root, step, lambda directory: (directory / "file").write_text("x"))
+
+
+def test_an_earlier_run_is_neither_mixed_in_nor_deleted(tmp_path: Path) -> None:
+    publish(tmp_path / "weights", 3)
+    publish(tmp_path / "rollouts", 4)
+    with pytest.raises(ValueError, match=r"rollouts up to step_4, weights up to step_3") as error:
+        output_dir.prepare_output_dir(parse("--output_dir", str(tmp_path)))
+    for cure in (f"--model.name {tmp_path}/weights/step_3 --output-dir NEW", "--clean"):
+        assert cure in str(error.value)
+    assert "--resume" not in str(error.value), "there is no checkpoint to resume from"
+    assert len(str(error.value).splitlines()) <= 3
+    commit(tmp_path, 2)
+    with pytest.raises(ValueError, match=r"continue after step 2 with --resume, .*--output-dir, .*--clean"):
+        output_dir.prepare_output_dir(parse("--output_dir", str(tmp_path)))
+    assert complete_steps(tmp_path / "weights") == [3] and complete_steps(tmp_path / "rollouts") == [4]
+
+
+def commit(out: Path, step: int, *parts: str) -> None:
+    for part in parts or CKPT_PARTS:
+        publish_dir(out / "checkpoints" / f"step_{step}" / part, lambda directory: None, sealed=True)
+
+
+def listed(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+def test_resuming_without_a_checkpoint_removes_nothing(tmp_path: Path) -> None:
+    """The run was killed between the two halves of its only checkpoint."""
+    for step in (10, 17, 18, 19):
+        publish(tmp_path / "weights", step)
+    publish(tmp_path / "rollouts", 20)
+    commit(tmp_path, 10, "trainer")
+    commit(tmp_path, 20, "orchestrator")
+    append_jsonl(tmp_path / "metrics.jsonl", [{"step": 19}])
+    before = listed(tmp_path)
+    config = parse("--output_dir", str(tmp_path), "--resume")
+    with pytest.raises(ValueError, match=r"no complete checkpoint(.|\n)*weights/step_19 --output-dir NEW.*--clean"):
+        output_dir.prepare_output_dir(config)
+    assert listed(tmp_path) == before
+
+
+def test_resuming_in_a_directory_without_trained_steps_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a scheduler does that always passes --resume: nothing there, or a run that ended before its first step."""
+    config = parse("--output_dir", str(tmp_path / "out"), "--resume")
+    output_dir.prepare_output_dir(config)
+    for name in ("configs", "logs"):
+        (tmp_path / "out" / name).mkdir(parents=True)
+    output_dir.prepare_output_dir(config)
+    publish(tmp_path / "out" / "rollouts", 1)
+    commit(tmp_path / "out", 1, "orchestrator")
+    output_dir.prepare_output_dir(config)
+    assert capsys.readouterr().out.count("starting from the beginning") == 3
+    assert not list((tmp_path / "out").glob("*/step_1"))
+    moved = listed(tmp_path / "out" / "attempts" / "1")
+    assert "rollouts/step_1/file" in moved and "checkpoints/step_1/orchestrator/STABLE" in moved
+
+
+def test_resuming_moves_later_steps_away(tmp_path: Path) -> None:
+    """A checkpoint after the named one would else be mixed with halves of the continued run."""
+    for step in (10, 20):
+        publish(tmp_path / "weights", step)
+        commit(tmp_path, step)
+    publish(tmp_path / "weights", 21)
+    output_dir.prepare_output_dir(parse("--output_dir", str(tmp_path), "--ckpt.resume_step", "10"))
+    assert complete_steps(tmp_path / "weights") == [10]
+    assert complete_steps(tmp_path / "checkpoints", CKPT_PARTS) == [10]
+    archive = tmp_path / "attempts" / "1"
+    assert complete_steps(archive / "weights") == [20, 21]
+    assert complete_steps(archive / "checkpoints", CKPT_PARTS) == [20]
+
+
+@pytest.mark.parametrize("wanted, left", [("-1", [1, 2]), ("2", [1, 2]), ("3", None), ("9", None)])
+def test_resuming_takes_back_batches_after_the_checkpoint(wanted: str, left: list[int] | None, tmp_path: Path) -> None:
+    """Step 3 is committed by one half only, so it is no checkpoint to go back to, and nothing is removed for it."""
+    for step in (1, 2, 3, 4):
+        publish(tmp_path / "rollouts", step)
+    for step, parts in ((2, ("trainer", "orchestrator")), (3, ("trainer",))):
+        for part in parts:
+            publish_dir(tmp_path / "checkpoints" / f"step_{step}" / part, lambda directory: None, sealed=True)
+    config = parse("--output_dir", str(tmp_path), "--ckpt.resume_step", wanted)
+    if left is None:
+        with pytest.raises(ValueError, match=rf"resume_step = {wanted}: .*; complete: 2\n  name one of them"):
+            output_dir.prepare_output_dir(config)
+    else:
+        output_dir.prepare_output_dir(config)
+    assert complete_steps(tmp_path / "rollouts") == (left or [1, 2, 3, 4])
+
+
+def test_resume_is_the_latest_commit(tmp_path: Path) -> None:
+    assert parse("--output-dir", str(tmp_path)).ckpt is None
+    config = parse("--output-dir", str(tmp_path), "--resume", "--ckpt.interval", "3")
+    assert config.ckpt is not None and config.orchestrator.ckpt is not None and config.trainer.ckpt is not None
+    assert [c.resume_step for c in (config.ckpt, config.orchestrator.ckpt, config.trainer.ckpt)] == [-1, -1, -1]
+    named = parse("--output-dir", str(tmp_path), "--resume", "--ckpt.resume_step", "4")
+    assert named.ckpt is not None and named.ckpt.resume_step == 4
+    with pytest.raises(ValueError, match="clean would remove the steps that resume"):
+        prepare_output_dir(parse("--output-dir", str(tmp_path), "--resume", "--clean"))
+
+
+def test_clean_removes_steps_and_keeps_records(tmp_path: Path) -> None:
+    publish(tmp_path / "weights", 3)
+    (tmp_path / "weights" / "notes.txt").write_text("mine")
+    for reward in (0.25, 0.5):
+        append_jsonl(tmp_path / "metrics.jsonl", [{"reward": reward}])
+        output_dir.prepare_output_dir(parse("--output_dir", str(tmp_path), "--clean"))
+        assert not (tmp_path / "metrics.jsonl").exists()
+    assert complete_steps(tmp_path / "weights") == []
+    assert (tmp_path / "weights" / "notes.txt").read_text() == "mine"
+    kept = sorted((tmp_path / "attempts").rglob("metrics.jsonl"))
+    assert [path.read_text() for path in kept] == ['{"reward":0.25}\n', '{"reward":0.5}\n']
+
+
+def test_clean_spares_the_weights_it_starts_from(tmp_path: Path) -> None:
+    model = publish(tmp_path / "weights", 3)
+    config = parse("--output_dir", str(tmp_path), "--clean", "--model.name", str(model))
+    with pytest.raises(ValueError, match=r"model\.name"):
+        output_dir.prepare_output_dir(config)
+    assert complete_steps(tmp_path / "weights") == [3]
+
+
+def test_half_written_steps_are_swept_away(tmp_path: Path) -> None:
+    left = tmp_path / "weights" / ".tmp-step_3-abc"
+    left.mkdir(parents=True)
+    output_dir.prepare_output_dir(parse("--output_dir", str(tmp_path)))
+    assert not left.exists()
+
+
+def test_one_directory_serves_one_run(tmp_path: Path) -> None:
+    in_use = pytest.raises(ValueError, match=r"output_dir .* in use")
+    with output_dir.lock_output_dir(tmp_path), in_use, output_dir.lock_output_dir(tmp_path):
+        pass
+    with output_dir.lock_output_dir(tmp_path):
+        pass
+
+
+def test_each_process_reads_back_what_rl_resolved(tmp_path: Path) -> None:
+    config = parse("--output_dir", str(tmp_path), "--max_steps", "7", "--trainer.optim.max_norm", "None")
+    paths = output_dir.write_configs(config)
+    trainer = parse_argv(TrainConfig, ["@", str(paths["trainer"])], "trainer")[0]
+    inference = parse_argv(InferenceConfig, ["@", str(paths["inference"])], "inference")[0]
+    assert trainer == config.trainer and trainer.max_steps == 7 and trainer.optim.max_norm is None
+    assert inference == config.inference
+    assert parse_argv(RLConfig, ["@", str(paths["rl"])], "rl")[0] == config
