@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 from results import Row, describe_machine, finish  # noqa: E402
 
-from prime_rl.runtime.process import find_free_port  # noqa: E402
+from prime_rl.runtime.machine import find_free_port  # noqa: E402
 from prime_rl.telemetry.busy_intervals import compute_overlap  # noqa: E402
 from rollouts.training.metrics import load_jsonl  # noqa: E402
 from rollouts.training.steps import latest_step, step_path  # noqa: E402

@@ -338,7 +338,7 @@ def measure_http(
     size: str, dtype: str, arguments: argparse.Namespace, python: str, work: Path
 ) -> tuple[list[Row], Any]:
     """Both servers with 64 clients, taking turns."""
-    from prime_rl.runtime.process import find_free_port
+    from prime_rl.runtime.machine import find_free_port
 
     model_dir = write_model(work / size, size)
     case = Case("HTTP, 64 clients", 128, 1, PROMPT, 32 if arguments.quick else 128)

@@ -32,7 +32,7 @@ import orjson
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
-from prime_rl.runtime.process import find_free_port, is_healthy  # noqa: E402
+from prime_rl.runtime.machine import find_free_port, is_healthy  # noqa: E402
 
 T = TypeVar("T")
 MAX_SLOWDOWN = 3.0

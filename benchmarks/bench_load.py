@@ -27,7 +27,7 @@ from urllib.request import urlopen
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 from prime_rl.client.http import ensure_open_files  # noqa: E402
-from prime_rl.runtime.process import find_free_port, is_healthy  # noqa: E402
+from prime_rl.runtime.machine import find_free_port, is_healthy  # noqa: E402
 
 HANG_UP, GIVE_UP = 0.1, 0.1
 """Shares of the requests whose client leaves in the middle of the stream, and before its beginning."""

@@ -40,7 +40,8 @@ ENVIRONMENT_VARIABLES = {
 }
 
 sys.path.insert(0, str(ROOT / "src"))
-from prime_rl.runtime.process import ChildFailed, Supervisor, find_free_port  # noqa: E402
+from prime_rl.runtime.machine import find_free_port  # noqa: E402
+from prime_rl.runtime.process import ChildFailed, Supervisor  # noqa: E402
 from prime_rl.telemetry.busy_intervals import compute_overlap  # noqa: E402
 from rollouts.training.metrics import load_last_attempts  # noqa: E402
 from rollouts.training.steps import latest_step, step_path  # noqa: E402

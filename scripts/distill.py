@@ -20,7 +20,8 @@ from demo import ROOT, Demo, newest_weights, next_directory, parse_arguments, sh
 from rich.console import Console
 from rich.table import Table
 
-from prime_rl.runtime.process import ChildFailed, find_free_port
+from prime_rl.runtime.machine import find_free_port
+from prime_rl.runtime.process import ChildFailed
 from rollouts.training.metrics import load_last_attempts
 
 RECIPE = Path("experiments/context_distill")

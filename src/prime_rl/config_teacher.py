@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from prime_rl.configuration.sections import BASE_MODEL
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.orchestrator.config import TeacherConfig
+from prime_rl.runtime.machine import check_port_free
 from prime_rl.trainer.config import DistillConfig, LossConfig
 from prime_rl.utils.pydantic_config import merge_tables
 
@@ -187,8 +188,6 @@ def _needed_length(values: Values) -> int:
 
 def _find_port(values: Values, host: str) -> int:
     """The first free port after that of inference."""
-    from prime_rl.runtime.process import check_port_free  # slow import that `plan` does not need
-
     port = values.get("inference.server.port") if values.has("inference.server.port") else InferenceConfig().server.port
     taken = {values.get("transport.port")} if values.get("transport.type") == "zmq" else set()
     for number in range(int(port) + 1, min(int(port) + MAX_PORTS, 65536)):

@@ -22,7 +22,8 @@ from prime_rl.launcher.gpus import (
 )
 from prime_rl.launcher.output_dir import lock_output_dir, prepare_output_dir, write_configs
 from prime_rl.launcher.summary import describe_stop, summarize
-from prime_rl.runtime.process import ChildFailed, Supervisor, check_port_free
+from prime_rl.runtime.machine import check_port_free
+from prime_rl.runtime.process import ChildFailed, Supervisor
 from prime_rl.runtime.run_dir import RunDir
 from prime_rl.runtime.run_state import StateRecorder
 from rollouts.training.steps import latest_step

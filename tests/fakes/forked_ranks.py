@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from prime_rl.runtime.process import find_free_port
+from prime_rl.runtime.machine import find_free_port
 
 HERE = Path(__file__).parent
 

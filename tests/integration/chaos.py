@@ -31,7 +31,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 from cli_runner import ROOT, Command, Runner, read_command_line, runner, until
 
-from prime_rl.runtime.process import find_free_port
+from prime_rl.runtime.machine import find_free_port
 from prime_rl.transport.weights import check_directory
 from rollouts.training.metrics import load_jsonl, load_last_attempts
 from rollouts.training.steps import complete_steps, find_damage, step_path

@@ -18,7 +18,7 @@ from urllib.request import urlopen
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 from cli_runner import runner, until
 
-from prime_rl.runtime.process import find_free_port, is_healthy
+from prime_rl.runtime.machine import find_free_port, is_healthy
 
 CHECKS = (
     "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from cli_runner import ROOT, Runner, digests, metric_rows, runner, until
 
-from prime_rl.runtime.process import find_free_port, is_healthy
+from prime_rl.runtime.machine import find_free_port, is_healthy
 from rollouts.training.steps import complete_steps, step_path
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]

@@ -23,7 +23,7 @@ import pytest
 import slurm_cluster
 from cli_runner import PYTHON_PATH, ROOT
 
-from prime_rl.runtime.process import find_free_port
+from prime_rl.runtime.machine import find_free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 WITHOUT_HOSTS = hosts.why_not()

@@ -13,7 +13,7 @@ import torch
 from cli_runner import ROOT, Runner, metric_rows, runner
 from safetensors.torch import load_file
 
-from prime_rl.runtime.process import find_free_port
+from prime_rl.runtime.machine import find_free_port
 from rollouts.training.steps import complete_steps
 
 CONFIG = """

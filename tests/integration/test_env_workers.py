@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from cli_runner import Command, Runner, metric_rows, read_command_line, runner, until
 
-from prime_rl.runtime.process import find_free_port
+from prime_rl.runtime.machine import find_free_port
 from rollouts.training.steps import complete_steps
 
 KINDS = "fine once-hang fine raise fine once-leak fine fine fine fine fine fine"

@@ -13,7 +13,7 @@ import pytest
 from cli_runner import Runner, runner, until
 from fake_api import FakeApi, serve_api
 
-from prime_rl.runtime.process import find_free_port, is_healthy
+from prime_rl.runtime.machine import find_free_port, is_healthy
 from rollouts.training.metrics import load_jsonl
 
 EVAL = "configs/debug/eval"

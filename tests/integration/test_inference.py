@@ -13,7 +13,7 @@ import pytest
 from cli_runner import Runner, runner, until
 from openai import AsyncOpenAI
 
-from prime_rl.runtime.process import find_free_port
+from prime_rl.runtime.machine import find_free_port
 
 TINY = ("--model.name", "tiny-qwen3", "--model.debug.random-init")
 

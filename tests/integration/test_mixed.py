@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from cli_runner import Command, metric_rows, runner
 
-from prime_rl.runtime.process import find_free_port
+from prime_rl.runtime.machine import find_free_port
 from rollouts.training.metrics import load_jsonl
 from rollouts.training.steps import complete_steps
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from cli_runner import Command, Runner, digests, metric_rows, runner, until
 
-from prime_rl.runtime.process import find_free_port
+from prime_rl.runtime.machine import find_free_port
 from prime_rl.trainer.config import FakeDataConfig
 from prime_rl.trainer.rl.data import FakeBatches
 from prime_rl.transport.batches import FilesystemBatchSender

@@ -15,7 +15,7 @@ from urllib.request import urlopen
 import pytest
 from cli_runner import DEADLINE_S, ROOT, THREE_FILES, Command, Runner, metric_rows, runner, until
 
-from prime_rl.runtime.process import find_free_port
+from prime_rl.runtime.machine import find_free_port
 from rollouts.training.metrics import load_jsonl
 from rollouts.training.steps import complete_steps, step_path
 

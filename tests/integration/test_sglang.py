@@ -11,7 +11,7 @@ import httpx
 import pytest
 from cli_runner import PYTHON_PATH, ROOT, THREE_FILES, metric_rows, runner, until
 
-from prime_rl.runtime.process import find_free_port
+from prime_rl.runtime.machine import find_free_port
 from rollouts.training.steps import step_path
 
 FAKE = ROOT / "tests" / "unit" / "fake_sglang.py"

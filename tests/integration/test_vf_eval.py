@@ -11,7 +11,7 @@ from urllib.request import urlopen
 
 from cli_runner import ROOT, runner, until
 
-from prime_rl.runtime.process import find_free_port
+from prime_rl.runtime.machine import find_free_port
 
 ENVIRONMENTS = sorted(path.name for path in (ROOT / "environments").iterdir() if (path / "pyproject.toml").is_file())
 SMALL = {

@@ -21,7 +21,7 @@ import pytest
 from cli_runner import THREE_FILES, Command, digests, metric_rows, runner, until
 from teacher_group import roll_out
 
-from prime_rl.runtime.process import find_free_port
+from prime_rl.runtime.machine import find_free_port
 from rollouts.training.steps import step_path
 
 START_S = float(os.environ.get("VLLM_START_S", "600"))

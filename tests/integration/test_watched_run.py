@@ -16,7 +16,7 @@ from page_browser import Open, serve_page
 from page_runs import HOSTILE
 from wandb_files import history_of, read_what_is_there
 
-from prime_rl.runtime.process import find_free_port
+from prime_rl.runtime.machine import find_free_port
 
 TRAINER = (
     "loss/mean entropy/mean mismatch_kl/mean mismatch_kl/max is_masked/mean optim/lr optim/grad_norm perf/throughput "

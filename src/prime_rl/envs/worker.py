@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from prime_rl.runtime.framing import FrameChannel, receive_frame, send_frame
-from prime_rl.runtime.process import set_parent_death_signal
+from prime_rl.runtime.process_tree import set_parent_death_signal
 from rollouts.training.agent_integration import Rollout
 
 BEAT_S = 0.1

@@ -58,7 +58,8 @@ def is_openai_model(name: str) -> bool:
 @contextmanager
 def start_server(config: GenerationConfig, process: str, options: Mapping[str, Any]) -> Iterator[LocalServer]:
     """Start a local server without waiting for it; its log is `<process>_inference.log`."""
-    from prime_rl.runtime.process import Supervisor, find_free_port
+    from prime_rl.runtime.machine import find_free_port
+    from prime_rl.runtime.process import Supervisor
 
     port = find_free_port()
     # Ctrl-C raises KeyboardInterrupt as usual; leaving the context stops the server.
@@ -69,7 +70,7 @@ def start_server(config: GenerationConfig, process: str, options: Mapping[str, A
 
 def wait_for_server(config: GenerationConfig, server: LocalServer) -> tuple[str, ...]:
     """Wait until the local server is healthy; returns its addresses."""
-    from prime_rl.runtime.process import is_healthy
+    from prime_rl.runtime.machine import is_healthy
 
     what = "the inference server to load the model"
     server.supervisor.wait_for(lambda: is_healthy(HOST, server.port), timeout_s=config.server_timeout, what=what)

@@ -123,7 +123,7 @@ def choose_backend(config: InferenceConfig) -> Literal["embedded", "vllm", "sgla
     if chosen == "sglang":
         return "sglang"  # validated with the config
     if chosen == "auto":
-        from prime_rl.runtime.process import find_gpus
+        from prime_rl.runtime.machine import find_gpus
 
         needs_embedded = config.exact or config.model.device != "auto" or config.cache != CacheConfig()
         needs_embedded |= config.weight_broadcast.type == "nccl"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from prime_rl.runtime.process import find_gpus, num_cores
+from prime_rl.runtime.machine import find_gpus, num_cores
 
 if TYPE_CHECKING:
     from prime_rl.config import RLConfig

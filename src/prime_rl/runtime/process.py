@@ -1,20 +1,15 @@
 """Process supervision: start the processes of a run, show their output, and leave none behind.
 
-Each child leads its own session and has a token in its environment. A thread copies its redacted output to
-`<logs_dir>/<name>.log` (`redacted_output`); the console follows the log files. The token identifies stray processes:
-torchrun starts its workers in their own sessions, so killing a process group does not reach them, and processes must
-never be killed by name. When the launcher itself is killed, the kernel kills its direct children (parent-death signal)
-and a small guard process kills all others with the token.
+Each child leads its own session and has a token in its environment (`process_tree`). A thread copies its redacted
+output to `<logs_dir>/<name>.log` (`redacted_output`); the console follows the log files.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -24,13 +19,20 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
-TOKEN_VARIABLE = "RL_RUN_TOKENS"
+from prime_rl.runtime.process_tree import (
+    TOKEN_VARIABLE,
+    adopt_orphans,
+    die_with_parent,
+    find_run_processes,
+    kill_run_processes,
+    signal_group,
+    start_guard,
+)
+
 TICK_S = 0.1
 TAIL_LINES = 15
 DRAIN_S = 1.0
 WRONG_INPUT = 2
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 class ChildFailed(RuntimeError):
@@ -127,8 +129,8 @@ class Supervisor:
         if self.handle_signals:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 self._previous[number] = signal.signal(number, self._on_signal)
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # adopt orphaned grandchildren, so that they can be reaped
-        self._guard = _start_guard(self._token)
+        adopt_orphans()
+        self._guard = start_guard(self._token)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -171,7 +173,7 @@ class Supervisor:
                 stderr=subprocess.STDOUT,
                 env=environment,
                 start_new_session=True,
-                preexec_fn=_die_with_parent(os.getpid()),
+                preexec_fn=die_with_parent(os.getpid()),
             )
         finally:
             os.close(sink)
@@ -254,7 +256,7 @@ class Supervisor:
         """SIGTERM to every group, SIGKILL after the grace period (or a second Ctrl-C), then the strays."""
         alive = [c for c in self.children.values() if c.code is None]
         for child in alive:
-            _signal_group(child.process.pid, signal.SIGTERM)
+            signal_group(child.process.pid, signal.SIGTERM)
         deadline = time.monotonic() + self.grace_s
         num_signals = len(self._signals)
         with contextlib.suppress(KeyboardInterrupt):  # the second Ctrl-C, where the caller handles signals
@@ -265,7 +267,7 @@ class Supervisor:
                 time.sleep(TICK_S / 2)
         for child in self.children.values():
             if child.code is None:
-                _signal_group(child.process.pid, signal.SIGKILL)
+                signal_group(child.process.pid, signal.SIGKILL)
         for child in self.children.values():
             child.process.wait(timeout=30)
         kill_run_processes(self._token)
@@ -290,86 +292,6 @@ class Supervisor:
                 self.print(line.rstrip(b"\r").rsplit(b"\r", 1)[-1].decode(errors="replace"), child.name)
 
 
-def check_port_free(host: str | None, port: int, key: str = "inference.server.port") -> None:
-    """Raise `ValueError` naming `key` and a fix if `port` is in use."""
-    import socket
-
-    address = host or "localhost"
-    try:
-        with socket.create_server((address, port)):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"{key}: port {port} on {address} cannot be used ({os.strerror(error.errno or 0).lower()}); "
-            f"stop the server that uses it or choose another one, e.g. --{key} {find_free_port()}"
-        ) from error
-
-
-def find_free_port(host: str = "localhost") -> int:
-    """A port that is free now."""
-    import socket
-
-    with socket.create_server((host, 0)) as server:
-        return int(server.getsockname()[1])
-
-
-def is_healthy(host: str | None, port: int) -> bool:
-    """Whether `GET /health` returns 200 within a second."""
-    import http.client
-
-    connection = http.client.HTTPConnection(host or "localhost", port, timeout=1)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
-
-
-def find_gpus() -> list[int]:
-    """Ids of the visible NVIDIA GPUs, without loading a driver library."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    present = sorted(int(p.name[6:]) for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit())
-    if visible is None:
-        return present
-    return [int(gpu) for gpu in visible.split(",") if gpu.strip().isdigit() and int(gpu) in present]
-
-
-def num_cores() -> int:
-    """CPU cores available to this process."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def kill_run_processes(token: str) -> None:
-    """SIGKILL every process with `token` in its environment, until none is left (Linux)."""
-    deadline = time.monotonic() + 10
-    while (pids := list(find_run_processes(token))) and time.monotonic() < deadline:
-        for pid in pids:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        time.sleep(0.02)
-        for pid in pids:
-            try:
-                os.waitpid(pid, os.WNOHANG)  # an adopted orphan; direct children are reaped by their Popen
-            except (ChildProcessError, PermissionError):
-                continue
-
-
-def find_run_processes(token: str) -> Iterator[int]:
-    """Ids of other processes with `token` in their environment."""
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            environment = (entry / "environ").read_bytes()
-        except OSError:  # exited meanwhile, or owned by another user
-            continue
-        marks = (e for e in environment.split(b"\0") if e.startswith(TOKEN_VARIABLE.encode() + b"="))
-        if any(token.encode() in mark for mark in marks) and int(entry.name) != os.getpid():
-            yield int(entry.name)
-
-
 def tail(path: Path, num_lines: int = TAIL_LINES, start: int = 0) -> list[str]:
     """The last lines of `path` after byte `start`."""
     with path.open("rb") as log:
@@ -385,55 +307,3 @@ def _describe_exit(child: Child) -> str:
     if child.code == -signal.SIGKILL:
         lines.append(f"{child.name} was killed externally, possibly by the out-of-memory killer (see dmesg)")
     return "\n".join(lines)
-
-
-def _start_guard(token: str) -> subprocess.Popen[bytes] | None:
-    """Start a process that kills all processes with `token` after this one ends."""
-    if not Path("/proc/self/environ").exists():
-        return None
-    environment = {key: value for key, value in os.environ.items() if key != TOKEN_VARIABLE}
-    command = [sys.executable, "-I", "-S", str(Path(__file__).resolve()), token]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=environment)
-
-
-def _guard_until_parent_ends(token: str) -> None:
-    """Wait until the parent ends, which closes standard input."""
-    while os.read(0, 1):
-        pass
-    kill_run_processes(token)
-
-
-def _signal_group(pid: int, number: int) -> None:
-    """Signal the process group led by `pid`, if it still exists."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, number)
-
-
-def _die_with_parent(parent: int) -> Callable[[], None] | None:
-    """A `preexec_fn` that makes the kernel kill the child when the parent ends."""
-    if not sys.platform.startswith("linux"):
-        return None
-    libc = ctypes.CDLL(None)  # loaded before the fork: little is async-signal-safe after it
-
-    def prepare() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # the parent ended before prctl
-            os._exit(1)
-
-    return prepare
-
-
-def set_parent_death_signal(parent: int) -> None:
-    """Make the kernel kill this process when `parent` ends, for children without a supervisor."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def _prctl(option: int, value: int) -> None:
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(option, value)
-
-
-if __name__ == "__main__":
-    _guard_until_parent_ends(sys.argv[1])

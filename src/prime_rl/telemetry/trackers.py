@@ -123,7 +123,7 @@ def build_trackers(output_dir: Path, process: str, config: TrackersConfig) -> li
 
 
 def _open_prometheus(process: str, port: int) -> Tracker:
-    from prime_rl.runtime.process import check_port_free
+    from prime_rl.runtime.machine import check_port_free
     from prime_rl.telemetry.prometheus import HOST, PrometheusTracker
 
     check_port_free(HOST, port, "prometheus.port")

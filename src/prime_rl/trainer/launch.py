@@ -6,7 +6,8 @@ import os
 import sys
 from dataclasses import dataclass
 
-from prime_rl.runtime.process import Child, ChildFailed, Supervisor, find_free_port, num_cores, tail
+from prime_rl.runtime.machine import find_free_port, num_cores
+from prime_rl.runtime.process import Child, ChildFailed, Supervisor, tail
 from prime_rl.runtime.run_dir import RunDir
 from prime_rl.trainer.config import SFTConfig, TrainConfig
 from prime_rl.utils.logger import FAILURE

@@ -18,7 +18,7 @@ from loguru import logger
 from torch import Tensor
 
 from prime_rl.runtime.hang_watchdog import WaitStatus, explain_on_signal
-from prime_rl.runtime.process import TOKEN_VARIABLE
+from prime_rl.runtime.process_tree import TOKEN_VARIABLE
 from prime_rl.runtime.run_dir import RunDir, find_used
 from prime_rl.telemetry.progress import show_progress
 from prime_rl.trainer.backend import Backend, build_backend

@@ -21,7 +21,7 @@ from prime_rl.generation import rollout_jobs
 from prime_rl.generation.model_server import build_server_argv
 from prime_rl.generation.resume_log import Result, to_result
 from prime_rl.generation.session import GenerationRun
-from prime_rl.runtime.process import find_free_port
+from prime_rl.runtime.machine import find_free_port
 from prime_rl.utils.monitor import build_monitor
 from prime_rl.utils.pydantic_config import ConfigError, parse_argv
 from rollouts.training.agent_integration import Rollout, Turn

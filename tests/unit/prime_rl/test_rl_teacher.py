@@ -15,7 +15,7 @@ from prime_rl.config_teacher import describe_taus
 from prime_rl.launcher import gpus
 from prime_rl.orchestrator import orchestrator
 from prime_rl.orchestrator.distillation.teacher import build_teacher
-from prime_rl.runtime.process import find_free_port
+from prime_rl.runtime.machine import find_free_port
 from prime_rl.utils.pydantic_config import ConfigError, parse_argv
 
 CONTEXT = ("--orchestrator.teacher_model.context", "Think first.\n")

@@ -11,7 +11,7 @@ from typing import Any
 
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.weight_dirs import prepare_model_dir
-from prime_rl.runtime.process import find_gpus
+from prime_rl.runtime.machine import find_gpus
 
 CONFIG_VARIABLE = "PRIME_RL_INFERENCE_CONFIG"
 """Passes the config, as JSON, to the plugins in vLLM's processes."""

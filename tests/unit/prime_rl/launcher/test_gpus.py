@@ -10,15 +10,10 @@ from prime_rl.config import RLConfig
 from prime_rl.launcher import gpus
 from prime_rl.rl import build_trainer_argv
 from prime_rl.utils.pydantic_config import parse_argv
-from rollouts.training.steps import publish_step
 
 
 def parse(*argv: str) -> RLConfig:
     return parse_argv(RLConfig, ["--model.name", "tiny-qwen3", *argv], "rl")[0]
-
-
-def publish(root: Path, step: int) -> Path:
-    return publish_step(root, step, lambda directory: (directory / "file").write_text("x"))
 
 
 @pytest.fixture

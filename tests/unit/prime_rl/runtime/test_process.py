@@ -7,10 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -18,9 +16,6 @@ import pytest
 from prime_rl.runtime.process import (
     ChildFailed,
     Supervisor,
-    check_port_free,
-    find_free_port,
-    is_healthy,
     tail,
 )
 
@@ -243,35 +238,6 @@ def test_waiting_ends_when_the_child_does(tmp_path: Path) -> None:
     with pytest.raises(ChildFailed, match=r"no such model"), Supervisor(tmp_path, handle_signals=False) as supervisor:
         supervisor.start("server", python("import sys; sys.exit('no such model')"))
         supervisor.wait_for(lambda: False, timeout_s=DEADLINE_S, what="the server")
-
-
-def test_a_port_in_use_names_key_and_fix() -> None:
-    port = find_free_port()
-    check_port_free(None, port)
-    server = HTTPServer(("localhost", port), BaseHTTPRequestHandler)
-    try:
-        with pytest.raises(ValueError, match=rf"inference\.server\.port: port {port} .* --inference\.server\.port \d+"):
-            check_port_free(None, port)
-    finally:
-        server.server_close()
-
-
-def test_health() -> None:
-    class Health(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200 if self.path == "/health" else 404)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None: ...
-
-    server = HTTPServer(("localhost", 0), Health)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        assert is_healthy("localhost", server.server_port)
-    finally:
-        server.shutdown()
-        server.server_close()
-    assert not is_healthy(None, server.server_port)
 
 
 def test_tail_skips_blank_lines_and_earlier_attempts(tmp_path: Path) -> None:

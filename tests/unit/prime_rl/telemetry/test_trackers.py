@@ -26,7 +26,7 @@ from prime_rl.configuration.sections import (
     TrackioConfig,
     WandbConfig,
 )
-from prime_rl.runtime.process import find_free_port
+from prime_rl.runtime.machine import find_free_port
 from prime_rl.telemetry.prometheus import PrometheusTracker, metric_name, render_samples
 from prime_rl.telemetry.trackers import spread_by_reward
 from prime_rl.utils.monitor import Monitor, build_monitor

@@ -1,0 +1,53 @@
+"""Ports, GPUs and cores of this machine."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+from pathlib import Path
+
+
+def check_port_free(host: str | None, port: int, key: str = "inference.server.port") -> None:
+    """Raise `ValueError` naming `key` and a fix if `port` is in use."""
+    address = host or "localhost"
+    try:
+        with socket.create_server((address, port)):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"{key}: port {port} on {address} cannot be used ({os.strerror(error.errno or 0).lower()}); "
+            f"stop the server that uses it or choose another one, e.g. --{key} {find_free_port()}"
+        ) from error
+
+
+def find_free_port(host: str = "localhost") -> int:
+    """A port that is free now."""
+    with socket.create_server((host, 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def is_healthy(host: str | None, port: int) -> bool:
+    """Whether `GET /health` returns 200 within a second."""
+    connection = http.client.HTTPConnection(host or "localhost", port, timeout=1)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def find_gpus() -> list[int]:
+    """Ids of the visible NVIDIA GPUs, without loading a driver library."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    present = sorted(int(p.name[6:]) for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit())
+    if visible is None:
+        return present
+    return [int(gpu) for gpu in visible.split(",") if gpu.strip().isdigit() and int(gpu) in present]
+
+
+def num_cores() -> int:
+    """CPU cores available to this process."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
