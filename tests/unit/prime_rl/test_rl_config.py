@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from prime_rl.config import SHARED_KEYS, RLConfig
+from prime_rl.config import RLConfig
+from prime_rl.config_sharing import SHARED_KEYS
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.trainer.config import TrainConfig
@@ -102,7 +103,8 @@ def test_defaults_agree_everywhere() -> None:
 def test_no_dead_shared_keys() -> None:
     """Every key of `rl` that is not a process goes somewhere: through the table, or it is read by the launcher."""
     shared = {row.key.split(".")[0] for row in SHARED_KEYS}
-    launcher = (ROOT / "src/prime_rl/rl.py").read_text()
+    files = [ROOT / "src/prime_rl/rl.py", *(ROOT / "src/prime_rl/launcher").glob("*.py")]
+    launcher = "".join(path.read_text() for path in files)
     dead = [name for name in RLConfig.model_fields if name not in shared and f"config.{name}" not in launcher]
     assert not dead, f"nothing reads these keys of rl: {dead}"
 

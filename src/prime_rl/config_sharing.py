@@ -1,0 +1,236 @@
+"""Keys of `rl` that several processes share, and keys that follow from those of another process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel
+
+from prime_rl.configuration.tables import ConfigTables
+from prime_rl.inference.config import InferenceConfig
+from prime_rl.trainer.config import LoraConfig
+from rollouts.training.objectives import PRESETS
+
+TRACKERS = ("wandb", "tensorboard", "trackio", "prometheus")
+ANY_ADDRESS = ("0.0.0.0", "::")
+LOOPBACK = ("localhost", "127.0.0.1", "::1", *ANY_ADDRESS)
+OVERLONG_SHARE = 5
+"""The overlong penalty ramps up over the last 1/5 of max_tokens (DAPO: 4096 of 20480)."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A key of `rl` and the process keys that take its value."""
+
+    key: str
+    targets: tuple[str, ...]
+    must_agree: bool = True
+    """Whether a value given for one process applies to all of them."""
+
+
+def _rows(section: str, names: str, processes: str, must_agree: bool = True) -> list[Shared]:
+    """Rows for several keys that have the same name in every process."""
+    return [
+        Shared(f"{section}{name}", tuple(f"{process}.{section}{name}" for process in processes.split()), must_agree)
+        for name in names.split()
+    ]
+
+
+SHARED_KEYS = (
+    *_rows("model.", "name", "trainer orchestrator inference"),
+    *_rows("model.debug.", "random_init num_layers seed", "trainer inference"),
+    *_rows("", "max_steps max_async_level", "trainer orchestrator"),
+    Shared("seq_len", ("trainer.model.seq_len", "orchestrator.seq_len")),
+    *_rows("", "seed output_dir", "trainer orchestrator inference"),
+    *_rows("transport.", "type host port", "trainer orchestrator"),
+    *_rows("weight_broadcast.", "type", "trainer orchestrator inference"),
+    *_rows("weight_broadcast.", "host port timeout", "trainer"),
+    *_rows("ckpt.", "interval resume_step keep", "trainer orchestrator"),
+    *_rows("wandb.", "enabled project entity offline group tags", "trainer orchestrator", must_agree=False),
+    *_rows("wandb.log_extras.", "samples distributions interval max_samples", "trainer orchestrator", must_agree=False),
+    *_rows("tensorboard.", "enabled", "trainer orchestrator", must_agree=False),
+    *_rows("trackio.", "enabled project name space_id", "trainer orchestrator", must_agree=False),
+    *_rows("prometheus.", "enabled", "trainer orchestrator", must_agree=False),
+    *_rows("log.", "level file", "trainer orchestrator inference", must_agree=False),
+)
+
+
+def share_keys(tables: ConfigTables, defaults: BaseModel) -> None:
+    """Copy shared keys to the processes, and keys that must agree from one process to the others.
+
+    `defaults` has the defaults of `rl`. Raises `ValueError` if two values disagree.
+    """
+    if str(tables.get("resume")).lower() == "true" and not tables.has("ckpt.resume_step"):
+        tables.set("ckpt.resume_step", -1, "resume")
+    _share_ckpt_section(tables)
+    for section in filter(tables.is_section, TRACKERS):  # only to processes that lack the section
+        for target in (f"trainer.{section}", f"orchestrator.{section}"):
+            if not tables.is_set(target):
+                tables.set(target, {}, f"shared key {section}")
+    for row in SHARED_KEYS:
+        if not row.key.startswith("ckpt.") or tables.is_section("ckpt"):
+            _share(tables, row, defaults)
+    for process in ("trainer", "orchestrator"):
+        if tables.has("wandb.name") and not tables.is_set(f"{process}.wandb.name"):
+            tables.set(f"{process}.wandb.name", f"{tables.get('wandb.name')}-{process}", "shared key wandb.name")
+
+
+def _share_ckpt_section(tables: ConfigTables) -> None:
+    """Switch checkpoints on or off in both processes."""
+    row = Shared("ckpt", ("trainer.ckpt", "orchestrator.ckpt"))
+    chosen = _choose(tables, row)
+    for key in (row.key, *row.targets) if chosen else ():
+        if not tables.has(chosen) or not tables.is_section(key):
+            source = tables.source(chosen) if key in (chosen, row.key) else "shared key ckpt"
+            tables.set(key, {} if tables.has(chosen) else None, source)
+
+
+def _share(tables: ConfigTables, row: Shared, defaults: BaseModel) -> None:
+    """Resolve one row of the table."""
+    if not row.must_agree and not tables.is_set(row.key):
+        return
+    chosen = _choose(tables, row)
+    value = tables.get(chosen) if chosen else _find_default(defaults, row.key)
+    for key in (row.key, *row.targets):
+        if not chosen:
+            tables.set(key, value, "default")
+        elif key != chosen:
+            tables.set(key, value, tables.source(chosen) if key == row.key else f"shared key {row.key}")
+
+
+def _choose(tables: ConfigTables, row: Shared) -> str:
+    """The key whose value applies, "" if none is set; `ValueError` if two values disagree.
+
+    The shared key on the command line overrides process keys in files, as options override files everywhere.
+    """
+    chosen, *others = [*filter(tables.is_set, (row.key, *row.targets))] or [""]
+    for key in others:
+        if _is_same(tables.get(key), tables.get(chosen)):
+            continue
+        if chosen == row.key and tables.source(chosen) == "CLI" and tables.source(key) not in ("CLI", "given"):
+            tables.note(f"{tables.show(chosen)} replaces {tables.show(key)}")
+            continue
+        raise ValueError(
+            f"{tables.show(chosen)} and {tables.show(key)} disagree\n  remove one of them; {row.key} alone sets all"
+        )
+    return chosen
+
+
+def _find_default(defaults: BaseModel, key: str) -> Any:
+    """The default of a key; an optional section is off by default, and so are its keys."""
+    value: Any = defaults
+    for part in key.split("."):
+        value = getattr(value, part, None)
+    return value
+
+
+def derive_keys(tables: ConfigTables) -> None:
+    """Set the keys by which the processes fit together; explicit ones stay, or raise `ValueError` if they cannot."""
+    _connect_inference(tables)
+    _switch_off_fake_data(tables)
+    _derive_advantage(tables)
+    _ignore_gpu_keys_on_cpu(tables)
+
+
+def _connect_inference(tables: ConfigTables) -> None:
+    """Point the orchestrator to the server that rl starts; set its maximum length and LoRA rank from the trainer."""
+    if tables.is_off("inference"):
+        return
+    if not tables.has("inference.model.max_model_len"):
+        tables.set("inference.model.max_model_len", tables.get("seq_len"), "shared key seq_len")
+    if has_adapter(tables) and not tables.is_set("inference.max_lora_rank"):
+        rank = tables.get("trainer.model.lora.rank", LoraConfig().rank)
+        tables.set("inference.max_lora_rank", rank, "trainer.model.lora.rank")
+    host, port = find_server(tables)
+    urls = tables.get("orchestrator.client.base_url")
+    if urls is None:
+        tables.set("orchestrator.client.base_url", [build_url(host, port)], "shared key inference.server")
+    elif not any(_reaches(url, host, port) for url in ([urls] if isinstance(urls, str) else urls)):
+        raise ValueError(
+            f"{tables.show('orchestrator.client.base_url')} is not the server that rl starts on port {port}\n"
+            "  leave it out, set inference.server.port to match, or start no server: --no-inference"
+        )
+
+
+def has_adapter(tables: ConfigTables) -> bool:
+    """Whether the trained weights are served as an adapter."""
+    return tables.is_section("trainer.model.lora") and not tables.get("trainer.model.lora.merge")
+
+
+def find_server(tables: ConfigTables) -> tuple[str, int]:
+    """Host and port of the inference server that rl starts."""
+    server = InferenceConfig().server
+    host, port = tables.get("inference.server.host", server.host), tables.get("inference.server.port", server.port)
+    return str(host), int(port)
+
+
+def build_url(host: str, port: int) -> str:
+    """Base URL of a server that listens on `host`, for clients on this machine."""
+    address = "localhost" if host in ANY_ADDRESS else f"[{host}]" if ":" in host else host
+    return f"http://{address}:{port}/v1"
+
+
+def _reaches(url: str, host: str, port: int) -> bool:
+    """Whether a URL points to a server on this host and port."""
+    parts = urlsplit(url)
+    return (parts.port or 80) == port and (parts.hostname == host or (parts.hostname in LOOPBACK and host in LOOPBACK))
+
+
+def _switch_off_fake_data(tables: ConfigTables) -> None:
+    if tables.get("trainer.bench") is True:
+        raise ValueError("trainer.bench times the trainer alone, on fake data: run `trainer --bench` instead of rl")
+    if tables.is_section("trainer.data.fake"):
+        where = tables.source("trainer.data.fake")
+        tables.set("trainer.data.fake", None, "rl")
+        tables.note(f"[trainer.data.fake] ({where}) is off: rl trains on the orchestrator's samples")
+
+
+def _derive_advantage(tables: ConfigTables) -> None:
+    """Set the orchestrator's half of the preset `trainer.loss.type`, unless its keys are set explicitly."""
+    name, max_tokens = tables.get("trainer.loss.type"), tables.get("orchestrator.sampling.max_tokens")
+    preset = PRESETS.get(name) if isinstance(name, str) else None
+    if preset is None or name == "custom":
+        return
+    choice, settings = preset.advantage, dict[str, Any]()
+    if tables.get("orchestrator.advantage.length_weighted_mean") is not True:
+        settings = {"advantage.baseline": choice.baseline}
+    settings["advantage.std"] = choice.std
+    if tables.is_off("orchestrator.advantage"):
+        settings = {"advantage": {}}
+    if choice.drop_equal:
+        settings["buffer.filters"] = [{"name": "zero_variance"}]
+    if choice.overlong and isinstance(max_tokens, int):
+        settings["length_penalty"] = {"type": "overlong", "coef": 1.0, "window": max(1, max_tokens // OVERLONG_SHARE)}
+    elif choice.overlong:
+        tables.note(f"{name} without orchestrator.sampling.max_tokens has no overlong penalty")
+    for key, value in settings.items():
+        key = f"orchestrator.{key}"
+        if not tables.is_set(key):
+            tables.set(key, value, f"trainer.loss.type {name}")
+        elif not _is_same(tables.get(key), value):
+            tables.note(f"{tables.show(key)} overrides the {value!r} of trainer.loss.type {name}")
+    by_constant = tables.get("trainer.loss.loss_aggregation", preset.loss_aggregation) == "constant"
+    if by_constant and not tables.has("trainer.loss.max_tokens") and isinstance(max_tokens, int):
+        tables.set("trainer.loss.max_tokens", max_tokens, "orchestrator.sampling.max_tokens")
+
+
+def _ignore_gpu_keys_on_cpu(tables: ConfigTables) -> None:
+    """Ignore GPU settings, with a note, if the devices are set to the CPU."""
+    on_cpu = tables.get("inference.model.device") == "cpu"
+    if on_cpu and tables.get("inference.backend") != "vllm":
+        for server in filter(tables.is_section, ("inference", "teacher_inference")):
+            for key in (f"{server}.parallel.tp", f"{server}.parallel.dp"):
+                if tables.is_set(key) and tables.get(key) != 1:
+                    tables.note(f"{tables.show(key)} is for GPUs: one engine runs on the CPU")
+                    tables.set(key, 1, "inference.model.device")
+    if on_cpu and tables.get("trainer.model.device") == "cpu":
+        for key in filter(tables.has, ("inference_gpu_ids", "teacher_gpu_ids", "trainer_gpu_ids")):
+            tables.note(f"{key} are ignored: the devices are set to the CPU")
+
+
+def _is_same(left: Any, right: Any) -> bool:
+    if isinstance(left, dict) or isinstance(right, dict):
+        return isinstance(left, dict) == isinstance(right, dict)
+    return left == right or str(left) == str(right)
