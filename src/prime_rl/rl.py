@@ -135,8 +135,8 @@ def report_failure(failure: ChildFailed) -> int:
 
 def submit_deployment(config: RLConfig) -> int:
     """Write the files of a deployment and submit it. A single-node run prepares its output directory on the node."""
-    from prime_rl.cluster_layout import is_single_node, lay_out
     from prime_rl.deployment.launch import build_files, deploy
+    from prime_rl.launcher.cluster_layout import is_single_node, lay_out
 
     deployment = config.deployment
     assert deployment.type != "local"
@@ -153,8 +153,8 @@ def preview(config: RLConfig) -> str | None:
     """The files of a deployment, for --dry-run."""
     if config.deployment.type == "local":
         return None
-    from prime_rl.cluster_layout import lay_out
     from prime_rl.deployment.launch import build_files, show_files
+    from prime_rl.launcher.cluster_layout import lay_out
 
     layout, configs = lay_out(config)
     return show_files(build_files(layout, configs, config.deployment, config.output_dir))

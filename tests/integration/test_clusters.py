@@ -180,9 +180,9 @@ def test_manifests_are_valid(built: bool, tmp_path: Path) -> None:
     yaml = pytest.importorskip("yaml")
     if built and shutil.which("kubectl") is None:
         pytest.skip("kubectl is not installed; cure: apt-get install kubernetes-client")
-    from prime_rl import cluster_layout as fleet
     from prime_rl.config import RLConfig
     from prime_rl.deployment.launch import build_files, write_files
+    from prime_rl.launcher import cluster_layout as fleet
     from prime_rl.utils.pydantic_config import parse_argv
 
     argv = ["--deployment.type", "kubernetes", "--deployment.image", "repo/prime:1", "--deployment.claim", "shared"]
@@ -286,9 +286,9 @@ def running(
 
 def lay_out_files(out: Path, *argv: str) -> None:
     """The scripts and configurations that a cluster would start."""
-    from prime_rl import cluster_layout as fleet
     from prime_rl.config import RLConfig
     from prime_rl.deployment.launch import build_files, write_files
+    from prime_rl.launcher import cluster_layout as fleet
     from prime_rl.utils.pydantic_config import parse_argv
 
     words = ["@", str(LETTERS), "--output-dir", str(out), "--deployment.type", "slurm", *argv]

@@ -7,14 +7,13 @@ Service       one headless service: DNS names of pods before they are ready
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
 from prime_rl.deployment.config import KubernetesDeployment
-from prime_rl.deployment.layout import KEY_VARIABLE, TEMPLATES, Layout, Task, render_template
+from prime_rl.deployment.layout import KEY_VARIABLE, TEMPLATES, Layout, Task, render_template, run_tool
 
 KUSTOMIZATION, MANIFEST, KEY_FILE = "kustomization.yaml", "run.yaml", "key.env"
 
@@ -68,12 +67,5 @@ def find_addresses(layout: Layout, config: KubernetesDeployment) -> dict[str, st
 
 def submit(files: Path) -> str:
     """Apply the objects; returns the output of kubectl. Raises `ValueError` with its error."""
-    try:
-        result = subprocess.run(["kubectl", "apply", "-k", str(files)], capture_output=True, text=True)
-    except FileNotFoundError:
-        raise ValueError(
-            f"kubectl is not installed here: run `kubectl apply -k {files}` on a machine that has it"
-        ) from None
-    if result.returncode:
-        raise ValueError(f"kubectl rejected {files}: {result.stderr.strip()}")
-    return result.stdout.strip()
+    argv = ["kubectl", "apply", "-k", str(files)]
+    return run_tool(argv, f"run `{' '.join(argv)}` on a machine that has it")

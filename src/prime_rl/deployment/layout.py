@@ -8,6 +8,8 @@ A launcher (Slurm, Ray, Kubernetes) exports HOST_i, RL_FLEET_KEY and, for a task
 from __future__ import annotations
 
 import shlex
+import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,6 +86,17 @@ def build_scripts(layout: Layout, nodes: NodesConfig, python: str) -> dict[str, 
         f"{task.name}.sh": render_template(TEMPLATES / "task.sh", task=task, env=nodes.env, python=python)
         for task in layout.tasks
     }
+
+
+def run_tool(argv: Sequence[str], elsewhere: str) -> str:
+    """Output of a submission tool; `ValueError` with its error, or with `elsewhere` if it is not installed."""
+    try:
+        result = subprocess.run(argv, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise ValueError(f"{argv[0]} is not installed here: {elsewhere}") from None
+    if result.returncode:
+        raise ValueError(f"{argv[0]} rejected {argv[-1]}: {(result.stderr or result.stdout).strip()}")
+    return result.stdout.strip()
 
 
 def render_template(path: Path, **values: Any) -> str:

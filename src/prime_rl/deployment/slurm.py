@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 from prime_rl.deployment.config import SlurmDeployment
-from prime_rl.deployment.layout import TEMPLATES, Layout, render_template
+from prime_rl.deployment.layout import TEMPLATES, Layout, render_template, run_tool
 
 JOB_FILE = "job.sbatch"
 
@@ -30,13 +29,9 @@ def build_files(layout: Layout, config: SlurmDeployment, files: Path, logs: Path
 
 def submit(files: Path) -> str:
     """Submit the job; returns its number. Raises `ValueError` with the error of sbatch."""
-    try:
-        result = subprocess.run(["sbatch", str(files / JOB_FILE)], capture_output=True, text=True)
-    except FileNotFoundError:
-        raise ValueError(
-            f"sbatch is not installed here: run this on a Slurm login node, or `sbatch {files / JOB_FILE}` there"
-        ) from None
-    number = re.search(r"Submitted batch job (\d+)", result.stdout)
-    if result.returncode or number is None:
-        raise ValueError(f"sbatch rejected {files / JOB_FILE}: {(result.stderr or result.stdout).strip()}")
+    job = files / JOB_FILE
+    output = run_tool(["sbatch", str(job)], f"run this on a Slurm login node, or `sbatch {job}` there")
+    number = re.search(r"Submitted batch job (\d+)", output)
+    if number is None:
+        raise ValueError(f"sbatch rejected {job}: {output}")
     return number[1]

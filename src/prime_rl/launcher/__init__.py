@@ -1,1 +1,1 @@
-"""Parts of the `rl` command: GPUs, output directory, summary."""
+"""Parts of the `rl` command: GPUs, output directory, summary, layout on a cluster."""

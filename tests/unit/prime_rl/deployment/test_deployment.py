@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 
-from prime_rl import cluster_layout as fleet
 from prime_rl.config import RLConfig
 from prime_rl.deployment import kubernetes, ray, slurm
 from prime_rl.deployment.config import LocalDeployment
@@ -28,6 +27,7 @@ from prime_rl.deployment.launch import build_files, deploy, show_files
 from prime_rl.deployment.layout import KEY_VARIABLE, Layout
 from prime_rl.deployment.ray_job import Host, RayPlan, RayTask, read_plan, supervise
 from prime_rl.inference.config import InferenceConfig
+from prime_rl.launcher import cluster_layout as fleet
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.rl import rl
 from prime_rl.trainer.config import SFTConfig, TrainConfig

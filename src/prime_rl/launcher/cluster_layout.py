@@ -27,18 +27,40 @@ TRAINER, ORCHESTRATOR, SERVER = (
 
 @dataclass(frozen=True)
 class Servers:
-    """Servers of one configuration: their nodes, GPUs and ports."""
+    """Servers of one configuration, spread evenly over nodes of their own, each with its own GPUs and port."""
 
     name: str
     config: InferenceConfig
-    nodes: tuple[int, ...]
-    gpus: tuple[tuple[int, ...], ...]
+    first_node: int
     first_port: int
+    number: int
+    per_node: int
+    num_gpus: int
+    """GPUs of each server."""
+
+    @property
+    def nodes(self) -> list[Node]:
+        """Their nodes."""
+        return [Node(self.name.split("_")[0], self.num_gpus * self.per_node)] * (self.number // self.per_node)
 
     @property
     def urls(self) -> str:
         """Comma-separated addresses, as an option value."""
-        return ",".join(f"http://$HOST_{node}:{self.first_port + i}/v1" for i, node in enumerate(self.nodes))
+        return ",".join(f"http://$HOST_{self.find_node(i)}:{self.first_port + i}/v1" for i in range(self.number))
+
+    @property
+    def api_key_var(self) -> str:
+        """Environment variable with the API key."""
+        return self.config.server.api_key_var or KEY_VARIABLE
+
+    def find_node(self, i: int) -> int:
+        """The node of server `i`."""
+        return self.first_node + i // self.per_node
+
+    def find_gpus(self, i: int) -> tuple[int, ...]:
+        """The GPUs of server `i` on its node."""
+        first = i % self.per_node * self.num_gpus
+        return tuple(range(first, first + self.num_gpus))
 
 
 def is_single_node(deployment: NodesConfig, has_servers: bool) -> bool:
@@ -52,17 +74,21 @@ def lay_out(config: RLConfig) -> tuple[Layout, dict[str, BaseConfig]]:
     assert not isinstance(deployment, LocalDeployment)
     if is_single_node(deployment, config.inference is not None):
         return build_single_node_layout(config, deployment)
-    check_machines(config, deployment)
+    check_nodes(config, deployment)
     nodes = [Node("trainer", deployment.gpus_per_node)] * deployment.num_train_nodes
     fleets: list[Servers] = []
     for name, server, num_nodes, num_replicas in (
         ("inference", config.inference, deployment.num_infer_nodes, deployment.num_infer_replicas),
         ("teacher_inference", config.teacher_inference, deployment.num_teacher_nodes, None),
     ):
-        if server is not None:
-            taken = {fleet.first_port + i for fleet in fleets for i in range(len(fleet.nodes))}
-            port = max([server.server.port, *(number + 1 for number in taken)])
-            fleets.append(place_servers(name, server, num_nodes, num_replicas, deployment, nodes, port))
+        if server is None:
+            continue
+        number = count_servers(name, server, deployment, num_nodes, num_replicas)
+        port = max([server.server.port, *(fleet.first_port + fleet.number for fleet in fleets)])
+        per_node = 1 if isinstance(deployment, KubernetesDeployment) else number // num_nodes  # a server per pod
+        num_gpus = server.parallel.tp * server.parallel.dp if deployment.gpus_per_node else 0
+        fleets.append(Servers(name, server, len(nodes), port, number, per_node, num_gpus))
+        nodes += fleets[-1].nodes
     return build_layout(config, deployment, fleets, nodes)
 
 
@@ -78,7 +104,7 @@ def build_single_node_layout(config: RLConfig, deployment: Cluster) -> tuple[Lay
     return Layout((Node("rl", deployment.gpus_per_node),), (task,)), {"rl": local}
 
 
-def check_machines(config: RLConfig, deployment: NodesConfig) -> None:
+def check_nodes(config: RLConfig, deployment: NodesConfig) -> None:
     """`ValueError` for keys that multi-node runs do not support, and for missing nodes."""
     if given := given_gpus(config):
         raise ValueError(f"{next(iter(given))} applies to one machine: on several, set deployment.gpus_per_node")
@@ -93,16 +119,10 @@ def check_machines(config: RLConfig, deployment: NodesConfig) -> None:
             raise ValueError(f"deployment.{key} = {num_nodes} but rl starts no {name} server: leave it out")
 
 
-def place_servers(
-    name: str,
-    config: InferenceConfig,
-    num_nodes: int,
-    num_replicas: int | None,
-    deployment: Cluster,
-    nodes: list[Node],
-    port: int,
-) -> Servers:
-    """Distribute servers evenly over new nodes (appended to `nodes`), each with its own GPUs; one server per pod."""
+def count_servers(
+    name: str, config: InferenceConfig, deployment: NodesConfig, num_nodes: int, num_replicas: int | None
+) -> int:
+    """Number of servers on `num_nodes` nodes: `num_replicas`, else as many as fit; `ValueError` if they do not fit."""
     size = config.parallel.tp * config.parallel.dp
     capacity = deployment.gpus_per_node // size if deployment.gpus_per_node else num_replicas or num_nodes
     if not capacity:
@@ -116,15 +136,7 @@ def place_servers(
             f"deployment.num_infer_replicas = {number} does not fit evenly on {num_nodes} nodes with capacity for "
             f"{capacity} each"
         )
-    role, each = name.split("_")[0], number // num_nodes
-    size = size if deployment.gpus_per_node else 0
-    if isinstance(deployment, KubernetesDeployment):
-        each, num_nodes = 1, number
-    first = len(nodes)
-    nodes += [Node(role, size * each)] * num_nodes
-    where = tuple(first + i // each for i in range(number))
-    gpus = tuple(tuple(range(i % each * size, (i % each + 1) * size)) for i in range(number))
-    return Servers(name, config, where, gpus, port)
+    return number
 
 
 def build_layout(
@@ -154,8 +166,7 @@ def build_layout(
 
 def build_tasks(config: RLConfig, fleet: Servers) -> list[Task]:
     """One command per server."""
-    key = fleet.config.server.api_key_var or KEY_VARIABLE
-    options = ["--server.host", "0.0.0.0", "--server.api-key-var", key]
+    options = ["--server.host", "0.0.0.0", "--server.api-key-var", fleet.api_key_var]
     if fleet.name == "inference" or has_versions(config):
         # A (re)started server rejects requests until the orchestrator has set its weights version.
         options += ["--server.wait-for-weights", "true"]
@@ -164,13 +175,13 @@ def build_tasks(config: RLConfig, fleet: Servers) -> list[Task]:
             f"{fleet.name}_{i}",
             SERVER,
             f"{fleet.name}.toml",
-            (node,),
+            (fleet.find_node(i),),
             (*options, "--server.port", str(fleet.first_port + i), "--name", f"{fleet.name}_{i}"),
-            fleet.gpus[i],
+            fleet.find_gpus(i),
             max_restarts=config.max_restarts,
             port=fleet.first_port + i,
         )
-        for i, node in enumerate(fleet.nodes)
+        for i in range(fleet.number)
     ]
 
 
@@ -182,7 +193,6 @@ def build_server_options(config: RLConfig, fleets: Sequence[Servers]) -> list[st
         sections = ["client" if fleet.name == "inference" else "teacher_model.client"]
         if fleet.name == "inference" and teacher is not None and teacher.client.base_url == student:
             sections.append("teacher_model.client")
-        key = fleet.config.server.api_key_var or KEY_VARIABLE
         for section in sections:
-            options += [f"--{section}.base-url", fleet.urls, f"--{section}.api-key-var", key]
+            options += [f"--{section}.base-url", fleet.urls, f"--{section}.api-key-var", fleet.api_key_var]
     return options
