@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prime_rl.configuration.environ import PREFIX, config_env_vars
 from prime_rl.configuration.errors import COMMAND_LINE, ConfigError, fail, unknown_key
 from prime_rl.configuration.merge import FALSE_WORDS, TRUE_WORDS, ConfigBuilder, RawString
 from prime_rl.configuration.schema import FieldSchema, KeyPath, suggest, suggest_key
 
+PREFIX = "PRIME_"
+CREDENTIALS = ("PRIME_INTELLECT_", "PRIME_API_KEY")
+"""Variables that are no configuration keys."""
 HEADER = re.compile(r"^\s*(\[\[?)\s*([^\[\]]+?)\s*\]\]?\s*(#.*)?$")
 ASSIGNMENT = re.compile(r"""^\s*([\w.\-"' ]+?)\s*=""")
 
@@ -39,7 +41,8 @@ class Arguments:
 def read_environment(builder: ConfigBuilder, environ: Mapping[str, str]) -> list[str]:
     """Merge PRIME_A__B variables into the draft; returns one warning per variable that matches no key."""
     warnings = []
-    for name in config_env_vars(environ):
+    names = (name for name in environ if name.startswith(PREFIX) and not name.startswith(CREDENTIALS))
+    for name in sorted(filter(environ.get, names)):
         path = tuple(name[len(PREFIX) :].lower().split("__"))
         if builder.find(path):
             builder.put(path, RawString(environ[name]), lambda _, name=name: f"env {name}")  # type: ignore[misc]
