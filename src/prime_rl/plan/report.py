@@ -9,13 +9,15 @@ from prime_rl.plan.config import PlanConfig
 from prime_rl.plan.memory import MemoryBreakdown, cache_tokens, engine_memory, trainer_memory
 from prime_rl.plan.shapes import ModelShape
 from prime_rl.plan.split import Split, possible_splits
-from prime_rl.trainer.config import ParallelDims
+
+MESH_DIMENSIONS = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
 
 
 def describe(config: PlanConfig, shape: ModelShape, split: Split) -> Iterator[str]:
     """Lines of the report."""
     cluster, tokens = config.cluster, split.training.tokens
-    dims = ", ".join(f"{name} {size}" for name, size in mesh_sizes(split.parallel).items() if size > 1) or "one rank"
+    sizes = {name: getattr(split.parallel, name) or 1 for name in MESH_DIMENSIONS}
+    dims = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
     tp = config.inference.parallel.tp if config.inference is not None else 0
     yield f"{config.model.name}: {shape.parameters / 1e9:.2f}B parameters" + (
         f", {shape.active_parameters / 1e9:.2f}B per token" if shape.experts else ""
@@ -48,11 +50,6 @@ def describe(config: PlanConfig, shape: ModelShape, split: Split) -> Iterator[st
 def fits(memory: MemoryBreakdown) -> str:
     """The breakdown, prefixed with `fits` or `TOO MUCH`."""
     return f"{'fits' if memory.fits else 'TOO MUCH'}: {memory}"
-
-
-def mesh_sizes(parallel: ParallelDims) -> dict[str, int]:
-    """Sizes of the mesh by dimension."""
-    return {name: getattr(parallel, name) or 1 for name in ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")}
 
 
 def advise(config: PlanConfig, shape: ModelShape, split: Split) -> Iterator[str]:

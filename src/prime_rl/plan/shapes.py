@@ -9,33 +9,6 @@ from typing import Any
 from rollouts.training.json_files import read_json_file
 from rollouts.training.model_config import DECODER_SIZES, check_model_config
 
-_QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "model_type": "qwen3"}
-_QWEN3_MOE = _QWEN3 | {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8}
-
-
-def _shape(base: dict[str, Any], hidden: int, layers: int, heads: int, inner: int, tied: bool) -> dict[str, Any]:
-    inner_key = "moe_intermediate_size" if "num_experts" in base else "intermediate_size"
-    return base | {
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        inner_key: inner,
-        "tie_word_embeddings": tied,
-    }
-
-
-KNOWN = {
-    "Qwen/Qwen3-0.6B": _shape(_QWEN3, 1024, 28, 16, 3072, True),
-    "Qwen/Qwen3-1.7B": _shape(_QWEN3, 2048, 28, 16, 6144, True),
-    "Qwen/Qwen3-4B": _shape(_QWEN3, 2560, 36, 32, 9728, True),
-    "Qwen/Qwen3-8B": _shape(_QWEN3, 4096, 36, 32, 12288, False),
-    "Qwen/Qwen3-14B": _shape(_QWEN3, 5120, 40, 40, 17408, False),
-    "Qwen/Qwen3-32B": _shape(_QWEN3, 5120, 64, 64, 25600, False),
-    "Qwen/Qwen3-30B-A3B": _shape(_QWEN3_MOE, 2048, 48, 32, 768, False),
-    "Qwen/Qwen3-235B-A22B": _shape(_QWEN3_MOE, 4096, 94, 64, 1536, False),
-}
-"""Shapes available without the hub."""
-
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -103,12 +76,33 @@ class ModelShape:
         return 8 * self.hidden + 8 * queries + 6 * keys + 8 * self.inner * max(self.active, 1)
 
 
+def _qwen3(
+    hidden: int, layers: int, heads: int, inner: int, *, tied: bool = False, kv_heads: int = 8, experts: int = 0
+) -> ModelShape:
+    return ModelShape(
+        hidden, layers, heads, kv_heads, 128, inner, 151936, tied, experts=experts, active=8 if experts else 0
+    )
+
+
+KNOWN = {
+    "Qwen/Qwen3-0.6B": _qwen3(1024, 28, 16, 3072, tied=True),
+    "Qwen/Qwen3-1.7B": _qwen3(2048, 28, 16, 6144, tied=True),
+    "Qwen/Qwen3-4B": _qwen3(2560, 36, 32, 9728, tied=True),
+    "Qwen/Qwen3-8B": _qwen3(4096, 36, 32, 12288),
+    "Qwen/Qwen3-14B": _qwen3(5120, 40, 40, 17408),
+    "Qwen/Qwen3-32B": _qwen3(5120, 64, 64, 25600),
+    "Qwen/Qwen3-30B-A3B": _qwen3(2048, 48, 32, 768, kv_heads=4, experts=128),
+    "Qwen/Qwen3-235B-A22B": _qwen3(4096, 94, 64, 1536, kv_heads=4, experts=128),
+}
+"""Shapes available without the hub."""
+
+
 def read_shape(name: str) -> ModelShape:
     """The shape of a model directory, a shipped model or a hub name; `ValueError` if it is unknown."""
     from prime_rl.runtime.tokenizer import resolve_model_dir
 
     if name in KNOWN and not Path(name).is_dir():
-        return parse_shape(KNOWN[name])
+        return KNOWN[name]
     directory = resolve_model_dir(name)
     config = read_json_file(directory / "config.json")
     experts = config.get("num_experts") or config.get("num_local_experts")

@@ -139,13 +139,13 @@ def test_published_runs(row: tuple[str, str, int, int, int, float, float]) -> No
 )
 def test_known_shapes_have_the_published_size(name: str, published: int) -> None:
     """Parameters of the released checkpoints; ours are without norms and routers."""
-    shape = parse_shape(KNOWN[name])
+    shape = KNOWN[name]
     norms = shape.layers * 2 * (shape.hidden + shape.head_dim) + shape.hidden
     assert shape.parameters + norms + shape.layers * shape.hidden * shape.experts == published
 
 
 def test_a_token_passes_through_the_active_experts() -> None:
-    assert parse_shape(KNOWN["Qwen/Qwen3-30B-A3B"]).active_parameters / 1e9 == pytest.approx(3.0, rel=0.15)
+    assert KNOWN["Qwen/Qwen3-30B-A3B"].active_parameters / 1e9 == pytest.approx(3.0, rel=0.15)
 
 
 def test_a_shape_is_read_from_a_directory(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_more_of_everything_costs_more() -> None:
 
 
 def test_weights_are_written_once_or_sent_to_each_engine() -> None:
-    shape = parse_shape(KNOWN["Qwen/Qwen3-4B"])
+    shape = KNOWN["Qwen/Qwen3-4B"]
     gigabytes = 2 * shape.parameters / 1e9
 
     def seconds(line: str, engines: int) -> float:
@@ -197,7 +197,7 @@ def test_weights_are_written_once_or_sent_to_each_engine() -> None:
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "Qwen/Qwen3-30B-A3B"])
 def test_recomputing_adds_a_forward_pass_of_every_layer(name: str) -> None:
-    line, shape = f"--model.name {name} --seq-len 2048", parse_shape(KNOWN[name])
+    line, shape = f"--model.name {name} --seq-len 2048", KNOWN[name]
     plain, again = (training_flops(parse(line + ac), shape) for ac in ("", " --trainer.model.ac"))
     head = 8 * shape.head_parameters  # computed in chunks, twice anyway
     assert again[0] - head == pytest.approx((plain[0] - head) * 8 / 6) and again[1] == pytest.approx(plain[1] * 8 / 6)
