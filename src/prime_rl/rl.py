@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 from prime_rl.configuration.command import run_command
 from prime_rl.launcher.gpus import (
     GpuAssignment,
-    choose_placement,
+    assign_gpus,
     compute_environment,
     count_trainer_ranks,
-    describe,
-    explain_placement,
+    describe_assignment,
+    explain_assignment,
 )
 from prime_rl.launcher.output_dir import lock_output_dir, prepare_output_dir, write_configs
 from prime_rl.launcher.summary import describe_stop, summarize
@@ -40,12 +40,12 @@ def rl(config: RLConfig) -> int:
     if config.deployment.type != "local":
         return submit_deployment(config)
     started = time.monotonic()
-    placement = choose_placement(config)
+    gpus = assign_gpus(config)
     check_inputs(config)
     with lock_output_dir(config.output_dir):
         prepare_output_dir(config)
         try:
-            run_processes(config, write_configs(config), placement)
+            run_processes(config, write_configs(config), gpus)
         except ChildFailed as failure:
             return report_failure(failure)
         except KeyboardInterrupt:
@@ -73,7 +73,7 @@ def check_inputs(config: RLConfig) -> None:
         check_port_free(broadcast.host, broadcast.port, "weight_broadcast.port")
 
 
-def run_processes(config: RLConfig, config_paths: Mapping[str, Path], placement: GpuAssignment) -> None:
+def run_processes(config: RLConfig, config_paths: Mapping[str, Path], gpus: GpuAssignment) -> None:
     """Start all processes and wait for trainer and orchestrator; all are stopped on return.
 
     Raises `ChildFailed` if one of them fails.
@@ -88,10 +88,10 @@ def run_processes(config: RLConfig, config_paths: Mapping[str, Path], placement:
         show_progress("steps", config.max_steps, lines=False) as bar,
         Supervisor(logs, console=sys.stdout) as run,  # above the progress bar, which replaces sys.stdout
     ):
-        run.print(f"{describe(placement)}; logs in {logs}; Ctrl-C stops everything")
+        run.print(f"{describe_assignment(gpus)}; logs in {logs}; Ctrl-C stops everything")
         if config.orchestrator.teacher_model is not None:
             run.print(describe_taus(config.trainer.loss))
-        start_processes(run, config, config_paths, placement)
+        start_processes(run, config, config_paths, gpus)
         watchdog = HangWatchdog(out, config.hang_timeout, lambda: run.children, run.find_pids, run.print)
         for _ in run.poll(["trainer", "orchestrator"]):
             state.beat()
@@ -99,24 +99,24 @@ def run_processes(config: RLConfig, config_paths: Mapping[str, Path], placement:
             watchdog.check()
 
 
-def start_processes(run: Supervisor, config: RLConfig, paths: Mapping[str, Path], placement: GpuAssignment) -> None:
+def start_processes(run: Supervisor, config: RLConfig, paths: Mapping[str, Path], gpus: GpuAssignment) -> None:
     """Start all processes at once; trainer and orchestrator load in parallel with the engine and wait for it."""
     from prime_rl.config import has_versions
 
-    num_ranks = count_trainer_ranks(config, placement)
-    servers = {"inference": placement.inference, "teacher_inference": placement.teacher}
-    servers = {name: gpus for name, gpus in servers.items() if name in paths}
+    num_ranks = count_trainer_ranks(config, gpus)
+    servers = {"inference": gpus.inference, "teacher_inference": gpus.teacher}
+    servers = {name: ids for name, ids in servers.items() if name in paths}
     num_compute = num_ranks + len(servers)
-    for name, gpus in servers.items():
+    for name, ids in servers.items():
         argv = [sys.executable, "-m", "prime_rl.inference.server", "@", str(paths[name])]
         # A restarted server rejects requests until the orchestrator has updated it to the current version.
         options = ["--server.wait_for_weights", "true"] if name == "inference" or has_versions(config) else []
-        env = compute_environment(gpus, num_compute)
+        env = compute_environment(ids, num_compute)
         run.start(name, argv, env=env, max_restarts=config.max_restarts, restart_options=options)
     argv = [sys.executable, "-m", "prime_rl.orchestrator.orchestrator", "@", str(paths["orchestrator"])]
     run.start("orchestrator", argv, env={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
     argv = build_trainer_argv(paths["trainer"], num_ranks // config.trainer.parallel.model_ranks)
-    run.start("trainer", argv, env=compute_environment(placement.trainer, num_compute))
+    run.start("trainer", argv, env=compute_environment(gpus.trainer, num_compute))
 
 
 def build_trainer_argv(config_path: Path, dp: int) -> list[str]:
@@ -178,7 +178,7 @@ def explain(config: RLConfig) -> list[str]:
     from prime_rl.config_teacher import describe_taus
 
     has_teacher = config.orchestrator.teacher_model is not None
-    return [*explain_placement(config), *([describe_taus(config.trainer.loss)] if has_teacher else [])]
+    return [*explain_assignment(config), *([describe_taus(config.trainer.loss)] if has_teacher else [])]
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ class GpuAssignment:
     teacher: tuple[int, ...] | None = None
 
 
-def choose_placement(config: RLConfig) -> GpuAssignment:
+def assign_gpus(config: RLConfig) -> GpuAssignment:
     """The configured GPU ids; default: the first GPUs for inference, the next for training, one shared GPU, or the CPU.
 
     A teacher server gets the remaining GPUs, or shares those of inference. GPU ids are ignored, with a note, if the
@@ -31,24 +31,24 @@ def choose_placement(config: RLConfig) -> GpuAssignment:
     """
     from prime_rl.config import given_gpus
 
-    if find_cpu_keys(config):
+    if is_on_cpu(config):
         return GpuAssignment(None, None)
     visible = find_gpus()
     if (given := given_gpus(config)) and not visible:
         raise ValueError(
             f"{next(iter(given))} is set but this machine has no visible NVIDIA GPU: leave it out to run on the CPU"
         )
-    return place(config, visible)
+    return assign_visible_gpus(config, visible)
 
 
-def find_cpu_keys(config: RLConfig) -> bool:
+def is_on_cpu(config: RLConfig) -> bool:
     """Whether the device of every computing process is set to the CPU."""
     devices = [config.trainer.model.device]
     devices += [server.model.device for server in (config.inference, config.teacher_inference) if server is not None]
     return all(device == "cpu" for device in devices)
 
 
-def place(config: RLConfig, visible: Sequence[int]) -> GpuAssignment:
+def assign_visible_gpus(config: RLConfig, visible: Sequence[int]) -> GpuAssignment:
     """Assign the visible GPUs to the processes."""
     num_serving = check_serving_gpus(config.inference, config.inference_gpu_ids, "inference")
     num_teacher = check_serving_gpus(config.teacher_inference, config.teacher_gpu_ids, "teacher")
@@ -93,9 +93,9 @@ def check_serving_gpus(server: InferenceConfig | None, ids: Sequence[int] | None
     return num_gpus
 
 
-def count_trainer_ranks(config: RLConfig, placement: GpuAssignment) -> int:
+def count_trainer_ranks(config: RLConfig, assignment: GpuAssignment) -> int:
     """One rank per GPU of the trainer; on the CPU the number of ranks of `trainer.parallel`."""
-    return len(placement.trainer) if placement.trainer is not None else config.trainer.parallel.num_ranks
+    return len(assignment.trainer) if assignment.trainer is not None else config.trainer.parallel.num_ranks
 
 
 def compute_environment(gpu_ids: Sequence[int] | None, num_compute: int) -> dict[str, str]:
@@ -106,23 +106,23 @@ def compute_environment(gpu_ids: Sequence[int] | None, num_compute: int) -> dict
     return {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": threads}
 
 
-def describe(placement: GpuAssignment) -> str:
+def describe_assignment(assignment: GpuAssignment) -> str:
     """One line that describes the devices of the processes."""
-    if placement.trainer is None:
+    if assignment.trainer is None:
         return f"all processes on the CPU ({num_cores()} cores)"
-    where = "elsewhere" if placement.inference is None else f"on GPU {placement.inference}"
-    text = f"trainer on GPU {placement.trainer}, inference {where}"
-    return text if placement.teacher is None else f"{text}, teacher on GPU {placement.teacher}"
+    where = "elsewhere" if assignment.inference is None else f"on GPU {assignment.inference}"
+    text = f"trainer on GPU {assignment.trainer}, inference {where}"
+    return text if assignment.teacher is None else f"{text}, teacher on GPU {assignment.teacher}"
 
 
-def explain_placement(config: RLConfig) -> list[str]:
+def explain_assignment(config: RLConfig) -> list[str]:
     """One line per process with its GPUs, as if the configured ones were visible."""
     from prime_rl.config import given_gpus
 
     given = [gpu for ids in given_gpus(config).values() for gpu in ids]
-    on_cpu = find_cpu_keys(config)
-    placement = GpuAssignment(None, None) if on_cpu else place(config, sorted({*given, *find_gpus()}))
-    if placement.trainer is None:
-        return [describe(placement)]
-    rows = {"inference": placement.inference, "teacher": placement.teacher, "trainer": placement.trainer}
+    on_cpu = is_on_cpu(config)
+    assignment = GpuAssignment(None, None) if on_cpu else assign_visible_gpus(config, sorted({*given, *find_gpus()}))
+    if assignment.trainer is None:
+        return [describe_assignment(assignment)]
+    rows = {"inference": assignment.inference, "teacher": assignment.teacher, "trainer": assignment.trainer}
     return [f"{name:<9} GPU {','.join(map(str, gpus))}" for name, gpus in rows.items() if gpus is not None]

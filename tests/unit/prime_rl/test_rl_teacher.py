@@ -209,22 +209,22 @@ def test_gpus_for_a_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[int] = []
     monkeypatch.setattr(gpus, "find_gpus", lambda: found)
     found[:] = [0, 1, 2]
-    assert gpus.choose_placement(parse(*CONTEXT)) == gpus.GpuAssignment((1,), (0,), (2,))
+    assert gpus.assign_gpus(parse(*CONTEXT)) == gpus.GpuAssignment((1,), (0,), (2,))
     found[:] = [0, 1]
-    assert gpus.choose_placement(parse(*CONTEXT)) == gpus.GpuAssignment((1,), (0,), (0,)), "it shares that of inference"
+    assert gpus.assign_gpus(parse(*CONTEXT)) == gpus.GpuAssignment((1,), (0,), (0,)), "it shares that of inference"
     with pytest.raises(ValueError, match=r"teacher_gpu_ids = \[1, 2\]"):
-        gpus.choose_placement(parse(*CONTEXT, "--teacher_gpu_ids", "1,2", "--teacher_inference.parallel.tp", "1",
+        gpus.assign_gpus(parse(*CONTEXT, "--teacher_gpu_ids", "1,2", "--teacher_inference.parallel.tp", "1",
                                   "--teacher_inference.parallel.dp", "1"))  # fmt: skip
     found.clear()
     with pytest.raises(ValueError, match="leave it out"):
-        gpus.choose_placement(parse(*CONTEXT, "--teacher_gpu_ids", "0"))
+        gpus.assign_gpus(parse(*CONTEXT, "--teacher_gpu_ids", "0"))
 
 
 def test_gpu_keys_are_ignored_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "find_gpus", lambda: [])
     cpu = ("--trainer.model.device", "cpu", "--inference.model.device", "cpu")
     config = parse(*CONTEXT, *cpu, *shlex.split(DOCUMENTED["001, 8 GPUs"]))
-    assert gpus.choose_placement(config) == gpus.GpuAssignment(None, None)
+    assert gpus.assign_gpus(config) == gpus.GpuAssignment(None, None)
     assert config.inference is not None and config.teacher_inference is not None
     assert config.inference.parallel.tp == config.teacher_inference.parallel.tp == 1
     assert sum("is for GPUs" in note for note in config.notes) == 2

@@ -24,7 +24,7 @@ from prime_rl.config import RLConfig
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.engine import GenerationRequest, SamplingParams
 from prime_rl.inference.sglang.protocol import MalformedResponse, StreamedCompletion, read_scores, renormalize
-from prime_rl.launcher.gpus import place
+from prime_rl.launcher.gpus import assign_visible_gpus
 from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.config import TrainConfig
 from prime_rl.transport.weights import publish_weights
@@ -450,8 +450,8 @@ def test_rl_leaves_all_gpus_to_the_trainer(tmp_path: Path) -> None:
     argv = ["--output-dir", str(tmp_path), "--inference.backend", "sglang"]
     argv += ["--inference.sglang.base-url", "http://localhost:1", "--trainer.parallel.dp", "2"]
     config = parse_argv(RLConfig, ["--model.name", "tiny-qwen3", *argv], "rl")[0]
-    placement = place(config, [0, 1])
-    assert placement.trainer == (0, 1) and placement.inference is None
+    assignment = assign_visible_gpus(config, [0, 1])
+    assert assignment.trainer == (0, 1) and assignment.inference is None
 
 
 def test_log_probs_are_corrected_for_tokens_left_out() -> None:

@@ -24,7 +24,7 @@ def visible(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_without_gpus_everything_is_on_the_cpu(visible: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert gpus.choose_placement(parse()) == gpus.GpuAssignment(None, None)
+    assert gpus.assign_gpus(parse()) == gpus.GpuAssignment(None, None)
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(gpus, "num_cores", lambda: 2)
     assert gpus.compute_environment(None, 2) == {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -36,34 +36,34 @@ def test_without_gpus_everything_is_on_the_cpu(visible: list[int], monkeypatch: 
 
 def test_gpu_ids_without_a_gpu_are_rejected_by_name(visible: list[int]) -> None:
     with pytest.raises(ValueError, match=r"trainer_gpu_ids .* leave it out"):
-        gpus.choose_placement(parse("--trainer_gpu_ids", "0"))
+        gpus.assign_gpus(parse("--trainer_gpu_ids", "0"))
 
 
 def test_gpus_are_shared_out(visible: list[int]) -> None:
     visible[:] = [3]
-    assert gpus.choose_placement(parse()) == gpus.GpuAssignment((3,), (3,))
+    assert gpus.assign_gpus(parse()) == gpus.GpuAssignment((3,), (3,))
     visible[:] = [0, 1, 2]
-    assert gpus.choose_placement(parse()) == gpus.GpuAssignment((1,), (0,))
-    assert gpus.choose_placement(parse("--trainer_gpu_ids", "0,1")) == gpus.GpuAssignment((0, 1), (0,))
-    assert gpus.choose_placement(parse("--inference_gpu_ids", "2")) == gpus.GpuAssignment((0,), (2,))
+    assert gpus.assign_gpus(parse()) == gpus.GpuAssignment((1,), (0,))
+    assert gpus.assign_gpus(parse("--trainer_gpu_ids", "0,1")) == gpus.GpuAssignment((0, 1), (0,))
+    assert gpus.assign_gpus(parse("--inference_gpu_ids", "2")) == gpus.GpuAssignment((0,), (2,))
     assert gpus.compute_environment((0, 1), 3)["CUDA_VISIBLE_DEVICES"] == "0,1"
     with pytest.raises(ValueError, match=r"inference_gpu_ids"):
-        gpus.choose_placement(parse("--inference_gpu_ids", "1,2"))
+        gpus.assign_gpus(parse("--inference_gpu_ids", "1,2"))
 
 
 def test_the_trainer_starts_a_rank_per_gpu(visible: list[int]) -> None:
     visible[:] = [0, 1, 2]
     one, two = parse(), parse("--trainer_gpu_ids", "0,1")
-    assert gpus.count_trainer_ranks(one, gpus.choose_placement(one)) == 1
+    assert gpus.count_trainer_ranks(one, gpus.assign_gpus(one)) == 1
     assert build_trainer_argv(Path("t.toml"), 1)[-2:] == ["@", "t.toml"]
-    assert gpus.count_trainer_ranks(two, gpus.choose_placement(two)) == 2
+    assert gpus.count_trainer_ranks(two, gpus.assign_gpus(two)) == 2
     assert build_trainer_argv(Path("t.toml"), 2)[-4:] == ["@", "t.toml", "--parallel.dp", "2"]
-    assert gpus.choose_placement(parse("--trainer.parallel.dp", "2")) == gpus.GpuAssignment((1, 2), (0,))
+    assert gpus.assign_gpus(parse("--trainer.parallel.dp", "2")) == gpus.GpuAssignment((1, 2), (0,))
     with pytest.raises(ValueError, match=r"trainer_gpu_ids = \[0, 1\], .*: trainer\.parallel\.dp is 3 but 2"):
-        gpus.choose_placement(parse("--trainer_gpu_ids", "0,1", "--trainer.parallel.dp", "3"))
+        gpus.assign_gpus(parse("--trainer_gpu_ids", "0,1", "--trainer.parallel.dp", "3"))
     with pytest.raises(ValueError, match=r"trainer\.parallel needs 3 ranks but inference leaves 2 of 3"):
-        gpus.choose_placement(parse("--trainer.parallel.dp", "3"))
-    assert gpus.choose_placement(parse("--trainer.parallel.tp", "2")) == gpus.GpuAssignment((1, 2), (0,))
+        gpus.assign_gpus(parse("--trainer.parallel.dp", "3"))
+    assert gpus.assign_gpus(parse("--trainer.parallel.tp", "2")) == gpus.GpuAssignment((1, 2), (0,))
     visible.clear()
     many = parse("--trainer.parallel.dp", "4")
-    assert gpus.count_trainer_ranks(many, gpus.choose_placement(many)) == 4
+    assert gpus.count_trainer_ranks(many, gpus.assign_gpus(many)) == 4
