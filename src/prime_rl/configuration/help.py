@@ -6,8 +6,7 @@ import ast
 import inspect
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -40,36 +39,18 @@ SPELLINGS = (
 )
 
 
-@dataclass(frozen=True)
-class Row:
-    """One key of the help page."""
-
-    name: str
-    type: str
-    value: str
-    meaning: str
-
-
-@dataclass(frozen=True)
-class HelpSection:
-    """The keys of one section."""
-
-    title: str
-    meaning: str
-    rows: list[Row]
+Row = tuple[str, str, str, str]
+"""Name, type, value and meaning of a key."""
 
 
 def render_help(prog: str, config_cls: type[BaseModel], config: BaseModel | None, summary: str) -> str:
     """The whole page; with `config`, its values and their sources replace the defaults."""
     sources: Mapping[str, str] = getattr(config, "provenance", {})
-    groups = list(
-        _groups(config_cls, config, (), f"Keys of {prog}", "written --KEY VALUE, or KEY = VALUE in a file", sources)
-    )
+    heading = f"Keys of {prog}  written --KEY VALUE, or KEY = VALUE in a file"
     blocks = [f"usage: {prog} [@ FILE.toml ...] [--KEY VALUE ...] [--dry-run] [--debug] [--help]"]
     blocks.append(textwrap.fill(summary, WIDTH))
     blocks += _introduction(prog, *_examples(config_cls))
-    blocks += ["\n".join(_group_lines(group)) for group in groups]
-    return "\n\n".join(blocks)
+    return "\n\n".join([*blocks, *_blocks(config_cls, config, (), heading, sources)])
 
 
 def _introduction(prog: str, key: str, value: str, section: str) -> list[str]:
@@ -90,38 +71,33 @@ def _examples(config_cls: type[BaseModel]) -> tuple[str, str, str]:
     return key, {"output_dir": "outputs"}.get(key, "100"), next(iter(sections), "section")
 
 
-def _groups(
-    config_cls: type[BaseModel],
-    config: BaseModel | None,
-    path: KeyPath,
-    title: str,
-    meaning: str,
-    sources: Mapping[str, str],
-) -> Iterator[HelpSection]:
+def _blocks(
+    config_cls: type[BaseModel], config: BaseModel | None, path: KeyPath, heading: str, sources: Mapping[str, str]
+) -> Iterator[str]:
+    """The text of a section, and of each section below it."""
     rows: list[Row] = []
-    below: list[HelpSection] = []
+    below: list[str] = []
     for name, field in config_cls.model_fields.items():
-        schema, value = field_schema(field), _value_of(field, config, name)
+        schema, value, meaning = field_schema(field), _value_of(field, config, name), describe_field(config_cls, name)
         if schema.kind == "section" or (schema.item and schema.item.kind == "section"):
-            below += _section_groups(describe_field(config_cls, name), schema, value, (*path, name), sources)
+            below += _section_blocks(meaning, schema, value, (*path, name), sources)
         else:
-            source = describe_source((*path, name), sources)
-            rows.append(_row(name, describe_field(config_cls, name), schema, value, source))
-    yield HelpSection(title, meaning, rows)
+            rows.append(_row(name, meaning, schema, value, describe_source((*path, name), sources)))
+    yield "\n".join(_lines(heading, rows))
     yield from below
 
 
-def _section_groups(
+def _section_blocks(
     meaning: str, schema: FieldSchema, value: Any, path: KeyPath, sources: Mapping[str, str]
-) -> Iterator[HelpSection]:
-    """Sections for a nested config, for each member of a union, or for each entry of a list of sections."""
+) -> Iterator[str]:
+    """Blocks of a nested config, of each member of a union, or of each entry of a list of sections."""
     key = ".".join(path)
     if schema.kind == "list" and schema.item:
         entries = list(value) if isinstance(value, list | tuple) and value else [None]
         for index, entry in enumerate(entries):
             section = type(entry) if entry is not None else schema.item.sections[0]
-            title, text = f"[[{key}]]", f"{meaning or _summary(section)} (--{key}.{index}.KEY)"
-            yield from _groups(section, entry, (*path, str(index)), title, text, sources)
+            heading = f"[[{key}]]  {meaning or _summary(section)} (--{key}.{index}.KEY)"
+            yield from _blocks(section, entry, (*path, str(index)), heading, sources)
         return
     for section in schema.sections:
         title = f"[{key}]"
@@ -131,9 +107,8 @@ def _section_groups(
             title += " (chosen)" if active else ""
         elif schema.optional and not active:
             title += f" off; --{key} turns it on"
-        yield from _groups(
-            section, value if active else None, path, title, meaning or _summary(section), sources if active else {}
-        )
+        heading = f"{title}  {meaning or _summary(section)}"
+        yield from _blocks(section, value if active else None, path, heading, sources if active else {})
 
 
 def _value_of(field: FieldInfo, config: BaseModel | None, name: str) -> Any:
@@ -179,7 +154,7 @@ def _row(name: str, meaning: str, schema: FieldSchema, value: Any, source: str) 
     shown = "(required)" if value is REQUIRED else "unset" if value is None else render_value(value)
     if len(shown) > VALUE_WIDTH:
         shown = f"{shown[: VALUE_WIDTH // 3]}...{shown[-(VALUE_WIDTH - VALUE_WIDTH // 3 - 3) :]}"
-    return Row(name, kind, shown, meaning if source == "default" else f"({_short(source)}) {meaning}")
+    return name, kind, shown, (meaning if source == "default" else f"({_short(source)}) {meaning}")
 
 
 def _short(source: str) -> str:
@@ -187,13 +162,12 @@ def _short(source: str) -> str:
     return ", ".join(part.rsplit("/", 1)[-1] for part in source.split(", "))
 
 
-def _group_lines(group: HelpSection) -> Iterator[str]:
-    yield from _wrap(f"{group.title}  {group.meaning}", WIDTH, "    ")
-    columns = [[row.name, row.type, row.value] for row in group.rows]
-    widths = [max(map(len, column)) for column in zip(*columns, strict=True)]
-    for row, cells in zip(group.rows, columns, strict=True):
-        left = "  " + "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
-        first, *more = _wrap(row.meaning, max(WIDTH - len(left) - 2, 30))
+def _lines(heading: str, rows: Sequence[Row]) -> Iterator[str]:
+    yield from _wrap(heading, WIDTH, "    ")
+    widths = [max(map(len, column)) for column in zip(*(row[:3] for row in rows), strict=True)]
+    for row in rows:
+        left = "  " + "  ".join(cell.ljust(width) for cell, width in zip(row[:3], widths, strict=True))
+        first, *more = _wrap(row[3], max(WIDTH - len(left) - 2, 30))
         yield f"{left}  {first}".rstrip()
         yield from (" " * (len(left) + 2) + line for line in more)
 

@@ -62,10 +62,6 @@ class Layout:
     places: tuple[Node, ...]
     tasks: tuple[Task, ...]
 
-    def find_tasks(self, place: int) -> list[Task]:
-        """Tasks of a place."""
-        return [task for task in self.tasks if place in task.places]
-
 
 def lay_out_ranks(name: str, module: str, config: str, nodes: NodesConfig, num_ranks: int) -> Task:
     """A trainer task with `num_ranks` ranks, spread evenly over the first places."""

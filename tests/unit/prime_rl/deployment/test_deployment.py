@@ -135,7 +135,7 @@ def test_tasks_on_a_node_share_no_gpu_or_port() -> None:
     for kind in KINDS:
         layout, _ = make(kind, *WIDE, *TEACHER, "--deployment.num-teacher-nodes", "2")
         for place in range(len(layout.places)):
-            tasks = layout.find_tasks(place)
+            tasks = [task for task in layout.tasks if place in task.places]
             gpus = [gpu for task in tasks for gpu in task.gpus or ()]
             ports = [task.port for task in tasks if task.port]
             assert len(set(gpus)) == len(gpus) and len(set(ports)) == len(ports)
