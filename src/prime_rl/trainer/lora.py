@@ -66,7 +66,7 @@ class Adapter:
 def lora_delta(
     x: Float[Tensor, "tokens in"], a: Float[Tensor, "rank in"], b: Float[Tensor, "out rank"], scale: float
 ) -> Float[Tensor, "tokens out"]:
-    """scale * B (A x). With at least `attention.min_rows` tokens, bit-identical for any number of tokens."""
+    """scale * B (A x). With at least `numerics.min_rows` tokens, bit-identical for any number of tokens."""
     if missing := max(MIN_RANK - a.shape[0], 0):  # zero rows do not change the result
         a, b = F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))
     # Scale separately: fused into the following addition it would be rounded once instead of twice.
