@@ -93,6 +93,11 @@ class AnnealConfig(BaseConfig):
         return self
 
 
+def _from_preset(option: str, **constraints: Any) -> Any:
+    """A field that is an option of the preset `type` unless it is set."""
+    return Field(default_factory=lambda values: getattr(PRESETS[values.get("type", "custom")], option), **constraints)
+
+
 class LossConfig(BaseConfig):
     """The policy objective: a preset (docs/algorithms.md) whose fields can be overridden.
 
@@ -104,22 +109,22 @@ class LossConfig(BaseConfig):
     ] = "aipo"
     """Preset. Its baseline and scaling are also the defaults of orchestrator.advantage in rl."""
 
-    ratio: Literal["none", "token", "geometric", "arithmetic", "product"] | None = None
+    ratio: Literal["none", "token", "geometric", "arithmetic", "product"] | None = _from_preset("ratio")
     """Importance ratio: per token, or per sequence as the mean (geometric, arithmetic) or product of token ratios."""
 
-    delta: float | None = Field(default=None, gt=0)
+    delta: float | None = _from_preset("ratio_cap", gt=0)
     """Cap on the importance ratio (aipo, opo, rloo)."""
 
-    clip_low: float | None = Field(default=None, ge=0, le=1)
+    clip_low: float | None = _from_preset("clip_low", ge=0, le=1)
     """Lower clip range: 1 - clip_low (grpo, gspo, cispo, ppo, dapo, dr_grpo)."""
 
-    clip_high: float | None = Field(default=None, ge=0)
+    clip_high: float | None = _from_preset("clip_high", ge=0)
     """Upper clip range: 1 + clip_high (same presets)."""
 
-    dual_clip: float | None = Field(default=None, gt=1)
+    dual_clip: float | None = _from_preset("dual_clip", gt=1)
     """Dual clip: bound the loss at -dual_clip A for negative advantages A (grpo, gspo, ppo, dapo, dr_grpo)."""
 
-    prob_bound: float | None = Field(default=None, gt=0, le=1)
+    prob_bound: float | None = _from_preset("prob_bound", gt=0, le=1)
     """Mask tokens whose probability moved further than this in the direction of their advantage (dppo)."""
 
     token_mask_low: float | None = Field(default=None, ge=0)
@@ -156,7 +161,7 @@ class LossConfig(BaseConfig):
     sampler_tau: float = Field(default=0.0, ge=0)
     """KL penalty to the sampling policy: weight of the log-ratio subtracted from the advantage."""
 
-    kl_tau: float | None = Field(default=None, ge=0)
+    kl_tau: float | None = _from_preset("kl_tau", ge=0)
     """Weight of the squared log-ratio in the loss."""
 
     ref_kl_tau: float = Field(default=0.0, ge=0)
@@ -168,7 +173,7 @@ class LossConfig(BaseConfig):
     entropy_tau: float = 0.0
     """Weight of the entropy bonus."""
 
-    normaliser: Literal["tokens", "sequences", "sums", "constant"] | None = None
+    normaliser: Literal["tokens", "sequences", "sums", "constant"] | None = _from_preset("normaliser")
     """Loss aggregation: token mean, or mean over sequences of means (sequences), sums (sums) or sums / max_tokens
     (constant)."""
 
@@ -209,16 +214,6 @@ class LossConfig(BaseConfig):
             )
         if self.max_tokens is not None and (self.normaliser or preset.normaliser) != "constant":
             raise ValueError("max_tokens is the divisor of normaliser constant: remove it, or set that normaliser")
-        return self
-
-    @model_validator(mode="after")
-    def _follow_preset(self) -> LossConfig:
-        """Fill unset fields from the preset, so that the resolved config is complete."""
-        unset = [name for name in BOUND_OPTIONS if name not in self.model_fields_set]
-        unset += [name for name in ("ratio", "kl_tau", "normaliser") if getattr(self, name) is None]
-        for name in unset:
-            # Bypass __setattr__, which would mark the field as set and keep its value when the type changes.
-            self.__dict__[name] = getattr(PRESETS[self.type], BOUND_OPTIONS.get(name, name))
         return self
 
 

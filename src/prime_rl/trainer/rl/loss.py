@@ -20,10 +20,11 @@ from rollouts.training.types import Sample
 def build_objective(config: LossConfig, longest: int) -> Objective:
     """The preset `loss.type` with the options of the config; `longest` is the maximum response length."""
     options = config.model_dump(exclude={"type", "import_path", "kwargs", "distill", "anneal"})
-    options["student_tau"] = config.teacher_tau if config.student_tau is None else config.student_tau
-    if config.normaliser == "constant":
-        options["max_tokens"] = config.max_tokens or longest
     preset = PRESETS[config.type]
+    options |= {name: getattr(preset, name) for name in ("ratio", "kl_tau", "normaliser") if options[name] is None}
+    options["student_tau"] = config.teacher_tau if config.student_tau is None else config.student_tau
+    if options["normaliser"] == "constant":
+        options["max_tokens"] = config.max_tokens or longest
     distill = config.distill
     estimator: Estimator = "topk+tail" if distill.estimator == "auto" else distill.estimator
     options["distill"] = DistillChoice(estimator, distill.direction, distill.jsd_beta, distill.clip)
