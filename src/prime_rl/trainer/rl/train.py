@@ -30,8 +30,8 @@ def train(config: TrainConfig) -> int:
         return run_bench(config, train)
     from prime_rl.telemetry.health_checks import TrainerHealthChecks
     from prime_rl.trainer.rl.data import apply_reference_regularization, build_batches, check_batch
-    from prime_rl.trainer.rl.logprob_recorder import record_when_due
-    from prime_rl.trainer.rl.loss import LossSchedule, build_loss
+    from prime_rl.trainer.rl.logprob_recorder import LogprobRecorder
+    from prime_rl.trainer.rl.loss import build_loss_schedule
     from prime_rl.trainer.run import build_run
     from rollouts.training.rl_losses import compute_sequence_kl_advantages
 
@@ -40,8 +40,8 @@ def train(config: TrainConfig) -> int:
     backend, timer = run.backend, run.timer
     vocab_size = backend.model.config.vocab_size
     batches = build_batches(config, vocab_size)
-    loss = build_loss(config.loss, config.model.seq_len)
-    schedule = LossSchedule(loss, config.loss, run.progress.get("teacher_distance", 0.0))
+    schedule = build_loss_schedule(config.loss, config.model.seq_len, run.progress.get("teacher_distance", 0.0))
+    recorder = LogprobRecorder(config.output_dir, config.record_logprobs if backend.mesh.is_reporting_rank else None)
     if config.ckpt is not None and config.ckpt.resume_step is not None:
         run.publisher.publish_start(run.first_step - 1)
     health_checks = TrainerHealthChecks(config.max_async_level, adapter=config.model.lora is not None)
@@ -54,10 +54,7 @@ def train(config: TrainConfig) -> int:
             step_loss, loss_metrics = schedule.loss_for_step(step, samples)
             samples = compute_sequence_kl_advantages(apply_reference_regularization(samples), step_loss.objective)
             share = run.pack(samples, config.model.seq_len)
-        recording = record_when_due(
-            step_loss, config, step, samples, share.micros, is_reporting_rank=backend.mesh.is_reporting_rank
-        )
-        with timer("forward_backward"), recording as recorded_loss:
+        with timer("forward_backward"), recorder.record(step_loss, step, samples, share.micros) as recorded_loss:
             stats = backend.forward_backward(share.micros, recorded_loss)
             report = backend.optim_step(stats)
         with timer("broadcast_weights"):
