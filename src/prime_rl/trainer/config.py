@@ -208,7 +208,7 @@ class TrainConfig(TrainerConfig):
     """EMA decay: maintain a moving average of the weights and publish it as average/step_N; set by rl when the teacher
     weights are "ema"."""
 
-    record_logprobs: int | None = Field(default=None, ge=1)
+    logprob_dump_interval: int | None = Field(default=None, ge=1)
     """Interval, in steps, of writing per-token trainer log-probs to trainer_logprobs.jsonl for `monitor`."""
 
     @model_validator(mode="after")

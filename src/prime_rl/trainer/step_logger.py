@@ -18,7 +18,7 @@ WAITING = "wait_for_batch"
 CONSOLE_METRICS = {
     "Loss": "loss/mean",
     "Teacher KL": "teacher_kl/mean",
-    "Anchor KL": "anchor_kl/mean",
+    "Reference KL": "reference_kl/mean",
     "Entropy": "entropy/mean",
     "Mismatch KL": "mismatch_kl/mean",
 }

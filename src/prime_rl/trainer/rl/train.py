@@ -41,7 +41,8 @@ def train(config: TrainConfig) -> int:
     vocab_size = backend.model.config.vocab_size
     batches = build_batches(config, vocab_size)
     schedule = build_loss_schedule(config.loss, config.model.seq_len, run.progress.get("teacher_distance", 0.0))
-    recorder = LogprobRecorder(config.output_dir, config.record_logprobs if backend.mesh.is_reporting_rank else None)
+    interval = config.logprob_dump_interval if backend.mesh.is_reporting_rank else None
+    recorder = LogprobRecorder(config.output_dir, interval)
     if config.ckpt is not None and config.ckpt.resume_step is not None:
         run.publisher.publish_start(run.first_step - 1)
     health_checks = TrainerHealthChecks(config.max_async_level, adapter=config.model.lora is not None)
