@@ -27,6 +27,9 @@ from torch import Tensor
 MIN_TOKENS = 4
 """Minimum tokens of a pack, rows of a chunk of the output head, and rows of loss tokens."""
 
+MIN_RANK = 4
+"""Minimum rank of a LoRA product: GEMM also chooses its kernel by the number of outputs."""
+
 ONEDNN_MIN_ROWS = 2
 """Minimum rows of a oneDNN product, measured on two kinds of CPU (see `rollouts.kernels.linear`)."""
 
