@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.transport.weights import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, PEFT_PREFIX
 from rollouts.kernels.linear import linear
-from rollouts.training.numerics import MIN_RANK, pad_rows
 from rollouts.training.json_files import read_json_file
+from rollouts.training.numerics import MIN_RANK, pad_rows
 
 DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 EXPERT_MATRICES = ("gate_proj", "up_proj", "down_proj")
