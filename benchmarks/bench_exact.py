@@ -29,7 +29,7 @@ from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_nam
 from prime_rl.trainer.models.decoder_config import DecoderConfig  # noqa: E402
 from rollouts.kernels.cpu import arithmetic_dtype  # noqa: E402
 from rollouts.kernels.linear import linear  # noqa: E402
-from rollouts.training.batching import MIN_TOKENS  # noqa: E402
+from rollouts.training.numerics import MIN_TOKENS  # noqa: E402
 
 VOCAB, MAX_LEN, NUM_VERSIONS = 320, 768, 3
 SHAPES = {  # hidden, layers, heads, key heads, head dim, inner

@@ -172,8 +172,8 @@ class Trainer:
 
     def resume(self, manager: Any) -> int:
         """Take over the last checkpoint of this model; returns its step."""
-        from nanochat.checkpoint_manager import find_checkpoint, load_state, read_progress, read_tensors
-        from rollouts.training.backends.checkpoint import restore_optimizer
+        from nanochat.checkpoint_manager import find_checkpoint, load_state, read_progress
+        from rollouts.training.backends.checkpoint import read_tensors, restore_optimizer
 
         place = find_checkpoint("prime_rl", self.tag)
         moments, state = read_progress(place.directory)

@@ -16,6 +16,7 @@ from torch import Tensor
 from nanochat.common import get_base_dir, resolve_device
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.tokenizer import NanochatTokenizer, get_tokenizer
+from rollouts.training.backends.checkpoint import read_tensors
 from rollouts.training.json_files import read_json_file
 from rollouts.training.steps import complete_steps, parse_step, publish_step, step_path
 
@@ -166,16 +167,6 @@ def read_progress(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise ValueError(f"{directory} holds a model and no progress: use it as --source instead of --resume")
     state = read_json_file(directory / STATE_FILE)
     return read_tensors(directory / OPTIMIZER_FILE), state
-
-
-def read_tensors(path: Path) -> dict[str, Any]:
-    """Load a torch zip file with tensors and plain values only (no code)."""
-    try:
-        tensors: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many types for damaged or unsafe files
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"{path} cannot be read as a file of tensors: {reason}") from error
-    return tensors
 
 
 def _write_aside(path: Path, write: Callable[[Path], object]) -> None:

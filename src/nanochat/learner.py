@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Int
+from msgspec import structs
 from torch import Tensor
 
 from nanochat.common import autocast
 from nanochat.gpt import GPT, causal_attention
 from rollouts.training.backends.ranks import Ranks
 from rollouts.training.backends.step import OptimizerStep, StepReport
+from rollouts.training.batching import pad_samples
 from rollouts.training.rl_losses import LossInputs, LossOutput, PolicyLoss, TokenStats, nll_loss
 from rollouts.training.sampling import keep_top_k
 from rollouts.training.types import Sample
@@ -104,21 +106,22 @@ class NanochatTrainer:
     def _compute_loss(self, samples: Sequence[Sample]) -> LossOutput:
         device = self.model.get_device()
         rows = _pad(samples, device)
-        at = rows.loss_mask > 0  # positions of the labels
-        labels, temperature = rows.labels[at], rows.temperature[at.nonzero()[:, 0]]
+        at = rows["loss_mask"] > 0  # positions of the labels
+        labels, sequence = rows["labels"][at], at.nonzero()[:, 0]
+        temperature = torch.tensor([s.temperature for s in samples], device=device)[sequence]
         with autocast(device, self.dtype):
-            logprobs, entropy = _score(self.model, rows.tokens, at, labels, temperature, self.top_k)
+            logprobs, entropy = _score(self.model, rows["input_ids"], at, labels, temperature, self.top_k)
         reference = None
         if self.reference is not None:
             with torch.no_grad(), autocast(device, self.dtype):
-                reference, _ = _score(self.reference, rows.tokens, at, labels, temperature, self.top_k)
+                reference, _ = _score(self.reference, rows["input_ids"], at, labels, temperature, self.top_k)
         out = self.loss(
             LossInputs(
                 trainer_logprobs=logprobs,
-                inference_logprobs=rows.inference_logprobs[at],
-                advantages=rows.advantages[at],
-                loss_mask=rows.loss_mask[at],
-                sequence=at.nonzero()[:, 0],
+                inference_logprobs=rows["old_log_probs"][at],
+                advantages=rows["advantages"][at],
+                loss_mask=rows["loss_mask"][at],
+                sequence=sequence,
                 teacher_logprobs=reference,
                 entropy=entropy,
                 num_sequences=len(samples),
@@ -152,32 +155,11 @@ def _score(
     return table.gather(-1, labels[:, None])[:, 0], entropy
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Samples padded to one width; streams are aligned with the next token, so the last column is empty."""
-
-    tokens: Int[Tensor, "rows width"]
-    labels: Int[Tensor, "rows width"]
-    loss_mask: Float[Tensor, "rows width"]
-    advantages: Float[Tensor, "rows width"]
-    inference_logprobs: Float[Tensor, "rows width"]
-    temperature: Float[Tensor, " rows"]
-
-
-def _pad(samples: Sequence[Sample], device: torch.device) -> _Rows:
-    width = max(len(s.tokens) for s in samples)
-
-    def rectangle(streams: list[list[float]] | list[list[int]], dtype: torch.dtype) -> Tensor:
-        return torch.tensor([[*row, *[0] * (width - len(row))] for row in streams], dtype=dtype, device=device)
-
-    def shifted(streams: list[list[float]]) -> Tensor:
-        return rectangle([row[1:] for row in streams], torch.float32)
-
-    return _Rows(
-        rectangle([s.tokens for s in samples], torch.long),
-        rectangle([s.tokens[1:] for s in samples], torch.long),
-        shifted([s.loss_mask for s in samples]),
-        shifted([s.advantages or [0.0] * len(s.tokens) for s in samples]),
-        shifted([s.inference_logprobs or [0.0] * len(s.tokens) for s in samples]),
-        torch.tensor([s.temperature for s in samples], device=device),
-    )
+def _pad(samples: Sequence[Sample], device: torch.device) -> dict[str, Tensor]:
+    """`pad_samples` on the device; streams that a sample lacks are 0."""
+    zeros = [[0.0] * len(s.tokens) for s in samples]
+    filled = [
+        structs.replace(s, advantages=s.advantages or zero, inference_logprobs=s.inference_logprobs or zero)
+        for s, zero in zip(samples, zeros, strict=True)
+    ]
+    return {name: stream.to(device) for name, stream in pad_samples(filled).items()}

@@ -53,14 +53,14 @@ async def run(single: Path, root: Path) -> None:
         results["exact"][name] = reports
     continued = build(root / "continued", checkpoint_path=single)
     facts = torch.tensor([continued.current_step, len(await continued.get_weights())])
-    table = torch.stack(continued._inner.ranks.gather(facts)).tolist()
+    table = torch.stack(continued.ranks.gather(facts)).tolist()
     results["continued"], results["num_tensors"] = map(list, zip(*table, strict=True))
     half = build(root / "half", gradient_checkpointing=True)
     batch = {key: value[rank::2] for key, value in build_batch(4, 0).items()}
     loss = (await half.forward_backward(batch))["loss"]
     results["bfloat16"] = {"loss": loss, "param_dtype": str(next(half.model.parameters()).dtype)}
     words = await half.broadcast(b"hello" if rank == 0 else b"")
-    gathered = half._inner.ranks.gather(torch.tensor(list(words), dtype=torch.uint8))
+    gathered = half.ranks.gather(torch.tensor(list(words), dtype=torch.uint8))
     results["broadcast"] = [bytes(part.tolist()).decode() for part in gathered]
     if rank == 0:
         (root / "results.json").write_text(json.dumps(results))

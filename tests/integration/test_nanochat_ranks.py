@@ -15,8 +15,8 @@ import pytest
 import torch
 from test_docs_nanochat import ROOT, save_model
 
-from nanochat.checkpoint_manager import read_tensors
 from nanochat.gpt import GPT
+from rollouts.training.backends.checkpoint import read_tensors
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ARGUMENTS = (

@@ -141,6 +141,7 @@ def key_of(location: tuple[int | str, ...], root: FieldSchema) -> tuple[KeyPath,
 
 def translate(errors: list[ErrorDetails], root: FieldSchema, sources: Mapping[str, str], prog: str) -> ConfigError:
     """Convert the first pydantic error to a `ConfigError`, with a count of the others."""
+    errors = [error for error in errors if error["type"] != "default_factory_not_called"]  # derived from a wrong value
     error = errors[0]
     path, schema = key_of(error["loc"], root)
     source = find_source(path, sources)

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from prime_rl.configuration.render import describe_source, render_value
-from prime_rl.configuration.schema import FieldSchema, KeyPath, field_schema
+from prime_rl.configuration.schema import FieldSchema, KeyPath, default_of, field_schema
 
 WIDTH = 100
 VALUE_WIDTH = 26
@@ -116,8 +116,7 @@ def _value_of(field: FieldInfo, config: BaseModel | None, name: str) -> Any:
         return getattr(config, name)
     if field.is_required():
         return REQUIRED
-    # get_default would copy the default; it is only read here.
-    return field.default if field.default_factory is None else field.get_default(call_default_factory=True)
+    return default_of(field)
 
 
 def _summary(section: type[BaseModel]) -> str:

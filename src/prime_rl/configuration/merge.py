@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from prime_rl.configuration.errors import COMMAND_LINE, explain, fail, name_key, unknown_key, wrong_value
-from prime_rl.configuration.schema import FieldSchema, KeyPath, child, fields_of, section_schema, variant
+from prime_rl.configuration.schema import FieldSchema, KeyPath, child, default_of, fields_of, section_schema, variant
 
 Label = Callable[[KeyPath], str]
 TRUE_WORDS = ("true", "yes", "on", "1")
@@ -71,9 +71,9 @@ def read_text(text: str, schema: FieldSchema) -> Any:
 def plain(value: Any) -> Any:
     """A configuration value as tables, lists and single values."""
     if isinstance(value, BaseModel):
-        # Unset fields with default None are derived from other keys by validators, which will run again.
+        # Unset fields without a fixed default are derived from other keys by validation, which will run again.
         fields, was_set = type(value).model_fields, value.model_fields_set
-        names = [name for name, field in fields.items() if name in was_set or field.default is not None]
+        names = [name for name, field in fields.items() if name in was_set or default_of(field) is not None]
         return {name: plain(getattr(value, name)) for name in names}
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
@@ -210,7 +210,7 @@ class ConfigBuilder:
             schema = child(schema, part) if schema else None
             if isinstance(owner, type) and issubclass(owner, BaseModel):
                 field = owner.model_fields[part]
-                owner = None if field.is_required() else field.get_default(call_default_factory=True)
+                owner = None if field.is_required() else default_of(field)
             else:
                 owner = getattr(owner, part, None)
             if owner is None and schema and schema.kind == "section":

@@ -18,6 +18,13 @@ KeyPath = tuple[str, ...]
 WORDS: dict[Any, str] = {int: "int", float: "float", str: "str", bool: "bool", Path: "path", Any: "any"}
 
 
+def default_of(field: FieldInfo) -> Any:
+    """The default of a field, not copied; None if it is derived from other fields."""
+    if field.default_factory is None:
+        return field.default
+    return None if field.default_factory_takes_validated_data else field.get_default(call_default_factory=True)
+
+
 @dataclass(frozen=True)
 class FieldSchema:
     """The kind of value at one key; `annotation` is the type that pydantic validates a single value against."""

@@ -312,7 +312,7 @@ def build_backend(config: TrainConfig | SFTConfig) -> Backend:
     placement = resolve_placement(
         config.model, int(environ.get("LOCAL_RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
     )
-    ranks = init_process_group(config, placement.device)
+    ranks = init_process_group(config.parallel, config.dist_timeout_seconds, placement.device)
     mesh = build_mesh(config.parallel, ranks)
     torch.manual_seed(config.seed + ranks.rank // mesh.tp.size)  # replicated parameters need the same dropout
     model, model_dir = load_model(config.model, placement, config.seed, sharded=ranks.size > 1)

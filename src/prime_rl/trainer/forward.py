@@ -16,7 +16,8 @@ from prime_rl.trainer.parallel.context_parallel import ContextShare, count_slots
 from prime_rl.trainer.parallel.pipeline_parallel import PackedInputs
 from prime_rl.trainer.parallel.tensor_parallel import vocab_part
 from prime_rl.trainer.parallel_dims import Mesh
-from rollouts.training.batching import MIN_TOKENS, MicroBatch, TensorBatch
+from rollouts.training.batching import MicroBatch, TensorBatch
+from rollouts.training.numerics import MIN_TOKENS, pad_rows
 from rollouts.training.rl_losses import LossInputs, compute_head_logprobs, compute_head_table
 
 
@@ -77,10 +78,9 @@ def prepare_forward(
 
 def count_tokens(micro: MicroBatch, mesh: Mesh) -> int:
     """Number of tokens of a micro-batch after padding."""
-    num = len(micro.input_ids)
     if mesh.cp.size > 1:
         return count_slots(micro, mesh.cp, mesh.dims.cp_style)
-    return num if num >= MIN_TOKENS else num + MIN_TOKENS
+    return max(len(micro.input_ids), MIN_TOKENS)
 
 
 def gather_loss_inputs(
@@ -126,7 +126,7 @@ def compute_head(
     mesh: Mesh,
 ) -> tuple[Float[Tensor, " rows"], Float[Tensor, " rows"]]:
     """Log-probs of the labels, and entropies, at `rows` of the hidden states."""
-    padded = _pad_row_indices(rows)
+    padded = pad_rows(rows, MIN_TOKENS)
     part = vocab_part(model.config.vocab_size, mesh.tp) if mesh.tp.size > 1 else None
     logprobs, entropy = compute_head_logprobs(
         hidden[padded],
@@ -147,14 +147,9 @@ def compute_table(
     model: CausalLM,
 ) -> Float[Tensor, "rows outcomes"]:
     """Log-probs of the tokens `ids` and of the remainder, or of all tokens, at `rows` of the hidden states."""
-    padded = _pad_row_indices(rows)
+    padded = pad_rows(rows, MIN_TOKENS)
     table = compute_head_table(hidden[padded], model.lm_head.weight, temperature[padded], _pad_ids(ids, padded))
     return table[: len(rows)]
-
-
-def _pad_row_indices(rows: Int[Tensor, " rows"]) -> Int[Tensor, " padded"]:
-    """Pad to MIN_TOKENS rows: smaller matrix products round differently (see `attention.min_rows`)."""
-    return rows if len(rows) >= MIN_TOKENS else torch.cat((rows, rows.new_zeros(MIN_TOKENS)))
 
 
 def _pad_ids(ids: Int[Tensor, "chosen k"] | None, rows: Int[Tensor, " rows"]) -> Int[Tensor, "rows k"] | None:

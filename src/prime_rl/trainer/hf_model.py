@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from prime_rl.runtime.tokenizer import resolve_model_dir
 from prime_rl.trainer.lora import Adapter, load_adapter, merge_adapter, untie_head
-from prime_rl.trainer.models.attention import AttentionBackend, PackedAttention, pad_rows
+from prime_rl.trainer.models.attention import AttentionBackend, PackedAttention, pad_sequences
 from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.transport.weights import ADAPTER_CONFIG_FILE, read_index
@@ -58,7 +58,9 @@ class HFCausalLM(CausalLM):
     ) -> Float[Tensor, "tokens hidden"]:
         assert isinstance(attend, PackedAttention)
         lengths = attend.lengths
-        rows, valid = (t.to(input_ids.device) for t in pad_rows(lengths, torch.arange(len(input_ids)), max(lengths)))
+        rows, valid = (
+            t.to(input_ids.device) for t in pad_sequences(lengths, torch.arange(len(input_ids)), max(lengths))
+        )
         places = {"position_ids": positions[rows]} if self._takes_positions else {}
         out = self.backbone(input_ids=input_ids[rows], attention_mask=valid.long(), use_cache=False, **places)
         hidden: Tensor = out.last_hidden_state[valid]

@@ -25,13 +25,11 @@ from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.transport.weights import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, PEFT_PREFIX
 from rollouts.kernels.linear import linear
 from rollouts.training.json_files import read_json_file
+from rollouts.training.numerics import MIN_RANK, pad_rows
 
 DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 EXPERT_MATRICES = ("gate_proj", "up_proj", "down_proj")
 """Not adapted in mixture-of-experts models, not even in dense layers: `peft` maps these names to the experts."""
-
-MIN_RANK = 4
-"""Minimum rank of the products: with fewer rows GEMM uses other kernels, whose rounding depends on the batch size."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +64,9 @@ class Adapter:
 def lora_delta(
     x: Float[Tensor, "tokens in"], a: Float[Tensor, "rank in"], b: Float[Tensor, "out rank"], scale: float
 ) -> Float[Tensor, "tokens out"]:
-    """scale * B (A x). With at least `attention.min_rows` tokens, bit-identical for any number of tokens."""
+    """scale * B (A x). With at least `numerics.min_rows` tokens, bit-identical for any number of tokens."""
     if missing := max(MIN_RANK - a.shape[0], 0):  # zero rows do not change the result
-        a, b = F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))
+        a, b = pad_rows(a, MIN_RANK), F.pad(b, (0, missing))
     # Scale separately: fused into the following addition it would be rounded once instead of twice.
     return linear(linear(x, a), b) * scale
 

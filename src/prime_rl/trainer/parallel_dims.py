@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from prime_rl.trainer.config import ParallelDims, SFTConfig, TrainConfig
+from prime_rl.trainer.config import ParallelDims
 from rollouts.training.backends.ranks import Ranks
 
 __all__ = [
@@ -76,17 +76,16 @@ def count_ranks(parallel: ParallelDims, environ: Mapping[str, str]) -> int:
     return started
 
 
-def init_process_group(config: TrainConfig | SFTConfig, device: torch.device) -> Ranks:
+def init_process_group(parallel: ParallelDims, timeout_s: float, device: torch.device) -> Ranks:
     """Initialize the process group: gloo for CPUs, NCCL for GPUs; a single rank needs none.
 
-    An existing process group is reused. `TimeoutError` when the ranks do not connect within `dist_timeout_seconds`.
+    An existing process group is reused. `TimeoutError` when the ranks do not connect within `timeout_s`.
     """
-    size = count_ranks(config.parallel, os.environ)
+    size = count_ranks(parallel, os.environ)
     if size == 1:
         return Ranks(device=device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    timeout_s = config.dist_timeout_seconds
     try:
         if not dist.is_initialized():
             dist.init_process_group(

@@ -88,17 +88,19 @@ def run_bench(config: Config, train: Callable[[Config], int]) -> int:
 
 
 @contextmanager
-def record_profile(config: TrainConfig | SFTConfig, device: torch.device, rank: int = 0) -> Iterator[None]:
-    """Write the trace and memory snapshot, if configured, when the run ends or fails.
+def record_profile(
+    trace_dir: Path | None, memory_dir: Path | None, device: torch.device, rank: int = 0
+) -> Iterator[None]:
+    """Write the trace and memory snapshot to these directories, if any, when the run ends or fails.
 
     `ValueError` for a memory snapshot without a GPU.
     """
-    if config.memory_profiler_path is not None and device.type != "cuda":
+    if memory_dir is not None and device.type != "cuda":
         raise ValueError(
             "memory_profiler_path records the allocations of a GPU, and this run computes on the CPU: leave it out, "
             "the peak is in perf/peak_memory, and trace_path shows what each operation allocates"
         )
-    with _trace(config.trace_path, device, rank), _memory(config.memory_profiler_path, rank):
+    with _trace(trace_dir, device, rank), _memory(memory_dir, rank):
         yield
 
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, mod
 
 from prime_rl.configuration.errors import ConfigError, translate
 from prime_rl.configuration.merge import ConfigBuilder
-from prime_rl.configuration.schema import field_schema, variant
+from prime_rl.configuration.schema import default_of, field_schema, variant
 from prime_rl.configuration.sources import apply_options, read_arguments, read_environment, read_file
 
 __all__ = [
@@ -59,7 +59,7 @@ class BaseConfig(BaseModel):
         for name, field in cls.model_fields.items():
             if not isinstance(data.get(name), dict) or field.is_required():
                 continue
-            default = field.get_default(call_default_factory=True)
+            default = default_of(field)
             if not isinstance(default, BaseModel):
                 continue
             given, schema = data[name], field_schema(field)

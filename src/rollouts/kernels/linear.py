@@ -1,8 +1,9 @@
 """Batch-invariant matrix products on a CPU with oneDNN.
 
 Measured for fp32 (torch 2.13, two kinds of CPU with AVX-512): 2.3 times the speed of `F.linear`, and a row has the same
-bits for every number of rows from `MIN_ROWS` on, for one or two threads, for plain, packed and concatenated weights.
-`F.linear` itself needs 4 rows on one of the CPUs and, for long sums, 16 on the other.
+bits for every number of rows from `ONEDNN_MIN_ROWS` on (see `rollouts.training.numerics`), for one or two threads, for
+plain, packed and concatenated weights. `F.linear` itself needs 4 rows on one of the CPUs and, for long sums, 16 on the
+other.
 
 oneDNN compiles a kernel for every new shape (about 0.5 ms and 400 kB each) and torch caches the last thousand.
 `round_rows` limits the number of shapes, so that a server's memory stays flat and most products hit the cache.
@@ -19,8 +20,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-MIN_ROWS = 2
-"""A single row uses another code path (matrix-vector) with another order of summation."""
+from rollouts.training.numerics import ONEDNN_MIN_ROWS, pad_rows, round_up
 
 BACKWARD_ROWS = 64
 """Below this many rows oneDNN's copies of its operands cost more than it gains in the backward pass."""
@@ -38,13 +38,7 @@ def round_rows(rows: int) -> int:
     if rows <= EXACT_SIZES:
         return rows
     grain = max(1 << (rows.bit_length() - 4), GRAIN)
-    return -(-rows // grain) * grain
-
-
-def pad_rows(x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rounded inputs"]:
-    """The rows, zero-padded to `round_rows`."""
-    missing = round_rows(x.shape[0]) - x.shape[0]
-    return F.pad(x, (0, 0, 0, missing)) if missing else x
+    return round_up(rows, grain)
 
 
 class Linear(nn.Linear):
@@ -91,10 +85,10 @@ def pack_weight(weight: Float[Tensor, "outputs inputs"]) -> Tensor:
 
 
 def packed_linear(x: Float[Tensor, "rows inputs"], packed: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The bits of `linear` for at least `MIN_ROWS` rows, with a packed weight."""
+    """The bits of `linear` for at least `ONEDNN_MIN_ROWS` rows, with a packed weight."""
     rows = x.shape[0]
-    fits = rows <= EXACT_SIZES or (rows < 16 * GRAIN and rows % GRAIN == 0)  # `pad_rows` inlined
-    whole = x if fits else pad_rows(x)
+    fits = rows <= EXACT_SIZES or (rows < 16 * GRAIN and rows % GRAIN == 0)  # `round_rows` inlined
+    whole = x if fits else pad_rows(x, round_rows(rows))
     y = cast(Tensor, torch.ops.mkldnn._linear_pointwise(whole, packed, bias, "none", [], ""))
     return y if whole is x else y[:rows]
 
@@ -102,7 +96,7 @@ def packed_linear(x: Float[Tensor, "rows inputs"], packed: Tensor, bias: Tensor 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
     if len(rows) == 1:  # duplicate the row
-        return packed_linear(rows.expand(MIN_ROWS, -1), weight, bias)[:1].reshape(*x.shape[:-1], -1)
+        return packed_linear(rows.expand(ONEDNN_MIN_ROWS, -1), weight, bias)[:1].reshape(*x.shape[:-1], -1)
     return packed_linear(rows, weight, bias).view(*x.shape[:-1], -1)
 
 
@@ -124,6 +118,6 @@ class _Product(torch.autograd.Function):
             grad_x = torch.mm(flat, weight).view_as(x) if ctx.needs_input_grad[0] else None
             return grad_x, torch.mm(flat.t(), rows) if ctx.needs_input_grad[1] else None, grad_bias
         grad_x = packed_linear(flat, weight.t().contiguous()).view_as(x) if ctx.needs_input_grad[0] else None
-        flat, rows = pad_rows(flat), pad_rows(rows)  # zero rows add nothing to the sum
+        flat, rows = (pad_rows(x, round_rows(len(x))) for x in (flat, rows))  # zero rows add nothing to the sum
         grad_weight = packed_linear(flat.t().contiguous(), rows.t().contiguous()) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, grad_bias

@@ -1,25 +1,22 @@
-"""Samples to micro-batches: label shift, packing and load balancing over ranks; pure functions without torch."""
+"""Samples to micro-batches: label shift, packing and load balancing over ranks; pure functions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
+import torch
+from torch import Tensor
+
+from rollouts.training.numerics import MIN_TOKENS, round_up
 from rollouts.training.types import Sample, TeacherTable
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 T = TypeVar("T")
 
 QUADRATIC_COST = 1 / 12288
 """Attention FLOPs per token pair over matrix-product FLOPs per token: 1 / (12 hidden size), here for 1024."""
-
-MIN_TOKENS = 4
-"""Minimum tokens of a pack; smaller packs are padded, because products of fewer rows round differently."""
 
 FILLER = 16
 """Maximum length of a padding sequence: many short ones need less attention compute than a long one."""
@@ -76,8 +73,7 @@ class MicroBatch:
         return self.num_sequences if unit == "sequence" else self.loss_count
 
     def to_tensors(self, device: torch.device | str = "cpu", num_tokens: int = 0) -> TensorBatch:
-        """Convert to tensors, padded to `num_tokens` or `MIN_TOKENS` by masked sequences at the end."""
-        import torch
+        """Convert to tensors, padded to `num_tokens` and `MIN_TOKENS` by masked sequences at the end."""
 
         def ints(values: list[int]) -> Tensor:
             return torch.tensor(values + [0] * pad, dtype=torch.int64).to(device)
@@ -85,8 +81,7 @@ class MicroBatch:
         def floats(values: list[float], fill: float = 0.0) -> Tensor:
             return torch.tensor(values + [fill] * pad, dtype=torch.float32).to(device)
 
-        pad = MIN_TOKENS if len(self.input_ids) < MIN_TOKENS else 0
-        pad = max(pad, num_tokens - len(self.input_ids))
+        pad = max(num_tokens, MIN_TOKENS, len(self.input_ids)) - len(self.input_ids)
         lengths = [*self.lengths, *(min(FILLER, pad - start) for start in range(0, pad, FILLER))]
         return TensorBatch(
             input_ids=ints(self.input_ids),
@@ -108,8 +103,6 @@ class MicroBatch:
 
     def _join_tables(self, device: torch.device | str) -> tuple[Tensor | None, Tensor]:
         """Token ids `[loss tokens, k]` (None: the whole vocabulary) and log-probs `[loss tokens, k + 1]`."""
-        import torch
-
         assert self.teacher_tables is not None
         tables = [table for table in self.teacher_tables if table is not None]
         k, is_full = (tables[0].k, not tables[0].ids) if tables else (1, False)
@@ -354,14 +347,12 @@ def pad_samples(samples: Sequence[Sample], *, pad_id: int = 0, multiple: int = 1
     All are [batch, seq], seq a multiple of `multiple`. Streams that all samples have are included, shifted like labels:
     `old_log_probs` (of the sampler) and `advantages`. `temperature` [batch] is included if one is not 1.
     """
-    import torch
-
     if not samples:
         raise ValueError("a batch needs at least one sample")
     for i, sample in enumerate(samples):
         sample.validate()
         _check_temperature(i, sample)
-    width = -(-max(len(sample.tokens) for sample in samples) // multiple) * multiple
+    width = round_up(max(len(sample.tokens) for sample in samples), multiple)
 
     def rows(streams: list[list[T]], fill: T, dtype: torch.dtype) -> Tensor:
         return torch.tensor([stream + [fill] * (width - len(stream)) for stream in streams], dtype=dtype)

@@ -25,7 +25,6 @@ from running_server import DEADLINE_S, RunningServer
 from starlette.requests import Request
 from starlette.responses import Response
 
-from nanochat.checkpoint_manager import read_tensors
 from nanochat.tokenizer import read_published
 from prime_rl.configuration.sections import LogConfig
 from prime_rl.deployment.ray_job import read_plan
@@ -48,6 +47,7 @@ from prime_rl.transport.broadcast import read_broadcast
 from prime_rl.transport.logprob_check import read_canary
 from prime_rl.transport.weights import check_directory, read_manifest
 from prime_rl.utils.pydantic_config import parse_argv, write_config
+from rollouts.training.backends.checkpoint import read_tensors
 from rollouts.training.datasets.data_buffer import create_buffer_from_jsonl
 from rollouts.training.datasets.rows import load_rows
 from rollouts.training.datasets.sample_files import load_samples_from_jsonl

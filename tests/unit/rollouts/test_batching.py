@@ -114,10 +114,10 @@ def test_untrainable_samples_are_refused(sample: Sample, words: str) -> None:
 def test_tensors_hold_the_same_and_are_never_tiny() -> None:
     [[micro]] = pack_samples([make_sample(3, first=7)], 8)
     batch = micro.to_tensors()
-    assert batch.input_ids.tolist() == [7, 8, 9, 0, 0, 0, 0]
-    assert batch.lengths == [3, 4] and batch.sequence.tolist() == [0, 0, 0, 1, 1, 1, 1]
-    assert batch.positions.tolist() == [0, 1, 2, 0, 1, 2, 3]
+    assert batch.input_ids.tolist() == [7, 8, 9, 0]
+    assert batch.lengths == [3, 1] and batch.sequence.tolist() == [0, 0, 0, 1]
+    assert batch.positions.tolist() == [0, 1, 2, 0]
     assert batch.loss_mask.sum() == micro.loss_count == 2
-    assert batch.temperature.tolist() == [1.0] * 7
+    assert batch.temperature.tolist() == [1.0] * 4
     [[wide]] = pack_samples([make_sample(5)], 8)
     assert wide.to_tensors().lengths == [5]

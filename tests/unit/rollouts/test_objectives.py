@@ -347,6 +347,8 @@ def test_options_and_what_switches_them_off() -> None:
     assert objective.loss_aggregation == "seq-mean-token-mean" and objective.max_tokens is None
     assert build_objective(LossConfig(delta=None), LIMIT).ratio_cap is None
     assert build_objective(LossConfig(ratio="geometric"), LIMIT).ratio == "geometric"
+    unset = LossConfig(type="dr_grpo", ratio=None, kl_tau=None, loss_aggregation=None)
+    assert build_objective(unset, LIMIT) == preset("dr_grpo"), "None follows the preset where it is not a choice"
     assert build_objective(LossConfig(type="dr_grpo", max_tokens=99), LIMIT).max_tokens == 99
     for name, row in PRESETS.items():
         for option in ("delta", "clip_low", "clip_high", "dual_clip", "max_prob_diff"):

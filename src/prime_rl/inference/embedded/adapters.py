@@ -12,10 +12,10 @@ from torch import Tensor
 
 from prime_rl.inference.engine import AdapterSpec
 from prime_rl.trainer.lora import Adapter, LoraSpec, lora_delta
-from prime_rl.trainer.models.attention import min_rows
 from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.models.multi_lora import AdapterTable
 from prime_rl.transport.weights import PEFT_PREFIX, digest_tensor
+from rollouts.training.numerics import min_rows, repeat_last
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,8 @@ class LoraRouting:
     """Adds LoRA deltas to the rows of each adapter, with the arithmetic of the trainer's layer."""
 
     def __init__(self, table: AdapterTable, rows: Mapping[str, Int[Tensor, " rows"]]) -> None:
-        self._table, self._plain, least = table, rows, min_rows()
-        self._rows = {}
-        for name, index in rows.items():
-            padding = index[-1:].expand(max(least - len(index), 0))  # fewer rows would round differently
-            self._rows[name] = (torch.cat((index, padding)), len(index))
+        self._table, self._plain = table, rows
+        self._rows = {name: (repeat_last(index, min_rows()), len(index)) for name, index in rows.items()}
 
     def routed(self) -> AbstractContextManager[None]:
         """Context in which the table's hooks apply the deltas to the model's own modules."""

@@ -14,12 +14,11 @@ from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache, count_reaching,
 from prime_rl.trainer.models.attention import (
     fold_groups,
     masked_attention,
-    min_query_rows,
-    padded,
     softmax,
     take,
     unfold_groups,
 )
+from rollouts.training.numerics import min_query_rows, padded
 
 
 @dataclass(frozen=True)

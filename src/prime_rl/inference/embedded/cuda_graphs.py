@@ -24,7 +24,8 @@ from torch import Tensor
 from prime_rl.inference.embedded.attention import KVView
 from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache, num_columns
 from prime_rl.inference.embedded.model_runner import ModelRunner
-from prime_rl.trainer.models.attention import KEY_MULTIPLE, softmax
+from prime_rl.trainer.models.attention import softmax
+from rollouts.training.numerics import KEY_MULTIPLE
 
 Step = Callable[[], Tensor]
 

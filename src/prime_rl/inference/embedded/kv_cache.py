@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prime_rl.trainer.models.attention import KEY_BLOCK
 from prime_rl.trainer.models.decoder_config import DecoderConfig
+from rollouts.training.numerics import KEY_BLOCK
 
 ALIGNMENT = 64
 """CPU cache line size in bytes."""

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from prime_rl.inference.embedded.fused_decode import FusedDecodeMetadata, FusedDecoder, LayerWeights
 from prime_rl.inference.embedded.kv_cache import BLOCK
-from prime_rl.trainer.models.attention import AttentionBackend, min_rows
+from prime_rl.trainer.models.attention import AttentionBackend
 from prime_rl.trainer.models.causal_lm import CausalLM, DecoderLayer, GatedMLP, RMSNorm, rms_norm, swiglu
 from rollouts.kernels import cpu as cpu_kernels
-from rollouts.kernels.linear import MIN_ROWS as ONEDNN_ROWS
 from rollouts.kernels.linear import pack_weight, packed_linear, uses_onednn
+from rollouts.training.numerics import ONEDNN_MIN_ROWS, min_rows, repeat_last
 
 
 class LoraDeltas(Protocol):
@@ -98,7 +98,7 @@ def can_pack(weight: Tensor) -> bool:
 
 def min_forward_rows(weight: Tensor) -> int:
     """Minimum rows of a forward pass for results bitwise equal to the trainer's."""
-    return ONEDNN_ROWS if can_pack(weight) else min_rows()
+    return ONEDNN_MIN_ROWS if can_pack(weight) else min_rows()
 
 
 class PreparedLayer:
@@ -311,8 +311,7 @@ class ModelRunner:
     ) -> Float[Tensor, "rows vocab"]:
         """Compute next-token logits; pads to the minimum number of rows."""
         rows = hidden.shape[0]
-        if rows < self.min_rows:
-            hidden = torch.cat((hidden, hidden[-1:].expand(self.min_rows - rows, -1)))
+        hidden = repeat_last(hidden, self.min_rows)
         logits = self.model.logits(hidden) if self.head is None else self.head(hidden, None)
         if changes is not None:
             changes.change([("lm_head", 0, logits.shape[1])], hidden, logits)

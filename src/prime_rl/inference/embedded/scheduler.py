@@ -21,7 +21,7 @@ from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache
 from prime_rl.inference.embedded.prefix_cache import STRIDE, CachedPrefix, PrefixIndex
 from prime_rl.inference.embedded.prompt_logprobs import PromptScorer
 from prime_rl.inference.engine import GenerationRequest, SamplingParams, TopLogprobs
-from prime_rl.trainer.models.attention import padded
+from rollouts.training.numerics import padded
 
 MAX_SCORES = 2048 * 2048
 """Maximum query rows x keys of a prefill pass, which bounds the memory of its attention scores."""

@@ -1,15 +1,14 @@
 """Attention over packed variable-length sequences, batch-invariant ("exact") or fused.
 
 Exact: the result of a token is bit-identical for any batch composition, padding and split between KV cache and current
-call. On a CPU in fp32 this holds for explicit masked attention with at least `min_query_rows` query rows, because GEMM
-then computes every row in the same way; fused attention blocks over keys and is not batch-invariant.
+call, see `rollouts.training.numerics`; fused attention blocks over keys and is not batch-invariant.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal, Protocol
 
 import torch
@@ -19,15 +18,7 @@ from torch import Tensor
 
 from prime_rl.trainer.models.prefix_dedup import SharedPrefixes
 from rollouts.kernels import cpu as cpu_kernels
-
-TESTED_ROW_COUNTS = (4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 48, 64, 100)
-"""Row counts tested to find the minimum for batch invariance on this machine."""
-
-KEY_MULTIPLE = 16
-"""Keys are padded to a multiple of the vector width; otherwise the summation order in softmax depends on padding."""
-
-KEY_BLOCK = 128
-"""Key block size for sums of values: GEMM splits longer sums at length-dependent positions."""
+from rollouts.training.numerics import KEY_BLOCK, padded
 
 QUERY_BLOCK = 256
 """Query block size of long sequences; each block attends to the keys up to its end."""
@@ -48,44 +39,6 @@ class AttentionBackend(Protocol):
         k: Float[Tensor, "tokens kv_heads dim"],
         v: Float[Tensor, "tokens kv_heads dim"],
     ) -> Float[Tensor, "tokens heads dim"]: ...
-
-
-def min_rows() -> int:
-    """Minimum number of rows from which on fp32 `F.linear` is batch-invariant.
-
-    With fewer rows GEMM uses other kernels, which round differently. The threshold depends on the processor and the
-    number of threads, so it is measured: 4 or 16 on CPUs with AVX-512, more with two threads.
-    """
-    return max(_find_rows(F.linear, inputs, torch.get_num_threads()) for inputs in (32, 128, 384, 1024))
-
-
-def min_query_rows(dim: int) -> int:
-    """The same for the products of `dim`-dimensional queries with keys, and of weights with values."""
-    return max(_find_rows(_batched_product, inputs, torch.get_num_threads()) for inputs in (dim, KEY_BLOCK))
-
-
-@functools.cache
-def _find_rows(product: Callable[[Tensor, Tensor], Tensor], inputs: int, threads: int) -> int:
-    """Minimum number of rows from which on all tested row counts agree bit for bit; `threads` is the cache key."""
-    draw = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(TESTED_ROW_COUNTS[-1], inputs, generator=draw), torch.randn(96, inputs, generator=draw)
-    expected = product(x, weight)
-    good = TESTED_ROW_COUNTS[-1]
-    for rows in reversed(TESTED_ROW_COUNTS):
-        if not torch.equal(product(x[:rows], weight), expected[:rows]):
-            break
-        good = rows
-    return good
-
-
-def _batched_product(x: Tensor, weight: Tensor) -> Tensor:
-    """Batched product, as in attention."""
-    return torch.matmul(x.expand(2, 2, -1, -1).contiguous(), weight.expand(2, 2, -1, -1).transpose(-1, -2))[0, 0]
-
-
-def padded(length: int) -> int:
-    """`length` rounded up to KEY_MULTIPLE."""
-    return -(-length // KEY_MULTIPLE) * KEY_MULTIPLE
 
 
 def masked_attention(
@@ -144,7 +97,7 @@ def unfold_groups(out: Float[Tensor, "batch kv_heads rows_x dim"], rows: int) ->
     )
 
 
-def pad_rows(
+def pad_sequences(
     lengths: list[int], tokens: Int[Tensor, " tokens"], width: int
 ) -> tuple[Int[Tensor, "seqs width"], Bool[Tensor, "seqs width"]]:
     """Convert packed `tokens` to one padded row per sequence; returns the rows and the validity mask."""
@@ -201,7 +154,7 @@ class PackedAttention:
         for bucket in bucket_lengths(lengths):
             of_bucket = torch.cat([tokens[i] for i in bucket])
             width = padded(lengths[bucket[0]]) if mode == "exact" else lengths[bucket[0]]
-            rows, valid = pad_rows([lengths[i] for i in bucket], of_bucket, width)
+            rows, valid = pad_sequences([lengths[i] for i in bucket], of_bucket, width)
             inverse[of_bucket] = num_slots + valid.flatten().nonzero().squeeze(1)
             num_slots += rows.numel()
             self.rows.append((rows if shared is None else shared.place[rows]).to(device))

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from prime_rl.trainer.models.attention import min_rows
 from rollouts.kernels.linear import Linear, linear
+from rollouts.training.numerics import min_rows, pad_rows
 
 if TYPE_CHECKING:
     from prime_rl.trainer.models.decoder_config import DecoderConfig
@@ -60,13 +60,10 @@ class Experts(nn.Module):
             ends = counts.cumsum(0).to(torch.int32)
             gate, up = F.grouped_mm(x, self.gate_up_proj.transpose(1, 2), offs=ends).chunk(2, dim=-1)
             return F.grouped_mm(F.silu(gate) * up, self.down_proj.transpose(1, 2), offs=ends)
-        minimum = min_rows()
         outs: list[Tensor] = []
         for expert, rows in enumerate(x.split(counts.tolist())):
             if (count := len(rows)) or (expert == 0 and not len(x)):  # without tokens, gradients must be zero, not None
-                # Pad with zero rows for batch invariance, see attention.min_rows.
-                padded = F.pad(rows, (0, 0, 0, max(minimum - count, 0)))
-                gate, up = linear(padded, self.gate_up_proj[expert]).chunk(2, dim=-1)
+                gate, up = linear(pad_rows(rows, min_rows()), self.gate_up_proj[expert]).chunk(2, dim=-1)
                 outs.append(linear(F.silu(gate) * up, self.down_proj[expert])[:count])
         return torch.cat(outs)
 

@@ -18,8 +18,8 @@ from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
 from prime_rl.trainer.lora import Adapter, lora_delta
-from prime_rl.trainer.models.attention import min_rows
 from prime_rl.trainer.models.causal_lm import CausalLM
+from rollouts.training.numerics import min_rows, repeat_last
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,7 @@ class AdapterTable:
 
         Rows of different adapters must not overlap.
         """
-        padded: dict[str, tuple[Tensor, int]] = {}
-        for name, index in rows.items():
-            if len(index):
-                num_padding = max(min_rows() - len(index), 0)
-                padded[name] = (torch.cat((index, index[-1:].expand(num_padding))), len(index))
+        padded = {name: (repeat_last(index, min_rows()), len(index)) for name, index in rows.items() if len(index)}
         before, self._rows = self._rows, padded
         try:
             yield

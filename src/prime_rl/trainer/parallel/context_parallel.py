@@ -20,7 +20,8 @@ from prime_rl.trainer.models.attention import QUERY_BLOCK, AttentionBackend, Att
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.parallel.collectives import all_gather_rows, all_to_all_rows
 from prime_rl.trainer.parallel_dims import MeshAxisGroup
-from rollouts.training.batching import MIN_TOKENS, MicroBatch, TensorBatch
+from rollouts.training.batching import MicroBatch, TensorBatch
+from rollouts.training.numerics import MIN_TOKENS, round_up
 
 Style = Literal["ulysses", "ring"]
 
@@ -35,7 +36,7 @@ def check_heads(config: DecoderConfig, cp: int, tp: int, style: Style) -> None:
 def count_slots(micro: MicroBatch, axis: MeshAxisGroup, style: Style) -> int:
     """Padded number of tokens: a multiple of the ranks' chunks, and at least MIN_TOKENS per rank."""
     unit = axis.size * (2 if style == "ring" else 1)
-    return max(-(-len(micro.input_ids) // unit) * unit, MIN_TOKENS * axis.size)
+    return max(round_up(len(micro.input_ids), unit), MIN_TOKENS * axis.size)
 
 
 class ContextShare:

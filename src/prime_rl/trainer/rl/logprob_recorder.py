@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from prime_rl.runtime.run_dir import Attempts, RunDir
-from prime_rl.trainer.config import TrainConfig
 from rollouts.training.batching import MicroBatch
 from rollouts.training.metrics import append_jsonl
 from rollouts.training.rl_losses import LossInputs, LossOutput, PolicyLoss
@@ -43,24 +43,24 @@ class RecordingLoss:
         append_jsonl(RunDir(output_dir).trainer_logprobs, ({**head, **row} for row in rows))
 
 
-@contextmanager
-def record_when_due(
-    loss: PolicyLoss,
-    config: TrainConfig,
-    step: int,
-    samples: Sequence[Sample],
-    micros: Sequence[MicroBatch],
-    *,
-    is_reporting_rank: bool = True,
-) -> Iterator[PolicyLoss | RecordingLoss]:
-    """Yield the loss of a step; every `logprob_dump_interval` steps, a recording loss whose log-probs are written by
-    the reporting rank at the end of the step."""
-    if config.logprob_dump_interval is None or step % config.logprob_dump_interval or not is_reporting_rank:
-        yield loss
-        return
-    recorder = RecordingLoss(loss)
-    yield recorder
-    recorder.write(config.output_dir, step, samples, micros)
+@dataclass(frozen=True)
+class LogprobRecorder:
+    """Records every `interval`-th step on the reporting rank; None: never."""
+
+    output_dir: Path
+    interval: int | None
+
+    @contextmanager
+    def record(
+        self, loss: PolicyLoss, step: int, samples: Sequence[Sample], micros: Sequence[MicroBatch]
+    ) -> Iterator[PolicyLoss | RecordingLoss]:
+        """Yield the loss of a step; when due, a recording loss whose log-probs are written at the end of the step."""
+        if self.interval is None or step % self.interval:
+            yield loss
+            return
+        recorder = RecordingLoss(loss)
+        yield recorder
+        recorder.write(self.output_dir, step, samples, micros)
 
 
 def recorded_rows(

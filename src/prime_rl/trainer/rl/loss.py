@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from prime_rl.trainer.config import BOUND_OPTIONS, LossConfig
+from prime_rl.trainer.config import BOUND_OPTIONS, AnnealConfig, LossConfig
 from rollouts.training.objectives import PRESETS, DistillChoice, Estimator, Objective, choose_distillation
 from rollouts.training.rl_losses import PolicyLoss, estimate_coverage
 from rollouts.training.types import Sample
@@ -20,10 +20,12 @@ from rollouts.training.types import Sample
 def build_objective(config: LossConfig, longest: int) -> Objective:
     """The preset `loss.type` with the options of the config; `longest` is the maximum response length."""
     options = config.model_dump(exclude={"type", "import_path", "kwargs", "distill", "anneal"})
-    options["student_tau"] = config.teacher_tau if config.student_tau is None else config.student_tau
-    if config.loss_aggregation == "constant":
-        options["max_tokens"] = config.max_tokens or longest
     preset = PRESETS[config.type]
+    for name in ("ratio", "kl_tau", "loss_aggregation"):
+        options[name] = getattr(preset, name) if options[name] is None else options[name]
+    options["student_tau"] = config.teacher_tau if config.student_tau is None else config.student_tau
+    if options["loss_aggregation"] == "constant":
+        options["max_tokens"] = config.max_tokens or longest
     distill = config.distill
     estimator: Estimator = "topk+tail" if distill.estimator == "auto" else distill.estimator
     options["distill"] = DistillChoice(estimator, distill.direction, distill.jsd_beta, distill.clip)
@@ -48,7 +50,8 @@ class LossSchedule:
     """
 
     loss: PolicyLoss
-    config: LossConfig
+    anneal: AnnealConfig | None = None
+    chooses_estimator: bool = False
     max_distance: float = 0.0
 
     @property
@@ -58,20 +61,26 @@ class LossSchedule:
 
     def loss_for_step(self, step: int, samples: Sequence[Sample]) -> tuple[PolicyLoss, dict[str, float]]:
         """The loss of a step, counted from 1, and its metrics."""
-        objective, config = self.loss.objective, self.config
+        objective, anneal = self.loss.objective, self.anneal
         distance = measure_distance(samples)
         self.max_distance = max(self.max_distance, distance or 0.0)
-        if config.anneal is not None:
-            target = objective.student_tau * (config.anneal.margin or 0.0) * self.max_distance
-            scale = config.anneal.scale(step, objective.adv_tau / target if target else 1.0)
+        if anneal is not None:
+            target = objective.student_tau * (anneal.margin or 0.0) * self.max_distance
+            scale = anneal.scale(step, objective.adv_tau / target if target else 1.0)
             taus = {"teacher_tau": scale * objective.teacher_tau, "student_tau": scale * objective.student_tau}
             objective = replace(objective, **taus)  # type: ignore[arg-type]
-        if config.distill.estimator == "auto":
+        if self.chooses_estimator:
             objective = replace(objective, distill=choose_distillation(*measure_coverage(samples)))
         loss = replace(self.loss, objective=objective)
         if distance is None:
             return loss, {}
         return loss, {"teacher/seq_kl": distance, **measure_advantage_terms(samples, objective)}
+
+
+def build_loss_schedule(config: LossConfig, longest: int, max_distance: float = 0.0) -> LossSchedule:
+    """Build the loss of a run; `longest` is the maximum response length, `max_distance` comes from a checkpoint."""
+    is_auto = config.distill.estimator == "auto"
+    return LossSchedule(build_loss(config, longest), config.anneal, is_auto, max_distance)
 
 
 def measure_distance(samples: Sequence[Sample]) -> float | None:

@@ -32,40 +32,39 @@ def train(config: SFTConfig) -> int:
     if config.bench:
         return run_bench(config, train)
     from prime_rl.runtime.tokenizer import resolve_model_dir
-    from prime_rl.trainer.ckpt import is_checkpoint_due
-    from prime_rl.trainer.session import build_session
+    from prime_rl.trainer.run import build_run
     from prime_rl.trainer.sft.data import build_sft_batches, build_tokenizer
     from prime_rl.trainer.sft.validation import is_val_due, run_validation
     from rollouts.training.rl_losses import nll_loss
 
     tokenizer = build_tokenizer(config)
-    session = build_session(
+    run = build_run(
         config,
         "sft",
         tokenizer_dir=resolve_model_dir(config.tokenizer.name) if config.tokenizer.name else None,
         chat_template=tokenizer.chat_template if tokenizer and config.tokenizer.chat_template else None,
         is_fake_data=config.data.type == "fake",
     )
-    backend, timer = session.backend, session.timer
+    backend, timer = run.backend, run.timer
     batches = build_sft_batches(config, backend.model.config.vocab_size, tokenizer)
-    position = batches.restore(session.progress)
-    if config.val is not None and config.val.eval_on_start and session.first_step == 1:
-        run_validation(session, config, batches.held_out, 0)
+    position = batches.restore(run.progress)
+    if config.val is not None and config.val.eval_on_start and run.first_step == 1:
+        run_validation(run, config.data.seq_len, batches.held_out, 0)
 
-    for step in session.steps():
+    for step in run.steps():
         with timer("load_data"):
             samples, position = batches.take(position)
-            share = session.pack(samples, config.data.seq_len)
+            share = run.pack(samples, config.data.seq_len)
         with timer("forward_backward"):
             stats = backend.forward_backward(share.micros, nll_loss)
             report = backend.optim_step(stats)
-        if step == config.max_steps or is_checkpoint_due(step, config.ckpt, config.max_steps):
+        if step == config.max_steps or run.checkpointer.is_due(step):
             with timer("broadcast_weights"):
-                session.publish_weights(step)
-        session.finish_step(report, stats, share, {"position": position.state()}, batches.metrics(position))
-        if is_val_due(step, config):
-            run_validation(session, config, batches.held_out, step)
-    return session.close()
+                run.publisher.publish(step)
+        run.finish_step(report, stats, share, {"position": position.state()}, batches.metrics(position))
+        if is_val_due(step, config.val, config.max_steps):
+            run_validation(run, config.data.seq_len, batches.held_out, step)
+    return run.close()
 
 
 def preview(config: SFTConfig) -> str | None:

@@ -8,28 +8,28 @@ from typing import TYPE_CHECKING
 
 from loguru import logger
 
-from prime_rl.trainer.config import SFTConfig
+from prime_rl.trainer.config import SFTValConfig
 from rollouts.training.rl_losses import nll_loss
 from rollouts.training.types import Sample
 
 if TYPE_CHECKING:
-    from prime_rl.trainer.session import TrainerBase
+    from prime_rl.trainer.run import TrainerRun
 
 
-def is_val_due(step: int, config: SFTConfig) -> bool:
+def is_val_due(step: int, val: SFTValConfig | None, max_steps: int | None) -> bool:
     """Whether to evaluate the held-out samples after this step."""
-    return config.val is not None and (step % config.val.interval == 0 or step == config.max_steps)
+    return val is not None and (step % val.interval == 0 or step == max_steps)
 
 
-def run_validation(session: TrainerBase, config: SFTConfig, samples: Sequence[Sample], step: int) -> None:
+def run_validation(run: TrainerRun, seq_len: int, samples: Sequence[Sample], step: int) -> None:
     """Log `val_loss/{mean,std,min,max}` per token and `val_entropy/...` after `step` (0: before the first)."""
-    share = session.pack(samples, config.data.seq_len)
+    share = run.pack(samples, seq_len)
     start = time.time()
-    stats = session.backend.evaluate(share.micros, nll_loss)
+    stats = run.backend.evaluate(share.micros, nll_loss)
     end = time.time()
-    session.monitor.log_timeline("validation", start, end, step)
+    run.step_logger.monitor.log_timeline("validation", start, end, step)
     metrics = {f"val_{name}": value for name, value in stats.summary().items()}
     metrics |= {"val/samples": len(samples), "val/tokens": sum(sum(s.loss_mask[1:]) for s in samples)}
     metrics["time/validation"] = end - start
-    session.monitor.log(metrics, step)
+    run.step_logger.monitor.log(metrics, step)
     logger.info(f"Step {step} | Val. Loss: {metrics['val_loss/mean']:.4f} over {len(samples)} held-out samples")

@@ -67,7 +67,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     metadata = read_json_file(path / METADATA_FILE)
     if metadata.get("format") != FORMAT:
         raise ValueError(f"{path} has checkpoint format {metadata.get('format')}, this version reads format {FORMAT}")
-    return Checkpoint(_read_tensors(path / MODEL_FILE), _read_tensors(path / OPTIMIZER_FILE), metadata)
+    return Checkpoint(read_tensors(path / MODEL_FILE), read_tensors(path / OPTIMIZER_FILE), metadata)
 
 
 def collect_model(model: torch.nn.Module, ranks: Ranks) -> dict[str, Tensor]:
@@ -193,7 +193,8 @@ def finite_or_null(metrics: Mapping[str, float]) -> dict[str, float | None]:
     return {name: float(value) if math.isfinite(float(value)) else None for name, value in metrics.items()}
 
 
-def _read_tensors(path: Path) -> dict[str, Any]:
+def read_tensors(path: Path) -> dict[str, Any]:
+    """Load a torch zip file with tensors and plain values only (no code); `ValueError` if it is damaged or unsafe."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rollouts.training.backends.pytorch import PyTorchTrainingBackend
 from rollouts.training.backends.ranks import Ranks
-from rollouts.training.types import TrainFuture
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 
@@ -51,7 +50,7 @@ class FSDPConfig:
             raise ValueError("cpu_offload moves shards, and NO_SHARD has none: use FULL_SHARD or SHARD_GRAD_OP")
 
 
-class FSDPTrainingBackend:
+class FSDPTrainingBackend(PyTorchTrainingBackend):
     """`PyTorchTrainingBackend` with its state spread over the ranks of the default process group.
 
     Every rank calls the same methods in the same order, `forward_backward` with its own rows; losses and norms are
@@ -77,17 +76,17 @@ class FSDPTrainingBackend:
                 "FSDP needs a process group: start with torchrun and call torch.distributed.init_process_group() first"
             )
         self.config = config or FSDPConfig()
-        self.device = torch.device(device) if device is not None else _default_device()
+        device = torch.device(device) if device is not None else _default_device()
         architecture = type(model).__name__
-        ranks = Ranks(dist.get_rank(), dist.get_world_size(), self.device)
+        ranks = Ranks(dist.get_rank(), dist.get_world_size(), device)
         shard_model(model, self.config, ranks)
         optimizer = optimizer_fn(model)
-        self._inner = PyTorchTrainingBackend(
+        super().__init__(
             model,
             optimizer,
             loss_fn,
             checkpoint_dir,
-            self.device,
+            device,
             max_grad_norm=self.config.clip_grad,
             scheduler=scheduler_fn(optimizer) if scheduler_fn else None,
             tokenizer=tokenizer,
@@ -95,74 +94,7 @@ class FSDPTrainingBackend:
             architecture=architecture,
         )
         if checkpoint_path is not None:
-            self._inner.start_from(checkpoint_path)
-
-    @property
-    def model(self) -> nn.Module:
-        """The sharded model."""
-        return self._inner.model
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of this rank's shards."""
-        return self._inner.optimizer
-
-    @property
-    def rank(self) -> int:
-        """Rank of this process."""
-        return self._inner.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        return self._inner.world_size
-
-    @property
-    def current_step(self) -> int:
-        """Steps taken so far."""
-        return self._inner.current_step
-
-    @property
-    def weight_version(self) -> int:
-        """Number of parameter updates."""
-        return self._inner.weight_version
-
-    @property
-    def data_state(self) -> dict[str, Any]:
-        """Data position of the training loop; saved and restored with checkpoints."""
-        return self._inner.data_state
-
-    def forward_backward(self, batch: dict[str, Any]) -> TrainFuture[dict[str, float]]:
-        """Accumulate the gradient of this rank's rows; returns the loss of all rows and the global gradient norm."""
-        return self._inner.forward_backward(batch)
-
-    def optim_step(self) -> TrainFuture[dict[str, float]]:
-        """Clip by the global norm, step optimizer and scheduler, clear gradients."""
-        return self._inner.optim_step()
-
-    def get_weights(self) -> TrainFuture[dict[str, Tensor]]:
-        """Full tensors on rank 0, nothing on the others. Collective."""
-        return self._inner.get_weights()
-
-    def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
-        """Load a full state dict, passed on every rank."""
-        return self._inner.load_weights(weights)
-
-    async def save_checkpoint(self, step: int, metrics: Mapping[str, float]) -> Path:
-        """Publish `checkpoint_dir/step_N` in the format of one device."""
-        return await self._inner.save_checkpoint(step, metrics)
-
-    async def load_checkpoint(self, path: Path | str, *, parameters_only: bool = False) -> dict[str, Any]:
-        """Continue from a checkpoint of any number of ranks; the directory must be visible to all of them."""
-        return await self._inner.load_checkpoint(path, parameters_only=parameters_only)
-
-    async def publish_weights(self, step: int) -> Path:
-        """Write `checkpoint_dir/weights/step_N` for inference engines."""
-        return await self._inner.publish_weights(step)
-
-    async def broadcast(self, data: bytes) -> bytes:
-        """Broadcast `data` of rank 0."""
-        return await self._inner.broadcast(data)
+            self.start_from(checkpoint_path)
 
 
 def shard_model(model: nn.Module, config: FSDPConfig, ranks: Ranks) -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rollouts.training.advantages import compute_advantages, compute_group_advantages
-from rollouts.training.batching import pad_samples
 from rollouts.training.datasets.data_buffer import DataBuffer
 from rollouts.training.loops.stepping import Row, is_due, rank_of, run_step, state_of, steps_of
 from rollouts.training.metrics import MetricsLogger
@@ -109,6 +108,8 @@ def batch_advantages(batch: RolloutBatch, rewards: Sequence[float], config: RLTr
 def collate_grpo(items: Sequence[tuple[Sample, float]]) -> dict[str, Tensor]:
     """Samples with their advantages as a padded batch; per-token advantages of all samples take precedence."""
     import torch
+
+    from rollouts.training.batching import pad_samples
 
     batch = pad_samples([sample for sample, _ in items])
     batch.setdefault("advantages", torch.tensor([advantage for _, advantage in items]))

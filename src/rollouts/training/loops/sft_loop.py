@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rollouts.training.batching import pad_samples
 from rollouts.training.datasets.data_buffer import DataBuffer
 from rollouts.training.loops.stepping import Row, is_due, rank_of, run_step, state_of, steps_of
 from rollouts.training.metrics import MetricsLogger
@@ -58,4 +57,6 @@ def next_samples(buffer: DataBuffer, samples: Sequence[Sample], num_samples: int
 
 def prepare_sft_batch(samples: Sequence[Sample]) -> dict[str, Tensor]:
     """Padded `input_ids`, shifted `labels`, `loss_mask` and further streams, see `batching.pad_samples`."""
+    from rollouts.training.batching import pad_samples
+
     return pad_samples(samples)

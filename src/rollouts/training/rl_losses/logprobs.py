@@ -11,15 +11,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rollouts.kernels.linear import linear
+from rollouts.training.numerics import count_chunks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 LOGITS_PER_CHUNK = 1 << 24
 """Logits in memory at once in fp32 (64 MiB); more tokens are processed in chunks and recomputed in the backward."""
-
-MIN_CHUNK = 4
-"""Minimum rows of a chunk: matrix products of fewer rows use another code path and round differently."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ def compute_head_table(
     """
     if ids is not None and ids.shape[-1] >= weight.shape[0]:
         raise ValueError(f"{ids.shape[-1]} outcomes of {weight.shape[0]} tokens leave no others: omit ids")
-    num = max(1, min(-(-len(hidden) * weight.shape[0] // logits_per_chunk), len(hidden) // MIN_CHUNK))
+    num = count_chunks(len(hidden), weight.shape[0], logits_per_chunk)
     rows = zip(*(x.tensor_split(num) for x in (hidden, temperature)), strict=True)
     chosen = [None] * num if ids is None else ids.tensor_split(num)
     parts = [
@@ -184,7 +182,7 @@ class _HeadLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         num_tokens, vocab = len(labels), weight.shape[0] if part is None else part.widest
         ctx.part = part
-        ctx.num_chunks = max(1, min(-(-num_tokens * vocab // logits_per_chunk), num_tokens // MIN_CHUNK))
+        ctx.num_chunks = count_chunks(num_tokens, vocab, logits_per_chunk)
         ctx.set_materialize_grads(False)
         ctx.cap = cap
         logprobs, entropies = [], []

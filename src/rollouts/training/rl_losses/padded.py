@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, get_args
 
@@ -48,44 +49,6 @@ def grpo_loss(
     return policy_loss(inputs, Objective("grpo", ratio="none", loss_aggregation="seq-mean-token-mean")).loss_sum / len(
         labels
     )
-
-
-@mean_over("aggregation")
-def ppo_loss(
-    logits: Float[Tensor, "batch seq vocab"],
-    labels: Int[Tensor, "batch seq"],
-    loss_mask: Float[Tensor, "batch seq"],
-    advantages: Tensor,
-    old_log_probs: Tensor,
-    clip_range: float = 0.2,
-    *,
-    clip_range_high: float | None = None,
-    dual_clip: float | None = None,
-    ref_log_probs: Float[Tensor, "batch seq"] | None = None,
-    kl_coef: float = 0.0,
-    kl_estimator: KLEstimator = "k3",
-    entropy_coef: float = 0.0,
-    aggregation: Aggregation = "token",
-    max_tokens: int | None = None,
-) -> Float[Tensor, ""]:
-    """The scalar of `ppo_loss_with_metrics`, which has the formula."""
-    loss, _ = ppo_loss_with_metrics(
-        logits,
-        labels,
-        loss_mask,
-        advantages,
-        old_log_probs,
-        clip_range,
-        clip_range_high=clip_range_high,
-        dual_clip=dual_clip,
-        ref_log_probs=ref_log_probs,
-        kl_coef=kl_coef,
-        kl_estimator=kl_estimator,
-        entropy_coef=entropy_coef,
-        aggregation=aggregation,
-        max_tokens=max_tokens,
-    )
-    return loss
 
 
 @mean_over("aggregation")
@@ -151,6 +114,12 @@ def ppo_loss_with_metrics(
     summary.setdefault("loss_policy/mean", summary.get("loss/mean", 0.0))
     metrics = {name: summary[of] for name, of in _PPO_METRICS.items() if of in summary}
     return loss, {"dual_clip_frac": 0.0, **metrics} if metrics else metrics
+
+
+@functools.wraps(ppo_loss_with_metrics, assigned=("__module__",))
+def ppo_loss(*args: Any, **kwargs: Any) -> Float[Tensor, ""]:
+    """The scalar of `ppo_loss_with_metrics`, which has the formula and the parameters."""
+    return ppo_loss_with_metrics(*args, **kwargs)[0]
 
 
 _PPO_METRICS = {

@@ -35,10 +35,10 @@ from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache, num_columns
 from prime_rl.inference.embedded.model_runner import ModelRunner, fuses_norms
 from prime_rl.inference.engine import AdapterSpec, GenerationRequest, Output, SamplingParams
-from prime_rl.trainer.models.attention import min_rows
 from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_names
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from rollouts.kernels import cpu as cpu_kernels
+from rollouts.training.numerics import min_rows
 
 CONFIG = {
     "model_type": "qwen3",

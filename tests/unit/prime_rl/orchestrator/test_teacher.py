@@ -36,7 +36,7 @@ from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.config import LossConfig, TrainConfig
 from prime_rl.trainer.models.causal_lm import tensor_names
 from prime_rl.trainer.rl.data import apply_reference_regularization, check_batch
-from prime_rl.trainer.rl.loss import LossSchedule, build_loss, measure_advantage_terms, measure_distance
+from prime_rl.trainer.rl.loss import build_loss, build_loss_schedule, measure_advantage_terms, measure_distance
 from prime_rl.utils.client import InferenceClient, build_clients
 from rollouts.training.batching import pack_samples
 from rollouts.training.environments import load_environment
@@ -510,17 +510,17 @@ def test_server_name_matches_log(tmp_path: Path) -> None:
 
 def test_annealed_taus() -> None:
     config = LossConfig(adv_tau=1.0, teacher_tau=1.0, student_tau=0.5, anneal={"after": 10, "steps": 20})  # type: ignore[arg-type]
-    loss = build_loss(config, 48)
+    schedule = build_loss_schedule(config, 48)
 
     def taus(step: int) -> tuple[float, float, float]:
-        objective = LossSchedule(loss, config).loss_for_step(step, [])[0].objective
+        objective = schedule.loss_for_step(step, [])[0].objective
         return objective.adv_tau, objective.teacher_tau, objective.student_tau
 
     assert taus(1) == taus(10) == (1.0, 1.0, 0.5)
     assert taus(20) == pytest.approx((1.0, 0.1, 0.05)), "the geometric middle"
     assert taus(30) == taus(99) == pytest.approx((1.0, 0.01, 0.005))
     gone = LossConfig(teacher_tau=1.0, anneal={"after": 0, "steps": 4, "factor": 0.0})  # type: ignore[arg-type]
-    assert LossSchedule(build_loss(gone, 48), gone).loss_for_step(4, [])[0].objective.teacher_tau == 0.0
+    assert build_loss_schedule(gone, 48).loss_for_step(4, [])[0].objective.teacher_tau == 0.0
     with pytest.raises(ValueError, match="decays teacher_tau but it is 0"):
         LossConfig(anneal={})  # type: ignore[arg-type]
 
@@ -538,7 +538,7 @@ def test_taus_annealed_to_measured_ratio() -> None:
     """A margin of 2: a reward of 1 is at last worth twice the nats of the farthest batch, resumed or not."""
     anneal = {"after": 0, "steps": 2, "margin": 2.0}
     config = LossConfig(adv_tau=1.0, teacher_tau=1.0, student_tau=0.5, anneal=anneal)  # type: ignore[arg-type]
-    schedule = LossSchedule(build_loss(config, 48), config)
+    schedule = build_loss_schedule(config, 48)
     far, near = spoken([-1.0, -1.0], [-9.0, -3.0]), spoken([-1.0], [-1.0])
     anchor = spoken([0.0], [-99.0], anchor=1.0)
     assert measure_distance([far, near, anchor]) == 5.0 and measure_distance([Sample(prompt="")]) is None
@@ -547,7 +547,7 @@ def test_taus_annealed_to_measured_ratio() -> None:
     assert stats["teacher/seq_kl"] == 5.0 and stats["adv/teacher_tau"] == first.objective.teacher_tau
     last = schedule.loss_for_step(3, [near])[0].objective
     assert last.adv_tau / last.student_tau == pytest.approx(2 * 5.0) and last.teacher_tau == 2 * last.student_tau
-    resumed = LossSchedule(build_loss(config, 48), config, schedule.progress["teacher_distance"])
+    resumed = build_loss_schedule(config, 48, schedule.progress["teacher_distance"])
     assert resumed.loss_for_step(3, [near])[0].objective == last
     pulls = measure_advantage_terms([far, anchor], replace(last, adv_tau=3.0, teacher_tau=1.0, student_tau=2.0))
     assert pulls == {"adv/reward_abs": 3.0, "adv/teacher_abs": (7 + 1) / 2, "adv/teacher_tau": 1.0}
@@ -608,5 +608,5 @@ def test_auto_estimator_depends_on_coverage(favourites: list[int] | None, chosen
         sample.teacher_table = TeacherTable(2, array("f", [-1.0] * 6).tobytes(), ids, array("f", [0.3] * 3).tobytes())
     config = LossConfig(teacher_tau=1.0, distill={"estimator": "auto", "k": 2})  # type: ignore[arg-type]
     check_batch([sample], config, 320)
-    choice = LossSchedule(build_loss(config, 48), config).loss_for_step(1, [sample])[0].objective.distill
+    choice = build_loss_schedule(config, 48).loss_for_step(1, [sample])[0].objective.distill
     assert (choice.estimator, choice.direction) == chosen

@@ -11,7 +11,7 @@ MAX_MODULES = 1600
 """torch alone imports 1,100."""
 LIST_IMPORTED = """
 import sys
-import prime_rl.trainer.rl.train, prime_rl.trainer.session
+import prime_rl.trainer.rl.train, prime_rl.trainer.run
 print(*(name for name in {modules} if name in sys.modules))
 print(len(sys.modules))
 """

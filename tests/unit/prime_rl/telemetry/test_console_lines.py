@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prime_rl.orchestrator import report
 from prime_rl.orchestrator.distillation import baseline_eval as arms
-from prime_rl.trainer import session
+from prime_rl.trainer import step_logger
 
 BATCH = {
     "time/step": 1.0,
@@ -33,8 +33,8 @@ def test_batch_line_has_no_reward_where_none_is_computed() -> None:
 
 
 def test_trainer_line_has_the_distance_to_the_teacher() -> None:
-    assert "Teacher KL" not in session.format_step(1, STEP)
-    line = session.format_step(1, {**STEP, "teacher_kl/mean": 0.25, "reference_kl/mean": 0.01})
+    assert "Teacher KL" not in step_logger.format_step(1, STEP)
+    line = step_logger.format_step(1, {**STEP, "teacher_kl/mean": 0.25, "reference_kl/mean": 0.01})
     assert "Loss: 0.5000 | Teacher KL: 0.2500 | Reference KL: 0.0100" in line
 
 

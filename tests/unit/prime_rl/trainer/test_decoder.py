@@ -11,20 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_rl.trainer.models.attention import (
-    KEY_MULTIPLE,
     AttentionMode,
     PackedAttention,
     bucket_lengths,
     fold_groups,
     has_flash,
     masked_attention,
-    padded,
     unfold_groups,
 )
 from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_names
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.models.moe import SparseMLP, compute_imbalance, pop_expert_load
 from prime_rl.trainer.models.registry import fill_weights
+from rollouts.training.numerics import KEY_MULTIPLE, padded
 
 SHAPE = dict(
     vocab_size=320,

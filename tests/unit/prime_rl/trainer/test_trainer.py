@@ -207,7 +207,7 @@ def test_a_run_shows_its_progress_and_how_to_continue(
         shown.append(Progress(what, total, done, lines=False))
         yield shown[0]
 
-    monkeypatch.setattr("prime_rl.trainer.session.show_progress", show)
+    monkeypatch.setattr("prime_rl.trainer.run.show_progress", show)
     train(make_config(tmp_path, ckpt={"interval": 2}))
     assert (shown[0].total, shown[0].done) == (3, 3)
     assert f"--output-dir {tmp_path} --ckpt.resume-step -1" in capsys.readouterr().out

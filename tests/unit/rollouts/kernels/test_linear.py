@@ -10,8 +10,7 @@ import torch.nn.functional as F
 
 from prime_rl.trainer.backend import build_backend
 from prime_rl.trainer.config import TrainConfig
-from prime_rl.trainer.models.attention import TESTED_ROW_COUNTS, _find_rows
-from rollouts.kernels.linear import Linear, linear, pack_weight, packed_linear, pad_rows, round_rows, uses_onednn
+from rollouts.kernels.linear import Linear, linear, pack_weight, packed_linear, round_rows, uses_onednn
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 
@@ -68,7 +67,6 @@ def test_row_counts_are_rounded_to_few_shapes() -> None:
         assert rows <= round_rows(rows) <= max(rows + 7, rows * 9 / 8) and round_rows(round_rows(rows)) == round_rows(
             rows
         )
-        assert len(pad_rows(torch.zeros(rows, 1))) == round_rows(rows)
 
 
 @needs_onednn
@@ -87,14 +85,6 @@ def test_all_products_use_rounded_shapes(monkeypatch: pytest.MonkeyPatch) -> Non
     assert shapes == {round_rows(rows) for rows in range(2, 700)}
     layer(torch.ones(2, 100, 8)).sum().backward()
     assert shapes == {round_rows(rows) for rows in range(2, 700)}, "96 is one of them"
-
-
-def test_min_rows_are_measured() -> None:
-    def rounds_differently_below_nine(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return x @ weight.T + (1e-6 if len(x) < 9 else 0.0)
-
-    assert _find_rows(rounds_differently_below_nine, 8, 0) == 9
-    assert _find_rows(lambda x, weight: x + len(x), 8, 0) == TESTED_ROW_COUNTS[-1], "only the largest count passes"
 
 
 def test_inexact_layers_compute_the_same_product(tmp_path: Path) -> None:

@@ -1,0 +1,127 @@
+"""Checkpoints of a run: where it starts, and when it saves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+
+from prime_rl.runtime.run_dir import RunDir, find_used
+from prime_rl.trainer.backend import Backend
+from prime_rl.trainer.ckpt import PART, is_checkpoint_due, load_checkpoint, save_checkpoint
+from prime_rl.trainer.config import (
+    CkptConfig,
+    ConstantSchedulerConfig,
+    LinearSchedulerConfig,
+    SchedulerConfig,
+    SFTConfig,
+    TrainConfig,
+)
+from prime_rl.trainer.optim import build_schedule
+from rollouts.training.steps import complete_steps, prune_commits, remove_unfinished
+
+SKIPS = ("optimizer", "scheduler", "dataloader", "progress")
+
+
+@dataclass(frozen=True)
+class Checkpointer:
+    """Saves `checkpoints/step_N/trainer` as configured; a checkpoint is complete with all `parts`."""
+
+    root: Path
+    backend: Backend
+    config: CkptConfig | None
+    max_steps: int | None
+    parts: tuple[str, ...] = (PART,)
+
+    def is_due(self, step: int) -> bool:
+        """Whether to save after this step."""
+        return is_checkpoint_due(step, self.config, self.max_steps)
+
+    def save(self, step: int, progress: Mapping[str, Any]) -> None:
+        """Save the training state and prune older checkpoints (collective)."""
+        assert self.config is not None, "a checkpoint is due"
+        backend, keep = self.backend, self.config.keep
+        save_checkpoint(
+            self.root,
+            step,
+            backend.parameters,
+            backend.stepper,
+            progress,
+            backend.ranks,
+            backend.shard_map,
+            average=None if backend.average is None else backend.average.by_name,
+        )
+        backend.ranks.run_on_rank0(lambda: prune_commits(self.root, keep, self.parts))
+
+
+def lock_output_dir(run: RunDir, model_dir: Path, ckpt_parts: tuple[str, ...], *, is_fake_data: bool) -> None:
+    """Ensure that a new run neither mixes with another run nor overwrites its output.
+
+    Raises `ValueError` for a directory with steps of another run; with `is_fake_data` these are moved to `attempts/N`
+    instead.
+    """
+    # An orchestrator started earlier may already have published its checkpoint parts.
+    used = find_used(run.version_dirs) or complete_steps(run.checkpoints, (PART,))
+    inside = model_dir.is_relative_to(run.weights.resolve())
+    if used and (not is_fake_data or inside or find_used([run.broadcasts])):
+        raise ValueError(run.describe_used(ckpt_parts))
+    first = dict.fromkeys((run.weights, run.average, run.checkpoints), -1)
+    if (folder := run.archive_steps(first, PART)) is not None:
+        logger.info(f"Versions of an earlier run moved to {folder}")
+
+
+def resume(
+    config: TrainConfig | SFTConfig, backend: Backend, ckpt_parts: tuple[str, ...]
+) -> tuple[dict[str, Any], int]:
+    """Load the configured checkpoint, if any; returns the saved progress and the first step.
+
+    Rank 0 selects the step, because other ranks may see an older state of a shared file system. Later steps are moved
+    to `attempts/N`.
+    """
+    run, ranks, ckpt = RunDir(config.output_dir), backend.ranks, config.ckpt
+    chosen: list[int | None] = []
+
+    def choose() -> None:
+        requested = None if ckpt is None else ckpt.resume_step
+        chosen.append(run.find_resume_step(requested, ckpt_parts, verify=PART))
+
+    ranks.run_on_rank0(choose)
+    step: int | None = json.loads(ranks.broadcast(json.dumps(chosen[0] if chosen else None).encode()))
+    ranks.run_on_rank0(lambda: remove_unfinished(run.checkpoints, PART))
+    if step is None:
+        return {}, 1
+    progress: dict[str, Any] = {}
+    stepper = backend.stepper
+    average = None if backend.average is None else backend.average.by_name
+    ranks.run_on_all_ranks(
+        lambda: progress.update(
+            load_checkpoint(
+                run.checkpoints, step, backend.parameters, stepper, ranks, ckpt, backend.shard_map, average=average
+            )
+        )
+    )
+    if stepper.schedule_start and config.max_steps is not None:
+        check_schedule(config.scheduler, config.max_steps - stepper.schedule_start)
+        stepper.schedule = build_schedule(config.scheduler, config.optim.lr, config.max_steps - stepper.schedule_start)
+    skipped = [name for name in SKIPS if getattr(ckpt, f"skip_{name}")]
+    without = f" without its {', '.join(skipped)}" if skipped else ""
+    logger.info(f"Resuming after step {step}{without}")
+    first_step = 1 if ckpt is not None and ckpt.skip_progress else step + 1
+    last = {run.weights: first_step - 1, run.average: first_step - 1, run.checkpoints: step}
+    ranks.run_on_rank0(lambda: run.archive_steps(last, PART))
+    return progress, first_step
+
+
+def check_schedule(scheduler: SchedulerConfig, num_steps: int) -> None:
+    """Raise `ValueError` when a restarted schedule does not fit into the remaining steps."""
+    warmup = 0 if isinstance(scheduler, ConstantSchedulerConfig) else scheduler.warmup_steps
+    decay = scheduler.decay_steps if isinstance(scheduler, LinearSchedulerConfig) else 0
+    if warmup + decay > num_steps:
+        raise ValueError(
+            f"ckpt.skip_scheduler: warmup_steps {warmup} and decay_steps {decay} do not fit into the {num_steps} "
+            "remaining steps: raise max_steps"
+        )

@@ -1,0 +1,126 @@
+"""Configuration of the optimizer and its learning-rate schedule."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from prime_rl.utils.pydantic_config import BaseConfig
+
+
+class OptimizerConfig(BaseConfig):
+    """Settings of every optimizer."""
+
+    type: str
+    """Optimizer."""
+
+    lr: float = Field(default=1e-6, ge=0)
+    """Peak learning rate."""
+
+    weight_decay: float = Field(default=0.01, ge=0)
+    """Decoupled weight decay."""
+
+    max_norm: float | None = Field(default=1.0, gt=0)
+    """Global gradient norm for clipping; None: no clipping."""
+
+
+class AdamConfig(OptimizerConfig):
+    """AdamW (1711.05101)."""
+
+    type: Literal["adamw"] = "adamw"
+    """AdamW."""
+
+    betas1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay rate of the first moment."""
+
+    betas2: float = Field(default=0.999, ge=0, lt=1)
+    """Decay rate of the second moment."""
+
+
+class SGDConfig(OptimizerConfig):
+    """Stochastic gradient descent with momentum."""
+
+    type: Literal["sgd"] = "sgd"
+    """SGD."""
+
+    weight_decay: float = Field(default=0.01, ge=0)
+    """L2 penalty."""
+
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    """Momentum."""
+
+    nesterov: bool = True
+    """Nesterov momentum; needs momentum > 0."""
+
+    @model_validator(mode="after")
+    def _nesterov_needs_momentum(self) -> SGDConfig:
+        if self.nesterov and self.momentum == 0:
+            raise ValueError("nesterov needs a momentum above 0: set nesterov = false")
+        return self
+
+
+class MuonConfig(OptimizerConfig):
+    """Muon (2502.16982) for matrices, AdamW for embeddings, head, norms and biases."""
+
+    type: Literal["muon"] = "muon"
+    """Muon."""
+
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Momentum of the Muon updates."""
+
+    nesterov: bool = True
+    """Nesterov momentum."""
+
+    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Scale of matrix updates: match the RMS of AdamW updates, or sqrt(max(1, rows / columns))."""
+
+    betas1: float = Field(default=0.9, ge=0, lt=1)
+    """AdamW: decay rate of the first moment."""
+
+    betas2: float = Field(default=0.999, ge=0, lt=1)
+    """AdamW: decay rate of the second moment."""
+
+
+OptimConfig = Annotated[AdamConfig | SGDConfig | MuonConfig, Field(discriminator="type")]
+
+
+class ConstantSchedulerConfig(BaseConfig):
+    """Constant learning rate."""
+
+    type: Literal["constant"] = "constant"
+    """Constant."""
+
+
+class LinearSchedulerConfig(BaseConfig):
+    """Linear warmup, constant, linear decay at the end of the run."""
+
+    type: Literal["linear"] = "linear"
+    """Linear."""
+
+    warmup_steps: int = Field(default=10, ge=0)
+    """Linear warmup steps."""
+
+    decay_steps: int = Field(default=10, ge=0)
+    """Decay steps at the end of the run."""
+
+    min_lr: float = Field(default=0.0, ge=0)
+    """Learning rate at the last step."""
+
+
+class CosineSchedulerConfig(BaseConfig):
+    """Linear warmup, then cosine decay to the end of the run."""
+
+    type: Literal["cosine"] = "cosine"
+    """Cosine."""
+
+    warmup_steps: int = Field(default=10, ge=0)
+    """Linear warmup steps."""
+
+    min_lr: float = Field(default=0.0, ge=0)
+    """Learning rate at the last step."""
+
+
+SchedulerConfig = Annotated[
+    ConstantSchedulerConfig | LinearSchedulerConfig | CosineSchedulerConfig, Field(discriminator="type")
+]

@@ -1,0 +1,156 @@
+"""Publishes model versions to the engines: as files, or over process groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from loguru import logger
+from torch import Tensor
+
+from prime_rl.runtime.run_dir import RunDir
+from prime_rl.trainer.backend import Backend
+from prime_rl.trainer.config import SFTConfig, TrainConfig
+from prime_rl.transport import weights
+from prime_rl.transport.broadcast import WeightSender, announce, is_taken
+from prime_rl.transport.file_watch import wait_for_blocking
+from prime_rl.transport.logprob_check import Canary
+from rollouts.training.steps import complete_steps, prune_steps, step_path
+
+MAX_SHUTDOWN_WAIT_S = 3600.0
+WAIT_LOG_INTERVAL_S = 30.0
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Versions that remain on disk, see `weights.prune_weights`; `start` is the version that the run starts from."""
+
+    max_async_level: int
+    interval: int | None
+    max_steps: int | None
+    start: int
+
+    def is_permanent(self, step: int) -> bool:
+        """Whether the version is a file even if engines receive it from memory."""
+        return step == self.max_steps or (self.interval is not None and step % self.interval == 0)
+
+
+@dataclass(frozen=True)
+class Publisher:
+    """Publishes `weights/step_N`, and the moving average as `average/step_N`; only rank 0 writes.
+
+    `model_files` are the config and tokenizer files of the initial model, with overrides. With `sender`, engines
+    receive versions from the memory of rank 0, and `close` waits up to `shutdown_timeout_s` for them to receive the
+    last one. `retention` None: every version is a file and remains.
+    """
+
+    run: RunDir
+    backend: Backend
+    model_files: weights.ModelFiles
+    sender: WeightSender | None = None
+    retention: Retention | None = None
+    shutdown_timeout_s: float = 0.0
+
+    @property
+    def weights_dir(self) -> Path:
+        """Directory of the published weights."""
+        return self.run.weights
+
+    def publish(self, step: int, texts: Sequence[Sequence[int]] = ()) -> None:
+        """Publish version `step` (collective), then remove versions that no engine needs.
+
+        The canary also scores tokens of `texts`.
+        """
+        backend, retention = self.backend, self.retention
+        if backend.average is not None:
+            with backend.average.in_place():
+                self._write(self.run.average, step, None, backend.export_state_dict())
+        canary, tensors = backend.compute_canary(step, texts), backend.export_state_dict()
+        if (sender := self.sender) is not None:
+            backend.ranks.run_on_rank0(lambda: self._offer(sender, step, canary, tensors))
+        if sender is None or retention is None or retention.is_permanent(step):
+            self._write(self.weights_dir, step, canary, tensors)
+        if retention is not None:
+            backend.ranks.run_on_rank0(lambda: self._prune(step, retention))
+
+    def publish_start(self, step: int) -> None:
+        """Publish the version that a resumed run starts from (0: none), for the engines."""
+        broadcasts = self.run.broadcasts
+        self.backend.ranks.run_on_rank0(lambda: prune_steps(broadcasts, lambda version: False))  # no longer offered
+        if step:
+            self.publish(step)
+
+    def close(self) -> None:
+        """Wait until every engine has received the final weights, which are only in memory, and stop sending."""
+        if self.sender is None or self.backend.ranks.rank:
+            return
+        last = step_path(self.run.broadcasts, self.backend.stepper.num_steps)
+        waited = 0.0
+        while last.exists() and not is_taken(last) and waited < self.shutdown_timeout_s:
+            try:
+                what = f"the engines to receive {last.name}"
+                wait_for_blocking(lambda: is_taken(last) or None, last.parent, timeout_s=WAIT_LOG_INTERVAL_S, what=what)
+            except TimeoutError as error:
+                waited += WAIT_LOG_INTERVAL_S
+                logger.info(f"Draining receivers: {error}")
+        self.sender.close()
+
+    def _offer(self, sender: WeightSender, step: int, canary: Canary, tensors: dict[str, Tensor]) -> None:
+        root = self.run.broadcasts
+        received = [version for version in complete_steps(root) if is_taken(step_path(root, version))]
+        sender.forget_before(max(received, default=0))  # engines only move forward
+        announce(root, sender.offer(step, tensors, self.backend.adapter_config), sender.address, canary)
+
+    def _write(self, root: Path, step: int, canary: Canary | None, tensors: dict[str, Tensor]) -> None:
+        backend = self.backend
+        backend.ranks.run_on_rank0(
+            lambda: weights.publish_weights(
+                root,
+                step,
+                tensors,
+                self.model_files,
+                num_layers=backend.num_layers,
+                tie_word_embeddings=backend.model.config.tie_word_embeddings,
+                adapter_config=backend.adapter_config,
+                canary=canary,
+            )
+        )
+
+    def _prune(self, step: int, retention: Retention) -> None:
+        for root in self.run.version_dirs:
+            weights.prune_weights(
+                root,
+                step,
+                retention.max_async_level,
+                retention.interval,
+                retention.max_steps,
+                retention.start,
+            )
+
+
+def build_publisher(
+    config: TrainConfig | SFTConfig, backend: Backend, model_files: weights.ModelFiles, start: int
+) -> Publisher:
+    """Build the publisher of a run that starts from version `start`; in RL, start sending to engines if configured."""
+    if isinstance(config, SFTConfig):
+        return Publisher(RunDir(config.output_dir), backend, model_files)
+    level, target, sender = config.max_async_level, config.weight_broadcast, None
+    if target.type != "filesystem":
+        sender = WeightSender(
+            target.type,
+            target.host,
+            target.port,
+            target.timeout,
+            backend.placement.device,
+            max_versions=level + 2,  # same number of versions as on disk with file transport
+        )
+        backend.ranks.run_on_rank0(sender.open)
+    return Publisher(
+        RunDir(config.output_dir),
+        backend,
+        model_files,
+        sender,
+        Retention(level, config.ckpt.interval if config.ckpt else None, config.max_steps, start),
+        0.0 if config.data.fake else MAX_SHUTDOWN_WAIT_S,
+    )

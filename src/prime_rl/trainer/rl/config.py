@@ -1,0 +1,241 @@
+"""Sections of the RL trainer: policy model, loss, data."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from prime_rl.trainer.model_config import ModelConfig
+from prime_rl.utils.pydantic_config import BaseConfig
+from rollouts.training.objectives import PRESETS, Direction, KLEstimator, LossAggregation, Ratio
+
+BOUND_OPTIONS = {name: name for name in ("clip_low", "clip_high", "dual_clip", "max_prob_diff")} | {
+    "delta": "ratio_cap"
+}
+"""Loss options that only some presets use, mapped to their field of `Objective`."""
+
+
+class RLModelConfig(ModelConfig):
+    """The policy model."""
+
+    seq_len: int = Field(default=2048, ge=2)
+    """Maximum sequence length (prompt + completion)."""
+
+
+class DistillConfig(BaseConfig):
+    """Estimator of the distillation loss (docs/on_policy_distillation.md)."""
+
+    estimator: Literal["auto", "token", "reward_to_go", "sequence", "topk+tail", "full"] = "token"
+    """token: KL at the sampled token; reward_to_go: KL summed over the sampled token and its successors; sequence:
+    sequence KL relative to the group; topk+tail: the teacher's top-k tokens plus one tail bucket; full: the whole
+    vocabulary; auto: topk+tail, with the forward direction while the student rarely samples the teacher's choice at
+    uncertain positions; token if the teacher has no top-k."""
+
+    direction: Direction = "reverse"
+    """reverse: KL(student || teacher); forward: KL(teacher || student); jsd: generalized Jensen-Shannon divergence. The
+    last two need topk+tail or full."""
+
+    k: int = Field(default=8, ge=1, le=100)
+    """topk+tail: number of top teacher tokens."""
+
+    jsd_beta: float = Field(default=0.5, gt=0, lt=1)
+    """jsd: weight of the teacher in the mixture."""
+
+    clip: float | None = Field(default=None, gt=0)
+    """token, reward_to_go, sequence: clip the per-token log-prob difference to +-clip, so that a few tokens do not
+    dominate."""
+
+    @property
+    def top_logprobs(self) -> int:
+        """Number of top teacher log-probs needed per token; 0: the sampled token only, -1: all."""
+        return {"auto": self.k, "topk+tail": self.k, "full": -1}.get(self.estimator, 0)
+
+    @model_validator(mode="after")
+    def _check_direction(self) -> DistillConfig:
+        if self.direction != "reverse" and self.estimator not in ("topk+tail", "full"):
+            raise ValueError(
+                f'direction = "{self.direction}" compares distributions, but estimator = "{self.estimator}" uses '
+                'one token\n  set estimator to "topk+tail" or "full"'
+            )
+        if self.clip is not None and self.top_logprobs:
+            raise ValueError('clip applies to sampled tokens only: remove it, or set estimator to "token"')
+        return self
+
+
+class AnnealConfig(BaseConfig):
+    """Anneal the distillation weights: teacher_tau and student_tau decay, so that the reward gains relative weight.
+
+    Enabled by the presence of the section. The student can surpass its teacher once adv_tau / student_tau exceeds the
+    cost, in nats per completion, of deviating from it.
+    """
+
+    after: int = Field(default=50, ge=0)
+    """Steps before the decay begins."""
+
+    steps: int = Field(default=50, ge=1)
+    """Steps of the exponential decay."""
+
+    factor: float = Field(default=0.01, ge=0, lt=1)
+    """Final fraction of both taus."""
+
+    margin: float | None = Field(default=None, gt=0)
+    """Replaces `factor`: at the end, adv_tau / student_tau is `margin` times the largest batch-mean distance from the
+    teacher so far, in nats per completion. A margin of 8 overrides an incorrect teacher."""
+
+    def scale(self, step: int, measured: float = 1.0) -> float:
+        """Multiplier of both taus at a step, counted from 1; `measured` is the final factor derived from `margin`."""
+        factor = self.factor if self.margin is None else min(measured, 1.0)
+        part = min(max(step - self.after, 0) / self.steps, 1.0)
+        return factor**part if factor else 1.0 - part
+
+    @model_validator(mode="after")
+    def _check_margin_or_factor(self) -> AnnealConfig:
+        if self.margin is not None and "factor" in self.model_fields_set:
+            raise ValueError("factor and margin both set the final taus: remove one of them")
+        return self
+
+
+def _from_preset(option: str, **constraints: Any) -> Any:
+    """A field that is an option of the preset `type` unless it is set."""
+    return Field(default_factory=lambda values: getattr(PRESETS[values.get("type", "custom")], option), **constraints)
+
+
+class LossConfig(BaseConfig):
+    """The policy objective: a preset (docs/algorithms.md) whose fields can be overridden.
+
+    Unset fields follow the preset; None disables a bound. Ratios are exp(trainer - inference log-prob).
+    """
+
+    type: Literal[
+        "aipo", "grpo", "gspo", "opo", "rloo", "cispo", "ppo", "dapo", "dr_grpo", "reinforce", "dppo", "custom"
+    ] = "aipo"
+    """Preset. Its baseline and scaling are also the defaults of orchestrator.advantage in rl."""
+
+    ratio: Ratio | None = _from_preset("ratio")
+    """Importance ratio: per token, or per sequence as the mean (geometric, arithmetic) or product of token ratios."""
+
+    delta: float | None = _from_preset("ratio_cap", gt=0)
+    """Cap on the importance ratio (aipo, opo, rloo)."""
+
+    clip_low: float | None = _from_preset("clip_low", ge=0, le=1)
+    """Lower clip range: 1 - clip_low (grpo, gspo, cispo, ppo, dapo, dr_grpo)."""
+
+    clip_high: float | None = _from_preset("clip_high", ge=0)
+    """Upper clip range: 1 + clip_high (same presets)."""
+
+    dual_clip: float | None = _from_preset("dual_clip", gt=1)
+    """Dual clip: bound the loss at -dual_clip A for negative advantages A (grpo, gspo, ppo, dapo, dr_grpo)."""
+
+    max_prob_diff: float | None = _from_preset("max_prob_diff", gt=0, le=1)
+    """Mask tokens whose probability moved further than this in the direction of their advantage (dppo)."""
+
+    token_mask_low: float | None = Field(default=None, ge=0)
+    """Mask tokens with a ratio below this value."""
+
+    token_mask_high: float | None = Field(default=None, gt=0)
+    """Mask tokens with a ratio above this value."""
+
+    seq_ratio_mask_low: float | None = Field(default=None, ge=0)
+    """Mask sequences with a geometric mean ratio below this value."""
+
+    seq_ratio_mask_high: float | None = Field(default=None, gt=0)
+    """Mask sequences with a geometric mean ratio above this value."""
+
+    sequence_mask_low: float | None = Field(default=None, ge=0)
+    """Mask sequences that contain a token ratio below this value."""
+
+    sequence_mask_high: float | None = Field(default=None, gt=0)
+    """Mask sequences that contain a token ratio above this value."""
+
+    adv_tau: float = 1.0
+    """Weight of the advantage; rl defaults to 0.5 when orchestrator.teacher_model is set."""
+
+    teacher_tau: float = Field(default=0.0, ge=0)
+    """Weight of the teacher log-prob in the advantage; rl defaults to 0.5 with a teacher."""
+
+    student_tau: float | None = None
+    """Weight of the student log-prob, subtracted from the advantage; unset: teacher_tau."""
+
+    distill: DistillConfig = DistillConfig()
+
+    anneal: AnnealConfig | None = None
+
+    inference_kl_coef: float = Field(default=0.0, ge=0)
+    """KL penalty to the sampling policy: weight of the log-ratio subtracted from the advantage."""
+
+    kl_tau: float | None = _from_preset("kl_tau", ge=0)
+    """Weight of the squared log-ratio in the loss."""
+
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of KL(policy || reference) in the loss; the reference model is orchestrator.teacher_model."""
+
+    kl_estimator: KLEstimator = "k3"
+    """Estimator of the reference KL."""
+
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+
+    loss_aggregation: LossAggregation | None = _from_preset("loss_aggregation")
+    """token-mean: mean over tokens; the others average over sequences: their means (seq-mean-token-mean), sums
+    (seq-mean-token-sum) or sums / max_tokens (constant)."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Divisor of loss_aggregation constant; unset: orchestrator.sampling.max_tokens, or model.seq_len."""
+
+    import_path: str | None = None
+    """Custom loss function as package.module:name; maps LossInputs to per-token losses."""
+
+    kwargs: dict[str, Any] = {}
+    """Keyword arguments of the custom loss function."""
+
+    @property
+    def needs_teacher(self) -> str | None:
+        """The enabled option that requires teacher log-probs, if any."""
+        return next((name for name in ("teacher_tau", "kl_coef") if getattr(self, name)), None)
+
+    @model_validator(mode="after")
+    def _check_options_of_preset(self) -> LossConfig:
+        preset, is_custom = PRESETS[self.type], self.type == "custom"
+        for option, choice in BOUND_OPTIONS.items():
+            if choice not in preset.bounds and getattr(self, option) is not None:
+                users = ", ".join(name for name, row in PRESETS.items() if choice in row.bounds)
+                raise ValueError(
+                    f"{option} has no effect with type {self.type}: remove it or set it to None, or use one of {users}"
+                )
+        if self.ratio is not None and (self.ratio == "none") != (preset.ratio == "none"):
+            raise ValueError(f"ratio {self.ratio} is incompatible with type {self.type}, whose ratio is {preset.ratio}")
+        if is_custom != (self.import_path is not None):
+            raise ValueError("type custom and import_path go together: set both or neither")
+        if self.kwargs and not is_custom:
+            raise ValueError("kwargs are arguments of a custom loss: set type custom, or remove them")
+        if self.anneal is not None and not self.teacher_tau:
+            raise ValueError("anneal decays teacher_tau but it is 0: raise it, or leave anneal out")
+        if self.anneal is not None and self.anneal.margin and not (self.adv_tau > 0 and self.student_tau != 0):
+            raise ValueError(
+                "anneal.margin compares adv_tau with student_tau: raise both above 0, or set anneal.factor"
+            )
+        if self.max_tokens is not None and (self.loss_aggregation or preset.loss_aggregation) != "constant":
+            raise ValueError(
+                "max_tokens is the divisor of loss_aggregation constant: remove it, or set that loss_aggregation"
+            )
+        return self
+
+
+class FakeDataConfig(BaseConfig):
+    """Random samples instead of those of the orchestrator."""
+
+    batch_size: int = Field(default=16, ge=1)
+    """Samples per step."""
+
+    group_size: int = Field(default=4, ge=1)
+    """Samples per prompt."""
+
+
+class DataConfig(BaseConfig):
+    """Source of training batches."""
+
+    fake: FakeDataConfig | None = None
+
+    timeout_s: float = Field(default=3600, gt=0)
+    """Timeout for one batch of the orchestrator, in seconds."""

@@ -1,0 +1,197 @@
+"""A trainer run: its components, the steps, and the setup that both trainers share."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+
+from prime_rl.runtime.hang_watchdog import explain_on_signal
+from prime_rl.runtime.process_tree import TOKEN_VARIABLE
+from prime_rl.runtime.run_dir import RunDir
+from prime_rl.telemetry.progress import show_progress
+from prime_rl.trainer.backend import Backend, build_backend
+from prime_rl.trainer.checkpointer import Checkpointer, lock_output_dir, resume
+from prime_rl.trainer.ckpt import PART
+from prime_rl.trainer.config import SFTConfig, TrainConfig
+from prime_rl.trainer.parallel_dims import destroy_process_group
+from prime_rl.trainer.perf import PerfCounter, StepTimer
+from prime_rl.trainer.profiling import record_profile
+from prime_rl.trainer.publisher import Publisher, build_publisher
+from prime_rl.trainer.step_logger import StepLogger
+from prime_rl.transport.weights import read_model_files
+from prime_rl.utils.logger import setup_logger
+from prime_rl.utils.monitor import Monitor, build_monitor
+from rollouts.training.backends.step import StepReport
+from rollouts.training.batching import Share, pack_share
+from rollouts.training.rl_losses import TokenStats
+from rollouts.training.steps import remove_unfinished, step_path
+from rollouts.training.types import Sample
+
+
+@dataclass
+class TrainerRun:
+    """The components of one run, on one or several ranks.
+
+    `progress` is the resume state; `micro_bs` the rows of a micro-batch; `profile` records the run.
+    """
+
+    backend: Backend
+    publisher: Publisher
+    checkpointer: Checkpointer
+    step_logger: StepLogger
+    progress: dict[str, Any]
+    first_step: int
+    max_steps: int | None
+    micro_bs: int
+    profile: AbstractContextManager[None]
+
+    @property
+    def timer(self) -> StepTimer:
+        """Times the phases of a step."""
+        return self.step_logger.timer
+
+    def steps(self) -> Iterator[int]:
+        """Iterate over the remaining steps; endless without `max_steps`."""
+        last = self.max_steps
+        if last is not None and self.first_step > last:
+            logger.info(f"No steps left: the checkpoint is at step {self.first_step - 1}, max_steps is {last}")
+        bar = show_progress("steps", last, self.first_step - 1, lines=False, hidden=self.backend.ranks.rank != 0)
+        with self.profile, bar as progress:
+            for step in itertools.count(self.first_step):
+                if last is not None and step > last:
+                    return
+                self.step_logger.step = step
+                yield step
+                progress.advance()
+
+    def pack(self, samples: Sequence[Sample], seq_len: int) -> Share:
+        """Pack this rank's share of the global batch."""
+        mesh = self.backend.mesh
+        cost = self.backend.quadratic_cost
+        return pack_share(samples, seq_len, mesh.dp_size, mesh.dp_rank, rows=self.micro_bs, quadratic_cost=cost)
+
+    def finish_step(
+        self,
+        report: StepReport,
+        stats: TokenStats,
+        share: Share,
+        progress: Mapping[str, Any],
+        extra_metrics: Mapping[str, float],
+    ) -> dict[str, float]:
+        """Save a checkpoint if due, then log the step; returns its metrics.
+
+        `progress` is the resume state in addition to the totals.
+        """
+        step = self.step_logger.step
+        totals = {
+            "total_tokens": self.progress.get("total_tokens", 0) + sum(share.lengths),
+            "total_samples": self.progress.get("total_samples", 0) + len(share.lengths),
+        }
+        self.progress = {**totals, **progress}
+        if self.checkpointer.is_due(step):
+            with self.timer("save_ckpt"):
+                self.checkpointer.save(step, self.progress)
+        backend_metrics = {"optim/skipped_steps": self.backend.stepper.num_skipped, **self.backend.pop_expert_load()}
+        extra = {**{f"progress/{name}": total for name, total in totals.items()}, **extra_metrics}
+        return self.step_logger.log(report, stats, share, backend_metrics, extra)
+
+    def close(self) -> int:
+        """Flush pending output and destroy the process group; returns the exit code."""
+        self.step_logger.monitor.finish()
+        destroy_process_group()
+        self.publisher.close()
+        num_steps, weights_dir = self.backend.stepper.num_steps, self.publisher.weights_dir
+        logger.success(f"Finished after step {num_steps}, weights in {weights_dir}")
+        if self.backend.ranks.rank == 0 and TOKEN_VARIABLE not in os.environ:  # launchers print their own summary
+            resumable = self.checkpointer.config is not None
+            sys.stdout.write(summarize(self.publisher.run, num_steps, resumable=resumable))
+        return 0
+
+
+def summarize(run: RunDir, num_steps: int, *, resumable: bool) -> str:
+    """Output paths and suggested next commands."""
+    newest = step_path(run.weights, num_steps)
+    table: dict[str, object] = {"metrics": run.metrics, "logs": run.logs}
+    if resumable:
+        table["resume"] = f"--output-dir {run.root} --ckpt.resume-step -1, and a higher --max-steps"
+    if newest.exists():
+        table |= {"weights": newest, "next": f"env eval @ configs/debug/eval.toml --model.name {newest}"}
+    return "".join(f"  {name:<8} {value}\n" for name, value in table.items())
+
+
+def build_run(
+    config: TrainConfig | SFTConfig,
+    process: str,
+    *,
+    ckpt_parts: tuple[str, ...] = (PART,),
+    tokenizer_dir: Path | None = None,
+    chat_template: str | None = None,
+    is_fake_data: bool = False,
+) -> TrainerRun:
+    """Set up a run, resuming from a checkpoint if configured (all `ckpt_parts` must be complete).
+
+    `is_fake_data`: the run uses fake data, see `lock_output_dir`.
+    """
+    out, rank, num_ranks = (
+        RunDir(config.output_dir),
+        int(os.environ.get("RANK", "0")),
+        int(os.environ.get("WORLD_SIZE", "1")),
+    )
+    log_name = process if num_ranks == 1 else f"{process}_rank{rank}"
+    setup_logger(log_name, config.log, out.logs, console=rank == 0)
+    backend = _build_logged_backend(config)
+    place = backend.placement
+    if config.ckpt is None or config.ckpt.resume_step is None:
+        backend.ranks.run_on_rank0(
+            lambda: lock_output_dir(out, backend.model_dir, ckpt_parts, is_fake_data=is_fake_data)
+        )
+    progress, first_step = resume(config, backend, ckpt_parts)
+    if rank == 0:
+        remove_unfinished(out.weights)
+        remove_unfinished(out.broadcasts)
+        out.begin_attempt(process, first_step - 1)
+    monitor = build_monitor(out.root, process, config) if rank == 0 else Monitor(out.root, process, silent=True)
+    model_files = read_model_files(backend.model_dir, tokenizer_dir, chat_template)
+    run = TrainerRun(
+        backend,
+        build_publisher(config, backend, model_files, first_step - 1),
+        Checkpointer(out.checkpoints, backend, config.ckpt, config.max_steps, ckpt_parts),
+        StepLogger(monitor, PerfCounter(backend.whole, place.device, place.arithmetic, num_ranks), first_step),
+        progress,
+        first_step,
+        config.max_steps,
+        config.micro_bs,
+        record_profile(config.trace_path, config.memory_profiler_path, place.device, rank),
+    )
+    if threading.current_thread() is threading.main_thread():
+        explain_on_signal(log_name, out.root, run.step_logger.describe_wait)
+    return run
+
+
+def _build_logged_backend(config: TrainConfig | SFTConfig) -> Backend:
+    started = time.monotonic()
+    backend = build_backend(config)
+    parameters = list(backend.whole.parameters())
+    num_parameters, num_trained = (
+        sum(p.numel() for p in parameters),
+        sum(p.numel() for p in parameters if p.requires_grad),
+    )
+    trained = "" if num_trained == num_parameters else f" ({num_trained:,} trainable)"
+    place, num_ranks = backend.placement, backend.ranks.size
+    attn = "ring" if config.parallel.cp_style == "ring" else place.attn
+    where = f"{place.device}" if num_ranks == 1 else f"{num_ranks} x {place.device.type}"
+    logger.info(
+        f"Model {config.model.name}: {num_parameters:,} parameters{trained} on {where} "
+        f"({str(place.dtype).removeprefix('torch.')}, {attn} attention), {time.monotonic() - started:.1f} s"
+    )
+    return backend
