@@ -46,7 +46,7 @@ from rollouts.training.agent_integration import Rollout  # noqa: E402
 from rollouts.training.batching import pack_samples  # noqa: E402
 from rollouts.training.steps import publish_step  # noqa: E402
 from rollouts.training.types import Sample  # noqa: E402
-from rollouts.training.weight_sync import EngineError  # noqa: E402
+from rollouts.training.weight_sync import EngineError, FailureKind  # noqa: E402
 
 SRC = str(ROOT / "src") + "/"
 GROUP, RANKS, SEQ_LEN, PROMPT, ANSWER = 4, 64, 256, 16, 24
@@ -81,7 +81,7 @@ class Engine:
     async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
         await anyio.sleep(0.2)
         if not self.there:
-            raise EngineError("unreachable", "nobody listens")
+            raise EngineError(FailureKind.UNREACHABLE, "nobody listens")
         self.version, self.awaits_weights = int(Path(checkpoint_path).name.removeprefix("step_")), False
         return {"success": True}
 

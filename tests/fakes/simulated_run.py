@@ -31,7 +31,7 @@ from rollouts.agents import Turn
 from rollouts.training.agent_integration import Rollout
 from rollouts.training.steps import complete_steps, latest_step, publish_dir, publish_step, step_path
 from rollouts.training.types import Sample, Status
-from rollouts.training.weight_sync import EngineError
+from rollouts.training.weight_sync import EngineError, FailureKind
 
 DEADLINE_S = 2000.0  # virtual seconds after which a run counts as stuck
 
@@ -228,11 +228,11 @@ class Engine:
         num_restarts = self.num_restarts
         await self.world.pause(self.world.faults.update_s)
         if self.unreachable or num_restarts != self.num_restarts:
-            raise EngineError("unreachable", "the connection was cut")
+            raise EngineError(FailureKind.UNREACHABLE, "the connection was cut")
         self.version, self.awaits_weights = int(Path(checkpoint_path).name.removeprefix("step_")), False
         await self.world.pause(self.world.faults.update_s)
         if self.unreachable or num_restarts != self.num_restarts:
-            raise EngineError("unreachable", "the connection was cut")
+            raise EngineError(FailureKind.UNREACHABLE, "the connection was cut")
         return {"success": True}
 
     async def reload_weights(self) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from prime_rl.utils.client import InferenceClient
 from rollouts.training.weight_sync import PrimeEngine, WeightSyncError
 
 HEALTH_CHECK_INTERVAL_S = 1.0  # requests to a failed server detect it at once; this is only supervision
-UNREACHABLE_MARKERS = ("unreachable: ", "answered 503")
 
 
 class ServerMonitor:
@@ -54,7 +53,7 @@ class ServerMonitor:
 
     async def wait_for_recovery(self, error: WeightSyncError) -> bool:
         """After a failed update: whether only lost servers caused it, and enough have returned for a retry."""
-        if not all(state == "ok" or any(sign in state for sign in UNREACHABLE_MARKERS) for _, state in error.states):
+        if not error.is_transient:
             return False
         limit = self.config.inference_timeout
         if not self.server_pool.is_elastic:

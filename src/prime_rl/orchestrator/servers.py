@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -58,7 +59,7 @@ class BroadcastEngine(PrimeEngine):
             return await self.load("/update_weights", {"weight_dir": None, "step": parse_step(path.name)})
         except EngineError as error:
             saved = path.parent.with_name("weights") / path.name
-            if "answered 503" not in error.message or not is_complete(saved):
+            if error.status != HTTPStatus.SERVICE_UNAVAILABLE or not is_complete(saved):
                 raise
             logger.warning(f"{self}: {error.message}; loading {saved} instead")
             return await super().load_version(saved)

@@ -177,7 +177,9 @@ class WeightRelay:
         unreachable = self.server_pool.unreachable
         lost = "unreachable: lost during the update"
         return WeightSyncError(
-            str(path), [(str(self.engines[i]), lost if i in unreachable else "ok") for i in reachable]
+            str(path),
+            [(str(self.engines[i]), lost if i in unreachable else "ok") for i in reachable],
+            is_transient=True,
         )
 
     async def _update_ema_engines(self, step: int) -> None:

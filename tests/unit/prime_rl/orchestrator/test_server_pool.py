@@ -17,7 +17,7 @@ from prime_rl.orchestrator.server_pool import ServerPool
 from prime_rl.orchestrator.servers import prepare_engines
 from prime_rl.orchestrator.weight_relay import MAX_ATTEMPTS, WeightRelay
 from rollouts.training.steps import publish_step
-from rollouts.training.weight_sync import EngineError, WeightSyncError
+from rollouts.training.weight_sync import EngineError, FailureKind, WeightSyncError
 
 
 class Server:
@@ -45,7 +45,7 @@ class Server:
         if self.silent:
             await anyio.sleep_forever()
         if not self.there:
-            raise EngineError("unreachable", "connection refused")
+            raise EngineError(FailureKind.UNREACHABLE, "connection refused")
         self.version, self.awaits_weights = int(Path(checkpoint_path).name.removeprefix("step_")), False
         self.loads.append(self.version)
         return {"success": True}
@@ -115,7 +115,7 @@ def test_a_server_that_stays_but_fails_is_tried_a_few_times(tmp_path: Path, monk
     async def fail(checkpoint_path: str) -> dict[str, Any]:
         nonlocal tries
         tries += 1
-        raise EngineError("rejected", "does not load")
+        raise EngineError(FailureKind.REFUSED, "does not load")
 
     async def is_back(error: WeightSyncError) -> bool:
         return True
