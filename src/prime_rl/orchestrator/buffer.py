@@ -14,6 +14,7 @@ from typing import Any
 from loguru import logger
 
 from prime_rl.orchestrator.config import BufferConfig
+from prime_rl.orchestrator.policy_version import PolicyVersion
 from rollouts.training.environments import Environment, Row
 from rollouts.training.rollout_gen.groups import DropReason, Outcome
 
@@ -85,10 +86,12 @@ class PromptBuffer:
     draws, rows that the curriculum defers are skipped for now, and quarantined rows are never drawn again.
     """
 
-    def __init__(self, environments: Mapping[str, Environment], config: BufferConfig, seed: int) -> None:
+    def __init__(
+        self, environments: Mapping[str, Environment], config: BufferConfig, seed: int, version: PolicyVersion
+    ) -> None:
         self.config = config
         self.seed = seed
-        self.version = 0  # current policy version, passed to the curriculum; set by the loop
+        self.version = version
         self.evicted: Counter[str] = Counter()
         self.envs: list[EnvCursor] = []
         self._rewards: dict[int, float] = {}  # id -> mean reward of its last group, for the curriculum
@@ -216,7 +219,7 @@ class PromptBuffer:
         if self._curriculum is None:
             return True
         last = self._rewards.get(env.first_id + row)
-        return bool(self._curriculum(dict(env.rows[row]), env=env.name, version=self.version, reward=last))
+        return bool(self._curriculum(dict(env.rows[row]), env=env.name, version=self.version.live, reward=last))
 
     def _pool_for(self, reward: float) -> str:
         easy, hard = self.config.easy_threshold, self.config.hard_threshold

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from prime_rl.orchestrator.distillation.baseline_eval import HeldOutEnvironment
 
 if TYPE_CHECKING:
     from prime_rl.orchestrator.distillation.baseline_eval import BaselineEvaluator
+    from prime_rl.orchestrator.server_pool import ServerPool
     from prime_rl.utils.monitor import Monitor
     from rollouts.training.agent_integration import Rollout
     from rollouts.training.environments import Environment
@@ -60,19 +61,17 @@ class Evaluations:
 
     def __init__(
         self,
-        config: OrchestratorConfig,
         schedules: Sequence[EvalSchedule],
-        clients: Sequence[Any],
+        servers: ServerPool,
         monitor: Monitor,
+        *,
+        model: str,
+        max_steps: int | None,
         baseline_evaluator: BaselineEvaluator | None = None,
-        get_reachable: Callable[[], Sequence[int]] | None = None,
     ) -> None:
-        self.config = config
-        self._get_reachable = get_reachable or (lambda: range(len(clients)))
+        self.schedules, self.servers, self.monitor = schedules, servers, monitor
+        self.model, self.max_steps = model, max_steps
         self.baseline_evaluator = baseline_evaluator
-        self.schedules = schedules
-        self.clients = clients
-        self.monitor = monitor
         self.val_reward: float | None = None
         self._finished = anyio.Event()
 
@@ -90,7 +89,7 @@ class Evaluations:
     def on_version(self, version: int) -> None:
         """`version` is live: start the evaluations that are due."""
         for schedule in self.schedules:
-            if not schedule.is_due(version, self.config.max_steps):
+            if not schedule.is_due(version, self.max_steps):
                 continue
             if schedule.pending is not None:
                 logger.warning(
@@ -124,8 +123,8 @@ class Evaluations:
 
     async def _evaluate(self, schedule: EvalSchedule, version: int) -> None:
         start, rewards = time.time(), list[float]()
-        clients = [self.clients[i] for i in self._get_reachable()]
-        endpoint = ModelEndpoint(clients, self.config.model.name, version)
+        clients = [self.servers.clients[i] for i in self.servers.reachable]
+        endpoint = ModelEndpoint(clients, self.model, version)
         metrics: dict[str, float] = {}
         for env in schedule.config.env:
             name, env_start = env.name or env.id, time.monotonic()

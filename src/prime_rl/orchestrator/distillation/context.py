@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from prime_rl.orchestrator.config import ContextConfig, Insert, OrchestratorConfig, TeacherConfig, TrainEnvConfig
+from prime_rl.orchestrator.config import ContextConfig, Insert, TeacherConfig, TrainEnvConfig
 
 Message = dict[str, Any]
 Context = str | list[Message]
@@ -145,11 +145,11 @@ def _append(content: Any, text: str) -> Any:
 class ContextProvider:
     """Contexts of every environment's prompts and their positions."""
 
-    def __init__(self, config: OrchestratorConfig, teacher: TeacherConfig) -> None:
+    def __init__(self, teacher: TeacherConfig, envs: Sequence[TrainEnvConfig], seed: int) -> None:
         self.teacher = teacher
-        self._default = build_source(teacher, config.seed)
-        self._envs: dict[str, TrainEnvConfig] = {env.name or env.id: env for env in config.env}
-        self._sources = {name: build_source(env, config.seed) for name, env in self._envs.items()}
+        self._default = build_source(teacher, seed)
+        self._envs = {env.name or env.id: env for env in envs}
+        self._sources = {name: build_source(env, seed) for name, env in self._envs.items()}
 
     def role(self, env: str) -> str:
         """Teacher role of an environment: context, anchor or none."""

@@ -16,7 +16,7 @@ from loguru import logger
 
 from prime_rl.client.scoring import ScoredTokens, TokenScorer
 from prime_rl.configuration.sections import BASE_MODEL
-from prime_rl.orchestrator.config import OrchestratorConfig, TeacherConfig
+from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.orchestrator.distillation.context import (
     DEFAULT_SYSTEM_PROBES,
     PROBE_USER,
@@ -42,7 +42,7 @@ class UnscorableSample(Exception):
 
 
 class Teacher:
-    """Adds teacher log-probs to samples. Unscorable samples are dropped and counted."""
+    """Adds teacher log-probs to samples. Unscorable samples are dropped and counted. `model`: the student's name."""
 
     def __init__(
         self, contexts: ContextProvider, scorer: TokenScorer, model: str, anchor: TokenScorer | None = None
@@ -214,20 +214,16 @@ def build_teacher(config: OrchestratorConfig) -> Teacher | None:
     teacher = config.teacher_model
     if teacher is None:
         return None
-    contexts = ContextProvider(config, teacher)
-    clients = build_clients(teacher.client)
-    temperature = config.sampling.temperature if teacher.temperature is None else teacher.temperature
-    scorer = TokenScorer(clients, teacher_name(config, teacher), temperature, teacher.top_logprobs)
-    anchor = None
-    if teacher.weights != "frozen":
-        anchor = TokenScorer(clients, BASE_MODEL, temperature, teacher.top_logprobs)
-    return Teacher(contexts, scorer, config.model.name, anchor)
-
-
-def teacher_name(config: OrchestratorConfig, teacher: TeacherConfig) -> str:
-    """Model name in teacher requests; `ValueError` if no server is configured."""
+    contexts = ContextProvider(teacher, config.env, config.seed)
     if not teacher.client.base_url:
         raise ValueError(
             "teacher_model.client.base_url is unset: rl starts a teacher and sets it; without rl, set it yourself"
         )
-    return teacher.model.name or config.model.name
+    clients = build_clients(teacher.client)
+    temperature = config.sampling.temperature if teacher.temperature is None else teacher.temperature
+    name = teacher.model.name or config.model.name
+    scorer = TokenScorer(clients, name, temperature, teacher.top_logprobs)
+    anchor = None
+    if teacher.weights != "frozen":
+        anchor = TokenScorer(clients, BASE_MODEL, temperature, teacher.top_logprobs)
+    return Teacher(contexts, scorer, config.model.name, anchor)
