@@ -13,7 +13,7 @@ from typing import Any
 
 from loguru import logger
 
-from prime_rl.orchestrator.config import BufferConfig
+from prime_rl.orchestrator.config import BufferConfig, OrchestratorConfig
 from prime_rl.orchestrator.policy_version import PolicyVersion
 from rollouts.training.environments import Environment, Row
 from rollouts.training.rollout_gen.groups import DropReason, Outcome
@@ -229,6 +229,14 @@ class PromptBuffer:
 
     def _env_of(self, position: int) -> EnvCursor:
         return next(env for env in reversed(self.envs) if env.first_id <= position)
+
+
+def build_buffer(
+    config: OrchestratorConfig, environments: Mapping[str, Environment], version: PolicyVersion
+) -> PromptBuffer:
+    """Build the prompt buffer of the training environments."""
+    seed = config.seed if config.buffer.seed is None else config.buffer.seed
+    return PromptBuffer(environments, config.buffer, seed, version)
 
 
 def load_curriculum(path: str | None) -> Curriculum | None:

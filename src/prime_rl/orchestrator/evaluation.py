@@ -19,10 +19,10 @@ from prime_rl.eval.results import write_results
 from prime_rl.generation.resume_log import to_result
 from prime_rl.generation.rollout_jobs import ModelEndpoint, run_environment
 from prime_rl.orchestrator.config import OrchestratorConfig
-from prime_rl.orchestrator.distillation.baseline_eval import HeldOutEnvironment
+from prime_rl.orchestrator.distillation.baseline_eval import BaselineEvaluator, HeldOutEnvironment
 
 if TYPE_CHECKING:
-    from prime_rl.orchestrator.distillation.baseline_eval import BaselineEvaluator
+    from prime_rl.orchestrator.distillation.teacher import Teacher
     from prime_rl.orchestrator.server_pool import ServerPool
     from prime_rl.utils.monitor import Monitor
     from rollouts.training.agent_integration import Rollout
@@ -189,6 +189,23 @@ class Evaluations:
             f"Evaluated {name} at {span} | avg@{num_rollouts}: {format_value(summary[f'avg@{num_rollouts}'])} | "
             f"Examples: {len(groups)} | Errors: {summary['error/mean']:.1%} | Time: {seconds:.1f}s"
         )
+
+
+def build_evaluations(
+    config: OrchestratorConfig,
+    schedules: Sequence[EvalSchedule],
+    servers: ServerPool,
+    monitor: Monitor,
+    teacher: Teacher | None = None,
+) -> Evaluations:
+    """Build the evaluations of `schedules`, with the baselines of a distillation if they are configured."""
+    baseline_evaluator = None
+    if teacher is not None and config.teacher_model is not None and config.teacher_model.eval_baseline:
+        baseline_evaluator = BaselineEvaluator(teacher, servers.clients, config.output_dir / "evals")
+    model, max_steps = config.model.name, config.max_steps
+    return Evaluations(
+        schedules, servers, monitor, model=model, max_steps=max_steps, baseline_evaluator=baseline_evaluator
+    )
 
 
 def build_schedules(

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 async def run_steps(orchestrator: Orchestrator) -> None:
     """Send `max_steps` batches; return once the last version is live and evaluated."""
     from prime_rl.orchestrator.metrics import drop_overlong
+    from prime_rl.orchestrator.report import Reporter
 
-    relay, done = orchestrator.relay, time.time()
+    relay, reporter, done = orchestrator.relay, Reporter(orchestrator), time.time()
     for step in orchestrator.steps:
         start = done
         samples = await next_batch(orchestrator)  # blocks on the inference servers, and on the trainer for free slots
@@ -45,7 +46,7 @@ async def run_steps(orchestrator: Orchestrator) -> None:
         done = time.time()
         orchestrator.monitor.log_timeline("generate", start, generated, step)
         times = {"step": done - start, "generate_completions": generated - start, "save_ckpt": saved - generated}
-        orchestrator.reporter.report(step, samples, len(kept), times)
+        reporter.report(step, samples, len(kept), times)
     await relay.wait_for_version(orchestrator.rollouts.step_count)
     evaluations = orchestrator.evaluations
     with orchestrator.wait_logger.waiting(lambda waited: f"Waiting for {evaluations.in_progress} ({waited:.0f} s)"):

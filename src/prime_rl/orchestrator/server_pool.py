@@ -11,8 +11,17 @@ import anyio
 from loguru import logger
 
 from prime_rl.orchestrator.canary import CanaryCheck, CanaryMismatch
+from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.orchestrator.policy_version import PolicyVersion
-from prime_rl.orchestrator.servers import POLL_INTERVAL_S, Health, read_health, run_concurrently, wait_until_ready
+from prime_rl.orchestrator.servers import (
+    POLL_INTERVAL_S,
+    Health,
+    build_engines,
+    read_health,
+    run_concurrently,
+    wait_until_ready,
+)
+from prime_rl.runtime.run_dir import AVERAGE_DIR
 from prime_rl.transport.file_watch import wait_for
 from prime_rl.utils.client import InferenceClient
 from rollouts.training.steps import is_complete, step_path
@@ -243,6 +252,42 @@ class ServerPool:
         limit = self._ready_timeout_s
         if self.is_below_minimum and anyio.current_time() - since > limit:
             raise TimeoutError(f"{self.engines[i]} has not responded for {limit:g} s ({problem}): see its log")
+
+
+def build_servers(
+    config: OrchestratorConfig,
+    clients: Sequence[InferenceClient],
+    engines: Sequence[PrimeEngine],
+    version: PolicyVersion,
+) -> ServerPool:
+    """Build the pool of the policy's servers."""
+    return ServerPool(
+        clients,
+        engines,
+        version,
+        config.versions_dir,
+        min_servers=config.min_servers,
+        ready_timeout_s=config.inference_timeout,
+        weights_timeout_s=config.weights_timeout,
+        canary=CanaryCheck(config.canary_interval),
+    )
+
+
+def build_ema_servers(
+    config: OrchestratorConfig, clients: Sequence[InferenceClient], version: PolicyVersion
+) -> ServerPool | None:
+    """Build the pool of a teacher's servers that follow the EMA weights; None for other teachers."""
+    teacher = config.teacher_model
+    if teacher is None or teacher.weights != "ema":
+        return None
+    return ServerPool(
+        clients,
+        build_engines(teacher.client),
+        version,
+        config.output_dir / AVERAGE_DIR,
+        ready_timeout_s=config.inference_timeout,
+        weights_timeout_s=config.weights_timeout,
+    )
 
 
 class _MinimumReached(Exception):

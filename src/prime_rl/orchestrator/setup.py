@@ -8,29 +8,25 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
 
-from prime_rl.orchestrator.buffer import PromptBuffer
-from prime_rl.orchestrator.canary import CanaryCheck
+from prime_rl.orchestrator.buffer import PromptBuffer, build_buffer
 from prime_rl.orchestrator.checkpoint import CheckpointStore
 from prime_rl.orchestrator.config import OrchestratorConfig
-from prime_rl.orchestrator.distillation.baseline_eval import BaselineEvaluator
 from prime_rl.orchestrator.distillation.teacher import Teacher, build_teacher
-from prime_rl.orchestrator.evaluation import Evaluations, build_schedules
+from prime_rl.orchestrator.evaluation import Evaluations, build_evaluations, build_schedules
 from prime_rl.orchestrator.policy_version import PolicyVersion
-from prime_rl.orchestrator.report import Reporter
 from prime_rl.orchestrator.rewards import build_advantages
 from prime_rl.orchestrator.rollout_manager import GroupGenerator, build_generator, build_rollouts
-from prime_rl.orchestrator.server_pool import ServerPool
+from prime_rl.orchestrator.server_pool import ServerPool, build_ema_servers, build_servers
 from prime_rl.orchestrator.servers import build_engines
 from prime_rl.orchestrator.waiting import EventLoopLagMonitor, WaitLogger
-from prime_rl.orchestrator.weight_relay import WeightRelay
+from prime_rl.orchestrator.weight_relay import WeightRelay, build_relay
 from prime_rl.runtime.hang_watchdog import WaitStatus, explain_on_signal
-from prime_rl.runtime.run_dir import AVERAGE_DIR, BROADCASTS_DIR, begin_attempt
+from prime_rl.runtime.run_dir import begin_attempt
 from prime_rl.telemetry.health_checks import RolloutHealthChecks
 from prime_rl.transport.batches import BatchSender
 from prime_rl.transport.broadcast import acknowledge
@@ -54,6 +50,7 @@ class Orchestrator:
     servers: ServerPool
     ema_servers: ServerPool | None
     teacher: Teacher | None
+    buffer: PromptBuffer
     generator: GroupGenerator
     rollouts: AsyncRolloutManager
     assign_advantages: Callable[[list[Sample]], None]
@@ -62,9 +59,9 @@ class Orchestrator:
     checkpoints: CheckpointStore
     evaluations: Evaluations
     monitor: Monitor
-    reporter: Reporter
-    lag: EventLoopLagMonitor
+    health_checks: RolloutHealthChecks
     totals: Counter[str]
+    lag: EventLoopLagMonitor = field(default_factory=EventLoopLagMonitor)
     wait_logger: WaitLogger = field(default_factory=WaitLogger)
     started: anyio.Event = field(default_factory=anyio.Event)
     """Set once the servers are ready."""
@@ -128,70 +125,21 @@ def build_orchestrator(
     begin_attempt(out, "orchestrator", resumed_step)
 
     version = PolicyVersion(resumed_step)
-    build_servers = partial(
-        ServerPool,
-        version=version,
-        ready_timeout_s=config.inference_timeout,
-        weights_timeout_s=config.weights_timeout,
-    )
-    servers = build_servers(
-        clients,
-        engines,
-        weights_dir=config.versions_dir,
-        min_servers=config.min_servers,
-        canary=CanaryCheck(config.canary_interval),
-    )
-    ema_servers = baseline_evaluator = None
-    if teacher is not None and (settings := config.teacher_model) is not None:
-        if settings.weights == "ema":
-            ema_engines = build_engines(settings.client)
-            ema_servers = build_servers(teacher.scorer.clients, ema_engines, weights_dir=out / AVERAGE_DIR)
-        if settings.eval_baseline:
-            baseline_evaluator = BaselineEvaluator(teacher, clients, out / "evals")
-
-    seed = config.seed if config.buffer.seed is None else config.buffer.seed
-    buffer = PromptBuffer(environments, config.buffer, seed, version)
+    servers = build_servers(config, clients, engines, version)
+    ema_servers = None if teacher is None else build_ema_servers(config, teacher.scorer.clients, version)
+    buffer = build_buffer(config, environments, version)
     generator = build_generator(config, environments, servers, teacher)
     rollouts = build_rollouts(config, buffer, generator)
-    totals = Counter[str]()
+    schedules = build_schedules(config, environments, eval_environments, resumed_step)
+    evaluations = build_evaluations(config, schedules, servers, monitor, teacher)
+    relay = build_relay(config, servers, ema_servers, rollouts, sender, monitor)
     if state is not None:
         rollouts.load_state_dict(state["rollouts"])
-        totals.update(state["totals"])
-    evaluations = Evaluations(
-        build_schedules(config, environments, eval_environments, resumed_step),
-        servers,
-        monitor,
-        model=config.model.name,
-        max_steps=config.max_steps,
-        baseline_evaluator=baseline_evaluator,
-    )
-    relay = WeightRelay(
-        servers,
-        is_received=sender.is_received,
-        timeout_s=config.weights_timeout,
-        log_timeline=monitor.log_timeline,
-        before_load=rollouts.wait_until_idle if config.strict_async_level else None,
-        ema_servers=ema_servers,
-        alternate_dir=out / (BROADCASTS_DIR if config.weight_broadcast.type == "filesystem" else "weights"),
-    )
+
     version.subscribe(lambda version: rollouts.release(version.released))
     version.subscribe(lambda version: evaluations.on_version(version.live))
     if not config.keep_rollouts:
         version.subscribe(lambda version: None if relay.unread else sender.prune(checkpoints.covered(version.released)))
-    lag = EventLoopLagMonitor()
-    reporter = Reporter(
-        generator=generator,
-        buffer=buffer,
-        rollouts=rollouts,
-        relay=relay,
-        evaluations=evaluations,
-        monitor=monitor,
-        teacher=teacher,
-        lag=lag,
-        totals=totals,
-        seq_len=config.seq_len,
-        health_checks=RolloutHealthChecks(config.max_async_level, verified=generator.is_scored),
-    )
     return Orchestrator(
         seq_len=config.seq_len,
         max_steps=config.max_steps,
@@ -199,6 +147,7 @@ def build_orchestrator(
         servers=servers,
         ema_servers=ema_servers,
         teacher=teacher,
+        buffer=buffer,
         generator=generator,
         rollouts=rollouts,
         assign_advantages=build_advantages(config),
@@ -207,9 +156,8 @@ def build_orchestrator(
         checkpoints=checkpoints,
         evaluations=evaluations,
         monitor=monitor,
-        reporter=reporter,
-        lag=lag,
-        totals=totals,
+        health_checks=RolloutHealthChecks(config.max_async_level, verified=generator.is_scored),
+        totals=Counter(state["totals"] if state is not None else {}),
     )
 
 

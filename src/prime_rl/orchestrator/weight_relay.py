@@ -12,9 +12,14 @@ from typing import Any
 import anyio
 from loguru import logger
 
+from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.orchestrator.server_pool import ServerPool, ServerUnavailable
+from prime_rl.runtime.run_dir import BROADCASTS_DIR, WEIGHTS_DIR
+from prime_rl.transport.batches import BatchSender
 from prime_rl.transport.broadcast import acknowledge
 from prime_rl.transport.file_watch import wait_for
+from prime_rl.utils.monitor import Monitor
+from rollouts.training.rollout_gen.async_rollout_manager import AsyncRolloutManager
 from rollouts.training.steps import complete_steps, is_complete, step_path
 from rollouts.training.weight_sync import WeightSyncError, sync_weights_to_engines
 
@@ -212,3 +217,24 @@ class WeightRelay:
     def _wake(self) -> None:
         self._changed.set()
         self._changed = anyio.Event()
+
+
+def build_relay(
+    config: OrchestratorConfig,
+    servers: ServerPool,
+    ema_servers: ServerPool | None,
+    rollouts: AsyncRolloutManager,
+    sender: BatchSender,
+    monitor: Monitor,
+) -> WeightRelay:
+    """Build the relay of the trainer's versions."""
+    other = BROADCASTS_DIR if config.weight_broadcast.type == "filesystem" else WEIGHTS_DIR
+    return WeightRelay(
+        servers,
+        is_received=sender.is_received,
+        timeout_s=config.weights_timeout,
+        log_timeline=monitor.log_timeline,
+        before_load=rollouts.wait_until_idle if config.strict_async_level else None,
+        ema_servers=ema_servers,
+        alternate_dir=config.output_dir / other,
+    )
