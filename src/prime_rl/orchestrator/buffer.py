@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import random
 from collections import Counter
@@ -13,6 +12,7 @@ from typing import Any
 
 from loguru import logger
 
+from prime_rl.configuration.imports import import_function
 from prime_rl.orchestrator.config import BufferConfig, OrchestratorConfig
 from prime_rl.orchestrator.policy_version import PolicyVersion
 from rollouts.training.environments import Environment, Row
@@ -241,16 +241,4 @@ def build_buffer(
 
 def load_curriculum(path: str | None) -> Curriculum | None:
     """The curriculum function at `module:name`; `ValueError` if there is none."""
-    return None if path is None else load_function(path, "buffer.curriculum")
-
-
-def load_function(path: str, key: str) -> Any:
-    """The function at `module:name`, set by the configuration key `key`; `ValueError` if there is none."""
-    module, _, name = path.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{key} = {path!r} cannot be imported ({error}): write it as module:function") from error
-    if not callable(function):
-        raise ValueError(f"{key} = {path!r} is not a function")
-    return function
+    return None if path is None else import_function(path, "buffer.curriculum")

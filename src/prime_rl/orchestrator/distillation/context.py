@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from prime_rl.configuration.imports import import_function
 from prime_rl.orchestrator.config import ContextConfig, Insert, TeacherConfig, TrainEnvConfig
 
 Message = dict[str, Any]
@@ -38,23 +38,9 @@ def build_source(config: ContextConfig, seed: int) -> Source | None:
             raise ValueError("context_template has no {{example.KEY}} placeholder: add one, or use context instead")
         return lambda row: fill_template(template, row)
     if config.context_fn is not None:
-        function = load_function(config.context_fn)
+        function = import_function(config.context_fn, "context_fn")
         return lambda row: check_context(function(dict(row), random.Random(f"{seed}/{row.get('example_id')}")))
     return None
-
-
-def load_function(path: str) -> Callable[..., Any]:
-    """The function at `package.module:name`; `ValueError` if there is none."""
-    module, _, name = path.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"context_fn {path!r} cannot be imported ({error}): write it as package.module:name"
-        ) from error
-    if not callable(function):
-        raise ValueError(f"context_fn {path!r} is a {type(function).__name__}, not a function")
-    return function
 
 
 def check_context(value: Any) -> Context | None:
