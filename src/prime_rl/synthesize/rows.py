@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from prime_rl.synthesize.config import SynthesisFilterConfig
 
 
-class Verdict(StrEnum):
+class FilterVerdict(StrEnum):
     """Whether a result is part of the data set, or why not."""
 
     KEPT = "kept"
@@ -29,7 +29,7 @@ class Verdict(StrEnum):
     OVER_MAX_PER_EXAMPLE = "over_max_per_example"
 
 
-def choose_results(groups: Sequence[Sequence[Result]], keep: SynthesisFilterConfig) -> list[list[Verdict]]:
+def choose_results(groups: Sequence[Sequence[Result]], keep: SynthesisFilterConfig) -> list[list[FilterVerdict]]:
     """The verdict on each result. Higher rewards of an example take precedence."""
     seen: set[bytes] = set()
     verdicts = []
@@ -37,13 +37,13 @@ def choose_results(groups: Sequence[Sequence[Result]], keep: SynthesisFilterConf
         verdict = [classify_result(result, keep) for result in group]
         num_kept = 0
         for number in sorted(range(len(group)), key=lambda n: (-(group[n].reward or 0.0), n)):
-            if verdict[number] is not Verdict.KEPT:
+            if verdict[number] is not FilterVerdict.KEPT:
                 continue
             key = conversation_key(group[number], loose=keep.dedupe == "loose")
             if keep.dedupe != "off" and key in seen:
-                verdict[number] = Verdict.DUPLICATE
+                verdict[number] = FilterVerdict.DUPLICATE
             elif keep.max_per_example is not None and num_kept >= keep.max_per_example:
-                verdict[number] = Verdict.OVER_MAX_PER_EXAMPLE
+                verdict[number] = FilterVerdict.OVER_MAX_PER_EXAMPLE
             else:
                 num_kept += 1
                 seen.add(key)
@@ -51,20 +51,20 @@ def choose_results(groups: Sequence[Sequence[Result]], keep: SynthesisFilterConf
     return verdicts
 
 
-def classify_result(result: Result, keep: SynthesisFilterConfig) -> Verdict:
+def classify_result(result: Result, keep: SynthesisFilterConfig) -> FilterVerdict:
     """Verdict on a single result, without deduplication."""
     if result.reward is None:
-        return Verdict.FAILED
+        return FilterVerdict.FAILED
     if keep.min_reward is not None and result.reward < keep.min_reward:
-        return Verdict.BELOW_MIN_REWARD
+        return FilterVerdict.BELOW_MIN_REWARD
     if keep.max_reward is not None and result.reward > keep.max_reward:
-        return Verdict.ABOVE_MAX_REWARD
+        return FilterVerdict.ABOVE_MAX_REWARD
     if result.is_truncated and not keep.truncated:
-        return Verdict.TRUNCATED
+        return FilterVerdict.TRUNCATED
     conversation = read_conversation({"prompt": result.prompt, "completion": result.completion}, 0)
     trained = conversation.messages[conversation.first_trained :]
     has_content = any(message.get("role") == "assistant" and not is_empty_turn(message) for message in trained)
-    return Verdict.KEPT if has_content else Verdict.EMPTY
+    return FilterVerdict.KEPT if has_content else FilterVerdict.EMPTY
 
 
 def conversation_key(result: Result, *, loose: bool) -> bytes:
