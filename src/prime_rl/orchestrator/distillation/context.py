@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from prime_rl.configuration.imports import import_function
-from prime_rl.orchestrator.config import ContextConfig, Insert, TeacherConfig, TrainEnvConfig
+from prime_rl.orchestrator.config import TrainEnvConfig
+from prime_rl.orchestrator.distillation.config import ContextConfig, Insert, TeacherConfig
 
 Message = dict[str, Any]
 Context = str | list[Message]
