@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from typing import Any
 
 import anyio
@@ -33,10 +34,18 @@ LEAST_LOGPROB = -100.0
 """Finite stand-in for log 0, so that messages contain no infinities."""
 
 
-class UnscorableSample(Exception):
-    """A sample that the teacher cannot score; `reason` is the metric that counts it."""
+class SkipReason(StrEnum):
+    """Why the teacher cannot score a sample."""
 
-    def __init__(self, reason: str, message: str) -> None:
+    OVERLONG = "overlong"  # longer than the teacher's context
+    PROMPT = "prompt"  # its prompt cannot be rendered with the context
+    SERVER = "server"  # a request to a server failed
+
+
+class UnscorableSample(Exception):
+    """A sample that the teacher cannot score."""
+
+    def __init__(self, reason: SkipReason, message: str) -> None:
         super().__init__(message)
         self.reason = reason
 
@@ -90,7 +99,7 @@ class Teacher:
         """Seconds of teacher scoring, and dropped samples by reason, since the last call."""
         counts, self._counts = self._counts, Counter()
         seconds, self._seconds = self._seconds, 0.0
-        metrics = {f"teacher/skipped/{reason}": float(counts[reason]) for reason in ("overlong", "prompt", "server")}
+        metrics = {f"teacher/skipped/{reason}": float(counts[reason]) for reason in SkipReason}
         total = counts["tokens"]
         share = counts["cached_tokens"] / total if total else 0.0
         return {"time/teacher_logprobs": seconds, "teacher/cached_prompt": share, **metrics}
@@ -113,17 +122,18 @@ class Teacher:
         if not context:
             return sample.tokens, start
         if chat_request is None:
-            raise UnscorableSample(
-                "prompt", "the prompt messages of this rollout are unknown: the environment does not expose them"
-            )
+            message = "the prompt messages of this rollout are unknown: the environment does not expose them"
+            raise UnscorableSample(SkipReason.PROMPT, message)
         try:
             plain = await self.render(chat_request, client)
             default_system = await self.find_default_system(env, chat_request, client)
             prompt = await self.render(self.contexts.insert(env, chat_request, context, default_system), client)
         except ValueError as error:
-            raise UnscorableSample("prompt", str(error)) from error
+            raise UnscorableSample(SkipReason.PROMPT, str(error)) from error
         if sample.tokens[:start] != plain:
-            raise UnscorableSample("prompt", "the chat template renders this prompt to other tokens than the student's")
+            raise UnscorableSample(
+                SkipReason.PROMPT, "the chat template renders this prompt to other tokens than the student's"
+            )
         return [*prompt, *sample.tokens[start:]], len(prompt)
 
     async def find_default_system(self, env: str, chat_request: Mapping[str, Any], client: Any) -> str:
@@ -157,7 +167,7 @@ class Teacher:
             ids = await client.tokenize({"model": self.model, **chat_request})
         except Exception as error:
             kind, message = describe_failure(error)
-            raise UnscorableSample("server", f"/tokenize failed: {kind}: {message}") from error
+            raise UnscorableSample(SkipReason.SERVER, f"/tokenize failed: {kind}: {message}") from error
         if ids is None:
             raise ValueError("the server cannot render the teacher's prompt: its chat template rejects the messages")
         self._prompts[key] = ids
@@ -170,7 +180,7 @@ class Teacher:
             return str(await client.detokenize({"model": self.model, "tokens": tokens}))
         except Exception as error:
             kind, message = describe_failure(error)
-            raise UnscorableSample("server", f"/detokenize failed: {kind}: {message}") from error
+            raise UnscorableSample(SkipReason.SERVER, f"/detokenize failed: {kind}: {message}") from error
 
     async def _score(self, scorer: TokenScorer, tokens: list[int], start: int) -> ScoredTokens:
         try:
@@ -179,7 +189,7 @@ class Teacher:
             raise  # a permanent limit of this server, which the user must fix
         except Exception as error:
             kind, message = describe_failure(error)
-            reason = "overlong" if kind == "OverlongPrompt" else "server"
+            reason = SkipReason.OVERLONG if kind == "OverlongPrompt" else SkipReason.SERVER
             raise UnscorableSample(
                 reason, f"the teacher did not score {len(tokens)} tokens: {kind}: {message}"
             ) from error
