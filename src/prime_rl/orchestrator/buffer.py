@@ -44,9 +44,8 @@ class EnvCursor:
     ratio: float
     cursor: int = 0  # rows visited since the start of epoch 0
     num_drawn: int = 0
-    pools: dict[PromptPool, dict[int, None]] = field(
-        default_factory=lambda: {pool: {} for pool in PromptPool}
-    )  # ordered sets
+    pools: dict[PromptPool, dict[int, None]] = field(default_factory=lambda: {pool: {} for pool in PromptPool})
+    """Rows of every pool, as ordered sets."""
     _order: tuple[int, list[int]] | None = None
 
     @property
