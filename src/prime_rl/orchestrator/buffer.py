@@ -164,7 +164,7 @@ class PromptBuffer:
                     self.evicted[pool] += 1
 
     def take_metrics(self) -> dict[str, float]:
-        """PromptPool sizes as shares of all prompts, and the prompts evicted since the last call."""
+        """Pool sizes as shares of all prompts, and the prompts evicted since the last call."""
         total = sum(len(env.rows) for env in self.envs)
         sizes = {pool: sum(len(env.pools[pool]) for env in self.envs) for pool in PromptPool}
         metrics = {f"pool/{pool}": size / total for pool, size in sizes.items()}

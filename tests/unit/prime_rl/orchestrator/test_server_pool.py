@@ -231,3 +231,13 @@ async def test_update_skips_lost_server(tmp_path: Path) -> None:
         gone.restart()
         await until(lambda: gone.version == 1)
         tasks.cancel_scope.cancel()
+
+
+@pytest.mark.anyio
+async def test_recovery_ignores_servers_of_another_pool(tmp_path: Path) -> None:
+    """The update of an EMA teacher failed: the policy's own servers are reachable."""
+    fleet = Fleet(tmp_path, 3, 2)
+    error = WeightSyncError("step_1", [("http://teacher", "unreachable: gone")], is_transient=True)
+    assert await fleet.server_pool.wait_for_recovery(error) and not fleet.server_pool.unreachable
+    lasting = WeightSyncError("step_1", [(str(fleet.servers[0]), "refused: no memory")])
+    assert not await fleet.server_pool.wait_for_recovery(lasting)
