@@ -18,7 +18,7 @@ from prime_rl.configuration.sections import (
     TransportConfig,
     WeightBroadcastConfig,
 )
-from prime_rl.orchestrator.distillation.config import ContextConfig, Insert, TeacherConfig
+from prime_rl.orchestrator.distillation.config import ContextConfig, ContextPosition, TeacherConfig
 from prime_rl.runtime.run_dir import BROADCASTS_DIR
 from prime_rl.utils.pydantic_config import BaseConfig
 
@@ -186,15 +186,15 @@ class OrchestratorCkptConfig(BaseConfig):
 class TrainEnvConfig(ContextConfig, EnvConfig):
     """A training environment and the context of its teacher; unset: that of teacher_model."""
 
-    insert: Insert | None = None
-    """Position of the context; unset: teacher_model.insert."""
+    context_position: ContextPosition | None = None
+    """Position of the context; unset: teacher_model.context_position."""
 
-    teacher: Literal["context", "anchor", "none"] = "context"
-    """context: distill the teacher with the context; anchor: regularize toward the teacher without context, to retain
-    other abilities; none: reward only."""
+    teacher: Literal["context", "reference", "none"] = "context"
+    """context: distill the teacher with the context; reference: regularize toward the initial model without context, to
+    retain other abilities; none: reward only."""
 
-    anchor_weight: float = Field(default=1.0, gt=0)
-    """anchor: multiplier of the taus on these rollouts."""
+    reference_weight: float = Field(default=1.0, gt=0)
+    """reference: multiplier of the taus on these rollouts."""
 
 
 class OrchestratorConfig(TrackersConfig):
@@ -267,7 +267,7 @@ class OrchestratorConfig(TrackersConfig):
     weights_timeout: float = Field(default=3600, gt=0)
     """Seconds to wait for the trainer's next version."""
 
-    canary_interval: int | None = Field(default=10, ge=1)
+    weight_check_interval: int | None = Field(default=10, ge=1)
     """Versions between checks of the engines' log-probs against the trainer's. The first three versions, resumed runs
     and restarted servers are always checked; None: never.
 
@@ -331,8 +331,8 @@ class OrchestratorConfig(TrackersConfig):
     def _check_teacher(self) -> OrchestratorConfig:
         teacher = self.teacher_model
         for i, env in enumerate(self.env):
-            if teacher is None and (env.teacher == "anchor" or env.source is not None):
-                what = 'teacher = "anchor"' if env.source is None else env.source
+            if teacher is None and (env.teacher == "reference" or env.source is not None):
+                what = 'teacher = "reference"' if env.source is None else env.source
                 raise ValueError(f"env.{i} has {what} but there is no teacher: add the section teacher_model")
             if env.teacher != "context" and env.source is not None:
                 raise ValueError(f'env.{i} has teacher = "{env.teacher}" and {env.source}: remove one of them')

@@ -269,7 +269,7 @@ def build_servers(
         min_servers=config.min_servers,
         ready_timeout_s=config.inference_timeout,
         weights_timeout_s=config.weights_timeout,
-        canary=CanaryCheck(config.canary_interval),
+        canary=CanaryCheck(config.weight_check_interval),
     )
 
 

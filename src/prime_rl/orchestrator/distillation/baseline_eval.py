@@ -106,7 +106,7 @@ class BaselineEvaluator:
 
     def __init__(self, teacher: Teacher, clients: Sequence[Any], directory: Path) -> None:
         # The same teacher with separate counters, so that training metrics exclude evaluation.
-        self.teacher = Teacher(teacher.contexts, teacher.scorer, teacher.model, teacher.anchor)
+        self.teacher = Teacher(teacher.contexts, teacher.scorer, teacher.model, teacher.reference)
         self.clients, self.directory = clients, directory
         self._weights = teacher.contexts.teacher.weights
         self._is_student_model = teacher.scorer.model in (BASE_MODEL, teacher.model)
@@ -275,7 +275,7 @@ class BaselineEvaluator:
             return False
         logger.warning(
             f"{name}: the student with context scores {now:.4f}, the teacher scored {was:.4f}: it is collapsing or "
-            'forgetting; add an environment with teacher = "anchor", or lower the learning rate'
+            'forgetting; add an environment with teacher = "reference", or lower the learning rate'
         )
         return True
 

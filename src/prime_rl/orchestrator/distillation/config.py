@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from prime_rl.configuration.sections import ClientConfig
 from prime_rl.utils.pydantic_config import BaseConfig
 
-Insert = Literal["user_prefix", "system_append", "system_replace", "message"]
+ContextPosition = Literal["user_prefix", "system_append", "system_replace", "message"]
 CONTEXT_SOURCES = ("context", "context_file", "context_template", "context_fn")
 
 
@@ -64,7 +64,7 @@ class TeacherConfig(ContextConfig):
 
     client: TeacherClientConfig = TeacherClientConfig()
 
-    insert: Insert = "user_prefix"
+    context_position: ContextPosition = "user_prefix"
     """Position of the context: before the first user message, appended to the system message, replacing it, or as a
     separate message after it."""
 
