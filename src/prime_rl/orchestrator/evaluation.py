@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -29,11 +30,18 @@ if TYPE_CHECKING:
     from rollouts.training.environments import Environment
 
 
+class EvalKind(StrEnum):
+    """What an evaluation is for; also its prefix in metrics and logs."""
+
+    EVAL = "eval"  # evaluation environments
+    VAL = "val"  # held-out examples of the training environments
+
+
 @dataclass
 class EvalSchedule:
     """An evaluation that runs every `interval` versions, and its progress."""
 
-    kind: str  # "eval" or "val"
+    kind: EvalKind
     config: EvalConfig
     environments: Mapping[str, Environment]
     interval: int
@@ -130,7 +138,7 @@ class Evaluations:
             name, env_start = env.name or env.id, time.monotonic()
             groups = await run_environment(schedule.environments[name], env, schedule.config, endpoint)
             seconds = time.monotonic() - env_start
-            if schedule.kind == "eval":
+            if schedule.kind is EvalKind.EVAL:
                 await self._report_eval(schedule, env, endpoint, groups, seconds)
                 if self.baseline_evaluator is not None:
                     self.monitor.log(
@@ -141,7 +149,7 @@ class Evaluations:
                 metrics[f"val_reward/{name}"] = sum(scored) / len(scored) if scored else math.nan
                 metrics |= {f"val/{name}/{key}": value for key, value in version_span(groups, version).items()}
                 rewards += scored
-        if schedule.kind == "val":
+        if schedule.kind is EvalKind.VAL:
             self.val_reward = sum(rewards) / len(rewards) if rewards else None
             self.monitor.log({"val_reward/mean": self.val_reward or math.nan, **metrics}, version)
             logger.info(f"Validated version {version} | Val. Reward: {format_value(self.val_reward)}")
@@ -246,7 +254,11 @@ def build_schedules(
             }
         schedules.append(
             EvalSchedule(
-                "eval", eval_config, eval_environments, eval_settings.interval, last=-1 if starts_now else version
+                EvalKind.EVAL,
+                eval_config,
+                eval_environments,
+                eval_settings.interval,
+                last=-1 if starts_now else version,
             )
         )
     if config.val is not None:
@@ -259,7 +271,7 @@ def build_schedules(
                 "rollouts_per_example": config.val.rollouts_per_example,
             }
         )
-        schedules.append(EvalSchedule("val", val_config, environments, config.val.interval, last=version or -1))
+        schedules.append(EvalSchedule(EvalKind.VAL, val_config, environments, config.val.interval, last=version or -1))
     return schedules
 
 
