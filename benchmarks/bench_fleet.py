@@ -26,7 +26,7 @@ from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "unit")]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "fakes")]
 import anyio  # noqa: E402
 import msgspec  # noqa: E402
 from loguru import logger  # noqa: E402
@@ -36,9 +36,7 @@ from virtual_time import VirtualLoop  # noqa: E402
 from prime_rl.orchestrator import weight_relay  # noqa: E402
 from prime_rl.orchestrator.config import OrchestratorConfig  # noqa: E402
 from prime_rl.orchestrator.orchestrator import run_steps  # noqa: E402
-from prime_rl.orchestrator.server_monitor import ServerMonitor  # noqa: E402
-from prime_rl.orchestrator.servers import prepare_engines  # noqa: E402
-from prime_rl.orchestrator.setup import assemble, running  # noqa: E402
+from prime_rl.orchestrator.setup import build_orchestrator, running  # noqa: E402
 from prime_rl.runtime.garbage_collection import relaxed_gc  # noqa: E402
 from prime_rl.transport.batches import decode_batch, encode_batch  # noqa: E402
 from rollouts.agents import Turn  # noqa: E402
@@ -46,7 +44,7 @@ from rollouts.training.agent_integration import Rollout  # noqa: E402
 from rollouts.training.batching import pack_samples  # noqa: E402
 from rollouts.training.steps import publish_step  # noqa: E402
 from rollouts.training.types import Sample  # noqa: E402
-from rollouts.training.weight_sync import EngineError  # noqa: E402
+from rollouts.training.weight_sync import EngineError, FailureKind  # noqa: E402
 
 SRC = str(ROOT / "src") + "/"
 GROUP, RANKS, SEQ_LEN, PROMPT, ANSWER = 4, 64, 256, 16, 24
@@ -55,8 +53,8 @@ GROWTH = 1.1
 
 CPU_GROWTH, REPEATS = 1.5, 3
 """CPU time, the least of three runs, also has caches, the collector and other users of the machine in it."""
-WATCH = "prime_rl/orchestrator/engines"
-"""Looks at every server once a second, however many rollouts there are."""
+WATCH = "prime_rl/orchestrator/servers"
+"""Reads the health of every server once a second, for any number of rollouts."""
 
 
 class Engine:
@@ -81,7 +79,7 @@ class Engine:
     async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
         await anyio.sleep(0.2)
         if not self.there:
-            raise EngineError("unreachable", "nobody listens")
+            raise EngineError(FailureKind.UNREACHABLE, "nobody listens")
         self.version, self.awaits_weights = int(Path(checkpoint_path).name.removeprefix("step_")), False
         return {"success": True}
 
@@ -211,11 +209,9 @@ async def live(world: World) -> None:
         }
     )
     servers: Any = clients
-    orchestrator = assemble(config, {"env": Environment(world)}, {}, clients, servers, Wire(world), Monitor())  # type: ignore[dict-item, arg-type]
-    server_pool = orchestrator.generator.server_pool
-    await prepare_engines(config, servers, servers, 0, server_pool=server_pool)
-    orchestrator.server_monitor = ServerMonitor(config, servers, servers, orchestrator.relay, server_pool=server_pool)
-    orchestrator.relay.wait_for_recovery = orchestrator.server_monitor.wait_for_recovery
+    environments: Any = {"env": Environment(world)}
+    orchestrator = build_orchestrator(config, environments, {}, clients, servers, Wire(world), Monitor())  # type: ignore[arg-type]
+    await orchestrator.servers.start()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(world.train)
         for engine in clients[:: max(100, number // 10)]:
@@ -224,7 +220,7 @@ async def live(world: World) -> None:
             with relaxed_gc():
                 await run_steps(orchestrator)
         tasks.cancel_scope.cancel()
-    assert orchestrator.relay.version == world.steps and world.num_packed
+    assert orchestrator.version.live == world.steps and world.num_packed
 
 
 async def _inline(function: Any, *arguments: Any, **options: Any) -> Any:

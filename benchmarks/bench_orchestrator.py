@@ -35,8 +35,10 @@ from prime_rl.configuration.sections import EnvConfig, SamplingConfig  # noqa: E
 from prime_rl.envs.worker_pool import EnvironmentWorkers  # noqa: E402
 from prime_rl.orchestrator.buffer import PromptBuffer  # noqa: E402
 from prime_rl.orchestrator.config import OrchestratorConfig  # noqa: E402
-from prime_rl.orchestrator.metrics import assign_advantages  # noqa: E402
-from prime_rl.orchestrator.rollout_manager import GroupGenerator, build_rollouts  # noqa: E402
+from prime_rl.orchestrator.policy_version import PolicyVersion  # noqa: E402
+from prime_rl.orchestrator.rewards import build_advantages  # noqa: E402
+from prime_rl.orchestrator.rollout_manager import build_generator, build_rollouts  # noqa: E402
+from prime_rl.orchestrator.server_pool import ServerPool  # noqa: E402
 from prime_rl.transport.batches import FilesystemBatchSender  # noqa: E402
 from prime_rl.utils.client import InferenceClient  # noqa: E402
 from prime_rl.utils.vf import build_sampling_args, open_environments  # noqa: E402
@@ -44,6 +46,7 @@ from rollouts.training.agent_integration import Rollout, rollout_to_samples  # n
 from rollouts.training.batching import pack_share  # noqa: E402
 from rollouts.training.environments import VerifiersEnvironment, load_environment  # noqa: E402
 from rollouts.training.types import Sample  # noqa: E402
+from rollouts.training.weight_sync import PrimeEngine  # noqa: E402
 
 ENV = {"num_train_examples": 64, "num_eval_examples": 8}
 GROUP = 8
@@ -141,7 +144,7 @@ class Bench:
 
     async def write_batch(self, samples: list[Sample]) -> None:
         """Advantages, and one published batch."""
-        assign_advantages(samples, OrchestratorConfig().advantage)
+        build_advantages(OrchestratorConfig())(samples)
         FilesystemBatchSender(self.out / f"rollouts-{time.monotonic_ns()}").send(1, samples)
 
     async def orchestrate(self, environment: Any) -> None:
@@ -151,14 +154,17 @@ class Bench:
             | {"max_concurrent": GROUP * CONCURRENT_GROUPS, "max_async_level": 1}
         )
         client = InferenceClient(self.url)
-        generator = GroupGenerator(config, {"reverse-text": environment}, [client], lambda: 0)
-        rollouts = build_rollouts(config, PromptBuffer({"reverse-text": environment}, config.buffer, 0), generator)
+        version, environments = PolicyVersion(), {"reverse-text": environment}
+        servers = ServerPool([client], [PrimeEngine(self.url)], version, self.out / "weights")
+        generator = build_generator(config, environments, servers)
+        rollouts = build_rollouts(config, PromptBuffer(environments, config.buffer, 0, version), generator)
+        assign_advantages = build_advantages(config)
         sender = FilesystemBatchSender(self.out / f"all-{time.monotonic_ns()}")
         async with rollouts:
             for step in range(1, 5):
                 samples = (await rollouts.generate_batch()).samples
                 assert len(samples) == config.batch_size
-                assign_advantages(samples, config.advantage)
+                assign_advantages(samples)
                 sender.send(step, samples)
                 rollouts.release(step)
         await client.close()

@@ -115,10 +115,12 @@ class Trainer:
 
     def learn(self, samples: list[Sample]) -> tuple[list[Sample], StepResult, float]:
         """Exchange samples with the other ranks, credit them, take the step; also the seconds of the exchange."""
+        from rollouts.training.advantages import assign_advantages
+
         began = time.perf_counter()
         everything = exchange(samples, self.ranks)
         exchange_s = time.perf_counter() - began
-        credit(everything, self.objective.advantage.baseline, self.objective.advantage.std)
+        assign_advantages(everything, baseline=self.objective.advantage.baseline, std=self.objective.advantage.std)
         return everything, self.learner.learn(everything), exchange_s
 
     async def publish(self, version: int) -> None:
@@ -250,24 +252,6 @@ def exchange(samples: Sequence[Sample], ranks: Ranks) -> list[Sample]:
         reason = next((sample.error for sample in everything if sample.error), "the environment made none")
         raise RuntimeError(f"no rollout of this step can be used: {reason}")
     return everything
-
-
-def credit(samples: Sequence[Sample], baseline: Any, std: Any) -> None:
-    """Advantages of every group, constant over the tokens of a rollout; failed rollouts are not counted."""
-    from rollouts.training.advantages import compute_batch_advantages
-    from rollouts.training.types import Status
-
-    groups: dict[int, dict[int, list[Sample]]] = {}
-    for sample in samples:
-        if sample.status != Status.FAILED:
-            groups.setdefault(sample.group_index or 0, {}).setdefault(sample.index or 0, []).append(sample)
-    rewards = [[rollout[0].reward for rollout in group.values()] for group in groups.values()]
-    lengths = [[sum(s.response_length for s in rollout) for rollout in group.values()] for group in groups.values()]
-    advantages = compute_batch_advantages(rewards, baseline=baseline, std=std, lengths=lengths)
-    for group, values in zip(groups.values(), advantages, strict=True):
-        for rollout, value in zip(group.values(), values, strict=True):
-            for sample in rollout:
-                sample.advantages = [value * weight for weight in sample.loss_mask]
 
 
 def learning_rate_factor(step: int, *, config: PrimeRLTrainConfig, num_steps: int) -> float:

@@ -10,7 +10,7 @@ from prime_rl.config_sharing import build_url, find_server, has_adapter
 from prime_rl.configuration.sections import BASE_MODEL
 from prime_rl.configuration.tables import ConfigTables
 from prime_rl.inference.config import InferenceConfig
-from prime_rl.orchestrator.config import TeacherConfig
+from prime_rl.orchestrator.distillation.config import TeacherConfig
 from prime_rl.runtime.machine import check_port_free
 from prime_rl.trainer.config import DistillConfig, LossConfig
 from prime_rl.utils.pydantic_config import merge_tables

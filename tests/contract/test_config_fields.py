@@ -14,6 +14,7 @@ MODULES = [
     "prime_rl.config",
     "prime_rl.config_teacher",
     "prime_rl.configuration.sections",
+    "prime_rl.orchestrator.distillation.config",
     *(
         f"prime_rl.{package}.config"
         for package in ("trainer", "orchestrator", "inference", "eval", "synthesize", "plan", "deployment")

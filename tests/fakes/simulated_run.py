@@ -23,15 +23,14 @@ from prime_rl.orchestrator import weight_relay
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.orchestrator.metrics import compute_group_metrics
 from prime_rl.orchestrator.orchestrator import run_steps
-from prime_rl.orchestrator.server_monitor import ServerMonitor
-from prime_rl.orchestrator.setup import Orchestrator, assemble, running
+from prime_rl.orchestrator.setup import Orchestrator, build_orchestrator, running
 from prime_rl.transport.batches import decode_batch, encode_batch
 from prime_rl.transport.file_watch import RECHECK_S
 from rollouts.agents import Turn
 from rollouts.training.agent_integration import Rollout
 from rollouts.training.steps import complete_steps, latest_step, publish_dir, publish_step, step_path
 from rollouts.training.types import Sample, Status
-from rollouts.training.weight_sync import EngineError
+from rollouts.training.weight_sync import EngineError, FailureKind
 
 DEADLINE_S = 2000.0  # virtual seconds after which a run counts as stuck
 
@@ -138,15 +137,9 @@ class World:
             trainer = Trainer(self)
             self.engine = Engine(self)
             self.engine.version = trainer.version
-            self.orchestrator = assemble(
+            self.orchestrator = build_orchestrator(
                 self.config, environments, judged, [Client(self)], [self.engine], sender, self.metrics()
             )  # type: ignore[arg-type]
-            if self.faults.crashes:
-                server_monitor = ServerMonitor(self.config, [Client(self)], [self.engine], self.orchestrator.relay)  # type: ignore[list-item]
-                self.orchestrator.server_monitor, self.orchestrator.relay.wait_for_recovery = (
-                    server_monitor,
-                    server_monitor.wait_for_recovery,
-                )
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(trainer.run)
                 tasks.start_soon(self.engine.live)
@@ -228,11 +221,11 @@ class Engine:
         num_restarts = self.num_restarts
         await self.world.pause(self.world.faults.update_s)
         if self.unreachable or num_restarts != self.num_restarts:
-            raise EngineError("unreachable", "the connection was cut")
+            raise EngineError(FailureKind.UNREACHABLE, "the connection was cut")
         self.version, self.awaits_weights = int(Path(checkpoint_path).name.removeprefix("step_")), False
         await self.world.pause(self.world.faults.update_s)
         if self.unreachable or num_restarts != self.num_restarts:
-            raise EngineError("unreachable", "the connection was cut")
+            raise EngineError(FailureKind.UNREACHABLE, "the connection was cut")
         return {"success": True}
 
     async def reload_weights(self) -> dict[str, Any]:

@@ -6,7 +6,10 @@ import anyio
 
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.orchestrator.distillation.teacher import Teacher, build_teacher
-from prime_rl.orchestrator.rollout_manager import GroupGenerator
+from prime_rl.orchestrator.policy_version import PolicyVersion
+from prime_rl.orchestrator.rollout_manager import build_generator
+from prime_rl.orchestrator.server_pool import ServerPool
+from prime_rl.orchestrator.servers import build_engines
 from prime_rl.utils.client import build_clients
 from rollouts.training.environments import Environment
 from rollouts.training.types import Sample
@@ -19,7 +22,8 @@ def roll_out(config: OrchestratorConfig, environment: Environment) -> tuple[list
 
     async def run() -> list[Sample]:
         clients = build_clients(config.client, seq_len=config.seq_len)
-        generator = GroupGenerator(config, {"rows": environment}, clients, lambda: 0, teacher)
+        servers = ServerPool(clients, build_engines(config.client), PolicyVersion(), config.versions_dir)
+        generator = build_generator(config, {"rows": environment}, servers, teacher)
         try:
             return await generator(0, {"id": 0, "env": "rows", "row": environment.rows()[0]})
         finally:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from loguru import logger
 
-from prime_rl.orchestrator.config import BufferConfig
+from prime_rl.configuration.imports import import_function
+from prime_rl.orchestrator.config import BufferConfig, OrchestratorConfig
+from prime_rl.orchestrator.policy_version import PolicyVersion
 from rollouts.training.environments import Environment, Row
 from rollouts.training.rollout_gen.groups import DropReason, Outcome
 
@@ -22,7 +24,14 @@ Curriculum = Callable[..., bool]
 TRANSIENT_REASONS = frozenset({DropReason.ENGINE_ERROR, DropReason.TOO_FEW, DropReason.STALE})
 MAX_FAILED_BATCHES = 3
 """A prompt dropped for transient reasons in this many batches without a success between them is quarantined."""
-NORMAL, POOLS = "normal", ("easy", "hard", "quarantined")
+
+
+class PromptPool(StrEnum):
+    """Prompts that are not drawn in normal order."""
+
+    EASY = "easy"
+    HARD = "hard"
+    QUARANTINED = "quarantined"
 
 
 @dataclass
@@ -35,7 +44,8 @@ class EnvCursor:
     ratio: float
     cursor: int = 0  # rows visited since the start of epoch 0
     num_drawn: int = 0
-    pools: dict[str, dict[int, None]] = field(default_factory=lambda: {pool: {} for pool in POOLS})  # ordered sets
+    pools: dict[PromptPool, dict[int, None]] = field(default_factory=lambda: {pool: {} for pool in PromptPool})
+    """Rows of every pool, as ordered sets."""
     _order: tuple[int, list[int]] | None = None
 
     @property
@@ -55,22 +65,27 @@ class EnvCursor:
             self._order = (epoch, order)
         return self._order[1][offset]
 
-    def move(self, row: int, pool: str) -> bool:
-        """Move a row to a pool; False if it is already there."""
-        current = next((name for name, rows in self.pools.items() if row in rows), NORMAL)
+    def move(self, row: int, pool: PromptPool | None) -> bool:
+        """Move a row to a pool, or to none; False if it is already there."""
+        current = next((name for name, rows in self.pools.items() if row in rows), None)
         if current == pool:
             return False
-        self.pools.get(current, {}).pop(row, None)
-        if pool != NORMAL:
+        if current is not None:
+            del self.pools[current][row]
+        if pool is not None:
             self.pools[pool][row] = None
         return True
 
-    def rotate_pool(self, pool: str) -> int:
+    def rotate_pool(self, pool: PromptPool) -> int:
         """Return the oldest row of a pool and move it to the end."""
         row = next(iter(self.pools[pool]))
         del self.pools[pool][row]
         self.pools[pool][row] = None
         return row
+
+    def pool_rows(self) -> dict[str, list[int]]:
+        """The rows of every pool, JSON-ready."""
+        return {str(pool): list(rows) for pool, rows in self.pools.items()}
 
     def is_skipped(self, row: int) -> bool:
         """Whether a row is in a pool and not drawn in normal order."""
@@ -85,10 +100,12 @@ class PromptBuffer:
     draws, rows that the curriculum defers are skipped for now, and quarantined rows are never drawn again.
     """
 
-    def __init__(self, environments: Mapping[str, Environment], config: BufferConfig, seed: int) -> None:
+    def __init__(
+        self, environments: Mapping[str, Environment], config: BufferConfig, seed: int, version: PolicyVersion
+    ) -> None:
         self.config = config
         self.seed = seed
-        self.version = 0  # current policy version, passed to the curriculum; set by the loop
+        self.version = version
         self.evicted: Counter[str] = Counter()
         self.envs: list[EnvCursor] = []
         self._rewards: dict[int, float] = {}  # id -> mean reward of its last group, for the curriculum
@@ -111,11 +128,11 @@ class PromptBuffer:
     @property
     def num_quarantined(self) -> int:
         """Prompts that are no longer drawn."""
-        return sum(len(env.pools["quarantined"]) for env in self.envs)
+        return sum(len(env.pools[PromptPool.QUARANTINED]) for env in self.envs)
 
     def draw(self) -> tuple[int, Prompt]:
         """Id and prompt of the next draw; `ValueError` if every prompt is quarantined."""
-        open_envs = [env for env in self.envs if len(env.pools["quarantined"]) < len(env.rows)]
+        open_envs = [env for env in self.envs if len(env.pools[PromptPool.QUARANTINED]) < len(env.rows)]
         if not open_envs:
             raise ValueError("every prompt of every environment failed: see the errors in samples.jsonl and the log")
         total = sum(env.ratio for env in open_envs)
@@ -137,22 +154,24 @@ class PromptBuffer:
         for outcome in outcomes:
             env, position = self._env_of(outcome.position), outcome.position
             if outcome.reason == DropReason.ALL_FAILED or self._num_failures[position] >= MAX_FAILED_BATCHES:
-                env.move(position - env.first_id, "quarantined")
+                env.move(position - env.first_id, PromptPool.QUARANTINED)
             elif outcome.reward is not None:
                 self._num_failures.pop(position, None)
                 if self._curriculum is not None:
                     self._rewards[position] = outcome.reward
                 pool = self._pool_for(outcome.reward)
-                if env.move(position - env.first_id, pool) and pool != NORMAL:
+                if env.move(position - env.first_id, pool) and pool is not None:
                     self.evicted[pool] += 1
 
     def take_metrics(self) -> dict[str, float]:
         """Pool sizes as shares of all prompts, and the prompts evicted since the last call."""
         total = sum(len(env.rows) for env in self.envs)
-        sizes = {pool: sum(len(env.pools[pool]) for env in self.envs) for pool in POOLS}
+        sizes = {pool: sum(len(env.pools[pool]) for env in self.envs) for pool in PromptPool}
         metrics = {f"pool/{pool}": size / total for pool, size in sizes.items()}
-        metrics[f"pool/{NORMAL}"] = 1 - sum(sizes.values()) / total
-        metrics |= {f"evicted_examples/{pool}": float(self.evicted[pool]) for pool in ("easy", "hard")}
+        metrics["pool/normal"] = 1 - sum(sizes.values()) / total
+        metrics |= {
+            f"evicted_examples/{pool}": float(self.evicted[pool]) for pool in (PromptPool.EASY, PromptPool.HARD)
+        }
         self.evicted.clear()
         return metrics
 
@@ -161,9 +180,7 @@ class PromptBuffer:
         return {
             "seed": self.seed,
             "fingerprint": self.fingerprint,
-            "envs": [
-                [s.name, s.cursor, s.num_drawn, {pool: list(rows) for pool, rows in s.pools.items()}] for s in self.envs
-            ],
+            "envs": [[env.name, env.cursor, env.num_drawn, env.pool_rows()] for env in self.envs],
             "strikes": sorted([position, count] for position, count in self._num_failures.items() if count),
             "rewards": sorted(self._rewards.items()),
         }
@@ -179,7 +196,7 @@ class PromptBuffer:
         self.seed = state["seed"]
         for env, (_, cursor, num_drawn, pools) in zip(self.envs, state["envs"], strict=True):
             env.cursor, env.num_drawn = cursor, num_drawn
-            env.pools = {pool: dict.fromkeys(rows) for pool, rows in pools.items()}
+            env.pools = {PromptPool(pool): dict.fromkeys(rows) for pool, rows in pools.items()}
         self._num_failures = Counter(dict(state["strikes"]))
         self._rewards = dict(state["rewards"])
 
@@ -194,13 +211,13 @@ class PromptBuffer:
         return digest.hexdigest()
 
     def _draw_row(self, env: EnvCursor) -> int:
-        for pool, share in (("easy", self.config.easy_fraction), ("hard", self.config.hard_fraction)):
+        for pool, share in ((PromptPool.EASY, self.config.easy_fraction), (PromptPool.HARD, self.config.hard_fraction)):
             # The k-th draw of a pool comes when `share` of all draws makes k whole.
             if env.pools[pool] and int((env.num_drawn + 1) * share) > int(env.num_drawn * share):
                 return env.rotate_pool(pool)
         if sum(map(len, env.pools.values())) == len(env.rows):
             logger.warning(f"All prompts of environment {env.name!r} are in the easy or hard pool: emptied the pools")
-            env.pools |= {"easy": {}, "hard": {}}
+            env.pools |= {PromptPool.EASY: {}, PromptPool.HARD: {}}
         deferred: int | None = None
         for _ in range(2 * len(env.rows)):
             row = env.next_row(self.seed)
@@ -216,30 +233,26 @@ class PromptBuffer:
         if self._curriculum is None:
             return True
         last = self._rewards.get(env.first_id + row)
-        return bool(self._curriculum(dict(env.rows[row]), env=env.name, version=self.version, reward=last))
+        return bool(self._curriculum(dict(env.rows[row]), env=env.name, version=self.version.live, reward=last))
 
-    def _pool_for(self, reward: float) -> str:
+    def _pool_for(self, reward: float) -> PromptPool | None:
         easy, hard = self.config.easy_threshold, self.config.hard_threshold
         if easy is not None and reward >= easy:
-            return "easy"
-        return "hard" if hard is not None and reward <= hard else NORMAL
+            return PromptPool.EASY
+        return PromptPool.HARD if hard is not None and reward <= hard else None
 
     def _env_of(self, position: int) -> EnvCursor:
         return next(env for env in reversed(self.envs) if env.first_id <= position)
 
 
+def build_buffer(
+    config: OrchestratorConfig, environments: Mapping[str, Environment], version: PolicyVersion
+) -> PromptBuffer:
+    """Build the prompt buffer of the training environments."""
+    seed = config.seed if config.buffer.seed is None else config.buffer.seed
+    return PromptBuffer(environments, config.buffer, seed, version)
+
+
 def load_curriculum(path: str | None) -> Curriculum | None:
     """The curriculum function at `module:name`; `ValueError` if there is none."""
-    return None if path is None else load_function(path, "buffer.curriculum")
-
-
-def load_function(path: str, key: str) -> Any:
-    """The function at `module:name`, set by the configuration key `key`; `ValueError` if there is none."""
-    module, _, name = path.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{key} = {path!r} cannot be imported ({error}): write it as module:function") from error
-    if not callable(function):
-        raise ValueError(f"{key} = {path!r} is not a function")
-    return function
+    return None if path is None else import_function(path, "buffer.curriculum")

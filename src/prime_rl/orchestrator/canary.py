@@ -10,7 +10,7 @@ import anyio
 from loguru import logger
 
 from prime_rl.transport.logprob_check import Canary, compare_canary, read_canary
-from rollouts.training.weight_sync import EngineError, InferenceEngine, PrimeEngine, WeightSyncError
+from rollouts.training.weight_sync import EngineError, FailureKind, InferenceEngine, PrimeEngine, WeightSyncError
 
 FIRST_VERSIONS = 3
 """Versions that are always checked before the interval applies."""
@@ -58,10 +58,9 @@ class CanaryCheck:
         if canary is None:
             return False
         problems: dict[int, str | None] = {}
-        differs = False
+        failures: list[EngineError] = []
 
         async def compare(i: int) -> None:
-            nonlocal differs
             engine = engines[i]
             if not isinstance(engine, PrimeEngine):
                 return
@@ -69,15 +68,16 @@ class CanaryCheck:
                 problems[i] = await _compare_engine(engine, canary, answers[i])
             except EngineError as error:
                 problems[i] = f"the canary could not be scored: {error}"
-            else:
-                differs = differs or bool(problems[i])
+                failures.append(error)
 
         async with anyio.create_task_group() as tasks:
             for i in range(len(engines)):
                 tasks.start_soon(compare, i)
         if any(problems.values()):
             states = [(str(engine), problems.get(i) or "ok") for i, engine in enumerate(engines)]
-            raise (CanaryMismatch if differs else WeightSyncError)(str(path), states)
+            if sum(map(bool, problems.values())) > len(failures):
+                raise CanaryMismatch(str(path), states)
+            raise WeightSyncError(str(path), states, is_transient=all(error.is_transient for error in failures))
         return bool(problems) and None not in problems.values()
 
 
@@ -113,7 +113,7 @@ async def _score(engine: PrimeEngine, canary: Canary) -> tuple[list[list[float] 
         try:
             logprobs[i] = await engine.score_prompt(canary.prompts[i].token_ids)
         except EngineError as error:
-            (rejections if error.kind == "refused" else failures).append(error)
+            (rejections if error.kind is FailureKind.REFUSED else failures).append(error)
 
     async with anyio.create_task_group() as tasks:
         for i in range(len(canary.prompts)):

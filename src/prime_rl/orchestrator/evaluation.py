@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -19,21 +20,29 @@ from prime_rl.eval.results import write_results
 from prime_rl.generation.resume_log import to_result
 from prime_rl.generation.rollout_jobs import ModelEndpoint, run_environment
 from prime_rl.orchestrator.config import OrchestratorConfig
-from prime_rl.orchestrator.distillation.baseline_eval import HeldOutEnvironment
+from prime_rl.orchestrator.distillation.baseline_eval import BaselineEvaluator, HeldOutEnvironment
 from prime_rl.runtime.run_dir import RunDir
 
 if TYPE_CHECKING:
-    from prime_rl.orchestrator.distillation.baseline_eval import BaselineEvaluator
+    from prime_rl.orchestrator.distillation.teacher import Teacher
+    from prime_rl.orchestrator.server_pool import ServerPool
     from prime_rl.utils.monitor import Monitor
     from rollouts.training.agent_integration import Rollout
     from rollouts.training.environments import Environment
+
+
+class EvalKind(StrEnum):
+    """What an evaluation is for; also its prefix in metrics and logs."""
+
+    EVAL = "eval"  # evaluation environments
+    VAL = "val"  # held-out examples of the training environments
 
 
 @dataclass
 class EvalSchedule:
     """An evaluation that runs every `interval` versions, and its progress."""
 
-    kind: str  # "eval" or "val"
+    kind: EvalKind
     config: EvalConfig
     environments: Mapping[str, Environment]
     interval: int
@@ -61,19 +70,17 @@ class Evaluations:
 
     def __init__(
         self,
-        config: OrchestratorConfig,
         schedules: Sequence[EvalSchedule],
-        clients: Sequence[Any],
+        servers: ServerPool,
         monitor: Monitor,
+        *,
+        model: str,
+        max_steps: int | None,
         baseline_evaluator: BaselineEvaluator | None = None,
-        get_reachable: Callable[[], Sequence[int]] | None = None,
     ) -> None:
-        self.config = config
-        self._get_reachable = get_reachable or (lambda: range(len(clients)))
+        self.schedules, self.servers, self.monitor = schedules, servers, monitor
+        self.model, self.max_steps = model, max_steps
         self.baseline_evaluator = baseline_evaluator
-        self.schedules = schedules
-        self.clients = clients
-        self.monitor = monitor
         self.val_reward: float | None = None
         self._finished = anyio.Event()
 
@@ -91,7 +98,7 @@ class Evaluations:
     def on_version(self, version: int) -> None:
         """`version` is live: start the evaluations that are due."""
         for schedule in self.schedules:
-            if not schedule.is_due(version, self.config.max_steps):
+            if not schedule.is_due(version, self.max_steps):
                 continue
             if schedule.pending is not None:
                 logger.warning(
@@ -125,14 +132,14 @@ class Evaluations:
 
     async def _evaluate(self, schedule: EvalSchedule, version: int) -> None:
         start, rewards = time.time(), list[float]()
-        clients = [self.clients[i] for i in self._get_reachable()]
-        endpoint = ModelEndpoint(clients, self.config.model.name, version)
+        clients = [self.servers.clients[i] for i in self.servers.reachable]
+        endpoint = ModelEndpoint(clients, self.model, version)
         metrics: dict[str, float] = {}
         for env in schedule.config.env:
             name, env_start = env.name or env.id, time.monotonic()
             groups = await run_environment(schedule.environments[name], env, schedule.config, endpoint)
             seconds = time.monotonic() - env_start
-            if schedule.kind == "eval":
+            if schedule.kind is EvalKind.EVAL:
                 await self._report_eval(schedule, env, endpoint, groups, seconds)
                 if self.baseline_evaluator is not None:
                     self.monitor.log(
@@ -143,7 +150,7 @@ class Evaluations:
                 metrics[f"val_reward/{name}"] = sum(scored) / len(scored) if scored else math.nan
                 metrics |= {f"val/{name}/{key}": value for key, value in version_span(groups, version).items()}
                 rewards += scored
-        if schedule.kind == "val":
+        if schedule.kind is EvalKind.VAL:
             self.val_reward = sum(rewards) / len(rewards) if rewards else None
             self.monitor.log({"val_reward/mean": self.val_reward or math.nan, **metrics}, version)
             logger.info(f"Validated version {version} | Val. Reward: {format_value(self.val_reward)}")
@@ -193,6 +200,23 @@ class Evaluations:
         )
 
 
+def build_evaluations(
+    config: OrchestratorConfig,
+    schedules: Sequence[EvalSchedule],
+    servers: ServerPool,
+    monitor: Monitor,
+    teacher: Teacher | None = None,
+) -> Evaluations:
+    """Build the evaluations of `schedules`, with the baselines of a distillation if they are configured."""
+    baseline_evaluator = None
+    if teacher is not None and config.teacher_model is not None and config.teacher_model.eval_baseline:
+        baseline_evaluator = BaselineEvaluator(teacher, servers.clients, RunDir(config.output_dir).evals)
+    model, max_steps = config.model.name, config.max_steps
+    return Evaluations(
+        schedules, servers, monitor, model=model, max_steps=max_steps, baseline_evaluator=baseline_evaluator
+    )
+
+
 def build_schedules(
     config: OrchestratorConfig,
     environments: Mapping[str, Environment],
@@ -231,7 +255,11 @@ def build_schedules(
             }
         schedules.append(
             EvalSchedule(
-                "eval", eval_config, eval_environments, eval_settings.interval, last=-1 if starts_now else version
+                EvalKind.EVAL,
+                eval_config,
+                eval_environments,
+                eval_settings.interval,
+                last=-1 if starts_now else version,
             )
         )
     if config.val is not None:
@@ -244,7 +272,7 @@ def build_schedules(
                 "rollouts_per_example": config.val.rollouts_per_example,
             }
         )
-        schedules.append(EvalSchedule("val", val_config, environments, config.val.interval, last=version or -1))
+        schedules.append(EvalSchedule(EvalKind.VAL, val_config, environments, config.val.interval, last=version or -1))
     return schedules
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import rollouts.training.filters as library
-from prime_rl.orchestrator.buffer import load_function
+from prime_rl.configuration.imports import import_function
 from prime_rl.orchestrator.config import BufferConfig, FilterConfig
 from rollouts.training.filters import Filter
 from rollouts.training.rollout_gen.groups import DropReason, mean_reward
@@ -32,7 +32,7 @@ def build_group_filter(config: BufferConfig) -> Callable[[list[Sample]], str | N
 def build_filter(config: FilterConfig) -> Filter:
     """A library filter, or the function at `module:function`, bound to its arguments; `ValueError` if unknown."""
     if ":" in config.name:
-        function = load_function(config.name, "buffer.filters")
+        function = import_function(config.name, "buffer.filters")
     else:
         name = ALIASES.get(config.name, config.name.removeprefix("check_"))
         if name not in list_filters():

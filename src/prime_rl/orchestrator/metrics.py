@@ -1,54 +1,18 @@
-"""Advantages, step metrics and sample records."""
+"""Step metrics and sample records."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from statistics import fmean
 from typing import Any
 
-from prime_rl.orchestrator.config import AdvantageConfig
 from prime_rl.orchestrator.distillation.context import first_user_text
-from rollouts.training.advantages import compute_batch_advantages
-from rollouts.training.objectives import Baseline
+from rollouts.training.advantages import split_groups
 from rollouts.training.rollout_gen.groups import DropReason, GroupBuffer
 from rollouts.training.types import Sample, Status
 
-Shape = Callable[[list[float], list[int]], list[float]]
-Rollout = list[Sample]  # samples of one rollout: several if a turn's prompt does not extend the previous one
-
-
-def split_groups(samples: Iterable[Sample]) -> list[list[Rollout]]:
-    """Nest samples into groups of rollouts by `group_index` and `index`."""
-    groups: dict[int | None, dict[int | None, Rollout]] = defaultdict(lambda: defaultdict(list))
-    for sample in samples:
-        groups[sample.group_index][sample.index].append(sample)
-    return [list(rollouts.values()) for rollouts in groups.values()]
-
-
-def assign_advantages(
-    samples: list[Sample], config: AdvantageConfig | None, shape: Shape = lambda rewards, lengths: list(rewards)
-) -> None:
-    """Set the advantages: every trained token gets that of its rollout within its group, other tokens get 0.
-
-    Advantages are computed from shape(rewards, lengths) of the group; `sample.reward` is unchanged.
-    """
-    baseline: Baseline = "none"
-    if config is not None:
-        baseline = "length_weighted" if config.length_weighted_mean else config.baseline
-    groups = split_groups(samples)
-    lengths = [[sum(sample.response_length for sample in rollout) for rollout in group] for group in groups]
-    rewards = [[rollout[0].reward for rollout in group] for group in groups]
-    table = compute_batch_advantages(
-        [shape(of_group, of_lengths) for of_group, of_lengths in zip(rewards, lengths, strict=True)],
-        baseline=baseline,
-        std="none" if config is None else config.std,
-        lengths=lengths,
-    )
-    for group, advantages in zip(groups, table, strict=True):
-        for rollout, advantage in zip(group, advantages, strict=True):
-            for sample in rollout:
-                sample.advantages = [advantage if mask > 0 else 0.0 for mask in sample.loss_mask]
+Rollout = list[Sample]
 
 
 def drop_overlong(samples: list[Sample], seq_len: int) -> list[Sample]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 import time
-from functools import partial
 from typing import TYPE_CHECKING
 
 from prime_rl.configuration.command import run_command
@@ -26,36 +25,32 @@ if TYPE_CHECKING:
 
 async def run_steps(orchestrator: Orchestrator) -> None:
     """Send `max_steps` batches; return once the last version is live and evaluated."""
-    from prime_rl.orchestrator.metrics import assign_advantages, drop_overlong
+    from prime_rl.orchestrator.metrics import drop_overlong
     from prime_rl.orchestrator.report import Reporter
-    from prime_rl.orchestrator.rewards import shape_rewards
 
-    config, reporter, done = orchestrator.config, Reporter(orchestrator), time.time()
-    penalty, max_tokens = config.length_penalty, config.sampling.max_tokens
-    shape = partial(shape_rewards, config=penalty, seq_len=config.seq_len, max_tokens=max_tokens)
+    relay, reporter, done = orchestrator.relay, Reporter(orchestrator), time.time()
     for step in orchestrator.steps:
         start = done
         samples = await next_batch(orchestrator)  # blocks on the inference servers, and on the trainer for free slots
         generated = time.time()
-        assign_advantages(samples, config.advantage, shape)
-        kept = drop_overlong(samples, config.seq_len)
+        orchestrator.assign_advantages(samples)
+        kept = drop_overlong(samples, orchestrator.seq_len)
         if not kept:
-            raise ValueError(f"step {step}: all samples are longer than seq_len = {config.seq_len}: raise it")
+            raise ValueError(f"step {step}: all samples are longer than seq_len = {orchestrator.seq_len}: raise it")
         orchestrator.count(samples)
         # Saved before the batch is sent, so that checkpoint N of the trainer always has its orchestrator half.
         orchestrator.checkpoints.save(step, orchestrator.state)
         saved = time.time()
-        orchestrator.relay.mark_sent(step)  # before publishing: the version may arrive before `publish` returns
+        relay.mark_sent(step)  # before publishing: the version may arrive before `publish` returns
         await orchestrator.sender.publish(step, kept)  # unblocks the trainer
         done = time.time()
         orchestrator.monitor.log_timeline("generate", start, generated, step)
         times = {"step": done - start, "generate_completions": generated - start, "save_ckpt": saved - generated}
         reporter.report(step, samples, len(kept), times)
-    await orchestrator.relay.wait_for_version(orchestrator.rollouts.step_count)
-    with orchestrator.wait_logger.waiting(
-        lambda waited: f"Waiting for {orchestrator.evaluations.in_progress} ({waited:.0f} s)"
-    ):
-        await orchestrator.evaluations.wait()
+    await relay.wait_for_version(orchestrator.rollouts.step_count)
+    evaluations = orchestrator.evaluations
+    with orchestrator.wait_logger.waiting(lambda waited: f"Waiting for {evaluations.in_progress} ({waited:.0f} s)"):
+        await evaluations.wait()
 
 
 async def next_batch(orchestrator: Orchestrator) -> list[Sample]:
@@ -63,18 +58,19 @@ async def next_batch(orchestrator: Orchestrator) -> list[Sample]:
     from rollouts.training.rollout_gen.async_rollout_manager import NoTrainableGroupsError
     from rollouts.training.rollout_gen.groups import DropReason
 
+    rollouts = orchestrator.rollouts
+
     def describe(waited: float) -> str | None:
-        rollouts = orchestrator.rollouts
         if not rollouts.num_running:
             return None  # waiting for the trainer, which the relay logs
         return (
             f"Waiting for the inference server ({waited:.0f} s): groups running={rollouts.num_running} "
-            f"ready={rollouts.groups.num_ready} needed={orchestrator.config.num_groups}"
+            f"ready={rollouts.groups.num_ready} needed={rollouts.config.batch_size}"
         )
 
     try:
         with orchestrator.wait_logger.waiting(describe):
-            return (await orchestrator.rollouts.generate_batch()).samples
+            return (await rollouts.generate_batch()).samples
     except NoTrainableGroupsError as error:
         last = orchestrator.generator.last_error
         # Prompts and settings are input errors that the user can fix; server failures are not.
@@ -88,10 +84,10 @@ async def run_orchestrator(
     eval_environments: Mapping[str, Environment] | None = None,
 ) -> None:
     """Run all steps against the configured servers."""
-    from prime_rl.orchestrator.setup import build_orchestrator
+    from prime_rl.orchestrator.setup import open_orchestrator
     from prime_rl.runtime.garbage_collection import relaxed_gc
 
-    async with build_orchestrator(config, environments, eval_environments or {}) as orchestrator:
+    async with open_orchestrator(config, environments, eval_environments or {}) as orchestrator:
         with relaxed_gc():
             await run_steps(orchestrator)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from loguru import logger
@@ -13,7 +14,7 @@ from prime_rl.orchestrator.metrics import (
     sample_rows,
 )
 from prime_rl.orchestrator.setup import Orchestrator
-from prime_rl.telemetry.health_checks import RolloutHealthChecks
+from rollouts.training.rollout_gen.groups import DropReason
 from rollouts.training.types import Sample
 
 
@@ -22,18 +23,17 @@ class Reporter:
 
     def __init__(self, orchestrator: Orchestrator) -> None:
         self.orchestrator = orchestrator
-        self._dropped = {"easy": 0, "hard": 0}
+        self._drops = Counter[str]()
         self._idle_s = 0.0
-        verified = not orchestrator.config.buffer.skip_verification
-        self.health_checks = RolloutHealthChecks(orchestrator.config.max_async_level, verified=verified)
 
     def report(self, step: int, samples: list[Sample], num_kept: int, times: dict[str, float]) -> None:
         """Log the metrics, samples and console line of a step."""
-        orchestrator = self.orchestrator
-        metrics = compute_batch_metrics(samples, step=step, version=orchestrator.relay.version, num_kept=num_kept)
-        metrics |= compute_error_metrics(orchestrator.generator.take_errors(), int(metrics["progress/samples"]))
+        orchestrator, generator = self.orchestrator, self.orchestrator.generator
+        rollouts, live = orchestrator.rollouts, orchestrator.version.live
+        metrics = compute_batch_metrics(samples, step=step, version=live, num_kept=num_kept)
+        metrics |= compute_error_metrics(generator.take_errors(), int(metrics["progress/samples"]))
         metrics["error/quarantined"] = float(orchestrator.buffer.num_quarantined)
-        metrics |= compute_group_metrics(orchestrator.rollouts.groups, orchestrator.rollouts.restarts)
+        metrics |= compute_group_metrics(rollouts.groups, rollouts.restarts)
         metrics |= orchestrator.buffer.take_metrics() | self._filtered() | orchestrator.lag.take_metrics()
         metrics |= {f"progress/total_{name}": float(count) for name, count in orchestrator.totals.items()}
         if orchestrator.teacher is not None:
@@ -43,19 +43,19 @@ class Reporter:
         metrics["perf/throughput"] = metrics["progress/tokens"] / max(times["step"], 1e-9)
         orchestrator.monitor.log(metrics, step)
         orchestrator.monitor.log_samples(sample_rows(samples), step)
-        is_scored = not orchestrator.config.buffer.skip_verification
-        logger.info(format_step(step, metrics, orchestrator.evaluations.val_reward, is_scored=is_scored))
-        self.health_checks.check(samples, metrics["time/slots_exhausted"], metrics["time/step"])
+        logger.info(format_step(step, metrics, orchestrator.evaluations.val_reward, is_scored=generator.is_scored))
+        orchestrator.health_checks.check(samples, metrics["time/slots_exhausted"], metrics["time/step"])
         if num_kept < len(samples):
-            logger.warning(f"{len(samples) - num_kept} samples exceed seq_len = {orchestrator.config.seq_len}: dropped")
+            logger.warning(f"{len(samples) - num_kept} samples exceed seq_len = {orchestrator.seq_len}: dropped")
 
     def _filtered(self) -> dict[str, float]:
         """Rollouts dropped in this step by online difficulty filtering, by kind."""
-        size, metrics = self.orchestrator.config.rollouts_per_example, {}
-        for kind, before in self._dropped.items():
-            self._dropped[kind] = self.orchestrator.rollouts.groups.drops[kind]
-            metrics[f"filtered_rollouts/{kind}"] = float((self._dropped[kind] - before) * size)
-        return metrics
+        orchestrator = self.orchestrator
+        before, self._drops = self._drops, Counter(orchestrator.rollouts.groups.drops)
+        return {
+            f"filtered_rollouts/{kind}": float((self._drops[kind] - before[kind]) * orchestrator.generator.num_rollouts)
+            for kind in (DropReason.EASY, DropReason.HARD)
+        }
 
     def _idle(self) -> float:
         """Seconds of this step without generation because every slot waited for the trainer."""

@@ -1,12 +1,30 @@
-"""Reward shaping within a group: length penalties."""
+"""Advantages of a batch: length penalties and baselines."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import fmean
 
-from prime_rl.orchestrator.config import LengthPenaltyConfig
-from rollouts.training.advantages import compute_overlong_penalty
+from prime_rl.orchestrator.config import LengthPenaltyConfig, OrchestratorConfig
+from rollouts.training.advantages import assign_advantages, compute_overlong_penalty
+from rollouts.training.objectives import Baseline
+from rollouts.training.types import Sample
+
+
+def build_advantages(config: OrchestratorConfig) -> Callable[[list[Sample]], None]:
+    """Build the function that sets the advantages of a batch."""
+    advantage, penalty = config.advantage, config.length_penalty
+    max_tokens = config.sampling.max_tokens
+    baseline: Baseline = "none"
+    if advantage is not None:
+        baseline = "length_weighted" if advantage.length_weighted_mean else advantage.baseline
+    return partial(
+        assign_advantages,
+        baseline=baseline,
+        std="none" if advantage is None else advantage.std,
+        shape=partial(shape_rewards, config=penalty, seq_len=config.seq_len, max_tokens=max_tokens),
+    )
 
 
 def shape_rewards(

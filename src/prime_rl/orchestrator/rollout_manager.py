@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from prime_rl.configuration.sections import SamplingConfig
 from prime_rl.orchestrator.buffer import Prompt, PromptBuffer
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.orchestrator.distillation.teacher import Teacher
@@ -29,6 +31,7 @@ from rollouts.training.types import RolloutConfig, Sample, Status
 INFRASTRUCTURE_ERRORS = ("APIConnectionError", "APITimeoutError", "InternalServerError", "RateLimitError", "ModelError")
 
 
+@dataclass(kw_only=True, eq=False)
 class GroupGenerator:
     """Generates one group: runs the rollouts of a prompt, drops failed ones and converts the others to samples.
 
@@ -36,44 +39,38 @@ class GroupGenerator:
     quarantines its prompt. Failures are counted by error type until `take_errors`.
     """
 
-    def __init__(
-        self,
-        config: OrchestratorConfig,
-        environments: Mapping[str, Environment],
-        clients: Sequence[Any],
-        live_version: Callable[[], int],
-        teacher: Teacher | None = None,
-        server_pool: ServerPool | None = None,
-    ) -> None:
-        self.config = config
-        self.teacher = teacher
-        self.server_pool = server_pool or ServerPool(len(clients))
-        self.environments = environments
-        self.clients = clients
-        self.last_error: str | None = None
-        self._errors: Counter[str] = Counter()
-        self._live_version = live_version
+    environments: Mapping[str, Environment]
+    servers: ServerPool
+    teacher: Teacher | None
+    model: str
+    sampling: SamplingConfig
+    num_rollouts: int
+    seed: int
+    max_retries: int
+    is_scored: bool
+    zero_truncated: bool
+    last_error: str | None = field(default=None, init=False)
+    _errors: Counter[str] = field(default_factory=Counter, init=False)
 
     async def __call__(self, group_index: int, prompt: Prompt) -> list[Sample]:
         """Samples of the group; raises `GroupDropped` if too few rollouts succeed to be compared."""
 
         async def generate(server: int) -> list[Sample]:
-            return await self._generate(group_index, prompt, self.clients[server])
+            return await self._generate(group_index, prompt, self.servers.clients[server])
 
-        return await self.server_pool.run(group_index, generate)
+        return await self.servers.run(group_index, generate)
 
     async def _generate(self, group_index: int, prompt: Prompt, client: Any) -> list[Sample]:
-        config, version = self.config, self._live_version()
-        seed = config.seed if config.sampling.seed is None else config.sampling.seed
+        version = self.servers.version.live
         args = [
-            build_sampling_args(config.sampling, sample_seed(seed, group_index, index))
-            for index in range(config.rollouts_per_example)
+            build_sampling_args(self.sampling, sample_seed(self.seed, group_index, index))
+            for index in range(self.num_rollouts)
         ]
         environment = self.environments[prompt["env"]]
-        rollouts = await environment.run_group(prompt["row"], client, config.model.name, args, config.max_retries)
+        rollouts = await environment.run_group(prompt["row"], client, self.model, args, self.max_retries)
         groups = [self._to_samples(r, prompt["env"], group_index, i, version) for i, r in enumerate(rollouts)]
         good = [samples for samples in groups if samples]
-        if len(good) < min(2, config.rollouts_per_example):
+        if len(good) < min(2, self.num_rollouts):
             self._drop(prompt, rollouts)
         return await self._add_teacher_logprobs([sample for samples in good for sample in samples], prompt, client)
 
@@ -86,7 +83,7 @@ class GroupGenerator:
         """Add teacher log-probs; drop samples that the teacher cannot score."""
         if self.teacher is not None:
             samples = await self.teacher.score_group(samples, prompt["env"], prompt["row"], client)
-            if len({sample.index for sample in samples}) < min(2, self.config.rollouts_per_example):
+            if len({sample.index for sample in samples}) < min(2, self.num_rollouts):
                 self.last_error = self.teacher.last_error
                 raise GroupDropped(DropReason.TOO_FEW)
         for sample in samples:
@@ -98,9 +95,7 @@ class GroupGenerator:
 
     def _to_samples(self, rollout: Rollout, env: str, group_index: int, index: int, version: int) -> list[Sample]:
         """Samples of one rollout. A rollout that cannot be trained on is marked as failed and gives none."""
-        if self.config.buffer.skip_verification:
-            rollout.reward = 0.0
-        if self.config.zero_truncated_completions and rollout.status == Status.TRUNCATED:
+        if not self.is_scored or (self.zero_truncated and rollout.status == Status.TRUNCATED):
             rollout.reward = 0.0
         try:
             samples = [] if rollout.failed else rollout_to_samples(rollout, group_index=group_index, index=index)
@@ -126,6 +121,27 @@ class GroupGenerator:
         if all(rollout.failed for rollout in rollouts):
             raise GroupDropped(DropReason.ALL_FAILED)
         raise GroupDropped(DropReason.TOO_FEW)
+
+
+def build_generator(
+    config: OrchestratorConfig,
+    environments: Mapping[str, Environment],
+    servers: ServerPool,
+    teacher: Teacher | None = None,
+) -> GroupGenerator:
+    """Build the generator of the configured rollouts."""
+    return GroupGenerator(
+        environments=environments,
+        servers=servers,
+        teacher=teacher,
+        model=config.model.name,
+        sampling=config.sampling,
+        num_rollouts=config.rollouts_per_example,
+        seed=config.seed if config.sampling.seed is None else config.sampling.seed,
+        max_retries=config.max_retries,
+        is_scored=not config.buffer.skip_verification,
+        zero_truncated=config.zero_truncated_completions,
+    )
 
 
 def build_rollouts(config: OrchestratorConfig, buffer: PromptBuffer, generator: GroupGenerator) -> AsyncRolloutManager:

@@ -1,30 +1,77 @@
-"""Reachability of the inference servers and the work running on each."""
+"""The inference servers of one model: work, health, and the version that each serves."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
-from typing import TypeVar
+import contextlib
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 import anyio
+from loguru import logger
 
+from prime_rl.orchestrator.canary import CanaryCheck, CanaryMismatch
+from prime_rl.orchestrator.config import OrchestratorConfig
+from prime_rl.orchestrator.policy_version import PolicyVersion
+from prime_rl.orchestrator.servers import (
+    POLL_INTERVAL_S,
+    Health,
+    build_engines,
+    read_health,
+    run_concurrently,
+    wait_until_ready,
+)
+from prime_rl.runtime.run_dir import RunDir
+from prime_rl.transport.file_watch import wait_for
+from prime_rl.utils.client import InferenceClient
+from rollouts.training.steps import is_complete, step_path
+from rollouts.training.weight_sync import PrimeEngine, WeightSyncError, sync_weights_to_engines
+
+HEALTH_CHECK_INTERVAL_S = 1.0  # requests to a failed server detect it at once; this is only supervision
 Result = TypeVar("Result")
 
 
+class ServerUnavailable(Exception):
+    """A server was lost while in use."""
+
+
 class ServerPool:
-    """Assigns work to servers. If fewer than all are required, work moves to the reachable ones:
+    """The servers of one model. A server that restarts loads the live version before it serves requests:
 
-        lost --> its work restarts on other servers, updates skip it --> returns --> loads the current version
+        fails --> requests wait in the clients --> restarts, not serving --> loads the live version --> serves
 
-    If all are required, work waits for its assigned server, so that runs are exactly repeatable.
+    If all are required, work waits for its assigned server, so that runs are exactly repeatable. If `min_servers` of
+    them are enough (an elastic pool), work moves to the reachable ones:
+
+        lost --> its work restarts on other servers, updates skip it --> returns --> loads the live version
+
+    The run ends when fewer than `min_servers` respond for longer than `ready_timeout_s`. Server i has `clients[i]` for
+    requests and `engines[i]` for control; versions are loaded from `weights_dir` and verified by `canary`, if given.
     """
 
-    def __init__(self, num_servers: int, min_servers: int | None = None) -> None:
-        if min_servers is not None and min_servers > num_servers:
-            raise ValueError(f"min_servers = {min_servers} but client.base_url lists {num_servers}: lower it")
-        self.num_servers, self.min_servers = num_servers, min_servers or num_servers
+    def __init__(
+        self,
+        clients: Sequence[InferenceClient],
+        engines: Sequence[PrimeEngine],
+        version: PolicyVersion,
+        weights_dir: Path,
+        *,
+        min_servers: int | None = None,
+        ready_timeout_s: float = 600.0,
+        weights_timeout_s: float = 3600.0,
+        canary: CanaryCheck | None = None,
+    ) -> None:
+        self.num_servers = len(engines)
+        if min_servers is not None and min_servers > self.num_servers:
+            raise ValueError(f"min_servers = {min_servers} but client.base_url lists {self.num_servers}: lower it")
+        self.clients, self.engines, self.version, self.weights_dir = clients, engines, version, weights_dir
+        self.min_servers = min_servers or self.num_servers
+        self.canary = canary or CanaryCheck(None)
         self.unreachable: dict[int, tuple[float, str]] = {}
         """Server -> time of its loss and the reason."""
-        self._work: list[set[anyio.CancelScope]] = [set() for _ in range(num_servers)]
+        self.num_recovered = 0
+        self._ready_timeout_s, self._weights_timeout_s = ready_timeout_s, weights_timeout_s
+        self._work: list[set[anyio.CancelScope]] = [set() for _ in engines]
 
     @property
     def is_elastic(self) -> bool:
@@ -55,12 +102,8 @@ class ServerPool:
         """The result of `work(server)`, restarted on another server whenever its server is lost."""
         while True:
             server = self.choose(number)
-            with anyio.CancelScope() as scope:
-                self._work[server].add(scope)
-                try:
-                    return await work(server)
-                finally:
-                    self._work[server].discard(scope)
+            with contextlib.suppress(ServerUnavailable):
+                return await self.run_together([server], lambda: work(server))  # noqa: B023 - called at once
 
     async def run_together(self, servers: Iterable[int], work: Callable[[], Awaitable[Result]]) -> Result:
         """The result of work that uses all `servers`; raises `ServerUnavailable` as soon as one is lost."""
@@ -81,6 +124,171 @@ class ServerPool:
             for scope in list(self._work[server]):
                 scope.cancel()
 
+    async def start(self) -> None:
+        """Wait until enough servers are ready, then load and verify the live version on them."""
+        health: dict[int, Health] = {}
+        answers: dict[int, dict[str, Any]] = {}
 
-class ServerUnavailable(Exception):
-    """A server was lost while in use."""
+        async def wait(i: int) -> None:
+            health[i] = await wait_until_ready(self.clients[i], self._ready_timeout_s)
+            if len(health) >= self.min_servers:
+                raise _MinimumReached
+
+        async def load(i: int) -> None:
+            answers[i] = await self._load_live(i, health[i])
+
+        with contextlib.suppress(_MinimumReached):
+            await run_concurrently(wait, range(self.num_servers))
+        since = anyio.current_time()
+        self.unreachable |= {i: (since, "not started yet") for i in range(self.num_servers) if i not in health}
+        await run_concurrently(load, sorted(health))
+        for i, answer in answers.items():
+            await self._check_canary(i, answer)
+
+    async def monitor(self) -> None:
+        """Check the servers until cancelled; raises `TimeoutError` naming a server that does not return."""
+        while True:
+            await anyio.sleep(HEALTH_CHECK_INTERVAL_S)
+            await self.check_servers()
+
+    async def check_servers(self) -> None:
+        """Check every server; those with another version load the live one concurrently."""
+        late: list[int] = []
+
+        async def check(i: int) -> None:
+            try:
+                health = await read_health(self.clients[i])
+            except Exception as error:
+                self._mark_unreachable(i, str(error))
+                return
+            if i in self.unreachable or health.awaits_weights or health.version not in (None, self.version.live):
+                late.append(i)
+
+        await run_concurrently(check, range(self.num_servers))
+        # Skipped during an update, which includes every server. Do not wait for its end either: it may wait for this
+        # task to detect a lost server.
+        if late and not self.version.lock.locked():
+            async with self.version.lock:
+                await run_concurrently(self._recover, late)
+
+    async def wait_for_recovery(self, error: WeightSyncError) -> bool:
+        """After a failed update: whether only lost servers caused it, and enough have returned for a retry."""
+        if not error.is_transient:
+            return False
+        if not self.is_elastic:
+            logger.warning(f"{error}; retrying when every server responds")
+            for client in self.clients:
+                await wait_until_ready(client, self._ready_timeout_s)
+            return True
+        states = dict(error.states)
+        for i, engine in enumerate(self.engines):
+            if (problem := states.get(str(engine), "ok")) != "ok":
+                self._mark_unreachable(i, problem)
+        while self.is_below_minimum:
+            await anyio.sleep(POLL_INTERVAL_S)
+            for i, (since, problem) in list(self.unreachable.items()):
+                try:
+                    await read_health(self.clients[i])
+                except Exception:
+                    self._check_timeout(i, since, problem)
+                else:
+                    del self.unreachable[i]  # the retried update loads the version
+        return True
+
+    async def _recover(self, i: int) -> None:
+        """Load the live version on a server that returned or restarted."""
+        try:
+            await self._check_canary(i, await self._load_live(i, await read_health(self.clients[i])))
+        except CanaryMismatch:
+            raise
+        except Exception as error:
+            self._mark_unreachable(i, str(error))
+            return
+        if self.unreachable.pop(i, None) is not None:
+            self.num_recovered += 1
+            logger.success(f"{self.engines[i]} recovered: serves version {self.version.live}")
+
+    async def _load_live(self, i: int, health: Health) -> dict[str, Any]:
+        """Load the live version unless the server has it or does not report versions; returns its answer, else {}."""
+        version, engine = self.version.live, self.engines[i]
+        if health.version is None or (health.version == version and not health.awaits_weights):
+            return {}
+        logger.info(f"Loading version {version} on {engine} (has {health.version})")
+        return await (self._load_published(engine, version) if version else engine.reload_weights())
+
+    async def _load_published(self, engine: PrimeEngine, version: int) -> dict[str, Any]:
+        """Load a version that a resumed trainer publishes again; retried because its directory may be replaced."""
+        path = step_path(self.weights_dir, version)
+        for attempts_left in (2, 1, 0):
+            await wait_for(
+                lambda: is_complete(path) or None,
+                self.weights_dir,
+                timeout_s=self._weights_timeout_s,
+                what=f"weights of step {version}",
+            )
+            try:
+                [answer] = await sync_weights_to_engines([engine], str(path))
+                return answer
+            except WeightSyncError:
+                if not attempts_left:
+                    raise
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _check_canary(self, i: int, answer: dict[str, Any]) -> None:
+        """Verify the live version on a restarted server, or in a resumed run."""
+        await self.canary.check_restarted(step_path(self.weights_dir, self.version.live), self.engines[i], answer)
+
+    def _mark_unreachable(self, i: int, problem: str) -> None:
+        if i in self.unreachable:
+            self.cancel_server_work(i)  # on the second failure: one slow response is tolerated
+        else:
+            limit = f"waiting up to {self._ready_timeout_s:g} s for it"
+            action = "continuing without it" if self.is_elastic else limit
+            logger.warning(f"{self.engines[i]} does not respond ({problem}): {action}")
+        since, _ = self.unreachable.setdefault(i, (anyio.current_time(), problem))
+        self._check_timeout(i, since, problem)
+
+    def _check_timeout(self, i: int, since: float, problem: str) -> None:
+        limit = self._ready_timeout_s
+        if self.is_below_minimum and anyio.current_time() - since > limit:
+            raise TimeoutError(f"{self.engines[i]} has not responded for {limit:g} s ({problem}): see its log")
+
+
+def build_servers(
+    config: OrchestratorConfig,
+    clients: Sequence[InferenceClient],
+    engines: Sequence[PrimeEngine],
+    version: PolicyVersion,
+) -> ServerPool:
+    """Build the pool of the policy's servers."""
+    return ServerPool(
+        clients,
+        engines,
+        version,
+        config.versions_dir,
+        min_servers=config.min_servers,
+        ready_timeout_s=config.inference_timeout,
+        weights_timeout_s=config.weights_timeout,
+        canary=CanaryCheck(config.weight_check_interval),
+    )
+
+
+def build_ema_servers(
+    config: OrchestratorConfig, clients: Sequence[InferenceClient], version: PolicyVersion
+) -> ServerPool | None:
+    """Build the pool of a teacher's servers that follow the EMA weights; None for other teachers."""
+    teacher = config.teacher_model
+    if teacher is None or teacher.weights != "ema":
+        return None
+    return ServerPool(
+        clients,
+        build_engines(teacher.client),
+        version,
+        RunDir(config.output_dir).average,
+        ready_timeout_s=config.inference_timeout,
+        weights_timeout_s=config.weights_timeout,
+    )
+
+
+class _MinimumReached(Exception):
+    """Enough servers are ready."""

@@ -1,11 +1,11 @@
-"""Control of the inference servers: health, start-up and the version that each serves."""
+"""Requests to a single inference server: weight updates and health."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,14 +13,11 @@ import anyio
 import msgspec
 from loguru import logger
 
-from prime_rl.orchestrator.config import OrchestratorConfig
-from prime_rl.orchestrator.server_pool import ServerPool
 from prime_rl.runtime.run_dir import RunDir
 from prime_rl.transport.broadcast import read_broadcast
-from prime_rl.transport.file_watch import wait_for
 from prime_rl.utils.client import InferenceClient
-from rollouts.training.steps import is_complete, parse_step, step_path
-from rollouts.training.weight_sync import EngineError, PrimeEngine, WeightSyncError, sync_weights_to_engines
+from rollouts.training.steps import is_complete, parse_step
+from rollouts.training.weight_sync import EngineError, PrimeEngine
 
 if TYPE_CHECKING:
     from prime_rl.configuration.sections import ClientConfig
@@ -59,47 +56,10 @@ class BroadcastEngine(PrimeEngine):
             return await self.load("/update_weights", {"weight_dir": None, "step": parse_step(path.name)})
         except EngineError as error:
             saved = RunDir(path.parents[1]).weights / path.name
-            if "answered 503" not in error.message or not is_complete(saved):
+            if error.status != HTTPStatus.SERVICE_UNAVAILABLE or not is_complete(saved):
                 raise
             logger.warning(f"{self}: {error.message}; loading {saved} instead")
             return await super().load_version(saved)
-
-
-async def prepare_engines(
-    config: OrchestratorConfig,
-    clients: Sequence[InferenceClient],
-    engines: Sequence[PrimeEngine],
-    version: int,
-    average_dir: Path | None = None,
-    server_pool: ServerPool | None = None,
-) -> dict[int, dict[str, Any]]:
-    """Wait until enough servers are ready and load `version` of `average_dir` (unset: the trainer's weights) on them.
-
-    Returns the responses by server, empty for those that already serve the version.
-    """
-    server_pool = server_pool or ServerPool(len(engines))
-    states: dict[int, Health] = {}
-
-    async def wait(i: int) -> None:
-        states[i] = await wait_until_ready(clients[i], config.inference_timeout)
-        if len(states) >= server_pool.min_servers:
-            raise _MinimumReached
-
-    with contextlib.suppress(_MinimumReached):
-        await run_concurrently(wait, range(len(engines)))
-    since = anyio.current_time()
-    server_pool.unreachable.update({i: (since, "not started yet") for i in range(len(engines)) if i not in states})
-    answers: dict[int, dict[str, Any]] = {}
-
-    async def sync(i: int) -> None:
-        answers[i] = await sync_server(config, engines[i], states[i], version, average_dir)
-
-    await run_concurrently(sync, sorted(states))
-    return answers
-
-
-class _MinimumReached(Exception):
-    """Enough servers are ready."""
 
 
 async def run_concurrently(work: Callable[[int], Awaitable[None]], numbers: Iterable[int]) -> None:
@@ -118,37 +78,6 @@ async def run_concurrently(work: Callable[[int], Awaitable[None]], numbers: Iter
             tasks.start_soon(run, number)
     if failures:
         raise failures[0]
-
-
-async def sync_server(
-    config: OrchestratorConfig, engine: PrimeEngine, state: Health, version: int, average_dir: Path | None = None
-) -> dict[str, Any]:
-    """Load `version` unless the server has it or does not report versions; returns the response, else empty."""
-    if state.version is None or (state.version == version and not state.awaits_weights):
-        return {}
-    logger.info(f"Loading version {version} on {engine} (has {state.version})")
-    if version == 0:
-        return await engine.reload_weights()
-    return await _load_resumed(config, engine, version, average_dir)
-
-
-async def _load_resumed(
-    config: OrchestratorConfig, engine: PrimeEngine, version: int, average_dir: Path | None
-) -> dict[str, Any]:
-    """Load a version that a resumed trainer republishes; retried because the directory may be replaced meanwhile."""
-    root = average_dir or config.versions_dir
-    path = step_path(root, version)
-    for attempts_left in (2, 1, 0):
-        await wait_for(
-            lambda: is_complete(path) or None, root, timeout_s=config.weights_timeout, what=f"weights of step {version}"
-        )
-        try:
-            [answer] = await sync_weights_to_engines([engine], str(path))
-            return answer
-        except WeightSyncError:
-            if not attempts_left:
-                raise
-    raise AssertionError("the last attempt returns or raises")
 
 
 class Health(NamedTuple):

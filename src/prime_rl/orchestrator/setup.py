@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,20 +13,21 @@ from typing import Any
 
 import anyio
 
-from prime_rl.orchestrator.buffer import PromptBuffer
+from prime_rl.orchestrator.buffer import PromptBuffer, build_buffer
 from prime_rl.orchestrator.checkpoint import CheckpointStore
 from prime_rl.orchestrator.config import OrchestratorConfig
-from prime_rl.orchestrator.distillation.baseline_eval import BaselineEvaluator
 from prime_rl.orchestrator.distillation.teacher import Teacher, build_teacher
-from prime_rl.orchestrator.evaluation import Evaluations, build_schedules
-from prime_rl.orchestrator.rollout_manager import GroupGenerator, build_rollouts
-from prime_rl.orchestrator.server_monitor import ServerMonitor
-from prime_rl.orchestrator.server_pool import ServerPool
-from prime_rl.orchestrator.servers import build_engines, prepare_engines
+from prime_rl.orchestrator.evaluation import Evaluations, build_evaluations, build_schedules
+from prime_rl.orchestrator.policy_version import PolicyVersion
+from prime_rl.orchestrator.rewards import build_advantages
+from prime_rl.orchestrator.rollout_manager import GroupGenerator, build_generator, build_rollouts
+from prime_rl.orchestrator.server_pool import ServerPool, build_ema_servers, build_servers
+from prime_rl.orchestrator.servers import build_engines
 from prime_rl.orchestrator.waiting import EventLoopLagMonitor, WaitLogger
-from prime_rl.orchestrator.weight_relay import WeightRelay
+from prime_rl.orchestrator.weight_relay import WeightRelay, build_relay
 from prime_rl.runtime.hang_watchdog import WaitStatus, explain_on_signal
 from prime_rl.runtime.run_dir import RunDir
+from prime_rl.telemetry.health_checks import RolloutHealthChecks
 from prime_rl.transport.batches import BatchSender
 from prime_rl.transport.broadcast import acknowledge
 from prime_rl.transport.factory import build_sender
@@ -36,39 +37,39 @@ from rollouts.training.environments import Environment
 from rollouts.training.rollout_gen.async_rollout_manager import AsyncRolloutManager
 from rollouts.training.steps import step_path
 from rollouts.training.types import Sample
-from rollouts.training.weight_sync import InferenceEngine, PrimeEngine, WeightSyncError
+from rollouts.training.weight_sync import PrimeEngine
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Orchestrator:
-    """The components that the main loop uses."""
+    """The connected components that the main loop uses."""
 
-    config: OrchestratorConfig
+    seq_len: int
+    max_steps: int | None
+    version: PolicyVersion
+    servers: ServerPool
+    ema_servers: ServerPool | None
+    teacher: Teacher | None
     buffer: PromptBuffer
     generator: GroupGenerator
     rollouts: AsyncRolloutManager
+    assign_advantages: Callable[[list[Sample]], None]
     sender: BatchSender
+    relay: WeightRelay
     checkpoints: CheckpointStore
     evaluations: Evaluations
     monitor: Monitor
+    health_checks: RolloutHealthChecks
+    totals: Counter[str]
     lag: EventLoopLagMonitor = field(default_factory=EventLoopLagMonitor)
     wait_logger: WaitLogger = field(default_factory=WaitLogger)
-    totals: Counter[str] = field(default_factory=Counter)
-    teacher: Teacher | None = None
-    server_monitor: ServerMonitor | None = None
-    teacher_server_monitor: ServerMonitor | None = None
-    _relay: WeightRelay | None = None
-
-    @property
-    def relay(self) -> WeightRelay:
-        """Relay of weight versions to the engines."""
-        assert self._relay is not None, "set by `assemble`"
-        return self._relay
+    started: anyio.Event = field(default_factory=anyio.Event)
+    """Set once the servers are ready."""
 
     @property
     def steps(self) -> Iterable[int]:
         """Batches to be sent, numbered by the version that they produce."""
-        first, last = self.rollouts.step_count + 1, self.config.max_steps
+        first, last = self.rollouts.step_count + 1, self.max_steps
         return itertools.count(first) if last is None else range(first, last + 1)
 
     def count(self, samples: list[Sample]) -> None:
@@ -77,128 +78,109 @@ class Orchestrator:
         self.totals["samples"] += len({(sample.group_index, sample.index) for sample in samples})
         self.totals["problems"] += len({sample.group_index for sample in samples})
 
-    def on_version_live(self, version: int) -> None:
-        """Callback once every engine serves `version`: free slots, start due evaluations, prune old batches."""
-        self.buffer.version = version
-        self.rollouts.release(version)
-        self.evaluations.on_version(self.relay.version)
-        if not self.config.keep_rollouts and not self.relay.unread:
-            self.sender.prune(self.checkpoints.covered(version))
-
     def state(self) -> dict[str, Any]:
         """State needed to continue after the batch about to be sent."""
         return {"rollouts": self.rollouts.state_dict(), "totals": dict(self.totals)}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state`."""
-        self.rollouts.load_state_dict(state["rollouts"])
-        self.totals = Counter(state["totals"])
+    def describe_wait(self) -> WaitStatus:
+        """What the orchestrator is waiting for, for hang reports."""
+        if not self.started.is_set():
+            return WaitStatus("waits for the inference servers to be ready", "inference")
+        relay, rollouts, live = self.relay, self.rollouts, self.version.live
+        queues = {
+            "groups running": rollouts.num_running,
+            "groups ready": rollouts.groups.num_ready,
+            "slots used": rollouts.num_slots_used,
+            "slots": rollouts.slots,
+            "batches sent": relay.num_sent,
+            "version live": live,
+        }
+        for name, servers in (("inference", self.servers), ("teacher_inference", self.ema_servers)):
+            if servers is not None and servers.is_below_minimum:
+                i, (since, problem) = next(iter(servers.unreachable.items()))
+                description = f"waits for {servers.engines[i]}, which does not respond ({problem})"
+                return WaitStatus(description, name, anyio.current_time() - since, queues)
+        if num := rollouts.num_running:
+            return WaitStatus(f"waits for inference: {num} groups in flight", "inference", None, queues)
+        if relay.num_sent > live:
+            return WaitStatus(f"waits for version {live + 1}", "trainer", relay.waited_s, queues)
+        return WaitStatus(f"waits for {self.evaluations.in_progress}", None, None, queues)
 
 
-def describe_wait(orchestrator: Orchestrator | None) -> WaitStatus:
-    """What the orchestrator is waiting for, for hang reports; None: it is still being built."""
-    if orchestrator is None or orchestrator.server_monitor is None:
-        return WaitStatus("waits for the inference servers to be ready", "inference")
-    relay, rollouts = orchestrator.relay, orchestrator.rollouts
-    queues = {
-        "groups running": rollouts.num_running,
-        "groups ready": rollouts.groups.num_ready,
-        "slots used": rollouts.num_slots_used,
-        "slots": rollouts.slots,
-        "batches sent": relay.num_sent,
-        "version live": relay.version,
-    }
-    for name, server_monitor in (
-        ("inference", orchestrator.server_monitor),
-        ("teacher_inference", orchestrator.teacher_server_monitor),
-    ):
-        if server_monitor is None or not server_monitor.server_pool.is_below_minimum:
-            continue
-        for i, (since, problem) in server_monitor.unreachable.items():
-            waited = anyio.current_time() - since
-            return WaitStatus(
-                f"waits for {server_monitor.engines[i]}, which does not respond ({problem})", name, waited, queues
-            )
-    if rollouts.num_running:
-        return WaitStatus(f"waits for inference: {rollouts.num_running} groups in flight", "inference", None, queues)
-    if relay.num_sent > relay.version:
-        return WaitStatus(f"waits for version {relay.version + 1}", "trainer", relay.waited_s, queues)
-    return WaitStatus(f"waits for {orchestrator.evaluations.in_progress}", None, None, queues)
-
-
-def assemble(
+def build_orchestrator(
     config: OrchestratorConfig,
     environments: Mapping[str, Environment],
     eval_environments: Mapping[str, Environment],
     clients: Sequence[Any],
-    engines: Sequence[InferenceEngine],
+    engines: Sequence[PrimeEngine],
     sender: BatchSender,
     monitor: Monitor,
     teacher: Teacher | None = None,
 ) -> Orchestrator:
-    """Connect the components and load the checkpoint to resume from; starts no tasks."""
+    """Build the components in the order of their dependencies, in the state to resume from; starts no tasks."""
     run = RunDir(config.output_dir)
     checkpoints = CheckpointStore(run, config.ckpt, config.max_steps)
-    version, state = checkpoints.load()
-    checkpoints.claim_batches(version)
-    run.begin_attempt("orchestrator", version)
-    buffer = PromptBuffer(
-        environments, config.buffer, config.seed if config.buffer.seed is None else config.buffer.seed
-    )
-    server_pool = ServerPool(len(engines), config.min_servers)
-    generator = GroupGenerator(config, environments, clients, lambda: orchestrator.relay.version, teacher, server_pool)
+    resumed_step, state = checkpoints.load()
+    checkpoints.claim_batches(resumed_step)
+    run.begin_attempt("orchestrator", resumed_step)
+
+    version = PolicyVersion(resumed_step)
+    servers = build_servers(config, clients, engines, version)
+    ema_servers = None if teacher is None else build_ema_servers(config, teacher.scorer.clients, version)
+    buffer = build_buffer(config, environments, version)
+    generator = build_generator(config, environments, servers, teacher)
     rollouts = build_rollouts(config, buffer, generator)
-    schedules = build_schedules(config, environments, eval_environments, version)
-    baseline_evaluator = None
-    if teacher is not None and config.teacher_model is not None and config.teacher_model.eval_baseline:
-        baseline_evaluator = BaselineEvaluator(config, teacher, clients, run.evals)
-    evaluations = Evaluations(config, schedules, clients, monitor, baseline_evaluator, lambda: server_pool.reachable)
-    orchestrator = Orchestrator(config, buffer, generator, rollouts, sender, checkpoints, evaluations, monitor)
-    orchestrator.teacher = teacher
-    orchestrator._relay = WeightRelay(
-        config.versions_dir,
-        engines,
-        version=version,
-        on_live=orchestrator.on_version_live,
-        is_received=sender.is_received,
-        timeout_s=config.weights_timeout,
-        log_timeline=monitor.log_timeline,
-        before_load=rollouts.wait_until_idle if config.strict_async_level else None,
-        weight_check_interval=config.weight_check_interval,
-        server_pool=server_pool,
-        alternate_dir=run.broadcasts if config.weight_broadcast.type == "filesystem" else run.weights,
-    )
-    buffer.version = version
+    schedules = build_schedules(config, environments, eval_environments, resumed_step)
+    evaluations = build_evaluations(config, schedules, servers, monitor, teacher)
+    relay = build_relay(config, servers, ema_servers, rollouts, sender, monitor)
     if state is not None:
-        orchestrator.load_state(state)
-    return orchestrator
+        rollouts.load_state_dict(state["rollouts"])
+
+    version.subscribe(lambda version: rollouts.release(version.released))
+    version.subscribe(lambda version: evaluations.on_version(version.live))
+    if not config.keep_rollouts:
+        version.subscribe(lambda version: None if relay.unread else sender.prune(checkpoints.covered(version.released)))
+    return Orchestrator(
+        seq_len=config.seq_len,
+        max_steps=config.max_steps,
+        version=version,
+        servers=servers,
+        ema_servers=ema_servers,
+        teacher=teacher,
+        buffer=buffer,
+        generator=generator,
+        rollouts=rollouts,
+        assign_advantages=build_advantages(config),
+        sender=sender,
+        relay=relay,
+        checkpoints=checkpoints,
+        evaluations=evaluations,
+        monitor=monitor,
+        health_checks=RolloutHealthChecks(config.max_async_level, verified=generator.is_scored),
+        totals=Counter(state["totals"] if state is not None else {}),
+    )
 
 
 @asynccontextmanager
 async def running(orchestrator: Orchestrator) -> AsyncIterator[Orchestrator]:
     """Run relay, generation, evaluation and monitoring while the body runs."""
+    relay, evaluations = orchestrator.relay, orchestrator.evaluations
+    orchestrator.started.set()
     async with anyio.create_task_group() as tasks:
-        for work in (
-            orchestrator.relay.run,
-            orchestrator.evaluations.run,
-            orchestrator.lag.run,
-            orchestrator.wait_logger.run,
-        ):
-            tasks.start_soon(work)
-        for server_monitor in filter(None, (orchestrator.server_monitor, orchestrator.teacher_server_monitor)):
-            tasks.start_soon(server_monitor.run)
-        orchestrator.evaluations.on_version(orchestrator.relay.version)
-        if orchestrator.evaluations.baseline_evaluator is not None and not orchestrator.relay.version:
-            await (
-                orchestrator.evaluations.wait()
-            )  # the baseline must be measured entirely on the weights before training
+        for loop in (relay.run, evaluations.run, orchestrator.lag.run, orchestrator.wait_logger.run):
+            tasks.start_soon(loop)
+        for servers in filter(None, (orchestrator.servers, orchestrator.ema_servers)):
+            tasks.start_soon(servers.monitor)
+        evaluations.on_version(orchestrator.version.live)
+        if evaluations.baseline_evaluator is not None and not orchestrator.version.live:
+            await evaluations.wait()  # the baseline must be measured entirely on the weights before training
         async with orchestrator.rollouts:
             yield orchestrator
         tasks.cancel_scope.cancel()
 
 
 @asynccontextmanager
-async def build_orchestrator(
+async def open_orchestrator(
     config: OrchestratorConfig,
     environments: Mapping[str, Environment],
     eval_environments: Mapping[str, Environment],
@@ -218,38 +200,16 @@ async def build_orchestrator(
         transport = config.transport
         sender = build_sender(transport.type, RunDir(out).rollouts, transport.host, transport.port)
         stack.callback(sender.close)
-        orchestrator = assemble(config, environments, eval_environments, clients, engines, sender, monitor, teacher)
+        orchestrator = build_orchestrator(
+            config, environments, eval_environments, clients, engines, sender, monitor, teacher
+        )
         sender.open()
         if threading.current_thread() is threading.main_thread():
-            explain_on_signal("orchestrator", out, lambda: describe_wait(orchestrator))
-        server_pool = orchestrator.generator.server_pool
-        answers = await prepare_engines(config, clients, engines, orchestrator.relay.version, server_pool=server_pool)
-        await orchestrator.relay.check_restarted(answers)
-        acknowledge(step_path(config.versions_dir, orchestrator.relay.version))
+            explain_on_signal("orchestrator", out, orchestrator.describe_wait)
+        await orchestrator.servers.start()
+        acknowledge(step_path(config.versions_dir, orchestrator.version.live))
         if teacher is not None:
             await teacher.wait_until_ready(config.inference_timeout)
-        orchestrator.server_monitor = ServerMonitor(
-            config, clients, engines, orchestrator.relay, server_pool=server_pool
-        )
-        orchestrator.relay.wait_for_recovery = orchestrator.server_monitor.wait_for_recovery
-        if teacher is not None and config.teacher_model is not None and config.teacher_model.weights == "ema":
-            await _connect_ema_teacher(orchestrator, teacher, build_engines(config.teacher_model.client))
+        if orchestrator.ema_servers is not None:
+            await orchestrator.ema_servers.start()
         yield await stack.enter_async_context(running(orchestrator))
-
-
-async def _connect_ema_teacher(orchestrator: Orchestrator, teacher: Teacher, engines: Sequence[PrimeEngine]) -> None:
-    """Keep a teacher's servers on the EMA weights: at start, after each update and after restarts."""
-    clients = teacher.scorer.clients
-    average = RunDir(orchestrator.config.output_dir).average
-    await prepare_engines(orchestrator.config, clients, engines, orchestrator.relay.version, average)
-    student, teacher_monitor = (
-        orchestrator.server_monitor,
-        ServerMonitor(orchestrator.config, clients, engines, orchestrator.relay, average),
-    )
-    assert student is not None
-
-    async def wait_for_both(error: WeightSyncError) -> bool:
-        return await student.wait_for_recovery(error) and await teacher_monitor.wait_for_recovery(error)
-
-    orchestrator.teacher_server_monitor, orchestrator.relay.wait_for_recovery = teacher_monitor, wait_for_both
-    orchestrator.relay.ema_engines = (average, engines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -14,43 +15,56 @@ if TYPE_CHECKING:
     from prime_rl.generation.resume_log import Result
     from prime_rl.synthesize.config import SynthesisFilterConfig
 
-KEPT = "kept"
+
+class FilterVerdict(StrEnum):
+    """Whether a result is part of the data set, or why not."""
+
+    KEPT = "kept"
+    FAILED = "failed"
+    BELOW_MIN_REWARD = "below_min_reward"
+    ABOVE_MAX_REWARD = "above_max_reward"
+    TRUNCATED = "truncated"
+    EMPTY = "empty"
+    DUPLICATE = "duplicate"
+    OVER_MAX_PER_EXAMPLE = "over_max_per_example"
 
 
-def choose_results(groups: Sequence[Sequence[Result]], keep: SynthesisFilterConfig) -> list[list[str]]:
-    """Verdict on each result: "kept" or the reason for dropping it. Higher rewards of an example take precedence."""
+def choose_results(groups: Sequence[Sequence[Result]], keep: SynthesisFilterConfig) -> list[list[FilterVerdict]]:
+    """The verdict on each result. Higher rewards of an example take precedence."""
     seen: set[bytes] = set()
     verdicts = []
     for group in groups:
         verdict = [classify_result(result, keep) for result in group]
         num_kept = 0
         for number in sorted(range(len(group)), key=lambda n: (-(group[n].reward or 0.0), n)):
+            if verdict[number] is not FilterVerdict.KEPT:
+                continue
             key = conversation_key(group[number], loose=keep.dedupe == "loose")
-            if verdict[number] == KEPT and keep.dedupe != "off" and key in seen:
-                verdict[number] = "duplicate"
-            elif verdict[number] == KEPT and keep.max_per_example is not None and num_kept >= keep.max_per_example:
-                verdict[number] = "over max_per_example"
-            if verdict[number] == KEPT:
+            if keep.dedupe != "off" and key in seen:
+                verdict[number] = FilterVerdict.DUPLICATE
+            elif keep.max_per_example is not None and num_kept >= keep.max_per_example:
+                verdict[number] = FilterVerdict.OVER_MAX_PER_EXAMPLE
+            else:
                 num_kept += 1
                 seen.add(key)
         verdicts.append(verdict)
     return verdicts
 
 
-def classify_result(result: Result, keep: SynthesisFilterConfig) -> str:
+def classify_result(result: Result, keep: SynthesisFilterConfig) -> FilterVerdict:
     """Verdict on a single result, without deduplication."""
     if result.reward is None:
-        return "failed"
+        return FilterVerdict.FAILED
     if keep.min_reward is not None and result.reward < keep.min_reward:
-        return "reward below min_reward"
+        return FilterVerdict.BELOW_MIN_REWARD
     if keep.max_reward is not None and result.reward > keep.max_reward:
-        return "reward above max_reward"
+        return FilterVerdict.ABOVE_MAX_REWARD
     if result.is_truncated and not keep.truncated:
-        return "truncated"
+        return FilterVerdict.TRUNCATED
     conversation = read_conversation({"prompt": result.prompt, "completion": result.completion}, 0)
     trained = conversation.messages[conversation.first_trained :]
     has_content = any(message.get("role") == "assistant" and not is_empty_turn(message) for message in trained)
-    return KEPT if has_content else "empty"
+    return FilterVerdict.KEPT if has_content else FilterVerdict.EMPTY
 
 
 def conversation_key(result: Result, *, loose: bool) -> bytes:

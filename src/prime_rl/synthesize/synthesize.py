@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from prime_rl.generation.rollout_jobs import ModelEndpoint
     from prime_rl.generation.session import GenerationRun
     from prime_rl.synthesize.config import SynthesizeConfig
+    from prime_rl.synthesize.rows import FilterVerdict
     from rollouts.training.environments import Environment
 
 
@@ -78,38 +79,43 @@ async def synthesize_environment(
 
 
 def write_rows(
-    root: Path, name: str, groups: Sequence[Sequence[Result]], verdicts: Sequence[Sequence[str]], model: str
+    root: Path, name: str, groups: Sequence[Sequence[Result]], verdicts: Sequence[Sequence[FilterVerdict]], model: str
 ) -> None:
     """Write the data set `<env>.jsonl`, and all results with verdicts to `rollouts/<env>/results.jsonl`."""
     import msgspec
 
-    from prime_rl.synthesize.rows import KEPT, to_row
+    from prime_rl.synthesize.rows import FilterVerdict, to_row
 
     file, pairs = name.replace("/", "_"), list(_pairs(groups, verdicts))
     all_rows = [msgspec.structs.asdict(result) | {"verdict": verdict} for result, verdict in pairs]
     _write_whole(root / ROLLOUTS / file / "results.jsonl", all_rows)
-    _write_whole(root / f"{file}.jsonl", [to_row(result, name, model) for result, verdict in pairs if verdict == KEPT])
+    kept = [to_row(result, name, model) for result, verdict in pairs if verdict is FilterVerdict.KEPT]
+    _write_whole(root / f"{file}.jsonl", kept)
 
 
-def summarize(groups: Sequence[Sequence[Result]], verdicts: Sequence[Sequence[str]]) -> dict[str, float]:
+def summarize(groups: Sequence[Sequence[Result]], verdicts: Sequence[Sequence[FilterVerdict]]) -> dict[str, float]:
     """Counts, mean rewards of all and of kept rollouts, and dropped rollouts by reason."""
-    from prime_rl.synthesize.rows import KEPT
+    from prime_rl.synthesize.rows import FilterVerdict
 
     pairs = list(_pairs(groups, verdicts))
     counts = Counter(verdict for _, verdict in pairs)
     rewards = [result.reward for result, _ in pairs if result.reward is not None]
-    kept_rewards = [result.reward for result, verdict in pairs if verdict == KEPT and result.reward is not None]
+    kept_rewards = [
+        result.reward for result, verdict in pairs if verdict is FilterVerdict.KEPT and result.reward is not None
+    ]
     return {
         "examples": len(groups),
         "rollouts": len(pairs),
-        "kept": counts.pop(KEPT, 0),
+        "kept": counts.pop(FilterVerdict.KEPT, 0),
         "reward/mean": statistics.fmean(rewards) if rewards else float("nan"),
         "kept/reward/mean": statistics.fmean(kept_rewards) if kept_rewards else float("nan"),
         **{f"dropped/{reason}": count for reason, count in sorted(counts.items())},
     }
 
 
-def _pairs(groups: Sequence[Sequence[Result]], verdicts: Sequence[Sequence[str]]) -> list[tuple[Result, str]]:
+def _pairs(
+    groups: Sequence[Sequence[Result]], verdicts: Sequence[Sequence[FilterVerdict]]
+) -> list[tuple[Result, FilterVerdict]]:
     return [pair for group, row in zip(groups, verdicts, strict=True) for pair in zip(group, row, strict=True)]
 
 

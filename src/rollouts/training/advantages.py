@@ -1,15 +1,19 @@
-"""Group-relative advantages from rewards."""
+"""Group-relative advantages: from rewards to samples."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import get_args
 
 from rollouts.training.objectives import Baseline, Deviation
+from rollouts.training.types import Sample, Status
 
 STD_FLOOR = 1e-8
+Shape = Callable[[list[float], list[int]], list[float]]
+"""Rewards of a group and lengths of its rollouts -> rewards from which the advantages are computed."""
 
 
 def compute_advantages(rewards: Sequence[float], baseline: float = 0.0) -> list[float]:
@@ -70,6 +74,62 @@ def compute_batch_advantages(
         return advantages
     rewards = [reward for group in groups for reward in group]
     return [_divide(group, rewards) for group in advantages]
+
+
+def compute_grouped_advantages(
+    rewards: Sequence[float],
+    groups: Sequence[Hashable],
+    *,
+    baseline: Baseline = "mean",
+    std: Deviation = "none",
+    lengths: Sequence[int] | None = None,
+) -> list[float]:
+    """`compute_batch_advantages` in the order of `rewards`, of which those with equal `groups` form a group."""
+    members: dict[Hashable, list[int]] = defaultdict(list)
+    for i, group in enumerate(groups):
+        members[group].append(i)
+    table = compute_batch_advantages(
+        [[rewards[i] for i in places] for places in members.values()],
+        baseline=baseline,
+        std=std,
+        lengths=None if lengths is None else [[lengths[i] for i in places] for places in members.values()],
+    )
+    advantages = [0.0] * len(rewards)
+    for places, values in zip(members.values(), table, strict=True):
+        for i, value in zip(places, values, strict=True):
+            advantages[i] = value
+    return advantages
+
+
+def split_groups(samples: Iterable[Sample]) -> list[list[list[Sample]]]:
+    """Nest samples into groups of rollouts by `group_index` and `index`.
+
+    A rollout has several samples if a turn's prompt does not extend the previous one; they share its reward.
+    """
+    groups: dict[int | None, dict[int | None, list[Sample]]] = defaultdict(lambda: defaultdict(list))
+    for sample in samples:
+        groups[sample.group_index][sample.index].append(sample)
+    return [list(rollouts.values()) for rollouts in groups.values()]
+
+
+def assign_advantages(
+    samples: Iterable[Sample], *, baseline: Baseline = "mean", std: Deviation = "none", shape: Shape | None = None
+) -> None:
+    """Set `advantages` of the samples: every trained token gets that of its rollout in its group, other tokens get 0.
+
+    They are computed from `shape(rewards, lengths)` of each group, if given; `sample.reward` is unchanged. Failed
+    samples are left out.
+    """
+    groups = split_groups(sample for sample in samples if sample.status != Status.FAILED)
+    lengths = [[sum(sample.response_length for sample in rollout) for rollout in group] for group in groups]
+    rewards = [[rollout[0].reward for rollout in group] for group in groups]
+    if shape is not None:
+        rewards = [shape(*pair) for pair in zip(rewards, lengths, strict=True)]
+    table = compute_batch_advantages(rewards, baseline=baseline, std=std, lengths=lengths)
+    for group, advantages in zip(groups, table, strict=True):
+        for rollout, advantage in zip(group, advantages, strict=True):
+            for sample in rollout:
+                sample.advantages = [advantage if mask > 0 else 0.0 for mask in sample.loss_mask]
 
 
 def compute_overlong_penalty(length: int, max_tokens: int, window: int) -> float:

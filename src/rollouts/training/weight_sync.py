@@ -6,8 +6,10 @@ import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
+from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import anyio
 import anyio.to_thread
@@ -18,8 +20,15 @@ from rollouts.training.steps import parse_step
 CONTROL_TIMEOUT_S = 30.0  # of requests that load nothing
 MAX_LISTED = 16
 """With more engines, an error message only lists those that failed."""
-NO_ROUTE = (404, 405)  # status of servers without the route
-Kind = Literal["unreachable", "refused", "mismatch"]
+NO_ROUTE = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED)  # of servers without the route
+
+
+class FailureKind(StrEnum):
+    """Why an engine did not do what was requested."""
+
+    UNREACHABLE = "unreachable"  # no answer
+    REFUSED = "refused"  # an error status, or an answer that reports a failure
+    MISMATCH = "mismatch"  # the engine reports another version
 
 
 class InferenceEngine(Protocol):
@@ -30,21 +39,31 @@ class InferenceEngine(Protocol):
 
 
 class EngineError(RuntimeError):
-    """A weight update failed: the engine was unreachable, refused it, or reports other weights."""
+    """A request to an engine failed. `status`: the HTTP status of its answer, if that is an error status."""
 
-    def __init__(self, kind: Kind, message: str) -> None:
-        self.kind, self.message = kind, message
+    def __init__(self, kind: FailureKind, message: str, status: int | None = None) -> None:
+        self.kind, self.message, self.status = kind, message, status
         super().__init__(f"{kind}: {message}")
+
+    @property
+    def is_transient(self) -> bool:
+        """Whether the engine is down, or has no weights yet, so that the request can be repeated once it is ready."""
+        return self.kind is FailureKind.UNREACHABLE or self.status == HTTPStatus.SERVICE_UNAVAILABLE
 
 
 class WeightSyncError(RuntimeError):
     """A weight update failed on at least one engine. In engine order, `states` are (name, "ok" or error), `answers`
-    the responses of the successful engines (empty for the others)."""
+    the responses of the successful engines (empty for the others). `is_transient`: every failure is (`EngineError`)."""
 
     def __init__(
-        self, checkpoint_path: str, states: list[tuple[str, str]], answers: Sequence[dict[str, Any]] = ()
+        self,
+        checkpoint_path: str,
+        states: list[tuple[str, str]],
+        answers: Sequence[dict[str, Any]] = (),
+        *,
+        is_transient: bool = False,
     ) -> None:
-        self.states = states
+        self.states, self.is_transient = states, is_transient
         self.answers = [answer if _succeeded(answer) else {} for answer in answers]
         listed_states = states if len(states) <= MAX_LISTED else [pair for pair in states if pair[1] != "ok"]
         listed = "; ".join(f"{name}: {state}" for name, state in listed_states)
@@ -103,9 +122,9 @@ class HttpServer:
                 ) as client:
                     reply = await client.request(method, self.base_url + path, json=body)
         except TimeoutError:
-            raise EngineError("unreachable", f"{path} was not answered within {timeout_s:g} s") from None
+            raise EngineError(FailureKind.UNREACHABLE, f"{path} was not answered within {timeout_s:g} s") from None
         except httpx.HTTPError as error:
-            raise EngineError("unreachable", f"{path}: {type(error).__name__} {error}".rstrip()) from error
+            raise EngineError(FailureKind.UNREACHABLE, f"{path}: {type(error).__name__} {error}".rstrip()) from error
         return reply.status_code, reply.text
 
 
@@ -131,7 +150,9 @@ class PrimeEngine(HttpServer):
             rows = answer["choices"][0]["prompt_logprobs"]
             return [row[str(token)]["logprob"] for row, token in zip(rows[1:], token_ids[1:], strict=True)]
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise EngineError("refused", f"/v1/completions returned no prompt_logprobs ({error!r})") from error
+            raise EngineError(
+                FailureKind.REFUSED, f"/v1/completions returned no prompt_logprobs ({error!r})"
+            ) from error
 
     async def reload_weights(self) -> dict[str, Any]:
         """Restore the weights that the server started with (version 0)."""
@@ -195,24 +216,27 @@ async def sync_weights_to_engines(engines: Sequence[InferenceEngine], checkpoint
     if not checkpoint_path:
         raise ValueError("no checkpoint_path: pass the directory of the weights")
     answers: list[dict[str, Any]] = [{} for _ in engines]
+    transient: set[int] = set()
 
     async def load(i: int) -> None:
         try:
             answers[i] = await engines[i].update_weights_from_checkpoint(checkpoint_path)
         except EngineError as error:
             answers[i] = {"success": False, "message": str(error)}
+            if error.is_transient:
+                transient.add(i)
         except Exception as error:
             answers[i] = {"success": False, "message": f"{type(error).__name__}: {error}"}
 
     async with anyio.create_task_group() as tasks:
         for i in range(len(engines)):
             tasks.start_soon(load, i)
-    if not all(_succeeded(answer) for answer in answers):
+    failed = {i for i, answer in enumerate(answers) if not _succeeded(answer)}
+    if failed:
         states = [
-            (_name(engine), "ok" if _succeeded(answer) else _error_message(answer))
-            for engine, answer in zip(engines, answers, strict=True)
+            (_name(engine), _error_message(answers[i]) if i in failed else "ok") for i, engine in enumerate(engines)
         ]
-        raise WeightSyncError(checkpoint_path, states, answers)
+        raise WeightSyncError(checkpoint_path, states, answers, is_transient=failed == transient)
     return answers
 
 
@@ -227,7 +251,7 @@ async def _update_sglang(server: HttpServer, checkpoint_path: str, version: str 
         stamp = {"weight_version": version} if route and version else {}
         answer = await server.load("/update_weights_from_disk", {"model_path": path, **stamp})
         if not _succeeded(answer):
-            raise EngineError("refused", f"/update_weights_from_disk: {_error_message(answer)}")
+            raise EngineError(FailureKind.REFUSED, f"/update_weights_from_disk: {_error_message(answer)}")
         reported = await _read_version(server, route) if route else None
         _compare_versions(version if stamp else None, reported)
     if paused:
@@ -278,11 +302,12 @@ async def _reload_vllm(server: HttpServer, body: dict[str, Any]) -> dict[str, An
     try:
         answer = await server.load("/collective_rpc", body)
     except EngineError as error:
-        if "answered 404" in error.message:
-            raise EngineError("refused", f"{error.message}; start vLLM with VLLM_SERVER_DEV_MODE=1") from error
+        if error.status == HTTPStatus.NOT_FOUND:
+            message = f"{error.message}; start vLLM with VLLM_SERVER_DEV_MODE=1"
+            raise EngineError(error.kind, message, error.status) from error
         raise
     if answer.get("success") is False:
-        raise EngineError("refused", f"/collective_rpc: {_error_message(answer)}")
+        raise EngineError(FailureKind.REFUSED, f"/collective_rpc: {_error_message(answer)}")
     return answer
 
 
@@ -292,14 +317,15 @@ def _report_pause_state(paused: bool) -> Iterator[None]:
     try:
         yield
     except EngineError as error:
-        raise EngineError(error.kind, f"{error.message} (left {'paused' if paused else 'running'})") from error
+        left = "paused" if paused else "running"
+        raise EngineError(error.kind, f"{error.message} (left {left})", error.status) from error
 
 
 def _accepted(path: str, reply: tuple[int, str]) -> dict[str, Any]:
     """The JSON object of a successful reply; {} for an empty body or another JSON value."""
     status, text = reply
     if not 200 <= status < 300:
-        raise EngineError("refused", f"{path} answered {status}: {text[:300]}")
+        raise EngineError(FailureKind.REFUSED, f"{path} answered {status}: {text[:300]}", status)
     try:
         answer = json.loads(text) if text.strip() else {}
     except (json.JSONDecodeError, RecursionError):
@@ -316,7 +342,7 @@ def _resolve_checkpoint(checkpoint_path: str) -> tuple[str, str | None]:
 
 def _compare_versions(expected: str | None, reported: str | None) -> None:
     if expected is not None and reported != expected:
-        raise EngineError("mismatch", f"expected version {expected}, the server reports {reported}")
+        raise EngineError(FailureKind.MISMATCH, f"expected version {expected}, the server reports {reported}")
 
 
 def _succeeded(answer: dict[str, Any]) -> bool:

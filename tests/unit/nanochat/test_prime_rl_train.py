@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from scripts.prime_rl_config import PrimeRLTrainConfig, Resolved, normalize_argv, parse_arguments
-from scripts.prime_rl_train import credit, learning_rate_factor
+from scripts.prime_rl_train import learning_rate_factor
 
 from prime_rl.utils.pydantic_config import ConfigError
-from rollouts.training.types import Sample, Status
 
 ROOT = Path(__file__).parents[3]
 DOCUMENTED = {
@@ -158,16 +156,3 @@ def test_learning_rate_warms_up_and_decays_to_zero() -> None:
     config = PrimeRLTrainConfig(init_lr_frac=0.5, warmup_steps=2)
     factors = [learning_rate_factor(step, config=config, num_steps=4) for step in range(1, 5)]
     assert factors == pytest.approx([0.5 * 0.5, 0.5 * 0.75, 0.5 * 0.5, 0.5 * 0.25])
-
-
-def sample(group: int, index: int, reward: float, **more: Any) -> Sample:
-    return Sample("", tokens=[1, 2, 3], loss_mask=[0, 0, 1], group_index=group, index=index, reward=reward, **more)
-
-
-def test_credit_is_the_distance_to_the_group_without_what_failed() -> None:
-    failed = Sample("", group_index=0, index=2, status=Status.FAILED, reward=9.0)
-    samples = [sample(0, 0, 1.0), sample(0, 1, 0.0), failed, sample(1, 0, 1.0), sample(1, 0, 1.0), sample(1, 1, 4.0)]
-    credit(samples, "mean", "none")
-    # Two samples of one rollout count once in its group's mean.
-    values = [0.5, -0.5, None, -1.5, -1.5, 1.5]
-    assert [s.advantages for s in samples] == [None if value is None else [0, 0, value] for value in values]

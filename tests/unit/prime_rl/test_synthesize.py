@@ -41,7 +41,7 @@ def test_reward_bounds() -> None:
     group = [result(0.2, "a"), result(0.5, "b"), result(1.0, "c"), result(None, "")]
     assert verdicts(group) == [["kept", "kept", "kept", "failed"]]
     assert verdicts(group, min_reward=0.5, max_reward=0.9) == [
-        ["reward below min_reward", "kept", "reward above max_reward", "failed"]
+        ["below_min_reward", "kept", "above_max_reward", "failed"]
     ]
 
 
@@ -74,7 +74,7 @@ def test_dedupe_ignores_tool_call_ids() -> None:
 
 def test_best_rollouts_of_example_are_kept() -> None:
     group = [result(0.1, "a"), result(0.9, "b"), result(0.5, "c"), result(0.9, "d")]
-    over = "over max_per_example"
+    over = "over_max_per_example"
     assert verdicts(group, max_per_example=2) == [[over, "kept", over, "kept"]]
     assert verdicts(group, max_per_example=1) == [[over, "kept", over, over]]
 

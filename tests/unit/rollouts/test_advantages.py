@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -11,9 +12,11 @@ from hypothesis import strategies as st
 
 from rollouts.training import filters
 from rollouts.training.advantages import (
+    assign_advantages,
     compute_advantages,
     compute_batch_advantages,
     compute_group_advantages,
+    compute_grouped_advantages,
     compute_overlong_penalty,
 )
 from rollouts.training.types import Sample, Status
@@ -129,3 +132,34 @@ def test_filters_refuse_what_cannot_be_judged() -> None:
         filters.check_reward_nonzero_std(group(0, float("nan")))
     with pytest.raises(ValueError, match="at least one sample"):
         filters.check_any_success([])
+
+
+def sample(group: int, index: int, reward: float, **more: Any) -> Sample:
+    return Sample("", tokens=[1, 2, 3], loss_mask=[0, 0, 1], group_index=group, index=index, reward=reward, **more)
+
+
+def test_sample_advantages_skip_failed_rollouts() -> None:
+    failed = Sample("", group_index=0, index=2, status=Status.FAILED, reward=9.0)
+    samples = [sample(0, 0, 1.0), sample(0, 1, 0.0), failed, sample(1, 0, 1.0), sample(1, 0, 1.0), sample(1, 1, 4.0)]
+    assign_advantages(samples)
+    # Two samples of one rollout count once in its group's mean.
+    values = [0.5, -0.5, None, -1.5, -1.5, 1.5]
+    assert [s.advantages for s in samples] == [None if value is None else [0, 0, value] for value in values]
+    assign_advantages(samples, shape=lambda rewards, lengths: [2 * reward for reward in rewards])
+    assert [s.advantages[-1] for s in samples[:2]] == [1.0, -1.0], "the shaped rewards are compared"
+    assert [s.reward for s in samples] == [1, 0, 9, 1, 1, 4]
+
+
+@given(rewards_lists, st.integers(1, 4), st.sampled_from(["none", "group", "batch"]))
+def test_interleaved_groups_equal_nested_groups(rewards: list[float], num_groups: int, std: Any) -> None:
+    groups = [i % num_groups for i in range(len(rewards))]
+    lengths = list(range(1, len(rewards) + 1))
+    used = sorted(set(groups))
+    nested = compute_batch_advantages(
+        [[r for r, g in zip(rewards, groups, strict=True) if g == group] for group in used],
+        baseline="length_weighted",
+        std=std,
+        lengths=[[n for n, g in zip(lengths, groups, strict=True) if g == group] for group in used],
+    )
+    flat = compute_grouped_advantages(rewards, groups, baseline="length_weighted", std=std, lengths=lengths)
+    assert [[a for a, g in zip(flat, groups, strict=True) if g == group] for group in used] == nested

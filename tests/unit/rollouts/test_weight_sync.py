@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse
 
 from rollouts.training.weight_sync import (
     EngineError,
+    FailureKind,
     SGLangEngine,
     VLLMEngine,
     WeightSyncError,
@@ -152,6 +153,32 @@ def test_one_error_lists_every_engine_in_order(loop: str, checkpoint: str) -> No
     assert states[8] == "answered {'ok': True} without `success`"
     assert states[9] == "OSError: disk gone"
     assert not fine.paused and all(fake.paused for fake in (refusing, lying, crashed, forgetful))
+
+
+@pytest.mark.parametrize(
+    ("errors", "is_transient"),
+    [
+        ([EngineError(FailureKind.UNREACHABLE, "gone"), EngineError(FailureKind.REFUSED, "starts", 503), None], True),
+        ([EngineError(FailureKind.UNREACHABLE, "gone"), EngineError(FailureKind.REFUSED, "no memory", 500)], False),
+        ([EngineError(FailureKind.REFUSED, "unreachable: answered 503")], False),
+        ([OSError("unreachable: ")], False),
+    ],
+)
+def test_transient_failures(errors: list[Exception | None], is_transient: bool, checkpoint: str) -> None:
+    """A lost or starting engine is recognized by its answer, not by the text of a message."""
+
+    class Scripted:
+        def __init__(self, error: Exception | None) -> None:
+            self.error = error
+
+        async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
+            if self.error is not None:
+                raise self.error
+            return {"success": True}
+
+    with pytest.raises(WeightSyncError) as error:
+        anyio.run(sync_weights_to_engines, [Scripted(error) for error in errors], checkpoint)
+    assert error.value.is_transient is is_transient
 
 
 def test_success_false_in_a_good_reply_is_a_refusal(checkpoint: str) -> None:

@@ -44,7 +44,7 @@ from prime_rl.inference.sglang.protocol import (
 )
 from prime_rl.inference.sglang.remote import Remote, RequestRejected, ServerUnreachable
 from prime_rl.transport.logprob_check import compare_canary, read_canary
-from rollouts.training.weight_sync import EngineError, SGLangEngine
+from rollouts.training.weight_sync import EngineError, FailureKind, SGLangEngine
 
 T = TypeVar("T")
 RETRY_S = 0.2  # poll interval while the server is unreachable
@@ -378,7 +378,7 @@ class SGLangGateway:
         try:
             return await work
         except EngineError as error:
-            if error.kind == "unreachable":
+            if error.kind is FailureKind.UNREACHABLE:
                 self._mark_unavailable(error.message)
                 raise EngineUnavailable(f"SGLang at {self.server} is unavailable: {error.message}") from error
             raise ValueError(f"SGLang at {self.server}: {error.message}") from error

@@ -112,7 +112,7 @@ async def _connect(server: SGLangEngine, timeout_s: float) -> Json:
             info = await server.request("GET", "/server_info") or await server.request("GET", "/get_server_info") or {}
             break
         except EngineError as error:
-            if error.kind != "unreachable" and "answered 503" not in error.message:
+            if not error.is_transient:
                 raise ValueError(f"sglang.base_url = {server} is not an SGLang server: {error}") from error
             if time.monotonic() > end:
                 raise TimeoutError(

@@ -16,7 +16,6 @@ from loguru import logger
 
 from prime_rl.client.scoring import TokenScorer
 from prime_rl.configuration.sections import BASE_MODEL
-from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.orchestrator.distillation.context import ContextProvider
 from prime_rl.orchestrator.distillation.teacher import Teacher
 from rollouts.training.agent_integration import Rollout, rollout_to_samples
@@ -105,16 +104,14 @@ class BaselineEvaluator:
     teacher, at every evaluation for an EMA teacher, and equal the student's scores for a live teacher.
     """
 
-    def __init__(self, config: OrchestratorConfig, teacher: Teacher, clients: Sequence[Any], directory: Path) -> None:
-        assert config.teacher_model is not None
-        self.config, self.clients = config, clients
+    def __init__(self, teacher: Teacher, clients: Sequence[Any], directory: Path) -> None:
         # The same teacher with separate counters, so that training metrics exclude evaluation.
         self.teacher = Teacher(teacher.contexts, teacher.scorer, teacher.model, teacher.reference)
-        self.directory = directory
-        self._settings = config.teacher_model
+        self.clients, self.directory = clients, directory
+        self._weights = teacher.contexts.teacher.weights
+        self._is_student_model = teacher.scorer.model in (BASE_MODEL, teacher.model)
         self._baselines: dict[str, Baseline] = {}
-        temperature = teacher.scorer.temperature
-        self._student = TokenScorer(list(clients), config.model.name, temperature)
+        self._student = TokenScorer(list(clients), teacher.model, teacher.scorer.temperature)
 
     async def measure(
         self,
@@ -132,7 +129,7 @@ class BaselineEvaluator:
         default_system = await self.teacher.find_default_system(name, {}, self.clients[0])
         context_environment = ContextEnvironment(environment, self.teacher.contexts, name, default_system)
         scores = {"student": example_scores(groups)}
-        student = (self.clients, self.config.model.name)
+        student = (self.clients, self.teacher.model)
         context_groups = await run(context_environment, *student)
         scores["student_context"] = example_scores(context_groups)
         metrics: dict[str, float] = {}
@@ -142,12 +139,12 @@ class BaselineEvaluator:
                 name, environment, context_environment, version, scores, context_groups, run
             )
             metrics |= baseline_metrics(name, baseline)
-        if self._settings.weights == "ema" and version:
+        if self._weights == "ema" and version:
             target = (self.teacher.scorer.clients, self.teacher.scorer.model)
             scores["teacher"] = example_scores(await run(environment, *target))
             scores["teacher_context"] = example_scores(await run(context_environment, *target))
         else:
-            is_live = self._settings.weights == "live"
+            is_live = self._weights == "live"
             scores["teacher"] = scores["student"] if is_live else baseline.teacher_plain
             scores["teacher_context"] = scores["student_context"] if is_live else baseline.teacher
         found = {f"{what}/avg": statistics.fmean(values) for what, values in scores.items() if values}
@@ -180,13 +177,13 @@ class BaselineEvaluator:
             logger.warning(f"{name}: the scores before training are unknown: comparing with version {version}")
             baseline.before = list(scores["student"])
         groups, baseline.teacher_plain = context_groups, list(baseline.before)
-        if self._settings.weights == "frozen" and (version or not self._is_student_model()):
+        if self._weights == "frozen" and (version or not self._is_student_model):
             target = (self.teacher.scorer.clients, self.teacher.scorer.model)
             groups = await run(context_environment, *target)
-            if not self._is_student_model():
+            if not self._is_student_model:
                 baseline.teacher_plain = example_scores(await run(environment, *target))
         baseline.teacher = example_scores(groups)
-        if version and self._settings.weights != "frozen":  # it has changed since
+        if version and self._weights != "frozen":  # it has changed since
             baseline.teacher = self._load_baseline(name, "teacher") or baseline.teacher
         baseline.teacher_samples = await self._swap_prompts(groups, environment.rows("eval"))
         if not version:
@@ -214,9 +211,6 @@ class BaselineEvaluator:
         path = self.directory / f"baseline_{name.replace('/', '_')}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"student": baseline.before, "teacher": baseline.teacher}), encoding="utf-8")
-
-    def _is_student_model(self) -> bool:
-        return self._settings.model.name in (None, BASE_MODEL, self.config.model.name)
 
     def _load_baseline(self, name: str, role: str = "student") -> list[float]:
         """Scores before training, written by the first attempt of this run."""

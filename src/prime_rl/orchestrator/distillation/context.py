@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from prime_rl.orchestrator.config import (
-    ContextConfig,
-    ContextPosition,
-    OrchestratorConfig,
-    TeacherConfig,
-    TrainEnvConfig,
-)
+from prime_rl.configuration.imports import import_function
+from prime_rl.orchestrator.config import TrainEnvConfig
+from prime_rl.orchestrator.distillation.config import ContextConfig, ContextPosition, TeacherConfig
 
 Message = dict[str, Any]
 Context = str | list[Message]
@@ -44,23 +39,9 @@ def build_source(config: ContextConfig, seed: int) -> Source | None:
             raise ValueError("context_template has no {{example.KEY}} placeholder: add one, or use context instead")
         return lambda row: fill_template(template, row)
     if config.context_fn is not None:
-        function = load_function(config.context_fn)
+        function = import_function(config.context_fn, "context_fn")
         return lambda row: check_context(function(dict(row), random.Random(f"{seed}/{row.get('example_id')}")))
     return None
-
-
-def load_function(path: str) -> Callable[..., Any]:
-    """The function at `package.module:name`; `ValueError` if there is none."""
-    module, _, name = path.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"context_fn {path!r} cannot be imported ({error}): write it as package.module:name"
-        ) from error
-    if not callable(function):
-        raise ValueError(f"context_fn {path!r} is a {type(function).__name__}, not a function")
-    return function
 
 
 def check_context(value: Any) -> Context | None:
@@ -153,11 +134,11 @@ def _append(content: Any, text: str) -> Any:
 class ContextProvider:
     """Contexts of every environment's prompts and their positions."""
 
-    def __init__(self, config: OrchestratorConfig, teacher: TeacherConfig) -> None:
+    def __init__(self, teacher: TeacherConfig, envs: Sequence[TrainEnvConfig], seed: int) -> None:
         self.teacher = teacher
-        self._default = build_source(teacher, config.seed)
-        self._envs: dict[str, TrainEnvConfig] = {env.name or env.id: env for env in config.env}
-        self._sources = {name: build_source(env, config.seed) for name, env in self._envs.items()}
+        self._default = build_source(teacher, seed)
+        self._envs = {env.name or env.id: env for env in envs}
+        self._sources = {name: build_source(env, seed) for name, env in self._envs.items()}
 
     def role(self, env: str) -> str:
         """Teacher role of an environment: context, reference or none."""

@@ -20,7 +20,8 @@ def inspect_contexts(config: OrchestratorConfig, num: int, width: int | None = N
     Tools are not shown: they belong to a rollout, not to a row. `ValueError` if a context cannot be inserted.
     """
     assert config.teacher_model is not None, "validated by the config"
-    contexts, tokenizer = ContextProvider(config, config.teacher_model), load_tokenizer(config.model.name)
+    contexts = ContextProvider(config.teacher_model, config.env, config.seed)
+    tokenizer = load_tokenizer(config.model.name)
     width = width or shutil.get_terminal_size((120, 40)).columns
     blocks = [f"warning: {line}" for line in contexts.warnings()]
     with open_environments([env.model_copy(update={"num_workers": 0}) for env in config.env]) as environments:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from typing import Any
 
 import anyio
@@ -16,7 +17,7 @@ from loguru import logger
 
 from prime_rl.client.scoring import ScoredTokens, TokenScorer
 from prime_rl.configuration.sections import BASE_MODEL
-from prime_rl.orchestrator.config import OrchestratorConfig, TeacherConfig
+from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.orchestrator.distillation.context import (
     DEFAULT_SYSTEM_PROBES,
     PROBE_USER,
@@ -33,16 +34,24 @@ LEAST_LOGPROB = -100.0
 """Finite stand-in for log 0, so that messages contain no infinities."""
 
 
-class UnscorableSample(Exception):
-    """A sample that the teacher cannot score; `reason` is the metric that counts it."""
+class SkipReason(StrEnum):
+    """Why the teacher cannot score a sample."""
 
-    def __init__(self, reason: str, message: str) -> None:
+    OVERLONG = "overlong"  # longer than the teacher's context
+    PROMPT = "prompt"  # its prompt cannot be rendered with the context
+    SERVER = "server"  # a request to a server failed
+
+
+class UnscorableSample(Exception):
+    """A sample that the teacher cannot score."""
+
+    def __init__(self, reason: SkipReason, message: str) -> None:
         super().__init__(message)
         self.reason = reason
 
 
 class Teacher:
-    """Adds teacher log-probs to samples. Unscorable samples are dropped and counted."""
+    """Adds teacher log-probs to samples. Unscorable samples are dropped and counted. `model`: the student's name."""
 
     def __init__(
         self, contexts: ContextProvider, scorer: TokenScorer, model: str, reference: TokenScorer | None = None
@@ -90,7 +99,7 @@ class Teacher:
         """Seconds of teacher scoring, and dropped samples by reason, since the last call."""
         counts, self._counts = self._counts, Counter()
         seconds, self._seconds = self._seconds, 0.0
-        metrics = {f"teacher/skipped/{reason}": float(counts[reason]) for reason in ("overlong", "prompt", "server")}
+        metrics = {f"teacher/skipped/{reason}": float(counts[reason]) for reason in SkipReason}
         total = counts["tokens"]
         share = counts["cached_tokens"] / total if total else 0.0
         return {"time/teacher_logprobs": seconds, "teacher/cached_prompt": share, **metrics}
@@ -113,17 +122,18 @@ class Teacher:
         if not context:
             return sample.tokens, start
         if chat_request is None:
-            raise UnscorableSample(
-                "prompt", "the prompt messages of this rollout are unknown: the environment does not expose them"
-            )
+            message = "the prompt messages of this rollout are unknown: the environment does not expose them"
+            raise UnscorableSample(SkipReason.PROMPT, message)
         try:
             plain = await self.render(chat_request, client)
             default_system = await self.find_default_system(env, chat_request, client)
             prompt = await self.render(self.contexts.insert(env, chat_request, context, default_system), client)
         except ValueError as error:
-            raise UnscorableSample("prompt", str(error)) from error
+            raise UnscorableSample(SkipReason.PROMPT, str(error)) from error
         if sample.tokens[:start] != plain:
-            raise UnscorableSample("prompt", "the chat template renders this prompt to other tokens than the student's")
+            raise UnscorableSample(
+                SkipReason.PROMPT, "the chat template renders this prompt to other tokens than the student's"
+            )
         return [*prompt, *sample.tokens[start:]], len(prompt)
 
     async def find_default_system(self, env: str, chat_request: Mapping[str, Any], client: Any) -> str:
@@ -157,7 +167,7 @@ class Teacher:
             ids = await client.tokenize({"model": self.model, **chat_request})
         except Exception as error:
             kind, message = describe_failure(error)
-            raise UnscorableSample("server", f"/tokenize failed: {kind}: {message}") from error
+            raise UnscorableSample(SkipReason.SERVER, f"/tokenize failed: {kind}: {message}") from error
         if ids is None:
             raise ValueError("the server cannot render the teacher's prompt: its chat template rejects the messages")
         self._prompts[key] = ids
@@ -170,7 +180,7 @@ class Teacher:
             return str(await client.detokenize({"model": self.model, "tokens": tokens}))
         except Exception as error:
             kind, message = describe_failure(error)
-            raise UnscorableSample("server", f"/detokenize failed: {kind}: {message}") from error
+            raise UnscorableSample(SkipReason.SERVER, f"/detokenize failed: {kind}: {message}") from error
 
     async def _score(self, scorer: TokenScorer, tokens: list[int], start: int) -> ScoredTokens:
         try:
@@ -179,7 +189,7 @@ class Teacher:
             raise  # a permanent limit of this server, which the user must fix
         except Exception as error:
             kind, message = describe_failure(error)
-            reason = "overlong" if kind == "OverlongPrompt" else "server"
+            reason = SkipReason.OVERLONG if kind == "OverlongPrompt" else SkipReason.SERVER
             raise UnscorableSample(
                 reason, f"the teacher did not score {len(tokens)} tokens: {kind}: {message}"
             ) from error
@@ -214,20 +224,16 @@ def build_teacher(config: OrchestratorConfig) -> Teacher | None:
     teacher = config.teacher_model
     if teacher is None:
         return None
-    contexts = ContextProvider(config, teacher)
-    clients = build_clients(teacher.client)
-    temperature = config.sampling.temperature if teacher.temperature is None else teacher.temperature
-    scorer = TokenScorer(clients, teacher_name(config, teacher), temperature, teacher.top_logprobs)
-    reference = None
-    if teacher.weights != "frozen":
-        reference = TokenScorer(clients, BASE_MODEL, temperature, teacher.top_logprobs)
-    return Teacher(contexts, scorer, config.model.name, reference)
-
-
-def teacher_name(config: OrchestratorConfig, teacher: TeacherConfig) -> str:
-    """Model name in teacher requests; `ValueError` if no server is configured."""
+    contexts = ContextProvider(teacher, config.env, config.seed)
     if not teacher.client.base_url:
         raise ValueError(
             "teacher_model.client.base_url is unset: rl starts a teacher and sets it; without rl, set it yourself"
         )
-    return teacher.model.name or config.model.name
+    clients = build_clients(teacher.client)
+    temperature = config.sampling.temperature if teacher.temperature is None else teacher.temperature
+    name = teacher.model.name or config.model.name
+    scorer = TokenScorer(clients, name, temperature, teacher.top_logprobs)
+    reference = None
+    if teacher.weights != "frozen":
+        reference = TokenScorer(clients, BASE_MODEL, temperature, teacher.top_logprobs)
+    return Teacher(contexts, scorer, config.model.name, reference)

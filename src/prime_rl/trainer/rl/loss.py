@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
-from typing import Any
 
 import torch
 
+from prime_rl.configuration.imports import import_function
 from prime_rl.trainer.config import BOUND_OPTIONS, AnnealConfig, LossConfig
 from rollouts.training.objectives import PRESETS, DistillChoice, Estimator, Objective, choose_distillation
 from rollouts.training.rl_losses import PolicyLoss, estimate_coverage
@@ -36,8 +35,8 @@ def build_objective(config: LossConfig, longest: int) -> Objective:
 def build_loss(config: LossConfig, longest: int) -> PolicyLoss:
     """Build the loss of a micro-batch, which returns sum and count."""
     custom = None
-    if config.type == "custom":
-        custom = partial(load_custom(config.import_path), **config.kwargs)
+    if config.import_path is not None:
+        custom = partial(import_function(config.import_path, "loss.import_path"), **config.kwargs)
     return PolicyLoss(build_objective(config, longest), custom)
 
 
@@ -135,17 +134,3 @@ def measure_coverage(samples: Sequence[Sample]) -> tuple[float, bool]:
         hits += [sample.tokens[i] == ids[table.k * row] for row, i in enumerate(loss_positions)]
         logprobs += [inference[i] for i in loss_positions]
     return estimate_coverage(torch.tensor(hits, dtype=torch.bool), torch.tensor(logprobs)), bool(hits)
-
-
-def load_custom(import_path: str | None) -> Callable[..., Any]:
-    """The function at `package.module:name`; `ValueError` where there is none."""
-    module, _, name = (import_path or "").partition(":")
-    try:
-        function = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"loss.import_path {import_path!r} cannot be imported: {error}; write package.module:name"
-        ) from error
-    if not callable(function):
-        raise ValueError(f"loss.import_path {import_path!r} is a {type(function).__name__}, not a function")
-    return function

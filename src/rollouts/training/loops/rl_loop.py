@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollouts.training.advantages import compute_advantages, compute_group_advantages
+from rollouts.training.advantages import compute_advantages, compute_grouped_advantages
 from rollouts.training.datasets.data_buffer import DataBuffer
 from rollouts.training.loops.stepping import Row, is_due, rank_of, run_step, state_of, steps_of
 from rollouts.training.metrics import MetricsLogger
@@ -89,20 +89,13 @@ def batch_advantages(batch: RolloutBatch, rewards: Sequence[float], config: RLTr
         raise ValueError(f"rewards {list(rewards)} contain a value that is not finite: fix the reward function")
     if config.estimator == "baseline":
         return compute_advantages(rewards, baseline=config.baseline)
-    members: dict[int, list[int]] = {}
-    for i, group in enumerate(batch.group_indices or range(len(rewards))):
-        members.setdefault(group, []).append(i)
-    advantages = [0.0] * len(rewards)
-    for places in members.values():
-        values = compute_group_advantages(
-            [rewards[i] for i in places],
-            baseline=config.estimator,  # type: ignore[arg-type]
-            std=config.advantage_std,
-            lengths=[batch.response_lengths[i] for i in places],
-        )
-        for i, value in zip(places, values, strict=True):
-            advantages[i] = value
-    return advantages
+    return compute_grouped_advantages(
+        rewards,
+        batch.group_indices or range(len(rewards)),
+        baseline=config.estimator,  # type: ignore[arg-type]
+        std="group" if config.advantage_std else "none",
+        lengths=batch.response_lengths,
+    )
 
 
 def collate_grpo(items: Sequence[tuple[Sample, float]]) -> dict[str, Tensor]:

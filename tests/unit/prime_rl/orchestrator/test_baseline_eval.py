@@ -90,8 +90,10 @@ def test_divergences_are_over_the_tokens_with_loss(tmp_path: Path) -> None:
         }
     )
     assert config.teacher_model is not None
-    teacher = TeacherOfOneSample(ContextProvider(config, config.teacher_model), TokenScorer([], "m"), "m")
-    baseline_evaluator = BaselineEvaluator(config, teacher, ["student"], tmp_path)
+    teacher = TeacherOfOneSample(
+        ContextProvider(config.teacher_model, config.env, config.seed), TokenScorer([], "m"), "m"
+    )
+    baseline_evaluator = BaselineEvaluator(teacher, ["student"], tmp_path)
     baseline_evaluator.teacher = teacher
     row = build_environment(["a"], ["b"]).rows("eval")[0]
     rollouts = [[Rollout(prompt=row["prompt"], reward=1.0)]]
@@ -110,7 +112,7 @@ def test_baselines_over_time(tmp_path: Path) -> None:
         }
     )
     assert config.teacher_model is not None
-    contexts = ContextProvider(config, config.teacher_model)
+    contexts = ContextProvider(config.teacher_model, config.env, config.seed)
     teacher = ScriptedTeacher(contexts, TokenScorer([], "m"), "m")
     world = build_environment(["a"], [str(i) for i in range(30)])
     requests: list[tuple[str, bool]] = []
@@ -130,7 +132,7 @@ def test_baselines_over_time(tmp_path: Path) -> None:
         groups = answer(world, rewards["plain"])
         return anyio.run(baseline_evaluator.measure, name, world, world.rows("eval"), version, groups, 1.0, run)
 
-    baseline_evaluator, name = BaselineEvaluator(config, teacher, ["student"], tmp_path), "world"
+    baseline_evaluator, name = BaselineEvaluator(teacher, ["student"], tmp_path), "world"
     first = measure(0)
     before, with_context = 0.2 * 29 / 30, 29 / 30
     assert first[f"eval/{name}/baseline_student/avg"] == pytest.approx(before)
@@ -143,7 +145,7 @@ def test_baselines_over_time(tmp_path: Path) -> None:
     assert second[f"distill/{name}/teacher_context/avg"] == pytest.approx(with_context)
     assert second[f"distill/{name}/collapsed"] == 1.0 and first[f"distill/{name}/collapsed"] == 0.0
     assert not [key for key in second if "baseline" in key], "logged once"
-    baseline_evaluator = BaselineEvaluator(config, teacher, ["student"], tmp_path)  # the run is resumed
+    baseline_evaluator = BaselineEvaluator(teacher, ["student"], tmp_path)  # the run is resumed
     rewards["context"] = 1.0
     resumed = measure(6)
     assert resumed[f"distill/{name}/gap_closed"] == pytest.approx(0.5), "the student before training is remembered"

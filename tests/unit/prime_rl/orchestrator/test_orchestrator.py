@@ -20,8 +20,11 @@ from prime_rl.orchestrator.buffer import PromptBuffer
 from prime_rl.orchestrator.checkpoint import CheckpointStore
 from prime_rl.orchestrator.config import AdvantageConfig, BufferConfig, OrchestratorCkptConfig, OrchestratorConfig
 from prime_rl.orchestrator.filters import build_group_filter
-from prime_rl.orchestrator.metrics import assign_advantages, compute_batch_metrics, drop_overlong
+from prime_rl.orchestrator.metrics import compute_batch_metrics, drop_overlong
 from prime_rl.orchestrator.orchestrator import run_orchestrator
+from prime_rl.orchestrator.policy_version import PolicyVersion
+from prime_rl.orchestrator.rewards import build_advantages
+from prime_rl.orchestrator.server_pool import ServerPool
 from prime_rl.orchestrator.weight_relay import WeightRelay
 from prime_rl.runtime.run_dir import RunDir
 from prime_rl.transport.batches import FilesystemBatchReceiver, FilesystemBatchSender
@@ -234,7 +237,7 @@ def test_restarted_engine_does_not_change_results(
 ) -> None:
     """It restarts with version 0 during a batch and serves nothing before it has the current version."""
     monkeypatch.setattr("prime_rl.utils.client.RETRY_AFTER_S", 0.005)
-    monkeypatch.setattr("prime_rl.orchestrator.server_monitor.HEALTH_CHECK_INTERVAL_S", 0.02)
+    monkeypatch.setattr("prime_rl.orchestrator.server_pool.HEALTH_CHECK_INTERVAL_S", 0.02)
     seen, falls = list[Any](), list[int]()
 
     def fall(body: dict[str, Any]) -> int | None:
@@ -259,7 +262,7 @@ def test_external_engine_restart_is_detected(
     engine: FakeEngine, environments: dict[str, Environment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It answers at once, with the weights of the start: not for long."""
-    monkeypatch.setattr("prime_rl.orchestrator.server_monitor.HEALTH_CHECK_INTERVAL_S", 0.01)
+    monkeypatch.setattr("prime_rl.orchestrator.server_pool.HEALTH_CHECK_INTERVAL_S", 0.01)
     config, falls = make_config(engine, tmp_path, max_steps=4, max_async_level=0), list[int]()
 
     def fall(body: dict[str, Any]) -> int | None:
@@ -277,11 +280,11 @@ def test_external_engine_restart_is_detected(
 def test_lost_engine_ends_run_with_address(
     engine: FakeEngine, environments: dict[str, Environment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prime_rl.orchestrator.server_monitor.HEALTH_CHECK_INTERVAL_S", 0.02)
+    monkeypatch.setattr("prime_rl.orchestrator.server_pool.HEALTH_CHECK_INTERVAL_S", 0.02)
     config = make_config(engine, tmp_path, max_steps=4, inference_timeout=0.2)
 
     def leave(step: int) -> None:
-        for module in ("servers", "server_monitor"):
+        for module in ("servers", "server_pool"):
             monkeypatch.setattr(
                 f"prime_rl.orchestrator.{module}.read_health",
                 lambda client: (_ for _ in ()).throw(ConnectionError("gone")),
@@ -438,7 +441,7 @@ def test_environments_with_different_reward_scales(
             return rollouts
 
     both = {**environments, "loud": Louder()}
-    buffer = PromptBuffer(both, BufferConfig(), seed=0)
+    buffer = PromptBuffer(both, BufferConfig(), 0, PolicyVersion())
     mixed = [buffer.draw()[1]["env"] for _ in range(16)]
     assert mixed.count("loud") == 4 and all(mixed[i : i + 4].count("loud") == 1 for i in range(0, 16, 4))
     with trainer(tmp_path, 2) as batches:
@@ -516,6 +519,11 @@ class AnyEngine:
         return {"success": True}
 
 
+def make_pool(engines: list[AnyEngine], out: Path, version: int, name: str = "weights") -> ServerPool:
+    servers: Any = engines
+    return ServerPool([], servers, PolicyVersion(version), out / name)
+
+
 def relay_until(
     out: Path,
     engine: AnyEngine,
@@ -529,15 +537,9 @@ def relay_until(
     live: list[int] = []
 
     async def main() -> None:
-        relay = WeightRelay(
-            out / "weights",
-            [engine],
-            version=version,
-            on_live=live.append,
-            is_received=lambda step: True,
-            timeout_s=60,
-            log_timeline=log_timeline,
-        )
+        servers = make_pool([engine], out, version)
+        servers.version.subscribe(lambda version: live.append(version.live))
+        relay = WeightRelay(servers, is_received=lambda step: True, timeout_s=60, log_timeline=log_timeline)
         for step in range(version + 1, sent + 1):
             relay.mark_sent(step)
         async with anyio.create_task_group() as tasks:
@@ -580,15 +582,12 @@ def test_ema_teacher_loads_every_version(tmp_path: Path) -> None:
 
     async def load(step: int) -> None:
         relay = WeightRelay(
-            tmp_path / "weights",
-            [engine],
-            version=step - 1,
-            on_live=lambda version: None,
+            make_pool([engine], tmp_path, step - 1),
             is_received=lambda step: True,
             timeout_s=60,
             log_timeline=lambda *interval: None,
+            ema_servers=make_pool([teacher], tmp_path, step - 1, "average"),
         )
-        relay.ema_engines = (tmp_path / "average", [teacher])
         await relay.load(step)
 
     publish_version(tmp_path, 3)
@@ -649,6 +648,10 @@ def scored(group_index: int, index: int, reward: float, length: int = 3, version
 def test_advantages_per_rollout_on_trained_tokens() -> None:
     # rollout (0, 0) has two samples: its reward must count once
     samples = [scored(0, 0, 1.0), scored(0, 0, 1.0, 5), scored(0, 1, 0.0), scored(1, 0, 9.0), scored(1, 1, 3.0)]
+
+    def assign_advantages(samples: list[Sample], advantage: AdvantageConfig | None) -> None:
+        build_advantages(OrchestratorConfig(advantage=advantage))(samples)
+
     assign_advantages(samples, AdvantageConfig())
     assert [s.advantages for s in samples[:3]] == [[0, 0.5, 0.5], [0, 0.5, 0.5, 0.5, 0.5], [0, -0.5, -0.5]]
     assert [s.advantages[-1] for s in samples[3:]] == [3.0, -3.0]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from prime_rl.orchestrator.buffer import MAX_FAILED_BATCHES, PromptBuffer
 from prime_rl.orchestrator.config import BufferConfig, FilterConfig, LengthPenaltyConfig, OrchestratorConfig
 from prime_rl.orchestrator.filters import build_filter, build_group_filter
+from prime_rl.orchestrator.policy_version import PolicyVersion
 from prime_rl.orchestrator.rewards import shape_rewards
 from rollouts.training.rollout_gen.groups import DropReason, GroupBuffer, Outcome
 from rollouts.training.types import Sample, Status
@@ -33,7 +34,9 @@ class Rows:
 
 
 def make(sizes: dict[str, int], seed: int = 0, **config: Any) -> PromptBuffer:
-    return PromptBuffer({name: Rows(name, size) for name, size in sizes.items()}, BufferConfig(**config), seed)
+    return PromptBuffer(
+        {name: Rows(name, size) for name, size in sizes.items()}, BufferConfig(**config), seed, PolicyVersion()
+    )
 
 
 def draw(buffer: PromptBuffer, num: int) -> list[str]:
@@ -93,14 +96,14 @@ def test_saved_buffer_continues_identically(data: st.DataObject, before: int, af
             positions.append(position)
             reason = DropReason.ALL_FAILED if i % 11 == 10 else DropReason.ENGINE_ERROR if i % 7 == 6 else None
             buffer.record_outcomes([Outcome(position, None if reason else (i * 37 % 11) / 10, reason)])
-            buffer.version = i // 3
+            buffer.version.live = i // 3
         return positions
 
     whole, cut, resumed = (make({"a": 7, "b": 12}, **config) for _ in range(3))
     expected = advance(whole, before + after, 0)
     assert advance(cut, before, 0) == expected[:before]
     resumed.load_state(json.loads(json.dumps(cut.save_state())))
-    resumed.version = cut.version
+    resumed.version.live = cut.version.live
     assert advance(resumed, after, before) == expected[before:]
     assert resumed.save_state() == whole.save_state()
 
@@ -162,7 +165,7 @@ def test_drop_reasons_of_older_checkpoints_load() -> None:
 def test_curriculum_defers_rows() -> None:
     buffer = make({"a": 5}, curriculum=f"{__name__}:early_levels")
     assert set(draw(buffer, 6)) == {"a0"}
-    buffer.version = 2
+    buffer.version.live = 2
     assert set(draw(buffer, 9)) == {"a0", "a1", "a2"}
     buffer.record_outcomes([Outcome(1, 1.0)])
     assert set(draw(buffer, 9)) == {"a0", "a2"}

@@ -10,14 +10,12 @@ import anyio
 import msgspec
 import pytest
 
-from prime_rl.orchestrator import server_monitor as module
-from prime_rl.orchestrator.config import OrchestratorConfig
-from prime_rl.orchestrator.server_monitor import ServerMonitor
+from prime_rl.orchestrator import server_pool as module
+from prime_rl.orchestrator.policy_version import PolicyVersion
 from prime_rl.orchestrator.server_pool import ServerPool
-from prime_rl.orchestrator.servers import prepare_engines
 from prime_rl.orchestrator.weight_relay import MAX_ATTEMPTS, WeightRelay
 from rollouts.training.steps import publish_step
-from rollouts.training.weight_sync import EngineError, WeightSyncError
+from rollouts.training.weight_sync import EngineError, FailureKind, WeightSyncError
 
 
 class Server:
@@ -45,7 +43,7 @@ class Server:
         if self.silent:
             await anyio.sleep_forever()
         if not self.there:
-            raise EngineError("unreachable", "connection refused")
+            raise EngineError(FailureKind.UNREACHABLE, "connection refused")
         self.version, self.awaits_weights = int(Path(checkpoint_path).name.removeprefix("step_")), False
         self.loads.append(self.version)
         return {"success": True}
@@ -59,22 +57,24 @@ class Server:
         self.there, self.version, self.awaits_weights = True, 0, True
 
 
+def make_pool(number: int, needed: int | None) -> ServerPool:
+    servers: Any = [Server(i) for i in range(number)]
+    return ServerPool(servers, servers, PolicyVersion(), Path("weights"), min_servers=needed)
+
+
 class Fleet:
     """Servers with the orchestrator components around them."""
 
     def __init__(self, out: Path, number: int, needed: int | None, timeout_s: float = 30.0) -> None:
         self.servers = [Server(i) for i in range(number)]
-        self.config = OrchestratorConfig(output_dir=out, inference_timeout=timeout_s, min_servers=needed)
-        self.server_pool = ServerPool(number, needed)
+        servers: Any = self.servers
+        self.version, self.weights = PolicyVersion(), out / "weights"
+        self.server_pool = ServerPool(
+            servers, servers, self.version, self.weights, min_servers=needed, ready_timeout_s=timeout_s
+        )
         self.relay = WeightRelay(
-            out / "weights", self.servers, version=0, on_live=lambda _: None, is_received=lambda _: True,
-            timeout_s=60, log_timeline=lambda *_: None, server_pool=self.server_pool,
-        )  # fmt: skip
-        self.server_monitor = ServerMonitor(
-            self.config, self.servers, self.servers, self.relay, server_pool=self.server_pool
-        )  # type: ignore[arg-type]
-        self.relay.wait_for_recovery = self.server_monitor.wait_for_recovery
-        self.weights = out / "weights"
+            self.server_pool, is_received=lambda _: True, timeout_s=60, log_timeline=lambda *_: None
+        )
 
     async def publish(self, step: int) -> None:
         publish_step(self.weights, step, lambda path: None)
@@ -94,7 +94,7 @@ async def until(ready: Callable[[], bool]) -> None:
 
 
 def test_work_of_lost_servers_is_redistributed() -> None:
-    server_pool = ServerPool(10, 1)
+    server_pool = make_pool(10, 1)
     assert [server_pool.choose(i) for i in range(20)] == [*range(10), *range(10)]
     server_pool.unreachable[3] = server_pool.unreachable[4] = (0.0, "gone")
     chosen = [server_pool.choose(i) for i in range(1000)]
@@ -115,29 +115,29 @@ def test_a_server_that_stays_but_fails_is_tried_a_few_times(tmp_path: Path, monk
     async def fail(checkpoint_path: str) -> dict[str, Any]:
         nonlocal tries
         tries += 1
-        raise EngineError("rejected", "does not load")
+        raise EngineError(FailureKind.REFUSED, "does not load")
 
     async def is_back(error: WeightSyncError) -> bool:
         return True
 
     monkeypatch.setattr(fleet.servers[0], "update_weights_from_checkpoint", fail)
-    fleet.relay.wait_for_recovery = is_back
+    monkeypatch.setattr(fleet.server_pool, "wait_for_recovery", is_back)
     with pytest.raises(WeightSyncError, match="does not load"):
         anyio.run(fleet.publish, 1)
     assert tries == MAX_ATTEMPTS
 
 
 def test_required_servers_are_waited_for() -> None:
-    server_pool = ServerPool(2)
+    server_pool = make_pool(2, None)
     server_pool.unreachable[1] = (0.0, "gone")
     assert server_pool.choose(1) == 1 and server_pool.reachable == [0, 1] and server_pool.is_below_minimum
     with pytest.raises(ValueError, match=r"min_servers = 3 but client\.base_url lists 2"):
-        ServerPool(2, 3)
+        make_pool(2, 3)
 
 
 @pytest.mark.anyio
 async def test_work_restarts_on_another_server() -> None:
-    server_pool, seen = ServerPool(2, 1), list[int]()
+    server_pool, seen = make_pool(2, 1), list[int]()
 
     async def work(server: int) -> str:
         seen.append(server)
@@ -162,7 +162,7 @@ async def test_work_restarts_on_another_server() -> None:
 async def test_rejoining_server_loads_current_version(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, 3, 2)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(fleet.server_monitor.run)
+        tasks.start_soon(fleet.server_pool.monitor)
         await fleet.publish(1)
         assert [server.version for server in fleet.servers] == [1, 1, 1]
         fleet.servers[2].there = False
@@ -171,13 +171,11 @@ async def test_rejoining_server_loads_current_version(tmp_path: Path) -> None:
             "updated servers are not updated again"
         )
         await fleet.publish(3)
-        assert [server.version for server in fleet.servers] == [3, 3, 1] and fleet.relay.version == 3
+        assert [server.version for server in fleet.servers] == [3, 3, 1] and fleet.version.live == 3
         fleet.servers[2].restart()
-        await until(lambda: not fleet.server_monitor.unreachable)
+        await until(lambda: not fleet.server_pool.unreachable)
         assert (
-            fleet.servers[2].version == 3
-            and fleet.servers[2].loads == [1, 3]
-            and fleet.server_monitor.num_recovered == 1
+            fleet.servers[2].version == 3 and fleet.servers[2].loads == [1, 3] and fleet.server_pool.num_recovered == 1
         )
         await fleet.publish(4)
         assert [server.version for server in fleet.servers] == [4, 4, 4]
@@ -191,9 +189,9 @@ async def test_too_few_servers_end_run(tmp_path: Path) -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(fleet.publish, 1)
         await until(lambda: fleet.server_pool.is_below_minimum)
-        assert fleet.relay.version == 0
+        assert fleet.version.live == 0
         fleet.servers[1].restart()
-        await until(lambda: fleet.relay.version == 1)
+        await until(lambda: fleet.version.live == 1)
     assert [server.version for server in fleet.servers] == [0, 1, 1]
     fleet.servers[1].there = False
     with pytest.raises(TimeoutError, match="has not responded for"):
@@ -207,12 +205,11 @@ async def test_run_starts_with_min_servers(tmp_path: Path) -> None:
     late.there = False
     for server in fleet.servers:
         server.awaits_weights = True
-    servers: Any = fleet.servers
     with anyio.fail_after(10):
-        await prepare_engines(fleet.config, servers, servers, 0, server_pool=fleet.server_pool)
+        await fleet.server_pool.start()
     assert list(fleet.server_pool.unreachable) == [1] and not fleet.servers[0].awaits_weights
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(fleet.server_monitor.run)
+        tasks.start_soon(fleet.server_pool.monitor)
         await fleet.publish(1)
         late.restart()
         await until(lambda: late.version == 1)
@@ -226,13 +223,21 @@ async def test_update_skips_lost_server(tmp_path: Path) -> None:
     gone = fleet.servers[1]
     gone.there, gone.silent = False, True
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(fleet.server_monitor.run)
+        tasks.start_soon(fleet.server_pool.monitor)
         with anyio.fail_after(10):
             await fleet.publish(1)
-        assert [server.version for server in fleet.servers] == [1, 0, 1] and list(fleet.server_monitor.unreachable) == [
-            1
-        ]
+        assert [server.version for server in fleet.servers] == [1, 0, 1] and list(fleet.server_pool.unreachable) == [1]
         gone.silent = False
         gone.restart()
         await until(lambda: gone.version == 1)
         tasks.cancel_scope.cancel()
+
+
+@pytest.mark.anyio
+async def test_recovery_ignores_servers_of_another_pool(tmp_path: Path) -> None:
+    """The update of an EMA teacher failed: the policy's own servers are reachable."""
+    fleet = Fleet(tmp_path, 3, 2)
+    error = WeightSyncError("step_1", [("http://teacher", "unreachable: gone")], is_transient=True)
+    assert await fleet.server_pool.wait_for_recovery(error) and not fleet.server_pool.unreachable
+    lasting = WeightSyncError("step_1", [(str(fleet.servers[0]), "refused: no memory")])
+    assert not await fleet.server_pool.wait_for_recovery(lasting)

@@ -305,7 +305,7 @@ def test_any_prompt_logprobs_server_can_teach(server: RunningServer, top: int) -
 def test_plain_text_prompts_with_teacher() -> None:
     config = OrchestratorConfig.model_validate({"teacher_model": {"context": "Hint. "}})
     assert config.teacher_model is not None
-    contexts = ContextProvider(config, config.teacher_model)
+    contexts = ContextProvider(config.teacher_model, config.env, config.seed)
     assert contexts.insert("reverse-text", {"prompt": "Go on"}, "Hint. ") == {"prompt": "Hint. Go on"}
 
 
@@ -392,7 +392,7 @@ def test_context_sources(tmp_path: Path) -> None:
         }
     )
     assert config.teacher_model is not None
-    contexts = ContextProvider(config, config.teacher_model)
+    contexts = ContextProvider(config.teacher_model, config.env, config.seed)
     assert contexts.context_for("b", row) == "from a file\n" and contexts.context_for("c", row) == "own"
     assert str(contexts.context_for("a", row)).startswith("7 ") and contexts.context_for(
         "a", row

@@ -27,7 +27,8 @@ class Sender:
 
 def build(out: Path, sender: Sender | None, rank: int = 0) -> Publisher:
     backend = SimpleNamespace(ranks=Ranks(rank, 2), stepper=SimpleNamespace(num_steps=3))
-    return Publisher(RunDir(out), cast(Any, backend), cast(Any, None), cast(WeightSender, sender), shutdown_timeout_s=0.2)
+    files, weight_sender = cast(Any, None), cast(WeightSender, sender)
+    return Publisher(RunDir(out), cast(Any, backend), files, weight_sender, shutdown_timeout_s=0.2)
 
 
 def test_checkpointed_and_final_versions_are_files() -> None:

@@ -14,6 +14,8 @@ import pytest
 import torch
 from running_server import RunningServer
 
+from prime_rl.orchestrator.policy_version import PolicyVersion
+from prime_rl.orchestrator.server_pool import ServerPool
 from prime_rl.orchestrator.servers import BroadcastEngine
 from prime_rl.orchestrator.weight_relay import WeightRelay
 from prime_rl.runtime.framing import receive_frame, send_frame
@@ -363,10 +365,7 @@ def test_mismatched_broadcast_types_are_rejected(tmp_path: Path, monkeypatch: py
 
     async def run() -> None:
         relay = WeightRelay(
-            tmp_path / "weights",
-            [],
-            version=0,
-            on_live=lambda version: None,
+            ServerPool([], [], PolicyVersion(), tmp_path / "weights"),
             is_received=lambda step: True,
             timeout_s=60,
             log_timeline=lambda *interval: None,

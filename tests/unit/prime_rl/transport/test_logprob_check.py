@@ -17,8 +17,8 @@ from running_server import RunningServer
 from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.engine import AdapterSpec, GenerationRequest, Output, SamplingParams
 from prime_rl.orchestrator.canary import CanaryCheck, CanaryMismatch
-from prime_rl.orchestrator.config import OrchestratorConfig
-from prime_rl.orchestrator.server_monitor import ServerMonitor
+from prime_rl.orchestrator.policy_version import PolicyVersion
+from prime_rl.orchestrator.server_pool import ServerPool
 from prime_rl.orchestrator.servers import read_health
 from prime_rl.orchestrator.weight_relay import WeightRelay
 from prime_rl.runtime.tokenizer import resolve_model_dir
@@ -173,16 +173,9 @@ def test_a_mismatching_version_releases_no_slots(backend: Backend, server: Runni
     live: list[int] = []
 
     async def main() -> None:
-        relay = WeightRelay(
-            root,
-            [PrimeEngine(server.root)],
-            version=0,
-            on_live=live.append,
-            is_received=lambda step: True,
-            timeout_s=30,
-            log_timeline=lambda *interval: None,
-            weight_check_interval=1,
-        )
+        servers = ServerPool([], [PrimeEngine(server.root)], PolicyVersion(), root, canary=CanaryCheck(1))
+        servers.version.subscribe(lambda version: live.append(version.live))
+        relay = WeightRelay(servers, is_received=lambda step: True, timeout_s=30, log_timeline=lambda *interval: None)
         relay.mark_sent(30)
         await relay.load(20)
         await relay.load(21)
@@ -307,33 +300,23 @@ def test_a_restarted_server_is_compared_whatever_the_interval(backend: Backend, 
     for step in steps:
         publish(backend, root, step)
     assert server.config.output_dir is not None
-    config = OrchestratorConfig(output_dir=server.config.output_dir)
     engine = PrimeEngine(server.root)
 
     async def main() -> None:
-        relay = WeightRelay(
-            root,
-            [engine],
-            version=0,
-            on_live=lambda step: None,
-            is_received=lambda step: True,
-            timeout_s=30,
-            log_timeline=lambda *interval: None,
-            weight_check_interval=1000,
-        )
+        client, canary = InferenceClient(f"{server.root}/v1"), CanaryCheck(1000)
+        servers = ServerPool([client], [engine], PolicyVersion(), root, canary=canary)
+        relay = WeightRelay(servers, is_received=lambda step: True, timeout_s=30, log_timeline=lambda *interval: None)
         relay.mark_sent(50)
         for step in steps:
             await relay.load(step)
-        assert relay.canary.num_checked == 3
-        client = InferenceClient(f"{server.root}/v1")
-        server_monitor = ServerMonitor(config, [client], [engine], relay)
+        assert canary.num_checked == 3
         await engine.reload_weights()  # as a server that was started again
-        await server_monitor._check_servers()
-        assert (await read_health(client)).version == 43 and server_monitor.num_recovered == 0
+        await servers.check_servers()
+        assert (await read_health(client)).version == 43 and servers.num_recovered == 0
         plant_fault(server)
-        server_monitor.unreachable[0] = (anyio.current_time(), "it was away")
+        servers.unreachable[0] = (anyio.current_time(), "it was away")
         try:
-            await server_monitor._check_servers()
+            await servers.check_servers()
         finally:
             await client.close()
 
