@@ -75,7 +75,7 @@ class InferenceClient:
         """Whether the server accepts batched chats that differ in their seed; detected at the first use."""
         self._knows_groups = False
         self._turn_ends: dict[bytes, list[int]] = {}
-        self._together = RequestBatcher(self._send_group)
+        self._batcher = RequestBatcher(self._send_group)
         self.completions = _Completions(self, "/completions")
         self.chat = _Chat(self)
 
@@ -88,7 +88,7 @@ class InferenceClient:
         """The same server at another path, such as the root for /tokenize; connections are shared."""
         twin = InferenceClient.__new__(InferenceClient)
         twin.__dict__.update(self.__dict__, base_url=base_url.rstrip("/"), _path=urlsplit(base_url).path.rstrip("/"))
-        twin._together = RequestBatcher(twin._send_group)
+        twin._batcher = RequestBatcher(twin._send_group)
         twin.completions, twin.chat = _Completions(twin, "/completions"), _Chat(twin)
         return twin
 
@@ -111,11 +111,11 @@ class InferenceClient:
 
         return MultiTurnClient(self)
 
-    async def ask(self, path: str, body: dict[str, Any]) -> Any:
+    async def generate(self, path: str, body: dict[str, Any]) -> Any:
         """Request a completion from a route."""
         data = None
         if self.takes_groups and path == "/chat/completions" and body.get("n", 1) == 1 and not body.get("stream"):
-            data = await self._together.ask(body)
+            data = await self._batcher.request(body)
         if data is None:
             data = await self.request("POST", path, body)
         return read_completion(data, chat=path.startswith("/chat"))
@@ -162,7 +162,7 @@ class InferenceClient:
         import openai
 
         try:
-            return await self.ask("/chat/completions/tokens", body)
+            return await self.generate("/chat/completions/tokens", body)
         except openai.NotFoundError:
             self.takes_tokens = False
             return None
@@ -202,8 +202,8 @@ class InferenceClient:
         key = msgspec.json.encode(body, order="deterministic")
         if key not in self._turn_ends:
             ends = []
-            for said in ("A", "B"):
-                messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": said}]
+            for text in ("A", "B"):
+                messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]
                 ids = await self.tokenize(body | {"messages": messages, "add_generation_prompt": False})
                 if ids is None:
                     return None
@@ -261,7 +261,7 @@ class _Completions:
         self._client, self._path = client, path
 
     async def create(self, *, extra_body: dict[str, Any] | None = None, **request: Any) -> Any:
-        return await self._client.ask(self._path, {**request, **(extra_body or {})})
+        return await self._client.generate(self._path, {**request, **(extra_body or {})})
 
 
 class _Chat:
