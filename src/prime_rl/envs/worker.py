@@ -26,6 +26,7 @@ import msgspec
 
 from prime_rl.runtime.framing import FrameChannel, receive_frame, send_frame
 from prime_rl.runtime.process import set_parent_death_signal
+from prime_rl.utils.client import InferenceClient, ServerSpec, build_client, prepare_client
 from rollouts.training.agent_integration import Rollout
 
 BEAT_S = 0.1
@@ -46,17 +47,6 @@ class Loaded(msgspec.Struct, tag=True):
     """Response to `Load`, with an error if loading failed."""
 
     error: str | None = None
-
-
-class ServerSpec(msgspec.Struct, frozen=True):
-    """Arguments of `InferenceClient` for an inference server."""
-
-    base_url: str
-    headers: tuple[tuple[str, str], ...] = ()
-    timeout_s: float = 1200
-    max_connections: int = 1024
-    seq_len: int | None = None
-    reconnect_s: float = 0
 
 
 class GroupRequest(msgspec.Struct, tag=True):
@@ -168,7 +158,7 @@ class Worker:
 
     def __init__(self, environment: Any, heartbeat: Heartbeat) -> None:
         self.environment, self.heartbeat = environment, heartbeat
-        self._clients: dict[ServerSpec, Any] = {}
+        self._clients: dict[ServerSpec, InferenceClient] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._work: FrameChannel | None = None
         self._control: FrameChannel | None = None
@@ -221,10 +211,8 @@ class Worker:
         assert self._work is not None
         self._work.send(answer)
 
-    def _client(self, server: ServerSpec) -> Any:
+    def _client(self, server: ServerSpec) -> InferenceClient:
         if server not in self._clients:
-            from prime_rl.utils.client import build_client
-
             self._clients[server] = build_client(server)
         return self._clients[server]
 
@@ -260,7 +248,6 @@ def main() -> int:
     sys.path[:] = order.sys_path
     logging.basicConfig(level=logging.WARNING, format=f"environment {order.id}: %(message)s")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    from prime_rl.utils.client import prepare_client
     from rollouts.training.environments import load_environment
 
     try:

@@ -33,7 +33,6 @@ from prime_rl.envs.worker import (
     Load,
     Loaded,
     Rows,
-    ServerSpec,
     decode_finished,
     encode,
 )
@@ -195,8 +194,7 @@ class EnvironmentWorkers:
         """See `Environment.run_group`; raises `EnvironmentCrashLoop` if all workers keep crashing."""
         self._attach()
         number = next(self._numbers)
-        server = describe_server(client)
-        order = encode(GroupRequest(number, row, server, model, list(sampling_args), retries))
+        order = encode(GroupRequest(number, row, client.describe(), model, list(sampling_args), retries))
         tries = losses = 0
         while True:
             outcome = await self._send(number, order, retries)
@@ -426,18 +424,6 @@ class EnvironmentWorkers:
         worker.channel = None
         worker.work.close()
         worker.control.close()
-
-
-def describe_server(client: Any) -> ServerSpec:
-    """The server of an `InferenceClient`."""
-    return ServerSpec(
-        base_url=client.base_url,
-        headers=tuple(client.headers.items()),
-        timeout_s=client.timeout_s,
-        max_connections=client.max_connections,
-        seq_len=client.seq_len,
-        reconnect_s=client.reconnect_s,
-    )
 
 
 def read_rss(pid: int) -> int:

@@ -7,7 +7,7 @@ import itertools
 import os
 import time
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -43,6 +43,17 @@ class GroupAnswer(msgspec.Struct):
 
 
 decode_answer = msgspec.json.Decoder(GroupAnswer).decode
+
+
+class ServerSpec(msgspec.Struct, frozen=True):
+    """Arguments of `InferenceClient`, for building the same client in another process."""
+
+    base_url: str
+    headers: tuple[tuple[str, str], ...] = ()
+    timeout_s: float = 1200
+    max_connections: int = 1024
+    seq_len: int | None = None
+    reconnect_s: float = 0
 
 
 class InferenceClient:
@@ -83,6 +94,17 @@ class InferenceClient:
     def root_url(self) -> str:
         """Base of control routes such as /health: `base_url` without /v1."""
         return self.base_url.removesuffix("/v1")
+
+    def describe(self) -> ServerSpec:
+        """The server and the limits of this client."""
+        return ServerSpec(
+            self.base_url,
+            tuple(self.headers.items()),
+            self.timeout_s,
+            self.max_connections,
+            self.seq_len,
+            self.reconnect_s,
+        )
 
     def copy(self, *, base_url: str) -> InferenceClient:
         """The same server at another path, such as the root for /tokenize; connections are shared."""
@@ -299,33 +321,9 @@ class _HttpxPool:
         await self._client.aclose()
 
 
-class ServerAddress(Protocol):
-    """Arguments for building the same client in another process."""
-
-    @property
-    def base_url(self) -> str: ...
-    @property
-    def headers(self) -> tuple[tuple[str, str], ...]: ...
-    @property
-    def timeout_s(self) -> float: ...
-    @property
-    def max_connections(self) -> int: ...
-    @property
-    def seq_len(self) -> int | None: ...
-    @property
-    def reconnect_s(self) -> float: ...
-
-
-def build_client(server: ServerAddress) -> InferenceClient:
+def build_client(server: ServerSpec) -> InferenceClient:
     """Build the client of a server described by another process."""
-    return InferenceClient(
-        server.base_url,
-        headers=dict(server.headers),
-        timeout_s=server.timeout_s,
-        max_connections=server.max_connections,
-        seq_len=server.seq_len,
-        reconnect_s=server.reconnect_s,
-    )
+    return InferenceClient(**{**msgspec.structs.asdict(server), "headers": dict(server.headers)})
 
 
 def build_clients(config: ClientConfig, *, seq_len: int | None = None) -> list[InferenceClient]:
