@@ -80,7 +80,8 @@ class TokenScorer:
             )
         if self.top == FULL:
             raise ValueError(
-                f'{client.base_url} returns no full distributions: set trainer.loss.distill.estimator = "topk+tail"'
+                f"{client.base_url} does not return whole distributions: set trainer.loss.distill.estimator = "
+                '"topk+tail"'
             )
         body = {"model": self.model, "prompt": tokens, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": self.top}
         answer = await client.post("/completions", body=body)
