@@ -109,7 +109,7 @@ class PrimeRoutes:
         if self.weights.broken is not None:
             raise ApiError(self.weights.broken, status=503)
         check_weights(self.weights.awaits_weights)
-        if self.num_requests >= self.config.max_batch_size + self.config.server.max_waiting:
+        if self.num_requests >= self.config.max_batch_size + self.config.server.max_queued_requests:
             raise ApiError(
                 f"{self.num_requests} requests are running or queued: try again",
                 status=429,

@@ -33,7 +33,7 @@ class WeightUpdater:
 
     def __init__(self, config: InferenceConfig, model_dir: Path) -> None:
         self.version = 0
-        self.awaits_weights = config.server.await_weights
+        self.awaits_weights = config.server.wait_for_weights
         self.broken: str | None = None
         """Why the weights are unknown; None if they are not."""
         self.broadcast: Broadcast | None = None
