@@ -160,19 +160,19 @@ def parse_request(
     _check_fields(body, CHAT_FIELDS if chat else COMPLETION_FIELDS)
     top, logprobs = _parse_logprobs(body, chat)
     stream, echo = read_flag(body, "stream", False), not chat and read_flag(body, "echo", False)
-    score = _integer(body, "prompt_logprobs")
+    score = read_integer(body, "prompt_logprobs")
     if score is None and echo and logprobs:
         score = top
     if stream and (echo or score is not None):
         raise ApiError(f"{'echo' if echo else 'prompt_logprobs'} does not support streaming: set stream to false")
     limit = _parse_limit(body, chat, lowest=1 if score is None and not echo else 0)
-    min_tokens = _integer(body, "min_tokens") or 0
+    min_tokens = read_integer(body, "min_tokens") or 0
     if limit is not None and min_tokens > limit:
         raise ApiError(f"min_tokens = {min_tokens} exceeds max_tokens = {limit}", param="min_tokens")
-    num_choices = _integer(body, "n") or 1
+    num_choices = read_integer(body, "n") or 1
     if limit == 0 and num_choices > 1:
         raise ApiError("max_tokens = 0 scores the prompt only: set n to 1", param="n")
-    seed = _integer(body, "seed")
+    seed = read_integer(body, "seed")
     numbers: dict[str, Any] = {name: _number(body, name) for name in NUMBERS}
     if 0 < numbers["temperature"] < SMALLEST:
         raise ApiError(
@@ -181,7 +181,7 @@ def parse_request(
     params = SamplingParams(
         **numbers,
         max_tokens=max_new_tokens if limit is None else min(limit, max_new_tokens),
-        top_k=_integer(body, "top_k") or -1,
+        top_k=read_integer(body, "top_k") or -1,
         min_tokens=min(min_tokens, max_new_tokens),
         seed=default_seed() if seed is None else seed,
         stop=_parse_stop(body),
@@ -295,21 +295,21 @@ def _check_fields(body: Json, known: frozenset[str]) -> None:
 def _parse_logprobs(body: Json, chat: bool) -> tuple[int, bool]:
     """`(number of top log-probs, whether log-probs are requested)`, for chats and completions."""
     if chat:
-        wanted = read_flag(body, "logprobs", False)
-        top = _integer(body, "top_logprobs") or 0
-        if top and not wanted:
+        is_requested = read_flag(body, "logprobs", False)
+        top = read_integer(body, "top_logprobs") or 0
+        if top and not is_requested:
             raise ApiError("top_logprobs needs logprobs = true", param="top_logprobs")
-        return top, wanted
+        return top, is_requested
     number = body.get("logprobs")
     if number is None or number is False:
         return 0, False
-    return (1 if number is True else _integer(body, "logprobs", INTEGERS["top_logprobs"]) or 0), True
+    return (1 if number is True else read_integer(body, "logprobs", INTEGERS["top_logprobs"]) or 0), True
 
 
 def _parse_limit(body: Json, chat: bool, lowest: int) -> int | None:
     """Maximum number of completion tokens. None in a chat: unlimited; OpenAI's default for completions is 16."""
-    limit = _integer(body, "max_completion_tokens", Range(None, lowest)) if chat else None
-    limit = limit if limit is not None else _integer(body, "max_tokens", Range(None, lowest))
+    limit = read_integer(body, "max_completion_tokens", Range(None, lowest)) if chat else None
+    limit = limit if limit is not None else read_integer(body, "max_tokens", Range(None, lowest))
     return 16 if limit is None and not chat else limit
 
 
@@ -373,7 +373,8 @@ def _number(body: Json, name: str) -> float:
     return float(value)
 
 
-def _integer(body: Json, name: str, allowed: Range | None = None) -> int | None:
+def read_integer(body: Json, name: str, allowed: Range | None = None) -> int | None:
+    """Integer field `name`, within `INTEGERS[name]` unless `allowed` is given; null is the default."""
     default, low, high, _ = allowed or INTEGERS[name]
     value = body.get(name)
     if value is None:
