@@ -24,7 +24,7 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from prime_rl.inference.adapters import read_adapter
@@ -32,7 +32,7 @@ from prime_rl.inference.async_engine import AsyncEngine
 from prime_rl.inference.detokenizer import build_decode
 from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.embedded.loading import load_eos_ids
-from prime_rl.inference.engine import AdapterSpec, GenerationRequest, Output, SamplingParams, StreamUpdate
+from prime_rl.inference.engine import AdapterSpec, GenerationRequest, Output, SamplingParams
 from prime_rl.inference.server import bind
 from prime_rl.runtime.tokenizer import load_tokenizer, resolve_model_dir
 from prime_rl.trainer.models.registry import load_decoder, read_tensors
@@ -100,17 +100,14 @@ def read_sampling(fields: dict[str, Any]) -> SamplingParams:
 
 @dataclass
 class FakeSGLang:
-    """`spans`: reports `weight_versions` (pull request 35926); `original`: SGLANG_RETURN_ORIGINAL_LOGPROB is set;
-    `incremental`: stream chunks are incremental; `wrong`: loads wrong weights from paths that contain it;
+    """`original`: SGLANG_RETURN_ORIGINAL_LOGPROB is set; `wrong`: loads wrong weights from paths that contain it;
     `full`: number of requests that get HTTP 503."""
 
     model_path: str
     port: int = 0
     seed: int = 7
     context_length: int = 512
-    spans: bool = True
     original: bool = False
-    incremental: bool = False
     enable_lora: bool = True
     deterministic: bool = True
     api_key: str | None = None
@@ -229,9 +226,7 @@ class FakeSGLang:
         params = replace(params, top_logprobs=tops)
         if wants and -1 < start < len(ids) - 1:
             params = replace(params, prompt_logprobs=tops, prompt_start=start + 1)
-        request = GenerationRequest(ids, params, bool(body.get("stream")), name)
-        if request.stream:
-            return StreamingResponse(self.pieces(request, rid, body), media_type="text/event-stream")
+        request = GenerationRequest(ids, params, adapter=name)
         self.using[name or ""] += 1
         task = asyncio.ensure_future(self.engine.generate([request]))
         self.running[rid] = task
@@ -245,27 +240,6 @@ class FakeSGLang:
             self.running.pop(rid, None)
             self.using[name or ""] -= 1
         return JSONResponse(await self.answer(output, rid, body))
-
-    async def pieces(self, request: GenerationRequest, rid: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
-        so_far = Output(request, [], [], [], [], "length")
-        seen = 0
-        async for event in self.engine.stream([request]):
-            if isinstance(event, StreamUpdate):
-                so_far.token_ids.extend(event.token_ids)
-                so_far.logprobs.extend(event.logprobs)
-                so_far.top_logprobs.extend(event.top_logprobs)
-            whole = event if isinstance(event, Output) else replace(so_far, versions=[(0, self.embedded.version)])
-            content = await self.answer(whole, rid, body)
-            meta = content["meta_info"]
-            if not isinstance(event, Output):
-                meta["finish_reason"] = None
-            if self.incremental:
-                for rows in ("output_token_logprobs", "output_top_logprobs"):
-                    meta[rows] = meta[rows][seen:] if rows in meta else None
-                content["output_ids"] = content["output_ids"][seen:]
-            seen = len(whole.token_ids)
-            yield b"data: " + json.dumps(content).encode() + b"\n\n"
-        yield b"data: [DONE]\n\n"
 
     async def answer(self, output: Output, rid: str, body: dict[str, Any]) -> dict[str, Any]:
         """The JSON of /generate."""
@@ -290,12 +264,6 @@ class FakeSGLang:
             "weight_version": label,
             "e2e_latency": 0.1,
         }
-        if self.spans:
-            ends = [start for start, _ in output.versions[1:]] + [len(output.token_ids)]
-            meta["weight_versions"] = [
-                {"version": label if request.adapter else self.labels[version], "start": start, "end": end}
-                for (start, version), end in zip(output.versions, ends, strict=True)
-            ] or [{"version": label, "start": 0, "end": 0}]
         if body.get("return_logprob"):
             meta |= await self.tell_logprobs(output, body)
         text = output.text if output.text is not None else self.decode(output.token_ids, True)
@@ -304,13 +272,11 @@ class FakeSGLang:
     async def tell_logprobs(self, output: Output, body: dict[str, Any]) -> dict[str, Any]:
         request, params = output.request, output.request.params
         logprobs, tops = output.logprobs, output.top_logprobs
-        filtered = params.temperature and (params.top_p < 1 or params.top_k > 0 or params.min_p > 0)
-        if output.token_ids and (filtered or (self.original and params.temperature)):
-            # Before filtering, and without the temperature if `original`.
+        if output.token_ids and self.original and params.temperature:
             scoring = SamplingParams(
                 max_tokens=0,
                 prompt_logprobs=params.top_logprobs,
-                prompt_temperature=1.0 if self.original else params.temperature,
+                prompt_temperature=1.0,
                 prompt_start=len(request.prompt),
             )
             [scored] = await self.engine.generate([GenerationRequest(request.prompt + output.token_ids, scoring)])

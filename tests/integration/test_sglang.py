@@ -14,7 +14,7 @@ from cli_runner import PYTHON_PATH, ROOT, THREE_FILES, metric_rows, runner, unti
 from prime_rl.runtime.machine import find_free_port
 from rollouts.training.steps import step_path
 
-FAKE = ROOT / "tests" / "unit" / "fake_sglang.py"
+FAKE = ROOT / "tests" / "fakes" / "fake_sglang.py"
 
 
 def start_fake(port: int, log: Path) -> subprocess.Popen[bytes]:
@@ -59,4 +59,4 @@ def test_a_whole_run_on_sglang_by_two_lines_of_config(lora: bool, tmp_path: Path
     assert step_path(out / "weights", 5).is_dir()
     log = (out / "logs" / "orchestrator.log").read_text()
     assert "Verified version 5: engine log-probs match the trainer" in log
-    assert "is back and holds version" in (out / "logs" / "inference.log").read_text()
+    assert "Reconnected to SGLang" in (out / "logs" / "inference.log").read_text()

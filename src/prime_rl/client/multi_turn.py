@@ -32,7 +32,7 @@ class TokenClient(Protocol):
         """Maximum tokens of a conversation."""
         ...
 
-    async def ask(self, path: str, body: Body) -> Any: ...
+    async def generate(self, path: str, body: Body) -> Any: ...
 
     async def generate_from_tokens(self, body: Body) -> Any: ...
 
@@ -89,7 +89,7 @@ class MultiTurnClient:
         self._turns: list[_Turn] = []
         self._text_turns: list[_TextTurn] = []
 
-    # Made when they are asked for: an object that holds its own methods is left to the garbage collector.
+    # Properties, since attributes with bound methods would form reference cycles, left to the garbage collector.
     @property
     def chat(self) -> _MultiTurnChat:
         """`chat.completions.create`."""
@@ -107,7 +107,7 @@ class MultiTurnClient:
         """As `client.chat.completions.create`."""
         body = {**request, **(extra_body or {})}
         if not (body.get("logprobs") and body.get("return_token_ids")) or body.get("n", 1) != 1:
-            return await self._client.ask("/chat/completions", body)
+            return await self._client.generate("/chat/completions", body)
         keys = [_encode(message) for message in body["messages"]]
         extended = await self._extend(body, keys)
         answer = None
@@ -116,18 +116,18 @@ class MultiTurnClient:
             answer = await self._client.generate_from_tokens(limited)
         if answer is None:
             extended = None
-            answer = await self._client.ask("/chat/completions", body)
+            answer = await self._client.generate("/chat/completions", body)
         choice = answer.choices[0] if answer.choices else None
         if choice is not None and choice.token_ids is not None and answer.prompt_token_ids is not None:
             if extended is None:
                 choice.chat_request = _plain_copy({key: body[key] for key in RENDERED if body.get(key) is not None})
-            said = _as_message(choice.message)
+            message = _as_message(choice.message)
             self._turns.append(
                 _Turn(
                     body["model"],
                     _encode(body.get("tools")),
-                    [*keys, _encode(_plain(said))],
-                    [*(body["messages"] if extended is None else extended.messages), said],
+                    [*keys, _encode(_plain(message))],
+                    [*(body["messages"] if extended is None else extended.messages), message],
                     answer.prompt_token_ids,
                     choice.token_ids,
                     answer.prompt_token_ids if extended is None else extended.rendered,
@@ -140,14 +140,14 @@ class MultiTurnClient:
         body = {**request, **(extra_body or {})}
         text = body.get("prompt")
         if not body.get("return_token_ids") or not isinstance(text, str):
-            return await self._client.ask("/completions", body)
+            return await self._client.generate("/completions", body)
         turn = next((t for t in reversed(self._text_turns) if t.model == body["model"] and _is_longer(text, t)), None)
         if turn is not None and self._client.takes_tokens:
             fresh = {"model": body["model"], "prompt": text[len(turn.text) :], "add_special_tokens": False}
             if (ids := await self._client.tokenize(fresh)) is not None:
                 tokens = [*turn.tokens, *ids]
                 body = self._with_room(body | {"prompt": tokens}, len(tokens), "max_tokens")
-        answer = await self._client.ask("/completions", body)
+        answer = await self._client.generate("/completions", body)
         choice = answer.choices[0] if answer.choices else None
         if choice is not None and choice.token_ids is not None and choice.prompt_token_ids is not None:
             if turn is None:
@@ -161,19 +161,20 @@ class MultiTurnClient:
         turn = self._find_turn(body, keys)
         if turn is None or not self._client.takes_tokens:
             return None
-        ask = {key: body[key] for key in ("model", "tools", "chat_template_kwargs") if body.get(key) is not None}
+        options = {key: body[key] for key in ("model", "tools", "chat_template_kwargs") if body.get(key) is not None}
         messages = [*turn.messages, *body["messages"][len(turn.messages) :]]
-        end = await self._client.read_turn_end({key: value for key, value in ask.items() if key != "tools"})
-        before = await self._client.tokenize(ask | {"messages": turn.messages, "add_generation_prompt": False})
-        after = await self._client.tokenize(ask | {"messages": messages})
+        end = await self._client.read_turn_end({key: value for key, value in options.items() if key != "tools"})
+        before = await self._client.tokenize(options | {"messages": turn.messages, "add_generation_prompt": False})
+        after = await self._client.tokenize(options | {"messages": messages})
         if end is None or before is None or after is None:
             return None
-        told = len(before) - len(end)
+        text_end = len(before) - len(end)  # of the last completion, without its end tokens
         # The last token of the previous prompt may have merged with the first text of the answer.
-        shown = len(turn.rendered) - 1
-        if before[told:] != end or before[:shown] != turn.rendered[:shown] or after[:told] != before[:told]:
+        prompt_end = len(turn.rendered) - 1
+        is_extension = before[:prompt_end] == turn.rendered[:prompt_end] and after[:text_end] == before[:text_end]
+        if before[text_end:] != end or not is_extension:
             return None
-        bridge = after[told:]
+        bridge = after[text_end:]
         overlap = _count_overlap(turn.completion_ids, bridge, len(end))
         return _Extended([*turn.prompt_ids, *turn.completion_ids, *bridge[overlap:]], after, messages)
 
@@ -233,12 +234,12 @@ def _plain(message: Any) -> Body:
 
 def _as_message(message: Any) -> Body:
     """All fields of a completion that a template may render."""
-    said: Body = {"role": "assistant", "content": message.content or ""}
+    fields: Body = {"role": "assistant", "content": message.content or ""}
     if message.tool_calls:
-        said["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+        fields["tool_calls"] = [call.model_dump() for call in message.tool_calls]
     if message.reasoning_content:
-        said["reasoning_content"] = message.reasoning_content
-    return said
+        fields["reasoning_content"] = message.reasoning_content
+    return fields
 
 
 def _count_overlap(sampled: list[int], bridge: list[int], most: int) -> int:

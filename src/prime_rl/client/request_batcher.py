@@ -30,7 +30,7 @@ class RequestBatcher:
         self._collected: dict[bytes, list[tuple[bytes, asyncio.Future[bytes | None]]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def ask(self, body: dict[str, Any]) -> bytes | None:
+    async def request(self, body: dict[str, Any]) -> bytes | None:
         """The response to `body`; None if it must be requested individually."""
         key = msgspec.json.encode({name: value for name, value in body.items() if name != "seed"})
         seed = msgspec.json.encode(body.get("seed"))

@@ -15,7 +15,11 @@ FULL = -1
 
 
 class PackedScores(msgspec.Struct):
-    """The response of /score; see `prime_rl.inference.routes.score`."""
+    """The response of /score for `tokens[start:]`: packed float32 and int32 in native byte order.
+
+    `top_ids` and `top_logprobs` are `[tokens, top]`, most likely first; `tail_mass` is the probability of all others.
+    With the full vocabulary, `top_ids` and `tail_mass` are empty.
+    """
 
     logprobs: bytes
     top_ids: bytes = b""
@@ -76,7 +80,8 @@ class TokenScorer:
             )
         if self.top == FULL:
             raise ValueError(
-                f'{client.base_url} does not tell whole distributions: set trainer.loss.distill.estimator = "topk+tail"'
+                f"{client.base_url} does not return whole distributions: set trainer.loss.distill.estimator = "
+                '"topk+tail"'
             )
         body = {"model": self.model, "prompt": tokens, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": self.top}
         answer = await client.post("/completions", body=body)

@@ -26,6 +26,7 @@ import msgspec
 
 from prime_rl.runtime.framing import FrameChannel, receive_frame, send_frame
 from prime_rl.runtime.process_tree import set_parent_death_signal
+from prime_rl.utils.client import InferenceClient, ServerSpec, build_client, prepare_client
 from rollouts.training.agent_integration import Rollout
 
 BEAT_S = 0.1
@@ -46,17 +47,6 @@ class Loaded(msgspec.Struct, tag=True):
     """Response to `Load`, with an error if loading failed."""
 
     error: str | None = None
-
-
-class ServerSpec(msgspec.Struct, frozen=True):
-    """Arguments of `InferenceClient` for an inference server."""
-
-    base_url: str
-    headers: tuple[tuple[str, str], ...] = ()
-    timeout_s: float = 1200
-    max_connections: int = 1024
-    seq_len: int | None = None
-    reconnect_s: float = 0
 
 
 class GroupRequest(msgspec.Struct, tag=True):
@@ -84,13 +74,20 @@ class Finished(msgspec.Struct, tag=True):
     error: str | None = None
 
 
-class Rows(msgspec.Struct, tag=True):
-    """Request for the rows of a split; the response is a list of dicts, or an error message."""
+class RowsRequest(msgspec.Struct, tag=True):
+    """Request for the rows of a split."""
 
     split: str
 
 
-decode_order = msgspec.msgpack.Decoder(GroupRequest | Cancel).decode
+class RowsReply(msgspec.Struct, tag=True):
+    """Response to `RowsRequest`; `error` if the rows cannot be built or sent."""
+
+    rows: list[dict[str, Any]] = []
+    error: str | None = None
+
+
+decode_request = msgspec.msgpack.Decoder(GroupRequest | Cancel).decode
 decode_finished = msgspec.msgpack.Decoder(Finished).decode
 
 
@@ -168,7 +165,7 @@ class Worker:
 
     def __init__(self, environment: Any, heartbeat: Heartbeat) -> None:
         self.environment, self.heartbeat = environment, heartbeat
-        self._clients: dict[ServerSpec, Any] = {}
+        self._clients: dict[ServerSpec, InferenceClient] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._work: FrameChannel | None = None
         self._control: FrameChannel | None = None
@@ -177,7 +174,7 @@ class Worker:
         """Serve until the parent disconnects; then cancel running groups, so that the engines abort their requests."""
         loop, closed = asyncio.get_running_loop(), asyncio.Event()
         loop.set_task_factory(self._build_task)
-        self._work = FrameChannel(work, self._on_order, closed.set)
+        self._work = FrameChannel(work, self._on_work, closed.set)
         self._control = FrameChannel(control, self._on_control, closed.set)
         self._beat()
         self._work.attach(loop)
@@ -198,17 +195,17 @@ class Worker:
         number = _current.get() if context is None else context.get(_current, 0)
         return asyncio.Task(_Traced(coro, number, self.heartbeat) if number else coro, loop=loop, **options)
 
-    def _on_order(self, frame: bytes) -> None:
-        order = decode_order(frame)
-        if isinstance(order, Cancel):
-            if (task := self._tasks.get(order.number)) is not None:
+    def _on_work(self, frame: bytes) -> None:
+        request = decode_request(frame)
+        if isinstance(request, Cancel):
+            if (task := self._tasks.get(request.number)) is not None:
                 task.cancel()
             return
-        token = _current.set(order.number)
-        task = asyncio.get_running_loop().create_task(self._run(order))
+        token = _current.set(request.number)
+        task = asyncio.get_running_loop().create_task(self._run(request))
         _current.reset(token)
-        self._tasks[order.number] = task
-        task.add_done_callback(lambda _: self._tasks.pop(order.number))
+        self._tasks[request.number] = task
+        task.add_done_callback(lambda _: self._tasks.pop(request.number))
 
     async def _run(self, group: GroupRequest) -> None:
         try:
@@ -221,22 +218,19 @@ class Worker:
         assert self._work is not None
         self._work.send(answer)
 
-    def _client(self, server: ServerSpec) -> Any:
+    def _client(self, server: ServerSpec) -> InferenceClient:
         if server not in self._clients:
-            from prime_rl.utils.client import build_client
-
             self._clients[server] = build_client(server)
         return self._clients[server]
 
     def _on_control(self, frame: bytes) -> None:
-        order = msgspec.msgpack.decode(frame, type=Rows)
+        request = msgspec.msgpack.decode(frame, type=RowsRequest)
         try:
-            answer: Any = [dict(row) for row in self.environment.rows(order.split)]
-            payload = msgspec.msgpack.encode(answer)
+            reply = msgspec.msgpack.encode(RowsReply([dict(row) for row in self.environment.rows(request.split)]))
         except Exception as error:
-            payload = msgspec.msgpack.encode(f"{type(error).__name__}: {error}")
+            reply = msgspec.msgpack.encode(RowsReply(error=f"{type(error).__name__}: {error}"))
         assert self._control is not None
-        self._control.send(payload)
+        self._control.send(reply)
 
 
 def quiet_libraries() -> None:
@@ -254,17 +248,16 @@ def main() -> int:
     set_parent_death_signal(parent)
     control = socket.socket(fileno=control_fd)
     try:
-        order = msgspec.msgpack.decode(receive_frame(control), type=Load)
+        request = msgspec.msgpack.decode(receive_frame(control), type=Load)
     except EOFError:
         return 0
-    sys.path[:] = order.sys_path
-    logging.basicConfig(level=logging.WARNING, format=f"environment {order.id}: %(message)s")
+    sys.path[:] = request.sys_path
+    logging.basicConfig(level=logging.WARNING, format=f"environment {request.id}: %(message)s")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    from prime_rl.utils.client import prepare_client
     from rollouts.training.environments import load_environment
 
     try:
-        environment = load_environment(order.id, order.args, timeout_s=order.timeout_s, score=order.score)
+        environment = load_environment(request.id, request.args, timeout_s=request.timeout_s, score=request.score)
     except Exception as error:
         message = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         send_frame(control, encode(Loaded(error=message)))

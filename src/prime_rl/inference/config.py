@@ -110,7 +110,7 @@ class CacheConfig(BaseConfig):
 
 
 class SGLangConfig(BaseConfig):
-    """An existing SGLang server, for backend = "sglang"; it must have access to the weight directories."""
+    """An existing SGLang server, for backend = "sglang" (experimental); it must read the weight directories."""
 
     base_url: str | None = None
     """Server address, such as http://127.0.0.1:30000."""
@@ -139,7 +139,7 @@ class InferenceConfig(BaseConfig):
 
     backend: Literal["auto", "embedded", "vllm", "sglang"] = "auto"
     """Inference engine: embedded runs the trainer's model code on any machine, vllm starts a vLLM server, sglang is a
-    gateway to an existing SGLang server.
+    gateway to an existing SGLang server (experimental: tested against a fake server only).
 
     auto: vllm if it is installed and there is a GPU, else embedded."""
 

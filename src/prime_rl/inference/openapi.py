@@ -15,6 +15,7 @@ from prime_rl.inference.request_parsing import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,
     HARMLESS,
+    INTEGERS,
     LARGEST,
     MAX_CHOICES,
     MAX_NAME_LENGTH,
@@ -23,8 +24,10 @@ from prime_rl.inference.request_parsing import (
     MAX_STOPS,
     MAX_TOP_LOGPROBS,
     NEUTRAL,
+    NUMBERS,
     SMALLEST,
     Json,
+    Range,
 )
 from prime_rl.inference.routes.generate import FIELDS, IGNORED_PARAMS
 from prime_rl.inference.routes.openai import TOKENIZE_FIELDS, Route, answer
@@ -43,8 +46,13 @@ def _maybe(kind: str, **limits: Any) -> Json:
     return {"type": [kind, "null"], **limits}
 
 
+def _describe_range(kind: str, allowed: Range) -> Json:
+    lowest = "exclusiveMinimum" if allowed.above else "minimum"
+    limits = {lowest: allowed.low, "maximum": allowed.high}
+    return _maybe(kind, **{name: limit for name, limit in limits.items() if limit is not None})
+
+
 FLAG, TEXT = _maybe("boolean"), _maybe("string")
-COUNT = {"type": "integer", "minimum": 0, "maximum": MAX_TOP_LOGPROBS}
 IDS: Json = {"type": "array", "items": TOKEN}
 PROMPT: Json = {**IDS, "minItems": 1}
 OBJECTS: Json = {"type": "array", "items": {"type": "object"}}
@@ -55,39 +63,23 @@ MESSAGE: Json = {
     "required": ["role"],
 }
 PROPERTIES: dict[str, Json] = {
+    **{name: _describe_range("number", allowed) for name, allowed in NUMBERS.items()},
+    **{name: _describe_range("integer", allowed) for name, allowed in INTEGERS.items()},
+    **dict.fromkeys(
+        "stream ignore_eos return_token_ids return_tokens_as_token_ids skip_special_tokens include_stop_str_in_output "
+        "parallel_tool_calls add_generation_prompt add_special_tokens echo return_token_strs".split(),
+        FLAG,
+    ),
     "model": MODEL,
-    "max_tokens": _maybe("integer", minimum=0),
-    "max_completion_tokens": _maybe("integer", minimum=0),
-    "temperature": _maybe("number", minimum=0, maximum=LARGEST),
-    "top_p": _maybe("number", exclusiveMinimum=0, maximum=1),
-    "top_k": _maybe("integer", minimum=-1),
-    "min_p": _maybe("number", minimum=0, maximum=1),
-    "repetition_penalty": _maybe("number", minimum=SMALLEST, maximum=LARGEST),
-    "presence_penalty": _maybe("number", minimum=-2, maximum=2),
-    "frequency_penalty": _maybe("number", minimum=-2, maximum=2),
-    "min_tokens": _maybe("integer", minimum=0),
-    "seed": _maybe("integer"),
     "stop": {"anyOf": [{"type": "null"}, STOP, {"type": "array", "items": STOP, "maxItems": MAX_STOPS}]},
     "stop_token_ids": {**IDS, "type": ["array", "null"], "maxItems": MAX_STOP_IDS},
-    "ignore_eos": FLAG,
     "logit_bias": _maybe("object", additionalProperties={"type": "number", "minimum": -LARGEST, "maximum": LARGEST}),
-    "n": _maybe("integer", minimum=1, maximum=MAX_CHOICES),
-    "stream": FLAG,
     "stream_options": _maybe("object", properties={"include_usage": FLAG}),
-    "logprobs": {"anyOf": [FLAG, COUNT]},
-    "top_logprobs": {**COUNT, "type": ["integer", "null"]},
-    "prompt_logprobs": {**COUNT, "type": ["integer", "null"]},
-    "prompt_temperature": _maybe("number", minimum=SMALLEST, maximum=LARGEST),
-    "return_token_ids": FLAG,
-    "return_tokens_as_token_ids": FLAG,
-    "skip_special_tokens": FLAG,
-    "include_stop_str_in_output": FLAG,
+    "logprobs": {"anyOf": [FLAG, {"type": "integer", "minimum": 0, "maximum": MAX_TOP_LOGPROBS}]},
     "messages": {"type": "array", "items": MESSAGE, "minItems": 1},
     "tools": {**OBJECTS, "type": ["array", "null"]},
     "tool_choice": {"enum": ["auto", "none", None]},
-    "parallel_tool_calls": FLAG,
     "tokens": PROMPT,
-    "add_generation_prompt": FLAG,
     "chat_template_kwargs": _maybe("object"),
     "prompt": {
         "anyOf": [
@@ -96,9 +88,6 @@ PROPERTIES: dict[str, Json] = {
             {"type": "array", "minItems": 1, "items": {"anyOf": [{"type": "string", "minLength": 1}, PROMPT]}},
         ]
     },
-    "add_special_tokens": FLAG,
-    "echo": FLAG,
-    "return_token_strs": FLAG,
 }
 """Schema of each field of a generation request."""
 

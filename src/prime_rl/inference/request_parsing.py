@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -25,6 +25,36 @@ MAX_MESSAGE_LENGTH = 400
 """Maximum length of an error message in characters; the middle of a longer one is omitted."""
 SMALLEST, LARGEST = 1e-6, 1e6
 """Range of temperatures, repetition penalties and biases that keeps logits finite."""
+
+
+class Range(NamedTuple):
+    """Default and bounds of a numeric field; `above`: the lower bound itself is excluded."""
+
+    default: float | None
+    low: float | None = None
+    high: float | None = None
+    above: bool = False
+
+
+NUMBERS = {
+    "temperature": Range(1.0, 0, LARGEST),
+    "top_p": Range(1.0, 0, 1, above=True),
+    "min_p": Range(0.0, 0, 1),
+    "repetition_penalty": Range(1.0, SMALLEST, LARGEST),
+    "presence_penalty": Range(0.0, -2, 2),
+    "frequency_penalty": Range(0.0, -2, 2),
+    "prompt_temperature": Range(1.0, SMALLEST, LARGEST),
+}
+INTEGERS = {
+    "max_tokens": Range(None, 0),
+    "max_completion_tokens": Range(None, 0),
+    "min_tokens": Range(0, 0),
+    "top_k": Range(-1, -1),
+    "seed": Range(None),
+    "n": Range(1, 1, MAX_CHOICES),
+    "top_logprobs": Range(0, 0, MAX_TOP_LOGPROBS),
+    "prompt_logprobs": Range(None, 0, MAX_TOP_LOGPROBS),
+}
 
 
 class ApiError(Exception):
@@ -130,26 +160,28 @@ def parse_request(
     _check_fields(body, CHAT_FIELDS if chat else COMPLETION_FIELDS)
     top, logprobs = _parse_logprobs(body, chat)
     stream, echo = read_flag(body, "stream", False), not chat and read_flag(body, "echo", False)
-    score = _integer(body, "prompt_logprobs", top if echo and logprobs else None, 0, MAX_TOP_LOGPROBS)
+    score = read_integer(body, "prompt_logprobs")
+    if score is None and echo and logprobs:
+        score = top
     if stream and (echo or score is not None):
         raise ApiError(f"{'echo' if echo else 'prompt_logprobs'} does not support streaming: set stream to false")
     limit = _parse_limit(body, chat, lowest=1 if score is None and not echo else 0)
-    min_tokens = _integer(body, "min_tokens", 0, 0) or 0
+    min_tokens = read_integer(body, "min_tokens") or 0
     if limit is not None and min_tokens > limit:
         raise ApiError(f"min_tokens = {min_tokens} exceeds max_tokens = {limit}", param="min_tokens")
-    num_choices = _integer(body, "n", 1, 1, MAX_CHOICES) or 1
+    num_choices = read_integer(body, "n") or 1
     if limit == 0 and num_choices > 1:
         raise ApiError("max_tokens = 0 scores the prompt only: set n to 1", param="n")
-    seed = _integer(body, "seed", None)
+    seed = read_integer(body, "seed")
+    numbers: dict[str, Any] = {name: _number(body, name) for name in NUMBERS}
+    if 0 < numbers["temperature"] < SMALLEST:
+        raise ApiError(
+            f"temperature must be 0 or at least {SMALLEST:g}, got {numbers['temperature']!r}", param="temperature"
+        )
     params = SamplingParams(
+        **numbers,
         max_tokens=max_new_tokens if limit is None else min(limit, max_new_tokens),
-        temperature=_parse_temperature(body),
-        top_p=_number(body, "top_p", 1.0, 0, 1, above=True),
-        top_k=_integer(body, "top_k", -1, -1) or -1,
-        min_p=_number(body, "min_p", 0.0, 0, 1),
-        repetition_penalty=_number(body, "repetition_penalty", 1.0, SMALLEST, LARGEST),
-        presence_penalty=_number(body, "presence_penalty", 0.0, -2, 2),
-        frequency_penalty=_number(body, "frequency_penalty", 0.0, -2, 2),
+        top_k=read_integer(body, "top_k") or -1,
         min_tokens=min(min_tokens, max_new_tokens),
         seed=default_seed() if seed is None else seed,
         stop=_parse_stop(body),
@@ -160,7 +192,6 @@ def parse_request(
         logit_bias=_parse_bias(body, vocab),
         top_logprobs=top,
         prompt_logprobs=score,
-        prompt_temperature=_number(body, "prompt_temperature", 1.0, SMALLEST, LARGEST),
     )
     return ParsedRequest(
         params=params,
@@ -264,29 +295,21 @@ def _check_fields(body: Json, known: frozenset[str]) -> None:
 def _parse_logprobs(body: Json, chat: bool) -> tuple[int, bool]:
     """`(number of top log-probs, whether log-probs are requested)`, for chats and completions."""
     if chat:
-        wanted = read_flag(body, "logprobs", False)
-        top = _integer(body, "top_logprobs", 0, 0, MAX_TOP_LOGPROBS) or 0
-        if top and not wanted:
+        is_requested = read_flag(body, "logprobs", False)
+        top = read_integer(body, "top_logprobs") or 0
+        if top and not is_requested:
             raise ApiError("top_logprobs needs logprobs = true", param="top_logprobs")
-        return top, wanted
+        return top, is_requested
     number = body.get("logprobs")
     if number is None or number is False:
         return 0, False
-    return (1 if number is True else _integer(body, "logprobs", 0, 0, MAX_TOP_LOGPROBS) or 0), True
-
-
-def _parse_temperature(body: Json) -> float:
-    """Temperature; 0 is greedy."""
-    found = _number(body, "temperature", 1.0, 0, LARGEST)
-    if 0 < found < SMALLEST:
-        raise ApiError(f"temperature must be 0 or at least {SMALLEST:g}, got {found!r}", param="temperature")
-    return found
+    return (1 if number is True else read_integer(body, "logprobs", INTEGERS["top_logprobs"]) or 0), True
 
 
 def _parse_limit(body: Json, chat: bool, lowest: int) -> int | None:
     """Maximum number of completion tokens. None in a chat: unlimited; OpenAI's default for completions is 16."""
-    limit = _integer(body, "max_completion_tokens", None, lowest) if chat else None
-    limit = limit if limit is not None else _integer(body, "max_tokens", None, lowest)
+    limit = read_integer(body, "max_completion_tokens", Range(None, lowest)) if chat else None
+    limit = limit if limit is not None else read_integer(body, "max_tokens", Range(None, lowest))
     return 16 if limit is None and not chat else limit
 
 
@@ -336,7 +359,9 @@ def _parse_bias(body: Json, vocab: int) -> tuple[tuple[int, float], ...]:
     return tuple(pairs)
 
 
-def _number(body: Json, name: str, default: float, low: float, high: float, above: bool = False) -> float:
+def _number(body: Json, name: str) -> float:
+    default, low, high, above = NUMBERS[name]
+    assert default is not None and low is not None and high is not None
     value = body.get(name)
     if value is None:
         return default
@@ -348,10 +373,12 @@ def _number(body: Json, name: str, default: float, low: float, high: float, abov
     return float(value)
 
 
-def _integer(body: Json, name: str, default: int | None, low: int | None = None, high: int | None = None) -> int | None:
+def read_integer(body: Json, name: str, allowed: Range | None = None) -> int | None:
+    """Integer field `name`, within `INTEGERS[name]` unless `allowed` is given; null is the default."""
+    default, low, high, _ = allowed or INTEGERS[name]
     value = body.get(name)
     if value is None:
-        return default
+        return None if default is None else int(default)
     if type(value) is not int or (low is not None and value < low) or (high is not None and value > high):
         bounds = (f" of at least {low}" if low is not None else "") + (f" and at most {high}" if high else "")
         raise ApiError(f"{name} must be an integer{bounds}, got {value!r}", param=name)

@@ -195,8 +195,8 @@ class ChoiceStream:
             self._detokenizer = Detokenizer(self.writer.decode, params.skip_special_tokens)
         for token in event.token_ids:
             self._text += self._detokenizer.add(token)
-        held = 0 if params.include_stop else max((len(stop) - 1 for stop in params.stop), default=0)
-        safe = self._text[: max(len(self._text) - held, 0)]
+        num_buffered = 0 if params.include_stop else max((len(stop) - 1 for stop in params.stop), default=0)
+        safe = self._text[: max(len(self._text) - num_buffered, 0)]
         reasoning, content = "", safe
         if self.chat:
             reasoning, content = self.writer.parser.parse_open(
@@ -210,13 +210,7 @@ class ChoiceStream:
         check_output(output)
         text = self.writer.text(output)
         message, calls = self.writer.message(text, self.parsed) if self.chat else ({"content": text}, False)
-        rest = StreamUpdate(
-            output.request,
-            self._tokens_sent,
-            output.token_ids[self._tokens_sent :],
-            output.logprobs[self._tokens_sent :],
-            output.top_logprobs[self._tokens_sent :],
-        )
+        rest = slice_output(output, self._tokens_sent)
         choice = self._piece(message["content"] or "", message.get("reasoning_content") or "", rest)
         if calls:
             numbered = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
@@ -245,6 +239,13 @@ class ChoiceStream:
         if self.parsed.token_ids:
             choice["token_ids"] = event.token_ids
         return choice
+
+
+def slice_output(output: Output, start: int) -> StreamUpdate:
+    """The tokens of a finished completion from `start` on."""
+    return StreamUpdate(
+        output.request, start, output.token_ids[start:], output.logprobs[start:], output.top_logprobs[start:]
+    )
 
 
 def usage(num_prompt: int, outputs: list[Output]) -> Json:

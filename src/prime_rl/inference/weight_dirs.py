@@ -7,12 +7,25 @@ import tempfile
 from pathlib import Path
 
 from prime_rl.inference.config import InferenceConfig
+from prime_rl.inference.request_parsing import ApiError, Json
 from prime_rl.runtime.run_dir import RunDir
 from prime_rl.runtime.tokenizer import resolve_model_dir
 from prime_rl.transport.weights import check_directory
 from rollouts.training.steps import is_complete, step_path
 
 SHOWN_PATH = 200
+
+
+def parse_directory(body: Json, key: str, config: InferenceConfig) -> Path:
+    """The directory named in a request; HTTP 403 unless it is allowed."""
+    given = body.get(key)
+    if not isinstance(given, str) or not given:
+        raise ApiError(f'give {{"{key}": "<directory>"}}', param=key)
+    allowed = [*config.weight_dirs, *filter(None, [config.output_dir])]
+    try:
+        return resolve_allowed(given, allowed)
+    except PermissionError as error:
+        raise ApiError(str(error), status=403, param=key, kind="permission_error") from error
 
 
 def resolve_allowed(weight_dir: str, allowed: list[Path]) -> Path:

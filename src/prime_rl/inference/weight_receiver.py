@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 
-from prime_rl.inference.request_parsing import ApiError, Json
+from prime_rl.inference.request_parsing import ApiError, Json, Range, read_integer
 from prime_rl.transport.broadcast import SCHEMA, Broadcast, BroadcastFailed, check_broadcast
 
 NO_TRAINER = "no weight broadcast is set up: POST /init_broadcaster first"
@@ -38,10 +38,11 @@ def parse_broadcast(body: Json, own_type: str) -> Broadcast:
         raise ApiError("host must be the address of the trainer", param="host")
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
         raise ApiError("timeout must be a number of seconds above 0", param="timeout")
-    rank, number = _integer(body, "server_rank", 0, 0), _integer(body, "num_inference_server", 1, None)
-    if number is not None and rank is not None and rank >= number:
-        raise ApiError(f"server_rank {rank} is not below num_inference_server {number}", param="server_rank")
-    port = _integer(body, "port", 1)
+    rank = read_integer(body, "server_rank", Range(0, 0))
+    num_servers = read_integer(body, "num_inference_server", Range(None, 1))
+    if num_servers is not None and rank is not None and rank >= num_servers:
+        raise ApiError(f"server_rank {rank} is not below num_inference_server {num_servers}", param="server_rank")
+    port = read_integer(body, "port", Range(None, 1))
     if port is None or port > 65535:
         raise ApiError("port must be an integer from 1 to 65535", param="port")
     return Broadcast(SCHEMA, "nccl" if own_type == "nccl" else "gloo", host, port, float(timeout))
@@ -59,14 +60,7 @@ async def init_broadcast(body: Json, own_type: str) -> Broadcast:
 
 def parse_version(body: Json) -> int:
     """Parse the version to receive."""
-    step = _integer(body, "step", 0)
+    step = read_integer(body, "step", Range(None, 0))
     if step is None:
         raise ApiError('give {"weight_dir": null, "step": N}, or {"weight_dir": "<directory>"}', param="step")
     return step
-
-
-def _integer(body: Json, name: str, least: int, default: int | None = None) -> int | None:
-    value = body.get(name, default)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-        raise ApiError(f"{name} must be an integer of at least {least}", param=name)
-    return value

@@ -7,7 +7,7 @@ import itertools
 import os
 import time
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -45,6 +45,17 @@ class GroupAnswer(msgspec.Struct):
 decode_answer = msgspec.json.Decoder(GroupAnswer).decode
 
 
+class ServerSpec(msgspec.Struct, frozen=True):
+    """Arguments of `InferenceClient`, for building the same client in another process."""
+
+    base_url: str
+    headers: tuple[tuple[str, str], ...] = ()
+    timeout_s: float = 1200
+    max_connections: int = 1024
+    seq_len: int | None = None
+    reconnect_s: float = 0
+
+
 class InferenceClient:
     """Client of one server; `verifiers` uses `chat.completions.create`, `completions.create`, `post` and `base_url`.
 
@@ -75,7 +86,7 @@ class InferenceClient:
         """Whether the server accepts batched chats that differ in their seed; detected at the first use."""
         self._knows_groups = False
         self._turn_ends: dict[bytes, list[int]] = {}
-        self._together = RequestBatcher(self._send_group)
+        self._batcher = RequestBatcher(self._send_group)
         self.completions = _Completions(self, "/completions")
         self.chat = _Chat(self)
 
@@ -84,11 +95,22 @@ class InferenceClient:
         """Base of control routes such as /health: `base_url` without /v1."""
         return self.base_url.removesuffix("/v1")
 
+    def describe(self) -> ServerSpec:
+        """The server and the limits of this client."""
+        return ServerSpec(
+            self.base_url,
+            tuple(self.headers.items()),
+            self.timeout_s,
+            self.max_connections,
+            self.seq_len,
+            self.reconnect_s,
+        )
+
     def copy(self, *, base_url: str) -> InferenceClient:
         """The same server at another path, such as the root for /tokenize; connections are shared."""
         twin = InferenceClient.__new__(InferenceClient)
         twin.__dict__.update(self.__dict__, base_url=base_url.rstrip("/"), _path=urlsplit(base_url).path.rstrip("/"))
-        twin._together = RequestBatcher(twin._send_group)
+        twin._batcher = RequestBatcher(twin._send_group)
         twin.completions, twin.chat = _Completions(twin, "/completions"), _Chat(twin)
         return twin
 
@@ -111,11 +133,11 @@ class InferenceClient:
 
         return MultiTurnClient(self)
 
-    async def ask(self, path: str, body: dict[str, Any]) -> Any:
+    async def generate(self, path: str, body: dict[str, Any]) -> Any:
         """Request a completion from a route."""
         data = None
         if self.takes_groups and path == "/chat/completions" and body.get("n", 1) == 1 and not body.get("stream"):
-            data = await self._together.ask(body)
+            data = await self._batcher.request(body)
         if data is None:
             data = await self.request("POST", path, body)
         return read_completion(data, chat=path.startswith("/chat"))
@@ -162,7 +184,7 @@ class InferenceClient:
         import openai
 
         try:
-            return await self.ask("/chat/completions/tokens", body)
+            return await self.generate("/chat/completions/tokens", body)
         except openai.NotFoundError:
             self.takes_tokens = False
             return None
@@ -202,8 +224,8 @@ class InferenceClient:
         key = msgspec.json.encode(body, order="deterministic")
         if key not in self._turn_ends:
             ends = []
-            for said in ("A", "B"):
-                messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": said}]
+            for text in ("A", "B"):
+                messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]
                 ids = await self.tokenize(body | {"messages": messages, "add_generation_prompt": False})
                 if ids is None:
                     return None
@@ -261,7 +283,7 @@ class _Completions:
         self._client, self._path = client, path
 
     async def create(self, *, extra_body: dict[str, Any] | None = None, **request: Any) -> Any:
-        return await self._client.ask(self._path, {**request, **(extra_body or {})})
+        return await self._client.generate(self._path, {**request, **(extra_body or {})})
 
 
 class _Chat:
@@ -299,33 +321,9 @@ class _HttpxPool:
         await self._client.aclose()
 
 
-class ServerAddress(Protocol):
-    """Arguments for building the same client in another process."""
-
-    @property
-    def base_url(self) -> str: ...
-    @property
-    def headers(self) -> tuple[tuple[str, str], ...]: ...
-    @property
-    def timeout_s(self) -> float: ...
-    @property
-    def max_connections(self) -> int: ...
-    @property
-    def seq_len(self) -> int | None: ...
-    @property
-    def reconnect_s(self) -> float: ...
-
-
-def build_client(server: ServerAddress) -> InferenceClient:
+def build_client(server: ServerSpec) -> InferenceClient:
     """Build the client of a server described by another process."""
-    return InferenceClient(
-        server.base_url,
-        headers=dict(server.headers),
-        timeout_s=server.timeout_s,
-        max_connections=server.max_connections,
-        seq_len=server.seq_len,
-        reconnect_s=server.reconnect_s,
-    )
+    return InferenceClient(**{**msgspec.structs.asdict(server), "headers": dict(server.headers)})
 
 
 def build_clients(config: ClientConfig, *, seq_len: int | None = None) -> list[InferenceClient]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
@@ -12,7 +11,7 @@ from prime_rl.inference.async_engine import EngineFailed
 from prime_rl.inference.intake import read_json
 from prime_rl.inference.request_parsing import MAX_NAME_LENGTH, ApiError, Json
 from prime_rl.inference.routes.openai import Route, answer
-from prime_rl.inference.weight_dirs import resolve_allowed
+from prime_rl.inference.weight_dirs import parse_directory
 from prime_rl.inference.weight_receiver import init_broadcast, parse_version
 from prime_rl.telemetry.prometheus import CONTENT_TYPE, Sample, render_samples
 from prime_rl.transport.weights import is_adapter
@@ -30,7 +29,7 @@ async def update_weights(service: ServerState, request: Request) -> Response:
     body = await _read(service, request)
     if "weight_dir" in body and body["weight_dir"] is None:
         return answer(await service.load_broadcast(parse_version(body)))
-    directory = _allowed(service, body, "weight_dir")
+    directory = parse_directory(body, "weight_dir", service.config)
     if is_adapter(directory):
         return answer(await service.load_policy_adapter(directory))
     return answer(await service.load(lambda: service.weights.read_step(directory)))
@@ -47,7 +46,7 @@ async def load_lora_adapter(service: ServerState, request: Request) -> Response:
     name = body.get("lora_name")
     if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME_LENGTH or name in service.names:
         raise ApiError(f"lora_name must be a unique name of at most {MAX_NAME_LENGTH} characters", param="lora_name")
-    return answer(await service.load_adapter(name, _allowed(service, body, "lora_path")))
+    return answer(await service.load_adapter(name, parse_directory(body, "lora_path", service.config)))
 
 
 async def unload_lora_adapter(service: ServerState, request: Request) -> Response:
@@ -145,18 +144,6 @@ async def metrics(service: ServerState, request: Request) -> Response:
 
 async def _read(service: ServerState, request: Request) -> Json:
     return await read_json(request, service.workers, lambda body: body)
-
-
-def _allowed(service: ServerState, body: Json, key: str) -> Path:
-    """Directory named in a request; HTTP 403 unless it is allowed."""
-    given = body.get(key)
-    if not isinstance(given, str) or not given:
-        raise ApiError(f'give {{"{key}": "<directory>"}}', param=key)
-    allowed = [*service.config.weight_dirs, *filter(None, [service.config.output_dir])]
-    try:
-        return resolve_allowed(given, allowed)
-    except PermissionError as error:
-        raise ApiError(str(error), status=403, param=key, kind="permission_error") from error
 
 
 CONTROL_ROUTES: tuple[Route, ...] = (

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import orjson
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
-from prime_rl.inference.engine import Output, StreamUpdate, TopLogprobs
+from prime_rl.inference.engine import Event, Output, StreamUpdate
 from prime_rl.inference.intake import read_json
 from prime_rl.inference.request_parsing import MAX_NAME_LENGTH, ApiError, Json, ParsedRequest, read_flag
-from prime_rl.inference.responses import check_output, usage
+from prime_rl.inference.responses import check_output, slice_output, usage
 from prime_rl.inference.routes.openai import (
     Job,
     Route,
     build_checked,
-    build_error_response,
     parse_generation_request,
+    stream_events,
     write,
 )
 
@@ -55,19 +54,16 @@ async def generate(service: ServerState, request: Request) -> Response:
         return job, head, mode == "text", read_flag(body, "return_token_ids", False)
 
     job, head, text_mode, shows_prompt = await read_json(request, service.workers, build)
-    [prompt], requests, parsed = job.prompts, job.requests, job.parsed
+    [prompt], parsed = job.prompts, job.parsed
     shown: Json = {"prompt_token_ids": prompt} if shows_prompt else {}
     if parsed.stream:
-        return StreamingResponse(
-            _lines(service, request, prompt, requests, parsed, head, shown), media_type="text/event-stream"
-        )
-    outputs = await service.engine.generate(requests, request.receive)
+        return stream_events(service, request, job, head, _build_pieces(job, shown))
+    outputs = await service.engine.generate(job.requests, request.receive)
 
     def build_response() -> Json:
         choices = []
         for i, output in enumerate(outputs):
-            check_output(output)
-            choice = _choice(i, output, output.token_ids, output.logprobs, output.top_logprobs, parsed)
+            choice = _choice(i, slice_output(output, 0), parsed) | _end(output)
             choices.append({**choice, "text": service.writer.text(output)} if text_mode else choice)
         scores = service.writer.prompt_scores(prompt, outputs[0], parsed)
         return {**head, "choices": choices, "usage": usage(len(prompt), outputs), **shown, **scores}
@@ -100,31 +96,31 @@ def _options(body: Json) -> Json:
     return {"stream_options": body["stream_options"]} if body.get("stream_options") is not None else {}
 
 
-def _choice(
-    index: int,
-    event: Output | StreamUpdate,
-    ids: Sequence[int],
-    logprobs: Sequence[float],
-    tops: Sequence[TopLogprobs],
-    parsed: ParsedRequest,
-) -> Json:
-    choice: Json = {"index": index, "token_ids": list(ids), "finish_reason": None, "logprobs": None}
+def _choice(index: int, event: StreamUpdate, parsed: ParsedRequest) -> Json:
+    choice: Json = {"index": index, "token_ids": event.token_ids, "finish_reason": None, "logprobs": None}
     if parsed.logprobs:
-        content = [_entry(token, logprob) for token, logprob in zip(ids, logprobs, strict=True)]
-        for i, item in enumerate(content):
-            item["top_logprobs"] = (
-                [_entry(t, value, rank) for rank, (t, value) in enumerate(tops[i], 1)] if tops else []
-            )
+        content = [_entry(token, logprob) for token, logprob in zip(event.token_ids, event.logprobs, strict=True)]
+        tops = event.top_logprobs or [[] for _ in content]
+        for item, top in zip(content, tops, strict=True):
+            item["top_logprobs"] = [_entry(token, value, rank) for rank, (token, value) in enumerate(top, 1)]
         choice["logprobs"] = {"content": content}
-    if isinstance(event, Output):
-        ends = [start for start, _ in event.versions[1:]] + [len(event.token_ids)]
-        choice["finish_reason"], choice["stop_reason"] = event.finish_reason, event.stop_reason
-        choice["versions"] = event.versions
-        choice["weight_versions"] = [
-            {"version": str(version), "start": start, "end": end}
-            for (start, version), end in zip(event.versions, ends, strict=True)
-        ]
     return choice
+
+
+def _end(output: Output) -> Json:
+    """Additional fields of a finished choice."""
+    check_output(output)
+    ends = [start for start, _ in output.versions[1:]] + [len(output.token_ids)]
+    spans = [
+        {"version": str(version), "start": start, "end": end}
+        for (start, version), end in zip(output.versions, ends, strict=True)
+    ]
+    return {
+        "finish_reason": output.finish_reason,
+        "stop_reason": output.stop_reason,
+        "versions": output.versions,
+        "weight_versions": spans,
+    }
 
 
 def _entry(token: int, logprob: float, rank: int | None = None) -> Json:
@@ -132,42 +128,22 @@ def _entry(token: int, logprob: float, rank: int | None = None) -> Json:
     return {"token": f"token_id:{token}", "token_id": token, "logprob": logprob, "rank": rank}
 
 
-async def _lines(
-    service: ServerState,
-    request: Request,
-    prompt: list[int],
-    requests: list[Any],
-    parsed: ParsedRequest,
-    head: Json,
-    shown: Json,
-) -> AsyncIterator[bytes]:
-    """Server-sent events with the new tokens of each choice."""
-    index = {single: i for i, single in enumerate(requests)}
-    sent = [0] * len(requests)
-    outputs: list[Output] = []
+def _build_pieces(job: Job, shown: Json) -> Callable[[Event], Json]:
+    """Builds stream chunks with the new tokens of a choice; the first chunk also has the fields `shown`."""
+    index = {single: i for i, single in enumerate(job.requests)}
+    num_sent = [0] * len(index)
+    first = dict(shown)
 
-    def line(content: Json) -> bytes:
-        return b"data: " + orjson.dumps({**head, **content}) + b"\n\n"
+    def build(event: Event) -> Json:
+        i = index[event.request]
+        new = slice_output(event, num_sent[i]) if isinstance(event, Output) else event
+        num_sent[i] += len(new.token_ids)
+        choice = _choice(i, new, job.parsed) | (_end(event) if isinstance(event, Output) else {})
+        content = {"choices": [choice], **first}
+        first.clear()
+        return content
 
-    try:
-        async for event in service.engine.stream(requests):
-            i = index[event.request]
-            at = sent[i] if isinstance(event, Output) else 0
-            tops = event.top_logprobs[at:]
-            if isinstance(event, Output):
-                check_output(event)
-                outputs.append(event)
-            sent[i] += len(event.token_ids) - at
-            yield line(
-                {"choices": [_choice(i, event, event.token_ids[at:], event.logprobs[at:], tops, parsed)], **shown}
-            )
-            shown = {}
-    except Exception as error:
-        yield b"data: " + build_error_response(request, error).body + b"\n\n"
-        return
-    if parsed.include_usage:
-        yield line({"choices": [], "usage": usage(len(prompt), outputs)})
-    yield b"data: [DONE]\n\n"
+    return build
 
 
 TOKEN_ROUTES: tuple[Route, ...] = (("/inference/v1/generate", "POST", generate, "api"),)

@@ -257,39 +257,51 @@ def _prompts(service: ServerState, body: Json) -> list[list[int]]:
 
 
 def _stream(service: ServerState, request: Request, job: Job, *, chat: bool) -> Response:
-    """Stream server-sent events: one line per chunk, usage if requested, then [DONE]."""
-    prompts, requests, parsed = job.prompts, job.requests, job.parsed
+    parsed = job.parsed
     head = service.writer.head("chat.completion.chunk" if chat else "text_completion", "chatcmpl" if chat else "cmpl")
-    choices = {single: ChoiceStream(service.writer, i, parsed, chat) for i, single in enumerate(requests)}
+    choices = {single: ChoiceStream(service.writer, i, parsed, chat) for i, single in enumerate(job.requests)}
+
+    def build_opening() -> Json:
+        first: Json = {"choices": []}
+        for i in range(len(choices)):
+            delta: Json = {"index": i, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+            first["choices"].append(delta | {"logprobs": None})
+        return first | ({"prompt_token_ids": job.prompts[0]} if parsed.token_ids else {})
+
+    def build_piece(event: Event) -> Json:
+        choice = choices[event.request]
+        return {"choices": [choice.end(event) if isinstance(event, Output) else choice.progress(event)]}
+
+    return stream_events(service, request, job, head, build_piece, build_opening() if chat else None)
+
+
+def stream_events(
+    service: ServerState,
+    request: Request,
+    job: Job,
+    head: Json,
+    build_piece: Callable[[Event], Json],
+    opening: Json | None = None,
+) -> Response:
+    """Stream server-sent events: one line per engine event, usage if requested, then [DONE]; or an error."""
 
     def line(content: Json) -> bytes:
         return b"data: " + orjson.dumps({**head, **content}) + b"\n\n"
 
-    def opening() -> Json:
-        first: Json = {"choices": []}
-        for i in range(len(requests)):
-            delta: Json = {"index": i, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-            first["choices"].append(delta | {"logprobs": None})
-        return first | ({"prompt_token_ids": prompts[0]} if parsed.token_ids else {})
-
-    def piece(event: Event) -> bytes:
-        choice = choices[event.request]
-        return line({"choices": [choice.end(event) if isinstance(event, Output) else choice.progress(event)]})
-
     async def lines() -> AsyncIterator[bytes]:
         outputs = []
-        if chat:
-            yield line(opening())
+        if opening is not None:
+            yield line(opening)
         try:
-            async for event in service.engine.stream(requests):
-                yield piece(event)
+            async for event in service.engine.stream(job.requests):
+                yield line(build_piece(event))
                 if isinstance(event, Output):
                     outputs.append(event)
-        except (ApiError, EngineBusy, EngineFailed, ReaderTooSlow) as error:
+        except Exception as error:
             yield b"data: " + build_error_response(request, error).body + b"\n\n"
             return
-        if parsed.include_usage:
-            yield line({"choices": [], "usage": usage(sum(map(len, prompts)), outputs)})
+        if job.parsed.include_usage:
+            yield line({"choices": [], "usage": usage(sum(map(len, job.prompts)), outputs)})
         yield b"data: [DONE]\n\n"
 
     return StreamingResponse(lines(), media_type="text/event-stream")

@@ -9,6 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from prime_rl.client.scoring import PackedScores
 from prime_rl.inference.engine import FULL, GenerationRequest, Output, SamplingParams
 from prime_rl.inference.intake import read_json
 from prime_rl.inference.request_parsing import LARGEST, SMALLEST, ApiError, Json, check_token_ids
@@ -35,21 +36,6 @@ class ScoreRequest(msgspec.Struct, forbid_unknown_fields=True):
     top: int = 0
     temperature: float = 1.0
     model: str | None = None
-
-
-class Scores(msgspec.Struct):
-    """Scores of `tokens[start:]` as packed float32 and int32 in native byte order.
-
-    `top_ids` and `top_logprobs` are `[tokens, top]`, most likely first; `tail_mass` is the probability of all others.
-    With the full vocabulary, `top_ids` and `tail_mass` are empty.
-    """
-
-    logprobs: bytes
-    top_ids: bytes = b""
-    top_logprobs: bytes = b""
-    tail_mass: bytes = b""
-    version: int = 0
-    num_cached: int = 0
 
 
 async def score(service: ServerState, request: Request) -> Response:
@@ -93,12 +79,12 @@ async def score(service: ServerState, request: Request) -> Response:
     return Response(msgspec.msgpack.encode(pack_scores(output)), media_type="application/msgpack")
 
 
-def pack_scores(output: Output) -> Scores:
+def pack_scores(output: Output) -> PackedScores:
     """Pack the scores of a finished request."""
     logprobs = output.prompt_logprobs
     if logprobs is None or output.finish_reason == "error":
         raise ApiError(f"scoring failed: {output.stop_reason}", status=500)
-    scores = Scores(
+    scores = PackedScores(
         _floats(logprobs.logprobs),
         version=output.versions[-1][1] if output.versions else 0,
         num_cached=output.num_cached,

@@ -1,1 +1,1 @@
-"""SGLang backend: a gateway to an existing SGLang server."""
+"""SGLang backend: a gateway to an existing SGLang server. Experimental: tested against a fake server only."""

@@ -1,12 +1,12 @@
 """An engine that forwards requests to an existing SGLang server.
 
-    request --> free slot, gate open --> POST /generate --> known weight version --> Output
+    request --> free slot, gate open --> POST /generate --> weight version in service --> Output
                                |                                    |
-                   closed during weight updates,      unknown: the server restarted, or the version
-                   pauses and outages                 failed verification: the request is retried
+                   closed during weight updates,      another one: the server was restarted,
+                   pauses and outages                 the request is sent again
 
-SGLang does not expose weight digests. So after every update the canary published by the trainer is scored before the
-gate opens; on a mismatch the previous weights are restored.
+SGLang exposes no weight digests. So after every update the canary published by the trainer is scored before the gate
+opens; on a mismatch the previous weights are restored. Running requests finish before an update.
 """
 
 from __future__ import annotations
@@ -31,17 +31,9 @@ from prime_rl.inference.engine import (
     GenerationRequest,
     Output,
     SamplingParams,
-    StreamUpdate,
 )
 from prime_rl.inference.request_parsing import Json
-from prime_rl.inference.sglang.protocol import (
-    MalformedResponse,
-    StreamedCompletion,
-    build_body,
-    check_params,
-    read_scores,
-    read_spans,
-)
+from prime_rl.inference.sglang.protocol import MalformedResponse, build_body, check_params, read_output, read_scores
 from prime_rl.inference.sglang.remote import Remote, RequestRejected, ServerUnreachable
 from prime_rl.transport.logprob_check import compare_canary, read_canary
 from rollouts.training.weight_sync import EngineError, FailureKind, SGLangEngine
@@ -70,21 +62,11 @@ class RemoteAdapter:
     spec: AdapterSpec
 
 
-@dataclass(eq=False)
-class InflightRequest:
-    """A request in flight."""
-
-    request: GenerationRequest
-    task: asyncio.Task[None] | None = None
-    send_task: asyncio.Task[tuple[StreamedCompletion, Json]] | None = None
-    rid: str | None = None
-    """Request id on the server while it runs there."""
-    num_streamed: int = 0
-    """Number of streamed tokens."""
-
-
 class SGLangGateway:
-    """Implements `prime_rl.inference.engine.GenerationEngine`; its event loop runs in a separate thread."""
+    """Implements `prime_rl.inference.engine.GenerationEngine`; its event loop runs in a separate thread.
+
+    A streaming request gets its tokens at once, when it has finished.
+    """
 
     exact = False
 
@@ -98,7 +80,6 @@ class SGLangGateway:
         max_model_len: int,
         max_running: int,
         dtype: str,
-        has_spans: bool,
         supports_seeds: bool,
     ) -> None:
         self.server, self.dtype = server, dtype
@@ -106,16 +87,12 @@ class SGLangGateway:
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self._loaded = base
-        self._decode_text = decode
-        self._has_spans, self._supports_seeds = has_spans, supports_seeds
-        self._labels = {str(base.version): base.version}
-        """Server version label -> policy version, of verified weights."""
-        self._rejected: set[str] = set()
+        self._decode, self._supports_seeds = decode, supports_seeds
         self._adapters: dict[str, RemoteAdapter] = {}
-        self._inflight: dict[GenerationRequest, InflightRequest] = {}
-        """Unfinished requests; modified by the engine thread, so other threads iterate over a copy."""
-        self._on_server: set[InflightRequest] = set()
-        """Requests running on the server; accessed only by the event loop thread."""
+        self._requests: dict[GenerationRequest, asyncio.Task[None]] = {}
+        """Unfinished requests; only their number is read outside the event loop thread, as below."""
+        self._on_server: dict[GenerationRequest, asyncio.Task[Json]] = {}
+        """Requests running on the server."""
         self._events: deque[Event] = deque()
         self._crash: BaseException | None = None
         self._paused = False
@@ -123,9 +100,8 @@ class SGLangGateway:
         self._counts = dict.fromkeys(("prompt_tokens", "shared_prompt_tokens", "generated_tokens", "finished"), 0)
         self._remote = Remote(server, max_running + 1)
         self._slots = asyncio.Semaphore(max_running)
-        self._gate, self._server_idle = asyncio.Event(), asyncio.Event()
+        self._gate = asyncio.Event()
         self._gate.set()
-        self._server_idle.set()
         self._changing = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
@@ -154,14 +130,11 @@ class SGLangGateway:
         """Submit a request; raises as `check`."""
         self.check(request)
         self._counts["prompt_tokens"] += len(request.prompt)
-        inflight = self._inflight[request] = InflightRequest(request)
-        self._loop.call_soon_threadsafe(self._launch, inflight)
+        self._loop.call_soon_threadsafe(self._launch, request)
 
     def cancel(self, request: GenerationRequest) -> None:
         """Cancel a request; no effect if it has finished."""
-        inflight = self._inflight.pop(request, None)
-        if inflight is not None:
-            self._loop.call_soon_threadsafe(self._cancel_inflight, inflight)
+        self._loop.call_soon_threadsafe(self._cancel, request)
 
     def has_work(self) -> bool:
         """Whether there are events to deliver."""
@@ -192,7 +165,7 @@ class SGLangGateway:
 
     def adapters(self) -> dict[str, AdapterSpec]:
         """Loaded adapters by name."""
-        return {name: served.spec for name, served in list(self._adapters.items())}
+        return {name: adapter.spec for name, adapter in list(self._adapters.items())}
 
     def abort(self) -> list[Event]:
         """Abort every request; partial completions are returned with finish_reason "abort"."""
@@ -202,7 +175,7 @@ class SGLangGateway:
     def stats(self) -> EngineStats:
         """Counters of this gateway's requests."""
         running = len(self._on_server)
-        return EngineStats(running=running, waiting=max(len(self._inflight) - running, 0), **self._counts)
+        return EngineStats(running=running, waiting=max(len(self._requests) - running, 0), **self._counts)
 
     def start(self, wake: Callable[[], None]) -> None:
         """Start monitoring the server; `wake` is called when events arrive."""
@@ -234,135 +207,97 @@ class SGLangGateway:
             self._thread.join()
             self._loop.close()
 
-    # The methods below run in the event loop thread.
-
     def _await(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    # The methods below run in the event loop thread.
+
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _launch(self, inflight: InflightRequest) -> None:
-        if inflight.request in self._inflight:
-            inflight.task = self._spawn(self._run_request(inflight))
+    def _launch(self, request: GenerationRequest) -> None:
+        self._requests[request] = self._spawn(self._run_request(request))
 
-    def _cancel_inflight(self, inflight: InflightRequest) -> None:
-        if inflight.task is not None:
-            inflight.task.cancel()
-        if inflight.rid is not None:
-            self._spawn(self._remote.notify("/abort_request", {"rid": inflight.rid}))
+    def _cancel(self, request: GenerationRequest) -> None:
+        if (task := self._requests.pop(request, None)) is not None:
+            task.cancel()
 
-    def _deliver(self, *events: Event) -> None:
-        self._events.extend(events)
-        self._wake()
-
-    async def _run_request(self, inflight: InflightRequest) -> None:
+    async def _run_request(self, request: GenerationRequest) -> None:
         """Run one request to its output, across server outages."""
-        request = inflight.request
         try:
             async with self._slots:
-                output = await self._generate(inflight)
+                output = await self._generate(request)
         except (RequestRejected, MalformedResponse) as error:
             output = Output(request, [], [], [], [], "error", f"SGLang: {error}")
         except Exception as error:
             self._fail(error)
             return
-        if self._inflight.pop(request, None) is not None:
+        if self._requests.pop(request, None) is not None:
             self._counts["finished"] += 1
             self._counts["generated_tokens"] += len(output.token_ids)
             self._counts["shared_prompt_tokens"] += output.num_cached
-            self._deliver(output)
+            self._events.append(output)
+            self._wake()
 
-    async def _generate(self, inflight: InflightRequest) -> Output:
-        request, tries = inflight.request, 0
+    async def _generate(self, request: GenerationRequest) -> Output:
+        tries = 0
         while True:
-            await self._gate.wait()
-            served = None if request.adapter is None else self._adapters.get(request.adapter)
-            if request.adapter is not None and served is None:
+            while not self._gate.is_set():
+                await self._gate.wait()
+            adapter = None if request.adapter is None else self._adapters.get(request.adapter)
+            if request.adapter is not None and adapter is None:
                 return Output(request, [], [], [], [], "abort")
             try:
-                send_task = self._loop.create_task(self._send(inflight, None if served is None else served.name))
-                inflight.send_task = send_task
-                completion, meta = await send_task
-                await self._gate.wait()  # weights updated in the meantime must be verified first
-                versions = self._read_versions(meta)
+                meta = await self._send(request, adapter)
+                if meta is not None:
+                    version = self.version if adapter is None else adapter.spec.version
+                    return read_output(request, meta, version, self._decode)
             except (ServerUnreachable, RequestRejected) as error:
-                versions = []
-                if await self._has_unknown_weights():
+                if not await self._has_right_weights():
                     self._mark_unavailable(str(error))  # may explain a rejection, such as a missing adapter
-                elif isinstance(error, RequestRejected) and self._adapters.get(request.adapter or "") is served:
+                elif isinstance(error, RequestRejected) and self._adapters.get(request.adapter or "") is adapter:
                     raise  # otherwise the adapter was replaced concurrently
                 elif (tries := tries + 1) > MAX_TRIES:
                     raise RequestRejected(f"{error}, {MAX_TRIES} times") from error
                 else:  # server full or connection lost: retry this request only
                     await asyncio.sleep(min(RETRY_S * 2**tries, MAX_BACKOFF_S))
-            except asyncio.CancelledError:
-                send_task.cancel()
-                if self.problem is None or (task := asyncio.current_task()) is None or task.cancelling():
-                    raise  # this task was canceled, not just the server request because of an outage
-                versions = []
-            if versions:
-                spans = versions if served is None else [(0, served.spec.version)]
-                return completion.finish(meta, spans, self._decode_text)
-            if inflight.num_streamed:
-                raise RequestRejected("the server failed, or its new weights were wrong, during this stream")
 
-    def _read_versions(self, meta: Json) -> list[tuple[int, int]]:
-        """Version spans of the tokens, empty if some weights were wrong; `ServerUnreachable` for unknown weights."""
-        spans = read_spans(meta)
-        if any(label in self._rejected for _, label in spans):
-            return []
-        for _, label in spans:
-            if label not in self._labels:
-                raise ServerUnreachable(f"unknown weight version {label!r}: was the server restarted?")
-        return [(start, self._labels[label]) for start, label in spans]
-
-    async def _send(self, inflight: InflightRequest, adapter: str | None) -> tuple[StreamedCompletion, Json]:
-        """Send a request; returns its tokens and the last `meta_info`. `ServerUnreachable` or `RequestRejected`."""
-        inflight.rid = uuid.uuid4().hex
-        completion = StreamedCompletion(inflight.request)
-        body = build_body(inflight.request, inflight.rid, adapter, self._supports_seeds)
-        self._on_server.add(inflight)
-        self._server_idle.clear()
+    async def _send(self, request: GenerationRequest, adapter: RemoteAdapter | None) -> Json | None:
+        """The response's `meta_info`; None if `_interrupt` ended the request. `ServerUnreachable` or
+        `RequestRejected`."""
+        rid = uuid.uuid4().hex
+        body = build_body(request, rid, None if adapter is None else adapter.name, self._supports_seeds)
+        task = self._on_server[request] = self._spawn(self._remote.generate(body))
         try:
-            if inflight.request.stream:
-                return completion, await self._send_stream(inflight, completion, body)
-            meta = await self._remote.generate(body)
-            completion.add(meta)
-            return completion, meta
+            await asyncio.wait([task])
         finally:
-            inflight.rid = None
-            self._on_server.discard(inflight)
-            if not self._on_server:
-                self._server_idle.set()
-
-    async def _send_stream(self, inflight: InflightRequest, completion: StreamedCompletion, body: Json) -> Json:
-        """Deliver chunks as they arrive; the last one goes into the output."""
-        meta: Json = {}
-        async for meta in self._remote.stream(body):
-            start = len(completion.token_ids)
-            if completion.add(meta) and not meta.get("finish_reason"):
-                self._deliver(self._build_chunk(inflight, completion, start))
+            del self._on_server[request]
+            if task.cancel() or task.cancelled():
+                self._spawn(self._remote.notify("/abort_request", {"rid": rid}))
+        if task.cancelled():
+            return None
+        meta = task.result()
+        if (label := str(meta.get("weight_version"))) != str(self.version):
+            raise ServerUnreachable(f"unknown weight version {label!r}: was the server restarted?")
         return meta
 
-    def _build_chunk(self, inflight: InflightRequest, completion: StreamedCompletion, start: int) -> StreamUpdate:
-        inflight.num_streamed = len(completion.token_ids)
-        tops = completion.top_logprobs[start:] or [[] for _ in completion.token_ids[start:]]
-        return StreamUpdate(inflight.request, start, completion.token_ids[start:], completion.logprobs[start:], tops)
+    def _interrupt(self) -> None:
+        """End the running requests on the server; they are sent again when the gate is open."""
+        for task in self._on_server.values():
+            task.cancel()
 
     async def _abort(self) -> None:
         """Abort queued requests here and running requests on the server."""
-        on_server = list(self._on_server)
-        for inflight in [inflight for inflight in list(self._inflight.values()) if inflight not in self._on_server]:
-            self._cancel_inflight(inflight)
-            self._inflight.pop(inflight.request, None)
-            self._events.append(Output(inflight.request, [], [], [], [], "abort"))
-        if on_server:
+        running = [self._requests[request] for request in self._on_server if request in self._requests]
+        for request in [request for request in self._requests if request not in self._on_server]:
+            self._cancel(request)
+            self._events.append(Output(request, [], [], [], [], "abort"))
+        if running:
             await self._remote.notify("/abort_request", {"rid": "", "abort_all": True})
-            await asyncio.wait([inflight.task for inflight in on_server if inflight.task is not None], timeout=ABORT_S)
+            await asyncio.wait(running, timeout=ABORT_S)
 
     async def _pause_server(self) -> None:
         self._gate.clear()
@@ -370,8 +305,7 @@ class SGLangGateway:
 
     async def _resume_server(self) -> None:
         await self._control(self.server.post("/continue_generation", {}))
-        if self.problem is None:
-            self._gate.set()
+        self._reopen()
 
     async def _control(self, work: Coroutine[Any, Any, T]) -> T:
         """Await a control request; `EngineUnavailable` or `ValueError` if it fails."""
@@ -383,48 +317,48 @@ class SGLangGateway:
                 raise EngineUnavailable(f"SGLang at {self.server} is unavailable: {error.message}") from error
             raise ValueError(f"SGLang at {self.server}: {error.message}") from error
 
-    async def _load(self, wanted: LoadedWeights) -> None:
-        """Close the gate, load, verify and reopen; running requests are recomputed, or finish first if the server
-        does not report version spans."""
+    async def _load(self, weights: LoadedWeights) -> None:
+        """Close the gate, let running requests finish, load, verify and reopen. While paused, and after a timeout,
+        running requests start again with the new weights."""
         async with self._changing:
             if self.problem is not None:
                 raise EngineUnavailable(self.problem)
             self._gate.clear()
             try:
-                if not self._has_spans:
-                    await self._server_idle.wait()
-                await self._load_and_verify(wanted)
-                self._loaded = wanted
-                self._labels[str(wanted.version)] = wanted.version
+                if self._on_server and not self._paused:
+                    await asyncio.wait(self._on_server.values(), timeout=self.server.timeout)
+                self._interrupt()
+                await self._load_or_restore(weights)
                 if self._paused:
                     await self._pause_server()
             finally:
                 self._reopen()
 
-    async def _load_and_verify(self, wanted: LoadedWeights) -> None:
+    async def _load_or_restore(self, weights: LoadedWeights) -> None:
         """Load and verify; on failure restore the previous weights, or stop the engine if that fails too."""
-        label = str(wanted.version)
-        self._rejected.discard(label)
         try:
-            await self._control(self.server.update_weights_from_checkpoint(str(wanted.directory), version=label))
-            await self._check_canary(wanted.directory, None)
+            await self._load_and_verify(weights)
         except EngineUnavailable:
             raise
         except ValueError as error:
-            if wanted == self._loaded:
-                raise
-            if label not in self._labels:
-                self._rejected.add(label)
-            logger.error(f"Rejected weights version={label}: {error}")
+            logger.error(f"Rejected weights version={weights.version}: {error}")
             try:
                 await self._load_and_verify(self._loaded)
             except EngineUnavailable:
                 raise
             except ValueError as second:
                 self._fail(
-                    RuntimeError(f"failed to load version {label} ({error}) and to restore the previous one ({second})")
+                    RuntimeError(
+                        f"failed to load version {weights.version} ({error}) and to restore the previous one ({second})"
+                    )
                 )
             raise ValueError(f"{error}; version {self.version} stays in service") from error
+        self._loaded = weights
+
+    async def _load_and_verify(self, weights: LoadedWeights) -> None:
+        label = str(weights.version)
+        await self._control(self.server.update_weights_from_checkpoint(str(weights.directory), version=label))
+        await self._check_canary(weights.directory, None)
 
     async def _check_canary(self, directory: Path, adapter: str | None) -> None:
         """`ValueError` if the server's log-probs differ from the trainer's; no-op without a canary."""
@@ -436,8 +370,7 @@ class SGLangGateway:
             raise ValueError(problem)
 
     async def _score(self, prompt: list[int], adapter: str | None) -> list[float]:
-        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-        request = GenerationRequest(prompt, params)
+        request = GenerationRequest(prompt, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0))
         try:
             meta = await self._remote.generate(build_body(request, uuid.uuid4().hex, adapter))
         except ServerUnreachable as error:
@@ -451,27 +384,27 @@ class SGLangGateway:
 
     async def _load_adapter(self, name: str, directory: Path, spec: AdapterSpec) -> None:
         async with self._changing:
-            served = RemoteAdapter(f"{name}-{spec.version}-{uuid.uuid4().hex[:8]}", directory, spec)
-            await self._sync_adapter(served)
-            before, self._adapters[name] = self._adapters.get(name), served
+            adapter = RemoteAdapter(f"{name}-{spec.version}-{uuid.uuid4().hex[:8]}", directory, spec)
+            await self._sync_adapter(adapter)
+            before, self._adapters[name] = self._adapters.get(name), adapter
             if before is not None:
                 self._unload(before)
 
-    async def _sync_adapter(self, served: RemoteAdapter) -> None:
+    async def _sync_adapter(self, adapter: RemoteAdapter) -> None:
         """Load an adapter and verify it."""
-        order = {"lora_name": served.name, "lora_path": str(served.directory)}
-        answer = await self._control(self.server.load("/load_lora_adapter", order))
+        body = {"lora_name": adapter.name, "lora_path": str(adapter.directory)}
+        answer = await self._control(self.server.load("/load_lora_adapter", body))
         if answer.get("success") is False:
             raise ValueError(f"SGLang at {self.server}: {answer.get('error_message') or answer}")
         try:
-            await self._check_canary(served.directory, served.name)
+            await self._check_canary(adapter.directory, adapter.name)
         except ValueError:
-            self._unload(served)
+            self._unload(adapter)
             raise
 
-    def _unload(self, served: RemoteAdapter) -> None:
+    def _unload(self, adapter: RemoteAdapter) -> None:
         """Unload an adapter; the server waits for its last request."""
-        self._spawn(self._remote.notify("/unload_lora_adapter", {"lora_name": served.name}))
+        self._spawn(self._remote.notify("/unload_lora_adapter", {"lora_name": adapter.name}))
 
     def _reopen(self) -> None:
         if self.problem is None and not self._paused:
@@ -482,12 +415,12 @@ class SGLangGateway:
         self._crash = error
         self._wake()
 
-    async def _has_unknown_weights(self) -> bool:
-        """Whether the server is unreachable or its weights are unknown."""
+    async def _has_right_weights(self) -> bool:
+        """Whether the server is reachable and reports the version in service."""
         try:
-            return await self.server.read_version() not in self._labels
+            return await self.server.read_version() == str(self.version)
         except EngineError:
-            return True
+            return False
 
     def _mark_unavailable(self, reason: str) -> None:
         """Close the gate until the server is reachable again with the right weights."""
@@ -495,40 +428,32 @@ class SGLangGateway:
             self.problem = f"SGLang at {self.server} is unavailable: {reason}"
             logger.warning(self.problem)
             self._gate.clear()
-            for inflight in self._on_server:
-                if inflight.send_task is not None:
-                    inflight.send_task.cancel()
+            self._interrupt()
             self._spawn(self._recover())
 
     async def _watch(self) -> None:
         """Detect outages and restarts of the server independently of requests."""
         while True:
             await asyncio.sleep(WATCH_S)
-            if self.problem is not None or self._changing.locked():
+            if self.problem is not None or self._changing.locked() or await self._has_right_weights():
                 continue
-            try:
-                version = await self.server.read_version()
-            except EngineError as error:
-                self._mark_unavailable(error.message)
-                continue
-            if version not in self._labels and version not in self._rejected and not self._changing.locked():
-                self._mark_unavailable(f"unknown weight version {version!r}: was the server restarted?")
+            if not self._changing.locked():  # an update may have begun in the meantime
+                self._mark_unavailable("it does not respond, or was restarted with other weights")
 
     async def _recover(self) -> None:
-        while True:
+        """Bring a server that is reachable again to the version in service, and reopen the gate."""
+        while self.problem is not None:
             await asyncio.sleep(RETRY_S)
             try:
                 async with self._changing:
                     if await self.server.read_version() != str(self.version):
                         await self._load_and_verify(self._loaded)
-                        for served in list(self._adapters.values()):
-                            await self._sync_adapter(served)
+                        for adapter in list(self._adapters.values()):
+                            await self._sync_adapter(adapter)
                     if self._paused:
                         await self.server.post("/pause_generation", {"mode": "retract"})
                     self.problem = None
                     self._reopen()
-                logger.success(f"Reconnected to SGLang at {self.server}, version={self.version}")
-                return
             except (EngineError, EngineUnavailable) as error:
                 self.problem = f"SGLang at {self.server} is unavailable: {error}"
             except ValueError as error:
@@ -536,3 +461,4 @@ class SGLangGateway:
                     RuntimeError(f"failed to restore version {self.version} of SGLang at {self.server}: {error}")
                 )
                 return
+        logger.success(f"Reconnected to SGLang at {self.server}, version={self.version}")

@@ -66,14 +66,9 @@ def build_gateway(config: InferenceConfig, model_dir: Path, decode: Decode) -> t
     info = anyio.run(_connect, server, config.sglang.timeout)
     base = prepare_model_dir(config)
     anyio.run(_load_base, server, info, base, base != model_dir)
-    meta = anyio.run(_probe, server, int(hf_config["vocab_size"]))
+    anyio.run(_probe, server, int(hf_config["vocab_size"]))
     if not info.get("enable_deterministic_inference"):
         logger.warning("Seeds are ignored: start SGLang with --enable-deterministic-inference")
-    has_spans = "weight_versions" in meta
-    if not has_spans:
-        logger.warning(
-            "This SGLang does not report per-token weight versions: running requests finish before each update"
-        )
     model_max_len = int(info.get("context_length") or hf_config["max_position_embeddings"])
     max_len = config.model.max_model_len
     if max_len is not None and max_len > model_max_len:
@@ -86,9 +81,9 @@ def build_gateway(config: InferenceConfig, model_dir: Path, decode: Decode) -> t
         max_model_len=min(max_len or model_max_len, model_max_len - 1),  # SGLang rejects requests that fill its context
         max_running=config.max_batch_size,
         dtype=_find_dtype(str(info.get("dtype", "auto")), hf_config),
-        has_spans=has_spans,
         supports_seeds=bool(info.get("enable_deterministic_inference")),
     )
+    logger.warning("The SGLang backend is experimental: it was tested against a fake server only")
     logger.info(f"SGLang {info.get('version', '')} at {server}, {gateway.dtype}, context {model_max_len}")
     return gateway, PublishedDirs(base)
 
@@ -146,14 +141,13 @@ def _is_same_dir(path: Any, directory: Path) -> bool:
     return isinstance(path, str) and Path(path).resolve() == directory.resolve()
 
 
-async def _probe(server: SGLangEngine, vocab_size: int) -> Json:
-    """Check that log-probs include the temperature; returns the `meta_info` of a response.
+async def _probe(server: SGLangEngine, vocab_size: int) -> None:
+    """`ValueError` if log-probs are without the temperature (SGLANG_RETURN_ORIGINAL_LOGPROB).
 
-    At temperature T the difference between two log-probs is 1 / T of that at temperature 1, unless the server runs
-    with SGLANG_RETURN_ORIGINAL_LOGPROB: `ValueError`.
+    At temperature T the difference between two log-probs is 1 / T of that at temperature 1.
     """
 
-    async def generate(temperature: float) -> Json:
+    async def measure_gap(temperature: float) -> float:
         body = {
             "input_ids": canary_tokens(vocab_size)[:PROBE_TOP],
             "sampling_params": {"max_new_tokens": 1, "temperature": temperature},
@@ -163,20 +157,18 @@ async def _probe(server: SGLangEngine, vocab_size: int) -> Json:
         meta = (await server.load("/generate", body)).get("meta_info")
         if not isinstance(meta, dict) or not meta.get("output_top_logprobs"):
             raise ValueError(f"{server} returns no log-probs: is it an SGLang server for text generation?")
-        return meta
+        top = read_top(meta["output_top_logprobs"][0])
+        return top[0][1] - top[-1][1]
 
     try:
-        cold, hot = await generate(0.0), await generate(PROBE_TEMPERATURE)
+        gap, scaled_gap = await measure_gap(0.0), await measure_gap(PROBE_TEMPERATURE)
     except EngineError as error:
         raise ValueError(f"SGLang at {server} failed to generate: {error}") from error
-    plain, scaled = (read_top(meta["output_top_logprobs"][0]) for meta in (cold, hot))
-    gap, scaled_gap = plain[0][1] - plain[-1][1], scaled[0][1] - scaled[-1][1]
     if abs(scaled_gap - gap / PROBE_TEMPERATURE) > abs(scaled_gap - gap):
         raise ValueError(
             f"SGLang at {server} returns log-probs without the sampling temperature: start it without "
             "SGLANG_RETURN_ORIGINAL_LOGPROB"
         )
-    return cold
 
 
 def _find_dtype(name: str, hf_config: Json) -> str:

@@ -8,8 +8,7 @@ The format follows SGLang's `io_struct.py`, `sampling_params.py` and `tokenizer_
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 from prime_rl.inference.detokenizer import Decode, Detokenizer, StopStringMatcher
@@ -41,16 +40,8 @@ def check_params(params: SamplingParams) -> None:
     if params.prompt_logprobs is not None and not 0 <= params.prompt_logprobs <= MAX_TOP_LOGPROBS:
         requested = "the full distribution" if params.prompt_logprobs == FULL else f"{params.prompt_logprobs} tokens"
         raise ValueError(f"SGLang returns at most {MAX_TOP_LOGPROBS} log-probs per position, not {requested}")
-    if filters(params) and not 1 <= params.top_k <= MAX_TOP_LOGPROBS:
-        raise ValueError(
-            f"top_p, min_p and top_k with SGLang need a top_k from 1 to {MAX_TOP_LOGPROBS}: its log-probs are computed "
-            "before filtering and must be renormalized over the top_k tokens"
-        )
-
-
-def filters(params: SamplingParams) -> bool:
-    """Whether sampling is restricted to a part of the vocabulary."""
-    return bool(params.temperature) and (params.top_p < 1 or params.top_k > 0 or params.min_p > 0)
+    if params.temperature and (params.top_p < 1 or params.top_k > 0 or params.min_p > 0):
+        raise ValueError("top_p, top_k and min_p with SGLang: its log-probs are computed before filtering; unset them")
 
 
 def build_body(request: GenerationRequest, rid: str, adapter: str | None, supports_seeds: bool = False) -> Json:
@@ -59,113 +50,86 @@ def build_body(request: GenerationRequest, rid: str, adapter: str | None, suppor
     Seeds are sent only to servers that support them.
     """
     params = request.params
-    body: Json = {
-        "rid": rid,
-        "input_ids": request.prompt,
-        "sampling_params": build_sampling(params)
-        | ({"sampling_seed": params.seed & SEED_MASK} if supports_seeds else {}),
-        "return_logprob": True,
-        "logprob_start_len": -1 if params.prompt_logprobs is None else params.prompt_start - 1,
-        "top_logprobs_num": max(
-            params.top_logprobs, params.prompt_logprobs or 0, params.top_k if filters(params) else 0
-        ),
-        "stream": request.stream,
-    }
-    return body if adapter is None else {**body, "lora_path": adapter}
-
-
-def build_sampling(params: SamplingParams) -> Json:
-    """Build the `sampling_params` of /generate, without the seed."""
-    fields: Json = {
+    sampling: Json = {
         "max_new_tokens": params.max_tokens,
         "min_new_tokens": params.min_tokens,
         "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
-        "min_p": params.min_p,
         "presence_penalty": params.presence_penalty,
         "frequency_penalty": params.frequency_penalty,
         "ignore_eos": params.ignore_eos,
         "skip_special_tokens": params.skip_special_tokens,
         "no_stop_trim": params.include_stop,
     }
+    if supports_seeds:
+        sampling["sampling_seed"] = params.seed & SEED_MASK
     if params.stop:
-        fields["stop"] = list(params.stop)
+        sampling["stop"] = list(params.stop)
     if params.stop_token_ids:
-        fields["stop_token_ids"] = list(params.stop_token_ids)
+        sampling["stop_token_ids"] = list(params.stop_token_ids)
     if params.logit_bias:
-        fields["logit_bias"] = {str(token): value for token, value in params.logit_bias}
-    return fields
+        sampling["logit_bias"] = {str(token): value for token, value in params.logit_bias}
+    body: Json = {
+        "rid": rid,
+        "input_ids": request.prompt,
+        "sampling_params": sampling,
+        "return_logprob": True,
+        "logprob_start_len": -1 if params.prompt_logprobs is None else params.prompt_start - 1,
+        "top_logprobs_num": max(params.top_logprobs, params.prompt_logprobs or 0),
+    }
+    return body if adapter is None else {**body, "lora_path": adapter}
 
 
-@dataclass
-class StreamedCompletion:
-    """Accumulates the tokens of one completion."""
+def read_output(request: GenerationRequest, meta: Mapping[str, Any], version: int, decode: Decode) -> Output:
+    """Build the output from the `meta_info` of a response; stop strings are matched again, on the decoded text.
 
-    request: GenerationRequest
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    Raises `MalformedResponse`.
+    """
+    params, reason = request.params, meta.get("finish_reason") or {}
+    if reason.get("type") not in ("stop", "length", "abort"):
+        raise MalformedResponse(f"unknown finish_reason {reason!r}")
+    kind: FinishReason = reason["type"]
+    stop: str | int | None = reason.get("matched")
+    if isinstance(stop, int) and stop not in params.stop_token_ids:
+        stop = None  # the model's EOS token
+    token_ids, logprobs, top_logprobs = _read_tokens(params, meta)
+    text: str | None = None
+    if params.max_tokens == 0:
+        kind, stop = "length", None
+    if params.stop:
+        matcher = StopStringMatcher(Detokenizer(decode, params.skip_special_tokens), params.stop, params.include_stop)
+        for i, token in enumerate(token_ids):
+            if (matched := matcher.add(token, active=i + 1 >= params.min_tokens)) is not None:
+                kind, stop, text = "stop", matched, matcher.text
+                token_ids, logprobs, top_logprobs = token_ids[: i + 1], logprobs[: i + 1], top_logprobs[: i + 1]
+                break
+        else:
+            text = matcher.text if isinstance(stop, str) else None
+    return Output(
+        request=request,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
+        versions=[(0, version)],
+        finish_reason=kind,
+        stop_reason=stop,
+        text=text,
+        prompt_logprobs=read_scores(request, meta),
+        num_cached=int(meta.get("cached_tokens") or 0),
+    )
 
-    def add(self, meta: Mapping[str, Any]) -> int:
-        """Append the new tokens of a response or chunk and return their number; chunks are cumulative or incremental,
-        depending on the server's options."""
-        params, rows = self.request.params, meta.get("output_token_logprobs") or []
-        num_new = int(meta.get("completion_tokens", len(self.token_ids))) - len(self.token_ids)
-        tops: list[Any] = meta.get("output_top_logprobs") or [None] * len(rows)
-        if not 0 <= num_new <= len(rows) or len(tops) != len(rows):
-            raise MalformedResponse(f"{len(rows)} log-probs for {num_new} new tokens")
-        num_added = min(num_new, params.max_tokens - len(self.token_ids))  # for max_tokens = 0 it may sample one
-        first = len(rows) - num_new
-        for row, entries in zip(rows[first : first + num_added], tops[first : first + num_added], strict=True):
-            top, logprob = read_top(entries), row[0]
-            if filters(params) and logprob is not None:
-                logprob, top = renormalize(params, int(row[1]), logprob, top)
-            if logprob is None or not math.isfinite(logprob):
-                raise MalformedResponse("the model's log-probs are not finite")
-            self.token_ids.append(int(row[1]))
-            self.logprobs.append(logprob)
-            if params.top_logprobs:
-                self.top_logprobs.append(top[: params.top_logprobs])
-        return num_added
 
-    def finish(self, meta: Mapping[str, Any], versions: list[tuple[int, int]], decode: Decode) -> Output:
-        """Build the output; stop strings are matched again here, on the decoded text."""
-        params, reason = self.request.params, meta.get("finish_reason") or {}
-        if reason.get("type") not in ("stop", "length", "abort"):
-            raise MalformedResponse(f"unknown finish_reason {reason!r}")
-        kind: FinishReason = reason["type"]
-        stop: str | int | None = reason.get("matched")
-        text: str | None = None
-        if isinstance(stop, int) and stop not in params.stop_token_ids:
-            stop = None  # the model's EOS token
-        if params.max_tokens == 0:
-            kind, stop = "length", None
-        if params.stop:
-            watch = StopStringMatcher(Detokenizer(decode, params.skip_special_tokens), params.stop, params.include_stop)
-            for i, token in enumerate(self.token_ids):
-                if (found := watch.add(token, active=i + 1 >= params.min_tokens)) is not None:
-                    kind, stop, text = "stop", found, watch.text
-                    self._cut(i + 1)
-                    break
-            else:
-                text = watch.text if isinstance(stop, str) else None
-        return Output(
-            request=self.request,
-            token_ids=self.token_ids,
-            logprobs=self.logprobs,
-            top_logprobs=self.top_logprobs,
-            versions=[span for span in versions if span[0] < max(len(self.token_ids), 1)],
-            finish_reason=kind,
-            stop_reason=stop,
-            text=text,
-            prompt_logprobs=read_scores(self.request, meta),
-            num_cached=int(meta.get("cached_tokens") or 0),
-        )
-
-    def _cut(self, length: int) -> None:
-        for rows in (self.token_ids, self.logprobs, self.top_logprobs):
-            del rows[length:]
+def _read_tokens(params: SamplingParams, meta: Mapping[str, Any]) -> tuple[list[int], list[float], list[TopLogprobs]]:
+    """Sampled tokens, their log-probs and top log-probs; for max_tokens = 0 the server may have sampled one."""
+    rows: list[Any] = meta.get("output_token_logprobs") or []
+    tops: list[Any] = meta.get("output_top_logprobs") or [None] * len(rows)
+    num_tokens = int(meta.get("completion_tokens", 0))
+    if not len(rows) == len(tops) == num_tokens:
+        raise MalformedResponse(f"{len(rows)} log-probs for {num_tokens} tokens")
+    if any(row[0] is None or not math.isfinite(row[0]) for row in rows):
+        raise MalformedResponse("the model's log-probs are not finite")
+    rows, tops = rows[: params.max_tokens], tops[: params.max_tokens]
+    top_logprobs = [read_top(entries)[: params.top_logprobs] for entries in tops] if params.top_logprobs else []
+    return [int(row[1]) for row in rows], [float(row[0]) for row in rows], top_logprobs
 
 
 def read_top(rows: Any) -> TopLogprobs:
@@ -173,42 +137,16 @@ def read_top(rows: Any) -> TopLogprobs:
     return [(int(row[1]), float(row[0])) for row in rows or [] if row[0] is not None]
 
 
-def renormalize(params: SamplingParams, token: int, logprob: float, top: TopLogprobs) -> tuple[float, TopLogprobs]:
-    """Renormalize log-probs over the tokens that pass the filters; returns that of `token` and the top ones.
-
-    A token passes if it is among the first `top_k`, with a preceding mass of at most `top_p`, and at least `min_p`
-    times as likely as the first (SGLang applies each filter to the full distribution).
-    """
-    kept: TopLogprobs = []
-    mass = 0.0
-    for other, value in top[: params.top_k]:
-        if mass > params.top_p or value < top[0][1] + math.log(params.min_p or math.ulp(0.0)):
-            break
-        kept.append((other, value))
-        mass += math.exp(value)
-    if token not in dict(kept):  # rounding may differ at the boundary
-        kept.append((token, logprob))
-    total = math.log(math.fsum(math.exp(value) for _, value in kept))
-    return logprob - total, [(other, value - total) for other, value in kept]
-
-
 def read_scores(request: GenerationRequest, meta: Mapping[str, Any]) -> PromptLogprobs | None:
     """Parse the prompt log-probs from `prompt_start` on; None if not requested."""
     params = request.params
     if params.prompt_logprobs is None:
         return None
-    rows: Sequence[Any] = meta.get("input_token_logprobs") or []
-    wanted = len(request.prompt) - params.prompt_start
-    if len(rows) != wanted + 1 or any(row[0] is None or not math.isfinite(row[0]) for row in rows[1:]):
-        raise MalformedResponse(f"{len(rows)} prompt log-probs, expected {wanted + 1}")
+    rows: list[Any] = meta.get("input_token_logprobs") or []
+    num_scored = len(request.prompt) - params.prompt_start
+    if len(rows) != num_scored + 1 or any(row[0] is None or not math.isfinite(row[0]) for row in rows[1:]):
+        raise MalformedResponse(f"{len(rows)} prompt log-probs, expected {num_scored + 1}")
     top_rows = meta.get("input_top_logprobs") or [None] * len(rows)
     tops = [read_top(entries)[: params.prompt_logprobs] for entries in top_rows]
     tails = [max(0.0, 1.0 - math.fsum(math.exp(value) for _, value in top)) for top in tops[1:]]
     return PromptLogprobs([float(row[0]) for row in rows[1:]], tops[1:], tails)
-
-
-def read_spans(meta: Mapping[str, Any]) -> list[tuple[int, str]]:
-    """Parse version spans `(start, version)`: completion tokens from `start` on were sampled with `version`."""
-    if spans := meta.get("weight_versions"):
-        return [(int(span["start"]), str(span["version"])) for span in spans]
-    return [(0, str(meta.get("weight_version")))]

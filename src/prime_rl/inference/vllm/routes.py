@@ -5,23 +5,18 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
-import shutil
-import tempfile
-import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, MutableMapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import orjson
-import torch
 from loguru import logger
-from safetensors.torch import save_file
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 
 from prime_rl.inference.access import Access, build_hosts, check_access
-from prime_rl.inference.adapters import POLICY, build_spec, read_adapter
+from prime_rl.inference.adapters import read_adapter
 from prime_rl.inference.async_engine import ClientGone
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.intake import RETRY_AFTER_S, BodyLimit, check_json_type, max_request_bytes, read_body
@@ -31,20 +26,16 @@ from prime_rl.inference.tool_parser import MessageParser
 from prime_rl.inference.vllm.chats import ChatGuard
 from prime_rl.inference.vllm.engine import CONFIG_VARIABLE, MODEL_DIR_VARIABLE
 from prime_rl.inference.vllm.translate import chat_from_completion, completion_from_chat
-from prime_rl.inference.weight_dirs import check_step, resolve_allowed
-from prime_rl.inference.weight_receiver import NO_TRAINER, init_broadcast, parse_version
+from prime_rl.inference.vllm.weights import WeightUpdater
+from prime_rl.inference.weight_dirs import check_step, parse_directory
+from prime_rl.inference.weight_receiver import init_broadcast, parse_version
 from prime_rl.runtime.tokenizer import load_tokenizer
-from prime_rl.transport.broadcast import Broadcast, BroadcastFailed, receive_weights
-from prime_rl.transport.weights import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, WEIGHTS_FILE, is_adapter
-from prime_rl.utils.monitor import Monitor, build_monitor
+from prime_rl.transport.weights import is_adapter
 
 Scope = MutableMapping[str, Any]
 App = Callable[[Scope, Any, Any], Awaitable[None]]
 GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate", "/v1/chat/completions/tokens")
-MAX_SPANS = 10_000
 UNKNOWN_MODEL_LEN = 2**17
-POLICY_ID = 1 << 20
-"""vLLM's id of the policy adapter; adapters of /v1/load_lora_adapter are numbered from 1."""
 
 
 class PrimeRoutes:
@@ -54,30 +45,13 @@ class PrimeRoutes:
         self.app = app
         self.config = InferenceConfig.model_validate_json(os.environ[CONFIG_VARIABLE])
         self.model_dir = Path(os.environ[MODEL_DIR_VARIABLE])
-        self.version = 0
-        self.awaits_weights = self.config.server.wait_for_weights
+        self.weights = WeightUpdater(self.config, self.model_dir)
         self.num_requests = 0
-        self.broken: str | None = None
         self._hosts = build_hosts(self.config.server)
         self._limited: BodyLimit | None = None
-        self._warned_repair = False
-        self._loaded_dir = self.model_dir
-        self._adapter: Path | None = None
-        """Directory of the policy adapter; None if the policy is the model itself."""
-        self._policy: Any = None
-        """The policy adapter as a vLLM `LoRARequest`."""
-        self._settled = asyncio.Event()
-        self._settled.set()
-        self.broadcast: Broadcast | None = None
-        self._received: tempfile.TemporaryDirectory[str] | None = None
         self._key = os.environ.get(self.config.server.api_key_var or "", "") or None
         self._parser = MessageParser(self.config.model.tool_call_parser)
         self._guard = ChatGuard(self._load_tokenizer)
-        self._updating = asyncio.Lock()
-        self._spans: OrderedDict[str, list[tuple[int, list[list[int]]]]] = OrderedDict()
-        self._monitor: Monitor | None = None
-        if self.config.output_dir is not None:
-            self._monitor = build_monitor(self.config.output_dir, self.config.name)
 
     def _load_tokenizer(self) -> Any:
         options = {name.replace("-", "_"): value for name, value in self.config.vllm.items()}
@@ -112,7 +86,7 @@ class PrimeRoutes:
     async def _serve(self, scope: Scope, receive: Any, send: Any) -> None:
         request = Request(scope, receive)
         path, client = scope["path"], scope["app"].state.engine_client
-        self._wrap_generate(client)
+        self.weights.wrap_generate(client)
         handler, access = ROUTES.get((scope["method"], path), (None, _access_of(path)))
         try:
             check_access(self._key, request, access, self._hosts)
@@ -124,7 +98,7 @@ class PrimeRoutes:
             elif path == "/tokenize":
                 await self._tokenize(request, send, client)
             elif path in REWRITTEN:
-                await self._rewrite(scope, receive, send, REWRITTEN[path])
+                await self._rewrite(scope, receive, send, partial(REWRITTEN[path], self))
             else:
                 await self.app(scope, receive, send)
         except Exception as error:
@@ -132,9 +106,9 @@ class PrimeRoutes:
 
     async def _generate(self, request: Request, send: Any) -> None:
         """Handle a generation request: enforce the queue limit and add version spans to the response."""
-        if self.broken is not None:
-            raise ApiError(self.broken, status=503)
-        check_weights(self.awaits_weights)
+        if self.weights.broken is not None:
+            raise ApiError(self.weights.broken, status=503)
+        check_weights(self.weights.awaits_weights)
         if self.num_requests >= self.config.max_batch_size + self.config.server.max_queued_requests:
             raise ApiError(
                 f"{self.num_requests} requests are running or queued: try again",
@@ -149,12 +123,12 @@ class PrimeRoutes:
             scope = request.scope
             if scope["path"].endswith("/tokens"):
                 await self._answer_tokens(request, parse_body(data), send)
-            elif (wrap_handler := await self._render_guarded(scope["path"], data)) is not None:
-                await self._answer_tokens(request, wrap_handler, send)
+            elif (rendered := await self._render_guarded(scope["path"], data)) is not None:
+                await self._answer_tokens(request, rendered, send)
             elif b'"stream"' in data and parse_body(data).get("stream"):
                 await self.app(scope, _replay(data, request.receive), send)
             else:
-                await self._rewrite(scope, _replay(data, request.receive), send, _add_versions)
+                await self._rewrite(scope, _replay(data, request.receive), send, partial(_add_versions, self.weights))
         finally:
             self.num_requests -= 1
 
@@ -184,12 +158,12 @@ class PrimeRoutes:
         data = orjson.dumps(completion_from_chat(body))
         scope = {**request.scope, "path": "/v1/completions", "raw_path": b"/v1/completions"}
 
-        def as_chat(routes: PrimeRoutes, completion: Json) -> Json:
-            return chat_from_completion(_add_versions(routes, completion), body, routes._parser)
+        def as_chat(completion: Json) -> Json:
+            return chat_from_completion(_add_versions(self.weights, completion), body, self._parser)
 
         await self._rewrite(scope, _replay(data, request.receive), send, as_chat)
 
-    async def _rewrite(self, scope: Scope, receive: Any, send: Any, change: Callable[[PrimeRoutes, Any], Any]) -> None:
+    async def _rewrite(self, scope: Scope, receive: Any, send: Any, change: Callable[[Any], Any]) -> None:
         """Forward to vLLM and apply `change` to a successful response. `ClientGone` if vLLM canceled the request."""
         start: Json = {}
         body = bytearray()
@@ -206,182 +180,34 @@ class PrimeRoutes:
             content = orjson.loads(body)
             if content is None:  # vLLM's handlers return None when canceled by a disconnect
                 raise ClientGone
-            reply = Response(orjson.dumps(change(self, content)), media_type="application/json")
+            reply = Response(orjson.dumps(change(content)), media_type="application/json")
         elif start.get("status") == 200 and scope["path"].startswith("/metrics"):
-            reply = Response(change(self, body.decode()), media_type=kind)
+            reply = Response(change(body.decode()), media_type=kind)
         else:
             reply = Response(bytes(body), start.get("status", 500), media_type=kind or None)
         await reply(scope, receive, send)
-
-    async def load_broadcast(self, client: Any, step: int) -> Json:
-        """Receive a version from the trainer into a temporary directory and load it (vLLM's loader reads files)."""
-        if self.broadcast is None:
-            raise ApiError(NO_TRAINER, 409, "weight_dir")
-        try:
-            directory, digests = await asyncio.to_thread(self._receive, self.broadcast, step)
-        except (ValueError, OSError) as error:
-            logger.warning(f"Weight update failed, version {self.version} stays in service: {error}")
-            raise ApiError(str(error), 503 if isinstance(error, BroadcastFailed) else 400, "weight_dir") from error
-        try:
-            return await self.load(client, directory, step, digests)
-        finally:  # keep the weights in service, for rollback
-            in_use = (self._loaded_dir, self._adapter)
-            for old in [path for path in directory.parent.iterdir() if path not in in_use]:
-                shutil.rmtree(old)
-
-    def _receive(self, broadcast: Broadcast, step: int) -> tuple[Path, dict[str, str]]:
-        received = receive_weights(broadcast, step, self.config.name, torch.device("cpu"))
-        if received.adapter_config is not None:
-            build_spec(received.adapter_config, step, "the trainer")
-        if self._received is None:
-            self._received = tempfile.TemporaryDirectory(prefix="received-", dir=self.config.output_dir)
-        directory = Path(tempfile.mkdtemp(prefix=f"step_{step}-", dir=self._received.name))
-        file = WEIGHTS_FILE
-        if received.adapter_config is not None:
-            file = ADAPTER_WEIGHTS_FILE
-            (directory / ADAPTER_CONFIG_FILE).write_bytes(orjson.dumps(dict(received.adapter_config)))
-        save_file(received.tensors, directory / file, metadata={"format": "pt"})
-        return directory, {name: entry.digest for name, entry in received.manifest.tensors.items()}
-
-    async def load(self, client: Any, directory: Path, version: int, digests: dict[str, str] | None) -> Json:
-        """Pause, load, verify, reset the KV cache and resume; running requests are recomputed.
-
-        A directory with only a LoRA adapter also becomes the policy: the model in service with this adapter.
-        """
-        adapter = directory if is_adapter(directory) else None
-        if adapter is not None and client.vllm_config.lora_config is None:
-            raise ApiError(
-                "this server was started without LoRA support: set inference.max_lora_rank, or "
-                "trainer.model.lora.merge = true",
-                param="weight_dir",
-            )
-        # A request keeps its adapter: if the policy switches between adapter and none, running requests end first.
-        changes = (adapter is None) != (self._adapter is None)
-        async with self._updating:
-            start = time.time()
-            if changes:
-                self._settled.clear()
-            try:
-                await client.pause_generation(mode="wait" if changes else "keep", clear_cache=False)
-                try:
-                    report = await self._load_frozen(client, directory, adapter)
-                except Exception as error:
-                    await self._restore(client, error, adapter)
-                    raise ApiError(f"{error}; version {self.version} stays in service", param="weight_dir") from error
-                if hasattr(client, "update_weight_version"):
-                    await client.update_weight_version(str(version))
-                self.version, self._adapter, self.broken = version, adapter, None
-                self._loaded_dir = self._loaded_dir if adapter is not None else directory
-                self._policy = None if adapter is None else build_lora_request(adapter)
-                self.awaits_weights = False
-                await client.resume_generation()
-            finally:
-                self._settled.set()
-            end = time.time()
-        if report["repaired"] and not self._warned_repair:
-            self._warned_repair = True
-            logger.warning(f"vLLM kept stale copies of {', '.join(report['repaired'])}: repacked and verified")
-        if report["unknown"]:
-            logger.warning(f"Cannot verify in vLLM: {', '.join(report['unknown'][:5])}")
-        logger.info(f"Loaded weights version={version} (paused {end - start:.3f} s)")
-        if self._monitor is not None:
-            self._monitor.log_timeline("update_weights", start, end, version)
-            self._monitor.log({"time/update_weights": end - start, "time/update_weights_pause": end - start}, version)
-        verified = {name: (digests or {}).get(name, digest) for name, digest in report["digests"].items()}
-        notes = {name: report[name] for name in ("repaired", "unknown", "rounded") if report[name]}
-        dtype = str(client.model_config.dtype).removeprefix("torch.")
-        return {"status": "ok", "version": version, "digests": verified, "exact": False, "dtype": dtype, **notes}
-
-    async def _load_frozen(self, client: Any, directory: Path, adapter: Path | None) -> Json:
-        if adapter is not None:
-            reports = await client.collective_rpc("load_published_adapter", args=(str(adapter), POLICY, POLICY_ID))
-        elif self._adapter is not None and directory == self._loaded_dir:  # same model, without the adapter
-            await client.collective_rpc("remove_published_adapter", args=(POLICY_ID,))
-            reports = await client.collective_rpc("compare_published_weights", args=(str(directory),))
-        else:
-            reports = await client.collective_rpc("load_published_weights", args=(str(directory),))
-        # Paused requests still hold KV blocks of the old weights: preempt them, so that they are recomputed.
-        await client.reset_prefix_cache(reset_running_requests=True)
-        report = dict(reports[0])
-        for other in reports[1:]:
-            report["digests"] = {k: v for k, v in report["digests"].items() if other["digests"].get(k) == v}
-        return report
-
-    async def _restore(self, client: Any, reason: Exception, failed: Path | None) -> None:
-        """Roll back after a failed load; if that fails too, reject all further requests."""
-        try:
-            if failed is None:  # loading an adapter does not change the model
-                await client.collective_rpc("load_published_weights", args=(str(self._loaded_dir),))
-            if self._adapter is not None:
-                await client.collective_rpc("load_published_adapter", args=(str(self._adapter), POLICY, POLICY_ID))
-            elif failed is not None:
-                await client.collective_rpc("remove_published_adapter", args=(POLICY_ID,))
-            await client.reset_prefix_cache(reset_running_requests=True)
-        except Exception as error:
-            self.broken = f"failed to load the new weights and to restore the old ones ({reason}; {error}): restart it"
-            logger.error(self.broken)
-            return
-        await client.resume_generation()
-
-    def _wrap_generate(self, client: Any) -> None:
-        """Wrap `client.generate`: add the policy adapter to requests without one, and record the version spans."""
-        if getattr(client, "prime_rl_watched", False):
-            return
-        original = client.generate
-
-        async def generate(*args: Any, **kwargs: Any) -> Any:
-            await self._settled.wait()
-            if self._policy is not None and kwargs.get("lora_request") is None:
-                kwargs["lora_request"] = self._policy
-            async for result in original(*args, **kwargs):
-                if result.finished:
-                    self._record_spans(result)
-                yield result
-
-        client.generate, client.prime_rl_watched = generate, True
-
-    def _record_spans(self, result: Any) -> None:
-        spans = []
-        for output in result.outputs:
-            reported = getattr(output, "weight_versions", None) or []
-            versions = [[span.start, int(span.version) if span.version.isdigit() else 0] for span in reported]
-            spans.append((output.index, versions or [[0, self.version]]))
-        self._spans[result.request_id] = spans
-        if len(self._spans) > MAX_SPANS:
-            self._spans.popitem(last=False)
-
-    def take_spans(self, answer_id: str, num_choices: int) -> dict[int, list[list[int]]]:
-        """Pop the version spans of a response's choices; completions have a request `<id>-<i>` per prompt."""
-        if answer_id in self._spans:
-            return dict(self._spans.pop(answer_id))
-        merged: dict[int, list[list[int]]] = {}
-        prompt = 0
-        while (spans := self._spans.pop(f"{answer_id}-{prompt}", None)) is not None:
-            merged |= {prompt * len(spans) + index: span for index, span in spans}
-            prompt += 1
-        return merged
 
 
 async def update_weights(routes: PrimeRoutes, request: Request, client: Any) -> Response:
     """POST /update_weights {"weight_dir"}, or {"weight_dir": null, "step"} from the trainer of /init_broadcaster"""
     body = await _read_json(request)
     if "weight_dir" in body and body["weight_dir"] is None:
-        return answer(await routes.load_broadcast(client, parse_version(body)))
-    directory = _allowed(routes, body, "weight_dir")
+        return answer(await routes.weights.load_broadcast(client, parse_version(body)))
+    directory = parse_directory(body, "weight_dir", routes.config)
     try:
         if is_adapter(directory):
             version, digests = (await asyncio.to_thread(read_adapter, directory))[1].version, None
         else:
             version, digests = await asyncio.to_thread(check_step, directory)
     except (ValueError, OSError) as error:
-        logger.warning(f"Weight update failed, version {routes.version} stays in service: {error}")
+        logger.warning(f"Weight update failed, version {routes.weights.version} stays in service: {error}")
         raise ApiError(str(error), param="weight_dir") from error
-    return answer(await routes.load(client, directory, version, digests))
+    return answer(await routes.weights.load(client, directory, version, digests))
 
 
 async def reload_weights(routes: PrimeRoutes, request: Request, client: Any) -> Response:
     """POST /reload_weights: restore the initial weights, version 0."""
-    return answer(await routes.load(client, routes.model_dir, 0, None))
+    return answer(await routes.weights.reload(client))
 
 
 async def pause(routes: PrimeRoutes, request: Request, client: Any) -> Response:
@@ -390,13 +216,13 @@ async def pause(routes: PrimeRoutes, request: Request, client: Any) -> Response:
     if mode not in ("keep", "abort", "wait"):
         raise ApiError(f"mode {mode!r} is not supported: use keep, abort or wait", param="mode")
     await client.pause_generation(mode=mode, clear_cache=False)
-    return answer({"status": "paused", "version": routes.version})
+    return answer({"status": "paused", "version": routes.weights.version})
 
 
 async def resume(routes: PrimeRoutes, request: Request, client: Any) -> Response:
     """POST /resume"""
     await client.resume_generation()
-    return answer({"status": "resumed", "version": routes.version})
+    return answer({"status": "resumed", "version": routes.weights.version})
 
 
 async def is_paused(routes: PrimeRoutes, request: Request, client: Any) -> Response:
@@ -406,23 +232,24 @@ async def is_paused(routes: PrimeRoutes, request: Request, client: Any) -> Respo
 
 async def health(routes: PrimeRoutes, request: Request, client: Any) -> Response:
     """GET /health: 200 with the weight version, 503 if the engine failed or its weights are unknown."""
-    if routes.broken is not None:
-        raise ApiError(routes.broken, status=503)
+    if routes.weights.broken is not None:
+        raise ApiError(routes.weights.broken, status=503)
     try:
         await client.check_health()
     except Exception as error:
         raise ApiError(f"engine failed: {error}", status=503) from error
     return answer(
-        {"status": "ok", "version": routes.version} | ({"awaits_weights": True} if routes.awaits_weights else {})
+        {"status": "ok", "version": routes.weights.version}
+        | ({"awaits_weights": True} if routes.weights.awaits_weights else {})
     )
 
 
 async def load_lora_adapter(routes: PrimeRoutes, request: Request, client: Any) -> Response:
     """POST /v1/load_lora_adapter {"lora_name", "lora_path"}; replaces one of the same name."""
     body = await _read_json(request)
-    directory = _allowed(routes, body, "lora_path")
+    directory = parse_directory(body, "lora_path", routes.config)
     try:
-        await asyncio.to_thread(read_adapter, directory, routes.version)  # vLLM itself verifies nothing
+        await asyncio.to_thread(read_adapter, directory, routes.weights.version)  # vLLM itself verifies nothing
     except (ValueError, OSError) as error:
         raise ApiError(str(error), param="lora_path") from error
     return await _use_loras(request, "load", lora_name=body.get("lora_name"), lora_path=str(directory))
@@ -458,7 +285,7 @@ async def _use_loras(request: Request, verb: str, **fields: Any) -> Response:
 
 async def init_broadcaster(routes: PrimeRoutes, request: Request, client: Any) -> Response:
     """POST /init_broadcaster {"host", "port"}: connect to the trainer from which /update_weights receives weights."""
-    routes.broadcast = await init_broadcast(await _read_json(request), routes.config.weight_broadcast.type)
+    routes.weights.broadcast = await init_broadcast(await _read_json(request), routes.config.weight_broadcast.type)
     return answer({"status": "ok"})
 
 
@@ -468,30 +295,12 @@ async def _read_json(request: Request) -> Json:
     return parse_body(data)
 
 
-def _allowed(routes: PrimeRoutes, body: Json, key: str) -> Path:
-    given = body.get(key)
-    if not isinstance(given, str) or not given:
-        raise ApiError(f'give {{"{key}": "<directory>"}}', param=key)
-    allowed = [*routes.config.weight_dirs, *filter(None, [routes.config.output_dir])]
-    try:
-        return resolve_allowed(given, allowed)
-    except PermissionError as error:
-        raise ApiError(str(error), status=403, param=key, kind="permission_error") from error
-
-
-def build_lora_request(directory: Path) -> Any:
-    """The policy adapter as a `LoRARequest`. Its path distinguishes the cached keys of different versions."""
-    from vllm.lora.request import LoRARequest
-
-    return LoRARequest(POLICY, POLICY_ID, str(directory))
-
-
-def _add_versions(routes: PrimeRoutes, content: Any) -> Any:
+def _add_versions(weights: WeightUpdater, content: Any) -> Any:
     """Add `versions` spans to every choice, and `reasoning_content` as an alias of vLLM's `reasoning`."""
     choices = content.get("choices") or []
-    spans = routes.take_spans(str(content.get("id", content.get("request_id", ""))), len(choices))
+    spans = weights.take_spans(str(content.get("id", content.get("request_id", ""))), len(choices))
     for choice in choices:
-        choice["versions"] = spans.get(choice["index"], [[0, routes.version]])
+        choice["versions"] = spans.get(choice["index"], [[0, weights.version]])
         message = choice.get("message")
         if isinstance(message, dict) and message.get("reasoning") is not None:
             message.setdefault("reasoning_content", message["reasoning"])
@@ -500,13 +309,13 @@ def _add_versions(routes: PrimeRoutes, content: Any) -> Any:
 
 def _add_card_versions(routes: PrimeRoutes, content: Any) -> Any:
     for card in content.get("data", []):
-        card["version"] = routes.version
+        card["version"] = routes.weights.version
     return content
 
 
 def _add_metrics(routes: PrimeRoutes, text: str) -> str:
     rows = (
-        ("policy_version", "Version of the weights in service.", routes.version),
+        ("policy_version", "Version of the weights in service.", routes.weights.version),
         ("requests_in_flight", "Unfinished requests.", routes.num_requests),
     )
     return text + "".join(

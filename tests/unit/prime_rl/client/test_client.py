@@ -222,6 +222,19 @@ def test_a_connection_that_the_server_closed_while_idle_is_replaced() -> None:
         anyio.run(main)
 
 
+@pytest.mark.parametrize("extra", [b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nbad", b"garbage"])
+def test_data_after_a_response_ends_its_connection(extra: bytes) -> None:
+    good = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+    with raw_server([good + extra, good]) as url:
+
+        async def main() -> None:
+            pool = HttpPool(url, max_connections=1, timeout_s=20)
+            assert await pool.request("GET", "/") == (200, b"ok") and not pool._idle
+            assert await pool.request("GET", "/") == (200, b"ok")
+
+        anyio.run(main)
+
+
 def test_cancelling_a_request_reaches_the_server() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     got: list[bytes] = []

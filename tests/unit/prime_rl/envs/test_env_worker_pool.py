@@ -17,8 +17,9 @@ from fake_engine import FakeEngine, serve
 
 from prime_rl.configuration.command import run_command
 from prime_rl.configuration.sections import EnvConfig, LogConfig, SamplingConfig
-from prime_rl.envs import worker_pool as env_pool
-from prime_rl.envs.worker_pool import EnvironmentCrashLoop, EnvironmentWorkers, WorkerDied
+from prime_rl.envs import worker_pool, worker_process
+from prime_rl.envs.worker_pool import EnvironmentCrashLoop, EnvironmentWorkers
+from prime_rl.envs.worker_process import WorkerDied, WorkerProcess
 from prime_rl.utils.client import InferenceClient
 from prime_rl.utils.vf import build_sampling_args, load_environments, open_environments
 from rollouts.training.agent_integration import Rollout, rollout_to_samples
@@ -157,7 +158,7 @@ def test_a_leaking_worker_finishes_its_groups_and_is_replaced(tmp_path: Path, en
 def test_an_environment_that_only_dies_stops_the_run(
     tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(env_pool, "MAX_LOSSES_IN_ROW", 3)
+    monkeypatch.setattr(worker_pool, "MAX_LOSSES_IN_ROW", 3)
     with pool("kill", tmp_path) as environment:
         with pytest.raises(BaseExceptionGroup) as error:
             run(environment, engine, retries=9)
@@ -219,7 +220,7 @@ def test_killed_workers_end_a_command_with_code_1(
 
 def test_an_environment_that_loads_for_too_long_is_a_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slow.py").write_text("import time\ndef load_environment(): time.sleep(60)\n")
-    monkeypatch.setattr(env_pool, "LOAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(worker_process, "LOAD_TIMEOUT_S", 0.2)
     with pytest.raises(TimeoutError, match=r"did not load within 0\.2 s"):
         load_environments([EnvConfig(id=f"{tmp_path}/slow.py")])
 
@@ -237,9 +238,9 @@ def test_a_worker_that_somebody_kills_while_it_loads_is_replaced(
             os.kill(worker.process.pid, signal.SIGKILL)
         loaded(worker)
 
-    loaded = env_pool._await_loaded
-    monkeypatch.setattr(env_pool, "_await_loaded", sick)
-    monkeypatch.setattr(env_pool, "MAX_LOADS", 2)
+    loaded = WorkerProcess.wait_loaded
+    monkeypatch.setattr(WorkerProcess, "wait_loaded", sick)
+    monkeypatch.setattr(worker_pool, "MAX_LOADS", 2)
     with pool("a", tmp_path) as environment:
         assert environment.losses == 1
         os.kill(environment.pids[0], signal.SIGKILL)
@@ -279,7 +280,7 @@ def test_workers_end_with_their_parent(tmp_path: Path) -> None:
 
 
 def test_a_replaced_worker_that_does_not_leave_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(env_pool, "LEAVE_S", 0.1)
+    monkeypatch.setattr(worker_pool, "LEAVE_S", 0.1)
     with pool("a", tmp_path) as environment:
         [worker] = environment._workers
         os.kill(worker.process.pid, signal.SIGSTOP)
@@ -328,13 +329,13 @@ def test_a_worker_gets_no_group_before_somebody_listens_to_it(
 ) -> None:
     """Loaded and listened to are two moments: the first is seen by a thread."""
     with pool("once-kill fine", tmp_path) as environment:
-        original = env_pool._await_loaded
+        original = WorkerProcess.wait_loaded
 
         def slowly(worker: Any) -> None:
             original(worker)
             time.sleep(0.3)
 
-        monkeypatch.setattr(env_pool, "_await_loaded", slowly)
+        monkeypatch.setattr(WorkerProcess, "wait_loaded", slowly)
 
         async def main() -> None:
             args, rows = [build_sampling_args(SamplingConfig())], environment.rows()

@@ -13,8 +13,8 @@ import pytest
 import torch
 from running_server import RunningServer
 
+from prime_rl.client.scoring import PackedScores
 from prime_rl.inference.adapters import read_adapter
-from prime_rl.inference.routes.score import Scores
 from prime_rl.orchestrator.canary import CanaryCheck
 from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.config import TrainConfig
@@ -97,7 +97,7 @@ def test_a_named_adapter_is_served_beside_the_model(server: RunningServer, backe
     assert reply.status_code == 200 and reply.json()["version"] == 7
     assert scores(server) == base != scores(server, "mine")
     packed = [server.post("/score", {"tokens": PROMPT, "model": name}).content for name in ("tiny-qwen3", "mine")]
-    told = [array("f", msgspec.msgpack.decode(data, type=Scores).logprobs).tolist() for data in packed]
+    told = [array("f", msgspec.msgpack.decode(data, type=PackedScores).logprobs).tolist() for data in packed]
     assert told == [pytest.approx(base, abs=1e-5), pytest.approx(scores(server, "mine"), abs=1e-5)]
     cards = {card["id"]: card for card in server.http.get("/v1/models").json()["data"]}
     assert (cards["mine"]["parent"], cards["mine"]["version"], cards["tiny-qwen3"]["version"]) == ("tiny-qwen3", 7, 0)

@@ -502,7 +502,7 @@ def test_an_adapter_becomes_the_policy_without_its_model_being_loaded(
 ) -> None:
     """Requests that have none end before the first one comes, and requests that have one before the last one goes."""
     app, client, root = routes
-    monkeypatch.setattr("prime_rl.inference.vllm.routes.build_lora_request", lambda path: path.name)
+    monkeypatch.setattr("prime_rl.inference.vllm.weights.build_lora_request", lambda path: path.name)
     one, two, bad = (publish_adapter(root, step) for step in (1, 2, 3))
     data = bytearray((bad / "adapter_model.safetensors").read_bytes())
     data[-2] ^= 1
