@@ -280,7 +280,7 @@ def _own_name(route: Callable[[Request], Any]) -> Callable[[Request], Any]:
 
 def _find(index: RolloutIndex, query: Query, offset: int, limit: int) -> dict[str, Any]:
     numbers = index.select(query)
-    return {"total": len(numbers), "rows": index.brief([int(n) for n in numbers[offset : offset + limit]])}
+    return {"total": len(numbers), "rows": index.brief(numbers[offset : offset + limit])}
 
 
 def _group(index: RolloutIndex, number: int) -> list[dict[str, Any]]:

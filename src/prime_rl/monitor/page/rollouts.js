@@ -133,7 +133,7 @@ class Browser {
 
   item(row, i) {
     return el("li", { onclick: () => this.open(i), class: i === this.at ? "chosen" : "" },
-      this.chip(row, row.reward), el("span", { class: "said" }, el("small", {}, oneLine(row.asked)), oneLine(row.said) || el("i", {}, row.status || "empty")),
+      this.chip(row, row.reward), el("span", { class: "preview" }, el("small", {}, oneLine(row.prompt)), oneLine(row.completion) || el("i", {}, row.status || "empty")),
       el("small", { class: "where" }, `step ${row.step}`, el("br"), count(row.tokens, "token"), this.isUnscored(row) && [el("br"), el("b", { class: "unscored" }, "no teacher score")]));
   }
 

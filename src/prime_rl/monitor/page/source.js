@@ -51,7 +51,7 @@ class ReportSource {
   }
 
   async group(row) {
-    return row.group === null ? [row] : this.rows.filter((other) => other.place === row.place && other.step === row.step && other.group === row.group);
+    return row.group === null ? [row] : this.rows.filter((other) => other.source === row.source && other.step === row.step && other.group === row.group);
   }
 
   async detail(id) {

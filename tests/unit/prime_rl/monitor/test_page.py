@@ -24,10 +24,8 @@ from page_runs import (
     write_page_run,
 )
 
-from prime_rl.monitor import full_text_index as text_index
 from prime_rl.monitor.compare import compare_runs, differences_text
 from prime_rl.monitor.explain import explain, findings_text, waiting_shares
-from prime_rl.monitor.full_text_index import TextIndex
 from prime_rl.monitor.local_runs import LocalRun, open_run
 from prime_rl.monitor.page_data import build_page_data, build_update, config_rows, explain_run, sum_seconds, thin
 from prime_rl.monitor.replay import compare, plan_replay, verdict_text
@@ -79,7 +77,7 @@ def test_selection_is_that_of_a_plain_loop(run_dir: Path) -> None:
         key = keys.get(query.sort, lambda r, name=query.sort: r[name])
         found = [n for n, row in enumerate(rows) if fits(row, query)]
         wanted = sorted(found, key=lambda n: key(rows[n]) * (-1 if query.descending else 1))
-        assert index.select(query).tolist() == wanted, query
+        assert index.select(query) == wanted, query
     assert index.row(7) == rows[7]
 
 
@@ -101,7 +99,7 @@ def test_the_index_grows_with_the_file_and_waits_for_whole_lines(tmp_path: Path)
     append_jsonl(path, rows[6:9])
     for length in (8, 9, 10):
         assert index.grow(max_bytes=1) and len(index) == length
-    assert index.select(Query(sort="reward")).tolist()[-1] == 5, "what has no reward comes last"
+    assert index.select(Query(sort="reward"))[-1] == 5, "what has no reward comes last"
 
 
 def test_rollouts_of_evaluations_are_read_beside_those_of_training(tmp_path: Path) -> None:
@@ -122,13 +120,13 @@ def test_rollouts_of_evaluations_are_read_beside_those_of_training(tmp_path: Pat
     (run / "evals" / "half_written" / "summary.json").write_text("{")
     assert [place.step for place in LocalRun(run).evaluations()] == [2] and not index.grow()
     [late] = index.select(Query(text="TIMEOUT", kind="evaluation"))
-    row = index.row(int(late))
+    row = index.row(late)
     assert (row["status"], row["group_index"], row["index"], row["answer"]) == ("failed", 1, 0, "known")
-    first, second = index.brief(index.siblings(int(late)))
+    first, second = index.brief(index.siblings(late))
     assert (first["id"], second["id"]) == (late, late + 1) and first["tokens"] == 5 and first["kind"] == "evaluation"
     write_evaluation(run, 2, [0.25, 0.25])
     assert index.grow() and index.facts()["kinds"]["evaluation"]["count"] == 2
-    assert [index.row(int(n))["reward"] for n in index.select(Query(kind="evaluation"))] == [0.25, 0.25]
+    assert [index.row(n)["reward"] for n in index.select(Query(kind="evaluation"))] == [0.25, 0.25]
     assert sum(map(len, index.groups())) == 26
 
 
@@ -166,13 +164,11 @@ def test_recorded_logprobs_are_those_of_the_last_attempt(tmp_path: Path) -> None
     assert index.row(number)["trainer_logprobs"] == [0.0, -1.0]
 
 
-def test_text_search_is_that_of_a_plain_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_index, "BLOCK", 64)
+def test_text_search_is_that_of_a_plain_loop(tmp_path: Path) -> None:
     rng = random.Random(3)
-    texts = ["".join(rng.choices("abcdeé\n ", k=rng.randrange(40))) for _ in range(300)]
-    index = TextIndex()
-    for text in texts:
-        index.add(text)
+    texts = ["".join(rng.choices("abcdeé\n %_*?[]\0", k=rng.randrange(40))) for _ in range(300)]
+    append_jsonl(tmp_path / "samples.jsonl", [{"step": 1, "prompt": text} for text in texts])
+    index = index_of(tmp_path)
     needles = [
         "a",
         "É",
@@ -183,10 +179,16 @@ def test_text_search_is_that_of_a_plain_loop(monkeypatch: pytest.MonkeyPatch) ->
         "dab c",
         "zz",
         "z",
+        "%",
+        "_",
+        "*",
+        "?[",
+        "\0",
         *(t[3:9].upper() for t in texts[::20] if t[3:9]),
     ]
     for needle in needles:
-        assert index.search(needle).tolist() == [needle.lower() in text for text in texts], needle
+        wanted = [number for number, text in enumerate(texts) if needle.lower() in f"{text}\n\n"]
+        assert index.select(Query(text=needle, descending=False)) == wanted, needle
 
 
 def test_reports_choose_whole_groups_from_all_over_the_run(run_dir: Path) -> None:
