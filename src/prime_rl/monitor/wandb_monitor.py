@@ -16,6 +16,7 @@ if __package__ in (None, ""):  # run by path
 
 from prime_rl.monitor import local_runs
 from prime_rl.monitor.distillation import count_skipped, read_scores, scores_text, skipped_text
+from prime_rl.monitor.plots import check_matplotlib, save_plots
 from prime_rl.monitor.run_kind import Kind, RunKind, find_kind
 from prime_rl.monitor.run_status import find_status
 from prime_rl.monitor.summary import (
@@ -97,6 +98,8 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if options.diff is not None:
         return diff(*options.diff)
+    if options.save_dir is not None:
+        check_matplotlib()
     if options.run is None:
         raise ValueError("which run? give a directory or a W&B run id, or --list to see what there is")
     if Path(options.run).is_dir():
@@ -178,8 +181,6 @@ def show(
         if kind.has_teacher:
             show_distillation(series)
         if options.save_dir is not None:
-            from prime_rl.monitor.plots import save_plots
-
             written = save_plots(series, options.save_dir, kind)
             print_text("\n" + ("plots: " + ", ".join(map(str, written)) if written else "nothing to plot yet"))
     if not options.metrics_only:
