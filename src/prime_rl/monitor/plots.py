@@ -47,7 +47,7 @@ def check_matplotlib() -> None:
 def save_plots(series: Mapping[str, Series], directory: Path, kind: RunKind | None = None) -> list[Path]:
     """Draw the plots; returns the files. Panels without data are skipped.
 
-    A run that learns from a teacher has `distillation.png` as well.
+    A run with a teacher has `distillation.png` as well.
     """
     from matplotlib.figure import Figure
 

@@ -29,7 +29,7 @@ from prime_rl.monitor.explain import explain, findings_text, waiting_shares
 from prime_rl.monitor.local_runs import LocalRun, open_run
 from prime_rl.monitor.page_data import build_page_data, build_update, config_rows, explain_run, sum_seconds, thin
 from prime_rl.monitor.replay import compare, plan_replay, verdict_text
-from prime_rl.monitor.report import MAX_BYTES, _Columns, choose_rollouts, write_report
+from prime_rl.monitor.report import MAX_BYTES, _Columns, choose_groups, write_report
 from prime_rl.monitor.rollout_detail import rollout_detail
 from prime_rl.monitor.rollout_index import Query, RolloutIndex
 from prime_rl.monitor.serve import LiveRun, build_app, read_query
@@ -193,12 +193,13 @@ def test_text_search_is_that_of_a_plain_loop(tmp_path: Path) -> None:
 
 def test_reports_choose_whole_groups_from_all_over_the_run(run_dir: Path) -> None:
     index = index_of(run_dir)
-    assert choose_rollouts(index, 10_000) == list(range(len(index)))
-    chosen = choose_rollouts(index, 50)
+    groups = index.groups()
+    assert choose_groups(groups, 10_000) == groups
+    chosen = [number for group in choose_groups(groups, 50) for number in group]
     assert len(chosen) <= 50 and len(chosen) % 4 == 0
     steps = {index.row(n)["step"] for n in chosen}
     assert min(steps) == 1 and max(steps) == 12 and len(steps) >= 9
-    assert choose_rollouts(index, 3) == []
+    assert choose_groups(groups, 3) == []
 
 
 def unpack(page: str) -> tuple[dict[str, Any], bytes]:
@@ -382,7 +383,7 @@ def test_equal_rewards_still_teach_beside_a_teacher() -> None:
     config = {"trainer": {"loss": loss}, "orchestrator": {"teacher_model": {"context": "x"}}}
     series = {"orchestrator": {"batch/effective_batch_size": [(s, 0.2) for s in range(1, 9)]}}
     text = findings_text(explain(series, {}, config))
-    assert "the others learn from the teacher alone" in text and "teach anything" not in text
+    assert "the others are trained on the teacher only" in text and "a gradient" not in text
 
 
 def test_page_data_of_a_distillation(tmp_path: Path) -> None:
