@@ -67,6 +67,8 @@ def test_rollouts_are_filtered_and_read(report: str, open_page: Open) -> None:
     page = opened.page
     page.keyboard.press("4")
     opened.wait_counter("144 rollouts")
+    page.locator(".list").evaluate("list => { list.scrollTop = list.scrollHeight; }")
+    opened.wait_until(lambda: page.locator(".list li").count() > 40, "further rollouts after scrolling")
     page.keyboard.press("/")
     page.keyboard.type("QUESTION 7")
     opened.wait_counter("11 of 144")

@@ -149,9 +149,9 @@ def thin(points: Series, limit: int = MAX_POINTS) -> Series:
     """Downsample to about `limit` points: minimum and maximum of each segment, so that spikes remain."""
     if len(points) <= limit:
         return points
-    stretches, kept = limit // 2, []
-    for k in range(stretches):
-        part = points[k * len(points) // stretches : (k + 1) * len(points) // stretches]
+    num_segments, kept = limit // 2, []
+    for k in range(num_segments):
+        part = points[k * len(points) // num_segments : (k + 1) * len(points) // num_segments]
         kept += sorted({min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])})
     return sorted({points[0], *kept, points[-1]})
 

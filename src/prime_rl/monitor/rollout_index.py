@@ -123,6 +123,7 @@ class RolloutIndex:
         self._size = 0
         self._lock = threading.Lock()
         self._db = sqlite3.connect("", check_same_thread=False)  # a temporary file, removed when it is closed
+        self._db.row_factory = sqlite3.Row
         self._db.executescript(SCHEMA)
         self._decode = msgspec.json.Decoder(_Line).decode
         self._decode_result = msgspec.json.Decoder(_Result).decode
@@ -187,12 +188,11 @@ class RolloutIndex:
 
     def brief(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
         """List entries of rollouts."""
-        names = "id source step env group index reward advantage status tokens scored prompt completion".split()
-        columns = (
-            "id, source, step, env, group_index, idx, reward, advantage, status, tokens, scored, prompt, completion"
+        sql = (
+            'SELECT id, source, step, env, group_index AS "group", idx AS "index", reward, advantage, status, tokens, '
+            "scored, prompt, completion FROM rollouts JOIN texts USING (id) WHERE id = ?"
         )
-        sql = f"SELECT {columns} FROM rollouts JOIN texts USING (id) WHERE id = ?"
-        entries = [dict(zip(names, row, strict=True)) for number in numbers for row in self._fetch(sql, number)]
+        entries = [dict(row) for number in numbers for row in self._fetch(sql, number)]
         return [{**entry, "kind": KINDS[entry["source"] > 0], "scored": bool(entry["scored"])} for entry in entries]
 
     def siblings(self, number: int) -> list[int]:
@@ -212,7 +212,7 @@ class RolloutIndex:
         kinds = {kind: [row for row in counts if KINDS[row[0]] == kind] for kind in KINDS}
         return {**_summarize(counts), "kinds": {kind: _summarize(rows) for kind, rows in kinds.items() if rows}}
 
-    def _fetch(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
+    def _fetch(self, sql: str, *values: Any) -> list[sqlite3.Row]:
         with self._lock:
             return self._db.execute(sql, values).fetchall()
 
@@ -276,7 +276,7 @@ class RolloutIndex:
             "SELECT attempt, start, size FROM logprobs WHERE step = ? AND group_index IS ? AND idx IS ? AND tokens = ?",
             *(row.get("step", 0), row.get("group_index"), row.get("index"), len(row.get("tokens") or ())),
         )
-        last = [match for match in matches if match[0] == max(matches)[0]]
+        last = [match for match in matches if match[0] == max(number for number, *_ in matches)]
         if len(last) != 1:
             return None
         [(_, start, size)] = last
@@ -291,7 +291,7 @@ def plain_text(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def _summarize(counts: Sequence[tuple[Any, ...]]) -> dict[str, Any]:
+def _summarize(counts: Sequence[sqlite3.Row]) -> dict[str, Any]:
     """Totals of (kind, environment, status, step, count) rows."""
     return {
         "count": sum(row[4] for row in counts),

@@ -128,7 +128,7 @@ class Browser {
     if (this.numRequests !== numRequests) return;
     const known = new Set(this.rows.map((row) => row.id)), added = rows.filter((row) => !known.has(row.id));
     append(this.list, added.map((row, i) => this.item(row, this.rows.length + i)));
-    this.rows.push(...further);
+    this.rows.push(...added);
   }
 
   item(row, i) {
