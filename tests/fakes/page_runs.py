@@ -7,6 +7,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+from prime_rl.monitor.local_runs import LocalRun
+from prime_rl.monitor.rollout_index import RolloutIndex
 from rollouts.training.metrics import append_jsonl
 
 HOSTILE = (
@@ -184,3 +186,10 @@ def _row(rng: random.Random, step: int, group: int, index: int, asked: Any, said
         "teacher_logprobs": [lp + rng.uniform(-1, 1) if m else 0.0 for lp, m in zip(logprobs, mask, strict=True)],
         "trainer_logprobs": [lp + rng.uniform(-0.01, 0.01) if m else 0.0 for lp, m in zip(logprobs, mask, strict=True)],
     }
+
+
+def index_of(run_dir: Path) -> RolloutIndex:
+    """The complete index of a run."""
+    index = RolloutIndex(LocalRun(run_dir))
+    index.grow()
+    return index

@@ -67,6 +67,8 @@ def test_rollouts_are_filtered_and_read(report: str, open_page: Open) -> None:
     page = opened.page
     page.keyboard.press("4")
     opened.wait_counter("144 rollouts")
+    page.locator(".list").evaluate("list => { list.scrollTop = list.scrollHeight; }")
+    opened.wait_until(lambda: page.locator(".list li").count() > 40, "further rollouts after scrolling")
     page.keyboard.press("/")
     page.keyboard.type("QUESTION 7")
     opened.wait_counter("11 of 144")
@@ -84,7 +86,7 @@ def test_rollouts_are_filtered_and_read(report: str, open_page: Open) -> None:
     assert float(opened.texts(".facts .chip")[0]) == rewards[2]
 
     assert "look_up" in opened.texts(".call")[0] and "word" in opened.texts(".call th")[0]
-    assert page.locator(".bubble.assistant details.aside summary").inner_text().startswith("thought")
+    assert page.locator(".bubble.assistant details.aside summary").inner_text().startswith("reasoning")
     page.keyboard.press("Escape")
     page.keyboard.press("j")
     second = opened.rewards()[1]
@@ -92,7 +94,7 @@ def test_rollouts_are_filtered_and_read(report: str, open_page: Open) -> None:
 
     page.keyboard.press("t")
     page.wait_for_selector(".tokens .token")
-    assert page.locator(".token.given").count() == 8
+    assert page.locator(".token.context").count() == 8
     descriptions = {
         "advantage": "How much",
         "logprob": "Log-prob",
@@ -103,8 +105,8 @@ def test_rollouts_are_filtered_and_read(report: str, open_page: Open) -> None:
     for coloring, begins in descriptions.items():
         page.select_option("select[aria-label='color by']", coloring)
         opened.wait_until(lambda begins=begins: opened.texts(".colors p")[0].startswith(begins), coloring)
-        assert page.locator(".token:not(.given)[style*=background]").count() > 5, coloring
-    page.locator(".token:not(.given)").first.hover()
+        assert page.locator(".token:not(.context)[style*=background]").count() > 5, coloring
+    page.locator(".token:not(.context)").first.hover()
     tip = page.locator("#tip").inner_text()
     assert all(word in tip for word in ("probability", "advantage", "teacher − student", "trainer − engine", "id "))
     page.keyboard.press("g")
@@ -124,6 +126,7 @@ def test_what_models_write_is_shown_and_never_run(report: str, open_page: Open) 
     page.keyboard.press("g")
     page.wait_for_selector(".cards .card")
     page.keyboard.press("5")
+    page.wait_for_selector(".settings")
     assert "<b>not bold</b>" in opened.texts(".settings")[0]
     assert page.evaluate("window.hacked") is None
     assert page.locator("main b:text-is('bold'), main img, main script").count() == 0
@@ -185,14 +188,14 @@ def test_the_live_page_follows_a_run(served: tuple[Path, str], open_page: Open) 
         append_jsonl(run / "metrics.jsonl", metric_rows(step))
         opened.wait_until(lambda step=step: page.evaluate(last) == step, f"step {step}")
     page.keyboard.press("4")
-    assert page.locator("select[aria-label=of]").is_hidden(), "there are no other rollouts yet"
+    assert page.locator("select[aria-label=kind]").is_hidden(), "there are no other rollouts yet"
     page.locator(".filters input[type=search]").press_sequentially("said 6")
     opened.wait_counter("0 of 48")
     write_evaluation(run, 6, [1.0, 0.5, None, 0.0])
-    opened.wait_until(lambda: page.locator("select[aria-label=of]").is_visible(), "rollouts of an evaluation")
+    opened.wait_until(lambda: page.locator("select[aria-label=kind]").is_visible(), "rollouts of an evaluation")
     page.locator(".filters input[type=search]").press_sequentially(" 1")
     assert page.locator(".filters input[type=search]").input_value() == "said 6 1", "typing goes on through a change"
-    page.select_option("select[aria-label=of]", "evaluation")
+    page.select_option("select[aria-label=kind]", "evaluation")
     opened.wait_counter("1 of 4")
     texts = ".conversation details summary"
     opened.wait_until(lambda: "expected answer" in "".join(opened.texts(texts)[:1]), "the conversation")
@@ -218,7 +221,7 @@ def test_the_live_page_reads_rollouts_as_the_report_does(served: tuple[Path, str
     page.wait_for_selector(".cards .card")
     assert page.locator(".card").count() == 4
     page.keyboard.press("t")
-    page.wait_for_selector(".token.given")
+    page.wait_for_selector(".token.context")
     live = page.locator(".tokens").inner_text()
     path = run.parent / "report.html"
     write_report(open_run(run), path)
@@ -227,7 +230,7 @@ def test_the_live_page_reads_rollouts_as_the_report_does(served: tuple[Path, str
     again.wait_counter("4 of 36")
     again.page.keyboard.press("Escape")
     again.page.keyboard.press("t")
-    again.page.wait_for_selector(".token.given")
+    again.page.wait_for_selector(".token.context")
     assert again.page.locator(".tokens").inner_text() == live
 
 
@@ -247,7 +250,7 @@ def test_page_of_a_distillation_shows_the_teacher(tmp_path: Path, open_page: Ope
     assert "reward" not in overview.lower().replace("mean rewards;", "") and "groups" not in overview
     assert opened.texts(".scores tbody tr")[1].split() == "facts 12 0.5 0.6 0.6 0.80 (0.60 to 1.10) – 0.05".split()
     page.keyboard.press("2")
-    assert opened.texts("main h2")[0] == "Does the student approach its teacher?"
+    assert opened.texts("main h2")[0] == "Student and teacher"
     titles = opened.texts(".chart figcaption > b")
     assert {"teacher_kl/mean", "distill/facts/gap_closed", "distill/other/retention"} <= set(titles)
     assert not any(title.startswith(("reward", "batch/solve")) for title in titles)
@@ -257,14 +260,14 @@ def test_page_of_a_distillation_shows_the_teacher(tmp_path: Path, open_page: Ope
     unscored = page.locator(".list li:has(.unscored)")
     assert "no teacher score" in unscored.first.text_content() and unscored.count() >= 3
     unscored.first.click()
-    opened.wait_until(lambda: "did not score this rollout" in opened.texts(".facts")[0], "the fact in the head")
+    opened.wait_until(lambda: "no score" in opened.texts(".facts")[0], "the fact in the head")
     page.locator(".list li:not(:has(.unscored))").first.click()
     page.keyboard.press("t")
-    page.wait_for_selector(".token.given")
+    page.wait_for_selector(".token.context")
     assert page.locator("select[aria-label='color by']").input_value() == "teacher"
     page.keyboard.press("g")
     page.wait_for_selector(".cards .card")
-    assert "to what the teacher finds likely" in opened.texts(".body .lead")[0]
+    assert "toward the teacher's probabilities" in opened.texts(".body .lead")[0]
 
 
 def test_few_noisy_steps_are_no_trend(tmp_path: Path, open_page: Open) -> None:

@@ -71,7 +71,7 @@ def test_a_recorded_step_is_taken_again(
         wandb_monitor.main([str(run), "--replay", "3"])
     said = capsys.readouterr().out
     assert ended.value.code == 0, said
-    assert "from checkpoint 2: 1 step" in said and "came out again: all " in said
+    assert "from checkpoint 2: 1 step" in said and "is reproduced: all " in said
     assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before, "the run is only read"
 
 
@@ -94,5 +94,5 @@ def test_a_step_of_sft_is_taken_again(
         wandb_monitor.main([str(run), "--replay", "4"])
     said = capsys.readouterr().out
     assert ended.value.code == 0, said
-    assert "from checkpoint 2: 2 steps" in said and "came out again: all " in said
+    assert "from checkpoint 2: 2 steps" in said and "is reproduced: all " in said
     assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before, "the run is only read"

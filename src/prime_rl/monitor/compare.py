@@ -49,10 +49,10 @@ def differences_text(a: LocalRun, b: LocalRun, differences: list[Difference]) ->
     lines += [f"settings: {d.text}" for d in settings[:SHOWN]]
     if len(settings) > SHOWN:
         lines.append(f"settings: and {len(settings) - SHOWN} more")
-    parted = [d for d in differences if d.step is not None]
-    for number, d in enumerate(parted):
+    dated = [d for d in differences if d.step is not None]
+    for number, d in enumerate(dated):
         lines.append(f"{'first difference' if number == 0 else 'then'}: step {d.step}, {d.what}: {d.text}")
-    if not parted:
+    if not dated:
         lines.append("samples, metrics and weights are equal, as far as both runs have them")
     return "\n".join(lines)
 
@@ -72,11 +72,11 @@ def compare_samples(a: LocalRun, b: LocalRun) -> Difference | None:
     for left, right in zip_longest(a.samples(), b.samples()):
         if left is None or right is None:
             row = left or right or {}
-            return Difference("sample", row.get("step"), f"only {'A' if left else 'B'} goes on with {_place(row)}")
+            return Difference("sample", row.get("step"), f"only {'A' if left else 'B'} has {_place(row)}")
         if left.get("step") != right.get("step"):
             step = min(left.get("step", 0), right.get("step", 0))
             return Difference("sample", step, f"A has {_place(left)} where B has {_place(right)}")
-        text = _parted(left, right)
+        text = _first_difference(left, right)
         if text is not None:
             return Difference("sample", left.get("step"), f"{_place(left)}: {text}")
     return None
@@ -91,9 +91,9 @@ def compare_metrics(a: LocalRun, b: LocalRun) -> Difference | None:
             if name.startswith(MEASURED):
                 continue
             right = dict(theirs[process][name])
-            parted = next(((s, v, right[s]) for s, v in ours[process][name] if s in right and v != right[s]), None)
-            if parted is not None and (first is None or parted[0] < first[0]):
-                first = (parted[0], f"{process} {name}", parted[1], parted[2])
+            changed = next(((s, v, right[s]) for s, v in ours[process][name] if s in right and v != right[s]), None)
+            if changed is not None and (first is None or changed[0] < first[0]):
+                first = (changed[0], f"{process} {name}", changed[1], changed[2])
     return None if first is None else Difference("metric", first[0], f"{first[1]} = {first[2]!r} / {first[3]!r}")
 
 
@@ -104,14 +104,13 @@ def compare_weights(a: LocalRun, b: LocalRun) -> Difference | None:
         left, right = (read_manifest(step_path(root, step)).tensors for root in roots)
         names = [name for name in left if left[name] != right.get(name)] + [name for name in right if name not in left]
         if names:
-            text = (
-                f"{names[0]}{_largest(roots[0], roots[1], step, names[0])}; {len(names)} of {len(left)} tensors differ"
-            )
+            distance = _distance_text(*roots, step, names[0])
+            text = f"{names[0]}{distance}; {len(names)} of {len(left)} tensors differ"
             return Difference("weights", step, text)
     return None
 
 
-def _parted(left: Mapping[str, Any], right: Mapping[str, Any]) -> str | None:
+def _first_difference(left: Mapping[str, Any], right: Mapping[str, Any]) -> str | None:
     """The first difference of two samples, or None."""
     ours, theirs = left.get("tokens") or [], right.get("tokens") or []
     at = next((i for i, (x, y) in enumerate(zip(ours, theirs, strict=False)) if x != y), None)
@@ -134,7 +133,7 @@ def _place(row: Mapping[str, Any]) -> str:
     return f"step {row.get('step')} group {row.get('group_index')} rollout {row.get('index')}"
 
 
-def _largest(a: Any, b: Any, step: int, name: str) -> str:
+def _distance_text(a: Any, b: Any, step: int, name: str) -> str:
     """Distance of two tensors, if they are comparable."""
     from safetensors import SafetensorError, safe_open
 
@@ -143,10 +142,10 @@ def _largest(a: Any, b: Any, step: int, name: str) -> str:
         for root in (a, b):
             with safe_open(step_path(root, step) / "model.safetensors", "numpy") as file:
                 tensors.append(file.get_tensor(name).astype("float64"))
-        apart = float(abs(tensors[0] - tensors[1]).max())
+        distance = float(abs(tensors[0] - tensors[1]).max())
     except (OSError, ValueError, TypeError, SafetensorError):
         return ""
-    return f" (up to {apart:.3g} apart)" if math.isfinite(apart) else " (not finite)"
+    return f" (up to {distance:.3g} apart)" if math.isfinite(distance) else " (not finite)"
 
 
 def _settings(text: str) -> dict[str, str]:

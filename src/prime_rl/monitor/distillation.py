@@ -88,13 +88,19 @@ def scores_text(scores: Sequence[DistillationScores]) -> str:
     for row in scores:
         numbers = (row.student, row.student_context, row.teacher_context)
         table.append([row.env, str(row.step), *map(_cell, numbers), row.gap_text, _cell(row.retention), _cell(row.kl)])
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-        for row in table
-    ]
+    lines = [align_columns(table)]
     if any(row.gap_text == "n.s." for row in scores):
         lines.append("n.s.: the gap between student and teacher is not significant, so no share of it is reported")
+    return "\n".join(lines)
+
+
+def align_columns(table: Sequence[Sequence[str]]) -> str:
+    """A table as text: the first column left-aligned, the others right-aligned."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for first, *others in table:
+        cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
+        lines.append("  ".join([first.ljust(widths[0]), *cells]))
     return "\n".join(lines)
 
 

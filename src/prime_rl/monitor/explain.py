@@ -236,11 +236,11 @@ def _symptoms(trainer: Mapping[str, Series], orchestrator: Mapping[str, Series],
             findings.append(Finding(name, f"{value:.0%} {what}", advice))
     if kind.trains_on_rewards:
         findings += _equal_rewards(orchestrator, kind)
-    if (apart := _above(trainer, "mismatch_kl/mean", 0.05)) is not None:
+    if (mismatch := _above(trainer, "mismatch_kl/mean", 0.05)) is not None:
         findings.append(
             Finding(
                 "mismatch_kl",
-                f"engine and trainer are {apart:.3g} apart on the same tokens",
+                f"the KL between engine and trainer is {mismatch:.3g} on the same tokens",
                 "serve with inference.exact, lower max_async_level, or lower the learning rate",
             )
         )
@@ -254,7 +254,7 @@ def _equal_rewards(orchestrator: Mapping[str, Series], kind: RunKind) -> list[Fi
     if (share := _above(equal, name, 0.5)) is None:
         return []
     easy, hard = _mean(orchestrator, "batch/solve_all") or 0.0, _mean(orchestrator, "batch/solve_none") or 0.0
-    others = "; the others learn from the teacher alone" if kind.kind is Kind.MIXED else " and teach anything"
+    others = "; the others are trained on the teacher only" if kind.kind is Kind.MIXED else " and a gradient"
     return [
         Finding(
             name,

@@ -158,6 +158,19 @@ def _load_last_attempts(path: Path) -> Iterator[dict[str, Any]]:
     return load_last_attempts(path)
 
 
+def complete_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
+    """Complete lines of a growing file from byte `start` on, each with the position of its end."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        file.seek(start)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            start += len(line)
+            yield start, line
+
+
 def parse_toml(text: str) -> dict[str, Any]:
     """The tables of a TOML text; empty if it is invalid."""
     try:

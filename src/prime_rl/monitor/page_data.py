@@ -14,7 +14,7 @@ import msgspec
 
 from prime_rl.monitor.distillation import TEACHER_METRICS, read_scores
 from prime_rl.monitor.explain import Finding, Lanes, explain, waiting_shares
-from prime_rl.monitor.local_runs import LocalRun
+from prime_rl.monitor.local_runs import LocalRun, complete_lines
 from prime_rl.monitor.run_kind import Kind, RunKind, find_kind
 from prime_rl.monitor.run_status import find_status
 from prime_rl.monitor.series import Series, join_processes, read_series
@@ -36,17 +36,11 @@ _CONFIG_SECTION = re.compile(r"^(?P<name>\[\[?[^\]]+\]\]?)")
 def read_rows(path: Path, start: int = 0) -> tuple[list[dict[str, Any]], int]:
     """The complete lines of a JSONL file from byte `start` on, and where the next one begins."""
     rows: list[dict[str, Any]] = []
-    if not path.exists():
-        return rows, start
-    with path.open("rb") as file:
-        file.seek(start)
-        for line in file:
-            if not line.endswith(b"\n"):
-                break
-            start += len(line)
-            if line.strip():
-                with suppress(msgspec.DecodeError, RecursionError):  # skipped, as in `load_jsonl`
-                    rows.append(msgspec.json.decode(line))
+    for end, line in complete_lines(path, start):
+        start = end
+        if line.strip():
+            with suppress(msgspec.DecodeError, RecursionError):  # skipped, as in `load_jsonl`
+                rows.append(msgspec.json.decode(line))
     return rows, start
 
 
@@ -155,9 +149,9 @@ def thin(points: Series, limit: int = MAX_POINTS) -> Series:
     """Downsample to about `limit` points: minimum and maximum of each segment, so that spikes remain."""
     if len(points) <= limit:
         return points
-    stretches, kept = limit // 2, []
-    for k in range(stretches):
-        part = points[k * len(points) // stretches : (k + 1) * len(points) // stretches]
+    num_segments, kept = limit // 2, []
+    for k in range(num_segments):
+        part = points[k * len(points) // num_segments : (k + 1) * len(points) // num_segments]
         kept += sorted({min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])})
     return sorted({points[0], *kept, points[-1]})
 

@@ -56,7 +56,7 @@ def plan_replay(run: LocalRun, step: int) -> Replay:
     process = next((name for name in MODULES if name in run.configs()), None)
     if process is None:
         raise ValueError(
-            f"{run.name} has neither configs/trainer.toml nor configs/sft.toml, so no trainer can be asked"
+            f"{run.name} has neither configs/trainer.toml nor configs/sft.toml, so there is no trainer to run"
         )
     versions = complete_steps(run.files.weights)
     if step not in versions or step < 1:
@@ -65,10 +65,10 @@ def plan_replay(run: LocalRun, step: int) -> Replay:
             f"{', '.join(map(str, (v for v in versions if v))) or 'none'}"
         )
     data = run.tables()[process].get("data", {})
-    alone = process == "sft" or isinstance(data.get("fake"), dict)  # else the text is "None"
-    starts = [0, *complete_steps(run.files.checkpoints, CKPT_PARTS[:1] if alone else CKPT_PARTS)]
+    has_own_data = process == "sft" or isinstance(data.get("fake"), dict)  # else the text is "None"
+    starts = [0, *complete_steps(run.files.checkpoints, CKPT_PARTS[:1] if has_own_data else CKPT_PARTS)]
     start = max(found for found in starts if found < step)
-    batches = () if alone else tuple(step_path(run.files.rollouts, n) for n in range(start + 1, step + 1))
+    batches = () if has_own_data else tuple(step_path(run.files.rollouts, n) for n in range(start + 1, step + 1))
     missing = next((path for path in batches if not is_complete(path)), None)
     if missing is not None:
         raise ValueError(
@@ -78,12 +78,12 @@ def plan_replay(run: LocalRun, step: int) -> Replay:
     return Replay(process, step, start, batches)
 
 
-def replay(run: LocalRun, step: int, say: Callable[[str], None]) -> Verdict:
+def replay(run: LocalRun, step: int, log: Callable[[str], None]) -> Verdict:
     """Repeat the step in a separate directory; the run itself is only read."""
     plan = plan_replay(run, step)
-    begun = f"checkpoint {plan.start}" if plan.start else "the first weights"
-    many = "1 step" if step == plan.start + 1 else f"{step - plan.start} steps"
-    say(f"replaying step {step} of {run.name} from {begun}: {many}")
+    start = f"checkpoint {plan.start}" if plan.start else "the first weights"
+    num_steps = "1 step" if step == plan.start + 1 else f"{step - plan.start} steps"
+    log(f"replaying step {step} of {run.name} from {start}: {num_steps}")
     with tempfile.TemporaryDirectory(prefix="replay-") as folder:
         place = RunDir(Path(folder))
         for batch in plan.batches:
@@ -111,8 +111,8 @@ def compare(run: LocalRun, again: LocalRun, step: int, process: str = "trainer")
 def verdict_text(step: int, verdict: Verdict) -> str:
     """The verdict as text."""
     if verdict.equal:
-        return f"step {step} came out again: all {verdict.num_tensors} tensors have the recorded digests"
-    lines = [f"step {step} came out differently: {len(verdict.tensors)} of {verdict.num_tensors} tensors"]
+        return f"step {step} is reproduced: all {verdict.num_tensors} tensors have the recorded digests"
+    lines = [f"step {step} is not reproduced: {len(verdict.tensors)} of {verdict.num_tensors} tensors"]
     lines += [f"  {name}" for name in verdict.tensors[:5]]
     lines += [f"  {name} was {old!r}, is {new!r}" for name, old, new in verdict.metrics]
     lines.append("  the same result needs the same device, library versions and number of threads and ranks")

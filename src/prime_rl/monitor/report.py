@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Sequence
 from functools import partial
 from importlib.resources import files
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,10 @@ TEXT_SHARE = 0.6
 """Maximum share of the budget for texts before they are truncated, so that some rollouts keep their tokens."""
 
 # (rollouts, characters of a text): successive limits while the texts exceed their budget.
-_LADDER = ((2000, 1 << 30), (2000, 8000), (2000, 2000), (1000, 1200), (400, 800), (100, 400), (0, 0))
+_LADDER = (
+    *((MAX_ROLLOUTS, characters) for characters in (1 << 30, 8000, 2000)),
+    *((1000, 1200), (400, 800), (100, 400), (0, 0)),
+)
 
 
 def write_report(run: LocalRun, path: Path, max_bytes: int = MAX_BYTES) -> dict[str, int]:
@@ -57,60 +61,53 @@ def write_report(run: LocalRun, path: Path, max_bytes: int = MAX_BYTES) -> dict[
     tokenizer = find_tokenizer(run.path, shared["run"]["model"])
     vocabulary = Vocabulary(tokenizer) if tokenizer is not None else None
     budget = (max_bytes - PAGE_BYTES) * 3 // 4  # base64 encodes three bytes as four characters
+    groups = index.groups()
     pack = partial(encode_payload, shared, index, vocabulary=vocabulary)
     for most, characters in _LADDER:
-        chosen = choose_rollouts(index, min(most, MAX_ROLLOUTS))
-        bare = len(pack(chosen, 0, characters))
+        chosen = choose_groups(groups, most)
+        bare = len(pack(chosen, [], characters))
         if bare <= TEXT_SHARE * budget or not chosen:
             break
-    with_tokens, payload = len(chosen), pack(chosen, len(chosen), characters)
-    while len(payload) > budget and with_tokens:
+    with_tokens, payload = chosen, pack(chosen, chosen, characters)
+    limit = sum(map(len, chosen))
+    while len(payload) > budget and limit:
         # Token streams are the largest part: keep as many as fit.
-        with_tokens = int(with_tokens * 0.95 * max(budget - bare, 0) / (len(payload) - bare))
+        limit = int(limit * 0.95 * max(budget - bare, 0) / (len(payload) - bare))
+        with_tokens = choose_groups(chosen, limit)
         payload = pack(chosen, with_tokens, characters)
-    kept = spread_groups(index, chosen, with_tokens)
     page = render_page(payload)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(page)
-    return {"rollouts": len(chosen), "total": index.facts()["count"], "with_tokens": len(kept), "bytes": len(page)}
+    counts = {"rollouts": sum(map(len, chosen)), "total": index.facts()["count"]}
+    return {**counts, "with_tokens": sum(map(len, with_tokens)), "bytes": len(page)}
 
 
-def choose_rollouts(index: RolloutIndex, limit: int) -> list[int]:
-    """Complete groups spread evenly over the run, at most `limit` rollouts in total."""
-    return _spread(index.groups(), limit)
-
-
-def spread_groups(index: RolloutIndex, chosen: Sequence[int], limit: int) -> set[int]:
-    """Complete groups among the chosen rollouts, spread evenly, at most `limit` rollouts."""
-    within = set(chosen)
-    return set(_spread([group for group in index.groups() if group[0] in within], limit))
-
-
-def _spread(groups: list[list[int]], limit: int) -> list[int]:
+def choose_groups(groups: Sequence[list[int]], limit: int) -> list[list[int]]:
+    """Groups spread evenly over the run, at most `limit` rollouts in total."""
     total = sum(map(len, groups))
     if total <= limit:
-        return [number for group in groups for number in group]
+        return list(groups)
     count = max(int(limit / (total / len(groups))), 1)
-    chosen: list[int] = []
+    chosen: list[list[int]] = []
     for k in sorted({round(k) for k in np.linspace(0, len(groups) - 1, count)}):
-        if len(chosen) + len(groups[k]) <= limit:
-            chosen += groups[k]
+        if sum(map(len, chosen)) + len(groups[k]) <= limit:
+            chosen.append(groups[k])
     return chosen
 
 
 def encode_payload(
     shared: dict[str, Any],
     index: RolloutIndex,
-    chosen: Sequence[int],
-    with_tokens: int,
+    chosen: Sequence[list[int]],
+    with_tokens: Sequence[list[int]],
     characters: int,
     vocabulary: Vocabulary | None,
 ) -> bytes:
     """gzip of: length of the JSON (4 bytes, little endian), the JSON, then the streams as columns of small integers."""
-    kept = spread_groups(index, chosen, with_tokens)
+    numbers, kept = list(chain.from_iterable(chosen)), set(chain.from_iterable(with_tokens))
     details, columns = [], _Columns()
     used: set[int] = set()
-    for number in chosen:
+    for number in numbers:
         row = index.row(number)
         detail = rollout_detail(number, row)
         tokens, mask, streams = detail.pop("tokens"), detail.pop("mask"), detail.pop("streams")
@@ -122,7 +119,7 @@ def encode_payload(
     head = {
         **shared,
         "rollouts": {
-            "rows": index.brief(chosen),
+            "rows": index.brief(numbers),
             "details": details,
             "facts": index.facts(),
             "layout": columns.layout(),

@@ -10,7 +10,7 @@ STREAMS = ("logprob", "advantage", "teacher", "trainer", "version")
 
 logprob    of the engine that sampled the token
 advantage  that the token is trained with
-teacher    log-prob of the teacher minus that of the engine: above 0 the teacher likes the token better
+teacher    log-prob of the teacher minus that of the engine: above 0 where the teacher finds the token more likely
 trainer    log-prob of the trainer minus that of the engine: 0 where both compute the same
 version    of the policy that wrote the token
 """
@@ -55,9 +55,9 @@ def token_streams(row: Mapping[str, Any]) -> dict[str, list[float]]:
             other = _stream(row, key, n)
             if other is not None:
                 streams[name] = [(a - b) if m else 0.0 for a, b, m in zip(other, engine, mask, strict=True)]
-    given, constant = _stream(row, "advantages", n), row.get("advantage")
-    if given is not None:
-        streams["advantage"] = given
+    recorded, constant = _stream(row, "advantages", n), row.get("advantage")
+    if recorded is not None:
+        streams["advantage"] = recorded
     elif isinstance(constant, (int, float)):
         streams["advantage"] = [float(constant) if m else 0.0 for m in mask]
     if row.get("versions"):

@@ -1,25 +1,39 @@
-"""Index over all rollouts of a run: columns and signatures in memory, rows on disk."""
+"""Index over all rollouts of a run: columns and texts in a temporary SQLite database, full rows in the run's files."""
 
 from __future__ import annotations
 
+import sqlite3
+import sys
 import threading
-from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
-from prime_rl.monitor.full_text_index import TextIndex
-from prime_rl.monitor.local_runs import EvalDir, LocalRun
+from prime_rl.monitor.local_runs import EvalDir, LocalRun, complete_lines
 from rollouts.training.metrics import AttemptSteps
 
+Row = TypeVar("Row")
 KINDS = ("training", "evaluation")
 SORTS = ("step", "reward", "advantage", "tokens")
 PREVIEW = 160
+"""Characters of a prompt or completion in a list entry."""
+
+SCHEMA = """
+PRAGMA journal_mode = OFF;
+CREATE TABLE rollouts (
+  id INTEGER PRIMARY KEY, source INTEGER, attempt INTEGER, step INTEGER, env TEXT, group_index INTEGER, idx INTEGER,
+  reward REAL, advantage REAL, status TEXT, tokens INTEGER, scored INTEGER, start INTEGER, size INTEGER,
+  hidden INTEGER);
+CREATE INDEX by_group ON rollouts (step, group_index);
+CREATE TABLE texts (id INTEGER PRIMARY KEY, prompt TEXT, completion TEXT, searched TEXT);
+CREATE TABLE logprobs (step INTEGER, group_index INTEGER, idx INTEGER, tokens INTEGER, attempt INTEGER, start INTEGER,
+  size INTEGER);
+CREATE INDEX by_step ON logprobs (step);
+"""
+"""`source` is 0 for training, else an evaluation; rows of abandoned attempts and replaced evaluations are `hidden`."""
 
 
 class _Recorded(msgspec.Struct):
@@ -49,17 +63,6 @@ class _Line(msgspec.Struct):
     tokens: msgspec.Raw = msgspec.Raw(b"")
     teacher_logprobs: msgspec.Raw = msgspec.Raw(b"")
 
-    @property
-    def is_scored(self) -> bool:
-        """Whether a teacher scored the tokens."""
-        return len(bytes(self.teacher_logprobs)) > 2 and bytes(self.teacher_logprobs) != b"null"
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens, including the prompt."""
-        raw = bytes(self.tokens)
-        return raw.count(b",") + 1 if len(raw) > 2 else 0
-
 
 class _Result(msgspec.Struct):
     """Indexed fields of a line of an evaluation's `results.jsonl`."""
@@ -73,11 +76,11 @@ class _Result(msgspec.Struct):
     is_truncated: bool = False
     error: str | None = None
 
-    def to_line(self, place: EvalDir) -> _Line:
+    def to_line(self, evaluation: EvalDir) -> _Line:
         """Convert to a line of samples; an example is a group."""
         return _Line(
-            step=place.step or 0,
-            env=place.env,
+            step=evaluation.step or 0,
+            env=evaluation.env,
             group_index=self.example_id,
             index=self.rollout_idx,
             prompt=self.prompt,
@@ -104,281 +107,180 @@ class Query:
     descending: bool = True
 
 
-class RecordedLogprobs:
-    """Recorded trainer log-probs by step, group, rollout and number of tokens."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._read = 0
-        self._places: dict[tuple[int, int | None, int | None, int], dict[int, list[tuple[int, int]]]] = {}
-        self._decode = msgspec.json.Decoder(_Recorded).decode
-
-    def grow(self) -> bool:
-        """Index appended lines; returns whether there were any."""
-        begun = self._read
-        if not self.path.exists():
-            return False
-        with self.path.open("rb") as file:
-            file.seek(begun)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                start, self._read = self._read, self._read + len(line)
-                try:
-                    row = self._decode(line)
-                except (msgspec.DecodeError, RecursionError):
-                    continue
-                key = (row.step, row.group_index, row.index, bytes(row.trainer_logprobs).count(b",") + 1)
-                self._places.setdefault(key, {}).setdefault(row.attempt, []).append((start, self._read))
-        return self._read > begun
-
-    def of(self, row: dict[str, Any]) -> list[float] | None:
-        """The log-probs of a sample in the last attempt at its step; None without a unique match."""
-        key = (row.get("step", 0), row.get("group_index"), row.get("index"), len(row.get("tokens") or ()))
-        attempts = self._places.get(key, {})
-        places = attempts[max(attempts)] if attempts else []
-        if len(places) != 1:
-            return None
-        [(start, end)] = places
-        with self.path.open("rb") as file:
-            file.seek(start)
-            found: list[float] = msgspec.json.decode(file.read(end - start))["trainer_logprobs"]
-        return found
-
-
-class _Seen:
-    """Statistics of the rollouts of one source."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.envs: set[str] = set()
-        self.statuses: set[str] = set()
-        self.steps: set[int] = set()
-
-    def add(self, step: int, env: str | None, status: str | None) -> None:
-        """Add one rollout."""
-        self.count += 1
-        self.envs.add(env or "none")
-        self.statuses.add(status or "none")
-        self.steps.add(step)
-
-
 class RolloutIndex:
-    """A growing index over the training and evaluation rollouts of a run.
+    """A growing index over the training and evaluation rollouts of a run, numbered in the order in which they are read.
 
     Methods may be called from any thread.
     """
 
     def __init__(self, run: LocalRun) -> None:
         self.run = run
-        self.recorded = RecordedLogprobs(run.files.trainer_logprobs)
-        self.envs: list[str] = []
-        self.statuses: list[str] = []
-        self._read = 0
-        self._places: list[EvalDir | None] = [None]  # source of a rollout: 0 is training
-        self._seen = [_Seen()]  # by source
-        self._replaced: set[int] = set()
+        self._logprobs_path = run.files.trainer_logprobs
+        self._sources: list[EvalDir | None] = [None]
         self._attempts = AttemptSteps()
-        self._starts, self._ends, self._place, self._attempt = array("q"), array("q"), array("l"), array("l")
-        self._steps, self._groups, self._tokens = array("q"), array("q"), array("q")
-        self._env, self._status = array("h"), array("h")
-        self._rewards, self._advantages = array("d"), array("d")
-        self._texts = TextIndex()
+        self._offsets: dict[Path, int] = {}
+        self._size = 0
         self._lock = threading.Lock()
+        self._db = sqlite3.connect("", check_same_thread=False)  # a temporary file, removed when it is closed
+        self._db.row_factory = sqlite3.Row
+        self._db.executescript(SCHEMA)
         self._decode = msgspec.json.Decoder(_Line).decode
         self._decode_result = msgspec.json.Decoder(_Result).decode
+        self._decode_recorded = msgspec.json.Decoder(_Recorded).decode
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return self._size
 
-    def grow(self, max_bytes: int = 1 << 62) -> bool:
+    def grow(self, max_bytes: int = sys.maxsize) -> bool:
         """Index new lines, up to about `max_bytes` of training; returns whether there were any."""
-        recorded, evaluated = self.recorded.grow(), self._grow_evaluations()
-        if not self.run.samples_path.exists():
-            return recorded or evaluated
-        with self.run.samples_path.open("rb") as file:
-            file.seek(self._read)
-            begun = self._read
-            for line in file:
-                if not line.endswith(b"\n"):  # still being written
-                    break
-                start, self._read = self._read, self._read + len(line)
-                with self._lock:
-                    self._take(line, start, 0)
-                if self._read - begun > max_bytes:
-                    break
-        return recorded or evaluated or self._read > begun
+        with self._lock, self._db:
+            before = dict(self._offsets)
+            evaluated = self._grow_evaluations()
+            self._grow_logprobs()
+            self._grow_training(max_bytes)
+            return evaluated or self._offsets != before
 
-    def select(self, query: Query) -> NDArray[np.int64]:
-        """Numbers of the matching rollouts, in the requested order."""
-        with self._lock:
-            fits = self._of_kind(query.kind)
-            for wanted, column in ((query.step, self._steps), (query.group, self._groups)):
-                if wanted is not None:
-                    fits &= np.array(column) == wanted
-            for name, names, codes in ((query.env, self.envs, self._env), (query.status, self.statuses, self._status)):
-                if name is not None:
-                    fits &= np.array(codes) == (names.index(name) if name in names else -1)
-            rewards = np.array(self._rewards)
-            if query.min_reward is not None:
-                fits &= rewards >= query.min_reward
-            if query.max_reward is not None:
-                fits &= rewards <= query.max_reward
-            if query.text:
-                fits &= self._texts.search(query.text)
-            found = np.flatnonzero(fits)
-            columns = {"step": self._steps, "advantage": self._advantages, "tokens": self._tokens}
-            keys = rewards[found] if query.sort == "reward" else np.array(columns[query.sort])[found]
-        ascending = -keys if query.descending else keys  # NaN sorts last either way
-        order: NDArray[np.int64] = found[np.argsort(ascending, kind="stable")]
-        return order
+    def select(self, query: Query) -> list[int]:
+        """Numbers of the matching rollouts, in the requested order; missing values are last."""
+        conditions = {
+            "(source > 0) = ?": None if query.kind is None else query.kind == KINDS[1],
+            "step = ?": query.step,
+            "group_index = ?": query.group,
+            "ifnull(env, 'none') = ?": query.env,
+            "ifnull(status, 'none') = ?": query.status,
+            "reward >= ?": query.min_reward,
+            "reward <= ?": query.max_reward,
+            "instr((SELECT searched FROM texts WHERE texts.id = rollouts.id), ?)": _searchable(query.text) or None,
+        }
+        used = {condition: value for condition, value in conditions.items() if value is not None}
+        key = SORTS[SORTS.index(query.sort)]  # only these names become part of the statement
+        found = self._fetch(
+            f"SELECT id FROM rollouts WHERE {' AND '.join(['NOT hidden', *used])} "
+            f"ORDER BY {key} IS NULL, {key} {'DESC' if query.descending else 'ASC'}, id",
+            *used.values(),
+        )
+        return [number for (number,) in found]
 
     def groups(self) -> list[list[int]]:
         """Rollouts by group, in the order the groups appear."""
-        with self._lock:
-            found: dict[tuple[int, int, int], list[int]] = {}
-            for number in np.flatnonzero(self._of_kind(None)).tolist():
-                place, step, group = self._place[number], self._steps[number], self._groups[number]
-                found.setdefault((place, step, group if group >= 0 else -number - 1), []).append(number)
-        return list(found.values())
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for number, source, step, group in self._fetch(
+            "SELECT id, source, step, group_index FROM rollouts WHERE NOT hidden ORDER BY id"
+        ):
+            key = (number,) if group is None else (source, step, group)
+            groups.setdefault(key, []).append(number)
+        return list(groups.values())
 
     def row(self, number: int) -> dict[str, Any]:
         """The full line of a rollout, with recorded trainer log-probs."""
-        place = self._places[self._place[number]]
-        row: dict[str, Any] = msgspec.json.decode(self._lines([number])[0])
-        if place is not None:
-            line = self._decode_result(msgspec.json.encode(row)).to_line(place)
-            shared = ("step", "env", "group_index", "index", "status")
-            return {**row, **{name: getattr(line, name) for name in shared}}
-        if "trainer_logprobs" not in row and (recorded := self.recorded.of(row)) is not None:
+        [(source, start, size, *shared)] = self._fetch(
+            "SELECT source, start, size, step, env, group_index, idx, status FROM rollouts WHERE id = ?", number
+        )
+        evaluation = self._sources[source]
+        path = self.run.samples_path if evaluation is None else evaluation.results
+        row: dict[str, Any] = msgspec.json.decode(_read(path, start, size))
+        if evaluation is not None:
+            return {**row, **dict(zip(("step", "env", "group_index", "index", "status"), shared, strict=True))}
+        if "trainer_logprobs" not in row and (recorded := self._find_logprobs(row)) is not None:
             row["trainer_logprobs"] = recorded
         return row
 
     def brief(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
         """List entries of rollouts."""
-        rows = []
-        for number, data in zip(numbers, self._lines(numbers), strict=True):
-            line, place = self._read_line(data, self._place[number]), self._place[number]
-            asked, said = _last_words(line.prompt), plain_text(line.completion)
-            rows.append(
-                {
-                    "id": number,
-                    "kind": KINDS[place > 0],
-                    "place": place,
-                    "step": line.step,
-                    "env": line.env,
-                    "group": line.group_index,
-                    "index": line.index,
-                    "reward": line.reward,
-                    "advantage": line.advantage,
-                    "status": line.status,
-                    "tokens": self._tokens[number],
-                    "scored": line.is_scored,
-                    "asked": asked[:PREVIEW],
-                    "said": said[:PREVIEW],
-                }
-            )
-        return rows
+        sql = (
+            'SELECT id, source, step, env, group_index AS "group", idx AS "index", reward, advantage, status, tokens, '
+            "scored, prompt, completion FROM rollouts JOIN texts USING (id) WHERE id = ?"
+        )
+        entries = [dict(row) for number in numbers for row in self._fetch(sql, number)]
+        return [{**entry, "kind": KINDS[entry["source"] > 0], "scored": bool(entry["scored"])} for entry in entries]
 
     def siblings(self, number: int) -> list[int]:
         """The rollouts of the same group, including this one."""
-        with self._lock:
-            if self._groups[number] < 0:
-                return [number]
-            columns = (self._place, self._steps, self._groups, self._attempt)
-            same = [np.array(column) == column[number] for column in columns]
-        return [int(n) for n in np.flatnonzero(np.logical_and.reduce(same))]
+        found = self._fetch(
+            "SELECT other.id FROM rollouts AS this JOIN rollouts AS other USING (source, step, group_index, attempt) "
+            "WHERE this.id = ? ORDER BY other.id",
+            number,
+        )
+        return [other for (other,) in found] or [number]  # none without a group: NULL equals nothing
 
     def facts(self) -> dict[str, Any]:
         """Values available to filters, over all rollouts and per kind."""
-        with self._lock:
-            parts = [(n, seen) for n, seen in enumerate(self._seen) if n not in self._replaced]
-            kinds = {kind: _join([seen for n, seen in parts if KINDS[n > 0] == kind]) for kind in KINDS}
-            return {**_join([seen for _, seen in parts]), "kinds": {k: f for k, f in kinds.items() if f["count"]}}
+        counts = self._fetch(
+            "SELECT source > 0, env, status, step, count(*) FROM rollouts WHERE NOT hidden GROUP BY 1, 2, 3, 4"
+        )
+        kinds = {kind: [row for row in counts if KINDS[row[0]] == kind] for kind in KINDS}
+        return {**_summarize(counts), "kinds": {kind: _summarize(rows) for kind, rows in kinds.items() if rows}}
 
-    def _of_kind(self, kind: str | None) -> NDArray[np.bool_]:
-        """Mask of valid rollouts of this kind, without abandoned attempts and repeated evaluations."""
-        places = np.array(self._place)
-        fits = np.ones(len(places), dtype=bool) if kind is None else (places > 0) == (kind == "evaluation")
-        if len(numbers := np.unique(np.array(self._attempt))) > 1:
-            steps, attempts = np.array(self._steps), np.array(self._attempt)
-            for number in numbers.tolist():
-                limit = self._attempts.first_abandoned(None, number)
-                fits &= (places > 0) | (attempts != number) | (steps < limit)
-        return fits & ~np.isin(places, list(self._replaced)) if self._replaced else fits
+    def _fetch(self, sql: str, *values: Any) -> list[sqlite3.Row]:
+        with self._lock:
+            return self._db.execute(sql, values).fetchall()
+
+    def _grow_training(self, max_bytes: int) -> None:
+        begun = self._offsets.get(self.run.samples_path, 0)
+        for line, start, size in self._new_rows(self.run.samples_path, self._decode):
+            if self._attempts.add(None, line.attempt, line.step):
+                abandoned = "UPDATE rollouts SET hidden = 1 WHERE source = 0 AND attempt < ? AND step >= ?"
+                self._db.execute(abandoned, (line.attempt, line.step))
+            hidden = self._attempts.is_abandoned(None, line.attempt, line.step)
+            self._insert(0, line, _num_tokens(line.tokens), start, size, hidden)
+            if start + size - begun > max_bytes:
+                return
 
     def _grow_evaluations(self) -> bool:
-        """Index new and rewritten evaluations."""
-        fresh = [place for place in self.run.evaluations() if place not in self._places and place.results.exists()]
-        for place in fresh:
-            start = 0
-            with self._lock, place.results.open("rb") as file:
-                self._replaced |= {n for n, old in enumerate(self._places) if old and old.path == place.path}
-                self._places.append(place)
-                self._seen.append(_Seen())
-                for line in file:
-                    self._take(line, start, len(self._places) - 1)
-                    start += len(line)
+        """Index new and rewritten evaluations; returns whether there were any."""
+        fresh = [found for found in self.run.evaluations() if found not in self._sources and found.results.exists()]
+        for evaluation in fresh:
+            for number, old in enumerate(self._sources):
+                if old is not None and old.path == evaluation.path:
+                    self._db.execute("UPDATE rollouts SET hidden = 1 WHERE source = ?", (number,))
+            self._sources.append(evaluation)
+            self._offsets.pop(evaluation.results, None)
+            for result, start, size in self._new_rows(evaluation.results, self._decode_result):
+                line = result.to_line(evaluation)
+                self._insert(len(self._sources) - 1, line, result.completion_len or 0, start, size)
         return bool(fresh)
 
-    def _read_line(self, data: bytes, number: int) -> _Line:
-        place = self._places[number]
-        return self._decode(data) if place is None else self._decode_result(data).to_line(place)
+    def _grow_logprobs(self) -> None:
+        for row, start, size in self._new_rows(self._logprobs_path, self._decode_recorded):
+            num_tokens = _num_tokens(row.trainer_logprobs)
+            values = (row.step, row.group_index, row.index, num_tokens, row.attempt, start, size)
+            self._db.execute("INSERT INTO logprobs VALUES (?, ?, ?, ?, ?, ?, ?)", values)
 
-    def _take(self, data: bytes, start: int, place: int) -> None:
-        try:
-            line = self._read_line(data, place)
-        except (msgspec.DecodeError, RecursionError):
-            return  # skip an invalid line only
-        # A repeated evaluation replaces its directory.
-        abandons = place == 0 and self._attempts.add(None, line.attempt, line.step)
-        self._ends.append(start + len(data))
-        self._attempt.append(line.attempt)
-        self._place.append(place)
-        self._steps.append(line.step)
-        self._groups.append(-1 if line.group_index is None else line.group_index)
-        self._tokens.append(line.num_tokens if place == 0 else self._decode_result(data).completion_len or 0)
-        self._env.append(_code(self.envs, line.env))
-        self._status.append(_code(self.statuses, line.status))
-        self._rewards.append(float("nan") if line.reward is None else line.reward)
-        self._advantages.append(float("nan") if line.advantage is None else line.advantage)
-        self._texts.add("\n".join(map(plain_text, (line.prompt, line.completion, line.error or ""))))
-        self._starts.append(start)
-        self._seen[place].add(line.step, line.env, line.status)
-        if abandons:
-            self._count_training()
+    def _new_rows(self, path: Path, decode: Callable[[bytes], Row]) -> Iterator[tuple[Row, int, int]]:
+        """Rows appended since the last call, with their position and size in bytes; invalid lines are skipped."""
+        for end, line in complete_lines(path, self._offsets.get(path, 0)):
+            self._offsets[path] = end
+            try:
+                row = decode(line)
+            except (msgspec.DecodeError, RecursionError):
+                continue
+            yield row, end - len(line), len(line)
 
-    def _count_training(self) -> None:
-        """Recompute the statistics of training rollouts after an attempt was abandoned."""
-        self._seen[0] = _Seen()
-        for number in np.flatnonzero(self._of_kind("training")).tolist():
-            env, status = self.envs[self._env[number]], self.statuses[self._status[number]]
-            self._seen[0].add(self._steps[number], env, status)
+    def _insert(self, source: int, line: _Line, num_tokens: int, start: int, size: int, hidden: bool = False) -> None:
+        key = (self._size, source, line.attempt, line.step, line.env, line.group_index, line.index)
+        scored = _num_tokens(line.teacher_logprobs) > 0
+        facts = (line.reward, line.advantage, line.status, num_tokens, scored, start, size, hidden)
+        self._db.execute(f"INSERT INTO rollouts VALUES ({', '.join('?' * 15)})", (*key, *facts))
+        # The last message of the prompt: earlier ones are often shared by all prompts.
+        last = plain_text(line.prompt[-1:] if isinstance(line.prompt, list) else line.prompt)
+        prompt, completion = plain_text(line.prompt), plain_text(line.completion)
+        searched = _searchable("\n".join((prompt, completion, line.error or "")))
+        texts = (self._size, last[:PREVIEW], completion[:PREVIEW], searched)
+        self._db.execute("INSERT INTO texts VALUES (?, ?, ?, ?)", texts)
+        self._size += 1
 
-    def _lines(self, numbers: Sequence[int]) -> list[bytes]:
-        """The lines of these rollouts; opens each file once."""
-        found: dict[int, bytes] = {}
-        for place in {self._place[number] for number in numbers}:
-            folder = self._places[place]
-            with (self.run.samples_path if folder is None else folder.results).open("rb") as file:
-                for number in (n for n in numbers if self._place[n] == place):
-                    file.seek(self._starts[number])
-                    found[number] = file.read(self._ends[number] - self._starts[number])
-        return [found[number] for number in numbers]
-
-
-def _join(parts: Sequence[_Seen]) -> dict[str, Any]:
-    return {
-        "count": sum(seen.count for seen in parts),
-        "envs": sorted(set().union(*(seen.envs for seen in parts))),
-        "statuses": sorted(set().union(*(seen.statuses for seen in parts))),
-        "steps": sorted(set().union(*(seen.steps for seen in parts))),
-    }
-
-
-def _last_words(prompt: Any) -> str:
-    """The last message of the prompt; earlier ones are often shared by all prompts."""
-    return plain_text(prompt[-1:] if isinstance(prompt, list) else prompt)
+    def _find_logprobs(self, row: dict[str, Any]) -> list[float] | None:
+        """The trainer's log-probs of a sample in the last attempt at its step; None without a unique match."""
+        matches = self._fetch(
+            "SELECT attempt, start, size FROM logprobs WHERE step = ? AND group_index IS ? AND idx IS ? AND tokens = ?",
+            *(row.get("step", 0), row.get("group_index"), row.get("index"), len(row.get("tokens") or ())),
+        )
+        last = [match for match in matches if match[0] == max(number for number, *_ in matches)]
+        if len(last) != 1:
+            return None
+        [(_, start, size)] = last
+        found: list[float] = msgspec.json.decode(_read(self._logprobs_path, start, size))["trainer_logprobs"]
+        return found
 
 
 def plain_text(value: Any) -> str:
@@ -388,8 +290,28 @@ def plain_text(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def _code(names: list[str], name: str | None) -> int:
-    name = name or "none"
-    if name not in names:
-        names.append(name)
-    return names.index(name)
+def _summarize(counts: Sequence[sqlite3.Row]) -> dict[str, Any]:
+    """Totals of (kind, environment, status, step, count) rows."""
+    return {
+        "count": sum(row[4] for row in counts),
+        "envs": sorted({row[1] or "none" for row in counts}),
+        "statuses": sorted({row[2] or "none" for row in counts}),
+        "steps": sorted({row[3] for row in counts}),
+    }
+
+
+def _searchable(text: str) -> str:
+    """Text for a case-insensitive search; SQLite stores no lone surrogates."""
+    return text.lower().encode(errors="replace").decode()
+
+
+def _num_tokens(values: msgspec.Raw) -> int:
+    """Length of a JSON list of numbers, which is not parsed; 0 for null."""
+    raw = bytes(values)
+    return raw.count(b",") + 1 if len(raw) > 2 and raw != b"null" else 0
+
+
+def _read(path: Path, start: int, size: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read(size)

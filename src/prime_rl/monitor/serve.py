@@ -161,7 +161,7 @@ def build_app(live: LiveRun) -> Starlette:
         yield
         live.close()
 
-    def answer(request: Request, value: Any, kind: str = "application/json") -> Response:
+    def respond(request: Request, value: Any, kind: str = "application/json") -> Response:
         body = value if isinstance(value, bytes) else msgspec.json.encode(redact_fields(value))
         headers = dict(_HEADERS)
         if len(body) > 4000 and "gzip" in request.headers.get("accept-encoding", ""):
@@ -169,36 +169,36 @@ def build_app(live: LiveRun) -> Starlette:
         return Response(body, media_type=kind, headers=headers)
 
     async def show_page(request: Request) -> Response:
-        return answer(request, page, "text/html; charset=utf-8")
+        return respond(request, page, "text/html; charset=utf-8")
 
-    def number_of(request: Request) -> int:
+    def rollout_number(request: Request) -> int:
         number = int(request.path_params["number"])
         if number >= len(live.index):
             raise ValueError(f"there is no rollout {number}")
         return number
 
     async def show_run(request: Request) -> Response:
-        return answer(request, await asyncio.to_thread(live.page_data))
+        return respond(request, await asyncio.to_thread(live.page_data))
 
     async def show_update(request: Request) -> Response:
         offset = int(request.query_params.get("offset", "0"))
-        return answer(request, await asyncio.to_thread(live.update, offset))
+        return respond(request, await asyncio.to_thread(live.update, offset))
 
     async def show_rollouts(request: Request) -> Response:
         params = dict(request.query_params)
         offset, limit = int(params.pop("offset", 0)), min(int(params.pop("limit", 100)), 1000)
-        return answer(request, await asyncio.to_thread(_find, live.index, read_query(params), offset, limit))
+        return respond(request, await asyncio.to_thread(_find, live.index, read_query(params), offset, limit))
 
     async def show_rollout(request: Request) -> Response:
-        return answer(request, await asyncio.to_thread(_detail, live, number_of(request)))
+        return respond(request, await asyncio.to_thread(_detail, live, rollout_number(request)))
 
     async def show_group(request: Request) -> Response:
-        return answer(request, await asyncio.to_thread(_group, live.index, number_of(request)))
+        return respond(request, await asyncio.to_thread(_group, live.index, rollout_number(request)))
 
     async def stream_changes(request: Request) -> Response:
         return _events(live)
 
-    async def refuse(request: Request, error: Exception) -> Response:
+    async def reject(request: Request, error: Exception) -> Response:
         return Response(str(error), status_code=400, headers=_HEADERS)
 
     table = (
@@ -210,21 +210,21 @@ def build_app(live: LiveRun) -> Starlette:
         ("/api/rollouts/{number:int}/group", show_group),
         ("/api/events", stream_changes),
     )
-    routes = [Route(path, _own_name(route), methods=["GET"]) for path, route in table]
-    return Starlette(routes=routes, exception_handlers={ValueError: refuse}, lifespan=lifespan)
+    routes = [Route(path, _check_origin(route), methods=["GET"]) for path, route in table]
+    return Starlette(routes=routes, exception_handlers={ValueError: reject}, lifespan=lifespan)
 
 
 def read_query(params: dict[str, str]) -> Query:
     """Parse the query of a request; `ValueError` for unknown conditions."""
-    given: dict[str, Any] = {
+    conditions: dict[str, Any] = {
         name: params.pop(name) for name in ("text", "env", "status", "kind", "sort") if name in params
     }
-    given |= {name: int(params.pop(name)) for name in ("step", "group") if name in params}
-    given |= {f"{name}_reward": float(params.pop(name)) for name in ("min", "max") if name in params}
-    given["descending"] = params.pop("descending", "true") == "true"
-    if params or given.get("sort", SORTS[0]) not in SORTS:
-        raise ValueError(f"unknown condition: {', '.join(params) or given['sort']}")
-    return Query(**given)
+    conditions |= {name: int(params.pop(name)) for name in ("step", "group") if name in params}
+    conditions |= {f"{name}_reward": float(params.pop(name)) for name in ("min", "max") if name in params}
+    conditions["descending"] = params.pop("descending", "true") == "true"
+    if params or conditions.get("sort", SORTS[0]) not in SORTS:
+        raise ValueError(f"unknown condition: {', '.join(params) or conditions['sort']}")
+    return Query(**conditions)
 
 
 def serve(run: LocalRun, port: int, print_text: Callable[[str], None]) -> int:
@@ -266,7 +266,7 @@ def serve(run: LocalRun, port: int, print_text: Callable[[str], None]) -> int:
     return 0
 
 
-def _own_name(route: Callable[[Request], Any]) -> Callable[[Request], Any]:
+def _check_origin(route: Callable[[Request], Any]) -> Callable[[Request], Any]:
     """Reject requests for foreign host names (DNS rebinding) and foreign origins."""
 
     async def guarded(request: Request) -> Any:
@@ -282,7 +282,7 @@ def _own_name(route: Callable[[Request], Any]) -> Callable[[Request], Any]:
 
 def _find(index: RolloutIndex, query: Query, offset: int, limit: int) -> dict[str, Any]:
     numbers = index.select(query)
-    return {"total": len(numbers), "rows": index.brief([int(n) for n in numbers[offset : offset + limit]])}
+    return {"total": len(numbers), "rows": index.brief(numbers[offset : offset + limit])}
 
 
 def _group(index: RolloutIndex, number: int) -> list[dict[str, Any]]:
@@ -303,12 +303,12 @@ def _events(live: LiveRun) -> StreamingResponse:
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
         unsubscribe = live.listen(lambda: loop.call_soon_threadsafe(changed.set))
         try:
-            yield b": hello\n\n"
+            yield b": open\n\n"
             while not live.closing:
                 try:
                     await asyncio.wait_for(changed.wait(), KEEPALIVE_S)
                 except TimeoutError:
-                    yield b": still here\n\n"
+                    yield b": keepalive\n\n"
                     continue
                 changed.clear()
                 yield f"event: change\ndata: {live.changes}\n\n".encode()

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prime_rl.monitor.distillation import TEACHER_METRICS
+from prime_rl.monitor.distillation import TEACHER_METRICS, align_columns
 from prime_rl.monitor.run_kind import Kind, RunKind
 from prime_rl.monitor.series import Series
 
@@ -77,13 +77,7 @@ def summary_text(lines: Sequence[Line]) -> str:
         return "no metrics yet"
     head = ("metric", "first", "last", "min", "max", f"last {WINDOW}", "points")
     table = [head, *((i.name, *map(_number, (i.first, i.last, i.low, i.high, i.recent)), str(i.count)) for i in lines)]
-    widths = [max(len(row[column]) for row in table) for column in range(len(head))]
-    return "\n".join(
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in table
-    )
+    return align_columns(table)
 
 
 def failed_samples(rows: Iterable[Mapping[str, Any]], threshold: float, limit: int) -> list[Mapping[str, Any]]:

@@ -20,8 +20,8 @@ def find_tokenizer(run_dir: Path, model: str | None) -> Path | None:
     if steps:
         return steps[-1]
     if model:
-        beside = Path(__file__).parents[1] / "assets" / model
-        for folder in (Path(model), beside):
+        bundled = Path(__file__).parents[1] / "assets" / model
+        for folder in (Path(model), bundled):
             if (folder / TOKENIZER_FILE).exists():
                 return folder / TOKENIZER_FILE
     return None
@@ -34,7 +34,7 @@ class Vocabulary:
         try:
             content = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
         except (msgspec.DecodeError, RecursionError) as error:
-            raise ValueError(f"{path} is no tokenizer: {error}") from error
+            raise ValueError(f"{path} is not a tokenizer: {error}") from error
         model = content.get("model", {})
         table = model.get("vocab", {})
         words = table.items() if isinstance(table, dict) else ((entry[0], i) for i, entry in enumerate(table))

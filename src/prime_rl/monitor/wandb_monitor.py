@@ -16,6 +16,7 @@ if __package__ in (None, ""):  # run by path
 
 from prime_rl.monitor import local_runs
 from prime_rl.monitor.distillation import count_skipped, read_scores, scores_text, skipped_text
+from prime_rl.monitor.plots import check_matplotlib, save_plots
 from prime_rl.monitor.run_kind import Kind, RunKind, find_kind
 from prime_rl.monitor.run_status import find_status
 from prime_rl.monitor.summary import (
@@ -53,7 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The options of the command."""
     parser = _Parser(
         "monitor",
-        description="Show what became of a run.",
+        description="Summarize a run.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -82,8 +83,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--explain", action="store_true", help="batch composition, pipeline stalls and recommended changes"
     )
-    parser.add_argument("--diff", nargs=2, type=Path, metavar=("A", "B"), help="where two runs part for the first time")
-    parser.add_argument("--replay", type=_count, metavar="STEP", help="take an optimizer step again and compare hashes")
+    parser.add_argument("--diff", nargs=2, type=Path, metavar=("A", "B"), help="first differences between two runs")
+    parser.add_argument("--replay", type=_count, metavar="STEP", help="repeat an optimizer step and compare digests")
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--metrics-only", action="store_true", help="no samples")
     only.add_argument("--samples-only", action="store_true", help="no metrics and no plots")
@@ -97,8 +98,10 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if options.diff is not None:
         return diff(*options.diff)
+    if options.save_dir is not None:
+        check_matplotlib()
     if options.run is None:
-        raise ValueError("which run? give a directory or a W&B run id, or --list to see what there is")
+        raise ValueError("which run? pass a directory or a W&B run id, or list runs with --list")
     if Path(options.run).is_dir():
         run = local_runs.open_run(Path(options.run))
         if options.replay is not None:
@@ -178,8 +181,6 @@ def show(
         if kind.has_teacher:
             show_distillation(series)
         if options.save_dir is not None:
-            from prime_rl.monitor.plots import save_plots
-
             written = save_plots(series, options.save_dir, kind)
             print_text("\n" + ("plots: " + ", ".join(map(str, written)) if written else "nothing to plot yet"))
     if not options.metrics_only:

@@ -98,7 +98,9 @@ class _explained:
 
     def __enter__(self) -> None:
         if not has_key():
-            raise ValueError("Weights & Biases wants a key: set WANDB_API_KEY, or give the directory of a local run")
+            raise ValueError(
+                "Weights & Biases needs an API key: set WANDB_API_KEY, or pass the directory of a local run"
+            )
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None or (isinstance(error, (ValueError, KeyboardInterrupt)) and not _is_of_wandb(error)):

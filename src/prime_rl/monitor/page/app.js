@@ -1,4 +1,4 @@
-// The whole page: header, sections, keyboard, light and dark, and what changes while a run goes on.
+// Page frame: header, sections, keyboard shortcuts, theme and live updates.
 
 const SECTIONS = [["overview", "Overview"], ["curves", "Curves"], ["timeline", "Timeline"], ["rollouts", "Rollouts"], ["config", "Config"]];
 
@@ -14,7 +14,7 @@ class Page {
     addEventListener("hashchange", () => this.open());
     addEventListener("keydown", (event) => this.key(event));
     document.title = `${source.data.run.name} · prime-rl`;
-    if (source.live) source.listen(() => this.update(), (state) => this.mark(state));
+    if (source.live) source.listen(() => this.update(), (state) => this.setConnection(state));
     this.drawHeader();
     this.open();
   }
@@ -28,13 +28,13 @@ class Page {
     this.nav = el("nav", {}, SECTIONS.map(([name, label], i) => el("a", { href: `#${name}`, title: `key ${i + 1}` }, label)));
     fill(document.getElementById("top"), el("h1", { title: run.path }, run.name), this.badge, this.nav,
       el("button", { class: "quiet", title: "keys (?)", onclick: () => this.help() }, "?"),
-      el("button", { class: "quiet", title: "light or dark (d)", onclick: () => this.turn() }, "◐"));
+      el("button", { class: "quiet", title: "light or dark (d)", onclick: () => this.toggleTheme() }, "◐"));
   }
 
-  // A report only knows the state at the time it was written.
+  // A report shows the state at the time of writing.
   drawBadge() {
-    const { run } = this.source.data, past = !this.source.live && run.state === "running";
-    this.badge.textContent = past ? `was running at ${new Date(run.written * 1000).toLocaleString()}` : run.status;
+    const { run } = this.source.data, isOld = !this.source.live && run.state === "running";
+    this.badge.textContent = isOld ? `was running at ${new Date(run.written * 1000).toLocaleString()}` : run.status;
     this.badge.className = `badge ${run.state}`;
     this.badge.title = this.badge.textContent;
   }
@@ -44,11 +44,11 @@ class Page {
   }
 
   open() {
-    const [name, wanted] = location.hash.slice(1).split("?");
-    this.section = SECTIONS.some(([known]) => known === name) ? name : "overview";
+    const [name, parameters] = location.hash.slice(1).split("?");
+    this.section = SECTIONS.some(([section]) => section === name) ? name : "overview";
     for (const link of this.nav.children) link.toggleAttribute("aria-current", link.hash === `#${this.section}`);
-    if (wanted) {
-      const query = Object.fromEntries(new URLSearchParams(wanted));
+    if (parameters) {
+      const query = Object.fromEntries(new URLSearchParams(parameters));
       this.state = { query: "step" in query ? { ...query, step: Number(query.step) } : query };
       this.browser = null;
     }
@@ -73,37 +73,37 @@ class Page {
     return steps.length ? steps[nearest(steps, step)] : step;
   }
 
-  // Something new was logged: redraw what shows it, without taking away what somebody reads.
+  // New data: redraw the section, keeping the scroll position, the open rollout and text being typed.
   update() {
     this.drawBadge();
     if (this.section === "rollouts") this.browser.refresh();
     else if (document.activeElement?.tagName !== "INPUT") {
-      const place = scrollY;
+      const position = scrollY;
       this.draw();
-      scrollTo(0, place);
+      scrollTo(0, position);
       if (this.browser) this.browser = null;
     }
   }
 
-  mark(state) {
+  setConnection(state) {
     const lost = state === "lost";
     this.badge.classList.toggle("lost", lost);
     this.lost.hidden = !lost;
     clearInterval(this.clock);
     if (!lost) return;
-    const tell = () => { this.lost.textContent = `Connection to the server lost. Last update ${duration(Math.round((Date.now() - this.source.updated) / 1000))} ago.`; };
-    tell();
-    this.clock = setInterval(tell, 1000);
+    const showAge = () => { this.lost.textContent = `Connection to the server lost. Last update ${duration(Math.round((Date.now() - this.source.updated) / 1000))} ago.`; };
+    showAge();
+    this.clock = setInterval(showAge, 1000);
   }
 
   key(event) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     if (event.key === "Escape") { event.preventDefault(); document.activeElement?.blur(); document.querySelector("dialog")?.close(); return; }
     if (/^(INPUT|SELECT|TEXTAREA)$/.test(document.activeElement?.tagName)) return;
-    const place = Number(event.key);
-    if (place >= 1 && place <= SECTIONS.length) this.go(SECTIONS[place - 1][0]);
+    const position = Number(event.key);
+    if (position >= 1 && position <= SECTIONS.length) this.go(SECTIONS[position - 1][0]);
     else if (event.key === "?") this.help();
-    else if (event.key === "d") this.turn();
+    else if (event.key === "d") this.toggleTheme();
     else if (this.section === "rollouts" && document.activeElement?.tagName !== "CANVAS" && this.browser.key(event.key)) event.preventDefault();
     else if (event.key === "/") {
       const field = document.querySelector("main input[type=search]");
@@ -118,7 +118,7 @@ class Page {
     box.showModal();
   }
 
-  turn() {
+  toggleTheme() {
     const root = document.documentElement, dark = getComputedStyle(root).getPropertyValue("--dark").trim() === "1";
     root.dataset.theme = dark ? "light" : "dark";
     this.draw();

@@ -1,4 +1,4 @@
-// Line charts as SVG: smooth line over the raw one, a cross hair that all charts share, a click that opens the step.
+// Line charts as SVG: smoothed and raw lines, a cross hair shared by all charts; a click opens the rollouts of a step.
 
 const charts = new Set();
 let smoothing = 0.6;
@@ -23,8 +23,8 @@ function drawChart(chart, plot, legend, height, unit) {
   const values = chart.curves.flatMap((c) => c.values), steps = chart.curves.flatMap((c) => c.steps);
   if (!values.length) return;
   let low = Math.min(...extremes(values)), high = Math.max(...extremes(values));
-  const air = (high - low) * 0.08 || Math.abs(high) * 0.1 || 1;
-  [low, high] = [low - air, high + air];
+  const margin = (high - low) * 0.08 || Math.abs(high) * 0.1 || 1;
+  [low, high] = [low - margin, high + margin];
   const [first, last] = extremes(steps);
   const x = (step) => area.x0 + ((area.x1 - area.x0) * (step - first)) / Math.max(last - first, 1);
   const y = (value) => area.y0 - ((area.y0 - area.y1) * (value - low)) / (high - low);
@@ -74,32 +74,32 @@ function hoverAll(step, event, source) {
 function stepAt(chart, plot, event) {
   const { first, last, area } = chart.scale;
   const share = (event.clientX - plot.getBoundingClientRect().left - area.x0) / (area.x1 - area.x0);
-  const wanted = first + Math.min(Math.max(share, 0), 1) * (last - first);
+  const target = first + Math.min(Math.max(share, 0), 1) * (last - first);
   const longest = chart.curves.reduce((a, b) => (b.steps.length > a.steps.length ? b : a));
-  return longest.steps[nearest(longest.steps, wanted)];
+  return longest.steps[nearest(longest.steps, target)];
 }
 
-function nearest(sorted, wanted) {
+function nearest(sorted, target) {
   let low = 0, high = sorted.length - 1;
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (sorted[middle] < wanted) low = middle + 1;
+    if (sorted[middle] < target) low = middle + 1;
     else high = middle;
   }
-  return low > 0 && wanted - sorted[low - 1] < sorted[low] - wanted ? low - 1 : low;
+  return low > 0 && target - sorted[low - 1] < sorted[low] - target ? low - 1 : low;
 }
 
 function smooth(values, weight) {
-  let mean = 0, mass = 0;
+  let mean = 0, totalWeight = 0;
   return values.map((value) => {
     mean = weight * mean + (1 - weight) * value;
-    mass = weight * mass + (1 - weight);
-    return mean / mass;
+    totalWeight = weight * totalWeight + (1 - weight);
+    return mean / totalWeight;
   });
 }
 
-function ticks(low, high, wanted) {
-  const raw = (high - low) / Math.max(wanted, 1);
+function ticks(low, high, target) {
+  const raw = (high - low) / Math.max(target, 1);
   if (!(raw > 0)) return [low];
   const power = 10 ** Math.floor(Math.log10(raw));
   const step = power * [1, 2, 5, 10].find((factor) => power * factor >= raw * 0.999);

@@ -1,32 +1,32 @@
-// All curves: first those that answer a question, then every metric there is, found by name.
+// Curves: groups of the main metrics, then a search over all metrics.
 
 function curvesView(data, onStep) {
   const slider = el("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: smoothing, "aria-label": "smoothing",
     oninput: () => { smoothing = Number(slider.value); for (const chart of charts) chart.draw(); } });
-  const find = el("input", { type: "search", placeholder: "every metric by name  ( / )", oninput: later(() => showAll(), 120) });
-  const rest = el("div", { class: "charts" });
-  const known = new Set();
-  const chapters = chaptersOf(data.run.kind).map(([title, groups]) => {
-    const figures = groups.map((names) => figure(data, names, known, onStep)).filter(Boolean);
+  const search = el("input", { type: "search", placeholder: "search all metrics  ( / )", oninput: debounce(() => showAll(), 120) });
+  const results = el("div", { class: "charts" });
+  const drawn = new Set();
+  const groups = chartGroupsOf(data.run.kind).map(([title, charts]) => {
+    const figures = charts.map((names) => figure(data, names, drawn, onStep)).filter(Boolean);
     return figures.length ? [el("h2", {}, title), el("div", { class: "charts" }, figures)] : null;
   });
   const showAll = () => {
-    const words = find.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
     const found = allCurves(data).filter((c) => words.every((word) => `${c.process} ${c.name}`.toLowerCase().includes(word)));
     const shown = words.length ? found.slice(0, 40) : [];
-    fill(rest, shown.map((c) => lineChart({ title: c.name, help: `logged by ${c.process}`, curves: [{ ...c, label: c.name }], onStep })));
-    if (!words.length) fill(rest, el("p", { class: "lead" }, `${allCurves(data).length} metrics were logged. Type a part of a name, for example “time” or “loss”.`));
+    fill(results, shown.map((c) => lineChart({ title: c.name, help: `logged by ${c.process}`, curves: [{ ...c, label: c.name }], onStep })));
+    if (!words.length) fill(results, el("p", { class: "lead" }, `${allCurves(data).length} metrics. Enter part of a name, for example “time” or “loss”.`));
   };
   showAll();
-  return [el("div", { class: "toolbar" }, el("label", {}, "smoothing ", slider), el("span", { class: "lead" }, "Hover to compare a step over all curves, click to read its rollouts.")),
-    chapters, el("h2", {}, "Everything"), el("div", { class: "toolbar" }, find), rest];
+  return [el("div", { class: "toolbar" }, el("label", {}, "smoothing ", slider), el("span", { class: "lead" }, "Hover: values of all curves at a step. Click: rollouts of the step.")),
+    groups, el("h2", {}, "All metrics"), el("div", { class: "toolbar" }, search), results];
 }
 
-// One chart of the metrics that are there; `name/*` stands for all below a name, except what is drawn already.
-function figure(data, names, known, onStep) {
-  const found = names.flatMap((name) => (name.includes("*") ? matching(data, name, known) : [curve(data, name)])).filter(Boolean);
+// One chart of the metrics that exist; `name/*` matches all metrics with this prefix that are not drawn yet.
+function figure(data, names, drawn, onStep) {
+  const found = names.flatMap((name) => (name.includes("*") ? matching(data, name, drawn) : [curve(data, name)])).filter(Boolean);
   const curves = found.filter((c, i) => found.findIndex((other) => String(other.values) === String(c.values)) === i).slice(0, 6);
-  for (const c of found) known.add(c.name);
+  for (const c of found) drawn.add(c.name);
   if (!curves.length) return null;
   const one = curves.length === 1;
   const shared = names[0].includes("*") ? names[0].split("/*")[0] : names.length > 1 ? names[0].split("/").slice(0, -1).join("/") : names[0];
@@ -38,9 +38,9 @@ function label(name, title) {
   return name.startsWith(`${title}/`) ? name.slice(title.length + 1) : name;
 }
 
-function matching(data, pattern, known) {
+function matching(data, pattern, drawn) {
   const expression = new RegExp(`^${pattern.replaceAll(/[.+?^${}()|[\]\\]/g, "\\$&").replaceAll("*", ".*")}$`);
-  const names = [...new Set(allCurves(data).map((c) => c.name))].filter((name) => expression.test(name) && !known.has(name) && !/\/(stderr|ci_low|ci_high)$/.test(name));
+  const names = [...new Set(allCurves(data).map((c) => c.name))].filter((name) => expression.test(name) && !drawn.has(name) && !/\/(stderr|ci_low|ci_high)$/.test(name));
   const reward = curve(data, "reward/mean");
   return names.map((name) => curve(data, name)).filter((c) => c.name === "reward/mean" || !reward || String(c.values) !== String(reward.values));
 }

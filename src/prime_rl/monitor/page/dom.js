@@ -1,4 +1,4 @@
-// Making elements and writing numbers. Texts become text nodes, never markup: what a model writes stays what it is.
+// Elements and number formats. Text is inserted as text nodes, never as markup, because models generate it.
 "use strict";
 
 function el(tag, props, ...children) {
@@ -64,7 +64,7 @@ function count(n, word) {
   return `${n.toLocaleString("en")} ${word}${n === 1 ? "" : "s"}`;
 }
 
-function later(action, milliseconds) {
+function debounce(action, milliseconds) {
   let timer = 0;
   return (...args) => {
     clearTimeout(timer);

@@ -1,23 +1,23 @@
-// A conversation: messages by role, tool calls, their results, and reasoning.
+// A conversation: messages by role, reasoning, tool calls and their results.
 
 const CHATML = /<\|im_start\|>(\w+)\n?([\s\S]*?)(?:<\|im_end\|>\n?|$)/g;
 const SPECIAL = /(<think>[\s\S]*?(?:<\/think>|$)|<tool_call>[\s\S]*?(?:<\/tool_call>|$)|<tool_response>[\s\S]*?(?:<\/tool_response>|$))/g;
 
-// Messages of a rollout. Its tokens tell the turns in between too, which prompt and last words alone do not.
+// Messages of a rollout. Tokens contain all turns; prompt and completion may lack intermediate ones.
 function messagesOf(detail, vocab) {
-  const whole = detail.tokens.length ? tokenTexts(detail.tokens, vocab).join("") : "";
-  const found = [...whole.matchAll(CHATML)].map(([, role, content]) => ({ role, content }));
-  if (found.length) return found;
-  const given = Array.isArray(detail.prompt) ? detail.prompt : [{ role: "user", content: detail.prompt }];
-  const said = Array.isArray(detail.completion) ? detail.completion : [{ role: "assistant", content: detail.completion }];
-  return [...given, ...said].filter((message) => message && (message.content || message.tool_calls));
+  const text = detail.tokens.length ? tokenTexts(detail.tokens, vocab).join("") : "";
+  const messages = [...text.matchAll(CHATML)].map(([, role, content]) => ({ role, content }));
+  if (messages.length) return messages;
+  const prompt = Array.isArray(detail.prompt) ? detail.prompt : [{ role: "user", content: detail.prompt }];
+  const completion = Array.isArray(detail.completion) ? detail.completion : [{ role: "assistant", content: detail.completion }];
+  return [...prompt, ...completion].filter((message) => message && (message.content || message.tool_calls));
 }
 
 function conversation(detail, vocab) {
   const view = el("div", { class: "conversation" }, messagesOf(detail, vocab).map(bubble));
   if (detail.error) append(view, [el("section", { class: "bubble error" }, el("h4", {}, "error"), el("pre", {}, detail.error))]);
   if (detail.answer !== null && detail.answer !== undefined && detail.answer !== "")
-    append(view, [folded("expected answer", typeof detail.answer === "string" ? detail.answer : JSON.stringify(detail.answer, null, 1))]);
+    append(view, [collapsible("expected answer", typeof detail.answer === "string" ? detail.answer : JSON.stringify(detail.answer, null, 1))]);
   return view;
 }
 
@@ -25,35 +25,35 @@ function bubble(message) {
   const role = String(message.role || "unknown");
   const calls = (message.tool_calls || []).map((call) => toolCall(call.function || call));
   const known = ["system", "user", "assistant", "tool"].includes(role) ? role : "other";
-  return el("section", { class: `bubble ${known}` }, el("h4", {}, role), pieces(plainText(contentOf(message))), calls);
+  return el("section", { class: `bubble ${known}` }, el("h4", {}, role), contentParts(plainText(contentOf(message))), calls);
 }
 
 function contentOf(message) {
   return typeof message.content === "string" || Array.isArray(message.content) ? message.content : "";
 }
 
-function pieces(text) {
+function contentParts(text) {
   return text.split(SPECIAL).filter((part) => part.trim()).map((part) => {
-    if (part.startsWith("<think>")) return folded("thought", strip(part, "think"));
-    if (part.startsWith("<tool_call>")) return toolCall(parseJson(strip(part, "tool_call")) || { name: "tool call", arguments: strip(part, "tool_call") });
-    if (part.startsWith("<tool_response>")) return folded("answer of the tool", strip(part, "tool_response"), true);
+    if (part.startsWith("<think>")) return collapsible("reasoning", stripTag(part, "think"));
+    if (part.startsWith("<tool_call>")) return toolCall(parseJson(stripTag(part, "tool_call")) || { name: "tool call", arguments: stripTag(part, "tool_call") });
+    if (part.startsWith("<tool_response>")) return collapsible("tool result", stripTag(part, "tool_response"), true);
     return el("pre", {}, part.trim());
   });
 }
 
-function strip(part, tag) {
+function stripTag(part, tag) {
   return part.replace(`<${tag}>`, "").replace(`</${tag}>`, "").trim();
 }
 
-function folded(title, text, open = false) {
+function collapsible(title, text, open = false) {
   return el("details", { class: "aside", open }, el("summary", {}, title, el("small", {}, ` ${count(text.length, "character")}`)), el("pre", {}, text));
 }
 
 function toolCall(call) {
-  const given = typeof call.arguments === "string" ? parseJson(call.arguments) ?? call.arguments : call.arguments;
-  const rows = given && typeof given === "object"
-    ? el("table", {}, Object.entries(given).map(([name, value]) => el("tr", {}, el("th", {}, name), el("td", {}, typeof value === "string" ? value : JSON.stringify(value)))))
-    : el("pre", {}, String(given ?? ""));
+  const values = typeof call.arguments === "string" ? parseJson(call.arguments) ?? call.arguments : call.arguments;
+  const rows = values && typeof values === "object"
+    ? el("table", {}, Object.entries(values).map(([name, value]) => el("tr", {}, el("th", {}, name), el("td", {}, typeof value === "string" ? value : JSON.stringify(value)))))
+    : el("pre", {}, String(values ?? ""));
   return el("div", { class: "call" }, el("b", {}, "⚙ ", String(call.name || "tool")), rows);
 }
 

@@ -10,7 +10,7 @@ const MEANING = {
   "teacher_kl/mean": "KL between student and teacher on the student's tokens. 0 when they agree.",
   "teacher_kl_reverse/mean": "KL(student || teacher) per token, over full distributions.",
   "teacher_kl_forward/mean": "KL(teacher || student) per token, over full distributions.",
-  "teacher_coverage/mean": "Probability that the student gives to the teacher's likeliest token.",
+  "teacher_coverage/mean": "Student probability of the teacher's most likely token.",
   "reference_kl/mean": "KL to the initial model on reference environments.",
   "distill/*/gap_closed": "Share of the gap between the student before training and the teacher with its context that is closed. 1 means all of it.",
   "distill/*/retention": "Current score over score before training, on environments without a context. 1 means no forgetting.",
@@ -40,30 +40,30 @@ const MEANING = {
   "error/mean": "Share of rollouts that failed for technical reasons.",
 };
 
-const CHAPTERS = [
-  ["Does it learn?", [["reward/mean", "val_reward/mean"], ["reward/*"], ["eval/*/avg*"], ["batch/solve_all", "batch/solve_none"],
+const CHART_GROUPS = [
+  ["Learning", [["reward/mean", "val_reward/mean"], ["reward/*"], ["eval/*/avg*"], ["batch/solve_all", "batch/solve_none"],
     ["batch/effective_batch_size"], ["metrics/*"]]],
-  ["Is it stable?", [["loss/mean"], ["entropy/mean"], ["mismatch_kl/mean"], ["teacher_kl/mean"], ["optim/grad_norm"], ["optim/lr"],
+  ["Stability", [["loss/mean"], ["entropy/mean"], ["mismatch_kl/mean"], ["teacher_kl/mean"], ["optim/grad_norm"], ["optim/lr"],
     ["importance_ratio/mean", "importance_ratio/max"], ["is_masked/mean"]]],
-  ["How long are the answers?", [["completion_len/mean", "completion_len/max"], ["seq_len/mean"], ["num_turns/mean"], ["is_truncated/mean"],
+  ["Length", [["completion_len/mean", "completion_len/max"], ["seq_len/mean"], ["num_turns/mean"], ["is_truncated/mean"],
     ["error/mean"]]],
-  ["How fast is it?", [["perf/throughput"], ["time/step"], ["time/forward_backward", "time/wait_for_batch"],
+  ["Throughput", [["perf/throughput"], ["time/step"], ["time/forward_backward", "time/wait_for_batch"],
     ["perf/mfu"], ["time/update_weights"], ["perf/peak_memory"]]],
-  ["How asynchronous is it?", [["batch/async_level"], ["batch/off_policy_level/max", "batch/off_policy_level/mean"],
+  ["Asynchrony", [["batch/async_level"], ["batch/off_policy_level/max", "batch/off_policy_level/mean"],
     ["groups/in_flight"], ["event_loop_lag/max"]]],
 ];
 
 // Shown first for runs with a teacher.
-const TEACHER_CHAPTER = ["Does the student approach its teacher?", [["teacher_kl/mean", "teacher_kl_reverse/mean", "teacher_kl_forward/mean"],
+const TEACHER_CHARTS = ["Student and teacher", [["teacher_kl/mean", "teacher_kl_reverse/mean", "teacher_kl_forward/mean"],
   ["distill/*/gap_closed"], ["distill/*/retention"], ["distill/*/student/avg", "distill/*/student_context/avg", "distill/*/teacher_context/avg"],
   ["reference_kl/mean"], ["teacher_coverage/mean"], ["teacher/skipped/*"]]];
 
 const REWARD_CHARTS = /^(reward\/|val_reward\/|batch\/(solve_|effective_))/;
 
-function chaptersOf(kind) {
-  const chapters = kind.trains_on_rewards || (kind.scores_rewards && !kind.has_teacher) ? CHAPTERS
-    : CHAPTERS.map(([title, groups]) => [title === "Does it learn?" ? "What else is measured?" : title, groups.filter(([name]) => !REWARD_CHARTS.test(name))]);
-  return kind.has_teacher ? [TEACHER_CHAPTER, ...chapters] : chapters;
+function chartGroupsOf(kind) {
+  const groups = kind.trains_on_rewards || (kind.scores_rewards && !kind.has_teacher) ? CHART_GROUPS
+    : CHART_GROUPS.map(([title, charts]) => [title === "Learning" ? "Other metrics" : title, charts.filter(([name]) => !REWARD_CHARTS.test(name))]);
+  return kind.has_teacher ? [TEACHER_CHARTS, ...groups] : groups;
 }
 
 const TREND_LABELS = { "reward/mean": "The reward", "teacher_kl/mean": "The teacher KL", "loss/mean": "The loss" };
@@ -77,7 +77,7 @@ const TILES = [
 ];
 
 const ACTIVITY = {
-  "orchestrator generate": "collects a batch", "orchestrator update_weights": "relays weights", generate: "writes rollouts", decode: "writes rollouts", forward_backward: "computes gradients", wait_for_batch: "waits for rollouts",
+  "orchestrator generate": "collects a batch", "orchestrator update_weights": "relays weights", generate: "generates rollouts", decode: "generates rollouts", forward_backward: "computes gradients", wait_for_batch: "waits for rollouts",
   update_weights: "loads new weights", broadcast_weights: "publishes weights", load_data: "packs the batch",
   save_ckpt: "saves a checkpoint", eval: "evaluates", val: "validates", validation: "validates",
 };
@@ -86,7 +86,7 @@ const COLORING = {
   advantage: ["Advantage", "How much better (blue) or worse (orange) this rollout was than its group."],
   logprob: ["Log-probability", "Log-probability under the sampling policy; darker is less likely."],
   teacher: ["Teacher − student", "Blue: more likely under the teacher than under the student. Orange: less likely."],
-  trainer: ["Trainer − engine", "Difference between trainer and engine log-probability. No color: they agree."],
+  trainer: ["Trainer − engine", "Difference between trainer and engine log-probability. No color: equal."],
   version: ["Policy version", "Policy version that generated the token; it can change within a rollout."],
-  none: ["No color", "Just the tokens."],
+  none: ["No color", "Tokens only."],
 };

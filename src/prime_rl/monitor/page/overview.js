@@ -1,4 +1,4 @@
-// The run at a glance: one sentence, the numbers that matter, what to change, evaluations and what is on disk.
+// Overview: one sentence, main metrics, findings, evaluations, and files on disk.
 
 function overview(data, source, go) {
   return [
@@ -8,7 +8,7 @@ function overview(data, source, go) {
     findings(data),
     evaluations(data, source.facts.kinds.evaluation),
     onDisk(data),
-    source.facts.count ? el("p", { class: "lead" }, "Numbers only summarize. ", el("a", { href: "#rollouts" }, "Read a few rollouts"), " before believing them.") : null,
+    source.facts.count ? el("p", { class: "lead" }, "Check individual ", el("a", { href: "#rollouts" }, "rollouts"), " too: metrics only summarize them.") : null,
   ];
 }
 
@@ -20,7 +20,7 @@ function sentence(data, source) {
     loss ? `${steps.toLocaleString("en")}${run.max_steps ? ` of ${run.max_steps.toLocaleString("en")}` : ""} steps` : "",
     loss && training ? " and " : "", training || evaluation ? count(source.total ?? (training ?? evaluation).count, "rollout") : "",
     run.seconds > 0 ? ` in ${duration(run.seconds)}` : "", ". "];
-  if (run.state === "stopped") parts.push(`${capital(run.status)}. `);
+  if (run.state === "stopped") parts.push(`${capitalize(run.status)}. `);
   for (const [name, verb, first, last] of data.trends) {
     const change = verb === "unchanged" ? ` is ${number(last, 3)}, no change beyond its noise` : ` ${verb} from ${number(first, 3)} to ${number(last, 3)}`;
     parts.push(`${TREND_LABELS[name]}${change}. `);
@@ -75,28 +75,28 @@ function tile(data, name, label, go) {
 
 function findings(data) {
   if (!data.findings.length) return null;
-  return el("section", { class: "panel" }, el("h2", {}, "What happened, and what to change"), el("dl", { class: "findings" },
-    data.findings.map(([topic, text, advice]) => [el("dt", {}, topic), el("dd", {}, capital(text), ".", advice && el("p", { class: "advice" }, capital(advice), "."))])));
+  return el("section", { class: "panel" }, el("h2", {}, "Findings"), el("dl", { class: "findings" },
+    data.findings.map(([topic, text, advice]) => [el("dt", {}, topic), el("dd", {}, capitalize(text), ".", advice && el("p", { class: "advice" }, capitalize(advice), "."))])));
 }
 
-function capital(text) {
+function capitalize(text) {
   return text.charAt(0).toUpperCase() + text.slice(1);
 }
 
 function evaluations(data, recorded) {
-  const wanted = (name) => /^(avg@\d+|pass@\d+|pass\^\d+|completion_len\/mean|is_truncated\/mean|error\/mean)$/.test(name);
+  const isShown = (name) => /^(avg@\d+|pass@\d+|pass\^\d+|completion_len\/mean|is_truncated\/mean|error\/mean)$/.test(name);
   if (!data.evals.length) return null;
-  const names = [...new Set(data.evals.flatMap(({ summary }) => Object.keys(summary).filter((name) => wanted(name) && typeof summary[name] === "number")))];
+  const names = [...new Set(data.evals.flatMap(({ summary }) => Object.keys(summary).filter((name) => isShown(name) && typeof summary[name] === "number")))];
   const link = (env, step) => `#rollouts?${new URLSearchParams({ kind: "evaluation", env, ...(step === null ? {} : { step }) })}`;
   return el("section", { class: "panel" }, el("h2", {}, "Evaluations"), el("div", { class: "wide" }, el("table", {},
     el("thead", {}, el("tr", {}, el("th", {}, "environment"), el("th", {}, "weights"), names.map((name) => el("th", { class: "num" }, name.replace("/mean", ""))))),
     el("tbody", {}, data.evals.map(({ env, step, summary }) => el("tr", {},
-      el("td", {}, recorded?.envs.includes(env) && recorded.steps.includes(step ?? 0) ? el("a", { href: link(env, step), title: "read its rollouts" }, env) : env),
+      el("td", {}, recorded?.envs.includes(env) && recorded.steps.includes(step ?? 0) ? el("a", { href: link(env, step), title: "show its rollouts" }, env) : env),
       el("td", {}, step === null || step === undefined ? "–" : `step ${step}`),
       names.map((name) => el("td", { class: "num" }, number(summary[name], 4), el("small", {}, spreadOf(summary, name))))))))));
 }
 
-// The 95 % interval where the evaluation wrote one, else twice its standard error.
+// The 95 % interval if the evaluation has one, else 1.96 standard errors.
 function spreadOf(summary, name) {
   const [low, high] = ["ci_low", "ci_high"].map((end) => summary[`${name}/${end}`]);
   if (typeof low === "number" && typeof high === "number") return ` ${number(low, 2)} to ${number(high, 2)}`;

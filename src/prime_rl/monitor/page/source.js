@@ -1,8 +1,8 @@
-// Where the page gets a run from: the report carries it inside, the live page requests it from its server.
+// Sources of the run's data: embedded in a report, or requested from the server of the live page.
 
 async function openSource() {
-  const inside = document.getElementById("data").textContent.trim();
-  const source = inside ? new ReportSource(inside) : new LiveSource();
+  const embedded = document.getElementById("data").textContent.trim();
+  const source = embedded ? new ReportSource(embedded) : new LiveSource();
   await source.open();
   return source;
 }
@@ -14,7 +14,7 @@ class ReportSource {
   }
 
   async open() {
-    const packed = Uint8Array.from(atob(this.encoded), (letter) => letter.charCodeAt(0));
+    const packed = Uint8Array.from(atob(this.encoded), (char) => char.charCodeAt(0));
     this.encoded = "";
     const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
     const buffer = await new Response(stream).arrayBuffer();
@@ -27,37 +27,37 @@ class ReportSource {
     this.facts = { ...factsOf(rows), envs: facts.envs, kinds: Object.fromEntries(Object.keys(facts.kinds).map((kind) => [kind, factsOf(rows.filter((row) => row.kind === kind))])) };
     this.total = facts.count;
     this.columns = readColumns(buffer, 4 + length, layout);
-    this.byId = new Map(rows.map((row, place) => [row.id, place]));
-    this.words = details.map((d) => [d.prompt, d.completion, d.error].map(plainText).join("\n").toLowerCase());
+    this.byId = new Map(rows.map((row, position) => [row.id, position]));
+    this.searchedTexts = details.map((d) => [d.prompt, d.completion, d.error].map(plainText).join("\n").toLowerCase());
     let start = 0;
     this.starts = details.map((d) => (start += d.length) - d.length);
   }
 
   async select(query, offset, limit) {
     const text = query.text.toLowerCase();
-    const fits = (row, place) =>
+    const matches = (row, position) =>
       (query.kind === null || row.kind === query.kind) &&
       (query.step === null || row.step === query.step) &&
       (query.env === null || row.env === query.env) &&
       (query.status === null || row.status === query.status) &&
       (query.min === null || row.reward >= query.min) &&
       (query.max === null || row.reward <= query.max) &&
-      (!text || this.words[place].includes(text));
-    const found = this.rows.filter(fits);
-    const way = query.descending ? -1 : 1;
-    const last = (value) => (value === null || value === undefined ? -Infinity * way : value);
-    found.sort((a, b) => way * (last(a[query.sort]) - last(b[query.sort])) || a.id - b.id);
+      (!text || this.searchedTexts[position].includes(text));
+    const found = this.rows.filter(matches);
+    const sign = query.descending ? -1 : 1;
+    const last = (value) => (value === null || value === undefined ? -Infinity * sign : value);
+    found.sort((a, b) => sign * (last(a[query.sort]) - last(b[query.sort])) || a.id - b.id);
     return { total: found.length, rows: found.slice(offset, offset + limit) };
   }
 
   async group(row) {
-    return row.group === null ? [row] : this.rows.filter((other) => other.place === row.place && other.step === row.step && other.group === row.group);
+    return row.group === null ? [row] : this.rows.filter((other) => other.source === row.source && other.step === row.step && other.group === row.group);
   }
 
   async detail(id) {
-    const place = this.byId.get(id);
-    const detail = { ...this.details[place], tokens: [], mask: [], streams: {} };
-    const start = this.starts[place], end = start + detail.length;
+    const position = this.byId.get(id);
+    const detail = { ...this.details[position], tokens: [], mask: [], streams: {} };
+    const start = this.starts[position], end = start + detail.length;
     for (const [name, values] of Object.entries(this.columns)) {
       const part = Array.from(values.subarray(start, end));
       if (name === "tokens" || name === "mask") detail[name] = part;
@@ -72,7 +72,7 @@ function factsOf(rows) {
   return { count: rows.length, envs: names("env"), statuses: names("status"), steps: names("step").sort((a, b) => a - b) };
 }
 
-// The inverse of how the report stores each stream.
+// Decoders of the streams of a report.
 const SCALES = {
   logprob: (q) => -((q / 64) ** 2),
   version: (q) => q,
@@ -97,54 +97,54 @@ class LiveSource {
   }
 
   async open() {
-    this.data = await this.ask("api/run");
+    this.data = await this.fetchJson("api/run");
     this.facts = this.data.facts;
     this.updated = Date.now();
   }
 
-  async ask(path) {
-    const answer = await fetch(path);
-    if (!answer.ok) throw new Error(`${path}: ${answer.status} ${await answer.text()}`);
-    return answer.json();
+  async fetchJson(path) {
+    const response = await fetch(path);
+    if (!response.ok) throw new Error(`${path}: ${response.status} ${await response.text()}`);
+    return response.json();
   }
 
   async select(query, offset, limit) {
-    const words = new URLSearchParams({ offset, limit });
-    for (const [name, value] of Object.entries(query)) if (value !== null && value !== "") words.set(name, value);
-    return this.ask(`api/rollouts?${words}`);
+    const parameters = new URLSearchParams({ offset, limit });
+    for (const [name, value] of Object.entries(query)) if (value !== null && value !== "") parameters.set(name, value);
+    return this.fetchJson(`api/rollouts?${parameters}`);
   }
 
   async group(row) {
-    return this.ask(`api/rollouts/${row.id}/group`);
+    return this.fetchJson(`api/rollouts/${row.id}/group`);
   }
 
   async detail(id) {
-    const { detail, vocab } = await this.ask(`api/rollouts/${id}`);
+    const { detail, vocab } = await this.fetchJson(`api/rollouts/${id}`);
     Object.assign(this.vocab, vocab);
     return detail;
   }
 
-  // Calls back after every change of the run, which the server announces, and when the connection is lost or back.
+  // Calls `onChange` after each change event of the server, `onState` when the connection is lost or restored.
   listen(onChange, onState) {
     const events = new EventSource("api/events");
     let lost = false;
-    const lose = () => { lost = true; onState("lost"); };
+    const markLost = () => { lost = true; onState("lost"); };
     const refresh = async () => {
       try {
-        const { run, ...news } = await this.ask(`api/update?offset=${this.data.offset}`);
-        mergeRun(this.data, news);
+        const { run, ...update } = await this.fetchJson(`api/update?offset=${this.data.offset}`);
+        mergeRun(this.data, update);
         Object.assign(this.data.run, run);
-        this.facts = news.facts;
+        this.facts = update.facts;
         this.updated = Date.now();
         onChange();
-      } catch { lose(); }
+      } catch { markLost(); }
     };
     events.addEventListener("open", () => {
-      if (lost) refresh(); // what changed meanwhile was not announced here
+      if (lost) refresh(); // changes in between sent no event
       lost = false;
       onState("live");
     });
-    events.addEventListener("error", lose);
+    events.addEventListener("error", markLost);
     events.addEventListener("change", refresh);
   }
 }
@@ -153,16 +153,16 @@ function mergeRun(data, update) {
   data.offset = update.offset;
   for (const [process, metrics] of Object.entries(update.series.curves)) {
     const curves = (data.series.curves[process] ||= {});
-    for (const [name, [place, values]] of Object.entries(metrics)) {
+    for (const [name, [index, values]] of Object.entries(metrics)) {
       const old = curves[name] ? { steps: data.series.steps[curves[name][0]], values: curves[name][1] } : { steps: [], values: [] };
-      data.series.steps.push([...old.steps, ...update.series.steps[place]]);
+      data.series.steps.push([...old.steps, ...update.series.steps[index]]);
       curves[name] = [data.series.steps.length - 1, [...old.values, ...values]];
     }
   }
   for (const [process, spans] of Object.entries(update.lanes.lanes)) {
     const lane = (data.lanes.lanes[process] ||= []);
-    for (const [what, ...rest] of spans) {
-      const name = update.lanes.names[what];
+    for (const [activity, ...rest] of spans) {
+      const name = update.lanes.names[activity];
       if (!data.lanes.names.includes(name)) data.lanes.names.push(name);
       lane.push([data.lanes.names.indexOf(name), ...rest]);
     }

@@ -1,4 +1,4 @@
-// Who does what when: one lane per process on a canvas, zoomed with the wheel, moved by dragging.
+// Timeline on a canvas: one lane per activity of each process; the wheel zooms, dragging moves.
 
 const WAITING = /^wait/;
 const LEFT = 226; // pixels for the names
@@ -9,8 +9,8 @@ function timelineView(data) {
     .concat(Object.keys(lanes).filter((p) => !["inference", "orchestrator", "trainer", "sft", "teacher", "eval"].includes(p)));
   if (!processes.length) return el("p", { class: "empty" }, "This run recorded no timeline.");
   const rows = processes.flatMap((process) => {
-    const whats = [...new Set(lanes[process].map(([what]) => what))].sort((a, b) => busy(lanes[process], b) - busy(lanes[process], a));
-    return whats.map((what, k) => ({ process: k ? "" : process, owner: process, what, spans: lanes[process].filter((s) => s[0] === what) }));
+    const activities = [...new Set(lanes[process].map(([what]) => what))].sort((a, b) => busy(lanes[process], b) - busy(lanes[process], a));
+    return activities.map((what, k) => ({ process: k ? "" : process, owner: process, what, spans: lanes[process].filter((s) => s[0] === what) }));
   });
   const all = rows.flatMap((row) => row.spans);
   const begin = extremes(all.map((s) => s[1]))[0], end = extremes(all.map((s) => s[1] + s[2]))[1];
@@ -33,11 +33,11 @@ function timelineView(data) {
   new ResizeObserver(draw).observe(canvas);
   const last = Math.min(end - begin, 20);
   const buttons = el("span", { class: "buttons" },
-    el("button", { onclick: () => zoom(0.5) }, "closer"), el("button", { onclick: () => zoom(2) }, "further"),
+    el("button", { onclick: () => zoom(0.5) }, "zoom in"), el("button", { onclick: () => zoom(2) }, "zoom out"),
     el("button", { onclick: () => { view.from = begin; view.to = end; draw(); } }, "whole run"),
     el("button", { onclick: () => { view.from = end - last; view.to = end; draw(); } }, `last ${duration(last)}`));
-  return el("div", {}, el("p", { class: "lead" }, "Each row is one kind of work of one process. Hatched stretches are waiting. ",
-    "Good overlap looks like the engine writing while the trainer computes."), buttons, canvas, shareTable(data));
+  return el("div", {}, el("p", { class: "lead" }, "One row per activity of each process. Hatched intervals are waits. ",
+    "With good overlap the engine generates while the trainer computes."), buttons, canvas, shareTable(data));
 }
 
 function activity(process, what) {
@@ -55,49 +55,49 @@ function drawTimeline(canvas, rows, names, view) {
   canvas.height = height * ratio;
   canvas.style.height = `${height}px`;
   const style = getComputedStyle(document.documentElement), color = (name) => style.getPropertyValue(name).trim();
-  const pen = canvas.getContext("2d");
-  pen.scale(ratio, ratio);
-  pen.font = "12px system-ui, sans-serif";
+  const context = canvas.getContext("2d");
+  context.scale(ratio, ratio);
+  context.font = "12px system-ui, sans-serif";
   const x = (time) => left + ((width - left - 8) * (time - view.from)) / (view.to - view.from);
   for (const tick of ticks(view.from - view.begin, view.to - view.begin, (width - left) / 110)) {
-    pen.fillStyle = color("--grid");
-    pen.fillRect(x(tick + view.begin), 0, 1, height - 24);
-    pen.fillStyle = color("--faint");
-    pen.fillText(`${number(tick, 4)} s`, Math.min(x(tick + view.begin) - 8, width - 36), height - 8);
+    context.fillStyle = color("--grid");
+    context.fillRect(x(tick + view.begin), 0, 1, height - 24);
+    context.fillStyle = color("--faint");
+    context.fillText(`${number(tick, 4)} s`, Math.min(x(tick + view.begin) - 8, width - 36), height - 8);
   }
   rows.forEach((row, k) => {
     const top = k * lane;
     if (row.process) {
-      pen.fillStyle = color("--line");
-      if (k) pen.fillRect(0, top, width, 1);
-      pen.fillStyle = color("--ink");
-      pen.font = "600 12px system-ui, sans-serif";
-      pen.fillText(row.process, 4, top + 16);
-      pen.font = "12px system-ui, sans-serif";
+      context.fillStyle = color("--line");
+      if (k) context.fillRect(0, top, width, 1);
+      context.fillStyle = color("--ink");
+      context.font = "600 12px system-ui, sans-serif";
+      context.fillText(row.process, 4, top + 16);
+      context.font = "12px system-ui, sans-serif";
     }
-    pen.fillStyle = color("--faint");
-    pen.fillText(activity(row.owner, names[row.what]), 104, top + 16);
+    context.fillStyle = color("--faint");
+    context.fillText(activity(row.owner, names[row.what]), 104, top + 16);
     const waits = WAITING.test(names[row.what]);
-    pen.fillStyle = waits ? hatch(pen, color("--warn")) : color(`--c${row.what % 6}`);
+    context.fillStyle = waits ? hatch(context, color("--warn")) : color(`--c${row.what % 6}`);
     for (const [, start, length] of row.spans) {
       if (start + length < view.from || start > view.to) continue;
       const x0 = Math.max(x(start), left), x1 = Math.min(x(start + length), width - 8);
-      pen.fillRect(x0, top + 4, Math.max(x1 - x0 - 0.5, 0.8), lane - 8);
+      context.fillRect(x0, top + 4, Math.max(x1 - x0 - 0.5, 0.8), lane - 8);
     }
   });
 }
 
-function hatch(pen, color) {
+function hatch(context, color) {
   const tile = document.createElement("canvas");
   tile.width = tile.height = 6;
-  const brush = tile.getContext("2d");
-  brush.strokeStyle = color;
-  brush.lineWidth = 1.5;
-  brush.beginPath();
-  brush.moveTo(-1, 7);
-  brush.lineTo(7, -1);
-  brush.stroke();
-  return pen.createPattern(tile, "repeat");
+  const tileContext = tile.getContext("2d");
+  tileContext.strokeStyle = color;
+  tileContext.lineWidth = 1.5;
+  tileContext.beginPath();
+  tileContext.moveTo(-1, 7);
+  tileContext.lineTo(7, -1);
+  tileContext.stroke();
+  return context.createPattern(tile, "repeat");
 }
 
 function listenTimeline(canvas, rows, names, view, zoom, move) {
@@ -127,10 +127,10 @@ function listenTimeline(canvas, rows, names, view, zoom, move) {
 }
 
 function shareTable(data) {
-  const rows = Object.entries(data.shares).flatMap(([process, whats]) =>
-    Object.entries(whats).sort((a, b) => b[1] - a[1]).map(([what, share], k) => el("tr", {},
+  const rows = Object.entries(data.shares).flatMap(([process, activities]) =>
+    Object.entries(activities).sort((a, b) => b[1] - a[1]).map(([what, share], k) => el("tr", {},
       el("th", {}, k ? "" : process), el("td", {}, activity(process, what)),
       el("td", { class: "bar" }, el("i", { class: WAITING.test(what) ? "wait" : "", style: { width: `${Math.min(share, 1) * 100}%` } })),
       el("td", { class: "num" }, percent(share)))));
-  return rows.length ? el("table", { class: "shares" }, el("caption", {}, "Share of the run, without its first two steps"), rows) : null;
+  return rows.length ? el("table", { class: "shares" }, el("caption", {}, "Share of the run's time, without the first two steps"), rows) : null;
 }

@@ -1,0 +1,75 @@
+"""Findings of a run and their evidence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from page_runs import (
+    write_distillation_run,
+)
+
+from prime_rl.monitor.explain import explain, findings_text, waiting_shares
+from prime_rl.monitor.local_runs import open_run
+from prime_rl.monitor.page_data import explain_run
+
+
+def test_explanations_name_stalls_and_fixes() -> None:
+    def lanes(wait: float, generate: float) -> dict[str, list[tuple[str, float, float, int]]]:
+        spans = [("wait_for_batch", 10.0 * s, 10.0 * s + wait, s) for s in range(1, 9)]
+        spans += [("forward_backward", 10.0 * s + wait, 10.0 * s + 10, s) for s in range(1, 9)]
+        return {"trainer": spans, "inference": [("generate", 10.0 * s, 10.0 * s + generate, s) for s in range(1, 9)]}
+
+    config = {"orchestrator": {"max_async_level": 1}, "trainer": {"micro_bs": 8, "model": {"seq_len": 100}}}
+    shares = waiting_shares(lanes(4, 9))
+    assert shares["trainer"]["wait_for_batch"] == pytest.approx(0.4)
+    assert shares["inference"]["generate"] == pytest.approx(0.9)
+    starved = findings_text(explain({}, lanes(4, 9), config))
+    assert "waits for batches 40%" in starved and "add engines" in starved
+    assert "raise max_async_level" in findings_text(explain({}, lanes(4, 5), config))
+    stalled = {
+        "orchestrator": {
+            "time/slots_exhausted": [(s, 5.0) for s in range(1, 9)],
+            "time/step": [(s, 10.0) for s in range(1, 9)],
+        }
+    }
+    assert "trainer is the bottleneck" in findings_text(explain(stalled, lanes(1, 4), config))
+    cut = {name: [(s, share) for s in range(1, 9)] for name, share in (
+        ("is_truncated/mean", 0.5), ("batch/effective_batch_size", 0.2), ("reward/mean", 0.1)
+    )}  # fmt: skip
+    text = findings_text(explain({"orchestrator": cut}, {}, config))
+    assert "max_tokens" in text and "online_difficulty_filtering" in text
+    batch = {name: [(8, value)] for name, value in (
+        ("batch/samples", 40.0), ("batch/tokens", 1000.0), ("batch/micro_batches", 5.0)
+    )}  # fmt: skip
+    assert "micro-batches are 25% full" in findings_text(explain({"trainer": batch}, {}, config))
+    assert findings_text([]) == "no complete step yet"
+
+
+def test_no_advice_without_evidence_beyond_the_noise() -> None:
+    def text(values: list[float]) -> str:
+        series = {"is_truncated/mean": list(enumerate(values, 1)), "reward/mean": list(enumerate(values, 1))}
+        return findings_text(explain({"orchestrator": series}, {}, {}))
+
+    assert "cut off" not in text([0.5] * 6), "four steps after the warm-up"
+    assert "50% of the rollouts are cut off" in text([0.5] * 7)
+    assert "cut off" not in text([0.5] * 2 + [0.0, 0.25] * 10), "the mean is .125, but so is its noise"
+    lanes = {"trainer": [("wait_for_batch", 10.0 * s, 10.0 * s + 9, s) for s in range(1, 7)]}
+    assert "waits" not in findings_text(explain({}, lanes, {}))
+
+
+def test_distillation_is_explained_without_rewards(tmp_path: Path) -> None:
+    text = findings_text(explain_run(open_run(write_distillation_run(tmp_path / "run"))))
+    assert "reward" not in text and "groups" not in text
+    assert "teacher KL: on the student's tokens it fell from" in text
+    assert "gap closed on facts: 0.80 (0.60 to 1.10) at step 12: the student scores 0.5, the teacher 0.6" in text
+    assert "retention of other: the student keeps 70%" in text and "raise reference_weight" in text
+    assert "2 samples were not scored by the teacher" in text and "max_model_len" in text
+
+
+def test_equal_rewards_still_teach_beside_a_teacher() -> None:
+    loss = {"adv_tau": 1.0, "teacher_tau": 1.0}
+    config = {"trainer": {"loss": loss}, "orchestrator": {"teacher_model": {"context": "x"}}}
+    series = {"orchestrator": {"batch/effective_batch_size": [(s, 0.2) for s in range(1, 9)]}}
+    text = findings_text(explain(series, {}, config))
+    assert "the others are trained on the teacher only" in text and "a gradient" not in text

@@ -1,0 +1,109 @@
+"""Data of the page: curves, updates, configuration, token streams and texts, training time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from page_runs import (
+    index_of,
+    write_distillation_run,
+    write_page_run,
+)
+
+from prime_rl.monitor.local_runs import open_run
+from prime_rl.monitor.page_data import build_page_data, build_update, config_rows, sum_seconds, thin
+from prime_rl.monitor.rollout_detail import rollout_detail
+from prime_rl.monitor.vocabulary import Vocabulary
+from rollouts.training.metrics import append_jsonl
+
+
+def test_streams_of_a_row() -> None:
+    engine, teacher = [0, -1.0, -2.0], [0, -0.5, -3.0]
+    row = {"tokens": [1, 2, 3], "loss_mask": [0, 1, 1], "logprobs": engine, "teacher_logprobs": teacher}
+    row |= {"advantage": 0.25, "versions": [[1, 4], [2, 5]]}
+    streams = rollout_detail(0, row)["streams"]
+    assert streams == {
+        "logprob": [0, -1, -2], "teacher": [0, 0.5, -1], "advantage": [0, 0.25, 0.25], "version": [4, 4, 5],
+    }  # fmt: skip
+    assert rollout_detail(0, {**row, "loss_mask": [1]})["streams"] == {}
+    assert rollout_detail(0, {**row, "teacher_logprobs": [1]})["streams"].keys() == {"logprob", "advantage", "version"}
+
+
+def test_vocabulary_of_byte_level_and_byte_fallback(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    levels = {"model": {"vocab": {"\u0120hi": 1, "\u00c3": 2, "\u00a9": 3}}, "decoder": {"type": "ByteLevel"}}
+    path.write_text(json.dumps({**levels, "added_tokens": [{"id": 9, "content": "<end>"}]}))
+    vocabulary = Vocabulary(path)
+    assert [vocabulary.bytes_of(t) for t in (1, 9, 77)] == [b" hi", b"<end>", b""]
+    assert (vocabulary.bytes_of(2) + vocabulary.bytes_of(3)).decode() == "é"
+    path.write_text(
+        json.dumps({"model": {"vocab": [["\u2581hi", 0.0], ["<0x0A>", -1.0]]}, "decoder": {"type": "Sequence"}})
+    )
+    assert Vocabulary(path).table([0, 1]) == {"0": " hi", "1": "\n"}
+
+
+def test_our_tokenizer_reads_the_same_as_the_real_one(tmp_path: Path) -> None:
+    import tokenizers
+
+    path = Path(__file__).parents[4] / "src/prime_rl/assets/tiny-qwen3/tokenizer.json"
+    real, ours = tokenizers.Tokenizer.from_file(str(path)), Vocabulary(path)
+    text = "Naïve 東京 🙂\n\tend <|im_end|> ok"
+    ids = real.encode(text).ids
+    joined = b"".join(ours.bytes_of(token) for token in ids).decode()
+    assert joined == real.decode(ids, skip_special_tokens=False) == text
+
+
+def test_thin_curves_keep_their_spikes() -> None:
+    points = [(step, float(step % 7)) for step in range(10_000)]
+    points[4321] = (4321, 99.0)
+    kept = thin(points, 400)
+    assert len(kept) <= 402 and (4321, 99.0) in kept and kept[0] == points[0] and kept[-1] == points[-1]
+    assert kept == sorted(kept) and thin(points[:5], 5) == points[:5]
+
+
+def test_page_data_and_its_updates_add_up(tmp_path: Path) -> None:
+    run_dir = write_page_run(tmp_path / "run")
+    first = build_page_data(open_run(run_dir))
+    assert first["configs"]["trainer"][2] == ["model", "name", '"tiny"', "run.toml:3"]
+    assert [(e["env"], e["step"]) for e in first["evals"]] == [("alpha", 12)]
+    assert first["weights"][0]["dtypes"] == ["float32"]
+    append_jsonl(run_dir / "metrics.jsonl", [{"step": 13, "process": "trainer", "timestamp": 1.0, "loss/mean": 7.0}])
+    update = build_update(open_run(run_dir), first["offset"])
+    assert update["series"] == {"steps": [[13]], "curves": {"trainer": {"loss/mean": [0, [7.0]]}}}
+    assert build_update(open_run(run_dir), update["offset"])["series"]["curves"] == {}
+
+
+def test_config_rows_take_values_that_hold_signs() -> None:
+    text = 'a = "x # y = z"   # file.toml:1\n[b.c]  # here\nd = {e = 1, f = "g"}  # default\n"odd key" = 3\n'
+    assert config_rows(text) == [
+        ["", "a", '"x # y = z"', "file.toml:1"],
+        ["b.c", "d", '{e = 1, f = "g"}', "default"],
+        ["b.c", '"odd key"', "3", ""],
+    ]
+
+
+def test_page_data_of_a_distillation(tmp_path: Path) -> None:
+    data = build_page_data(open_run(write_distillation_run(tmp_path / "run")))
+    assert data["run"]["kind"]["name"] == "distillation" and not data["run"]["kind"]["scores_rewards"]
+    assert [(row["env"], row["step"], row["gap_text"]) for row in data["scores"]] == [
+        ("facts", 0, "n.s."), ("facts", 12, "0.80 (0.60 to 1.10)"), ("other", 0, "-"), ("other", 12, "-"),
+    ]  # fmt: skip
+    [[name, verb, *_]] = data["trends"]
+    assert (name, verb) == ("teacher_kl/mean", "fell")
+    index = index_of(tmp_path / "run")
+    assert [row["scored"] for row in index.brief([0, 1])] == [False, True]
+
+
+def test_duration_counts_training_only() -> None:
+    def row(process: str, at: float, **more: Any) -> dict[str, Any]:
+        return {"process": process, "timestamp": at, **more}
+
+    rows = [row("trainer", 110.0, **{"timeline/start": 100.0}), row("orchestrator", 90.0), row("trainer", 130.0)]
+    assert sum_seconds(rows) == 30
+    assert sum_seconds([*rows, row("eval", 9000.0)]) == 30, "an evaluation that was made later"
+    resumed = [row("trainer", 5000.0 + k, attempt=1) for k in range(11)]
+    assert sum_seconds([*rows, *resumed]) == 40, "the pause before the second attempt does not count"
+    assert sum_seconds([row("orchestrator", 1.0), row("orchestrator", 3.0)]) == 2
+    assert sum_seconds([]) == 0
