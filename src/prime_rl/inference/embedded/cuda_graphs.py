@@ -17,14 +17,14 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prime_rl.inference.embedded.attention import KVView
-from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache, num_columns
-from prime_rl.inference.embedded.model_runner import ModelRunner
-from prime_rl.trainer.models.attention import KEY_MULTIPLE, softmax
+from prime_rl.inference.embedded.attention import AttentionMetadata, DecodeBackend, KVView, decode_queries
+from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache
+from prime_rl.inference.embedded.prepared_decoder import PreparedDecoder
+from prime_rl.trainer.models.attention import KEY_MULTIPLE, add_mask, causal_mask, softmax
 
 Step = Callable[[], Tensor]
 
@@ -99,13 +99,13 @@ def round_up(num: int) -> int:
 class Buffers:
     """Static input and output buffers shared by the steps of all shapes."""
 
-    def __init__(self, runner: ModelRunner, cache: KVCache) -> None:
-        config, weight = runner.model.config, runner.model.embedding()
-        rows = round_up(max(cache.max_slots, runner.min_rows))
+    def __init__(self, decoder: PreparedDecoder, cache: KVCache) -> None:
+        config, weight = decoder.model.config, decoder.model.embedding()
+        rows = round_up(max(cache.max_slots, decoder.min_rows))
         self.tokens: Int[Tensor, " rows"] = torch.zeros(rows, dtype=torch.long, device=weight.device)
         self.positions: Int[Tensor, " rows"] = torch.zeros_like(self.tokens)
         shape = (2, config.num_hidden_layers, rows, config.num_key_value_heads, config.head_dim)
-        self.new: Float[Tensor, "2 layers rows kv_heads dim"] = weight.new_zeros(shape, dtype=runner.dtype)
+        self.new: Float[Tensor, "2 layers rows kv_heads dim"] = weight.new_zeros(shape, dtype=decoder.dtype)
         self.logits: Float[Tensor, "rows vocab"] = weight.new_zeros(rows, config.vocab_size)
 
 
@@ -113,32 +113,32 @@ class CapturedStep:
     """A decode step of one shape: one token for each of the first `rows` slots, with keys in `columns` columns."""
 
     def __init__(
-        self, runner: ModelRunner, cache: KVCache, buffers: Buffers, rows: int, columns: int, max_length: int
+        self, decoder: PreparedDecoder, cache: KVCache, buffers: Buffers, rows: int, columns: int, max_length: int
     ) -> None:
-        self._runner, self._max_length = runner, max_length
+        self._decoder, self._max_length = decoder, max_length
         self._tokens, self._positions = buffers.tokens[:rows], buffers.positions[:rows]
         self._new, self._logits, self._width = buffers.new[:, :, :rows], buffers.logits[:rows], columns * BLOCK
         # Views, not copies: replays must see the current cache contents.
         used = [c[:, :, :rows].view(2, c.shape[1], -1, BLOCK, c.shape[5]) for c in cache.columns[:columns]]
-        config = runner.model.config
+        config = decoder.model.config
         self._views = [
             [KVView(c[0, i].transpose(1, 2), c[1, i]) for c in used] for i in range(config.num_hidden_layers)
         ]
         # Padding after a token's own key, which keeps rows of attention weights aligned.
         shape = (rows * config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads)
-        self._rest = runner.model.embedding().new_zeros(*shape, KEY_MULTIPLE - 1)
+        self._rest = decoder.model.embedding().new_zeros(*shape, KEY_MULTIPLE - 1)
 
     def __call__(self) -> Float[Tensor, "rows vocab"]:
-        place = torch.arange(self._width + KEY_MULTIPLE, device=self._positions.device)
-        unseen = (place >= self._positions[:, None]) & (place != self._width)  # position of the token's own key
-        attend = partial(self._attend, unseen[:, None, None])
-        out = self._runner(self._tokens, self._positions, attend, self._max_length)
+        mask = causal_mask(self._positions - 1, self._width + KEY_MULTIPLE)
+        mask[:, self._width].zero_()  # the token's own key comes after the blocks
+        attend = partial(self._attend, mask[:, None, None])
+        out = self._decoder(self._tokens, self._positions, attend, self._max_length)
         # Copied to a shared buffer, so that graphs do not allocate their own.
-        return self._logits.copy_(self._runner.logits(out))
+        return self._logits.copy_(self._decoder.logits(out))
 
     def _attend(
         self,
-        unseen: Bool[Tensor, "rows 1 1 keys"],
+        mask: Float[Tensor, "rows 1 1 keys"],
         layer: int,
         q: Float[Tensor, "rows heads dim"],
         k: Float[Tensor, "rows kv_heads dim"],
@@ -148,14 +148,12 @@ class CapturedStep:
         rows, kv_heads, dim = k.shape
         own = (buffer.copy_(x).view(-1, dim) for buffer, x in zip(self._new[:, layer], (k, v), strict=True))
         own_k, own_v = (x.to(q.dtype) for x in own)
-        queries = (q * dim**-0.5).view(rows * kv_heads, -1, dim)
+        queries = decode_queries(q, kv_heads)
         parts = [torch.bmm(queries, view.keys.to(q.dtype)) for view in self._views[layer]]
         scores = torch.cat((*parts, torch.bmm(queries, own_k[:, :, None]), self._rest), dim=-1)
-        if scores.dtype in (torch.bfloat16, torch.float16):
-            scores = scores.float()
-        scores.view(rows, kv_heads, -1, scores.shape[-1]).masked_fill_(unseen, float("-inf"))
-        weights = softmax(scores).to(q.dtype)
-        out = weights[:, :, self._width, None] * own_v[:, None]
+        scores = add_mask(scores.unflatten(0, (rows, kv_heads)), mask)
+        weights = softmax(scores).to(q.dtype).flatten(0, 1)
+        out: Tensor = weights[:, :, self._width, None] * own_v[:, None]
         for j, view in enumerate(self._views[layer]):
             out.baddbmm_(weights[:, :, j * BLOCK : (j + 1) * BLOCK], view.values.to(q.dtype))
         return out.view(rows, -1, dim)
@@ -185,22 +183,21 @@ class CudaGraph:
 class GraphDecoder:
     """The CUDA graphs of an engine and their selection per batch."""
 
-    def __init__(self, runner: ModelRunner, cache: KVCache, recorder: GraphCapturer, max_length: int) -> None:
-        self.runner, self.cache, self.recorder = runner, cache, recorder
-        self.buffers, self._max_length = Buffers(runner, cache), max_length
+    def __init__(self, decoder: PreparedDecoder, cache: KVCache, recorder: GraphCapturer, max_length: int) -> None:
+        self.decoder, self.cache, self.recorder = decoder, cache, recorder
+        self.buffers, self._max_length = Buffers(decoder, cache), max_length
         self._recordings: dict[tuple[int, int], CudaGraph] = {}
 
-    def plan(self, positions: NDArray[np.int64], shared: NDArray[np.int64], plain: bool) -> GraphDecodeMetadata | None:
-        """Select the graph for rows at these positions; None for eager decoding.
+    def build(self, metadata: AttentionMetadata, num: int) -> GraphDecode | None:
+        """Select the graph of a batch without adapters, of which `num` rows are real; None for eager decoding.
 
-        `shared` as for `DecodeMetadata`; `plain`: no row has an adapter. Reserves cache for every row in every column,
-        unless that takes more than three quarters of the cache.
+        Reserves cache for every row in every column, unless that takes more than three quarters of the cache.
         """
-        rows, columns = round_up(len(positions)), num_columns(int(positions.max()) + 1)
+        rows, columns = round_up(len(metadata.slots)), len(metadata.block_tables)
         fits = columns <= MAX_COLUMNS and rows * columns * BLOCK <= self.cache.max_tokens * 3 // 4
-        fits = fits and plain and int(np.minimum(shared, columns).sum()) <= MAX_SHARED
+        fits = fits and metadata.num_shared_blocks <= MAX_SHARED
         fits = fits and self.cache.reserve(np.full(rows, columns * BLOCK))
-        weights = self.runner.addresses(self._max_length)
+        weights = self.decoder.addresses(self._max_length)
         places = [(column.data_ptr(), column.shape[2]) for column in self.cache.columns]
         self._recordings = {
             shape: graph
@@ -211,34 +208,28 @@ class GraphDecoder:
             return None
         recording = self._recordings.get((rows, columns))
         if recording is None:
-            step = CapturedStep(self.runner, self.cache, self.buffers, rows, columns, self._max_length)
+            step = CapturedStep(self.decoder, self.cache, self.buffers, rows, columns, self._max_length)
             recording = self._recordings[rows, columns] = CudaGraph(step, weights, places[:columns])
             if len(self._recordings) > MAX_GRAPHS:
                 del self._recordings[next(iter(self._recordings))]
-        return GraphDecodeMetadata(self, recording, len(positions), columns)
+        return GraphDecode(self, recording, metadata, num)
 
 
-class GraphDecodeMetadata:
-    """A batch decoded by a CUDA graph; valid until a sequence reaches a new column or the batch changes."""
+class GraphDecode(DecodeBackend):
+    """A batch decoded by a CUDA graph; its `num` real rows are the first ones."""
 
-    def __init__(self, decoder: GraphDecoder, recording: CudaGraph, num: int, columns: int) -> None:
-        self._decoder, self._recording, self.num, self.columns = decoder, recording, num, columns
-        self._generation = decoder.cache.generation
-        decoder.buffers.tokens.zero_()
+    def __init__(self, decoder: GraphDecoder, graph: CudaGraph, metadata: AttentionMetadata, num: int) -> None:
+        super().__init__(decoder.cache, metadata, len(metadata.block_tables) * BLOCK, reach=None)
+        self._buffers, self._graph, self._recorder, self._num = decoder.buffers, graph, decoder.recorder, num
+        self._buffers.tokens.zero_()
 
-    def fits(self, positions: NDArray[np.int64]) -> bool:
-        """Whether the metadata is still valid for these positions."""
-        if self._generation != self._decoder.cache.generation or len(positions) != self.num:
-            return False
-        return int(positions.max()) < self.columns * BLOCK
-
-    def __call__(self, tokens: Int[Tensor, " num"], positions: NDArray[np.int64]) -> Float[Tensor, "num vocab"]:
-        """Decode one step; returns logits (valid until the next call) and writes keys and values to the cache."""
-        buffers, num = self._decoder.buffers, len(positions)
+    def __call__(self, tokens: Int[Tensor, " rows"], positions: NDArray[np.int64]) -> Float[Tensor, "rows vocab"]:
+        """Decode one step; the logits are valid until the next call."""
+        buffers, num = self._buffers, self._num
         at = np.zeros(len(buffers.positions), dtype=np.int64)
-        at[:num] = positions
-        buffers.tokens[:num].copy_(tokens)
+        at[:num] = positions[:num]
+        buffers.tokens[:num].copy_(tokens[:num])
         buffers.positions.copy_(torch.from_numpy(at))
-        logits = self._recording.run(self._decoder.recorder)[:num]
-        self._decoder.cache.put(positions, buffers.new[:, :, :num])
+        logits = self._graph.run(self._recorder)[:num]
+        self.cache.put(positions[:num], buffers.new[:, :, :num])
         return logits

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prime_rl.inference.engine import SamplingParams
+from prime_rl.inference.engine import SamplingParams, TopLogprobs
 from rollouts.training.sampling import invert_cdf, uniform
 
 _MASK64 = (1 << 64) - 1
@@ -55,6 +55,14 @@ class SamplerOutput:
     logprobs: Float[Tensor, " rows"]
     top_ids: Int[Tensor, "rows top"] | None
     top_values: Float[Tensor, "rows top"] | None
+
+    def top_logprobs(self) -> list[TopLogprobs]:
+        """The top tokens of every row; empty if not requested."""
+        if self.top_ids is None or self.top_values is None:
+            return []
+        pairs = zip(self.top_ids.tolist(), self.top_values.tolist(), strict=True)
+        # Tokens excluded from sampling are omitted: JSON has no -inf.
+        return [[(i, v) for i, v in zip(ids, values, strict=True) if v > float("-inf")] for ids, values in pairs]
 
 
 def build_sampling_batch(rows: Rows[HasSamplingState], device: torch.device) -> SamplingBatch:
