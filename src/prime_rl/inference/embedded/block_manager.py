@@ -47,10 +47,9 @@ class BlockManager:
                 shared = min(shared, owner.num_cached)
                 if isinstance(owner, CachedPrefix):
                     self.cache.write(seq.slot, owner.kv, shared)
-                elif isinstance(owner, Sequence):
+                else:
                     self.cache.move(owner.slot, seq.slot, shared)
-                seq.num_cached = shared
-                seq.num_shared = min(shared, seq.num_prompt)
+                seq.num_cached, seq.num_shared = shared, min(shared, seq.num_prompt)
                 self.num_shared += shared
         seq.is_registered = True
         self.prefixes.register(seq, len(seq.tokens), seq.cache_namespace)

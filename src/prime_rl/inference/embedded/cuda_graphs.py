@@ -11,7 +11,6 @@ Fast mode only: padded shapes may select kernels that differ in the last bits.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -110,12 +109,18 @@ class Buffers:
 
 
 class CapturedStep:
-    """A decode step of one shape: one token for each of the first `rows` slots, with keys in `columns` columns."""
+    """A decode step of one shape: one token for each of the first `rows` slots, with keys in `columns` columns.
+
+    Valid while weights and cache stay at the addresses in `memory`.
+    """
 
     def __init__(
         self, decoder: PreparedDecoder, cache: KVCache, buffers: Buffers, rows: int, columns: int, max_length: int
     ) -> None:
         self._decoder, self._max_length = decoder, max_length
+        self.memory = find_memory(decoder, cache, columns, max_length)
+        self.replay: Step | None = None
+        self._uses = 0
         self._tokens, self._positions = buffers.tokens[:rows], buffers.positions[:rows]
         self._new, self._logits, self._width = buffers.new[:, :, :rows], buffers.logits[:rows], columns * BLOCK
         # Views, not copies: replays must see the current cache contents.
@@ -127,6 +132,13 @@ class CapturedStep:
         # Padding after a token's own key, which keeps rows of attention weights aligned.
         shape = (rows * config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads)
         self._rest = decoder.model.embedding().new_zeros(*shape, KEY_MULTIPLE - 1)
+
+    def run(self, capturer: GraphCapturer) -> Float[Tensor, "rows vocab"]:
+        """Compute the step: eagerly a few times, then by replay of its graph."""
+        if self.replay is None and self._uses == WARM_UPS:
+            self.replay = capturer.record(self)
+        self._uses += 1
+        return capturer.warm_up(self) if self.replay is None else self.replay()
 
     def __call__(self) -> Float[Tensor, "rows vocab"]:
         mask = causal_mask(self._positions - 1, self._width + KEY_MULTIPLE)
@@ -159,34 +171,13 @@ class CapturedStep:
         return out.view(rows, -1, dim)
 
 
-@dataclass
-class CudaGraph:
-    """A step and, after enough uses, its captured graph.
-
-    Valid while weights and cache columns stay at the recorded addresses.
-    """
-
-    step: CapturedStep
-    weights: list[int]
-    columns: list[tuple[int, int]]
-    uses: int = 0
-    replay: Step | None = None
-
-    def run(self, recorder: GraphCapturer) -> Tensor:
-        """Run the step: eagerly, then by replay."""
-        if self.replay is None and self.uses == WARM_UPS:
-            self.replay = recorder.record(self.step)
-        self.uses += 1
-        return recorder.warm_up(self.step) if self.replay is None else self.replay()
-
-
 class GraphDecoder:
     """The CUDA graphs of an engine and their selection per batch."""
 
     def __init__(self, decoder: PreparedDecoder, cache: KVCache, recorder: GraphCapturer, max_length: int) -> None:
         self.decoder, self.cache, self.recorder = decoder, cache, recorder
         self.buffers, self._max_length = Buffers(decoder, cache), max_length
-        self._recordings: dict[tuple[int, int], CudaGraph] = {}
+        self.steps: dict[tuple[int, int], CapturedStep] = {}
 
     def build(self, metadata: AttentionMetadata, num: int) -> GraphDecode | None:
         """Select the graph of a batch without adapters, of which `num` rows are real; None for eager decoding.
@@ -197,30 +188,32 @@ class GraphDecoder:
         fits = columns <= MAX_COLUMNS and rows * columns * BLOCK <= self.cache.max_tokens * 3 // 4
         fits = fits and metadata.num_shared_blocks <= MAX_SHARED
         fits = fits and self.cache.reserve(np.full(rows, columns * BLOCK))
-        weights = self.decoder.addresses(self._max_length)
-        places = [(column.data_ptr(), column.shape[2]) for column in self.cache.columns]
-        self._recordings = {
-            shape: graph
-            for shape, graph in self._recordings.items()
-            if graph.weights == weights and graph.columns == places[: shape[1]]
-        }
+        weights, blocks = find_memory(self.decoder, self.cache, len(self.cache.columns), self._max_length)
+        self.steps = {shape: step for shape, step in self.steps.items() if step.memory == (weights, blocks[: shape[1]])}
         if not fits:
             return None
-        recording = self._recordings.get((rows, columns))
-        if recording is None:
+        step = self.steps.get((rows, columns))
+        if step is None:
             step = CapturedStep(self.decoder, self.cache, self.buffers, rows, columns, self._max_length)
-            recording = self._recordings[rows, columns] = CudaGraph(step, weights, places[:columns])
-            if len(self._recordings) > MAX_GRAPHS:
-                del self._recordings[next(iter(self._recordings))]
-        return GraphDecode(self, recording, metadata, num)
+            self.steps[rows, columns] = step
+            if len(self.steps) > MAX_GRAPHS:
+                del self.steps[next(iter(self.steps))]
+        return GraphDecode(self, step, metadata, num)
+
+
+def find_memory(
+    decoder: PreparedDecoder, cache: KVCache, columns: int, max_length: int
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Addresses of all weights, and address and slots of the first cache columns."""
+    return decoder.addresses(max_length), [(c.data_ptr(), c.shape[2]) for c in cache.columns[:columns]]
 
 
 class GraphDecode(DecodeBackend):
     """A batch decoded by a CUDA graph; its `num` real rows are the first ones."""
 
-    def __init__(self, decoder: GraphDecoder, graph: CudaGraph, metadata: AttentionMetadata, num: int) -> None:
+    def __init__(self, decoder: GraphDecoder, step: CapturedStep, metadata: AttentionMetadata, num: int) -> None:
         super().__init__(decoder.cache, metadata, len(metadata.block_tables) * BLOCK, reach=None)
-        self._buffers, self._graph, self._recorder, self._num = decoder.buffers, graph, decoder.recorder, num
+        self._buffers, self._step, self._recorder, self._num = decoder.buffers, step, decoder.recorder, num
         self._buffers.tokens.zero_()
 
     def __call__(self, tokens: Int[Tensor, " rows"], positions: NDArray[np.int64]) -> Float[Tensor, "rows vocab"]:
@@ -230,6 +223,6 @@ class GraphDecode(DecodeBackend):
         at[:num] = positions[:num]
         buffers.tokens[:num].copy_(tokens[:num])
         buffers.positions.copy_(torch.from_numpy(at))
-        logits = self._graph.run(self._recorder)[:num]
+        logits = self._step.run(self._recorder)[:num]
         self.cache.put(positions[:num], buffers.new[:, :, :num])
         return logits

@@ -9,19 +9,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
+from prime_rl.inference.embedded.sequence import Sequence
+
 STRIDE = 8
 """Minimum shared prefix in tokens."""
-
-
-class PrefixOwner(Protocol):
-    """A running or finished sequence whose first `num_cached` tokens have cached keys."""
-
-    tokens: list[int]
-    num_cached: int
 
 
 @dataclass(eq=False)
@@ -32,6 +26,10 @@ class CachedPrefix:
     num_cached: int
     cache_namespace: Hashable
     kv: Tensor
+
+
+PrefixOwner = CachedPrefix | Sequence
+"""A finished or running sequence whose first `num_cached` tokens have cached keys."""
 
 
 class PrefixIndex:
@@ -79,11 +77,7 @@ class PrefixIndex:
         self._cached[prefix] = None
         self.num_kept_tokens += prefix.num_cached
         self.register(prefix, prefix.num_cached, prefix.cache_namespace)
-        self.shrink(self.max_kept_tokens)
-
-    def shrink(self, num_tokens: int) -> None:
-        """Evict the oldest entries down to `num_tokens`."""
-        while self.num_kept_tokens > num_tokens:
+        while self.num_kept_tokens > self.max_kept_tokens:
             oldest, _ = self._cached.popitem(last=False)
             self.num_kept_tokens -= oldest.num_cached
             self.unregister(oldest)

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, cast
+from contextlib import nullcontext
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from prime_rl.inference.embedded.adapters import LoraRouting
 from prime_rl.inference.embedded.fused_decode import FusedDecoder, LayerWeights, Rope
 from prime_rl.inference.embedded.kv_cache import BLOCK
 from prime_rl.trainer.models.attention import AttentionBackend, min_rows
@@ -24,15 +25,6 @@ from prime_rl.trainer.models.causal_lm import CausalLM, DecoderLayer, GatedMLP, 
 from rollouts.kernels import cpu as cpu_kernels
 from rollouts.kernels.linear import MIN_ROWS as ONEDNN_ROWS
 from rollouts.kernels.linear import pack_weight, packed_linear, uses_onednn
-
-
-class LoraDeltas(Protocol):
-    """LoRA deltas added to a product's output in place; `parts` are (module, first column, end)."""
-
-    def change(self, parts: Sequence[tuple[str, int, int]], x: Tensor, y: Tensor) -> None: ...
-
-    def routed(self) -> AbstractContextManager[None]:
-        """Context in which the deltas also apply to the model's own modules."""
 
 
 class PackedLinear:
@@ -60,7 +52,7 @@ class PackedLinear:
         self.packed = pack_weight(weight) if self.kernel is None and can_pack(weight) else None
         self.weight = weight if self.kernel is None and self.packed is None else None
 
-    def __call__(self, x: Float[Tensor, "rows inputs"], changes: LoraDeltas | None) -> Float[Tensor, "rows outputs"]:
+    def __call__(self, x: Float[Tensor, "rows inputs"], changes: LoraRouting | None) -> Float[Tensor, "rows outputs"]:
         if self.kernel is not None:
             y = self.kernel(x, self.bias)
         elif self.packed is not None:
@@ -151,7 +143,7 @@ class PreparedLayer:
         cos: Tensor,
         sin: Tensor,
         attend: AttentionBackend,
-        changes: LoraDeltas | None,
+        changes: LoraRouting | None,
     ) -> tuple[Float[Tensor, "rows hidden"], Float[Tensor, "rows hidden"]]:
         """Return the residual stream after attention and the feed-forward output; `normed` is `x`, normalized."""
         qkv = self.qkv(normed, changes).view(x.shape[0], -1, self.head_dim)
@@ -293,7 +285,7 @@ class PreparedDecoder:
         positions: Int[Tensor, " rows"],
         attend: AttentionBackend,
         length: int,
-        changes: LoraDeltas | None = None,
+        changes: LoraRouting | None = None,
     ) -> Float[Tensor, "rows hidden"]:
         """Compute hidden states of `tokens`; all `positions` are below `length`."""
         if self.uses_model_forward:
@@ -308,7 +300,7 @@ class PreparedDecoder:
         return normed
 
     def logits(
-        self, hidden: Float[Tensor, "rows hidden"], changes: LoraDeltas | None = None
+        self, hidden: Float[Tensor, "rows hidden"], changes: LoraRouting | None = None
     ) -> Float[Tensor, "rows vocab"]:
         """Compute next-token logits; pads to the minimum number of rows."""
         rows = hidden.shape[0]

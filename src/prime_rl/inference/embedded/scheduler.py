@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from prime_rl.inference.embedded.attention import Chunk
 from prime_rl.inference.embedded.block_manager import BlockManager
@@ -149,14 +148,12 @@ class Scheduler:
         self._headroom -= 1
         if not self.running or (self._headroom >= 0 and cache.generation == self._generation):
             return
-        while not cache.reserve(self._lengths()):
-            self._preempt(max(self.running, key=lambda seq: seq.order))
-        self._headroom = min(-(len(seq.tokens) + 1) % BLOCK for seq in self.running)
-        self._generation = cache.generation
-
-    def _lengths(self) -> NDArray[np.int64]:
         lengths = [len(seq.tokens) + 1 for seq in self.running]
-        return np.array(lengths + [1] * (self.min_rows - len(lengths)), dtype=np.int64)
+        while not cache.reserve(np.array(lengths + [1] * (self.min_rows - len(lengths)))):
+            self._preempt(max(self.running, key=lambda seq: seq.order))
+            lengths = [len(seq.tokens) + 1 for seq in self.running]
+        self._headroom = min(-length % BLOCK for length in lengths)
+        self._generation = cache.generation
 
     def _preempt(self, seq: Sequence) -> None:
         """Move a running sequence to the front of the queue, to be recomputed."""

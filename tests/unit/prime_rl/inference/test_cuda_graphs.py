@@ -416,7 +416,7 @@ def test_few_recordings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = build_engine(build_model(0), recorder)
     for longest in (20, 200, 20):
         run(engine, request(draw_prompt(longest)))
-    assert engine._runner.graphs is not None and len(engine._runner.graphs._recordings) == 1 and recorder.recorded == 3
+    assert engine._runner.graphs is not None and len(engine._runner.graphs.steps) == 1 and recorder.recorded == 3
 
 
 @pytest.mark.slow  # the meta device imports half a compiler
@@ -527,7 +527,7 @@ def test_graphs_give_what_eager_steps_give_on_a_gpu(seed: int) -> None:
     for recorder in (CudaRecorder(device), None):
         engine = build_engine(build_model(0).to(device), recorder, max_running=20)
         outputs.append(drive(engine, seed, (40, 300)[seed], versions))
-        assert recorder is None or any(held.replay for held in engine._runner.graphs._recordings.values())  # type: ignore[union-attr]
+        assert recorder is None or any(held.replay for held in engine._runner.graphs.steps.values())  # type: ignore[union-attr]
     check_alike(outputs[0], outputs[1], atol=1e-4)
 
 
