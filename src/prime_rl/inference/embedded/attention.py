@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache, count_reaching, num_columns
+from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache, TokenRows, count_reaching, num_columns
 from prime_rl.trainer.models.attention import (
     add_mask,
     causal_mask,
@@ -160,7 +160,7 @@ class DecodeAttention:
         column, positions = cache.columns[0], metadata.starts
         self.cache, self.metadata, self.device, self.dtype = cache, metadata, column.device, column.dtype
         layers, self.kv_heads, self.dim = column.shape[1], column.shape[3], column.shape[5]
-        self.num, self.group = len(positions), heads // self.kv_heads
+        self.slots, self.num, self.group = metadata.slots, len(positions), heads // self.kv_heads
         # Exact mode repeats queries to reach the minimum number of rows.
         self.repeat = -(-min_query_rows(self.dim) // self.group) if exact else 1
         # Half precision is fast on full blocks only, single precision on partial ones as well.
@@ -174,15 +174,10 @@ class DecodeAttention:
         tables = metadata.block_tables
         self.shared = [self._share(tables[j]) if j < done else None for j in range(len(self.reach))]
         self.views = [[self._view(layer, j) for j in range(len(self.reach))] for layer in range(layers)]
-        self.writes = [
-            [(c[0, i].view(-1, self.dim), c[1, i].view(-1, self.dim)) for c in cache.columns[: len(self.reach)]]
-            for i in range(layers)
-        ]
         mask = causal_mask(torch.from_numpy(positions).repeat_interleave(self.kv_heads), self.width).to(self.device)
         self.mask, self.mask_of_rows = mask[:, None], mask.view(self.num, self.kv_heads, self.width)
         self.rows = torch.arange(self.num, device=self.device)
-        self.heads = (self.rows[:, None] * self.kv_heads + torch.arange(self.kv_heads, device=self.device)) * BLOCK
-        self.places: list[tuple[int, Tensor | None, Tensor]] = []
+        self.places: TokenRows = []
 
     def _share(self, table: NDArray[np.int32]) -> CascadeKVView | None:
         """Share a block only if its runs are similar in length: padding must not cost more than sharing saves."""
@@ -204,13 +199,7 @@ class DecodeAttention:
     def advance(self, positions: NDArray[np.int64], at: Int[Tensor, " rows"]) -> None:
         """Set the next step's positions, `at` on the device: unmask these keys, and find where they are written."""
         self.mask_of_rows[self.rows, :, at] = 0.0
-        flat = self.heads + (at % BLOCK)[:, None]
-        blocks = positions // BLOCK
-        self.places = []
-        for j in np.unique(blocks).tolist():
-            rows = np.flatnonzero(blocks == j)
-            chosen = None if len(rows) == self.num else torch.from_numpy(rows).to(at.device)
-            self.places.append((j, chosen, (flat if chosen is None else flat[chosen]).flatten()))
+        self.places = self.cache.locate(self.slots, positions)
 
     def __call__(
         self,
@@ -219,13 +208,7 @@ class DecodeAttention:
         k: Float[Tensor, "rows kv_heads dim"],
         v: Float[Tensor, "rows kv_heads dim"],
     ) -> Float[Tensor, "rows heads dim"]:
-        if k.dtype != self.dtype:
-            k, v = k.to(self.dtype), v.to(self.dtype)
-        for j, rows, index in self.places:
-            keys, values = self.writes[layer][j]
-            new_k, new_v = (k, v) if rows is None else (k[rows], v[rows])
-            keys.index_copy_(0, index, new_k.reshape(-1, self.dim))
-            values.index_copy_(0, index, new_v.reshape(-1, self.dim))
+        self.cache.store(layer, self.places, k, v)
         queries = decode_queries(q, self.kv_heads)
         if self.repeat > 1:
             queries = queries.repeat(1, self.repeat, 1)
@@ -296,15 +279,10 @@ class PrefillAttention:
         flat = _repeat_last(valid.flatten().nonzero().squeeze(1), repeats)
         position = start[:, None] + row
         self.flat = flat.to(device)
-        places = position.flatten()[flat]
-        self.positions: Int[Tensor, " tokens"] = places.to(device)
+        positions = position.flatten()[flat]
+        self.positions: Int[Tensor, " tokens"] = positions.to(device)
         self.tables = torch.from_numpy(metadata.block_tables.astype(np.int64)).to(device)
-        slots = torch.from_numpy(metadata.slots)[flat // rows]
-        self.writes: list[tuple[int, Tensor | None, Tensor, Tensor]] = []
-        for j in torch.unique(places // BLOCK).tolist():
-            chosen = (places // BLOCK == j).nonzero().squeeze(1)
-            index = None if len(chosen) == len(places) else chosen.to(device)
-            self.writes.append((j, index, slots[chosen].to(device), (places[chosen] % BLOCK).to(device)))
+        self.places = cache.locate(metadata.slots[(flat // rows).numpy()], positions.numpy())
         self.layout: Int[Tensor, "chunks rows"] | None = None  # None: chunks of equal length need no gather
         if repeats or not valid.all():
             self.layout = torch.where(valid, first[:, None] + row, 0).to(device)
@@ -317,11 +295,7 @@ class PrefillAttention:
         k: Float[Tensor, "tokens kv_heads dim"],
         v: Float[Tensor, "tokens kv_heads dim"],
     ) -> Float[Tensor, "tokens heads dim"]:
-        dtype = self.cache.columns[0].dtype
-        for j, index, slots, places in self.writes:
-            keys, values = self.cache.columns[j][:, layer]
-            keys[slots, :, places] = (k if index is None else k[index]).to(dtype)
-            values[slots, :, places] = (v if index is None else v[index]).to(dtype)
+        self.cache.store(layer, self.places, k, v)
         past, context = (self._gather(layer, i).to(q.dtype) for i in range(2))
         laid_out = q.unflatten(0, (-1, self.rows)) if self.layout is None else take(q, self.layout)
         out = unfold_groups(masked_attention(fold_groups(laid_out, k.shape[1]), past, context, self.mask), self.rows)

@@ -224,5 +224,6 @@ class GraphDecode(DecodeBackend):
         buffers.tokens[:num].copy_(tokens[:num])
         buffers.positions.copy_(torch.from_numpy(at))
         logits = self._step.run(self._recorder)[:num]
-        self.cache.put(positions[:num], buffers.new[:, :, :num])
+        places = self.cache.locate(self.metadata.slots[:num], positions[:num])
+        self.cache.store_all(places, buffers.new[:, :, :num])
         return logits

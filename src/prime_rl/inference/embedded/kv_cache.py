@@ -11,6 +11,7 @@ import math
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -22,6 +23,10 @@ ALIGNMENT = 64
 
 BLOCK = KEY_BLOCK
 FIRST_SLOTS = 16
+
+
+TokenRows = list[tuple[int, Tensor | None, Tensor]]
+"""Blocks, the tokens that are stored in each (None for all), and the rows of their heads in it."""
 
 
 class KVCache:
@@ -37,6 +42,7 @@ class KVCache:
         self.generation = 0
         """Incremented whenever memory is reallocated."""
         self.columns: list[Tensor] = []
+        self._rows: list[list[tuple[Tensor, Tensor]]] = []  # views: of every column and layer, keys and values as rows
         self._dtype, self._device = dtype, device
         self._layers, self._heads, self._dim = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
 
@@ -82,13 +88,37 @@ class KVCache:
             width = min(length - j * BLOCK, BLOCK)
             column[:, :, slot, :, :width] = kept[:, :, :, j * BLOCK : j * BLOCK + width]
 
-    def put(self, positions: NDArray[np.int64], new: Tensor) -> None:
-        """Write `new`, `[2, layers, slots, kv_heads, head_dim]`, at `positions[slot]` of each of the first slots."""
-        columns = positions // BLOCK
-        for j in np.unique(columns).tolist():
-            chosen = np.flatnonzero(columns == j)
-            slots, places = (torch.from_numpy(index).to(new.device) for index in (chosen, positions[chosen] % BLOCK))
-            self.columns[j][:, :, slots, :, places] = new[:, :, slots].permute(2, 0, 1, 3, 4)
+    def locate(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> TokenRows:
+        """Where the keys and values of tokens at these slots and positions are stored."""
+        rows = (slots[:, None] * self._heads + np.arange(self._heads)) * BLOCK + (positions % BLOCK)[:, None]
+        blocks, found = positions // BLOCK, []
+        for j in sorted(set(blocks.tolist())):
+            here = blocks == j
+            tokens = None if here.all() else torch.from_numpy(here.nonzero()[0]).to(self._device)
+            found.append((j, tokens, torch.from_numpy(rows[here].reshape(-1)).to(self._device)))
+        return found
+
+    def store(
+        self,
+        layer: int,
+        places: TokenRows,
+        k: Float[Tensor, "tokens kv_heads dim"],
+        v: Float[Tensor, "tokens kv_heads dim"],
+    ) -> None:
+        """Write the keys and values of tokens, which `locate` has placed."""
+        if k.dtype != self._dtype:
+            k, v = k.to(self._dtype), v.to(self._dtype)
+        for j, tokens, rows in places:
+            keys, values = self._rows[j][layer]
+            new_k, new_v = (k, v) if tokens is None else (k[tokens], v[tokens])
+            keys.index_copy_(0, rows, new_k.reshape(-1, self._dim))
+            values.index_copy_(0, rows, new_v.reshape(-1, self._dim))
+
+    def store_all(self, places: TokenRows, new: Float[Tensor, "2 layers tokens kv_heads dim"]) -> None:
+        """Write the keys and values of tokens in every layer."""
+        for j, tokens, rows in places:
+            chosen = new if tokens is None else new[:, :, tokens]
+            self.columns[j].flatten(2, 4).index_copy_(2, rows, chosen.flatten(2, 3))
 
     def clear_slot(self, slot: int) -> None:
         """Zero a slot with non-finite values, which a mask would not hide from its next sequence."""
@@ -111,6 +141,9 @@ class KVCache:
         while columns and columns[-1].shape[2] == 0:
             columns.pop()
         self.columns = columns
+        self._rows = [
+            [(c[0, i].view(-1, self._dim), c[1, i].view(-1, self._dim)) for i in range(self._layers)] for c in columns
+        ]
         self.generation += 1
 
 
