@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache, TokenRows, count_reaching, num_columns
+from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache, TokenRows, count_slots, num_blocks
 from prime_rl.trainer.models.attention import (
     add_mask,
     causal_mask,
@@ -42,14 +42,14 @@ class Chunk:
 
 @dataclass(frozen=True)
 class KVView:
-    """One layer's view of one cache column: `[slots * kv_heads, width, head_dim]`, keys transposed for the product."""
+    """One layer's view of one cache block: `[slots * kv_heads, width, head_dim]`, keys transposed for the product."""
 
     keys: Float[Tensor, "batch dim width"]
     values: Float[Tensor, "batch width dim"]
 
 
 class CascadeKVView:
-    """View of one column in which runs of slots with equal tokens share their keys and values (cascade attention).
+    """View of one block in which runs of slots with equal tokens share their keys and values (cascade attention).
 
     The queries of a run form the rows of one product; runs are padded to the longest with unused rows.
     """
@@ -63,9 +63,9 @@ class CascadeKVView:
         self.real = real.flatten().nonzero().squeeze(1).to(device)
         self.runs, self.longest = len(runs), longest
 
-    def take(self, column: Float[Tensor, "slots kv_heads width dim"]) -> KVView:
+    def take(self, block: Float[Tensor, "slots kv_heads width dim"]) -> KVView:
         """Copy the first slot of every run; its tokens are final."""
-        keys, values = (t[self.firsts].flatten(0, 1) for t in column)
+        keys, values = (t[self.firsts].flatten(0, 1) for t in block)
         return KVView(keys.transpose(1, 2), values)
 
     def gather(self, rows: Float[Tensor, "slots kv_heads rows last"]) -> Float[Tensor, "batch rows_x last"]:
@@ -114,14 +114,14 @@ class AttentionMetadata:
 def prefill_metadata(chunks: Iterable[Chunk]) -> AttentionMetadata:
     """Metadata of chunks, each of which reads its own slot."""
     slots, starts, lengths = np.array([(c.slot, c.start, c.length) for c in chunks], dtype=np.int64).T
-    tables = np.broadcast_to(slots.astype(np.int32), (num_columns(int((starts + lengths).max())), len(slots)))
+    tables = np.broadcast_to(slots.astype(np.int32), (num_blocks(int((starts + lengths).max())), len(slots)))
     return AttentionMetadata(slots, starts, lengths, tables)
 
 
 def decode_metadata(positions: NDArray[np.int64], shared: NDArray[np.int64]) -> AttentionMetadata:
     """Metadata of one token at `positions[i]` for each slot i, which shares its first `shared[i]` blocks with i - 1."""
     slots = np.arange(len(positions), dtype=np.int64)
-    blocks = np.arange(num_columns(int(positions.max()) + 1))[:, None]
+    blocks = np.arange(num_blocks(int(positions.max()) + 1))[:, None]
     tables = np.maximum.accumulate(np.where(shared > blocks, 0, slots), axis=1).astype(np.int32)
     return AttentionMetadata(slots, positions, np.ones_like(slots), tables)
 
@@ -143,7 +143,7 @@ class DecodeBackend(ABC):
             return False
         if int(positions.max()) >= self.width:
             return False
-        return self.reach is None or len(self.reach) == 1 or count_reaching(positions + 1) == self.reach
+        return self.reach is None or len(self.reach) == 1 or count_slots(positions + 1) == self.reach
 
     @abstractmethod
     def __call__(self, tokens: Int[Tensor, " rows"], positions: NDArray[np.int64]) -> Float[Tensor, "rows vocab"]:
@@ -157,16 +157,16 @@ class DecodeAttention:
     """
 
     def __init__(self, cache: KVCache, metadata: AttentionMetadata, heads: int, exact: bool) -> None:
-        column, positions = cache.columns[0], metadata.starts
-        self.cache, self.metadata, self.device, self.dtype = cache, metadata, column.device, column.dtype
-        layers, self.kv_heads, self.dim = column.shape[1], column.shape[3], column.shape[5]
+        block, positions = cache.blocks[0], metadata.starts
+        self.cache, self.metadata, self.device, self.dtype = cache, metadata, block.device, block.dtype
+        layers, self.kv_heads, self.dim = block.shape[1], block.shape[3], block.shape[5]
         self.slots, self.num, self.group = metadata.slots, len(positions), heads // self.kv_heads
         # Exact mode repeats queries to reach the minimum number of rows.
         self.repeat = -(-min_query_rows(self.dim) // self.group) if exact else 1
         # Half precision is fast on full blocks only, single precision on partial ones as well.
         wide = metadata.num_keys
-        self.width = padded(wide) if self.dtype == torch.float32 else num_columns(wide) * BLOCK
-        self.reach = count_reaching(positions + 1)
+        self.width = padded(wide) if self.dtype == torch.float32 else num_blocks(wide) * BLOCK
+        self.reach = count_slots(positions + 1)
         self.counts = [reach * self.kv_heads for reach in self.reach]
         self.widths = [min(self.width - j * BLOCK, BLOCK) for j in range(len(self.reach))]
         # Blocks that are still being written cannot be copied.
@@ -174,7 +174,8 @@ class DecodeAttention:
         tables = metadata.block_tables
         self.shared = [self._share(tables[j]) if j < done else None for j in range(len(self.reach))]
         self.views = [[self._view(layer, j) for j in range(len(self.reach))] for layer in range(layers)]
-        mask = causal_mask(torch.from_numpy(positions).repeat_interleave(self.kv_heads), self.width).to(self.device)
+        at = torch.from_numpy(positions.repeat(self.kv_heads)).to(self.device)
+        mask = causal_mask(at, self.width)
         self.mask, self.mask_of_rows = mask[:, None], mask.view(self.num, self.kv_heads, self.width)
         self.rows = torch.arange(self.num, device=self.device)
         self.places: TokenRows = []
@@ -191,8 +192,8 @@ class DecodeAttention:
         rows, width = self.reach[j], self.widths[j]
         runs = self.shared[j]
         if runs is not None:
-            return runs.take(self.cache.columns[j][:, layer])
-        keys, values = self.cache.columns[j][:, layer, :rows]
+            return runs.take(self.cache.blocks[j][:, layer])
+        keys, values = self.cache.blocks[j][:, layer, :rows]
         keys, values = (t.reshape(rows * self.kv_heads, BLOCK, self.dim)[:, :width] for t in (keys, values))
         return KVView(keys.transpose(1, 2), values)
 
@@ -267,16 +268,17 @@ class PrefillAttention:
 
     def __init__(self, cache: KVCache, metadata: AttentionMetadata, heads: int, min_tokens: int) -> None:
         self.cache = cache
-        column = cache.columns[0]
-        device, group = column.device, heads // column.shape[3]
+        block = cache.blocks[0]
+        device, group = block.device, heads // block.shape[3]
         start, length = torch.from_numpy(metadata.starts), torch.from_numpy(metadata.lengths)
-        rows = max(int(length.max()), -(-min_query_rows(column.shape[5]) // group))
+        rows = max(int(length.max()), -(-min_query_rows(block.shape[5]) // group))
         self.rows, self.width = rows, padded(metadata.num_keys)
         row = torch.arange(rows)
         valid = row < length[:, None]
         first = torch.cumsum(length, 0) - length
         repeats = max(min_tokens - int(length.sum()), 0)
-        flat = _repeat_last(valid.flatten().nonzero().squeeze(1), repeats)
+        flat = valid.flatten().nonzero().squeeze(1)
+        flat = torch.cat((flat, flat[-1:].expand(repeats)))
         position = start[:, None] + row
         self.flat = flat.to(device)
         positions = position.flatten()[flat]
@@ -286,7 +288,7 @@ class PrefillAttention:
         self.layout: Int[Tensor, "chunks rows"] | None = None  # None: chunks of equal length need no gather
         if repeats or not valid.all():
             self.layout = torch.where(valid, first[:, None] + row, 0).to(device)
-        self.mask = causal_mask(position.repeat_interleave(group, dim=1), self.width)[:, None].to(device)
+        self.mask = causal_mask(position.repeat_interleave(group, dim=1).to(device), self.width)[:, None]
 
     def __call__(
         self,
@@ -303,14 +305,10 @@ class PrefillAttention:
 
     def _gather(self, layer: int, half: int) -> Float[Tensor, "chunks kv_heads width dim"]:
         parts = []
-        for j in range(num_columns(self.width)):
-            column = self.cache.columns[j][half, layer]
+        for j in range(num_blocks(self.width)):
+            block = self.cache.blocks[j][half, layer]
             width = min(self.width - j * BLOCK, BLOCK)
-            # Slots beyond the end of a column do not reach it; what they read instead is masked.
-            slots = self.tables[j].clamp(max=column.shape[0] - 1)
-            parts.append(column[:, :, :width].index_select(0, slots))
+            # Slots beyond the end of a block do not reach it; what they read instead is masked.
+            slots = self.tables[j].clamp(max=block.shape[0] - 1)
+            parts.append(block[:, :, :width].index_select(0, slots))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-
-
-def _repeat_last(index: Int[Tensor, " n"], times: int) -> Int[Tensor, " m"]:
-    return torch.cat((index, index[-1:].expand(times))) if times else index

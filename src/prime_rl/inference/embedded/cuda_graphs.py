@@ -2,7 +2,7 @@
 
 A captured step works on static memory: it reads tokens, positions, weights and the cache, and writes logits and the
 new keys and values. These are copied to the cache afterwards, for real rows only, so padding rows have no effect. A
-step has no device-to-host synchronization, and all shapes follow from (rows, columns). A shape is captured after a few
+step has no device-to-host synchronization, and all shapes follow from (rows, blocks). A shape is captured after a few
 uses, and recaptured when its memory has moved.
 
 Fast mode only: padded shapes may select kernels that differ in the last bits.
@@ -33,7 +33,7 @@ WARM_UPS = 2
 MAX_GRAPHS = 64
 """Maximum number of graphs, evicted oldest first; each takes some megabytes of GPU memory."""
 
-MAX_COLUMNS = 32
+MAX_BLOCKS = 32
 """Longer sequences (4096 keys) are decoded eagerly: reading their keys takes longer than launching kernels."""
 
 MAX_SHARED = 1024
@@ -109,22 +109,22 @@ class Buffers:
 
 
 class CapturedStep:
-    """A decode step of one shape: one token for each of the first `rows` slots, with keys in `columns` columns.
+    """A decode step of one shape: one token for each of the first `rows` slots, with keys in `num_blocks` blocks.
 
     Valid while weights and cache stay at the addresses in `memory`.
     """
 
     def __init__(
-        self, decoder: PreparedDecoder, cache: KVCache, buffers: Buffers, rows: int, columns: int, max_length: int
+        self, decoder: PreparedDecoder, cache: KVCache, buffers: Buffers, rows: int, num_blocks: int, max_length: int
     ) -> None:
         self._decoder, self._max_length = decoder, max_length
-        self.memory = find_memory(decoder, cache, columns, max_length)
+        self.memory = find_memory(decoder, cache, num_blocks, max_length)
         self.replay: Step | None = None
         self._uses = 0
         self._tokens, self._positions = buffers.tokens[:rows], buffers.positions[:rows]
-        self._new, self._logits, self._width = buffers.new[:, :, :rows], buffers.logits[:rows], columns * BLOCK
+        self._new, self._logits, self._width = buffers.new[:, :, :rows], buffers.logits[:rows], num_blocks * BLOCK
         # Views, not copies: replays must see the current cache contents.
-        used = [c[:, :, :rows].view(2, c.shape[1], -1, BLOCK, c.shape[5]) for c in cache.columns[:columns]]
+        used = [c[:, :, :rows].view(2, c.shape[1], -1, BLOCK, c.shape[5]) for c in cache.blocks[:num_blocks]]
         config = decoder.model.config
         self._views = [
             [KVView(c[0, i].transpose(1, 2), c[1, i]) for c in used] for i in range(config.num_hidden_layers)
@@ -182,30 +182,30 @@ class GraphDecoder:
     def build(self, metadata: AttentionMetadata, num: int) -> GraphDecode | None:
         """Select the graph of a batch without adapters, of which `num` rows are real; None for eager decoding.
 
-        Reserves cache for every row in every column, unless that takes more than three quarters of the cache.
+        Reserves cache for every row in every block, unless that takes more than three quarters of the cache.
         """
-        rows, columns = round_up(len(metadata.slots)), len(metadata.block_tables)
-        fits = columns <= MAX_COLUMNS and rows * columns * BLOCK <= self.cache.max_tokens * 3 // 4
+        rows, num_blocks = round_up(len(metadata.slots)), len(metadata.block_tables)
+        fits = num_blocks <= MAX_BLOCKS and rows * num_blocks * BLOCK <= self.cache.max_tokens * 3 // 4
         fits = fits and metadata.num_shared_blocks <= MAX_SHARED
-        fits = fits and self.cache.reserve(np.full(rows, columns * BLOCK))
-        weights, blocks = find_memory(self.decoder, self.cache, len(self.cache.columns), self._max_length)
+        fits = fits and self.cache.reserve(np.full(rows, num_blocks * BLOCK))
+        weights, blocks = find_memory(self.decoder, self.cache, len(self.cache.blocks), self._max_length)
         self.steps = {shape: step for shape, step in self.steps.items() if step.memory == (weights, blocks[: shape[1]])}
         if not fits:
             return None
-        step = self.steps.get((rows, columns))
+        step = self.steps.get((rows, num_blocks))
         if step is None:
-            step = CapturedStep(self.decoder, self.cache, self.buffers, rows, columns, self._max_length)
-            self.steps[rows, columns] = step
+            step = CapturedStep(self.decoder, self.cache, self.buffers, rows, num_blocks, self._max_length)
+            self.steps[rows, num_blocks] = step
             if len(self.steps) > MAX_GRAPHS:
                 del self.steps[next(iter(self.steps))]
         return GraphDecode(self, step, metadata, num)
 
 
 def find_memory(
-    decoder: PreparedDecoder, cache: KVCache, columns: int, max_length: int
+    decoder: PreparedDecoder, cache: KVCache, num_blocks: int, max_length: int
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """Addresses of all weights, and address and slots of the first cache columns."""
-    return decoder.addresses(max_length), [(c.data_ptr(), c.shape[2]) for c in cache.columns[:columns]]
+    """Addresses of all weights, and address and slots of the first cache blocks."""
+    return decoder.addresses(max_length), [(c.data_ptr(), c.shape[2]) for c in cache.blocks[:num_blocks]]
 
 
 class GraphDecode(DecodeBackend):

@@ -18,7 +18,7 @@ from prime_rl.inference.detokenizer import Decode, Detokenizer, StopStringMatche
 from prime_rl.inference.embedded.adapters import Adapters
 from prime_rl.inference.embedded.block_manager import BlockManager
 from prime_rl.inference.embedded.cuda_graphs import GraphCapturer, GraphDecoder
-from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache, num_columns
+from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache, num_blocks
 from prime_rl.inference.embedded.model_runner import ModelRunner
 from prime_rl.inference.embedded.prefix_cache import PrefixIndex
 from prime_rl.inference.embedded.prepared_decoder import PreparedDecoder
@@ -72,7 +72,7 @@ class EmbeddedEngine(InProcessEngineMixin):
         self._layers_kept = layers_kept
         decoder = PreparedDecoder(model, exact, self.dtype)
         self._decoder, device = decoder, decoder.device
-        smallest = (num_columns(self.max_model_len + 1) + decoder.min_rows) * BLOCK  # of one sequence
+        smallest = (num_blocks(self.max_model_len + 1) + decoder.min_rows) * BLOCK  # of one sequence
         self.max_cache_tokens = max(max_cache_tokens or self._default_cache_tokens(max_running), smallest)
         cache = KVCache(model.config, self.dtype, device, max_running, self.max_cache_tokens)
         graphs = None

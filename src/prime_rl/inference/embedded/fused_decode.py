@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prime_rl.inference.embedded.attention import AttentionMetadata, DecodeBackend
-from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache, count_reaching
+from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache, count_slots
 from prime_rl.trainer.models.causal_lm import CausalLM
 from rollouts.kernels import cpu as cpu_kernels
 from rollouts.kernels.cpu import LANES, PackedWeight
@@ -68,12 +68,12 @@ class FusedDecode(DecodeBackend):
     """A batch decoded by the fused kernel, which takes the addresses of the cache blocks and the block tables."""
 
     def __init__(self, decoder: FusedDecoder, cache: KVCache, metadata: AttentionMetadata) -> None:
-        reach = count_reaching(metadata.starts + 1)
+        reach = count_slots(metadata.starts + 1)
         super().__init__(cache, metadata, len(reach) * BLOCK, reach)
         self._decoder, self._num_blocks = decoder, len(reach)
         self._tables = torch.from_numpy(metadata.block_tables)
         self._shares = metadata.num_shared_blocks > 0
-        used = cache.columns[: len(reach)]
+        used = cache.blocks[: len(reach)]
         layers = used[0].shape[1]
         addresses = [[[c[half, i].data_ptr() for c in used] for half in (0, 1)] for i in range(layers)]
         self._addresses = torch.tensor(addresses, dtype=torch.int64)

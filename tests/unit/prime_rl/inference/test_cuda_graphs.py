@@ -33,7 +33,7 @@ from prime_rl.inference.embedded.cuda_graphs import (
     build_recorder,
 )
 from prime_rl.inference.embedded.engine import EmbeddedEngine
-from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache, num_columns
+from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache, num_blocks
 from prime_rl.inference.embedded.model_runner import EagerDecode
 from prime_rl.inference.embedded.prepared_decoder import PreparedDecoder, fuses_norms
 from prime_rl.inference.engine import AdapterSpec, GenerationRequest, Output, SamplingParams
@@ -220,7 +220,7 @@ def test_recorded_steps_give_what_eager_ones_give(
 ) -> None:
     monkeypatch.setattr(graphs, "WARM_UPS", 0 if seed else 2)
     if seed == 4:  # room for one sequence and two blocks; a step's least number of rows depends on the processor
-        options = options | {"max_cache_tokens": (num_columns(420 + 1) + min_rows() + 2) * BLOCK}
+        options = options | {"max_cache_tokens": (num_blocks(420 + 1) + min_rows() + 2) * BLOCK}
     versions = [tensor_names(build_model(version)) for version in (1, 2)]
     recorder = TapeRecorder()
     engine, eager = build_engine(build_model(0), recorder, **options), build_engine(build_model(0), None, **options)
@@ -290,14 +290,14 @@ def test_rows_that_fill_a_shape_up_touch_nothing() -> None:
     outputs = []
     for _ in range(12):
         with torch.inference_mode():
-            for column in cache.columns:
+            for column in cache.blocks:
                 column[:, :, 3:] = float("nan")
         lengths = [seq.num_cached for seq in engine._scheduler.running]
-        before, generation = [column.clone() for column in cache.columns], cache.generation
+        before, generation = [column.clone() for column in cache.blocks], cache.generation
         outputs += engine.step()
         if generation != cache.generation:
             continue
-        for j, (old, new) in enumerate(zip(before, cache.columns, strict=True)):
+        for j, (old, new) in enumerate(zip(before, cache.blocks, strict=True)):
             places = (old != new).any(dim=5).any(dim=3).any(dim=1).any(dim=0)[:3].nonzero().tolist()
             assert places == [[i, n % BLOCK] for i, n in enumerate(lengths) if n // BLOCK == j]
             assert bool(new[:, :, 3:].isnan().all())
@@ -330,7 +330,7 @@ def test_new_weights_leave_recordings_in_place() -> None:
     weight.data = weight.data.clone()
     engine.load_weights(tensor_names(build_model(2)), 2)
     check(2, build_model(2), 2)
-    engine._blocks.cache._resize([column.shape[2] + 1 for column in engine._blocks.cache.columns], [0])
+    engine._blocks.cache._resize([column.shape[2] + 1 for column in engine._blocks.cache.blocks], [0])
     check(3, build_model(2), 3)
 
 
@@ -372,14 +372,14 @@ def test_what_is_not_recorded() -> None:
         return graph_decoder.build(metadata, len(positions))
 
     assert isinstance(select(np.full(4, 300)), GraphDecode)
-    assert min(column.shape[2] for column in engine._blocks.cache.columns[:3]) >= 4
+    assert min(column.shape[2] for column in engine._blocks.cache.blocks[:3]) >= 4
     assert select(np.full(4, 60 * BLOCK)) is None
     assert select(np.full(16, 300)) is not None and select(np.full(17, 300)) is None
     assert select(np.full(4, 300), 2) is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graphs, "MAX_SHARED", 5)
         assert select(np.full(4, 300), 2) is None
-        patch.setattr(graphs, "MAX_COLUMNS", 2)
+        patch.setattr(graphs, "MAX_BLOCKS", 2)
         assert select(np.full(4, 300)) is None
     tensors = {f"base_model.model.model.layers.0.mlp.down_proj.lora_{k}.weight": t for k, t in zero_adapter().items()}
     engine.load_adapter("a", tensors, AdapterSpec(2, 4.0, 0))

@@ -51,16 +51,16 @@ def test_rows_that_share_columns_have_the_bits_of_rows_that_do_not(
     positions[6] = 3 * BLOCK - 1
     cache = KVCache(config, dtype, torch.device("cpu"), len(shared), 10**6)
     assert cache.reserve(positions + 1)
-    for column in cache.columns:
+    for column in cache.blocks:
         column.normal_()
     for slot, j in itertools.product(range(1, len(shared)), range(2)):
         if shared[slot] > j:
-            cache.columns[j][:, :, slot] = cache.columns[j][:, :, slot - 1]
+            cache.blocks[j][:, :, slot] = cache.blocks[j][:, :, slot - 1]
     tokens = torch.arange(len(shared)) * 5
     alone = FusedDecode(decoder.fused, cache, decode_metadata(positions, np.zeros_like(shared)))(tokens, positions)
     for slot, j in itertools.product(range(1, len(shared)), range(2)):
         if shared[slot] > j:
-            cache.columns[j][:, :, slot] = torch.nan  # nobody reads it
+            cache.blocks[j][:, :, slot] = torch.nan  # nobody reads it
     metadata = decode_metadata(positions, shared)
     assert metadata.num_shared_blocks > 0
     backend = FusedDecode(decoder.fused, cache, metadata)
