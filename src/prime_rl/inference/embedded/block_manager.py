@@ -20,8 +20,8 @@ class BlockManager:
     read from one of them (`block_tables` of `AttentionMetadata`).
     """
 
-    def __init__(self, cache: KVCache, prefixes: PrefixIndex, share_prefixes: bool) -> None:
-        self.cache, self.prefixes, self.share_prefixes = cache, prefixes, share_prefixes
+    def __init__(self, cache: KVCache, prefixes: PrefixIndex, enable_prefix_caching: bool) -> None:
+        self.cache, self.prefixes, self.enable_prefix_caching = cache, prefixes, enable_prefix_caching
         self.num_shared = 0
         """Tokens whose keys were copied instead of computed."""
         self._epoch = 0
@@ -35,7 +35,7 @@ class BlockManager:
 
         The last token is always computed, for its logits.
         """
-        if seq.is_registered or not self.share_prefixes:
+        if seq.is_registered or not self.enable_prefix_caching:
             return True
         if seq.num_cached == 0:
             owner, shared = self.prefixes.find(seq.tokens, seq.cache_namespace)
@@ -57,7 +57,7 @@ class BlockManager:
 
     def keep(self, seq: Sequence) -> None:
         """Copy the keys of a finished sequence into the prefix cache."""
-        if self.share_prefixes and STRIDE <= seq.num_cached <= self.prefixes.max_kept_tokens:
+        if self.enable_prefix_caching and STRIDE <= seq.num_cached <= self.prefixes.max_prefix_cache_tokens:
             kv = self.cache.read(seq.slot, seq.num_cached)
             self.prefixes.insert(CachedPrefix(seq.tokens, seq.num_cached, seq.cache_namespace, kv))
 
@@ -89,7 +89,7 @@ class BlockManager:
     def count_shared(self, running: list[Sequence], rows: int) -> NDArray[np.int64]:
         """For each of the first `rows` slots, the number of full blocks that it shares with the previous slot."""
         shared = np.zeros(rows, dtype=np.int64)
-        if self.share_prefixes:
+        if self.enable_prefix_caching:
             for before, seq in itertools.pairwise(running):
                 if before.cache_namespace == seq.cache_namespace and before.epoch == seq.epoch:
                     limit = min(before.num_cached, seq.num_cached) // BLOCK

@@ -35,8 +35,8 @@ PrefixOwner = CachedPrefix | Sequence
 class PrefixIndex:
     """Finds the owner with the longest common prefix within a namespace (adapter)."""
 
-    def __init__(self, max_kept_tokens: int) -> None:
-        self.max_kept_tokens = max_kept_tokens
+    def __init__(self, max_prefix_cache_tokens: int) -> None:
+        self.max_prefix_cache_tokens = max_prefix_cache_tokens
         self.num_kept_tokens = 0
         self._owners: dict[Hashable, dict[PrefixOwner, None]] = {}
         self._keys: dict[PrefixOwner, list[Hashable]] = {}
@@ -77,7 +77,7 @@ class PrefixIndex:
         self._cached[prefix] = None
         self.num_kept_tokens += prefix.num_cached
         self.register(prefix, prefix.num_cached, prefix.cache_namespace)
-        while self.num_kept_tokens > self.max_kept_tokens:
+        while self.num_kept_tokens > self.max_prefix_cache_tokens:
             oldest, _ = self._cached.popitem(last=False)
             self.num_kept_tokens -= oldest.num_cached
             self.unregister(oldest)

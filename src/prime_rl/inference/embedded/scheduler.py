@@ -49,7 +49,7 @@ class Scheduler:
 
     blocks: BlockManager
     max_running: int
-    max_prefill_tokens: int
+    max_num_batched_tokens: int
     min_rows: int
     waiting: deque[Sequence] = field(default_factory=deque)
     running: list[Sequence] = field(default_factory=list)
@@ -171,10 +171,10 @@ class Scheduler:
             if not self.blocks.share_prefix(seq):
                 continue
             left = len(seq.tokens) - seq.num_cached
-            length = min(left, self.max_prefill_tokens, max(64, MAX_SCORES // padded(seq.num_cached + left)))
+            length = min(left, self.max_num_batched_tokens, max(64, MAX_SCORES // padded(seq.num_cached + left)))
             new_rows, new_keys = max(rows, length), max(keys, padded(seq.num_cached + length))
             num_rows = (len(chosen) + 1) * new_rows
-            if chosen and (num_rows > self.max_prefill_tokens or num_rows * new_keys > MAX_SCORES):
+            if chosen and (num_rows > self.max_num_batched_tokens or num_rows * new_keys > MAX_SCORES):
                 break
             rows, keys = new_rows, new_keys
             chosen.append((seq, Chunk(seq.slot, seq.num_cached, length)))

@@ -56,7 +56,7 @@ class Path:
 def build_paths(backend: type[DecodeBackend]) -> dict[str, Path]:
     return {
         "prefill": Path(backend, max_tokens=1),
-        "chunked prefill": Path(backend, max_tokens=1, options={"max_prefill_tokens": 64}),
+        "chunked prefill": Path(backend, max_tokens=1, options={"max_num_batched_tokens": 64}),
         "decode over a block's end": Path(backend, max_tokens=150),
         "shared prefixes": Path(backend, prompts="group", least_shared=2 * 270),
         "continued prefixes": Path(backend, prompts="continued", least_shared=200),
