@@ -91,4 +91,4 @@ def _draw_panel(axes: Axes, curves: Mapping[str, Series]) -> None:
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False)
     axes.grid(axis="y", alpha=0.4)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params(axis="x", integer=True)

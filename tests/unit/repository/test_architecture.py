@@ -53,7 +53,10 @@ PICKLERS = ("pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "mar
 # Torch's zip format, for the documented `pytorch_model.bin`, `optimizer.bin` and nanochat's `model.pt` only.
 TORCH_ZIP = ("rollouts.training.backends", "nanochat.checkpoint_manager")
 VAGUE_NAMES = ("utils", "helpers", "common", "misc", "base")
-DOCUMENTED_NAMES = ("prime_rl.utils", "nanochat.common", "AsyncRolloutManager", "RolloutManager", "CheckpointManager")
+DOCUMENTED_NAMES = (
+    *("prime_rl.utils", "nanochat.common", "AsyncRolloutManager", "RolloutManager", "CheckpointManager"),
+    "BlockManager",  # the standard name of the field
+)
 MAX_TEST_NAME = 60 + len("test_")
 
 

@@ -124,8 +124,8 @@ def test_python_calls_of_a_decode_step(kernels: bool) -> None:
 
 def test_a_groups_prompt_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, rows = build_engine(2, True), []
-    runner = engine._runner
-    monkeypatch.setattr(engine, "_runner", Noted(runner, rows))
+    decoder = engine._runner.decoder
+    monkeypatch.setattr(engine._runner, "decoder", Noted(decoder, rows))
     prompt = [3 + i % 100 for i in range(128)]
     add(engine, 16, prompt)
     while not engine.stats().generated_tokens:
@@ -133,21 +133,21 @@ def test_a_groups_prompt_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> No
     while engine.stats().generated_tokens < 16:
         engine.step()
     # the others compute their last token only; a pass has at least `min_rows` rows
-    assert sum(rows) <= len(prompt) + 15 + 3 * runner.min_rows
+    assert sum(rows) <= len(prompt) + 15 + 3 * decoder.min_rows
 
 
 class Noted:
-    """A runner that notes how many tokens go through it."""
+    """A decoder that notes how many tokens go through it."""
 
-    def __init__(self, runner: Any, rows: list[int]) -> None:
-        self._runner, self._rows = runner, rows
+    def __init__(self, decoder: Any, rows: list[int]) -> None:
+        self._decoder, self._rows = decoder, rows
 
     def __call__(self, tokens: Any, *arguments: Any, **options: Any) -> Any:
         self._rows.append(len(tokens))
-        return self._runner(tokens, *arguments, **options)
+        return self._decoder(tokens, *arguments, **options)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
+        return getattr(self._decoder, name)
 
 
 def test_bytes_of_a_weight_update(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -20,10 +20,10 @@ from rollouts.training.numerics import min_rows, repeat_last
 
 @dataclass(frozen=True)
 class LoadedAdapter:
-    """A loaded adapter; `family` changes with every load, so that cached keys of an older load are never shared."""
+    """A loaded adapter; its namespace changes with every load, so that cached keys of an older load are not shared."""
 
     spec: AdapterSpec
-    family: tuple[str, int]
+    cache_namespace: tuple[str, int]
 
 
 class Adapters:
@@ -55,6 +55,10 @@ class Adapters:
             assert loaded is not None
             digests[key] = digest_tensor(loaded.to(tensor.dtype))
         return digests
+
+    def cache_namespace(self, name: str | None) -> Hashable:
+        """Prefix cache namespace of an adapter's requests; None without an adapter."""
+        return None if name is None else self.served[name].cache_namespace
 
     def remove(self, name: str) -> None:
         """Unload an adapter; `ValueError` if it is not loaded."""

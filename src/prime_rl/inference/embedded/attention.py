@@ -1,7 +1,14 @@
-"""Attention over the KV cache: decode (one token per sequence) and chunked prefill."""
+"""Attention over the KV cache: what a forward pass reads (`AttentionMetadata`), and its backends.
+
+`PrefillAttention` computes chunks of prompts. A decode step, one token per sequence, is computed by a `DecodeBackend`:
+a CUDA graph, the fused CPU kernel, or torch operations (`DecodeAttention`). All share the trainer's masks
+(`causal_mask`, `add_mask`) and grouping of query heads (`fold_groups`).
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,8 +17,10 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache, count_reaching, num_columns
+from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache, TokenRows, count_slots, num_blocks
 from prime_rl.trainer.models.attention import (
+    add_mask,
+    causal_mask,
     fold_groups,
     masked_attention,
     softmax,
@@ -22,15 +31,24 @@ from rollouts.training.numerics import min_query_rows, padded
 
 
 @dataclass(frozen=True)
+class Chunk:
+    """Tokens `start .. start + length` of the sequence in `slot`."""
+
+    slot: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
 class KVView:
-    """One layer's view of one cache column: `[slots * kv_heads, width, head_dim]`, keys transposed for the product."""
+    """One layer's view of one cache block: `[slots * kv_heads, width, head_dim]`, keys transposed for the product."""
 
     keys: Float[Tensor, "batch dim width"]
     values: Float[Tensor, "batch width dim"]
 
 
 class CascadeKVView:
-    """View of one column in which runs of slots with equal tokens share their keys and values (cascade attention).
+    """View of one block in which runs of slots with equal tokens share their keys and values (cascade attention).
 
     The queries of a run form the rows of one product; runs are padded to the longest with unused rows.
     """
@@ -44,9 +62,9 @@ class CascadeKVView:
         self.real = real.flatten().nonzero().squeeze(1).to(device)
         self.runs, self.longest = len(runs), longest
 
-    def take(self, column: Float[Tensor, "slots kv_heads width dim"]) -> KVView:
+    def take(self, block: Float[Tensor, "slots kv_heads width dim"]) -> KVView:
         """Copy the first slot of every run; its tokens are final."""
-        keys, values = (t[self.firsts].flatten(0, 1) for t in column)
+        keys, values = (t[self.firsts].flatten(0, 1) for t in block)
         return KVView(keys.transpose(1, 2), values)
 
     def gather(self, rows: Float[Tensor, "slots kv_heads rows last"]) -> Float[Tensor, "batch rows_x last"]:
@@ -62,97 +80,126 @@ class CascadeKVView:
         return spread.flatten(0, 1)[self.real].flatten(0, 1)
 
 
-def find_runs(shared: NDArray[np.int64], column: int) -> list[tuple[int, int]]:
-    """Maximal runs of slots with equal tokens in a column; `shared[i]`: number of columns slot i shares with i - 1."""
-    starts = np.flatnonzero(np.append(True, shared[1:] <= column)).tolist()
-    return list(zip(starts, [*starts[1:], len(shared)], strict=True))
+def find_runs(block_table: NDArray[np.int32]) -> list[tuple[int, int]]:
+    """Maximal runs of sequences that read the same slot, from one row of `AttentionMetadata.block_tables`."""
+    starts = np.flatnonzero(block_table == np.arange(len(block_table))).tolist()
+    return list(zip(starts, [*starts[1:], len(block_table)], strict=True))
 
 
-class DecodeMetadata:
-    """State shared by several decode steps: the part of the cache that is read, and its mask.
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """The queries of a forward pass and the cache blocks that they read.
 
-    Valid until a sequence reaches the next multiple of `KEY_MULTIPLE` keys, or the batch changes. `shared` is the
-    number of full columns that each slot shares with the previous slot (`find_runs`).
+    Sequence i has `lengths[i]` queries from position `starts[i]` on, whose keys and values are written to `slots[i]`.
+    Its block j is read from slot `block_tables[j, i]`: its own, or an earlier one in which block j has the same tokens.
     """
 
-    def __init__(
-        self, cache: KVCache, positions: NDArray[np.int64], heads: int, exact: bool, shared: NDArray[np.int64]
-    ) -> None:
-        self.cache, self.generation = cache, cache.generation
-        self.kv_heads, self.dim = cache.columns[0].shape[3], cache.columns[0].shape[5]
-        self.num, self.rows_device = len(positions), cache.columns[0].device
-        self.group = heads // self.kv_heads
-        # Exact mode repeats queries to reach the minimum number of rows.
-        self.repeat = -(-min_query_rows(self.dim) // self.group) if exact else 1
-        column = cache.columns[0]
-        self.dtype = column.dtype
-        wide = int(positions.max()) + 1
-        # Half precision is fast on full columns only, single precision on partial ones as well.
-        self.width = padded(wide) if column.dtype == torch.float32 else num_columns(wide) * BLOCK
-        self.reach = count_reaching(positions + 1)
-        self.widths = [min(self.width - j * BLOCK, BLOCK) for j in range(len(self.reach))]
-        layers = column.shape[1]
-        # Columns that are still being written cannot be copied.
-        done = int(positions.min()) // BLOCK
-        self.shared = [self._share(shared, j) if j < done else None for j in range(len(self.reach))]
-        self.views = [[self._view(layer, j) for j in range(len(self.reach))] for layer in range(layers)]
-        self.writes = [
-            [(c[0, i].view(-1, self.dim), c[1, i].view(-1, self.dim)) for c in cache.columns[: len(self.reach)]]
-            for i in range(layers)
-        ]
-        places = torch.arange(self.width)
-        visible = places <= torch.from_numpy(positions)[:, None]
-        mask = torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))
-        self.mask: Float[Tensor, "rows width"] = mask.to(column.device)
-        self.rows = torch.arange(self.num, device=column.device)
+    slots: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    block_tables: NDArray[np.int32]
 
     @property
-    def shares(self) -> bool:
-        """Whether slots read the keys of other slots."""
-        return any(self.shared)
+    def num_keys(self) -> int:
+        """Number of keys that the longest sequence reads."""
+        return int((self.starts + self.lengths).max())
+
+    @property
+    def num_shared_blocks(self) -> int:
+        """Number of blocks that are read from the slot of another sequence."""
+        return int((self.block_tables != self.slots).sum())
+
+
+def prefill_metadata(chunks: Iterable[Chunk]) -> AttentionMetadata:
+    """Metadata of chunks, each of which reads its own slot."""
+    slots, starts, lengths = np.array([(c.slot, c.start, c.length) for c in chunks], dtype=np.int64).T
+    tables = np.broadcast_to(slots.astype(np.int32), (num_blocks(int((starts + lengths).max())), len(slots)))
+    return AttentionMetadata(slots, starts, lengths, tables)
+
+
+def decode_metadata(positions: NDArray[np.int64], shared: NDArray[np.int64]) -> AttentionMetadata:
+    """Metadata of one token at `positions[i]` for each slot i, which shares its first `shared[i]` blocks with i - 1."""
+    slots = np.arange(len(positions), dtype=np.int64)
+    blocks = np.arange(num_blocks(int(positions.max()) + 1))[:, None]
+    tables = np.maximum.accumulate(np.where(shared > blocks, 0, slots), axis=1).astype(np.int32)
+    return AttentionMetadata(slots, positions, np.ones_like(slots), tables)
+
+
+class DecodeBackend(ABC):
+    """Decode steps of one batch, one token for each of the first slots, from tokens to logits.
+
+    Valid until a sequence reaches key `width`, more slots reach a block (`reach`, None if that does not matter), memory
+    is reallocated, or the batch changes.
+    """
+
+    def __init__(self, cache: KVCache, metadata: AttentionMetadata, width: int, reach: list[int] | None) -> None:
+        self.cache, self.metadata, self.width, self.reach = cache, metadata, width, reach
+        self._num, self._generation = len(metadata.slots), cache.generation
 
     def fits(self, positions: NDArray[np.int64]) -> bool:
-        """Whether the metadata is still valid for these positions."""
-        if self.generation != self.cache.generation or len(positions) != self.num:
+        """Whether the backend is still valid for these positions."""
+        if self._generation != self.cache.generation or len(positions) != self._num:
             return False
-        return int(positions.max()) < self.width and (
-            len(self.reach) == 1 or count_reaching(positions + 1) == self.reach
-        )
+        if int(positions.max()) >= self.width:
+            return False
+        return self.reach is None or len(self.reach) == 1 or count_slots(positions + 1) == self.reach
 
-    def _share(self, shared: NDArray[np.int64], j: int) -> CascadeKVView | None:
-        """Share a column only if its runs are similar in length: padding must not cost more than sharing saves."""
-        if not (shared > j).any():
+    @abstractmethod
+    def __call__(self, tokens: Int[Tensor, " rows"], positions: NDArray[np.int64]) -> Float[Tensor, "rows vocab"]:
+        """Write the keys and values of `tokens` to the cache and return next-token logits."""
+
+
+class DecodeAttention:
+    """Decode attention with torch operations: one new token for each of the first slots.
+
+    Reads the cache as views, one per block and layer, created once for several steps; `advance` before each.
+    """
+
+    def __init__(self, cache: KVCache, metadata: AttentionMetadata, heads: int, exact: bool) -> None:
+        block, positions = cache.blocks[0], metadata.starts
+        self.cache, self.metadata, self.device, self.dtype = cache, metadata, block.device, block.dtype
+        layers, self.kv_heads, self.dim = block.shape[1], block.shape[3], block.shape[5]
+        self.slots, self.num, self.group = metadata.slots, len(positions), heads // self.kv_heads
+        # Exact mode repeats queries to reach the minimum number of rows.
+        self.repeat = -(-min_query_rows(self.dim) // self.group) if exact else 1
+        # Half precision is fast on full blocks only, single precision on partial ones as well.
+        wide = metadata.num_keys
+        self.width = padded(wide) if self.dtype == torch.float32 else num_blocks(wide) * BLOCK
+        self.reach = count_slots(positions + 1)
+        self.counts = [reach * self.kv_heads for reach in self.reach]
+        self.widths = [min(self.width - j * BLOCK, BLOCK) for j in range(len(self.reach))]
+        # Blocks that are still being written cannot be copied.
+        done = int(positions.min()) // BLOCK
+        tables = metadata.block_tables
+        self.shared = [self._share(tables[j]) if j < done else None for j in range(len(self.reach))]
+        self.views = [[self._view(layer, j) for j in range(len(self.reach))] for layer in range(layers)]
+        at = torch.from_numpy(positions.repeat(self.kv_heads)).to(self.device)
+        mask = causal_mask(at, self.width)
+        self.mask, self.mask_of_rows = mask[:, None], mask.view(self.num, self.kv_heads, self.width)
+        self.rows = torch.arange(self.num, device=self.device)
+        self.places: TokenRows = []
+
+    def _share(self, table: NDArray[np.int32]) -> CascadeKVView | None:
+        """Share a block only if its runs are similar in length: padding must not cost more than sharing saves."""
+        runs = find_runs(table)
+        if len(runs) == self.num:
             return None
-        runs = find_runs(shared, j)
         longest = max(end - start for start, end in runs)
-        return CascadeKVView(runs, self.rows_device) if 2 * self.num >= len(runs) * longest else None
+        return CascadeKVView(runs, self.device) if 2 * self.num >= len(runs) * longest else None
 
     def _view(self, layer: int, j: int) -> KVView:
         rows, width = self.reach[j], self.widths[j]
         runs = self.shared[j]
         if runs is not None:
-            return runs.take(self.cache.columns[j][:, layer])
-        keys, values = self.cache.columns[j][:, layer, :rows]
+            return runs.take(self.cache.blocks[j][:, layer])
+        keys, values = self.cache.blocks[j][:, layer, :rows]
         keys, values = (t.reshape(rows * self.kv_heads, BLOCK, self.dim)[:, :width] for t in (keys, values))
         return KVView(keys.transpose(1, 2), values)
 
-
-class DecodeAttention:
-    """Decode attention: one new token for each of the first slots."""
-
-    def __init__(self, plan: DecodeMetadata, positions: NDArray[np.int64], at: Int[Tensor, " rows"]) -> None:
-        self.plan = plan
-        plan.mask[plan.rows, at] = 0.0
-        self.mask = plan.mask[:, None, None, :]
-        kv_heads = plan.kv_heads
-        flat = (plan.rows[:, None] * kv_heads + torch.arange(kv_heads, device=at.device)) * BLOCK
-        flat = flat + (at % BLOCK)[:, None]
-        self.places: list[tuple[int, Tensor | None, Tensor]] = []
-        columns = positions // BLOCK
-        for j in np.unique(columns).tolist():
-            rows = np.flatnonzero(columns == j)
-            chosen = None if len(rows) == plan.num else torch.from_numpy(rows).to(at.device)
-            self.places.append((j, chosen, (flat if chosen is None else flat[chosen]).flatten()))
+    def advance(self, positions: NDArray[np.int64], at: Int[Tensor, " rows"]) -> None:
+        """Set the next step's positions, `at` on the device: unmask these keys, and find where they are written."""
+        self.mask_of_rows[self.rows, :, at] = 0.0
+        self.places = self.cache.locate(self.slots, positions)
 
     def __call__(
         self,
@@ -161,73 +208,55 @@ class DecodeAttention:
         k: Float[Tensor, "rows kv_heads dim"],
         v: Float[Tensor, "rows kv_heads dim"],
     ) -> Float[Tensor, "rows heads dim"]:
-        plan = self.plan
-        num, kv_heads, dim = plan.num, plan.kv_heads, plan.dim
-        if k.dtype != plan.dtype:
-            k, v = k.to(plan.dtype), v.to(plan.dtype)
-        for j, rows, index in self.places:
-            keys, values = plan.writes[layer][j]
-            new_k, new_v = (k, v) if rows is None else (k[rows], v[rows])
-            keys.index_copy_(0, index, new_k.reshape(-1, dim))
-            values.index_copy_(0, index, new_v.reshape(-1, dim))
-        queries = (q * dim**-0.5).view(num * kv_heads, plan.group, dim)
-        if plan.repeat > 1:
-            queries = queries.repeat(1, plan.repeat, 1)
-        out = self._attend(plan.views[layer], queries)
-        if plan.repeat > 1:
-            out = out[:, : plan.group]
-        return out.reshape(num, -1, dim)
-
-    def _attend(self, views: list[KVView], queries: Float[Tensor, "batch rows dim"]) -> Float[Tensor, "batch rows dim"]:
-        plan, rows = self.plan, queries.shape[1]
-        narrow = queries.dtype in (torch.bfloat16, torch.float16)  # scores are fp32 at least
-        counts = [reach * plan.kv_heads for reach in plan.reach]
-        parts = [self._multiply(j, queries[: counts[j]], views[j].keys) for j in range(len(views))]
-        if len(parts) == 1:
-            scores = parts[0]
-        elif len(set(counts)) == 1:
-            scores = torch.cat(parts, dim=-1)
-        else:
-            scores = queries.new_zeros((len(queries), rows, plan.width))
-            for j, (count, part) in enumerate(zip(counts, parts, strict=True)):
-                scores[:count, :, j * BLOCK : j * BLOCK + plan.widths[j]] = part
-        if narrow:
-            scores = scores.float()
-        scores.view(plan.num, plan.kv_heads, rows, plan.width).add_(self.mask)
-        weights = softmax(scores)
-        if narrow:
+        self.cache.store(layer, self.places, k, v)
+        queries = decode_queries(q, self.kv_heads)
+        if self.repeat > 1:
+            queries = queries.repeat(1, self.repeat, 1)
+        views = self.views[layer]
+        scores = self._multiply(0, queries, views[0].keys) if len(views) == 1 else self._scores(queries, views)
+        weights = softmax(add_mask(scores, self.mask))
+        if weights.dtype != queries.dtype:
             weights = weights.to(queries.dtype)
-        out = self._multiply(0, weights[..., : plan.widths[0]] if len(views) > 1 else weights, views[0].values)
+        out = self._multiply(0, weights[..., : self.widths[0]] if len(views) > 1 else weights, views[0].values)
         for j in range(1, len(views)):  # block by block, in the summation order of `weighted_values`
-            part = weights[: counts[j], :, j * BLOCK : j * BLOCK + plan.widths[j]]
+            part = weights[: self.counts[j], :, j * BLOCK : j * BLOCK + self.widths[j]]
             product = self._multiply(j, part, views[j].values)
-            if counts[j] == len(out):
+            if self.counts[j] == len(out):
                 out = out + product
             else:
-                out[: counts[j]] += product
-        return out
+                out[: self.counts[j]] += product
+        if self.repeat > 1:
+            out = out[:, : self.group]
+        return out.reshape(self.num, -1, self.dim)
+
+    def _scores(self, queries: Float[Tensor, "batch rows dim"], views: list[KVView]) -> Float[Tensor, "batch rows k"]:
+        """Queries times keys of several blocks; 0 in blocks that a slot does not reach, which the mask hides."""
+        parts = [self._multiply(j, queries[: self.counts[j]], view.keys) for j, view in enumerate(views)]
+        if self.counts[-1] == len(queries):
+            return torch.cat(parts, dim=-1)
+        scores = queries.new_zeros((*queries.shape[:2], self.width))
+        for j, part in enumerate(parts):
+            scores[: len(part), :, j * BLOCK : j * BLOCK + self.widths[j]] = part
+        return scores
 
     def _multiply(
         self, j: int, left: Float[Tensor, "batch rows inner"], right: Float[Tensor, "batch_or_runs inner last"]
     ) -> Float[Tensor, "batch rows last"]:
-        """Multiply with column j, per run if slots share it."""
-        runs = self.plan.shared[j]
+        """Multiply with block j, per run if sequences share it."""
+        runs = self.shared[j]
         if right.dtype != left.dtype:
             right = right.to(left.dtype)
         if runs is None:
             return torch.bmm(left, right)
-        kv_heads = self.plan.kv_heads
-        gathered = runs.gather(left.unflatten(0, (-1, kv_heads)))
-        return runs.scatter(torch.bmm(gathered, right), kv_heads)
+        gathered = runs.gather(left.unflatten(0, (-1, self.kv_heads)))
+        return runs.scatter(torch.bmm(gathered, right), self.kv_heads)
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Tokens `start .. start + length` of the sequence in `slot`."""
-
-    slot: int
-    start: int
-    length: int
+def decode_queries(q: Float[Tensor, "rows heads dim"], kv_heads: int) -> Float[Tensor, "rows_x group dim"]:
+    """Scaled queries of one token per sequence; those of a key head are the rows of one product (`fold_groups`)."""
+    _, heads, dim = q.shape
+    scaled: Tensor = q * dim**-0.5
+    return scaled.view(-1, heads // kv_heads, dim)
 
 
 class PrefillAttention:
@@ -236,35 +265,29 @@ class PrefillAttention:
     Flat tokens are the concatenated chunks; the last token is repeated up to `min_tokens`.
     """
 
-    def __init__(
-        self, cache: KVCache, chunks: list[Chunk], heads_per_kv: int, min_tokens: int, device: torch.device
-    ) -> None:
+    def __init__(self, cache: KVCache, metadata: AttentionMetadata, heads: int, min_tokens: int) -> None:
         self.cache = cache
-        length = torch.tensor([c.length for c in chunks])
-        start = torch.tensor([c.start for c in chunks])
-        rows = max(int(length.max()), -(-min_query_rows(cache.columns[0].shape[5]) // heads_per_kv))
-        self.rows, self.width = rows, padded(int((start + length).max()))
+        block = cache.blocks[0]
+        device, group = block.device, heads // block.shape[3]
+        start, length = torch.from_numpy(metadata.starts), torch.from_numpy(metadata.lengths)
+        rows = max(int(length.max()), -(-min_query_rows(block.shape[5]) // group))
+        self.rows, self.width = rows, padded(metadata.num_keys)
         row = torch.arange(rows)
         valid = row < length[:, None]
         first = torch.cumsum(length, 0) - length
         repeats = max(min_tokens - int(length.sum()), 0)
-        flat = _repeat_last(valid.flatten().nonzero().squeeze(1), repeats)
+        flat = valid.flatten().nonzero().squeeze(1)
+        flat = torch.cat((flat, flat[-1:].expand(repeats)))
         position = start[:, None] + row
         self.flat = flat.to(device)
-        places = position.flatten()[flat]
-        self.positions: Int[Tensor, " tokens"] = places.to(device)
-        self.slots = torch.tensor([c.slot for c in chunks], device=device)
-        slots = torch.tensor([c.slot for c in chunks])[flat // rows]
-        self.writes: list[tuple[int, Tensor | None, Tensor, Tensor]] = []
-        for j in torch.unique(places // BLOCK).tolist():
-            chosen = (places // BLOCK == j).nonzero().squeeze(1)
-            index = None if len(chosen) == len(places) else chosen.to(device)
-            self.writes.append((j, index, slots[chosen].to(device), (places[chosen] % BLOCK).to(device)))
+        positions = position.flatten()[flat]
+        self.positions: Int[Tensor, " tokens"] = positions.to(device)
+        self.tables = torch.from_numpy(metadata.block_tables.astype(np.int64)).to(device)
+        self.places = cache.locate(metadata.slots[(flat // rows).numpy()], positions.numpy())
         self.layout: Int[Tensor, "chunks rows"] | None = None  # None: chunks of equal length need no gather
         if repeats or not valid.all():
             self.layout = torch.where(valid, first[:, None] + row, 0).to(device)
-        mask = torch.arange(self.width) <= position[:, :, None]
-        self.mask = mask.repeat_interleave(heads_per_kv, dim=1)[:, None].to(device)
+        self.mask = causal_mask(position.repeat_interleave(group, dim=1).to(device), self.width)[:, None]
 
     def __call__(
         self,
@@ -273,11 +296,7 @@ class PrefillAttention:
         k: Float[Tensor, "tokens kv_heads dim"],
         v: Float[Tensor, "tokens kv_heads dim"],
     ) -> Float[Tensor, "tokens heads dim"]:
-        dtype = self.cache.columns[0].dtype
-        for j, index, slots, places in self.writes:
-            keys, values = self.cache.columns[j][:, layer]
-            keys[slots, :, places] = (k if index is None else k[index]).to(dtype)
-            values[slots, :, places] = (v if index is None else v[index]).to(dtype)
+        self.cache.store(layer, self.places, k, v)
         past, context = (self._gather(layer, i).to(q.dtype) for i in range(2))
         laid_out = q.unflatten(0, (-1, self.rows)) if self.layout is None else take(q, self.layout)
         out = unfold_groups(masked_attention(fold_groups(laid_out, k.shape[1]), past, context, self.mask), self.rows)
@@ -285,14 +304,10 @@ class PrefillAttention:
 
     def _gather(self, layer: int, half: int) -> Float[Tensor, "chunks kv_heads width dim"]:
         parts = []
-        for j in range(num_columns(self.width)):
-            column = self.cache.columns[j][half, layer]
+        for j in range(num_blocks(self.width)):
+            block = self.cache.blocks[j][half, layer]
             width = min(self.width - j * BLOCK, BLOCK)
-            # Slots beyond the end of a column do not reach it; what they read instead is masked.
-            slots = self.slots.clamp(max=column.shape[0] - 1)
-            parts.append(column[:, :, :width].index_select(0, slots))
+            # Slots beyond the end of a block do not reach it; what they read instead is masked.
+            slots = self.tables[j].clamp(max=block.shape[0] - 1)
+            parts.append(block[:, :, :width].index_select(0, slots))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-
-
-def _repeat_last(index: Int[Tensor, " n"], times: int) -> Int[Tensor, " m"]:
-    return torch.cat((index, index[-1:].expand(times))) if times else index

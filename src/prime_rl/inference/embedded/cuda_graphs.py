@@ -2,7 +2,7 @@
 
 A captured step works on static memory: it reads tokens, positions, weights and the cache, and writes logits and the
 new keys and values. These are copied to the cache afterwards, for real rows only, so padding rows have no effect. A
-step has no device-to-host synchronization, and all shapes follow from (rows, columns). A shape is captured after a few
+step has no device-to-host synchronization, and all shapes follow from (rows, blocks). A shape is captured after a few
 uses, and recaptured when its memory has moved.
 
 Fast mode only: padded shapes may select kernels that differ in the last bits.
@@ -11,20 +11,19 @@ Fast mode only: padded shapes may select kernels that differ in the last bits.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prime_rl.inference.embedded.attention import KVView
-from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache, num_columns
-from prime_rl.inference.embedded.model_runner import ModelRunner
-from prime_rl.trainer.models.attention import softmax
+from prime_rl.inference.embedded.attention import AttentionMetadata, DecodeBackend, KVView, decode_queries
+from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache
+from prime_rl.inference.embedded.prepared_decoder import PreparedDecoder
+from prime_rl.trainer.models.attention import add_mask, causal_mask, softmax
 from rollouts.training.numerics import KEY_MULTIPLE
 
 Step = Callable[[], Tensor]
@@ -35,7 +34,7 @@ WARM_UPS = 2
 MAX_GRAPHS = 64
 """Maximum number of graphs, evicted oldest first; each takes some megabytes of GPU memory."""
 
-MAX_COLUMNS = 32
+MAX_BLOCKS = 32
 """Longer sequences (4096 keys) are decoded eagerly: reading their keys takes longer than launching kernels."""
 
 MAX_SHARED = 1024
@@ -100,46 +99,59 @@ def round_up(num: int) -> int:
 class Buffers:
     """Static input and output buffers shared by the steps of all shapes."""
 
-    def __init__(self, runner: ModelRunner, cache: KVCache) -> None:
-        config, weight = runner.model.config, runner.model.embedding()
-        rows = round_up(max(cache.max_slots, runner.min_rows))
+    def __init__(self, decoder: PreparedDecoder, cache: KVCache) -> None:
+        config, weight = decoder.model.config, decoder.model.embedding()
+        rows = round_up(max(cache.max_slots, decoder.min_rows))
         self.tokens: Int[Tensor, " rows"] = torch.zeros(rows, dtype=torch.long, device=weight.device)
         self.positions: Int[Tensor, " rows"] = torch.zeros_like(self.tokens)
         shape = (2, config.num_hidden_layers, rows, config.num_key_value_heads, config.head_dim)
-        self.new: Float[Tensor, "2 layers rows kv_heads dim"] = weight.new_zeros(shape, dtype=runner.dtype)
+        self.new: Float[Tensor, "2 layers rows kv_heads dim"] = weight.new_zeros(shape, dtype=decoder.dtype)
         self.logits: Float[Tensor, "rows vocab"] = weight.new_zeros(rows, config.vocab_size)
 
 
 class CapturedStep:
-    """A decode step of one shape: one token for each of the first `rows` slots, with keys in `columns` columns."""
+    """A decode step of one shape: one token for each of the first `rows` slots, with keys in `num_blocks` blocks.
+
+    Valid while weights and cache stay at the addresses in `memory`.
+    """
 
     def __init__(
-        self, runner: ModelRunner, cache: KVCache, buffers: Buffers, rows: int, columns: int, max_length: int
+        self, decoder: PreparedDecoder, cache: KVCache, buffers: Buffers, rows: int, num_blocks: int, max_length: int
     ) -> None:
-        self._runner, self._max_length = runner, max_length
+        self._decoder, self._max_length = decoder, max_length
+        self.memory = find_memory(decoder, cache, num_blocks, max_length)
+        self.replay: Step | None = None
+        self._uses = 0
         self._tokens, self._positions = buffers.tokens[:rows], buffers.positions[:rows]
-        self._new, self._logits, self._width = buffers.new[:, :, :rows], buffers.logits[:rows], columns * BLOCK
+        self._new, self._logits, self._width = buffers.new[:, :, :rows], buffers.logits[:rows], num_blocks * BLOCK
         # Views, not copies: replays must see the current cache contents.
-        used = [c[:, :, :rows].view(2, c.shape[1], -1, BLOCK, c.shape[5]) for c in cache.columns[:columns]]
-        config = runner.model.config
+        used = [c[:, :, :rows].view(2, c.shape[1], -1, BLOCK, c.shape[5]) for c in cache.blocks[:num_blocks]]
+        config = decoder.model.config
         self._views = [
             [KVView(c[0, i].transpose(1, 2), c[1, i]) for c in used] for i in range(config.num_hidden_layers)
         ]
         # Padding after a token's own key, which keeps rows of attention weights aligned.
         shape = (rows * config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads)
-        self._rest = runner.model.embedding().new_zeros(*shape, KEY_MULTIPLE - 1)
+        self._rest = decoder.model.embedding().new_zeros(*shape, KEY_MULTIPLE - 1)
+
+    def run(self, capturer: GraphCapturer) -> Float[Tensor, "rows vocab"]:
+        """Compute the step: eagerly a few times, then by replay of its graph."""
+        if self.replay is None and self._uses == WARM_UPS:
+            self.replay = capturer.record(self)
+        self._uses += 1
+        return capturer.warm_up(self) if self.replay is None else self.replay()
 
     def __call__(self) -> Float[Tensor, "rows vocab"]:
-        place = torch.arange(self._width + KEY_MULTIPLE, device=self._positions.device)
-        unseen = (place >= self._positions[:, None]) & (place != self._width)  # position of the token's own key
-        attend = partial(self._attend, unseen[:, None, None])
-        out = self._runner(self._tokens, self._positions, attend, self._max_length)
+        mask = causal_mask(self._positions - 1, self._width + KEY_MULTIPLE)
+        mask[:, self._width].zero_()  # the token's own key comes after the blocks
+        attend = partial(self._attend, mask[:, None, None])
+        out = self._decoder(self._tokens, self._positions, attend, self._max_length)
         # Copied to a shared buffer, so that graphs do not allocate their own.
-        return self._logits.copy_(self._runner.logits(out))
+        return self._logits.copy_(self._decoder.logits(out))
 
     def _attend(
         self,
-        unseen: Bool[Tensor, "rows 1 1 keys"],
+        mask: Float[Tensor, "rows 1 1 keys"],
         layer: int,
         q: Float[Tensor, "rows heads dim"],
         k: Float[Tensor, "rows kv_heads dim"],
@@ -149,97 +161,70 @@ class CapturedStep:
         rows, kv_heads, dim = k.shape
         own = (buffer.copy_(x).view(-1, dim) for buffer, x in zip(self._new[:, layer], (k, v), strict=True))
         own_k, own_v = (x.to(q.dtype) for x in own)
-        queries = (q * dim**-0.5).view(rows * kv_heads, -1, dim)
+        queries = decode_queries(q, kv_heads)
         parts = [torch.bmm(queries, view.keys.to(q.dtype)) for view in self._views[layer]]
         scores = torch.cat((*parts, torch.bmm(queries, own_k[:, :, None]), self._rest), dim=-1)
-        if scores.dtype in (torch.bfloat16, torch.float16):
-            scores = scores.float()
-        scores.view(rows, kv_heads, -1, scores.shape[-1]).masked_fill_(unseen, float("-inf"))
-        weights = softmax(scores).to(q.dtype)
-        out = weights[:, :, self._width, None] * own_v[:, None]
+        scores = add_mask(scores.unflatten(0, (rows, kv_heads)), mask)
+        weights = softmax(scores).to(q.dtype).flatten(0, 1)
+        out: Tensor = weights[:, :, self._width, None] * own_v[:, None]
         for j, view in enumerate(self._views[layer]):
             out.baddbmm_(weights[:, :, j * BLOCK : (j + 1) * BLOCK], view.values.to(q.dtype))
         return out.view(rows, -1, dim)
 
 
-@dataclass
-class CudaGraph:
-    """A step and, after enough uses, its captured graph.
-
-    Valid while weights and cache columns stay at the recorded addresses.
-    """
-
-    step: CapturedStep
-    weights: list[int]
-    columns: list[tuple[int, int]]
-    uses: int = 0
-    replay: Step | None = None
-
-    def run(self, recorder: GraphCapturer) -> Tensor:
-        """Run the step: eagerly, then by replay."""
-        if self.replay is None and self.uses == WARM_UPS:
-            self.replay = recorder.record(self.step)
-        self.uses += 1
-        return recorder.warm_up(self.step) if self.replay is None else self.replay()
-
-
 class GraphDecoder:
     """The CUDA graphs of an engine and their selection per batch."""
 
-    def __init__(self, runner: ModelRunner, cache: KVCache, recorder: GraphCapturer, max_length: int) -> None:
-        self.runner, self.cache, self.recorder = runner, cache, recorder
-        self.buffers, self._max_length = Buffers(runner, cache), max_length
-        self._recordings: dict[tuple[int, int], CudaGraph] = {}
+    def __init__(self, decoder: PreparedDecoder, cache: KVCache, recorder: GraphCapturer, max_length: int) -> None:
+        self.decoder, self.cache, self.recorder = decoder, cache, recorder
+        self.buffers, self._max_length = Buffers(decoder, cache), max_length
+        self.steps: dict[tuple[int, int], CapturedStep] = {}
 
-    def plan(self, positions: NDArray[np.int64], shared: NDArray[np.int64], plain: bool) -> GraphDecodeMetadata | None:
-        """Select the graph for rows at these positions; None for eager decoding.
+    def build(self, metadata: AttentionMetadata, num: int) -> GraphDecode | None:
+        """Select the graph of a batch without adapters, of which `num` rows are real; None for eager decoding.
 
-        `shared` as for `DecodeMetadata`; `plain`: no row has an adapter. Reserves cache for every row in every column,
-        unless that takes more than three quarters of the cache.
+        Reserves cache for every row in every block, unless that takes more than three quarters of the cache.
         """
-        rows, columns = round_up(len(positions)), num_columns(int(positions.max()) + 1)
-        fits = columns <= MAX_COLUMNS and rows * columns * BLOCK <= self.cache.max_tokens * 3 // 4
-        fits = fits and plain and int(np.minimum(shared, columns).sum()) <= MAX_SHARED
-        fits = fits and self.cache.reserve(np.full(rows, columns * BLOCK))
-        weights = self.runner.addresses(self._max_length)
-        places = [(column.data_ptr(), column.shape[2]) for column in self.cache.columns]
-        self._recordings = {
-            shape: graph
-            for shape, graph in self._recordings.items()
-            if graph.weights == weights and graph.columns == places[: shape[1]]
-        }
+        rows, num_blocks = round_up(len(metadata.slots)), len(metadata.block_tables)
+        fits = num_blocks <= MAX_BLOCKS and rows * num_blocks * BLOCK <= self.cache.max_tokens * 3 // 4
+        fits = fits and metadata.num_shared_blocks <= MAX_SHARED
+        fits = fits and self.cache.reserve(np.full(rows, num_blocks * BLOCK))
+        weights, blocks = find_memory(self.decoder, self.cache, len(self.cache.blocks), self._max_length)
+        self.steps = {shape: step for shape, step in self.steps.items() if step.memory == (weights, blocks[: shape[1]])}
         if not fits:
             return None
-        recording = self._recordings.get((rows, columns))
-        if recording is None:
-            step = CapturedStep(self.runner, self.cache, self.buffers, rows, columns, self._max_length)
-            recording = self._recordings[rows, columns] = CudaGraph(step, weights, places[:columns])
-            if len(self._recordings) > MAX_GRAPHS:
-                del self._recordings[next(iter(self._recordings))]
-        return GraphDecodeMetadata(self, recording, len(positions), columns)
+        step = self.steps.get((rows, num_blocks))
+        if step is None:
+            step = CapturedStep(self.decoder, self.cache, self.buffers, rows, num_blocks, self._max_length)
+            self.steps[rows, num_blocks] = step
+            if len(self.steps) > MAX_GRAPHS:
+                del self.steps[next(iter(self.steps))]
+        return GraphDecode(self, step, metadata, num)
 
 
-class GraphDecodeMetadata:
-    """A batch decoded by a CUDA graph; valid until a sequence reaches a new column or the batch changes."""
+def find_memory(
+    decoder: PreparedDecoder, cache: KVCache, num_blocks: int, max_length: int
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Addresses of all weights, and address and slots of the first cache blocks."""
+    return decoder.addresses(max_length), [(c.data_ptr(), c.shape[2]) for c in cache.blocks[:num_blocks]]
 
-    def __init__(self, decoder: GraphDecoder, recording: CudaGraph, num: int, columns: int) -> None:
-        self._decoder, self._recording, self.num, self.columns = decoder, recording, num, columns
-        self._generation = decoder.cache.generation
-        decoder.buffers.tokens.zero_()
 
-    def fits(self, positions: NDArray[np.int64]) -> bool:
-        """Whether the metadata is still valid for these positions."""
-        if self._generation != self._decoder.cache.generation or len(positions) != self.num:
-            return False
-        return int(positions.max()) < self.columns * BLOCK
+class GraphDecode(DecodeBackend):
+    """A batch decoded by a CUDA graph; its `num` real rows are the first ones."""
 
-    def __call__(self, tokens: Int[Tensor, " num"], positions: NDArray[np.int64]) -> Float[Tensor, "num vocab"]:
-        """Decode one step; returns logits (valid until the next call) and writes keys and values to the cache."""
-        buffers, num = self._decoder.buffers, len(positions)
+    def __init__(self, decoder: GraphDecoder, step: CapturedStep, metadata: AttentionMetadata, num: int) -> None:
+        super().__init__(decoder.cache, metadata, len(metadata.block_tables) * BLOCK, reach=None)
+        self._buffers, self._step, self._recorder, self._num = decoder.buffers, step, decoder.recorder, num
+        self._buffers.tokens.zero_()
+
+    def __call__(self, tokens: Int[Tensor, " rows"], positions: NDArray[np.int64]) -> Float[Tensor, "rows vocab"]:
+        """Decode one step; the logits are valid until the next call."""
+        buffers, num = self._buffers, self._num
         at = np.zeros(len(buffers.positions), dtype=np.int64)
-        at[:num] = positions
-        buffers.tokens[:num].copy_(tokens)
+        at[:num] = positions[:num]
+        buffers.tokens[:num].copy_(tokens[:num])
         buffers.positions.copy_(torch.from_numpy(at))
-        logits = self._recording.run(self._decoder.recorder)[:num]
-        self._decoder.cache.put(positions, buffers.new[:, :, :num])
+        logits = self._step.run(self._recorder)[:num]
+        places = self.cache.locate(self.metadata.slots[:num], positions[:num])
+        self.cache.store_all(places, buffers.new[:, :, :num])
         return logits

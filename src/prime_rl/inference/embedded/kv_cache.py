@@ -1,8 +1,13 @@
-"""KV cache of the running sequences, in columns of `BLOCK` positions that are allocated as sequences grow.
+"""KV cache of the running sequences, in blocks of `BLOCK` positions that are allocated as sequences grow.
 
-Sequence i uses slot i; used slots are contiguous from 0. Column j stores positions `j * BLOCK ...` for the first slots
+Sequence i uses slot i; used slots are contiguous from 0. Block j stores positions `j * BLOCK ...` for the first slots
 only, up to the last that reaches it, so a decode step reads contiguous memory without copies, and growth copies little.
 A slot contains garbage beyond its sequence's length, which has no effect: masked keys have weight exactly 0.
+
+Block tables (`AttentionMetadata`) hold the slot from which each block is read; new keys go to the sequence's own slot.
+There is no pool of pages: only a kernel of its own can read scattered pages in place, as the fused CPU kernel could.
+Torch operations and CUDA graphs would have to gather all keys of a batch in every layer and step, which doubles the
+traffic of the largest reads.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ import math
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -24,10 +30,14 @@ BLOCK = KEY_BLOCK
 FIRST_SLOTS = 16
 
 
-class KVCache:
-    """`columns[j]` is `[2, layers, slots, kv_heads, BLOCK, head_dim]`: keys, then values.
+TokenRows = list[tuple[int, Tensor | None, Tensor]]
+"""Blocks, the tokens that are stored in each (None for all), and the rows of their heads in it."""
 
-    All columns together hold at most `max_tokens` positions.
+
+class KVCache:
+    """`blocks[j]` is `[2, layers, slots, kv_heads, BLOCK, head_dim]`: keys, then values.
+
+    All blocks together hold at most `max_tokens` positions.
     """
 
     def __init__(
@@ -36,25 +46,26 @@ class KVCache:
         self.max_slots, self.max_tokens = max_slots, max_tokens
         self.generation = 0
         """Incremented whenever memory is reallocated."""
-        self.columns: list[Tensor] = []
+        self.blocks: list[Tensor] = []
+        self._rows: list[list[tuple[Tensor, Tensor]]] = []  # views: of every block and layer, keys and values as rows
         self._dtype, self._device = dtype, device
         self._layers, self._heads, self._dim = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
 
     @property
     def num_tokens(self) -> int:
         """Number of allocated positions."""
-        return sum(column.shape[2] for column in self.columns) * BLOCK
+        return sum(block.shape[2] for block in self.blocks) * BLOCK
 
     def reserve(self, lengths: NDArray[np.int64]) -> bool:
         """Allocate `lengths[slot]` positions for each slot; False without changes if `max_tokens` is exceeded."""
-        need = count_reaching(lengths)
-        have = [column.shape[2] for column in self.columns]
+        need = count_slots(lengths)
+        have = [block.shape[2] for block in self.blocks]
         if len(need) <= len(have) and all(n <= h for n, h in zip(need, have, strict=False)):
             return True
         if sum(need) * BLOCK > self.max_tokens:
             return False
         have += [0] * (len(need) - len(have))
-        # Grow by doubling; if memory is short, allocate exactly what is needed and free unused columns.
+        # Grow by doubling; if memory is short, allocate exactly what is needed and free unused blocks.
         target = [h if n <= h else max(n, min(2 * n, self.max_slots), FIRST_SLOTS) for n, h in zip(need, have)]  # noqa: B905
         target += have[len(need) :]
         if sum(target) * BLOCK > self.max_tokens:
@@ -64,60 +75,87 @@ class KVCache:
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of one slot to another."""
-        for j, column in enumerate(self.columns[: num_columns(length)]):
+        for j, block in enumerate(self.blocks[: num_blocks(length)]):
             width = min(length - j * BLOCK, BLOCK)
-            column[:, :, target, :, :width] = column[:, :, source, :, :width]
+            block[:, :, target, :, :width] = block[:, :, source, :, :width]
 
     def read(self, slot: int, length: int) -> Tensor:
         """A copy of the first `length` positions, `[2, layers, kv_heads, length, head_dim]`."""
         parts = [
-            column[:, :, slot, :, : min(length - j * BLOCK, BLOCK)]
-            for j, column in enumerate(self.columns[: num_columns(length)])
+            block[:, :, slot, :, : min(length - j * BLOCK, BLOCK)]
+            for j, block in enumerate(self.blocks[: num_blocks(length)])
         ]
         return parts[0].clone() if len(parts) == 1 else torch.cat(parts, dim=3)
 
     def write(self, slot: int, kept: Tensor, length: int) -> None:
         """Restore the first `length` positions returned by `read`."""
-        for j, column in enumerate(self.columns[: num_columns(length)]):
+        for j, block in enumerate(self.blocks[: num_blocks(length)]):
             width = min(length - j * BLOCK, BLOCK)
-            column[:, :, slot, :, :width] = kept[:, :, :, j * BLOCK : j * BLOCK + width]
+            block[:, :, slot, :, :width] = kept[:, :, :, j * BLOCK : j * BLOCK + width]
 
-    def put(self, positions: NDArray[np.int64], new: Tensor) -> None:
-        """Write `new`, `[2, layers, slots, kv_heads, head_dim]`, at `positions[slot]` of each of the first slots."""
-        columns = positions // BLOCK
-        for j in np.unique(columns).tolist():
-            chosen = np.flatnonzero(columns == j)
-            slots, places = (torch.from_numpy(index).to(new.device) for index in (chosen, positions[chosen] % BLOCK))
-            self.columns[j][:, :, slots, :, places] = new[:, :, slots].permute(2, 0, 1, 3, 4)
+    def locate(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> TokenRows:
+        """Where the keys and values of tokens at these slots and positions are stored."""
+        rows = (slots[:, None] * self._heads + np.arange(self._heads)) * BLOCK + (positions % BLOCK)[:, None]
+        blocks, found = positions // BLOCK, []
+        for j in sorted(set(blocks.tolist())):
+            here = blocks == j
+            tokens = None if here.all() else torch.from_numpy(here.nonzero()[0]).to(self._device)
+            found.append((j, tokens, torch.from_numpy(rows[here].reshape(-1)).to(self._device)))
+        return found
+
+    def store(
+        self,
+        layer: int,
+        places: TokenRows,
+        k: Float[Tensor, "tokens kv_heads dim"],
+        v: Float[Tensor, "tokens kv_heads dim"],
+    ) -> None:
+        """Write the keys and values of tokens, which `locate` has placed."""
+        if k.dtype != self._dtype:
+            k, v = k.to(self._dtype), v.to(self._dtype)
+        for j, tokens, rows in places:
+            keys, values = self._rows[j][layer]
+            new_k, new_v = (k, v) if tokens is None else (k[tokens], v[tokens])
+            keys.index_copy_(0, rows, new_k.reshape(-1, self._dim))
+            values.index_copy_(0, rows, new_v.reshape(-1, self._dim))
+
+    def store_all(self, places: TokenRows, new: Float[Tensor, "2 layers tokens kv_heads dim"]) -> None:
+        """Write the keys and values of tokens in every layer."""
+        for j, tokens, rows in places:
+            chosen = new if tokens is None else new[:, :, tokens]
+            self.blocks[j].flatten(2, 4).index_copy_(2, rows, chosen.flatten(2, 3))
 
     def clear_slot(self, slot: int) -> None:
         """Zero a slot with non-finite values, which a mask would not hide from its next sequence."""
-        for column in self.columns:
-            if slot < column.shape[2]:
-                column[:, :, slot] = 0
+        for block in self.blocks:
+            if slot < block.shape[2]:
+                block[:, :, slot] = 0
 
     def _resize(self, target: list[int], used: list[int]) -> None:
-        columns = []
+        blocks = []
         for j, slots in enumerate(target):
-            old = self.columns[j] if j < len(self.columns) else None
+            old = self.blocks[j] if j < len(self.blocks) else None
             if old is not None and old.shape[2] == slots:
-                columns.append(old)
+                blocks.append(old)
                 continue
             # Zeros, not empty memory: 0 * NaN would not be 0.
             new = zeros((2, self._layers, slots, self._heads, BLOCK, self._dim), self._dtype, self._device)
             if old is not None and (kept := min(slots, old.shape[2], used[j] if j < len(used) else 0)):
                 new[:, :, :kept] = old[:, :, :kept]
-            columns.append(new)
-        while columns and columns[-1].shape[2] == 0:
-            columns.pop()
-        self.columns = columns
+            blocks.append(new)
+        while blocks and blocks[-1].shape[2] == 0:
+            blocks.pop()
+        self.blocks = blocks
+        self._rows = [
+            [(c[0, i].view(-1, self._dim), c[1, i].view(-1, self._dim)) for i in range(self._layers)] for c in blocks
+        ]
         self.generation += 1
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """`torch.zeros`; on a CPU with lazily zeroed pages (calloc).
 
-    Writing zeros to a new column would block the engine: half a second for 256 MB.
+    Writing zeros to a new block would block the engine: half a second for 256 MB.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -127,12 +165,12 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     return torch.from_numpy(memory[start : start + size]).view(dtype).view(shape)
 
 
-def num_columns(length: int) -> int:
-    """Number of columns for `length` positions."""
+def num_blocks(length: int) -> int:
+    """Number of blocks for `length` positions."""
     return -(-length // BLOCK)
 
 
-def count_reaching(lengths: NDArray[np.int64]) -> list[int]:
-    """Number of slots per column: one more than the last slot that reaches it."""
-    columns = -(-lengths // BLOCK)
-    return [int(np.flatnonzero(columns > j)[-1]) + 1 for j in range(int(columns.max(initial=0)))]
+def count_slots(lengths: NDArray[np.int64]) -> list[int]:
+    """Number of slots per block: one more than the last slot that reaches it."""
+    blocks = -(-lengths // BLOCK)
+    return [int(np.flatnonzero(blocks > j)[-1]) + 1 for j in range(int(blocks.max(initial=0)))]

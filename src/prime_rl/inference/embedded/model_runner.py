@@ -1,334 +1,151 @@
-"""The decoder's forward pass with weights prepared for inference: the same results with fewer, faster operations.
-
-QKV and gate/up projections are fused, and oneDNN weights are prepacked. Fused and packed products are bitwise equal to
-separate ones, and all other operations compute the same as `causal_lm` row by row, so exact mode stays exact (tested
-bitwise). MoE layers and adapters fall back to the model's own modules.
-"""
+"""Model runner: computes a scheduled batch, from sequences to sampled tokens."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, cast
-
 import numpy as np
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
-from prime_rl.inference.embedded.fused_decode import FusedDecodeMetadata, FusedDecoder, LayerWeights
-from prime_rl.inference.embedded.kv_cache import BLOCK
-from prime_rl.trainer.models.attention import AttentionBackend
-from prime_rl.trainer.models.causal_lm import CausalLM, DecoderLayer, GatedMLP, RMSNorm, rms_norm, swiglu
-from rollouts.kernels import cpu as cpu_kernels
-from rollouts.kernels.linear import pack_weight, packed_linear, uses_onednn
-from rollouts.training.numerics import ONEDNN_MIN_ROWS, min_rows, repeat_last
+from prime_rl.inference.embedded.adapters import Adapters, LoraRouting
+from prime_rl.inference.embedded.attention import (
+    Chunk,
+    DecodeAttention,
+    DecodeBackend,
+    PrefillAttention,
+    decode_metadata,
+    prefill_metadata,
+)
+from prime_rl.inference.embedded.block_manager import BlockManager
+from prime_rl.inference.embedded.cuda_graphs import GraphDecoder
+from prime_rl.inference.embedded.fused_decode import FusedDecode
+from prime_rl.inference.embedded.prepared_decoder import PreparedDecoder
+from prime_rl.inference.embedded.prompt_logprobs import PromptScorer
+from prime_rl.inference.embedded.sampler import SamplerOutput, build_sampling_batch, sample
+from prime_rl.inference.embedded.scheduler import ScheduledBatch
+from prime_rl.inference.embedded.sequence import Sequence
 
 
-class LoraDeltas(Protocol):
-    """LoRA deltas added to a product's output in place; `parts` are (module, first column, end)."""
-
-    def change(self, parts: Sequence[tuple[str, int, int]], x: Tensor, y: Tensor) -> None: ...
-
-    def routed(self) -> AbstractContextManager[None]:
-        """Context in which the deltas also apply to the model's own modules."""
-
-
-class PackedLinear:
-    """One or several linear layers with the same input as one product."""
+class DecodeBatch:
+    """The running sequences as vectors, reused across steps while the batch is unchanged."""
 
     def __init__(
-        self, names: list[str], layers: list[nn.Linear], exact: bool, dtype: torch.dtype, paired: bool = False
+        self, running: list[Sequence], min_rows: int, changes: LoraRouting | None, device: torch.device, revision: int
     ) -> None:
-        ends = list(itertools.accumulate(layer.out_features for layer in layers))
-        self.parts = list(zip(names, [0, *ends], ends, strict=False))
-        self._layers, self._exact, self._dtype, self._paired = layers, exact, dtype, paired
-        self.weight: Tensor | None = None
-        self.bias: Tensor | None = None
-        self.refresh()
+        self.changes, self.revision = changes, revision
+        self.num, rows = len(running), max(len(running), min_rows)  # further rows are unused slots
+        self.tokens: Int[Tensor, " rows"] = torch.zeros(rows, dtype=torch.long, device=device)
+        self.positions: NDArray[np.int64] = np.zeros(rows, dtype=np.int64)
+        self.tokens[: self.num] = torch.tensor([seq.tokens[-1] for seq in running], device=device)
+        self.positions[: self.num] = [len(seq.tokens) - 1 for seq in running]
+        self.sampling = build_sampling_batch(running, device)
+        self.backend: DecodeBackend | None = None
 
-    def refresh(self) -> None:
-        """Repack the weights after an update (fused tensors are updated in place)."""
-        weight = concat([layer.weight for layer in self._layers], self.weight)
-        biases = [layer.bias for layer in self._layers if layer.bias is not None]
-        self.bias = concat(biases, self.bias) if biases else None
-        self.kernel: cpu_kernels.PackedWeight | None = None
-        if has_kernel(weight, self._exact):
-            rounded = weight.to(self._dtype)
-            self.kernel = cpu_kernels.PackedWeight(rounded, paired=self._paired, rounded=not self._exact)
-        self.packed = pack_weight(weight) if self.kernel is None and can_pack(weight) else None
-        self.weight = weight if self.kernel is None and self.packed is None else None
-
-    def __call__(self, x: Float[Tensor, "rows inputs"], changes: LoraDeltas | None) -> Float[Tensor, "rows outputs"]:
-        if self.kernel is not None:
-            y = self.kernel(x, self.bias)
-        elif self.packed is not None:
-            y = packed_linear(x, self.packed, self.bias)
-        else:
-            y = F.linear(x, cast(Tensor, self.weight), self.bias)
-        if changes is not None:
-            changes.change(self.parts, x, y)
-        return y
+    def advance(self, tokens: Int[Tensor, " num"]) -> None:
+        """Set the sampled tokens as inputs of the next step."""
+        # A copy, because a tensor may share the memory of the array.
+        self.positions = self.positions.copy()
+        self.positions[: self.num] += 1
+        self.tokens[: self.num] = tokens
 
 
-def concat(tensors: Sequence[Tensor], out: Tensor | None) -> Tensor:
-    """Concatenate tensors, into `out` if given; a single tensor is returned as is."""
-    parts = [tensor.detach() for tensor in tensors]
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat(parts) if out is None else torch.cat(parts, out=out)
+class EagerDecode(DecodeBackend):
+    """A batch decoded by torch operations, with adapters or without."""
 
+    def __init__(self, decoder: PreparedDecoder, attention: DecodeAttention, changes: LoraRouting | None) -> None:
+        super().__init__(attention.cache, attention.metadata, attention.width, attention.reach)
+        self._decoder, self._attention, self._changes = decoder, attention, changes
 
-def has_kernel(weight: Tensor, exact: bool) -> bool:
-    """Whether the CPU kernels support this weight: faster than oneDNN for few rows, bitwise equal in exact mode."""
-    if weight.device.type != "cpu" or weight.dtype != torch.float32 or cpu_kernels.library() is None:
-        return False
-    return not exact or cpu_kernels.find_block(weight.shape[1]) is not None
-
-
-def can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN supports this weight; in bf16 a bias would be rounded elsewhere than in the trainer."""
-    return uses_onednn(weight) or (
-        weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
-    )
-
-
-def min_forward_rows(weight: Tensor) -> int:
-    """Minimum rows of a forward pass for results bitwise equal to the trainer's."""
-    return ONEDNN_MIN_ROWS if can_pack(weight) else min_rows()
-
-
-class PreparedLayer:
-    """One decoder layer with prepared weights."""
-
-    def __init__(self, layer: DecoderLayer, exact: bool, dtype: torch.dtype) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
-        name = f"model.layers.{attention.layer}"
-        self.index, self.head_dim = attention.layer, attention.head_dim
-        self.fuse = fuses_norms(attention.q_proj.weight, exact)
-        self.qkv = PackedLinear(
-            [f"{name}.self_attn.{kind}_proj" for kind in "qkv"],
-            [attention.q_proj, attention.k_proj, attention.v_proj],
-            exact,
-            dtype,
-        )
-        self.out = PackedLinear([f"{name}.self_attn.o_proj"], [attention.o_proj], exact, dtype)
-        heads, kv_heads = (p.out_features // self.head_dim for p in (attention.q_proj, attention.k_proj))
-        self.splits = (heads, kv_heads)
-        self.qk_weight: Tensor | None = None
-        self.qk_norms = (attention.q_norm, attention.k_norm) if attention.qk_norm else ()
-        self.qk_eps = self.qk_norms[0].eps if self.qk_norms else 0.0
-        self.norms = (layer.input_layernorm, layer.post_attention_layernorm)
-        self.mlp: nn.Module | None = None if type(mlp) is GatedMLP else mlp
-        if type(mlp) is GatedMLP:
-            joined = [f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"]
-            self.gate_up = PackedLinear(joined, [mlp.gate_proj, mlp.up_proj], exact, dtype, paired=True)
-            self.down = PackedLinear([f"{name}.mlp.down_proj"], [mlp.down_proj], exact, dtype)
-        self._join_norms()
-
-    @property
-    def products(self) -> list[PackedLinear]:
-        """The layer's packed products."""
-        return [self.qkv, self.out, self.gate_up, self.down] if self.mlp is None else [self.qkv, self.out]
-
-    def refresh(self) -> None:
-        """Repack the weights after an update."""
-        for product in self.products:
-            product.refresh()
-        self._join_norms()
-
-    def _join_norms(self) -> None:
-        """Concatenate the query and key norm weights for all heads."""
-        if self.qk_norms:
-            sizes = zip(self.qk_norms, self.splits, strict=True)
-            self.qk_weight = concat([norm.weight.expand(heads, -1) for norm, heads in sizes], self.qk_weight)
-
-    def __call__(
-        self,
-        x: Float[Tensor, "rows hidden"],
-        normed: Float[Tensor, "rows hidden"],
-        cos: Tensor,
-        sin: Tensor,
-        attend: AttentionBackend,
-        changes: LoraDeltas | None,
-    ) -> tuple[Float[Tensor, "rows hidden"], Float[Tensor, "rows hidden"]]:
-        """Return the residual stream after attention and the feed-forward output; `normed` is `x`, normalized."""
-        qkv = self.qkv(normed, changes).view(x.shape[0], -1, self.head_dim)
-        attended = attend(self.index, *self._apply_rotary(qkv, cos, sin)).flatten(-2)
-        x, normed = add_norm(self.out(attended, changes), x, self.norms[1], self.fuse)
-        if self.mlp is not None:
-            with nullcontext() if changes is None else changes.routed():
-                return x, cast(Tensor, self.mlp(normed))
-        if changes is None and (kernel := self.gate_up.kernel) is not None:
-            return x, self.down(kernel(normed, self.gate_up.bias, gated=True), None)
-        return x, self.down(swiglu(*self.gate_up(normed, changes).chunk(2, dim=1)), changes)
-
-    def _apply_rotary(
-        self, qkv: Float[Tensor, "rows heads dim"], cos: Tensor, sin: Tensor
-    ) -> tuple[Float[Tensor, "rows heads dim"], Float[Tensor, "rows kv_heads dim"], Float[Tensor, "rows kv_heads dim"]]:
-        """Queries and keys, normalized and rotated, and values."""
-        heads, kv_heads = self.splits
-        qk, v = qkv.split_with_sizes((heads + kv_heads, kv_heads), 1)
-        if self.qk_weight is not None:
-            if self.fuse:
-                qk = F.rms_norm(qk, (self.head_dim,), None, self.qk_eps) * self.qk_weight
-            else:
-                qk = rms_norm(qk, self.qk_weight, self.qk_eps)
-        q, k = apply_rotary(qk, cos, sin).split_with_sizes((heads, kv_heads), 1)
-        return q, k, v
-
-
-def add_norm(
-    branch: Float[Tensor, "rows size"], x: Float[Tensor, "rows size"], norm: RMSNorm, fuse: bool
-) -> tuple[Float[Tensor, "rows size"], Float[Tensor, "rows size"]]:
-    """Add a branch to the residual stream, in the branch's memory; returns the sum and its norm."""
-    if cpu_kernels.runs_here(branch, x, norm.weight):
-        return branch, cpu_kernels.rms_norm(branch, norm.weight, norm.eps, added=x)[0]
-    x = branch.add_(x)
-    return x, normalize(x, norm, fuse)
-
-
-def fuses_norms(weight: Tensor, exact: bool) -> bool:
-    """Whether to use torch's fused RMSNorm kernel: on a GPU in fast mode, since it rounds bf16 once, not twice."""
-    return not exact and not weight.is_cpu
-
-
-def normalize(x: Float[Tensor, "rows size"], norm: RMSNorm, fuse: bool) -> Float[Tensor, "rows size"]:
-    """Apply the norm; in fp32 without CPU kernels by `F.rms_norm`, which performs the same operations."""
-    if fuse or (cpu_kernels.library() is None and x.dtype == torch.float32 and x.is_cpu):
-        return F.rms_norm(x, (x.shape[-1],), norm.weight, norm.eps)
-    return cast(Tensor, norm(x))
-
-
-def apply_rotary(
-    x: Float[Tensor, "rows heads dim"], cos: Float[Tensor, "rows 1 dim"], sin: Float[Tensor, "rows 1 dim"]
-) -> Float[Tensor, "rows heads dim"]:
-    """RoPE as `causal_lm.apply_rotary_emb`, with the sign in the table (`signed_sin`) instead of in a copy."""
-    if cpu_kernels.runs_here(x, cos, sin):
-        return cpu_kernels.rotate(x, cos, sin)
-    left, right = x.chunk(2, dim=-1)
-    return (x * cos).add_(torch.cat((right, left), dim=-1).mul_(sin))
-
-
-def signed_sin(sin: Float[Tensor, "length 1 dim"]) -> Float[Tensor, "length 1 dim"]:
-    """Negate the first half: (-right) * sin equals right * (-sin) exactly."""
-    left, right = sin.chunk(2, dim=-1)
-    return torch.cat((-left, right), dim=-1)
-
-
-def build_fused(model: CausalLM, layers: Sequence[PreparedLayer], head: PackedLinear) -> FusedDecoder | None:
-    """Build the fused decode step; None if the kernel does not support the model."""
-    held: list[LayerWeights] = []
-    for layer in layers:
-        products = layer.products
-        kernels = [product.kernel for product in products if product.kernel is not None]
-        if len(kernels) < 4:
-            return None
-        norms = (layer.norms[0].weight, layer.qk_weight, layer.norms[1].weight)
-        held.append(LayerWeights(norms, kernels, [product.bias for product in products]))
-    takes = BLOCK == cpu_kernels.KEYS and cpu_kernels.supports_head_dim(model.config.head_dim)
-    if head.kernel is None or model.config.logit_cap is not None or not takes:
-        return None
-    if any(kernel.format != head.kernel.format for layer in held for kernel in layer.products):
-        return None
-    return FusedDecoder(model, held, head.kernel)
+    def __call__(self, tokens: Int[Tensor, " rows"], positions: NDArray[np.int64]) -> Float[Tensor, "rows vocab"]:
+        """As `DecodeBackend`."""
+        at = torch.from_numpy(positions).to(tokens.device)
+        self._attention.advance(positions, at)
+        hidden = self._decoder(tokens, at, self._attention, int(positions.max()) + 1, self._changes)
+        return self._decoder.logits(hidden, self._changes)
 
 
 class ModelRunner:
-    """A model prepared for inference; call `refresh` after every weight update.
+    """Computes scheduled batches with one model: prompts in chunks, then one token per sequence and step."""
 
-    Weights are rounded to `dtype`, the storage dtype of the kernels, and may be stored in a wider one.
-    """
-
-    def __init__(self, model: CausalLM, exact: bool, dtype: torch.dtype) -> None:
-        self.model, self.dtype = model, dtype
-        weight = model.embedding()
-        # Other model classes run their own forward pass.
-        self.uses_model_forward = type(model) is not CausalLM
-        self.min_rows = min_forward_rows(weight) if exact or weight.is_cpu else 1
-        self.fuse = fuses_norms(weight, exact)
-        self._rope: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
-        self.fused: FusedDecoder | None = None
-        self.layers: list[PreparedLayer] = []
-        self.head: PackedLinear | None = None
-        self._addresses: list[int] = []
-        if self.uses_model_forward:
-            return
-        self.layers = [PreparedLayer(cast(DecoderLayer, layer), exact, dtype) for layer in model.model.layers]
-        self.next_norms = [*(layer.norms[0] for layer in self.layers[1:]), model.model.norm]
-        self.head = PackedLinear(["lm_head"], [model.lm_head], exact, dtype)
-        self.fused, self._addresses = build_fused(model, self.layers, self.head), self._find_addresses()
-
-    @property
-    def is_static(self) -> bool:
-        """Whether a step's operations are data-independent: no custom model code, no MoE."""
-        return not self.uses_model_forward and all(layer.mlp is None for layer in self.layers)
-
-    def refresh(self) -> None:
-        """Repack the weights after an update; weights packed by neither oneDNN nor a kernel keep their memory."""
-        if self.head is None:
-            return
-        for layer in self.layers:
-            layer.refresh()
-        self.head.refresh()
-        self.fused, self._addresses = build_fused(self.model, self.layers, self.head), self._find_addresses()
-
-    def addresses(self, length: int) -> list[int]:
-        """Addresses of all tensors that a step reads, for positions below `length`, except the cache."""
-        weight = self.model.embedding()
-        return [*self._addresses, *(table.data_ptr() for table in self._tables(length, weight.dtype, weight.device))]
-
-    def _find_addresses(self) -> list[int]:
-        joined = [t for layer in self.layers for p in layer.products for t in (p.weight, p.bias)]
-        joined += [layer.qk_weight for layer in self.layers]
-        return [t.data_ptr() for t in (*self.model.parameters(), *joined) if t is not None]
-
-    def __call__(
+    def __init__(
         self,
-        tokens: Int[Tensor, " rows"],
-        positions: Int[Tensor, " rows"],
-        attend: AttentionBackend,
-        length: int,
-        changes: LoraDeltas | None = None,
-    ) -> Float[Tensor, "rows hidden"]:
-        """Compute hidden states of `tokens`; all `positions` are below `length`."""
-        if self.uses_model_forward:
-            with nullcontext() if changes is None else changes.routed():
-                return cast(Tensor, self.model(tokens, positions, attend))
-        x = F.embedding(tokens, self.model.model.embed_tokens.weight)
-        cos, sin = (table[positions] for table in self._tables(length, x.dtype, x.device))
-        normed = normalize(x, self.layers[0].norms[0], self.fuse)
-        for layer, norm in zip(self.layers, self.next_norms, strict=True):
-            x, added = layer(x, normed, cos, sin, attend, changes)
-            x, normed = add_norm(added, x, norm, self.fuse)
-        return normed
+        decoder: PreparedDecoder,
+        blocks: BlockManager,
+        adapters: Adapters,
+        exact: bool,
+        graphs: GraphDecoder | None = None,
+    ) -> None:
+        self.decoder, self.graphs = decoder, graphs
+        self._blocks, self._adapters, self._exact, self._device = blocks, adapters, exact, decoder.device
+        self._num_heads = decoder.model.config.num_attention_heads
+        self.batch: DecodeBatch | None = None
 
-    def logits(
-        self, hidden: Float[Tensor, "rows hidden"], changes: LoraDeltas | None = None
-    ) -> Float[Tensor, "rows vocab"]:
-        """Compute next-token logits; pads to the minimum number of rows."""
-        rows = hidden.shape[0]
-        hidden = repeat_last(hidden, self.min_rows)
-        logits = self.model.logits(hidden) if self.head is None else self.head(hidden, None)
-        if changes is not None:
-            changes.change([("lm_head", 0, logits.shape[1])], hidden, logits)
-        return logits[:rows]
+    def run(self, batch: ScheduledBatch) -> SamplerOutput | None:
+        """Compute a batch; one sampled token for every sequence whose tokens are then cached and that wants more."""
+        return self._prefill(batch) if batch.chunks else self._decode(batch)
 
-    def decode(
-        self, plan: FusedDecodeMetadata, tokens: Int[Tensor, " rows"], positions: NDArray[np.int64]
-    ) -> Float[Tensor, "rows vocab"]:
-        """Compute next-token logits with the fused kernel."""
-        assert self.fused is not None
-        return self.fused(
-            plan, tokens, positions, *self._tables(int(positions.max()) + 1, torch.float32, tokens.device)
-        )
+    def _prefill(self, batch: ScheduledBatch) -> SamplerOutput | None:
+        seqs, chunks = batch.sequences, batch.chunks
+        metadata = prefill_metadata(chunks)
+        attend = PrefillAttention(self._blocks.cache, metadata, self._num_heads, self.decoder.min_rows)
+        pairs = list(zip(seqs, chunks, strict=True))
+        flat = [token for seq, c in pairs for token in seq.tokens[c.start : c.start + c.length]]
+        padding = max(self.decoder.min_rows - len(flat), 0)
+        flat += flat[-1:] * padding
+        counts = metadata.lengths.tolist()
+        counts[-1] += padding  # repeats of the last token, which write the same keys
+        tokens, changes = torch.tensor(flat, device=self._device), self._route(seqs, counts)
+        hidden = self.decoder(tokens, attend.positions, attend, metadata.num_keys, changes)
+        ends = np.cumsum(metadata.lengths)
+        for (seq, chunk), end in zip(pairs, ends.tolist(), strict=True):
+            if seq.wants_scores:
+                self._score(seq, chunk, hidden[end - chunk.length : end])
+        sampled = [i for i in batch.completed if seqs[i].params.max_tokens]
+        if not sampled:
+            return None
+        rows = [seqs[i] for i in sampled]
+        logits = self.decoder.logits(hidden[ends[sampled] - 1], self._route(rows, [1] * len(rows)))
+        return sample(logits, build_sampling_batch(rows, self._device), np.array([len(seq.tokens) for seq in rows]))
 
-    def _tables(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        held = self._rope.get(dtype)
-        if held is None or held[0].shape[0] < length:
-            cos, sin = self.model.rope(length, device)
-            held = self._rope[dtype] = (cos.to(dtype), signed_sin(sin.to(dtype)))
-        return held
+    def _score(self, seq: Sequence, chunk: Chunk, hidden: Float[Tensor, "rows hidden"]) -> None:
+        """Score the prompt tokens predicted by a chunk."""
+        params = seq.params
+        if seq.scores is None:
+            seq.scores = PromptScorer(params.prompt_logprobs or 0, params.prompt_temperature)
+        skipped = max(params.prompt_start - 1 - chunk.start, 0)
+        targets = seq.tokens[chunk.start + skipped + 1 : chunk.start + chunk.length + 1]
+
+        def head(rows: Tensor) -> Tensor:
+            return self.decoder.logits(rows, self._route([seq], [len(rows)]))
+
+        seq.scores.add(hidden[skipped:][: len(targets)], head, targets)
+
+    def _decode(self, batch: ScheduledBatch) -> SamplerOutput:
+        current = self.batch
+        if current is None or current.revision != batch.revision:
+            running = batch.sequences
+            changes = self._route(running, [1] * len(running))
+            current = DecodeBatch(running, self.decoder.min_rows, changes, self._device, batch.revision)
+            self.batch = current
+        if current.backend is None or not current.backend.fits(current.positions):
+            current.backend = self._select_backend(current, batch.sequences)
+        logits = current.backend(current.tokens, current.positions)[: current.num]
+        sampled = sample(logits, current.sampling, current.positions[: current.num] + 1)
+        current.advance(sampled.tokens)
+        return sampled
+
+    def _select_backend(self, batch: DecodeBatch, running: list[Sequence]) -> DecodeBackend:
+        """CUDA graph, else the fused kernel, else torch operations, which alone support adapters."""
+        cache, decoder = self._blocks.cache, self.decoder
+        metadata = decode_metadata(batch.positions, self._blocks.count_shared(running, len(batch.positions)))
+        if batch.changes is None:
+            if self.graphs is not None and (graph := self.graphs.build(metadata, batch.num)) is not None:
+                return graph
+            if decoder.fused is not None:
+                return FusedDecode(decoder.fused, cache, metadata)
+        return EagerDecode(decoder, DecodeAttention(cache, metadata, self._num_heads, self._exact), batch.changes)
+
+    def _route(self, seqs: list[Sequence], counts: list[int]) -> LoraRouting | None:
+        """The adapters of `counts[i]` rows of each sequence."""
+        return self._adapters.route([seq.request.adapter for seq in seqs], counts, self._device)

@@ -9,19 +9,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
+from prime_rl.inference.embedded.sequence import Sequence
+
 STRIDE = 8
 """Minimum shared prefix in tokens."""
-
-
-class PrefixOwner(Protocol):
-    """A running or finished sequence whose first `num_cached` tokens have cached keys."""
-
-    tokens: list[int]
-    num_cached: int
 
 
 @dataclass(eq=False)
@@ -30,12 +24,16 @@ class CachedPrefix:
 
     tokens: list[int]
     num_cached: int
-    family: Hashable
+    cache_namespace: Hashable
     kv: Tensor
 
 
+PrefixOwner = CachedPrefix | Sequence
+"""A finished or running sequence whose first `num_cached` tokens have cached keys."""
+
+
 class PrefixIndex:
-    """Finds the owner with the longest common prefix within a family (adapter)."""
+    """Finds the owner with the longest common prefix within a namespace (adapter)."""
 
     def __init__(self, max_prefix_cache_tokens: int) -> None:
         self.max_prefix_cache_tokens = max_prefix_cache_tokens
@@ -44,10 +42,10 @@ class PrefixIndex:
         self._keys: dict[PrefixOwner, list[Hashable]] = {}
         self._cached: OrderedDict[CachedPrefix, None] = OrderedDict()
 
-    def find(self, tokens: list[int], family: Hashable) -> tuple[PrefixOwner | None, int]:
+    def find(self, tokens: list[int], namespace: Hashable) -> tuple[PrefixOwner | None, int]:
         """Return the owner with the longest common prefix and its length; ties go to the first registered."""
         best: dict[PrefixOwner, None] = {}
-        for key in _chain(tokens, len(tokens), family):
+        for key in _chain(tokens, len(tokens), namespace):
             matches = self._owners.get(key)
             if not matches:
                 break
@@ -59,9 +57,9 @@ class PrefixIndex:
             self._cached.move_to_end(owner)
         return owner, _count_common(tokens, owner.tokens)
 
-    def register(self, owner: PrefixOwner, num_tokens: int, family: Hashable) -> None:
+    def register(self, owner: PrefixOwner, num_tokens: int, namespace: Hashable) -> None:
         """Register the first `num_tokens` of `owner`, computed or not."""
-        keys = list(_chain(owner.tokens, num_tokens, family))
+        keys = list(_chain(owner.tokens, num_tokens, namespace))
         for key in keys:
             self._owners.setdefault(key, {})[owner] = None
         self._keys[owner] = keys
@@ -78,12 +76,8 @@ class PrefixIndex:
         """Insert the entries of a finished sequence, evicting the oldest if the cache is full."""
         self._cached[prefix] = None
         self.num_kept_tokens += prefix.num_cached
-        self.register(prefix, prefix.num_cached, prefix.family)
-        self.shrink(self.max_prefix_cache_tokens)
-
-    def shrink(self, num_tokens: int) -> None:
-        """Evict the oldest entries down to `num_tokens`."""
-        while self.num_kept_tokens > num_tokens:
+        self.register(prefix, prefix.num_cached, prefix.cache_namespace)
+        while self.num_kept_tokens > self.max_prefix_cache_tokens:
             oldest, _ = self._cached.popitem(last=False)
             self.num_kept_tokens -= oldest.num_cached
             self.unregister(oldest)
@@ -96,8 +90,8 @@ class PrefixIndex:
         self.num_kept_tokens = 0
 
 
-def _chain(tokens: list[int], num_tokens: int, family: Hashable) -> Iterator[Hashable]:
-    key: Hashable = family
+def _chain(tokens: list[int], num_tokens: int, namespace: Hashable) -> Iterator[Hashable]:
+    key: Hashable = namespace
     for start in range(0, num_tokens - STRIDE + 1, STRIDE):
         # Hash of the past plus the tokens themselves: a false match requires a 64-bit hash collision of the pasts.
         key = (hash(key), tuple(tokens[start : start + STRIDE]))

@@ -6,9 +6,7 @@ request do not depend on the other requests in the batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,28 +14,18 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prime_rl.inference.engine import SamplingParams
+from prime_rl.inference.embedded.sequence import Sequence
+from prime_rl.inference.engine import SamplingParams, TopLogprobs
 from rollouts.training.sampling import invert_cdf, uniform
 
 _MASK64 = (1 << 64) - 1
-
-
-class HasSamplingState(Protocol):
-    """The state of a sequence that the sampler uses."""
-
-    tokens: list[int]
-    num_prompt: int
-    stop_ids: frozenset[int]
-
-    @property
-    def params(self) -> SamplingParams: ...
 
 
 @dataclass(frozen=True)
 class SamplingBatch:
     """The sampling settings of a batch as vectors over its rows; valid as long as the rows stay the same."""
 
-    rows: Rows[HasSamplingState]
+    rows: list[Sequence]
     temperature: Float[Tensor, "rows 1"]  # 1 for greedy rows, whose log-prob is that at temperature 1
     greedy: Bool[Tensor, " rows"] | None  # None if no row is greedy
     seeds: NDArray[np.uint64]
@@ -56,8 +44,16 @@ class SamplerOutput:
     top_ids: Int[Tensor, "rows top"] | None
     top_values: Float[Tensor, "rows top"] | None
 
+    def top_logprobs(self) -> list[TopLogprobs]:
+        """The top tokens of every row; empty if not requested."""
+        if self.top_ids is None or self.top_values is None:
+            return []
+        pairs = zip(self.top_ids.tolist(), self.top_values.tolist(), strict=True)
+        # Tokens excluded from sampling are omitted: JSON has no -inf.
+        return [[(i, v) for i, v in zip(ids, values, strict=True) if v > float("-inf")] for ids, values in pairs]
 
-def build_sampling_batch(rows: Rows[HasSamplingState], device: torch.device) -> SamplingBatch:
+
+def build_sampling_batch(rows: list[Sequence], device: torch.device) -> SamplingBatch:
     """Collect the sampling settings of `rows`."""
     params = [row.params for row in rows]
     temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float32)
@@ -78,7 +74,7 @@ def _adjusts(p: SamplingParams) -> bool:
     return bool(p.repetition_penalty != 1 or p.logit_bias or p.presence_penalty or p.frequency_penalty)
 
 
-def _build_blocked(rows: Rows[HasSamplingState]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+def _build_blocked(rows: list[Sequence]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Stop tokens blocked by `min_tokens`, as three columns."""
     table = [
         (i, token, row.num_prompt + row.params.min_tokens)
@@ -128,7 +124,7 @@ def _choose(
     return torch.where(batch.greedy, logprobs.argmax(dim=-1), tokens)
 
 
-def adjust_logits(logits: Float[Tensor, " vocab"], row: HasSamplingState) -> None:
+def adjust_logits(logits: Float[Tensor, " vocab"], row: Sequence) -> None:
     """Apply logit bias, repetition penalty (1909.05858) and OpenAI's presence and frequency penalties to one row."""
     params = row.params
     for token, bias in params.logit_bias:

@@ -9,117 +9,166 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
-from prime_rl.inference.detokenizer import StopStringMatcher
 from prime_rl.inference.embedded.attention import Chunk
-from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache
-from prime_rl.inference.embedded.prefix_cache import STRIDE, CachedPrefix, PrefixIndex
-from prime_rl.inference.embedded.prompt_logprobs import PromptScorer
-from prime_rl.inference.engine import GenerationRequest, SamplingParams, TopLogprobs
+from prime_rl.inference.embedded.block_manager import BlockManager
+from prime_rl.inference.embedded.kv_cache import BLOCK
+from prime_rl.inference.embedded.sampler import SamplerOutput
+from prime_rl.inference.embedded.sequence import Sequence
+from prime_rl.inference.engine import Event, Output, StreamUpdate
 from rollouts.training.numerics import padded
 
 MAX_SCORES = 2048 * 2048
 """Maximum query rows x keys of a prefill pass, which bounds the memory of its attention scores."""
 
 
-@dataclass(eq=False)
-class Sequence:
-    """State of a request: `tokens` are prompt and completion, `num_cached` of them have cached keys."""
+@dataclass(frozen=True)
+class ScheduledBatch:
+    """A forward pass: `chunks[i]` of `sequences[i]`, or one token of every running sequence if there are no chunks."""
 
-    request: GenerationRequest
-    stop_ids: frozenset[int]
-    tokens: list[int]
-    num_prompt: int
-    max_tokens: int  # prompt + completion
-    watch: StopStringMatcher | None = None
-    slot: int = -1
-    num_cached: int = 0
-    order: int = 0
-    num_shared: int = 0  # prompt tokens read from the prefix cache
-    family: Hashable = None  # prefix cache namespace
-    epoch: int = 0  # weights epoch of its first keys
-    is_registered: bool = False  # in the prefix index
-    logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[TopLogprobs] = field(default_factory=list)
-    versions: list[tuple[int, int]] = field(default_factory=list)
-    scores: PromptScorer | None = None
+    sequences: list[Sequence]
+    chunks: list[Chunk]
+    admitted: list[Sequence]
+    revision: int
+    """Equal for two batches if the same sequences ran in between, each one token further."""
 
     @property
-    def params(self) -> SamplingParams:
-        """The request's sampling settings."""
-        return self.request.params
-
-    @property
-    def num_generated(self) -> int:
-        """Number of completion tokens so far."""
-        return len(self.tokens) - self.num_prompt
-
-    @property
-    def wants_scores(self) -> bool:
-        """Whether prompt tokens remain to be scored, and so must all be computed."""
-        return self.params.prompt_logprobs is not None and self.num_generated == 0
-
-    def mark_version(self, version: int) -> None:
-        """Record `version` from the next token on."""
-        start = self.num_generated
-        if self.versions and self.versions[-1][0] == start:
-            self.versions.pop()
-        if not self.versions or self.versions[-1][1] != version:
-            self.versions.append((start, version))
+    def completed(self) -> list[int]:
+        """Indices of the chunks that complete a prompt."""
+        pairs = enumerate(zip(self.sequences, self.chunks, strict=True))
+        return [i for i, (seq, chunk) in pairs if chunk.start + chunk.length == len(seq.tokens)]
 
 
 @dataclass
 class Scheduler:
-    """Slots, queue and prefill order."""
+    """Queue, running sequences and prefill order; `min_rows` slots at least are reserved."""
 
+    blocks: BlockManager
     max_running: int
     max_num_batched_tokens: int
-    cache: KVCache
-    prefixes: PrefixIndex
-    enable_prefix_caching: bool = True
+    min_rows: int
     waiting: deque[Sequence] = field(default_factory=deque)
     running: list[Sequence] = field(default_factory=list)
-    num_shared: int = 0
     num_preempted: int = 0
-    epoch: int = 0
+    num_generated: int = 0
+    num_finished: int = 0
     _pending: list[Sequence] = field(default_factory=list)  # running, but not fully cached
     _order: Iterator[int] = field(default_factory=itertools.count)
+    _revision: int = 0
+    _headroom: int = 0  # steps until a sequence needs another block, while the cache has this generation
+    _generation: int = -1
 
-    def admit(self) -> list[Sequence]:
+    def schedule(self) -> ScheduledBatch:
+        """Admit what fits and select the next forward pass."""
+        admitted = self._admit()
+        self._ensure_capacity()
+        chosen = self._next_chunks()
+        if not chosen:
+            return ScheduledBatch(self.running, [], admitted, self._revision)
+        seqs, chunks = zip(*chosen, strict=True)
+        return ScheduledBatch(list(seqs), list(chunks), admitted, self._revision)
+
+    def postprocess(self, batch: ScheduledBatch, sampled: SamplerOutput | None) -> list[Event]:
+        """Append the sampled tokens and finish completed sequences; returns stream updates, then outputs."""
+        if not batch.chunks:
+            for seq in batch.sequences:
+                seq.num_cached += 1
+            assert sampled is not None
+            return self._append(batch.sequences, sampled)
+        for seq, chunk in zip(batch.sequences, batch.chunks, strict=True):
+            seq.num_cached = chunk.start + chunk.length
+        completed = [batch.sequences[i] for i in batch.completed]
+        if not completed:
+            return []
+        self._change()
+        self._pending = [seq for seq in self._pending if seq.num_cached < len(seq.tokens)]
+        events = self._finish([(seq, seq.output("length")) for seq in completed if not seq.params.max_tokens])
+        if sampled is not None:
+            events += self._append([seq for seq in completed if seq.params.max_tokens], sampled)
+        return events
+
+    def remove(self, seq: Sequence) -> None:
+        """Remove a running or waiting sequence; the last slot fills the gap."""
+        if seq.slot < 0:
+            self.waiting.remove(seq)
+            return
+        self._change()
+        if seq in self._pending:
+            self._pending.remove(seq)
+        last = self.running.pop()
+        if last is not seq:
+            self.running[seq.slot] = last
+        self.blocks.release(seq, last)
+
+    def recompute(self, seqs: list[Sequence]) -> None:
+        """Invalidate the keys of these running sequences and recompute them."""
+        self._change()
+        self.blocks.invalidate(seqs)
+        self._pending = [seq for seq in self.running if seq.num_cached < len(seq.tokens) - 1 or seq in self._pending]
+
+    def clear_prefix_cache(self) -> None:
+        """Invalidate the prefix cache after a weight update."""
+        self._change()
+        self.blocks.start_epoch(self.running)
+
+    def _change(self) -> None:
+        self._revision += 1
+        self._headroom = 0
+
+    def _admit(self) -> list[Sequence]:
         """Admit waiting sequences in FIFO order while slots and memory suffice; returns the admitted ones."""
         if not self.waiting:
             return []
+        reserve = self.blocks.cache.reserve
         lengths = [len(seq.tokens) + 1 for seq in self.running]
         coming = itertools.islice(self.waiting, self.max_running - len(self.running))
-        fits = self.cache.reserve(np.array(lengths + [len(seq.tokens) + 1 for seq in coming]))  # mostly: all at once
+        fits = reserve(np.array(lengths + [len(seq.tokens) + 1 for seq in coming]))  # mostly: all at once
         new: list[Sequence] = []
         while self.waiting and len(self.running) < self.max_running:
             lengths.append(len(self.waiting[0].tokens) + 1)
-            if not fits and not self.cache.reserve(np.array(lengths)):
+            if not fits and not reserve(np.array(lengths)):
                 break
             seq = self.waiting.popleft()
-            seq.slot, seq.order, seq.epoch = len(self.running), next(self._order), self.epoch
+            self.blocks.attach(seq, len(self.running))
+            seq.order = next(self._order)
             self.running.append(seq)
             self._pending.append(seq)
             new.append(seq)
+        if new:
+            self._change()
         return new
 
-    def ensure_capacity(self, min_rows: int) -> None:
-        """Reserve memory for one more token per running sequence, in at least `min_rows` slots; preempts if needed."""
-        while not self.cache.reserve(self._lengths(max(len(self.running), min_rows))):
-            self.preempt(max(self.running, key=lambda seq: seq.order))
+    def _ensure_capacity(self) -> None:
+        """Reserve memory for one more token per running sequence; preempts the newest ones if it is short."""
+        cache = self.blocks.cache
+        self._headroom -= 1
+        if not self.running or (self._headroom >= 0 and cache.generation == self._generation):
+            return
+        lengths = [len(seq.tokens) + 1 for seq in self.running]
+        while not cache.reserve(np.array(lengths + [1] * (self.min_rows - len(lengths)))):
+            self._preempt(max(self.running, key=lambda seq: seq.order))
+            lengths = [len(seq.tokens) + 1 for seq in self.running]
+        self._headroom = min(-length % BLOCK for length in lengths)
+        self._generation = cache.generation
 
-    def next_chunks(self) -> list[tuple[Sequence, Chunk]]:
+    def _preempt(self, seq: Sequence) -> None:
+        """Move a running sequence to the front of the queue, to be recomputed."""
+        assert len(self.running) > 1, "one sequence always fits"
+        self.remove(seq)
+        seq.discard_keys()
+        self.waiting.appendleft(seq)
+        self.num_preempted += 1
+
+    def _next_chunks(self) -> list[tuple[Sequence, Chunk]]:
         """Select the next prefill pass within the budget of padded tokens; empty if all prompts are cached."""
         chosen: list[tuple[Sequence, Chunk]] = []
         rows = keys = 0
         for seq in self._pending:
-            if not self._share_prefix(seq):
+            if not self.blocks.share_prefix(seq):
                 continue
             left = len(seq.tokens) - seq.num_cached
             length = min(left, self.max_num_batched_tokens, max(64, MAX_SCORES // padded(seq.num_cached + left)))
@@ -131,116 +180,33 @@ class Scheduler:
             chosen.append((seq, Chunk(seq.slot, seq.num_cached, length)))
         return chosen
 
-    def mark_cached(self, chunks: list[tuple[Sequence, Chunk]]) -> list[int]:
-        """Mark the chunks as cached; returns the indices of chunks that completed a prompt."""
-        for seq, chunk in chunks:
-            seq.num_cached = chunk.start + chunk.length
-        done = [i for i, (seq, _) in enumerate(chunks) if seq.num_cached == len(seq.tokens)]
-        if done:
-            self._pending = [seq for seq in self._pending if seq.num_cached < len(seq.tokens)]
-        return done
+    def _append(self, rows: list[Sequence], sampled: SamplerOutput) -> list[Event]:
+        """Append one token to every row; a row with a non-finite log-prob, usually of overflowed weights, fails."""
+        events: list[Event] = []
+        tokens, logprobs, tops = sampled.tokens.tolist(), sampled.logprobs.tolist(), sampled.top_logprobs()
+        is_finite = np.isfinite(logprobs)
+        failed = [] if is_finite.all() else np.flatnonzero(~is_finite).tolist()
+        finished = [(rows[i], rows[i].output("error", "the model's log-probs are not finite")) for i in failed]
+        for i, seq in enumerate(rows):
+            if failed and i in failed:
+                continue
+            top = tops[i][: seq.params.top_logprobs] if tops else None
+            output = seq.append(tokens[i], logprobs[i], top)
+            if output is not None:
+                finished.append((seq, output))
+            elif seq.request.stream:
+                start = seq.num_generated - 1
+                events.append(StreamUpdate(seq.request, start, [tokens[i]], [logprobs[i]], [top or []]))
+        self.num_generated += len(rows) - len(failed)
+        return events + self._finish(finished) if finished else events
 
-    def remove(self, seq: Sequence, keep: bool = False) -> None:
-        """Remove a running or waiting sequence; the last slot fills the gap. `keep` puts it into the prefix cache."""
-        if seq.slot < 0:
-            self.waiting.remove(seq)
-            return
-        if (
-            keep
-            and self.enable_prefix_caching
-            and seq.num_cached >= STRIDE
-            and self.prefixes.max_prefix_cache_tokens >= seq.num_cached
-        ):
-            kv = self.cache.read(seq.slot, seq.num_cached)
-            self.prefixes.insert(CachedPrefix(seq.tokens, seq.num_cached, seq.family, kv))
-        self.prefixes.unregister(seq)
-        seq.is_registered = False
-        if seq in self._pending:
-            self._pending.remove(seq)
-        last = self.running.pop()
-        if last is not seq:
-            self._fill(seq.slot, last)
-        seq.slot = -1
-
-    def preempt(self, seq: Sequence) -> None:
-        """Move a running sequence to the front of the queue, to be recomputed."""
-        assert len(self.running) > 1, "one sequence always fits"
-        self.remove(seq)
-        seq.num_cached, seq.scores = 0, _scores_left(seq)
-        self.waiting.appendleft(seq)
-        self.num_preempted += 1
-
-    def restart(self, seqs: list[Sequence]) -> None:
-        """Invalidate the keys of these running sequences and recompute them."""
-        for seq in seqs:
-            seq.num_cached, seq.is_registered, seq.epoch, seq.scores = 0, False, self.epoch, _scores_left(seq)
-            self.prefixes.unregister(seq)
-        self._pending = [seq for seq in self.running if seq.num_cached < len(seq.tokens) - 1 or seq in self._pending]
-
-    def clear_prefix_cache(self) -> None:
-        """Invalidate the prefix cache after a weight update."""
-        self.prefixes.clear()
-        self.epoch += 1
-        for seq in self.running:
-            seq.epoch += seq.num_cached == 0
-            # Keys of the old weights must not be shared; recomputed ones may be.
-            seq.is_registered = seq.num_cached > 0
-
-    def count_shared(self, rows: int) -> NDArray[np.int64]:
-        """For every running sequence, the number of full key columns it shares with the previous slot."""
-        shared = np.zeros(rows, dtype=np.int64)
-        if self.enable_prefix_caching:
-            for before, seq in itertools.pairwise(self.running):
-                if before.family == seq.family and before.epoch == seq.epoch:
-                    limit = min(before.num_cached, seq.num_cached) // BLOCK
-                    shared[seq.slot] = _count_equal(before.tokens, seq.tokens, limit)
-        return shared
-
-    def _fill(self, slot: int, last: Sequence) -> None:
-        """Move the last sequence into a free slot; columns that its slot has, every earlier slot has too."""
-        self.running[slot] = last
-        self.cache.move(last.slot, slot, last.num_cached)
-        last.slot = slot
-
-    def _lengths(self, rows: int) -> NDArray[np.int64]:
-        lengths = [len(seq.tokens) + 1 for seq in self.running]
-        return np.array(lengths + [1] * (rows - len(lengths)), dtype=np.int64)
-
-    def _share_prefix(self, seq: Sequence) -> bool:
-        """Copy a shared prefix; False if another sequence is still computing it.
-
-        The last token is always computed, for its logits.
-        """
-        if seq.is_registered or not self.enable_prefix_caching:
-            return True
-        if seq.num_cached == 0:
-            owner, shared = self.prefixes.find(seq.tokens, seq.family)
-            # Positions that predict scored tokens must be computed.
-            shared = min(shared, len(seq.tokens) - 1, seq.params.prompt_start - 1 if seq.wants_scores else shared)
-            if owner is not None and shared >= STRIDE:
-                if isinstance(owner, Sequence) and owner.num_cached < min(shared, len(owner.tokens) - 1):
-                    return False
-                shared = min(shared, owner.num_cached)
-                if isinstance(owner, CachedPrefix):
-                    self.cache.write(seq.slot, owner.kv, shared)
-                elif isinstance(owner, Sequence):
-                    self.cache.move(owner.slot, seq.slot, shared)
-                seq.num_cached = shared
-                seq.num_shared = min(shared, seq.num_prompt)
-                self.num_shared += shared
-        seq.is_registered = True
-        self.prefixes.register(seq, len(seq.tokens), seq.family)
-        return True
-
-
-def _scores_left(seq: Sequence) -> PromptScorer | None:
-    """Scores to keep when a sequence is recomputed: those of a completely scored prompt."""
-    return None if seq.wants_scores else seq.scores
-
-
-def _count_equal(a: list[int], b: list[int], limit: int) -> int:
-    """Number of equal leading token blocks, at most `limit`."""
-    for j in range(limit):
-        if a[j * BLOCK : (j + 1) * BLOCK] != b[j * BLOCK : (j + 1) * BLOCK]:
-            return j
-    return limit
+    def _finish(self, finished: list[tuple[Sequence, Output]]) -> list[Event]:
+        # From the last slot down, so that no slot that is about to be freed is moved.
+        for seq, output in sorted(finished, key=lambda pair: -pair[0].slot):
+            if output.finish_reason == "error":
+                self.blocks.cache.clear_slot(seq.slot)
+            else:
+                self.blocks.keep(seq)
+            self.remove(seq)
+        self.num_finished += len(finished)
+        return [output for _, output in finished]

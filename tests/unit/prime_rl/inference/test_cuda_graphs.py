@@ -23,17 +23,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from prime_rl.inference.embedded import cuda_graphs as graphs
+from prime_rl.inference.embedded.attention import decode_metadata
 from prime_rl.inference.embedded.cuda_graphs import (
     Buffers,
     CapturedStep,
     CudaRecorder,
-    GraphDecodeMetadata,
+    GraphDecode,
     Step,
     build_recorder,
 )
 from prime_rl.inference.embedded.engine import EmbeddedEngine
-from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache, num_columns
-from prime_rl.inference.embedded.model_runner import ModelRunner, fuses_norms
+from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache, num_blocks
+from prime_rl.inference.embedded.model_runner import EagerDecode
+from prime_rl.inference.embedded.prepared_decoder import PreparedDecoder, fuses_norms
 from prime_rl.inference.engine import AdapterSpec, GenerationRequest, Output, SamplingParams
 from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_names
 from prime_rl.trainer.models.decoder_config import DecoderConfig
@@ -218,7 +220,7 @@ def test_recorded_steps_give_what_eager_ones_give(
 ) -> None:
     monkeypatch.setattr(graphs, "WARM_UPS", 0 if seed else 2)
     if seed == 4:  # room for one sequence and two blocks; a step's least number of rows depends on the processor
-        options = options | {"max_cache_tokens": (num_columns(420 + 1) + min_rows() + 2) * BLOCK}
+        options = options | {"max_cache_tokens": (num_blocks(420 + 1) + min_rows() + 2) * BLOCK}
     versions = [tensor_names(build_model(version)) for version in (1, 2)]
     recorder = TapeRecorder()
     engine, eager = build_engine(build_model(0), recorder, **options), build_engine(build_model(0), None, **options)
@@ -284,18 +286,18 @@ def test_rows_that_fill_a_shape_up_touch_nothing() -> None:
     for one in requests:
         engine.add(one)
     decode_until_replayed(engine, recorder)
-    cache = engine._cache
+    cache = engine._blocks.cache
     outputs = []
     for _ in range(12):
         with torch.inference_mode():
-            for column in cache.columns:
+            for column in cache.blocks:
                 column[:, :, 3:] = float("nan")
         lengths = [seq.num_cached for seq in engine._scheduler.running]
-        before, generation = [column.clone() for column in cache.columns], cache.generation
+        before, generation = [column.clone() for column in cache.blocks], cache.generation
         outputs += engine.step()
         if generation != cache.generation:
             continue
-        for j, (old, new) in enumerate(zip(before, cache.columns, strict=True)):
+        for j, (old, new) in enumerate(zip(before, cache.blocks, strict=True)):
             places = (old != new).any(dim=5).any(dim=3).any(dim=1).any(dim=0)[:3].nonzero().tolist()
             assert places == [[i, n % BLOCK] for i, n in enumerate(lengths) if n // BLOCK == j]
             assert bool(new[:, :, 3:].isnan().all())
@@ -328,7 +330,7 @@ def test_new_weights_leave_recordings_in_place() -> None:
     weight.data = weight.data.clone()
     engine.load_weights(tensor_names(build_model(2)), 2)
     check(2, build_model(2), 2)
-    engine._cache._resize([column.shape[2] + 1 for column in engine._cache.columns], [0])
+    engine._blocks.cache._resize([column.shape[2] + 1 for column in engine._blocks.cache.blocks], [0])
     check(3, build_model(2), 3)
 
 
@@ -344,7 +346,7 @@ def test_norms_of_one_kernel_are_norms() -> None:
     """As on a GPU in fast mode; exact mode there keeps the trainer's operations."""
     requests = [request(draw_prompt(n), seed=n) for n in range(1, 5)]
     engine = build_engine(build_model(0), None)
-    for part in (engine._runner, *engine._runner.layers):
+    for part in (engine._decoder, *engine._decoder.layers):
         assert not part.fuse
         part.fuse = True
     check_alike(list(run(engine, *requests)), list(run(build_engine(build_model(0), None), *requests)))
@@ -358,23 +360,37 @@ def test_what_is_not_recorded() -> None:
     assert build_recorder(torch.device("cuda"), exact=True, eager=False) is None
     assert build_recorder(torch.device("cuda"), exact=False, eager=True) is None
     experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    assert not ModelRunner(build_model(0, **experts), False, torch.float32).is_static
+    assert not PreparedDecoder(build_model(0, **experts), False, torch.float32).is_static
     with pytest.raises(AssertionError, match="last bits"):
         EmbeddedEngine(build_model(0), exact=True, recorder=TapeRecorder())
     engine = build_engine(build_model(0), TapeRecorder(), max_cache_tokens=64 * BLOCK)
-    assert engine._graphs is not None
-    plan, alone = engine._graphs.plan, np.zeros(4, dtype=np.int64)
-    assert isinstance(plan(np.full(4, 300), alone, True), GraphDecodeMetadata)
-    assert plan(np.full(4, 300), alone, False) is None
-    assert min(column.shape[2] for column in engine._cache.columns[:3]) >= 4
-    assert plan(np.full(4, 60 * BLOCK), alone, True) is None
-    assert plan(np.full(16, 300), np.zeros(16), True) is not None and plan(np.full(17, 300), np.zeros(17), True) is None
-    assert plan(np.full(4, 300), np.full(4, 2), True) is not None
+    assert engine._runner.graphs is not None
+    graph_decoder = engine._runner.graphs
+
+    def select(positions: np.ndarray, shared: int = 0) -> GraphDecode | None:
+        metadata = decode_metadata(positions, np.full(len(positions), shared))
+        return graph_decoder.build(metadata, len(positions))
+
+    assert isinstance(select(np.full(4, 300)), GraphDecode)
+    assert min(column.shape[2] for column in engine._blocks.cache.blocks[:3]) >= 4
+    assert select(np.full(4, 60 * BLOCK)) is None
+    assert select(np.full(16, 300)) is not None and select(np.full(17, 300)) is None
+    assert select(np.full(4, 300), 2) is not None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graphs, "MAX_SHARED", 7)
-        assert plan(np.full(4, 300), np.full(4, 2), True) is None
-        patch.setattr(graphs, "MAX_COLUMNS", 2)
-        assert plan(np.full(4, 300), alone, True) is None
+        patch.setattr(graphs, "MAX_SHARED", 5)
+        assert select(np.full(4, 300), 2) is None
+        patch.setattr(graphs, "MAX_BLOCKS", 2)
+        assert select(np.full(4, 300)) is None
+    tensors = {f"base_model.model.model.layers.0.mlp.down_proj.lora_{k}.weight": t for k, t in zero_adapter().items()}
+    engine.load_adapter("a", tensors, AdapterSpec(2, 4.0, 0))
+    engine.add(request([1, 2], adapter="a"))
+    for _ in range(3):
+        engine.step()
+    assert isinstance(engine._runner.batch.backend, EagerDecode)  # type: ignore[union-attr]
+
+
+def zero_adapter() -> dict[str, Tensor]:
+    return {"A": torch.zeros(2, 48), "B": torch.zeros(32, 2)}
 
 
 def test_batches_with_adapters_take_turns_with_recorded_ones() -> None:
@@ -400,7 +416,7 @@ def test_few_recordings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = build_engine(build_model(0), recorder)
     for longest in (20, 200, 20):
         run(engine, request(draw_prompt(longest)))
-    assert engine._graphs is not None and len(engine._graphs._recordings) == 1 and recorder.recorded == 3
+    assert engine._runner.graphs is not None and len(engine._runner.graphs.steps) == 1 and recorder.recorded == 3
 
 
 @pytest.mark.slow  # the meta device imports half a compiler
@@ -408,7 +424,7 @@ def test_few_recordings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_step_has_no_device_sync_and_no_foreign_tensor() -> None:
     """On the meta device there are no numbers to be had."""
     meta = torch.device("meta")
-    runner = ModelRunner(build_model(0).to(meta), False, torch.float32)
+    runner = PreparedDecoder(build_model(0).to(meta), False, torch.float32)
     cache = KVCache(runner.model.config, torch.float32, meta, 8, 64 * BLOCK)
     assert cache.reserve(np.full(8, 2 * BLOCK)) and runner.addresses(512) and runner.min_rows == 1
     step, tape = CapturedStep(runner, cache, Buffers(runner, cache), 8, 2, 512), Tape()
@@ -511,7 +527,7 @@ def test_graphs_give_what_eager_steps_give_on_a_gpu(seed: int) -> None:
     for recorder in (CudaRecorder(device), None):
         engine = build_engine(build_model(0).to(device), recorder, max_running=20)
         outputs.append(drive(engine, seed, (40, 300)[seed], versions))
-        assert recorder is None or any(held.replay for held in engine._graphs._recordings.values())  # type: ignore[union-attr]
+        assert recorder is None or any(held.replay for held in engine._runner.graphs.steps.values())  # type: ignore[union-attr]
     check_alike(outputs[0], outputs[1], atol=1e-4)
 
 

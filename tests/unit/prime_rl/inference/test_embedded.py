@@ -19,9 +19,9 @@ from torch import Tensor
 
 from prime_rl.inference.detokenizer import Detokenizer, StopStringMatcher, TokenNames, build_decode
 from prime_rl.inference.embedded import loading
-from prime_rl.inference.embedded.attention import find_runs
+from prime_rl.inference.embedded.attention import decode_metadata, find_runs
 from prime_rl.inference.embedded.engine import EmbeddedEngine
-from prime_rl.inference.embedded.kv_cache import zeros
+from prime_rl.inference.embedded.kv_cache import BLOCK, zeros
 from prime_rl.inference.embedded.sampler import build_sampling_batch, filter_logprobs, sample
 from prime_rl.inference.engine import (
     FULL,
@@ -279,8 +279,8 @@ def test_groups_read_a_long_prompt_once_and_change_no_bit() -> None:
     outputs = []
     while engine.has_work():
         outputs += [event for event in engine.step() if isinstance(event, Output)]
-        plan = engine._batch.plan if engine._batch else None
-        runs += plan is not None and plan.shares
+        backend = engine._runner.batch.backend if engine._runner.batch else None
+        runs += backend is not None and backend.metadata.num_shared_blocks > 0
     assert runs > 10
     assert sum(check_exact(output, models) for output in outputs) >= 150
 
@@ -344,10 +344,10 @@ def test_tokens_that_end_an_answer(
 
 
 def test_runs_of_shared_columns() -> None:
-    shared = np.array([0, 2, 1, 0, 3])
-    assert find_runs(shared, 0) == [(0, 3), (3, 5)]
-    assert find_runs(shared, 1) == [(0, 2), (2, 3), (3, 5)]
-    assert find_runs(shared, 3) == [(i, i + 1) for i in range(5)]
+    tables = decode_metadata(np.full(5, 3 * BLOCK), np.array([0, 2, 1, 0, 3])).block_tables
+    assert find_runs(tables[0]) == [(0, 3), (3, 5)]
+    assert find_runs(tables[1]) == [(0, 2), (2, 3), (3, 5)]
+    assert find_runs(tables[3]) == [(i, i + 1) for i in range(5)]
 
 
 @pytest.mark.parametrize(
@@ -363,8 +363,9 @@ def test_threads_follow_the_variable_or_the_cores(
 
 def test_memory_is_reserved_only_for_what_may_run(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = EmbeddedEngine(build_model(0), max_running=2)
-    reserve, reserved = engine._cache.reserve, []
-    monkeypatch.setattr(engine._cache, "reserve", lambda lengths: reserved.append(len(lengths)) or reserve(lengths))
+    cache, reserved = engine._blocks.cache, []
+    reserve = cache.reserve
+    monkeypatch.setattr(cache, "reserve", lambda lengths: reserved.append(len(lengths)) or reserve(lengths))
     for seed in range(6):
         engine.add(request([1, 2, 3], max_tokens=2 + seed, seed=seed))
     while engine.has_work():

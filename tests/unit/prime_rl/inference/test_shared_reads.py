@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from prime_rl.inference.embedded.fused_decode import FusedDecodeMetadata
+from prime_rl.inference.embedded.attention import decode_metadata
+from prime_rl.inference.embedded.fused_decode import FusedDecode
 from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache
-from prime_rl.inference.embedded.model_runner import ModelRunner
+from prime_rl.inference.embedded.prepared_decoder import PreparedDecoder
 from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from rollouts.kernels import cpu as cpu_kernels
@@ -42,25 +43,26 @@ def test_rows_that_share_columns_have_the_bits_of_rows_that_do_not(
     model = CausalLM(config).requires_grad_(False)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2) if parameter.dim() > 1 else torch.nn.init.ones_(parameter)
-    runner = ModelRunner(model, True, dtype)
-    assert runner.fused is not None
+    decoder = PreparedDecoder(model, True, dtype)
+    assert decoder.fused is not None
     # Groups of 5 rows with two columns in common, 1, 4 of which two share one and two share two, 3 that share nothing.
     shared = np.array([0, 2, 2, 2, 2, 0, 0, 1, 2, 2, 0, 0, 0], dtype=np.int64)
     positions = 2 * BLOCK + np.arange(len(shared), dtype=np.int64) * 17 % BLOCK
     positions[6] = 3 * BLOCK - 1
     cache = KVCache(config, dtype, torch.device("cpu"), len(shared), 10**6)
     assert cache.reserve(positions + 1)
-    for column in cache.columns:
+    for column in cache.blocks:
         column.normal_()
     for slot, j in itertools.product(range(1, len(shared)), range(2)):
         if shared[slot] > j:
-            cache.columns[j][:, :, slot] = cache.columns[j][:, :, slot - 1]
+            cache.blocks[j][:, :, slot] = cache.blocks[j][:, :, slot - 1]
     tokens = torch.arange(len(shared)) * 5
-    alone = runner.decode(FusedDecodeMetadata(cache, positions, np.zeros_like(shared)), tokens, positions)
+    alone = FusedDecode(decoder.fused, cache, decode_metadata(positions, np.zeros_like(shared)))(tokens, positions)
     for slot, j in itertools.product(range(1, len(shared)), range(2)):
         if shared[slot] > j:
-            cache.columns[j][:, :, slot] = torch.nan  # nobody reads it
-    plan = FusedDecodeMetadata(cache, positions, shared)
-    assert plan.shares
+            cache.blocks[j][:, :, slot] = torch.nan  # nobody reads it
+    metadata = decode_metadata(positions, shared)
+    assert metadata.num_shared_blocks > 0
+    backend = FusedDecode(decoder.fused, cache, metadata)
     for _ in range(2):
-        assert torch.equal(runner.decode(plan, tokens, positions), alone)
+        assert torch.equal(backend(tokens, positions), alone)

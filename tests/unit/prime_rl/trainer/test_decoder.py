@@ -14,6 +14,7 @@ from prime_rl.trainer.models.attention import (
     AttentionMode,
     PackedAttention,
     bucket_lengths,
+    causal_mask,
     fold_groups,
     has_flash,
     masked_attention,
@@ -229,7 +230,7 @@ def test_blocked_attention_matches_unblocked_bit_for_bit() -> None:
     packed = PackedAttention(lengths)(0, q, k, v).split(lengths)
     for n, out, *one in zip(lengths, packed, q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
         room = [F.pad(t, (0, 0, 0, 0, 0, padded(n) - n))[None] for t in one]
-        mask = torch.ones(padded(n), padded(n), dtype=torch.bool).tril().repeat_interleave(2, dim=0)
+        mask = causal_mask(torch.arange(padded(n)), padded(n)).repeat_interleave(2, dim=0)
         keys, values = room[1].transpose(1, 2), room[2].transpose(1, 2)
         whole = unfold_groups(masked_attention(fold_groups(room[0], 2), keys, values, mask), padded(n))
         assert torch.equal(out, whole[0, :n])
@@ -267,7 +268,7 @@ def test_exact_attention_gradient_matches_autograd() -> None:
     parts, start = [], 0
     for n in lengths:
         span = slice(start, start + n)
-        mask = torch.ones(n, n, dtype=torch.bool).tril().repeat_interleave(heads // kv_heads, dim=0)
+        mask = causal_mask(torch.arange(n), n).repeat_interleave(heads // kv_heads, dim=0)
         folded = fold_groups(q[None, span], kv_heads)
         out = masked_attention(folded, k[None, span].transpose(1, 2), v[None, span].transpose(1, 2), mask)
         parts.append(unfold_groups(out, n)[0])

@@ -211,7 +211,7 @@ def test_decode_step_is_bit_identical_to_trainer(
     monkeypatch.setattr(cpu_kernels, "has_bf16_unit", lambda: False)
     model = build(dtype, **SHAPES[name])
     engine = EmbeddedEngine(build(dtype, **SHAPES[name]), max_model_len=512)
-    assert engine._runner.fused is not None
+    assert engine._decoder.fused is not None
     for output in generate(engine, 7) + generate(engine, 1):
         actual, expected = torch.tensor(output.logprobs), trainer_logprobs(model, output, dtype)
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)
@@ -226,8 +226,8 @@ def test_fast_bf16_decode_is_close_to_trainer(name: str, monkeypatch: pytest.Mon
     engine = EmbeddedEngine(
         build(torch.bfloat16, **SHAPES[name]), exact=False, max_model_len=512, enable_prefix_caching=False
     )
-    fused = engine._runner.fused
-    assert fused is not None and (fused._shape.format == cpu_kernels.DOTS) == has_dots()
+    fused = engine._decoder.fused
+    assert fused is not None and (fused.shape.format == cpu_kernels.DOTS) == has_dots()
     outputs = generate(engine, 7)
     for output in outputs:
         actual, expected = torch.tensor(output.logprobs), trainer_logprobs(model, output, torch.bfloat16)
@@ -257,7 +257,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
         ]
         plain = {"hidden_size": 64, "intermediate_size": 96}  # torch's own operations are exact for whole vectors only
         model, engine = build(**plain), EmbeddedEngine(build(**plain), max_model_len=512)
-        assert engine._runner.fused is None
+        assert engine._decoder.fused is None
         for output in generate(engine, 4):
             torch.testing.assert_close(torch.tensor(output.logprobs), trainer_logprobs(model, output), rtol=0, atol=0)
     finally:

@@ -1,0 +1,136 @@
+"""Every path through the engine's attention gives the trainer's log-probs, bit for bit in exact mode."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from prime_rl.inference.embedded.attention import DecodeBackend
+from prime_rl.inference.embedded.cuda_graphs import GraphDecode, Step
+from prime_rl.inference.embedded.engine import EmbeddedEngine
+from prime_rl.inference.embedded.fused_decode import FusedDecode
+from prime_rl.inference.embedded.model_runner import EagerDecode
+from prime_rl.inference.engine import GenerationRequest, Output, SamplingParams
+from prime_rl.trainer.models.attention import PackedAttention
+from prime_rl.trainer.models.causal_lm import CausalLM, init_weights
+from prime_rl.trainer.models.decoder_config import DecoderConfig
+from rollouts.kernels import cpu as cpu_kernels
+from rollouts.training.numerics import MIN_TOKENS
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CONFIG = {
+    "model_type": "qwen3", "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024,
+    "tie_word_embeddings": True, "initializer_range": 0.3,
+}  # fmt: skip
+
+
+class Rerun:
+    """Captured steps are computed again."""
+
+    def warm_up(self, step: Step) -> torch.Tensor:
+        return step()
+
+    def record(self, step: Step) -> Step:
+        return step
+
+
+@dataclass(frozen=True)
+class Path:
+    """Engine options, prompts, and what must have happened."""
+
+    backend: type[DecodeBackend]
+    max_tokens: int = 20
+    prompts: str = "different"
+    tolerance: float = 0.0
+    least_shared: int = 0
+    least_preempted: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def build_paths(backend: type[DecodeBackend]) -> dict[str, Path]:
+    return {
+        "prefill": Path(backend, max_tokens=1),
+        "chunked prefill": Path(backend, max_tokens=1, options={"max_num_batched_tokens": 64}),
+        "decode over a block's end": Path(backend, max_tokens=150),
+        "shared prefixes": Path(backend, prompts="group", least_shared=2 * 270),
+        "continued prefixes": Path(backend, prompts="continued", least_shared=200),
+        "preemption": Path(
+            backend, max_tokens=150, least_preempted=1, options={"max_model_len": 512, "max_cache_tokens": 1}
+        ),
+    }
+
+
+PATHS = {
+    **{f"eager: {name}": path for name, path in build_paths(EagerDecode).items()},
+    **{f"fused: {name}": path for name, path in build_paths(FusedDecode).items()},
+    "graph": Path(GraphDecode, max_tokens=150, tolerance=1e-4, options={"exact": False, "recorder": Rerun()}),
+    "graph: shared prefixes": Path(
+        GraphDecode, prompts="group", tolerance=1e-4, least_shared=540, options={"exact": False, "recorder": Rerun()}
+    ),
+}
+
+
+def build_model() -> CausalLM:
+    model = CausalLM(DecoderConfig.from_hf(CONFIG))
+    init_weights(model, 0)
+    return model.requires_grad_(False)
+
+
+def run(engine: EmbeddedEngine, prompts: list[list[int]], max_tokens: int) -> tuple[list[Output], set[type]]:
+    """Outputs, and the decode backends that computed them."""
+    for seed, prompt in enumerate(prompts):
+        engine.add(GenerationRequest(prompt, SamplingParams(max_tokens=max_tokens, seed=seed, temperature=0.8)))
+    outputs: list[Output] = []
+    backends: set[type] = set()
+    while engine.has_work():
+        outputs += [event for event in engine.step() if isinstance(event, Output)]
+        if engine._runner.batch is not None:
+            backends.add(type(engine._runner.batch.backend))
+    return outputs, backends
+
+
+def draw_prompts(kind: str, engine: EmbeddedEngine) -> list[list[int]]:
+    rng = random.Random(0)
+    first = rng.choices(range(128), k=280)
+    if kind == "group":
+        return [first, first, [*first[:270], 7]]
+    if kind == "continued":
+        (output,), _ = run(engine, [first], 4)
+        return [[*first, *output.token_ids, 5, 6]]
+    # A long one, whose growth needs memory that newer ones hold if it is short.
+    return [rng.choices(range(128), k=length) for length in (250, 120, 90, *range(1, 30, 2))]
+
+
+@torch.no_grad()
+def check_trainer(output: Output, model: CausalLM, tolerance: float) -> None:
+    tokens = [*output.request.prompt, *output.token_ids]
+    length = len(tokens)
+    tokens += [0] * (MIN_TOKENS - length)  # a trainer's pack is never shorter
+    hidden = model(torch.tensor(tokens), torch.arange(len(tokens)), PackedAttention([len(tokens)]))
+    scale = torch.full((len(tokens), 1), output.request.params.temperature)
+    logprobs = torch.log_softmax(model.logits(hidden).float() / scale, dim=-1)
+    rows = torch.arange(len(output.request.prompt), length) - 1
+    expected = logprobs[rows, torch.tensor(output.token_ids)]
+    torch.testing.assert_close(torch.tensor(output.logprobs), expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_path_equals_the_trainer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = PATHS[name]
+    if path.backend is FusedDecode and cpu_kernels.library() is None:
+        pytest.skip("no C compiler; cure: apt-get install gcc")
+    if path.backend is EagerDecode:
+        monkeypatch.setattr(cpu_kernels, "library", lambda: None)
+    model, engine = build_model(), EmbeddedEngine(build_model(), **path.options)
+    outputs, backends = run(engine, draw_prompts(path.prompts, engine), path.max_tokens)
+    assert backends == {path.backend} if path.max_tokens > 1 else not backends
+    stats = engine.stats()
+    assert stats.shared_prompt_tokens >= path.least_shared and stats.preempted >= path.least_preempted
+    for output in outputs:
+        check_trainer(output, model, path.tolerance)
