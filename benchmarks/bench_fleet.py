@@ -75,13 +75,13 @@ class Engine:
     async def request(self, method: str, path: str, **options: Any) -> bytes:
         await anyio.sleep(0.01)
         if not self.there:
-            raise ConnectionError("nobody listens")
+            raise ConnectionError("connection refused")
         return msgspec.json.encode({"version": self.version, "awaits_weights": self.awaits_weights})
 
     async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
         await anyio.sleep(0.2)
         if not self.there:
-            raise EngineError("unreachable", "nobody listens")
+            raise EngineError("unreachable", "connection refused")
         self.version, self.awaits_weights = int(Path(checkpoint_path).name.removeprefix("step_")), False
         return {"success": True}
 

@@ -1,4 +1,4 @@
-"""Rules of the house for every test: one compute thread, no hub, no tracker, no network, no deadline."""
+"""Settings of every test: one compute thread, no hub, no tracker, no network, no deadline."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def test_the_documented_flags_on_the_tiny_recipe(run: Runner, tmp_path: Path, fl
 
 @pytest.mark.slow
 def test_ema_teacher_survives_crash_and_resume(run: Runner, tmp_path: Path) -> None:
-    """The average of every version is published and served; a resumed run goes on with the average, not anew."""
+    """The average of every version is published and served; a resumed run continues the average."""
     flags = (
         "--trainer.model.lora.rank 4 --orchestrator.teacher_model.weights ema "
         "--orchestrator.teacher_model.ema_decay 0.5 --trainer.ckpt.interval 1 "

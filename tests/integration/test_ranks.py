@@ -166,4 +166,4 @@ def test_torchrun_starts_ranks_too(run: Runner, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert complete_steps(tmp_path / "weights") == [2]
     assert [row["step"] for row in metric_rows(tmp_path, "sft", "loss/mean")] == [1, 2]
-    assert done.stdout.count("Step 2 |") == 1, "only the first rank speaks"
+    assert done.stdout.count("Step 2 |") == 1, "only the first rank logs"

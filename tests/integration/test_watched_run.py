@@ -34,7 +34,7 @@ SERVER = "generated_tokens_total policy_version requests_running".split()
 
 
 def scrape(port: int) -> dict[str, float]:
-    """Values by name; none while nobody answers."""
+    """Values by name; none while the server is unreachable."""
     try:
         with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()

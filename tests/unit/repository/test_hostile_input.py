@@ -59,7 +59,7 @@ TINY = Path(__file__).parents[3] / "src" / "prime_rl" / "assets" / "tiny-qwen3"
 
 
 class Bomb:
-    """Whoever unpickles it makes `mark`."""
+    """Unpickling it creates `mark`."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -91,7 +91,7 @@ LOOKED_UP: list[str] | None = None
 
 
 def watch_unpickling(event: str, arguments: tuple[Any, ...]) -> None:
-    """The interpreter itself tells of every class that an unpickler looks up, Python's or C's, whoever imported it."""
+    """The interpreter's audit hook reports every class that an unpickler looks up, in Python or C."""
     if event == "pickle.find_class" and LOOKED_UP is not None:
         LOOKED_UP.append(".".join(map(str, arguments)))
 
@@ -557,7 +557,7 @@ def test_the_default_limit_of_bodies_follows_the_model() -> None:
 
 
 def test_reports_and_pages_show_no_secret(tmp_path: Path) -> None:
-    """The processes need what the run directory's configs say; whoever is shown a run does not."""
+    """The processes need what the run directory's configs say; readers of a run page do not."""
     (tmp_path / "configs").mkdir()
     config = OrchestratorConfig.model_validate(
         {

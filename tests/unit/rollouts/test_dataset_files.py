@@ -119,7 +119,7 @@ def test_a_failed_export_leaves_the_old_file(tmp_path: Path) -> None:
 def test_a_line_that_is_no_sample_is_named(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     for line, sentence in [
-        ('{"prompt": "p", "colour": 1}', r"line 2: unknown field\(s\) of a sample: colour"),
+        ('{"prompt": "p", "colr": 1}', r"line 2: unknown field\(s\) of a sample: colr"),
         ('{"prompt": 3}', "line 2: not a sample"),
         ("[1]", "line 2: "),
         ("{", "line 2: "),

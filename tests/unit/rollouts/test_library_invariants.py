@@ -46,7 +46,7 @@ few = settings(max_examples=20, deadline=None)
     seed=st.integers(0, 9),
 )
 def test_prompts_are_never_shared_with_the_caller(prompts: list[Any], takes: list[int], seed: int) -> None:
-    """Invariant 9: the list that was given stays as it is, and changing a prompt changes nobody else's."""
+    """Invariant 9: the list that was given stays as it is, and changing a prompt changes no other."""
     before = json.dumps(prompts)
     buffer, again = DataBuffer(prompts, seed=seed), DataBuffer(prompts, seed=seed)
     for n in takes:
@@ -254,7 +254,7 @@ def test_interrupted_run_resumes_bit_identically(cut: int, seeds: list[int], cra
 
 
 def die_at(patch: pytest.MonkeyPatch, nth: int) -> None:
-    """Let the nth write to disk be the last thing that happens; nobody tidies up."""
+    """Let the nth write to disk be the last operation, without cleanup."""
     count = iter(range(1000))
 
     def dying(real: Any) -> Any:

@@ -210,7 +210,7 @@ def with_streams(inputs: LossInputs, seed: int) -> LossInputs:
 
 
 def select(inputs: LossInputs, index: Tensor) -> LossInputs:
-    """Tokens at `index`, as leaves of their own, their sequences numbered anew."""
+    """Tokens at `index`, as leaves of their own, their sequences renumbered."""
     sequence = inputs.sequence[index]
     numbers = {old: new for new, old in enumerate(dict.fromkeys(sequence.tolist()))}
     return LossInputs(

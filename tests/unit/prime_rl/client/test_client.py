@@ -106,7 +106,7 @@ def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_server_that_starts_again_is_waited_for_and_asked_the_same(
     away: int | None, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More often than overload is: ten times nobody, or a server that is not ready, then the answer."""
+    """Ten refused connections, or a server that is not ready, are retried: more often than overload."""
     monkeypatch.setattr("prime_rl.utils.client.RETRY_AFTER_S", 0.001)
     client, tries = InferenceClient(engine.base_url, reconnect_s=30), 0
     engine.fail = lambda body: away if tries < 10 else None

@@ -1,4 +1,4 @@
-"""Chats of a group: one request to the server, the same answers as alone, and nobody waits for anybody else."""
+"""Chats of a group: one request to the server, the same responses as single requests, each delivered at once."""
 
 from __future__ import annotations
 
@@ -381,7 +381,7 @@ def test_what_cannot_be_sent_is_the_error_of_who_asked(server: RunningServer) ->
 
 
 def test_who_is_cancelled_first_draws_no_longer_than_the_others(server: RunningServer) -> None:
-    """One leaves, the other is answered: now nobody waits, and the request ends."""
+    """One chat is cancelled, the other completes: the request ends."""
 
     async def main() -> None:
         client = InferenceClient(f"{server.root}/v1")
@@ -467,9 +467,9 @@ def test_a_line_that_failed_is_one_failure() -> None:
     ("reply", "asked_again"),
     [
         (HEAD + chunk("what?"), True),
-        (HEAD + chunk(line(7, "nobody's")), True),
+        (HEAD + chunk(line(7, "unclaimed")), True),
         (HEAD + b"0\r\n\r\n", True),
-        (alone("nobody's"), False),
+        (alone("unclaimed"), False),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n", True),
         *((b"HTTP/1.1 %d Whatever\r\ncontent-length: 2\r\n\r\n{}" % status, True) for status in (302, 400, 403, 503)),
         *((b"HTTP/1.1 %d Whatever\r\ncontent-length: 2\r\n\r\n{}" % status, False) for status in (404, 405, 501)),

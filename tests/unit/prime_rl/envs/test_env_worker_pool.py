@@ -1,4 +1,4 @@
-"""Environments in worker processes: what one of them does to itself costs its own rollouts and nobody else's."""
+"""Environments in worker processes: a failure of one costs only its own rollouts."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def test_a_worker_that_somebody_kills_while_it_loads_is_replaced(
 
 
 def test_workers_end_with_their_parent(tmp_path: Path) -> None:
-    """Even with one that hangs: nobody is left when the parent is killed."""
+    """No worker outlives a killed parent, even if one hangs."""
     import subprocess
     import sys
 

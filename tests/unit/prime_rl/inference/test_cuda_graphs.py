@@ -1,4 +1,4 @@
-"""Recorded decoding steps: the numbers of eager ones, nothing the host decides within, recorded anew when memory moves.
+"""Recorded decoding steps: the numbers of eager ones, no decision of the host within, recorded again when memory moves.
 
 Without a GPU a tape takes the place of a CUDA graph: it notes every operation of a step and replays these very ones,
 so what a graph would freeze (addresses, shapes, numbers the host computed) is frozen here too.
@@ -307,7 +307,7 @@ def test_rows_that_fill_a_shape_up_touch_nothing() -> None:
 
 
 def test_new_weights_leave_recordings_in_place() -> None:
-    """An update writes into the same memory; only weights that have moved, or a moved cache, are recorded anew."""
+    """An update writes into the same memory; only weights that have moved, or a moved cache, are recorded again."""
     recorder = TapeRecorder()
     engine = build_engine(build_model(0), recorder)
     prompts = [list(range(n, n + 5)) for n in range(4)]

@@ -163,7 +163,7 @@ def test_fast_mode_keeps_the_cache_and_reports_version_spans() -> None:
     assert output.versions == [(0, 0), (4, 1)]
     with pytest.raises(AssertionError):
         check_exact(output, models)
-    # 1 prefill and 9 decode steps: nothing was computed anew.
+    # 1 prefill and 9 decode steps: nothing was recomputed.
     assert engine.stats().steps == 10
 
 
@@ -428,7 +428,7 @@ def test_a_prompt_is_scored_as_the_trainer_scores_it(budget: int) -> None:
 
 @pytest.mark.parametrize("budget", [16, 2048])
 def test_what_comes_before_the_scored_tokens_is_computed_once(budget: int) -> None:
-    """Prompts with one context share its keys; an update on the way scores everything anew."""
+    """Prompts with one context share its keys; an update in flight scores everything again."""
     models = [build_model(seed) for seed in (0, 1)]
     rng = random.Random(0)
     context = rng.choices(range(256), k=100)

@@ -197,7 +197,7 @@ def test_models_and_health_tell_the_version(server: RunningServer) -> None:
 
 
 REFUSALS: list[tuple[dict[str, Any], int, str]] = [
-    ({"colour": 1}, 400, "unknown field 'colour'"),
+    ({"colr": 1}, 400, "unknown field 'colr'"),
     ({"presence_penalty": 3}, 400, "presence_penalty must be a number from -2 to 2"),
     ({"use_beam_search": True}, 400, "use_beam_search = True is not supported"),
     ({"response_format": {"type": "json_object"}}, 400, "response_format"),

@@ -382,7 +382,7 @@ def test_a_server_that_dies_and_comes_back_is_brought_to_the_version(
     assert fleet.update(2, name="adapters").json()["version"] == 2
     wanted = score(gateway, PROMPT)
     back.stop()
-    again = FakeSGLang("tiny-qwen3", port=fake.port, seed=9).start()  # while nobody asked
+    again = FakeSGLang("tiny-qwen3", port=fake.port, seed=9).start()  # no request in flight
     assert score(gateway, PROMPT) == pytest.approx(wanted, abs=CLOSE)
     assert gateway.http.get("/health").json() == {"status": "ok", "version": 2}
     gateway.stop()

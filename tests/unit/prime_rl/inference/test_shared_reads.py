@@ -59,7 +59,7 @@ def test_rows_that_share_columns_have_the_bits_of_rows_that_do_not(
     alone = runner.decode(FusedDecodeMetadata(cache, positions, np.zeros_like(shared)), tokens, positions)
     for slot, j in itertools.product(range(1, len(shared)), range(2)):
         if shared[slot] > j:
-            cache.columns[j][:, :, slot] = torch.nan  # nobody reads it
+            cache.columns[j][:, :, slot] = torch.nan  # never read
     plan = FusedDecodeMetadata(cache, positions, shared)
     assert plan.shares
     for _ in range(2):

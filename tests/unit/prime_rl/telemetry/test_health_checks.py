@@ -80,7 +80,7 @@ def test_constant_rewards_warn_once() -> None:
         "logged again after it was resolved"
     )
     unverified = RolloutHealthChecks(2, verified=False, log=lambda line: None)
-    assert not any(unverified.check(batch(reward=0.0)) for _ in range(9)), "without verification nobody earns anything"
+    assert not any(unverified.check(batch(reward=0.0)) for _ in range(9)), "without verification all rewards are 0"
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ with show_progress("work", 4) as progress:
         time.sleep(0.15)
 print("the end")
 """
-COLOUR = re.compile(r"\x1b\[(?:[0-9;]*;)?(?:3[0-8]|4[0-8]|9[0-7])(?:;[0-9;]*)?m")
+COLOR = re.compile(r"\x1b\[(?:[0-9;]*;)?(?:3[0-8]|4[0-8]|9[0-7])(?:;[0-9;]*)?m")
 
 
 def run_in_terminal(**environ: str) -> str:
@@ -63,7 +63,7 @@ def words(said: str) -> str:
 
 def test_a_terminal_has_a_bar_below_the_lines() -> None:
     said = run_in_terminal()
-    assert COLOUR.search(said) and "━" in said and "/4" in said and "left" in said and "[note 2]" in said
+    assert COLOR.search(said) and "━" in said and "/4" in said and "left" in said and "[note 2]" in said
     for i in range(4):
         assert words(said).count(f"WARNING line {i} [bold]said[/bold]") == 1
         assert words(said).count(f"printed {i}") == 1
@@ -72,7 +72,7 @@ def test_a_terminal_has_a_bar_below_the_lines() -> None:
 
 def test_no_color_is_respected() -> None:
     said = run_in_terminal(NO_COLOR="1")
-    assert not COLOUR.search(said) and "/4" in said
+    assert not COLOR.search(said) and "/4" in said
 
 
 @pytest.mark.parametrize("environ", [{"CI": "true"}, {"TERM": "dumb"}])

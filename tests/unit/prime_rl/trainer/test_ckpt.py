@@ -250,9 +250,9 @@ def test_skip_options_on_resume(tmp_path: Path) -> None:
 
     straight = rows("straight")
     assert straight[0]["optim/lr"] < 1e-2, "the fourth of six steps of a cosine"
-    anew = rows("scheduler", skip_scheduler=True)
-    assert anew[0]["optim/lr"] == 1e-2, "a warm-up of one step begins again"
-    assert anew[-1]["optim/lr"] == pytest.approx(straight[-1]["optim/lr"]) == 0, "and the end is that of the run"
+    restarted = rows("scheduler", skip_scheduler=True)
+    assert restarted[0]["optim/lr"] == 1e-2, "a warm-up of one step begins again"
+    assert restarted[-1]["optim/lr"] == pytest.approx(straight[-1]["optim/lr"]) == 0, "and the end is that of the run"
     assert rows("optimizer", skip_optimizer=True)[0]["loss/mean"] == straight[0]["loss/mean"]
     first_batch = next(row for row in load_jsonl(tmp_path / "metrics.jsonl") if "loss/mean" in row)
     again = rows("dataloader", skip_dataloader=True)[0]

@@ -438,7 +438,7 @@ def test_negative_learning_rate_is_rejected(optim: str) -> None:
     parse_argv(TrainConfig, ["--optim.type", optim, "--optim.lr", "0"], "trainer", environ={})
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of machines without a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_missing_device_is_reported(tmp_path: Path) -> None:
     for device in ("cuda", "tpu", "mps"):
         with pytest.raises(ValueError, match=device):

@@ -1,4 +1,4 @@
-"""Weights over process groups: every tensor arrives or is refused, and nobody waits for somebody who is gone."""
+"""Weights over process groups: every tensor arrives or is rejected, and no process waits for a dead peer."""
 
 from __future__ import annotations
 
@@ -322,7 +322,7 @@ def config_of(out: Path, **more: Any) -> TrainConfig:
 
 
 def test_a_run_announces_all_versions_and_saves_some(tmp_path: Path) -> None:
-    """The same weights as a run over files, which writes all of them; one that goes on offers them anew."""
+    """The same weights as a run over files, which writes all of them; a resumed run offers them again."""
     over_groups: dict[str, Any] = {"weight_broadcast": {"type": "gloo"}, "ckpt": {"interval": 2}}
     gloo, files = tmp_path / "gloo", tmp_path / "files"
     assert train(config_of(gloo, **over_groups)) == 0
@@ -338,7 +338,7 @@ def test_a_run_announces_all_versions_and_saves_some(tmp_path: Path) -> None:
     train(config_of(gloo, **over_groups))
     assert complete_steps(gloo / "broadcasts") == [2, 3, 4]
     found = {read_broadcast(step_path(gloo / "broadcasts", step)) for step in (2, 3, 4)}
-    assert len(found) == 1 and first not in found, "version 2 is offered anew, by the trainer that goes on"
+    assert len(found) == 1 and first not in found, "version 2 is offered again by the resumed trainer"
 
 
 def test_a_run_offers_the_announced_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
