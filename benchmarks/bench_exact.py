@@ -1,4 +1,4 @@
-"""Are the engine's log-probs the trainer's, bit for bit? A million sampled tokens under everything that could disturb.
+"""Bitwise equality of engine and trainer log-probs over a million sampled tokens under varying conditions.
 
     python benchmarks/bench_exact.py [--tokens 1000000] [--dtype float32] [--threads 1] [--seed 0]
         [--output FILE]
@@ -41,7 +41,7 @@ SHAPES = {  # hidden, layers, heads, key heads, head dim, inner
 
 @dataclass
 class Tally:
-    """What was compared, and what happened meanwhile."""
+    """Counts of compared tokens and of events."""
 
     tokens: int = 0
     differences: int = 0

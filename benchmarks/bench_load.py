@@ -2,8 +2,8 @@
 
 python benchmarks/bench_load.py --clients 1000 --seconds 600     one line of JSON; exit code 1 when something fails
 
-Each client asks again and again for 1 to 64 tokens after prompts of 1 to 200, as a stream. Most read to the end; some
-hang up in the middle, some before the first byte. Afterwards the server must hold no request, its count of answered
+Each client repeatedly streams 1 to 64 tokens after prompts of 1 to 200. Most read to the end; some disconnect in the
+middle, some before the first byte. Afterwards the server must hold no request, its count of answered
 requests and tokens must fit what clients saw, and its memory must not have grown from the second third to the last.
 The server keeps keys and values of finished requests up to `cache.max_prefix_cache_tokens`: the first third must fill
 that.
@@ -37,7 +37,7 @@ LOOK_EVERY_S = 5.0
 
 
 class Crowd:
-    """All clients and what they saw."""
+    """All clients and their counts."""
 
     def __init__(self, port: int, until: float) -> None:
         self.port, self.until = port, until
@@ -114,7 +114,7 @@ def read_rss_mb(pid: int) -> float:
 
 
 async def watch(crowd: Crowd, pid: int) -> list[tuple[float, float]]:
-    """Megabytes, and tokens kept of ended requests, from time to time."""
+    """Megabytes, and cached tokens of finished requests, from time to time."""
     seen = []
     while time.monotonic() < crowd.until:
         told = await asyncio.to_thread(read_metrics, crowd.port)
@@ -132,7 +132,7 @@ async def run(crowd: Crowd, clients: int, pid: int) -> list[tuple[float, float]]
 
 
 def measure(clients: int, seconds: float) -> dict[str, object]:
-    """The whole measurement; `problems` says what does not hold."""
+    """The whole measurement; `problems` lists failed checks."""
     ensure_open_files(2 * clients)
     port = find_free_port()
     model = ["--model.name", "tiny-qwen3", "--model.debug.random_init", "true", "--model.max_model_len", "512"]
@@ -161,7 +161,7 @@ def measure(clients: int, seconds: float) -> dict[str, object]:
         problems.append(f"{held:.0f} requests are still held")
     if full > third:
         problems.append(
-            f"the first third did not fill the {MAX_PREFIX_CACHE_TOKENS} tokens of ended requests: ask for longer"
+            f"the first third did not fill the {MAX_PREFIX_CACHE_TOKENS} tokens of finished requests: ask for longer"
         )
     if growth > MEMORY_GROWTH:
         problems.append(f"memory grew by a factor of {growth:.3f} from the second third to the last")

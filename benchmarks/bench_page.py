@@ -2,11 +2,10 @@
 
     python benchmarks/bench_page.py [--rollouts 100000] [--tokens 60] [--report-tokens 400] [--json FILE]
 
-A run is made up on disk: groups of eight, words of a made-up language. The live page is the real command, read by a
-real Chromium (needs playwright and a browser): first paint is from the request to the first numbers on the screen, a
-filter from a key (the event's own time stamp) to the frame after the one that holds the new count; `slowest` is the
-worst of all keys, `filter_server_ms` the server's part. The report that is weighed holds 2,000 rollouts of
-`--report-tokens` tokens.
+The run is synthetic: groups of eight, words of an artificial language. The live page is the real command in a real
+Chromium (needs playwright and a browser): first paint is from the request to the first numbers on the screen, a filter
+from a key (the event's own time stamp) to the frame after the one with the new count; `slowest` is the maximum over all
+keys, `filter_server_ms` the server's part. The measured report contains 2,000 rollouts of `--report-tokens` tokens.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Context distillation in one process: a model of 0.1 million parameters, two tasks, exact measurements.
 
 The arithmetic is the library's (`policy_loss`, `compute_sequence_kl_advantages`, `compute_fixed_point`), the decoder is
-the one that is
-trained and served; only prompts, sampling and the loop are here, on rectangles of token ids.
+the one that is trained and served; only prompts, sampling and the loop are here, on rectangles of token ids.
 
     facts   plain `B Q key key key A`, with a context `B v0 .. v5 Q key key key A` -> the keys' values, end
     modes   plain `B x x x x A`, with a context `B way x x x x A` -> the letters rewritten, end
@@ -42,7 +41,7 @@ VALUES, KEYS, WAYS = 8, 6, 4
 KEY, WAY, BEGIN, NOISY, ASK, ANSWER, END, VOCAB = 8, 14, 18, 19, 20, 21, 22, 24
 NOISE = 0.3
 GROUP = 8
-RISING = 20  # first steps, in which the learning rate rises: what is sampled before much is known settles nothing
+RISING = 20  # first steps, in which the learning rate rises: early samples carry little information
 SETTLING = 20  # last steps of a distillation, in which the learning rate falls to zero
 Rows = Tensor  # int64 [rows, length]
 Past = Sequence[tuple[Tensor, Tensor]]  # keys and values of each layer
@@ -111,10 +110,10 @@ def read_prompts(model: CausalLM, prompts: Rows) -> tuple[Tensor, Past]:
 def compute_table(
     model: CausalLM, prompts: Rows, answers: Rows, temperature: float = 1.0, shared: bool = True
 ) -> Tensor:
-    """Log-probs [rows, length, VOCAB] of what may stand in the place of each token of the answers.
+    """Log-probs [rows, length, VOCAB] at each token of the answers.
 
-    Equal rows are computed once: what a student has learnt it says again and again. Where prompts are not shared it is
-    quicker not to read them apart.
+    Equal rows are computed once, because a trained student repeats its answers. Without shared prompts it is faster to
+    compute prompt and answer together.
     """
     length = answers.shape[1]
     rows, row_of = torch.cat((prompts, answers[:, :-1]), 1).unique(dim=0, return_inverse=True)
@@ -281,7 +280,7 @@ def learn(model: CausalLM, prompts: Rows, answers: Rows) -> Tensor:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One run: what is minimised, by which teacher, from where."""
+    """One run: objective, teacher and start."""
 
     objective: Objective
     steps: int = 100
@@ -304,7 +303,7 @@ class Recipe:
 
 
 def aim(estimator: str = "token", direction: str = "reverse", **choices: Any) -> Objective:
-    """An objective with the taus 0/1/1 unless told otherwise."""
+    """An objective with the taus 0/1/1 unless given."""
     taus = {"adv_tau": 0.0, "teacher_tau": 1.0, "student_tau": 1.0}
     distill = DistillChoice(estimator, direction)  # type: ignore[arg-type]
     return replace(PRESETS["aipo"], distill=distill, **{**taus, **choices})
@@ -406,12 +405,12 @@ def context_of(task: Task, recipe: Recipe) -> Rows:
 
 
 def right_answers(task: Task, recipe: Recipe, questions: Rows) -> Rows:
-    """What rewards and accuracies go by."""
+    """Right answers, for rewards and accuracies."""
     return task.solve(questions, context_of(task, recipe) if recipe.truth is None else recipe.truth)
 
 
 def teacher_prompts(task: Task, recipe: Recipe, questions: Rows) -> Rows:
-    """What the teacher sees."""
+    """The teacher's prompts."""
     return task.show(questions, context_of(task, recipe), NOISY if recipe.noisy else BEGIN)
 
 
@@ -426,7 +425,7 @@ def teach(
 ) -> tuple[Tensor, Tensor, float]:
     """Sum and count of the loss of a batch, `prompts` groups of GROUP answers, and the new `farthest`.
 
-    That is the most nats by which the answers of a batch were from the teacher, this one's among them.
+    That is the largest distance of a batch's answers from the teacher so far, in nats, including this batch.
     """
     questions = pick(task.train, recipe.prompts, draw).repeat_interleave(GROUP, 0)
     plain, shown = task.plain(questions), teacher_prompts(task, recipe, questions)
