@@ -1,13 +1,13 @@
-"""Write conversations to warm a model up with, by the environment's own `build_sft_examples`.
+"""Write warm-up conversations with the environment's own `build_sft_examples`.
 
     python dev/make_warmup.py wiki-search             # outputs/wiki_search/sft.jsonl: right answers
-    python dev/make_warmup.py alphabet-sort --tiny    # outputs/alphabet_sort_tiny/sft.jsonl: careless ones
+    python dev/make_warmup.py alphabet-sort --tiny    # outputs/alphabet_sort_tiny/sft.jsonl: with errors
     python dev/make_warmup.py facts                   # outputs/facts/sft.jsonl: following contexts, for distillation
-    python dev/make_warmup.py facts --unsure          # outputs/facts/unsure.jsonl: contexts that err now and then
+    python dev/make_warmup.py facts --unsure          # outputs/facts/unsure.jsonl: contexts with errors
 
-The tiny ones go with `examples/<name>/tiny/`, whose `rl.toml` has the environment's arguments. They are right in form
-and careless in substance: a model that has learnt from them knows the format and is right now and then, which is what
-reinforcement learning needs to begin.
+The tiny ones are for `examples/<name>/tiny/`, whose `rl.toml` has the environment's arguments. Their format is right
+and their content has errors: a model trained on them knows the format and is sometimes right, the starting point for
+RL.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Conversation = dict[str, Any]
 
 
 def build_alphabet_sort(room: Any, args: dict[str, Any], draw: random.Random) -> list[Conversation]:
-    """Lists in any order: the right names, the right marks, often the wrong places."""
+    """Lists with the right names and marks, often in the wrong order."""
     limits = (args["min_turns"], args["max_turns"], args["min_names_per_turn"], args["max_names_per_turn"])
     rows = room.build_sft_examples(NUM_TINY_EXAMPLES, limits, args["names"], args["short"], SEED)
     for message in (message for row in rows for message in row["messages"] if message["role"] == "assistant"):
@@ -48,7 +48,7 @@ def build_alphabet_sort(room: Any, args: dict[str, Any], draw: random.Random) ->
 
 
 def build_wordle(room: Any, args: dict[str, Any], draw: random.Random) -> list[Conversation]:
-    """Games with every word that the letters could give, of a player who reads the hints half of the time."""
+    """Games with any words over the letters; half of the guesses use the hints."""
     letters = [sorted(set(place)) for place in zip(*args["words"], strict=True)]
     words = ["".join(word) for word in product(*letters)]
     kept = {name: args[name] for name in ("system_prompt", "rules", "max_guesses", "held_out_words")}
@@ -58,7 +58,7 @@ def build_wordle(room: Any, args: dict[str, Any], draw: random.Random) -> list[C
 def build_wiki_search(room: Any, args: dict[str, Any], draw: random.Random) -> list[Conversation]:
     """Calls that often read another section of the right page, and answers from what was read.
 
-    The pages are others than those of the reinforcement learning, and many: names cannot be learnt by heart.
+    The pages differ from those of RL and are many, so that names cannot be memorized.
     """
     kept = {name: args[name] for name in ("tools", "system_prompt")}
     right = room.build_sft_examples(NUM_TINY_EXAMPLES, num_pages=NUM_TINY_PAGES, seed=SEED, **kept)

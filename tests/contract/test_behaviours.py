@@ -1,6 +1,6 @@
 """Documented behaviors, by document and line, and the test that covers each of them.
 
-A row whose test has gone fails. Document 004 has its snippets executed in `tests/unit/rollouts/test_document_004.py`, document
+A row without its test fails. Document 004 has its snippets executed in `tests/unit/rollouts/test_document_004.py`, document
 002 in `tests/integration/test_docs_nanochat.py`; their rows here name the parts.
 """
 

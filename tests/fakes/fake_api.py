@@ -1,4 +1,4 @@
-"""A strict stand-in for the OpenAI API: wants a key, refuses unknown fields, tells text and usage but no tokens."""
+"""A strict fake of the OpenAI API: requires a key, rejects unknown fields, returns text and usage but no tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FIELDS = frozenset(
 
 
 def backwards(body: Body) -> str:
-    """What the reverse-text environment wants to hear."""
+    """The right answer of the reverse-text environment."""
     return f"<reversed_text>{str(body['messages'][-1]['content'])[::-1]}</reversed_text>"
 
 

@@ -37,7 +37,7 @@ def decode(ids: list[int]) -> str:
 
 @dataclass
 class Wire(InferenceClient):
-    """A server without sockets. `quirks`: what its chat template does beside appending."""
+    """A server without sockets. `quirks`: deviations of its chat template from appending."""
 
     quirks: frozenset[str] = frozenset()
     script: list[dict[str, Any]] = field(default_factory=list)

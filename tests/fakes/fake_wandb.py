@@ -1,4 +1,4 @@
-"""A strict stand-in for the routes of Weights & Biases that `monitor` uses: anything else is refused and remembered."""
+"""A strict fake of the Weights & Biases routes that `monitor` uses: other requests are rejected and recorded."""
 
 from __future__ import annotations
 

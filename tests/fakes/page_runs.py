@@ -1,4 +1,4 @@
-"""Run directories made up for the tests of the page: several environments, tools, a teacher, and hostile texts."""
+"""Synthetic run directories for the tests of the page: several environments, tools, a teacher, and hostile texts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Chaos tests: random faults of processes, sockets, disk and files in a small `rl` run, with invariants.
 
-seed --> faults and moments --> rl ... (falls) --> rl ... --resume --> equal to the undisturbed run, bit for bit
+seed --> faults and moments --> rl ... (fails) --> rl ... --resume --> equal to the undisturbed run, bit for bit
 
 Run it with `make chaos`, or `python tests/integration/chaos.py --seeds 0-19`. Each trial is a function of its seed as
 far as the machine is: which faults, which victims, which moments, and whether weights go over files or gloo. At level 0

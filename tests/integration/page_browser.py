@@ -18,7 +18,7 @@ Open = Callable[[str], "OpenPage"]
 
 
 class OpenPage:
-    """A page with what it asked for and what went wrong in it."""
+    """A page with its requests and errors."""
 
     def __init__(self, browser: Any, url: str) -> None:
         self.page = browser.new_page(viewport={"width": 1300, "height": 800})

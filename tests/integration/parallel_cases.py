@@ -1,6 +1,6 @@
-"""One of four ranks that walk through meshes: on each they train three steps, then take over a run from the last mesh.
+"""One of four ranks that train three steps on each mesh in turn, then resume the run of the previous mesh.
 
-Rank 0 writes what each mesh has computed, for `test_meshes` to compare with one rank.
+Rank 0 writes the results of each mesh, for `test_meshes` to compare with one rank.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A whole run whose two servers receive weights over process groups, beside the same run over files.
+"""A complete run with weights over process groups to two servers, compared with the same run over files.
 
 pytest -m slow tests/integration/test_broadcast_runs.py
 """

@@ -39,7 +39,7 @@ ON_BRIDGE = ["--deployment.env", json.dumps({"OMP_NUM_THREADS": "1", "GLOO_SOCKE
 def submit(
     out: Path, kind: str, *argv: str, env: dict[str, str], module: str = "prime_rl.rl", timeout_s: float = 600
 ) -> str:
-    """Hand a run in; returns what `rl` or `sft` says."""
+    """Submit a run; returns the output of `rl` or `sft`."""
     config = LETTERS if module == "prime_rl.rl" else ROOT / "configs" / "debug" / "sft" / "train.toml"
     command = [sys.executable, "-m", module, "@", str(config), "--output-dir", str(out), *argv]
     done = subprocess.run([*command, "--deployment.type", kind], env=env, capture_output=True, text=True,

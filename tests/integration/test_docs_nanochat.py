@@ -64,7 +64,7 @@ def shortened(argv: list[str]) -> list[str]:
 
 @pytest.fixture
 def base(tmp_path: Path) -> dict[str, str]:
-    """Environment variables of a user without an account, who keeps everything in a folder."""
+    """Environment variables of a user without an account; everything is in one folder."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "NANOCHAT_", "AQUA_"))}
     return {
         **clean, "NANOCHAT_BASE_DIR": str(tmp_path / "base"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
@@ -160,7 +160,7 @@ def test_other_commands(page: str, base: dict[str, str], tmp_path: Path) -> None
 @pytest.mark.parametrize("page", PAGES)
 @pytest.mark.timeout(600)
 def test_snippets(page: str, base: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of a page in one namespace, as a reader types them; then the custom rewards score as they say."""
+    """All snippets of a page in one namespace, in order; the custom rewards score as documented."""
     for name in ("NANOCHAT_BASE_DIR", "NETRC", "HF_HUB_OFFLINE"):
         monkeypatch.setenv(name, base[name])
     for name in ("WANDB_API_KEY", "WANDB_MODE", "NANOCHAT_AQUA_DIR", "AQUA_DATA_DIR"):
@@ -196,7 +196,7 @@ def test_snippets(page: str, base: dict[str, str], tmp_path: Path, monkeypatch: 
 
 
 def check_rewards(env: Any, own_env: Any) -> None:
-    """0.2 x what the reward gives for a reason; 1 for an answer that is said."""
+    """0.2 x the reward for a reason; 1 for the answer."""
     from rollouts.training.environments.verifiers_adapter import VerifiersEnvironment
 
     sys.path.insert(0, str(ROOT / "tests" / "unit"))

@@ -1,4 +1,4 @@
-"""The documented `eval` commands on a CPU: a strict stand-in of the API, a local server, checkpoints, a kill."""
+"""The documented `eval` commands on a CPU: a strict fake API, a local server, checkpoints, a kill."""
 
 from __future__ import annotations
 

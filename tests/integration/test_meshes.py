@@ -43,7 +43,7 @@ KINDS = {way.reference: way for way in WAYS}
 
 
 def build_one(root: Path, reference: str) -> Backend:
-    """One rank with what a reference asks for, apart from the mesh."""
+    """One rank with the settings of a reference, without the mesh."""
     way = KINDS[reference]
     options = {key: value for key, value in way.model.items() if key in ("lora", "dtype")}
     config = build_config(root, Way(way.name, way.kind, {}, options, way.loss, way.optim), way.kind)
@@ -55,7 +55,7 @@ def build_one(root: Path, reference: str) -> Backend:
 
 @pytest.fixture(scope="module")
 def walked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What four ranks have written, and beside it what one rank says."""
+    """Results of four ranks, and of one rank."""
     root = tmp_path_factory.mktemp("meshes")
     for reference, way in KINDS.items():
         backend = build_one(root, reference)

@@ -1,4 +1,4 @@
-"""The page in a real browser: report, live server, filters, rollouts, keyboard, hostile texts, a run that goes on."""
+"""The page in a real browser: report, live server, filters, rollouts, keyboard, hostile texts, a running run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`synthesize` as documented, killed and run again, and `sft` on what it wrote."""
+"""`synthesize` as documented, killed and resumed, and `sft` on its output."""
 
 from __future__ import annotations
 

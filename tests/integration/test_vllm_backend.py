@@ -1,4 +1,4 @@
-"""`inference.backend = "vllm"` with a real vLLM: its answers beside ours, verified weights, and a whole run of `rl`."""
+"""`inference.backend = "vllm"` with a real vLLM: responses, verified weights, and a complete run of `rl`."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ HELD_OUT = {
 
 @dataclass(frozen=True)
 class Watched:
-    """A run that goes on until the tests of this file are through."""
+    """A run that continues until the tests of this file end."""
 
     command: Command
     out: Path

@@ -1,4 +1,4 @@
-"""Loads weights into vLLM's workers with our extension and prints what came of it, for one model: a test's child.
+"""Child process of a test: loads one model's weights into vLLM's workers with our extension and prints the result.
 
 python vllm_models.py MODEL_DIR_0 MODEL_DIR_1 DTYPE
 """

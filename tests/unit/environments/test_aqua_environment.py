@@ -130,7 +130,7 @@ def test_there_are_enough_families_and_each_has_an_oracle() -> None:
 
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_every_family_is_exact(name: str) -> None:
-    """Its steps use only what its question tells, and come to what another way of solving comes to."""
+    """Its steps use only numbers of its question, and agree with an independent solution."""
     family = FAMILIES[name]
     told = [set(re.findall(r"\{(\w+)\}", wording)) for wording in family.ask]
     known: set[str] = set.intersection(*told)
@@ -351,7 +351,7 @@ def test_the_real_files_are_whole() -> None:
 
 
 def test_warm_up_guesses_at_the_configured_rate() -> None:
-    """A guess takes the first option; a look names the line of the number that is asked for; drills only read off."""
+    """A guess takes the first option; a look names the line of the requested number; drills only copy."""
     conversations = build_conversations(TinyBootstrapConfig(num_examples=200, haste=0.6, drill=0.5))
     problems, drills = conversations[:200], conversations[200:]
     guesses = 0

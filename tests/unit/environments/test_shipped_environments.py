@@ -1,4 +1,4 @@
-"""The shipped environments: oracles get the maximum reward, random answers about none, exploits none."""
+"""The shipped environments: oracles get the maximum reward, random answers almost none, exploits none."""
 
 from __future__ import annotations
 

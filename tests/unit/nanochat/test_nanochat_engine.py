@@ -83,7 +83,7 @@ def test_too_long_requests_are_rejected(model: GPT, tokenizer: NanochatTokenizer
 
 
 class Scripted(GPT):
-    """A model that says what it is told, whatever it reads."""
+    """A model with scripted output, independent of its input."""
 
     def __init__(self, config: GPTConfig, script: list[int]) -> None:
         super().__init__(config)

@@ -252,7 +252,7 @@ def test_without_plotly_there_is_the_data(
 
 
 class FakeWandb(ModuleType):
-    """The few words of wandb that are used; `init` fails online when told so."""
+    """The functions of wandb that are used; `init` can be set to fail online."""
 
     class Error(Exception):
         """A run that did not open."""

@@ -1,4 +1,4 @@
-"""From rollouts to numbers, and the decisions around them."""
+"""Evaluation: rollouts to metrics, schedules and steps."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ MAPS = {
 def test_documented_commands_draw_their_map_of_gpus(
     where: str, commas: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever this machine has, and in both spellings of a list."""
+    """For any machine, and in both spellings of a list."""
     command = DOCUMENTED[where].replace("0 1 ", "0,1 ").replace("2 3 ", "2,3 ").replace("4 5 6 7", "4,5,6,7")
     argv = shlex.split(command if commas else DOCUMENTED[where].replace(",", " "))
     monkeypatch.setattr("sys.argv", ["rl", "--model.name", "tiny-qwen3", *CONTEXT, *argv, "--dry-run"])

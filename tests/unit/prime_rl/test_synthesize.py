@@ -1,4 +1,4 @@
-"""From attempts to training data: the filters, the rows, and that `sft` reads them as they were said."""
+"""From attempts to training data: filters, rows, and reading them with `sft`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lab of benchmarks/bench_distill.py: prompts and answers by hand, splits, and a step of every kind of run."""
+"""benchmarks/distill_lab.py: prompts and answers by hand, splits, and a step of every kind of run."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def test_records_of_another_kind_are_left_out(planted: tuple[Path, Path], no_unp
 
 
 def test_a_model_directory_brings_no_code(tmp_path: Path) -> None:
-    """`auto_map` and Python files in a model directory are not imported unless trust_remote_code says so."""
+    """`auto_map` and Python files in a model directory are not imported unless trust_remote_code is set."""
     root, mark = tmp_path / "model", tmp_path / "executed"
     shutil.copytree(TINY, root)
     (root / "evil.py").write_text(f"open({str(mark)!r}, 'w')\nclass Evil: pass\n")
@@ -557,7 +557,7 @@ def test_the_default_limit_of_bodies_follows_the_model() -> None:
 
 
 def test_reports_and_pages_show_no_secret(tmp_path: Path) -> None:
-    """The processes need what the run directory's configs say; readers of a run page do not."""
+    """The configs in the run directory contain secrets for the processes; reports and pages do not."""
     (tmp_path / "configs").mkdir()
     config = OrchestratorConfig.model_validate(
         {
@@ -593,7 +593,7 @@ def test_report_shows_no_secret_of_an_older_run(tmp_path: Path, monkeypatch: pyt
 
 
 def test_nothing_of_ours_evaluates_text() -> None:
-    """No `eval` or `exec` of what a model, a row or a config says, and no unpickling but of nanochat's tokenizer."""
+    """No `eval` or `exec` of model output, rows or configs, and no unpickling except of nanochat's tokenizer."""
     import ast
 
     root = Path(__file__).parents[3]

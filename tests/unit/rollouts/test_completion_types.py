@@ -45,7 +45,7 @@ def environment(*rewards: object, cls: type = vf.SingleTurnEnv, **arguments: obj
 
 
 def test_rewards_of_the_documents_are_not_silently_zero() -> None:
-    """Snippets of the nanochat document: one function that asks for lower(), one that uses `in`."""
+    """Snippets of the nanochat document: one function that calls lower(), one that uses `in`."""
 
     def custom_format_reward(completion, parser, **kwargs):  # type: ignore[no-untyped-def]
         if "because" in completion.lower() or "therefore" in completion.lower():

@@ -32,7 +32,7 @@ SAMPLED = ("token", "reward_to_go", "sequence")
 
 
 def objective(estimator: str = "token", direction: str = "reverse", **choices: Any) -> Objective:
-    """REINFORCE with the taus 0/1/1 unless told otherwise, summed over tokens and divided by sequences."""
+    """REINFORCE with the taus 0/1/1 by default, summed over tokens and divided by sequences."""
     taus = {
         "adv_tau": 0.0,
         "teacher_tau": 1.0,
@@ -346,7 +346,7 @@ def test_a_clip_bounds_the_distance_of_teacher_and_student() -> None:
 
 
 def test_environment_tokens_get_no_credit() -> None:
-    """The teacher's log-probs of a tool's answer change nothing, whatever they are."""
+    """The teacher's log-probs of tool output have no effect."""
     model = has_teacher([-1.0, -50.0, -2.0], loss_mask=[0.0, 1.0, 0.0, 1.0])
     other = has_teacher([-1.0, -0.1, -2.0], loss_mask=[0.0, 1.0, 0.0, 1.0])
     for estimator in ("reward_to_go", "sequence"):

@@ -615,7 +615,7 @@ def test_jsonl_logger(tmp_path: Path) -> None:
 
 @both_loops
 def test_rl_with_sglang_and_an_agent(loop: str, tmp_path: Path) -> None:
-    """As documented the tokens are those of the response only, which is an error; told right, it runs and ends."""
+    """As documented, the tokens are the response only, which is an error; with all tokens it runs to the end."""
     from rollouts.agents import ChatAgent, Endpoint
     from rollouts.training import (
         AsyncRolloutManager,

@@ -299,7 +299,7 @@ tokens = st.lists(st.integers(0, 3), max_size=4)
 
 @given(st.lists(st.tuples(st.booleans(), tokens, tokens), min_size=1, max_size=6))
 def test_tokens_and_logprobs_always_align(plan: list[tuple[bool, list[int], list[int]]]) -> None:
-    """Whatever the turns: every sampled token appears once, with its own log-prob and version, and only there."""
+    """For any turns, every sampled token appears exactly once, with its log-prob and version."""
     turns, history, counter = [], list[int](), itertools.count(1)
     for extends, given_ids, sampled in plan:
         prompt = [*history, *given_ids] if extends else [9, *given_ids]

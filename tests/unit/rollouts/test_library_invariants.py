@@ -1,4 +1,4 @@
-"""What must hold for the library whatever the numbers: the properties that its other files do not state.
+"""Invariants of the library that other test files do not cover.
 
 0-7, 11, 12, 14, 15  test_rollout_manager, test_rollout_invariants (and 13, 15 here)
 8, 10                test_data_buffer
@@ -84,7 +84,7 @@ def test_filter_rejecting_all_groups_raises_with_reason(backend: str, seed: int,
 @few
 @given(seed=st.integers(0, 10**6), size=st.integers(1, 3), moments=st.lists(st.floats(0, 25), max_size=3))
 def test_aborts_lose_no_groups(backend: str, seed: int, size: int, moments: list[float]) -> None:
-    """Invariant 15: before, during and twice at once; the next call goes on where the last one was."""
+    """Invariant 15: before, during and twice at once; the next call continues from there."""
 
     async def main() -> list[int]:
         manager = AsyncRolloutManager(DataBuffer(PROMPTS), RolloutConfig(size), generate_group=make_generate(seed, 1))

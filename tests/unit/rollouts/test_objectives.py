@@ -230,7 +230,7 @@ def select(inputs: LossInputs, index: Tensor) -> LossInputs:
 def test_order_padding_and_masked_tokens_change_nothing(
     seed: int, lengths: list[int], name: str, options: dict[str, Any]
 ) -> None:
-    """Invariant 20: padding, permutation of sequences, and no gradient for tokens without loss, whatever they hold."""
+    """Invariant 20: padding, permutation of sequences, and no gradient for tokens without loss, for any values."""
     inputs, objective = with_streams(pack(*draw(seed, lengths)), seed), vary(name, options)
     value, gradient = value_and_gradient(inputs, objective)
     generator = torch.Generator().manual_seed(seed)

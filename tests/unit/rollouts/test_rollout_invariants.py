@@ -19,7 +19,7 @@ from rollouts.training.types import RolloutConfig, Sample
 
 
 class World:
-    """Random latencies, groups that fail once, and counts of who was asked how often."""
+    """Random latencies, groups that fail once, and request counts."""
 
     def __init__(self, seed: int, size: int, n: int, factor: float, failing: set[int]) -> None:
         self.accept, self.n, self.failing = accepted(seed), n, set(failing)

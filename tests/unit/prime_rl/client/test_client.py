@@ -1,4 +1,4 @@
-"""The lean client and its connection pool, against real sockets."""
+"""The HTTP client and its connection pool, against real sockets."""
 
 from __future__ import annotations
 

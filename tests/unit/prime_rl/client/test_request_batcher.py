@@ -62,7 +62,7 @@ async def ask(client: InferenceClient, **more: Any) -> Any:
 
 
 def told(answer: dict[str, Any]) -> dict[str, Any]:
-    """What must not depend on how an answer was asked for."""
+    """The parts of a response that are independent of the request form."""
     assert answer["id"] and answer["created"]
     usage = {key: answer["usage"][key] for key in ("prompt_tokens", "completion_tokens", "total_tokens")}
     return {**{key: answer[key] for key in ("object", "model", "choices", "prompt_token_ids")}, "usage": usage}
@@ -274,7 +274,7 @@ def test_the_error_of_a_group_is_the_error_of_each(server: RunningServer) -> Non
 def test_an_engine_that_fails_in_the_middle_keeps_what_it_has_told(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first answer stands; what is left is asked for alone, with the same seeds."""
+    """The first response is kept; the others are requested singly, with the same seeds."""
     batches = server.service.engine.batches
 
     async def breaking(requests: list[Any]) -> Any:
@@ -317,7 +317,7 @@ def test_an_answer_that_cannot_be_written_is_one_failure(
 
 
 def test_groups_that_come_together_keep_to_the_limit(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each passes the check before the first one is begun; what is too much is told line by line."""
+    """Each passes the check before the first one starts; the excess is rejected line by line."""
     monkeypatch.setattr(server.service.engine, "max_requests", 40)
 
     async def main() -> list[httpx.Response]:
@@ -402,7 +402,7 @@ def test_who_is_cancelled_first_draws_no_longer_than_the_others(server: RunningS
 
 @contextlib.contextmanager
 def scripted(*replies: bytes, hold_s: float = 0) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Answers each connection's one request with the next bytes and closes it; tells the bodies."""
+    """Answers one request per connection with the next bytes and closes it; records the bodies."""
     listener, bodies = socket.create_server(("127.0.0.1", 0)), []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Wrong input of every kind ends with exit code 2 and at most three lines that name the key and the cure."""
+"""Invalid input of every kind ends with exit code 2 and at most three lines that name the key and the cure."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def refuse(argv: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """What a command says to this line before it would run; it must refuse it."""
+    """The error of a command for this line; the command must reject it."""
     prog, *words = argv.split(" ")
     module, name = COMMANDS[prog]
     monkeypatch.setattr("sys.argv", [prog, *words])
@@ -184,7 +184,7 @@ def test_wrong_log_level(key: str, level: str | None, monkeypatch: pytest.Monkey
 def test_an_output_dir_that_cannot_be_written(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Told before anything starts, whatever the command, and not as an errno."""
+    """Reported before any process starts, for every command, and not as an errno."""
     (tmp_path / "a_file").touch()
     target = where if where.startswith("/") else str(tmp_path / where)
     monkeypatch.setattr("sys.argv", ["trainer", "--output-dir", target])

@@ -1,4 +1,4 @@
-"""Environments that are not there yet come from the package index that the config names, and only when it says so."""
+"""Missing environments are installed from the configured package index, and only with `install = true`."""
 
 from __future__ import annotations
 

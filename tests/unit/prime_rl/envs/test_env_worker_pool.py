@@ -227,7 +227,7 @@ def test_an_environment_that_loads_for_too_long_is_a_timeout(tmp_path: Path, mon
 def test_a_worker_that_somebody_kills_while_it_loads_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A signal may come from anywhere, so the next one gets its turn, also for the rows; the last one is told."""
+    """A signal may come from outside, so loading is retried, also for the rows; the last one is reported."""
     kills = 1
 
     def sick(worker: Any) -> None:
@@ -304,7 +304,7 @@ def test_workers_import_from_where_their_parent_does(monkeypatch: pytest.MonkeyP
 
 
 def test_a_run_that_ends_waits_for_no_replacement(tmp_path: Path, engine: FakeEngine) -> None:
-    """The pool serves one event loop after another, whatever the first one left half done."""
+    """The pool serves several event loops in sequence, also after unfinished work."""
     with pool("once-kill", tmp_path) as environment:
 
         async def begin() -> None:

@@ -1,4 +1,4 @@
-"""`vf-install` and `vf-rl`: what is ours, what goes to the commands of verifiers, and which ones are on the PATH."""
+"""`vf-install` and `vf-rl`: own arguments, those passed to verifiers' commands, and commands on the PATH."""
 
 from __future__ import annotations
 

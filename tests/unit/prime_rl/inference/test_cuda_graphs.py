@@ -1,4 +1,4 @@
-"""Recorded decoding steps: the numbers of eager ones, no decision of the host within, recorded again when memory moves.
+"""Captured decode steps: equal to eager ones, no host decision inside, captured again when memory moves.
 
 Without a GPU a tape takes the place of a CUDA graph: it notes every operation of a step and replays these very ones,
 so what a graph would freeze (addresses, shapes, numbers the host computed) is frozen here too.
@@ -65,7 +65,7 @@ def as_on_a_gpu(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 
 class Tape(TorchDispatchMode):
-    """Notes operations; refuses what a CUDA graph cannot hold."""
+    """Records operations; rejects those that a CUDA graph cannot contain."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,7 +277,7 @@ def decode_until_replayed(engine: EmbeddedEngine, recorder: TapeRecorder) -> Non
 
 
 def test_rows_that_fill_a_shape_up_touch_nothing() -> None:
-    """A step changes one position of each running slot; what lies in other slots reaches no answer."""
+    """A step changes one position of each running slot; other slots have no influence on results."""
     recorder = TapeRecorder()
     engine = build_engine(build_model(0), recorder, max_model_len=256)
     requests = [request(draw_prompt(120 + n), seed=n, max_tokens=30) for n in range(3)]

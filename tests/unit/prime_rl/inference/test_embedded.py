@@ -1,4 +1,4 @@
-"""The embedded engine: bit-equal to the trainer whatever is batched; sampling that depends on its seed only."""
+"""The embedded engine: bit-equal to the trainer for any batch; sampling depends on the seed only."""
 
 from __future__ import annotations
 

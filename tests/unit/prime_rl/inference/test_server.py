@@ -1,4 +1,4 @@
-"""The inference server over real HTTP: the official client, weight updates in flight, and everything it refuses."""
+"""The inference server over real HTTP: the official client, weight updates in flight, and rejected requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters over HTTP: beside the model, and as the policy that a trainer publishes step by step."""
+"""Adapters over HTTP: in addition to the model, and as the policy that a trainer publishes."""
 
 from __future__ import annotations
 

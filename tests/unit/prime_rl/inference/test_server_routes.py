@@ -1,4 +1,4 @@
-"""Routes beside plain generation: scoring, tokens in and out, pause, adapters, limits; sync and async clients."""
+"""Routes other than plain generation: scoring, tokens in and out, pause, adapters, limits; sync and async clients."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ CLOSE = 1e-5
 
 @dataclass
 class Fleet:
-    """A gateway and the server behind it, the embedded engine beside them, and published weights for all."""
+    """A gateway and its server, the embedded engine for comparison, and published weights for all."""
 
     fake: FakeSGLang
     gateway: RunningServer

@@ -1,4 +1,4 @@
-"""A step of decoding in which rows read what others hold: the same bits as if each read a copy of its own."""
+"""A decode step with shared keys and values: the same bits as with a copy per row."""
 
 from __future__ import annotations
 

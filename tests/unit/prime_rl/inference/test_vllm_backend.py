@@ -1,4 +1,4 @@
-"""Our part of vLLM without vLLM: the command line, shards and fused tensors, and the routes around its app."""
+"""The vLLM backend without vLLM: the command line, shards and fused tensors, and the routes around its app."""
 
 from __future__ import annotations
 
@@ -375,7 +375,7 @@ def test_an_update_freezes_loads_forgets_and_goes_on(routes: tuple[Starlette, Fa
 def test_vllm_rejects_requests_without_weights_and_large_bodies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, routes: tuple[Starlette, FakeClient, Path]
 ) -> None:
-    """A server that was started again waits for the orchestrator's word; a body is refused before it is read."""
+    """A restarted server waits for the orchestrator; a large body is rejected before it is read."""
     server = {"wait_for_weights": True, "max_request_mb": 0.001}
     config = InferenceConfig.model_validate({"backend": "vllm", "output_dir": tmp_path, "server": server})
     monkeypatch.setenv(CONFIG_VARIABLE, config.model_dump_json())

@@ -1,4 +1,4 @@
-"""Directories named by requests: files inside the allowed directories only, and nothing unverified."""
+"""Directories named by requests: only verified files inside the allowed directories."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`monitor`: local runs and runs at Weights & Biases, summary, failed samples, plots, and what it refuses."""
+"""`monitor`: local runs and runs at Weights & Biases, summary, failed samples, plots, and invalid input."""
 
 from __future__ import annotations
 

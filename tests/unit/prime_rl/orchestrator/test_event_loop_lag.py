@@ -1,4 +1,4 @@
-"""What the orchestrator does beside its loop: evaluation, pruning, cancelling, waiting aloud, refusing early."""
+"""Work of the orchestrator outside its loop: evaluation, pruning, cancellation, wait messages, early errors."""
 
 from __future__ import annotations
 

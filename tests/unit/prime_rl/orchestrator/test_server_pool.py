@@ -1,4 +1,4 @@
-"""Servers that leave and join during a run: work begins again elsewhere, versions go to those that are there."""
+"""Servers that leave and join during a run: requests restart on other servers, reachable servers are updated."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ async def test_run_starts_with_min_servers(tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 async def test_update_skips_lost_server(tmp_path: Path) -> None:
-    """A host without network refuses nothing: its load would hang until the limit of an update."""
+    """A host without network does not refuse connections: its update would hang until the time limit."""
     fleet = Fleet(tmp_path, 3, 2)
     gone = fleet.servers[1]
     gone.there, gone.silent = False, True

@@ -1,4 +1,4 @@
-"""The teacher: its prompt, its log-probs against a plain transformers forward, and what it cannot speak of."""
+"""The teacher: its prompt, its log-probs against a plain transformers forward, and samples it cannot score."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_context_prefix_is_cached(server: RunningServer) -> None:
 
 
 class PlainClient(InferenceClient):
-    """Of a server that knows the OpenAI API and nothing of ours."""
+    """Client of a server with the OpenAI API only."""
 
     async def request_scores(self, body: dict[str, Any]) -> bytes | None:
         return None
@@ -558,7 +558,7 @@ def test_taus_annealed_to_measured_ratio() -> None:
 
 @pytest.mark.parametrize("estimator", ["token", "reward_to_go", "full"])
 def test_anchor_is_independent_of_taus(estimator: str) -> None:
-    """The loss of anchors does not know the taus, and is 0 where student and teacher agree; that of others does."""
+    """The loss of reference samples is independent of the taus, and 0 where student and teacher agree."""
     found = {}
     for tau in (1.0, 0.01):
         taus = {"adv_tau": 1.0, "teacher_tau": tau, "student_tau": 2 * tau}

@@ -1,4 +1,4 @@
-"""Supervision, with real processes: what they say, how they end, and that none is left."""
+"""Supervision of real processes: output, exit, and no remaining processes."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_server_that_exits_with_0_while_needed_has_failed(tmp_path: Path) -> N
 
 
 def test_a_failed_server_is_restarted_a_limited_number_of_times(tmp_path: Path) -> None:
-    """Its log goes on, the reason is told each time, and it knows that it is not the first."""
+    """Its log continues, the reason is reported each time, and the restart count is passed on."""
     console = io.StringIO()
     server = python("import sys; print('ready as', sys.argv[1:], flush=True); sys.exit(3)")
     with Supervisor(tmp_path, console=console, handle_signals=False) as supervisor:

@@ -1,4 +1,4 @@
-"""What a terminal shows while work goes on: a bar below the lines, none in files and CI, colours unless declined."""
+"""Progress on a terminal: a bar below the lines, none in files and CI, colors unless disabled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trackers are read back: W&B and TensorBoard by their own formats, trackio by its calls, Prometheus by a scrape."""
+"""Tracker output: W&B and TensorBoard files, trackio calls, a Prometheus scrape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wire from orchestrator to trainer, and waiting for files."""
+"""Batches from orchestrator to trainer, and waiting for files."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_step_in_the_wrong_directory_is_named(tmp_path: Path) -> None:
 
 
 def test_without_notifications_the_recheck_finds_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Network mounts and containers tell nothing, and a machine may be out of watches."""
+    """Network mounts and containers send no notifications, and watches may be exhausted."""
 
     def deaf(*_: object) -> None:
         raise OSError("no watch is left")

@@ -125,7 +125,7 @@ def test_a_restarted_trainer_receives_the_batch_again(transport: TransportCase) 
 
 @both
 def test_a_restarted_orchestrator_serves_waiting_receivers(transport: TransportCase) -> None:
-    """The receiver asks while the first sender goes and the second comes; what was published stays."""
+    """A receiver waits while the sender is replaced; published batches remain."""
     first, receiver = transport.sender(), transport.receiver()
     publish(first, 1)
     assert receiver.receive(1, WAIT_S) == batch(1)

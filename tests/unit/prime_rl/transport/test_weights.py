@@ -1,4 +1,4 @@
-"""Published weights: what transformers reads, what the manifest promises, and which versions stay."""
+"""Published weights: readable by transformers, consistent with the manifest, pruned versions."""
 
 from __future__ import annotations
 
