@@ -185,8 +185,8 @@ def measure_requests(model: CausalLM, tiny: bool, recorder: GraphCapturer) -> Ro
         seconds = clock(
             model.embedding().device, lambda: list(iter(lambda: engine.has_work() and engine.step(), False))
         )
-    wanted = None if tiny else 120
-    return Row(f"{prompt} tokens in, {new} out: requests/s", batch / seconds, ">=", wanted, f"{batch} at once")
+    threshold = None if tiny else 120
+    return Row(f"{prompt} tokens in, {new} out: requests/s", batch / seconds, ">=", threshold, f"{batch} at once")
 
 
 def measure_update(model: CausalLM, tiny: bool, recorder: GraphCapturer, repeats: int) -> Row:

@@ -95,8 +95,8 @@ def compare(output: Output, models: dict[int, CausalLM], dtype: torch.dtype, tal
         logits = linear(hidden, model.lm_head.weight).float()  # as the losses multiply, whatever the number of rows
         expected = torch.log_softmax(logits / scale, dim=-1)
         rows = torch.arange(len(prompt) + start, len(prompt) + end) - 1
-        wanted = expected[rows, torch.tensor(ids[start:end], dtype=torch.long)]
-        apart = (torch.tensor(output.logprobs[start:end]) - wanted).abs()
+        trainer_logprobs = expected[rows, torch.tensor(ids[start:end], dtype=torch.long)]
+        apart = (torch.tensor(output.logprobs[start:end]) - trainer_logprobs).abs()
         tally.differences += int((apart != 0).sum())
         tally.worst = max(tally.worst, float(apart.max())) if len(apart) else tally.worst
         tally.spans += 1

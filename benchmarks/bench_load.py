@@ -55,11 +55,11 @@ class Crowd:
 
     async def ask(self, draw: random.Random) -> None:
         """One request on a connection of its own."""
-        length, wanted = draw.randint(1, 200), draw.randint(1, 64)
+        length, num_tokens = draw.randint(1, 200), draw.randint(1, 64)
         body = json.dumps(
             {
                 "prompt": [draw.randrange(5, 250) for _ in range(length)],
-                "max_tokens": wanted,
+                "max_tokens": num_tokens,
                 "ignore_eos": True,
                 "stream": True,
                 "stream_options": {"include_usage": True},
@@ -82,12 +82,12 @@ class Crowd:
                 await reader.readuntil(b"data: ")
                 self.seen["hung up"] += 1
                 return
-            await self.read(reader, wanted)
+            await self.read(reader, num_tokens)
             self.latencies.append(time.monotonic() - start)
         finally:
             writer.close()
 
-    async def read(self, reader: asyncio.StreamReader, wanted: int) -> None:
+    async def read(self, reader: asyncio.StreamReader, num_tokens: int) -> None:
         """To the end of the stream, whose count of tokens must be the one that was asked for."""
         text = (await reader.read()).decode()
         status = text.split(" ", 2)[1]
@@ -96,11 +96,11 @@ class Crowd:
             return
         usage = [json.loads(line[6:])["usage"] for line in text.splitlines() if '"usage":{' in line]
         exact = text.rstrip().endswith("data: [DONE]") or "data: [DONE]" in text
-        if not exact or len(usage) != 1 or usage[0]["completion_tokens"] != wanted:
+        if not exact or len(usage) != 1 or usage[0]["completion_tokens"] != num_tokens:
             self.seen["wrong stream"] += 1
             return
         self.seen["finished"] += 1
-        self.seen["tokens"] += wanted
+        self.seen["tokens"] += num_tokens
 
 
 def read_metrics(port: int) -> dict[str, float]:
@@ -117,8 +117,8 @@ async def watch(crowd: Crowd, pid: int) -> list[tuple[float, float]]:
     """Megabytes, and cached tokens of finished requests, from time to time."""
     seen = []
     while time.monotonic() < crowd.until:
-        told = await asyncio.to_thread(read_metrics, crowd.port)
-        seen.append((read_rss_mb(pid), told["kept_tokens"]))
+        metrics = await asyncio.to_thread(read_metrics, crowd.port)
+        seen.append((read_rss_mb(pid), metrics["kept_tokens"]))
         await asyncio.sleep(LOOK_EVERY_S)
     return seen
 
@@ -145,7 +145,7 @@ def measure(clients: int, seconds: float) -> dict[str, object]:
         crowd = Crowd(port, time.monotonic() + seconds)
         looks = asyncio.run(run(crowd, clients, server.pid))
         deadline = time.monotonic() + 60
-        while (told := read_metrics(port))["requests_running"] + told[
+        while (metrics := read_metrics(port))["requests_running"] + metrics[
             "requests_waiting"
         ] and time.monotonic() < deadline:
             time.sleep(0.5)
@@ -155,7 +155,7 @@ def measure(clients: int, seconds: float) -> dict[str, object]:
     rss, third = [mb for mb, _ in looks], max(1, len(looks) // 3)
     growth = fmean(rss[-third:]) / fmean(rss[third : 2 * third] or rss)
     full = next((i for i, (_, kept) in enumerate(looks) if kept > MAX_PREFIX_CACHE_TOKENS - 512), len(looks))
-    seen, held = crowd.seen, told["requests_running"] + told["requests_waiting"]
+    seen, held = crowd.seen, metrics["requests_running"] + metrics["requests_waiting"]
     problems = []
     if held:
         problems.append(f"{held:.0f} requests are still held")
@@ -165,7 +165,7 @@ def measure(clients: int, seconds: float) -> dict[str, object]:
         )
     if growth > MEMORY_GROWTH:
         problems.append(f"memory grew by a factor of {growth:.3f} from the second third to the last")
-    if told["generated_tokens_total"] < seen["tokens"] or told["requests_finished_total"] < seen["finished"]:
+    if metrics["generated_tokens_total"] < seen["tokens"] or metrics["requests_finished_total"] < seen["finished"]:
         problems.append("the server counts fewer tokens or requests than clients received")
     problems += [f"{count} x {name}" for name, count in seen.items() if name.startswith(("status", "wrong", "error"))]
     latencies = sorted(crowd.latencies) or [0.0]
@@ -180,8 +180,8 @@ def measure(clients: int, seconds: float) -> dict[str, object]:
         "full_after_s": round(full * LOOK_EVERY_S),
         "rss_mb": [round(mb) for mb in rss[:: max(1, len(rss) // 12)]],
         "memory_growth": round(growth, 4),
-        "server_tokens": told["generated_tokens_total"],
-        "server_finished": told["requests_finished_total"],
+        "server_tokens": metrics["generated_tokens_total"],
+        "server_finished": metrics["requests_finished_total"],
         "still_held": held,
         "problems": problems,
     }

@@ -316,10 +316,10 @@ async def _come_and_go(environment: Any, rows: list[Any], url: str, num: int) ->
 
     async def probe() -> None:
         while time.monotonic() < end:
-            asked = time.monotonic()
+            start = time.monotonic()
             await asyncio.sleep(PROBE_S)
-            if asked >= steady:
-                late.append(time.monotonic() - asked - PROBE_S)
+            if start >= steady:
+                late.append(time.monotonic() - start - PROBE_S)
 
     await asyncio.gather(probe(), *map(place, range(num // GROUP)))
     await client.close()

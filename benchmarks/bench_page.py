@@ -64,8 +64,8 @@ def make_run(path: Path, num_rollouts: int, num_tokens: int) -> Path:
 
 def _row(rng: random.Random, number: int, step: int, num_tokens: int, vocab: dict[str, int]) -> dict[str, Any]:
     half = num_tokens // 2
-    said = " ".join(rng.choices(WORDS, k=half // 4 + 1))[: num_tokens - half]
-    tokens = [vocab.get(c, 0) for c in said.ljust(num_tokens, "e")][:num_tokens]
+    text = " ".join(rng.choices(WORDS, k=half // 4 + 1))[: num_tokens - half]
+    tokens = [vocab.get(c, 0) for c in text.ljust(num_tokens, "e")][:num_tokens]
     mask = [0] * half + [1] * (num_tokens - half)
     reward = round(rng.random(), 2)
     return {
@@ -76,7 +76,7 @@ def _row(rng: random.Random, number: int, step: int, num_tokens: int, vocab: dic
         "group_index": number // 8,
         "index": number % 8,
         "prompt": [{"role": "user", "content": " ".join(rng.choices(WORDS, k=12))}],
-        "completion": said,
+        "completion": text,
         "reward": reward,
         "advantage": reward - 0.5,
         "metrics": {"exact": 0.5},

@@ -118,9 +118,9 @@ def compute_table(
     length = answers.shape[1]
     rows, row_of = torch.cat((prompts, answers[:, :-1]), 1).unique(dim=0, return_inverse=True)
     if shared:
-        prompts, spoken = rows.tensor_split((prompts.shape[1],), 1)
+        prompts, completions = rows.tensor_split((prompts.shape[1],), 1)
         last, past = read_prompts(model, prompts)
-        hidden = torch.cat((last[:, None], read(model, spoken, past)[0]), 1)
+        hidden = torch.cat((last[:, None], read(model, completions, past)[0]), 1)
     else:
         hidden = read(model, rows)[0][:, -length:]
     logits = model.logits(hidden.flatten(0, 1)).unflatten(0, (-1, length))
@@ -136,11 +136,11 @@ def sample(model: CausalLM, prompts: Rows, length: int, draw: torch.Generator, t
     while True:
         p = torch.softmax(model.logits(hidden[:, -1]) / temperature, -1).index_select(0, place)
         ended = (answers[:, -1:] == END).any(1, keepdim=True)
-        said = torch.where(ended, END, torch.multinomial(p, 1, generator=draw))
-        answers = torch.cat((answers, said), 1)
+        token = torch.where(ended, END, torch.multinomial(p, 1, generator=draw))
+        answers = torch.cat((answers, token), 1)
         if answers.shape[1] == length:
             return answers
-        next_places, place = (place * VOCAB + said[:, 0]).unique(return_inverse=True)
+        next_places, place = (place * VOCAB + token[:, 0]).unique(return_inverse=True)
         hidden, past = read(model, next_places[:, None] % VOCAB, choose(past, next_places // VOCAB))
 
 
@@ -188,10 +188,10 @@ def build_facts() -> Task:
         4,
         train,
         held_out,
-        show=lambda asked, table, first: wrap(first, table, ASK, asked + KEY, ANSWER),
-        solve=lambda asked, table: wrap(table.expand(len(asked), -1).gather(1, asked), END),
+        show=lambda keys, table, first: wrap(first, table, ASK, keys + KEY, ANSWER),
+        solve=lambda keys, table: wrap(table.expand(len(keys), -1).gather(1, keys), END),
         draw_contexts=lambda n, draw: torch.randint(VALUES, (n, KEYS), generator=draw),
-        answer_plainly=lambda asked, draw: wrap(torch.randint(VALUES, asked.shape, generator=draw), END),
+        answer_plainly=lambda keys, draw: wrap(torch.randint(VALUES, keys.shape, generator=draw), END),
         sft_steps=600,
     )
 
@@ -437,22 +437,24 @@ def teach(
     answers = sample(student, plain, task.length, draw, recipe.temperature)
     table = compute_table(student, plain, answers, recipe.temperature)
     with torch.no_grad():
-        told = compute_table(teacher, shown, answers, recipe.teacher_temperature)
+        teacher_table = compute_table(teacher, shown, answers, recipe.teacher_temperature)
     rewards = (answers == right_answers(task, recipe, questions)).all(1).float().view(recipe.prompts, GROUP)
     advantages = (rewards - rewards.mean(1, keepdim=True)).view(-1, 1).expand(-1, task.length)
-    inputs = make_inputs(table, answers, told, advantages=advantages)
-    distance = (inputs.loss_mask * (inputs.inference_logprobs - told.gather(-1, answers[..., None]).flatten())).sum()
+    inputs = make_inputs(table, answers, teacher_table, advantages=advantages)
+    distance = (
+        inputs.loss_mask * (inputs.inference_logprobs - teacher_table.gather(-1, answers[..., None]).flatten())
+    ).sum()
     farthest = max(farthest, distance.item() / len(answers))
     objective = schedule_taus(recipe, step, farthest)
     if recipe.auto:
-        spoken = inputs.loss_mask > 0
-        hits = (answers == told.argmax(-1)).flatten()[spoken]
-        coverage = estimate_coverage(hits, inputs.inference_logprobs[spoken])
+        mask = inputs.loss_mask > 0
+        hits = (answers == teacher_table.argmax(-1)).flatten()[mask]
+        coverage = estimate_coverage(hits, inputs.inference_logprobs[mask])
         objective = replace(objective, distill=choose_distillation(coverage, True))
     if objective.distill.estimator in ("reward_to_go", "sequence"):
         inputs = spread_credit(inputs, len(answers), objective, recipe.prompts)
     if objective.distill.has_table:
-        inputs = add_tables(inputs, table, told, objective.distill, recipe.top_k)
+        inputs = add_tables(inputs, table, teacher_table, objective.distill, recipe.top_k)
     output = policy_loss(inputs, objective)
     return output.loss_sum, output.count, farthest
 
@@ -464,10 +466,10 @@ def hold(task: Task, student: CausalLM, base: CausalLM, recipe: Recipe, draw: to
     answers = sample(student, shown, task.length, draw)
     table = compute_table(student, shown, answers, shared=False)
     with torch.no_grad():
-        told = compute_table(base, shown, answers, shared=False)
-    inputs = make_inputs(table, answers, told, weight=recipe.reference_weight)
+        teacher_table = compute_table(base, shown, answers, shared=False)
+    inputs = make_inputs(table, answers, teacher_table, weight=recipe.reference_weight)
     full = aim("full")
-    output = policy_loss(add_tables(inputs, table, told, full.distill, 0), full)
+    output = policy_loss(add_tables(inputs, table, teacher_table, full.distill, 0), full)
     return output.loss_sum, output.count
 
 

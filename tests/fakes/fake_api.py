@@ -60,8 +60,8 @@ class FakeApi:
         if (status := self.fail(body)) is not None:
             return JSONResponse({"error": {"message": "scripted failure"}}, status)
         await asyncio.sleep(self.latency_s)
-        said = self.reply(body)
-        message = {"role": "assistant", **(said if isinstance(said, dict) else {"content": said})}
+        output = self.reply(body)
+        message = {"role": "assistant", **(output if isinstance(output, dict) else {"content": output})}
         used = len(str(message.get("content") or ""))
         finish = "tool_calls" if message.get("tool_calls") else "stop"
         limit = body.get("max_completion_tokens") or body.get("max_tokens")

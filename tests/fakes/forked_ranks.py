@@ -27,11 +27,11 @@ def run_program(program: str, *args: object, timeout_s: float) -> None:
         start_new_session=True,
     )
     try:
-        said, _ = process.communicate(timeout=timeout_s)
+        output, _ = process.communicate(timeout=timeout_s)
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)  # its ranks too
         raise
-    assert process.returncode == 0, said[-6000:]
+    assert process.returncode == 0, output[-6000:]
 
 
 def run_ranks(num: int, work: Callable[[int], None]) -> int:

@@ -336,9 +336,9 @@ def check_asynchronous(out: Path, level: int) -> None:
         assert 0 <= row["batch/off_policy_level/max"] <= level
     if level == 0:
         assert all(row["mismatch_kl/max"] == 0 for row in metric_lines(out, "trainer", "mismatch_kl/max"))
-    told = [(row["step"], row["group_index"], row["index"]) for row in load_last_attempts(out / "samples.jsonl")]
-    assert {step for step, _, _ in told} <= set(range(1, NUM_STEPS + 1))
-    assert len(told) == len(set(told)), "rollouts of abandoned attempts are counted again"
+    reported = [(row["step"], row["group_index"], row["index"]) for row in load_last_attempts(out / "samples.jsonl")]
+    assert {step for step, _, _ in reported} <= set(range(1, NUM_STEPS + 1))
+    assert len(reported) == len(set(reported)), "rollouts of abandoned attempts are counted again"
 
 
 def metric_lines(out: Path, process: str, key: str) -> list[dict[str, float]]:

@@ -164,8 +164,8 @@ def walk(root: Path, way: Way, leg: int) -> None:
     tensors = backend.export_state_dict()
     if backend.ranks.rank == 0:
         save_file(tensors, root / f"{way.name}.safetensors")
-        told = {"rows": rows, "evaluated": evaluated, "canary": canary.logprobs}
-        (root / f"{way.name}.json").write_text(json.dumps(told))
+        reported = {"rows": rows, "evaluated": evaluated, "canary": canary.logprobs}
+        (root / f"{way.name}.json").write_text(json.dumps(reported))
         if backend.adapter_config is None:
             directory = root / "weights" / way.name
             publish_weights(directory, NUM_STEPS, tensors, backend.model_dir, tie_word_embeddings=way.kind == "tied")

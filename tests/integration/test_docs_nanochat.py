@@ -34,7 +34,7 @@ SMALL = {
 }  # fmt: skip
 TRAIN = "scripts.prime_rl_train"
 BEGINNINGS = ("scripts.prepare_aqua", "scripts.tiny_bootstrap")
-# Runs `python -m NAME arguments` for each line of its input, in one process, and says how each ended.
+# Runs `python -m NAME arguments` for each line of its input, in one process, and prints the exit code of each.
 IN_TURNS = """
 import json, runpy, sys
 for argv in map(json.loads, sys.stdin):
@@ -58,8 +58,8 @@ def commands(page: str) -> list[list[str]]:
 
 
 def shortened(argv: list[str]) -> list[str]:
-    said = {word.removeprefix("--").partition("=")[0].replace("-", "_") for word in argv}
-    return [*argv, *(f"--{name}={value}" for name, value in SMALL.items() if name not in said)]
+    output = {word.removeprefix("--").partition("=")[0].replace("-", "_") for word in argv}
+    return [*argv, *(f"--{name}={value}" for name, value in SMALL.items() if name not in output)]
 
 
 @pytest.fixture
@@ -203,8 +203,8 @@ def check_rewards(env: Any, own_env: Any) -> None:
     from scripted_client import play
 
     door = VerifiersEnvironment("own", own_env)
-    said = play(door, door.rows()[:2], lambda row: lambda _: f"I say {row['answer']}.")
-    assert [rollout.reward for rollout in said] == [1.0, 1.0]
+    output = play(door, door.rows()[:2], lambda row: lambda _: f"I say {row['answer']}.")
+    assert [rollout.reward for rollout in output] == [1.0, 1.0]
     door = VerifiersEnvironment("aqua", env)
     [plain] = play(door, door.rows()[:1], lambda row: lambda _: f"Answer: {row['answer']}")
     [reasoned] = play(door, door.rows()[:1], lambda row: lambda _: f"Therefore\nAnswer: {row['answer']}")

@@ -203,7 +203,7 @@ def test_the_live_page_follows_a_run(served: tuple[Path, str], open_page: Open) 
     assert page.evaluate("window.hacked") is None
     page.keyboard.press("1")
     assert "6 of 3 steps" in opened.texts(".sentence")[0]
-    assert all(asked.startswith((url, "blob:")) for asked in opened.asked)
+    assert all(requested.startswith((url, "blob:")) for requested in opened.asked)
 
 
 def test_the_live_page_reads_rollouts_as_the_report_does(served: tuple[Path, str], open_page: Open) -> None:

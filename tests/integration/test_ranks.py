@@ -108,7 +108,7 @@ def read_parts(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
 
 
-def test_a_rank_that_is_killed_ends_the_others_with_a_clear_message(run: Runner, tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_others_with_a_message(run: Runner, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = run.start(
         *("trainer", "@", "configs/debug/rl/train.toml", "--max-steps", 100_000, "--parallel.dp", 2),

@@ -69,9 +69,9 @@ def test_a_recorded_step_is_taken_again(
 
     with pytest.raises(SystemExit) as ended:
         wandb_monitor.main([str(run), "--replay", "3"])
-    said = capsys.readouterr().out
-    assert ended.value.code == 0, said
-    assert "from checkpoint 2: 1 step" in said and "came out again: all " in said
+    output = capsys.readouterr().out
+    assert ended.value.code == 0, output
+    assert "from checkpoint 2: 1 step" in output and "came out again: all " in output
     assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before, "the run is only read"
 
 
@@ -92,7 +92,7 @@ def test_a_step_of_sft_is_taken_again(
     before = sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*"))
     with pytest.raises(SystemExit) as ended:
         wandb_monitor.main([str(run), "--replay", "4"])
-    said = capsys.readouterr().out
-    assert ended.value.code == 0, said
-    assert "from checkpoint 2: 2 steps" in said and "came out again: all " in said
+    output = capsys.readouterr().out
+    assert ended.value.code == 0, output
+    assert "from checkpoint 2: 2 steps" in output and "came out again: all " in output
     assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before, "the run is only read"

@@ -132,8 +132,8 @@ def test_there_are_enough_families_and_each_has_an_oracle() -> None:
 def test_every_family_is_exact(name: str) -> None:
     """Its steps use only numbers of its question, and agree with an independent solution."""
     family = FAMILIES[name]
-    told = [set(re.findall(r"\{(\w+)\}", wording)) for wording in family.ask]
-    known: set[str] = set.intersection(*told)
+    reported = [set(re.findall(r"\{(\w+)\}", wording)) for wording in family.ask]
+    known: set[str] = set.intersection(*reported)
     for step, text, _ in family.steps:
         assert set(re.findall(r"\b[a-z]\b(?!\()", text)) <= known, text
         known.add(step)
@@ -357,8 +357,8 @@ def test_warm_up_guesses_at_the_configured_rate() -> None:
     guesses = 0
     for [user], answer in ((c[:-1], c[-1]["content"].splitlines()) for c in problems):
         question, *options = user["content"].splitlines()
-        asked = re.findall(r"\d+", question)[0]
-        looked = next(line for line in options if line.startswith(f"{asked}="))
+        requested = re.findall(r"\d+", question)[0]
+        looked = next(line for line in options if line.startswith(f"{requested}="))
         guesses += answer[0] == "Guess"
         line = options[0] if answer[0] == "Guess" else looked
         assert answer == ["Guess" if answer[0] == "Guess" else "Look", line, f"Answer: {line[-1]}"]

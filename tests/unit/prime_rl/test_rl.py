@@ -150,17 +150,19 @@ def test_resuming_moves_later_steps_away(tmp_path: Path) -> None:
     assert complete_steps(archive / "checkpoints", rl.CKPT_PARTS) == [20]
 
 
-@pytest.mark.parametrize("wanted, left", [("-1", [1, 2]), ("2", [1, 2]), ("3", None), ("9", None)])
-def test_resuming_takes_back_batches_after_the_checkpoint(wanted: str, left: list[int] | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("expected, left", [("-1", [1, 2]), ("2", [1, 2]), ("3", None), ("9", None)])
+def test_resuming_takes_back_batches_after_the_checkpoint(
+    expected: str, left: list[int] | None, tmp_path: Path
+) -> None:
     """Step 3 is committed by one half only, so it is no checkpoint to go back to, and nothing is removed for it."""
     for step in (1, 2, 3, 4):
         publish(tmp_path / "rollouts", step)
     for step, parts in ((2, ("trainer", "orchestrator")), (3, ("trainer",))):
         for part in parts:
             publish_dir(tmp_path / "checkpoints" / f"step_{step}" / part, lambda directory: None, sealed=True)
-    config = parse("--output_dir", str(tmp_path), "--ckpt.resume_step", wanted)
+    config = parse("--output_dir", str(tmp_path), "--ckpt.resume_step", expected)
     if left is None:
-        with pytest.raises(ValueError, match=rf"resume_step = {wanted}: .* \(complete: 2\)\n  name one of them"):
+        with pytest.raises(ValueError, match=rf"resume_step = {expected}: .* \(complete: 2\)\n  name one of them"):
             rl.prepare_output_dir(config)
     else:
         rl.prepare_output_dir(config)
@@ -214,7 +216,7 @@ def test_one_directory_serves_one_run(tmp_path: Path) -> None:
         pass
 
 
-def test_each_process_reads_back_what_rl_resolved(tmp_path: Path) -> None:
+def test_each_process_reads_the_config_rl_resolved(tmp_path: Path) -> None:
     config = parse("--output_dir", str(tmp_path), "--max_steps", "7", "--trainer.optim.max_norm", "None")
     paths = rl.write_configs(config)
     trainer = parse_argv(TrainConfig, ["@", str(paths["trainer"])], "trainer")[0]
@@ -235,7 +237,7 @@ def test_invalid_input_of_a_process_is_reported_verbatim(tmp_path: Path) -> None
         rl.report_failure(failure.value)
 
 
-def test_the_summary_names_what_to_look_at(tmp_path: Path) -> None:
+def test_summary_names_outputs(tmp_path: Path) -> None:
     for step, reward in ((1, 0.25), (2, 0.75)):
         append_jsonl(tmp_path / "metrics.jsonl", [{"step": step, "process": "orchestrator", "reward/mean": reward}])
     weights = publish(tmp_path / "weights", 2)

@@ -34,14 +34,14 @@ def parse(*argv: str) -> RLConfig:
         ({"student_tau": 0.1}, (0.5, 0.5, 0.1)),
     ],
 )
-def test_taus_beside_a_teacher(given: dict[str, float], taus: tuple[float, float, float]) -> None:
+def test_taus_with_a_teacher(given: dict[str, float], taus: tuple[float, float, float]) -> None:
     argv = [word for name, value in given.items() for word in (f"--trainer.loss.{name}", str(value))]
     config = parse(*CONTEXT, *argv)
     loss = config.trainer.loss
     assert (loss.adv_tau, loss.teacher_tau, loss.student_tau) == taus
     text = describe_taus(loss)
     assert "reverse KL" in text if taus[1] == taus[2] else f"p_teacher^({taus[1] / taus[2]:g})" in text
-    assert any(line == text for line in rl.explain(config)), "--dry-run tells them"
+    assert any(line == text for line in rl.explain(config)), "--dry-run prints them"
 
 
 def test_taus_without_a_teacher() -> None:
@@ -172,13 +172,13 @@ def test_an_external_teacher() -> None:
 
 
 @pytest.mark.parametrize(
-    ("estimator", "wanted"),
+    ("estimator", "expected"),
     [("auto", 8), ("token", 0), ("reward_to_go", 0), ("sequence", 0), ("topk+tail", 8), ("full", -1)],
 )
-def test_teacher_top_logprobs_follow_the_estimator(estimator: str, wanted: int) -> None:
+def test_teacher_top_logprobs_follow_the_estimator(estimator: str, expected: int) -> None:
     config = parse(*CONTEXT, "--trainer.loss.distill.estimator", estimator)
     assert config.orchestrator.teacher_model is not None
-    assert config.orchestrator.teacher_model.top_logprobs == wanted == config.trainer.loss.distill.top_logprobs
+    assert config.orchestrator.teacher_model.top_logprobs == expected == config.trainer.loss.distill.top_logprobs
 
 
 @pytest.mark.parametrize(

@@ -192,13 +192,13 @@ def test_engine_tokens_match_the_template() -> None:
         server.stop()
     assert first == again and len(first.turns) == 3 and first.status == Status.COMPLETED, first.error
     assert set(first.text) <= set("abc\n") and len(first.text) > 5
-    told = trajectory_to_sample(first, None)
+    reported = trajectory_to_sample(first, None)
     first.turns = []
     rendered = trajectory_to_sample(first, tokenizer)
-    assert told.tokens == rendered.tokens and told.loss_mask == rendered.loss_mask
-    assert told.inference_logprobs is not None and rendered.inference_logprobs is None
-    assert [p < 0 for p in told.inference_logprobs] == [m > 0 for m in told.loss_mask]
-    assert told.versions == [(told.loss_mask.index(1), 0)]
+    assert reported.tokens == rendered.tokens and reported.loss_mask == rendered.loss_mask
+    assert reported.inference_logprobs is not None and rendered.inference_logprobs is None
+    assert [p < 0 for p in reported.inference_logprobs] == [m > 0 for m in reported.loss_mask]
+    assert reported.versions == [(reported.loss_mask.index(1), 0)]
 
 
 def test_bad_input_is_named() -> None:

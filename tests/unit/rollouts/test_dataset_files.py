@@ -100,7 +100,7 @@ def test_samples_survive_dicts_and_files(tmp_path_factory: pytest.TempPathFactor
         assert Sample.from_dict(row) == sample and json.dumps(row) == before
 
 
-def test_per_token_lists_are_left_out_unless_asked_for(tmp_path: Path) -> None:
+def test_per_token_lists_are_written_on_request(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "samples.jsonl"
     export_samples_to_jsonl([Sample("p", "r", [1, 2], [0.0, 1.0], 0.5, inference_logprobs=[0.0, -1.0])], path)
     row = json.loads(path.read_text())

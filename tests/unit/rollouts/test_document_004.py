@@ -144,7 +144,7 @@ def test_every_signature(name: str) -> None:
     assert len(given) >= len(documented)
     for parameter in given[len(documented) :]:
         optional = parameter.default is not parameter.empty or parameter.kind is parameter.VAR_KEYWORD
-        assert optional, f"{name} needs {parameter.name}, of which the document knows nothing"
+        assert optional, f"{name} needs {parameter.name}, which the document does not name"
 
 
 def test_fsdp_backend_takes_the_documented_keywords() -> None:

@@ -138,7 +138,7 @@ def load_environment():
     env = load_environment("odd-env", search_dirs=[tmp_path])
     first, second = sorted(run_group(env, engine, 2), key=lambda r: not r.failed)
     assert first.failed and first.error_type == "KeyError"
-    # verifiers makes a raising reward function a silent 0: the reward stays, the error is told
+    # verifiers makes a raising reward function a silent 0: the reward stays, the error is recorded
     assert second.reward == 1.0 and second.metrics["strict"] == 0.0 and second.metrics["fine"] == 2.0
     assert second.error_type == "RewardError" and "strict: ValueError: could not convert" in str(second.error)
     assert len(second.turns) == 2 and len(rollout_to_samples(second)) == 2  # this server's template is not a prefix
@@ -235,7 +235,7 @@ def test_loading_in_a_thread_is_refused_with_the_reason() -> None:
     assert "main thread" in str(errors[0])
 
 
-def test_reverse_text_splits_never_overlap_and_follow_the_arguments() -> None:
+def test_reverse_text_splits_are_disjoint() -> None:
     def texts(seed: int, split: str, **extra: Any) -> list[str]:
         rows = load_environment("reverse-text", {**SMALL, "num_eval_examples": 40, "seed": seed, **extra}).rows(split)
         return [row["prompt"][-1]["content"] for row in rows]

@@ -142,7 +142,7 @@ def whole_samples(draw: st.DrawFn) -> Sample:
 
 
 @given(sample=whole_samples(), extra=st.integers(1, 3))
-def test_samples_survive_the_round_trip_and_refuse_uneven_streams(sample: Sample, extra: int) -> None:
+def test_samples_round_trip_and_reject_uneven_streams(sample: Sample, extra: int) -> None:
     """Invariant 16."""
     sample.validate()
     data = json.loads(json.dumps(sample.to_dict()))
@@ -240,7 +240,7 @@ def test_interrupted_run_resumes_bit_identically(cut: int, seeds: list[int], cra
         for batch in batches[:cut]:
             step(first, batch)
         saved = anyio.run(first.save_checkpoint, cut, {})
-        step(first, batches[0])  # what the crash takes away
+        step(first, batches[0])  # lost in the crash
         with pytest.MonkeyPatch.context() as patch:
             die_at(patch, crash)
             with pytest.raises(KeyboardInterrupt):

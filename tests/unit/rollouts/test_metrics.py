@@ -170,7 +170,7 @@ def test_an_unknown_object_in_a_row_is_refused(tmp_path: Path) -> None:
         append_jsonl(tmp_path / "samples.jsonl", [{"x": _Recorder()}])
 
 
-def test_composite_logs_in_order_and_finishes_all_even_when_one_fails() -> None:
+def test_composite_logs_in_order_and_finishes_all() -> None:
     first, second = _Recorder(broken=True), _Recorder()
     logger = CompositeLogger([first, second])
     logger.log({"loss": 1.0}, 3)

@@ -336,7 +336,7 @@ def test_extra_terms() -> None:
 def test_a_config_that_names_a_preset_is_the_preset(name: str) -> None:
     config = LossConfig(type=name)  # type: ignore[arg-type]
     assert build_objective(config, LIMIT) == preset(name)
-    assert LossConfig(**config.model_dump()) == config, "a resolved config says the same when it is read again"
+    assert LossConfig(**config.model_dump()) == config, "a resolved config is unchanged when it is read again"
 
 
 def test_options_and_what_switches_them_off() -> None:

@@ -180,7 +180,7 @@ def test_server_side_path_is_passed_unchanged() -> None:
     assert fake.loaded == "remote/step_3" and fake.version == "3"
 
 
-def test_the_fakes_refuse_what_the_original_sent() -> None:
+def test_fakes_reject_the_original_requests() -> None:
     """The original's `params` was ignored by real servers, which then loaded their first weights again."""
     fake = FakeVLLM()
     with serve_fakes(fake):

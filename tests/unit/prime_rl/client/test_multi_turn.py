@@ -76,7 +76,7 @@ def test_a_server_without_the_routes_gets_messages() -> None:
     check(wire, samples)
 
 
-def test_seq_len_ends_a_conversation_and_says_so() -> None:
+def test_seq_len_ends_a_conversation_as_truncated() -> None:
     wire = Wire(script=[turn([65] * 8 + [END])], seq_len=40)
     rollout, [sample] = talk(wire, [[{"role": "user", "content": "r"}]] * 9)
     assert (rollout.status, rollout.stop_reason) == (Status.TRUNCATED, "length") and len(sample.tokens) == 40

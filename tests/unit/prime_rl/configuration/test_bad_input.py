@@ -151,7 +151,7 @@ def test_unreadable_file(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     def deny(*_: object, **__: object) -> str:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_text", deny)  # the tests may run as root, whom no permission stops
+    monkeypatch.setattr(Path, "read_text", deny)  # the tests may run as root, without permission errors
     shown = refuse("trainer @ good.toml", monkeypatch, capsys)
     assert "good.toml cannot be read" in shown and "permission" in shown
 
@@ -190,6 +190,6 @@ def test_an_output_dir_that_cannot_be_written(
     monkeypatch.setattr("sys.argv", ["trainer", "--output-dir", target])
     with pytest.raises(SystemExit) as end:
         run_command("trainer", TrainConfig, lambda config: pytest.fail("must not start"), summary="")
-    told = capsys.readouterr().err
-    assert end.value.code == 2 and len(told.splitlines()) <= 3, told
-    assert f"output_dir {target}" in told and "--output-dir" in told
+    reported = capsys.readouterr().err
+    assert end.value.code == 2 and len(reported.splitlines()) <= 3, reported
+    assert f"output_dir {target}" in reported and "--output-dir" in reported

@@ -204,7 +204,7 @@ def test_keys_of_another_deployment_type_are_rejected() -> None:
         parse_argv(RLConfig, ["--deployment.type", "kubernetes", "--deployment.image", "x"], "rl", {})
 
 
-def test_output_of_pods_lies_on_the_claim() -> None:
+def test_output_of_pods_is_on_the_claim() -> None:
     config = parse("kubernetes", *WIDE)
     layout, configs = fleet.lay_out(config)
     build_files(layout, configs, config.deployment, Path("/shared/run"))
@@ -387,9 +387,7 @@ def supervise_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **scripts: s
         assert all(child.poll() is not None for child in host.running.values())
 
 
-def test_a_ray_job_ends_well_with_its_work_and_starts_servers_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ray_job_ends_with_its_work_and_restarts_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = "if [ -e fell ]; then exec sleep 60; fi; touch fell; exit 3"
     work = f'until [ -e fell ]; do sleep .05; done; echo "$HOST_0 $NODE_RANK $GIVEN ${{#{KEY_VARIABLE}}}"'
     assert supervise_here(tmp_path, monkeypatch, server=server, work=work) == 0

@@ -121,7 +121,7 @@ def test_a_worker_that_somebody_kills_costs_nothing(tmp_path: Path, engine: Fake
         assert not any(r.failed for rollouts in found.values() for r in rollouts)
 
 
-def test_code_that_never_returns_is_ended_and_so_is_what_sleeps(tmp_path: Path, engine: FakeEngine) -> None:
+def test_hanging_and_sleeping_code_is_killed(tmp_path: Path, engine: FakeEngine) -> None:
     with pool("hang sleep fine once-hang", tmp_path, num_workers=2, stall_timeout=1.5, timeout=1) as environment:
         found = run(environment, engine, retries=1)
     assert {r.error_type for r in found["hang"]} == {"WorkerStalled"}
@@ -154,7 +154,7 @@ def test_a_leaking_worker_finishes_its_groups_and_is_replaced(tmp_path: Path, en
     assert not alive(before)
 
 
-def test_an_environment_that_only_dies_stops_the_run(
+def test_an_environment_that_always_crashes_stops_the_run(
     tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(env_pool, "MAX_LOSSES_IN_ROW", 3)
@@ -165,10 +165,10 @@ def test_an_environment_that_only_dies_stops_the_run(
 
 
 def test_cancelling_a_group_reaches_the_engine(tmp_path: Path) -> None:
-    asked, gone = [], []
+    requested, gone = [], []
 
     async def hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        asked.append(await reader.readuntil(b"\r\n\r\n"))
+        requested.append(await reader.readuntil(b"\r\n\r\n"))
         while await reader.read(65536):
             pass
         gone.append(1)
@@ -181,13 +181,13 @@ def test_cancelling_a_group_reaches_the_engine(tmp_path: Path) -> None:
         with anyio.fail_after(DEADLINE_S):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(environment.run_group, environment.rows()[0], client, "m", args)
-                while not asked:
+                while not requested:
                     await anyio.sleep(0.01)
                 assert not gone
                 tasks.cancel_scope.cancel()
             while not gone:
                 await anyio.sleep(0.01)
-        assert len(asked) == len(gone) == 1, "a group is one request"
+        assert len(requested) == len(gone) == 1, "a group is one request"
         server.close()
 
     with pool("fine", tmp_path) as environment:
@@ -195,7 +195,7 @@ def test_cancelling_a_group_reaches_the_engine(tmp_path: Path) -> None:
         assert environment._workers[0].pending == {} and environment.losses == 0
 
 
-def test_what_does_not_load_is_told_in_its_words(tmp_path: Path) -> None:
+def test_load_errors_keep_their_message(tmp_path: Path) -> None:
     (tmp_path / "sick.py").write_text("import os\ndef bad(): raise OSError('no data')\ndef exit(): os._exit(3)\n")
     path = str(tmp_path / "sick.py")
     with pytest.raises(ValueError, match="did not load: OSError: no data"):

@@ -213,7 +213,7 @@ def check_alike(found: list[Output | None], expected: list[Output | None], atol:
         (4, 390, {"max_running": 16, "max_model_len": 420}),
     ],
 )
-def test_recorded_steps_give_what_eager_ones_give(
+def test_captured_steps_equal_eager_steps(
     seed: int, longest: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graphs, "WARM_UPS", 0 if seed else 2)
@@ -417,7 +417,7 @@ def test_step_has_no_device_sync_and_no_foreign_tensor() -> None:
     assert {t.device for call in tape.calls for t in tree_iter(call) if isinstance(t, Tensor)} == {meta}
 
 
-def test_the_tape_finds_what_a_graph_cannot_hold() -> None:
+def test_tape_rejects_uncapturable_operations() -> None:
     x = torch.arange(4)
     steps: list[Callable[[], Tensor]] = [
         lambda: x + int(x[1]),
@@ -437,30 +437,30 @@ def test_the_tape_finds_what_a_graph_cannot_hold() -> None:
 
 def test_how_graphs_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a stream of their own that waits for the caller's and is waited for, from one pool of memory."""
-    told: list[Any] = []
+    reported: list[Any] = []
 
     class Stream:
         def __init__(self, name: Any) -> None:
             self.name = name
 
         def wait_stream(self, other: Any) -> None:
-            told.append(f"{self.name} waits for {other.name}")
+            reported.append(f"{self.name} waits for {other.name}")
 
     class Noted:
         def __init__(self, *words: Any, **options: Any) -> None:
             self.words = (words, options)
 
         def __enter__(self) -> None:
-            told.append(self.words)
+            reported.append(self.words)
 
         def __exit__(self, *error: Any) -> None:
-            told.append("end")
+            reported.append("end")
 
     count = iter(range(9))
 
     def new_graph() -> Any:
         name = next(count)
-        return SimpleNamespace(name=name, pool=lambda: "pool", replay=lambda: told.append(f"replay {name}"))
+        return SimpleNamespace(name=name, pool=lambda: "pool", replay=lambda: reported.append(f"replay {name}"))
 
     cuda = SimpleNamespace(
         Stream=lambda device: Stream("side"),
@@ -473,20 +473,20 @@ def test_how_graphs_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = CudaRecorder(torch.device("cuda"))
 
     def step() -> Tensor:
-        told.append("step")
+        reported.append("step")
         return torch.ones(1)
 
     recorder.warm_up(step)
-    assert told == ["side waits for main", (("side",), {}), "step", "end", "main waits for side"]
-    told.clear()
+    assert reported == ["side waits for main", (("side",), {}), "step", "end", "main waits for side"]
+    reported.clear()
     first, second = recorder.record(step), recorder.record(step)
-    assert told == [
+    assert reported == [
         *(((0, None, "thread_local"), {}), "step", "end"),
         *(((1, "pool", "thread_local"), {}), "step", "end"),
     ]
-    told.clear()
+    reported.clear()
     assert first() is first() and first() is not second()
-    assert told == ["replay 0", "replay 0", "replay 0", "replay 1"]
+    assert reported == ["replay 0", "replay 0", "replay 0", "replay 1"]
 
 
 def test_benchmark_runs_on_a_toy_model_and_requires_a_gpu(
@@ -504,7 +504,7 @@ def test_benchmark_runs_on_a_toy_model_and_requires_a_gpu(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", [0, 1])
-def test_graphs_give_what_eager_steps_give_on_a_gpu(seed: int) -> None:
+def test_graphs_equal_eager_steps_on_a_gpu(seed: int) -> None:
     device = torch.device("cuda")
     versions = [tensor_names(build_model(version)) for version in (1, 2)]
     outputs = []

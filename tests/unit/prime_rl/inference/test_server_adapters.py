@@ -82,14 +82,14 @@ def test_a_published_adapter_becomes_the_policy(server: RunningServer, backend: 
     assert server.http.get("/health").json()["version"] == 1
     changed = scores(server)
     assert max(abs(a - b) for a, b in zip(base, changed, strict=True)) > 1e-3
-    told = server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 2}).json()
-    assert told["choices"][0]["versions"] == [[0, 1]]
+    reported = server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 2}).json()
+    assert reported["choices"][0]["versions"] == [[0, 1]]
     assert [card["id"] for card in server.http.get("/v1/models").json()["data"]] == ["tiny-qwen3"]
     assert server.post("/reload_weights", {}).json()["version"] == 0
     assert scores(server) == base
 
 
-def test_a_named_adapter_is_served_beside_the_model(server: RunningServer, backend: Backend) -> None:
+def test_a_named_adapter_is_served_with_the_model(server: RunningServer, backend: Backend) -> None:
     assert server.config.output_dir is not None
     path = publish(backend, server.config.output_dir / "mine", 7)
     base = scores(server)
@@ -97,8 +97,8 @@ def test_a_named_adapter_is_served_beside_the_model(server: RunningServer, backe
     assert reply.status_code == 200 and reply.json()["version"] == 7
     assert scores(server) == base != scores(server, "mine")
     packed = [server.post("/score", {"tokens": PROMPT, "model": name}).content for name in ("tiny-qwen3", "mine")]
-    told = [array("f", msgspec.msgpack.decode(data, type=Scores).logprobs).tolist() for data in packed]
-    assert told == [pytest.approx(base, abs=1e-5), pytest.approx(scores(server, "mine"), abs=1e-5)]
+    reported = [array("f", msgspec.msgpack.decode(data, type=Scores).logprobs).tolist() for data in packed]
+    assert reported == [pytest.approx(base, abs=1e-5), pytest.approx(scores(server, "mine"), abs=1e-5)]
     cards = {card["id"]: card for card in server.http.get("/v1/models").json()["data"]}
     assert (cards["mine"]["parent"], cards["mine"]["version"], cards["tiny-qwen3"]["version"]) == ("tiny-qwen3", 7, 0)
     assert server.post("/v1/unload_lora_adapter", {"lora_name": "mine"}).status_code == 200

@@ -116,7 +116,7 @@ def test_distillation_shows_low_rewards_on_request(tmp_path: Path, capsys: pytes
     assert "teacher KL 0.1667" in out and "reward" not in out
 
 
-def test_plots_are_pictures_of_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plots_are_png_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, write_run(tmp_path / "run"), "--save-dir", tmp_path / "plots", "--metrics-only")
     assert code == 0 and "optimizer.png" in out
     for name in ("loss.png", "reward.png", "optimizer.png"):
@@ -159,7 +159,7 @@ def test_ticks_are_round_numbers() -> None:
     assert ticks(0.0, 10.0, 4) == [0, 5, 10] and ticks(0.0, 40.0, 5) == [0, 10, 20, 30, 40]
 
 
-def test_smoothing_keeps_a_constant_and_starts_at_the_first_value() -> None:
+def test_smoothing_keeps_constants_and_the_first_value() -> None:
     assert [value for _, value in smooth([(s, 2.0) for s in range(9)])] == pytest.approx([2.0] * 9)
     assert smooth([(1, 5.0), (2, 0.0)])[0] == (1, 5.0)
 
@@ -231,8 +231,8 @@ def test_wrong_input_names_its_cure(
 def wandb_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeWandb]:
     """A project with one experiment of two processes, and a run of another experiment in the same group."""
     pytest.importorskip("wandb", reason="wandb is not installed; cure: make test-extras")
-    asked = json.dumps([{"role": "user", "content": "say hi"}])
-    cells = [(asked, "<b>hi</b>", 0.1), ("ho", "ho", 0.9)]
+    requested = json.dumps([{"role": "user", "content": "say hi"}])
+    cells = [(requested, "<b>hi</b>", 0.1), ("ho", "ho", 0.9)]
     rows = [{"step": 5, **dict(zip(("prompt", "completion", "reward"), row, strict=True))} for row in cells]
     table = {"columns": SAMPLE_COLUMNS, "data": [[row.get(name) for name in SAMPLE_COLUMNS] for row in rows]}
     link = {"_type": "table-file", "path": "media/table/samples_5.table.json", "nrows": 2, "ncols": 3}
@@ -257,8 +257,8 @@ def wandb_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeWandb
         patch.setenv("HOME", str(home))
         patch.chdir(home)
         yield fake
-        told = "POST /sdk/otel/"  # what wandb tells about itself, when it runs for long enough
-        assert [route for route in fake.refused if not route.startswith(told)] == [], "only these routes are used"
+        reported = "POST /sdk/otel/"  # telemetry of wandb in longer runs
+        assert [route for route in fake.refused if not route.startswith(reported)] == [], "only these routes are used"
 
 
 @pytest.mark.timeout(400)

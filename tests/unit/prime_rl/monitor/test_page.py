@@ -78,8 +78,8 @@ def test_selection_is_that_of_a_plain_loop(run_dir: Path) -> None:
         keys = {"tokens": lambda r: len(r["tokens"])}
         key = keys.get(query.sort, lambda r, name=query.sort: r[name])
         found = [n for n, row in enumerate(rows) if fits(row, query)]
-        wanted = sorted(found, key=lambda n: key(rows[n]) * (-1 if query.descending else 1))
-        assert index.select(query).tolist() == wanted, query
+        expected = sorted(found, key=lambda n: key(rows[n]) * (-1 if query.descending else 1))
+        assert index.select(query).tolist() == expected, query
     assert index.row(7) == rows[7]
 
 
@@ -104,7 +104,7 @@ def test_the_index_grows_with_the_file_and_waits_for_whole_lines(tmp_path: Path)
     assert index.select(Query(sort="reward")).tolist()[-1] == 5, "what has no reward comes last"
 
 
-def test_rollouts_of_evaluations_are_read_beside_those_of_training(tmp_path: Path) -> None:
+def test_evaluation_and_training_rollouts_are_read(tmp_path: Path) -> None:
     run = write_page_run(tmp_path / "run", num_steps=2)
     index = index_of(run)
     assert list(index.facts()["kinds"]) == ["training"] and index.facts()["count"] == 24
@@ -375,7 +375,7 @@ def test_distillation_is_explained_without_rewards(tmp_path: Path) -> None:
     assert "2 samples were not scored by the teacher" in text and "max_model_len" in text
 
 
-def test_equal_rewards_still_teach_beside_a_teacher() -> None:
+def test_equal_rewards_have_gradient_with_a_teacher() -> None:
     loss = {"adv_tau": 1.0, "teacher_tau": 1.0}
     config = {"trainer": {"loss": loss}, "orchestrator": {"teacher_model": {"context": "x"}}}
     series = {"orchestrator": {"batch/effective_batch_size": [(s, 0.2) for s in range(1, 9)]}}

@@ -366,6 +366,8 @@ def test_rl_resumes_from_newest_valid_checkpoint(tmp_path: Path, capsys: pytest.
     (step_path(tmp_path, 2) / "trainer" / "x").unlink()
     quarantine_corrupt_checkpoints(tmp_path)
     assert complete_steps(tmp_path, ("trainer", "orchestrator")) == [1]
-    told = capsys.readouterr().out
-    assert "checkpoint 3 is damaged" in told and "checkpoint 2 is damaged" in told and "x is missing" in told
+    reported = capsys.readouterr().out
+    assert (
+        "checkpoint 3 is damaged" in reported and "checkpoint 2 is damaged" in reported and "x is missing" in reported
+    )
     assert len(list(tmp_path.glob("damaged-step_*"))) == 2, "kept, never deleted"

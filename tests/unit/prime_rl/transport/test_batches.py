@@ -58,7 +58,7 @@ def test_invalid_bytes_are_rejected(data: bytes) -> None:
         decode_batch(data)
 
 
-def test_unknown_fields_of_a_newer_writer_do_not_shift_the_known_ones() -> None:
+def test_unknown_fields_of_a_newer_writer_are_ignored() -> None:
     row = {"added_later": 1, **msgspec.to_builtins(Sample(prompt="p", tokens=[3], loss_mask=[1.0]))}
     _, [sample] = decode_batch(msgspec.msgpack.encode({"schema": 1, "step": 1, "samples": [row]}))
     assert sample.tokens == [3] and sample.loss_mask == [1.0]
@@ -142,7 +142,7 @@ def test_a_notification_wakes_before_the_recheck(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_wait_for_can_be_cancelled_and_names_what_it_waited_for(
+def test_wait_for_can_be_cancelled_and_names_its_path(
     tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = threading.Event()

@@ -228,8 +228,8 @@ def test_several_servers_receive_and_verify_a_version(
     path, manifest = prepare(trainer, tmp_path / "broadcasts", 4, weights)
     answers = anyio.run(sync_weights_to_engines, build(servers), str(path))
     digests = {name: entry.digest for name, entry in manifest.tensors.items()}
-    for server, told in zip(servers, answers, strict=True):
-        assert told["version"] == 4 and {name: told["digests"][name] for name in digests} == digests
+    for server, reported in zip(servers, answers, strict=True):
+        assert reported["version"] == 4 and {name: reported["digests"][name] for name in digests} == digests
         assert server.http.get("/health").json()["version"] == 4
 
 
@@ -301,13 +301,13 @@ def test_adapters_are_broadcast_too(servers: list[RunningServer], trainer: Weigh
     [engine] = build(servers)[:1]
 
     async def load() -> list[float]:
-        await engine.reload_weights()  # an adapter is beside the weights of the start
-        [told] = await sync_weights_to_engines([engine], str(path))
-        assert told["version"] == 9 and told["digests"] == {n: e.digest for n, e in manifest.tensors.items()}
+        await engine.reload_weights()  # an adapter does not change the initial weights
+        [reported] = await sync_weights_to_engines([engine], str(path))
+        assert reported["version"] == 9 and reported["digests"] == {n: e.digest for n, e in manifest.tensors.items()}
         return await engine.score_prompt(backend.compute_canary(9).prompts[2].token_ids)
 
-    told = anyio.run(load)
-    assert max(abs(a - b) for a, b in zip(told, backend.compute_canary(9).logprobs[2], strict=True)) < 1e-4
+    reported = anyio.run(load)
+    assert max(abs(a - b) for a, b in zip(reported, backend.compute_canary(9).logprobs[2], strict=True)) < 1e-4
     anyio.run(PrimeEngine(servers[0].root).reload_weights)
 
 
