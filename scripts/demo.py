@@ -131,17 +131,17 @@ def run_stages(demo: Demo) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def sum_up(demo: Demo, before: dict[str, Any], after: dict[str, Any]) -> None:
     """Summary: rewards, time, outputs and next commands."""
-    learnt = Table(title=f"{after['examples']:.0f} held-out strings", title_justify="left")
+    learned = Table(title=f"{after['examples']:.0f} held-out strings", title_justify="left")
     for column in ("", "before RL", "after RL"):
-        learnt.add_column(column, justify="left" if not column else "right")
+        learned.add_column(column, justify="left" if not column else "right")
     for label, key in (("mean reward", "avg@1"), ("exact match", "metrics/exact_match")):
-        learnt.add_row(label, f"{before[key]:.3f}", f"{after[key]:.3f}")
+        learned.add_row(label, f"{before[key]:.3f}", f"{after[key]:.3f}")
     took = Table(title="Time", title_justify="left", show_header=False, show_footer=True)
     took.add_column(footer="in all")
     took.add_column(justify="right", footer=f"{sum(demo.seconds.values()):.1f} s")
     for title, seconds in demo.seconds.items():
         took.add_row(title, f"{seconds:.1f} s")
-    demo.console.print(learnt, took)
+    demo.console.print(learned, took)
     rl_dir = demo.output_dir / "rl"
     if demo.memory.peak:
         demo.console.print(f"Peak memory of all processes together: {demo.memory.peak / 2**30:.2f} GiB")

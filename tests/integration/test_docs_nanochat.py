@@ -79,7 +79,7 @@ def test_training_commands(page: str, base: dict[str, str]) -> None:
     trainings = [argv[3:] for argv in commands(page) if argv[:3] == ["python", "-m", TRAIN]]
     trainings += [argv[argv.index("--") :] for argv in commands(page) if argv[0] == "torchrun"]
     assert len(trainings) >= 9
-    # documented: minutes, for a model that has learnt something
+    # documented: minutes, for a model that has learned something
     first = ["scripts.tiny_bootstrap", "--depth=1", "--num_steps=2", "--num_examples=40", "--batch_size=4"]
     prepare = [argv[2:] for argv in commands(page) if argv[2:3] == ["scripts.prepare_aqua"]]
     everything = [*prepare, first, *([TRAIN, *shortened(argv)] for argv in trainings)]

@@ -109,8 +109,8 @@ def test_tokenizer_is_used_without_server_token_ids() -> None:
         endpoint = Endpoint("m", engine.base_url, token_ids=False)
         sample = run("asyncio", agent_rollout_to_sample, "hi", Countdown, endpoint, tokenizer)
     assert "return_token_ids" not in engine.requests[0]
-    learnt = [token for token, mask in zip(sample.tokens, sample.loss_mask, strict=True) if mask]
-    assert tokenizer.decode(learnt) == "HI<|im_end|>LEFT 1<|im_end|>LEFT 0<|im_end|>"
+    learned = [token for token, mask in zip(sample.tokens, sample.loss_mask, strict=True) if mask]
+    assert tokenizer.decode(learned) == "HI<|im_end|>LEFT 1<|im_end|>LEFT 0<|im_end|>"
     assert sample.inference_logprobs is None and sample.status == Status.COMPLETED
 
 

@@ -75,7 +75,7 @@ CASES = [
     ("rl @ sub.toml", ["optim", "sub.toml:1", "trainer.optim"]),
     ("orchestrator --env.0.idd x", ["--env.0.idd", "--env.0.id?"]),
     ("trainer --optim.momentum 0.5", ["--optim.momentum", "optim.type = adamw", "it needs optim.type = sgd"]),
-    ("sft --nonsense-without-neighbour 1", ["--nonsense", "sft --help"]),
+    ("sft --nonsense-without-neighbor 1", ["--nonsense", "sft --help"]),
     # a value of the wrong type
     ("trainer --max-steps five", ["--max_steps 'five'", "a whole number", "--max_steps 10"]),
     ("trainer --max-steps 1.5", ["--max_steps '1.5'", "a whole number"]),

@@ -100,7 +100,7 @@ def test_work_of_lost_servers_is_redistributed() -> None:
     chosen = [server_pool.choose(i) for i in range(1000)]
     shares = [chosen.count(i) for i in range(10)]
     assert shares[3] == shares[4] == 0 and sum(shares) == 1000
-    assert max(shares) < 200, "no neighbour gets it all"
+    assert max(shares) < 200, "no neighbor gets it all"
     assert server_pool.reachable == [0, 1, 2, 5, 6, 7, 8, 9]
     for i in range(10):
         server_pool.unreachable[i] = (0.0, "gone")

@@ -596,15 +596,15 @@ def test_reference_loss_is_independent_of_taus(estimator: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("favourites", "chosen"),
+    ("favorites", "chosen"),
     [([7, 8, 9], ("topk+tail", "reverse")), ([1, 2, 3], ("topk+tail", "forward")), (None, ("token", "reverse"))],
 )
-def test_auto_estimator_depends_on_coverage(favourites: list[int] | None, chosen: tuple[str, str]) -> None:
-    """What the student never samples cannot be learnt from its own samples."""
+def test_auto_estimator_depends_on_coverage(favorites: list[int] | None, chosen: tuple[str, str]) -> None:
+    """What the student never samples cannot be learned from its own samples."""
     sample = Sample(prompt="", tokens=[5, 7, 8, 9], loss_mask=[0, 1.0, 1.0, 1.0], inference_logprobs=[0, -1, -1, -1])
     sample.advantages, sample.teacher_logprobs = [0.0] * 4, [0.0, -1.0, -1.0, -1.0]
-    if favourites is not None:
-        ids = array("i", [number for favourite in favourites for number in (favourite, 0)]).tobytes()
+    if favorites is not None:
+        ids = array("i", [number for favorite in favorites for number in (favorite, 0)]).tobytes()
         sample.teacher_table = TeacherTable(2, array("f", [-1.0] * 6).tobytes(), ids, array("f", [0.3] * 3).tobytes())
     config = LossConfig(teacher_tau=1.0, distill={"estimator": "auto", "k": 2})  # type: ignore[arg-type]
     check_batch([sample], config, 320)
