@@ -2,8 +2,8 @@
 
     python benchmarks/bench_async.py [--steps 60] [--json FILE]
 
-Engine and trainer are simulated: a rollout takes `latency` on average with a long tail (every thirtieth half of one is
-twenty times as long, and stays so when it is begun again), a step `train`. Virtual seconds: the same on any machine.
+Engine and trainer are simulated: a rollout takes `latency` on average with a long tail (every thirtieth half-rollout
+takes twenty times as long, also after a restart), a step `train`. Virtual seconds: the same on any machine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 
 def measure(knobs: dict[str, Any], steps: int, latency_s: float, train_s: float, seed: int) -> dict[str, float]:
-    """Steps per 100 virtual seconds, mean staleness of tokens, groups begun again per step."""
+    """Steps per 100 virtual seconds, mean staleness of tokens, restarted groups per step."""
     import pytest
     from simulated_run import Faults, World
     from test_async_rollout_manager import run
@@ -75,7 +75,7 @@ def main() -> None:
     results = []
     for title, latency_s, train_s in (("as long as a step", 1.0, 3.0), ("generation dominates", 3.0, 1.0)):
         print(f"\nrollouts of {latency_s:g} s, steps of {train_s:g} s ({title})\n")
-        print("| knobs | steps per 100 s | staleness mean | max | groups begun again per step | lost | trainer waits |")
+        print("| knobs | steps per 100 s | staleness mean | max | restarted groups per step | lost | trainer waits |")
         print("|---|---|---|---|---|---|---|")
         for name, knobs in CASES:
             found = measure(knobs, args.steps, latency_s, train_s, seed=1)

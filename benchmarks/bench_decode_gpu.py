@@ -1,12 +1,12 @@
-"""Decoding on a GPU: tokens per second with CUDA graphs and without, against what the memory's bandwidth allows.
+"""Decoding on a GPU: tokens per second with and without CUDA graphs, relative to the limit of memory bandwidth.
 
     python benchmarks/bench_decode_gpu.py [--repeats 3] [--output FILE]
-    python benchmarks/bench_decode_gpu.py --tiny            # the same on a CPU with a toy: does this script work?
+    python benchmarks/bench_decode_gpu.py --tiny            # the same on a CPU with a tiny model, to test the script
 
 A random model of the shape of Qwen3-0.6B in bf16, greedy, all requests at once. A step must read every weight and the
-keys and values of every row once; how fast it could at best be is their bytes over the bandwidth. Also what exact mode
-costs, requests per second with their prompts, and how long new weights (digests of all tensors included) stop an
-engine at work. Each workload runs once before it counts, so that shapes are recorded.
+keys and values of every row once, so their bytes over the bandwidth bound its speed. Also measured: the cost of exact
+mode, requests per second including prompts, and how long a weight update (with digests of all tensors) pauses a busy
+engine. Each workload has a warm-up run, in which its graphs are captured.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ BANDWIDTHS = {"A100": 2.04e12, "H100 PCIe": 2.0e12, "H100": 3.35e12, "H200": 4.8
 
 @dataclass(frozen=True)
 class Case:
-    """`batch` sequences whose contexts are `context` tokens long while they are timed; least rate and share wanted."""
+    """`batch` sequences with contexts of `context` tokens; minimum rate and share of the bandwidth."""
 
     batch: int
     context: int
@@ -72,7 +72,7 @@ SMALL = [Case(1, 40), Case(4, 150)]
 
 
 class Rerun:
-    """Where there are no graphs: a recorded step is computed again."""
+    """Replacement of CUDA graphs: a captured step is computed again."""
 
     def warm_up(self, step: Step) -> torch.Tensor:
         """As `GraphCapturer`."""
@@ -123,7 +123,7 @@ def count_bytes(model: CausalLM, case: Case) -> int:
 
 
 def build_engine(model: CausalLM, **options: Any) -> EmbeddedEngine:
-    """An engine that finds the memory free which the one before it had."""
+    """An engine, built after the previous one's memory is freed."""
     if torch.cuda.is_available():
         gc.collect()
         torch.cuda.empty_cache()
@@ -185,12 +185,12 @@ def measure_requests(model: CausalLM, tiny: bool, recorder: GraphCapturer) -> Ro
         seconds = clock(
             model.embedding().device, lambda: list(iter(lambda: engine.has_work() and engine.step(), False))
         )
-    wanted = None if tiny else 120
-    return Row(f"{prompt} tokens in, {new} out: requests/s", batch / seconds, ">=", wanted, f"{batch} at once")
+    threshold = None if tiny else 120
+    return Row(f"{prompt} tokens in, {new} out: requests/s", batch / seconds, ">=", threshold, f"{batch} at once")
 
 
 def measure_update(model: CausalLM, tiny: bool, recorder: GraphCapturer, repeats: int) -> Row:
-    """How long an engine at work draws nothing while it takes new weights that lie on the same device."""
+    """Seconds without new tokens of a busy engine during an update with weights on the same device."""
     engine = build_engine(model, exact=False, recorder=recorder)
     tensors = {name: tensor.clone() for name, tensor in tensor_names(model).items()}
     start(engine, 4, 16, 8 * (repeats + 2), 0)

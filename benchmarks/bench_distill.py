@@ -1,9 +1,9 @@
-"""Context distillation measured in one process: estimators, retention, taus, rewards beside a teacher, coverage.
+"""Context distillation measured in one process: estimators, retention, taus, rewards with a teacher, coverage.
 
     python benchmarks/bench_distill.py [--seeds 0 1 2] [--only taus,hybrid] [--json FILE]
 
 Every row prints its numbers, one per seed, and the threshold that should hold for each of them. Accuracies are exact
-(the probability of the right answer, on questions that training never asks), divergences are of whole answers, in nats.
+(the probability of the right answer, on held-out questions), divergences are of whole answers, in nats.
 About 30 minutes of CPU time with three seeds on two shared cores.
 """
 
@@ -65,7 +65,7 @@ CLOSED = ("gap_closed", "kl_reverse", "kl_forward")
 
 
 def closes(gap: float = 0.95, kl: float = 0.05) -> tuple[str, Check]:
-    """What a distillation that worked looks like."""
+    """Thresholds of a successful distillation."""
     return f"gap > {gap}, reverse KL < {kl}", lambda m: m["gap_closed"] > gap and m["kl_reverse"] < kl
 
 
@@ -91,7 +91,7 @@ def _estimators() -> Iterator[Row]:
         "SFT on the teacher's answers": Recipe(aim(), on_teacher_samples=True),
     }
     for name, recipe in facts.items():
-        # Mistakes that are rare are rarely sampled, and one token of eight is told least.
+        # Rare mistakes are rarely sampled.
         steps = 200 if name in ("token", "reward_to_go", "sequence") else 160 if name.endswith("k 1") else 120
         yield Row("estimators", name, _marked(recipe, steps), CLOSED, *closes(kl=0.1 if "SFT" in name else 0.05))
     for name in ("full", "token", "sequence"):
@@ -134,8 +134,8 @@ def _taus() -> Iterator[Row]:
         # Of sampled tokens with unequal taus the mean credit is not zero, and its noise is as large: smaller steps.
         slow = estimator == "token" and tt != st
         settings: dict[str, object] = {"lr": 5e-4, "steps": 180} if slow else {"steps": 120}
-        # Where less entropy is asked for than the teacher has, a student at once is sure of a value before it knows
-        # which is right, and what it never says has no gradient in the reverse direction: equal taus first.
+        # If the target has less entropy than the teacher, the student commits to a value before it has learned which is
+        # right, and tokens that it never samples have no gradient in the reverse direction: equal taus first.
         if st < tt and not direction:
             settings |= {"equal": 100, "steps": 160} if estimator == "sequence" else {"equal": 60}
         settings |= choices
@@ -195,7 +195,7 @@ def _hybrid() -> Iterator[Row]:
     beats: tuple[str, Check] = ("accuracy > .95: beats the teacher", lambda m: m["accuracy"] > 0.95)
     yield row("sequence", 0, 1, *arrives)
     yield row("sequence", 1, 1, *arrives)
-    yield row("sequence", 1, 0.1, *arrives, steps=240)  # worth little more than it costs: slowly
+    yield row("sequence", 1, 0.1, *arrives, steps=240)  # the reward is worth little more than its cost: slow
     yield row("sequence", 1, 0.01, *beats)
     yield row("token", 1, 1, "accuracy < teacher + .1", lambda m: m["accuracy"] < m["teacher"] + 0.1)
     yield row("token", 1, 0.01, *beats)
@@ -231,12 +231,12 @@ def _coverage() -> Iterator[Row]:
         return Row("coverage", name, recipe, shown, threshold, check, prepare=prepare)
 
     learns: tuple[str, Check] = ("gap > .9", lambda m: m["gap_closed"] > 0.9)
-    # The reverse direction and jsd give what is hardly ever said next to no gradient: they get there late.
+    # The reverse direction and jsd give rarely sampled tokens almost no gradient: they converge late.
     yield row("full reverse", "full", "reverse", True, *learns, steps=300)
     yield row("full forward", "full", "forward", True, *learns)
     yield row("full jsd", "full", "jsd", True, *learns, steps=300)
     yield row("topk+tail forward", "topk+tail", "forward", True, *learns)
-    # Sooner or later one is said by luck, and then the rest is learnt: some seeds are there after 100 steps.
+    # A right token is eventually sampled by chance, then the rest is learned: some seeds converge in 100 steps.
     yield row("token", "token", "reverse", True, "gap < .8: stalls", lambda m: m["gap_closed"] < 0.8, steps=60)
     yield row("token, 8 % noise", "token", "reverse", False, *learns, steps=160)
     yield row("auto", "topk+tail", "reverse", True, *learns, auto=True)
@@ -250,7 +250,7 @@ def _marked(recipe: Recipe, steps: int) -> Recipe:
 def make_unsure(task: Task, base: CausalLM, seed: int, eps: float = 0.03, steps: int = 60) -> CausalLM:
     """The model after learning that contexts are wrong about a value now and then, each other value being as likely.
 
-    What it costs to leave a context is known then: ln((1 - eps) / (eps / 7)), 5.4 nats for a value.
+    The cost of deviating from a context is then known: ln((1 - eps) / (eps / 7)), 5.4 nats for a value.
     """
     draw, model = torch.Generator().manual_seed(seed + 4000), copy.deepcopy(base)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -273,8 +273,8 @@ def make_unsure(task: Task, base: CausalLM, seed: int, eps: float = 0.03, steps:
 def make_wrong(task: Task, base: CausalLM, seed: int, eps: float, steps: int = 40) -> CausalLM:
     """The model after learning another table by heart, contexts still work.
 
-    A value is drawn from all with probability eps, in expectation over the token to say: of one in a hundred, samples
-    would tell some keys and not others.
+    A value is drawn from all with probability eps, in expectation over the token to say: with 1 in 100, samples
+    would cover some keys and not others.
     """
     draw, model = torch.Generator().manual_seed(seed + 3000), copy.deepcopy(base)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -326,7 +326,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    torch.backends.mkldnn.enabled = False  # its products, the same bits in any batch, are slower for models so narrow
+    torch.backends.mkldnn.enabled = False  # its batch-invariant products are slower for such narrow models
     machine, began, cpu_began = describe_machine(1), time.perf_counter(), time.process_time()
     rows = [row for row in build_rows() if not args.only or row.table in args.only]
     tasks = {task.name: task for task in (build_facts(), build_modes()) if any(r.task == task.name for r in rows)}

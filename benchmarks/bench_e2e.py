@@ -3,7 +3,7 @@
     python benchmarks/bench_e2e.py [--seeds 0 1 2] [--output-dir DIR]
 
 Runs `scripts/demo.py` for each seed (SFT, RL at level 2, evaluations), then the RL part twice at level 0. Prints every
-number beside its threshold, writes `.bench/results/road.json`, and exits with 1 when one is missed.
+number beside its threshold, writes `.bench/results/e2e.json`, and exits with 1 when one is missed.
 """
 
 from __future__ import annotations
@@ -104,14 +104,14 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--output-dir", type=Path, default=None, help="default: a new temporary directory")
     arguments = parser.parse_args()
-    out = (arguments.output_dir or Path(tempfile.mkdtemp(prefix="bench_road_"))).resolve()
+    out = (arguments.output_dir or Path(tempfile.mkdtemp(prefix="bench_e2e_"))).resolve()
     out.mkdir(parents=True, exist_ok=True)
     machine = describe_machine()
     rows: list[Row] = []
     for seed in arguments.seeds:
         rows += measure_demo(seed, out / f"seed_{seed}")
     rows += measure_level_0(newest_weights(out / f"seed_{arguments.seeds[0]}" / "sft"), out / "level_0")
-    return finish("road", rows, machine)
+    return finish("e2e", rows, machine)
 
 
 if __name__ == "__main__":

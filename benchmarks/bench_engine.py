@@ -1,11 +1,12 @@
-"""Tokens per second of the embedded engine beside vLLM on this CPU and transformers' `generate`, in one run.
+"""Tokens per second of the embedded engine, vLLM on this CPU and transformers' `generate`, in one run.
 
     python benchmarks/bench_engine.py [--quick] [--vllm-python PATH | --no-vllm] [--output FILE]
 
-Every engine lives in its own process and gets the same model, prompts, lengths and sampling (temperature 1, log-prob of
-every sampled token); the processes take turns, so that a busy machine slows all of them alike. A peer that is less than
-half as fast as the best one is not measured again. Without `--vllm-python` vLLM is installed into `.bench/vllm`
-(minutes, 3 GB). Prints medians and ratios beside their thresholds, writes JSON, and exits with 1 when one is missed.
+Every engine runs in its own process with the same model, prompts, lengths and sampling (temperature 1, log-prob of
+every sampled token); the processes alternate, so that load on the machine affects all of them equally. A peer that is
+less than half as fast as the best one is not measured again. Without `--vllm-python` vLLM is installed into
+`.bench/vllm` (minutes, 3 GB). Prints medians and ratios with their thresholds, writes JSON, and exits with 1 when one
+is missed.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Case:
         return self.groups * self.group * self.new
 
     def prompts(self, seed: int) -> list[list[int]]:
-        """Random prompts, others for every repeat, so that no engine finds an old one in a cache."""
+        """Random prompts, new for every repeat, so that no prefix cache is hit."""
         rng = random.Random(f"{self.name} {seed}")
         alone = [[rng.randrange(VOCAB) for _ in range(self.prompt)] for _ in range(self.groups)]
         return [prompt for prompt in alone for _ in range(self.group)]
@@ -148,7 +149,7 @@ def running_peer(
 
 
 def install_vllm() -> str:
-    """The Python of an environment that holds vLLM, made on the first call."""
+    """The Python of an environment with vLLM, created on the first call."""
     home = ROOT / ".bench" / "vllm"
     python = home / "bin" / "python"
     if not (home / "installed").exists():
@@ -164,7 +165,7 @@ PEERS = ("transformers-static", "transformers-dynamic", "vllm")
 
 
 def build_cases(quick: bool, names: list[str]) -> list[Case]:
-    """So many requests at the same time, or groups that share a long prompt."""
+    """Concurrent requests, or groups that share a long prompt."""
     new = 64 if quick else 128
     groups = Case("8 groups of 16, prompt 256", 8, 16, 256, new)
     return [groups if name == "groups" else Case(f"{name} at once", int(name), 1, PROMPT, new) for name in names]
@@ -209,7 +210,7 @@ def measure_offline(
 
 
 def find_slow(case: Case, peers: list[Peer]) -> set[str]:
-    """Peers that cannot become the best one: measured again, they would take most of the time."""
+    """Peers that cannot become the best one; repeating them would take most of the time."""
     others = {p.kind: statistics.median(p.seconds[case.name]) for p in peers if p.seconds.get(case.name)}
     others = {kind: seconds for kind, seconds in others.items() if not kind.startswith("ours")}
     return {kind for kind, seconds in others.items() if seconds > 2 * min(others.values())}
@@ -227,7 +228,7 @@ def rates(peer: Peer, case: Case) -> list[float]:
 
 
 def judge(size: str, dtype: str, cases: list[Case], peers: list[Peer]) -> list[Row]:
-    """The ratios of this model beside their thresholds."""
+    """The ratios of this model with their thresholds."""
     rows = []
     of = {peer.kind: peer for peer in peers}
     for case in cases:
@@ -301,7 +302,7 @@ def running_server(kind: str, argv: list[str], threads: int, port: int, log: Pat
 async def load(address: str, model: str, prompts: list[list[int]], new: int, clients: int) -> float:
     """Seconds until `clients` clients have had all prompts answered, with log-probs and token ids.
 
-    By the lean client for both servers: the pool of `httpx` takes more of two cores than a server does.
+    Uses the project's client for both servers: the pool of `httpx` would take more CPU than a server.
     """
     from prime_rl.client.http import HttpPool
 

@@ -1,4 +1,4 @@
-"""Are the engine's log-probs the trainer's, bit for bit? A million sampled tokens under everything that could disturb.
+"""Bitwise equality of engine and trainer log-probs over a million sampled tokens under varying conditions.
 
     python benchmarks/bench_exact.py [--tokens 1000000] [--dtype float32] [--threads 1] [--seed 0]
         [--output FILE]
@@ -41,7 +41,7 @@ SHAPES = {  # hidden, layers, heads, key heads, head dim, inner
 
 @dataclass
 class Tally:
-    """What was compared, and what happened meanwhile."""
+    """Counts of compared tokens and of events."""
 
     tokens: int = 0
     differences: int = 0
@@ -95,8 +95,8 @@ def compare(output: Output, models: dict[int, CausalLM], dtype: torch.dtype, tal
         logits = linear(hidden, model.lm_head.weight).float()  # as the losses multiply, whatever the number of rows
         expected = torch.log_softmax(logits / scale, dim=-1)
         rows = torch.arange(len(prompt) + start, len(prompt) + end) - 1
-        wanted = expected[rows, torch.tensor(ids[start:end], dtype=torch.long)]
-        apart = (torch.tensor(output.logprobs[start:end]) - wanted).abs()
+        trainer_logprobs = expected[rows, torch.tensor(ids[start:end], dtype=torch.long)]
+        apart = (torch.tensor(output.logprobs[start:end]) - trainer_logprobs).abs()
         tally.differences += int((apart != 0).sum())
         tally.worst = max(tally.worst, float(apart.max())) if len(apart) else tally.worst
         tally.spans += 1

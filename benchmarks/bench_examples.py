@@ -1,4 +1,4 @@
-"""The tiny examples, measured: does the reward rise by reinforcement learning, on every seed?
+"""The tiny examples: reward before and after RL, for every seed.
 
     python benchmarks/bench_examples.py [--examples alphabet_sort wordle wiki_search] [--seeds 0 1] [--output-dir DIR]
 
@@ -67,7 +67,7 @@ def read_curve(run_dir: Path) -> list[float]:
 
 
 def cpu_seconds() -> float:
-    """What all processes that have ended took together."""
+    """CPU seconds of all processes that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 

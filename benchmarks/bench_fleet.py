@@ -1,13 +1,13 @@
-"""Does the orchestrator's work per rollout stay what it is when the fleet grows? 1,000 engines, 64 ranks, virtual time.
+"""Orchestrator work per rollout as the number of engines grows to 1,000, with 64 ranks, in virtual time.
 
     python benchmarks/bench_fleet.py [--engines 10 100 1000] [--steps 3] [--output-dir DIR]
 
-Real are the loop, prompt buffer, slots, group generator, advantages, metrics, message encoding, relay, watching of the
-servers and packing of a batch for one of 64 ranks. Simulated are engines, trainer, disk notifications and the clock;
-one in a hundred engines, at least one, leaves and comes back. The batch grows with the fleet: four rollouts in a group
-per engine and step. Work is counted in executed lines of our own code, by component from one in a hundred up; CPU time,
-which C code shows up in too, is taken in runs without counting. The watch over servers is counted per engine and second
-instead. Prints each beside its threshold, writes `.bench/results/fleet.json`, exits with 1 when one is missed.
+Real code: the loop, prompt buffer, slots, group generator, advantages, metrics, message encoding, weight relay, server
+monitoring, and packing of a batch for one of 64 ranks. Simulated: engines, trainer, disk notifications and the clock;
+one in a hundred engines, at least one, leaves and returns. The batch grows with the fleet: four rollouts in a group per
+engine and step. Work is counted in executed lines of our own code, by component above 1 %; CPU time, which includes C
+code, is taken in runs without counting. Server monitoring is counted per engine and second instead. Prints each with
+its threshold, writes `.bench/results/fleet.json`, exits with 1 when one is missed.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ class Engine:
     async def request(self, method: str, path: str, **options: Any) -> bytes:
         await anyio.sleep(0.01)
         if not self.there:
-            raise ConnectionError("nobody listens")
+            raise ConnectionError("connection refused")
         return msgspec.json.encode({"version": self.version, "awaits_weights": self.awaits_weights})
 
     async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
         await anyio.sleep(0.2)
         if not self.there:
-            raise EngineError(FailureKind.UNREACHABLE, "nobody listens")
+            raise EngineError(FailureKind.UNREACHABLE, "connection refused")
         self.version, self.awaits_weights = int(Path(checkpoint_path).name.removeprefix("step_")), False
         return {"success": True}
 
@@ -164,7 +164,7 @@ class Environment:
 
 
 class Wire:
-    """The messages of the real wires, in memory."""
+    """An in-memory batch transport with the real messages."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -224,7 +224,7 @@ async def live(world: World) -> None:
 
 
 async def _inline(function: Any, *arguments: Any, **options: Any) -> Any:
-    """A thread would take real time, in which virtual time flies."""
+    """Run inline: a thread would take real time."""
     return function(*arguments)
 
 

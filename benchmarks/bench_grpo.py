@@ -4,11 +4,10 @@
 
 The task is the demo's: reverse five letters, from a model that a short SFT has warmed up. All train until three batches
 in a row have a mean reward of .9, with 256 rollouts in groups of 16 per step, the same learning rate, clipping and, but
-for `rl`, the same loss. Ours is trainer and engine in one process, as TRL is one; beside it the `rl` command with all
-its processes and its own recipe, for which no share is asked. CPU seconds count from the first instruction, and beside
-it those of the steps alone. They take turns, seed by seed. TRL comes into an environment of its own, `.bench/trl`.
-Prints medians and ratios beside their thresholds, writes `.bench/results/grpo.json`, and exits with 1 when one is
-missed.
+for `rl`, the same loss. Ours is trainer and engine in one process, like TRL; also measured, without a threshold, is the
+`rl` command with all its processes and its own recipe. CPU seconds are given from process start and for the steps
+alone. The sides alternate, seed by seed. TRL is installed into an environment of its own, `.bench/trl`. Prints medians
+and ratios with their thresholds, writes `.bench/results/grpo.json`, and exits with 1 when one is missed.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Cost:
 
 @dataclass
 class CpuMeter:
-    """CPU seconds of a process and all below it, read again and again with the time of the reading."""
+    """CPU seconds of a process and all below it, sampled with time stamps."""
 
     pid: int
     readings: list[tuple[float, float]] = field(default_factory=list)
@@ -116,7 +115,7 @@ def run_command(model_dir: str, seed: int, out: Path) -> Cost:
 
 
 def build_task(model_dir: str, seed: int, texts: list[str], out: Path) -> Path:
-    """What both single processes are told, as a file."""
+    """The task file of both single processes."""
     recipe = tomllib.loads((RECIPE / "rl.toml").read_text())
     task = {
         "model_dir": model_dir,
@@ -164,7 +163,7 @@ def first_step(rewards: list[float]) -> int | None:
 
 
 def warm_up(out: Path) -> str:
-    """The model that both begin with."""
+    """The initial model of both."""
     argv = [sys.executable, "-m", "prime_rl.trainer.sft.train", "@", str(RECIPE / "sft.toml"), "--output-dir", str(out)]
     subprocess.run(argv, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT / "src")}, check=True, capture_output=True)
     return str(newest_weights(out))

@@ -2,8 +2,8 @@
 
 python benchmarks/bench_load.py --clients 1000 --seconds 600     one line of JSON; exit code 1 when something fails
 
-Each client asks again and again for 1 to 64 tokens after prompts of 1 to 200, as a stream. Most read to the end; some
-hang up in the middle, some before the first byte. Afterwards the server must hold no request, its count of answered
+Each client repeatedly streams 1 to 64 tokens after prompts of 1 to 200. Most read to the end; some disconnect in the
+middle, some before the first byte. Afterwards the server must hold no request, its count of answered
 requests and tokens must fit what clients saw, and its memory must not have grown from the second third to the last.
 The server keeps keys and values of finished requests up to `cache.max_prefix_cache_tokens`: the first third must fill
 that.
@@ -37,7 +37,7 @@ LOOK_EVERY_S = 5.0
 
 
 class Crowd:
-    """All clients and what they saw."""
+    """All clients and their counts."""
 
     def __init__(self, port: int, until: float) -> None:
         self.port, self.until = port, until
@@ -55,11 +55,11 @@ class Crowd:
 
     async def ask(self, draw: random.Random) -> None:
         """One request on a connection of its own."""
-        length, wanted = draw.randint(1, 200), draw.randint(1, 64)
+        length, num_tokens = draw.randint(1, 200), draw.randint(1, 64)
         body = json.dumps(
             {
                 "prompt": [draw.randrange(5, 250) for _ in range(length)],
-                "max_tokens": wanted,
+                "max_tokens": num_tokens,
                 "ignore_eos": True,
                 "stream": True,
                 "stream_options": {"include_usage": True},
@@ -82,12 +82,12 @@ class Crowd:
                 await reader.readuntil(b"data: ")
                 self.seen["hung up"] += 1
                 return
-            await self.read(reader, wanted)
+            await self.read(reader, num_tokens)
             self.latencies.append(time.monotonic() - start)
         finally:
             writer.close()
 
-    async def read(self, reader: asyncio.StreamReader, wanted: int) -> None:
+    async def read(self, reader: asyncio.StreamReader, num_tokens: int) -> None:
         """To the end of the stream, whose count of tokens must be the one that was asked for."""
         text = (await reader.read()).decode()
         status = text.split(" ", 2)[1]
@@ -96,11 +96,11 @@ class Crowd:
             return
         usage = [json.loads(line[6:])["usage"] for line in text.splitlines() if '"usage":{' in line]
         exact = text.rstrip().endswith("data: [DONE]") or "data: [DONE]" in text
-        if not exact or len(usage) != 1 or usage[0]["completion_tokens"] != wanted:
+        if not exact or len(usage) != 1 or usage[0]["completion_tokens"] != num_tokens:
             self.seen["wrong stream"] += 1
             return
         self.seen["finished"] += 1
-        self.seen["tokens"] += wanted
+        self.seen["tokens"] += num_tokens
 
 
 def read_metrics(port: int) -> dict[str, float]:
@@ -114,11 +114,11 @@ def read_rss_mb(pid: int) -> float:
 
 
 async def watch(crowd: Crowd, pid: int) -> list[tuple[float, float]]:
-    """Megabytes, and tokens kept of ended requests, from time to time."""
+    """Megabytes, and cached tokens of finished requests, from time to time."""
     seen = []
     while time.monotonic() < crowd.until:
-        told = await asyncio.to_thread(read_metrics, crowd.port)
-        seen.append((read_rss_mb(pid), told["kept_tokens"]))
+        metrics = await asyncio.to_thread(read_metrics, crowd.port)
+        seen.append((read_rss_mb(pid), metrics["kept_tokens"]))
         await asyncio.sleep(LOOK_EVERY_S)
     return seen
 
@@ -132,7 +132,7 @@ async def run(crowd: Crowd, clients: int, pid: int) -> list[tuple[float, float]]
 
 
 def measure(clients: int, seconds: float) -> dict[str, object]:
-    """The whole measurement; `problems` says what does not hold."""
+    """The whole measurement; `problems` lists failed checks."""
     ensure_open_files(2 * clients)
     port = find_free_port()
     model = ["--model.name", "tiny-qwen3", "--model.debug.random_init", "true", "--model.max_model_len", "512"]
@@ -145,7 +145,7 @@ def measure(clients: int, seconds: float) -> dict[str, object]:
         crowd = Crowd(port, time.monotonic() + seconds)
         looks = asyncio.run(run(crowd, clients, server.pid))
         deadline = time.monotonic() + 60
-        while (told := read_metrics(port))["requests_running"] + told[
+        while (metrics := read_metrics(port))["requests_running"] + metrics[
             "requests_waiting"
         ] and time.monotonic() < deadline:
             time.sleep(0.5)
@@ -155,17 +155,17 @@ def measure(clients: int, seconds: float) -> dict[str, object]:
     rss, third = [mb for mb, _ in looks], max(1, len(looks) // 3)
     growth = fmean(rss[-third:]) / fmean(rss[third : 2 * third] or rss)
     full = next((i for i, (_, kept) in enumerate(looks) if kept > MAX_PREFIX_CACHE_TOKENS - 512), len(looks))
-    seen, held = crowd.seen, told["requests_running"] + told["requests_waiting"]
+    seen, held = crowd.seen, metrics["requests_running"] + metrics["requests_waiting"]
     problems = []
     if held:
         problems.append(f"{held:.0f} requests are still held")
     if full > third:
         problems.append(
-            f"the first third did not fill the {MAX_PREFIX_CACHE_TOKENS} tokens of ended requests: ask for longer"
+            f"the first third did not fill the {MAX_PREFIX_CACHE_TOKENS} tokens of finished requests: ask for longer"
         )
     if growth > MEMORY_GROWTH:
         problems.append(f"memory grew by a factor of {growth:.3f} from the second third to the last")
-    if told["generated_tokens_total"] < seen["tokens"] or told["requests_finished_total"] < seen["finished"]:
+    if metrics["generated_tokens_total"] < seen["tokens"] or metrics["requests_finished_total"] < seen["finished"]:
         problems.append("the server counts fewer tokens or requests than clients received")
     problems += [f"{count} x {name}" for name, count in seen.items() if name.startswith(("status", "wrong", "error"))]
     latencies = sorted(crowd.latencies) or [0.0]
@@ -180,8 +180,8 @@ def measure(clients: int, seconds: float) -> dict[str, object]:
         "full_after_s": round(full * LOOK_EVERY_S),
         "rss_mb": [round(mb) for mb in rss[:: max(1, len(rss) // 12)]],
         "memory_growth": round(growth, 4),
-        "server_tokens": told["generated_tokens_total"],
-        "server_finished": told["requests_finished_total"],
+        "server_tokens": metrics["generated_tokens_total"],
+        "server_finished": metrics["requests_finished_total"],
         "still_held": held,
         "problems": problems,
     }

@@ -3,10 +3,10 @@
     python benchmarks/bench_long_tail.py [--seeds 0 1 2] [--output-dir DIR]
 
 The demo's task and recipe, in an environment that scores one rollout in 32 after 6 seconds and the others after .2.
-Synchronous: `max_async_level` 0, so every step waits for the last of its rollouts. Asynchronous: level 2, and half as
-many groups again under way as a batch needs. Both run until three batches in a row have a mean reward of .9; the clock
+Synchronous: `max_async_level` 0, so every step waits for the last of its rollouts. Asynchronous: level 2, and 1.5 times
+as many groups in flight as a batch needs. Both run until three batches in a row have a mean reward of .9; the clock
 starts with the first batch. Mostly waiting, so a busy machine changes little. Prints medians and their ratio beside the
-threshold, writes `.bench/results/tail.json`, and exits with 1 when it is missed.
+threshold, writes `.bench/results/long_tail.json`, and exits with 1 when it is missed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def run(side: str, model_dir: str, seed: int, out: Path) -> tuple[float, int] | 
 
 
 def reached(out: Path) -> tuple[float, int] | None:
-    """What the run's record says about when the reward was there."""
+    """When the reward was reached, from the run's metrics."""
     path = out / "metrics.jsonl"
     rows = [row for row in load_jsonl(path) if "reward/mean" in row] if path.is_file() else []
     step = first_step([row["reward/mean"] for row in rows])
@@ -60,7 +60,7 @@ def reached(out: Path) -> tuple[float, int] | None:
 
 
 def judge(found: dict[str, list[tuple[float, int] | None]]) -> list[Row]:
-    """How many got there, how fast, and the ratio."""
+    """Number of runs that reached the reward, their times, and the ratio."""
     rows = [
         Row(f"{side} runs that reached reward .9", sum(f is not None for f in of), ">=", len(of))
         for side, of in found.items()
@@ -81,7 +81,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--output-dir", type=Path, default=None, help="default: a new temporary directory")
     arguments = parser.parse_args()
-    out = (arguments.output_dir or Path(tempfile.mkdtemp(prefix="bench_tail_"))).resolve()
+    out = (arguments.output_dir or Path(tempfile.mkdtemp(prefix="bench_long_tail_"))).resolve()
     out.mkdir(parents=True, exist_ok=True)
     machine, model_dir = describe_machine(1), warm_up(out / "sft")
     found: dict[str, list[tuple[float, int] | None]] = {side: [] for side in SIDES}
@@ -90,7 +90,7 @@ def main() -> int:
             of.append(run(side, model_dir, seed, out / f"{side}_{seed}"))
             sys.stdout.write(f"seed {seed}: {side} {of[-1]}\n")
             sys.stdout.flush()
-    return finish("tail", judge(found), machine, {side: list(of) for side, of in found.items()})
+    return finish("long_tail", judge(found), machine, {side: list(of) for side, of in found.items()})
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python benchmarks/bench_nanochat.py [--seeds 0 1] [--output-dir DIR]
 
-For each seed the three commands of docs/nanochat.md: problems, a tokenizer and a warmed-up model, reinforcement. The
-share of right answers to held-out problems, sampled at temperature 1, is compared before and after reinforcement.
+For each seed the three commands of docs/nanochat.md: problems, tokenizer and warm-up, RL. The share of right answers to
+held-out problems, sampled at temperature 1, is compared before and after RL.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def measure(seed: int, base: Path) -> list[Row]:
     evaluations = [row for row in map(json.loads, lines) if "eval/accuracy" in row]
     before, after = evaluations[0], evaluations[-1]
     gain = after["eval/accuracy"] - before["eval/accuracy"]
-    # As if the two evaluations were of different problems, which they are not: z is too small rather than too large.
+    # Treats the two evaluations as independent, although the problems are the same: z is underestimated.
     error = (before["eval/accuracy_se"] ** 2 + after["eval/accuracy_se"] ** 2) ** 0.5
     return [
         Row(f"seed {seed}: accuracy before RL", before["eval/accuracy"], detail=f"se {before['eval/accuracy_se']:.3f}"),

@@ -2,11 +2,11 @@
 
     python benchmarks/bench_orchestrator.py [--rollouts 512] [--rounds 5] [--in-flight 10000] [--output-dir DIR]
 
-A fake server answers at once what our server would. In every round each part is measured in turn, and `verifiers`' own
-`generate` with the `openai` client beside them, so that the ratios hold on a busy machine; the table shows medians.
-Then as many rollouts as `--in-flight` are under way at the same time, on one core, and none may be lost; 4,096 come and
-go while the event loop is asked how late it is; and batches with the lengths of GSM8K and AQuA-RAT are packed. Prints
-every number beside its threshold, writes `.bench/results/orchestrator.json`, exits with 1 when one is missed.
+A fake server answers at once what our server would. In every round each part is measured in turn, and together with
+`verifiers`' own `generate` with the `openai` client, so that the ratios hold on a busy machine; the table shows
+medians. Then `--in-flight` rollouts run at the same time, on one core, and none may be lost; 4,096 start and end while
+the lag of the event loop is measured; and batches with the lengths of GSM8K and AQuA-RAT are packed. Prints every
+number beside its threshold, writes `.bench/results/orchestrator.json`, exits with 1 when one is missed.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ def measure_parts(num: int, rounds: int, out: Path) -> list[Row]:
             "  slots, groups, the rest",
             statistics.median(one["all"] - one["scored"] - one["samples"] - one["batch"] for one in found),
         ),
-        Row("orchestrator beside a worker: CPU ms per rollout", ms["all with workers"], "<=", 0.5),
+        Row("orchestrator with an environment worker: CPU ms per rollout", ms["all with workers"], "<=", 0.5),
         Row("  and in the worker (client, environment, scoring)", ms["in the worker"], "<=", 1.0),
         Row("verifiers.generate with the openai client: CPU ms per rollout", ms["library"]),
         Row("  times ours", statistics.median(one["library"] / one["all"] for one in found), ">=", 2.0),
@@ -241,7 +241,7 @@ def measure_parts(num: int, rounds: int, out: Path) -> list[Row]:
 
 
 def measure_in_flight(num: int, in_worker: bool) -> list[Row]:
-    """`num` rollouts at the same time, on one core: the server answers when all have asked, and not before."""
+    """`num` rollouts at the same time, on one core: the server answers once all requests have arrived."""
     where = "in a worker" if in_worker else "in process"
     config = EnvConfig(id="reverse-text", args=ENV, num_workers=int(in_worker))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -284,9 +284,9 @@ async def _all_at_once(environment: Any, rows: list[Any], url: str, num: int) ->
 
 
 def measure_lag(num: int, in_worker: bool) -> list[Row]:
-    """How late the event loop is while `num` rollouts are under way, groups coming and going all the time.
+    """Event loop lag with `num` rollouts in flight while groups start and end.
 
-    In process the environment's own code is what makes it late: a worker spares the orchestrator that.
+    In process, the environment's own code causes the lag; with a worker it does not block the orchestrator.
     """
     where = "in a worker" if in_worker else "in process"
     config = EnvConfig(id="reverse-text", args=ENV, num_workers=int(in_worker))
@@ -322,10 +322,10 @@ async def _come_and_go(environment: Any, rows: list[Any], url: str, num: int) ->
 
     async def probe() -> None:
         while time.monotonic() < end:
-            asked = time.monotonic()
+            start = time.monotonic()
             await asyncio.sleep(PROBE_S)
-            if asked >= steady:
-                late.append(time.monotonic() - asked - PROBE_S)
+            if start >= steady:
+                late.append(time.monotonic() - start - PROBE_S)
 
     await asyncio.gather(probe(), *map(place, range(num // GROUP)))
     await client.close()
@@ -362,7 +362,7 @@ def main() -> int:
     arguments = parser.parse_args()
     out = (arguments.output_dir or Path(tempfile.mkdtemp(prefix="bench_orchestrator_"))).resolve()
     out.mkdir(parents=True, exist_ok=True)
-    # Progress bars would be drawn over the table, and cost their library time of ours.
+    # Progress bars would overwrite the table and count as our CPU time.
     os.environ |= {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
     machine = describe_machine()
     rows = measure_parts(arguments.rollouts, arguments.rounds, out)

@@ -2,11 +2,10 @@
 
     python benchmarks/bench_page.py [--rollouts 100000] [--tokens 60] [--report-tokens 400] [--json FILE]
 
-A run is made up on disk: groups of eight, words of a made-up language. The live page is the real command, read by a
-real Chromium (needs playwright and a browser): first paint is from the request to the first numbers on the screen, a
-filter from a key (the event's own time stamp) to the frame after the one that holds the new count; `slowest` is the
-worst of all keys, `filter_server_ms` the server's part. The report that is weighed holds 2,000 rollouts of
-`--report-tokens` tokens.
+The run is synthetic: groups of eight, words of an artificial language. The live page is the real command in a real
+Chromium (needs playwright and a browser): first paint is from the request to the first numbers on the screen, a filter
+from a key (the event's own time stamp) to the frame after the one with the new count; `slowest` is the maximum over all
+keys, `filter_server_ms` the server's part. The measured report contains 2,000 rollouts of `--report-tokens` tokens.
 """
 
 from __future__ import annotations
@@ -65,8 +64,8 @@ def make_run(path: Path, num_rollouts: int, num_tokens: int) -> Path:
 
 def _row(rng: random.Random, number: int, step: int, num_tokens: int, vocab: dict[str, int]) -> dict[str, Any]:
     half = num_tokens // 2
-    said = " ".join(rng.choices(WORDS, k=half // 4 + 1))[: num_tokens - half]
-    tokens = [vocab.get(c, 0) for c in said.ljust(num_tokens, "e")][:num_tokens]
+    text = " ".join(rng.choices(WORDS, k=half // 4 + 1))[: num_tokens - half]
+    tokens = [vocab.get(c, 0) for c in text.ljust(num_tokens, "e")][:num_tokens]
     mask = [0] * half + [1] * (num_tokens - half)
     reward = round(rng.random(), 2)
     return {
@@ -77,7 +76,7 @@ def _row(rng: random.Random, number: int, step: int, num_tokens: int, vocab: dic
         "group_index": number // 8,
         "index": number % 8,
         "prompt": [{"role": "user", "content": " ".join(rng.choices(WORDS, k=12))}],
-        "completion": said,
+        "completion": text,
         "reward": reward,
         "advantage": reward - 0.5,
         "metrics": {"exact": 0.5},

@@ -1,4 +1,4 @@
-"""Weights from a trainer into an engine, over files and over a process group: seconds per GB beside a plain copy.
+"""Weights from a trainer into an engine, over files and over a process group: seconds per GB, and of a plain copy.
 
     python benchmarks/bench_sync.py [--megabytes 200] [--repeats 5]
 

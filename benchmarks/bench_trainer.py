@@ -5,8 +5,8 @@
 For every model: a step of SFT over padded rows, of SFT over packed rows, and of RL over given completions (what
 GRPOTrainer does after generation), ours with its default settings, so RL with exact attention. Both sides are real
 trainers in processes of their own that step in turn, each with the fastest of several micro-batch sizes; both must
-report the same gradient norm, or the comparison is refused. TRL comes into an environment of its own, `.bench/trl`.
-Prints tokens of real samples per CPU-second beside the threshold, writes `.bench/results/trainer.json`, and exits with
+report the same gradient norm, or the comparison fails. TRL is installed into an environment of its own, `.bench/trl`.
+Prints tokens of real samples per CPU-second with the threshold, writes `.bench/results/trainer.json`, and exits with
 1 when a threshold is missed. CPU-seconds of one thread are wall seconds on an idle machine, and comparable on a shared
 one too.
 """
@@ -81,7 +81,7 @@ OURS = tuple({"micro_tokens": n} for n in (1024, 4096))
 
 @dataclass(frozen=True)
 class Result:
-    """Tokens per CPU-second of one task, medians over the repeats; `ratios` are of neighbouring steps."""
+    """Tokens per CPU-second of one task, medians over the repeats; `ratios` are of adjacent steps."""
 
     model: str
     task: str
@@ -242,7 +242,7 @@ def run_worker(task_path: Path) -> None:
 
 
 def compute_logprobs(backend: Any, samples: list[Any], micros: list[Any]) -> list[list[float]]:
-    """The initial model's log-prob of every learnt token, 0 elsewhere."""
+    """The initial model's log-prob of every loss token, 0 elsewhere."""
     import torch
 
     out = [[0.0] * len(sample.tokens) for sample in samples]
@@ -320,7 +320,7 @@ def compare(name: str, task_name: str, arguments: argparse.Namespace, out: Path,
 
 
 def count_packed_rows(task: dict[str, Any]) -> int:
-    """Rows that best-fit decreasing packing makes of the samples, the peer's way."""
+    """Number of rows after best-fit decreasing packing, the peer's method."""
     rows: list[int] = []
     for n in sorted((len(s["tokens"]) for s in task["samples"]), reverse=True):
         fits = [i for i, used in enumerate(rows) if used + n <= task["seq_len"]]

@@ -1,8 +1,7 @@
 """Context distillation in one process: a model of 0.1 million parameters, two tasks, exact measurements.
 
 The arithmetic is the library's (`policy_loss`, `compute_sequence_kl_advantages`, `compute_fixed_point`), the decoder is
-the one that is
-trained and served; only prompts, sampling and the loop are here, on rectangles of token ids.
+the one that is trained and served; only prompts, sampling and the loop are here, on rectangles of token ids.
 
     facts   plain `B Q key key key A`, with a context `B v0 .. v5 Q key key key A` -> the keys' values, end
     modes   plain `B x x x x A`, with a context `B way x x x x A` -> the letters rewritten, end
@@ -42,7 +41,7 @@ VALUES, KEYS, WAYS = 8, 6, 4
 KEY, WAY, BEGIN, NOISY, ASK, ANSWER, END, VOCAB = 8, 14, 18, 19, 20, 21, 22, 24
 NOISE = 0.3
 GROUP = 8
-RISING = 20  # first steps, in which the learning rate rises: what is sampled before much is known settles nothing
+RISING = 20  # first steps, in which the learning rate rises: early samples carry little information
 SETTLING = 20  # last steps of a distillation, in which the learning rate falls to zero
 Rows = Tensor  # int64 [rows, length]
 Past = Sequence[tuple[Tensor, Tensor]]  # keys and values of each layer
@@ -111,17 +110,17 @@ def read_prompts(model: CausalLM, prompts: Rows) -> tuple[Tensor, Past]:
 def compute_table(
     model: CausalLM, prompts: Rows, answers: Rows, temperature: float = 1.0, shared: bool = True
 ) -> Tensor:
-    """Log-probs [rows, length, VOCAB] of what may stand in the place of each token of the answers.
+    """Log-probs [rows, length, VOCAB] at each token of the answers.
 
-    Equal rows are computed once: what a student has learnt it says again and again. Where prompts are not shared it is
-    quicker not to read them apart.
+    Equal rows are computed once, because a trained student repeats its answers. Without shared prompts it is faster to
+    compute prompt and answer together.
     """
     length = answers.shape[1]
     rows, row_of = torch.cat((prompts, answers[:, :-1]), 1).unique(dim=0, return_inverse=True)
     if shared:
-        prompts, spoken = rows.tensor_split((prompts.shape[1],), 1)
+        prompts, completions = rows.tensor_split((prompts.shape[1],), 1)
         last, past = read_prompts(model, prompts)
-        hidden = torch.cat((last[:, None], read(model, spoken, past)[0]), 1)
+        hidden = torch.cat((last[:, None], read(model, completions, past)[0]), 1)
     else:
         hidden = read(model, rows)[0][:, -length:]
     logits = model.logits(hidden.flatten(0, 1)).unflatten(0, (-1, length))
@@ -137,11 +136,11 @@ def sample(model: CausalLM, prompts: Rows, length: int, draw: torch.Generator, t
     while True:
         p = torch.softmax(model.logits(hidden[:, -1]) / temperature, -1).index_select(0, place)
         ended = (answers[:, -1:] == END).any(1, keepdim=True)
-        said = torch.where(ended, END, torch.multinomial(p, 1, generator=draw))
-        answers = torch.cat((answers, said), 1)
+        token = torch.where(ended, END, torch.multinomial(p, 1, generator=draw))
+        answers = torch.cat((answers, token), 1)
         if answers.shape[1] == length:
             return answers
-        next_places, place = (place * VOCAB + said[:, 0]).unique(return_inverse=True)
+        next_places, place = (place * VOCAB + token[:, 0]).unique(return_inverse=True)
         hidden, past = read(model, next_places[:, None] % VOCAB, choose(past, next_places // VOCAB))
 
 
@@ -189,10 +188,10 @@ def build_facts() -> Task:
         4,
         train,
         held_out,
-        show=lambda asked, table, first: wrap(first, table, ASK, asked + KEY, ANSWER),
-        solve=lambda asked, table: wrap(table.expand(len(asked), -1).gather(1, asked), END),
+        show=lambda keys, table, first: wrap(first, table, ASK, keys + KEY, ANSWER),
+        solve=lambda keys, table: wrap(table.expand(len(keys), -1).gather(1, keys), END),
         draw_contexts=lambda n, draw: torch.randint(VALUES, (n, KEYS), generator=draw),
-        answer_plainly=lambda asked, draw: wrap(torch.randint(VALUES, asked.shape, generator=draw), END),
+        answer_plainly=lambda keys, draw: wrap(torch.randint(VALUES, keys.shape, generator=draw), END),
         sft_steps=600,
     )
 
@@ -281,7 +280,7 @@ def learn(model: CausalLM, prompts: Rows, answers: Rows) -> Tensor:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One run: what is minimised, by which teacher, from where."""
+    """One run: objective, teacher and start."""
 
     objective: Objective
     steps: int = 100
@@ -304,7 +303,7 @@ class Recipe:
 
 
 def aim(estimator: str = "token", direction: str = "reverse", **choices: Any) -> Objective:
-    """An objective with the taus 0/1/1 unless told otherwise."""
+    """An objective with the taus 0/1/1 unless given."""
     taus = {"adv_tau": 0.0, "teacher_tau": 1.0, "student_tau": 1.0}
     distill = DistillChoice(estimator, direction)  # type: ignore[arg-type]
     return replace(PRESETS["aipo"], distill=distill, **{**taus, **choices})
@@ -406,12 +405,12 @@ def context_of(task: Task, recipe: Recipe) -> Rows:
 
 
 def right_answers(task: Task, recipe: Recipe, questions: Rows) -> Rows:
-    """What rewards and accuracies go by."""
+    """Right answers, for rewards and accuracies."""
     return task.solve(questions, context_of(task, recipe) if recipe.truth is None else recipe.truth)
 
 
 def teacher_prompts(task: Task, recipe: Recipe, questions: Rows) -> Rows:
-    """What the teacher sees."""
+    """The teacher's prompts."""
     return task.show(questions, context_of(task, recipe), NOISY if recipe.noisy else BEGIN)
 
 
@@ -426,7 +425,7 @@ def teach(
 ) -> tuple[Tensor, Tensor, float]:
     """Sum and count of the loss of a batch, `prompts` groups of GROUP answers, and the new `farthest`.
 
-    That is the most nats by which the answers of a batch were from the teacher, this one's among them.
+    That is the largest distance of a batch's answers from the teacher so far, in nats, including this batch.
     """
     questions = pick(task.train, recipe.prompts, draw).repeat_interleave(GROUP, 0)
     plain, shown = task.plain(questions), teacher_prompts(task, recipe, questions)
@@ -438,22 +437,24 @@ def teach(
     answers = sample(student, plain, task.length, draw, recipe.temperature)
     table = compute_table(student, plain, answers, recipe.temperature)
     with torch.no_grad():
-        told = compute_table(teacher, shown, answers, recipe.teacher_temperature)
+        teacher_table = compute_table(teacher, shown, answers, recipe.teacher_temperature)
     rewards = (answers == right_answers(task, recipe, questions)).all(1).float().view(recipe.prompts, GROUP)
     advantages = (rewards - rewards.mean(1, keepdim=True)).view(-1, 1).expand(-1, task.length)
-    inputs = make_inputs(table, answers, told, advantages=advantages)
-    distance = (inputs.loss_mask * (inputs.inference_logprobs - told.gather(-1, answers[..., None]).flatten())).sum()
+    inputs = make_inputs(table, answers, teacher_table, advantages=advantages)
+    distance = (
+        inputs.loss_mask * (inputs.inference_logprobs - teacher_table.gather(-1, answers[..., None]).flatten())
+    ).sum()
     farthest = max(farthest, distance.item() / len(answers))
     objective = schedule_taus(recipe, step, farthest)
     if recipe.auto:
-        spoken = inputs.loss_mask > 0
-        hits = (answers == told.argmax(-1)).flatten()[spoken]
-        coverage = estimate_coverage(hits, inputs.inference_logprobs[spoken])
+        mask = inputs.loss_mask > 0
+        hits = (answers == teacher_table.argmax(-1)).flatten()[mask]
+        coverage = estimate_coverage(hits, inputs.inference_logprobs[mask])
         objective = replace(objective, distill=choose_distillation(coverage, True))
     if objective.distill.estimator in ("reward_to_go", "sequence"):
         inputs = spread_credit(inputs, len(answers), objective, recipe.prompts)
     if objective.distill.has_table:
-        inputs = add_tables(inputs, table, told, objective.distill, recipe.top_k)
+        inputs = add_tables(inputs, table, teacher_table, objective.distill, recipe.top_k)
     output = policy_loss(inputs, objective)
     return output.loss_sum, output.count, farthest
 
@@ -465,10 +466,10 @@ def hold(task: Task, student: CausalLM, base: CausalLM, recipe: Recipe, draw: to
     answers = sample(student, shown, task.length, draw)
     table = compute_table(student, shown, answers, shared=False)
     with torch.no_grad():
-        told = compute_table(base, shown, answers, shared=False)
-    inputs = make_inputs(table, answers, told, weight=recipe.reference_weight)
+        teacher_table = compute_table(base, shown, answers, shared=False)
+    inputs = make_inputs(table, answers, teacher_table, weight=recipe.reference_weight)
     full = aim("full")
-    output = policy_loss(add_tables(inputs, table, told, full.distill, 0), full)
+    output = policy_loss(add_tables(inputs, table, teacher_table, full.distill, 0), full)
     return output.loss_sum, output.count
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/fake_server.py [--latency-s 0.05] [--tokens 45] [--hold 0]     (prints its port)
 
-With --hold N nobody is answered before N requests wait at the same time; then all are.
+With --hold N no request is answered before N of them wait at the same time; then all are.
 """
 
 from __future__ import annotations

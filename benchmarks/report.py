@@ -2,7 +2,7 @@
 
     python benchmarks/report.py [--results DIR] [--output docs/benchmarks.md]
 
-A section of the page stays as it is when its benchmark has left nothing new.
+Sections without new results are unchanged.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from results import RESULTS, ROOT, Row
 
 HEAD = """# Benchmarks
 
-Every number is printed by one command beside its threshold; peers run in the same run, in turns. `make bench` runs all
-of them and writes this page, `make bench BENCH="grpo long_tail"` some. What was missed is here too.
+Each section is the output of one command with thresholds; peers are measured in the same run, alternating. `make bench`
+runs all of them and writes this page, `make bench BENCH="grpo long_tail"` some. Missed thresholds are included.
 """
 ABOUT = {
     "engine": (
@@ -26,36 +26,36 @@ ABOUT = {
     ),
     "decode_gpu": (
         "python benchmarks/bench_decode_gpu.py",
-        "Decoding of the 0.6B shape on a GPU, with CUDA graphs and without, against the memory's bandwidth.",
+        "Decoding of the 0.6B shape on a GPU, with and without CUDA graphs, relative to memory bandwidth.",
     ),
     "trainer": ("python benchmarks/bench_trainer.py", "Tokens per CPU-second of a training step against TRL; ratios."),
     "grpo": ("python benchmarks/bench_grpo.py", "CPU seconds of RL to a fixed reward against TRL; ratios."),
-    "tail": (
+    "long_tail": (
         "python benchmarks/bench_long_tail.py",
-        "Asynchronous against synchronous RL where one rollout in 32 is late: seconds to the same reward.",
+        "Asynchronous against synchronous RL where one rollout in 32 is slow: seconds to the same reward.",
     ),
-    "orchestrator": ("python benchmarks/bench_orchestrator.py", "What a rollout costs client and orchestrator."),
+    "orchestrator": ("python benchmarks/bench_orchestrator.py", "CPU time of a rollout in client and orchestrator."),
     "fleet": (
         "python benchmarks/bench_fleet.py",
-        "Does the orchestrator's work per rollout stay what it is from 10 engines to 1,000? In virtual time.",
+        "Orchestrator work per rollout from 10 to 1,000 engines, in virtual time.",
     ),
-    "road": ("python benchmarks/bench_e2e.py", "The demo on three seeds: what it learns, in which time."),
-    "examples": ("python benchmarks/bench_examples.py", "The tiny examples on two seeds: does RL raise the reward?"),
+    "e2e": ("python benchmarks/bench_e2e.py", "The demo on three seeds: rewards and time."),
+    "examples": ("python benchmarks/bench_examples.py", "The tiny examples on two seeds: reward before and after RL."),
     "nanochat": (
         "python benchmarks/bench_nanochat.py",
-        "A nanochat model from nothing on two seeds: does RL on AQuA-like problems raise its accuracy?",
+        "A nanochat model from random weights on two seeds: accuracy on AQuA-like problems before and after RL.",
     ),
     "distill": (
         "python benchmarks/bench_distill.py",
-        "Context distillation in one process: for how many of three seeds each row holds.",
+        "Context distillation in one process: number of seeds (of three) that pass each row.",
     ),
-    "exact": ("python benchmarks/bench_exact.py", "Log-probs of the engine against the trainer's, bit for bit."),
+    "exact": ("python benchmarks/bench_exact.py", "Log-probs of the engine compared with the trainer's, bit for bit."),
     "exact_bfloat16": ("python benchmarks/bench_exact.py --dtype bfloat16", "The same, in bfloat16."),
     "sync": (
         "python benchmarks/bench_sync.py",
-        "Weights from a trainer into an engine, against a plain copy of the bytes.",
+        "Weight transfer from trainer to engine, relative to a plain copy of the bytes.",
     ),
-    "startup": ("python benchmarks/bench_startup.py", "How long a command takes to answer."),
+    "startup": ("python benchmarks/bench_startup.py", "Startup time of commands."),
 }
 
 
@@ -79,16 +79,16 @@ def section(name: str, report: dict[str, Any]) -> str:
 
 
 def merge(page: str, new: dict[str, str]) -> str:
-    """The page with these sections in the place of those of the same name."""
-    told = {part.partition("\n")[0]: f"## {part.strip()}" for part in ("\n" + page).split("\n## ")[1:]}
-    told |= new
-    order = sorted(told, key=lambda name: (list(ABOUT).index(name) if name in ABOUT else len(ABOUT), name))
-    return "\n\n".join([HEAD.strip(), *(told[name] for name in order)]) + "\n"
+    """The page with its sections replaced or extended by `new`."""
+    sections = {part.partition("\n")[0]: f"## {part.strip()}" for part in ("\n" + page).split("\n## ")[1:]}
+    sections |= new
+    order = sorted(sections, key=lambda name: (list(ABOUT).index(name) if name in ABOUT else len(ABOUT), name))
+    return "\n\n".join([HEAD.strip(), *(sections[name] for name in order)]) + "\n"
 
 
 def main() -> None:
     """Write the page."""
-    parser = argparse.ArgumentParser(description="Make docs/benchmarks.md of the results.")
+    parser = argparse.ArgumentParser(description="Write docs/benchmarks.md from the results.")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "benchmarks.md")
     options = parser.parse_args()

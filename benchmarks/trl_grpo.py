@@ -65,8 +65,8 @@ def main() -> None:
         texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in completion_ids]
         found = [ANSWER.search(text) for text in texts]
         return [
-            SequenceMatcher(None, match.group(1).strip() if match else "", wanted, autojunk=False).ratio()
-            for match, wanted in zip(found, answer, strict=True)
+            SequenceMatcher(None, match.group(1).strip() if match else "", expected, autojunk=False).ratio()
+            for match, expected in zip(found, answer, strict=True)
         ]
 
     config = trl.GRPOConfig(

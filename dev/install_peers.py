@@ -1,7 +1,7 @@
 """Install what oracle and cluster tests need into the environment of the Python that runs it: `make test-peers`.
 
-The environment sees the packages of `.venv` and lays its own before them, so that nothing of `.venv` is changed. verl
-and Liger require versions that do not fit the rest; what the tests use of them needs the listed packages only.
+The environment extends `.venv` without changing it. verl and Liger require versions that conflict with the rest; the
+parts that the tests use need the listed packages only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WITHOUT_REQUIREMENTS = (
 
 
 def main() -> None:
-    """Everything; the failure of pip is the exit code."""
+    """Install everything; exits with pip's code on failure."""
     site = Path(sysconfig.get_path("purelib"))
     base = ROOT / ".venv" / site.relative_to(sys.prefix)
     (site / "base.pth").write_text(f"{base}\n", encoding="utf-8")

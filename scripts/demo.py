@@ -55,7 +55,7 @@ class Memory:
     looked: float = field(default_factory=time.monotonic)
 
     def look(self, pids: Iterable[int]) -> None:
-        """Add up this instant, at most twice a second."""
+        """Sample the memory, at most twice a second."""
         if time.monotonic() - self.looked < MEMORY_EVERY_S:
             return
         self.looked = time.monotonic()
@@ -74,7 +74,7 @@ class Demo:
     seconds: dict[str, float] = field(default_factory=dict)
 
     def run(self, title: str, command: str, *options: str) -> None:
-        """Run one command to its end, showing what it says; raises `ChildFailed` when it fails."""
+        """Run one command and show its output; raises `ChildFailed` when it fails."""
         self.console.rule(f"[bold]{len(self.seconds) + 1}/{self.num_stages}  {title}", align="left")
         self.console.print(f"$ {command} {shlex.join(options)}\n", highlight=False, soft_wrap=True)
         started = time.monotonic()
@@ -133,17 +133,17 @@ def run_stages(demo: Demo) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def sum_up(demo: Demo, before: dict[str, Any], after: dict[str, Any]) -> None:
     """Summary: rewards, time, outputs and next commands."""
-    learnt = Table(title=f"{after['examples']:.0f} held-out strings", title_justify="left")
+    learned = Table(title=f"{after['examples']:.0f} held-out strings", title_justify="left")
     for column in ("", "before RL", "after RL"):
-        learnt.add_column(column, justify="left" if not column else "right")
+        learned.add_column(column, justify="left" if not column else "right")
     for label, key in (("mean reward", "avg@1"), ("exact match", "metrics/exact_match")):
-        learnt.add_row(label, f"{before[key]:.3f}", f"{after[key]:.3f}")
+        learned.add_row(label, f"{before[key]:.3f}", f"{after[key]:.3f}")
     took = Table(title="Time", title_justify="left", show_header=False, show_footer=True)
     took.add_column(footer="in all")
     took.add_column(justify="right", footer=f"{sum(demo.seconds.values()):.1f} s")
     for title, seconds in demo.seconds.items():
         took.add_row(title, f"{seconds:.1f} s")
-    demo.console.print(learnt, took)
+    demo.console.print(learned, took)
     rl_dir = demo.output_dir / "rl"
     if demo.memory.peak:
         demo.console.print(f"Peak memory of all processes together: {demo.memory.peak / 2**30:.2f} GiB")
@@ -168,14 +168,14 @@ def sum_up(demo: Demo, before: dict[str, Any], after: dict[str, Any]) -> None:
 
 
 def thin_out(command: str, line: str) -> str | None:
-    """A line of a stage as it is shown: of the steps only some, and no single version of the engine."""
+    """Select the lines of a stage to show: some of the steps, and no engine versions."""
     step = re.search(r"Step (\d+) \|", line)
     skipped = step is not None and int(step[1]) > 1 and int(step[1]) % SHOWN_STEPS.get(command, 1)
     return None if skipped or re.search(r"version \d+ in service", line) else f"  {line}"
 
 
 def read_memory(pid: int) -> int:
-    """Bytes of a process, pages that several share counted in part; 0 where that cannot be told."""
+    """Bytes of a process, shared pages counted proportionally; 0 if unknown."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))

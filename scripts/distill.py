@@ -2,8 +2,8 @@
 
     python scripts/distill.py [--seed 0] [--output-dir DIR]
 
-A warm-up from random weights teaches to read tables, not what any table says. Then the model learns from itself with
-the table in its prompt; no reward is looked at. Everything runs on the CPU through the same commands and processes as
+A warm-up from random weights trains lookup in tables. Then the model is its own teacher, with the table as context;
+rewards are not used. Everything runs on the CPU through the same commands and processes as
 large runs.
 """
 

@@ -1,6 +1,6 @@
 """Writes AQuA-RAT as JSON lines to the base directory: from published files, from the hub, or generated.
 
-python -m scripts.prepare_aqua                          # the hub's dataset, and without a network made problems
+python -m scripts.prepare_aqua                          # the hub's dataset, or generated problems without a network
 python -m scripts.prepare_aqua --data_dir=AQuA          # {train,dev,test}.json of a checkout
 python -m scripts.prepare_aqua --synthetic --max-train 5000 --difficulty 1
 """
@@ -73,7 +73,7 @@ Read = Callable[[str, int], list[dict[str, Any]] | None]
 
 
 def choose_source(config: PrepareAquaConfig) -> tuple[str, Read]:
-    """Name of the source, and what gives at most so many raw rows of a split, None for one it does not have."""
+    """Name of the source, and a function to its first raw rows of a split (None for a missing split)."""
     from environments.nanochatAquaRat import aqua_files
 
     if config.data_dir is not None and config.synthetic:
@@ -93,7 +93,7 @@ def choose_source(config: PrepareAquaConfig) -> tuple[str, Read]:
 
 
 def read_published(folder: Path, split: str, most: int) -> list[dict[str, Any]] | None:
-    """Good rows of a published file, in the published form."""
+    """Valid rows of a published file, in the published form."""
     from environments.nanochatAquaRat.aqua_files import find_file, read_file
 
     path = find_file(folder, split)
@@ -106,7 +106,7 @@ def read_published(folder: Path, split: str, most: int) -> list[dict[str, Any]] 
 
 
 def make_rows(config: PrepareAquaConfig, split: str, most: int) -> list[dict[str, Any]]:
-    """Made problems of a split, which shares none with the others."""
+    """Generated problems of a split; splits are disjoint."""
     from environments.nanochatAquaRat.aqua_problems import build_problems
 
     number = most if most >= 0 else {"train": 2000}.get(split, 254)
@@ -116,7 +116,7 @@ def make_rows(config: PrepareAquaConfig, split: str, most: int) -> list[dict[str
 
 
 def to_raw(row: dict[str, Any]) -> dict[str, Any]:
-    """A row as it is published; conversations stay what they are."""
+    """A row in the published form; conversations are unchanged."""
     if "messages" in row:
         said = [{"role": "assistant", "content": row["rationale"]}] if row["rationale"] else []
         return {"messages": [*row["messages"], *said], "answer_letter": row["correct"], "letters": list(row["options"])}
@@ -126,7 +126,7 @@ def to_raw(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """JSON lines, whole or not at all."""
+    """Write JSON lines atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".tmp-{path.name}")
     aside.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")

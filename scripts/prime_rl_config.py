@@ -238,7 +238,7 @@ class Resolved:
 
     @property
     def env_args(self) -> dict[str, Any]:
-        """Arguments for the environment; numbers of questions and seed, where it is ours or they were given."""
+        """Arguments for the environment; numbers of questions and seed only for our environment or if given."""
         config = self.config
         known = {name: getattr(config, name) for name in ("num_train_examples", "num_eval_examples", "seed")}
         is_ours = config.env_id.rpartition("/")[2].partition("@")[0] == OWN_ENVIRONMENT
@@ -246,11 +246,11 @@ class Resolved:
 
     @property
     def objective(self) -> Objective:
-        """The loss as a row of choices."""
+        """The loss as options."""
         return build_objective(self.config)
 
     def describe(self) -> str:
-        """A line per value that somebody set, and what follows from them."""
+        """A line per value that was set, and derived values."""
         config = self.config
         lines = [
             f"  {name} = {getattr(config, name)!r}  ({self.sources[name]})"
@@ -326,7 +326,7 @@ def resolve(
 def _fill_batch(
     config: PrimeRLTrainConfig, given: Mapping[str, str], num_ranks: int, fill: Any, notes: list[str]
 ) -> None:
-    """Sequences per rank, as TOML files say it, as whole groups over all ranks."""
+    """Sequences per rank (the TOML key) to whole groups over all ranks."""
     args = config.trainer.args
     source = _source_of("trainer.args.per_device_train_batch_size", given)
     if args.per_device_train_batch_size is None or source is None:
@@ -353,8 +353,8 @@ def _check(config: PrimeRLTrainConfig, notes: list[str]) -> None:
 
 
 def build_objective(config: PrimeRLTrainConfig) -> Objective:
-    """The preset with the options over it. Unset: the policy gradient per token with the group's mean as baseline,
-    and where rollouts lag behind, times the importance ratio cut off at 8 (2505.24034).
+    """The preset with its overrides. Unset: the per-token policy gradient with the group mean as baseline, and for
+    asynchronous rollouts the importance ratio capped at 8 (2505.24034).
     """
     name = config.objective or ("aipo" if config.async_level else "reinforce")
     if name not in PRESETS or name == "custom":

@@ -54,12 +54,12 @@ class RunLogger:
             self.runs += [] if isinstance(run, OfflineWandbRun) else [run]
 
     def is_drawn(self, step: int) -> bool:
-        """Whether there are figures at this step."""
+        """Whether figures are drawn at this step."""
         config = self.trainer.config
         return step == self.trainer.num_steps or step % (config.viz_every or config.eval_every) == 0
 
     def measure_surface(self, step: int, samples: Sequence[Sample]) -> None:
-        """The loss around the policy, of samples of the step that teach; to be called in the thread that trains."""
+        """The loss around the policy, on samples with a gradient; call it in the training thread."""
         teaching = [s for s in samples if s.response_length and any(s.advantages or [])][:SURFACE_SAMPLES]
         if self.runs and teaching:
             learner = self.trainer.learner
@@ -69,7 +69,7 @@ class RunLogger:
     def log(
         self, step: int, metrics: dict[str, float], samples: Sequence[Sample] = (), learned: StepResult | None = None
     ) -> None:
-        """Take down a step, and what was measured beside it."""
+        """Log a step and its other measurements."""
         if not self.runs:
             return
         config, tracker = self.trainer.config, self.tracker
@@ -100,7 +100,7 @@ class RunLogger:
             print(describe_step(step, self.trainer.num_steps, tracker.get_wandb_summary(step)), flush=True)
 
     def close(self) -> None:
-        """Deliver what is pending, and say where everything is."""
+        """Flush pending output and print the output paths."""
         for run in self.runs:
             run.finish()
         if self.runs:

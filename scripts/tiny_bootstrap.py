@@ -1,6 +1,6 @@
 """Trains a tokenizer and a tiny fine-tuned model from scratch on a CPU in minutes, as a starting point for RL.
 
-python -m scripts.tiny_bootstrap                 # d2, made problems of one family of the easiest tier
+python -m scripts.tiny_bootstrap                 # d2, generated problems of one family of the easiest tier
 python -m scripts.tiny_bootstrap --depth=4 --difficulty=1 --templates=None --num_steps=3000
 """
 
@@ -120,16 +120,16 @@ def bootstrap(config: TinyBootstrapConfig) -> None:
 
 
 def look_for_equals(model: GPT) -> None:
-    """Let the last layer begin with its keys as its queries, so that tokens attend to those that are like them.
+    """Initialize the queries of the last layer with its keys, so that tokens attend to similar tokens.
 
-    Two layers that begin like any nanochat model still read letters by chance after 500 steps; so, 94 % after 250.
+    With the default initialization, two layers are at chance after 500 steps; with this one, 94 % right after 250.
     """
     weights, layer = dict(model.named_parameters()), f"transformer.h.{model.config.n_layer - 1}.attn"
     weights[f"{layer}.c_k.weight"].data.copy_(weights[f"{layer}.c_q.weight"])
 
 
 def build_conversations(config: TinyBootstrapConfig) -> list[list[dict[str, Any]]]:
-    """Made problems with their solutions, as messages."""
+    """Generated problems with their solutions, as messages."""
     from environments.nanochatAquaRat.nanochatAquaRat import build_sft_examples
 
     rows = build_sft_examples(
@@ -158,7 +158,7 @@ def build_conversations(config: TinyBootstrapConfig) -> list[list[dict[str, Any]
 
 
 def build_drill(draw: random.Random, num_answers: int = 8) -> list[dict[str, Any]]:
-    """Options as problems have them, and lines of them in any order, some again, as the answer."""
+    """Options like those of problems, and some of their lines in random order as the answer."""
     lines = [f"{number}={letter}" for number, letter in zip(draw.sample(range(100), 5), "ABCDE", strict=True)]
     return [
         {"role": "user", "content": "\n".join(lines)},
@@ -167,7 +167,7 @@ def build_drill(draw: random.Random, num_answers: int = 8) -> list[dict[str, Any
 
 
 def render_samples(tokenizer: Any, conversations: Sequence[Sequence[dict[str, Any]]], max_tokens: int) -> list[Any]:
-    """Conversations as samples with loss on what the assistant says."""
+    """Conversations as samples with loss on assistant messages."""
     from rollouts.training.types import Sample
 
     rendered = [tokenizer.render_conversation(messages, max_tokens) for messages in conversations]

@@ -1,4 +1,4 @@
-"""Rules of the house for every test: one compute thread, no hub, no tracker, no network, no deadline."""
+"""Settings of every test: one compute thread, no hub, no tracker, no network, no deadline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-# A busy machine is no finding: no test asserts how long an example takes.
+# No deadline: the time of an example depends on the load of the machine.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 

@@ -1,4 +1,4 @@
-"""The integration run: a tiny model learns to repeat a letter, first from careless demonstrations, then by reward."""
+"""The integration run: a tiny model learns to repeat a letter, first from demonstrations with errors, then by RL."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MODES = ("sft", "rl", "sft+rl")
 
 @dataclass(frozen=True)
 class Config:
-    """What `train.py` reads; `gpu_ranks` are the devices, of which more than one means FSDP under torchrun."""
+    """Settings of `train.py`; several devices in `gpu_ranks` mean FSDP under torchrun."""
 
     mode: str = "sft+rl"
     output_dir: str = "outputs/integration_training"

@@ -116,7 +116,7 @@ def build_backend(
 
 
 def build_demonstrations(config: Config, tokenizer: Any) -> list[Sample]:
-    """A letter repeated, where a share of the letters is wrong: what reinforcement can repair."""
+    """A letter repeated, with a share of wrong letters."""
     draw, chat = random.Random(config.seed), TemplateRenderer(tokenizer)
     samples = []
     for index in range(config.num_demonstrations):
@@ -131,7 +131,7 @@ def build_demonstrations(config: Config, tokenizer: Any) -> list[Sample]:
 
 
 def compute_reward(prompt: str, response: str, length: int) -> float:
-    """Share of right letters; every letter too many or too few counts as a wrong one."""
+    """Share of right letters; missing and extra letters count as wrong."""
     right = sum(letter == prompt for letter in response[:length])
     return right / max(length, len(response))
 

@@ -35,5 +35,5 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Remember the outcome of each phase."""
+    """Record the outcome of each phase."""
     OUTCOMES.setdefault(report.nodeid, []).append(report.outcome)

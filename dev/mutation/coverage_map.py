@@ -33,7 +33,7 @@ class CoverageMap:
     seconds: dict[str, float]
 
     def tests(self, tree: Path, site: Site) -> list[str]:
-        """The tests that can notice a mutation: first those of files that name its function or class, quick ones first.
+        """The tests that can detect a mutation: first those of files that name its function or class, quick ones first.
 
         Code that runs at import has no tests of its own: the tests of its file count, and those in test files that
         import its module or name the field that is defined.

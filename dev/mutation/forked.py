@@ -61,7 +61,7 @@ def warm_up(tree: Path) -> None:
 
 
 def import_tests(files: list[str]) -> None:
-    """Import test files and what they test, so that forks need not."""
+    """Import test files and their subjects before forking."""
     import pytest
 
     with redirect_stdout(io.StringIO()):

@@ -1,4 +1,4 @@
-"""Puts a mutation into a process that has imported the module already, by giving its functions other code."""
+"""Puts a mutation into a process that has imported the module already, by replacing the code of its functions."""
 
 from __future__ import annotations
 

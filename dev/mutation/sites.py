@@ -148,7 +148,7 @@ def _defaults(node: ast.arguments) -> Iterator[ast.expr]:
 
 
 def _is_tuning(node: ast.AST) -> bool:
-    """A keyword argument or an assignment of a number that only says how long or how wide."""
+    """A keyword argument or an assignment of a number that only sets a time limit or a layout size."""
     match node:
         case ast.keyword(arg=str() as name, value=ast.Constant()):
             return bool(TUNING.search(name))

@@ -101,10 +101,10 @@ def compute_similarity(reply: str, tag: str, answer: Sequence[str]) -> float:
 
     Several lists in one reply count only if each is better than the one before; then the last counts.
     """
-    wanted = "\n".join(answer).lower()
+    expected = "\n".join(answer).lower()
     attempts = [_lines(text).lower() for text in re.findall(rf"<{tag}>(.*?)</{tag}>", reply, re.DOTALL)]
     scores = [
-        SequenceMatcher(None, attempt, wanted, autojunk=False).ratio() if attempt else 0.0 for attempt in attempts
+        SequenceMatcher(None, attempt, expected, autojunk=False).ratio() if attempt else 0.0 for attempt in attempts
     ]
     if any(later <= earlier for earlier, later in itertools.pairwise(scores)):
         return 0.0

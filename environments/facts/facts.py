@@ -43,8 +43,8 @@ def exact_match(completion: list[dict[str, Any]], answer: str) -> float:
 
 def share_right(completion: list[dict[str, Any]], answer: str) -> float:
     """Share of places that hold the right value."""
-    said = str(completion[-1]["content"])
-    return sum(one == other for one, other in zip(said, answer, strict=False)) / max(len(said), len(answer))
+    reply = str(completion[-1]["content"])
+    return sum(one == other for one, other in zip(reply, answer, strict=False)) / max(len(reply), len(answer))
 
 
 def build_rows(facts: str | None, num_rows: int, *, split: str, num_asked: int, seed: int) -> list[dict[str, str]]:
@@ -61,10 +61,10 @@ def build_rows(facts: str | None, num_rows: int, *, split: str, num_asked: int, 
         if len(rows) == num_rows:
             break
         table = known or draw_table(draw)
-        asked = "".join(draw.choices(keys, k=num_asked))
-        question = asked if known else f"{write_facts(table)}\n{asked}"
+        queried = "".join(draw.choices(keys, k=num_asked))
+        question = queried if known else f"{write_facts(table)}\n{queried}"
         if _split_of(question) == split:
-            rows[question] = "".join(table[key] for key in asked)
+            rows[question] = "".join(table[key] for key in queried)
     return [{"question": question, "answer": answer} for question, answer in rows.items()]
 
 

@@ -93,7 +93,7 @@ def split_option(text: str) -> tuple[str, str] | None:
 
 def _read_conversation(entry: Mapping[str, Any]) -> dict[str, Any] | None:
     messages, letters = list(entry["messages"] or []), list(entry.get("letters") or LETTERS)
-    said = messages.pop()["content"] if messages and messages[-1].get("role") == "assistant" else ""
+    solution = messages.pop()["content"] if messages and messages[-1].get("role") == "assistant" else ""
     correct = entry.get("answer_letter")
     if not messages or correct not in letters:
         return None
@@ -102,6 +102,6 @@ def _read_conversation(entry: Mapping[str, Any]) -> dict[str, Any] | None:
         "question": str(messages[-1].get("content") or ""),
         "options": dict.fromkeys(letters, ""),
         "correct": correct,
-        "rationale": str(said),
+        "rationale": str(solution),
         "source": "prepared",
     }

@@ -54,7 +54,7 @@ Push = tuple["Push | None", Level, Cell, str]
 class Board:
     """Where the player can walk, by one bit per cell: a region is filled some ten times faster than cell by cell.
 
-    Rows are followed by one column that nobody can enter, so that a shift by one does not reach the next row.
+    Rows are followed by one column that cannot be entered, so that a shift by one does not reach the next row.
     """
 
     stride: int
@@ -198,7 +198,7 @@ def build_level(
     """One random level with its certificate, or None when this attempt came to nothing.
 
     The inside of `height` x `width` cells has a border of walls around it. The level is played backwards from its
-    solved state: boxes are pulled off their goals, so the way back is a solution. It is solved anew with the fewest
+    solved state: boxes are pulled off their goals, so the way back is a solution. It is solved again with the fewest
     pushes where that is quick, so that `min_pushes` and `max_depth` (moves) mean what they say.
     """
     inside = [(y, x) for y in range(1, height + 1) for x in range(1, width + 1)]

@@ -1,6 +1,6 @@
 """Documented behaviors, by document and line, and the test that covers each of them.
 
-A row whose test has gone fails. Document 004 has its snippets executed in `tests/unit/rollouts/test_document_004.py`, document
+A row without its test fails. Document 004 has its snippets executed in `tests/unit/rollouts/test_document_004.py`, document
 002 in `tests/integration/test_docs_nanochat.py`; their rows here name the parts.
 """
 
@@ -12,19 +12,19 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-LIBRARY, ROAD = "unit/rollouts/test_document_004.py", "integration/test_rl_command.py"
+LIBRARY, CLI = "unit/rollouts/test_document_004.py", "integration/test_rl_command.py"
 NANO, WATCH = "integration/test_docs_nanochat.py", "unit/nanochat/test_nanochat_logging.py"
 SCRIPT, AQUA = "unit/nanochat/test_prime_rl_train.py", "unit/environments/test_aqua_environment.py"
 PROMISES = [
-    ("000:16", "an async framework of four processes", ROAD, "test_rl_with_three_files"),
+    ("000:16", "an async framework of four processes", CLI, "test_rl_with_three_files"),
     ("000:36", "options above files above variables above defaults", "unit/prime_rl/configuration/test_pydantic_config.py", "test_later_layers_win"),
-    ("000:76", "the trainer alone on fake data, five steps", ROAD, "test_a_trainer_alone_on_fake_data"),
-    ("000:94", "the trainer under torchrun, by its path", ROAD, "test_a_trainer_runs_by_its_path"),
+    ("000:76", "the trainer alone on fake data, five steps", CLI, "test_a_trainer_alone_on_fake_data"),
+    ("000:94", "the trainer under torchrun, by its path", CLI, "test_a_trainer_runs_by_its_path"),
     ("000:94", "the same on several ranks", "unit/prime_rl/trainer/test_ranks.py", "test_two_ranks_equal_one"),
     ("000:103", "distillation with GPUs for everyone", "unit/prime_rl/test_rl_teacher.py", "test_documented_commands_draw_their_map_of_gpus"),
-    ("000:148", "weights of one run are the model of the next", ROAD, "test_eval_of_published_weights"),
+    ("000:148", "weights of one run are the model of the next", CLI, "test_eval_of_published_weights"),
     ("000:159", "WANDB_MODE=disabled logs nothing", "unit/prime_rl/telemetry/test_trackers.py", "test_wandb_mode_disabled_starts_nothing"),
-    ("000:160", "weights/step_N is a directory transformers loads", ROAD, "test_the_weights_load_in_transformers"),
+    ("000:160", "weights/step_N is a directory transformers loads", CLI, "test_the_weights_load_in_transformers"),
     ("000:177", "the three taus mix the advantage", "unit/rollouts/test_losses.py", "test_taus_mix_the_advantage_without_gradient_through_it"),
     ("000:182", "LoRA alone is trained and published", "unit/prime_rl/trainer/test_lora_training.py", "test_published_adapter_is_a_valid_model_name"),
     ("001:27", "hybrid and pure distillation", "integration/test_distillation.py", "test_a_teacher_of_its_own_by_the_documented_flags"),
@@ -35,27 +35,27 @@ PROMISES = [
     ("003:10", "lists of options agree in both spellings", "unit/prime_rl/configuration/test_pydantic_config.py", "test_all_spellings_of_a_list_are_equivalent"),
     ("003:12", "update_weights and reload_weights", "unit/prime_rl/inference/test_server.py", "test_an_update_in_flight_drops_nothing_and_marks_the_span"),
     ("003:47", "SFT on several ranks equals one", "unit/prime_rl/trainer/test_ranks.py", "test_two_ranks_equal_one"),
-    ("003:54", "three terminals", ROAD, "test_three_terminals"),
+    ("003:54", "three terminals", CLI, "test_three_terminals"),
     ("003:63", "all three from one command with three files", "unit/prime_rl/test_rl_config.py", "test_the_documented_three_files_parse_together"),
     ("003:73", "an API model is evaluated", "integration/test_eval_commands.py", "test_an_api_model"),
     ("003:76", "a local server is evaluated", "integration/test_eval_commands.py", "test_a_local_model_by_itself_and_behind_a_server"),
     ("003:79", "a series of checkpoints is evaluated", "integration/test_eval_commands.py", "test_a_series_of_checkpoints"),
-    ("003:85", "data are synthesized, and sft learns from them", "integration/test_synthesize_commands.py", "test_a_killed_synthesis_goes_on_and_sft_learns_from_it"),
+    ("003:85", "data are synthesized, and sft learns from them", "integration/test_synthesize_commands.py", "test_killed_synthesis_resumes_and_feeds_sft"),
     ("003:129", "files merge from left to right", "unit/prime_rl/configuration/test_pydantic_config.py", "test_tables_merge_deeply_and_lists_are_replaced"),
     ("003:133", "--help shows every option, and the merged values", "unit/prime_rl/configuration/test_pydantic_config.py", "test_help_shows_every_key_once_merged"),
     ("003:205", "the loop of RL, level 0 exact", "integration/test_chaos.py", "test_a_run_that_is_hit_ends_where_the_undisturbed_one_does"),
-    ("003:212", "SFT masks what is not learnt", "unit/prime_rl/trainer/test_sft_data.py", "test_loss_mask_enables_roles"),
+    ("003:212", "SFT masks what is not learned", "unit/prime_rl/trainer/test_sft_data.py", "test_loss_mask_enables_roles"),
     ("003:220", "progressions of checkpoints", "integration/test_eval_commands.py", "test_a_series_of_checkpoints"),
     ("003:224", "parallel training equals one rank", "integration/test_meshes.py", "test_a_mesh_equals_one_rank"),
-    ("003:242", "org/env is installed when asked", "unit/prime_rl/envs/test_env_install.py", "test_it_is_installed_when_the_config_says_so"),
+    ("003:242", "org/env is installed when asked", "unit/prime_rl/envs/test_env_install.py", "test_install_true_installs_the_environment"),
     ("003:265", "checkpoints resume exactly", "unit/prime_rl/trainer/test_ckpt.py", "test_resumed_runs_are_bit_identical"),
-    ("003:268", "engines reload from what the trainer saved", "unit/prime_rl/inference/test_vllm_backend.py", "test_an_update_freezes_loads_forgets_and_goes_on"),
+    ("003:268", "engines reload from what the trainer saved", "unit/prime_rl/inference/test_vllm_backend.py", "test_update_pauses_loads_clears_cache_and_resumes"),
     ("003:272", "PRIME_MODEL__NAME", "unit/prime_rl/configuration/test_pydantic_config.py", "test_variables_reach_sections_lists_and_none"),
     ("003:282", "LOGGING_LEVEL", "unit/prime_rl/telemetry/test_logger.py", "test_level_by_config_then_variable_then_info"),
     ("003:297", "the monitor runs with wandb and pandas alone", "unit/prime_rl/monitor/test_monitor_command.py", "test_it_runs_by_path_with_nothing_but_wandb_and_pandas"),
     ("003:320", "the summary under the documented names", "unit/prime_rl/monitor/test_monitor_command.py", "test_local_run_is_summed_up_under_the_documented_names"),
     ("003:321", "failed samples", "unit/prime_rl/monitor/test_monitor_command.py", "test_failed_samples_are_the_newest_below_the_threshold"),
-    ("003:322", "loss.png, reward.png, optimizer.png", "unit/prime_rl/monitor/test_monitor_command.py", "test_plots_are_pictures_of_what_is_there"),
+    ("003:322", "loss.png, reward.png, optimizer.png", "unit/prime_rl/monitor/test_monitor_command.py", "test_plots_are_png_files"),
     ("003:350", "/health answers", "unit/prime_rl/inference/test_server.py", "test_models_and_health_tell_the_version"),
     ("002:105", "the environment loads as the document does it", NANO, "test_other_commands"),
     ("002:121", "training by default, by file, by options", NANO, "test_training_commands"),

@@ -45,5 +45,5 @@ def test_every_field_is_read() -> None:
     read = attributes_read()
     fields = [(cls.__name__, field) for cls in config_classes() for field in cls.model_fields if field not in read]
     unread = {f"{cls}.{field}" for cls, field in fields if cls not in READ_AS_A_WHOLE}
-    assert unread - READ_AS_A_WHOLE.keys() == set(), "nobody reads these: use them or take them out"
+    assert unread - READ_AS_A_WHOLE.keys() == set(), "fields that no code reads: use or remove them"
     assert len(config_classes()) > 50

@@ -1,4 +1,4 @@
-"""One small environment of each `verifiers` class; a rollout earns 1 when the model's last words are yes."""
+"""One small environment of each `verifiers` class; the reward is 1 if the last reply is yes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def load_environment(kind: str) -> vf.Environment:
 
 
 class Asking(vf.MultiTurnEnv):
-    """Asks again."""
+    """Repeats the question."""
 
     async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
         return [{"role": "user", "content": "sure?"}]

@@ -1,4 +1,4 @@
-"""A strict stand-in for the OpenAI API: wants a key, refuses unknown fields, tells text and usage but no tokens."""
+"""A strict fake of the OpenAI API: requires a key, rejects unknown fields, returns text and usage but no tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FIELDS = frozenset(
 
 
 def backwards(body: Body) -> str:
-    """What the reverse-text environment wants to hear."""
+    """The right answer of the reverse-text environment."""
     return f"<reversed_text>{str(body['messages'][-1]['content'])[::-1]}</reversed_text>"
 
 
@@ -60,8 +60,8 @@ class FakeApi:
         if (status := self.fail(body)) is not None:
             return JSONResponse({"error": {"message": "scripted failure"}}, status)
         await asyncio.sleep(self.latency_s)
-        said = self.reply(body)
-        message = {"role": "assistant", **(said if isinstance(said, dict) else {"content": said})}
+        output = self.reply(body)
+        message = {"role": "assistant", **(output if isinstance(output, dict) else {"content": output})}
         used = len(str(message.get("content") or ""))
         finish = "tool_calls" if message.get("tool_calls") else "stop"
         limit = body.get("max_completion_tokens") or body.get("max_tokens")

@@ -1,8 +1,8 @@
 """A fake SGLang server: its HTTP protocol, according to its sources, over the embedded engine and a tiny model.
 
 Written after SGLang's `http_server.py`, `io_struct.py`, `sampling_params.py`, `tokenizer_manager.py`, `sampler.py` and
-`weight_versions.py` as of September 2026; a field or value that these do not know is answered with 400, which is
-stricter than the real one. Run it with `python tests/fakes/fake_sglang.py --model-path tiny-qwen3 --port 30000`.
+`weight_versions.py` as of September 2026; unknown fields and values return 400, which is
+stricter than the real server. Run it with `python tests/fakes/fake_sglang.py --model-path tiny-qwen3 --port 30000`.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def decode(ids: list[int]) -> str:
 
 @dataclass
 class Wire(InferenceClient):
-    """A server without sockets. `quirks`: what its chat template does beside appending."""
+    """A server without sockets. `quirks`: deviations of its chat template from appending."""
 
     quirks: frozenset[str] = frozenset()
     script: list[dict[str, Any]] = field(default_factory=list)
@@ -96,12 +96,12 @@ class Wire(InferenceClient):
             prompt = body["prompt"] if isinstance(body["prompt"], list) else encode(body["prompt"])
         else:
             prompt = encode(self.render(body["messages"], body.get("tools"), True))
-        said = self.script[min(len(self.sampled), len(self.script) - 1)]
+        output = self.script[min(len(self.sampled), len(self.script) - 1)]
         limit = body.get("max_completion_tokens") or body.get("max_tokens") or 10**6
-        ids = said["ids"][:limit]
+        ids = output["ids"][:limit]
         logprobs = [-float(next(self._logprobs)) for _ in ids]
         self.sampled.append((prompt, ids, logprobs))
-        finish = "length" if len(said["ids"]) > limit else "stop"
+        finish = "length" if len(output["ids"]) > limit else "stop"
         text = decode(ids)
         choice: dict[str, Any] = {
             "index": 0,
@@ -113,10 +113,10 @@ class Wire(InferenceClient):
             choice |= {"text": text, "logprobs": {"token_logprobs": logprobs}, "prompt_token_ids": prompt}
             return {"choices": [choice]}
         message: dict[str, Any] = {"role": "assistant", "content": text}
-        if said.get("thought") and ")" in text:
+        if output.get("thought") and ")" in text:
             message["reasoning_content"], message["content"] = text[: text.index(")") + 1], text[text.index(")") + 1 :]
-        if said.get("call"):
-            call = said["call"] if isinstance(said["call"], dict) else {"name": "f", "arguments": "{}"}
+        if output.get("call"):
+            call = output["call"] if isinstance(output["call"], dict) else {"name": "f", "arguments": "{}"}
             message["tool_calls"] = [{"id": "c1", "type": "function", "function": call}]
         choice |= {"message": message, "logprobs": {"content": [{"token": "", "logprob": lp} for lp in logprobs]}}
         return {"choices": [choice], "prompt_token_ids": prompt}

@@ -1,4 +1,4 @@
-"""A strict stand-in for the routes of Weights & Biases that `monitor` uses: anything else is refused and remembered."""
+"""A strict fake of the Weights & Biases routes that `monitor` uses: other requests are rejected and recorded."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ class FakeWandb:
     def list_runs(self, query: str, variables: dict[str, Any]) -> dict[str, Any]:
         if (variables["entity"], variables["project"]) != (self.entity, self.project):
             return {"project": None}
-        wanted = json.loads(variables["filters"] or "{}")
-        assert set(wanted) <= {"group"}, wanted
-        found = [run for run in self.runs if all(run.group == value for value in wanted.values())]
+        expected = json.loads(variables["filters"] or "{}")
+        assert set(expected) <= {"group"}, expected
+        found = [run for run in self.runs if all(run.group == value for value in expected.values())]
         newest = sorted(found, key=lambda run: run.created, reverse=variables["order"].startswith("-"))
         start = int(variables.get("cursor") or 0)
         page = newest[start : start + variables["perPage"]]

@@ -1,4 +1,4 @@
-"""A plain-Python environment in which things go wrong: each row says what its reward function does to the worker."""
+"""A plain-Python environment with faults: each row selects what its reward function does to the worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks as forks of one process that has imported everything: importing it for each took longer than what they do."""
+"""Ranks as forks of one process with all imports done, which would dominate the time of each rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 
 
 def run_program(program: str, *args: object, timeout_s: float) -> None:
-    """Run a file beside this one, which calls `run_ranks`; what it said is shown when it fails."""
+    """Run a file of this folder, which calls `run_ranks`; on failure its output is shown."""
     path = os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE)])
     process = subprocess.Popen(
         [sys.executable, str(HERE / program), *map(str, args)],
@@ -27,11 +27,11 @@ def run_program(program: str, *args: object, timeout_s: float) -> None:
         start_new_session=True,
     )
     try:
-        said, _ = process.communicate(timeout=timeout_s)
+        output, _ = process.communicate(timeout=timeout_s)
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)  # its ranks too
         raise
-    assert process.returncode == 0, said[-6000:]
+    assert process.returncode == 0, output[-6000:]
 
 
 def run_ranks(num: int, work: Callable[[int], None]) -> int:

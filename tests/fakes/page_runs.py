@@ -1,4 +1,4 @@
-"""Run directories made up for the tests of the page: several environments, tools, a teacher, and hostile texts."""
+"""Synthetic run directories for the tests of the page: several environments, tools, a teacher, and hostile texts."""
 
 from __future__ import annotations
 
@@ -142,15 +142,15 @@ def sample_rows(
     rows = []
     for group in range(groups):
         for index in range(size):
-            said = "".join(rng.choice(LETTERS) for _ in range(completion_len))
+            output = "".join(rng.choice(LETTERS) for _ in range(completion_len))
             if group == 1:
                 call = json.dumps({"name": "look_up", "arguments": {"word": HOSTILE[:9]}})
-                said = f"<think>hm</think><tool_call>{call}</tool_call> done"
-            asked: Any = [
+                output = f"<think>hm</think><tool_call>{call}</tool_call> done"
+            requested: Any = [
                 {"role": "system", "content": "be brief"},
                 {"role": "user", "content": f"question {step} {group}"},
             ]
-            row = _row(rng, step, group, index, asked, said)
+            row = _row(rng, step, group, index, requested, output)
             if (group, index) == (0, 0):
                 row |= {"prompt": [{"role": "user", "content": HOSTILE}], "completion": HOSTILE, "error": HOSTILE}
                 row |= {"tokens": [], "loss_mask": [], "logprobs": [], "status": "failed"}
@@ -158,9 +158,9 @@ def sample_rows(
     return rows
 
 
-def _row(rng: random.Random, step: int, group: int, index: int, asked: Any, said: str) -> dict[str, Any]:
+def _row(rng: random.Random, step: int, group: int, index: int, requested: Any, output: str) -> dict[str, Any]:
     given = [VOCAB[c] for c in "question"]
-    written = [*(VOCAB.get("\u0120" if c == " " else c, 0) for c in said), 900]
+    written = [*(VOCAB.get("\u0120" if c == " " else c, 0) for c in output), 900]
     mask = [0] * len(given) + [1] * len(written)
     logprobs = [-rng.expovariate(1) if m else 0.0 for m in mask]
     reward = round(rng.random(), 2)
@@ -171,8 +171,8 @@ def _row(rng: random.Random, step: int, group: int, index: int, asked: Any, said
         "env": "alpha" if group % 2 == 0 else "beta",
         "group_index": step * 100 + group,
         "index": index,
-        "prompt": asked,
-        "completion": said,
+        "prompt": requested,
+        "completion": output,
         "reward": reward,
         "advantage": reward - 0.5,
         "metrics": {"exact": 0.5},

@@ -24,8 +24,8 @@ class ScriptedClient(InferenceClient):
         self.reply = reply
 
     async def request(self, method: str, path: str, body: Any = None, *args: Any, **kwargs: Any) -> bytes:
-        said = self.reply(body["messages"])
-        message = said if isinstance(said, dict) else {"content": said}
+        output = self.reply(body["messages"])
+        message = output if isinstance(output, dict) else {"content": output}
         choice = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": "stop"}
         return msgspec.json.encode({"id": "x", "created": 1, "model": "m", "choices": [choice]})
 

@@ -41,7 +41,7 @@ class Faults:
 
     failing: float = 0.0  # of one attempt
     poison: frozenset[int] = frozenset()  # rows that always fail
-    outages: tuple[tuple[float, float], ...] = ()  # intervals in which the engine refuses everybody
+    outages: tuple[tuple[float, float], ...] = ()  # intervals in which the engine refuses all requests
     crashes: tuple[tuple[float, float], ...] = ()  # times of engine crashes, and seconds until the restart
     latency_s: float = 1.0
     train_s: float = 1.0

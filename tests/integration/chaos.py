@@ -1,6 +1,6 @@
 """Chaos tests: random faults of processes, sockets, disk and files in a small `rl` run, with invariants.
 
-seed --> faults and moments --> rl ... (falls) --> rl ... --resume --> equal to the undisturbed run, bit for bit
+seed --> faults and moments --> rl ... (fails) --> rl ... --resume --> equal to the undisturbed run, bit for bit
 
 Run it with `make chaos`, or `python tests/integration/chaos.py --seeds 0-19`. Each trial is a function of its seed as
 far as the machine is: which faults, which victims, which moments, and whether weights go over files or gloo. At level 0
@@ -336,9 +336,9 @@ def check_asynchronous(out: Path, level: int) -> None:
         assert 0 <= row["batch/off_policy_level/max"] <= level
     if level == 0:
         assert all(row["mismatch_kl/max"] == 0 for row in metric_lines(out, "trainer", "mismatch_kl/max"))
-    told = [(row["step"], row["group_index"], row["index"]) for row in load_last_attempts(out / "samples.jsonl")]
-    assert {step for step, _, _ in told} <= set(range(1, NUM_STEPS + 1))
-    assert len(told) == len(set(told)), "rollouts of abandoned attempts are counted again"
+    reported = [(row["step"], row["group_index"], row["index"]) for row in load_last_attempts(out / "samples.jsonl")]
+    assert {step for step, _, _ in reported} <= set(range(1, NUM_STEPS + 1))
+    assert len(reported) == len(set(reported)), "rollouts of abandoned attempts are counted again"
 
 
 def metric_lines(out: Path, process: str, key: str) -> list[dict[str, float]]:

@@ -54,7 +54,7 @@ class Command:
         return self.err_path.read_text()
 
     def wait(self, timeout_s: float = DEADLINE_S) -> int:
-        """Exit code; fails the test with what was said when it does not come in time."""
+        """Exit code; fails the test with the output on a timeout."""
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:

@@ -1,9 +1,9 @@
-"""Schemathesis against a real inference server: thousands of requests made of its own description, right and wrong.
+"""Schemathesis against a real inference server: thousands of valid and invalid requests from its OpenAPI description.
 
 python tests/integration/fuzz_server.py --max-examples 100     (make fuzz)
 
-Held is: no answer 5xx but the documented ones, every status, content type and error as described, and whatever does not
-fit the description is refused. Left out is `/pause`, which would stop the other routes; `test_server_routes.py` has it.
+Checks: no 5xx but the documented ones; status, content type and error as described; invalid requests are rejected.
+`/pause`, which would stop the other routes, is excluded; `test_server_routes.py` has it.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Hosts:
 
 @contextmanager
 def open_hosts(number: int) -> Iterator[Hosts]:
-    """That many hosts, gone with whatever still runs in them at the end."""
+    """Create `num` hosts; at the end they and their processes are removed."""
     tag, subnet = f"h{os.getpid() % 100000}", f"10.{os.getpid() % 200 + 20}.7"
     bridge, gateway = f"{tag}b", f"{subnet}.254"
     hosts = Hosts(

@@ -18,7 +18,7 @@ Open = Callable[[str], "OpenPage"]
 
 
 class OpenPage:
-    """A page with what it asked for and what went wrong in it."""
+    """A page with its requests and errors."""
 
     def __init__(self, browser: Any, url: str) -> None:
         self.page = browser.new_page(viewport={"width": 1300, "height": 800})
@@ -45,7 +45,7 @@ class OpenPage:
         """Look again until it holds; nothing is evaluated in the page by text, which its policy forbids."""
         until = time.monotonic() + PATIENCE_S
         while not holds():
-            assert time.monotonic() < until, f"{what}; the page says: {self.wrong}"
+            assert time.monotonic() < until, f"{what}; errors of the page: {self.wrong}"
             self.page.wait_for_timeout(20)
 
     def wait_counter(self, text: str) -> None:

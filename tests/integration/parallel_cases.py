@@ -1,6 +1,6 @@
-"""One of four ranks that walk through meshes: on each they train three steps, then take over a run from the last mesh.
+"""One of four ranks that train three steps on each mesh in turn, then resume the run of the previous mesh.
 
-Rank 0 writes what each mesh has computed, for `test_meshes` to compare with one rank.
+Rank 0 writes the results of each mesh, for `test_meshes` to compare with one rank.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ def walk(root: Path, way: Way, leg: int) -> None:
     tensors = backend.export_state_dict()
     if backend.ranks.rank == 0:
         save_file(tensors, root / f"{way.name}.safetensors")
-        told = {"rows": rows, "evaluated": evaluated, "canary": canary.logprobs}
-        (root / f"{way.name}.json").write_text(json.dumps(told))
+        reported = {"rows": rows, "evaluated": evaluated, "canary": canary.logprobs}
+        (root / f"{way.name}.json").write_text(json.dumps(reported))
         if backend.adapter_config is None:
             directory = root / "weights" / way.name
             publish_weights(directory, NUM_STEPS, tensors, backend.model_dir, tie_word_embeddings=way.kind == "tied")

@@ -83,9 +83,9 @@ def open_slurm(hosts: Hosts, root: Path) -> Iterator[dict[str, str]]:
 def _wait_idle(env: dict[str, str], number: int, timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while True:
-        told = subprocess.run(["sinfo", "-h", "-N", "-o", "%T"], env=env, capture_output=True, text=True)
-        if told.stdout.split() == ["idle"] * number:
+        reported = subprocess.run(["sinfo", "-h", "-N", "-o", "%T"], env=env, capture_output=True, text=True)
+        if reported.stdout.split() == ["idle"] * number:
             return
         if time.monotonic() > deadline:
-            raise TimeoutError(f"the nodes are not idle: {told.stdout} {told.stderr}")
+            raise TimeoutError(f"the nodes are not idle: {reported.stdout} {reported.stderr}")
         time.sleep(1)

@@ -1,4 +1,4 @@
-"""A whole run whose two servers receive weights over process groups, beside the same run over files.
+"""A complete run with weights over process groups to two servers, compared with the same run over files.
 
 pytest -m slow tests/integration/test_broadcast_runs.py
 """
@@ -61,7 +61,7 @@ def test_both_ways_give_the_same_rewards_and_weights(run: Runner, tmp_path: Path
 
 
 def test_a_resumed_run_and_one_of_two_ranks(run: Runner, tmp_path: Path) -> None:
-    """Whoever goes on begins with the trainer's version of the checkpoint, over a new connection to a new server."""
+    """A resumed run begins with the trainer's version of the checkpoint, over a new connection to a new server."""
 
     def start(name: str, *more: object) -> Path:
         own = ("--output-dir", tmp_path / name, "--inference.server.port", find_free_port())

@@ -27,9 +27,9 @@ def test_a_run_that_is_hit_ends_where_the_undisturbed_one_does(tmp_path: Path) -
     trial = Trial(0, tmp_path / "hit" / "out", 0, faults, random.Random(3))
     with runner(tmp_path / "said") as run:
         run_trial(trial, run)
-        told = (trial.out / "logs" / "orchestrator.log").read_text()
-        # That it is back is told at the next look, which the run's end may come before.
-        assert "does not respond" in told and "Verified version 1: engine log-probs match" in told
+        reported = (trial.out / "logs" / "orchestrator.log").read_text()
+        # Its return is reported at the next check, possibly after the end of the run.
+        assert "does not respond" in reported and "Verified version 1: engine log-probs match" in reported
     check(trial, reference)
     assert trial.hits.total() == 3 and trial.attempts == 2
 

@@ -39,7 +39,7 @@ ON_BRIDGE = ["--deployment.env", json.dumps({"OMP_NUM_THREADS": "1", "GLOO_SOCKE
 def submit(
     out: Path, kind: str, *argv: str, env: dict[str, str], module: str = "prime_rl.rl", timeout_s: float = 600
 ) -> str:
-    """Hand a run in; returns what `rl` or `sft` says."""
+    """Submit a run; returns the output of `rl` or `sft`."""
     config = LETTERS if module == "prime_rl.rl" else ROOT / "configs" / "debug" / "sft" / "train.toml"
     command = [sys.executable, "-m", module, "@", str(config), "--output-dir", str(out), *argv]
     done = subprocess.run([*command, "--deployment.type", kind], env=env, capture_output=True, text=True,
@@ -205,7 +205,7 @@ def test_manifests_are_valid(built: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("cut", "way"), [("inference", "filesystem"), ("trainer", "filesystem"), ("inference", "gloo")]
 )
-def test_a_host_that_is_cut_off_comes_back_and_nothing_is_lost(cut: str, way: str, tmp_path: Path) -> None:
+def test_disconnected_host_returns_without_loss(cut: str, way: str, tmp_path: Path) -> None:
     """Trainer ranks on hosts 0 and 1, the server on 2, the orchestrator on 3; the cut lasts some seconds of a run."""
     out, place = tmp_path / "run", 2 if cut == "inference" else 1
     lay_out_files(out, *NODES, *ON_BRIDGE, "--max-steps", "6", "--weight-broadcast.type", way)
@@ -226,7 +226,7 @@ def test_a_host_that_is_cut_off_comes_back_and_nothing_is_lost(cut: str, way: st
 
 @needs_hosts
 @pytest.mark.parametrize("way", ["filesystem", "gloo"])
-def test_a_server_leaves_and_joins_while_the_run_goes_on(way: str, tmp_path: Path) -> None:
+def test_a_server_leaves_and_joins_during_a_run(way: str, tmp_path: Path) -> None:
     """Two servers, one is needed: the host of the other is cut off until three more versions are out. Over process
     groups the servers see nothing of the trainer's versions on disk."""
     out = tmp_path / "run"

@@ -102,8 +102,8 @@ def test_a_teacher_of_its_own_by_the_documented_flags(run: Runner, tmp_path: Pat
         "--trainer.loss.adv_tau 0 --trainer.loss.teacher_tau 1 --trainer.loss.distill.estimator full"
     )
     out = launch(run, tmp_path, flags)
-    said = run.commands[-1]
-    assert "the target is the teacher's distribution" in said.out and "is for GPUs" in said.err
+    output = run.commands[-1]
+    assert "the target is the teacher's distribution" in output.out and "is for GPUs" in output.err
     for row in trainer_rows(out, "teacher_kl_reverse/mean"):
         assert row["teacher_kl_reverse/min"] > -1e-5 and row["teacher_coverage/mean"] > 0
     [baseline] = metric_rows(out, "orchestrator", "eval/world/baseline_student/avg")
@@ -158,7 +158,7 @@ def test_the_documented_flags_on_the_tiny_recipe(run: Runner, tmp_path: Path, fl
 
 @pytest.mark.slow
 def test_ema_teacher_survives_crash_and_resume(run: Runner, tmp_path: Path) -> None:
-    """The average of every version is published and served; a resumed run goes on with the average, not anew."""
+    """The average of every version is published and served; a resumed run continues the average."""
     flags = (
         "--trainer.model.lora.rank 4 --orchestrator.teacher_model.weights ema "
         "--orchestrator.teacher_model.ema_decay 0.5 --trainer.ckpt.interval 1 "

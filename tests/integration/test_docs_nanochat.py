@@ -34,7 +34,7 @@ SMALL = {
 }  # fmt: skip
 TRAIN = "scripts.prime_rl_train"
 BEGINNINGS = ("scripts.prepare_aqua", "scripts.tiny_bootstrap")
-# Runs `python -m NAME arguments` for each line of its input, in one process, and says how each ended.
+# Runs `python -m NAME arguments` for each line of its input, in one process, and prints the exit code of each.
 IN_TURNS = """
 import json, runpy, sys
 for argv in map(json.loads, sys.stdin):
@@ -58,13 +58,13 @@ def commands(page: str) -> list[list[str]]:
 
 
 def shortened(argv: list[str]) -> list[str]:
-    said = {word.removeprefix("--").partition("=")[0].replace("-", "_") for word in argv}
-    return [*argv, *(f"--{name}={value}" for name, value in SMALL.items() if name not in said)]
+    output = {word.removeprefix("--").partition("=")[0].replace("-", "_") for word in argv}
+    return [*argv, *(f"--{name}={value}" for name, value in SMALL.items() if name not in output)]
 
 
 @pytest.fixture
 def base(tmp_path: Path) -> dict[str, str]:
-    """Environment variables of a user without an account, who keeps everything in a folder."""
+    """Environment variables of a user without an account; everything is in one folder."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "NANOCHAT_", "AQUA_"))}
     return {
         **clean, "NANOCHAT_BASE_DIR": str(tmp_path / "base"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
@@ -79,7 +79,7 @@ def test_training_commands(page: str, base: dict[str, str]) -> None:
     trainings = [argv[3:] for argv in commands(page) if argv[:3] == ["python", "-m", TRAIN]]
     trainings += [argv[argv.index("--") :] for argv in commands(page) if argv[0] == "torchrun"]
     assert len(trainings) >= 9
-    # documented: minutes, for a model that has learnt something
+    # documented: minutes, for a model that has learned something
     first = ["scripts.tiny_bootstrap", "--depth=1", "--num_steps=2", "--num_examples=40", "--batch_size=4"]
     prepare = [argv[2:] for argv in commands(page) if argv[2:3] == ["scripts.prepare_aqua"]]
     everything = [*prepare, first, *([TRAIN, *shortened(argv)] for argv in trainings)]
@@ -160,7 +160,7 @@ def test_other_commands(page: str, base: dict[str, str], tmp_path: Path) -> None
 @pytest.mark.parametrize("page", PAGES)
 @pytest.mark.timeout(600)
 def test_snippets(page: str, base: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of a page in one namespace, as a reader types them; then the custom rewards score as they say."""
+    """All snippets of a page in one namespace, in order; the custom rewards score as documented."""
     for name in ("NANOCHAT_BASE_DIR", "NETRC", "HF_HUB_OFFLINE"):
         monkeypatch.setenv(name, base[name])
     for name in ("WANDB_API_KEY", "WANDB_MODE", "NANOCHAT_AQUA_DIR", "AQUA_DATA_DIR"):
@@ -196,15 +196,15 @@ def test_snippets(page: str, base: dict[str, str], tmp_path: Path, monkeypatch: 
 
 
 def check_rewards(env: Any, own_env: Any) -> None:
-    """0.2 x what the reward gives for a reason; 1 for an answer that is said."""
+    """0.2 x the reward for a reason; 1 for the answer."""
     from rollouts.training.environments.verifiers_adapter import VerifiersEnvironment
 
     sys.path.insert(0, str(ROOT / "tests" / "unit"))
     from scripted_client import play
 
     door = VerifiersEnvironment("own", own_env)
-    said = play(door, door.rows()[:2], lambda row: lambda _: f"I say {row['answer']}.")
-    assert [rollout.reward for rollout in said] == [1.0, 1.0]
+    output = play(door, door.rows()[:2], lambda row: lambda _: f"I say {row['answer']}.")
+    assert [rollout.reward for rollout in output] == [1.0, 1.0]
     door = VerifiersEnvironment("aqua", env)
     [plain] = play(door, door.rows()[:1], lambda row: lambda _: f"Answer: {row['answer']}")
     [reasoned] = play(door, door.rows()[:1], lambda row: lambda _: f"Therefore\nAnswer: {row['answer']}")

@@ -1,4 +1,4 @@
-"""The documented `eval` commands on a CPU: a strict stand-in of the API, a local server, checkpoints, a kill."""
+"""The documented `eval` commands on a CPU: a strict fake API, a local server, checkpoints, a kill."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_an_api_model(run: Runner, api: FakeApi, tmp_path: Path) -> None:
     assert all("sk-test" not in path.read_text() for path in (tmp_path / "logs").iterdir())
 
 
-def test_a_killed_evaluation_loses_nothing_and_does_nothing_twice(run: Runner, api: FakeApi, tmp_path: Path) -> None:
+def test_a_killed_evaluation_resumes_without_repetition(run: Runner, api: FakeApi, tmp_path: Path) -> None:
     options = ["@", f"{EVAL}/multi_env.toml", "--max_concurrent", 4, "--output-dir", tmp_path]
     options += ["--sampling.temperature", 0.7]
     api.latency_s = 0.2
@@ -58,11 +58,11 @@ def test_a_killed_evaluation_loses_nothing_and_does_nothing_twice(run: Runner, a
     until(lambda: command.pids() == [], "its workers to end")
     api.latency_s = 0.0
     run.run_well("eval", *options)
-    # 8 x 2 and 4 x 2 texts, beside the 4 x 4 rollouts of one or two turns
+    # 8 x 2 and 4 x 2 texts, and the 4 x 4 rollouts of one or two turns
     texts = [body for body in api.requests if "backwards" in str(body["messages"][0])]
     assert {body["temperature"] for body in texts} == {0.7}
-    asked = [(body["messages"][-1]["content"], body["seed"]) for body in texts]
-    assert len(set(asked)) == 24 and len(asked) <= 24 + 4, "only what was under way may be asked twice"
+    requested = [(body["messages"][-1]["content"], body["seed"]) for body in texts]
+    assert len(set(requested)) == 24 and len(requested) <= 24 + 4, "only what was under way may be asked twice"
     found = {folder.name: results(folder) for folder in (tmp_path / "evals").iterdir()}
     assert {name: len(rows) for name, rows in found.items()} == {
         "reverse-text": 16,
@@ -85,8 +85,8 @@ def test_a_local_model_by_itself_and_behind_a_server(run: Runner, tmp_path: Path
     run.run_well("eval", "@", f"{EVAL}/local_model.toml", *options)
     assert alone.wait() == 0, alone.err
     rows = [results(tmp_path / name / "evals" / "reverse-text") for name in ("alone", "served")]
-    said = [[(row["prompt"], row["completion"], row["completion_len"]) for row in found] for found in rows]
-    assert len(said[0]) == 32 and said[0] == said[1]
+    output = [[(row["prompt"], row["completion"], row["completion_len"]) for row in found] for found in rows]
+    assert len(output[0]) == 32 and output[0] == output[1]
 
 
 def test_a_series_of_checkpoints(run: Runner, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def run(tmp_path: Path) -> Iterator[Runner]:
 
 
 def get(url: str) -> str:
-    """The body of an answer; nothing while nobody answers."""
+    """The body of a response; empty while the server is unreachable."""
     try:
         return httpx.get(url, trust_env=False, timeout=5).text
     except httpx.HTTPError:

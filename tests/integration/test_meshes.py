@@ -43,7 +43,7 @@ KINDS = {way.reference: way for way in WAYS}
 
 
 def build_one(root: Path, reference: str) -> Backend:
-    """One rank with what a reference asks for, apart from the mesh."""
+    """One rank with the settings of a reference, without the mesh."""
     way = KINDS[reference]
     options = {key: value for key, value in way.model.items() if key in ("lora", "dtype")}
     config = build_config(root, Way(way.name, way.kind, {}, options, way.loss, way.optim), way.kind)
@@ -55,7 +55,7 @@ def build_one(root: Path, reference: str) -> Backend:
 
 @pytest.fixture(scope="module")
 def walked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What four ranks have written, and beside it what one rank says."""
+    """Results of four ranks, and of one rank."""
     root = tmp_path_factory.mktemp("meshes")
     for reference, way in KINDS.items():
         backend = build_one(root, reference)
@@ -65,8 +65,8 @@ def walked(tmp_path_factory: pytest.TempPathFactory) -> Path:
         share = pack_share(build_batches(config, 97).receive(9), SEQ_LEN)
         evaluated = backend.evaluate(share.micros, build_loss(config.loss, SEQ_LEN)).summary()
         canary = backend.compute_canary(NUM_STEPS).logprobs
-        told = {"rows": rows, "evaluated": evaluated, "canary": canary}
-        (root / f"one_{reference}.json").write_text(json.dumps(told))
+        reported = {"rows": rows, "evaluated": evaluated, "canary": canary}
+        (root / f"one_{reference}.json").write_text(json.dumps(reported))
         save_file(backend.export_state_dict(), root / f"one_{reference}.safetensors")
     path = os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE)])
     torchrun = "-m torch.distributed.run --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint localhost:0".split()
@@ -100,8 +100,8 @@ def assert_close(ours: Any, theirs: Any, where: str = "") -> None:
 
 @pytest.mark.parametrize("way", EXACT, ids=lambda way: way.name)
 def test_a_mesh_equals_one_rank(walked: Path, way: Way) -> None:
-    told = json.loads((walked / f"one_{way.reference}.json").read_text())
-    assert_close(json.loads((walked / f"{way.name}.json").read_text()), told, way.name)
+    reported = json.loads((walked / f"one_{way.reference}.json").read_text())
+    assert_close(json.loads((walked / f"{way.name}.json").read_text()), reported, way.name)
     ours, theirs = (load_file(walked / f"{name}.safetensors") for name in (way.name, f"one_{way.reference}"))
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
@@ -135,7 +135,7 @@ def distance(some: dict[str, Tensor], others: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.parametrize("reference", [way.reference for way in KINDS.values() if not way.is_narrow])
-def test_a_run_that_goes_from_mesh_to_mesh_is_the_uninterrupted_one(walked: Path, reference: str) -> None:
+def test_a_run_resumed_on_other_meshes_is_unchanged(walked: Path, reference: str) -> None:
     """Each mesh loads what the one before it saved, and saves another step."""
     backend, way = build_one(walked, reference), KINDS[reference]
     config = build_config(walked, way, way.kind, parallel={})

@@ -28,7 +28,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Command]:
         return root / "out", run.run_well("rl", *MIXED, *options(root / "out"))
 
 
-def test_groups_are_mixed_by_ratio_and_compared_within_themselves(mixed: tuple[Path, Command]) -> None:
+def test_groups_are_mixed_by_ratio_and_compared_within(mixed: tuple[Path, Command]) -> None:
     out, _ = mixed
     rows = metric_rows(out, "orchestrator", "reward/mean")[:4]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
@@ -45,7 +45,7 @@ def test_groups_are_mixed_by_ratio_and_compared_within_themselves(mixed: tuple[P
     assert set(complete_steps(out / "rollouts")) <= {3, 4}, "trained on and covered by checkpoint 2: removed"
 
 
-def test_validation_and_evaluation_run_beside_the_training(mixed: tuple[Path, Command]) -> None:
+def test_validation_and_evaluation_run_during_training(mixed: tuple[Path, Command]) -> None:
     out, command = mixed
     validated = metric_rows(out, "orchestrator", "val_reward/mean")
     assert 4 in [row["step"] for row in validated] and {"val_reward/letters", "val_reward/loud"} <= set(validated[-1])
@@ -55,12 +55,12 @@ def test_validation_and_evaluation_run_beside_the_training(mixed: tuple[Path, Co
         assert row["step"] <= row["eval/held-out/version/min"] <= row["eval/held-out/version/max"] <= 4
     summary = json.loads((out / "evals" / "step_4" / "held-out" / "summary.json").read_text())
     assert summary["avg@1"] == evaluated[-1]["eval/held-out/avg@1"]
-    for said in ("Val. Reward:", "Evaluated held-out at version 4"):
-        assert said in command.out
+    for output in ("Val. Reward:", "Evaluated held-out at version 4"):
+        assert output in command.out
 
 
 @pytest.mark.slow
-def test_it_goes_on_from_a_checkpoint_and_from_no_other_step(mixed: tuple[Path, Command], tmp_path: Path) -> None:
+def test_resume_needs_a_checkpoint(mixed: tuple[Path, Command], tmp_path: Path) -> None:
     out, _ = mixed
     with runner(tmp_path) as run:
         command = run.run("rl", *MIXED, "--ckpt.resume_step", 3, *options(out))

@@ -1,4 +1,4 @@
-"""`scripts.prime_rl_train` on two ranks learns what it learns on one; killed and resumed, it ends with equal bits."""
+"""`scripts.prime_rl_train` on two ranks equals one rank; killed and resumed, it ends with equal bits."""
 
 from __future__ import annotations
 
@@ -91,6 +91,6 @@ def test_resume_after_kill_is_bit_identical(tmp_path: Path) -> None:
 
 
 def digests(directory: Path) -> dict[str, str]:
-    """Of weights, moments and counters; the metadata tells of the command line, `--resume` included."""
+    """Of weights, moments and counters; the metadata contains the command line, with `--resume`."""
     paths = [path for path in directory.rglob("*") if path.is_file() and path.name != "metadata.json"]
     return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}

@@ -1,4 +1,4 @@
-"""The page in a real browser: report, live server, filters, rollouts, keyboard, hostile texts, a run that goes on."""
+"""The page in a real browser: report, live server, filters, rollouts, keyboard, hostile texts, a running run."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_the_live_page_follows_a_run(served: tuple[Path, str], open_page: Open) 
     assert page.evaluate("window.hacked") is None
     page.keyboard.press("1")
     assert "6 of 3 steps" in opened.texts(".sentence")[0]
-    assert all(asked.startswith((url, "blob:")) for asked in opened.asked)
+    assert all(requested.startswith((url, "blob:")) for requested in opened.asked)
 
 
 def test_the_live_page_reads_rollouts_as_the_report_does(served: tuple[Path, str], open_page: Open) -> None:

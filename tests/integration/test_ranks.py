@@ -108,7 +108,7 @@ def read_parts(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
 
 
-def test_a_rank_that_is_killed_ends_the_others_with_a_clear_message(run: Runner, tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_others_with_a_message(run: Runner, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = run.start(
         *("trainer", "@", "configs/debug/rl/train.toml", "--max-steps", 100_000, "--parallel.dp", 2),
@@ -166,4 +166,4 @@ def test_torchrun_starts_ranks_too(run: Runner, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert complete_steps(tmp_path / "weights") == [2]
     assert [row["step"] for row in metric_rows(tmp_path, "sft", "loss/mean")] == [1, 2]
-    assert done.stdout.count("Step 2 |") == 1, "only the first rank speaks"
+    assert done.stdout.count("Step 2 |") == 1, "only the first rank logs"

@@ -22,7 +22,7 @@ TINY = ["--model.name", "tiny-qwen3", "--model.debug.random-init", "--model.seq-
 
 
 def check_recorded(run: Path, batches: FakeBatches) -> None:
-    """The trainer's log-probs of steps 2 and 4 are there, token by token."""
+    """The trainer's log-probs of steps 2 and 4 are recorded, token by token."""
     rows = list(load_jsonl(run / "trainer_logprobs.jsonl"))
     assert [row["step"] for row in rows] == [2] * 8 + [4] * 8
     samples = {(s.group_index, s.index): s for s in batches.receive(4)}

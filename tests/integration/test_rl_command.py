@@ -48,7 +48,7 @@ def health(port: int) -> dict[str, Any]:
 
 
 def assert_wrong_input(command: Command, *words: str) -> None:
-    """Exit code 2 and at most three lines that say what is wrong and how to put it right."""
+    """Exit code 2 and at most three lines with the error and its cure."""
     assert command.process.returncode == 2, command.err
     assert "Traceback" not in command.err
     lines = [line for line in command.err.splitlines() if not line.startswith(("note:", "warning:"))]

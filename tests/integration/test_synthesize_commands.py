@@ -1,4 +1,4 @@
-"""`synthesize` as documented, killed and run again, and `sft` on what it wrote."""
+"""`synthesize` as documented, killed and resumed, and `sft` on its output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fake_api import FakeApi, serve_api
 from rollouts.training.metrics import load_jsonl
 
 
-def test_a_killed_synthesis_goes_on_and_sft_learns_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_synthesis_resumes_and_feeds_sft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     api, out = FakeApi(latency_s=0.2), tmp_path / "out"
     options = ["@", "configs/debug/synthesize/single_turn.toml", "--max_concurrent", 4, "--output-dir", out]
     with serve_api(api), runner(tmp_path / "said") as run:
@@ -27,8 +27,8 @@ def test_a_killed_synthesis_goes_on_and_sft_learns_from_it(tmp_path: Path, monke
         api.latency_s = 0.0
         command = run.run_well("synthesize", *options)
         assert api.refusals == []
-        asked = [(body["messages"][-1]["content"], body["seed"]) for body in api.requests]
-        assert len(set(asked)) == 32 and len(asked) <= 32 + 4, "only what was under way may be asked twice"
+        requested = [(body["messages"][-1]["content"], body["seed"]) for body in api.requests]
+        assert len(set(requested)) == 32 and len(requested) <= 32 + 4, "only what was under way may be asked twice"
         data = out / "synthesize" / "reverse-text.jsonl"
         rows = list(load_jsonl(data))
         assert len(rows) == 16 == len({row["example_id"] for row in rows})

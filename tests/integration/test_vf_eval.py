@@ -32,7 +32,7 @@ def test_vf_eval_runs_them_all(tmp_path: Path) -> None:
     parts = [
         f'model = "tiny-qwen3"\napi_base_url = "http://127.0.0.1:{port}/v1"\napi_key_var = "NO_KEY"\n'
         "num_examples = 2\nrollouts_per_example = 2\nmax_tokens = 12\nsave_results = true\n"
-        # an untrained model may well say nothing, which verifiers takes for a failure of the server
+        # an untrained model may return an empty text, which verifiers treats as a failure of the server
         "sampling_args = { extra_body = { min_tokens = 8 } }\n"
     ]
     parts += [f'[[eval]]\nenv_id = "{name.replace("_", "-")}"\n' + SMALL.get(name, "") for name in ENVIRONMENTS]

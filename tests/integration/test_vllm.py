@@ -1,4 +1,4 @@
-"""Weight sync with a real vLLM server, on whatever that runs on; skipped where vLLM is not installed."""
+"""Weight sync with a real vLLM server, on CPU or GPU; skipped where vLLM is not installed."""
 
 from __future__ import annotations
 

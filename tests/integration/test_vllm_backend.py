@@ -1,4 +1,4 @@
-"""`inference.backend = "vllm"` with a real vLLM: its answers beside ours, verified weights, and a whole run of `rl`."""
+"""`inference.backend = "vllm"` with a real vLLM: responses, verified weights, and a complete run of `rl`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OURS_ALONE = {"versions", "prompt_tail_mass", "reasoning_content", "version"}
 """Fields that vLLM's own routes do not have."""
 FREE = {"id", "created", "request_id", "owned_by", "root", "permission", "parent", "system_fingerprint"} | {
     "prompt_tokens_details",  # what was in a cache
-    "rank",  # ours is told within the k asked for
+    "rank",  # ours is reported within the requested k
 }
 """Fields whose value is the server's own affair."""
 
@@ -272,13 +272,13 @@ def test_weights_are_verified_in_flight_and_refused_when_damaged(pair: Pair) -> 
         await CanaryCheck(1).check(step, step_path(weights, step), [engine], [answer])
         return answer
 
-    asking = threading.Thread(
+    requesting = threading.Thread(
         target=lambda: answers.append(pair.theirs.post("/v1/completions", json={**body, "logprobs": 0}).json())
     )
-    asking.start()
+    requesting.start()
     until(lambda: "prime_rl_requests_in_flight 1" in pair.theirs.get("/metrics").text, "the request", pair.vllm)
     answer = anyio.run(update, 1)
-    asking.join(120)
+    requesting.join(120)
     assert answer["version"] == 1 and not answer.get("unknown") and not answer.get("rounded")
     published = digests(step_path(weights, 1))
     assert {name: answer["digests"][name] for name in published} == published, "every tensor, as vLLM holds it"
@@ -343,9 +343,7 @@ def test_both_receive_weights_over_a_process_group(pair: Pair, tmp_path: Path) -
     ("family", "tied", "dtype"),
     [("Qwen3", True, "bfloat16"), ("Qwen2", False, "bfloat16"), ("Llama", True, "float32")],
 )
-def test_workers_hold_every_tensor_of_fused_tied_and_narrow_models(
-    tmp_path: Path, family: str, tied: bool, dtype: str
-) -> None:
+def test_workers_load_fused_tied_and_narrow_models(tmp_path: Path, family: str, tied: bool, dtype: str) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     from prime_rl.runtime.tokenizer import load_tokenizer
 
@@ -375,18 +373,18 @@ def test_workers_hold_every_tensor_of_fused_tied_and_narrow_models(
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stderr[-3000:]
-    told = json.loads(lines[0].removeprefix("RESULT "))
+    reported = json.loads(lines[0].removeprefix("RESULT "))
     close = 1e-3 if dtype == "float32" else 0.05
-    assert told["before"] == pytest.approx(expected[0], abs=close)
-    assert told["after"] == pytest.approx(expected[1], abs=close)
-    assert not told["held"]["wrong"] and not told["held"]["unknown"] and not told["report"]["unknown"]
-    # Norms start as ones in both; everything else of another model is told to differ.
-    assert len(told["foreign"]) >= len(told["held"]["digests"]) - 1
-    assert told["report"]["wrong"] == [] and len(told["report"]["digests"]) == len(told["held"]["digests"])
-    assert told["report"]["repaired"] in ([], ["lm_head.weight"]) and (tied or not told["report"]["repaired"])
+    assert reported["before"] == pytest.approx(expected[0], abs=close)
+    assert reported["after"] == pytest.approx(expected[1], abs=close)
+    assert not reported["held"]["wrong"] and not reported["held"]["unknown"] and not reported["report"]["unknown"]
+    # Norms start as ones in both; all other tensors of another model must be reported.
+    assert len(reported["foreign"]) >= len(reported["held"]["digests"]) - 1
+    assert reported["report"]["wrong"] == [] and len(reported["report"]["digests"]) == len(reported["held"]["digests"])
+    assert reported["report"]["repaired"] in ([], ["lm_head.weight"]) and (tied or not reported["report"]["repaired"])
 
 
-def test_adapters_are_verified_in_flight_and_refused_when_damaged(tmp_path: Path) -> None:
+def test_damaged_adapters_are_rejected_in_flight(tmp_path: Path) -> None:
     """The policy becomes an adapter, another one, another base and the start again, under one served name."""
     import torch
 
@@ -435,11 +433,11 @@ def test_adapters_are_verified_in_flight_and_refused_when_damaged(tmp_path: Path
             """The spans of an answer that was running when a version came."""
             answers: list[Any] = []
             body = {"temperature": 1.0, "seed": 4, "max_tokens": 200, "ignore_eos": True}
-            asking = threading.Thread(target=lambda: answers.append(ask(body)))
-            asking.start()
+            requesting = threading.Thread(target=lambda: answers.append(ask(body)))
+            requesting.start()
             until(lambda: "prime_rl_requests_in_flight 1" in http.get("/metrics").text, "the request", command)
             answer = anyio.run(update, step)
-            asking.join(120)
+            requesting.join(120)
             published = digests(step_path(out / "weights", step))
             assert {name: answer["digests"].get(name) for name in published} == published, "every tensor"
             (choice,) = answers[0]["choices"]
@@ -493,7 +491,7 @@ def test_a_whole_run_on_vllm_by_one_line_of_config(way: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("top", [0, 4])
-def test_a_teacher_on_vllm_says_what_ours_says(pair: Pair, top: int) -> None:
+def test_vllm_teacher_equals_embedded_teacher(pair: Pair, top: int) -> None:
     """The same log-probs under a context, by vLLM's prompt log-probs and by our packed scores."""
     from array import array
 
@@ -560,9 +558,9 @@ def test_a_teacher_on_vllm_is_a_plain_forward_under_the_context(pair: Pair, args
     model = transformers.AutoModelForCausalLM.from_pretrained(initial, dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(initial)
     system, user = CHAT
-    told = [*[system] * args.get("system", False), {**user, "content": CONTEXT + user["content"]}]
+    reported = [*[system] * args.get("system", False), {**user, "content": CONTEXT + user["content"]}]
     tools = [TOOL] if args.get("tools") else None
-    text = tokenizer.apply_chat_template(told, tools=tools, tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(reported, tools=tools, tokenize=False, add_generation_prompt=True)
     prompt = tokenizer.encode(text, add_special_tokens=False)
     samples, _ = roll_out(config, load_environment("test_vllm_backend:build_rows", args))
     assert len(samples) == 2

@@ -34,7 +34,7 @@ SERVER = "generated_tokens_total policy_version requests_running".split()
 
 
 def scrape(port: int) -> dict[str, float]:
-    """Values by name; none while nobody answers."""
+    """Values by name; none while the server is unreachable."""
     try:
         with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()
@@ -70,7 +70,7 @@ HELD_OUT = {
 
 @dataclass(frozen=True)
 class Watched:
-    """A run that goes on until the tests of this file are through."""
+    """A run that continues until the tests of this file end."""
 
     command: Command
     out: Path

@@ -1,4 +1,4 @@
-"""Loads weights into vLLM's workers with our extension and prints what came of it, for one model: a test's child.
+"""Child process of a test: loads one model's weights into vLLM's workers with our extension and prints the result.
 
 python vllm_models.py MODEL_DIR_0 MODEL_DIR_1 DTYPE
 """
@@ -26,13 +26,13 @@ def main(first: str, second: str, dtype: str) -> None:
         rows = llm.generate({"prompt_token_ids": PROMPT}, params, use_tqdm=False)[0].prompt_logprobs
         return [next(iter(row.values())).logprob for row in rows if row]
 
-    told: dict[str, Any] = {"before": score()}
-    told["held"] = llm.collective_rpc("compare_published_weights", args=(first,))[0]
-    told["foreign"] = llm.collective_rpc("compare_published_weights", args=(second,))[0]["wrong"]
-    told["report"] = llm.collective_rpc("load_published_weights", args=(second,))[0]
+    reported: dict[str, Any] = {"before": score()}
+    reported["held"] = llm.collective_rpc("compare_published_weights", args=(first,))[0]
+    reported["foreign"] = llm.collective_rpc("compare_published_weights", args=(second,))[0]["wrong"]
+    reported["report"] = llm.collective_rpc("load_published_weights", args=(second,))[0]
     llm.reset_prefix_cache()
-    told["after"] = score()
-    sys.stdout.write("\nRESULT " + json.dumps(told) + "\n")
+    reported["after"] = score()
+    sys.stdout.write("\nRESULT " + json.dumps(reported) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What several rooms' tests share."""
+"""Fixtures of several packages' tests."""
 
 from __future__ import annotations
 

@@ -130,10 +130,10 @@ def test_there_are_enough_families_and_each_has_an_oracle() -> None:
 
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_every_family_is_exact(name: str) -> None:
-    """Its steps use only what its question tells, and come to what another way of solving comes to."""
+    """Its steps use only numbers of its question, and agree with an independent solution."""
     family = FAMILIES[name]
-    told = [set(re.findall(r"\{(\w+)\}", wording)) for wording in family.ask]
-    known: set[str] = set.intersection(*told)
+    reported = [set(re.findall(r"\{(\w+)\}", wording)) for wording in family.ask]
+    known: set[str] = set.intersection(*reported)
     for step, text, _ in family.steps:
         assert set(re.findall(r"\b[a-z]\b(?!\()", text)) <= known, text
         known.add(step)
@@ -351,14 +351,14 @@ def test_the_real_files_are_whole() -> None:
 
 
 def test_warm_up_guesses_at_the_configured_rate() -> None:
-    """A guess takes the first option; a look names the line of the number that is asked for; drills only read off."""
+    """A guess takes the first option; a look names the line of the requested number; drills only copy."""
     conversations = build_conversations(TinyBootstrapConfig(num_examples=200, haste=0.6, drill=0.5))
     problems, drills = conversations[:200], conversations[200:]
     guesses = 0
     for [user], answer in ((c[:-1], c[-1]["content"].splitlines()) for c in problems):
         question, *options = user["content"].splitlines()
-        asked = re.findall(r"\d+", question)[0]
-        looked = next(line for line in options if line.startswith(f"{asked}="))
+        requested = re.findall(r"\d+", question)[0]
+        looked = next(line for line in options if line.startswith(f"{requested}="))
         guesses += answer[0] == "Guess"
         line = options[0] if answer[0] == "Guess" else looked
         assert answer == ["Guess" if answer[0] == "Guess" else "Look", line, f"Answer: {line[-1]}"]

@@ -1,4 +1,4 @@
-"""The shipped environments: oracles get the maximum reward, random answers about none, exploits none."""
+"""The shipped environments: oracles get the maximum reward, random answers almost none, exploits none."""
 
 from __future__ import annotations
 
@@ -219,8 +219,8 @@ def test_answer_equivalence_and_checker_timeout(environments: Any) -> None:
 
     async def main() -> list[str]:
         await checker.check("1", "1")  # the first may wait for the start
-        asked = [*same, *other, ("7", "9^{9^{9^{9}}}"), ("8", "8")]
-        return [(await checker.check(*pair)).value for pair in asked]
+        requested = [*same, *other, ("7", "9^{9^{9^{9}}}"), ("8", "8")]
+        return [(await checker.check(*pair)).value for pair in requested]
 
     verdicts = anyio.run(main)
     assert verdicts == ["right"] * len(same) + ["wrong"] * len(other) + ["timed out", "right"]
@@ -231,8 +231,8 @@ def test_answer_equivalence_and_checker_timeout(environments: Any) -> None:
 
 def test_answers_follow_from_the_prompt() -> None:
     for row in load_environment("facts", {"facts": None, "num_train_examples": 50}).rows():
-        table, asked = row["prompt"][-1]["content"].split("\n")
-        assert row["answer"] == "".join(dict(table.split())[key] for key in asked)  # type: ignore[arg-type]
+        table, requested = row["prompt"][-1]["content"].split("\n")
+        assert row["answer"] == "".join(dict(table.split())[key] for key in requested)  # type: ignore[arg-type]
     rewritten = {"copy": "bac", "reverse": "cab", "sort": "abc", "next": "cbd"}
     rows = load_environment(
         "modes", {"mode": None, "length": 3, "num_train_examples": 50, "num_eval_examples": 9}
@@ -261,9 +261,9 @@ def test_warm_ups_hold_no_prompt_of_an_evaluation(environments: Any, name: str) 
     assert 0.75 < len(shown) / len(rows) < 0.85
     plain = [row for row in rows if "\n" not in row["prompt"]]
     right = {row["prompt"][-1]["content"]: row["answer"] for row in environments(name).rows()}
-    asked = [row for row in plain if row["prompt"] in right]
-    # without a context they know next to nothing of what the environment asks for
-    assert mean(row["completion"] == right[row["prompt"]] for row in asked) < {"facts": 0.02, "modes": 0.25}[name]
+    requested = [row for row in plain if row["prompt"] in right]
+    # without a context they are close to chance
+    assert mean(row["completion"] == right[row["prompt"]] for row in requested) < {"facts": 0.02, "modes": 0.25}[name]
 
 
 # alphabet-sort ------------------------------------------------------------------------------------------------------
@@ -271,20 +271,25 @@ def test_warm_ups_hold_no_prompt_of_an_evaluation(environments: Any, name: str) 
 
 def test_alphabet_sort_by_hand(environments: Any) -> None:
     environments("alphabet-sort")
-    room = sys.modules["alphabet_sort"]
+    env_module = sys.modules["alphabet_sort"]
     task = {"key": "LAST", "turns": [["BoAxe", "AlZed"], ["CyMow"]]}
-    assert room.build_answers(task) == [["BoAxe", "AlZed"], ["BoAxe", "CyMow // new name!", "AlZed"]]
-    right = [{"role": "assistant", "content": room.build_reply(a, t)} for t, a in enumerate(room.build_answers(task))]
-    assert room.compute_reward(right, room.build_answers(task), 4, True) == 1.0
-    assert room.compute_reward(right[:1], room.build_answers(task), 4, True) == 0.5  # the second turn never came
-    assert room.compute_reward(right[:1], room.build_answers(task), 4, False) == 0.5**4
-    tag, wanted = "alphabetical_sorted", ["BoAxe", "AlZed"]
+    assert env_module.build_answers(task) == [["BoAxe", "AlZed"], ["BoAxe", "CyMow // new name!", "AlZed"]]
+    right = [
+        {"role": "assistant", "content": env_module.build_reply(a, t)}
+        for t, a in enumerate(env_module.build_answers(task))
+    ]
+    assert env_module.compute_reward(right, env_module.build_answers(task), 4, True) == 1.0
+    assert (
+        env_module.compute_reward(right[:1], env_module.build_answers(task), 4, True) == 0.5
+    )  # without the second turn
+    assert env_module.compute_reward(right[:1], env_module.build_answers(task), 4, False) == 0.5**4
+    tag, expected = "alphabetical_sorted", ["BoAxe", "AlZed"]
     good, bad = f"<{tag}>BoAxe\n  alzed</{tag}>", f"<{tag}>AlZed\nBoAxe</{tag}>"
-    assert room.compute_similarity(good, tag, wanted) == 1.0
-    assert 0 < room.compute_similarity(bad, tag, wanted) < 1
-    assert room.compute_similarity(bad + good, tag, wanted) == 1.0  # a better second attempt counts
-    assert room.compute_similarity(good + good, tag, wanted) == 0.0
-    assert room.compute_similarity(good + bad, tag, wanted) == 0.0
+    assert env_module.compute_similarity(good, tag, expected) == 1.0
+    assert 0 < env_module.compute_similarity(bad, tag, expected) < 1
+    assert env_module.compute_similarity(bad + good, tag, expected) == 1.0  # a better second attempt counts
+    assert env_module.compute_similarity(good + good, tag, expected) == 0.0
+    assert env_module.compute_similarity(good + bad, tag, expected) == 0.0
 
 
 def test_injected_formats_of_users_do_not_count(environments: Any) -> None:
@@ -316,7 +321,7 @@ def test_hints_count_repeated_letters(compute_hint: Callable[[str, str], str], g
 
 def test_player_using_hints_scores_higher(environments: Any) -> None:
     env = environments("wordle")
-    room = sys.modules["wordle"]
+    env_module = sys.modules["wordle"]
     known = (ROOT / "environments/wordle/words.txt").read_text().split()
 
     def reader(row: Message) -> Reply:
@@ -327,7 +332,7 @@ def test_player_using_hints_scores_higher(environments: Any) -> None:
             for message in messages:
                 if match := re.match(r"((?:[A-Z] ){4}[A-Z])\n((?:[GYX] ){4}[GYX])\n", str(message["content"])):
                     guess, hint = (line.replace(" ", "") for line in match.groups())
-                    left = [word for word in left if room.compute_hint(guess.lower(), word) == hint]
+                    left = [word for word in left if env_module.compute_hint(guess.lower(), word) == hint]
             return f"<guess>[{draw.choice(left)}]</guess>"
 
         return reply
@@ -358,8 +363,8 @@ def test_rules_of_the_game() -> None:
     assert again.metrics["correct_answer"] == 1.0 and again.metrics["length_bonus"] == 0.5
     unknown = script("<guess>[zzzzz]</guess>", "<guess>[[crane] [eerie]]</guess>")
     assert unknown.reward == pytest.approx(0.2 / 2) and unknown.num_turns == 2
-    told = script("[crane] <guess>[eerie]</guess> crane", "<guess>[crane]</guess><guess>[eerie]</guess>", "", "")
-    assert told.metrics["correct_answer"] == 0.0 and told.metrics["format_reward"] == 0.0
+    reported = script("[crane] <guess>[eerie]</guess> crane", "<guess>[crane]</guess><guess>[eerie]</guess>", "", "")
+    assert reported.metrics["correct_answer"] == 0.0 and reported.metrics["format_reward"] == 0.0
 
 
 # sokoban ------------------------------------------------------------------------------------------------------------
@@ -485,8 +490,8 @@ def test_invalid_tool_calls_return_an_error_message(environments: Any) -> None:
         "Answer: nothing",
     ]
     [rollout] = play(env, env.rows()[:1], lambda _: lambda messages: calls[turn_of(messages)])
-    told = [m["content"] for m in rollout.completion if m["role"] == "tool"]
-    assert len(told) == 5 and all(text.startswith("Error: ") for text in told) and rollout.reward == 0.0
+    reported = [m["content"] for m in rollout.completion if m["role"] == "tool"]
+    assert len(reported) == 5 and all(text.startswith("Error: ") for text in reported) and rollout.reward == 0.0
     assert rollout.metrics["total_tool_calls"] == 5.0
 
 
@@ -505,9 +510,9 @@ def test_search_finds_pages_including_custom_ones(tmp_path: Path) -> None:
         "Answer: Rye",
     ]
     [rollout] = play(env, env.rows()[:1], lambda _: lambda messages: calls[turn_of(messages)])
-    told = [m["content"] for m in rollout.completion if m["role"] == "tool"]
-    assert told[0] == '[{"page_id": "old_mill", "title": "Old Mill"}]' and told[2] == "It ground rye."
-    assert "bare:full" in told[3] and rollout.reward == 1.0
+    reported = [m["content"] for m in rollout.completion if m["role"] == "tool"]
+    assert reported[0] == '[{"page_id": "old_mill", "title": "Old Mill"}]' and reported[2] == "It ground rye."
+    assert "bare:full" in reported[3] and rollout.reward == 1.0
 
 
 def test_unreachable_judge_fails_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,7 +83,7 @@ def test_too_long_requests_are_rejected(model: GPT, tokenizer: NanochatTokenizer
 
 
 class Scripted(GPT):
-    """A model that says what it is told, whatever it reads."""
+    """A model with scripted output, independent of its input."""
 
     def __init__(self, config: GPTConfig, script: list[int]) -> None:
         super().__init__(config)
@@ -98,19 +98,19 @@ class Scripted(GPT):
 
 def test_calculator_results_are_inserted_and_masked(tokenizer: NanochatTokenizer) -> None:
     special = tokenizer.encode_special
-    asked = [special("<|python_start|>"), *tokenizer.encode("12+30"), special("<|python_end|>")]
+    requested = [special("<|python_start|>"), *tokenizer.encode("12+30"), special("<|python_end|>")]
     answer = [special("<|output_start|>"), *tokenizer.encode("42"), special("<|output_end|>")]
     end = special("<|assistant_end|>")
-    script = [*asked, *[0] * len(answer), end]  # what it would have said is overruled
+    script = [*requested, *[0] * len(answer), end]  # overrides the model's own tokens
     model = Scripted(GPTConfig(32, tokenizer.get_vocab_size(), 1, 1, 1, 8), script)
     model.init_weights()
     done = Engine(model, tokenizer).complete([Request((1, 2), 30)])[0]
-    assert done.tokens == [*asked, *answer, end]
-    assert done.mask == [*[1] * len(asked), *[0] * len(answer), 1] and done.finish_reason == "stop"
+    assert done.tokens == [*requested, *answer, end]
+    assert done.mask == [*[1] * len(requested), *[0] * len(answer), 1] and done.finish_reason == "stop"
 
 
 @pytest.mark.parametrize(
-    ("asked", "answer"),
+    ("requested", "answer"),
     [
         ("1+2*3", "7"),
         ("(1,000 - 1)/3", "333.0"),
@@ -129,5 +129,5 @@ def test_calculator_results_are_inserted_and_masked(tokenizer: NanochatTokenizer
         ("True+1", None),
     ],
 )
-def test_the_calculator(asked: str, answer: str | None) -> None:
-    assert use_calculator(asked) == answer
+def test_the_calculator(requested: str, answer: str | None) -> None:
+    assert use_calculator(requested) == answer

@@ -252,7 +252,7 @@ def test_without_plotly_there_is_the_data(
 
 
 class FakeWandb(ModuleType):
-    """The few words of wandb that are used; `init` fails online when told so."""
+    """The functions of wandb that are used; `init` can be set to fail online."""
 
     class Error(Exception):
         """A run that did not open."""
@@ -287,10 +287,10 @@ def test_with_a_key_it_goes_to_wandb(
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     (tmp_path / ".env").write_text("WANDB_API_KEY=secret\nWANDB_ENTITY=me\n")
     run = setup_prime_rl_wandb("my-rl-project", "experiment-1", {"custom_param": 42}, ["custom"])
-    [asked] = wandb.asked
-    assert run is wandb and asked["settings"]["api_key"] == "secret" and asked["entity"] == "me"
-    assert (asked["project"], asked["name"], asked["mode"]) == ("my-rl-project", "experiment-1", "online")
-    assert asked["config"] == {"custom_param": 42} and asked["tags"] == ["custom"]
+    [requested] = wandb.asked
+    assert run is wandb and requested["settings"]["api_key"] == "secret" and requested["entity"] == "me"
+    assert (requested["project"], requested["name"], requested["mode"]) == ("my-rl-project", "experiment-1", "online")
+    assert requested["config"] == {"custom_param": 42} and requested["tags"] == ["custom"]
     log_prime_rl_metrics_to_wandb(run, 2, tracker)
     numbers, drawn = wandb.logged
     assert numbers["step"] == drawn["step"] == 2 and numbers["advantages/std"] == 0.5
@@ -308,7 +308,7 @@ def test_a_run_that_does_not_open_is_kept_offline(
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     setup_prime_rl_wandb(run_name="x")
-    assert [asked["mode"] for asked in wandb.asked] == ["online", "offline"]
+    assert [requested["mode"] for requested in wandb.asked] == ["online", "offline"]
     assert "no network" in caplog.text and "secret" not in caplog.text
     for name, value in (("WANDB_MODE", "disabled"), ("WANDB_MODE", "online")):
         monkeypatch.setenv(name, value)

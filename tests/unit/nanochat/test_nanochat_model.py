@@ -85,7 +85,7 @@ def test_logits_are_those_of_the_published_architecture(kv_heads: int) -> None:
     torch.testing.assert_close(model(idx)[0], expected, rtol=1e-9, atol=1e-9)
 
 
-def test_names_shapes_and_sizes_are_those_of_published_checkpoints() -> None:
+def test_names_and_shapes_equal_published_checkpoints() -> None:
     config = GPTConfig.of_depth(20)
     assert (config.n_embd, config.n_head, config.sequence_len, config.vocab_size) == (1280, 10, 2048, 65536)
     with torch.device("meta"):
@@ -162,8 +162,8 @@ def test_loss_mask_covers_assistant_tokens(tokenizer: NanochatTokenizer) -> None
         "<|bos|><|user_start|>be kind\n\nwhat's 12 + 30?<|user_end|><|assistant_start|>"
         "<|python_start|>12+30<|python_end|><|output_start|>42<|output_end|>the answer is 42<|assistant_end|>"
     )
-    said = tokenizer.decode([token for token, weight in zip(ids, mask, strict=True) if weight])
-    assert said == "<|python_start|>12+30<|python_end|>the answer is 42<|assistant_end|>"
+    output = tokenizer.decode([token for token, weight in zip(ids, mask, strict=True) if weight])
+    assert output == "<|python_start|>12+30<|python_end|>the answer is 42<|assistant_end|>"
     prompt = tokenizer.render_for_completion(conversation)
     assert prompt == ids[: len(prompt)] and tokenizer.decode(prompt[-1:]) == "<|assistant_start|>"
     assert tokenizer.render_for_completion(conversation["messages"][:2]) == prompt

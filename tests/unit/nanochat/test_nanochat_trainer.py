@@ -74,7 +74,7 @@ def test_ranks_and_micro_batches_change_nothing(model: GPT, objective: str, top_
     assert float(whole.norm()) > 0.01
 
 
-def test_the_gradient_is_that_of_the_policy_gradient_written_down(model: GPT) -> None:
+def test_gradient_equals_the_explicit_policy_gradient(model: GPT) -> None:
     mine, samples = deepcopy(model), make_samples()
     count = sum(sample.response_length for sample in samples)
     loss = torch.zeros(())

@@ -93,7 +93,7 @@ def test_the_shipped_files_have_the_documented_sizes(name: str, ranks: int, size
     c = resolved.config
     assert (c.num_train_examples, c.max_steps, c.num_samples, c.examples_per_step, c.matrix_lr) == sizes
     assert resolved.env_args["num_train_examples"] == sizes[0] and c.run == c.trainer.args.run_name
-    assert bool(resolved.notes) == (name == "full_dataset"), "12 does not divide 32, which is said"
+    assert bool(resolved.notes) == (name == "full_dataset"), "12 does not divide 32, which is noted"
 
 
 def test_the_tiny_example_is_read() -> None:
@@ -126,7 +126,7 @@ def test_a_model_is_named_with_its_tag_and_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "output"),
     [
         (["--num_sample=3"], "num_samples"),
         (["--objective=grop"], "grpo"),
@@ -137,8 +137,8 @@ def test_a_model_is_named_with_its_tag_and_step(tmp_path: Path) -> None:
         (["--num_samples=0"], "num_samples"),
     ],
 )
-def test_mistakes_are_reported_with_a_fix(argv: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_mistakes_are_reported_with_a_fix(argv: list[str], output: str) -> None:
+    with pytest.raises(ConfigError, match=output):
         parse(*argv)
 
 

@@ -1,4 +1,4 @@
-"""From rollouts to numbers, and the decisions around them."""
+"""Evaluation: rollouts to metrics, schedules and steps."""
 
 from __future__ import annotations
 
@@ -281,12 +281,12 @@ def test_changed_settings_reuse_nothing(tmp_path: Path, change: list[str]) -> No
 
 
 def test_retryable_failures_are_retried(tmp_path: Path) -> None:
-    for kind, wanted in (("ConnectionError", 1), ("OverlongPrompt", 0)):
+    for kind, expected in (("ConnectionError", 1), ("OverlongPrompt", 0)):
         config = parse("--rollouts_per_example", "2", "--output_dir", str(tmp_path / kind))
         assert run_echo(config, Counting(fails=kind), remove=False)["error/mean"] == pytest.approx(1 / 12)
         again = Counting()
         run_echo(config, again)
-        assert len(again.requested) == wanted
+        assert len(again.requested) == expected
 
 
 def test_resume_log_is_exclusive(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_invalid_input_of_a_process_is_reported_verbatim(tmp_path: Path) -> None
 
 
 def test_commands_that_we_print_can_be_typed_into_a_shell() -> None:
-    """`eval` alone is a builtin of the shell, so no document and no summary may say it bare."""
+    """`eval` alone is a shell builtin, so documents and summaries must not print it bare."""
     root = Path(__file__).resolve().parents[3]
     files = [root / "README.md", *root.glob("examples/**/*.md"), *root.glob("examples/**/*.toml")]
     files += [*root.glob("configs/**/*.toml"), root / "scripts" / "demo.py"]

@@ -201,7 +201,7 @@ def test_the_orchestrator_finds_the_server(server: list[str], url: str) -> None:
     assert parse(*server).orchestrator.client.base_url == [url]
 
 
-def test_the_server_takes_what_the_trainer_takes() -> None:
+def test_max_model_len_follows_seq_len() -> None:
     for argv, length in (["--seq-len", "64"], 64), (["--seq-len", "64", "--inference.model.max_model_len", "32"], 32):
         config = parse(*argv)
         assert config.inference is not None and config.inference.model.max_model_len == length
@@ -333,12 +333,12 @@ def test_preset_sets_the_orchestrator_advantage(name: str) -> None:
     config, sources = parse_argv(
         RLConfig, ["--trainer.loss.type", name, "--orchestrator.sampling.max_tokens", "100"], "rl", {}
     )
-    choice, told = PRESETS[name].advantage, config.orchestrator
-    assert told.advantage is not None
-    assert (told.advantage.baseline, told.advantage.std) == (choice.baseline, choice.std)
+    choice, reported = PRESETS[name].advantage, config.orchestrator
+    assert reported.advantage is not None
+    assert (reported.advantage.baseline, reported.advantage.std) == (choice.baseline, choice.std)
     assert sources["orchestrator.advantage.baseline"] == f"trainer.loss.type {name}"
-    assert [filter.name for filter in told.buffer.filters] == (["zero_variance"] if name == "dapo" else [])
-    penalty = told.length_penalty
+    assert [filter.name for filter in reported.buffer.filters] == (["zero_variance"] if name == "dapo" else [])
+    penalty = reported.length_penalty
     assert (penalty is not None) == (name == "dapo")
     if penalty is not None:
         assert (penalty.type, penalty.coef, penalty.window) == ("overlong", 1.0, 20)

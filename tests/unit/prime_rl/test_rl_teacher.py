@@ -35,14 +35,14 @@ def parse(*argv: str) -> RLConfig:
         ({"student_tau": 0.1}, (0.5, 0.5, 0.1)),
     ],
 )
-def test_taus_beside_a_teacher(given: dict[str, float], taus: tuple[float, float, float]) -> None:
+def test_taus_with_a_teacher(given: dict[str, float], taus: tuple[float, float, float]) -> None:
     argv = [word for name, value in given.items() for word in (f"--trainer.loss.{name}", str(value))]
     config = parse(*CONTEXT, *argv)
     loss = config.trainer.loss
     assert (loss.adv_tau, loss.teacher_tau, loss.student_tau) == taus
     text = describe_taus(loss)
     assert "reverse KL" in text if taus[1] == taus[2] else f"p_teacher^({taus[1] / taus[2]:g})" in text
-    assert any(line == text for line in rl.explain(config)), "--dry-run tells them"
+    assert any(line == text for line in rl.explain(config)), "--dry-run prints them"
 
 
 def test_taus_without_a_teacher() -> None:
@@ -71,7 +71,7 @@ MAPS = {
 def test_documented_commands_draw_their_map_of_gpus(
     where: str, commas: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever this machine has, and in both spellings of a list."""
+    """For any machine, and in both spellings of a list."""
     command = DOCUMENTED[where].replace("0 1 ", "0,1 ").replace("2 3 ", "2,3 ").replace("4 5 6 7", "4,5,6,7")
     argv = shlex.split(command if commas else DOCUMENTED[where].replace(",", " "))
     monkeypatch.setattr("sys.argv", ["rl", "--model.name", "tiny-qwen3", *CONTEXT, *argv, "--dry-run"])
@@ -173,13 +173,13 @@ def test_an_external_teacher() -> None:
 
 
 @pytest.mark.parametrize(
-    ("estimator", "wanted"),
+    ("estimator", "expected"),
     [("auto", 8), ("token", 0), ("reward_to_go", 0), ("sequence", 0), ("topk+tail", 8), ("full", -1)],
 )
-def test_teacher_top_logprobs_follow_the_estimator(estimator: str, wanted: int) -> None:
+def test_teacher_top_logprobs_follow_the_estimator(estimator: str, expected: int) -> None:
     config = parse(*CONTEXT, "--trainer.loss.distill.estimator", estimator)
     assert config.orchestrator.teacher_model is not None
-    assert config.orchestrator.teacher_model.top_logprobs == wanted == config.trainer.loss.distill.top_logprobs
+    assert config.orchestrator.teacher_model.top_logprobs == expected == config.trainer.loss.distill.top_logprobs
 
 
 @pytest.mark.parametrize(

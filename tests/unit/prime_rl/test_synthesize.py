@@ -1,4 +1,4 @@
-"""From attempts to training data: the filters, the rows, and that `sft` reads them as they were said."""
+"""From attempts to training data: filters, rows, and reading them with `sft`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from rollouts.training.environments import load_environment
 from rollouts.training.metrics import load_jsonl
 
 
-def result(reward: float | None = 1.0, said: str = "cba", **fields: Any) -> Result:
+def result(reward: float | None = 1.0, output: str = "cba", **fields: Any) -> Result:
     prompt = [{"role": "user", "content": "abc"}]
-    return Result(prompt=prompt, completion=[{"role": "assistant", "content": said}], reward=reward, **fields)
+    return Result(prompt=prompt, completion=[{"role": "assistant", "content": output}], reward=reward, **fields)
 
 
 def verdicts(*groups: list[Result], **keep: Any) -> list[list[str]]:
@@ -66,8 +66,10 @@ def test_dropped_conversation_does_not_block_duplicate() -> None:
 def test_dedupe_ignores_tool_call_ids() -> None:
     def calling(name: str) -> Result:
         call = {"id": name, "type": "function", "function": {"name": "add", "arguments": "{}"}}
-        said = {"role": "assistant", "content": "", "tool_calls": [call]}
-        return Result(prompt="p", completion=[said, {"role": "tool", "content": "3", "tool_call_id": name}], reward=1.0)
+        output = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return Result(
+            prompt="p", completion=[output, {"role": "tool", "content": "3", "tool_call_id": name}], reward=1.0
+        )
 
     assert verdicts([calling("one"), calling("two")]) == [["kept", "duplicate"]]
 
@@ -80,10 +82,10 @@ def test_best_rollouts_of_example_are_kept() -> None:
 
 
 def test_row_ends_with_last_model_message() -> None:
-    asked = {"role": "user", "content": "sure?"}
-    said = [{"role": "assistant", "content": "yes"}, asked]
-    row = to_row(Result(prompt="p", completion=said, reward=0.5, example_id=3), "env", "m")
-    assert row["completion"] == said[:1] and "tools" not in row
+    requested = {"role": "user", "content": "sure?"}
+    output = [{"role": "assistant", "content": "yes"}, requested]
+    row = to_row(Result(prompt="p", completion=output, reward=0.5, example_id=3), "env", "m")
+    assert row["completion"] == output[:1] and "tools" not in row
     assert (row["env"], row["example_id"], row["reward"], row["model"]) == ("env", 3, 0.5, "m")
 
 

@@ -1,4 +1,4 @@
-"""The lab of benchmarks/bench_distill.py: prompts and answers by hand, splits, and a step of every kind of run."""
+"""benchmarks/distill_lab.py: prompts and answers by hand, splits, and a step of every kind of run."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import distill_lab as lab
 
 def test_prompts_and_answers_by_hand() -> None:
     facts, modes = lab.build_facts(), lab.build_modes()
-    asked, table = torch.tensor([[5, 0, 2]]), torch.tensor([[3, 7, 1, 0, 5, 2]])
-    assert facts.plain(asked).tolist() == [[lab.BEGIN, lab.ASK, 13, 8, 10, lab.ANSWER]]
+    requested, table = torch.tensor([[5, 0, 2]]), torch.tensor([[3, 7, 1, 0, 5, 2]])
+    assert facts.plain(requested).tolist() == [[lab.BEGIN, lab.ASK, 13, 8, 10, lab.ANSWER]]
     shown = [[lab.BEGIN, 3, 7, 1, 0, 5, 2, lab.ASK, 13, 8, 10, lab.ANSWER]]
-    assert facts.show(asked, table, lab.BEGIN).tolist() == shown
-    assert facts.solve(asked, table).tolist() == [[2, 3, 1, lab.END]]
+    assert facts.show(requested, table, lab.BEGIN).tolist() == shown
+    assert facts.solve(requested, table).tolist() == [[2, 3, 1, lab.END]]
     letters = torch.tensor([[4, 7, 1, 0]])
     found = [modes.solve(letters, torch.tensor([[way]])).tolist()[0][:-1] for way in range(lab.WAYS)]
     assert found == [[4, 7, 1, 0], [0, 1, 7, 4], [0, 1, 4, 7], [5, 0, 2, 1]]
@@ -31,7 +31,7 @@ def test_prompts_and_answers_by_hand() -> None:
 
 def test_a_model_that_is_its_own_teacher_has_nothing_to_learn() -> None:
     task, model = lab.build_facts(), lab.build_model(0)
-    plain = replace(task, show=lambda asked, table, first: task.plain(asked))
+    plain = replace(task, show=lambda requested, table, first: task.plain(requested))
     recipe = lab.Recipe(lab.aim())
     assert lab.measure(plain, model, model, model, recipe, seed=0)["retention"] == pytest.approx(1)
     found = lab.compare_answers(plain, model, model, recipe, seed=0)
@@ -52,8 +52,8 @@ def test_shared_prompts_and_kept_keys_change_no_number() -> None:
         for place in range(task.length):
             logprobs = torch.log_softmax(model.logits(hidden), -1)
             torch.testing.assert_close(logprobs, whole[:, place], atol=1e-5, rtol=0)
-            said = torch.multinomial(logprobs.exp(), 1, generator=again)[:, 0]
-            assert torch.equal(answers[:, place], torch.where(ended, lab.END, said))
+            output = torch.multinomial(logprobs.exp(), 1, generator=again)[:, 0]
+            assert torch.equal(answers[:, place], torch.where(ended, lab.END, output))
             ended |= answers[:, place] == lab.END
             hidden, past = lab.read(model, answers[:, place : place + 1], past)
             hidden = hidden[:, -1]

@@ -28,16 +28,16 @@ def make(monkeypatch: pytest.MonkeyPatch, results: Path, page: Path) -> str:
 
 def test_sections_are_replaced_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page, first, second = tmp_path / "page.md", tmp_path / "first", tmp_path / "second"
-    write(first, "tail", 3.0)
+    write(first, "long_tail", 3.0)
     write(first, "engine", 4.0)
     text = make(monkeypatch, first, page)
-    assert text.startswith("# Benchmarks\n") and text.index("## engine") < text.index("## tail")
+    assert text.startswith("# Benchmarks\n") and text.index("## engine") < text.index("## long_tail")
     assert "| speed | 4 | >= 2 | ok |" in text
-    page.write_text(text.replace("## tail\n", "## tail\n\nA note by hand.\n"))
+    page.write_text(text.replace("## long_tail\n", "## long_tail\n\nA note by hand.\n"))
     write(second, "engine", 1.0)
     write(second, "grpo", 5.0)
     text = make(monkeypatch, second, page)
-    assert [line for line in text.splitlines() if line.startswith("## ")] == ["## engine", "## grpo", "## tail"]
+    assert [line for line in text.splitlines() if line.startswith("## ")] == ["## engine", "## grpo", "## long_tail"]
     assert "| speed | 1 | >= 2 | MISSED |" in text and "| speed | 4 |" not in text
     assert "A note by hand." in text and "| speed | 3 |" in text
     assert make(monkeypatch, second, page) == text

@@ -1,7 +1,7 @@
 """Work that is counted, not timed: operations, passes, bytes and Python calls, each with a budget.
 
 A count is the same on any machine, so a change that makes something more expensive fails here however fast the machine
-is. Who makes it cheaper lowers the budget.
+is. Lower the budget when you make it cheaper.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SHAPE = {
 
 
 class Operations(TorchDispatchMode):
-    """Counts what torch is told to do."""
+    """Counts torch operations."""
 
     def __init__(self) -> None:
         super().__init__()

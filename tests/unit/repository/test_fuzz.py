@@ -75,7 +75,7 @@ def test_random_command_lines_are_parsed_or_rejected(data: st.DataObject) -> Non
     try:
         parse_argv(config, argv, "fuzz")
     except ValueError as error:
-        assert str(error), "a refusal says something"
+        assert str(error), "an error has a message"
 
 
 @fuzz

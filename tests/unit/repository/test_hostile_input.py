@@ -59,7 +59,7 @@ TINY = Path(__file__).parents[3] / "src" / "prime_rl" / "assets" / "tiny-qwen3"
 
 
 class Bomb:
-    """Whoever unpickles it makes `mark`."""
+    """Unpickling it creates `mark`."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -91,7 +91,7 @@ LOOKED_UP: list[str] | None = None
 
 
 def watch_unpickling(event: str, arguments: tuple[Any, ...]) -> None:
-    """The interpreter itself tells of every class that an unpickler looks up, Python's or C's, whoever imported it."""
+    """The interpreter's audit hook reports every class that an unpickler looks up, in Python or C."""
     if event == "pickle.find_class" and LOOKED_UP is not None:
         LOOKED_UP.append(".".join(map(str, arguments)))
 
@@ -196,7 +196,7 @@ def test_records_of_another_kind_are_left_out(planted: tuple[Path, Path], no_unp
 
 
 def test_a_model_directory_brings_no_code(tmp_path: Path) -> None:
-    """`auto_map` and Python files in a model directory are not imported unless trust_remote_code says so."""
+    """`auto_map` and Python files in a model directory are not imported unless trust_remote_code is set."""
     root, mark = tmp_path / "model", tmp_path / "executed"
     shutil.copytree(TINY, root)
     (root / "evil.py").write_text(f"open({str(mark)!r}, 'w')\nclass Evil: pass\n")
@@ -211,7 +211,7 @@ def test_a_model_directory_brings_no_code(tmp_path: Path) -> None:
     assert not mark.exists() and not [name for name in set(sys.modules) - before if "evil" in name]
 
 
-def test_safetensors_that_lie_about_their_length(tmp_path: Path) -> None:
+def test_safetensors_with_a_wrong_length(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text('{"schema": 1, "step": 1, "tensors": {}}')
     header = json.dumps({"w": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}).encode()
     for data in (struct.pack("<Q", 2**63) + b"{}", struct.pack("<Q", len(header)) + header, b"", b"\x00" * 7):
@@ -263,7 +263,7 @@ def plain(**more: Any) -> dict[str, Any]:
     return {"prompt": "a", **more}
 
 
-def said(**more: Any) -> dict[str, Any]:
+def output(**more: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "x"}], **more}
 
 
@@ -306,14 +306,14 @@ REFUSALS: list[tuple[str, str, list[Any]]] = [
     (CHAT, "a tool call must be an object", [{"messages": [{"role": "assistant", "tool_calls": [None]}]}]),
     (CHAT, "parts of type 'image_url' are not supported",
      [{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}]),
-    (CHAT, "tools must be a list of tool definitions", [said(tools="hammer"), said(tools=[1])]),
-    (CHAT, "tool_choice must be auto or none", [said(tool_choice="required")]),
-    (CHAT, "top_logprobs needs logprobs = true", [said(top_logprobs=99)]),
-    (CHAT, "chat_template_kwargs must be an object", [said(chat_template_kwargs=[1])]),
-    (CHAT, "tokens belongs to /v1/chat/completions/tokens", [said(tokens=[1])]),
-    (TOKENS, "the prompt is empty", [said(tokens=[])]),
-    (TOKENS, "tokens must be below the vocabulary size", [said(tokens=[-1])]),
-    (TOKENS, "tokens must be a list of token ids", [said(tokens="x"), said(tokens=[2**70])]),
+    (CHAT, "tools must be a list of tool definitions", [output(tools="hammer"), output(tools=[1])]),
+    (CHAT, "tool_choice must be auto or none", [output(tool_choice="required")]),
+    (CHAT, "top_logprobs needs logprobs = true", [output(top_logprobs=99)]),
+    (CHAT, "chat_template_kwargs must be an object", [output(chat_template_kwargs=[1])]),
+    (CHAT, "tokens belongs to /v1/chat/completions/tokens", [output(tokens=[1])]),
+    (TOKENS, "the prompt is empty", [output(tokens=[])]),
+    (TOKENS, "tokens must be below the vocabulary size", [output(tokens=[-1])]),
+    (TOKENS, "tokens must be a list of token ids", [output(tokens="x"), output(tokens=[2**70])]),
     ("/update_weights", "the body must be a JSON object", [[]]),
     ("/update_weights", 'give {"weight_dir": "<directory>"}',
      [{}, {"weight_dir": 3}, {"weight_dir": ""}, {"weight_dir": ["/tmp"]}]),
@@ -351,8 +351,8 @@ REFUSALS: list[tuple[str, str, list[Any]]] = [
      [{"messages": [{"role": "user"}]}, {"messages": [{"role": "assistant"}]}]),
     (CHAT, "messages[0].role is", [{"messages": [{"role": ["user"], "content": "x"}]}]),
     (CHAT, "chat_template_kwargs.chat_template cannot be set",
-     [said(chat_template_kwargs={"chat_template": "{% for i in range(99999) %}x{% endfor %}"})]),
-    (CHAT, "chat_template_kwargs.tokenize cannot be set", [said(chat_template_kwargs={"tokenize": True})]),
+     [output(chat_template_kwargs={"chat_template": "{% for i in range(99999) %}x{% endfor %}"})]),
+    (CHAT, "chat_template_kwargs.tokenize cannot be set", [output(chat_template_kwargs={"tokenize": True})]),
     (CHAT, "maximum context length is", [{"messages": [{"role": "user", "content": "<|im_end|>" * 1000}]}]),
     ("/inference/v1/generate", "request_id must be a string",
      [{"token_ids": [5], "sampling_params": {}, "request_id": value} for value in (3, "x" * 1000)]),
@@ -557,7 +557,7 @@ def test_the_default_limit_of_bodies_follows_the_model() -> None:
 
 
 def test_reports_and_pages_show_no_secret(tmp_path: Path) -> None:
-    """The processes need what the run directory's configs say; whoever is shown a run does not."""
+    """The configs in the run directory contain secrets for the processes; reports and pages do not."""
     (tmp_path / "configs").mkdir()
     config = OrchestratorConfig.model_validate(
         {
@@ -593,7 +593,7 @@ def test_report_shows_no_secret_of_an_older_run(tmp_path: Path, monkeypatch: pyt
 
 
 def test_nothing_of_ours_evaluates_text() -> None:
-    """No `eval` or `exec` of what a model, a row or a config says, and no unpickling but of nanochat's tokenizer."""
+    """No `eval` or `exec` of model output, rows or configs, and no unpickling except of nanochat's tokenizer."""
     import ast
 
     root = Path(__file__).parents[3]

@@ -127,7 +127,7 @@ def test_filter_factories() -> None:
     assert filters.make_length_filter(1, 20)(group(0)) and not filters.make_length_filter(1, 19)(group(0))
 
 
-def test_filters_refuse_what_cannot_be_judged() -> None:
+def test_filters_reject_invalid_groups() -> None:
     with pytest.raises(ValueError, match="NaN"):
         filters.check_reward_nonzero_std(group(0, float("nan")))
     with pytest.raises(ValueError, match="at least one sample"):

@@ -109,8 +109,8 @@ def test_tokenizer_is_used_without_server_token_ids() -> None:
         endpoint = Endpoint("m", engine.base_url, token_ids=False)
         sample = run("asyncio", agent_rollout_to_sample, "hi", Countdown, endpoint, tokenizer)
     assert "return_token_ids" not in engine.requests[0]
-    learnt = [token for token, mask in zip(sample.tokens, sample.loss_mask, strict=True) if mask]
-    assert tokenizer.decode(learnt) == "HI<|im_end|>LEFT 1<|im_end|>LEFT 0<|im_end|>"
+    learned = [token for token, mask in zip(sample.tokens, sample.loss_mask, strict=True) if mask]
+    assert tokenizer.decode(learned) == "HI<|im_end|>LEFT 1<|im_end|>LEFT 0<|im_end|>"
     assert sample.inference_logprobs is None and sample.status == Status.COMPLETED
 
 
@@ -192,13 +192,13 @@ def test_engine_tokens_match_the_template() -> None:
         server.stop()
     assert first == again and len(first.turns) == 3 and first.status == Status.COMPLETED, first.error
     assert set(first.text) <= set("abc\n") and len(first.text) > 5
-    told = trajectory_to_sample(first, None)
+    reported = trajectory_to_sample(first, None)
     first.turns = []
     rendered = trajectory_to_sample(first, tokenizer)
-    assert told.tokens == rendered.tokens and told.loss_mask == rendered.loss_mask
-    assert told.inference_logprobs is not None and rendered.inference_logprobs is None
-    assert [p < 0 for p in told.inference_logprobs] == [m > 0 for m in told.loss_mask]
-    assert told.versions == [(told.loss_mask.index(1), 0)]
+    assert reported.tokens == rendered.tokens and reported.loss_mask == rendered.loss_mask
+    assert reported.inference_logprobs is not None and rendered.inference_logprobs is None
+    assert [p < 0 for p in reported.inference_logprobs] == [m > 0 for m in reported.loss_mask]
+    assert reported.versions == [(reported.loss_mask.index(1), 0)]
 
 
 def test_bad_input_is_named() -> None:

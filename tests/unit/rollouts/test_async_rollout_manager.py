@@ -294,7 +294,7 @@ def test_the_documented_generate_fn() -> None:
     run(main)
 
 
-def test_a_sync_generate_fn_runs_beside_the_loop() -> None:
+def test_a_sync_generate_fn_runs_in_a_thread() -> None:
     config = RolloutConfig(
         3, generate_fn=lambda prompts: [Sample(prompt=p, tokens=[1], loss_mask=[1]) for p in prompts]
     )
@@ -302,7 +302,7 @@ def test_a_sync_generate_fn_runs_beside_the_loop() -> None:
     assert [s.prompt for s in batch.samples] == PROMPTS[:3]
 
 
-def test_a_sample_whose_mask_does_not_fit_is_named() -> None:
+def test_sample_with_a_wrong_mask_is_named() -> None:
     async def generate(prompts: list[str]) -> list[Sample]:
         return [Sample(prompt=prompts[0], tokens=[1], loss_mask=[0.0, 1.0])]
 

@@ -22,13 +22,18 @@ SAID = [
 
 
 def test_it_is_a_list_and_a_text() -> None:
-    said = ChatCompletion(SAID)
-    assert said == SAID and said[-1]["content"] == "thanks" and len(said) == 4 and SAID[0] in said
-    assert [m["role"] for m in said] == ["assistant", "user"] * 2
-    assert str(said) == f"{said}" == "Therefore Yes" and said.lower() == "therefore yes"
-    assert "Yes" in said and "Because" not in said and said.startswith("There") and said.split() == str(said).split()
-    assert json.loads(json.dumps(said)) == SAID and copy.deepcopy(said) == SAID
-    assert type(plain_completion(said)) is list and plain_completion("text") == "text"
+    output = ChatCompletion(SAID)
+    assert output == SAID and output[-1]["content"] == "thanks" and len(output) == 4 and SAID[0] in output
+    assert [m["role"] for m in output] == ["assistant", "user"] * 2
+    assert str(output) == f"{output}" == "Therefore Yes" and output.lower() == "therefore yes"
+    assert (
+        "Yes" in output
+        and "Because" not in output
+        and output.startswith("There")
+        and output.split() == str(output).split()
+    )
+    assert json.loads(json.dumps(output)) == SAID and copy.deepcopy(output) == SAID
+    assert type(plain_completion(output)) is list and plain_completion("text") == "text"
 
 
 def test_completion_without_assistant_is_empty_text() -> None:
@@ -45,7 +50,7 @@ def environment(*rewards: object, cls: type = vf.SingleTurnEnv, **arguments: obj
 
 
 def test_rewards_of_the_documents_are_not_silently_zero() -> None:
-    """Snippets of the nanochat document: one function that asks for lower(), one that uses `in`."""
+    """Snippets of the nanochat document: one function that calls lower(), one that uses `in`."""
 
     def custom_format_reward(completion, parser, **kwargs):  # type: ignore[no-untyped-def]
         if "because" in completion.lower() or "therefore" in completion.lower():
@@ -60,7 +65,7 @@ def test_rewards_of_the_documents_are_not_silently_zero() -> None:
 
     env = environment(custom_reward)
     early = VerifiersEnvironment("mine", env)
-    env.rubric.add_reward_func(custom_format_reward, weight=0.2)  # also behind the door's back
+    env.rubric.add_reward_func(custom_format_reward, weight=0.2)  # also after loading
     env.rubric.add_reward_func(as_messages, weight=10.0)
     for door in (early, VerifiersEnvironment("mine", env)):
         [good] = play(door, door.rows(), lambda _: lambda __: "Therefore: Yes.")
@@ -88,7 +93,7 @@ def test_only_the_last_words_are_text() -> None:
     assert rollout.reward == 10.0
 
 
-def test_an_error_in_a_reward_is_told() -> None:
+def test_reward_errors_are_recorded() -> None:
     def broken(completion):  # type: ignore[no-untyped-def]
         return completion.shout()
 

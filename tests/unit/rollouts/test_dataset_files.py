@@ -100,7 +100,7 @@ def test_samples_survive_dicts_and_files(tmp_path_factory: pytest.TempPathFactor
         assert Sample.from_dict(row) == sample and json.dumps(row) == before
 
 
-def test_per_token_lists_are_left_out_unless_asked_for(tmp_path: Path) -> None:
+def test_per_token_lists_are_written_on_request(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "samples.jsonl"
     export_samples_to_jsonl([Sample("p", "r", [1, 2], [0.0, 1.0], 0.5, inference_logprobs=[0.0, -1.0])], path)
     row = json.loads(path.read_text())
@@ -119,7 +119,7 @@ def test_a_failed_export_leaves_the_old_file(tmp_path: Path) -> None:
 def test_a_line_that_is_no_sample_is_named(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     for line, sentence in [
-        ('{"prompt": "p", "colour": 1}', r"line 2: unknown field\(s\) of a sample: colour"),
+        ('{"prompt": "p", "colr": 1}', r"line 2: unknown field\(s\) of a sample: colr"),
         ('{"prompt": 3}', "line 2: not a sample"),
         ("[1]", "line 2: "),
         ("{", "line 2: "),

@@ -32,7 +32,7 @@ SAMPLED = ("token", "reward_to_go", "sequence")
 
 
 def objective(estimator: str = "token", direction: str = "reverse", **choices: Any) -> Objective:
-    """REINFORCE with the taus 0/1/1 unless told otherwise, summed over tokens and divided by sequences."""
+    """REINFORCE with the taus 0/1/1 by default, summed over tokens and divided by sequences."""
     taus = {
         "adv_tau": 0.0,
         "teacher_tau": 1.0,
@@ -142,7 +142,7 @@ def test_tail_outcome_bounds_divergence(seed: int, k: int) -> None:
         less = compute_divergence(merged, topk, direction)  # type: ignore[arg-type]
         assert torch.all(less >= -1e-12)
         assert torch.all(less <= compute_divergence(full, teacher, direction) + 1e-12)  # type: ignore[arg-type]
-    # a student with the teacher's own tail: all that differs is in the outcomes that are told apart
+    # a student with the teacher's own tail: all differences are in the top-k outcomes
     alike = torch.cat((full.gather(-1, ids), full.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)), -1)
     spread = (teacher - tail).scatter(-1, ids, 0.0) + alike[:, -1:]
     same = spread.scatter(-1, ids, full.gather(-1, ids))
@@ -267,7 +267,7 @@ def test_token_estimator_has_per_token_divergence_gradient() -> None:
 # the loss -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_term_stands_beside_the_policy_term() -> None:
+def test_the_term_is_added_to_the_policy_term() -> None:
     student = torch.log_softmax(drawn(4, 5), -1).requires_grad_()
     teacher = torch.log_softmax(drawn(4, 5, seed=1), -1)
     inputs = replace(make_inputs(student, teacher), advantages=drawn(4, seed=2))
@@ -346,7 +346,7 @@ def test_a_clip_bounds_the_distance_of_teacher_and_student() -> None:
 
 
 def test_environment_tokens_get_no_credit() -> None:
-    """The teacher's log-probs of a tool's answer change nothing, whatever they are."""
+    """The teacher's log-probs of tool output have no effect."""
     model = has_teacher([-1.0, -50.0, -2.0], loss_mask=[0.0, 1.0, 0.0, 1.0])
     other = has_teacher([-1.0, -0.1, -2.0], loss_mask=[0.0, 1.0, 0.0, 1.0])
     for estimator in ("reward_to_go", "sequence"):
@@ -377,7 +377,7 @@ def test_credit_of_a_group_sums_to_nothing_at_the_first_token(rows: list[list[fl
         assert sum(first) == pytest.approx(0, abs=1e-9)
 
 
-def test_anchors_weigh_and_have_no_reward() -> None:
+def test_reference_samples_have_weight_and_no_reward() -> None:
     [anchor] = reference_samples([has_teacher([-1.0, -2.0])], 0.25)
     assert anchor.anchor == 0.25
     assert (anchor.loss_mask, anchor.advantages) == ([0.0, 0.25, 0.25], [0.0, 0.0, 0.0])

@@ -144,7 +144,7 @@ def test_every_signature(name: str) -> None:
     assert len(given) >= len(documented)
     for parameter in given[len(documented) :]:
         optional = parameter.default is not parameter.empty or parameter.kind is parameter.VAR_KEYWORD
-        assert optional, f"{name} needs {parameter.name}, of which the document knows nothing"
+        assert optional, f"{name} needs {parameter.name}, which the document does not name"
 
 
 def test_fsdp_backend_takes_the_documented_keywords() -> None:
@@ -494,8 +494,8 @@ def test_sft_dataset_loading(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps({"question": f"{i}+1?", "answer": str(i + 1)}) + "\n" for i in range(20)))
     samples = load_sft_dataset(str(path), tokenizer=tokenizer, split="train", max_samples=10, max_length=2048)
     assert len(samples) == 10
-    learnt = [token for token, mask in zip(samples[3].tokens, samples[3].loss_mask, strict=True) if mask]
-    assert tokenizer.decode(learnt) == "4<|im_end|>"
+    learned = [token for token, mask in zip(samples[3].tokens, samples[3].loss_mask, strict=True) if mask]
+    assert tokenizer.decode(learned) == "4<|im_end|>"
     tokenizer.chat_template = None
     for without in (None, tokenizer):
         with pytest.raises(ValueError, match="a tokenizer with a chat template"):
@@ -519,12 +519,12 @@ def test_one_conversation_becomes_a_sample(tmp_path: Path) -> None:
     tokens, spans = tokenize_conversation(messages, tokenizer)
     mask = compute_loss_mask(tokens, spans)
 
-    def learnt(mask: list[float]) -> str:
+    def learned(mask: list[float]) -> str:
         return str(tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m]))
 
-    assert learnt(mask) == "cd<|im_end|>f<|im_end|>" and len(spans) == 2
+    assert learned(mask) == "cd<|im_end|>f<|im_end|>" and len(spans) == 2
     sample = prepare_sft_sample(messages[:3], "f", tokenizer)
-    assert sample.tokens == tokens and learnt(sample.loss_mask) == "f<|im_end|>"
+    assert sample.tokens == tokens and learned(sample.loss_mask) == "f<|im_end|>"
     assert (sample.prompt, sample.response) == (messages[:3], "f")
     assert compute_loss_mask([7] * 8, [(0, 3), (6, 8)]) == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0]
     one, file = prepare_sft_sample("ab", "cd", tokenizer), tmp_path / "samples.jsonl"
@@ -615,7 +615,7 @@ def test_jsonl_logger(tmp_path: Path) -> None:
 
 @both_loops
 def test_rl_with_sglang_and_an_agent(loop: str, tmp_path: Path) -> None:
-    """As documented the tokens are those of the response only, which is an error; told right, it runs and ends."""
+    """As documented, the tokens are the response only, which is an error; with all tokens it runs to the end."""
     from rollouts.agents import ChatAgent, Endpoint
     from rollouts.training import (
         AsyncRolloutManager,

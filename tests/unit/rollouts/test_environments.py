@@ -138,7 +138,7 @@ def load_environment():
     env = load_environment("odd-env", search_dirs=[tmp_path])
     first, second = sorted(run_group(env, engine, 2), key=lambda r: not r.failed)
     assert first.failed and first.error_type == "KeyError"
-    # verifiers makes a raising reward function a silent 0: the reward stays, the error is told
+    # verifiers makes a raising reward function a silent 0: the reward stays, the error is recorded
     assert second.reward == 1.0 and second.metrics["strict"] == 0.0 and second.metrics["fine"] == 2.0
     assert second.error_type == "RewardError" and "strict: ValueError: could not convert" in str(second.error)
     assert len(second.turns) == 2 and len(rollout_to_samples(second)) == 2  # this server's template is not a prefix
@@ -235,7 +235,7 @@ def test_loading_in_a_thread_is_refused_with_the_reason() -> None:
     assert "main thread" in str(errors[0])
 
 
-def test_reverse_text_splits_never_overlap_and_follow_the_arguments() -> None:
+def test_reverse_text_splits_are_disjoint() -> None:
     def texts(seed: int, split: str, **extra: Any) -> list[str]:
         rows = load_environment("reverse-text", {**SMALL, "num_eval_examples": 40, "seed": seed, **extra}).rows(split)
         return [row["prompt"][-1]["content"] for row in rows]
@@ -299,7 +299,7 @@ tokens = st.lists(st.integers(0, 3), max_size=4)
 
 @given(st.lists(st.tuples(st.booleans(), tokens, tokens), min_size=1, max_size=6))
 def test_tokens_and_logprobs_always_align(plan: list[tuple[bool, list[int], list[int]]]) -> None:
-    """Whatever the turns: every sampled token appears once, with its own log-prob and version, and only there."""
+    """For any turns, every sampled token appears exactly once, with its log-prob and version."""
     turns, history, counter = [], list[int](), itertools.count(1)
     for extends, given_ids, sampled in plan:
         prompt = [*history, *given_ids] if extends else [9, *given_ids]

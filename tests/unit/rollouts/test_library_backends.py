@@ -331,7 +331,7 @@ def test_save_load_continue_is_the_uninterrupted_run(tmp_path: Path) -> None:
     assert (resumed.current_step, resumed.weight_version) == (6, 6)
 
 
-def test_the_checkpoint_is_what_the_documents_draw(tmp_path: Path) -> None:
+def test_checkpoint_layout_is_documented(tmp_path: Path) -> None:
     backend = build_backend(tmp_path)
     step(backend, build_batch())
     path = anyio.run(backend.save_checkpoint, 1, {"loss": 0.5})

@@ -1,4 +1,4 @@
-"""What must hold for the library whatever the numbers: the properties that its other files do not state.
+"""Invariants of the library that other test files do not cover.
 
 0-7, 11, 12, 14, 15  test_rollout_manager, test_rollout_invariants (and 13, 15 here)
 8, 10                test_data_buffer
@@ -46,7 +46,7 @@ few = settings(max_examples=20, deadline=None)
     seed=st.integers(0, 9),
 )
 def test_prompts_are_never_shared_with_the_caller(prompts: list[Any], takes: list[int], seed: int) -> None:
-    """Invariant 9: the list that was given stays as it is, and changing a prompt changes nobody else's."""
+    """Invariant 9: the list that was given stays as it is, and changing a prompt changes no other."""
     before = json.dumps(prompts)
     buffer, again = DataBuffer(prompts, seed=seed), DataBuffer(prompts, seed=seed)
     for n in takes:
@@ -84,7 +84,7 @@ def test_filter_rejecting_all_groups_raises_with_reason(backend: str, seed: int,
 @few
 @given(seed=st.integers(0, 10**6), size=st.integers(1, 3), moments=st.lists(st.floats(0, 25), max_size=3))
 def test_aborts_lose_no_groups(backend: str, seed: int, size: int, moments: list[float]) -> None:
-    """Invariant 15: before, during and twice at once; the next call goes on where the last one was."""
+    """Invariant 15: before, during and twice at once; the next call continues from there."""
 
     async def main() -> list[int]:
         manager = AsyncRolloutManager(DataBuffer(PROMPTS), RolloutConfig(size), generate_group=make_generate(seed, 1))
@@ -142,7 +142,7 @@ def whole_samples(draw: st.DrawFn) -> Sample:
 
 
 @given(sample=whole_samples(), extra=st.integers(1, 3))
-def test_samples_survive_the_round_trip_and_refuse_uneven_streams(sample: Sample, extra: int) -> None:
+def test_samples_round_trip_and_reject_uneven_streams(sample: Sample, extra: int) -> None:
     """Invariant 16."""
     sample.validate()
     data = json.loads(json.dumps(sample.to_dict()))
@@ -240,7 +240,7 @@ def test_interrupted_run_resumes_bit_identically(cut: int, seeds: list[int], cra
         for batch in batches[:cut]:
             step(first, batch)
         saved = anyio.run(first.save_checkpoint, cut, {})
-        step(first, batches[0])  # what the crash takes away
+        step(first, batches[0])  # lost in the crash
         with pytest.MonkeyPatch.context() as patch:
             die_at(patch, crash)
             with pytest.raises(KeyboardInterrupt):
@@ -254,7 +254,7 @@ def test_interrupted_run_resumes_bit_identically(cut: int, seeds: list[int], cra
 
 
 def die_at(patch: pytest.MonkeyPatch, nth: int) -> None:
-    """Let the nth write to disk be the last thing that happens; nobody tidies up."""
+    """Let the nth write to disk be the last operation, without cleanup."""
     count = iter(range(1000))
 
     def dying(real: Any) -> Any:

@@ -99,7 +99,7 @@ def test_golden_advantages(name: str) -> None:
 
 @pytest.mark.parametrize(("case", "oracle"), [pair for pair in pairs() if not pair[1].startswith("prime-rl")])
 def test_the_oracles_themselves(case: str, oracle: str) -> None:
-    """What the golden vectors say, on fresh numbers, by the installed package (prime-rl has no wheel)."""
+    """The comparison of the golden vectors on fresh numbers, with the installed packages (prime-rl has no wheel)."""
     package = oracle.split()[0]
     if importlib.util.find_spec({"liger": "liger_kernel"}.get(package, package)) is None:
         pytest.skip(f"{package} is not installed; cure: make test-peers")

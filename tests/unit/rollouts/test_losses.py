@@ -98,7 +98,7 @@ def test_a_teacher_weight_without_a_teacher_is_refused() -> None:
         ("sequence_mask_high", 3.0, [0, 0, 1, 1]),
     ],
 )
-def test_each_mask_drops_what_it_says(bound: str, value: float, dropped: list[int]) -> None:
+def test_each_mask_drops_its_tokens(bound: str, value: float, dropped: list[int]) -> None:
     ratios = [2.0, 0.125, 1.0, 4.0]
     trainer = [-1.0, -1.5, -2.0, -2.5]
     inference = [t - math.log(r) for t, r in zip(trainer, ratios, strict=True)]
@@ -217,7 +217,7 @@ def test_head_never_materializes_all_logits() -> None:
 
 
 @pytest.mark.parametrize("per_chunk", [1 << 20, 5 * 7])
-def test_the_head_passes_gradcheck_through_log_probs_and_entropies(per_chunk: int) -> None:
+def test_head_gradcheck_of_log_probs_and_entropies(per_chunk: int) -> None:
     hidden, weight = torch.randn(20, 3, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
     labels, temperature = torch.randint(5, (20,)), torch.rand(20, dtype=torch.float64) + 0.5
 

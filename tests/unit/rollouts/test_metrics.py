@@ -34,7 +34,7 @@ from rollouts.training.metrics import (
 
 
 class _Recorder:
-    """A logger, or a run, that remembers."""
+    """A logger, or a run, that records calls."""
 
     def __init__(self, broken: bool = False) -> None:
         self.rows: list[tuple] = []
@@ -105,7 +105,7 @@ def test_lines_of_several_processes_stay_whole(tmp_path: Path) -> None:
 
 
 def test_writers_that_meet_leave_no_empty_lines(tmp_path: Path) -> None:
-    """A line that another is still writing is not one that was cut short."""
+    """A line that another process is writing is not treated as truncated."""
     path = tmp_path / "many.jsonl"
 
     def write() -> None:
@@ -170,7 +170,7 @@ def test_an_unknown_object_in_a_row_is_refused(tmp_path: Path) -> None:
         append_jsonl(tmp_path / "samples.jsonl", [{"x": _Recorder()}])
 
 
-def test_composite_logs_in_order_and_finishes_all_even_when_one_fails() -> None:
+def test_composite_logs_in_order_and_finishes_all() -> None:
     first, second = _Recorder(broken=True), _Recorder()
     logger = CompositeLogger([first, second])
     logger.log({"loss": 1.0}, 3)

@@ -1,4 +1,4 @@
-"""Invalid sizes in a model's config are refused by key before allocation."""
+"""Invalid sizes in a model's config are rejected by key before allocation."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_non_matrices_use_adamw() -> None:
 
 
 def test_an_update_is_as_large_as_adamws() -> None:
-    """2502.16982: with match_rms_adamw the root mean square of lr 1's update is about 0.2, whatever the shape."""
+    """2502.16982: with match_rms_adamw the root mean square of an update with lr 1 is about 0.2 for any shape."""
     for shape in [(16, 64), (128, 32), (64, 64)]:
         p = torch.zeros(shape, requires_grad=True)
         run_steps(build_optimizer(MuonConfig(lr=1.0, weight_decay=0), {"w": p}), [p], num=1)

@@ -210,7 +210,7 @@ def with_streams(inputs: LossInputs, seed: int) -> LossInputs:
 
 
 def select(inputs: LossInputs, index: Tensor) -> LossInputs:
-    """Tokens at `index`, as leaves of their own, their sequences numbered anew."""
+    """Tokens at `index`, as leaves of their own, their sequences renumbered."""
     sequence = inputs.sequence[index]
     numbers = {old: new for new, old in enumerate(dict.fromkeys(sequence.tolist()))}
     return LossInputs(
@@ -230,7 +230,7 @@ def select(inputs: LossInputs, index: Tensor) -> LossInputs:
 def test_order_padding_and_masked_tokens_change_nothing(
     seed: int, lengths: list[int], name: str, options: dict[str, Any]
 ) -> None:
-    """Invariant 20: padding, permutation of sequences, and no gradient for tokens without loss, whatever they hold."""
+    """Invariant 20: padding, permutation of sequences, and no gradient for tokens without loss, for any values."""
     inputs, objective = with_streams(pack(*draw(seed, lengths)), seed), vary(name, options)
     value, gradient = value_and_gradient(inputs, objective)
     generator = torch.Generator().manual_seed(seed)
@@ -336,7 +336,7 @@ def test_extra_terms() -> None:
 def test_a_config_that_names_a_preset_is_the_preset(name: str) -> None:
     config = LossConfig(type=name)  # type: ignore[arg-type]
     assert build_objective(config, LIMIT) == preset(name)
-    assert LossConfig(**config.model_dump()) == config, "a resolved config says the same when it is read again"
+    assert LossConfig(**config.model_dump()) == config, "a resolved config is unchanged when it is read again"
 
 
 def test_options_and_what_switches_them_off() -> None:

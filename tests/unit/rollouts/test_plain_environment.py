@@ -25,7 +25,7 @@ def run(environment: Any, *script: str, n: int = 1, retries: int = 0) -> tuple[W
     return wire, anyio.run(environment.run_group, environment.rows()[0], wire, "m", args, retries)
 
 
-def test_rewards_take_what_they_name_and_are_weighed() -> None:
+def test_rewards_get_named_arguments_and_weights() -> None:
     async def exact(completion: str, answer: str) -> bool:
         return completion == answer
 

@@ -37,7 +37,7 @@ async def answer_async(prompts: list[str], seed: int, suffix: str = "") -> list[
 
 
 @pytest.mark.parametrize("generate_fn", [answer, answer_async])
-def test_the_generator_yields_what_the_manager_yields(generate_fn: object) -> None:
+def test_generator_and_manager_yield_equal_batches(generate_fn: object) -> None:
     config = RolloutConfig(2, 3, generate_fn=generate_fn)  # type: ignore[arg-type]
     batches = list(itertools.islice(generate_rollout_batches(DataBuffer(PROMPTS), config, suffix="!"), 3))
 
@@ -51,7 +51,7 @@ def test_the_generator_yields_what_the_manager_yields(generate_fn: object) -> No
     assert [batch.metadata["step_id"] for batch in batches] == [1, 2, 3]
 
 
-def test_batches_are_made_when_they_are_asked_for() -> None:
+def test_batches_are_generated_lazily() -> None:
     buffer = DataBuffer(PROMPTS)
     batches = generate_rollout_batches(buffer, RolloutConfig(2, generate_fn=answer))
     assert buffer.position == 0
@@ -59,7 +59,7 @@ def test_batches_are_made_when_they_are_asked_for() -> None:
     assert buffer.position == 2
 
 
-def test_rewards_come_before_filters_and_dropped_groups_are_replaced() -> None:
+def test_rewards_precede_filters_and_drops_are_replaced() -> None:
     config = RolloutConfig(
         2,
         generate_fn=answer,
@@ -103,7 +103,7 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def test_an_interrupt_stops_what_is_generated(interruptible: None) -> None:
+def test_interrupt_stops_generation(interruptible: None) -> None:
     started = threading.Event()
 
     async def generate(prompts: list[str]) -> list[Sample]:
@@ -179,7 +179,7 @@ def test_a_reward_that_is_not_finite_is_named(bad: float) -> None:
         next(generate_rollout_batches(DataBuffer(PROMPTS), config))
 
 
-def test_failed_samples_are_tried_again_and_their_error_is_the_reason() -> None:
+def test_failed_samples_are_retried_and_keep_the_error() -> None:
     calls = []
 
     def failing(prompts: list[str]) -> list[Sample]:

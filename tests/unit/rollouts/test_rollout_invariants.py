@@ -19,7 +19,7 @@ from rollouts.training.types import RolloutConfig, Sample
 
 
 class World:
-    """Random latencies, groups that fail once, and counts of who was asked how often."""
+    """Random latencies, groups that fail once, and request counts."""
 
     def __init__(self, seed: int, size: int, n: int, factor: float, failing: set[int]) -> None:
         self.accept, self.n, self.failing = accepted(seed), n, set(failing)
@@ -155,9 +155,7 @@ def test_resumed_wave_equals_uninterrupted(
 @given(
     seed=st.integers(0, 10**6), other=st.integers(0, 10**6), size=st.integers(1, 4), factor=st.sampled_from([1.0, 2])
 )
-def test_latencies_change_nothing_and_a_filter_that_keeps_all_is_none(
-    backend: str, seed: int, other: int, size: int, factor: float
-) -> None:
+def test_results_are_independent_of_latencies(backend: str, seed: int, other: int, size: int, factor: float) -> None:
     """Invariants 5, 6 and 13."""
 
     async def main() -> None:

@@ -34,8 +34,8 @@ def test_all_formats_say_the_same(tmp_path: Path) -> None:
     name = write(tmp_path / "rows.jsonl", FORMATS)
     samples = load_sft_dataset(name, tokenizer=tokenizer)
     assert len(samples) == len(FORMATS) and all(s.tokens == samples[0].tokens for s in samples)
-    learnt = [t for t, m in zip(samples[0].tokens, samples[0].loss_mask, strict=True) if m]
-    assert tokenizer.decode(learnt) == "cd<|im_end|>"
+    learned = [t for t, m in zip(samples[0].tokens, samples[0].loss_mask, strict=True) if m]
+    assert tokenizer.decode(learned) == "cd<|im_end|>"
     assert [s.metadata for s in samples] == [{"dataset": name, "index": i} for i in range(len(FORMATS))]
     joined = write(tmp_path / "input.jsonl", [{"instruction": "ab", "input": "x", "output": "cd"}])
     [sample] = load_sft_dataset(joined, tokenizer=tokenizer)

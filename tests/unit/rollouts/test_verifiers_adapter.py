@@ -92,7 +92,7 @@ def test_empty_completion_is_a_valid_rollout() -> None:
     check(wire, rollout_to_samples(rollout))
 
 
-def test_truncated_is_said_and_nothing_is_cut() -> None:
+def test_truncated_completion_has_length_status() -> None:
     wire, rollout = run("multi", [turn([*encode("no" * 9), END])], max_tokens=5)
     assert rollout.status == Status.TRUNCATED and rollout.stop_reason == "length"
     check(wire, rollout_to_samples(rollout))

@@ -122,8 +122,8 @@ def test_one_error_lists_every_engine_in_order(loop: str, checkpoint: str) -> No
     fine, refusing, lying = FakeSGLang(), FakeSGLang(refuse=True), FakeSGLang(wrong_version=True)
     crashed, forgetful, plain = FakeVLLM(refuse=True), FakeVLLM(wrong_version=True), FakeVLLM(edition="plain")
     stuck = FakeVLLM(slow=threading.Event())
-    with socket.socket() as nobody, serve_fakes(fine, refusing, lying, crashed, forgetful, plain, stuck):
-        nobody.bind(("127.0.0.1", 0))  # bound but not listening: connections are refused
+    with socket.socket() as unused, serve_fakes(fine, refusing, lying, crashed, forgetful, plain, stuck):
+        unused.bind(("127.0.0.1", 0))  # bound but not listening: connections are refused
         engines = [
             SGLangEngine(fine.url),
             SGLangEngine(refusing.url),
@@ -132,7 +132,7 @@ def test_one_error_lists_every_engine_in_order(loop: str, checkpoint: str) -> No
             VLLMEngine(forgetful.url),
             VLLMEngine(plain.url),
             VLLMEngine(stuck.url, timeout=2.0),
-            SGLangEngine(f"http://127.0.0.1:{nobody.getsockname()[1]}"),
+            SGLangEngine(f"http://127.0.0.1:{unused.getsockname()[1]}"),
             Vague(),
             Broken(),
         ]
@@ -207,7 +207,7 @@ def test_server_side_path_is_passed_unchanged() -> None:
     assert fake.loaded == "remote/step_3" and fake.version == "3"
 
 
-def test_the_fakes_refuse_what_the_original_sent() -> None:
+def test_fakes_reject_the_original_requests() -> None:
     """The original's `params` was ignored by real servers, which then loaded their first weights again."""
     fake = FakeVLLM()
     with serve_fakes(fake):

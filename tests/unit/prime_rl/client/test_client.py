@@ -1,4 +1,4 @@
-"""The lean client and its connection pool, against real sockets."""
+"""The HTTP client and its connection pool, against real sockets."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_only_overload_is_tried_again_and_not_for_ever(
     assert len(engine.requests) == tries
 
 
-def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prime_rl.utils.client.RETRY_AFTER_S", 0.001)
     port = free_port()
     with pytest.raises(openai.APIConnectionError, match=f"no connection to 127.0.0.1:{port}"):
@@ -103,10 +103,10 @@ def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("away", [503, None])
-def test_a_server_that_starts_again_is_waited_for_and_asked_the_same(
+def test_requests_are_retried_until_the_server_returns(
     away: int | None, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More often than overload is: ten times nobody, or a server that is not ready, then the answer."""
+    """Ten refused connections, or a server that is not ready, are retried: more often than overload."""
     monkeypatch.setattr("prime_rl.utils.client.RETRY_AFTER_S", 0.001)
     client, tries = InferenceClient(engine.base_url, reconnect_s=30), 0
     engine.fail = lambda body: away if tries < 10 else None
@@ -210,7 +210,7 @@ def test_half_an_answer_is_a_connection_error(answer: bytes) -> None:
         anyio.run(main)
 
 
-def test_a_connection_that_the_server_closed_while_idle_is_replaced() -> None:
+def test_idle_closed_connections_are_replaced() -> None:
     """The second request may meet the closing socket; it must not fail for that."""
     good = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
     with raw_server([good, good]) as url:
@@ -280,7 +280,7 @@ def test_proxies_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "asked", "advice"),
+    ("limits", "requested", "advice"),
     [
         ((1024, 4096), None, None),
         ((256, 4096), (628, 4096), None),
@@ -288,12 +288,12 @@ def test_proxies_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ((256, 400), (400, 400), "run `ulimit -n 628` first, or set max_concurrent = 272"),
     ],
 )
-def test_open_files_are_asked_for_and_missing_ones_told(
-    limits: tuple[int, int], asked: tuple[int, int] | None, advice: str | None, monkeypatch: pytest.MonkeyPatch
+def test_open_file_limit_is_raised_or_reported(
+    limits: tuple[int, int], requested: tuple[int, int] | None, advice: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_to: list[tuple[int, int]] = []
     monkeypatch.setattr(http.resource, "getrlimit", lambda kind: limits)
-    monkeypatch.setattr(http.resource, "setrlimit", lambda kind, wanted: set_to.append(wanted))
-    said = ensure_open_files(500)
-    assert set_to == ([asked] if asked else [])
-    assert (said is None) if advice is None else (said is not None and advice in said)
+    monkeypatch.setattr(http.resource, "setrlimit", lambda kind, expected: set_to.append(expected))
+    output = ensure_open_files(500)
+    assert set_to == ([requested] if requested else [])
+    assert (output is None) if advice is None else (output is not None and advice in output)

@@ -1,4 +1,4 @@
-"""Tokens in, tokens out: whatever the conversation, the tools and the template, nothing sampled is re-tokenised."""
+"""Tokens in, tokens out: for any conversation, tools and template, sampled tokens are never re-tokenized."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ARGS = {"logprobs": True, "temperature": 1.0, "extra_body": {"return_token_ids":
 
 
 def talk(wire: Wire, replies: list[list[dict[str, Any]]], tools: bool = False, **args: Any) -> tuple[Any, list[Sample]]:
-    """A rollout in which the environment says `replies`, and its samples."""
+    """A rollout with these environment `replies`, and its samples."""
 
     def respond(messages: list[dict[str, Any]], row: Any, state: dict[str, Any]) -> list[dict[str, Any]]:
         number = state["turns"] = state.get("turns", 0) + 1
@@ -76,7 +76,7 @@ def test_a_server_without_the_routes_gets_messages() -> None:
     check(wire, samples)
 
 
-def test_seq_len_ends_a_conversation_and_says_so() -> None:
+def test_seq_len_ends_a_conversation_as_truncated() -> None:
     wire = Wire(script=[turn([65] * 8 + [END])], seq_len=40)
     rollout, [sample] = talk(wire, [[{"role": "user", "content": "r"}]] * 9)
     assert (rollout.status, rollout.stop_reason) == (Status.TRUNCATED, "length") and len(sample.tokens) == 40

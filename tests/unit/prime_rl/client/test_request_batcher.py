@@ -1,4 +1,4 @@
-"""Chats of a group: one request to the server, the same answers as alone, and nobody waits for anybody else."""
+"""Chats of a group: one request to the server, the same responses as single requests, each delivered at once."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ def paths(server: RunningServer) -> Iterator[list[str]]:
 
 
 def body(**more: Any) -> dict[str, Any]:
-    asked = {"model": "tiny-qwen3", "messages": CHAT, "max_tokens": 8, "logprobs": True, "return_token_ids": True}
-    return asked | more
+    requested = {"model": "tiny-qwen3", "messages": CHAT, "max_tokens": 8, "logprobs": True, "return_token_ids": True}
+    return requested | more
 
 
 async def ask(client: InferenceClient, **more: Any) -> Any:
     return await client.chat.completions.create(**body(**more))
 
 
-def told(answer: dict[str, Any]) -> dict[str, Any]:
-    """What must not depend on how an answer was asked for."""
+def reported(answer: dict[str, Any]) -> dict[str, Any]:
+    """The parts of a response that are independent of the request form."""
     assert answer["id"] and answer["created"]
     usage = {key: answer["usage"][key] for key in ("prompt_tokens", "completion_tokens", "total_tokens")}
     return {**{key: answer[key] for key in ("object", "model", "choices", "prompt_token_ids")}, "usage": usage}
@@ -76,7 +76,7 @@ def test_each_answer_is_that_of_a_request_of_its_own(server: RunningServer) -> N
     assert sorted(line["index"] for line in lines) == list(range(5)) and all(line["status"] == 200 for line in lines)
     by_index = {line["index"]: line["answer"] for line in lines}
     for i, seed in enumerate(seeds):
-        assert told(by_index[i]) == told(server.post(SINGLE, body(seed=seed)).json())
+        assert reported(by_index[i]) == reported(server.post(SINGLE, body(seed=seed)).json())
     assert len({answer["id"] for answer in by_index.values()}) == 5
 
 
@@ -86,7 +86,7 @@ def test_a_seed_of_null_is_any(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "output"),
     [
         ({}, "seeds must be a list"),
         ({"seeds": []}, "seeds must be a list"),
@@ -103,9 +103,9 @@ def test_a_seed_of_null_is_any(server: RunningServer) -> None:
         ({"seeds": [1], "prompts": 1}, "unknown field 'prompts'"),
     ],
 )
-def test_what_is_wrong_with_a_group_is_said_at_once(server: RunningServer, wrong: dict[str, Any], said: str) -> None:
+def test_invalid_groups_are_rejected_at_once(server: RunningServer, wrong: dict[str, Any], output: str) -> None:
     reply = server.post(GROUP, body(**wrong))
-    assert reply.status_code == 400 and said in reply.json()["error"]["message"]
+    assert reply.status_code == 400 and output in reply.json()["error"]["message"]
 
 
 def test_tasks_that_differ_in_their_seed_share_a_request(server: RunningServer, paths: list[str]) -> None:
@@ -182,7 +182,7 @@ def test_a_short_answer_does_not_wait_for_a_long_one(server: RunningServer) -> N
     asyncio.run(main())
 
 
-def test_who_is_cancelled_leaves_and_the_last_one_ends_the_request(server: RunningServer) -> None:
+def test_last_cancellation_ends_the_request(server: RunningServer) -> None:
     async def main() -> None:
         client = InferenceClient(f"{server.root}/v1")
         endless = {"max_tokens": 450, "ignore_eos": True}
@@ -223,7 +223,7 @@ def test_one_that_is_cancelled_takes_nothing_from_the_others(server: RunningServ
     asyncio.run(main())
 
 
-def test_a_server_without_the_route_is_asked_one_by_one() -> None:
+def test_single_requests_if_the_route_is_missing() -> None:
     with serve(FakeEngine(reply=lambda request: f"seed {request['seed']}")) as engine:
 
         async def main() -> None:
@@ -238,7 +238,9 @@ def test_a_server_without_the_route_is_asked_one_by_one() -> None:
         assert len(engine.requests) == 8
 
 
-def test_no_room_for_a_group_is_room_for_one(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_queue_rejects_groups_but_not_single_requests(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("prime_rl.utils.client.RETRY_AFTER_S", 0.001)
     check = server.service.engine.check
 
@@ -271,10 +273,8 @@ def test_the_error_of_a_group_is_the_error_of_each(server: RunningServer) -> Non
         assert isinstance(error, openai.BadRequestError) and "maximum context length is" in error.response.text
 
 
-def test_an_engine_that_fails_in_the_middle_keeps_what_it_has_told(
-    server: RunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first answer stands; what is left is asked for alone, with the same seeds."""
+def test_completed_responses_survive_an_engine_failure(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first response is kept; the others are requested singly, with the same seeds."""
     batches = server.service.engine.batches
 
     async def breaking(requests: list[Any]) -> Any:
@@ -317,7 +317,7 @@ def test_an_answer_that_cannot_be_written_is_one_failure(
 
 
 def test_groups_that_come_together_keep_to_the_limit(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each passes the check before the first one is begun; what is too much is told line by line."""
+    """Each passes the check before the first one starts; the excess is rejected line by line."""
     monkeypatch.setattr(server.service.engine, "max_requests", 40)
 
     async def main() -> list[httpx.Response]:
@@ -341,7 +341,7 @@ def test_groups_that_come_together_keep_to_the_limit(server: RunningServer, monk
     assert set(statuses) <= {200, 429}
 
 
-def test_what_the_server_draws_by_default_holds_for_seeds_of_null() -> None:
+def test_default_sampling_applies_to_null_seeds() -> None:
     seeded, double = RunningServer(None, sampling={"seed": 5}), RunningServer(None, sampling={"extra_body": {"n": 2}})
     try:
         lines = [json.loads(line) for line in seeded.post(GROUP, body(seeds=[None, None, 6])).text.splitlines()]
@@ -370,7 +370,7 @@ def test_values_that_change_nothing_are_taken(server: RunningServer, paths: list
     asyncio.run(main())
 
 
-def test_what_cannot_be_sent_is_the_error_of_who_asked(server: RunningServer) -> None:
+def test_send_errors_reach_the_caller(server: RunningServer) -> None:
     async def main() -> None:
         client = InferenceClient(f"{server.root}/v1")
         found = await asyncio.gather(*[ask(client, seed=seed) for seed in (object(), 1, 2)], return_exceptions=True)
@@ -381,7 +381,7 @@ def test_what_cannot_be_sent_is_the_error_of_who_asked(server: RunningServer) ->
 
 
 def test_who_is_cancelled_first_draws_no_longer_than_the_others(server: RunningServer) -> None:
-    """One leaves, the other is answered: now nobody waits, and the request ends."""
+    """One chat is cancelled, the other completes: the request ends."""
 
     async def main() -> None:
         client = InferenceClient(f"{server.root}/v1")
@@ -402,7 +402,7 @@ def test_who_is_cancelled_first_draws_no_longer_than_the_others(server: RunningS
 
 @contextlib.contextmanager
 def scripted(*replies: bytes, hold_s: float = 0) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Answers each connection's one request with the next bytes and closes it; tells the bodies."""
+    """Answers one request per connection with the next bytes and closes it; records the bodies."""
     listener, bodies = socket.create_server(("127.0.0.1", 0)), []
 
     def run() -> None:
@@ -467,16 +467,16 @@ def test_a_line_that_failed_is_one_failure() -> None:
     ("reply", "asked_again"),
     [
         (HEAD + chunk("what?"), True),
-        (HEAD + chunk(line(7, "nobody's")), True),
+        (HEAD + chunk(line(7, "unclaimed")), True),
         (HEAD + b"0\r\n\r\n", True),
-        (alone("nobody's"), False),
+        (alone("unclaimed"), False),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n", True),
         *((b"HTTP/1.1 %d Whatever\r\ncontent-length: 2\r\n\r\n{}" % status, True) for status in (302, 400, 403, 503)),
         *((b"HTTP/1.1 %d Whatever\r\ncontent-length: 2\r\n\r\n{}" % status, False) for status in (404, 405, 501)),
         (b"", True),
     ],
 )
-def test_a_server_that_says_anything_else_is_asked_one_by_one(reply: bytes, asked_again: bool) -> None:
+def test_single_requests_after_an_unexpected_response(reply: bytes, asked_again: bool) -> None:
     with scripted(reply, alone("first"), alone("second")) as (url, bodies):
 
         async def main() -> None:
@@ -519,12 +519,12 @@ def test_lines_arrive_whole_however_the_bytes_are_cut(data: st.DataObject) -> No
 
     async def main() -> None:
         connection = http_connection()
-        heard: list[bytes] = []
-        sending = asyncio.ensure_future(connection.send(b"", heard.append))
+        received: list[bytes] = []
+        sending = asyncio.ensure_future(connection.send(b"", received.append))
         await asyncio.sleep(0)
         for a, b in itertools.pairwise([0, *packets, len(wire)]):
             connection.data_received(wire[a:b])
-        assert await sending == (200, b"") and heard == lines
+        assert await sending == (200, b"") and received == lines
 
     asyncio.run(main())
 

@@ -1,4 +1,4 @@
-"""Wrong input of every kind ends with exit code 2 and at most three lines that name the key and the cure."""
+"""Invalid input of every kind ends with exit code 2 and at most three lines that name the key and the cure."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def refuse(argv: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """What a command says to this line before it would run; it must refuse it."""
+    """The error of a command for this line; the command must reject it."""
     prog, *words = argv.split(" ")
     module, name = COMMANDS[prog]
     monkeypatch.setattr("sys.argv", [prog, *words])
@@ -75,7 +75,7 @@ CASES = [
     ("rl @ sub.toml", ["optim", "sub.toml:1", "trainer.optim"]),
     ("orchestrator --env.0.idd x", ["--env.0.idd", "--env.0.id?"]),
     ("trainer --optim.momentum 0.5", ["--optim.momentum", "optim.type = adamw", "it needs optim.type = sgd"]),
-    ("sft --nonsense-without-neighbour 1", ["--nonsense", "sft --help"]),
+    ("sft --nonsense-without-neighbor 1", ["--nonsense", "sft --help"]),
     # a value of the wrong type
     ("trainer --max-steps five", ["--max_steps 'five'", "a whole number", "--max_steps 10"]),
     ("trainer --max-steps 1.5", ["--max_steps '1.5'", "a whole number"]),
@@ -151,7 +151,7 @@ def test_unreadable_file(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     def deny(*_: object, **__: object) -> str:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_text", deny)  # the tests may run as root, whom no permission stops
+    monkeypatch.setattr(Path, "read_text", deny)  # the tests may run as root, without permission errors
     shown = refuse("trainer @ good.toml", monkeypatch, capsys)
     assert "good.toml cannot be read" in shown and "permission" in shown
 
@@ -184,12 +184,12 @@ def test_wrong_log_level(key: str, level: str | None, monkeypatch: pytest.Monkey
 def test_an_output_dir_that_cannot_be_written(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Told before anything starts, whatever the command, and not as an errno."""
+    """Reported before any process starts, for every command, and not as an errno."""
     (tmp_path / "a_file").touch()
     target = where if where.startswith("/") else str(tmp_path / where)
     monkeypatch.setattr("sys.argv", ["trainer", "--output-dir", target])
     with pytest.raises(SystemExit) as end:
         run_command("trainer", TrainConfig, lambda config: pytest.fail("must not start"), summary="")
-    told = capsys.readouterr().err
-    assert end.value.code == 2 and len(told.splitlines()) <= 3, told
-    assert f"output_dir {target}" in told and "--output-dir" in told
+    reported = capsys.readouterr().err
+    assert end.value.code == 2 and len(reported.splitlines()) <= 3, reported
+    assert f"output_dir {target}" in reported and "--output-dir" in reported

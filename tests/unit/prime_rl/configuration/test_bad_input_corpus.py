@@ -1,4 +1,4 @@
-"""The corpus of wrong input in numbers, and the part of it that has no other place: data sets."""
+"""Size of the corpus of invalid input, and its data sets."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def test_changing_the_type_drops_keys_of_the_old_variant(tmp_path: Path) -> None
 # Files
 
 
-def test_inheritance_child_wins_and_paths_are_relative_to_the_file(tmp_path: Path) -> None:
+def test_child_overrides_and_paths_are_relative(tmp_path: Path) -> None:
     write(tmp_path / "base" / "deep.toml", 'name = "deep"\nlr = 1\nmax_steps = 1')
     write(tmp_path / "base" / "mid.toml", 'toml_files = ["deep.toml"]\nlr = 2\nmax_steps = 2')
     child = write(tmp_path / "child.toml", 'toml_files = ["base/mid.toml"]\nmax_steps = 3')

@@ -104,12 +104,12 @@ def test_every_command_is_read_by_our_parser_and_both_ends_agree(kind: str, more
     torchrun, trainer = commands["trainer"]
     assert torchrun["nnodes"] == "2" and torchrun["nproc-per-node"] == "4" and torchrun["node-rank"] == "1"
     assert torchrun["master-addr"] == hosts["HOST_0"]
-    _, conductor = commands["orchestrator"]
-    assert isinstance(trainer, TrainConfig) and isinstance(conductor, OrchestratorConfig)
+    _, orchestrator = commands["orchestrator"]
+    assert isinstance(trainer, TrainConfig) and isinstance(orchestrator, OrchestratorConfig)
     where = next(task.places[0] for task in layout.tasks if task.name == "orchestrator")
-    assert trainer.transport.host == conductor.transport.host == hosts[f"HOST_{where}"]
-    assert trainer.output_dir == conductor.output_dir and trainer.transport.type == "zmq"
-    assert trainer.weight_broadcast.host == hosts["HOST_0"] and conductor.weight_broadcast.type == "gloo"
+    assert trainer.transport.host == orchestrator.transport.host == hosts[f"HOST_{where}"]
+    assert trainer.output_dir == orchestrator.output_dir and trainer.transport.type == "zmq"
+    assert trainer.weight_broadcast.host == hosts["HOST_0"] and orchestrator.weight_broadcast.type == "gloo"
     listening: dict[str, list[str]] = {"inference": [], "teacher_inference": []}
     for task in layout.tasks:
         if task.module != "prime_rl.inference.server":
@@ -122,11 +122,11 @@ def test_every_command_is_read_by_our_parser_and_both_ends_agree(kind: str, more
         assert server.server.wait_for_weights == (kind_of == "inference")
         listening[kind_of].append(f"http://{hosts[f'HOST_{task.places[0]}']}:{server.server.port}/v1")
         assert layout.places[task.places[0]].num_gpus >= max(task.gpus or ()) + 1
-    assert conductor.client.base_url == listening["inference"] and len(listening["inference"]) == 4
-    assert conductor.client.api_key_var == KEY_VARIABLE
+    assert orchestrator.client.base_url == listening["inference"] and len(listening["inference"]) == 4
+    assert orchestrator.client.api_key_var == KEY_VARIABLE
     if more:
-        assert conductor.teacher_model is not None
-        assert conductor.teacher_model.client.base_url == listening["teacher_inference"]
+        assert orchestrator.teacher_model is not None
+        assert orchestrator.teacher_model.client.base_url == listening["teacher_inference"]
         assert len(listening["teacher_inference"]) == 4
     assert all("export A='x y$z'" in files[f"{task.name}.sh"] for task in layout.tasks)
 
@@ -147,10 +147,10 @@ def test_tasks_on_a_node_share_no_gpu_or_port() -> None:
 def test_one_copy_of_the_weights_teaches_too(tmp_path: Path) -> None:
     argv = ["--orchestrator.teacher-model.context", "Hint. ", "--orchestrator.teacher-model.weights", "live"]
     layout, files = make("slurm", *WIDE, *argv)
-    _, conductor = read_commands(layout, files, tmp_path)["orchestrator"]
-    assert isinstance(conductor, OrchestratorConfig) and conductor.teacher_model is not None
-    assert conductor.teacher_model.client.base_url == conductor.client.base_url
-    assert len(conductor.client.base_url) == 8
+    _, orchestrator = read_commands(layout, files, tmp_path)["orchestrator"]
+    assert isinstance(orchestrator, OrchestratorConfig) and orchestrator.teacher_model is not None
+    assert orchestrator.teacher_model.client.base_url == orchestrator.client.base_url
+    assert len(orchestrator.client.base_url) == 8
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -204,7 +204,7 @@ def test_keys_of_another_deployment_type_are_rejected() -> None:
         parse_argv(RLConfig, ["--deployment.type", "kubernetes", "--deployment.image", "x"], "rl", {})
 
 
-def test_output_of_pods_lies_on_the_claim() -> None:
+def test_output_of_pods_is_on_the_claim() -> None:
     config = parse("kubernetes", *WIDE)
     layout, configs = fleet.lay_out(config)
     build_files(layout, configs, config.deployment, Path("/shared/run"))
@@ -387,9 +387,7 @@ def supervise_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **scripts: s
         assert all(child.poll() is not None for child in host.running.values())
 
 
-def test_a_ray_job_ends_well_with_its_work_and_starts_servers_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ray_job_ends_with_its_work_and_restarts_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = "if [ -e fell ]; then exec sleep 60; fi; touch fell; exit 3"
     work = f'until [ -e fell ]; do sleep .05; done; echo "$HOST_0 $NODE_RANK $GIVEN ${{#{KEY_VARIABLE}}}"'
     assert supervise_here(tmp_path, monkeypatch, server=server, work=work) == 0

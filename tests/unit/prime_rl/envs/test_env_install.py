@@ -1,4 +1,4 @@
-"""Environments that are not there yet come from the package index that the config names, and only when it says so."""
+"""Missing environments are installed from the configured package index, and only with `install = true`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def index_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return (tmp_path / "{org}" / "simple").as_uri().replace("%7B", "{").replace("%7D", "}") + "/"
 
 
-def test_it_is_installed_when_the_config_says_so(index_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_true_installs_the_environment(index_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"install its package, or set env\.install = true"):
         check_environments([EnvConfig(id="someone/fetched-env", index_url=index_url)])
     config = EnvConfig(id="someone/fetched-env", index_url=index_url, install=True, num_workers=0, args={"word": "b"})
@@ -70,7 +70,7 @@ def test_it_is_installed_when_the_config_says_so(index_url: str, monkeypatch: py
         check_environments([config.model_copy(update={"args": {"wort": 1}})])
 
 
-def test_what_cannot_be_installed_is_told_in_one_sentence(index_url: str) -> None:
+def test_installation_errors_are_one_sentence(index_url: str) -> None:
     config = EnvConfig(id="someone/no-such-env", index_url=index_url, install=True)
     with pytest.raises(ValueError, match=r"'someone/no-such-env' was not installed: .*check env.id and env.index_url"):
         check_environments([config])
@@ -89,6 +89,6 @@ def test_rl_refuses_before_it_starts_anything(tmp_path: Path) -> None:
         cwd=Path(__file__).parents[4],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
-    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert done.returncode == 2 and len(said) == 1 and "did you mean 'reverse-text'?" in said[0], done.stderr
+    output = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 2 and len(output) == 1 and "did you mean 'reverse-text'?" in output[0], done.stderr
     assert not (tmp_path / "out" / "logs").exists() and "inference" not in done.stdout

@@ -1,4 +1,4 @@
-"""Environments in worker processes: what one of them does to itself costs its own rollouts and nobody else's."""
+"""Environments in worker processes: a failure of one costs only its own rollouts."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_worker_that_somebody_kills_costs_nothing(tmp_path: Path, engine: Fake
         assert not any(r.failed for rollouts in found.values() for r in rollouts)
 
 
-def test_code_that_never_returns_is_ended_and_so_is_what_sleeps(tmp_path: Path, engine: FakeEngine) -> None:
+def test_hanging_and_sleeping_code_is_killed(tmp_path: Path, engine: FakeEngine) -> None:
     with pool("hang sleep fine once-hang", tmp_path, num_workers=2, stall_timeout=1.5, timeout=1) as environment:
         found = run(environment, engine, retries=1)
     assert {r.error_type for r in found["hang"]} == {"WorkerStalled"}
@@ -155,7 +155,7 @@ def test_a_leaking_worker_finishes_its_groups_and_is_replaced(tmp_path: Path, en
     assert not alive(before)
 
 
-def test_an_environment_that_only_dies_stops_the_run(
+def test_an_environment_that_always_crashes_stops_the_run(
     tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_pool, "MAX_LOSSES_IN_ROW", 3)
@@ -166,10 +166,10 @@ def test_an_environment_that_only_dies_stops_the_run(
 
 
 def test_cancelling_a_group_reaches_the_engine(tmp_path: Path) -> None:
-    asked, gone = [], []
+    requested, gone = [], []
 
     async def hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        asked.append(await reader.readuntil(b"\r\n\r\n"))
+        requested.append(await reader.readuntil(b"\r\n\r\n"))
         while await reader.read(65536):
             pass
         gone.append(1)
@@ -182,13 +182,13 @@ def test_cancelling_a_group_reaches_the_engine(tmp_path: Path) -> None:
         with anyio.fail_after(DEADLINE_S):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(environment.run_group, environment.rows()[0], client, "m", args)
-                while not asked:
+                while not requested:
                     await anyio.sleep(0.01)
                 assert not gone
                 tasks.cancel_scope.cancel()
             while not gone:
                 await anyio.sleep(0.01)
-        assert len(asked) == len(gone) == 1, "a group is one request"
+        assert len(requested) == len(gone) == 1, "a group is one request"
         server.close()
 
     with pool("fine", tmp_path) as environment:
@@ -196,7 +196,7 @@ def test_cancelling_a_group_reaches_the_engine(tmp_path: Path) -> None:
         assert environment._workers[0].pending == {} and environment.losses == 0
 
 
-def test_what_does_not_load_is_told_in_its_words(tmp_path: Path) -> None:
+def test_load_errors_keep_their_message(tmp_path: Path) -> None:
     (tmp_path / "sick.py").write_text("import os\ndef bad(): raise OSError('no data')\ndef exit(): os._exit(3)\n")
     path = str(tmp_path / "sick.py")
     with pytest.raises(ValueError, match="did not load: OSError: no data"):
@@ -228,7 +228,7 @@ def test_an_environment_that_loads_for_too_long_is_a_timeout(tmp_path: Path, mon
 def test_a_worker_that_somebody_kills_while_it_loads_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A signal may come from anywhere, so the next one gets its turn, also for the rows; the last one is told."""
+    """A signal may come from outside, so loading is retried, also for the rows; the last one is reported."""
     kills = 1
 
     def sick(worker: Any) -> None:
@@ -251,7 +251,7 @@ def test_a_worker_that_somebody_kills_while_it_loads_is_replaced(
 
 
 def test_workers_end_with_their_parent(tmp_path: Path) -> None:
-    """Even with one that hangs: nobody is left when the parent is killed."""
+    """No worker outlives a killed parent, even if one hangs."""
     import subprocess
     import sys
 
@@ -305,7 +305,7 @@ def test_workers_import_from_where_their_parent_does(monkeypatch: pytest.MonkeyP
 
 
 def test_a_run_that_ends_waits_for_no_replacement(tmp_path: Path, engine: FakeEngine) -> None:
-    """The pool serves one event loop after another, whatever the first one left half done."""
+    """The pool serves several event loops in sequence, also after unfinished work."""
     with pool("once-kill", tmp_path) as environment:
 
         async def begin() -> None:

@@ -1,4 +1,4 @@
-"""Thousands of rollouts under way at the same time in one process: none is lost, none waits for another."""
+"""Thousands of concurrent rollouts in one process: none is lost, none waits for another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`vf-install` and `vf-rl`: what is ours, what goes to the commands of verifiers, and which ones are on the PATH."""
+"""`vf-install` and `vf-rl`: own arguments, those passed to verifiers' commands, and commands on the PATH."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from prime_rl.envs import vf_install, vf_rl
 
 ROOT = Path(__file__).parents[4]
 ENVIRONMENT = ROOT / "environments" / "nanochatAquaRat"
-# Stands for the packages whose commands are called: says who was asked, and for what.
+# Replaces the packages of the called commands and prints each call.
 ECHO = "import sys\nprint(__name__ and sys.argv[0].replace('\\\\', '/').split('/')[-3:], sys.argv[1:])\n"
 
 

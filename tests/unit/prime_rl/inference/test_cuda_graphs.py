@@ -1,4 +1,4 @@
-"""Recorded decoding steps: the numbers of eager ones, nothing the host decides within, recorded anew when memory moves.
+"""Captured decode steps: equal to eager ones, no host decision inside, captured again when memory moves.
 
 Without a GPU a tape takes the place of a CUDA graph: it notes every operation of a step and replays these very ones,
 so what a graph would freeze (addresses, shapes, numbers the host computed) is frozen here too.
@@ -67,7 +67,7 @@ def as_on_a_gpu(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 
 class Tape(TorchDispatchMode):
-    """Notes operations; refuses what a CUDA graph cannot hold."""
+    """Records operations; rejects those that a CUDA graph cannot contain."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ def check_alike(found: list[Output | None], expected: list[Output | None], atol:
         (4, 390, {"max_running": 16, "max_model_len": 420}),
     ],
 )
-def test_recorded_steps_give_what_eager_ones_give(
+def test_captured_steps_equal_eager_steps(
     seed: int, longest: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graphs, "WARM_UPS", 0 if seed else 2)
@@ -279,7 +279,7 @@ def decode_until_replayed(engine: EmbeddedEngine, recorder: TapeRecorder) -> Non
 
 
 def test_rows_that_fill_a_shape_up_touch_nothing() -> None:
-    """A step changes one position of each running slot; what lies in other slots reaches no answer."""
+    """A step changes one position of each running slot; other slots have no influence on results."""
     recorder = TapeRecorder()
     engine = build_engine(build_model(0), recorder, max_model_len=256)
     requests = [request(draw_prompt(120 + n), seed=n, max_tokens=30) for n in range(3)]
@@ -309,7 +309,7 @@ def test_rows_that_fill_a_shape_up_touch_nothing() -> None:
 
 
 def test_new_weights_leave_recordings_in_place() -> None:
-    """An update writes into the same memory; only weights that have moved, or a moved cache, are recorded anew."""
+    """An update writes into the same memory; only weights that have moved, or a moved cache, are recorded again."""
     recorder = TapeRecorder()
     engine = build_engine(build_model(0), recorder)
     prompts = [list(range(n, n + 5)) for n in range(4)]
@@ -433,7 +433,7 @@ def test_step_has_no_device_sync_and_no_foreign_tensor() -> None:
     assert {t.device for call in tape.calls for t in tree_iter(call) if isinstance(t, Tensor)} == {meta}
 
 
-def test_the_tape_finds_what_a_graph_cannot_hold() -> None:
+def test_tape_rejects_uncapturable_operations() -> None:
     x = torch.arange(4)
     steps: list[Callable[[], Tensor]] = [
         lambda: x + int(x[1]),
@@ -453,30 +453,30 @@ def test_the_tape_finds_what_a_graph_cannot_hold() -> None:
 
 def test_how_graphs_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a stream of their own that waits for the caller's and is waited for, from one pool of memory."""
-    told: list[Any] = []
+    reported: list[Any] = []
 
     class Stream:
         def __init__(self, name: Any) -> None:
             self.name = name
 
         def wait_stream(self, other: Any) -> None:
-            told.append(f"{self.name} waits for {other.name}")
+            reported.append(f"{self.name} waits for {other.name}")
 
     class Noted:
         def __init__(self, *words: Any, **options: Any) -> None:
             self.words = (words, options)
 
         def __enter__(self) -> None:
-            told.append(self.words)
+            reported.append(self.words)
 
         def __exit__(self, *error: Any) -> None:
-            told.append("end")
+            reported.append("end")
 
     count = iter(range(9))
 
     def new_graph() -> Any:
         name = next(count)
-        return SimpleNamespace(name=name, pool=lambda: "pool", replay=lambda: told.append(f"replay {name}"))
+        return SimpleNamespace(name=name, pool=lambda: "pool", replay=lambda: reported.append(f"replay {name}"))
 
     cuda = SimpleNamespace(
         Stream=lambda device: Stream("side"),
@@ -489,20 +489,20 @@ def test_how_graphs_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = CudaRecorder(torch.device("cuda"))
 
     def step() -> Tensor:
-        told.append("step")
+        reported.append("step")
         return torch.ones(1)
 
     recorder.warm_up(step)
-    assert told == ["side waits for main", (("side",), {}), "step", "end", "main waits for side"]
-    told.clear()
+    assert reported == ["side waits for main", (("side",), {}), "step", "end", "main waits for side"]
+    reported.clear()
     first, second = recorder.record(step), recorder.record(step)
-    assert told == [
+    assert reported == [
         *(((0, None, "thread_local"), {}), "step", "end"),
         *(((1, "pool", "thread_local"), {}), "step", "end"),
     ]
-    told.clear()
+    reported.clear()
     assert first() is first() and first() is not second()
-    assert told == ["replay 0", "replay 0", "replay 0", "replay 1"]
+    assert reported == ["replay 0", "replay 0", "replay 0", "replay 1"]
 
 
 def test_benchmark_runs_on_a_toy_model_and_requires_a_gpu(
@@ -520,7 +520,7 @@ def test_benchmark_runs_on_a_toy_model_and_requires_a_gpu(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", [0, 1])
-def test_graphs_give_what_eager_steps_give_on_a_gpu(seed: int) -> None:
+def test_graphs_equal_eager_steps_on_a_gpu(seed: int) -> None:
     device = torch.device("cuda")
     versions = [tensor_names(build_model(version)) for version in (1, 2)]
     outputs = []

@@ -1,4 +1,4 @@
-"""The embedded engine: bit-equal to the trainer whatever is batched; sampling that depends on its seed only."""
+"""The embedded engine: bit-equal to the trainer for any batch; sampling depends on the seed only."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_fast_mode_keeps_the_cache_and_reports_version_spans() -> None:
     assert output.versions == [(0, 0), (4, 1)]
     with pytest.raises(AssertionError):
         check_exact(output, models)
-    # 1 prefill and 9 decode steps: nothing was computed anew.
+    # 1 prefill and 9 decode steps: nothing was recomputed.
     assert engine.stats().steps == 10
 
 
@@ -285,7 +285,7 @@ def test_groups_read_a_long_prompt_once_and_change_no_bit() -> None:
     assert sum(check_exact(output, models) for output in outputs) >= 150
 
 
-def test_a_conversation_goes_on_where_its_last_turn_ended() -> None:
+def test_a_conversation_continues_its_last_turn() -> None:
     models, engine = {0: build_model(0)}, EmbeddedEngine(build_model(0))
     (first,) = run(engine, request(list(range(70)), max_tokens=30))
     before = engine.stats().prompt_tokens
@@ -361,7 +361,7 @@ def test_threads_follow_the_variable_or_the_cores(
     assert loading._count_threads() == threads
 
 
-def test_memory_is_reserved_only_for_what_may_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_reserved_for_running_sequences_only(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = EmbeddedEngine(build_model(0), max_running=2)
     cache, reserved = engine._blocks.cache, []
     reserve = cache.reserve
@@ -391,7 +391,7 @@ def test_preempted_sequence_is_recomputed() -> None:
     assert sum(check_exact(output, models) for output in outputs) > 1000
 
 
-def test_growing_sequence_preempts_newer_ones_when_memory_is_full() -> None:
+def test_growing_sequence_preempts_newer_ones() -> None:
     engine = EmbeddedEngine(build_model(0), max_model_len=512, max_cache_tokens=1, max_prefix_cache_tokens=0)
     num_blocks = engine.max_cache_tokens // 128  # the least that one sequence needs
     grown = request(random.Random(0).choices(range(256), k=375), max_tokens=60, seed=0)
@@ -405,7 +405,7 @@ def test_growing_sequence_preempts_newer_ones_when_memory_is_full() -> None:
 def test_a_prompt_is_scored_as_the_trainer_scores_it(budget: int) -> None:
     model, prompt = build_model(0), random.Random(0).choices(range(256), k=150)
     expected = trainer_logprobs(model, prompt, 0.7)[:-1]
-    wanted = expected.gather(1, torch.tensor(prompt[1:])[:, None]).squeeze(1).tolist()
+    target_value = expected.gather(1, torch.tensor(prompt[1:])[:, None]).squeeze(1).tolist()
     engine = EmbeddedEngine(build_model(0), max_num_batched_tokens=budget)
     scored, plain, full = run(
         engine,
@@ -417,7 +417,7 @@ def test_a_prompt_is_scored_as_the_trainer_scores_it(budget: int) -> None:
     assert scored.prompt_logprobs is not None
     assert plain.prompt_logprobs is not None
     assert full.prompt_logprobs is not None
-    assert scored.prompt_logprobs.logprobs == wanted
+    assert scored.prompt_logprobs.logprobs == target_value
     assert torch.equal(full.prompt_logprobs.full, expected)
     assert plain.prompt_logprobs.tail_mass == [1.0] * 149
     for top, tail, row in zip(
@@ -429,14 +429,14 @@ def test_a_prompt_is_scored_as_the_trainer_scores_it(budget: int) -> None:
 
 @pytest.mark.parametrize("budget", [16, 2048])
 def test_what_comes_before_the_scored_tokens_is_computed_once(budget: int) -> None:
-    """Prompts with one context share its keys; an update on the way scores everything anew."""
+    """Prompts with one context share its keys; an update in flight scores everything again."""
     models = [build_model(seed) for seed in (0, 1)]
     rng = random.Random(0)
     context = rng.choices(range(256), k=100)
     prompts = [context + rng.choices(range(256), k=length) for length in (30, 3, 17)]
     engine = EmbeddedEngine(build_model(0), max_num_batched_tokens=budget)
-    wanted = [request(prompt, max_tokens=0, prompt_logprobs=2, prompt_start=101) for prompt in prompts]
-    outputs = run(engine, *wanted)
+    target_value = [request(prompt, max_tokens=0, prompt_logprobs=2, prompt_start=101) for prompt in prompts]
+    outputs = run(engine, *target_value)
 
     def check(version: int) -> None:
         for prompt, output in zip(prompts, outputs, strict=True):
@@ -448,17 +448,17 @@ def test_what_comes_before_the_scored_tokens_is_computed_once(budget: int) -> No
 
     check(0)
     assert outputs[0].num_cached == 0 and min(output.num_cached for output in outputs[1:]) >= 96
-    late = [replace(one, params=replace(one.params)) for one in wanted]
+    late = [replace(one, params=replace(one.params)) for one in target_value]
     engine.load_weights(dict(tensor_names(models[1])), 1)
     for one in late:
         engine.add(one)
     early = engine.step()
     engine.load_weights(dict(tensor_names(models[0])), 2)
     engine.load_weights(dict(tensor_names(models[1])), 3)
-    heard = {event.request: event for event in early if isinstance(event, Output)}
+    received = {event.request: event for event in early if isinstance(event, Output)}
     while engine.has_work():
-        heard |= {event.request: event for event in engine.step() if isinstance(event, Output)}
-    outputs = [heard[one] for one in late]
+        received |= {event.request: event for event in engine.step() if isinstance(event, Output)}
+    outputs = [received[one] for one in late]
     check(1)
     with pytest.raises(ValueError, match="prompt_start 130 must be"):
         engine.check(request(prompts[0], max_tokens=0, prompt_logprobs=0, prompt_start=130))
@@ -578,7 +578,7 @@ def test_an_adapter_of_the_output_layer_changes_its_own_rows() -> None:
     assert together[1] != generate(replace(requests[1], adapter=None))[0]
 
 
-def test_bf16_without_a_unit_for_it_is_exact_by_torchs_operations_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_without_hardware_support_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights, keys and values are rounded, nothing else: for experts, adapters, shared prompts and new weights."""
     monkeypatch.setattr(cpu_kernels, "has_bf16_unit", lambda: False)
     bf16, prompt = torch.bfloat16, list(range(150))
@@ -628,7 +628,7 @@ def test_digests_match_the_loaded_tensors() -> None:
     assert engine.version == 7
 
 
-def test_broken_weights_fail_requests_and_leave_no_trace_in_the_cache() -> None:
+def test_broken_weights_fail_requests_but_not_the_cache() -> None:
     models = {0: build_model(0)}
     engine = EmbeddedEngine(build_model(0))
     broken = {name: torch.full_like(tensor, math.nan) for name, tensor in tensor_names(models[0]).items()}
@@ -783,12 +783,12 @@ def test_engine_error_is_reported_once_and_ends_the_thread() -> None:
         thread.submit(request([1]))
 
 
-def test_a_thread_refuses_pauses_aborts_and_goes_on() -> None:
-    heard: queue.Queue[Event] = queue.Queue()
-    thread = EngineThread(EmbeddedEngine(build_model(0)), lambda events: [heard.put(e) for e in events], pytest.fail)
+def test_thread_rejects_pauses_aborts_and_continues() -> None:
+    received: queue.Queue[Event] = queue.Queue()
+    thread = EngineThread(EmbeddedEngine(build_model(0)), lambda events: [received.put(e) for e in events], pytest.fail)
     thread.start()
     thread.submit(request([1] * 5000))
-    refused = heard.get(timeout=20)
+    refused = received.get(timeout=20)
     assert isinstance(refused, Output)
     assert (refused.finish_reason, refused.token_ids) == ("error", [])
     thread.pause().result(timeout=20)
@@ -796,14 +796,14 @@ def test_a_thread_refuses_pauses_aborts_and_goes_on() -> None:
     thread.submit(waiting)
     assert thread.call(lambda e: e.stats().waiting).result(timeout=20) == 1
     thread.resume().result(timeout=20)
-    answered = heard.get(timeout=20)
+    answered = received.get(timeout=20)
     assert isinstance(answered, Output)
     assert (answered.request, len(answered.token_ids)) == (waiting, 3)
     thread.submit(request([1], max_tokens=2000, stream=True))
-    assert isinstance(heard.get(timeout=20), StreamUpdate)
+    assert isinstance(received.get(timeout=20), StreamUpdate)
     thread.pause(abort=True).result(timeout=20)
     assert thread.paused
-    *pieces, last = list(heard.queue)
+    *pieces, last = list(received.queue)
     assert isinstance(last, Output)
     assert last.finish_reason == "abort"
     assert len(last.token_ids) == 1 + len(pieces)

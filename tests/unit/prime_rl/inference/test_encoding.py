@@ -1,4 +1,4 @@
-"""Bounded encoding: the limit of bytes for each token, and texts that are refused without being encoded."""
+"""Bounded encoding: the limit of bytes for each token, and texts that are rejected without being encoded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The inference server over real HTTP: the official client, weight updates in flight, and everything it refuses."""
+"""The inference server over real HTTP: the official client, weight updates in flight, and rejected requests."""
 
 from __future__ import annotations
 
@@ -174,18 +174,18 @@ def test_plain_completions(server: RunningServer) -> None:
 
 
 def test_tokens_in_are_the_prompt(server: RunningServer) -> None:
-    told = server.post("/tokenize", {"model": "tiny-qwen3", "messages": CHAT, "tools": None}).json()
-    assert told["count"] == len(told["tokens"])
-    assert told["max_model_len"] == 2048
+    reported = server.post("/tokenize", {"model": "tiny-qwen3", "messages": CHAT, "tools": None}).json()
+    assert reported["count"] == len(reported["tokens"])
+    assert reported["max_model_len"] == 2048
     body = {"messages": CHAT, "max_tokens": 5, "seed": 4, "return_token_ids": True}
     rendered = server.post("/v1/chat/completions", body).json()
-    given = server.post("/v1/chat/completions/tokens", body | {"tokens": told["tokens"]}).json()
-    assert rendered["prompt_token_ids"] == given["prompt_token_ids"] == told["tokens"]
+    given = server.post("/v1/chat/completions/tokens", body | {"tokens": reported["tokens"]}).json()
+    assert rendered["prompt_token_ids"] == given["prompt_token_ids"] == reported["tokens"]
     assert rendered["choices"][0]["token_ids"] == given["choices"][0]["token_ids"]
-    text = server.post("/detokenize", {"tokens": told["tokens"]}).json()["prompt"]
+    text = server.post("/detokenize", {"tokens": reported["tokens"]}).json()["prompt"]
     without = server.post("/tokenize", {"messages": CHAT, "add_generation_prompt": False}).json()["tokens"]
-    assert text == TOKENIZER.decode(told["tokens"])
-    assert told["tokens"][: len(without)] == without
+    assert text == TOKENIZER.decode(reported["tokens"])
+    assert reported["tokens"][: len(without)] == without
     assert server.post("/tokenize", {"prompt": "hé"}).json()["tokens"] == [104, 195, 169]
 
 
@@ -197,7 +197,7 @@ def test_models_and_health_tell_the_version(server: RunningServer) -> None:
 
 
 REFUSALS: list[tuple[dict[str, Any], int, str]] = [
-    ({"colour": 1}, 400, "unknown field 'colour'"),
+    ({"colr": 1}, 400, "unknown field 'colr'"),
     ({"presence_penalty": 3}, 400, "presence_penalty must be a number from -2 to 2"),
     ({"use_beam_search": True}, 400, "use_beam_search = True is not supported"),
     ({"response_format": {"type": "json_object"}}, 400, "response_format"),
@@ -236,14 +236,14 @@ def test_requests_that_cannot_be_honoured_are_refused(
 
 def test_the_server_describes_every_route_and_body(server: RunningServer) -> None:
     """Schemathesis holds the server to the description (`make fuzz`); here: nothing is missing from it."""
-    told = server.http.get("/openapi.json").json()
+    reported = server.http.get("/openapi.json").json()
     routes = [*ROUTES, *GROUP_ROUTES, *TOKEN_ROUTES, *SCORE_ROUTES, *CONTROL_ROUTES]
-    described = {(path, method) for path, methods in told["paths"].items() for method in methods}
+    described = {(path, method) for path, methods in reported["paths"].items() for method in methods}
     assert described == {(path, method.lower()) for path, method, *_ in routes}
     code = {path: getsource(handler) for path, _, handler, _ in routes}
     reads = {path for path, source in code.items() if "read_json(" in source or "_read(" in source}
-    assert reads == {path for path, methods in told["paths"].items() if "requestBody" in methods.get("post", {})}
-    schemas = told["components"]["schemas"]
+    assert reads == {path for path, methods in reported["paths"].items() if "requestBody" in methods.get("post", {})}
+    schemas = reported["components"]["schemas"]
     assert schemas["Model"]["enum"][0] == "tiny-qwen3" and schemas["Token"]["maximum"] == 319
     assert set(SCORE_REQUEST) == set(ScoreRequest.__struct_fields__)
 
@@ -285,12 +285,14 @@ def test_an_update_in_flight_drops_nothing_and_marks_the_span(tmp_path: Path) ->
                 running = asyncio.create_task(http.post("/v1/chat/completions", json=body | {"seed": 9}))
                 while server.service.engine.engine.stats().generated_tokens < 20:
                     await asyncio.sleep(0.002)
-                told = await PrimeEngine(server.root).update_weights_from_checkpoint(str(tmp_path / "weights/step_3"))
-                return told, (await running).json()
+                reported = await PrimeEngine(server.root).update_weights_from_checkpoint(
+                    str(tmp_path / "weights/step_3")
+                )
+                return reported, (await running).json()
 
-        told, answer = run_client(server, use)
-        assert told["success"] is True
-        assert told["version"] == 3
+        reported, answer = run_client(server, use)
+        assert reported["success"] is True
+        assert reported["version"] == 3
         assert server.http.get("/health").json()["version"] == 3
         (choice,) = answer["choices"]
         (zero, at) = [start for start, _ in choice["versions"]]
@@ -303,7 +305,7 @@ def test_an_update_in_flight_drops_nothing_and_marks_the_span(tmp_path: Path) ->
         assert logprobs[at:] == trained_logprobs(new, prompt, ids)[at:]
         digests = server.post("/reload_weights", {}).json()
         assert digests["version"] == 0
-        assert digests["digests"] != told["digests"]
+        assert digests["digests"] != reported["digests"]
         server.service.engine.close()
         rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
         busy = [row for row in rows if row.get("timeline/what") == "generate"]
@@ -314,7 +316,7 @@ def test_an_update_in_flight_drops_nothing_and_marks_the_span(tmp_path: Path) ->
         server.stop()
 
 
-def test_weights_that_cannot_be_trusted_leave_the_old_ones_in_service(server: RunningServer, tmp_path: Path) -> None:
+def test_unverified_weights_are_not_loaded(server: RunningServer, tmp_path: Path) -> None:
     output_dir = server.config.output_dir
     assert output_dir is not None
     publish(output_dir, 5)
@@ -462,7 +464,7 @@ def build_writer() -> Writer:
     return Writer("m", build_decode(TOKENIZER), TokenNames(TOKENIZER))
 
 
-def test_a_tool_call_becomes_a_message_and_a_stream_holds_it_back() -> None:
+def test_tool_calls_are_parsed_and_buffered_in_streams() -> None:
     parsed = parse_request({"tools": [TOOL]}, chat=True, max_new_tokens=99, vocab=320, default_seed=lambda: 0)
     text = 'ok <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     ids = TOKENIZER.encode(text + "<|im_end|>", add_special_tokens=False)

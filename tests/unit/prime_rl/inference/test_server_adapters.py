@@ -1,4 +1,4 @@
-"""Adapters over HTTP: beside the model, and as the policy that a trainer publishes step by step."""
+"""Adapters over HTTP: in addition to the model, and as the policy that a trainer publishes."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ def test_a_published_adapter_becomes_the_policy(server: RunningServer, backend: 
     assert server.http.get("/health").json()["version"] == 1
     changed = scores(server)
     assert max(abs(a - b) for a, b in zip(base, changed, strict=True)) > 1e-3
-    told = server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 2}).json()
-    assert told["choices"][0]["versions"] == [[0, 1]]
+    reported = server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 2}).json()
+    assert reported["choices"][0]["versions"] == [[0, 1]]
     assert [card["id"] for card in server.http.get("/v1/models").json()["data"]] == ["tiny-qwen3"]
     assert server.post("/reload_weights", {}).json()["version"] == 0
     assert scores(server) == base
 
 
-def test_a_named_adapter_is_served_beside_the_model(server: RunningServer, backend: Backend) -> None:
+def test_a_named_adapter_is_served_with_the_model(server: RunningServer, backend: Backend) -> None:
     assert server.config.output_dir is not None
     path = publish(backend, server.config.output_dir / "mine", 7)
     base = scores(server)

@@ -1,4 +1,4 @@
-"""Chats at the server's routes: data that spells control tokens, and tools that the template drops."""
+"""Chats at the server's routes: data with control tokens, and tools that the template drops."""
 
 from __future__ import annotations
 

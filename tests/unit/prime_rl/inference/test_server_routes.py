@@ -1,4 +1,4 @@
-"""Routes beside plain generation: scoring, tokens in and out, pause, adapters, limits; sync and async clients."""
+"""Routes other than plain generation: scoring, tokens in and out, pause, adapters, limits; sync and async clients."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def test_the_sync_client_gets_the_same_answer_whole_and_streamed(server: Running
 def test_token_ids_in_and_out(server: RunningServer) -> None:
     params = {"max_tokens": 6, "seed": 2, "logprobs": 1, "ignore_eos": True, "temperature": 1.0, "detokenize": False}
     body = {"model": "tiny-qwen3", "token_ids": PROMPT, "sampling_params": params, "return_token_ids": True}
-    told = server.post("/inference/v1/generate", body).json()
+    reported = server.post("/inference/v1/generate", body).json()
     same = {"prompt": PROMPT, "max_tokens": 6, "seed": 2, "logprobs": 1, "ignore_eos": True, "return_token_ids": True}
     (plain,) = server.post("/v1/completions", same).json()["choices"]
-    (choice,) = told["choices"]
-    assert (choice["token_ids"], told["prompt_token_ids"]) == (plain["token_ids"], PROMPT)
+    (choice,) = reported["choices"]
+    assert (choice["token_ids"], reported["prompt_token_ids"]) == (plain["token_ids"], PROMPT)
     content = choice["logprobs"]["content"]
     assert [entry["logprob"] for entry in content] == plain["logprobs"]["token_logprobs"]
     assert [entry["token"] for entry in content] == [f"token_id:{token}" for token in choice["token_ids"]]
@@ -151,7 +151,7 @@ def test_more_requests_that_cannot_be_honoured_are_refused(server: RunningServer
     refused({"lora_name": "x", "lora_path": "/etc"}, "weight_dirs", "/v1/load_lora_adapter", 403)
 
 
-def test_pause_freezes_and_resume_goes_on(server: RunningServer) -> None:
+def test_pause_freezes_and_resume_continues(server: RunningServer) -> None:
     def ask() -> None:
         answers.append(server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True}))
 
@@ -192,8 +192,8 @@ def test_full_queue_returns_429() -> None:
     try:
         server.post("/pause", {})
         body = {"prompt": PROMPT, "max_tokens": 2}
-        asking = [threading.Thread(target=lambda: server.post("/v1/completions", body)) for _ in range(2)]
-        for thread in asking:
+        requesting = [threading.Thread(target=lambda: server.post("/v1/completions", body)) for _ in range(2)]
+        for thread in requesting:
             thread.start()
         wait_until(lambda: server.service.engine.num_requests == 2, "two requests")
         reply = server.post("/v1/completions", body)
@@ -202,7 +202,7 @@ def test_full_queue_returns_429() -> None:
         with client_of(server) as client, pytest.raises(RateLimitError):
             client.completions.create(model="tiny-qwen3", prompt="x", stream=True)
         server.post("/resume", {})
-        for thread in asking:
+        for thread in requesting:
             thread.join(DEADLINE_S)
         assert server.post("/v1/completions", body).status_code == 200
     finally:

@@ -38,7 +38,7 @@ CLOSE = 1e-5
 
 @dataclass
 class Fleet:
-    """A gateway and the server behind it, the embedded engine beside them, and published weights for all."""
+    """A gateway and its server, the embedded engine for comparison, and published weights for all."""
 
     fake: FakeSGLang
     gateway: RunningServer
@@ -167,9 +167,9 @@ def test_tokens_in_and_tokens_out(fleet: Fleet) -> None:
 
 def test_overloaded_server_is_retried(fleet: Fleet) -> None:
     body = {"prompt": PROMPT, "seed": 8, "max_tokens": 4}
-    wanted = fleet.gateway.post("/v1/completions", body).json()["choices"][0]["text"]
+    expected = fleet.gateway.post("/v1/completions", body).json()["choices"][0]["text"]
     fleet.fake.full = 1
-    assert fleet.gateway.post("/v1/completions", body).json()["choices"][0]["text"] == wanted and not fleet.fake.full
+    assert fleet.gateway.post("/v1/completions", body).json()["choices"][0]["text"] == expected and not fleet.fake.full
     assert fleet.gateway.http.get("/health").status_code == 200
 
 
@@ -247,9 +247,9 @@ LONG = {
 def ask_long(fleet: Fleet, pool: ThreadPoolExecutor) -> Any:
     """A request that runs: its answer to come."""
     drawn = fleet.fake.embedded.stats().generated_tokens
-    asked = pool.submit(fleet.gateway.post, "/v1/completions", LONG)
+    requested = pool.submit(fleet.gateway.post, "/v1/completions", LONG)
     wait_until(lambda: fleet.fake.embedded.stats().generated_tokens > drawn + 20, "tokens")
-    return asked
+    return requested
 
 
 def test_running_requests_finish_before_an_update(fresh: Fleet) -> None:
@@ -270,9 +270,9 @@ def test_weights_that_compute_something_else_are_not_taken(fresh: Fleet) -> None
     before = score(fresh.gateway, PROMPT)
     fresh.fake.wrong = "weights/step_2"
     with ThreadPoolExecutor() as pool:
-        asked = ask_long(fresh, pool)
+        requested = ask_long(fresh, pool)
         reply = fresh.update(2)
-        [choice] = asked.result().json()["choices"]
+        [choice] = requested.result().json()["choices"]
     message = reply.json()["error"]["message"]
     assert reply.status_code == 400 and "log-probs of the canary are off" in message
     assert "version 1 stays in service" in message and fresh.gateway.http.get("/health").json()["version"] == 1
@@ -313,19 +313,19 @@ def test_damaged_and_foreign_directories_never_reach_it(fresh: Fleet, tmp_path: 
     assert fresh.fake.calls.count("/update_weights_from_disk") == loads
 
 
-def test_pause_freezes_and_abort_ends_what_runs(fresh: Fleet) -> None:
+def test_pause_freezes_and_abort_ends_running_requests(fresh: Fleet) -> None:
     with ThreadPoolExecutor() as pool:
-        asked = ask_long(fresh, pool)
+        requested = ask_long(fresh, pool)
         assert fresh.gateway.post("/pause", {}).status_code == 200 and fresh.fake.paused
         waiting = pool.submit(fresh.gateway.post, "/v1/completions", {**LONG, "max_tokens": 3})
         assert fresh.update(1).json()["version"] == 1 and fresh.fake.paused, "an update does not end the pause"
-        assert not asked.done() and not waiting.done()
+        assert not requested.done() and not waiting.done()
         assert fresh.gateway.post("/resume", {}).status_code == 200
         assert waiting.result().json()["choices"][0]["versions"] == [[0, 1]]
-        assert asked.result().json()["choices"][0]["versions"] == [[0, 1]], "sampled again with the new weights"
-        asked = ask_long(fresh, pool)
+        assert requested.result().json()["choices"][0]["versions"] == [[0, 1]], "sampled again with the new weights"
+        requested = ask_long(fresh, pool)
         assert fresh.gateway.post("/pause?mode=abort", {}).status_code == 200
-        [choice] = asked.result().json()["choices"]
+        [choice] = requested.result().json()["choices"]
         assert choice["finish_reason"] == "abort" and 20 <= len(choice["token_ids"]) < NUM_LONG
         assert fresh.gateway.post("/resume", {}).status_code == 200
     assert len(fresh.gateway.post("/v1/completions", LONG).json()["choices"][0]["token_ids"]) == NUM_LONG
@@ -333,8 +333,8 @@ def test_pause_freezes_and_abort_ends_what_runs(fresh: Fleet) -> None:
 
 def test_an_adapter_becomes_the_policy(fresh: Fleet) -> None:
     for step in (1, 2):
-        told = fresh.update(step, name="adapters").json()
-        assert told["version"] == step and fresh.update(step, fresh.ours, name="adapters").status_code == 200
+        reported = fresh.update(step, name="adapters").json()
+        assert reported["version"] == step and fresh.update(step, fresh.ours, name="adapters").status_code == 200
         assert score(fresh.gateway, PROMPT) == pytest.approx(score(fresh.ours, PROMPT), abs=CLOSE)
         mine, theirs = fresh.answers("/v1/completions", {**LONG, "max_tokens": 8})
         assert differences(mine["choices"], theirs["choices"]) == [] and theirs["choices"][0]["versions"] == [[0, step]]
@@ -348,17 +348,15 @@ def test_an_adapter_becomes_the_policy(fresh: Fleet) -> None:
     fresh.fake.enable_lora = True
 
 
-def test_a_server_that_dies_and_comes_back_is_brought_to_the_version(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restarted_server_is_updated(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prime_rl.inference.sglang.engine.WATCH_S", 0.1)
     fake = FakeSGLang("tiny-qwen3").start()
     gateway = build_gateway(fake, root)
     fleet = Fleet(fake, gateway, gateway, root)
     assert fleet.update(1).json()["version"] == 1
-    wanted = gateway.post("/v1/completions", LONG).json()["choices"][0]
+    expected = gateway.post("/v1/completions", LONG).json()["choices"][0]
     with ThreadPoolExecutor() as pool:
-        asked = ask_long(fleet, pool)
+        requested = ask_long(fleet, pool)
         fake.freeze()
         fake.stop()
         wait_until(lambda: gateway.http.get("/health").status_code == 503, "the loss to be seen")
@@ -366,16 +364,16 @@ def test_a_server_that_dies_and_comes_back_is_brought_to_the_version(
         reply = fleet.update(2)
         assert reply.status_code == 503 and "is unavailable" in reply.json()["error"]["message"]
         back = FakeSGLang("tiny-qwen3", port=fake.port, seed=8).start()
-        [choice] = asked.result().json()["choices"]
-    assert choice["token_ids"] == wanted["token_ids"] and choice["versions"] == [[0, 1]]
+        [choice] = requested.result().json()["choices"]
+    assert choice["token_ids"] == expected["token_ids"] and choice["versions"] == [[0, 1]]
     wait_until(lambda: gateway.http.get("/health").status_code == 200, "the way back")
     assert gateway.http.get("/health").json() == {"status": "ok", "version": 1}
     assert gateway.post("/reload_weights", {}).status_code == 200
     assert fleet.update(2, name="adapters").json()["version"] == 2
-    wanted = score(gateway, PROMPT)
+    expected = score(gateway, PROMPT)
     back.stop()
-    again = FakeSGLang("tiny-qwen3", port=fake.port, seed=9).start()  # while nobody asked
-    assert score(gateway, PROMPT) == pytest.approx(wanted, abs=CLOSE)
+    again = FakeSGLang("tiny-qwen3", port=fake.port, seed=9).start()  # no request in flight
+    assert score(gateway, PROMPT) == pytest.approx(expected, abs=CLOSE)
     assert gateway.http.get("/health").json() == {"status": "ok", "version": 2}
     gateway.stop()
     again.stop()
@@ -388,9 +386,9 @@ def test_a_server_without_seeds_and_with_a_key(root: Path) -> None:
         gateway = build_gateway(fake, root, sglang={"api_key_var": "SGLANG_KEY"})
     fleet = Fleet(fake, gateway, gateway, root)
     with ThreadPoolExecutor() as pool:
-        asked = ask_long(fleet, pool)
+        requested = ask_long(fleet, pool)
         assert fleet.update(1).json()["version"] == 1
-        assert asked.result().json()["choices"][0]["versions"] == [[0, 0]]
+        assert requested.result().json()["choices"][0]["versions"] == [[0, 0]]
     assert gateway.post("/v1/completions", LONG).json()["choices"][0]["versions"] == [[0, 1]]
     gateway.stop()
     fake.stop()

@@ -1,4 +1,4 @@
-"""A step of decoding in which rows read what others hold: the same bits as if each read a copy of its own."""
+"""A decode step with shared keys and values: the same bits as with a copy per row."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [16, 64])
-def test_rows_that_share_columns_have_the_bits_of_rows_that_do_not(
-    threads: int, dtype: torch.dtype, head_dim: int
-) -> None:
+def test_shared_columns_do_not_change_bits(threads: int, dtype: torch.dtype, head_dim: int) -> None:
     config = DecoderConfig.from_hf({**SHAPE, "head_dim": head_dim})
     torch.manual_seed(0)
     model = CausalLM(config).requires_grad_(False)

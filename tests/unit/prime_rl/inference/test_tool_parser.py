@@ -1,4 +1,4 @@
-"""Reasoning and tool calls in generated text, whole and while it grows."""
+"""Reasoning and tool calls in generated text, complete and streamed."""
 
 from __future__ import annotations
 

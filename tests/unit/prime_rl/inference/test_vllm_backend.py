@@ -1,4 +1,4 @@
-"""Our part of vLLM without vLLM: the command line, shards and fused tensors, and the routes around its app."""
+"""The vLLM backend without vLLM: the command line, shards and fused tensors, and the routes around its app."""
 
 from __future__ import annotations
 
@@ -63,10 +63,12 @@ def test_the_command_line_of_vllm() -> None:
     words = argv(
         parallel={"tp": 2, "dp": 3}, max_batch_size=7, model={"max_model_len": 99, "reasoning_parser": "think"}
     )
-    told = {flag: value_of(words, flag) for flag in words if flag.startswith("--")}
-    assert told["--tensor-parallel-size"] == "2" and told["--data-parallel-size"] == "3"
-    assert told["--max-num-seqs"] == "7" and told["--max-model-len"] == "99" and told["--dtype"] == "float32"
-    assert told["--logprobs-mode"] == "processed_logprobs" and told["--reasoning-parser"] == "qwen3"
+    reported = {flag: value_of(words, flag) for flag in words if flag.startswith("--")}
+    assert reported["--tensor-parallel-size"] == "2" and reported["--data-parallel-size"] == "3"
+    assert (
+        reported["--max-num-seqs"] == "7" and reported["--max-model-len"] == "99" and reported["--dtype"] == "float32"
+    )
+    assert reported["--logprobs-mode"] == "processed_logprobs" and reported["--reasoning-parser"] == "qwen3"
     assert "--enforce-eager" in words and "--data-parallel-size" not in argv()
     on_gpu = [build_argv(InferenceConfig(enforce_eager=eager), Path("m"), on_gpu=True) for eager in (False, True)]
     assert ["--enforce-eager" in words for words in on_gpu] == [False, True]
@@ -205,9 +207,13 @@ def test_a_chat_over_tokens_and_back() -> None:
     text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     logprobs = {"tokens": ["a"], "token_logprobs": [-1.0], "top_logprobs": [{"a": -1.0, "b": -2.0}]}
     choice = {"index": 0, "text": text, "finish_reason": "stop", "logprobs": logprobs, "prompt_token_ids": [1, 2]}
-    told = chat_from_completion({"id": "cmpl-1", "choices": [choice]}, {**body, "tools": [{}]}, MessageParser())
-    (chat,) = told["choices"]
-    assert told["prompt_token_ids"] == [1, 2] and told["id"] == "chatcmpl-1" and chat["finish_reason"] == "tool_calls"
+    reported = chat_from_completion({"id": "cmpl-1", "choices": [choice]}, {**body, "tools": [{}]}, MessageParser())
+    (chat,) = reported["choices"]
+    assert (
+        reported["prompt_token_ids"] == [1, 2]
+        and reported["id"] == "chatcmpl-1"
+        and chat["finish_reason"] == "tool_calls"
+    )
     assert chat["message"]["tool_calls"][0]["function"]["name"] == "f"
     assert [entry["token"] for entry in chat["logprobs"]["content"][0]["top_logprobs"]] == ["a", "b"]
     for bad in ({"tokens": None}, {"tokens": [1], "stream": True}):
@@ -354,7 +360,7 @@ def test_client_disconnect_is_not_an_error(
     assert "requests_in_flight 0" in talk(app, lambda http: http.get("/metrics")).text
 
 
-def test_an_update_freezes_loads_forgets_and_goes_on(routes: tuple[Starlette, FakeClient, Path]) -> None:
+def test_update_pauses_loads_clears_cache_and_resumes(routes: tuple[Starlette, FakeClient, Path]) -> None:
     app, client, root = routes
     path = publish(root, 4)
 
@@ -375,7 +381,7 @@ def test_an_update_freezes_loads_forgets_and_goes_on(routes: tuple[Starlette, Fa
 def test_vllm_rejects_requests_without_weights_and_large_bodies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, routes: tuple[Starlette, FakeClient, Path]
 ) -> None:
-    """A server that was started again waits for the orchestrator's word; a body is refused before it is read."""
+    """A restarted server waits for the orchestrator; a large body is rejected before it is read."""
     server = {"wait_for_weights": True, "max_request_mb": 0.001}
     config = InferenceConfig.model_validate({"backend": "vllm", "output_dir": tmp_path, "server": server})
     monkeypatch.setenv(CONFIG_VARIABLE, config.model_dump_json())
@@ -441,8 +447,8 @@ def test_vllm_takes_weights_over_a_process_group(
         trainer.close()
         return [*replies, await update(1), await http.get("/health")]
 
-    unknown, told, first, failed, changed, adapter, gone, health = talk(app, use)
-    assert unknown.status_code == 409 and told.json() == {"status": "ok"}
+    unknown, reported, first, failed, changed, adapter, gone, health = talk(app, use)
+    assert unknown.status_code == 409 and reported.json() == {"status": "ok"}
     assert first.json()["version"] == 1 and first.json()["digests"] == digests
     assert [name for name, _ in read] == ["step_1", "step_2", "step_1"], "after a failure back to what was held"
     assert all(torch.equal(held[name], tensors[name]) for _, held in read for name in tensors)
@@ -497,7 +503,7 @@ def publish_adapter(root: Path, step: int, rank: int = 2) -> Path:
     return publish_weights(root / "adapters", step, tensors, MODEL_DIR, adapter_config=config)
 
 
-def test_an_adapter_becomes_the_policy_without_its_model_being_loaded(
+def test_adapter_becomes_policy_without_loading_a_model(
     routes: tuple[Starlette, FakeClient, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests that have none end before the first one comes, and requests that have one before the last one goes."""
@@ -582,7 +588,7 @@ def test_every_adapter_matrix_is_verified(tmp_path: Path) -> None:
     ]
 
 
-def test_room_for_adapters_is_what_the_trainer_needs(tmp_path: Path) -> None:
+def test_adapter_rank_limit_fits_the_trainer(tmp_path: Path) -> None:
     words = argv(max_lora_rank=20)
     assert "--enable-lora" in words and value_of(words, "--max-lora-rank") == "32" and "--enable-lora" not in argv()
     assert "q_proj" in words[words.index("--lora-target-modules") :] and "--lora-target-modules" not in argv()
@@ -631,7 +637,7 @@ def test_other_machines_cannot_change_the_server(routes: tuple[Starlette, FakeCl
     assert talk(app, use, host="10.1.2.3") == [403] * 4 + [200] * 3 and client.calls == []
 
 
-def test_vllm_is_given_the_ids_of_chats_that_spell_control_tokens(
+def test_vllm_gets_ids_of_chats_with_control_tokens(
     routes: tuple[Starlette, FakeClient, Path],
 ) -> None:
     app, client, _ = routes
@@ -679,7 +685,7 @@ def test_vllm_gets_no_tools_that_the_template_drops(tmp_path: Path) -> None:
 
 def test_web_pages_reach_no_route_of_vllm(routes: tuple[Starlette, FakeClient, Path]) -> None:
     app, client, _ = routes
-    asked: list[str] = []
+    requested: list[str] = []
 
     async def use(http: httpx.AsyncClient) -> list[int]:
         origin, host = {"origin": "http://evil.example"}, {"host": "evil.example"}
@@ -690,7 +696,7 @@ def test_web_pages_reach_no_route_of_vllm(routes: tuple[Starlette, FakeClient, P
 
     async def connect(**headers: str) -> None:
         async def send(message: dict[str, Any]) -> None:
-            asked.append(message["type"])
+            requested.append(message["type"])
 
         async def receive() -> dict[str, Any]:
             return {"type": "websocket.connect"}
@@ -702,7 +708,7 @@ def test_web_pages_reach_no_route_of_vllm(routes: tuple[Starlette, FakeClient, P
     assert talk(app, use) == [403] * 9 + [415] and client.calls == []
     asyncio.run(connect(host="localhost", origin="http://evil.example"))
     asyncio.run(connect(host="evil.example"))
-    assert asked == ["websocket.close"] * 2
+    assert requested == ["websocket.close"] * 2
 
 
 def test_full_vllm_queue_returns_429(routes: tuple[Starlette, FakeClient, Path]) -> None:

@@ -1,4 +1,4 @@
-"""Directories named by requests: files inside the allowed directories only, and nothing unverified."""
+"""Directories named by requests: only verified files inside the allowed directories."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_a_sharded_step_is_served(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize("name", OUTSIDE_NAMES)
-def test_an_index_names_files_beside_it_only(server: RunningServer, name: str) -> None:
+def test_an_index_names_files_of_its_folder_only(server: RunningServer, name: str) -> None:
     path = publish(weights(server), 8)
     shard(path)
     index = json.loads((path / INDEX).read_text())

@@ -1,4 +1,4 @@
-"""`monitor`: local runs and runs at Weights & Biases, summary, failed samples, plots, and what it refuses."""
+"""`monitor`: local runs and runs at Weights & Biases, summary, failed samples, plots, and invalid input."""
 
 from __future__ import annotations
 
@@ -218,8 +218,8 @@ def test_wrong_input_names_its_cure(
 def wandb_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeWandb]:
     """A project with one experiment of two processes, and a run of another experiment in the same group."""
     pytest.importorskip("wandb", reason="wandb is not installed; cure: make test-extras")
-    asked = json.dumps([{"role": "user", "content": "say hi"}])
-    cells = [(asked, "<b>hi</b>", 0.1), ("ho", "ho", 0.9)]
+    requested = json.dumps([{"role": "user", "content": "say hi"}])
+    cells = [(requested, "<b>hi</b>", 0.1), ("ho", "ho", 0.9)]
     rows = [{"step": 5, **dict(zip(("prompt", "completion", "reward"), row, strict=True))} for row in cells]
     table = {"columns": SAMPLE_COLUMNS, "data": [[row.get(name) for name in SAMPLE_COLUMNS] for row in rows]}
     link = {"_type": "table-file", "path": "media/table/samples_5.table.json", "nrows": 2, "ncols": 3}
@@ -244,8 +244,8 @@ def wandb_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeWandb
         patch.setenv("HOME", str(home))
         patch.chdir(home)
         yield fake
-        told = "POST /sdk/otel/"  # what wandb tells about itself, when it runs for long enough
-        assert [route for route in fake.refused if not route.startswith(told)] == [], "only these routes are used"
+        reported = "POST /sdk/otel/"  # telemetry of wandb in longer runs
+        assert [route for route in fake.refused if not route.startswith(reported)] == [], "only these routes are used"
 
 
 @pytest.mark.timeout(400)

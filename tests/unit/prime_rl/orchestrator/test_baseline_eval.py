@@ -1,4 +1,4 @@
-"""How much of the gap is closed: the arithmetic, the arms, and examples that training has never seen."""
+"""Gap closed: the arithmetic, the baselines, and held-out examples."""
 
 from __future__ import annotations
 

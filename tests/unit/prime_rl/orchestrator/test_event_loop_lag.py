@@ -1,4 +1,4 @@
-"""What the orchestrator does beside its loop: evaluation, pruning, cancelling, waiting aloud, refusing early."""
+"""Work of the orchestrator outside its loop: evaluation, pruning, cancellation, wait messages, early errors."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def test_eval_of_base_model_and_resumed_version(
 ) -> None:
     def config(steps: int, **extra: Any) -> OrchestratorConfig:
         ckpt = {"interval": 2, "resume_step": -1 if extra else None}
-        wanted = {"env": [{"id": "reverse-text"}], "interval": 100, "num_examples": 1, **extra}
-        return make_config(engine, tmp_path, max_steps=steps, max_async_level=0, ckpt=ckpt, eval=wanted)
+        expected = {"env": [{"id": "reverse-text"}], "interval": 100, "num_examples": 1, **extra}
+        return make_config(engine, tmp_path, max_steps=steps, max_async_level=0, ckpt=ckpt, eval=expected)
 
     def save_half(step: int) -> None:
         publish_dir(step_path(tmp_path / "checkpoints", step) / "trainer", lambda path: None)

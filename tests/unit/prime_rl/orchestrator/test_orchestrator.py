@@ -509,7 +509,7 @@ def test_weight_update_is_verified(answer: dict[str, Any], message: str | None, 
 
 
 class AnyEngine:
-    """Loads everything and remembers what."""
+    """Accepts all weights and records them."""
 
     def __init__(self) -> None:
         self.loaded: list[str] = []

@@ -1,4 +1,4 @@
-"""Which prompt comes next: ratios, epochs, pools, curriculum, quarantine, filters by name, exact resume."""
+"""Prompt order: ratios, epochs, pools, curriculum, quarantine, filters by name, exact resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers that leave and join during a run: work begins again elsewhere, versions go to those that are there."""
+"""Servers that leave and join during a run: requests restart on other servers, reachable servers are updated."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_work_of_lost_servers_is_redistributed() -> None:
     chosen = [server_pool.choose(i) for i in range(1000)]
     shares = [chosen.count(i) for i in range(10)]
     assert shares[3] == shares[4] == 0 and sum(shares) == 1000
-    assert max(shares) < 200, "no neighbour gets it all"
+    assert max(shares) < 200, "no neighbor gets it all"
     assert server_pool.reachable == [0, 1, 2, 5, 6, 7, 8, 9]
     for i in range(10):
         server_pool.unreachable[i] = (0.0, "gone")
@@ -218,7 +218,7 @@ async def test_run_starts_with_min_servers(tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 async def test_update_skips_lost_server(tmp_path: Path) -> None:
-    """A host without network refuses nothing: its load would hang until the limit of an update."""
+    """A host without network does not refuse connections: its update would hang until the time limit."""
     fleet = Fleet(tmp_path, 3, 2)
     gone = fleet.servers[1]
     gone.there, gone.silent = False, True

@@ -1,4 +1,4 @@
-"""The teacher: its prompt, its log-probs against a plain transformers forward, and what it cannot speak of."""
+"""The teacher: its prompt, its log-probs against a plain transformers forward, and samples it cannot score."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_teacher_logprobs_match_forward_with_context(
         start = sample.loss_mask.index(1.0)
         ids = [*prompt, *sample.tokens[start:]]
         if args.get("turns", 1) > 1:
-            assert 0.0 in sample.loss_mask[start:], "what the environment said stands between two turns"
+            assert 0.0 in sample.loss_mask[start:], "environment messages are between two turns"
         with torch.no_grad():
             table = torch.log_softmax(plain_model(torch.tensor([ids])).logits[0] / temperature, -1)
         assert sample.teacher_logprobs is not None and sample.teacher_table is not None
@@ -185,7 +185,7 @@ def test_context_prefix_is_cached(server: RunningServer) -> None:
 
 
 class PlainClient(InferenceClient):
-    """Of a server that knows the OpenAI API and nothing of ours."""
+    """Client of a server with the OpenAI API only."""
 
     async def request_scores(self, body: dict[str, Any]) -> bytes | None:
         return None
@@ -525,7 +525,7 @@ def test_annealed_taus() -> None:
         LossConfig(anneal={})  # type: ignore[arg-type]
 
 
-def spoken(student: list[float], teacher: list[float], **more: Any) -> Sample:
+def scored_sample(student: list[float], teacher: list[float], **more: Any) -> Sample:
     """A sample of one prompt token and these log-probs."""
     n = len(student)
     sample = Sample(prompt="", tokens=[5] * (n + 1), loss_mask=[0.0, *[1.0] * n], **more)
@@ -539,8 +539,8 @@ def test_taus_annealed_to_measured_ratio() -> None:
     anneal = {"after": 0, "steps": 2, "margin": 2.0}
     config = LossConfig(adv_tau=1.0, teacher_tau=1.0, student_tau=0.5, anneal=anneal)  # type: ignore[arg-type]
     schedule = build_loss_schedule(config, 48)
-    far, near = spoken([-1.0, -1.0], [-9.0, -3.0]), spoken([-1.0], [-1.0])
-    anchor = spoken([0.0], [-99.0], anchor=1.0)
+    far, near = scored_sample([-1.0, -1.0], [-9.0, -3.0]), scored_sample([-1.0], [-1.0])
+    anchor = scored_sample([0.0], [-99.0], anchor=1.0)
     assert measure_distance([far, near, anchor]) == 5.0 and measure_distance([Sample(prompt="")]) is None
     first, stats = schedule.loss_for_step(1, [far, near, anchor])
     assert first.objective.student_tau == pytest.approx(0.5 * (1 / (0.5 * 2 * 5.0)) ** 0.5), "half way, in logarithms"
@@ -557,13 +557,13 @@ def test_taus_annealed_to_measured_ratio() -> None:
 
 
 @pytest.mark.parametrize("estimator", ["token", "reward_to_go", "full"])
-def test_anchor_is_independent_of_taus(estimator: str) -> None:
-    """The loss of anchors does not know the taus, and is 0 where student and teacher agree; that of others does."""
+def test_reference_loss_is_independent_of_taus(estimator: str) -> None:
+    """The loss of reference samples is independent of the taus, and 0 where student and teacher agree."""
     found = {}
     for tau in (1.0, 0.01):
         taus = {"adv_tau": 1.0, "teacher_tau": tau, "student_tau": 2 * tau}
         aim = replace(PRESETS["aipo"], distill=DistillChoice(estimator), **taus)  # type: ignore[arg-type]
-        samples = [spoken([-1.0, -2.0], [-3.0, -1.5], group_index=i, anchor=1.0 - i) for i in range(2)]
+        samples = [scored_sample([-1.0, -2.0], [-3.0, -1.5], group_index=i, anchor=1.0 - i) for i in range(2)]
         samples = compute_sequence_kl_advantages(apply_reference_regularization(samples), aim)
         [[micro]] = pack_samples(samples, 8)
         batch = micro.to_tensors()
@@ -596,15 +596,15 @@ def test_anchor_is_independent_of_taus(estimator: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("favourites", "chosen"),
+    ("favorites", "chosen"),
     [([7, 8, 9], ("topk+tail", "reverse")), ([1, 2, 3], ("topk+tail", "forward")), (None, ("token", "reverse"))],
 )
-def test_auto_estimator_depends_on_coverage(favourites: list[int] | None, chosen: tuple[str, str]) -> None:
-    """What the student never samples cannot be learnt from its own samples."""
+def test_auto_estimator_depends_on_coverage(favorites: list[int] | None, chosen: tuple[str, str]) -> None:
+    """What the student never samples cannot be learned from its own samples."""
     sample = Sample(prompt="", tokens=[5, 7, 8, 9], loss_mask=[0, 1.0, 1.0, 1.0], inference_logprobs=[0, -1, -1, -1])
     sample.advantages, sample.teacher_logprobs = [0.0] * 4, [0.0, -1.0, -1.0, -1.0]
-    if favourites is not None:
-        ids = array("i", [number for favourite in favourites for number in (favourite, 0)]).tobytes()
+    if favorites is not None:
+        ids = array("i", [number for favorite in favorites for number in (favorite, 0)]).tobytes()
         sample.teacher_table = TeacherTable(2, array("f", [-1.0] * 6).tobytes(), ids, array("f", [0.3] * 3).tobytes())
     config = LossConfig(teacher_tau=1.0, distill={"estimator": "auto", "k": 2})  # type: ignore[arg-type]
     check_batch([sample], config, 320)

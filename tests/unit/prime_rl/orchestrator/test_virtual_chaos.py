@@ -1,7 +1,7 @@
-"""Chaos in virtual time: thousands of runs whose engine falls, disk fills, files are cut and processes are killed.
+"""Chaos in virtual time: thousands of runs with engine failures, full disks, truncated files and killed processes.
 
-Real are the orchestrator's code, the checkpoints on disk and how they are trusted again; see `simulated_run`. Many more
-than the default: `make chaos TRIALS=10000`; in parts with FIRST_TRIAL=5000
+Real: the orchestrator's code, the checkpoints on disk and their validation; see `simulated_run`. More trials than the
+default: `make chaos TRIALS=10000`; in parts with FIRST_TRIAL=5000
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The collector of an orchestrator: seldom, not over what was there, and afterwards as before."""
+"""Garbage collection of the orchestrator: rare, without earlier objects, and restored afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why nothing moves: who waits for whom, report by processes that answer and about those that cannot."""
+"""Hang reports: the chain of waiting processes, from responsive processes and about unresponsive ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slow readers: answers that their client does not take are dropped, and streams do not pile up."""
+"""Slow readers: unread responses are dropped, and streams do not accumulate."""
 
 from __future__ import annotations
 
@@ -81,8 +81,7 @@ def test_a_slowly_read_response_is_sent_completely(running: tuple[App, uvicorn.S
 
 
 def build_engine() -> tuple[AsyncEngine, list[GenerationRequest]]:
-    """An engine whose events the test delivers itself, and the requests that it was given and has not been told to
-    forget."""
+    """An engine whose events the test delivers, and its requests that were not cancelled."""
     engine = AsyncEngine.__new__(AsyncEngine)
     held: list[GenerationRequest] = []
 

@@ -1,4 +1,4 @@
-"""Importing the trainer does not import torch's compiler or sympy, which would add half of torch's import time."""
+"""Importing the trainer does not import torch's compiler or sympy (half of torch's import time)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Supervision, with real processes: what they say, how they end, and that none is left."""
+"""Supervision of real processes: output, exit, and no remaining processes."""
 
 from __future__ import annotations
 
@@ -118,15 +118,15 @@ def test_a_server_that_exits_with_0_while_needed_has_failed(tmp_path: Path) -> N
 
 
 def test_a_failed_server_is_restarted_a_limited_number_of_times(tmp_path: Path) -> None:
-    """Its log goes on, the reason is told each time, and it knows that it is not the first."""
+    """Its log continues, the reason is reported each time, and the restart count is passed on."""
     console = io.StringIO()
     server = python("import sys; print('ready as', sys.argv[1:], flush=True); sys.exit(3)")
     with Supervisor(tmp_path, console=console, handle_signals=False) as supervisor:
         supervisor.start("server", server, max_restarts=2, restart_options=["--again"])
         with pytest.raises(ChildFailed, match="server ended with exit code 3"):
             supervisor.wait_for(lambda: False, timeout_s=DEADLINE_S, what="nothing")
-    said = (tmp_path / "server.log").read_text().splitlines()
-    assert said == ["ready as []", "ready as ['--again']", "ready as ['--again']"]
+    output = (tmp_path / "server.log").read_text().splitlines()
+    assert output == ["ready as []", "ready as ['--again']", "ready as ['--again']"]
     shown = console.getvalue()
     assert shown.count("server ended with exit code 3") == 2 and "Restarting server (0 restarts left)" in shown
     assert shown.count("server       | ready as []") == 1
@@ -227,7 +227,7 @@ def test_a_closed_console_does_not_end_the_run(tmp_path: Path) -> None:
     assert (tmp_path / "work.log").read_text() == "hello\n"
 
 
-def test_wait_timeout_names_what_was_missing(tmp_path: Path) -> None:
+def test_wait_timeout_names_the_condition(tmp_path: Path) -> None:
     with Supervisor(tmp_path, handle_signals=False) as supervisor:
         supervisor.start("server", python(SLEEPER))
         with pytest.raises(TimeoutError, match=r"for the moon"):

@@ -163,7 +163,7 @@ def test_python_output_is_redacted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_logs_of_a_launcher_hold_no_secrets(tmp_path: Path) -> None:
-    """Whatever writes: Python, in two pieces, a child process, or a traceback."""
+    """For Python output, also in two pieces, child processes and tracebacks."""
     code = """
 import os, subprocess, sys, time
 secret = os.environ["FOO_TOKEN"]

@@ -1,4 +1,4 @@
-"""The directory of a run: what an earlier run left, moving it away, and the numbers of attempts."""
+"""The run directory: files of an earlier run, moving them, and attempt numbers."""
 
 from __future__ import annotations
 

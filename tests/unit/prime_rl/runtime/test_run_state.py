@@ -79,7 +79,7 @@ def test_refused_start_leaves_the_record_of_the_earlier_run(tmp_path: Path) -> N
     assert recorded(tmp_path) == ("failed", "ValueError: a bad batch")
 
 
-def test_process_is_told_apart_from_another_with_its_pid(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reused_pid_is_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     me = identify_process()
     assert is_alive(me) is True
     if me.started is not None:

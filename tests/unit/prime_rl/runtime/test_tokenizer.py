@@ -18,7 +18,7 @@ SPECIAL = set(TOKENIZER.all_special_ids)
 
 @given(st.text() | st.sampled_from(["user\n", "<think>a</think>", "système\r\n\t", "<|im_start|>user\n<|im_end|>"]))
 @settings(max_examples=100, deadline=None)
-def test_any_text_comes_back(text: str) -> None:
+def test_any_text_round_trips(text: str) -> None:
     ids = TOKENIZER.encode(text, add_special_tokens=False)
     assert TOKENIZER.decode(ids) == text
 

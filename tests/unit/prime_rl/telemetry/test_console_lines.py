@@ -1,4 +1,4 @@
-"""The console lines of a step and of an evaluation, by what the run learns from."""
+"""The console lines of a step and of an evaluation, by kind of run."""
 
 from __future__ import annotations
 

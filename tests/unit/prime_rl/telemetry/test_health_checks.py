@@ -33,40 +33,40 @@ def batch(**changes: Any) -> list[Sample]:
     return [make_sample(number, **changes) for number in range(16)]
 
 
-def said(samples: Sequence[Sample]) -> list[str]:
+def output(samples: Sequence[Sample]) -> list[str]:
     return RolloutHealthChecks(2, log=lambda line: None).check(samples)
 
 
 def test_healthy_batches_pass() -> None:
-    assert said(batch()) == [] and said([]) == []
-    assert said(batch(status=Status.TRUNCATED, stop_reason="length")) == []
+    assert output(batch()) == [] and output([]) == []
+    assert output(batch(status=Status.TRUNCATED, stop_reason="length")) == []
 
 
 def test_prompts_that_carry_loss() -> None:
-    [line] = said([make_sample(n, loss_mask=[1.0] * 5 if n == 3 else [0, 0, 0, 1.0, 1.0]) for n in range(16)])
+    [line] = output([make_sample(n, loss_mask=[1.0] * 5 if n == 3 else [0, 0, 0, 1.0, 1.0]) for n in range(16)])
     assert line.startswith("health check mask: 1 of 16 samples carry loss on their first token")
 
 
 def test_almost_nothing_carries_loss() -> None:
     tools = [5] * 1000
     thin = [make_sample(0, tokens=[7, 9, *tools, END], loss_mask=[0, 1.0, *[0.0] * 1000, 0.0])]
-    assert "only 1 of 1002 tokens" in said(thin)[0]
+    assert "only 1 of 1002 tokens" in output(thin)[0]
     fuller = [make_sample(0, tokens=[7, *[9] * 20, *tools], loss_mask=[0, *[1.0] * 20, *[0.0] * 1000])]
-    assert said(fuller) == []
+    assert output(fuller) == []
 
 
 def test_the_end_of_turn_is_not_in_the_loss() -> None:
-    [line] = said(batch(loss_mask=[0.0, 0.0, 0.0, 1.0, 0.0]))
+    [line] = output(batch(loss_mask=[0.0, 0.0, 0.0, 1.0, 0.0]))
     assert "end of turn" in line and "16 different last trained tokens" in line and "cannot learn to stop" in line
     two = [make_sample(n, tokens=[7, 8, 9, 10 + n, END + n % 2]) for n in range(16)]
-    assert said(two) == [], "a model may have two tokens that end a turn"
+    assert output(two) == [], "a model may have two tokens that end a turn"
 
 
 def test_turns_that_rewrite_the_history() -> None:
     talks = [make_sample(n, metadata={"num_turns": 2}) for n in range(16)]
-    assert said(talks) == []
+    assert output(talks) == []
     split = [sample for sample in talks for _ in range(2)]
-    [line] = said(split)
+    [line] = output(split)
     assert "prefixes: in 16 of 16 conversations" in line and "template" in line
 
 
@@ -80,7 +80,7 @@ def test_constant_rewards_warn_once() -> None:
         "logged again after it was resolved"
     )
     unverified = RolloutHealthChecks(2, verified=False, log=lambda line: None)
-    assert not any(unverified.check(batch(reward=0.0)) for _ in range(9)), "without verification nobody earns anything"
+    assert not any(unverified.check(batch(reward=0.0)) for _ in range(9)), "without verification all rewards are 0"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The logger: levels, one line per event, files without doubles, secrets kept, other libraries kept quiet."""
+"""The logger: levels, one line per event, files without duplicates, redacted secrets, quiet libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The monitor: rows of metrics, intervals and samples, and when Weights & Biases is opened or refused."""
+"""The monitor: rows of metrics, intervals and samples, and when Weights & Biases is started or rejected."""
 
 from __future__ import annotations
 

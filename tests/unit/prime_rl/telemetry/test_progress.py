@@ -1,4 +1,4 @@
-"""What a terminal shows while work goes on: a bar below the lines, none in files and CI, colours unless declined."""
+"""Progress on a terminal: a bar below the lines, none in files and CI, colors unless disabled."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ with show_progress("work", 4) as progress:
         time.sleep(0.15)
 print("the end")
 """
-COLOUR = re.compile(r"\x1b\[(?:[0-9;]*;)?(?:3[0-8]|4[0-8]|9[0-7])(?:;[0-9;]*)?m")
+COLOR = re.compile(r"\x1b\[(?:[0-9;]*;)?(?:3[0-8]|4[0-8]|9[0-7])(?:;[0-9;]*)?m")
 
 
 def run_in_terminal(**environ: str) -> str:
@@ -43,7 +43,7 @@ def run_in_terminal(**environ: str) -> str:
         env={**kept, "TERM": "xterm-256color", **environ},
     ) as process:
         os.close(outside)
-        said = b""
+        output = b""
         while True:
             try:
                 part = os.read(inside, 65536)
@@ -51,35 +51,35 @@ def run_in_terminal(**environ: str) -> str:
                 break
             if not part:
                 break
-            said += part
+            output += part
         os.close(inside)
-        assert process.wait(30) == 0, said.decode()
-    return said.decode()
+        assert process.wait(30) == 0, output.decode()
+    return output.decode()
 
 
-def words(said: str) -> str:
-    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", said)
+def words(output: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output)
 
 
 def test_a_terminal_has_a_bar_below_the_lines() -> None:
-    said = run_in_terminal()
-    assert COLOUR.search(said) and "━" in said and "/4" in said and "0:00:0" in said and "[note 2]" in said
+    output = run_in_terminal()
+    assert COLOR.search(output) and "━" in output and "/4" in output and "0:00:0" in output and "[note 2]" in output
     for i in range(4):
-        assert words(said).count(f"WARNING line {i} [bold]said[/bold]") == 1
-        assert words(said).count(f"printed {i}") == 1
-    assert said.rstrip().endswith("the end") and "\x1b[?25h" in said, "the cursor is back"
+        assert words(output).count(f"WARNING line {i} [bold]output[/bold]") == 1
+        assert words(output).count(f"printed {i}") == 1
+    assert output.rstrip().endswith("the end") and "\x1b[?25h" in output, "the cursor is back"
 
 
 def test_no_color_is_respected() -> None:
-    said = run_in_terminal(NO_COLOR="1")
-    assert not COLOUR.search(said) and "/4" in said
+    output = run_in_terminal(NO_COLOR="1")
+    assert not COLOR.search(output) and "/4" in output
 
 
 @pytest.mark.parametrize("environ", [{"CI": "true"}, {"TERM": "dumb"}])
 def test_no_bar_without_an_interactive_terminal(environ: dict[str, str]) -> None:
-    said = run_in_terminal(**environ, NO_COLOR="1")
-    assert "\x1b" not in said and "/4" not in said
-    assert said.count("line ") == 4 == said.count("printed ")
+    output = run_in_terminal(**environ, NO_COLOR="1")
+    assert "\x1b" not in output and "/4" not in output
+    assert output.count("line ") == 4 == output.count("printed ")
 
 
 def test_a_pipe_gets_lines_only() -> None:
@@ -95,16 +95,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_without_a_bar_progress_is_logged_periodically(clock: list[float]) -> None:
-    said = list[str]()
-    handler = logger.add(lambda message: said.append(str(message.record["message"])), level="INFO")
+    output = list[str]()
+    handler = logger.add(lambda message: output.append(str(message.record["message"])), level="INFO")
     with show_progress("reverse-text", 100, 20) as progress:
         for _ in range(8):
             clock[0] += 16
             progress.advance(10, "reward 0.5")
     logger.remove(handler)
-    assert said[0] == "reverse-text: 40 of 100, about 2 min left | reward 0.5"
-    assert said[1] == "reverse-text: 60 of 100, about 64 s left | reward 0.5"
-    assert len(said) == 3, "every second piece, and none at the end"
+    assert output[0] == "reverse-text: 40 of 100, about 2 min left | reward 0.5"
+    assert output[1] == "reverse-text: 60 of 100, about 64 s left | reward 0.5"
+    assert len(output) == 3, "every second piece, and none at the end"
 
 
 def seconds_left(progress: Progress) -> float | None:

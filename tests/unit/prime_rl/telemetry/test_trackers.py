@@ -1,4 +1,4 @@
-"""Trackers are read back: W&B and TensorBoard by their own formats, trackio by its calls, Prometheus by a scrape."""
+"""Tracker output: W&B and TensorBoard files, trackio calls, a Prometheus scrape."""
 
 from __future__ import annotations
 
@@ -152,8 +152,8 @@ def test_tensorboard_events_are_read_back(tmp_path: Path) -> None:
                 scalars[value.tag, event.step] = value.simple_value
     # TensorBoard's tags know no @: avg@4 is avg_4 there
     known = {name.replace("@", "_"): value for name, value in METRICS.items() if value == value}
-    wanted = {(name, step): value for name, value in known.items() for step in (1, 2, 3)}
-    assert scalars == pytest.approx(wanted)
+    expected = {(name, step): value for name, value in known.items() for step in (1, 2, 3)}
+    assert scalars == pytest.approx(expected)
     names = ("rewards", "advantages", "completion_len")
     assert histograms == {(f"distributions/{name}", step) for name in names for step in (1, 2, 3)}
 
@@ -174,7 +174,7 @@ def test_trackio_gets_every_finite_number(tmp_path: Path, monkeypatch: pytest.Mo
 
     run, wishes = Run(), {}
     module = type(sys)("trackio")
-    module.init = lambda **wanted: wishes.update(wanted) or run  # type: ignore[attr-defined]
+    module.init = lambda **expected: wishes.update(expected) or run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "trackio", module)
     log_a_run(build_monitor(tmp_path, "trainer", TrackersConfig(trackio=TrackioConfig(project="p", name="n"))))
     assert (wishes["project"], wishes["name"], wishes["group"]) == ("p", "n-trainer", "n") and run.finished

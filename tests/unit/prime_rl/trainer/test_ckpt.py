@@ -250,9 +250,9 @@ def test_skip_options_on_resume(tmp_path: Path) -> None:
 
     straight = rows("straight")
     assert straight[0]["optim/lr"] < 1e-2, "the fourth of six steps of a cosine"
-    anew = rows("scheduler", skip_scheduler=True)
-    assert anew[0]["optim/lr"] == 1e-2, "a warm-up of one step begins again"
-    assert anew[-1]["optim/lr"] == pytest.approx(straight[-1]["optim/lr"]) == 0, "and the end is that of the run"
+    restarted = rows("scheduler", skip_scheduler=True)
+    assert restarted[0]["optim/lr"] == 1e-2, "a warm-up of one step begins again"
+    assert restarted[-1]["optim/lr"] == pytest.approx(straight[-1]["optim/lr"]) == 0, "and the end is that of the run"
     assert rows("optimizer", skip_optimizer=True)[0]["loss/mean"] == straight[0]["loss/mean"]
     first_batch = next(row for row in load_jsonl(tmp_path / "metrics.jsonl") if "loss/mean" in row)
     again = rows("dataloader", skip_dataloader=True)[0]
@@ -351,6 +351,8 @@ def test_rl_resumes_from_newest_valid_checkpoint(tmp_path: Path, capsys: pytest.
     (step_path(tmp_path, 2) / "trainer" / "x").unlink()
     quarantine_corrupt_checkpoints(tmp_path)
     assert complete_steps(tmp_path, ("trainer", "orchestrator")) == [1]
-    told = capsys.readouterr().out
-    assert "checkpoint 3 is damaged" in told and "checkpoint 2 is damaged" in told and "x is missing" in told
+    reported = capsys.readouterr().out
+    assert (
+        "checkpoint 3 is damaged" in reported and "checkpoint 2 is damaged" in reported and "x is missing" in reported
+    )
     assert len(list(tmp_path.glob("damaged-step_*"))) == 2, "kept, never deleted"

@@ -98,7 +98,7 @@ def test_a_family_is_packed_trained_and_published(family: str, tmp_path: Path) -
     directory = tmp_path / "run" / "weights" / "step_2"
     after, info = transformers.AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
-    assert not torch.allclose(compute_their_logits(after, sequences), expected, atol=1e-3), "it has learnt"
+    assert not torch.allclose(compute_their_logits(after, sequences), expected, atol=1e-3), "it has learned"
     again, _ = load_model(make_config(directory, tmp_path, impl="hf").model, resolve_placement(config.model))
     torch.testing.assert_close(
         compute_logits(again, sequences), compute_their_logits(after, sequences), atol=2e-5, rtol=1e-4

@@ -24,7 +24,7 @@ def test_console_shows_rank_0_until_failure() -> None:
     assert console("trainer_rank1", "12:00:00    INFO Step 1") is None
     assert console("trainer_rank0", "12:00:00    INFO Step 1") == "12:00:00    INFO Step 1"
     assert console("trainer_rank0", "12:00:00 FAILURE Traceback (most recent call last):") is None
-    assert console("trainer_rank0", "  File ...") is None, "the launcher says what happened"
+    assert console("trainer_rank0", "  File ...") is None, "the launcher reports the error"
 
 
 def test_rank_exits_without_interpreter_shutdown() -> None:

@@ -57,7 +57,7 @@ def test_published_adapter_is_a_valid_model_name(base: Path, tmp_path: Path) -> 
     raw = load_file(directory / "adapter_model.safetensors")
     verify_tensors(raw, read_manifest(directory))
     assert is_adapter(directory) and not (directory / "model.safetensors").exists()
-    assert any(tensor.abs().sum() > 0 for name, tensor in raw.items() if "lora_B" in name), "it has learnt something"
+    assert any(tensor.abs().sum() > 0 for name, tensor in raw.items() if "lora_B" in name), "it has learned something"
 
     merged = load_decoder(directory)
     frozen = read_tensors(base)["model.layers.0.input_layernorm.weight"]

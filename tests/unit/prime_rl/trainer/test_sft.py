@@ -32,7 +32,7 @@ def tokenizer() -> Any:
     return load_tokenizer("tiny-qwen3")
 
 
-def tokenise(row: dict[str, Any], tokenizer: Any, vocab_size: int = 320, **data: Any) -> list[Sample]:
+def tokenize(row: dict[str, Any], tokenizer: Any, vocab_size: int = 320, **data: Any) -> list[Sample]:
     """Samples of one row."""
     return list(tokenize_rows([row], SFTDataConfig(seq_len=512, **data), tokenizer, vocab_size, TokenizationStats()))
 
@@ -61,14 +61,14 @@ def trained_text(sample: Sample, tokenizer: Any) -> list[str]:
 def test_only_assistant_turns_and_their_end_carry_loss(
     row: dict[str, Any], expected: list[str], tokenizer: Any
 ) -> None:
-    [sample] = tokenise(row, tokenizer)
+    [sample] = tokenize(row, tokenizer)
     assert trained_text(sample, tokenizer) == expected
     assert sample.loss_mask[0] == 0 and sample.loss_mask[-1] == 1, "nothing follows the last trained token"
     assert tokenizer.decode(sample.tokens).startswith("<|im_start|>")
 
 
 def test_special_tokens_in_data_stay_text(tokenizer: Any) -> None:
-    [sample] = tokenise({"prompt": "x<|im_end|>\n<|im_start|>assistant\n", "completion": "y"}, tokenizer)
+    [sample] = tokenize({"prompt": "x<|im_end|>\n<|im_start|>assistant\n", "completion": "y"}, tokenizer)
     assert trained_text(sample, tokenizer) == ["y<|im_end|>"]
     assert sample.tokens.count(tokenizer.eos_token_id) == 2
 
@@ -120,7 +120,7 @@ def test_invalid_rows_are_reported(row: dict[str, Any], words: str) -> None:
 
 def test_mismatched_tokenizer_is_rejected(tokenizer: Any) -> None:
     with pytest.raises(ValueError, match=r"tokenizer\.name and model\.name"):
-        tokenise({"prompt": "a", "completion": "b"}, tokenizer, vocab_size=40)
+        tokenize({"prompt": "a", "completion": "b"}, tokenizer, vocab_size=40)
 
 
 def test_row_without_tokens_is_reported() -> None:
@@ -134,7 +134,7 @@ def test_row_without_tokens_is_reported() -> None:
             return []
 
     with pytest.raises(ValueError, match="row 0 of the dataset renders to no token"):
-        tokenise({"prompt": "a", "completion": "b"}, Silent())
+        tokenize({"prompt": "a", "completion": "b"}, Silent())
 
 
 def test_files_and_directories_are_read(tmp_path: Path) -> None:

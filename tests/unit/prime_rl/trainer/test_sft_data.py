@@ -70,7 +70,7 @@ def trained_text(sample: Sample, tokenizer: Any) -> list[str]:
     return [tokenizer.decode(sample.tokens[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
 
-def tokenise(rows: list[Any], tokenizer: Any, account: TokenizationStats | None = None, **data: Any) -> list[Sample]:
+def tokenize(rows: list[Any], tokenizer: Any, account: TokenizationStats | None = None, **data: Any) -> list[Sample]:
     config = make_config({"seq_len": 512, **data}).data
     return list(tokenize_rows(rows, config, tokenizer, 320, account or TokenizationStats()))
 
@@ -78,7 +78,7 @@ def tokenise(rows: list[Any], tokenizer: Any, account: TokenizationStats | None 
 def test_tool_calls_are_trained(tokenizer: Any) -> None:
     for tools in (TOOLS, json.dumps(TOOLS)):
         row = {"messages": [QUESTION, CALL, RESULT, ANSWER], "tools": tools}
-        [sample] = tokenise([row], tokenizer)
+        [sample] = tokenize([row], tokenizer)
         call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>'
         assert trained_text(sample, tokenizer) == [call, "ba<|im_end|>"]
         assert "add(" in tokenizer.decode(sample.tokens) and "<|im_start|>tool\n3" in tokenizer.decode(sample.tokens)
@@ -96,7 +96,7 @@ def test_tool_calls_are_trained(tokenizer: Any) -> None:
 )
 def test_loss_mask_enables_roles(mask: dict[str, bool], expected: list[str], tokenizer: Any) -> None:
     messages = [{"role": "system", "content": "s"}, QUESTION, ANSWER, RESULT, RESULT, ANSWER]
-    [sample] = tokenise([{"messages": messages}], tokenizer, loss_mask=mask)
+    [sample] = tokenize([{"messages": messages}], tokenizer, loss_mask=mask)
     assert trained_text(sample, tokenizer) == expected
 
 
@@ -111,8 +111,8 @@ def test_split_turns_supports_rewriting_templates(tokenizer: Any) -> None:
     thinking = ANSWER | {"reasoning_content": "hm"}
     rows = [{"messages": [QUESTION, ANSWER]}, {"messages": [QUESTION, thinking, QUESTION, thinking]}]
     with pytest.raises(ValueError, match=r"row 1 .*not prefix-stable at message 3.*data\.split_turns"):
-        tokenise(rows, rewriting)
-    first, second, third = tokenise(rows, rewriting, split_turns=True)
+        tokenize(rows, rewriting)
+    first, second, third = tokenize(rows, rewriting, split_turns=True)
     assert trained_text(first, rewriting) == ["ba<|im_end|>"]
     assert trained_text(second, rewriting) == ["<think>hm</think>ba<|im_end|>"] == trained_text(third, rewriting)
     assert rewriting.decode(third.tokens).count("<think>") == 1
@@ -139,7 +139,7 @@ def test_dropped_rows_are_reported(tmp_path: Path, tokenizer: Any) -> None:
     assert "6 rows, 3 samples" in log and "1 samples exceed" in log and "first is row 5" in log
     assert "2 rows have no loss tokens" in log and "first is row 2" in log
     assert "2 empty assistant turns" in log
-    [cut] = tokenise([{"prompt": "a" * 20, "completion": "b" * 99}], tokenizer, seq_len=64, truncate=True)
+    [cut] = tokenize([{"prompt": "a" * 20, "completion": "b" * 99}], tokenizer, seq_len=64, truncate=True)
     assert len(cut.tokens) == 64 and cut.loss_mask[-1] == 1
     short = {"name": str(tmp_path / "rows.jsonl"), "seq_len": 4}
     with pytest.raises(ValueError, match=r"no loss tokens, every sample is longer than data\.seq_len = 4"):
@@ -157,7 +157,7 @@ WRONG_ROWS: list[Any] = [
 @pytest.mark.parametrize(("row", "words"), WRONG_ROWS)
 def test_invalid_rows_are_reported(row: dict[str, Any], words: str, tokenizer: Any) -> None:
     with pytest.raises(ValueError, match=words):
-        tokenise([{"messages": [QUESTION, ANSWER]}, row], tokenizer)
+        tokenize([{"messages": [QUESTION, ANSWER]}, row], tokenizer)
 
 
 def test_subsets_and_splits_of_a_directory(tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_docs_snippets_work(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.
     page = (ROOT / "docs/sft.md").read_text()
     blocks = re.findall(r"```(\w+)\n(.*?)```", page, re.DOTALL)
     rows = [json.loads(line) for kind, text in blocks if kind == "json" for line in text.splitlines()]
-    assert len(rows) == 7 and len(tokenise(rows, tokenizer, seq_len=1024)) == 7
+    assert len(rows) == 7 and len(tokenize(rows, tokenizer, seq_len=1024)) == 7
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "my_data/math.jsonl", pairs("m", 20))
     write(tmp_path / "my_data/code/train.jsonl", pairs("c", 20))

@@ -377,7 +377,7 @@ def test_masters_accumulate_small_updates() -> None:
     assert model.weight.item() == torch.tensor(0.99).bfloat16().item() != 1.0
 
 
-def test_train_flops_are_six_per_parameter_and_token_plus_attention(backend: Backend) -> None:
+def test_train_flops_are_6_per_parameter_plus_attention(backend: Backend) -> None:
     layers = 2 * (128 * 128 * 2 + 2 * 128 * 64 + 3 * 128 * 384)
     assert count_matmul_parameters(backend.model) == layers + 320 * 128
     flops = compute_train_flops(backend.model.config, 1000, [10, 20])
@@ -389,12 +389,12 @@ def test_train_flops_are_six_per_parameter_and_token_plus_attention(backend: Bac
 
 
 def test_step_timer_sums_phases_and_resets() -> None:
-    told: list[str] = []
-    watch = StepTimer(lambda what, start, end: told.append(what))
+    reported: list[str] = []
+    watch = StepTimer(lambda what, start, end: reported.append(what))
     for what in ("a", "a", "b"):
         with watch(what):
             pass
-    assert told == ["a", "a", "b"] and set(watch.lap()) == {"time/a", "time/b"} and watch.lap() == {}
+    assert reported == ["a", "a", "b"] and set(watch.lap()) == {"time/a", "time/b"} and watch.lap() == {}
 
 
 @pytest.mark.parametrize(
@@ -438,7 +438,7 @@ def test_negative_learning_rate_is_rejected(optim: str) -> None:
     parse_argv(TrainConfig, ["--optim.type", optim, "--optim.lr", "0"], "trainer", environ={})
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of machines without a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_missing_device_is_reported(tmp_path: Path) -> None:
     for device in ("cuda", "tpu", "mps"):
         with pytest.raises(ValueError, match=device):

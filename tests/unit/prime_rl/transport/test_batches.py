@@ -1,4 +1,4 @@
-"""The wire from orchestrator to trainer, and waiting for files."""
+"""Batches from orchestrator to trainer, and waiting for files."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_invalid_bytes_are_rejected(data: bytes) -> None:
         decode_batch(data)
 
 
-def test_unknown_fields_of_a_newer_writer_do_not_shift_the_known_ones() -> None:
+def test_unknown_fields_of_a_newer_writer_are_ignored() -> None:
     row = {"added_later": 1, **msgspec.to_builtins(Sample(prompt="p", tokens=[3], loss_mask=[1.0]))}
     _, [sample] = decode_batch(msgspec.msgpack.encode({"schema": 1, "step": 1, "samples": [row]}))
     assert sample.tokens == [3] and sample.loss_mask == [1.0]
@@ -109,7 +109,7 @@ def test_step_in_the_wrong_directory_is_named(tmp_path: Path) -> None:
 
 
 def test_without_notifications_the_recheck_finds_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Network mounts and containers tell nothing, and a machine may be out of watches."""
+    """Network mounts and containers send no notifications, and watches may be exhausted."""
 
     def deaf(*_: object) -> None:
         raise OSError("no watch is left")
@@ -142,7 +142,7 @@ def test_a_notification_wakes_before_the_recheck(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_wait_for_can_be_cancelled_and_names_what_it_waited_for(
+def test_wait_for_can_be_cancelled_and_names_its_path(
     tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = threading.Event()

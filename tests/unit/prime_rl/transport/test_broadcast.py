@@ -1,4 +1,4 @@
-"""Weights over process groups: every tensor arrives or is refused, and nobody waits for somebody who is gone."""
+"""Weights over process groups: every tensor arrives or is rejected, and no process waits for a dead peer."""
 
 from __future__ import annotations
 
@@ -230,8 +230,8 @@ def test_several_servers_receive_and_verify_a_version(
     path, manifest = prepare(trainer, tmp_path / "broadcasts", 4, weights)
     answers = anyio.run(sync_weights_to_engines, build(servers), str(path))
     digests = {name: entry.digest for name, entry in manifest.tensors.items()}
-    for server, told in zip(servers, answers, strict=True):
-        assert told["version"] == 4 and {name: told["digests"][name] for name in digests} == digests
+    for server, reported in zip(servers, answers, strict=True):
+        assert reported["version"] == 4 and {name: reported["digests"][name] for name in digests} == digests
         assert server.http.get("/health").json()["version"] == 4
 
 
@@ -303,13 +303,13 @@ def test_adapters_are_broadcast_too(servers: list[RunningServer], trainer: Weigh
     [engine] = build(servers)[:1]
 
     async def load() -> list[float]:
-        await engine.reload_weights()  # an adapter is beside the weights of the start
-        [told] = await sync_weights_to_engines([engine], str(path))
-        assert told["version"] == 9 and told["digests"] == {n: e.digest for n, e in manifest.tensors.items()}
+        await engine.reload_weights()  # an adapter does not change the initial weights
+        [reported] = await sync_weights_to_engines([engine], str(path))
+        assert reported["version"] == 9 and reported["digests"] == {n: e.digest for n, e in manifest.tensors.items()}
         return await engine.score_prompt(backend.compute_canary(9).prompts[2].token_ids)
 
-    told = anyio.run(load)
-    assert max(abs(a - b) for a, b in zip(told, backend.compute_canary(9).logprobs[2], strict=True)) < 1e-4
+    reported = anyio.run(load)
+    assert max(abs(a - b) for a, b in zip(reported, backend.compute_canary(9).logprobs[2], strict=True)) < 1e-4
     anyio.run(PrimeEngine(servers[0].root).reload_weights)
 
 
@@ -324,7 +324,7 @@ def config_of(out: Path, **more: Any) -> TrainConfig:
 
 
 def test_a_run_announces_all_versions_and_saves_some(tmp_path: Path) -> None:
-    """The same weights as a run over files, which writes all of them; one that goes on offers them anew."""
+    """The same weights as a run over files, which writes all of them; a resumed run offers them again."""
     over_groups: dict[str, Any] = {"weight_broadcast": {"type": "gloo"}, "ckpt": {"interval": 2}}
     gloo, files = tmp_path / "gloo", tmp_path / "files"
     assert train(config_of(gloo, **over_groups)) == 0
@@ -340,7 +340,7 @@ def test_a_run_announces_all_versions_and_saves_some(tmp_path: Path) -> None:
     train(config_of(gloo, **over_groups))
     assert complete_steps(gloo / "broadcasts") == [2, 3, 4]
     found = {read_broadcast(step_path(gloo / "broadcasts", step)) for step in (2, 3, 4)}
-    assert len(found) == 1 and first not in found, "version 2 is offered anew, by the trainer that goes on"
+    assert len(found) == 1 and first not in found, "version 2 is offered again by the resumed trainer"
 
 
 def test_a_run_offers_the_announced_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The canary: engines are compared with the trainer's log-probs of a few prompts, and planted faults end the run."""
+"""The canary: engine log-probs of a few prompts are compared with the trainer's, and injected faults end the run."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_batches_arrive_complete_and_are_acknowledged(transport: TransportCase) 
 
 
 @both
-def test_receive_blocks_until_published_and_until_a_sender_exists(transport: TransportCase) -> None:
+def test_receive_blocks_until_published(transport: TransportCase) -> None:
     receiver = transport.receiver()
     thread, found = in_thread(lambda: receiver.receive(2, WAIT_S))
     time.sleep(0.3)
@@ -125,7 +125,7 @@ def test_a_restarted_trainer_receives_the_batch_again(transport: TransportCase) 
 
 @both
 def test_a_restarted_orchestrator_serves_waiting_receivers(transport: TransportCase) -> None:
-    """The receiver asks while the first sender goes and the second comes; what was published stays."""
+    """A receiver waits while the sender is replaced; published batches remain."""
     first, receiver = transport.sender(), transport.receiver()
     publish(first, 1)
     assert receiver.receive(1, WAIT_S) == batch(1)
@@ -148,7 +148,7 @@ def test_receive_timeout_names_the_batch(transport: TransportCase) -> None:
 
 
 @both
-def test_pruned_batches_are_gone_and_later_ones_stay(transport: TransportCase) -> None:
+def test_pruning_keeps_later_batches(transport: TransportCase) -> None:
     sender, receiver = transport.sender(), transport.receiver()
     publish(sender, 1, 2, 3)
     sender.prune(2)

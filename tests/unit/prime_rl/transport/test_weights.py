@@ -1,4 +1,4 @@
-"""Published weights: what transformers reads, what the manifest promises, and which versions stay."""
+"""Published weights: readable by transformers, consistent with the manifest, pruned versions."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_an_export_gives_the_same_logits_in_transformers(tmp_path: Path, changes
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
-def test_an_export_carries_tokenizer_template_and_generation_config(tmp_path: Path) -> None:
+def test_export_has_tokenizer_template_and_config(tmp_path: Path) -> None:
     model = load_decoder(TINY, random_init=True)
     path = publish_weights(tmp_path, 1, tensor_names(model), read_model_files(TINY, chat_template="{{ messages }}"))
     names = {p.name for p in path.iterdir()}
@@ -71,7 +71,7 @@ def test_an_export_carries_tokenizer_template_and_generation_config(tmp_path: Pa
     assert json.loads((narrow / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
-def test_the_manifest_catches_one_flipped_bit_and_missing_tensors(tmp_path: Path) -> None:
+def test_manifest_detects_flipped_bits_and_lost_tensors(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(3, 4), "b": torch.randn(5).bfloat16(), "c": torch.tensor(2.0)}
     manifest = read_manifest(publish_weights(tmp_path, 4, tensors, TINY))
     assert manifest.step == 4 and manifest.tensors["b"].dtype == "bfloat16" and manifest.tensors["a"].shape == (3, 4)
