@@ -108,6 +108,8 @@ CHECKS = (
     _training("muon", 0.06, optim={"type": "muon"}),
     _training("compile", limit_s=180.0, model={"compile": {"fullgraph": True}}),
     Check("training.packing", "training:compare_packing", "<=", 0.02, "relative error"),
+    Check("library.backend", "library:compare_backend", "<=", 0.02, "relative error"),
+    Check("library.nanochat", "library:compare_nanochat", "<=", 0.3, "of the change"),
     Check("engine.exact", "engine:compare_with_trainer", "<=", 1e-4, "nats", options={"exact": True}),
     Check("mismatch.bfloat16", "engine:compare_with_trainer", "<=", 0.005, "KL, nats", options={"exact": False}),
     Check("mismatch.lora", "engine:compare_with_trainer", "<=", 0.005, "KL, nats", options={"exact": False, "lora": 8}),

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 import statistics
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from dev.gpu.context import Context, Measured, measure_error
@@ -48,16 +47,16 @@ class Command:
             problems = [line for line in lines if "rror" in line] or lines
             raise RuntimeError(f"exit code {code}: {problems[-1].strip() if problems else 'no output'}")
 
-    def kill_when(self, condition: Callable[[], bool]) -> None:
-        """SIGKILL all processes as soon as the condition holds; fails if the command ends before."""
-        while not condition():
-            if self._process.poll() is not None:
-                self.wait()
-                raise RuntimeError("the command ended before it was killed")
+    def kill_after_checkpoint(self, out: Path, parts: Sequence[str]) -> int:
+        """SIGKILL all processes at the first complete checkpoint; returns its step."""
+        while not (steps := complete_steps(out / "checkpoints", parts)) and self._process.poll() is None:
             time.sleep(0.01)
-        kill_run_processes(self._token)
-        if self._process.wait() != -signal.SIGKILL:
+        if self._process.poll() is not None:
+            self.wait()
             raise RuntimeError("the command ended before it was killed")
+        kill_run_processes(self._token)
+        self._process.wait()
+        return steps[-1]
 
 
 def run(context: Context, name: str, config: str, out: Path, *options: object) -> None:
@@ -91,8 +90,7 @@ def resume_sft(context: Context) -> Measured:
     if complete_steps(whole / "weights")[-1:] != [num_steps]:
         run_sft(context)
     command = Command(context, "sft", SFT, out, ["--max-steps", num_steps])
-    command.kill_when(lambda: bool(complete_steps(out / "checkpoints")))
-    killed = complete_steps(out / "checkpoints")[-1]
+    killed = command.kill_after_checkpoint(out, ["trainer"])
     run(context, "sft", SFT, out, "--max-steps", num_steps, "--ckpt.resume-step", -1)
     found, expected = (read_files(step_path(root / "weights", num_steps)) for root in (out, whole))
     error = measure_error(list(found.values()), [expected[name] for name in found])
@@ -123,9 +121,7 @@ def run_rl(context: Context, num_steps: int = 40, options: Sequence[object] = ()
 def resume_rl(context: Context) -> Measured:
     """Number of steps after killing all processes at a checkpoint, and resuming."""
     out = context.folder("rl_resume")
-    parts = ("trainer", "orchestrator")
-    Command(context, "rl", RL, out, []).kill_when(lambda: bool(complete_steps(out / "checkpoints", parts)))
-    killed = complete_steps(out / "checkpoints", parts)[-1]
+    killed = Command(context, "rl", RL, out, []).kill_after_checkpoint(out, ["trainer", "orchestrator"])
     run(context, "rl", RL, out, "--resume", "true")
     steps = load_metric(out, "loss/mean")
     if list(sorted(steps)) != list(range(1, len(steps) + 1)):
