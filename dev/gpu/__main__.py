@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -49,13 +48,9 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     """Run the checks and print the table; returns the exit code."""
     arguments = parse_arguments()
-    try:
-        checks = select(CHECKS, arguments.names)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 64
+    checks = select(CHECKS, arguments.names)
     if arguments.list:
-        print("\n".join(check.name for check in checks))
+        print(*(check.name for check in checks), sep="\n")
         return 0
     started = time.monotonic()
     deadline = None if arguments.minutes is None else started + 60 * arguments.minutes
@@ -101,4 +96,8 @@ def load_finished(out: Path, tiny: bool, device: str, again: list[str]) -> dict[
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        code = main()
+    except (ValueError, RuntimeError) as error:
+        code = f"error: {error}"
+    raise SystemExit(code)

@@ -1,4 +1,4 @@
-"""A child process of the runner: reads names of checks, runs them, and writes one JSON line for each.
+"""A child process of the runner: reads checks as JSON lines, runs them, and writes one JSON line for each.
 
 python -m dev.gpu.child MODULE OUT SCRATCH [--tiny]      MODULE "probe" only describes the machine
 """
@@ -14,8 +14,6 @@ import sys
 import traceback
 from pathlib import Path
 from typing import Any
-
-from dev.gpu.registry import CHECKS
 
 
 def main(argv: list[str]) -> None:
@@ -40,19 +38,18 @@ def main(argv: list[str]) -> None:
     has_device = torch.cuda.is_available()
     device = torch.device("cuda", 0) if has_device else torch.device("cpu")
     context = Context(device, "--tiny" in argv, Path(argv[1]), Path(argv[0]))
-    checks = {check.name: check for check in CHECKS}
     reply({})
     for line in sys.stdin:
-        check = checks[line.strip()]
+        check = json.loads(line)
         torch.manual_seed(0)
         try:
-            function = getattr(importlib.import_module(f"dev.gpu.{check.module}"), check.function.partition(":")[2])
-            found: Measured = function(context, **check.options)
+            function = getattr(importlib.import_module(check["module"]), check["function"].partition(":")[2])
+            found: Measured = function(context, **check["options"])
             reply({"number": float(found.number), "note": found.note, "values": found.values})
         except Skipped as reason:
             reply({"skipped": str(reason)})
         except Exception as error:
-            print(f"--- {check.name}", file=sys.stderr)
+            print(f"--- {check['name']}", file=sys.stderr)
             traceback.print_exc()
             sys.stderr.flush()
             lines = str(error).strip().splitlines() or [""]
