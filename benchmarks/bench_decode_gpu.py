@@ -139,7 +139,7 @@ def start(engine: EmbeddedEngine, batch: int, prompt: int, new: int, seed: int) 
 
 def time_steps(model: CausalLM, case: Case, steps: int, repeats: int, **options: Any) -> Iterator[float]:
     """Seconds of a decode step of all rows, the mean over `steps` around the wanted context; the first run warms up."""
-    engine = build_engine(model, max_running=case.batch, share_prefixes=False, **options)
+    engine = build_engine(model, max_running=case.batch, enable_prefix_caching=False, **options)
     for repeat in range(-1, repeats):
         start(engine, case.batch, case.context - steps // 2 - 4, steps + 8, repeat)
         before = engine.stats().generated_tokens

@@ -86,13 +86,13 @@ def _estimators() -> Iterator[Row]:
         "topk+tail, k 4": Recipe(aim("topk+tail")),
         "topk+tail, k 1": Recipe(aim("topk+tail"), top_k=1),
         "token": Recipe(aim("token")),
-        "togo": Recipe(aim("togo")),
+        "reward_to_go": Recipe(aim("reward_to_go")),
         "sequence": Recipe(aim("sequence")),
         "SFT on the teacher's answers": Recipe(aim(), on_teacher_samples=True),
     }
     for name, recipe in facts.items():
         # Mistakes that are rare are rarely sampled, and one token of eight is told least.
-        steps = 200 if name in ("token", "togo", "sequence") else 160 if name.endswith("k 1") else 120
+        steps = 200 if name in ("token", "reward_to_go", "sequence") else 160 if name.endswith("k 1") else 120
         yield Row("estimators", name, _marked(recipe, steps), CLOSED, *closes(kl=0.1 if "SFT" in name else 0.05))
     for name in ("full", "token", "sequence"):
         recipe = _marked(Recipe(aim(name)), 200 if name == "sequence" else 160)
@@ -107,21 +107,23 @@ def _retention() -> Iterator[Row]:
 
     yield row("frozen", "retention < .5", lambda m: m["retention"] < 0.5)
     yield row(
-        "frozen, anchor 1",
+        "frozen, reference 1",
         "gap > .95, retention > .9",
         lambda m: m["gap_closed"] > 0.95 < m["retention"] + 0.05,
-        anchor=1.0,
+        reference_weight=1.0,
     )
     yield row("live", "gap < .5: collapse", lambda m: m["gap_closed"] < 0.5, teacher="live")
-    yield row("live, anchor 1", "retention > .9", lambda m: m["retention"] > 0.9, teacher="live", anchor=1.0)
+    yield row(
+        "live, reference 1", "retention > .9", lambda m: m["retention"] > 0.9, teacher="live", reference_weight=1.0
+    )
     yield row("ema .95", "teacher < .9: collapse", lambda m: m["teacher"] < 0.9, teacher="ema")
     yield row(
-        "ema .98, anchor .3",
+        "ema .98, reference .3",
         "gap > .95, retention > .9",
         lambda m: m["gap_closed"] > 0.95 and m["retention"] > 0.9,
         teacher="ema",
         ema_decay=0.98,
-        anchor=0.3,
+        reference_weight=0.3,
     )
 
 

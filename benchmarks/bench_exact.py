@@ -112,9 +112,9 @@ def run_round(shape: str, dtype: torch.dtype, rng: random.Random, tally: Tally, 
     engine = EmbeddedEngine(
         served,
         max_running=rng.choice([3, 16, 64, 256]),
-        max_prefill_tokens=rng.choice([16, 100, 512, 2048]),
+        max_num_batched_tokens=rng.choice([16, 100, 512, 2048]),
         max_cache_tokens=rng.choice([None, 128 * rng.randint(10, 60)]),
-        max_kept_tokens=rng.choice([0, 2000, 50000]),
+        max_prefix_cache_tokens=rng.choice([0, 2000, 50000]),
     )
     trained = {version: model.to(arithmetic) for version, model in models.items()}
     longest = rng.choice([12, 60, 300, 500])

@@ -207,7 +207,7 @@ async def live(world: World) -> None:
             "max_async_level": 1,
             "seq_len": SEQ_LEN,
             "min_servers": max(1, number // 2),
-            "canary_interval": None,
+            "weight_check_interval": None,
         }
     )
     servers: Any = clients

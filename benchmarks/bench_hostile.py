@@ -38,7 +38,7 @@ T = TypeVar("T")
 MAX_SLOWDOWN = 3.0
 MAX_GROWTH_MB = 64.0
 MAX_MODEL_LEN = 128
-MAX_KEPT_TOKENS = 1024
+MAX_PREFIX_CACHE_TOKENS = 1024
 READ_TIMEOUT_S = 4.0
 CONCURRENT = 8
 SETTLE_S = 1.0
@@ -400,7 +400,10 @@ def measure(requests: int, rounds: int) -> dict[str, object]:
     port = find_free_port()
     model = ["--model.name", "tiny-qwen3", "--model.debug.random_init", "true"]
     limits = ["--model.max_model_len", str(MAX_MODEL_LEN), "--server.read_timeout", str(READ_TIMEOUT_S)]
-    limits += ["--cache.max_kept_tokens", str(MAX_KEPT_TOKENS)]  # else the client's own answers fill the cache
+    limits += [
+        "--cache.max_prefix_cache_tokens",
+        str(MAX_PREFIX_CACHE_TOKENS),
+    ]  # else the client's own answers fill the cache
     argv = [sys.executable, "-m", "prime_rl.inference.server", *model, *limits, "--server.port", str(port)]
     server = subprocess.Popen(argv, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, stdout=subprocess.DEVNULL)
     attack, begin = Attack(port), time.monotonic()

@@ -5,7 +5,8 @@ python benchmarks/bench_load.py --clients 1000 --seconds 600     one line of JSO
 Each client asks again and again for 1 to 64 tokens after prompts of 1 to 200, as a stream. Most read to the end; some
 hang up in the middle, some before the first byte. Afterwards the server must hold no request, its count of answered
 requests and tokens must fit what clients saw, and its memory must not have grown from the second third to the last.
-The server keeps keys and values of ended requests up to `cache.max_kept_tokens`: the first third must fill that.
+The server keeps keys and values of finished requests up to `cache.max_prefix_cache_tokens`: the first third must fill
+that.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from prime_rl.runtime.process import find_free_port, is_healthy  # noqa: E402
 HANG_UP, GIVE_UP = 0.1, 0.1
 """Shares of the requests whose client leaves in the middle of the stream, and before its beginning."""
 MEMORY_GROWTH = 1.05
-MAX_KEPT_TOKENS = 16384
+MAX_PREFIX_CACHE_TOKENS = 16384
 LOOK_EVERY_S = 5.0
 
 
@@ -135,7 +136,7 @@ def measure(clients: int, seconds: float) -> dict[str, object]:
     ensure_open_files(2 * clients)
     port = find_free_port()
     model = ["--model.name", "tiny-qwen3", "--model.debug.random_init", "true", "--model.max_model_len", "512"]
-    cache = ["--cache.max_kept_tokens", str(MAX_KEPT_TOKENS)]
+    cache = ["--cache.max_prefix_cache_tokens", str(MAX_PREFIX_CACHE_TOKENS)]
     argv = [sys.executable, "-m", "prime_rl.inference.server", *model, *cache, "--server.port", str(port)]
     server = subprocess.Popen(argv, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, stdout=subprocess.DEVNULL)
     try:
@@ -153,13 +154,15 @@ def measure(clients: int, seconds: float) -> dict[str, object]:
         server.wait(60)
     rss, third = [mb for mb, _ in looks], max(1, len(looks) // 3)
     growth = fmean(rss[-third:]) / fmean(rss[third : 2 * third] or rss)
-    full = next((i for i, (_, kept) in enumerate(looks) if kept > MAX_KEPT_TOKENS - 512), len(looks))
+    full = next((i for i, (_, kept) in enumerate(looks) if kept > MAX_PREFIX_CACHE_TOKENS - 512), len(looks))
     seen, held = crowd.seen, told["requests_running"] + told["requests_waiting"]
     problems = []
     if held:
         problems.append(f"{held:.0f} requests are still held")
     if full > third:
-        problems.append(f"the first third did not fill the {MAX_KEPT_TOKENS} tokens of ended requests: ask for longer")
+        problems.append(
+            f"the first third did not fill the {MAX_PREFIX_CACHE_TOKENS} tokens of ended requests: ask for longer"
+        )
     if growth > MEMORY_GROWTH:
         problems.append(f"memory grew by a factor of {growth:.3f} from the second third to the last")
     if told["generated_tokens_total"] < seen["tokens"] or told["requests_finished_total"] < seen["finished"]:
@@ -173,7 +176,7 @@ def measure(clients: int, seconds: float) -> dict[str, object]:
         "requests_per_s": round(seen["finished"] / seconds, 1),
         "latency_p50_s": round(latencies[len(latencies) // 2], 3),
         "latency_p99_s": round(latencies[int(0.99 * (len(latencies) - 1))], 3),
-        "max_kept_tokens": MAX_KEPT_TOKENS,
+        "max_prefix_cache_tokens": MAX_PREFIX_CACHE_TOKENS,
         "full_after_s": round(full * LOOK_EVERY_S),
         "rss_mb": [round(mb) for mb in rss[:: max(1, len(rss) // 12)]],
         "memory_growth": round(growth, 4),

@@ -292,7 +292,7 @@ class Recipe:
     on_teacher_samples: bool = False  # supervised fine-tuning on what the teacher says
     teacher: str = "frozen"  # live, ema
     ema_decay: float = 0.95
-    anchor: float = 0.0
+    reference_weight: float = 0.0
     top_k: int = 4
     auto: bool = False  # the estimator is chosen for every batch, by the coverage of that batch
     temperature: float = 1.0
@@ -341,7 +341,7 @@ def add_tables(inputs: LossInputs, student: Tensor, teacher: Tensor, choice: Dis
 
 
 def spread_credit(inputs: LossInputs, rows: int, objective: Objective, groups: int) -> LossInputs:
-    """`compute_sequence_kl_advantages` over these streams: the estimators togo and sequence."""
+    """`compute_sequence_kl_advantages` over these streams: the estimators reward_to_go and sequence."""
     streams = {
         name: getattr(inputs, name).view(rows, -1).tolist()
         for name in ("inference_logprobs", "teacher_logprobs", "loss_mask", "advantages")
@@ -369,7 +369,7 @@ def distill(task: Task, base: CausalLM, recipe: Recipe, seed: int) -> tuple[Caus
             curve.append({"step": step, "accuracy": compute_accuracy(student, plain, truth)})
         found, count, farthest = teach(task, student, judge, recipe, draw, step + 1, farthest)
         losses = [(found, count)]
-        if recipe.anchor:
+        if recipe.reference_weight:
             losses.append(hold(task, student, base, recipe, draw))
         for settings in optimizer.param_groups:
             settings["lr"] = recipe.lr * min(1.0, (step + 1) / RISING, (recipe.steps - step) / SETTLING)
@@ -450,7 +450,7 @@ def teach(
         hits = (answers == told.argmax(-1)).flatten()[spoken]
         coverage = estimate_coverage(hits, inputs.inference_logprobs[spoken])
         objective = replace(objective, distill=choose_distillation(coverage, True))
-    if objective.distill.estimator in ("togo", "sequence"):
+    if objective.distill.estimator in ("reward_to_go", "sequence"):
         inputs = spread_credit(inputs, len(answers), objective, recipe.prompts)
     if objective.distill.has_table:
         inputs = add_tables(inputs, table, told, objective.distill, recipe.top_k)
@@ -459,14 +459,14 @@ def teach(
 
 
 def hold(task: Task, student: CausalLM, base: CausalLM, recipe: Recipe, draw: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Sum and count of the anchor: KL(student || initial model) under other contexts, which both see."""
+    """Sum and count of the reference environment: KL(student || initial model) under other contexts, which both see."""
     questions = pick(task.train, recipe.prompts * GROUP, draw)
     shown = task.show(questions, task.draw_contexts(len(questions), draw), BEGIN)
     answers = sample(student, shown, task.length, draw)
     table = compute_table(student, shown, answers, shared=False)
     with torch.no_grad():
         told = compute_table(base, shown, answers, shared=False)
-    inputs = make_inputs(table, answers, told, weight=recipe.anchor)
+    inputs = make_inputs(table, answers, told, weight=recipe.reference_weight)
     full = aim("full")
     output = policy_loss(add_tables(inputs, table, told, full.distill, 0), full)
     return output.loss_sum, output.count

@@ -32,7 +32,7 @@ def build_ours(model_dir: str, dtype: str, kind: str) -> Generate:
     from prime_rl.trainer.models.registry import load_decoder
 
     model = load_decoder(Path(model_dir), dtype=getattr(torch, dtype))
-    engine = EmbeddedEngine(model, exact=kind == "ours-exact", share_prefixes=kind != "ours-unshared")
+    engine = EmbeddedEngine(model, exact=kind == "ours-exact", enable_prefix_caching=kind != "ours-unshared")
 
     def generate(prompts: list[list[int]], new: int, seed: int) -> int:
         for i, prompt in enumerate(prompts):

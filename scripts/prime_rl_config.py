@@ -185,7 +185,7 @@ class PrimeRLTrainConfig(BaseConfig):
     """Divide advantages by the group's standard deviation; unset: the objective's, or no."""
     clip: float | None = Field(None, gt=0)
     """Bounds of the importance ratio, 1 - clip and 1 + clip, for objectives that clip."""
-    ref_kl_tau: float = Field(0.0, ge=0)
+    kl_coef: float = Field(0.0, ge=0)
     """Coefficient of the KL to the initial model."""
     env: EnvSection = EnvSection()
     """The environment, in TOML files."""
@@ -372,9 +372,9 @@ def build_objective(config: PrimeRLTrainConfig) -> Objective:
                 f"clip has no effect in objective {name!r}: choose --objective grpo, ppo or cispo, or leave it out"
             )
         row = replace(row, clip_low=config.clip, clip_high=config.clip)
-    if row.normaliser == "constant":
+    if row.loss_aggregation == "constant":
         row = replace(row, max_tokens=config.max_new_tokens)
-    return replace(row, advantage=advantage, ref_kl_tau=config.ref_kl_tau)
+    return replace(row, advantage=advantage, kl_coef=config.kl_coef)
 
 
 def _read_model(name: str) -> dict[str, Any]:

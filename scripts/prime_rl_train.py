@@ -84,7 +84,7 @@ class Trainer:
             dtype=dtype,
             schedule=partial(learning_rate_factor, config=config, num_steps=self.num_steps),
             max_grad_norm=config.max_grad_norm,
-            reference=deepcopy(self.model).requires_grad_(False) if self.objective.ref_kl_tau else None,
+            reference=deepcopy(self.model).requires_grad_(False) if self.objective.kl_coef else None,
         )
         # At level 0 one thread does everything in turn; else the engine has a thread and weights of its own.
         self.learning = threads.enter_context(ThreadPoolExecutor(1, "learner"))

@@ -133,7 +133,7 @@ def _has_other_terms(loss: PolicyLoss | NLLLoss) -> bool:
     if isinstance(loss, NLLLoss):
         return True
     objective = loss.objective
-    return bool(objective.kl_tau or objective.ref_kl_tau or objective.entropy_tau or objective.sampler_tau)
+    return bool(objective.kl_tau or objective.kl_coef or objective.entropy_coef or objective.inference_kl_coef)
 
 
 def _score(

@@ -158,7 +158,7 @@ def build_tasks(config: RLConfig, fleet: Servers) -> list[Task]:
     options = ["--server.host", "0.0.0.0", "--server.api-key-var", key]
     if fleet.name == "inference" or has_versions(config):
         # A (re)started server rejects requests until the orchestrator has set its weights version.
-        options += ["--server.await-weights", "true"]
+        options += ["--server.wait-for-weights", "true"]
     return [
         Task(
             f"{fleet.name}_{i}",

@@ -229,7 +229,7 @@ class RLConfig(BaseConfig):
         """Whether the teacher has a context, is a reference for an environment, or is another model."""
         teacher, server = self.orchestrator.teacher_model, self.teacher_inference
         assert teacher is not None
-        if teacher.source or any(env.source or env.teacher == "anchor" for env in self.orchestrator.env):
+        if teacher.source or any(env.source or env.teacher == "reference" for env in self.orchestrator.env):
             return True
         return server is None or server.model.name != self.model.name
 
@@ -460,8 +460,8 @@ def _share_advantage(values: _Values) -> None:
             values.set(key, value, f"trainer.loss.type {name}")
         elif not _same(values.get(key), value):
             note(values.info, f"note: {values.show(key)} overrides the {value!r} of trainer.loss.type {name}")
-    normaliser = values.get("trainer.loss.normaliser")
-    by_constant = (preset.normaliser if normaliser in (MISSING, None) else normaliser) == "constant"
+    loss_aggregation = values.get("trainer.loss.loss_aggregation")
+    by_constant = (preset.loss_aggregation if loss_aggregation in (MISSING, None) else loss_aggregation) == "constant"
     if by_constant and values.get("trainer.loss.max_tokens") in (MISSING, None) and isinstance(max_tokens, int):
         values.set("trainer.loss.max_tokens", max_tokens, "orchestrator.sampling.max_tokens")
 

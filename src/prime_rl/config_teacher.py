@@ -81,16 +81,17 @@ def _set_top_logprobs(values: Values) -> None:
 
 
 def _require_teacher_weights(values: Values) -> None:
-    """EMA teachers need an average in the trainer; anchors need the weights before training."""
+    """EMA teachers need an average in the trainer; reference environments need the weights before training."""
     weights = _weights(values)
     if weights == "ema":
         values.set("trainer.ema_decay", _given(values, "ema_decay", TeacherConfig().ema_decay), TEACHER)
     envs = values.get("orchestrator.env") if values.has("orchestrator.env") else []
     rows = [env for env in envs if isinstance(env, dict)] if isinstance(envs, list) else []
-    if weights != "frozen" and any(env.get("teacher") == "anchor" for env in rows) and not _serves_base(values):
+    if weights != "frozen" and any(env.get("teacher") == "reference" for env in rows) and not _serves_base(values):
         raise ValueError(
-            f'{TEACHER}.weights = "{weights}" leaves no server with the weights before training, which an anchor '
-            'needs\n  set trainer.model.lora (our engine also serves the base model), or weights = "frozen"'
+            f'{TEACHER}.weights = "{weights}" leaves no server with the weights before training, which a '
+            "reference environment needs\n"
+            '  set trainer.model.lora (our engine also serves the base model), or weights = "frozen"'
         )
 
 

@@ -168,7 +168,7 @@ def start_processes(run: Supervisor, config: RLConfig, paths: dict[str, Path], p
     for name, gpus in servers.items():
         argv = [sys.executable, "-m", "prime_rl.inference.server", "@", str(paths[name])]
         # A restarted server rejects requests until the orchestrator has updated it to the current version.
-        options = ["--server.await_weights", "true"] if name == "inference" or has_versions(config) else []
+        options = ["--server.wait_for_weights", "true"] if name == "inference" or has_versions(config) else []
         env = compute_environment(gpus, num_compute)
         run.start(name, argv, env=env, max_restarts=config.max_restarts, restart_options=options)
     argv = [sys.executable, "-m", "prime_rl.orchestrator.orchestrator", "@", str(paths["orchestrator"])]

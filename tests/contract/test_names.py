@@ -189,7 +189,7 @@ def test_accumulation_has_its_documented_names() -> None:
 def test_distillation_without_context_is_rejected() -> None:
     """001:24: the context is required."""
     with pytest.raises(ValueError, match="context"):
-        parse_rl("--orchestrator.teacher-model.insert", "system_append")
+        parse_rl("--orchestrator.teacher-model.context-position", "system_append")
 
 
 def test_baseline_without_evaluation_is_rejected() -> None:

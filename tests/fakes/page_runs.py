@@ -51,7 +51,7 @@ def write_distillation_run(path: Path, num_steps: int = 12, verified: bool = Fal
     rng, rows = random.Random(1), []
     for step in range(1, num_steps + 1):
         head = {"step": step, "timestamp": 1000.0 + 2 * step}
-        learned = {"loss/mean": 1 / step, "teacher_kl/mean": 2 / step, "anchor_kl/mean": 0.01, "pull/task": 0.0}
+        learned = {"loss/mean": 1 / step, "teacher_kl/mean": 2 / step, "reference_kl/mean": 0.01, "adv/reward_abs": 0.0}
         rewards = {"reward/mean": 0.1 if verified else 0.0, "batch/effective_batch_size": 0.0, "batch/solve_none": 1.0}
         counts = {"teacher/skipped/overlong": 2.0 * (step == 3), "progress/samples": 12.0, "progress/problems": 3.0}
         rows.append({**head, "process": "trainer", **learned, "batch/tokens": 200})

@@ -47,7 +47,7 @@ def narrow_config() -> TrainConfig:
 
 def sequences_config() -> TrainConfig:
     """A loss that is a mean over sequences, with a term on the entropy, and plain gradient steps."""
-    return rl_config(optim={"type": "sgd", "lr": 1e-2}, loss={"type": "grpo", "entropy_tau": 0.1})
+    return rl_config(optim={"type": "sgd", "lr": 1e-2}, loss={"type": "grpo", "entropy_coef": 0.1})
 
 
 def muon_config() -> TrainConfig:

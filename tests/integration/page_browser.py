@@ -35,7 +35,7 @@ class OpenPage:
         return self.page.locator(selector).all_inner_texts()
 
     def rewards(self) -> list[float]:
-        """Rewards of the list, by text content: a row that is not painted yet has no inner text (content-visibility)."""
+        """Rewards of the list, by text content: a row not painted yet has no inner text (content-visibility)."""
         return [float(text) for text in self.page.locator(".list .chip").all_text_contents()]
 
     def counter(self) -> str:

@@ -54,7 +54,7 @@ SEQ_LEN = 40
 LORA = {"rank": 4, "modules_to_save": ["lm_head"]}
 BF16 = {"dtype": "bfloat16"}
 MUON = {"type": "muon"}
-GRPO = {"type": "grpo", "entropy_tau": 0.1}
+GRPO = {"type": "grpo", "entropy_coef": 0.1}
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def rl(run: Runner, out: Path, kind: str) -> None:
     urls = json.dumps([f"http://127.0.0.1:{port}/v1" for port in ports])
     run.run_well(
         *("rl", "@", LETTERS, "--output-dir", out, "--no-inference", "--orchestrator.client.base-url", urls),
-        *("--weight-broadcast.type", kind, "--orchestrator.canary-interval", 1),
+        *("--weight-broadcast.type", kind, "--orchestrator.weight-check-interval", 1),
     )
 
 

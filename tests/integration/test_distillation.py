@@ -55,7 +55,7 @@ name = "world"
 [[orchestrator.env]]
 id = "distillation_world:load_world"
 name = "other"
-teacher = "anchor"
+teacher = "reference"
 
 [orchestrator.eval]
 interval = 3
@@ -118,7 +118,7 @@ def test_a_teacher_of_its_own_by_the_documented_flags(run: Runner, tmp_path: Pat
     records = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
     assert all(record["prompt_text"] and record["teacher_logprobs"] for record in records)
     ends = [record for record in records if record["env"] == "other"]
-    for record in ends[:4]:  # an anchor's teacher is the model before training, without the context
+    for record in ends[:4]:  # the teacher of a reference environment is the model before training, without the context
         assert record["versions"][0][1] or record["teacher_logprobs"] == pytest.approx(record["logprobs"], abs=1e-5)
 
 

@@ -242,7 +242,7 @@ def test_page_of_a_distillation_shows_the_teacher(tmp_path: Path, open_page: Ope
         "Gap closed on facts: 0.80 (0.60 to 1.10), at step 12." in sentence and "Retention of other: 0.7." in sentence
     )
     tiles = [text.split("\n")[0] for text in opened.texts(".tile")]
-    assert tiles[:4] == ["Teacher KL", "Gap closed, facts", "Retention, other", "Anchor KL"]
+    assert tiles[:4] == ["Teacher KL", "Gap closed, facts", "Retention, other", "Reference KL"]
     overview = page.locator("main").inner_text()
     assert "reward" not in overview.lower().replace("mean rewards;", "") and "groups" not in overview
     assert opened.texts(".scores tbody tr")[1].split() == "facts 12 0.5 0.6 0.6 0.80 (0.60 to 1.10) – 0.05".split()

@@ -42,7 +42,17 @@ def test_a_recorded_step_is_taken_again(
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
     monkeypatch.setenv("PYTHONPATH", path)
     run = tmp_path / "run"
-    options = [*TINY, "--max-steps", "4", "--ckpt.interval", "2", "--record-logprobs", "2", "--output-dir", str(run)]
+    options = [
+        *TINY,
+        "--max-steps",
+        "4",
+        "--ckpt.interval",
+        "2",
+        "--logprob-dump-interval",
+        "2",
+        "--output-dir",
+        str(run),
+    ]
     config, _ = parse_argv(TrainConfig, options, "trainer", {})
     write_config(config, run / "configs" / "trainer.toml")
     sender = FilesystemBatchSender(run / "rollouts")

@@ -38,7 +38,7 @@ def start_fake(port: int, log: Path) -> subprocess.Popen[bytes]:
 def test_a_whole_run_on_sglang_by_two_lines_of_config(lora: bool, tmp_path: Path) -> None:
     out, port = tmp_path / "out", find_free_port()
     options = ("--output_dir", out, "--inference.server.port", find_free_port(), "--inference.backend", "sglang")
-    options += ("--inference.sglang.base-url", f"http://127.0.0.1:{port}", "--orchestrator.canary-interval", 1)
+    options += ("--inference.sglang.base-url", f"http://127.0.0.1:{port}", "--orchestrator.weight-check-interval", 1)
     options += ("--trainer.model.lora.rank", 4) if lora else ()
     fakes = [start_fake(port, tmp_path / "fake.log")]
     try:

@@ -28,7 +28,7 @@ ORCHESTRATOR = (
     "is_truncated/mean num_turns/min generation_ms/mean scoring_ms/mean batch/solve_none batch/solve_all "
     "batch/effective_batch_size batch/async_level batch/off_policy_level/max error/mean perf/throughput "
     "progress/total_tokens progress/total_samples progress/total_problems progress/ckpt_step time/step "
-    "time/generate_completions time/update_weights time/wait_for_ckpt pool/normal evicted_examples/easy"
+    "time/generate_completions time/update_weights time/slots_exhausted pool/normal evicted_examples/easy"
 ).split()
 SERVER = "generated_tokens_total policy_version requests_running".split()
 

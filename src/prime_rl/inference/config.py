@@ -36,7 +36,7 @@ class ServerConfig(BaseConfig):
 
     If unset, routes that change the server are limited to this machine."""
 
-    max_waiting: int = Field(default=16384, ge=0)
+    max_queued_requests: int = Field(default=16384, ge=0)
     """Maximum number of queued requests; further ones get HTTP 429 with Retry-After."""
 
     allowed_hosts: list[str] = []
@@ -50,7 +50,7 @@ class ServerConfig(BaseConfig):
     """Timeout in seconds for reading the request head, for its body (extended while the body arrives at 64 KB/s), and
     for the client to accept response data; then the connection is closed."""
 
-    await_weights: bool = False
+    wait_for_weights: bool = False
     """Reject requests until weights are loaded by a control route: a restarted server must not serve outdated
     weights."""
 
@@ -102,10 +102,10 @@ class CacheConfig(BaseConfig):
     """Cache size for running requests in tokens, at least max_model_len; if exceeded, the newest request is preempted
     and recomputed. Unset: a fraction of the free memory."""
 
-    max_kept_tokens: int | None = Field(default=None, ge=0)
+    max_prefix_cache_tokens: int | None = Field(default=None, ge=0)
     """Prefix cache size for finished requests in tokens; unset: a quarter of max_tokens."""
 
-    share_prefixes: bool = True
+    enable_prefix_caching: bool = True
     """Enable prefix caching: compute common prompt prefixes once."""
 
 
@@ -165,7 +165,7 @@ class InferenceConfig(BaseConfig):
     max_batch_size: int = Field(default=256, ge=1)
     """Maximum number of concurrently running requests; further ones are queued."""
 
-    max_prefill_tokens: int = Field(default=2048, ge=16)
+    max_num_batched_tokens: int = Field(default=2048, ge=16)
     """Maximum prompt tokens per forward pass; longer prompts are prefilled in chunks."""
 
     max_lora_rank: int | None = Field(default=None, ge=1)
@@ -252,7 +252,8 @@ def check_sglang_options(config: InferenceConfig) -> None:
         "parallel.tp": config.parallel.tp != 1,
         "parallel.dp": config.parallel.dp != 1,
         "enforce_eager": config.enforce_eager,
-        "max_prefill_tokens": config.max_prefill_tokens != InferenceConfig.model_fields["max_prefill_tokens"].default,
+        "max_num_batched_tokens": config.max_num_batched_tokens
+        != InferenceConfig.model_fields["max_num_batched_tokens"].default,
         **{f"cache.{name}": True for name in config.cache.model_dump(exclude_defaults=True)},
         **{f"vllm.{name}": True for name in config.vllm},
     }

@@ -205,7 +205,7 @@ REFUSALS = {
     "408": "The body did not arrive in time (server.read_timeout).",
     "413": "The body exceeds server.max_request_mb.",
     "415": "The content type is not JSON.",
-    "429": "The request queue is full (server.max_waiting): retry after Retry-After seconds.",
+    "429": "The request queue is full (server.max_queued_requests): retry after Retry-After seconds.",
     "503": "Waiting for weights, the engine failed, or the trainer does not respond.",
 }
 

@@ -161,7 +161,7 @@ def serve(config: InferenceConfig) -> int:
     service = build_service(config)
     if not service.hosts.local and service.api_key is None:
         logger.warning(f"Serving on {config.server.host} without an API key: set server.api_key_var")
-    if advice := ensure_open_files(config.max_batch_size + config.server.max_waiting):
+    if advice := ensure_open_files(config.max_batch_size + config.server.max_queued_requests):
         logger.debug(advice)
     server = uvicorn.Server(build_uvicorn_config(service))
 

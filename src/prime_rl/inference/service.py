@@ -251,7 +251,7 @@ class ServerState:
             "time/update_weights_pause": paused_s,
             "inference/prompt_tokens": stats.prompt_tokens,
             "inference/generated_tokens": stats.generated_tokens,
-            "inference/finished": stats.finished,
+            "inference/requests_finished": stats.finished,
         }
 
 
@@ -267,7 +267,7 @@ def build_service(config: InferenceConfig) -> ServerState:
     monitor = None if config.output_dir is None else build_monitor(config.output_dir, config.name)
     return ServerState(
         config=config,
-        engine=AsyncEngine(engine, monitor, config.max_batch_size + config.server.max_waiting),
+        engine=AsyncEngine(engine, monitor, config.max_batch_size + config.server.max_queued_requests),
         tokenizer=tokenizer,
         weights=weights,
         writer=Writer(config.model.name, decode, TokenNames(tokenizer), parser),
@@ -276,7 +276,7 @@ def build_service(config: InferenceConfig) -> ServerState:
         monitor=monitor,
         api_key=api_key,
         defaults=sampling_defaults(config),
-        awaits_weights=config.server.await_weights,
+        awaits_weights=config.server.wait_for_weights,
     )
 
 

@@ -13,7 +13,7 @@ TEACHER_METRICS = (
     "teacher_kl_reverse/mean",
     "teacher_kl_forward/mean",
     "teacher_coverage/mean",
-    "anchor_kl/mean",
+    "reference_kl/mean",
 )
 """Trainer metrics of the distance between student and teacher, most important first."""
 

@@ -102,7 +102,7 @@ def _judge_scores(row: DistillationScores) -> list[Finding]:
     if row.retention is not None:
         advice = None
         if row.retention < LOW_RETENTION:
-            advice = "raise anchor_weight of an anchor environment, add one like it, or lower trainer.optim.lr"
+            advice = "raise reference_weight of a reference environment, add one like it, or lower trainer.optim.lr"
         text = f"the student keeps {row.retention:.0%} of its score from before training (step {row.step})"
         return [Finding(f"retention of {row.env}", text, advice)]
     if row.student_context is None:
@@ -115,7 +115,7 @@ def _judge_scores(row: DistillationScores) -> list[Finding]:
     if row.collapsed:
         advice = (
             "with the context the student scores less than half of what the teacher did: add an environment with "
-            'teacher = "anchor", or lower trainer.optim.lr'
+            'teacher = "reference", or lower trainer.optim.lr'
         )
     return [Finding(f"gap closed on {row.env}", text, advice)]
 
@@ -187,7 +187,7 @@ def _stalls(lanes: Lanes, orchestrator: Mapping[str, Series], config: Mapping[st
         return []
     waits = trainer.get("wait_for_batch", 0.0)
     engine = shares.get("inference", {}).get("generate")
-    stalled = _share_of_time(orchestrator, "time/wait_for_ckpt")
+    stalled = _share_of_time(orchestrator, "time/slots_exhausted")
     level = (config.get("orchestrator") or {}).get("max_async_level")
     used = _mean(orchestrator, "batch/off_policy_level/max")
     text = f"the trainer waits for batches {waits:.0%} of the time"

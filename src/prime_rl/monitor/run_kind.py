@@ -92,7 +92,7 @@ def _from_metrics(series: Mapping[str, Series]) -> RunKind:
     has_context = any(name.startswith("distill/") and name.endswith("/student_context/avg") for name in series)
     rewards = [value for _, value in series.get("reward/mean", [])]
     # Magnitude of the reward term of the advantages, logged by trainers with a teacher.
-    pulls = [value for _, value in series.get("pull/task", [])]
+    pulls = [value for _, value in series.get("adv/reward_abs", [])]
     kind = Kind.DISTILLATION if pulls and not any(pulls) else Kind.MIXED
     return RunKind(kind, kind is Kind.MIXED or any(rewards), has_context)
 

@@ -182,7 +182,7 @@ class OrchestratorCkptConfig(BaseConfig):
     """Number of latest checkpoints to keep on disk; unset: all."""
 
 
-Insert = Literal["user_prefix", "system_append", "system_replace", "message"]
+ContextPosition = Literal["user_prefix", "system_append", "system_replace", "message"]
 
 
 class ContextConfig(BaseConfig):
@@ -238,7 +238,7 @@ class TeacherConfig(ContextConfig):
 
     client: TeacherClientConfig = TeacherClientConfig()
 
-    insert: Insert = "user_prefix"
+    context_position: ContextPosition = "user_prefix"
     """Position of the context: before the first user message, appended to the system message, replacing it, or as a
     separate message after it."""
 
@@ -267,15 +267,15 @@ class TeacherConfig(ContextConfig):
 class TrainEnvConfig(ContextConfig, EnvConfig):
     """A training environment and the context of its teacher; unset: that of teacher_model."""
 
-    insert: Insert | None = None
-    """Position of the context; unset: teacher_model.insert."""
+    context_position: ContextPosition | None = None
+    """Position of the context; unset: teacher_model.context_position."""
 
-    teacher: Literal["context", "anchor", "none"] = "context"
-    """context: distill the teacher with the context; anchor: regularize toward the teacher without context, to retain
-    other abilities; none: reward only."""
+    teacher: Literal["context", "reference", "none"] = "context"
+    """context: distill the teacher with the context; reference: regularize toward the initial model without context, to
+    retain other abilities; none: reward only."""
 
-    anchor_weight: float = Field(default=1.0, gt=0)
-    """anchor: multiplier of the taus on these rollouts."""
+    reference_weight: float = Field(default=1.0, gt=0)
+    """reference: multiplier of the taus on these rollouts."""
 
 
 class OrchestratorConfig(TrackersConfig):
@@ -348,7 +348,7 @@ class OrchestratorConfig(TrackersConfig):
     weights_timeout: float = Field(default=3600, gt=0)
     """Seconds to wait for the trainer's next version."""
 
-    canary_interval: int | None = Field(default=10, ge=1)
+    weight_check_interval: int | None = Field(default=10, ge=1)
     """Versions between checks of the engines' log-probs against the trainer's. The first three versions, resumed runs
     and restarted servers are always checked; None: never.
 
@@ -412,8 +412,8 @@ class OrchestratorConfig(TrackersConfig):
     def _check_teacher(self) -> OrchestratorConfig:
         teacher = self.teacher_model
         for i, env in enumerate(self.env):
-            if teacher is None and (env.teacher == "anchor" or env.source is not None):
-                what = 'teacher = "anchor"' if env.source is None else env.source
+            if teacher is None and (env.teacher == "reference" or env.source is not None):
+                what = 'teacher = "reference"' if env.source is None else env.source
                 raise ValueError(f"env.{i} has {what} but there is no teacher: add the section teacher_model")
             if env.teacher != "context" and env.source is not None:
                 raise ValueError(f'env.{i} has teacher = "{env.teacher}" and {env.source}: remove one of them')

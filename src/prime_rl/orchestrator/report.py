@@ -39,13 +39,13 @@ class Reporter:
         if orchestrator.teacher is not None:
             metrics |= orchestrator.teacher.take_metrics()
         metrics |= {f"time/{name}": value for name, value in times.items()}
-        metrics |= {"time/update_weights": orchestrator.relay.update_s, "time/wait_for_ckpt": self._idle()}
+        metrics |= {"time/update_weights": orchestrator.relay.update_s, "time/slots_exhausted": self._idle()}
         metrics["perf/throughput"] = metrics["progress/tokens"] / max(times["step"], 1e-9)
         orchestrator.monitor.log(metrics, step)
         orchestrator.monitor.log_samples(sample_rows(samples), step)
         is_scored = not orchestrator.config.buffer.skip_verification
         logger.info(format_step(step, metrics, orchestrator.evaluations.val_reward, is_scored=is_scored))
-        self.health_checks.check(samples, metrics["time/wait_for_ckpt"], metrics["time/step"])
+        self.health_checks.check(samples, metrics["time/slots_exhausted"], metrics["time/step"])
         if num_kept < len(samples):
             logger.warning(f"{len(samples) - num_kept} samples exceed seq_len = {orchestrator.config.seq_len}: dropped")
 

@@ -164,7 +164,7 @@ def assemble(
         timeout_s=config.weights_timeout,
         log_timeline=monitor.log_timeline,
         before_load=rollouts.wait_until_idle if config.strict_async_level else None,
-        canary_interval=config.canary_interval,
+        weight_check_interval=config.weight_check_interval,
         server_pool=server_pool,
         alternate_dir=out / (BROADCASTS_DIR if config.weight_broadcast.type == "filesystem" else "weights"),
     )

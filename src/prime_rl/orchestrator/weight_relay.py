@@ -47,7 +47,7 @@ class WeightRelay:
         timeout_s: float,
         log_timeline: Callable[[str, float, float, int], None],
         before_load: Callable[[], Awaitable[None]] | None = None,
-        canary_interval: int | None = None,
+        weight_check_interval: int | None = None,
         server_pool: ServerPool | None = None,
         alternate_dir: Path | None = None,
     ) -> None:
@@ -64,7 +64,7 @@ class WeightRelay:
         self._log_timeline = log_timeline
         self._before_load = before_load
         self.server_pool = server_pool or ServerPool(max(1, len(engines)))
-        self.canary = CanaryCheck(canary_interval)
+        self.canary = CanaryCheck(weight_check_interval)
         self.lock = anyio.Lock()
         """Locked while engines change their version."""
         self.ema_engines: tuple[Path, Sequence[InferenceEngine]] | None = None

@@ -146,7 +146,7 @@ def prefill_s(config: PlanConfig, shape: ModelShape, rollouts: float) -> float:
     """Prefill seconds of `rollouts` rollouts on one engine; a group's prompt is computed once."""
     assert config.inference is not None
     gpu, tp = GPUS[config.cluster.gpu], config.inference.parallel.tp
-    shared = config.orchestrator.rollouts_per_example if config.inference.cache.share_prefixes else 1
+    shared = config.orchestrator.rollouts_per_example if config.inference.cache.enable_prefix_caching else 1
     tokens = rollouts / shared * config.workload.prompt_tokens
     return 2.0 * tokens * shape.active_parameters / tp / (gpu.tflops * 1e12 * config.efficiency.matmul)
 

@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from prime_rl.pretrained.cache import resolve_gguf
+from prime_rl.pretrained.fetch import KNOWN_MODELS, fetch_model
 from rollouts.training.datasets.chat import RenderedChat, render_chat, render_pieces
 
 if TYPE_CHECKING:
@@ -25,21 +27,26 @@ ASSETS_DIR = Path(__file__).resolve().parents[1] / "assets"
 
 
 def resolve_model_dir(name: str) -> Path:
-    """The directory of a model: an existing path, a shipped model (`tiny-qwen3`) or a hub id, in this order.
+    """The directory of a model: a path, a shipped name (`tiny-qwen3`), a known name (`smollm2`) or a hub id.
 
-    A hub id is downloaded once; raises `ValueError` if `name` is none of the three.
+    A GGUF file is converted once, known models and hub ids are downloaded once; raises `ValueError` for other names.
     """
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ValueError(f"model.name {name!r} is a directory without a config.json: give a Hugging Face model dir")
         return path.resolve()
+    if path.is_file():
+        return resolve_gguf(path)
     if (ASSETS_DIR / name / "config.json").is_file():
         return ASSETS_DIR / name
-    shipped = ", ".join(sorted(file.parent.name for file in ASSETS_DIR.glob("*/config.json")))
+    if name in KNOWN_MODELS:
+        return fetch_model(name)
+    shipped = ", ".join([*sorted(file.parent.name for file in ASSETS_DIR.glob("*/config.json")), *KNOWN_MODELS])
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise ValueError(
-            f"model.name {name!r} is no directory, no shipped model ({shipped}) and no hub id (owner/name): check it"
+            f"model.name {name!r} is no directory or GGUF file, no known model ({shipped}) and no hub id (owner/name): "
+            "check it"
         )
     from huggingface_hub import snapshot_download
 
@@ -52,11 +59,9 @@ def resolve_model_dir(name: str) -> Path:
 
 
 def fingerprint_model(name: str) -> list[str]:
-    """Name, size and modification time of each weight file of a local model directory; empty for any other name."""
+    """Name, size and modification time of each weight file of a local model; empty for any other name."""
     path = Path(name).expanduser()
-    if not path.is_dir():
-        return []
-    files = sorted(path.glob("*.safetensors"))
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     return [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
 
 

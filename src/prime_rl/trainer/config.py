@@ -18,7 +18,9 @@ from prime_rl.deployment.config import Deployment, LocalDeployment
 from prime_rl.utils.pydantic_config import BaseConfig
 from rollouts.training.objectives import PRESETS
 
-BOUND_OPTIONS = {name: name for name in ("clip_low", "clip_high", "dual_clip", "prob_bound")} | {"delta": "ratio_cap"}
+BOUND_OPTIONS = {name: name for name in ("clip_low", "clip_high", "dual_clip", "max_prob_diff")} | {
+    "delta": "ratio_cap"
+}
 """Loss options that only some presets use, mapped to their field of `Objective`."""
 
 
@@ -389,11 +391,11 @@ class ParallelDims(BaseConfig):
 class DistillConfig(BaseConfig):
     """Estimator of the distillation loss (docs/on_policy_distillation.md)."""
 
-    estimator: Literal["auto", "token", "togo", "sequence", "topk+tail", "full"] = "token"
-    """token: KL at the sampled token; togo: KL-to-go over the sampled token and its successors; sequence: sequence KL
-    relative to the group; topk+tail: the teacher's top-k tokens plus one tail bucket; full: the whole vocabulary; auto:
-    topk+tail, with the forward direction while the student rarely samples the teacher's choice at uncertain positions;
-    token if the teacher has no top-k."""
+    estimator: Literal["auto", "token", "reward_to_go", "sequence", "topk+tail", "full"] = "token"
+    """token: KL at the sampled token; reward_to_go: KL summed over the sampled token and its successors; sequence:
+    sequence KL relative to the group; topk+tail: the teacher's top-k tokens plus one tail bucket; full: the whole
+    vocabulary; auto: topk+tail, with the forward direction while the student rarely samples the teacher's choice at
+    uncertain positions; token if the teacher has no top-k."""
 
     direction: Literal["reverse", "forward", "jsd"] = "reverse"
     """reverse: KL(student || teacher); forward: KL(teacher || student); jsd: generalized Jensen-Shannon divergence. The
@@ -406,7 +408,8 @@ class DistillConfig(BaseConfig):
     """jsd: weight of the teacher in the mixture."""
 
     clip: float | None = Field(default=None, gt=0)
-    """token, togo, sequence: clip the per-token log-prob difference to +-clip, so that a few tokens do not dominate."""
+    """token, reward_to_go, sequence: clip the per-token log-prob difference to +-clip, so that a few tokens do not
+    dominate."""
 
     @property
     def top_logprobs(self) -> int:
@@ -484,7 +487,7 @@ class LossConfig(BaseConfig):
     dual_clip: float | None = Field(default=None, gt=1)
     """Dual clip: bound the loss at -dual_clip A for negative advantages A (grpo, gspo, ppo, dapo, dr_grpo)."""
 
-    prob_bound: float | None = Field(default=None, gt=0, le=1)
+    max_prob_diff: float | None = Field(default=None, gt=0, le=1)
     """Mask tokens whose probability moved further than this in the direction of their advantage (dppo)."""
 
     token_mask_low: float | None = Field(default=None, ge=0)
@@ -493,10 +496,10 @@ class LossConfig(BaseConfig):
     token_mask_high: float | None = Field(default=None, gt=0)
     """Mask tokens with a ratio above this value."""
 
-    geo_mask_low: float | None = Field(default=None, ge=0)
+    seq_ratio_mask_low: float | None = Field(default=None, ge=0)
     """Mask sequences with a geometric mean ratio below this value."""
 
-    geo_mask_high: float | None = Field(default=None, gt=0)
+    seq_ratio_mask_high: float | None = Field(default=None, gt=0)
     """Mask sequences with a geometric mean ratio above this value."""
 
     sequence_mask_low: float | None = Field(default=None, ge=0)
@@ -518,27 +521,27 @@ class LossConfig(BaseConfig):
 
     anneal: AnnealConfig | None = None
 
-    sampler_tau: float = Field(default=0.0, ge=0)
+    inference_kl_coef: float = Field(default=0.0, ge=0)
     """KL penalty to the sampling policy: weight of the log-ratio subtracted from the advantage."""
 
     kl_tau: float | None = Field(default=None, ge=0)
     """Weight of the squared log-ratio in the loss."""
 
-    ref_kl_tau: float = Field(default=0.0, ge=0)
+    kl_coef: float = Field(default=0.0, ge=0)
     """Weight of KL(policy || reference) in the loss; the reference model is orchestrator.teacher_model."""
 
-    ref_kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the reference KL."""
 
-    entropy_tau: float = 0.0
+    entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
 
-    normaliser: Literal["tokens", "sequences", "sums", "constant"] | None = None
-    """Loss aggregation: token mean, or mean over sequences of means (sequences), sums (sums) or sums / max_tokens
-    (constant)."""
+    loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"] | None = None
+    """token-mean: mean over tokens; the others average over sequences: their means (seq-mean-token-mean), sums
+    (seq-mean-token-sum) or sums / max_tokens (constant)."""
 
     max_tokens: int | None = Field(default=None, ge=1)
-    """Divisor for normaliser constant; unset: orchestrator.sampling.max_tokens, or model.seq_len."""
+    """Divisor of loss_aggregation constant; unset: orchestrator.sampling.max_tokens, or model.seq_len."""
 
     import_path: str | None = None
     """Custom loss function as package.module:name; maps LossInputs to per-token losses."""
@@ -549,7 +552,7 @@ class LossConfig(BaseConfig):
     @property
     def needs_teacher(self) -> str | None:
         """The enabled option that requires teacher log-probs, if any."""
-        return next((name for name in ("teacher_tau", "ref_kl_tau") if getattr(self, name)), None)
+        return next((name for name in ("teacher_tau", "kl_coef") if getattr(self, name)), None)
 
     @model_validator(mode="after")
     def _check_options_of_preset(self) -> LossConfig:
@@ -572,15 +575,17 @@ class LossConfig(BaseConfig):
             raise ValueError(
                 "anneal.margin compares adv_tau with student_tau: raise both above 0, or set anneal.factor"
             )
-        if self.max_tokens is not None and (self.normaliser or preset.normaliser) != "constant":
-            raise ValueError("max_tokens is the divisor of normaliser constant: remove it, or set that normaliser")
+        if self.max_tokens is not None and (self.loss_aggregation or preset.loss_aggregation) != "constant":
+            raise ValueError(
+                "max_tokens is the divisor of loss_aggregation constant: remove it, or set that loss_aggregation"
+            )
         return self
 
     @model_validator(mode="after")
     def _follow_preset(self) -> LossConfig:
         """Fill unset fields from the preset, so that the resolved config is complete."""
         unset = [name for name in BOUND_OPTIONS if name not in self.model_fields_set]
-        unset += [name for name in ("ratio", "kl_tau", "normaliser") if getattr(self, name) is None]
+        unset += [name for name in ("ratio", "kl_tau", "loss_aggregation") if getattr(self, name) is None]
         for name in unset:
             # Bypass __setattr__, which would mark the field as set and keep its value when the type changes.
             self.__dict__[name] = getattr(PRESETS[self.type], BOUND_OPTIONS.get(name, name))
@@ -694,7 +699,7 @@ class TrainConfig(TrainerConfig):
     """EMA decay: maintain a moving average of the weights and publish it as average/step_N; set by rl when the teacher
     weights are "ema"."""
 
-    record_logprobs: int | None = Field(default=None, ge=1)
+    logprob_dump_interval: int | None = Field(default=None, ge=1)
     """Interval, in steps, of writing per-token trainer log-probs to trainer_logprobs.jsonl for `monitor`."""
 
     @model_validator(mode="after")

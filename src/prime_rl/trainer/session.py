@@ -415,7 +415,7 @@ def format_step(step: int, metrics: Mapping[str, float]) -> str:
     shown = {
         "Loss": "loss/mean",
         "Teacher KL": "teacher_kl/mean",
-        "Anchor KL": "anchor_kl/mean",
+        "Reference KL": "reference_kl/mean",
         "Entropy": "entropy/mean",
         "Mismatch KL": "mismatch_kl/mean",
     }

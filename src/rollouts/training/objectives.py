@@ -8,9 +8,9 @@ from typing import Literal
 Baseline = Literal["mean", "leave_one_out", "length_weighted", "none"]
 Deviation = Literal["none", "group", "batch"]
 Ratio = Literal["none", "token", "geometric", "arithmetic", "product"]
-Normalizer = Literal["tokens", "sequences", "sums", "constant"]
+LossAggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"]
 KLEstimator = Literal["k1", "k2", "k3"]
-Estimator = Literal["token", "togo", "sequence", "topk+tail", "full"]
+Estimator = Literal["token", "reward_to_go", "sequence", "topk+tail", "full"]
 Direction = Literal["reverse", "forward", "jsd"]
 
 MAX_LOG_RATIO = 20.0
@@ -39,11 +39,11 @@ class AdvantageChoice:
 class DistillChoice:
     """Estimator of the teacher's term of an objective; `rl_losses.distill` has the formulas.
 
-    token      log-probs of the sampled token, in its advantage
-    togo       log-probs of the sampled token and all later ones (reward-to-go), minus the group's mean
-    sequence   log-probs of the whole response, in the advantage of each token, minus the group's mean
-    topk+tail  the teacher's top-k tokens and the sum of all others, in the loss
-    full       the whole vocabulary, in the loss
+    token         log-probs of the sampled token, in its advantage
+    reward_to_go  log-probs of the sampled token and all later ones, minus the group's mean
+    sequence      log-probs of the whole response, in the advantage of each token, minus the group's mean
+    topk+tail     the teacher's top-k tokens and the sum of all others, in the loss
+    full          the whole vocabulary, in the loss
 
     `direction` is the divergence that the last two minimize (the others: reverse KL only); `jsd_beta` is the teacher's
     share in the mixture of jsd. `clip` bounds the difference between teacher and student log-prob of a sampled token.
@@ -94,16 +94,16 @@ class Objective:
         A'   the advantage mix, see `policy.mix_advantages`
         loss = -sg(min(clip(w), ratio_cap)) A' l        when `detached`
              = max(-w A', -clip(w) A'), at most -dual_clip A' where A' < 0        otherwise
-             + kl_tau (l - inference)^2 + ref_kl_tau KL(policy || reference) - entropy_tau H
+             + kl_tau (l - inference)^2 + kl_coef KL(policy || reference) - entropy_coef H
              + the teacher's term, if `distill` compares distributions
 
     clip(w) is in [1 - clip_low, 1 + clip_high]. The masks drop a token if its own ratio (token_mask), the geometric
-    mean of its sequence's ratios (geo_mask) or any ratio of its sequence (sequence_mask) is out of bounds; `prob_bound`
-    d drops it if sign(A') (p_trainer - p_inference) > d. None: no bound. log w and the log-ratio of k3 are bounded by
-    `MAX_LOG_RATIO`; beyond it w is constant and has no gradient.
+    mean of its sequence's ratios (seq_ratio_mask) or any ratio of its sequence (sequence_mask) is out of bounds;
+    `max_prob_diff` d drops it if sign(A') (p_trainer - p_inference) > d. None: no bound. log w and the log-ratio of k3
+    are bounded by `MAX_LOG_RATIO`; beyond it w is constant and has no gradient.
 
-    `normaliser` aggregates token losses: mean over tokens ("tokens"), or mean over sequences of their means
-    ("sequences"), sums ("sums"), or sums / `max_tokens` ("constant").
+    `loss_aggregation` averages token losses over tokens (token-mean), or over sequences their means
+    (seq-mean-token-mean), sums (seq-mean-token-sum) or sums / `max_tokens` (constant).
     """
 
     name: str
@@ -113,22 +113,22 @@ class Objective:
     clip_low: float | None = None
     clip_high: float | None = None
     dual_clip: float | None = None
-    prob_bound: float | None = None
+    max_prob_diff: float | None = None
     token_mask_low: float | None = None
     token_mask_high: float | None = None
-    geo_mask_low: float | None = None
-    geo_mask_high: float | None = None
+    seq_ratio_mask_low: float | None = None
+    seq_ratio_mask_high: float | None = None
     sequence_mask_low: float | None = None
     sequence_mask_high: float | None = None
     adv_tau: float = 1.0
     teacher_tau: float = 0.0
     student_tau: float = 0.0
-    sampler_tau: float = 0.0
+    inference_kl_coef: float = 0.0
     kl_tau: float = 0.0
-    ref_kl_tau: float = 0.0
-    ref_kl_estimator: KLEstimator = "k3"
-    entropy_tau: float = 0.0
-    normaliser: Normalizer = "tokens"
+    kl_coef: float = 0.0
+    kl_estimator: KLEstimator = "k3"
+    entropy_coef: float = 0.0
+    loss_aggregation: LossAggregation = "token-mean"
     max_tokens: int | None = None
     advantage: AdvantageChoice = AdvantageChoice()
     distill: DistillChoice = DistillChoice()
@@ -136,15 +136,15 @@ class Objective:
     @property
     def unit(self) -> Literal["token", "sequence"]:
         """The unit that the loss averages over."""
-        return "token" if self.normaliser == "tokens" else "sequence"
+        return "token" if self.loss_aggregation == "token-mean" else "sequence"
 
     @property
     def bounds(self) -> frozenset[str]:
         """Names of the trust-region options that apply to this objective; masks always do."""
         if self.name in ("reinforce", "custom"):
             return frozenset()
-        if self.prob_bound is not None:
-            return frozenset({"prob_bound"})
+        if self.max_prob_diff is not None:
+            return frozenset({"max_prob_diff"})
         if not self.detached:
             return frozenset({"clip_low", "clip_high", "dual_clip"})
         return frozenset({"clip_low", "clip_high"} if self.ratio_cap is None else {"ratio_cap"})
@@ -158,7 +158,14 @@ PRESETS: dict[str, Objective] = {
         # LlamaRL, 2505.24034, equation 6
         Objective("aipo", ratio_cap=8.0),
         # DeepSeekMath, 2402.03300, equation 3
-        Objective("grpo", detached=False, clip_low=0.2, clip_high=0.2, normaliser="sequences", advantage=_WHITENED),
+        Objective(
+            "grpo",
+            detached=False,
+            clip_low=0.2,
+            clip_high=0.2,
+            loss_aggregation="seq-mean-token-mean",
+            advantage=_WHITENED,
+        ),
         # 2507.18071, equations 5 to 7
         Objective(
             "gspo",
@@ -166,13 +173,15 @@ PRESETS: dict[str, Objective] = {
             detached=False,
             clip_low=3e-4,
             clip_high=4e-4,
-            normaliser="sequences",
+            loss_aggregation="seq-mean-token-mean",
             advantage=_WHITENED,
         ),
         # 2505.23585, equation 11
         Objective("opo", ratio_cap=8.0, advantage=AdvantageChoice("length_weighted")),
         # 2402.14740, equation 9
-        Objective("rloo", ratio_cap=8.0, normaliser="sums", advantage=AdvantageChoice("leave_one_out")),
+        Objective(
+            "rloo", ratio_cap=8.0, loss_aggregation="seq-mean-token-sum", advantage=AdvantageChoice("leave_one_out")
+        ),
         # MiniMax-M1, 2506.13585, equations 4 and 5
         Objective("cispo", clip_low=1.0, clip_high=0.28, advantage=_WHITENED),
         # 1707.06347, equation 7, with the dual clip of 1912.09729, equation 5
@@ -186,11 +195,11 @@ PRESETS: dict[str, Objective] = {
             advantage=AdvantageChoice(std="group", drop_equal=True, overlong=True),
         ),
         # 2503.20783, section 3.2
-        Objective("dr_grpo", detached=False, clip_low=0.2, clip_high=0.2, normaliser="constant"),
+        Objective("dr_grpo", detached=False, clip_low=0.2, clip_high=0.2, loss_aggregation="constant"),
         # Williams 1992
         Objective("reinforce", ratio="none", advantage=AdvantageChoice("none")),
         # 2602.04879 (binary total variation), with a squared log-ratio beside it
-        Objective("dppo", detached=False, prob_bound=0.2, kl_tau=1e-3),
+        Objective("dppo", detached=False, max_prob_diff=0.2, kl_tau=1e-3),
         # a user-defined loss function
         Objective("custom", ratio="none"),
     )

@@ -147,8 +147,8 @@ def test_mistakes_are_reported_with_a_fix(argv: list[str], said: str) -> None:
 def test_objectives_are_rows_with_options_over_them() -> None:
     assert parse().objective.name == "reinforce" and parse().objective.advantage.baseline == "mean"
     assert parse("--async_level=1").objective.name == "aipo"
-    changed = parse("--objective=grpo", "--clip=0.1", "--baseline=leave_one_out", "--ref_kl_tau=0.01").objective
-    assert (changed.clip_low, changed.clip_high, changed.ref_kl_tau) == (0.1, 0.1, 0.01)
+    changed = parse("--objective=grpo", "--clip=0.1", "--baseline=leave_one_out", "--kl_coef=0.01").objective
+    assert (changed.clip_low, changed.clip_high, changed.kl_coef) == (0.1, 0.1, 0.01)
     assert changed.advantage.baseline == "leave_one_out" and changed.advantage.std == "group"
     assert parse("--objective=grpo", "--no-advantage-std").objective.advantage.std == "none"
     assert parse("--objective=dr_grpo", "--max_new_tokens=9").objective.max_tokens == 9

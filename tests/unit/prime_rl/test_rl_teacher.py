@@ -135,7 +135,7 @@ def test_a_live_teacher_is_the_student() -> None:
     assert teacher.model.name == "tiny-qwen3" and teacher.client.base_url == config.orchestrator.client.base_url
 
 
-ANCHORED = ("--orchestrator.env", '[{"id": "a"}, {"id": "b", "teacher": "anchor"}]')
+ANCHORED = ("--orchestrator.env", '[{"id": "a"}, {"id": "b", "teacher": "reference"}]')
 
 
 def test_ema_teacher_has_its_own_server_and_trainer_average() -> None:
@@ -159,9 +159,9 @@ def test_anchors_need_the_weights_before_training(weights: str) -> None:
     config = parse(*argv, *LORA)
     assert config.orchestrator.teacher_model is not None
     teacher = build_teacher(config.orchestrator)
-    assert teacher is not None and (teacher.scorer.model, teacher.anchor.model) == ("tiny-qwen3", "base")
+    assert teacher is not None and (teacher.scorer.model, teacher.reference.model) == ("tiny-qwen3", "base")
     frozen = build_teacher(parse(*CONTEXT, *ANCHORED).orchestrator)
-    assert frozen is not None and frozen.anchor is frozen.scorer
+    assert frozen is not None and frozen.reference is frozen.scorer
 
 
 def test_an_external_teacher() -> None:
@@ -172,7 +172,8 @@ def test_an_external_teacher() -> None:
 
 
 @pytest.mark.parametrize(
-    ("estimator", "wanted"), [("auto", 8), ("token", 0), ("togo", 0), ("sequence", 0), ("topk+tail", 8), ("full", -1)]
+    ("estimator", "wanted"),
+    [("auto", 8), ("token", 0), ("reward_to_go", 0), ("sequence", 0), ("topk+tail", 8), ("full", -1)],
 )
 def test_teacher_top_logprobs_follow_the_estimator(estimator: str, wanted: int) -> None:
     config = parse(*CONTEXT, "--trainer.loss.distill.estimator", estimator)

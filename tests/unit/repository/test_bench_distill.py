@@ -69,7 +69,7 @@ ROWS = {f"{row.table}: {row.name}": row for row in bench.build_rows()}
         "estimators: topk+tail, k 4",
         "estimators: SFT on the teacher's answers",
         "estimators: modes: sequence",
-        "retention: live, anchor 1",
+        "retention: live, reference 1",
         "retention: ema .95",
         "taus: token 1, 0",
         "coverage: full jsd, 300 steps",

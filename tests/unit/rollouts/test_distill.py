@@ -28,12 +28,18 @@ from rollouts.training.rl_losses import (
 from rollouts.training.types import Sample
 
 VOCAB, LENGTH = 3, 2
-SAMPLED = ("token", "togo", "sequence")
+SAMPLED = ("token", "reward_to_go", "sequence")
 
 
 def objective(estimator: str = "token", direction: str = "reverse", **choices: Any) -> Objective:
     """REINFORCE with the taus 0/1/1 unless told otherwise, summed over tokens and divided by sequences."""
-    taus = {"adv_tau": 0.0, "teacher_tau": 1.0, "student_tau": 1.0, "normaliser": "sums", "ratio": "none"}
+    taus = {
+        "adv_tau": 0.0,
+        "teacher_tau": 1.0,
+        "student_tau": 1.0,
+        "loss_aggregation": "seq-mean-token-sum",
+        "ratio": "none",
+    }
     distill = DistillChoice(estimator, direction)  # type: ignore[arg-type]
     return replace(PRESETS["reinforce"], **{"distill": distill, **taus, **choices})
 
@@ -80,7 +86,7 @@ def test_taus_weigh_the_two_halves() -> None:
     found = compute_divergence(student, teacher, "reverse", 0.7, 0.2)
     assert torch.allclose(found, (p * (0.2 * student - 0.7 * teacher)).sum(-1), atol=1e-12)
     target = torch.log_softmax(3.5 * teacher, -1)
-    constant = -0.2 * torch.logsumexp(3.5 * teacher, -1)  # what the target's normaliser adds moves no gradient
+    constant = -0.2 * torch.logsumexp(3.5 * teacher, -1)  # what the target's normalizer adds moves no gradient
     assert torch.allclose(found, 0.2 * compute_divergence(student, target) + constant, atol=1e-12)
     forward = compute_divergence(student, teacher, "forward", 0.7, 0.2)
     assert torch.allclose(forward, 0.2 * compute_divergence(student, target, "forward"), atol=1e-12)
@@ -235,7 +241,7 @@ REWARDS = {pair: float(pair == (2, 1)) - 0.5 * pair[0] for pair in itertools.pro
 
 
 @pytest.mark.parametrize("taus", [(0.0, 1.0, 1.0), (1.0, 0.4, 0.4), (0.5, 1.0, 0.5), (1.0, 0.0, 0.3)])
-@pytest.mark.parametrize("estimator", ["togo", "sequence"])
+@pytest.mark.parametrize("estimator", ["reward_to_go", "sequence"])
 def test_credit_has_the_gradient_of_the_whole_objective(estimator: str, taus: tuple[float, ...]) -> None:
     named = dict(zip(("adv_tau", "teacher_tau", "student_tau"), taus, strict=True))
     found, exact = expected_gradient(estimator, named, REWARDS), exact_gradient(named, REWARDS)
@@ -281,7 +287,7 @@ def test_the_term_stands_beside_the_policy_term() -> None:
 def test_missing_distributions_raise_a_clear_error() -> None:
     student = torch.log_softmax(drawn(2, 3), -1).requires_grad_()
     inputs = make_inputs(student, student.detach(), table=False)
-    with pytest.raises(ValueError, match="estimator token, togo or sequence"):
+    with pytest.raises(ValueError, match="estimator token, reward_to_go or sequence"):
         policy_loss(inputs, objective("topk+tail"))
     # taus without a teacher are what they are with one: an entropy bonus of the sampled token
     alone = replace(inputs, teacher_logprobs=None)
@@ -321,13 +327,13 @@ def credit(samples: list[Sample], estimator: str, **taus: float) -> list[list[fl
 def test_credit_by_hand() -> None:
     samples = [has_teacher([-1.0, -2.0, -4.0]), has_teacher([-3.0]), has_teacher([-8.0], group=1)]
     assert credit(samples, "sequence") == [[0, 2 - 7 + 3, -2, -2], [0, 2 - 3 + 7], [0, 2 - 8]]
-    assert credit(samples, "togo") == [[0, 2 - 7 + 3, 2 - 6, 2 - 4], [0, 2 - 3 + 7], [0, 2 - 8]]
+    assert credit(samples, "reward_to_go") == [[0, 2 - 7 + 3, 2 - 6, 2 - 4], [0, 2 - 3 + 7], [0, 2 - 8]]
     assert credit(samples, "token") == [s.advantages for s in samples]
     assert [s.advantages for s in samples] == [[0, 1, 1, 1], [0, 1], [0, 1]]  # untouched
 
 
 def test_a_clip_bounds_the_distance_of_teacher_and_student() -> None:
-    clipped = objective("togo", distill=DistillChoice("togo", clip=3.0), adv_tau=0.0)
+    clipped = objective("reward_to_go", distill=DistillChoice("reward_to_go", clip=3.0), adv_tau=0.0)
     samples = [has_teacher([-1.0, -9.0]), has_teacher([0.0, 0.0])]
     assert [s.advantages for s in compute_sequence_kl_advantages(samples, clipped)] == [[0, -4, -3], [0, 4, 3]]
     student = torch.tensor([[-1.0, -0.5], [-1.0, -0.5]], dtype=torch.float64).requires_grad_()
@@ -343,7 +349,7 @@ def test_environment_tokens_get_no_credit() -> None:
     """The teacher's log-probs of a tool's answer change nothing, whatever they are."""
     model = has_teacher([-1.0, -50.0, -2.0], loss_mask=[0.0, 1.0, 0.0, 1.0])
     other = has_teacher([-1.0, -0.1, -2.0], loss_mask=[0.0, 1.0, 0.0, 1.0])
-    for estimator in ("togo", "sequence"):
+    for estimator in ("reward_to_go", "sequence"):
         assert credit([model, other], estimator) == [[0, 2, 2, 2], [0, 2, 2, 2]]
 
 
@@ -361,12 +367,12 @@ def test_credit_without_a_teacher_and_without_a_group() -> None:
     samples = [has_teacher([-1.0]), has_teacher([-2.0], teacher_logprobs=None)]
     assert credit(samples, "sequence") == [[0, 2 - 1], [0, 2]]
     with pytest.raises(ValueError, match="there is none"):
-        credit([Sample(prompt="", tokens=[0])], "togo")
+        credit([Sample(prompt="", tokens=[0])], "reward_to_go")
 
 
 @given(st.lists(st.lists(st.floats(-9, 0), min_size=1, max_size=4), min_size=2, max_size=5))
 def test_credit_of_a_group_sums_to_nothing_at_the_first_token(rows: list[list[float]]) -> None:
-    for estimator in ("togo", "sequence"):
+    for estimator in ("reward_to_go", "sequence"):
         first = [row[1] for row in credit([has_teacher(row) for row in rows], estimator, adv_tau=0.0)]
         assert sum(first) == pytest.approx(0, abs=1e-9)
 

@@ -218,7 +218,7 @@ def test_losses_are_independent_of_padding_and_packing(seed: int, num: int, widt
 
     rows = {
         "ppo": Objective("ppo", detached=False, clip_low=0.2, clip_high=0.2),
-        "grpo": Objective("grpo", ratio="none", normaliser="sequences"),
+        "grpo": Objective("grpo", ratio="none", loss_aggregation="seq-mean-token-mean"),
     }
     for name, objective in rows.items():
         value, expected = gradient(padded(name, 1))

@@ -50,9 +50,9 @@ def expected(name: str, d: float, advantage: float) -> tuple[float, float]:
     if row.detached:
         weight = min(ratio, row.ratio_cap or 1 + (row.clip_high or 0))
         return -weight * advantage * logprob, -weight * advantage
-    if row.prob_bound is not None:
+    if row.max_prob_diff is not None:
         moved = math.exp(logprob) - math.exp(inference)
-        is_far = moved > row.prob_bound if advantage > 0 else moved < -row.prob_bound
+        is_far = moved > row.max_prob_diff if advantage > 0 else moved < -row.max_prob_diff
         kept = 0.0 if is_far else -ratio * advantage
         return kept + row.kl_tau * d * d, kept * slope + 2 * row.kl_tau * d
     assert row.clip_low is not None and row.clip_high is not None
@@ -76,7 +76,7 @@ def test_every_preset_at_extreme_log_ratios(name: str, advantage: float) -> None
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("options", [{}, {"ratio_cap": None}, {"ref_kl_tau": 0.1, "sampler_tau": 0.1}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"ratio_cap": None}, {"kl_coef": 0.1, "inference_kl_coef": 0.1}], ids=str)
 def test_extreme_tokens_leave_the_others_alone(name: str, options: dict[str, Any]) -> None:
     ratios, advantages = [0.1, -0.2, 0.05], [1.0, -1.0, 0.5]
     objective = replace(preset(name), **options)
@@ -85,7 +85,7 @@ def test_extreme_tokens_leave_the_others_alone(name: str, options: dict[str, Any
         inputs = tokens(log_ratios, advantages)
         inputs = replace(inputs, teacher_logprobs=torch.full((len(log_ratios),), -2.0))
         # The count is left out of the sum, so a token's gradient does not depend on how many there are.
-        return run(inputs, replace(objective, normaliser="sums"))[1]
+        return run(inputs, replace(objective, loss_aggregation="seq-mean-token-sum"))[1]
 
     extreme = [d for d in (21.0, -21.0, 100.0, -100.0, 1e4, -1e4, math.inf) for _ in range(3)]
     together = gradient(ratios + extreme, advantages + [-1.0, 0.0, 1.0] * 7)
@@ -165,7 +165,7 @@ def test_inside_the_bound_nothing_changes(name: str, monkeypatch: pytest.MonkeyP
         torch.arange(999) // 9,
         teacher_logprobs=inference + 1.0,
     )
-    objective = replace(preset(name), ref_kl_tau=0.1)
+    objective = replace(preset(name), kl_coef=0.1)
     bounded = run(inputs, objective)
     for module in (kl_module, trust_region_module):
         monkeypatch.setattr(module, "MAX_LOG_RATIO", math.inf)
@@ -184,7 +184,7 @@ def test_bounded_tokens_are_counted() -> None:
     assert run(tokens(ratios, advantages), dropped)[2]["loss/bounded_ratio"] == 0
     # k3 to a reference: exp(reference - policy) is what grows
     reference = replace(tokens([0.0, 0.0], [1.0, 1.0]), teacher_logprobs=torch.tensor([-1.0, 30.0]))
-    assert run(reference, replace(preset("grpo"), ref_kl_tau=0.1))[2]["loss/bounded_ratio"] == 0.5
+    assert run(reference, replace(preset("grpo"), kl_coef=0.1))[2]["loss/bounded_ratio"] == 0.5
 
 
 @pytest.mark.parametrize("old", [-200.0, -math.inf])

@@ -45,7 +45,7 @@ def objective_of(case: str) -> Objective:
     """The preset that a case's name begins with, with the choices of the case."""
     name = max((n for n in PRESETS if case == n or case.startswith(f"{n}_")), key=len)
     row = replace(PRESETS[name], **maker().CASES[case])
-    return replace(row, max_tokens=maker().MAX_TOKENS) if row.normaliser == "constant" else row
+    return replace(row, max_tokens=maker().MAX_TOKENS) if row.loss_aggregation == "constant" else row
 
 
 def ours(case: str, streams: dict[str, Tensor]) -> tuple[float, Tensor]:

@@ -57,7 +57,7 @@ def test_aipo_closed_form_and_gradient() -> None:
     assert output.count.item() == 3
     assert gradient(inputs, AIPO) == pytest.approx([-w for w in weights], abs=1e-12)
     summary = output.stats.summary()
-    assert summary["is_capped/mean"] == pytest.approx(1 / 3)
+    assert summary["is_ratio_capped/mean"] == pytest.approx(1 / 3)
     assert summary["importance_ratio/max"] == pytest.approx(20)
     expected_kl = [r - math.log(r) - 1 for r in (2, 0.25, 20)]
     assert summary["mismatch_kl/mean"] == pytest.approx(sum(expected_kl) / 3)
@@ -92,8 +92,8 @@ def test_a_teacher_weight_without_a_teacher_is_refused() -> None:
     [
         ("token_mask_low", 0.5, [0, 1, 0, 0]),
         ("token_mask_high", 3.0, [0, 0, 0, 1]),
-        ("geo_mask_low", 0.8, [1, 1, 0, 0]),  # sqrt(2 * 1/8) = .5 and sqrt(1 * 4) = 2
-        ("geo_mask_high", 1.5, [0, 0, 1, 1]),
+        ("seq_ratio_mask_low", 0.8, [1, 1, 0, 0]),  # sqrt(2 * 1/8) = .5 and sqrt(1 * 4) = 2
+        ("seq_ratio_mask_high", 1.5, [0, 0, 1, 1]),
         ("sequence_mask_low", 0.5, [1, 1, 0, 0]),
         ("sequence_mask_high", 3.0, [0, 0, 1, 1]),
     ],
@@ -112,7 +112,10 @@ def test_each_mask_drops_what_it_says(bound: str, value: float, dropped: list[in
 
 @pytest.mark.parametrize(
     ("outside", "bounds"),
-    [(-9.0, {"sequence_mask_high": 2.0, "geo_mask_high": 2.0}), (9.0, {"sequence_mask_low": 0.5, "geo_mask_low": 0.5})],
+    [
+        (-9.0, {"sequence_mask_high": 2.0, "seq_ratio_mask_high": 2.0}),
+        (9.0, {"sequence_mask_low": 0.5, "seq_ratio_mask_low": 0.5}),
+    ],
 )
 def test_masked_tokens_do_not_enter_sequence_statistics(outside: float, bounds: dict[str, float]) -> None:
     # the first token would pull the sequence over both bounds, but it carries no loss

@@ -18,14 +18,14 @@ from prime_rl.trainer.rl.loss import build_loss, build_objective
 from rollouts.training.objectives import PRESETS, Objective
 from rollouts.training.rl_losses import LossInputs, PolicyLoss, policy_loss
 
-LIMIT = 7  # max_tokens of the constant normaliser
+LIMIT = 7  # max_tokens of loss_aggregation "constant"
 NAMES = [name for name in PRESETS if name != "custom"]
 Row = list[float]
 
 
 def preset(name: str) -> Objective:
     row = PRESETS[name]
-    return replace(row, max_tokens=LIMIT) if row.normaliser == "constant" else row
+    return replace(row, max_tokens=LIMIT) if row.loss_aggregation == "constant" else row
 
 
 # --- the formulas, one function each, of one sequence: l is what is differentiated, l0 the same held fixed ------------
@@ -158,7 +158,7 @@ def test_the_batches_reach_every_bound() -> None:
     for name in NAMES:
         row = preset(name)
         batches = [pack(*draw(seed, [5, 1, 3, 7], spread_of(name))) for seed in range(4)]
-        for choice in ("ratio_cap", "clip_low", "clip_high", "dual_clip", "prob_bound"):
+        for choice in ("ratio_cap", "clip_low", "clip_high", "dual_clip", "max_prob_diff"):
             bound = getattr(row, choice)
             if bound is None or (choice == "clip_low" and bound >= 1):  # a ratio is never below 0
                 continue
@@ -185,8 +185,15 @@ batches = {"seed": st.integers(0, 10**6), "lengths": st.lists(st.integers(1, 6),
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"token_mask_low": 0.5, "token_mask_high": 2.0},
-    {"geo_mask_low": 0.8, "sequence_mask_high": 2.5},
-    {"kl_tau": 0.1, "sampler_tau": 0.2, "entropy_tau": 0.1, "ref_kl_tau": 0.3, "teacher_tau": 0.5, "student_tau": 0.2},
+    {"seq_ratio_mask_low": 0.8, "sequence_mask_high": 2.5},
+    {
+        "kl_tau": 0.1,
+        "inference_kl_coef": 0.2,
+        "entropy_coef": 0.1,
+        "kl_coef": 0.3,
+        "teacher_tau": 0.5,
+        "student_tau": 0.2,
+    },
 ]
 
 
@@ -280,7 +287,7 @@ def test_micro_batches_add_up_to_the_whole(
 def test_on_policy_every_family_is_reinforce(seed: int, lengths: list[int], name: str) -> None:
     """Invariant 20: where the trainer is the sampler every ratio is 1, no bound binds, and the gradient is -A."""
     _, li, a = draw(seed, lengths)
-    objective = replace(preset(name), normaliser="tokens", max_tokens=None)
+    objective = replace(preset(name), loss_aggregation="token-mean", max_tokens=None)
     _, gradient = value_and_gradient(pack(li, li, a), objective)
     _, expected = value_and_gradient(pack(li, li, a), PRESETS["reinforce"])
     assert torch.allclose(gradient, expected, atol=1e-12)
@@ -309,17 +316,17 @@ def test_extra_terms() -> None:
     ref = [l - t for l, t in zip([-1.0, -2.0], inputs.teacher_logprobs.tolist(), strict=True)]
     expected = {
         "kl_tau": mean([0.7 * g * g for g in gap]),
-        "ref_kl_tau": mean([0.7 * (math.exp(-g) - 1 + g) for g in ref]),
-        "entropy_tau": -0.7 * mean(inputs.entropy.tolist()),
-        "sampler_tau": mean([0.7 * math.exp(g) * g * l for g, l in zip(gap, [-1.0, -2.0], strict=True)]),
+        "kl_coef": mean([0.7 * (math.exp(-g) - 1 + g) for g in ref]),
+        "entropy_coef": -0.7 * mean(inputs.entropy.tolist()),
+        "inference_kl_coef": mean([0.7 * math.exp(g) * g * l for g, l in zip(gap, [-1.0, -2.0], strict=True)]),
     }
     for option, value in expected.items():
         output = policy_loss(inputs, vary("aipo", {option: 0.7}))
         assert (output.loss_sum / output.count).item() == pytest.approx(value, abs=1e-12), option
-    with pytest.raises(ValueError, match=r"ref_kl_tau is 0\.7 but"):
-        policy_loss(replace(inputs, teacher_logprobs=None), vary("aipo", {"ref_kl_tau": 0.7}))
-    with pytest.raises(ValueError, match=r"entropy_tau is 0\.7 but"):
-        policy_loss(replace(inputs, entropy=None), vary("aipo", {"entropy_tau": 0.7}))
+    with pytest.raises(ValueError, match=r"kl_coef is 0\.7 but"):
+        policy_loss(replace(inputs, teacher_logprobs=None), vary("aipo", {"kl_coef": 0.7}))
+    with pytest.raises(ValueError, match=r"entropy_coef is 0\.7 but"):
+        policy_loss(replace(inputs, entropy=None), vary("aipo", {"entropy_coef": 0.7}))
 
 
 # --- from a config ----------------------------------------------------------------------------------------------------
@@ -333,14 +340,16 @@ def test_a_config_that_names_a_preset_is_the_preset(name: str) -> None:
 
 
 def test_options_and_what_switches_them_off() -> None:
-    objective = build_objective(LossConfig(type="ppo", clip_high=None, dual_clip=5.0, normaliser="sequences"), LIMIT)
+    objective = build_objective(
+        LossConfig(type="ppo", clip_high=None, dual_clip=5.0, loss_aggregation="seq-mean-token-mean"), LIMIT
+    )
     assert (objective.clip_low, objective.clip_high, objective.dual_clip) == (0.2, None, 5.0)
-    assert objective.normaliser == "sequences" and objective.max_tokens is None
+    assert objective.loss_aggregation == "seq-mean-token-mean" and objective.max_tokens is None
     assert build_objective(LossConfig(delta=None), LIMIT).ratio_cap is None
     assert build_objective(LossConfig(ratio="geometric"), LIMIT).ratio == "geometric"
     assert build_objective(LossConfig(type="dr_grpo", max_tokens=99), LIMIT).max_tokens == 99
     for name, row in PRESETS.items():
-        for option in ("delta", "clip_low", "clip_high", "dual_clip", "prob_bound"):
+        for option in ("delta", "clip_low", "clip_high", "dual_clip", "max_prob_diff"):
             if {"delta": "ratio_cap"}.get(option, option) not in row.bounds:
                 with pytest.raises(ValueError, match=f"{option} has no effect with type {name}"):
                     more = {"import_path": "math:exp"} if name == "custom" else {}

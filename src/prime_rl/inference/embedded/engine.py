@@ -83,10 +83,10 @@ class EmbeddedEngine(InProcessEngineMixin):
         decode: Decode | None = None,
         max_model_len: int | None = None,
         max_running: int = 256,
-        max_prefill_tokens: int = 2048,
+        max_num_batched_tokens: int = 2048,
         max_cache_tokens: int | None = None,
-        max_kept_tokens: int | None = None,
-        share_prefixes: bool = True,
+        max_prefix_cache_tokens: int | None = None,
+        enable_prefix_caching: bool = True,
         exact: bool = True,
         layers_kept: int | None = None,
         recorder: GraphCapturer | None = None,
@@ -110,8 +110,12 @@ class EmbeddedEngine(InProcessEngineMixin):
         if recorder is not None and self._runner.is_static:
             assert not exact, "CUDA graphs may differ in the last bits"
             self._graphs = GraphDecoder(self._runner, self._cache, recorder, self.max_model_len + 1)
-        self._prefixes = PrefixIndex(self.max_cache_tokens // 4 if max_kept_tokens is None else max_kept_tokens)
-        self._scheduler = Scheduler(max_running, max_prefill_tokens, self._cache, self._prefixes, share_prefixes)
+        self._prefixes = PrefixIndex(
+            self.max_cache_tokens // 4 if max_prefix_cache_tokens is None else max_prefix_cache_tokens
+        )
+        self._scheduler = Scheduler(
+            max_running, max_num_batched_tokens, self._cache, self._prefixes, enable_prefix_caching
+        )
         self._sequences: dict[GenerationRequest, Sequence] = {}
         self._adapters = Adapters(model)
         self._batch: DecodeBatch | None = None
@@ -254,7 +258,7 @@ class EmbeddedEngine(InProcessEngineMixin):
             preempted=scheduler.num_preempted,
             cached_tokens=sum(seq.num_cached for seq in scheduler.running) + self._prefixes.num_kept_tokens,
             kept_tokens=self._prefixes.num_kept_tokens,
-            cache_size=self.max_cache_tokens + self._prefixes.max_kept_tokens,
+            cache_size=self.max_cache_tokens + self._prefixes.max_prefix_cache_tokens,
             **self._counts,
         )
 

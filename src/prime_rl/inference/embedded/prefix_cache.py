@@ -37,8 +37,8 @@ class CachedPrefix:
 class PrefixIndex:
     """Finds the owner with the longest common prefix within a family (adapter)."""
 
-    def __init__(self, max_kept_tokens: int) -> None:
-        self.max_kept_tokens = max_kept_tokens
+    def __init__(self, max_prefix_cache_tokens: int) -> None:
+        self.max_prefix_cache_tokens = max_prefix_cache_tokens
         self.num_kept_tokens = 0
         self._owners: dict[Hashable, dict[PrefixOwner, None]] = {}
         self._keys: dict[PrefixOwner, list[Hashable]] = {}
@@ -79,7 +79,7 @@ class PrefixIndex:
         self._cached[prefix] = None
         self.num_kept_tokens += prefix.num_cached
         self.register(prefix, prefix.num_cached, prefix.family)
-        self.shrink(self.max_kept_tokens)
+        self.shrink(self.max_prefix_cache_tokens)
 
     def shrink(self, num_tokens: int) -> None:
         """Evict the oldest entries down to `num_tokens`."""

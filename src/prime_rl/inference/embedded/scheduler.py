@@ -78,10 +78,10 @@ class Scheduler:
     """Slots, queue and prefill order."""
 
     max_running: int
-    max_prefill_tokens: int
+    max_num_batched_tokens: int
     cache: KVCache
     prefixes: PrefixIndex
-    share_prefixes: bool = True
+    enable_prefix_caching: bool = True
     waiting: deque[Sequence] = field(default_factory=deque)
     running: list[Sequence] = field(default_factory=list)
     num_shared: int = 0
@@ -122,10 +122,10 @@ class Scheduler:
             if not self._share_prefix(seq):
                 continue
             left = len(seq.tokens) - seq.num_cached
-            length = min(left, self.max_prefill_tokens, max(64, MAX_SCORES // padded(seq.num_cached + left)))
+            length = min(left, self.max_num_batched_tokens, max(64, MAX_SCORES // padded(seq.num_cached + left)))
             new_rows, new_keys = max(rows, length), max(keys, padded(seq.num_cached + length))
             num_rows = (len(chosen) + 1) * new_rows
-            if chosen and (num_rows > self.max_prefill_tokens or num_rows * new_keys > MAX_SCORES):
+            if chosen and (num_rows > self.max_num_batched_tokens or num_rows * new_keys > MAX_SCORES):
                 break
             rows, keys = new_rows, new_keys
             chosen.append((seq, Chunk(seq.slot, seq.num_cached, length)))
@@ -147,9 +147,9 @@ class Scheduler:
             return
         if (
             keep
-            and self.share_prefixes
+            and self.enable_prefix_caching
             and seq.num_cached >= STRIDE
-            and self.prefixes.max_kept_tokens >= seq.num_cached
+            and self.prefixes.max_prefix_cache_tokens >= seq.num_cached
         ):
             kv = self.cache.read(seq.slot, seq.num_cached)
             self.prefixes.insert(CachedPrefix(seq.tokens, seq.num_cached, seq.family, kv))
@@ -189,7 +189,7 @@ class Scheduler:
     def count_shared(self, rows: int) -> NDArray[np.int64]:
         """For every running sequence, the number of full key columns it shares with the previous slot."""
         shared = np.zeros(rows, dtype=np.int64)
-        if self.share_prefixes:
+        if self.enable_prefix_caching:
             for before, seq in itertools.pairwise(self.running):
                 if before.family == seq.family and before.epoch == seq.epoch:
                     limit = min(before.num_cached, seq.num_cached) // BLOCK
@@ -211,7 +211,7 @@ class Scheduler:
 
         The last token is always computed, for its logits.
         """
-        if seq.is_registered or not self.share_prefixes:
+        if seq.is_registered or not self.enable_prefix_caching:
             return True
         if seq.num_cached == 0:
             owner, shared = self.prefixes.find(seq.tokens, seq.family)

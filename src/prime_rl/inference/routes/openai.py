@@ -193,7 +193,7 @@ async def handle_http_error(request: Request, error: Exception) -> Response:
 def check_weights(awaited: bool) -> None:
     """HTTP 503 until the awaited weights are loaded."""
     if awaited:
-        raise ApiError("waiting for weights (server.await_weights)", 503, retry_after_s=RETRY_AFTER_S)
+        raise ApiError("waiting for weights (server.wait_for_weights)", 503, retry_after_s=RETRY_AFTER_S)
 
 
 def parse_generation_request(

@@ -45,7 +45,7 @@ def serve_vllm(config: InferenceConfig) -> int:
 def build_argv(config: InferenceConfig, model_dir: Path, *, on_gpu: bool | None = None) -> list[str]:
     """Build the command line of vLLM's server. Options in `inference.vllm` take precedence."""
     on_gpu = bool(find_gpus()) if on_gpu is None else on_gpu
-    model, parallel, chunk = config.model, config.parallel, config.max_prefill_tokens
+    model, parallel, chunk = config.model, config.parallel, config.max_num_batched_tokens
     options: dict[str, Any] = {
         "model": str(model_dir),
         "served_model_name": [model.name, str(model_dir)],
@@ -54,7 +54,7 @@ def build_argv(config: InferenceConfig, model_dir: Path, *, on_gpu: bool | None 
         "dtype": ("bfloat16" if on_gpu else "float32") if model.dtype == "auto" else model.dtype,
         "max_model_len": model.max_model_len,
         "max_num_seqs": config.max_batch_size,
-        "max_num_batched_tokens": chunk if chunk != InferenceConfig().max_prefill_tokens else None,
+        "max_num_batched_tokens": chunk if chunk != InferenceConfig().max_num_batched_tokens else None,
         "tensor_parallel_size": parallel.tp,
         "data_parallel_size": parallel.dp if parallel.dp > 1 else None,
         "seed": config.seed,

@@ -55,7 +55,7 @@ class PrimeRoutes:
         self.config = InferenceConfig.model_validate_json(os.environ[CONFIG_VARIABLE])
         self.model_dir = Path(os.environ[MODEL_DIR_VARIABLE])
         self.version = 0
-        self.awaits_weights = self.config.server.await_weights
+        self.awaits_weights = self.config.server.wait_for_weights
         self.num_requests = 0
         self.broken: str | None = None
         self._hosts = build_hosts(self.config.server)
@@ -135,7 +135,7 @@ class PrimeRoutes:
         if self.broken is not None:
             raise ApiError(self.broken, status=503)
         check_weights(self.awaits_weights)
-        if self.num_requests >= self.config.max_batch_size + self.config.server.max_waiting:
+        if self.num_requests >= self.config.max_batch_size + self.config.server.max_queued_requests:
             raise ApiError(
                 f"{self.num_requests} requests are running or queued: try again",
                 status=429,

@@ -11,7 +11,7 @@ const MEANING = {
   "teacher_kl_reverse/mean": "KL(student || teacher) per token, over full distributions.",
   "teacher_kl_forward/mean": "KL(teacher || student) per token, over full distributions.",
   "teacher_coverage/mean": "Probability that the student gives to the teacher's likeliest token.",
-  "anchor_kl/mean": "KL to the initial model on anchor environments.",
+  "reference_kl/mean": "KL to the initial model on reference environments.",
   "distill/*/gap_closed": "Share of the gap between the student before training and the teacher with its context that is closed. 1 means all of it.",
   "distill/*/retention": "Current score over score before training, on environments without a context. 1 means no forgetting.",
   "distill/*/student/avg": "Mean reward of student and teacher on held-out examples.",
@@ -56,7 +56,7 @@ const CHAPTERS = [
 // Shown first for runs with a teacher.
 const TEACHER_CHAPTER = ["Does the student approach its teacher?", [["teacher_kl/mean", "teacher_kl_reverse/mean", "teacher_kl_forward/mean"],
   ["distill/*/gap_closed"], ["distill/*/retention"], ["distill/*/student/avg", "distill/*/student_context/avg", "distill/*/teacher_context/avg"],
-  ["anchor_kl/mean"], ["teacher_coverage/mean"], ["teacher/skipped/*"]]];
+  ["reference_kl/mean"], ["teacher_coverage/mean"], ["teacher/skipped/*"]]];
 
 const REWARD_CHARTS = /^(reward\/|val_reward\/|batch\/(solve_|effective_))/;
 
@@ -68,7 +68,7 @@ function chaptersOf(kind) {
 
 const TREND_LABELS = { "reward/mean": "The reward", "teacher_kl/mean": "The teacher KL", "loss/mean": "The loss" };
 
-const TEACHER_TILES = [["teacher_kl/mean", "Teacher KL"], ["anchor_kl/mean", "Anchor KL"], ["teacher_coverage/mean", "Teacher coverage"]];
+const TEACHER_TILES = [["teacher_kl/mean", "Teacher KL"], ["reference_kl/mean", "Reference KL"], ["teacher_coverage/mean", "Teacher coverage"]];
 
 const TILES = [
   ["reward/mean", "Reward"], ["val_reward/mean", "Validation reward"], ["loss/mean", "Loss"], ["entropy/mean", "Entropy"],

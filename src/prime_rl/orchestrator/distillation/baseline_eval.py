@@ -109,7 +109,7 @@ class BaselineEvaluator:
         assert config.teacher_model is not None
         self.config, self.clients = config, clients
         # The same teacher with separate counters, so that training metrics exclude evaluation.
-        self.teacher = Teacher(teacher.contexts, teacher.scorer, teacher.model, teacher.anchor)
+        self.teacher = Teacher(teacher.contexts, teacher.scorer, teacher.model, teacher.reference)
         self.directory = directory
         self._settings = config.teacher_model
         self._baselines: dict[str, Baseline] = {}
@@ -281,7 +281,7 @@ class BaselineEvaluator:
             return False
         logger.warning(
             f"{name}: the student with context scores {now:.4f}, the teacher scored {was:.4f}: it is collapsing or "
-            'forgetting; add an environment with teacher = "anchor", or lower the learning rate'
+            'forgetting; add an environment with teacher = "reference", or lower the learning rate'
         )
         return True
 

@@ -9,7 +9,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from prime_rl.orchestrator.config import ContextConfig, Insert, OrchestratorConfig, TeacherConfig, TrainEnvConfig
+from prime_rl.orchestrator.config import (
+    ContextConfig,
+    ContextPosition,
+    OrchestratorConfig,
+    TeacherConfig,
+    TrainEnvConfig,
+)
 
 Message = dict[str, Any]
 Context = str | list[Message]
@@ -92,13 +98,13 @@ def read_default_system(plain: str, probed: str) -> str:
     """
     before, probe, after = probed.partition(SYSTEM_PROBE)
     if not probe:
-        raise ValueError('the chat template drops system messages: set teacher_model.insert = "user_prefix"')
+        raise ValueError('the chat template drops system messages: set teacher_model.context_position = "user_prefix"')
     has_default = plain.startswith(before) and plain[len(before) :].endswith(after)
     return plain[len(before) : len(plain) - len(after)] if has_default else ""
 
 
 def insert_context(
-    messages: Sequence[Message], context: Context, insert: Insert, separator: str, default_system: str = ""
+    messages: Sequence[Message], context: Context, position: ContextPosition, separator: str, default_system: str = ""
 ) -> list[Message]:
     """The teacher's messages: those of the student plus the context. `ValueError` if it cannot be inserted.
 
@@ -110,27 +116,29 @@ def insert_context(
     """
     out = [dict(message) for message in messages]
     has_system = bool(out) and out[0].get("role") == "system"
-    if isinstance(context, list) or insert == "message":
+    if isinstance(context, list) or position == "message":
         new = context if isinstance(context, list) else [{"role": "user", "content": context}]
         return [*out[:has_system], *new, *out[has_system:]]
-    if insert == "user_prefix":
+    if position == "user_prefix":
         first = next((message for message in out if message.get("role") == "user"), None)
         if first is None:
-            raise ValueError('the prompt has no user message: set teacher_model.insert = "system_append"')
+            raise ValueError('the prompt has no user message: set teacher_model.context_position = "system_append"')
         first["content"] = _join(context + separator, first.get("content"))
         return out
-    if insert == "system_append" and not has_system and default_system:
+    if position == "system_append" and not has_system and default_system:
         out, has_system = [{"role": "system", "content": default_system}, *out], True
-    if insert == "system_append" and has_system:
+    if position == "system_append" and has_system:
         out[0]["content"] = _append(out[0].get("content"), separator + context)
         return out
     return [{"role": "system", "content": context}, *out[has_system:]]
 
 
-def insert_text(prompt: str, context: Context, insert: Insert, separator: str) -> str:
+def insert_text(prompt: str, context: Context, position: ContextPosition, separator: str) -> str:
     """`insert_context` for a plain-text prompt, which only supports `user_prefix`."""
-    if isinstance(context, list) or insert != "user_prefix":
-        raise ValueError(f'a plain-text prompt only supports a text prefix: insert = "user_prefix", not "{insert}"')
+    if isinstance(context, list) or position != "user_prefix":
+        raise ValueError(
+            f'a plain-text prompt only supports a text prefix: context_position = "user_prefix", not "{position}"'
+        )
     return context + separator + prompt
 
 
@@ -152,43 +160,48 @@ class ContextProvider:
         self._sources = {name: build_source(env, config.seed) for name, env in self._envs.items()}
 
     def role(self, env: str) -> str:
-        """Teacher role of an environment: context, anchor or none."""
+        """Teacher role of an environment: context, reference or none."""
         return self._envs[env].teacher if env in self._envs else "context"
 
-    def anchor_weight(self, env: str) -> float:
-        """Weight of the rollouts of an anchor environment."""
-        return self._envs[env].anchor_weight
+    def reference_weight(self, env: str) -> float:
+        """Weight of the rollouts of a reference environment."""
+        return self._envs[env].reference_weight
 
     def context_for(self, env: str, row: Mapping[str, Any]) -> Context | None:
         """The teacher's context for a row; None: no teacher; "": a teacher without context."""
         source = self._sources.get(env) or self._default
         return "" if source is None else source(row)
 
-    def position(self, env: str) -> Insert:
+    def position(self, env: str) -> ContextPosition:
         """Position of an environment's context."""
-        position = self._envs[env].insert if env in self._envs else None
-        return position or self.teacher.insert
+        position = self._envs[env].context_position if env in self._envs else None
+        return position or self.teacher.context_position
 
     def insert(
         self, env: str, chat_request: Mapping[str, Any], context: Context, default_system: str = ""
     ) -> dict[str, Any]:
         """The request that renders to the teacher's prompt; `default_system` is what the template adds."""
-        insert, separator = self.position(env), self.teacher.separator
+        position, separator = self.position(env), self.teacher.separator
         if not context:
             return dict(chat_request)
         if "prompt" in chat_request:
-            return {**chat_request, "prompt": insert_text(chat_request["prompt"], context, insert, separator)}
-        messages = insert_context(chat_request["messages"], context, insert, separator, default_system)
+            return {**chat_request, "prompt": insert_text(chat_request["prompt"], context, position, separator)}
+        messages = insert_context(chat_request["messages"], context, position, separator, default_system)
         return {**chat_request, "messages": messages}
 
     def warnings(self) -> list[str]:
         """Warnings about valid but probably unintended settings."""
-        configs: list[tuple[str, ContextConfig, Insert]] = [("teacher_model", self.teacher, self.teacher.insert)]
-        configs += [(f"env {name}", env, env.insert or self.teacher.insert) for name, env in self._envs.items()]
+        configs: list[tuple[str, ContextConfig, ContextPosition]] = [
+            ("teacher_model", self.teacher, self.teacher.context_position)
+        ]
+        configs += [
+            (f"env {name}", env, env.context_position or self.teacher.context_position)
+            for name, env in self._envs.items()
+        ]
         lines = list[str]()
-        for where, config, insert in configs:
+        for where, config, position in configs:
             text = config.context if config.context_file is None else config.context_file.read_text(encoding="utf-8")
-            if text and insert == "user_prefix" and not self.teacher.separator and not text[-1].isspace():
+            if text and position == "user_prefix" and not self.teacher.separator and not text[-1].isspace():
                 lines.append(
                     f"the context of {where} ends with {text[-1]!r} and the prompt follows directly: end it with a "
                     "newline, or set teacher_model.separator"

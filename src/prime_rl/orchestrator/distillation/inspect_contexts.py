@@ -26,7 +26,7 @@ def inspect_contexts(config: OrchestratorConfig, num: int, width: int | None = N
     with open_environments([env.model_copy(update={"num_workers": 0}) for env in config.env]) as environments:
         for name, environment in environments.items():
             for number, row in enumerate(environment.rows("train")[:num]):
-                context = "" if contexts.role(name) == "anchor" else contexts.context_for(name, row)
+                context = "" if contexts.role(name) == "reference" else contexts.context_for(name, row)
                 if contexts.role(name) == "none" or context is None:
                     blocks.append(f"{name}, prompt {number}: no teacher")
                     continue

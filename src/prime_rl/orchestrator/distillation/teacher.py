@@ -45,11 +45,11 @@ class Teacher:
     """Adds teacher log-probs to samples. Unscorable samples are dropped and counted."""
 
     def __init__(
-        self, contexts: ContextProvider, scorer: TokenScorer, model: str, anchor: TokenScorer | None = None
+        self, contexts: ContextProvider, scorer: TokenScorer, model: str, reference: TokenScorer | None = None
     ) -> None:
         self.contexts, self.scorer, self.model = contexts, scorer, model
-        self.anchor = anchor or scorer
-        """Scorer of anchor environments: the model before training, also with an EMA or live teacher."""
+        self.reference = reference or scorer
+        """Scorer of reference environments: the model before training, also with an EMA or live teacher."""
         self.last_error: str | None = None
         self._counts: Counter[str] = Counter()
         self._seconds = 0.0
@@ -59,7 +59,7 @@ class Teacher:
     async def score_group(self, samples: list[Sample], env: str, row: Mapping[str, Any], client: Any) -> list[Sample]:
         """Score the samples of a group; returns those that are scored or need no teacher. `client` renders the chat."""
         role = self.contexts.role(env)
-        context = None if role == "none" else "" if role == "anchor" else self.contexts.context_for(env, row)
+        context = None if role == "none" else "" if role == "reference" else self.contexts.context_for(env, row)
         if context is None:
             for sample in samples:
                 sample.has_teacher = False
@@ -71,13 +71,13 @@ class Teacher:
             sample = samples[index]
             try:
                 tokens, start = await self._build_prompt(sample, env, context, client)
-                scorer = self.anchor if role == "anchor" else self.scorer
+                scorer = self.reference if role == "reference" else self.scorer
                 self._fill(sample, await self._score(scorer, tokens, start), start)
             except UnscorableSample as skipped:
                 self._counts[skipped.reason] += 1
                 self.last_error = str(skipped)
                 return
-            sample.anchor = self.contexts.anchor_weight(env) if role == "anchor" else 0.0
+            sample.anchor = self.contexts.reference_weight(env) if role == "reference" else 0.0
             scored[index] = sample
 
         async with anyio.create_task_group() as tasks:
@@ -142,7 +142,7 @@ class Teacher:
             if default and await self.render(given, client) != plain:
                 raise ValueError(
                     "the chat template formats its default system message differently from an explicit one: give "
-                    'the prompts a system message, or set teacher_model.insert = "user_prefix"'
+                    'the prompts a system message, or set teacher_model.context_position = "user_prefix"'
                 )
             self._default_systems[key] = default
         return self._default_systems[key]
@@ -218,10 +218,10 @@ def build_teacher(config: OrchestratorConfig) -> Teacher | None:
     clients = build_clients(teacher.client)
     temperature = config.sampling.temperature if teacher.temperature is None else teacher.temperature
     scorer = TokenScorer(clients, teacher_name(config, teacher), temperature, teacher.top_logprobs)
-    anchor = None
+    reference = None
     if teacher.weights != "frozen":
-        anchor = TokenScorer(clients, BASE_MODEL, temperature, teacher.top_logprobs)
-    return Teacher(contexts, scorer, config.model.name, anchor)
+        reference = TokenScorer(clients, BASE_MODEL, temperature, teacher.top_logprobs)
+    return Teacher(contexts, scorer, config.model.name, reference)
 
 
 def teacher_name(config: OrchestratorConfig, teacher: TeacherConfig) -> str:

@@ -54,9 +54,9 @@ def record_when_due(
     *,
     is_reporting_rank: bool = True,
 ) -> Iterator[PolicyLoss | RecordingLoss]:
-    """Yield the loss of a step; every `record_logprobs` steps, a recording loss whose log-probs are written by the
-    reporting rank at the end of the step."""
-    if config.record_logprobs is None or step % config.record_logprobs or not is_reporting_rank:
+    """Yield the loss of a step; every `logprob_dump_interval` steps, a recording loss whose log-probs are written by
+    the reporting rank at the end of the step."""
+    if config.logprob_dump_interval is None or step % config.logprob_dump_interval or not is_reporting_rank:
         yield loss
         return
     recorder = RecordingLoss(loss)

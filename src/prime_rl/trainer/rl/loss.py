@@ -21,7 +21,7 @@ def build_objective(config: LossConfig, longest: int) -> Objective:
     """The preset `loss.type` with the options of the config; `longest` is the maximum response length."""
     options = config.model_dump(exclude={"type", "import_path", "kwargs", "distill", "anneal"})
     options["student_tau"] = config.teacher_tau if config.student_tau is None else config.student_tau
-    if config.normaliser == "constant":
+    if config.loss_aggregation == "constant":
         options["max_tokens"] = config.max_tokens or longest
     preset = PRESETS[config.type]
     distill = config.distill
@@ -71,7 +71,7 @@ class LossSchedule:
         loss = replace(self.loss, objective=objective)
         if distance is None:
             return loss, {}
-        return loss, {"teacher_distance": distance, **measure_advantage_terms(samples, objective)}
+        return loss, {"teacher/seq_kl": distance, **measure_advantage_terms(samples, objective)}
 
 
 def measure_distance(samples: Sequence[Sample]) -> float | None:
@@ -100,7 +100,7 @@ def measure_advantage_terms(samples: Sequence[Sample], objective: Objective) -> 
         advantages = sample.advantages or [0.0] * len(sample.loss_mask)
         task += sum(abs(c * A) for A, mask in zip(advantages, sample.loss_mask, strict=True) if mask > 0)
         count += sum(mask > 0 for mask in sample.loss_mask)
-    return {"pull/task": task / max(count, 1), "pull/teacher": teacher / max(count, 1), "pull/teacher_tau": a}
+    return {"adv/reward_abs": task / max(count, 1), "adv/teacher_abs": teacher / max(count, 1), "adv/teacher_tau": a}
 
 
 def _streams(sample: Sample) -> Iterable[tuple[float, float, float]]:

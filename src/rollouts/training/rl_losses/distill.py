@@ -7,7 +7,7 @@ student's and the teacher's log-probs and a, b = teacher_tau, student_tau, all e
 
 With a reward R of weight c = adv_tau, the minimum is the normalized distribution p(teacher)^(a/b) exp(c R / b).
 token, topk+tail and full are per-token: they ignore the effect of a token on later ones, which does not change the
-minimum if the student can match the teacher. togo and sequence have the full gradient.
+minimum if the student can match the teacher. reward_to_go and sequence have the full gradient.
 
 Sources: reverse KL on a student's own samples, MiniLLM 2306.08543 and GKD 2306.13649 (which has the generalised JSD).
 """
@@ -37,7 +37,7 @@ def distill_term(inputs: LossInputs, objective: Objective) -> Float[Tensor, " to
     if inputs.student_table is None or inputs.teacher_table is None:
         raise ValueError(
             f"loss.distill.estimator is {objective.distill.estimator} but the batch has no teacher distributions: "
-            "use estimator token, togo or sequence, or a teacher that returns its top-k"
+            "use estimator token, reward_to_go or sequence, or a teacher that returns its top-k"
         )
     tables, choice = (inputs.student_table, inputs.teacher_table), objective.distill
     taus = (objective.teacher_tau, objective.student_tau)
@@ -113,18 +113,18 @@ def measure_tables(inputs: LossInputs) -> dict[str, Float[Tensor, " tokens"]]:
 
 
 def compute_sequence_kl_advantages(samples: Sequence[Sample], objective: Objective) -> list[Sample]:
-    """Add the teacher's term to the advantages, for the estimators togo and sequence; takes complete groups.
+    """Add the teacher's term to the advantages, for the estimators reward_to_go and sequence; takes complete groups.
 
     With k_u = a lt_u - b li_u over the loss tokens u of sample i, li being the sampler's log-probs:
 
-        togo       A'_t = c A_t + sum over u >= t of k_u  -  mean of the same sums of the other samples of the group
+        reward_to_go  A'_t = c A_t + sum over u >= t of k_u  -  mean of the same sums of the other samples of the group
         sequence   A'_t = c A_t + sum over all u of k_u   -  mean over the other samples of the group
 
     Position t counts from the first loss token; a response that has ended contributes 0. The leave-one-out baseline
     does not change the expectation; a group of one has no baseline. The result includes the taus: the loss uses it
     unchanged. A sample without teacher log-probs gets c A. `ValueError` for samples without a group.
     """
-    if objective.distill.estimator not in ("togo", "sequence"):
+    if objective.distill.estimator not in ("reward_to_go", "sequence"):
         return list(samples)
     seen: Counter[tuple[int, int | None]] = Counter()
     groups: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -137,7 +137,7 @@ def compute_sequence_kl_advantages(samples: Sequence[Sample], objective: Objecti
             # Parts of one rollout are not independent: compare first parts with first parts, and so on.
             groups[sample.group_index, 0 if sample.index is None else seen[rollout]].append(i)
             seen[rollout] += 1
-    compare = _center_rewards_to_go if objective.distill.estimator == "togo" else _center_totals
+    compare = _center_rewards_to_go if objective.distill.estimator == "reward_to_go" else _center_totals
     for members in groups.values():
         rows = compare([_token_credit(samples[i], objective) for i in members])
         credit |= zip(members, rows, strict=True)
@@ -185,7 +185,7 @@ def reference_samples(samples: Sequence[Sample], weight: float) -> list[Sample]:
     forgetting: distillation alone changes the model's behavior with *other* contexts.
     """
     if not weight > 0:
-        raise ValueError(f"an anchor's weight {weight} must be above 0: remove the anchor instead")
+        raise ValueError(f"reference_weight {weight} must be above 0: remove the reference environment instead")
     return [
         msgspec.structs.replace(
             sample,

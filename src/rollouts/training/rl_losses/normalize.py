@@ -8,35 +8,42 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rollouts.training.objectives import Normalizer
+from rollouts.training.objectives import LossAggregation
 from rollouts.training.rl_losses.inputs import LossInputs
 
 Aggregation = Literal["token", "sequence", "constant"]
-_NORMALIZERS: dict[str, Normalizer] = {"token": "tokens", "sequence": "sequences", "constant": "constant"}
+_LOSS_AGGREGATIONS: dict[str, LossAggregation] = {
+    "token": "token-mean",
+    "sequence": "seq-mean-token-mean",
+    "constant": "constant",
+}
 
 
 def normalize(
-    per_token: Float[Tensor, " tokens"], inputs: LossInputs, normaliser: Normalizer, max_tokens: int | None = None
+    per_token: Float[Tensor, " tokens"],
+    inputs: LossInputs,
+    loss_aggregation: LossAggregation,
+    max_tokens: int | None = None,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
     """Sum and count; their quotient over a whole step is the loss.
 
-    tokens      sum of m x                        count of tokens, sum of m
-    sequences   sum of (sum m x) / (sum m)        count of sequences with loss
-    sums        sum of m x                        count of sequences with loss
-    constant    sum of m x / max_tokens           count of sequences with loss
+    token-mean           sum of m x                      count of tokens, sum of m
+    seq-mean-token-mean  sum of (sum m x) / (sum m)      count of sequences with loss
+    seq-mean-token-sum   sum of m x                      count of sequences with loss
+    constant             sum of m x / max_tokens         count of sequences with loss
     """
     mask = inputs.loss_mask
     # Masked by `where`, not by a product with 0: masked values may be infinite.
     weighted = torch.where(mask > 0, per_token, 0.0) * mask
-    if normaliser == "tokens":
+    if loss_aggregation == "token-mean":
         return weighted.sum(), mask.sum()
-    if normaliser == "constant" and (max_tokens is None or max_tokens < 1):
-        raise ValueError('normaliser "constant" divides by max_tokens: set it to the longest response you allow')
+    if loss_aggregation == "constant" and (max_tokens is None or max_tokens < 1):
+        raise ValueError('loss_aggregation "constant" divides by max_tokens: set it to the longest response you allow')
     weight = inputs.per_sequence(mask)
     count = (weight > 0).to(mask.dtype).sum()
-    if normaliser == "sequences":
+    if loss_aggregation == "seq-mean-token-mean":
         return (weighted / torch.where(weight > 0, weight, 1.0)[inputs.sequence]).sum(), count
-    return weighted.sum() / (max_tokens if normaliser == "constant" and max_tokens else 1), count
+    return weighted.sum() / (max_tokens if loss_aggregation == "constant" and max_tokens else 1), count
 
 
 def aggregate_tokens(
@@ -47,15 +54,15 @@ def aggregate_tokens(
 ) -> Float[Tensor, ""]:
     """Scalar loss: mean over loss tokens, mean of sequence means, or sum / (batch max_tokens)."""
     flat = flatten_rows(values, loss_mask)
-    total, count = normalize(flat.trainer_logprobs, flat, normalizer_of(aggregation), max_tokens)
+    total, count = normalize(flat.trainer_logprobs, flat, loss_aggregation_of(aggregation), max_tokens)
     return total / (count.clamp(min=1) if aggregation == "token" else len(values))
 
 
-def normalizer_of(aggregation: Aggregation) -> Normalizer:
-    """The normaliser of an aggregation; `ValueError` for an unknown one."""
-    if aggregation not in _NORMALIZERS:
+def loss_aggregation_of(aggregation: Aggregation) -> LossAggregation:
+    """The objective's name of an aggregation; `ValueError` for an unknown one."""
+    if aggregation not in _LOSS_AGGREGATIONS:
         raise ValueError(f"aggregation {aggregation!r} is not one of {', '.join(get_args(Aggregation))}")
-    return _NORMALIZERS[aggregation]
+    return _LOSS_AGGREGATIONS[aggregation]
 
 
 def flatten_rows(

@@ -11,7 +11,7 @@ from torch import Tensor
 from rollouts.training.objectives import KLEstimator, Objective
 from rollouts.training.rl_losses.kl import compute_kl
 from rollouts.training.rl_losses.logprobs import compute_entropy, compute_label_logprobs
-from rollouts.training.rl_losses.normalize import Aggregation, flatten_rows, normalizer_of
+from rollouts.training.rl_losses.normalize import Aggregation, flatten_rows, loss_aggregation_of
 from rollouts.training.rl_losses.policy import policy_loss
 from rollouts.training.rl_losses.stats import TokenStats
 
@@ -45,7 +45,9 @@ def grpo_loss(
     _check_mask(logits, loss_mask)
     logprobs = compute_label_logprobs(logits, labels)
     inputs = flatten_rows(logprobs, loss_mask, advantages=_per_token("advantages", advantages, loss_mask))
-    return policy_loss(inputs, Objective("grpo", ratio="none", normaliser="sequences")).loss_sum / len(labels)
+    return policy_loss(inputs, Objective("grpo", ratio="none", loss_aggregation="seq-mean-token-mean")).loss_sum / len(
+        labels
+    )
 
 
 @mean_over("aggregation")
@@ -133,10 +135,10 @@ def ppo_loss_with_metrics(
         clip_low=clip_range,
         clip_high=high,
         dual_clip=dual_clip,
-        ref_kl_tau=kl_coef,
-        ref_kl_estimator=kl_estimator,
-        entropy_tau=entropy_coef,
-        normaliser=normalizer_of(aggregation),
+        kl_coef=kl_coef,
+        kl_estimator=kl_estimator,
+        entropy_coef=entropy_coef,
+        loss_aggregation=loss_aggregation_of(aggregation),
         max_tokens=max_tokens,
     )
     output = policy_loss(inputs, objective)

@@ -70,7 +70,7 @@ def policy_loss(inputs: LossInputs, objective: Objective, custom: Custom | None 
     per_token = policy
     for term in terms.values():
         per_token = per_token + term
-    loss_sum, count = normalize(per_token, inputs, objective.normaliser, objective.max_tokens)
+    loss_sum, count = normalize(per_token, inputs, objective.loss_aggregation, objective.max_tokens)
     values = {
         "loss": per_token,
         "advantages": inputs.advantages,
@@ -96,12 +96,12 @@ def nll_loss(inputs: LossInputs) -> LossOutput:
 
 
 def mix_advantages(inputs: LossInputs, objective: Objective) -> Float[Tensor, " tokens"]:
-    """A' = adv_tau A + teacher_tau lt - student_tau ls - sampler_tau (ls - li), detached.
+    """A' = adv_tau A + teacher_tau lt - student_tau ls - inference_kl_coef (ls - li), detached.
 
     lt, ls, li: log-probs of the teacher, the student (trainer) and the sampler (inference). On reference samples
-    teacher_tau and student_tau are 1, independently of the configured taus. With the estimators togo and sequence the
-    advantages already contain the first three terms (`distill.compute_sequence_kl_advantages`); with topk+tail and full
-    the teacher's and the student's terms are separate (`extra_terms`).
+    teacher_tau and student_tau are 1, independently of the configured taus. With the estimators reward_to_go and
+    sequence the advantages already contain the first three terms (`distill.compute_sequence_kl_advantages`); with
+    topk+tail and full the teacher's and the student's terms are separate (`extra_terms`).
     """
     student = inputs.trainer_logprobs.detach()
     mixed = inputs.advantages if _is_credited(objective) else objective.adv_tau * inputs.advantages
@@ -117,8 +117,8 @@ def mix_advantages(inputs: LossInputs, objective: Objective) -> Float[Tensor, " 
             mixed = mixed - inputs.zero_without_teacher(
                 inputs.select_reference(student, objective.student_tau * student)
             )
-    if objective.sampler_tau:
-        mixed = mixed - objective.sampler_tau * (student - inputs.inference_logprobs)
+    if objective.inference_kl_coef:
+        mixed = mixed - objective.inference_kl_coef * (student - inputs.inference_logprobs)
     return mixed
 
 
@@ -131,29 +131,29 @@ def extra_terms(inputs: LossInputs, objective: Objective) -> dict[str, Float[Ten
     if objective.kl_tau:
         gap = torch.where(active, inputs.trainer_logprobs - inputs.inference_logprobs, 0.0)
         terms["loss_kl"] = objective.kl_tau * gap.square()
-    if objective.ref_kl_tau:
-        reference = _teacher(inputs, "ref_kl_tau", objective.ref_kl_tau)
+    if objective.kl_coef:
+        reference = _teacher(inputs, "kl_coef", objective.kl_coef)
         gap = torch.where(active, inputs.trainer_logprobs - reference, 0.0)
-        penalty = compute_kl(gap, objective.ref_kl_estimator)
-        terms["loss_ref_kl"] = inputs.zero_without_teacher(objective.ref_kl_tau * penalty)
-    if objective.entropy_tau:
+        penalty = compute_kl(gap, objective.kl_estimator)
+        terms["loss_ref_kl"] = inputs.zero_without_teacher(objective.kl_coef * penalty)
+    if objective.entropy_coef:
         if inputs.entropy is None:
-            raise ValueError(f"loss.entropy_tau is {objective.entropy_tau} but no entropies were computed")
-        terms["loss_entropy"] = -objective.entropy_tau * torch.where(active, inputs.entropy, 0.0)
+            raise ValueError(f"loss.entropy_coef is {objective.entropy_coef} but no entropies were computed")
+        terms["loss_entropy"] = -objective.entropy_coef * torch.where(active, inputs.entropy, 0.0)
     return terms
 
 
 @torch.no_grad()
 def _reference_bounded(inputs: LossInputs, objective: Objective) -> Bool[Tensor, " tokens"]:
     """Tokens at which the reference KL term bounds an exponent."""
-    if not objective.ref_kl_tau or objective.ref_kl_estimator != "k3":
+    if not objective.kl_coef or objective.kl_estimator != "k3":
         return torch.zeros_like(inputs.loss_mask, dtype=torch.bool)
-    reference = _teacher(inputs, "ref_kl_tau", objective.ref_kl_tau)
+    reference = _teacher(inputs, "kl_coef", objective.kl_coef)
     return inputs.zero_without_teacher(reference - inputs.trainer_logprobs) > MAX_LOG_RATIO
 
 
 def _is_credited(objective: Objective) -> bool:
-    return objective.distill.estimator in ("togo", "sequence")
+    return objective.distill.estimator in ("reward_to_go", "sequence")
 
 
 def _compares(objective: Objective) -> bool:
@@ -204,7 +204,7 @@ def _measure(inputs: LossInputs, objective: Objective, values: dict[str, Tensor]
     has_teacher = active if inputs.has_teacher is None else active & inputs.has_teacher
     compared = _compare_teacher(inputs)
     if compared and inputs.is_reference is not None:
-        stats.merge(TokenStats.measure({"anchor_kl": compared["teacher_kl"]}, has_teacher & inputs.is_reference))
+        stats.merge(TokenStats.measure({"reference_kl": compared["teacher_kl"]}, has_teacher & inputs.is_reference))
         has_teacher = has_teacher & ~inputs.is_reference
     stats.merge(TokenStats.measure(compared, has_teacher))
     stats.merge(TokenStats.measure({"masked_mismatch_kl": mismatch_kl}, active & is_masked))

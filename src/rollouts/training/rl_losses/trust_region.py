@@ -26,16 +26,16 @@ def compute_dropped(
         drop("is_masked_low", log_ratio.exp() < objective.token_mask_low)
     if objective.token_mask_high is not None:
         drop("is_masked_high", log_ratio.exp() > objective.token_mask_high)
-    if objective.prob_bound is not None:
+    if objective.max_prob_diff is not None:
         moved = trainer.exp() - inference.exp()
-        drop("is_masked_low", (advantage <= 0) & (moved < -objective.prob_bound))
-        drop("is_masked_high", (advantage > 0) & (moved > objective.prob_bound))
-    if objective.geo_mask_low is not None or objective.geo_mask_high is not None:
+        drop("is_masked_low", (advantage <= 0) & (moved < -objective.max_prob_diff))
+        drop("is_masked_high", (advantage > 0) & (moved > objective.max_prob_diff))
+    if objective.seq_ratio_mask_low is not None or objective.seq_ratio_mask_high is not None:
         geo = inputs.mean_per_sequence(log_ratio).exp()[inputs.sequence]
-        if objective.geo_mask_low is not None:
-            drop("geo_masked_low", geo < objective.geo_mask_low)
-        if objective.geo_mask_high is not None:
-            drop("geo_masked_high", geo > objective.geo_mask_high)
+        if objective.seq_ratio_mask_low is not None:
+            drop("seq_ratio_masked_low", geo < objective.seq_ratio_mask_low)
+        if objective.seq_ratio_mask_high is not None:
+            drop("seq_ratio_masked_high", geo > objective.seq_ratio_mask_high)
     if objective.sequence_mask_low is not None:
         least = inputs.per_sequence(torch.where(active, log_ratio, torch.inf), "amin")
         drop("sequence_masked_low", least.exp()[inputs.sequence] < objective.sequence_mask_low)
@@ -104,7 +104,7 @@ def surrogate_loss(
     if objective.detached:
         weight = clipped if objective.ratio_cap is None else clipped.clamp(max=objective.ratio_cap)
         if objective.ratio_cap is not None:
-            bound["is_capped"] = ratio > objective.ratio_cap
+            bound["is_ratio_capped"] = ratio > objective.ratio_cap
         if clipped is not ratio:
             bound["is_clipped"] = clipped != ratio
         return -weight.detach() * advantage * logprobs, bound

@@ -119,7 +119,7 @@ def test_every_command_is_read_by_our_parser_and_both_ends_agree(kind: str, more
         assert server.weight_broadcast.type == "gloo"
         assert server.server.host == "0.0.0.0" and server.server.api_key_var == KEY_VARIABLE
         kind_of = "teacher_inference" if "teacher" in task.name else "inference"
-        assert server.server.await_weights == (kind_of == "inference")
+        assert server.server.wait_for_weights == (kind_of == "inference")
         listening[kind_of].append(f"http://{hosts[f'HOST_{task.places[0]}']}:{server.server.port}/v1")
         assert layout.places[task.places[0]].num_gpus >= max(task.gpus or ()) + 1
     assert conductor.client.base_url == listening["inference"] and len(listening["inference"]) == 4

@@ -209,7 +209,7 @@ def check_alike(found: list[Output | None], expected: list[Output | None], atol:
     ("seed", "longest", "options"),
     [
         (0, 40, {"max_running": 6}),
-        (1, 300, {"max_running": 20, "max_prefill_tokens": 100}),
+        (1, 300, {"max_running": 20, "max_num_batched_tokens": 100}),
         (4, 390, {"max_running": 16, "max_model_len": 420}),
     ],
 )

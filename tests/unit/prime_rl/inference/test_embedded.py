@@ -113,7 +113,7 @@ def test_logprobs_equal_the_trainers_bit_for_bit(seed: int, longest: int, num_re
     rng = random.Random(seed)
     models = {version: build_model(version) for version in range(3)}
     engine = EmbeddedEngine(
-        build_model(0), max_running=rng.choice([3, 8, 24]), max_prefill_tokens=rng.choice([16, 100, 2048])
+        build_model(0), max_running=rng.choice([3, 8, 24]), max_num_batched_tokens=rng.choice([16, 100, 2048])
     )
     shared = [[rng.randrange(256) for _ in range(rng.randint(1, longest))] for _ in range(3)]
     todo = [
@@ -195,7 +195,7 @@ def test_a_seed_draws_the_same_alone_and_in_a_crowd() -> None:
     requests.append(request([1, 2, 3], seed=4, top_p=0.7, top_k=20, min_p=0.01, repetition_penalty=1.2, min_tokens=3))
     crowd = run(EmbeddedEngine(build_model(0), eos_ids=[5]), *requests)
     for one, together in zip(requests, crowd, strict=True):
-        (alone,) = run(EmbeddedEngine(build_model(0), eos_ids=[5], max_running=1, max_prefill_tokens=16), one)
+        (alone,) = run(EmbeddedEngine(build_model(0), eos_ids=[5], max_running=1, max_num_batched_tokens=16), one)
         assert (alone.token_ids, alone.logprobs) == (together.token_ids, together.logprobs)
     twins = run(EmbeddedEngine(build_model(0)), *(request([7], seed=derive_seed(1, i)) for i in range(3)))
     assert len({tuple(output.token_ids) for output in twins}) == 3
@@ -303,11 +303,11 @@ def test_a_conversation_goes_on_where_its_last_turn_ended() -> None:
 
 
 def test_what_is_kept_is_bounded_and_can_be_switched_off() -> None:
-    engine = EmbeddedEngine(build_model(0), max_kept_tokens=100)
+    engine = EmbeddedEngine(build_model(0), max_prefix_cache_tokens=100)
     for i in range(8):
         run(engine, request([i] * 40, max_tokens=4))
         assert engine.stats().cached_tokens <= 100
-    alone = EmbeddedEngine(build_model(0), share_prefixes=False)
+    alone = EmbeddedEngine(build_model(0), enable_prefix_caching=False)
     outputs = run(alone, *(request(list(range(40)), seed=i) for i in range(4)))
     assert [output.num_cached for output in outputs] == [0] * 4
 
@@ -316,7 +316,7 @@ def test_short_memory_sends_requests_back_and_changes_no_answer() -> None:
     rng = random.Random(1)
     requests = [request([i] * rng.randint(1, 60), max_tokens=rng.choice([20, 100, 300]), seed=i) for i in range(24)]
     wide = run(EmbeddedEngine(build_model(0), max_model_len=512), *requests)
-    engine = EmbeddedEngine(build_model(0), max_model_len=512, max_cache_tokens=128 * 14, max_kept_tokens=0)
+    engine = EmbeddedEngine(build_model(0), max_model_len=512, max_cache_tokens=128 * 14, max_prefix_cache_tokens=0)
     narrow = run(engine, *requests)
     assert engine.stats().preempted > 0
     assert engine.stats().cached_tokens == 0
@@ -379,7 +379,7 @@ def test_preempted_sequence_is_recomputed() -> None:
         for i in range(30)
     ]
     engine = EmbeddedEngine(
-        build_model(0), max_model_len=512, max_running=16, max_cache_tokens=128 * 18, max_kept_tokens=0
+        build_model(0), max_model_len=512, max_running=16, max_cache_tokens=128 * 18, max_prefix_cache_tokens=0
     )
     outputs: list[Output] = []
     while todo or engine.has_work():
@@ -391,7 +391,7 @@ def test_preempted_sequence_is_recomputed() -> None:
 
 
 def test_growing_sequence_preempts_newer_ones_when_memory_is_full() -> None:
-    engine = EmbeddedEngine(build_model(0), max_model_len=512, max_cache_tokens=1, max_kept_tokens=0)
+    engine = EmbeddedEngine(build_model(0), max_model_len=512, max_cache_tokens=1, max_prefix_cache_tokens=0)
     num_blocks = engine.max_cache_tokens // 128  # the least that one sequence needs
     grown = request(random.Random(0).choices(range(256), k=375), max_tokens=60, seed=0)
     short = [request([i, i, i], max_tokens=40, seed=i) for i in range(1, num_blocks - 2)]
@@ -405,7 +405,7 @@ def test_a_prompt_is_scored_as_the_trainer_scores_it(budget: int) -> None:
     model, prompt = build_model(0), random.Random(0).choices(range(256), k=150)
     expected = trainer_logprobs(model, prompt, 0.7)[:-1]
     wanted = expected.gather(1, torch.tensor(prompt[1:])[:, None]).squeeze(1).tolist()
-    engine = EmbeddedEngine(build_model(0), max_prefill_tokens=budget)
+    engine = EmbeddedEngine(build_model(0), max_num_batched_tokens=budget)
     scored, plain, full = run(
         engine,
         request(prompt, max_tokens=0, prompt_logprobs=5, prompt_temperature=0.7),
@@ -433,7 +433,7 @@ def test_what_comes_before_the_scored_tokens_is_computed_once(budget: int) -> No
     rng = random.Random(0)
     context = rng.choices(range(256), k=100)
     prompts = [context + rng.choices(range(256), k=length) for length in (30, 3, 17)]
-    engine = EmbeddedEngine(build_model(0), max_prefill_tokens=budget)
+    engine = EmbeddedEngine(build_model(0), max_num_batched_tokens=budget)
     wanted = [request(prompt, max_tokens=0, prompt_logprobs=2, prompt_start=101) for prompt in prompts]
     outputs = run(engine, *wanted)
 
@@ -500,7 +500,7 @@ def build_experts(seed: int) -> CausalLM:
 
 def test_experts_are_served_as_they_are_trained() -> None:
     rng, models = random.Random(2), {version: build_experts(version) for version in range(2)}
-    engine = EmbeddedEngine(build_experts(0), max_prefill_tokens=64)
+    engine = EmbeddedEngine(build_experts(0), max_num_batched_tokens=64)
     for i in range(10):
         engine.add(request(rng.choices(range(256), k=rng.randint(1, 60)), max_tokens=12, seed=i))
     for _ in range(8):
@@ -514,7 +514,7 @@ def test_experts_are_served_as_they_are_trained() -> None:
 
 def test_concurrent_adapters_match_their_trainers() -> None:
     trained = {name: build_adapter(seed) for seed, name in enumerate("abc", start=1)}
-    engine = EmbeddedEngine(build_model(0), max_prefill_tokens=64)
+    engine = EmbeddedEngine(build_model(0), max_num_batched_tokens=64)
     for version, name in enumerate("ab"):
         digests = engine.load_adapter(name, trained[name][1], AdapterSpec(4, 8.0, version))
         assert digests == {key: digest_tensor(tensor) for key, tensor in trained[name][1].items()}
@@ -587,7 +587,7 @@ def test_bf16_without_a_unit_for_it_is_exact_by_torchs_operations_too(monkeypatc
         tensor.copy_(tensor.to(bf16))
         assert torch.equal(tensor, rounded[f"base_model.model.{key}"].float())
     models = {version: build_model(version).to(bf16).float() for version in range(2)}
-    engine = EmbeddedEngine(build_model(0).to(bf16), max_prefill_tokens=64)
+    engine = EmbeddedEngine(build_model(0).to(bf16), max_num_batched_tokens=64)
     assert (engine.dtype, engine.model.embedding().dtype) == (bf16, torch.float32)
     engine.load_adapter("a", rounded, AdapterSpec(4, 8.0, 5))
     adapted = adapted.to(bf16).float()

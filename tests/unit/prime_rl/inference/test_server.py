@@ -416,8 +416,8 @@ def test_a_failed_engine_answers_503(tmp_path: Path) -> None:
 
 def test_cache_follows_the_config() -> None:
     shared = {}
-    for share_prefixes in (True, False):
-        cache = {"max_tokens": 4096, "max_kept_tokens": 512, "share_prefixes": share_prefixes}
+    for enable_prefix_caching in (True, False):
+        cache = {"max_tokens": 4096, "max_prefix_cache_tokens": 512, "enable_prefix_caching": enable_prefix_caching}
         model = {"name": "tiny-qwen3", "debug": {"random_init": True, "num_layers": 1}, "max_model_len": 128}
         config = InferenceConfig.model_validate({"model": model, "cache": cache})
         engine = build_engine(config, resolve_model_dir("tiny-qwen3"), lambda ids: "")
@@ -426,7 +426,7 @@ def test_cache_follows_the_config() -> None:
             engine.add(GenerationRequest([5, 6, 7] * 20, SamplingParams(max_tokens=1)))
             while engine.has_work():
                 engine.step()
-        shared[share_prefixes] = engine.stats().shared_prompt_tokens
+        shared[enable_prefix_caching] = engine.stats().shared_prompt_tokens
     assert shared[True] > shared[False] == 0
 
 

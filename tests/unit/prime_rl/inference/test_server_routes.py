@@ -180,7 +180,7 @@ def test_pause_freezes_and_resume_goes_on(server: RunningServer) -> None:
 def test_restarted_server_rejects_requests_until_weights_arrive(server: RunningServer) -> None:
     server.service.awaits_weights = True
     reply = server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 2})
-    assert reply.status_code == 503 and reply.headers["retry-after"] and "await_weights" in reply.text
+    assert reply.status_code == 503 and reply.headers["retry-after"] and "wait_for_weights" in reply.text
     assert server.http.get("/health").json() == {"status": "ok", "version": 0, "awaits_weights": True}
     assert server.post("/reload_weights", {}).status_code == 200
     assert server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 2}).status_code == 200
@@ -188,7 +188,7 @@ def test_restarted_server_rejects_requests_until_weights_arrive(server: RunningS
 
 
 def test_full_queue_returns_429() -> None:
-    server = RunningServer(None, max_batch_size=1, server={"max_waiting": 1})
+    server = RunningServer(None, max_batch_size=1, server={"max_queued_requests": 1})
     try:
         server.post("/pause", {})
         body = {"prompt": PROMPT, "max_tokens": 2}

@@ -256,7 +256,7 @@ class FakeClient:
 @pytest.fixture
 def routes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Starlette, FakeClient, Path]:
     config = InferenceConfig.model_validate(
-        {"backend": "vllm", "output_dir": tmp_path, "max_batch_size": 1, "server": {"max_waiting": 0}}
+        {"backend": "vllm", "output_dir": tmp_path, "max_batch_size": 1, "server": {"max_queued_requests": 0}}
     )
     monkeypatch.setenv(CONFIG_VARIABLE, config.model_dump_json())
     monkeypatch.setenv(MODEL_DIR_VARIABLE, str(MODEL_DIR))
@@ -376,7 +376,7 @@ def test_vllm_rejects_requests_without_weights_and_large_bodies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, routes: tuple[Starlette, FakeClient, Path]
 ) -> None:
     """A server that was started again waits for the orchestrator's word; a body is refused before it is read."""
-    server = {"await_weights": True, "max_request_mb": 0.001}
+    server = {"wait_for_weights": True, "max_request_mb": 0.001}
     config = InferenceConfig.model_validate({"backend": "vllm", "output_dir": tmp_path, "server": server})
     monkeypatch.setenv(CONFIG_VARIABLE, config.model_dump_json())
     app, client, root = routes

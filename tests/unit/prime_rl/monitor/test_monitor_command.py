@@ -98,7 +98,7 @@ def test_distillation_summary_shows_teacher_gap_and_retention(
     assert (code, err) == (0, "")
     assert "Context distillation" in out and "reward" not in out.lower()
     table = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line}
-    assert table["teacher_kl/mean"][:2] == ["2", "0.1667"] and table["anchor_kl/mean"]
+    assert table["teacher_kl/mean"][:2] == ["2", "0.1667"] and table["reference_kl/mean"]
     scores = [line.split() for line in out.splitlines() if line.startswith(("facts", "other"))]
     assert scores[1] == ["facts", "12", "0.500", "0.600", "0.600", "0.80", "(0.60", "to", "1.10)", "-", "0.050"]
     assert scores[0][5] == "n.s." and "not significant" in out

@@ -337,7 +337,7 @@ def test_explanations_name_stalls_and_fixes() -> None:
     assert "raise max_async_level" in findings_text(explain({}, lanes(4, 5), config))
     stalled = {
         "orchestrator": {
-            "time/wait_for_ckpt": [(s, 5.0) for s in range(1, 9)],
+            "time/slots_exhausted": [(s, 5.0) for s in range(1, 9)],
             "time/step": [(s, 10.0) for s in range(1, 9)],
         }
     }
@@ -371,7 +371,7 @@ def test_distillation_is_explained_without_rewards(tmp_path: Path) -> None:
     assert "reward" not in text and "groups" not in text
     assert "teacher KL: on the student's tokens it fell from" in text
     assert "gap closed on facts: 0.80 (0.60 to 1.10) at step 12: the student scores 0.5, the teacher 0.6" in text
-    assert "retention of other: the student keeps 70%" in text and "raise anchor_weight" in text
+    assert "retention of other: the student keeps 70%" in text and "raise reference_weight" in text
     assert "2 samples were not scored by the teacher" in text and "max_model_len" in text
 
 

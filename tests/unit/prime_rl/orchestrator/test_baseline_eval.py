@@ -103,7 +103,7 @@ def test_baselines_over_time(tmp_path: Path) -> None:
     """Teacher baselines are measured once, failures count as 0, and a collapse is reported."""
     config = OrchestratorConfig.model_validate(
         {
-            "env": [{"id": "world"}, {"id": "elsewhere", "teacher": "anchor"}],
+            "env": [{"id": "world"}, {"id": "elsewhere", "teacher": "reference"}],
             "eval": {},
             "model": {"name": "m"},
             "teacher_model": {"context": "C ", "eval_baseline": True, "client": {"base_url": ["http://t/v1"]}},

@@ -78,7 +78,7 @@ def build_rows(system: bool = False, turns: int = 1, tools: bool = False) -> dic
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    server = RunningServer(None, max_prefill_tokens=64)
+    server = RunningServer(None, max_num_batched_tokens=64)
     yield server
     server.stop()
 
@@ -118,7 +118,7 @@ def make_group(config: OrchestratorConfig, score: bool = True, **args: Any) -> t
 
 
 @pytest.mark.parametrize(
-    ("args", "insert", "temperature"),
+    ("args", "context_position", "temperature"),
     [
         ({}, "user_prefix", 1.0),
         ({"system": True}, "user_prefix", 0.7),
@@ -129,24 +129,24 @@ def make_group(config: OrchestratorConfig, score: bool = True, **args: Any) -> t
     ],
 )
 def test_teacher_logprobs_match_forward_with_context(
-    server: RunningServer, plain_model: Any, args: dict[str, Any], insert: str, temperature: float
+    server: RunningServer, plain_model: Any, args: dict[str, Any], context_position: str, temperature: float
 ) -> None:
     config = make_config(
         server,
-        teacher={"insert": insert, "top_logprobs": 3},
+        teacher={"context_position": context_position, "top_logprobs": 3},
         # A turn ends by a token, sooner or later: one that is cut off has no next one.
         sampling={"max_tokens": 60, "temperature": temperature, "extra_body": {"stop_token_ids": [*range(0, 256, 3)]}},
     )
     samples, _ = make_group(config, **args)
     assert len(samples) == 2
     teacher_messages: list[dict[str, Any]] = [dict(USER)]
-    if insert == "user_prefix":
+    if context_position == "user_prefix":
         teacher_messages[0]["content"] = CONTEXT + USER["content"]
-    if insert == "message":
+    if context_position == "message":
         teacher_messages = [{"role": "user", "content": CONTEXT}, USER]
     if args.get("system"):
         content = {"user_prefix": SYSTEM["content"], "system_append": SYSTEM["content"] + CONTEXT}
-        teacher_messages = [{"role": "system", "content": content.get(insert, CONTEXT)}, *teacher_messages]
+        teacher_messages = [{"role": "system", "content": content.get(context_position, CONTEXT)}, *teacher_messages]
     tools = TOOLS if args.get("tools") else None
     tokenizer = load_tokenizer("tiny-qwen3")
     text = tokenizer.apply_chat_template(teacher_messages, tools=tools, tokenize=False, add_generation_prompt=True)
@@ -202,10 +202,12 @@ def smollm2_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running
     server.stop()
 
 
-def read_prompts(server: RunningServer, insert: str, chat: list[dict[str, Any]]) -> tuple[str, str]:
+def read_prompts(server: RunningServer, context_position: str, chat: list[dict[str, Any]]) -> tuple[str, str]:
     """What student and teacher are given before the first sampled token."""
     model = {"name": server.config.model.name}
-    config = make_config(server, teacher={"context": "C", "separator": "\n", "insert": insert}, model=model)
+    config = make_config(
+        server, teacher={"context": "C", "separator": "\n", "context_position": context_position}, model=model
+    )
     seen: list[str] = []
 
     async def run() -> None:
@@ -232,16 +234,16 @@ def read_prompts(server: RunningServer, insert: str, chat: list[dict[str, Any]])
     return seen[0], seen[1]
 
 
-@pytest.mark.parametrize("insert", ["system_append", "user_prefix", "message"])
-def test_default_system_message_is_kept(smollm2_server: RunningServer, insert: str) -> None:
-    student, teacher = read_prompts(smollm2_server, insert, [USER])
+@pytest.mark.parametrize("context_position", ["system_append", "user_prefix", "message"])
+def test_default_system_message_is_kept(smollm2_server: RunningServer, context_position: str) -> None:
+    student, teacher = read_prompts(smollm2_server, context_position, [USER])
     default = "You are a helpful AI assistant."
     added = {
         "system_append": (default, f"{default}\nC"),
         "user_prefix": (USER["content"], f"C\n{USER['content']}"),
         "message": ("<|im_start|>user", "<|im_start|>user\nC<|im_end|>\n<|im_start|>user"),
     }
-    assert default in student and teacher == student.replace(*added[insert], 1)
+    assert default in student and teacher == student.replace(*added[context_position], 1)
 
 
 def test_context_appends_to_given_system_message(smollm2_server: RunningServer, server: RunningServer) -> None:
@@ -253,7 +255,7 @@ def test_context_appends_to_given_system_message(smollm2_server: RunningServer, 
 
 def test_inspected_prompts_include_default_system(smollm2_server: RunningServer) -> None:
     model = {"name": smollm2_server.config.model.name}
-    teacher = {"context": "Cc", "separator": " ", "insert": "system_append"}
+    teacher = {"context": "Cc", "separator": " ", "context_position": "system_append"}
     text = inspect_contexts(make_config(smollm2_server, teacher=teacher, model=model), 1, width=120)
     assert "You are a helpful AI assistant. Cc" in text and text.count("helpful AI assistant") == 2
 
@@ -273,7 +275,7 @@ def test_reading_the_default_system_message(plain: str, probed: str, found: str)
 
 
 def test_template_without_system_messages_raises() -> None:
-    with pytest.raises(ValueError, match=r"drops system messages: set teacher_model\.insert"):
+    with pytest.raises(ValueError, match=r"drops system messages: set teacher_model\.context_position"):
         read_default_system("u", "u")
 
 
@@ -341,7 +343,7 @@ def test_skip_verification_runs_no_rewards(server: RunningServer) -> None:
 def test_environments_without_a_teacher_and_anchors(server: RunningServer) -> None:
     samples, _ = make_group(make_config(server, env={"teacher": "none"}))
     assert all(sample.teacher_logprobs is None and not sample.has_teacher for sample in samples)
-    samples, _ = make_group(make_config(server, env={"teacher": "anchor", "anchor_weight": 2.0}))
+    samples, _ = make_group(make_config(server, env={"teacher": "reference", "reference_weight": 2.0}))
     for sample in samples:
         assert sample.anchor == 2.0 and sample.inference_logprobs is not None
         assert sample.teacher_logprobs == pytest.approx(sample.inference_logprobs, abs=1e-5), "no context, same model"
@@ -407,7 +409,7 @@ def test_context_sources(tmp_path: Path) -> None:
         ({"teacher_model": {"context": "a", "context_file": "b"}}, "both set the context"),
         ({"teacher_model": {"eval_baseline": True}}, r"\[orchestrator.eval\]"),
         ({"env": [{"id": "a", "context": "b"}]}, "there is no teacher"),
-        ({"teacher_model": {}, "env": [{"id": "a", "context": "b", "teacher": "anchor"}]}, "remove one of them"),
+        ({"teacher_model": {}, "env": [{"id": "a", "context": "b", "teacher": "reference"}]}, "remove one of them"),
     ],
 )
 def test_invalid_teacher_config_raises(config: dict[str, Any], words: str) -> None:
@@ -542,19 +544,19 @@ def test_taus_annealed_to_measured_ratio() -> None:
     assert measure_distance([far, near, anchor]) == 5.0 and measure_distance([Sample(prompt="")]) is None
     first, stats = schedule.loss_for_step(1, [far, near, anchor])
     assert first.objective.student_tau == pytest.approx(0.5 * (1 / (0.5 * 2 * 5.0)) ** 0.5), "half way, in logarithms"
-    assert stats["teacher_distance"] == 5.0 and stats["pull/teacher_tau"] == first.objective.teacher_tau
+    assert stats["teacher/seq_kl"] == 5.0 and stats["adv/teacher_tau"] == first.objective.teacher_tau
     last = schedule.loss_for_step(3, [near])[0].objective
     assert last.adv_tau / last.student_tau == pytest.approx(2 * 5.0) and last.teacher_tau == 2 * last.student_tau
     resumed = LossSchedule(build_loss(config, 48), config, schedule.progress["teacher_distance"])
     assert resumed.loss_for_step(3, [near])[0].objective == last
     pulls = measure_advantage_terms([far, anchor], replace(last, adv_tau=3.0, teacher_tau=1.0, student_tau=2.0))
-    assert pulls == {"pull/task": 3.0, "pull/teacher": (7 + 1) / 2, "pull/teacher_tau": 1.0}
+    assert pulls == {"adv/reward_abs": 3.0, "adv/teacher_abs": (7 + 1) / 2, "adv/teacher_tau": 1.0}
     for wrong, words in (({**anneal, "factor": 0.1}, "remove one"), (anneal, "compares adv_tau")):
         with pytest.raises(ValueError, match=words):
             LossConfig(adv_tau=0.0, teacher_tau=1.0, anneal=wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("estimator", ["token", "togo", "full"])
+@pytest.mark.parametrize("estimator", ["token", "reward_to_go", "full"])
 def test_anchor_is_independent_of_taus(estimator: str) -> None:
     """The loss of anchors does not know the taus, and is 0 where student and teacher agree; that of others does."""
     found = {}
@@ -589,7 +591,7 @@ def test_anchor_is_independent_of_taus(estimator: str) -> None:
         found[tau] = terms[is_reference].tolist(), terms[~batch.is_reference & (batch.loss_mask > 0)].tolist()
         if estimator == "token":
             assert found[tau][0] == pytest.approx([-2.0, 0.5]), "the teacher's log-prob less the student's"
-        assert "anchor_kl/mean" in policy_loss(inputs, aim).stats.summary()
+        assert "reference_kl/mean" in policy_loss(inputs, aim).stats.summary()
     assert found[1.0][0] == pytest.approx(found[0.01][0]) and found[1.0][1] != pytest.approx(found[0.01][1])
 
 

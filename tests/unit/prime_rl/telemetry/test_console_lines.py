@@ -34,8 +34,8 @@ def test_batch_line_has_no_reward_where_none_is_computed() -> None:
 
 def test_trainer_line_has_the_distance_to_the_teacher() -> None:
     assert "Teacher KL" not in session.format_step(1, STEP)
-    line = session.format_step(1, {**STEP, "teacher_kl/mean": 0.25, "anchor_kl/mean": 0.01})
-    assert "Loss: 0.5000 | Teacher KL: 0.2500 | Anchor KL: 0.0100" in line
+    line = session.format_step(1, {**STEP, "teacher_kl/mean": 0.25, "reference_kl/mean": 0.01})
+    assert "Loss: 0.5000 | Teacher KL: 0.2500 | Reference KL: 0.0100" in line
 
 
 def test_evaluation_line_has_gap_or_retention() -> None:

@@ -57,7 +57,7 @@ def logprobs(backend: Backend, samples: list[Sample]) -> torch.Tensor:
 
 def gradient(backend: Backend, samples: list[Sample]) -> list[torch.Tensor]:
     [micros] = pack_samples(samples, 1024)
-    backend.forward_backward(micros, build_loss(LossConfig(type="aipo", entropy_tau=0.1), 96))
+    backend.forward_backward(micros, build_loss(LossConfig(type="aipo", entropy_coef=0.1), 96))
     grads = [p.grad.clone() for p in backend.parameters.values() if p.grad is not None]
     backend.stepper.optimizer.zero_grad()
     return grads

@@ -60,7 +60,7 @@ def fake_samples(num: int = 12, seed: int = 0) -> list[Sample]:
 
 def gradients(backend: Backend, packs: list[list[Any]], loss_type: Any = "aipo") -> list[torch.Tensor]:
     """Gradient of one step over these micro-batches; resets it afterwards."""
-    loss = build_loss(LossConfig(type=loss_type, entropy_tau=0.1), 48)
+    loss = build_loss(LossConfig(type=loss_type, entropy_coef=0.1), 48)
     backend.forward_backward([micro for rank in packs for micro in rank], loss)
     taken = [p.grad.clone() for p in backend.parameters.values() if p.grad is not None]
     backend.stepper.optimizer.zero_grad()
@@ -418,7 +418,7 @@ def test_step_timer_sums_phases_and_resets() -> None:
         ),
         (["--loss.type", "reinforce", "--loss.ratio", "token"], "is incompatible with type reinforce"),
         (["--loss.type", "custom"], "import_path"),
-        (["--loss.max_tokens", "9"], "divisor of normaliser constant"),
+        (["--loss.max_tokens", "9"], "divisor of loss_aggregation constant"),
         (["--loss.distill.clip", "0"], r"loss\.distill\.clip"),
         (["--parallel.tp", "0"], r"parallel\.tp"),
         (["--model.lora.rank", "0"], r"model\.lora\.rank"),

@@ -181,7 +181,7 @@ def test_a_mismatching_version_releases_no_slots(backend: Backend, server: Runni
             is_received=lambda step: True,
             timeout_s=30,
             log_timeline=lambda *interval: None,
-            canary_interval=1,
+            weight_check_interval=1,
         )
         relay.mark_sent(30)
         await relay.load(20)
@@ -319,7 +319,7 @@ def test_a_restarted_server_is_compared_whatever_the_interval(backend: Backend, 
             is_received=lambda step: True,
             timeout_s=30,
             log_timeline=lambda *interval: None,
-            canary_interval=1000,
+            weight_check_interval=1000,
         )
         relay.mark_sent(50)
         for step in steps:

@@ -223,7 +223,9 @@ def test_fast_bf16_decode_is_close_to_trainer(name: str, monkeypatch: pytest.Mon
     """Activations may be rounded to bf16; a request still has the same bits in any batch."""
     monkeypatch.setattr(cpu_kernels, "has_bf16_unit", lambda: False)
     model = build(torch.bfloat16, **SHAPES[name])
-    engine = EmbeddedEngine(build(torch.bfloat16, **SHAPES[name]), exact=False, max_model_len=512, share_prefixes=False)
+    engine = EmbeddedEngine(
+        build(torch.bfloat16, **SHAPES[name]), exact=False, max_model_len=512, enable_prefix_caching=False
+    )
     fused = engine._runner.fused
     assert fused is not None and (fused._shape.format == cpu_kernels.DOTS) == has_dots()
     outputs = generate(engine, 7)

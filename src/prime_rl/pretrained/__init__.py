@@ -1,0 +1,1 @@
+"""Pretrained models from files and by name: GGUF in and out, downloads of known models."""

@@ -1,0 +1,251 @@
+"""GGUF files to Hugging Face directories and back: weights, configuration, tokenizers, errors."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf_models import CORPUS, save_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from prime_rl.pretrained.gguf_architectures import (
+    LAYER_MODULES,
+    MODULES,
+    compute_llama3_factors,
+    interleave_rope,
+    separate_rope,
+    to_gguf_name,
+    to_hf_name,
+)
+from prime_rl.pretrained.gguf_reader import convert_gguf
+from prime_rl.pretrained.gguf_tokenizer import PRE_TOKENIZERS, build_tokenizer_files
+from prime_rl.pretrained.gguf_writer import FILE_TYPES, write_gguf
+from prime_rl.trainer.models.decoder_config import DecoderConfig
+
+FAMILIES = ["llama", "qwen2", "qwen3"]
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def compute_logits(directory: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    return model(torch.arange(24)[None]).logits
+
+
+def round_trip(directory: Path, tmp_path: Path, file_type: str = "f32") -> Path:
+    write_gguf(directory, tmp_path / "model.gguf", file_type)
+    convert_gguf(tmp_path / "model.gguf", tmp_path / "back")
+    return tmp_path / "back"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_round_trip_keeps_weights_logits_and_config(family: str, tied: bool, tmp_path: Path) -> None:
+    original = save_model(tmp_path / "model", family, tie_word_embeddings=tied)
+    back = round_trip(original, tmp_path)
+    before, after = load_file(original / "model.safetensors"), load_file(back / "model.safetensors")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert torch.equal(compute_logits(original), compute_logits(back))
+    configs = [DecoderConfig.from_hf(json.loads((d / "config.json").read_text())) for d in (original, back)]
+    assert configs[0] == configs[1]
+
+
+def test_attention_biases_of_llama(tmp_path: Path) -> None:
+    original = save_model(tmp_path / "model", "llama", attention_bias=True)
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(original)
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    model.save_pretrained(original)
+    assert torch.equal(compute_logits(original), compute_logits(round_trip(original, tmp_path)))
+
+
+@pytest.mark.parametrize("file_type", list(FILE_TYPES))
+def test_matrices_equal_those_of_the_gguf_package(file_type: str, tmp_path: Path) -> None:
+    back = round_trip(save_model(tmp_path / "model", "qwen3"), tmp_path, file_type)
+    tensors, dtype = load_file(back / "model.safetensors"), torch.float32
+    for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors:
+        expected = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(tuple(reversed(tensor.shape)))
+        found = tensors[to_hf_name(tensor.name) or ""]
+        assert np.array_equal(found.float().numpy(), expected), tensor.name
+        if tensor.name == "token_embd.weight":
+            dtype = found.dtype
+    assert dtype == {"f16": torch.float16, "bf16": torch.bfloat16}.get(file_type, torch.float32)
+    assert json.loads((back / "config.json").read_text())["torch_dtype"] == str(dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"])
+def test_quantized_blocks_equal_those_of_the_gguf_package(kind: str, tmp_path: Path) -> None:
+    """Random blocks: every bit pattern of a type without infinite or undefined scales."""
+    quantization = gguf.GGMLQuantizationType[kind]
+    block, size = gguf.GGML_QUANT_SIZES[quantization]
+    rng = np.random.default_rng(0)
+    raw = rng.integers(0, 255, (64, 256 // block * size), dtype=np.uint8)
+    raw = raw.reshape(64, -1, size)
+    raw[..., 1::2][..., :4] &= 0x3B  # exponents of half-precision scales stay finite wherever they are
+    if kind == "Q6_K":
+        raw[..., -1] &= 0x3B
+    raw = raw.reshape(64, -1)
+    directory = save_model(tmp_path / "model", "qwen3", hidden_size=256, intermediate_size=64)
+    write_gguf(directory, tmp_path / "plain.gguf", "f32")
+    replace_tensor(tmp_path / "plain.gguf", tmp_path / "quantized.gguf", "blk.0.ffn_gate.weight", raw, quantization)
+    convert_gguf(tmp_path / "quantized.gguf", tmp_path / "back")
+    found = load_file(tmp_path / "back" / "model.safetensors")["model.layers.0.mlp.gate_proj.weight"].numpy()
+    assert np.array_equal(found, gguf.dequantize(raw, quantization)) and np.isfinite(found).all()
+
+
+def replace_tensor(source: Path, target: Path, name: str, data: Any, kind: gguf.GGMLQuantizationType) -> None:
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
+    for key, field in reader.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            writer.add_key_value(key, field.contents(), *field.types[:2])
+    for tensor in reader.tensors:
+        if tensor.name == name:
+            writer.add_tensor(name, data, raw_dtype=kind)
+        else:
+            writer.add_tensor(tensor.name, tensor.data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_llama3_rope_scaling_is_recovered(tmp_path: Path) -> None:
+    original = save_model(tmp_path / "model", "llama", rope_parameters={**LLAMA3, "rope_theta": 500000.0})
+    back = round_trip(original, tmp_path)
+    assert json.loads((back / "config.json").read_text())["rope_scaling"] == LLAMA3
+    assert torch.equal(compute_logits(original), compute_logits(back))
+
+
+def test_llama3_factors_equal_those_of_transformers() -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = LlamaConfig(head_dim=64, rope_parameters={**LLAMA3, "rope_theta": 500000.0})
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    plain = 500000.0 ** -(torch.arange(0, 64, 2, dtype=torch.float64) / 64)
+    factors = compute_llama3_factors(64, 500000.0, **{k: v for k, v in LLAMA3.items() if k != "rope_type"})
+    np.testing.assert_allclose(plain.numpy() / scaled.double().numpy(), factors, rtol=1e-5)
+
+
+def test_other_rope_factors_are_refused(tmp_path: Path) -> None:
+    original = save_model(
+        tmp_path / "model", "llama", rope_parameters={**LLAMA3, "rope_theta": 500000.0, "low_freq_factor": 2.0}
+    )
+    with pytest.raises(ValueError, match=r"rope_freqs\.weight are not those of Llama 3"):
+        round_trip(original, tmp_path)
+
+
+def test_rope_order_is_inverted() -> None:
+    rows = np.arange(48).reshape(24, 2)
+    assert np.array_equal(separate_rope(interleave_rope(rows, 3), 3), rows)
+    assert interleave_rope(np.arange(8), 1).tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+
+
+def test_every_tensor_name_is_inverted() -> None:
+    names = [f"{name}.weight" for name in MODULES] + [f"blk.7.{name}.bias" for name in LAYER_MODULES]
+    assert [to_gguf_name(to_hf_name(name) or "") for name in names] == names
+    assert to_hf_name("blk.0.ffn_gate_exps.weight") is None and to_gguf_name("model.layers.0.mlp.gate.weight") is None
+
+
+@pytest.mark.parametrize("pre", list(PRE_TOKENIZERS))
+def test_token_ids_survive_the_round_trip(pre: str, tmp_path: Path) -> None:
+    original = save_model(tmp_path / "model", "qwen3", pre=pre)
+    back = round_trip(original, tmp_path)
+    before, after = (PreTrainedTokenizerFast.from_pretrained(d) for d in (original, back))
+    for text in CORPUS:
+        assert before(text)["input_ids"] == after(text)["input_ids"]
+        assert after.decode(after(text)["input_ids"]) == before.decode(before(text)["input_ids"])
+    chat = [{"role": "user", "content": "Hi <|im_end|> there"}]
+    assert before.apply_chat_template(chat) == after.apply_chat_template(chat)
+    assert (before.eos_token_id, before.pad_token_id) == (after.eos_token_id, after.pad_token_id)
+
+
+VOCAB = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *"▁abc", "ab", "▁a", "bc", "abc", "▁ab", "ca"]
+SCORES = [0.0] * 259 + [-1000.0] * 4 + [-3.0, -1.0, -2.0, -5.0, -4.0, -6.0]
+
+
+def merge_by_score(text: str) -> list[str]:
+    """SentencePiece BPE in its plain form: merge the neighbors whose union has the best score, leftmost first."""
+    pieces = list("▁" + text.replace(" ", "▁"))
+    while True:
+        unions = [
+            (-SCORES[VOCAB.index(a + b)], i) for i, (a, b) in enumerate(itertools.pairwise(pieces)) if a + b in VOCAB
+        ]
+        if not unions:
+            return [p for piece in pieces for p in ([piece] if piece in VOCAB else to_bytes(piece))]
+        _, i = min(unions)
+        pieces[i : i + 2] = [pieces[i] + pieces[i + 1]]
+
+
+def to_bytes(piece: str) -> list[str]:
+    return [f"<0x{byte:02X}>" for byte in piece.encode()]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text("abc é", max_size=12).filter(lambda text: text))
+def test_sentencepiece_merges_follow_the_scores(text: str) -> None:
+    tokenizer = build_sentencepiece()
+    assert tokenizer.encode(text).tokens == ["<s>", *merge_by_score(text)]
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def build_sentencepiece() -> Tokenizer:
+    types = [2, 3, 3] + [6] * 256 + [1] * (len(VOCAB) - 259)
+    names = ("model", "tokens", "token_type", "scores", "bos_token_id", "eos_token_id", "unknown_token_id")
+    values = ("llama", VOCAB, types, SCORES, 1, 2, 0)
+    metadata = {f"tokenizer.ggml.{name}": value for name, value in zip(names, values, strict=True)}
+    return Tokenizer.from_str(build_tokenizer_files(metadata, 64)["tokenizer.json"])
+
+
+def test_what_is_not_supported_is_named(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", "llama")
+    write_gguf(model, tmp_path / "model.gguf", "f32")
+    data = (tmp_path / "model.gguf").read_bytes()
+
+    def refuse(content: bytes, message: str) -> None:
+        (tmp_path / "bad.gguf").write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            convert_gguf(tmp_path / "bad.gguf", tmp_path / "never")
+
+    refuse(data.replace(b"llama", b"mamba"), "architecture 'mamba' is not supported, only llama")
+    refuse(data.replace(b"qwen2", b"qwenX"), "pre-tokenizer 'qwenX' is not supported")
+    refuse(data.replace(b"ffn_gate", b"ffn_gaze"), "tensor blk.0.ffn_gaze.weight is not supported for llama")
+    refuse(data.replace(b"block_count", b"block_coun7"), "metadata key llama.block_count is missing")
+    refuse(b"PK" + data, "no GGUF file, or damaged")
+    refuse(b"", "no GGUF file, or damaged")
+    for cut in (100, len(data) // 8, len(data) // 2, len(data) - 100):
+        refuse(data[:cut], "no GGUF file, or damaged")
+
+    def refuse_directory(message: str, **changes: Any) -> None:
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps({**config, **changes}))
+        with pytest.raises(ValueError, match=message):
+            write_gguf(model, tmp_path / "other.gguf")
+        (model / "config.json").write_text(json.dumps(config))
+        assert not list(tmp_path.glob("*other.gguf*"))
+
+    refuse_directory("model_type 'gpt2' cannot be written", model_type="gpt2")
+    refuse_directory("mlp_bias = True cannot be written", mlp_bias=True)
+    refuse_directory("vocab_size is 10", vocab_size=10)
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["pre_tokenizer"] = {"type": "Whitespace"}
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    refuse_directory("splits text in a way that has no GGUF name")
