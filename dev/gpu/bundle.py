@@ -3,7 +3,7 @@
     python -m dev.gpu.bundle [--python 3.12]
 
 The wheels are what `pyproject.toml` requires, at the versions installed here, except for what such a machine has
-(torch, numpy) and what the checks do not need (verifiers, with datasets). They are for Linux on x86-64.
+(torch, numpy) and what the checks do not need (verifiers, with datasets, and gguf). They are for Linux on x86-64.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLE = ROOT / ".gpu-bundle"
 PRESENT = ("torch", "numpy")
-UNUSED = ("verifiers",)
+UNUSED = ("verifiers", "gguf")
 MAX_BYTES = 64 << 20
 GLIBC_MINORS = (39, 38, 35, 34, 31, 28, 27, 24, 17, 12)
 PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in GLIBC_MINORS), "manylinux2014_x86_64", "manylinux1_x86_64")

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from dev.gpu.context import Context, Measured, small_shape, write_model
-from dev.gpu.environment import measure_bandwidth
 from dev.gpu.runner import ROOT
 from dev.gpu.training import build_samples, settings
 from torch import Tensor
@@ -171,6 +170,18 @@ def check_update(context: Context) -> Measured:
     return Measured(len(wrong), f"{len(found)} tensors {' '.join(wrong[:3])}".strip())
 
 
+def find_shortest(context: Context, work: Callable[[], object]) -> float:
+    """Shortest time of `work` in seconds, after a warm-up run."""
+    return min([bench.clock(context.device, work) for _ in range(6)][1:])
+
+
+def measure_bandwidth(context: Context) -> float:
+    """Bytes per second, read and written, of a copy within the device's memory."""
+    source = torch.ones(1 << (28 if context.device.type == "cuda" else 22), device=context.device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / find_shortest(context, lambda: target.copy_(source))
+
+
 def build_model(context: Context) -> CausalLM:
     """The shape of Qwen3-0.6B, or a tiny one."""
     return bench.build_model(context.device, context.tiny)
@@ -198,7 +209,7 @@ def measure_sharing(context: Context) -> Measured:
     prompts = torch.randint(model.config.vocab_size, (4, length), generator=draw).tolist()
     seconds = {}
     for share in (False, True):
-        engine = bench.build_engine(model, exact=False, share_prefixes=share)
+        engine = bench.build_engine(model, exact=False, enable_prefix_caching=share)
         for repeat in range(2):  # the first warms up
 
             def work(engine: EmbeddedEngine = engine, repeat: int = repeat) -> None:

@@ -6,25 +6,20 @@ import importlib.util
 import json
 import platform
 import re
-import time
 import tomllib
-from collections.abc import Callable
 from importlib import metadata
 
 import torch
+from dev.gpu.bundle import UNUSED
 from dev.gpu.context import Context, Measured
 from dev.gpu.runner import ROOT
 
-BANDWIDTHS = {"A100": 2.04e12, "H100 PCIe": 2.0e12, "H100": 3.35e12, "H200": 4.8e12, "B200": 8.0e12}
-"""Bytes per second from data sheets, by a substring of the device name."""
-UNUSED = ("verifiers",)
-"""Requirements that these checks do not need."""
-
 
 def _requirements() -> dict[str, str]:
-    """Version range of every requirement of the project, by name."""
+    """Version range of every requirement of the project that these checks need, by name."""
     lines = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    return {re.split(r"[<>=!~]", line)[0]: line[len(re.split(r"[<>=!~]", line)[0]) :] for line in lines}
+    parts = [re.fullmatch(r"([\w-]+)(.*)", line) for line in lines]
+    return {part[1]: part[2] for part in parts if part is not None and part[1] not in UNUSED}
 
 
 def check_versions(context: Context) -> Measured:
@@ -46,7 +41,7 @@ def check_versions(context: Context) -> Measured:
             indent=2,
         )
     )
-    ranges = {name: spec for name, spec in _requirements().items() if name not in UNUSED}
+    ranges = _requirements()
     installed = {name: _find_version(name) for name in ranges}
     old = [
         f"{name} {version}, needs {ranges[name]}"
@@ -73,45 +68,28 @@ def _find_version(name: str) -> str | None:
 def check_packages(context: Context) -> Measured:
     """Number of required packages that are missing."""
     modules = {"pyzmq": "zmq", "huggingface-hub": "huggingface_hub"}
-    names = [name for name in _requirements() if name not in UNUSED]
-    missing = [name for name in names if importlib.util.find_spec(modules.get(name, name)) is None]
+    missing = [name for name in _requirements() if importlib.util.find_spec(modules.get(name, name)) is None]
     return Measured(len(missing), " ".join([*missing, "- make gpu-bundle carries them" if missing else ""]).strip())
-
-
-def clock(context: Context, work: Callable[[], object], repeats: int = 5) -> float:
-    """Best time of `work` in seconds, after one warm-up run."""
-    work()
-    best = float("inf")
-    for _ in range(repeats):
-        context.synchronize()
-        started = time.perf_counter()
-        work()
-        context.synchronize()
-        best = min(best, time.perf_counter() - started)
-    return best
-
-
-def measure_bandwidth(context: Context) -> float:
-    """Bytes per second, read and written, of a copy within the device's memory."""
-    source = torch.ones(1 << (28 if context.device.type == "cuda" else 22), device=context.device)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / clock(context, lambda: target.copy_(source))
 
 
 def measure_copy(context: Context) -> Measured:
     """Copy bandwidth as a share of the data sheet; of itself where the device is unknown."""
+    from dev.gpu.engine import bench, measure_bandwidth
+
     found = measure_bandwidth(context)
-    sheet = next((value for part, value in BANDWIDTHS.items() if part in context.gpu), found)
+    sheet = next((value for part, value in bench.BANDWIDTHS.items() if part in context.gpu), found)
     return Measured(found / sheet, f"{found / 1e9:,.0f} GB/s", {"bytes_per_s": found})
 
 
 def measure_matmul(context: Context) -> Measured:
     """FLOP/s of a bf16 matrix product as a share of the data sheet, and the largest error of an fp32 one."""
+    from dev.gpu.engine import find_shortest
+
     from prime_rl.trainer.perf import find_peak_flops
 
     size = 8192 if context.device.type == "cuda" else 256
     a = torch.randn(size, size, device=context.device, dtype=torch.bfloat16)
-    found = 2 * size**3 / clock(context, lambda: a @ a)
+    found = 2 * size**3 / find_shortest(context, lambda: a @ a)
     sheet = find_peak_flops(context.device, torch.bfloat16)
     wide = a[:512].float()
     error = float((wide @ wide.T - (wide.double() @ wide.double().T)).abs().max())
