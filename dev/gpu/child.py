@@ -56,7 +56,7 @@ def main(argv: list[str]) -> None:
             reply({"error": f"{type(error).__name__}: {lines[0][:300]}"})
             return
         gc.collect()
-        if has_device:
+        if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 

@@ -91,7 +91,7 @@ def measure_matmul(context: Context) -> Measured:
     a = torch.randn(size, size, device=context.device, dtype=torch.bfloat16)
     found = 2 * size**3 / find_shortest(context, lambda: a @ a)
     sheet = find_peak_flops(context.device, torch.bfloat16)
-    wide = a[:512].float()
+    wide = torch.randn(512, size, device=context.device)
     error = float((wide @ wide.T - (wide.double() @ wide.double().T)).abs().max())
     if error > 1e-2:
         raise RuntimeError(f"fp32 products have an error of {error:.2g}: is TF32 enabled?")

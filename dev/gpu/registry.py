@@ -59,7 +59,7 @@ def _training(name: str, bound: float = 0.04, limit_s: float = 60.0, **options: 
 def _throughput(name: str, published: float, **options: Any) -> Check:
     function = "throughput:measure"
     options = {"published": published, **options}
-    return Check(f"throughput.{name}", function, ">=", published, "tokens/s", 180.0, is_speed=True, options=options)
+    return Check(f"throughput.{name}", function, ">=", published, "tokens/s", 400.0, is_speed=True, options=options)
 
 
 SIXTEEN, SIXTY_FOUR = 16384, 65536
@@ -110,7 +110,7 @@ CHECKS = (
     Check("engine.exact", "engine:compare_with_trainer", "<=", 1e-4, "nats", options={"exact": True}),
     Check("mismatch.bfloat16", "engine:compare_with_trainer", "<=", 0.005, "KL, nats", options={"exact": False}),
     Check("mismatch.lora", "engine:compare_with_trainer", "<=", 0.005, "KL, nats", options={"exact": False, "lora": 8}),
-    Check("engine.graphs", "engine:compare_graphs", "<=", 0.02, "nats"),
+    Check("engine.graphs", "engine:compare_graphs", "<=", 0.05, "nats"),
     Check("engine.update", "engine:check_update", "<=", 0, "wrong digests"),
     Check("engine.prefix_sharing", "engine:measure_sharing", ">=", 1.2, "times as fast", is_speed=True),
     *(

@@ -20,6 +20,8 @@ from prime_rl.trainer.models.registry import read_files
 from rollouts.training.metrics import METRICS_FILE, load_jsonl
 from rollouts.training.steps import complete_steps, step_path
 
+CACHE_TOKENS = 65536
+"""The embedded engine's share of the device's memory, as tokens of its cache."""
 MODULES = {"sft": "prime_rl.trainer.sft.train", "rl": "prime_rl.rl"}
 SFT, RL = "dev/gpu/sft.toml", "dev/gpu/letters.toml"
 
@@ -31,8 +33,14 @@ class Command:
         self._token = uuid.uuid4().hex
         self._log = context.scratch / f"{self._token}.log"
         argv = [sys.executable, "-m", MODULES[name], "@", config, "--output-dir", str(out), *map(str, options)]
+        sections = {"sft": ["model"], "rl": ["trainer.model"]}[name]
         if name == "rl":
             argv += ["--inference.server.port", str(find_free_port())]
+            if "vllm" not in argv:  # vLLM has its own options for device and memory
+                argv += ["--inference.cache.max-tokens", str(CACHE_TOKENS)]
+                sections.append("inference.model")
+        if context.device.type == "cuda":  # fails where "auto" would take the CPU
+            argv += [word for section in sections for word in (f"--{section}.device", "cuda")]
         environment = {**os.environ, TOKEN_VARIABLE: self._token}
         with self._log.open("w") as log:
             self._process = subprocess.Popen(

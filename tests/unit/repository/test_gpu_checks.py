@@ -5,17 +5,24 @@ from __future__ import annotations
 import ast
 import json
 import re
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from dev.gpu import __main__ as command
-from dev.gpu import runner
+from dev.gpu import runner, runs
 from dev.gpu.bundle import MAX_BYTES, find_requirements, unpack_bundle
+from dev.gpu.context import Context
 from dev.gpu.registry import CHECKS, Check, Need
 from dev.gpu.runner import FAILED, OK, SKIPPED, Machine, choose_exit_code, load_results, run_checks, select
+
+from prime_rl.config import RLConfig
+from prime_rl.trainer.config import SFTConfig
+from prime_rl.utils.pydantic_config import parse_argv
 
 ROOT = Path(__file__).parents[3]
 CPU = Machine("cpu", 0, False)
@@ -104,6 +111,30 @@ def test_every_check_has_a_function_that_takes_its_options() -> None:
         required = names[: len(names) - len(function.args.defaults)]
         assert required[0] == "context" and set(required[1:]) <= check.options.keys(), check.name
         assert check.options.keys() <= set(names) or function.args.kwarg is not None, check.name
+
+
+def test_commands_of_a_device_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU most of them are never run."""
+    commands: list[list[str]] = []
+
+    class NotStarted(Exception): ...
+
+    def start(argv: list[str], **_: Any) -> None:
+        commands.append(argv)
+        raise NotStarted
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.chdir(ROOT)
+    context = Context(torch.device("cuda", 0), False, tmp_path, tmp_path)
+    checks = [check for check in CHECKS if check.module == runs.__name__]
+    for check in checks:
+        with pytest.raises(NotStarted):
+            getattr(runs, check.function.partition(":")[2])(context, **check.options)
+    for _, _, module, *argv in commands:
+        config, _ = parse_argv(RLConfig if module == runs.MODULES["rl"] else SFTConfig, argv, "command", {})
+        trained = config.trainer.model if isinstance(config, RLConfig) else config.model
+        assert trained.device == "cuda"
+    assert len(commands) == len(checks)
 
 
 def test_the_page_describes_every_stage() -> None:
