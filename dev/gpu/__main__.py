@@ -23,6 +23,7 @@ from dev.gpu.runner import (
     SKIPPED,
     TABLE_FILE,
     choose_exit_code,
+    format_line,
     format_table,
     load_results,
     matches,
@@ -66,6 +67,8 @@ def main() -> int:
             f"==> {len(checks)} checks on {machine.device}{', tiny sizes' if tiny else ''}; results: {out}", flush=True
         )
         finished = load_finished(out, tiny, machine.device, arguments.again)
+        for row in (finished[check.name] for check in checks if check.name in finished):
+            print(format_line(row))
         (Path(scratch) / "files").mkdir()
         rows, left = run_checks(
             checks, machine, finished, out=out, scratch=Path(scratch) / "files", tiny=tiny, deadline=deadline
@@ -74,6 +77,8 @@ def main() -> int:
     (out / TABLE_FILE).write_text(format_table(shown, machine))
     counts = {status: sum(row["status"] == status for row in shown) for status in ("ok", FAILED, SKIPPED)}
     print(f"==> {', '.join(f'{num} {status}' for status, num in counts.items())} in {time.monotonic() - started:.0f} s")
+    if failed := [row["name"] for row in shown if row["status"] == FAILED]:
+        print(f"==> failed: {' '.join(failed)}")
     print(f"==> {out / TABLE_FILE}, log: {out / LOG_FILE}")
     if left:
         print(f"==> out of time, run the command again for the other {len(left)}: {' '.join(left)}")

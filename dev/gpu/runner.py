@@ -100,6 +100,8 @@ class Child:
             if "error" in reply:
                 self.close()
             return reply
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5.0)  # its own exit code, if it has one
         self.close()
         if expired.is_set():
             return {"error": f"exceeded the time limit of {limit_s:.0f} s"}
