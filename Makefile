@@ -2,7 +2,7 @@
 # every path below is relative to this file.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help bench setup test test-unit test-integration test-extras test-peers test-vllm test-all \
+.PHONY: help bench gpu gpu-bundle setup test test-unit test-integration test-extras test-peers test-vllm test-all \
   chaos fuzz demo distill lint format clean
 
 PY := .venv/bin/python
@@ -148,6 +148,12 @@ bench: setup  ## setup, then benchmarks against peers, into docs/benchmarks.md (
 	  echo "==> bench_$$name"; $(PY) benchmarks/bench_$$name.py || echo "bench_$$name: missed a threshold"; \
 	done
 	@$(PY) benchmarks/report.py
+
+gpu:  ## check everything that runs on a GPU, without setup or network (docs/gpu.md; GPU="kernels engine" for some)
+	@$(or $(PYTHON),$(wildcard $(PY)),python3) -m dev.gpu $(GPU)
+
+gpu-bundle: setup  ## setup, then download the packages that a bare GPU machine lacks to .gpu-bundle (FOR=3.12)
+	@$(PY) -m dev.gpu.bundle $(if $(FOR),--python $(FOR))
 
 lint: setup  ## check style, imports and types
 	@echo "==> ruff check" && $(PY) -m ruff check .

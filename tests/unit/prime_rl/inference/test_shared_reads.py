@@ -58,7 +58,7 @@ def test_shared_columns_do_not_change_bits(threads: int, dtype: torch.dtype, hea
     alone = FusedDecode(decoder.fused, cache, decode_metadata(positions, np.zeros_like(shared)))(tokens, positions)
     for slot, j in itertools.product(range(1, len(shared)), range(2)):
         if shared[slot] > j:
-            cache.blocks[j][:, :, slot] = torch.nan  # nobody reads it
+            cache.blocks[j][:, :, slot] = torch.nan  # never read
     metadata = decode_metadata(positions, shared)
     assert metadata.num_shared_blocks > 0
     backend = FusedDecode(decoder.fused, cache, metadata)

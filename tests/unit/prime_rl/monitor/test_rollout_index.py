@@ -167,7 +167,7 @@ def test_recorded_logprobs_find_their_sample(tmp_path: Path) -> None:
     append_jsonl(tmp_path / "trainer_logprobs.jsonl", recorded[:1])
     index.grow()
     twice = recorded[0]["index"]
-    assert "trainer_logprobs" not in index.row(twice), "two that fit: nobody knows which"
+    assert "trainer_logprobs" not in index.row(twice), "two rows match: ambiguous"
 
 
 def test_text_search_is_that_of_a_plain_loop(tmp_path: Path) -> None:

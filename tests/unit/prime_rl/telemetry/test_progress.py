@@ -65,7 +65,7 @@ def test_a_terminal_has_a_bar_below_the_lines() -> None:
     output = run_in_terminal()
     assert COLOR.search(output) and "━" in output and "/4" in output and "0:00:0" in output and "[note 2]" in output
     for i in range(4):
-        assert words(output).count(f"WARNING line {i} [bold]output[/bold]") == 1
+        assert words(output).count(f"WARNING line {i} [bold]said[/bold]") == 1
         assert words(output).count(f"printed {i}") == 1
     assert output.rstrip().endswith("the end") and "\x1b[?25h" in output, "the cursor is back"
 

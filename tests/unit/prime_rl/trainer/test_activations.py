@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import varlen
 
-from prime_rl.trainer.activations import ActivationOffload, recompute_layers
+from prime_rl.trainer.activations import PRODUCTS, ActivationOffload, recompute_layers
 from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.config import ActivationConfig, TrainConfig
 from prime_rl.trainer.models import attention
@@ -71,6 +72,12 @@ def test_recomputation_saves_memory(mode: Any, freq: int, expected: float) -> No
         return sum(sizes)
 
     assert count_saved(ac={"mode": mode, "freq": freq}) < expected * count_saved()
+
+
+def test_selective_mode_stores_flash_attention() -> None:
+    """The operation that `attn = "flash"` runs on a GPU, under the name that torch registers."""
+    assert varlen.varlen_attn is not None
+    assert torch.ops.torch_attn._varlen_attn.default.name() in PRODUCTS
 
 
 def test_offloading_is_bit_identical() -> None:
