@@ -15,7 +15,8 @@ from pathlib import Path
 from dev.gpu.context import Context, Measured, measure_error
 from dev.gpu.runner import ROOT
 
-from prime_rl.runtime.process import TOKEN_VARIABLE, find_free_port, kill_run_processes
+from prime_rl.runtime.machine import find_free_port
+from prime_rl.runtime.process_tree import TOKEN_VARIABLE, kill_run_processes
 from prime_rl.trainer.models.registry import read_files
 from rollouts.training.metrics import METRICS_FILE, load_jsonl
 from rollouts.training.steps import complete_steps, step_path

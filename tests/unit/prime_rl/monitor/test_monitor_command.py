@@ -113,7 +113,7 @@ def test_distillation_shows_low_rewards_on_request(tmp_path: Path, capsys: pytes
     assert "teacher KL 0.1667" in out and "reward" not in out
 
 
-def test_plots_are_pictures_of_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plots_are_png_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed; cure: make setup")
     code, out, _ = call(capsys, write_run(tmp_path / "run"), "--save-dir", tmp_path / "plots", "--metrics-only")
     assert code == 0 and "optimizer.png" in out

@@ -143,7 +143,7 @@ def test_stale_rollout_is_cancelled_and_restarted(
     async def alone(self: RequestBatcher, body: Any) -> None:
         """Requests come one by one and in their order, so that the thirteenth belongs to the second batch."""
 
-    monkeypatch.setattr(RequestBatcher, "ask", alone)
+    monkeypatch.setattr(RequestBatcher, "request", alone)
     released = threading.Event()
     stuck: set[int] = set()
     original = engine.chat
