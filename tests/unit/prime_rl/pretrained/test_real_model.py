@@ -66,7 +66,7 @@ def test_sampled_log_probs_equal_the_trainers(directory: Path) -> None:
     for output in outputs:
         prompt, sampled, logprobs = output.request.prompt, output.token_ids, output.logprobs
         tokens = torch.tensor(prompt + sampled)
-        hidden = model(tokens, torch.arange(len(tokens)), PackedAttention([len(tokens)], "exact"))
+        hidden = model(tokens, torch.arange(len(tokens)), PackedAttention([len(tokens)], mode="exact"))
         expected = model.logits(hidden[len(prompt) - 1 : -1]).log_softmax(-1)
         found = expected.gather(1, torch.tensor(sampled)[:, None]).squeeze(1)
         assert torch.equal(found, torch.tensor(logprobs))
