@@ -1,4 +1,4 @@
-"""The native decoder: Llama, Qwen2, Qwen3 and Qwen3-MoE over flat tokens, with Hugging Face names for every tensor.
+"""The native decoder: Llama, SmolLM3, Qwen2, Qwen3 and Qwen3-MoE on flat tokens, with Hugging Face names of tensors.
 
 The forward pass takes flat tokens; attention (a training pack or a KV cache) is passed as an `AttentionBackend`.
 Trainer and embedded engine share this code.
@@ -152,7 +152,7 @@ def rope_frequencies(config: DecoderConfig) -> Float[Tensor, " half_dim"]:
 
 
 class Attention(nn.Module):
-    """Grouped-query self-attention with rotary positions; Qwen3 normalizes queries and keys per head."""
+    """Grouped-query self-attention, rotated except in NoPE layers; Qwen3 normalizes queries and keys per head."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
@@ -167,6 +167,7 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.qk_norm = config.qk_norm
+        self.has_rope = layer not in config.no_rope_layers
 
     def forward(
         self,
@@ -180,8 +181,9 @@ class Attention(nn.Module):
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        out = attend(self.layer, apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin), v)
-        return self.o_proj(out.flatten(-2))
+        if self.has_rope:
+            q, k = apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin)
+        return self.o_proj(attend(self.layer, q, k, v).flatten(-2))
 
 
 class GatedMLP(nn.Module):

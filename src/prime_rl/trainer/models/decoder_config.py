@@ -7,7 +7,10 @@ from typing import Any
 
 from rollouts.training.model_config import DECODER_SIZES, check_model_config
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "nanochat")
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "smollm3", "nanochat")
+
+DEFAULT_ROPE_THETA = {"smollm3": 2_000_000.0}
+"""Defaults of transformers that differ from 10,000."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class DecoderConfig:
     """Layers with a dense feed-forward network in a mixture-of-experts model."""
     logit_cap: float | None = None
     """Logit softcapping: c tanh(logits / c)."""
+    no_rope_layers: frozenset[int] = frozenset()
+    """Layers whose queries and keys are not rotated (NoPE, 2305.19466)."""
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> DecoderConfig:
@@ -55,6 +60,8 @@ class DecoderConfig:
             raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported, only {activation!r}")
         if config.get("use_sliding_window"):
             raise ValueError("use_sliding_window is not supported")
+        if set(config.get("layer_types") or ()) - {"full_attention"}:
+            raise ValueError(f"layer_types of {kind} must all be full_attention")
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         if rope_type not in ("default", "llama3", "linear"):
@@ -74,18 +81,34 @@ class DecoderConfig:
             num_key_value_heads=kv_heads,
             head_dim=config.get("head_dim") or config["hidden_size"] // heads,
             rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-            rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+            rope_theta=float(
+                rope.get("rope_theta") or config.get("rope_theta") or DEFAULT_ROPE_THETA.get(kind, 10000.0)
+            ),
             rope_scaling=None if rope_type == "default" else dict(rope, rope_type=rope_type),
             max_position_embeddings=config.get("max_position_embeddings", 32768),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", kind == "smollm3")),
             qkv_bias=kind == "qwen2" or bias,
             out_bias=kind != "qwen2" and bias,
             mlp_bias=bool(config.get("mlp_bias", False)),
             qk_norm=kind in ("qwen3", "qwen3_moe"),
             initializer_range=config.get("initializer_range", 0.02),
             logit_cap=config.get("final_logit_softcapping"),
+            no_rope_layers=_read_no_rope_layers(config) if kind == "smollm3" else frozenset(),
             **(_read_experts(config) if kind == "qwen3_moe" else {}),
         )
+
+
+def _read_no_rope_layers(config: dict[str, Any]) -> frozenset[int]:
+    """Layers without rotary embedding: those with a 0 in `no_rope_layers`, by default every fourth one."""
+    num_layers, rotated = config["num_hidden_layers"], config.get("no_rope_layers")
+    if rotated is None:
+        interval = config.get("no_rope_layer_interval", 4)
+        if not isinstance(interval, int) or interval < 1:
+            raise ValueError(f"no_rope_layer_interval = {interval!r} must be a positive whole number")
+        rotated = [(layer + 1) % interval for layer in range(num_layers)]
+    if not isinstance(rotated, list) or len(rotated) < num_layers:
+        raise ValueError(f"no_rope_layers must be a list with a 0 or 1 for each of {num_layers} layers")
+    return frozenset(layer for layer in range(num_layers) if not rotated[layer])
 
 
 def _read_experts(config: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from prime_rl.inference.engine import GenerationRequest, Output, SamplingParams
 from prime_rl.trainer.models.attention import PackedAttention
 from prime_rl.trainer.models.causal_lm import CausalLM, init_weights
 from prime_rl.trainer.models.decoder_config import DecoderConfig
+from prime_rl.trainer.models.registry import MODEL_CLASSES
 from rollouts.kernels import cpu as cpu_kernels
 from rollouts.training.numerics import MIN_TOKENS
 
@@ -28,6 +29,7 @@ CONFIG = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024,
     "tie_word_embeddings": True, "initializer_range": 0.3,
 }  # fmt: skip
+MODELS = {"qwen3": CONFIG, "smollm3": {**CONFIG, "model_type": "smollm3", "no_rope_layers": [1, 0]}}
 
 
 class Rerun:
@@ -76,8 +78,9 @@ PATHS = {
 }
 
 
-def build_model() -> CausalLM:
-    model = CausalLM(DecoderConfig.from_hf(CONFIG))
+def build_model(name: str) -> CausalLM:
+    config = DecoderConfig.from_hf(MODELS[name])
+    model = MODEL_CLASSES.get(config.model_type, CausalLM)(config)
     init_weights(model, 0)
     return model.requires_grad_(False)
 
@@ -120,14 +123,15 @@ def check_trainer(output: Output, model: CausalLM, tolerance: float) -> None:
     torch.testing.assert_close(torch.tensor(output.logprobs), expected, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("model_name", MODELS)
 @pytest.mark.parametrize("name", PATHS)
-def test_path_equals_the_trainer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_equals_the_trainer(name: str, model_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = PATHS[name]
     if path.backend is FusedDecode and cpu_kernels.library() is None:
         pytest.skip("no C compiler; cure: apt-get install gcc")
     if path.backend is EagerDecode:
         monkeypatch.setattr(cpu_kernels, "library", lambda: None)
-    model, engine = build_model(), EmbeddedEngine(build_model(), **path.options)
+    model, engine = build_model(model_name), EmbeddedEngine(build_model(model_name), **path.options)
     outputs, backends = run(engine, draw_prompts(path.prompts, engine), path.max_tokens)
     assert backends == {path.backend} if path.max_tokens > 1 else not backends
     stats = engine.stats()

@@ -36,7 +36,8 @@ SHAPE = dict(
     max_position_embeddings=512,
 )
 EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=48, norm_topk_prob=True, mlp_only_layers=[0])
-FAMILIES = ["qwen3", "qwen2", "qwen3_moe", "llama", "llama3-rope"]
+FAMILIES = ["qwen3", "qwen2", "qwen3_moe", "llama", "llama3-rope", "smollm3", "smollm3-untied"]
+SPECIAL = dict(pad_token_id=None, bos_token_id=None, eos_token_id=1)  # the defaults exceed this vocabulary
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -57,6 +58,10 @@ def build_pair(family: str, dtype: torch.dtype = torch.float32) -> tuple[torch.n
         "qwen3_moe": transformers.Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=32, tie_word_embeddings=True),
         "llama": transformers.LlamaConfig(**SHAPE, tie_word_embeddings=False),
         "llama3-rope": transformers.LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE),
+        "smollm3": transformers.SmolLM3Config(**{**SHAPE, "num_hidden_layers": 4}, **SPECIAL),
+        "smollm3-untied": transformers.SmolLM3Config(
+            **SHAPE, **SPECIAL, no_rope_layers=[0, 1], tie_word_embeddings=False
+        ),
     }
     config = configs[family]
     torch.manual_seed(0)
@@ -200,6 +205,9 @@ def test_initial_weights_are_a_pure_function_of_config_and_seed() -> None:
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers"),
+        ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "no_rope_layer_interval"),
     ],
 )
 def test_unsupported_configs_are_rejected(change: dict, words: str) -> None:
