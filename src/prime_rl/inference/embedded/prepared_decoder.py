@@ -250,11 +250,13 @@ class PreparedDecoder:
         self.layers: list[PreparedLayer] = []
         self.head: PackedLinear | None = None
         self._addresses: list[int] = []
+        if type(model).logits is not CausalLM.logits:
+            return
+        self.head = PackedLinear(["lm_head"], [model.lm_head], exact, dtype)
         if self.uses_model_forward:
             return
         self.layers = [PreparedLayer(cast(DecoderLayer, layer), exact, dtype) for layer in model.model.layers]
         self.next_norms = [*(layer.norms[0] for layer in self.layers[1:]), model.model.norm]
-        self.head = PackedLinear(["lm_head"], [model.lm_head], exact, dtype)
         self._build_fused(self.head)
 
     @property
@@ -269,7 +271,8 @@ class PreparedDecoder:
         for layer in self.layers:
             layer.refresh()
         self.head.refresh()
-        self._build_fused(self.head)
+        if self.layers:
+            self._build_fused(self.head)
 
     def addresses(self, length: int) -> list[int]:
         """Addresses of all tensors that a step reads, for positions below `length`, except the cache."""

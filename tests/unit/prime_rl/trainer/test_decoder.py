@@ -22,8 +22,9 @@ from prime_rl.trainer.models.attention import (
 )
 from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_names
 from prime_rl.trainer.models.decoder_config import DecoderConfig
+from prime_rl.trainer.models.gemma3 import Gemma3LM
 from prime_rl.trainer.models.moe import SparseMLP, compute_imbalance, pop_expert_load
-from prime_rl.trainer.models.registry import fill_weights
+from prime_rl.trainer.models.registry import MODEL_CLASSES, fill_weights
 from rollouts.training.numerics import KEY_MULTIPLE, padded
 
 SHAPE = dict(
@@ -36,8 +37,9 @@ SHAPE = dict(
     max_position_embeddings=512,
 )
 EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=48, norm_topk_prob=True, mlp_only_layers=[0])
-FAMILIES = ["qwen3", "qwen2", "qwen3_moe", "llama", "llama3-rope", "smollm3", "smollm3-untied"]
+FAMILIES = ["qwen3", "qwen2", "qwen3_moe", "llama", "llama3-rope", "smollm3", "smollm3-untied", "gemma3", "gemma3-long"]
 SPECIAL = dict(pad_token_id=None, bos_token_id=None, eos_token_id=1)  # the defaults exceed this vocabulary
+GEMMA = dict(head_dim=32, sliding_window=20, layer_types=["full_attention", "sliding_attention"])
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -62,6 +64,15 @@ def build_pair(family: str, dtype: torch.dtype = torch.float32) -> tuple[torch.n
         "smollm3-untied": transformers.SmolLM3Config(
             **SHAPE, **SPECIAL, no_rope_layers=[0, 1], tie_word_embeddings=False
         ),
+        "gemma3": transformers.Gemma3TextConfig(**SHAPE, **SPECIAL, **GEMMA),
+        "gemma3-long": transformers.Gemma3TextConfig(
+            **{**SHAPE, "num_hidden_layers": 3},
+            **{**SPECIAL, **GEMMA, "layer_types": None},
+            query_pre_attn_scalar=24,
+            sliding_window_pattern=3,
+            tie_word_embeddings=False,
+            rope_scaling={"rope_type": "linear", "factor": 8.0},
+        ),
     }
     config = configs[family]
     torch.manual_seed(0)
@@ -69,7 +80,8 @@ def build_pair(family: str, dtype: torch.dtype = torch.float32) -> tuple[torch.n
     with torch.no_grad():
         for p in theirs.parameters():
             p.add_(0.05 * torch.randn_like(p))  # biases and norms start at 0 and 1, where a mix-up would not show
-    ours = CausalLM(DecoderConfig.from_hf(config.to_dict())).to(dtype)
+    model_class = MODEL_CLASSES.get(config.model_type, CausalLM)
+    ours = model_class(DecoderConfig.from_hf(config.to_dict())).to(dtype)
     ours.load_state_dict(theirs.state_dict())
     return theirs, ours
 
@@ -86,12 +98,17 @@ def test_logits_and_gradients_equal_transformers(
         # transformers casts to float32 in norms and routers, where we keep float64.
         patch.setattr(torch, "float32", dtype)
         patch.setattr(torch, "float", dtype)
+        patch.setattr(torch.Tensor, "float", lambda tensor: tensor.to(dtype))
         expected = theirs(ids[None]).logits[0]
-        cos, sin = (t[0][:, None] for t in theirs.model.rotary_emb(weights, torch.arange(100)[None]))
+        kinds = [["full_attention"], ["sliding_attention"]] if isinstance(ours, Gemma3LM) else [[]]
+        angles = [theirs.model.rotary_emb(weights, torch.arange(100)[None], *kind) for kind in kinds]
     # Our angles are float32 always: compared, then made the same.
-    for mine, angle in zip(ours.rope(100, ids.device), (cos, sin), strict=True):
-        torch.testing.assert_close(mine[:100].to(dtype), angle, atol=2e-6, rtol=0)
-    ours._rope = (cos, sin)
+    ropes = {"_rope": ours.rope, "_local_rope": getattr(ours, "local_rope", None)}
+    for (name, rope), tables in zip(ropes.items(), angles, strict=False):
+        tables = tuple(table[0][:, None] for table in tables)
+        for mine, table in zip(rope(100, ids.device), tables, strict=True):
+            torch.testing.assert_close(mine[:100].to(dtype), table, atol=2e-6, rtol=0)
+        setattr(ours, name, tables)
     actual = ours.logits(ours(ids, torch.arange(100), PackedAttention([100], mode=mode)))
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
