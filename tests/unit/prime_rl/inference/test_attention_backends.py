@@ -14,9 +14,10 @@ from prime_rl.inference.embedded.cuda_graphs import GraphDecode, Step
 from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.embedded.fused_decode import FusedDecode
 from prime_rl.inference.embedded.model_runner import EagerDecode
-from prime_rl.inference.engine import GenerationRequest, Output, SamplingParams
+from prime_rl.inference.engine import AdapterSpec, GenerationRequest, Output, SamplingParams
+from prime_rl.trainer.lora import LoraSpec, adapter_tensors, add_lora, peft_tensors
 from prime_rl.trainer.models.attention import PackedAttention
-from prime_rl.trainer.models.causal_lm import CausalLM, init_weights
+from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_names
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.models.registry import MODEL_CLASSES
 from rollouts.kernels import cpu as cpu_kernels
@@ -89,10 +90,13 @@ def build_model(name: str) -> CausalLM:
     return model.requires_grad_(False)
 
 
-def run(engine: EmbeddedEngine, prompts: list[list[int]], max_tokens: int) -> tuple[list[Output], set[type]]:
-    """Outputs, and the decode backends that computed them."""
+def run(
+    engine: EmbeddedEngine, prompts: list[list[int]], max_tokens: int, adapters: tuple[str | None, ...] = (None,)
+) -> tuple[list[Output], set[type]]:
+    """Outputs, and the decode backends that computed them; the adapters take turns."""
     for seed, prompt in enumerate(prompts):
-        engine.add(GenerationRequest(prompt, SamplingParams(max_tokens=max_tokens, seed=seed, temperature=0.8)))
+        params = SamplingParams(max_tokens=max_tokens, seed=seed, temperature=0.8)
+        engine.add(GenerationRequest(prompt, params, adapter=adapters[seed % len(adapters)]))
     outputs: list[Output] = []
     backends: set[type] = set()
     while engine.has_work():
@@ -143,3 +147,26 @@ def test_path_equals_the_trainer(name: str, model_name: str, monkeypatch: pytest
     assert stats.shared_prompt_tokens >= path.least_shared and stats.preempted >= path.least_preempted
     for output in outputs:
         check_trainer(output, model, path.tolerance)
+
+
+@pytest.mark.parametrize("model_name", MODELS)
+def test_adapter_equals_its_trainer(model_name: str) -> None:
+    model, adapted, engine = build_model(model_name), build_model(model_name), EmbeddedEngine(build_model(model_name))
+    add_lora(adapted, LoraSpec(4, 8.0), 1)
+    for tensor in adapter_tensors(adapted).values():
+        tensor.data.add_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(2)), alpha=0.1)
+    engine.load_adapter("a", peft_tensors(adapted), AdapterSpec(4, 8.0, 0))
+    outputs, _ = run(engine, draw_prompts("different", engine), 20, (None, "a"))
+    assert {output.request.adapter for output in outputs} == {None, "a"}
+    for output in outputs:
+        check_trainer(output, adapted if output.request.adapter else model, 0.0)
+
+
+def test_new_weights_equal_the_trainer() -> None:
+    """Gemma 3 runs the model's own layers, but a packed head."""
+    model, engine = build_model("gemma3"), EmbeddedEngine(build_model("gemma3"))
+    init_weights(model, 1)
+    engine.load_weights({name: tensor.clone() for name, tensor in tensor_names(model).items()}, 1)
+    outputs, _ = run(engine, draw_prompts("different", engine), 8)
+    for output in outputs:
+        check_trainer(output, model, 0.0)
