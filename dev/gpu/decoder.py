@@ -12,7 +12,10 @@ from prime_rl.trainer.hf_model import load_hf_model
 from prime_rl.trainer.models.attention import PackedAttention
 from prime_rl.trainer.models.registry import load_decoder
 
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True},
+    "gemma3_text": {"sliding_window": 16, "sliding_window_pattern": 2},
+}
 
 
 def write_transformers_model(context: Context, family: str) -> tuple[Any, Path]:
@@ -34,7 +37,7 @@ def write_transformers_model(context: Context, family: str) -> tuple[Any, Path]:
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    config = AutoConfig.for_model(family, **sizes, **(EXPERTS if family.endswith("moe") else {}))
+    config = AutoConfig.for_model(family, **sizes, **OPTIONS.get(family, {}))
     inner = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     directory = context.folder(family)
     inner.save_pretrained(directory)

@@ -91,7 +91,7 @@ CHECKS = (
     Check("kernels.sampler", "kernels:compare_sampler", ">=", 0.99, "equal tokens"),
     *(
         Check(f"decoder.{family}", "decoder:compare_logits", "<=", 1e-3, "relative error", options={"family": family})
-        for family in ("qwen3", "qwen2", "llama", "qwen3_moe")
+        for family in ("qwen3", "qwen2", "llama", "qwen3_moe", "smollm3", "gemma3_text")
     ),
     Check("decoder.hf", "decoder:compare_packed", "<=", 1e-3, "relative error", options={"family": "olmo2"}),
     _training("float32", 1e-3, dtype="float32"),

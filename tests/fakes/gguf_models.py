@@ -24,7 +24,7 @@ TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] 
 
 
 def save_model(directory: Path, family: str, pre: str = "qwen2", **options: Any) -> Path:
-    """A random model of `family` (llama, qwen2, qwen3) whose tokenizer splits text as `pre` does."""
+    """A random model of `family` (llama, qwen2, qwen3, smollm3) whose tokenizer splits text as `pre` does."""
     directory.mkdir(parents=True)
     vocab_size = _save_tokenizer(directory, pre)
     sizes = {
@@ -41,6 +41,8 @@ def save_model(directory: Path, family: str, pre: str = "qwen2", **options: Any)
     sizes |= {"rope_parameters": {"rope_type": "default", "rope_theta": 100000.0}, "vocab_size": vocab_size, **options}
     if family == "qwen2":
         sizes["head_dim"] = sizes["hidden_size"] // sizes["num_attention_heads"]
+    if family == "smollm3":  # every fourth layer differs; the default padding token exceeds the vocabulary
+        sizes = {"pad_token_id": None, **sizes, "num_hidden_layers": 4}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
     with torch.no_grad():

@@ -27,6 +27,7 @@ ARCHITECTURES = {
         Architecture("llama", "LlamaForCausalLM", interleaved_rope=True),
         Architecture("qwen2", "Qwen2ForCausalLM"),
         Architecture("qwen3", "Qwen3ForCausalLM"),
+        Architecture("smollm3", "SmolLM3ForCausalLM", interleaved_rope=True),
     )
 }
 

@@ -70,7 +70,17 @@ def _find_architecture(config: dict[str, Any], directory: Path) -> Architecture:
     for key in UNSUPPORTED:
         if config.get(key):
             raise ValueError(f"{directory}: {key} = {config[key]!r} cannot be written as GGUF")
+    if kind == "smollm3":
+        _check_rope_layers(config, directory)
     return ARCHITECTURES[kind]
+
+
+def _check_rope_layers(config: dict[str, Any], directory: Path) -> None:
+    """`ValueError` unless every fourth layer has no rotary embedding: GGUF has no key for it."""
+    num_layers, interval = config["num_hidden_layers"], config.get("no_rope_layer_interval", 4)
+    rotated = config.get("no_rope_layers") or [(layer + 1) % interval for layer in range(num_layers)]
+    if [bool(value) for value in rotated[:num_layers]] != [(layer + 1) % 4 > 0 for layer in range(num_layers)]:
+        raise ValueError(f"{directory}: no_rope_layers = {rotated} cannot be written as GGUF, only every fourth layer")
 
 
 def _read_sizes(config: dict[str, Any]) -> dict[str, Any]:

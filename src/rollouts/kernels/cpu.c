@@ -561,6 +561,7 @@ typedef struct {
   const float *norm, *qk_norm, *mlp_norm; /* qk_norm: one row per query and key head, or NULL */
   const void *qkv, *out, *gate_up, *down; /* packed */
   const float *qkv_bias, *out_bias, *gate_up_bias, *down_bias; /* or NULL */
+  int64_t has_rope;
 } Layer;
 
 /* Struct sizes, which `cpu.py` compares with those of its ctypes structures. */
@@ -698,7 +699,7 @@ static void attend_rows(const Shape *s, const Layer *layer, float eps, float *qk
     float *q = qkv + (row * all_heads + head * group) * size, *k = qkv + (row * all_heads + s->heads + head) * size;
     float *v = k + s->kv_heads * size, *scores = scratch + THREAD * s->scratch_size;
     if (layer->qk_norm) norm_row(k, layer->qk_norm + (s->heads + head) * size, eps, k, size);
-    rotate_row(k, c, sn, 1.f, k, size);
+    if (layer->has_rope) rotate_row(k, c, sn, 1.f, k, size);
     int64_t at = ((row * s->kv_heads + head) * KEYS + position % KEYS) * size;
     for (int64_t i = 0; i < size; i += LANES) {
       store_as(keys[j], at + i, load(k + i), narrow);
@@ -707,7 +708,7 @@ static void attend_rows(const Shape *s, const Layer *layer, float eps, float *qk
     for (int64_t g = 0; g < group; g++) {
       float *one = q + g * size;
       if (layer->qk_norm) norm_row(one, layer->qk_norm + (head * group + g) * size, eps, one, size);
-      rotate_row(one, c, sn, 1.f, one, size);
+      if (layer->has_rope) rotate_row(one, c, sn, 1.f, one, size);
       for (int64_t i = 0; i < size; i += LANES) store(one + i, load(one + i) * scale);
     }
     float *to = out + (row * s->heads + head * group) * size;

@@ -56,9 +56,9 @@ LAYER_FIELDS = (
 
 
 class LayerStruct(ctypes.Structure):
-    """`Layer` of `cpu.c`: addresses, None for NULL."""
+    """`Layer` of `cpu.c`: addresses, None for NULL, and whether queries and keys are rotated."""
 
-    _fields_ = [(name, _P) for name in LAYER_FIELDS]
+    _fields_ = [*((name, _P) for name in LAYER_FIELDS), ("has_rope", _I)]
 
 
 SIGNATURES = {

@@ -175,6 +175,8 @@ class DecodeAttention:
         self.views = [[self._view(layer, j) for j in range(len(self.reach))] for layer in range(layers)]
         at = torch.from_numpy(positions.repeat(self.kv_heads)).to(self.device)
         mask = causal_mask(at, self.width)
+        self.positions = at
+        self.window_masks: dict[int, Tensor] = {}
         self.mask, self.mask_of_rows = mask[:, None], mask.view(self.num, self.kv_heads, self.width)
         self.rows = torch.arange(self.num, device=self.device)
         self.places: TokenRows = []
@@ -199,6 +201,8 @@ class DecodeAttention:
     def advance(self, positions: NDArray[np.int64], at: Int[Tensor, " rows"]) -> None:
         """Set the next step's positions, `at` on the device: unmask these keys, and find where they are written."""
         self.mask_of_rows[self.rows, :, at] = 0.0
+        self.positions = at.repeat_interleave(self.kv_heads)
+        self.window_masks.clear()
         self.places = self.cache.locate(self.slots, positions)
 
     def __call__(
@@ -207,6 +211,7 @@ class DecodeAttention:
         q: Float[Tensor, "rows heads dim"],
         k: Float[Tensor, "rows kv_heads dim"],
         v: Float[Tensor, "rows kv_heads dim"],
+        window: int | None = None,
     ) -> Float[Tensor, "rows heads dim"]:
         self.cache.store(layer, self.places, k, v)
         queries = decode_queries(q, self.kv_heads)
@@ -214,7 +219,7 @@ class DecodeAttention:
             queries = queries.repeat(1, self.repeat, 1)
         views = self.views[layer]
         scores = self._multiply(0, queries, views[0].keys) if len(views) == 1 else self._scores(queries, views)
-        weights = softmax(add_mask(scores, self.mask))
+        weights = softmax(add_mask(scores, self._find_mask(window)))
         if weights.dtype != queries.dtype:
             weights = weights.to(queries.dtype)
         out = self._multiply(0, weights[..., : self.widths[0]] if len(views) > 1 else weights, views[0].values)
@@ -228,6 +233,13 @@ class DecodeAttention:
         if self.repeat > 1:
             out = out[:, : self.group]
         return out.reshape(self.num, -1, self.dim)
+
+    def _find_mask(self, window: int | None) -> Float[Tensor, "batch 1 keys"]:
+        if window is None:
+            return self.mask
+        if window not in self.window_masks:
+            self.window_masks[window] = causal_mask(self.positions, self.width, window)[:, None]
+        return self.window_masks[window]
 
     def _scores(self, queries: Float[Tensor, "batch rows dim"], views: list[KVView]) -> Float[Tensor, "batch rows k"]:
         """Queries times keys of several blocks; 0 in blocks that a slot does not reach, which the mask hides."""
@@ -287,7 +299,8 @@ class PrefillAttention:
         self.layout: Int[Tensor, "chunks rows"] | None = None  # None: chunks of equal length need no gather
         if repeats or not valid.all():
             self.layout = torch.where(valid, first[:, None] + row, 0).to(device)
-        self.mask = causal_mask(position.repeat_interleave(group, dim=1).to(device), self.width)[:, None]
+        self.row_positions = position.repeat_interleave(group, dim=1).to(device)
+        self.masks: dict[int | None, Tensor] = {}
 
     def __call__(
         self,
@@ -295,11 +308,15 @@ class PrefillAttention:
         q: Float[Tensor, "tokens heads dim"],
         k: Float[Tensor, "tokens kv_heads dim"],
         v: Float[Tensor, "tokens kv_heads dim"],
+        window: int | None = None,
     ) -> Float[Tensor, "tokens heads dim"]:
+        if window not in self.masks:
+            self.masks[window] = causal_mask(self.row_positions, self.width, window)[:, None]
         self.cache.store(layer, self.places, k, v)
         past, context = (self._gather(layer, i).to(q.dtype) for i in range(2))
         laid_out = q.unflatten(0, (-1, self.rows)) if self.layout is None else take(q, self.layout)
-        out = unfold_groups(masked_attention(fold_groups(laid_out, k.shape[1]), past, context, self.mask), self.rows)
+        queries = fold_groups(laid_out, k.shape[1])
+        out = unfold_groups(masked_attention(queries, past, context, self.masks[window]), self.rows)
         return out.flatten(0, 1) if self.layout is None else take(out.flatten(0, 1), self.flat)
 
     def _gather(self, layer: int, half: int) -> Float[Tensor, "chunks kv_heads width dim"]:

@@ -156,8 +156,10 @@ class CapturedStep:
         q: Float[Tensor, "rows heads dim"],
         k: Float[Tensor, "rows kv_heads dim"],
         v: Float[Tensor, "rows kv_heads dim"],
+        window: int | None = None,
     ) -> Float[Tensor, "rows heads dim"]:
         """Attend each row to its cached past and to itself."""
+        assert window is None, "models with sliding windows are not captured"
         rows, kv_heads, dim = k.shape
         own = (buffer.copy_(x).view(-1, dim) for buffer, x in zip(self._new[:, layer], (k, v), strict=True))
         own_k, own_v = (x.to(q.dtype) for x in own)

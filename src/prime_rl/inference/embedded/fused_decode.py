@@ -36,6 +36,7 @@ class LayerWeights:
     products: Sequence[PackedWeight]
     """QKV, attention output, gate and up, down projections."""
     biases: Sequence[Tensor | None]
+    has_rope: bool
 
 
 class FusedDecoder:
@@ -47,6 +48,7 @@ class FusedDecoder:
         self.layers = (cpu_kernels.LayerStruct * len(layers))()
         self._kept: list[Tensor] = []  # keeps the tensors alive: the kernel has only their addresses
         for slot, layer in zip(self.layers, layers, strict=True):
+            slot.has_rope = layer.has_rope
             tensors = [*map(_wide, layer.norms), *(p.data for p in layer.products), *map(_wide, layer.biases)]
             for name, tensor in zip(cpu_kernels.LAYER_FIELDS, tensors, strict=True):
                 setattr(slot, name, None if tensor is None else tensor.data_ptr())

@@ -107,7 +107,7 @@ class PreparedLayer:
         )
         self.out = PackedLinear([f"{name}.self_attn.o_proj"], [attention.o_proj], exact, dtype)
         heads, kv_heads = (p.out_features // self.head_dim for p in (attention.q_proj, attention.k_proj))
-        self.splits = (heads, kv_heads)
+        self.splits, self.has_rope = (heads, kv_heads), attention.has_rope
         self.qk_weight: Tensor | None = None
         self.qk_norms = (attention.q_norm, attention.k_norm) if attention.qk_norm else ()
         self.qk_eps = self.qk_norms[0].eps if self.qk_norms else 0.0
@@ -159,7 +159,7 @@ class PreparedLayer:
     def _apply_rotary(
         self, qkv: Float[Tensor, "rows heads dim"], cos: Tensor, sin: Tensor
     ) -> tuple[Float[Tensor, "rows heads dim"], Float[Tensor, "rows kv_heads dim"], Float[Tensor, "rows kv_heads dim"]]:
-        """Queries and keys, normalized and rotated, and values."""
+        """Queries and keys, normalized and rotated if the layer does so, and values."""
         heads, kv_heads = self.splits
         qk, v = qkv.split_with_sizes((heads + kv_heads, kv_heads), 1)
         if self.qk_weight is not None:
@@ -167,7 +167,9 @@ class PreparedLayer:
                 qk = F.rms_norm(qk, (self.head_dim,), None, self.qk_eps) * self.qk_weight
             else:
                 qk = rms_norm(qk, self.qk_weight, self.qk_eps)
-        q, k = apply_rotary(qk, cos, sin).split_with_sizes((heads, kv_heads), 1)
+        if self.has_rope:
+            qk = apply_rotary(qk, cos, sin)
+        q, k = qk.split_with_sizes((heads, kv_heads), 1)
         return q, k, v
 
 
@@ -220,7 +222,7 @@ def build_fused(
         if len(kernels) < 4:
             return None
         norms = (layer.norms[0].weight, layer.qk_weight, layer.norms[1].weight)
-        held.append(LayerWeights(norms, kernels, [product.bias for product in products]))
+        held.append(LayerWeights(norms, kernels, [product.bias for product in products], layer.has_rope))
     takes = BLOCK == cpu_kernels.KEYS and cpu_kernels.supports_head_dim(model.config.head_dim)
     if head.kernel is None or model.config.logit_cap is not None or not takes:
         return None
@@ -248,11 +250,13 @@ class PreparedDecoder:
         self.layers: list[PreparedLayer] = []
         self.head: PackedLinear | None = None
         self._addresses: list[int] = []
+        if type(model).logits is not CausalLM.logits:
+            return
+        self.head = PackedLinear(["lm_head"], [model.lm_head], exact, dtype)
         if self.uses_model_forward:
             return
         self.layers = [PreparedLayer(cast(DecoderLayer, layer), exact, dtype) for layer in model.model.layers]
         self.next_norms = [*(layer.norms[0] for layer in self.layers[1:]), model.model.norm]
-        self.head = PackedLinear(["lm_head"], [model.lm_head], exact, dtype)
         self._build_fused(self.head)
 
     @property
@@ -267,7 +271,8 @@ class PreparedDecoder:
         for layer in self.layers:
             layer.refresh()
         self.head.refresh()
-        self._build_fused(self.head)
+        if self.layers:
+            self._build_fused(self.head)
 
     def addresses(self, length: int) -> list[int]:
         """Addresses of all tensors that a step reads, for positions below `length`, except the cache."""

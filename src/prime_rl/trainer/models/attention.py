@@ -38,7 +38,9 @@ class AttentionBackend(Protocol):
         q: Float[Tensor, "tokens heads dim"],
         k: Float[Tensor, "tokens kv_heads dim"],
         v: Float[Tensor, "tokens kv_heads dim"],
-    ) -> Float[Tensor, "tokens heads dim"]: ...
+        window: int | None = None,
+    ) -> Float[Tensor, "tokens heads dim"]:
+        """Attend to the last `window` tokens of the sequence, the query's own included; None for all."""
 
 
 def masked_attention(
@@ -71,12 +73,17 @@ def masked_scores(
     return add_mask(torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2)), mask)
 
 
-def causal_mask(positions: Int[Tensor, "*rows"], num_keys: int) -> Float[Tensor, "*rows keys"]:
-    """Additive mask of queries at `positions`: 0 for keys up to their own, minus infinity for later ones.
+def causal_mask(
+    positions: Int[Tensor, "*rows"], num_keys: int, window: int | None = None
+) -> Float[Tensor, "*rows keys"]:
+    """Additive mask of queries at `positions`: 0 for keys up to their own (the last `window`), else minus infinity.
 
     On a CPU an addition takes a tenth of the time of `masked_fill_`.
     """
-    hidden = torch.arange(num_keys, device=positions.device) > positions[..., None]
+    keys, ends = torch.arange(num_keys, device=positions.device), positions[..., None]
+    hidden = keys > ends
+    if window is not None:
+        hidden |= keys <= ends - window
     return torch.zeros(hidden.shape, device=positions.device).masked_fill_(hidden, float("-inf"))
 
 
@@ -179,11 +186,14 @@ class PackedAttention:
         q: Float[Tensor, "tokens heads dim"],
         k: Float[Tensor, "tokens kv_heads dim"],
         v: Float[Tensor, "tokens kv_heads dim"],
+        window: int | None = None,
     ) -> Float[Tensor, "tokens heads dim"]:
+        if window is not None and window >= self.longest:
+            window = None
         if self.mode == "flash":
-            return flash_attention(q, k, v, self.ends, self.longest)
+            return flash_attention(q, k, v, self.ends, self.longest, window)
         attend = exact_causal_attention if self.mode == "exact" else sdpa_causal_attention
-        outs = [attend(*(take(x, rows) for x in (q, k, v))).flatten(0, 1) for rows in self.rows]
+        outs = [attend(take(q, rows), take(k, rows), take(v, rows), window).flatten(0, 1) for rows in self.rows]
         return take(torch.cat(outs) if len(outs) > 1 else outs[0], self.inverse)
 
 
@@ -199,8 +209,9 @@ class RoundedAttention:
         q: Float[Tensor, "tokens heads dim"],
         k: Float[Tensor, "tokens kv_heads dim"],
         v: Float[Tensor, "tokens kv_heads dim"],
+        window: int | None = None,
     ) -> Float[Tensor, "tokens heads dim"]:
-        return self.attend(layer, q, k.to(self.dtype).to(k.dtype), v.to(self.dtype).to(v.dtype))
+        return self.attend(layer, q, k.to(self.dtype).to(k.dtype), v.to(self.dtype).to(v.dtype), window)
 
 
 def take(x: Float[Tensor, "tokens heads dim"], rows: Int[Tensor, "*rows"]) -> Float[Tensor, "*rows heads dim"]:
@@ -214,26 +225,29 @@ def exact_causal_attention(
     q: Float[Tensor, "seqs width heads dim"],
     k: Float[Tensor, "seqs width kv_heads dim"],
     v: Float[Tensor, "seqs width kv_heads dim"],
+    window: int | None = None,
 ) -> Float[Tensor, "seqs width heads dim"]:
     """Causal `masked_attention` over query blocks that skip later keys."""
     if torch.is_grad_enabled() and q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64):
-        out: Tensor = ExactCausalAttention.apply(q, k, v)  # type: ignore[no-untyped-call]
+        out: Tensor = ExactCausalAttention.apply(q, k, v, window)  # type: ignore[no-untyped-call]
         return out
     outs = [
         unfold_groups(masked_attention(queries, keys, values, mask), end - start)
-        for start, end, queries, keys, values, mask in query_blocks(q, k, v)
+        for start, end, queries, keys, values, mask in query_blocks(q, k, v, window)
     ]
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
 
-def query_blocks(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[int, int, Tensor, Tensor, Tensor, Tensor]]:
+def query_blocks(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None
+) -> Iterator[tuple[int, int, Tensor, Tensor, Tensor, Tensor]]:
     """Yield start, end, folded queries, visible keys and values, and the causal mask of every query block."""
     width, kv_heads = q.shape[1], k.shape[2]
     keys, values = k.transpose(1, 2), v.transpose(1, 2)
     for start in range(0, width, QUERY_BLOCK):
         end = min(start + QUERY_BLOCK, width)
         rows = torch.arange(start, end, device=q.device).repeat_interleave(q.shape[2] // kv_heads)
-        mask = causal_mask(rows, end)
+        mask = causal_mask(rows, end, window)
         yield start, end, fold_groups(q[:, start:end], kv_heads), keys[:, :, :end], values[:, :, :end], mask
 
 
@@ -244,12 +258,12 @@ class ExactCausalAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         """See `exact_causal_attention`."""
         seqs, _, heads, _ = q.shape
         kv_heads = k.shape[2]
         outs, log_sums = [], []
-        for start, end, queries, keys, values, mask in query_blocks(q, k, v):
+        for start, end, queries, keys, values, mask in query_blocks(q, k, v, window):
             scores = masked_scores(queries, keys, mask)
             weights = softmax(scores)
             largest, argmax = weights.max(dim=-1, keepdim=True)
@@ -258,25 +272,38 @@ class ExactCausalAttention(torch.autograd.Function):
             log_sums.append(log_sum.transpose(2, 3).reshape(seqs, heads, end - start))
         out = torch.cat(outs, dim=1)
         ctx.save_for_backward(q, k, v, out, torch.cat(log_sums, dim=2))
+        ctx.window = window
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of q, k and v."""
         q, k, v, out, log_sum = ctx.saved_tensors
         grad, q, k, v, out = (x.transpose(1, 2) for x in (grad_outputs[0], q, k, v, out))
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return tuple(g.transpose(1, 2) for g in kernel(grad, q, k, v, out, log_sum, 0.0, True))
+        mask = window_mask(q, ctx.window)
+        grads = kernel(grad, q, k, v, out, log_sum, 0.0, mask is None, attn_mask=mask)
+        return *(g.transpose(1, 2) for g in grads), None
+
+
+def window_mask(q: Float[Tensor, "seqs heads width dim"], window: int | None) -> Float[Tensor, "width width"] | None:
+    """Mask of a sliding window for torch's kernels, which need none for plain causal attention."""
+    if window is None:
+        return None
+    return causal_mask(torch.arange(q.shape[2], device=q.device), q.shape[2], window).to(q.dtype)
 
 
 def sdpa_causal_attention(
     q: Float[Tensor, "seqs width heads dim"],
     k: Float[Tensor, "seqs width kv_heads dim"],
     v: Float[Tensor, "seqs width kv_heads dim"],
+    window: int | None = None,
 ) -> Float[Tensor, "seqs width heads dim"]:
     """Causal attention with torch's fused kernel."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+    mask, grouped = window_mask(q, window), q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+    return out.transpose(1, 2)
 
 
 def flash_attention(
@@ -285,6 +312,7 @@ def flash_attention(
     v: Float[Tensor, "tokens kv_heads dim"],
     ends: Int[Tensor, " seqs_and_one"],
     longest: int,
+    window: int | None = None,
 ) -> Float[Tensor, "tokens heads dim"]:
     """Causal attention over the flat pack with torch's FlashAttention, in half precision on a GPU."""
     from torch.nn.attention.varlen import varlen_attn
@@ -292,7 +320,7 @@ def flash_attention(
     group = q.shape[1] // k.shape[1]
     if group > 1:
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    out = varlen_attn(q, k, v, ends, ends, longest, longest, window_size=(-1, 0))
+    out = varlen_attn(q, k, v, ends, ends, longest, longest, window_size=(-1 if window is None else window - 1, 0))
     assert isinstance(out, Tensor)
     return out
 

@@ -1,4 +1,4 @@
-"""The native decoder: Llama, Qwen2, Qwen3 and Qwen3-MoE over flat tokens, with Hugging Face names for every tensor.
+"""The native decoder: Llama, SmolLM3, Qwen2, Qwen3 and Qwen3-MoE on flat tokens, with Hugging Face tensor names.
 
 The forward pass takes flat tokens; attention (a training pack or a KV cache) is passed as an `AttentionBackend`.
 Trainer and embedded engine share this code.
@@ -25,6 +25,8 @@ from rollouts.kernels.linear import Linear
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension, computed in at least fp32 (Zhang & Sennrich 2019)."""
+
+    initial_weight: ClassVar[float] = 1.0
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -151,8 +153,18 @@ def rope_frequencies(config: DecoderConfig) -> Float[Tensor, " half_dim"]:
     return freq / scaling["factor"] * (1 - blend) + freq * blend
 
 
+def compute_rope_tables(
+    frequencies: Float[Tensor, " half_dim"], length: int, device: torch.device
+) -> tuple[Float[Tensor, "positions 1 dim"], Float[Tensor, "positions 1 dim"]]:
+    """Tables of cos and sin for at least `length` positions, in fp32."""
+    size = -(-length // 1024) * 1024
+    angles = torch.arange(size).float()[:, None] * frequencies
+    angles = torch.cat((angles, angles), dim=-1)[:, None, :]
+    return angles.cos().to(device), angles.sin().to(device)
+
+
 class Attention(nn.Module):
-    """Grouped-query self-attention with rotary positions; Qwen3 normalizes queries and keys per head."""
+    """Grouped-query self-attention, rotated except in NoPE layers; Qwen3 normalizes queries and keys per head."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
@@ -167,6 +179,7 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.qk_norm = config.qk_norm
+        self.has_rope, self.window = layer not in config.no_rope_layers, config.find_window(layer)
 
     def forward(
         self,
@@ -180,8 +193,9 @@ class Attention(nn.Module):
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        out = attend(self.layer, apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin), v)
-        return self.o_proj(out.flatten(-2))
+        if self.has_rope:
+            q, k = apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin)
+        return self.o_proj(attend(self.layer, q, k, v, self.window).flatten(-2))
 
 
 class GatedMLP(nn.Module):
@@ -222,13 +236,13 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Embedding, layers and final norm (the `model.` half of a checkpoint)."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, layer_class: type[nn.Module], norm_class: type[RMSNorm]) -> None:
         super().__init__()
         # An explicit weight skips random initialization, which is slow to import on the meta device.
         table = torch.empty(config.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=table)
-        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(layer_class(config, i) for i in range(config.num_hidden_layers))
+        self.norm = norm_class(config.hidden_size, config.rms_norm_eps)
 
 
 class CausalLM(nn.Module):
@@ -236,11 +250,13 @@ class CausalLM(nn.Module):
 
     mixes_tokens_only_in_attend: ClassVar[bool] = True
     """Whether tokens interact only in `attend`, so that the batch composition does not matter."""
+    layer_class: ClassVar[type[nn.Module]] = DecoderLayer
+    norm_class: ClassVar[type[RMSNorm]] = RMSNorm
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.model = Decoder(config)
+        self.model = Decoder(config, self.layer_class, self.norm_class)
         # A plain layer: losses and engine read its weight and multiply in chunks.
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
@@ -263,10 +279,7 @@ class CausalLM(nn.Module):
         the number of tokens.
         """
         if self._rope is None or self._rope[0].shape[0] < length or self._rope[0].device != device:
-            size = -(-length // 1024) * 1024
-            angles = torch.arange(size).float()[:, None] * rope_frequencies(self.config)
-            angles = torch.cat((angles, angles), dim=-1)[:, None, :]
-            self._rope = (angles.cos().to(device), angles.sin().to(device))
+            self._rope = compute_rope_tables(rope_frequencies(self.config), length, device)
         return self._rope
 
     def layers(self) -> list[nn.Module]:
@@ -297,11 +310,11 @@ def tensor_names(model: CausalLM) -> dict[str, Tensor]:
 def init_weights(model: CausalLM, seed: int) -> None:
     """Initialize every parameter as a pure function of (config, seed, name), independent of device and order.
 
-    Matrices are normal with the config's `initializer_range`, norms one, biases zero.
+    Matrices are normal with the config's `initializer_range`, norms the identity, biases zero.
     """
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
-            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            parameter.fill_(0.0 if name.endswith("bias") else model.norm_class.initial_weight)
             continue
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)

@@ -7,7 +7,23 @@ from typing import Any
 
 from rollouts.training.model_config import DECODER_SIZES, check_model_config
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "nanochat")
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "smollm3", "gemma3_text", "nanochat")
+ACTIVATIONS = {"nanochat": "relu2", "gemma3_text": "gelu_pytorch_tanh"}
+"""Activations other than silu."""
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "smollm3": {"num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True},
+    "gemma3_text": {
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "sliding_window": 4096,
+        "query_pre_attn_scalar": 256,
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": True,
+    },
+}
+"""Defaults of transformers for keys that are missing, where they depend on the model type."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +56,18 @@ class DecoderConfig:
     """Layers with a dense feed-forward network in a mixture-of-experts model."""
     logit_cap: float | None = None
     """Logit softcapping: c tanh(logits / c)."""
+    no_rope_layers: frozenset[int] = frozenset()
+    """Layers whose queries and keys are not rotated (NoPE, 2305.19466)."""
+    sliding_layers: frozenset[int] = frozenset()
+    """Layers that attend to the last `sliding_window` tokens only, with the rotary base `local_rope_theta`."""
+    sliding_window: int = 0
+    local_rope_theta: float = 0.0
+    query_scale: float = 1.0
+    """Factor of queries in addition to 1 / sqrt(head_dim)."""
+
+    def find_window(self, layer: int) -> int | None:
+        """Number of tokens that a query of this layer attends to, itself included; None for all."""
+        return self.sliding_window if layer in self.sliding_layers else None
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> DecoderConfig:
@@ -49,13 +77,18 @@ class DecoderConfig:
             raise ValueError(
                 f"model_type {kind!r} is not supported by the native decoder, only {', '.join(MODEL_TYPES)}"
             )
+        config = {**DEFAULTS.get(kind, {}), **config}
         check_model_config(config, required=(*DECODER_SIZES, "intermediate_size"))
-        activation = "relu2" if kind == "nanochat" else "silu"
-        if config.get("hidden_act", activation) != activation:
-            raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported, only {activation!r}")
+        activation = ACTIVATIONS.get(kind, "silu")
+        for key in ("hidden_act", "hidden_activation"):
+            if config.get(key, activation) != activation:
+                raise ValueError(f"{key} {config[key]!r} is not supported, only {activation!r}")
         if config.get("use_sliding_window"):
             raise ValueError("use_sliding_window is not supported")
+        if kind != "gemma3_text" and set(config.get("layer_types") or ()) - {"full_attention"}:
+            raise ValueError(f"layer_types of {kind} must all be full_attention")
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        rope = rope.get("full_attention") or ({} if "sliding_attention" in rope else rope)
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         if rope_type not in ("default", "llama3", "linear"):
             raise ValueError(f"rope type {rope_type!r} is not supported, only default, linear and llama3")
@@ -81,11 +114,53 @@ class DecoderConfig:
             qkv_bias=kind == "qwen2" or bias,
             out_bias=kind != "qwen2" and bias,
             mlp_bias=bool(config.get("mlp_bias", False)),
-            qk_norm=kind in ("qwen3", "qwen3_moe"),
+            qk_norm=kind in ("qwen3", "qwen3_moe", "gemma3_text"),
             initializer_range=config.get("initializer_range", 0.02),
             logit_cap=config.get("final_logit_softcapping"),
+            no_rope_layers=_read_no_rope_layers(config) if kind == "smollm3" else frozenset(),
             **(_read_experts(config) if kind == "qwen3_moe" else {}),
+            **(_read_gemma3(config) if kind == "gemma3_text" else {}),
         )
+
+
+def _read_no_rope_layers(config: dict[str, Any]) -> frozenset[int]:
+    """Layers without rotary embedding: those with a 0 in `no_rope_layers`, by default every fourth one."""
+    num_layers, rotated = config["num_hidden_layers"], config.get("no_rope_layers")
+    if rotated is None:
+        interval = config.get("no_rope_layer_interval", 4)
+        if not isinstance(interval, int) or interval < 1:
+            raise ValueError(f"no_rope_layer_interval = {interval!r} must be a positive whole number")
+        rotated = [(layer + 1) % interval for layer in range(num_layers)]
+    if not isinstance(rotated, list) or len(rotated) < num_layers:
+        raise ValueError(f"no_rope_layers must be a list with a 0 or 1 for each of {num_layers} layers")
+    return frozenset(layer for layer in range(num_layers) if not rotated[layer])
+
+
+def _read_gemma3(config: dict[str, Any]) -> dict[str, Any]:
+    """Sliding windows and query scale; `ValueError` for options of other Gemma models."""
+    for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if config.get(key):
+            raise ValueError(f"{key} = {config[key]!r} is not supported for gemma3_text")
+    num_layers, kinds = config["num_hidden_layers"], config.get("layer_types")
+    if kinds is None:
+        pattern = config.get("sliding_window_pattern", 6)
+        if not isinstance(pattern, int) or pattern < 1:
+            raise ValueError(f"sliding_window_pattern = {pattern!r} must be a positive whole number")
+        kinds = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) < num_layers or set(kinds) - {"sliding_attention", "full_attention"}:
+        raise ValueError(f"layer_types must be sliding_attention or full_attention for each of {num_layers} layers")
+    for key in ("sliding_window", "query_pre_attn_scalar", "head_dim"):
+        if not isinstance(config[key], int) or config[key] < 1:
+            raise ValueError(f"{key} = {config[key]!r} must be a positive whole number")
+    local = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
+    if local.get("rope_type", "default") != "default":
+        raise ValueError(f"rope type {local['rope_type']!r} of sliding_attention is not supported, only default")
+    return {
+        "sliding_layers": frozenset(i for i in range(num_layers) if kinds[i] == "sliding_attention"),
+        "sliding_window": config["sliding_window"],
+        "local_rope_theta": float(local.get("rope_theta") or config["rope_local_base_freq"]),
+        "query_scale": (config["head_dim"] / config["query_pre_attn_scalar"]) ** 0.5,
+    }
 
 
 def _read_experts(config: dict[str, Any]) -> dict[str, Any]:

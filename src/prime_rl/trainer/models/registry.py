@@ -15,6 +15,7 @@ from prime_rl.runtime.tokenizer import resolve_model_dir
 from prime_rl.trainer.lora import load_adapter, merge_adapter
 from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_names
 from prime_rl.trainer.models.decoder_config import DecoderConfig
+from prime_rl.trainer.models.gemma3 import Gemma3LM
 from prime_rl.trainer.models.moe import split_experts
 from prime_rl.trainer.models.nanochat import NanochatLM
 from prime_rl.transport.weights import ADAPTER_CONFIG_FILE, read_index
@@ -22,7 +23,7 @@ from rollouts.training.json_files import read_json_file
 
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
-MODEL_CLASSES: dict[str, type[CausalLM]] = {"nanochat": NanochatLM}
+MODEL_CLASSES: dict[str, type[CausalLM]] = {"gemma3_text": Gemma3LM, "nanochat": NanochatLM}
 """Model types with their own class; all others use `CausalLM`."""
 _MAX_LISTED = 4  # maximum number of names in an error message
 

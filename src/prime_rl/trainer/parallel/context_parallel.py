@@ -80,9 +80,9 @@ class UlyssesAttention:
     def __init__(self, inner: AttentionBackend, axis: MeshAxisGroup) -> None:
         self.inner, self.axis = inner, axis
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
         k, v = (repeat_heads(x, q.shape[1], self.axis.size) for x in (k, v))
-        out = self.inner(layer, *(self._to_heads(x) for x in (q, k, v)))
+        out = self.inner(layer, self._to_heads(q), self._to_heads(k), self._to_heads(v), window)
         return self._to_tokens(out)
 
     def _to_heads(self, x: Float[Tensor, "local heads dim"]) -> Float[Tensor, "tokens some_heads dim"]:
@@ -114,7 +114,8 @@ class RingAttention:
         self.sequence = [share.batch.sequence[indices] for indices in share.indices]
         self.positions = [share.batch.positions[indices] for indices in share.indices]
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+        assert window is None, "split_model rejects models with sliding windows"
         out: Tensor = _Ring.apply(self, q, k, v)  # type: ignore[no-untyped-call]
         return out
 

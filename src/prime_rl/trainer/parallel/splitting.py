@@ -23,7 +23,9 @@ def split_model(model: CausalLM, mesh: Mesh) -> tuple[CausalLM, CausalLM, dict[s
     if not kinds:
         return model, model, {}
     if type(model) is not CausalLM:
-        raise ValueError(f"parallel.{kinds[0]} supports only Llama, Qwen2, Qwen3 and Qwen3-MoE: use parallel.dp")
+        raise ValueError(
+            f"parallel.{kinds[0]} supports only Llama, SmolLM3, Qwen2, Qwen3 and Qwen3-MoE: use parallel.dp"
+        )
     whole = to_meta(model)
     check_shape(model.config, mesh.dims.tp, mesh.dims.ep)
     check_heads(model.config, mesh.dims.cp, mesh.dims.tp, mesh.dims.cp_style)

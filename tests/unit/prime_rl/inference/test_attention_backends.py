@@ -14,10 +14,12 @@ from prime_rl.inference.embedded.cuda_graphs import GraphDecode, Step
 from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.embedded.fused_decode import FusedDecode
 from prime_rl.inference.embedded.model_runner import EagerDecode
-from prime_rl.inference.engine import GenerationRequest, Output, SamplingParams
+from prime_rl.inference.engine import AdapterSpec, GenerationRequest, Output, SamplingParams
+from prime_rl.trainer.lora import LoraSpec, adapter_tensors, add_lora, peft_tensors
 from prime_rl.trainer.models.attention import PackedAttention
-from prime_rl.trainer.models.causal_lm import CausalLM, init_weights
+from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_names
 from prime_rl.trainer.models.decoder_config import DecoderConfig
+from prime_rl.trainer.models.registry import MODEL_CLASSES
 from rollouts.kernels import cpu as cpu_kernels
 from rollouts.training.numerics import MIN_TOKENS
 
@@ -28,6 +30,11 @@ CONFIG = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024,
     "tie_word_embeddings": True, "initializer_range": 0.3,
 }  # fmt: skip
+MODELS = {
+    "qwen3": CONFIG,
+    "smollm3": {**CONFIG, "model_type": "smollm3", "no_rope_layers": [1, 0]},
+    "gemma3": {**CONFIG, "model_type": "gemma3_text", "sliding_window": 50, "sliding_window_pattern": 2},
+}
 
 
 class Rerun:
@@ -76,16 +83,20 @@ PATHS = {
 }
 
 
-def build_model() -> CausalLM:
-    model = CausalLM(DecoderConfig.from_hf(CONFIG))
+def build_model(name: str) -> CausalLM:
+    config = DecoderConfig.from_hf(MODELS[name])
+    model = MODEL_CLASSES.get(config.model_type, CausalLM)(config)
     init_weights(model, 0)
     return model.requires_grad_(False)
 
 
-def run(engine: EmbeddedEngine, prompts: list[list[int]], max_tokens: int) -> tuple[list[Output], set[type]]:
-    """Outputs, and the decode backends that computed them."""
+def run(
+    engine: EmbeddedEngine, prompts: list[list[int]], max_tokens: int, adapters: tuple[str | None, ...] = (None,)
+) -> tuple[list[Output], set[type]]:
+    """Outputs, and the decode backends that computed them; the adapters take turns."""
     for seed, prompt in enumerate(prompts):
-        engine.add(GenerationRequest(prompt, SamplingParams(max_tokens=max_tokens, seed=seed, temperature=0.8)))
+        params = SamplingParams(max_tokens=max_tokens, seed=seed, temperature=0.8)
+        engine.add(GenerationRequest(prompt, params, adapter=adapters[seed % len(adapters)]))
     outputs: list[Output] = []
     backends: set[type] = set()
     while engine.has_work():
@@ -120,17 +131,42 @@ def check_trainer(output: Output, model: CausalLM, tolerance: float) -> None:
     torch.testing.assert_close(torch.tensor(output.logprobs), expected, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("model_name", MODELS)
 @pytest.mark.parametrize("name", PATHS)
-def test_path_equals_the_trainer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_equals_the_trainer(name: str, model_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = PATHS[name]
     if path.backend is FusedDecode and cpu_kernels.library() is None:
         pytest.skip("no C compiler; cure: apt-get install gcc")
     if path.backend is EagerDecode:
         monkeypatch.setattr(cpu_kernels, "library", lambda: None)
-    model, engine = build_model(), EmbeddedEngine(build_model(), **path.options)
+    model, engine = build_model(model_name), EmbeddedEngine(build_model(model_name), **path.options)
     outputs, backends = run(engine, draw_prompts(path.prompts, engine), path.max_tokens)
-    assert backends == {path.backend} if path.max_tokens > 1 else not backends
+    backend = EagerDecode if model_name == "gemma3" else path.backend
+    assert backends == {backend} if path.max_tokens > 1 else not backends
     stats = engine.stats()
     assert stats.shared_prompt_tokens >= path.least_shared and stats.preempted >= path.least_preempted
     for output in outputs:
         check_trainer(output, model, path.tolerance)
+
+
+@pytest.mark.parametrize("model_name", MODELS)
+def test_adapter_equals_its_trainer(model_name: str) -> None:
+    model, adapted, engine = build_model(model_name), build_model(model_name), EmbeddedEngine(build_model(model_name))
+    add_lora(adapted, LoraSpec(4, 8.0), 1)
+    for tensor in adapter_tensors(adapted).values():
+        tensor.data.add_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(2)), alpha=0.1)
+    engine.load_adapter("a", peft_tensors(adapted), AdapterSpec(4, 8.0, 0))
+    outputs, _ = run(engine, draw_prompts("different", engine), 20, (None, "a"))
+    assert {output.request.adapter for output in outputs} == {None, "a"}
+    for output in outputs:
+        check_trainer(output, adapted if output.request.adapter else model, 0.0)
+
+
+def test_new_weights_equal_the_trainer() -> None:
+    """Gemma 3 runs the model's own layers, but a packed head."""
+    model, engine = build_model("gemma3"), EmbeddedEngine(build_model("gemma3"))
+    init_weights(model, 1)
+    engine.load_weights({name: tensor.clone() for name, tensor in tensor_names(model).items()}, 1)
+    outputs, _ = run(engine, draw_prompts("different", engine), 8)
+    for output in outputs:
+        check_trainer(output, model, 0.0)

@@ -32,7 +32,7 @@ from prime_rl.pretrained.gguf_tokenizer import PRE_TOKENIZERS, build_tokenizer_f
 from prime_rl.pretrained.gguf_writer import FILE_TYPES, write_gguf
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 
-FAMILIES = ["llama", "qwen2", "qwen3"]
+FAMILIES = ["llama", "qwen2", "qwen3", "smollm3"]
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 32.0,
@@ -63,6 +63,12 @@ def test_round_trip_keeps_weights_logits_and_config(family: str, tied: bool, tmp
     assert torch.equal(compute_logits(original), compute_logits(back))
     configs = [DecoderConfig.from_hf(json.loads((d / "config.json").read_text())) for d in (original, back)]
     assert configs[0] == configs[1]
+
+
+def test_other_rope_layers_are_refused(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", "smollm3", no_rope_layers=[1, 0, 1, 1])
+    with pytest.raises(ValueError, match="no_rope_layers"):
+        write_gguf(model, tmp_path / "model.gguf")
 
 
 def test_attention_biases_of_llama(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_flash_attention_compiles_twice_for_any_packs(monkeypatch: pytest.Monkey
     """Once for the sizes of the first pack, once for dynamic sizes; the kernel is mocked."""
     from torch._dynamo.testing import CompileCounter
 
-    monkeypatch.setattr(attention, "flash_attention", lambda q, k, v, ends, longest: q * longest + ends.sum())
+    monkeypatch.setattr(attention, "flash_attention", lambda q, k, v, ends, longest, window: q * longest + ends.sum())
     layer, compiled = Attending(), CompileCounter()
     layer.compile(fullgraph=True, backend=compiled)
     for lengths in ([5, 3], [4, 4, 2], [9], [2, 3, 4, 5], [7, 1], [3] * 20):

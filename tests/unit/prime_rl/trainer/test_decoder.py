@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,10 +21,11 @@ from prime_rl.trainer.models.attention import (
     masked_attention,
     unfold_groups,
 )
-from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_names
+from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, rope_frequencies, tensor_names
 from prime_rl.trainer.models.decoder_config import DecoderConfig
+from prime_rl.trainer.models.gemma3 import Gemma3LM
 from prime_rl.trainer.models.moe import SparseMLP, compute_imbalance, pop_expert_load
-from prime_rl.trainer.models.registry import fill_weights
+from prime_rl.trainer.models.registry import MODEL_CLASSES, fill_weights
 from rollouts.training.numerics import KEY_MULTIPLE, padded
 
 SHAPE = dict(
@@ -36,7 +38,9 @@ SHAPE = dict(
     max_position_embeddings=512,
 )
 EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=48, norm_topk_prob=True, mlp_only_layers=[0])
-FAMILIES = ["qwen3", "qwen2", "qwen3_moe", "llama", "llama3-rope"]
+FAMILIES = ["qwen3", "qwen2", "qwen3_moe", "llama", "llama3-rope", "smollm3", "smollm3-untied", "gemma3", "gemma3-long"]
+SPECIAL = dict(pad_token_id=None, bos_token_id=None, eos_token_id=1)  # the defaults exceed this vocabulary
+GEMMA = dict(head_dim=32, sliding_window=20, layer_types=["full_attention", "sliding_attention"])
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -57,6 +61,19 @@ def build_pair(family: str, dtype: torch.dtype = torch.float32) -> tuple[torch.n
         "qwen3_moe": transformers.Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=32, tie_word_embeddings=True),
         "llama": transformers.LlamaConfig(**SHAPE, tie_word_embeddings=False),
         "llama3-rope": transformers.LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE),
+        "smollm3": transformers.SmolLM3Config(**{**SHAPE, "num_hidden_layers": 4}, **SPECIAL),
+        "smollm3-untied": transformers.SmolLM3Config(
+            **SHAPE, **SPECIAL, no_rope_layers=[0, 1], tie_word_embeddings=False
+        ),
+        "gemma3": transformers.Gemma3TextConfig(**SHAPE, **SPECIAL, **GEMMA),
+        "gemma3-long": transformers.Gemma3TextConfig(
+            **{**SHAPE, "num_hidden_layers": 3},
+            **{**SPECIAL, **GEMMA, "layer_types": None},
+            query_pre_attn_scalar=24,
+            sliding_window_pattern=3,
+            tie_word_embeddings=False,
+            rope_scaling={"rope_type": "linear", "factor": 8.0},
+        ),
     }
     config = configs[family]
     torch.manual_seed(0)
@@ -64,7 +81,8 @@ def build_pair(family: str, dtype: torch.dtype = torch.float32) -> tuple[torch.n
     with torch.no_grad():
         for p in theirs.parameters():
             p.add_(0.05 * torch.randn_like(p))  # biases and norms start at 0 and 1, where a mix-up would not show
-    ours = CausalLM(DecoderConfig.from_hf(config.to_dict())).to(dtype)
+    model_class = MODEL_CLASSES.get(config.model_type, CausalLM)
+    ours = model_class(DecoderConfig.from_hf(config.to_dict())).to(dtype)
     ours.load_state_dict(theirs.state_dict())
     return theirs, ours
 
@@ -81,12 +99,17 @@ def test_logits_and_gradients_equal_transformers(
         # transformers casts to float32 in norms and routers, where we keep float64.
         patch.setattr(torch, "float32", dtype)
         patch.setattr(torch, "float", dtype)
+        patch.setattr(torch.Tensor, "float", lambda tensor: tensor.to(dtype))
         expected = theirs(ids[None]).logits[0]
-        cos, sin = (t[0][:, None] for t in theirs.model.rotary_emb(weights, torch.arange(100)[None]))
+        kinds = [["full_attention"], ["sliding_attention"]] if isinstance(ours, Gemma3LM) else [[]]
+        angles = [theirs.model.rotary_emb(weights, torch.arange(100)[None], *kind) for kind in kinds]
     # Our angles are float32 always: compared, then made the same.
-    for mine, angle in zip(ours.rope(100, ids.device), (cos, sin), strict=True):
-        torch.testing.assert_close(mine[:100].to(dtype), angle, atol=2e-6, rtol=0)
-    ours._rope = (cos, sin)
+    ropes = {"_rope": ours.rope, "_local_rope": getattr(ours, "local_rope", None)}
+    for (name, rope), tables in zip(ropes.items(), angles, strict=False):
+        tables = tuple(table[0][:, None] for table in tables)
+        for mine, table in zip(rope(100, ids.device), tables, strict=True):
+            torch.testing.assert_close(mine[:100].to(dtype), table, atol=2e-6, rtol=0)
+        setattr(ours, name, tables)
     actual = ours.logits(ours(ids, torch.arange(100), PackedAttention([100], mode=mode)))
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
@@ -200,11 +223,41 @@ def test_initial_weights_are_a_pure_function_of_config_and_seed() -> None:
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers"),
+        ({"model_type": "gemma3", "text_config": SHAPE}, "gemma3"),
+        ({"model_type": "gemma3_text", "layer_types": ["full_attention"]}, "layer_types"),
+        ({"model_type": "gemma3_text", "sliding_window": None}, "sliding_window"),
+        ({"model_type": "gemma3_text", "sliding_window_pattern": 0}, "sliding_window_pattern"),
+        ({"model_type": "gemma3_text", "hidden_activation": "silu"}, "hidden_activation"),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "no_rope_layer_interval"),
     ],
 )
 def test_unsupported_configs_are_rejected(change: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         DecoderConfig.from_hf({**SHAPE, "model_type": "qwen3", **change})
+
+
+def test_window_mask_counts_the_query_itself() -> None:
+    visible = causal_mask(torch.arange(4), 4, 2) == 0
+    assert visible.long().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+
+
+def test_older_gemma3_configs_are_read_alike() -> None:
+    """Configs on the hub have flat keys and a pattern; transformers 5 writes nested ones and a list."""
+    kinds = ["sliding_attention", "full_attention"]
+    ropes = {"sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
+    ropes["full_attention"] = {"rope_type": "linear", "rope_theta": 4e6, "factor": 8.0}
+    shape = dict(SHAPE, model_type="gemma3_text", head_dim=32, sliding_window=20, query_pre_attn_scalar=8)
+    new = DecoderConfig.from_hf({**shape, "layer_types": kinds, "rope_parameters": ropes})
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    flat = {"rope_theta": 4e6, "rope_local_base_freq": 500.0, "rope_scaling": scaling, "sliding_window_pattern": 2}
+    old = DecoderConfig.from_hf({**shape, **flat})
+    assert new == replace(old, rope_scaling=new.rope_scaling)
+    assert torch.equal(rope_frequencies(new), rope_frequencies(old))
+    assert (new.find_window(0), new.find_window(1), new.query_scale) == (20, None, 2.0)
 
 
 def test_folding_groups_round_trips() -> None:
@@ -223,18 +276,19 @@ def test_buckets_contain_every_sequence_once(lengths: list[int]) -> None:
 
 
 @torch.no_grad()
-def test_blocked_attention_matches_unblocked_bit_for_bit() -> None:
+@pytest.mark.parametrize("window", [None, 200])
+def test_blocked_attention_matches_unblocked_bit_for_bit(window: int | None) -> None:
     """Query and key blocks and other sequences in the pack do not change the result."""
     q, k, v = torch.randn(900, 4, 32), torch.randn(900, 2, 32), torch.randn(900, 2, 32)
     lengths = [300, 5, 560, 16, 19]
-    packed = PackedAttention(lengths)(0, q, k, v).split(lengths)
+    packed = PackedAttention(lengths)(0, q, k, v, window).split(lengths)
     for n, out, *one in zip(lengths, packed, q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
         room = [F.pad(t, (0, 0, 0, 0, 0, padded(n) - n))[None] for t in one]
-        mask = causal_mask(torch.arange(padded(n)), padded(n)).repeat_interleave(2, dim=0)
+        mask = causal_mask(torch.arange(padded(n)), padded(n), window).repeat_interleave(2, dim=0)
         keys, values = room[1].transpose(1, 2), room[2].transpose(1, 2)
         whole = unfold_groups(masked_attention(fold_groups(room[0], 2), keys, values, mask), padded(n))
         assert torch.equal(out, whole[0, :n])
-    fused = PackedAttention(lengths, mode="sdpa")(0, q, k, v)
+    fused = PackedAttention(lengths, mode="sdpa")(0, q, k, v, window)
     torch.testing.assert_close(fused, torch.cat(packed), atol=1e-5, rtol=1e-5)
 
 
@@ -257,18 +311,19 @@ def test_pack_rejects_empty_sequence() -> None:
     assert PackedAttention([3]).rows[0].shape[1] == KEY_MULTIPLE
 
 
-def test_exact_attention_gradient_matches_autograd() -> None:
+@pytest.mark.parametrize("window", [None, 1, 30])
+def test_exact_attention_gradient_matches_autograd(window: int | None) -> None:
     """On a CPU the fused kernel computes the backward pass; it must match masked_attention up to rounding."""
     torch.manual_seed(0)
     lengths, heads, kv_heads, dim = [1, 37, 300, 16, 17], 4, 2, 8
     shapes = [(sum(lengths), n, dim) for n in (heads, kv_heads, kv_heads)]
     q, k, v = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
     weight = torch.randn(shapes[0], dtype=torch.float64)
-    found = torch.autograd.grad((PackedAttention(lengths)(0, q, k, v) * weight).sum(), (q, k, v))
+    found = torch.autograd.grad((PackedAttention(lengths)(0, q, k, v, window) * weight).sum(), (q, k, v))
     parts, start = [], 0
     for n in lengths:
         span = slice(start, start + n)
-        mask = causal_mask(torch.arange(n), n).repeat_interleave(heads // kv_heads, dim=0)
+        mask = causal_mask(torch.arange(n), n, window).repeat_interleave(heads // kv_heads, dim=0)
         folded = fold_groups(q[None, span], kv_heads)
         out = masked_attention(folded, k[None, span].transpose(1, 2), v[None, span].transpose(1, 2), mask)
         parts.append(unfold_groups(out, n)[0])
