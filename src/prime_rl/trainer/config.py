@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from prime_rl.configuration.sections import (
     LogConfig,
@@ -22,6 +22,10 @@ from prime_rl.trainer.model_config import (
     ModelConfig,
 )
 from prime_rl.trainer.optim_config import (
+    LORA_LR_FACTOR,
+    MIN_LORA_LR,
+    RL_LR,
+    SFT_LR,
     AdamConfig,
     ConstantSchedulerConfig,
     CosineSchedulerConfig,
@@ -49,7 +53,7 @@ from prime_rl.trainer.sft.config import (
     SFTValConfig,
     TokenizerConfig,
 )
-from prime_rl.utils.pydantic_config import BaseConfig
+from prime_rl.utils.pydantic_config import BaseConfig, find_source_key, note, note_source
 
 __all__ = [
     "BOUND_OPTIONS",
@@ -123,8 +127,11 @@ class CkptConfig(BaseConfig):
 class TrainerConfig(TrackersConfig):
     """Settings shared by the RL and SFT trainers."""
 
+    full_lr: ClassVar[float]
+    """Default learning rate of full fine-tuning."""
+
     model: ModelConfig = ModelConfig()
-    optim: OptimConfig = AdamConfig()
+    optim: OptimConfig = Field(default=AdamConfig(), validate_default=True)
     scheduler: SchedulerConfig = ConstantSchedulerConfig()
     parallel: ParallelDims = ParallelDims()
     ckpt: CkptConfig | None = None
@@ -152,6 +159,26 @@ class TrainerConfig(TrackersConfig):
 
     memory_profiler_path: Path | None = None
     """Directory for a GPU memory snapshot of the run."""
+
+    @classmethod
+    def default_lr(cls, *, lora: bool) -> float:
+        """The learning rate when `optim.lr` is unset."""
+        return cls.full_lr * LORA_LR_FACTOR if lora else cls.full_lr
+
+    @field_validator("optim")
+    @classmethod
+    def _resolve_lr(cls, optim: OptimConfig, info: ValidationInfo) -> OptimConfig:
+        """Set the default learning rate for LoRA or full fine-tuning; note one that is too small for LoRA."""
+        if "model" not in info.data:  # invalid: reported by its own validator
+            return optim
+        lora = info.data["model"].lora is not None
+        if "lr" not in optim.model_fields_set:
+            note_source(info, "optim.lr", f"default {'with' if lora else 'without'} LoRA")
+            return optim.model_copy(update={"lr": cls.default_lr(lora=lora)})
+        if lora and optim.type != "sgd" and 0 < optim.lr < MIN_LORA_LR:
+            key = find_source_key(info, "optim.lr")
+            note(info, f"warning: {key} = {optim.lr} hardly changes a LoRA adapter: set {MIN_LORA_LR} or more")
+        return optim
 
     @model_validator(mode="after")
     def _check_model_parallelism(self) -> TrainerConfig:
@@ -195,6 +222,8 @@ class TrainerConfig(TrackersConfig):
 class TrainConfig(TrainerConfig):
     """The RL trainer."""
 
+    full_lr = RL_LR
+
     model: RLModelConfig = RLModelConfig()
     loss: LossConfig = LossConfig()
     data: DataConfig = DataConfig()
@@ -234,6 +263,8 @@ class TrainConfig(TrainerConfig):
 
 class SFTConfig(TrainerConfig):
     """The SFT trainer."""
+
+    full_lr = SFT_LR
 
     model: SFTModelConfig = SFTModelConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
