@@ -34,6 +34,8 @@ from prime_rl.trainer.optim_config import (
     OptimConfig,
     SchedulerConfig,
     SGDConfig,
+    check_schedule,
+    decays,
 )
 from prime_rl.trainer.parallel_config import ParallelDims
 from prime_rl.trainer.rl.config import (
@@ -160,6 +162,11 @@ class TrainerConfig(TrackersConfig):
     memory_profiler_path: Path | None = None
     """Directory for a GPU memory snapshot of the run."""
 
+    @property
+    def has_end(self) -> bool:
+        """Whether the run ends by itself."""
+        return self.max_steps is not None
+
     @classmethod
     def default_lr(cls, *, lora: bool) -> float:
         """The learning rate when `optim.lr` is unset."""
@@ -205,15 +212,10 @@ class TrainerConfig(TrackersConfig):
     @model_validator(mode="after")
     def _check_schedule(self) -> TrainerConfig:
         scheduler = self.scheduler
-        warmup = 0 if isinstance(scheduler, ConstantSchedulerConfig) else scheduler.warmup_steps
-        decay = scheduler.decay_steps if isinstance(scheduler, LinearSchedulerConfig) else 0
-        if self.max_steps is None:
-            if decay or isinstance(scheduler, CosineSchedulerConfig):
-                raise ValueError(f"scheduler.type {scheduler.type} decays to the end of the run: set max_steps")
-        elif warmup + decay > self.max_steps:
-            raise ValueError(
-                f"scheduler.warmup_steps {warmup} and decay_steps {decay} do not fit into max_steps {self.max_steps}"
-            )
+        if self.max_steps is not None:
+            check_schedule(scheduler, self.max_steps, f"max_steps {self.max_steps}")
+        elif not self.has_end and decays(scheduler):
+            raise ValueError(f"scheduler.type {scheduler.type} decays to the end of the run: set max_steps")
         if not isinstance(scheduler, ConstantSchedulerConfig) and scheduler.min_lr > self.optim.lr:
             raise ValueError(f"scheduler.min_lr {scheduler.min_lr} is above optim.lr {self.optim.lr}")
         return self
@@ -271,8 +273,24 @@ class SFTConfig(TrainerConfig):
     data: Annotated[SFTDataConfig | FakeSFTDataConfig, Field(discriminator="type")] = SFTDataConfig()
     val: SFTValConfig | None = None
 
+    num_epochs: int | None = Field(default=None, ge=1)
+    """Number of passes over the data, instead of max_steps; a last batch that is not full takes samples of the next."""
+
     deployment: Deployment = LocalDeployment()
     """Where the ranks run: locally, or as a Slurm, Ray or Kubernetes job."""
+
+    @property
+    def has_end(self) -> bool:
+        """Whether the run ends by itself."""
+        return self.max_steps is not None or self.num_epochs is not None
+
+    @model_validator(mode="after")
+    def _check_num_epochs(self) -> SFTConfig:
+        if self.num_epochs is not None and self.max_steps is not None:
+            raise ValueError(
+                f"num_epochs {self.num_epochs} and max_steps {self.max_steps} both end the run: leave one of them out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_val_data(self) -> SFTConfig:

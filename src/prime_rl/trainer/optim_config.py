@@ -139,3 +139,18 @@ class CosineSchedulerConfig(BaseConfig):
 SchedulerConfig = Annotated[
     ConstantSchedulerConfig | LinearSchedulerConfig | CosineSchedulerConfig, Field(discriminator="type")
 ]
+
+
+def decays(scheduler: SchedulerConfig) -> bool:
+    """Whether the learning rate depends on the number of steps."""
+    return isinstance(scheduler, CosineSchedulerConfig) or (
+        isinstance(scheduler, LinearSchedulerConfig) and scheduler.decay_steps > 0
+    )
+
+
+def check_schedule(scheduler: SchedulerConfig, num_steps: int, described: str) -> None:
+    """Raise `ValueError` when warmup and decay do not fit into `num_steps`, which the message calls `described`."""
+    warmup = 0 if isinstance(scheduler, ConstantSchedulerConfig) else scheduler.warmup_steps
+    decay = scheduler.decay_steps if isinstance(scheduler, LinearSchedulerConfig) else 0
+    if warmup + decay > num_steps:
+        raise ValueError(f"scheduler.warmup_steps {warmup} and decay_steps {decay} do not fit into {described}")

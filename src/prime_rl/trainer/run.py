@@ -123,38 +123,44 @@ def summarize(run: RunDir, num_steps: int, *, resumable: bool) -> str:
     newest = step_path(run.weights, num_steps)
     table: dict[str, object] = {"metrics": run.metrics, "logs": run.logs}
     if resumable:
-        table["resume"] = f"--output-dir {run.root} --ckpt.resume-step -1, and a higher --max-steps"
+        table["resume"] = (
+            f"--output-dir {run.root} --ckpt.resume-step -1, and a higher --max-steps (sft: or --num-epochs)"
+        )
     if newest.exists():
         table |= {"weights": newest, "next": f"env eval @ configs/debug/eval.toml --model.name {newest}"}
     return "".join(f"  {name:<8} {value}\n" for name, value in table.items())
 
 
+def start_backend(
+    config: TrainConfig | SFTConfig, process: str, *, ckpt_parts: tuple[str, ...] = (PART,), is_fake_data: bool = False
+) -> Backend:
+    """Set up logging, load the model and lock the run directory (`lock_output_dir`: `ckpt_parts`, `is_fake_data`)."""
+    run_dir, rank = RunDir(config.output_dir), int(os.environ.get("RANK", "0"))
+    setup_logger(find_log_name(process), config.log, run_dir.logs, console=rank == 0)
+    backend = _build_logged_backend(config)
+    if config.ckpt is None or config.ckpt.resume_step is None:
+        backend.ranks.run_on_rank0(
+            lambda: lock_output_dir(run_dir, backend.model_dir, ckpt_parts, is_fake_data=is_fake_data)
+        )
+    return backend
+
+
+def find_log_name(process: str) -> str:
+    """Name of this rank's log file."""
+    return process if os.environ.get("WORLD_SIZE", "1") == "1" else f"{process}_rank{os.environ.get('RANK', '0')}"
+
+
 def build_run(
     config: TrainConfig | SFTConfig,
     process: str,
+    backend: Backend,
     *,
     ckpt_parts: tuple[str, ...] = (PART,),
     tokenizer_dir: Path | None = None,
     chat_template: str | None = None,
-    is_fake_data: bool = False,
 ) -> TrainerRun:
-    """Set up a run, resuming from a checkpoint if configured (all `ckpt_parts` must be complete).
-
-    `is_fake_data`: the run uses fake data, see `lock_output_dir`.
-    """
-    out, rank, num_ranks = (
-        RunDir(config.output_dir),
-        int(os.environ.get("RANK", "0")),
-        int(os.environ.get("WORLD_SIZE", "1")),
-    )
-    log_name = process if num_ranks == 1 else f"{process}_rank{rank}"
-    setup_logger(log_name, config.log, out.logs, console=rank == 0)
-    backend = _build_logged_backend(config)
-    place = backend.placement
-    if config.ckpt is None or config.ckpt.resume_step is None:
-        backend.ranks.run_on_rank0(
-            lambda: lock_output_dir(out, backend.model_dir, ckpt_parts, is_fake_data=is_fake_data)
-        )
+    """Set up a run, resuming from a checkpoint if configured (all `ckpt_parts` must be complete)."""
+    out, rank, place = RunDir(config.output_dir), backend.ranks.rank, backend.placement
     progress, first_step = resume(config, backend, ckpt_parts)
     if rank == 0:
         remove_unfinished(out.weights)
@@ -166,7 +172,7 @@ def build_run(
         backend,
         build_publisher(config, backend, model_files, first_step - 1),
         Checkpointer(out.checkpoints, backend, config.ckpt, config.max_steps, ckpt_parts),
-        StepLogger(monitor, PerfCounter(backend.whole, place.device, place.arithmetic, num_ranks), first_step),
+        StepLogger(monitor, PerfCounter(backend.whole, place.device, place.arithmetic, backend.ranks.size), first_step),
         progress,
         first_step,
         config.max_steps,
@@ -174,7 +180,7 @@ def build_run(
         record_profile(config.trace_path, config.memory_profiler_path, place.device, rank),
     )
     if threading.current_thread() is threading.main_thread():
-        explain_on_signal(log_name, out.root, run.step_logger.describe_wait)
+        explain_on_signal(find_log_name(process), out.root, run.step_logger.describe_wait)
     return run
 
 
