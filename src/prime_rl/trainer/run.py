@@ -18,7 +18,7 @@ from loguru import logger
 from prime_rl.runtime.hang_watchdog import explain_on_signal
 from prime_rl.runtime.process_tree import TOKEN_VARIABLE
 from prime_rl.runtime.run_dir import RunDir
-from prime_rl.telemetry.progress import show_progress
+from prime_rl.telemetry.progress import format_seconds, show_progress
 from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.checkpointer import Checkpointer, lock_output_dir, resume
 from prime_rl.trainer.ckpt import PART
@@ -61,18 +61,26 @@ class TrainerRun:
         return self.step_logger.timer
 
     def steps(self) -> Iterator[int]:
-        """Iterate over the remaining steps; endless without `max_steps`."""
+        """Iterate over the remaining steps; endless without `max_steps`.
+
+        Without a progress bar, logs an estimate of the remaining time after the second step; the first is slower.
+        """
         last = self.max_steps
         if last is not None and self.first_step > last:
             logger.info(f"No steps left: the checkpoint is at step {self.first_step - 1}, max_steps is {last}")
-        bar = show_progress("steps", last, self.first_step - 1, lines=False, hidden=self.backend.ranks.rank != 0)
+        is_hidden = self.backend.ranks.rank != 0
+        bar = show_progress("steps", last, self.first_step - 1, lines=False, hidden=is_hidden)
         with self.profile, bar as progress:
             for step in itertools.count(self.first_step):
                 if last is not None and step > last:
                     return
                 self.step_logger.step = step
+                start = time.monotonic()
                 yield step
                 progress.advance()
+                if step == self.first_step + 1 and last is not None and not (is_hidden or progress.has_bar):
+                    seconds = (last - step) * (time.monotonic() - start)
+                    logger.info(f"About {format_seconds(seconds)} for the remaining {last - step} steps")
 
     def pack(self, samples: Sequence[Sample], seq_len: int) -> Share:
         """Pack this rank's share of the global batch."""

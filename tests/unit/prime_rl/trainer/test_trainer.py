@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -210,7 +211,9 @@ def test_a_run_shows_its_progress_and_how_to_continue(
     monkeypatch.setattr("prime_rl.trainer.run.show_progress", show)
     train(make_config(tmp_path, ckpt={"interval": 2}))
     assert (shown[0].total, shown[0].done) == (3, 3)
-    assert f"--output-dir {tmp_path} --ckpt.resume-step -1" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"--output-dir {tmp_path} --ckpt.resume-step -1" in out
+    assert re.search(r"Step 2 .*\n.* About \d+ s for the remaining 1 steps\n.* Step 3 ", out)
 
 
 def test_batch_timeout_names_the_orchestrator(tmp_path: Path) -> None:
