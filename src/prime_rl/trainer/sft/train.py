@@ -10,8 +10,6 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from loguru import logger
-
 from prime_rl.trainer.command import count_missing_ranks, run_trainer
 
 if TYPE_CHECKING:
@@ -78,6 +76,8 @@ def train(config: SFTConfig) -> int:
 
 def set_num_steps(config: SFTConfig, num_steps: int, backend: Backend) -> SFTConfig:
     """The config with the `num_steps` of its `num_epochs` as `max_steps`, for which the schedule is rebuilt."""
+    from loguru import logger
+
     from prime_rl.trainer.optim import build_schedule
     from prime_rl.trainer.optim_config import check_schedule
 
