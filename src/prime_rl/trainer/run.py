@@ -20,7 +20,7 @@ from prime_rl.runtime.process_tree import TOKEN_VARIABLE
 from prime_rl.runtime.run_dir import RunDir
 from prime_rl.telemetry.progress import format_seconds, show_progress
 from prime_rl.trainer.backend import Backend, build_backend
-from prime_rl.trainer.checkpointer import Checkpointer, lock_output_dir, resume
+from prime_rl.trainer.checkpointer import Checkpointer, reject_or_archive_earlier_run, resume
 from prime_rl.trainer.ckpt import PART
 from prime_rl.trainer.config import SFTConfig, TrainConfig
 from prime_rl.trainer.parallel_dims import destroy_process_group
@@ -142,13 +142,16 @@ def summarize(run: RunDir, num_steps: int, *, resumable: bool) -> str:
 def start_backend(
     config: TrainConfig | SFTConfig, process: str, *, ckpt_parts: tuple[str, ...] = (PART,), is_fake_data: bool = False
 ) -> Backend:
-    """Set up logging, load the model and lock the run directory (`lock_output_dir`: `ckpt_parts`, `is_fake_data`)."""
+    """Set up logging, load the model and check the run directory.
+
+    `ckpt_parts`, `is_fake_data`: see `reject_or_archive_earlier_run`.
+    """
     run_dir, rank = RunDir(config.output_dir), int(os.environ.get("RANK", "0"))
     setup_logger(find_log_name(process), config.log, run_dir.logs, console=rank == 0)
     backend = _build_logged_backend(config)
     if config.ckpt is None or config.ckpt.resume_step is None:
         backend.ranks.run_on_rank0(
-            lambda: lock_output_dir(run_dir, backend.model_dir, ckpt_parts, is_fake_data=is_fake_data)
+            lambda: reject_or_archive_earlier_run(run_dir, backend.model_dir, ckpt_parts, is_fake_data=is_fake_data)
         )
     return backend
 
