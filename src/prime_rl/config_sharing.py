@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from prime_rl.configuration.tables import ConfigTables
 from prime_rl.inference.config import InferenceConfig
-from prime_rl.trainer.config import LoraConfig
+from prime_rl.trainer.config import LoraConfig, TrainConfig
 from rollouts.training.objectives import PRESETS
 
 TRACKERS = ("wandb", "tensorboard", "trackio", "prometheus")
@@ -131,6 +131,7 @@ def derive_keys(tables: ConfigTables) -> None:
     _connect_inference(tables)
     _switch_off_fake_data(tables)
     _derive_advantage(tables)
+    _derive_lr(tables)
     _ignore_gpu_keys_on_cpu(tables)
 
 
@@ -214,6 +215,14 @@ def _derive_advantage(tables: ConfigTables) -> None:
     by_constant = tables.get("trainer.loss.loss_aggregation", preset.loss_aggregation) == "constant"
     if by_constant and not tables.has("trainer.loss.max_tokens") and isinstance(max_tokens, int):
         tables.set("trainer.loss.max_tokens", max_tokens, "orchestrator.sampling.max_tokens")
+
+
+def _derive_lr(tables: ConfigTables) -> None:
+    """Set the trainer's default learning rate here, where its key is known in full."""
+    lora = tables.is_section("trainer.model.lora")
+    if not tables.is_set("trainer.optim.lr"):
+        source = f"default {'with' if lora else 'without'} LoRA"
+        tables.set("trainer.optim.lr", TrainConfig.default_lr(lora=lora), source)
 
 
 def _ignore_gpu_keys_on_cpu(tables: ConfigTables) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from prime_rl.runtime.process_tree import TOKEN_VARIABLE
 from prime_rl.runtime.redacted_output import protect_output
 from prime_rl.runtime.redaction import register_config
 from prime_rl.runtime.run_dir import RunDir
@@ -44,7 +45,9 @@ def run_command(
 
         config, _ = parse_argv(_load(config_cls), argv, prog)
         register_config(config.model_dump())
-        for line in config.notes:
+        for line in (
+            () if TOKEN_VARIABLE in os.environ else config.notes
+        ):  # a launcher has printed those of its children
             sys.stderr.write(f"{line}\n")
         # Child processes get their part of the config as a file, so they must not read the variables again.
         for source in {source for source in config.provenance.values() if source.startswith("env ")}:

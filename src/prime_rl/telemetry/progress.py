@@ -49,6 +49,11 @@ class Progress:
         """Number of finished items."""
         return int(self._task.completed)
 
+    @property
+    def has_bar(self) -> bool:
+        """Whether a bar with the remaining time is shown."""
+        return not self.bars.disable
+
     def advance(self, count: int = 1, note: str = "") -> None:
         """Count `count` more finished items; `note` is shown after the bar."""
         self.set_done(self.done + count, note)

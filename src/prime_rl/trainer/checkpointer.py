@@ -13,15 +13,9 @@ from loguru import logger
 from prime_rl.runtime.run_dir import RunDir, find_used
 from prime_rl.trainer.backend import Backend
 from prime_rl.trainer.ckpt import PART, is_checkpoint_due, load_checkpoint, save_checkpoint
-from prime_rl.trainer.config import (
-    CkptConfig,
-    ConstantSchedulerConfig,
-    LinearSchedulerConfig,
-    SchedulerConfig,
-    SFTConfig,
-    TrainConfig,
-)
+from prime_rl.trainer.config import CkptConfig, SFTConfig, TrainConfig
 from prime_rl.trainer.optim import build_schedule
+from prime_rl.trainer.optim_config import check_schedule
 from rollouts.training.steps import complete_steps, prune_commits, remove_unfinished
 
 SKIPS = ("optimizer", "scheduler", "dataloader", "progress")
@@ -107,8 +101,10 @@ def resume(
         )
     )
     if stepper.schedule_start and config.max_steps is not None:
-        check_schedule(config.scheduler, config.max_steps - stepper.schedule_start)
-        stepper.schedule = build_schedule(config.scheduler, config.optim.lr, config.max_steps - stepper.schedule_start)
+        num_steps = config.max_steps - stepper.schedule_start
+        described = f"the {num_steps} steps that remain with ckpt.skip_scheduler: raise max_steps"
+        check_schedule(config.scheduler, num_steps, described)
+        stepper.schedule = build_schedule(config.scheduler, config.optim.lr, num_steps)
     skipped = [name for name in SKIPS if getattr(ckpt, f"skip_{name}")]
     without = f" without its {', '.join(skipped)}" if skipped else ""
     logger.info(f"Resuming after step {step}{without}")
@@ -116,14 +112,3 @@ def resume(
     last = {run.weights: first_step - 1, run.average: first_step - 1, run.checkpoints: step}
     ranks.run_on_rank0(lambda: run.archive_steps(last, PART))
     return progress, first_step
-
-
-def check_schedule(scheduler: SchedulerConfig, num_steps: int) -> None:
-    """Raise `ValueError` when a restarted schedule does not fit into the remaining steps."""
-    warmup = 0 if isinstance(scheduler, ConstantSchedulerConfig) else scheduler.warmup_steps
-    decay = scheduler.decay_steps if isinstance(scheduler, LinearSchedulerConfig) else 0
-    if warmup + decay > num_steps:
-        raise ValueError(
-            f"ckpt.skip_scheduler: warmup_steps {warmup} and decay_steps {decay} do not fit into the {num_steps} "
-            "remaining steps: raise max_steps"
-        )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from prime_rl.configuration.sections import (
     LogConfig,
@@ -22,6 +22,10 @@ from prime_rl.trainer.model_config import (
     ModelConfig,
 )
 from prime_rl.trainer.optim_config import (
+    LORA_LR_FACTOR,
+    MIN_LORA_LR,
+    RL_LR,
+    SFT_LR,
     AdamConfig,
     ConstantSchedulerConfig,
     CosineSchedulerConfig,
@@ -30,6 +34,8 @@ from prime_rl.trainer.optim_config import (
     OptimConfig,
     SchedulerConfig,
     SGDConfig,
+    check_schedule,
+    decays,
 )
 from prime_rl.trainer.parallel_config import ParallelDims
 from prime_rl.trainer.rl.config import (
@@ -49,7 +55,7 @@ from prime_rl.trainer.sft.config import (
     SFTValConfig,
     TokenizerConfig,
 )
-from prime_rl.utils.pydantic_config import BaseConfig
+from prime_rl.utils.pydantic_config import BaseConfig, find_source_key, note, note_source
 
 __all__ = [
     "BOUND_OPTIONS",
@@ -123,8 +129,11 @@ class CkptConfig(BaseConfig):
 class TrainerConfig(TrackersConfig):
     """Settings shared by the RL and SFT trainers."""
 
+    full_lr: ClassVar[float]
+    """Default learning rate of full fine-tuning."""
+
     model: ModelConfig = ModelConfig()
-    optim: OptimConfig = AdamConfig()
+    optim: OptimConfig = Field(default=AdamConfig(), validate_default=True)
     scheduler: SchedulerConfig = ConstantSchedulerConfig()
     parallel: ParallelDims = ParallelDims()
     ckpt: CkptConfig | None = None
@@ -153,6 +162,31 @@ class TrainerConfig(TrackersConfig):
     memory_profiler_path: Path | None = None
     """Directory for a GPU memory snapshot of the run."""
 
+    @property
+    def has_end(self) -> bool:
+        """Whether the run ends by itself."""
+        return self.max_steps is not None
+
+    @classmethod
+    def default_lr(cls, *, lora: bool) -> float:
+        """The learning rate when `optim.lr` is unset."""
+        return cls.full_lr * LORA_LR_FACTOR if lora else cls.full_lr
+
+    @field_validator("optim")
+    @classmethod
+    def _resolve_lr(cls, optim: OptimConfig, info: ValidationInfo) -> OptimConfig:
+        """Set the default learning rate for LoRA or full fine-tuning; note one that is too small for LoRA."""
+        if "model" not in info.data:  # invalid: reported by its own validator
+            return optim
+        lora = info.data["model"].lora is not None
+        if "lr" not in optim.model_fields_set:
+            note_source(info, "optim.lr", f"default {'with' if lora else 'without'} LoRA")
+            return optim.model_copy(update={"lr": cls.default_lr(lora=lora)})
+        if lora and optim.type != "sgd" and 0 < optim.lr < MIN_LORA_LR:
+            key = find_source_key(info, "optim.lr")
+            note(info, f"warning: {key} = {optim.lr} hardly changes a LoRA adapter: set {MIN_LORA_LR} or more")
+        return optim
+
     @model_validator(mode="after")
     def _check_model_parallelism(self) -> TrainerConfig:
         kinds = self.parallel.splits_model
@@ -178,15 +212,10 @@ class TrainerConfig(TrackersConfig):
     @model_validator(mode="after")
     def _check_schedule(self) -> TrainerConfig:
         scheduler = self.scheduler
-        warmup = 0 if isinstance(scheduler, ConstantSchedulerConfig) else scheduler.warmup_steps
-        decay = scheduler.decay_steps if isinstance(scheduler, LinearSchedulerConfig) else 0
-        if self.max_steps is None:
-            if decay or isinstance(scheduler, CosineSchedulerConfig):
-                raise ValueError(f"scheduler.type {scheduler.type} decays to the end of the run: set max_steps")
-        elif warmup + decay > self.max_steps:
-            raise ValueError(
-                f"scheduler.warmup_steps {warmup} and decay_steps {decay} do not fit into max_steps {self.max_steps}"
-            )
+        if self.max_steps is not None:
+            check_schedule(scheduler, self.max_steps, f"max_steps {self.max_steps}")
+        elif not self.has_end and decays(scheduler):
+            raise ValueError(f"scheduler.type {scheduler.type} decays to the end of the run: set max_steps")
         if not isinstance(scheduler, ConstantSchedulerConfig) and scheduler.min_lr > self.optim.lr:
             raise ValueError(f"scheduler.min_lr {scheduler.min_lr} is above optim.lr {self.optim.lr}")
         return self
@@ -194,6 +223,8 @@ class TrainerConfig(TrackersConfig):
 
 class TrainConfig(TrainerConfig):
     """The RL trainer."""
+
+    full_lr = RL_LR
 
     model: RLModelConfig = RLModelConfig()
     loss: LossConfig = LossConfig()
@@ -235,13 +266,31 @@ class TrainConfig(TrainerConfig):
 class SFTConfig(TrainerConfig):
     """The SFT trainer."""
 
+    full_lr = SFT_LR
+
     model: SFTModelConfig = SFTModelConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     data: Annotated[SFTDataConfig | FakeSFTDataConfig, Field(discriminator="type")] = SFTDataConfig()
     val: SFTValConfig | None = None
 
+    num_epochs: int | None = Field(default=None, ge=1)
+    """Number of passes over the data, instead of max_steps; a last batch that is not full takes samples of the next."""
+
     deployment: Deployment = LocalDeployment()
     """Where the ranks run: locally, or as a Slurm, Ray or Kubernetes job."""
+
+    @property
+    def has_end(self) -> bool:
+        """Whether the run ends by itself."""
+        return self.max_steps is not None or self.num_epochs is not None
+
+    @model_validator(mode="after")
+    def _check_num_epochs(self) -> SFTConfig:
+        if self.num_epochs is not None and self.max_steps is not None:
+            raise ValueError(
+                f"num_epochs {self.num_epochs} and max_steps {self.max_steps} both end the run: leave one of them out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_val_data(self) -> SFTConfig:

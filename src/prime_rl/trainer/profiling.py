@@ -43,7 +43,7 @@ def prepare_bench(config: Config, scratch: Path) -> Config:
         data = config.data
         if not isinstance(data, FakeSFTDataConfig):
             data = FakeSFTDataConfig(seq_len=config.data.seq_len, batch_size=config.data.batch_size)
-        changes["val"] = None
+        changes |= {"val": None, "num_epochs": None}
     else:
         data = config.data.model_copy(update={"fake": config.data.fake or FakeDataConfig()})
     return config.model_copy(update=changes | {"data": data})

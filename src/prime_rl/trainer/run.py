@@ -18,7 +18,7 @@ from loguru import logger
 from prime_rl.runtime.hang_watchdog import explain_on_signal
 from prime_rl.runtime.process_tree import TOKEN_VARIABLE
 from prime_rl.runtime.run_dir import RunDir
-from prime_rl.telemetry.progress import show_progress
+from prime_rl.telemetry.progress import format_seconds, show_progress
 from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.checkpointer import Checkpointer, reject_or_archive_earlier_run, resume
 from prime_rl.trainer.ckpt import PART
@@ -61,18 +61,26 @@ class TrainerRun:
         return self.step_logger.timer
 
     def steps(self) -> Iterator[int]:
-        """Iterate over the remaining steps; endless without `max_steps`."""
+        """Iterate over the remaining steps; endless without `max_steps`.
+
+        Without a progress bar, logs an estimate of the remaining time after the second step; the first is slower.
+        """
         last = self.max_steps
         if last is not None and self.first_step > last:
             logger.info(f"No steps left: the checkpoint is at step {self.first_step - 1}, max_steps is {last}")
-        bar = show_progress("steps", last, self.first_step - 1, lines=False, hidden=self.backend.ranks.rank != 0)
+        is_hidden = self.backend.ranks.rank != 0
+        bar = show_progress("steps", last, self.first_step - 1, lines=False, hidden=is_hidden)
         with self.profile, bar as progress:
             for step in itertools.count(self.first_step):
                 if last is not None and step > last:
                     return
                 self.step_logger.step = step
+                start = time.monotonic()
                 yield step
                 progress.advance()
+                if step == self.first_step + 1 and last is not None and not (is_hidden or progress.has_bar):
+                    seconds = (last - step) * (time.monotonic() - start)
+                    logger.info(f"About {format_seconds(seconds)} for the remaining {last - step} steps")
 
     def pack(self, samples: Sequence[Sample], seq_len: int) -> Share:
         """Pack this rank's share of the global batch."""
@@ -123,38 +131,47 @@ def summarize(run: RunDir, num_steps: int, *, resumable: bool) -> str:
     newest = step_path(run.weights, num_steps)
     table: dict[str, object] = {"metrics": run.metrics, "logs": run.logs}
     if resumable:
-        table["resume"] = f"--output-dir {run.root} --ckpt.resume-step -1, and a higher --max-steps"
+        table["resume"] = (
+            f"--output-dir {run.root} --ckpt.resume-step -1, and a higher --max-steps (sft: or --num-epochs)"
+        )
     if newest.exists():
         table |= {"weights": newest, "next": f"env eval @ configs/debug/eval.toml --model.name {newest}"}
     return "".join(f"  {name:<8} {value}\n" for name, value in table.items())
 
 
+def start_backend(
+    config: TrainConfig | SFTConfig, process: str, *, ckpt_parts: tuple[str, ...] = (PART,), is_fake_data: bool = False
+) -> Backend:
+    """Set up logging, load the model and check the run directory.
+
+    `ckpt_parts`, `is_fake_data`: see `reject_or_archive_earlier_run`.
+    """
+    run_dir, rank = RunDir(config.output_dir), int(os.environ.get("RANK", "0"))
+    setup_logger(find_log_name(process), config.log, run_dir.logs, console=rank == 0)
+    backend = _build_logged_backend(config)
+    if config.ckpt is None or config.ckpt.resume_step is None:
+        backend.ranks.run_on_rank0(
+            lambda: reject_or_archive_earlier_run(run_dir, backend.model_dir, ckpt_parts, is_fake_data=is_fake_data)
+        )
+    return backend
+
+
+def find_log_name(process: str) -> str:
+    """Name of this rank's log file."""
+    return process if os.environ.get("WORLD_SIZE", "1") == "1" else f"{process}_rank{os.environ.get('RANK', '0')}"
+
+
 def build_run(
     config: TrainConfig | SFTConfig,
     process: str,
+    backend: Backend,
     *,
     ckpt_parts: tuple[str, ...] = (PART,),
     tokenizer_dir: Path | None = None,
     chat_template: str | None = None,
-    is_fake_data: bool = False,
 ) -> TrainerRun:
-    """Set up a run, resuming from a checkpoint if configured (all `ckpt_parts` must be complete).
-
-    `is_fake_data`: the run uses fake data, see `reject_or_archive_earlier_run`.
-    """
-    out, rank, num_ranks = (
-        RunDir(config.output_dir),
-        int(os.environ.get("RANK", "0")),
-        int(os.environ.get("WORLD_SIZE", "1")),
-    )
-    log_name = process if num_ranks == 1 else f"{process}_rank{rank}"
-    setup_logger(log_name, config.log, out.logs, console=rank == 0)
-    backend = _build_logged_backend(config)
-    place = backend.placement
-    if config.ckpt is None or config.ckpt.resume_step is None:
-        backend.ranks.run_on_rank0(
-            lambda: reject_or_archive_earlier_run(out, backend.model_dir, ckpt_parts, is_fake_data=is_fake_data)
-        )
+    """Set up a run, resuming from a checkpoint if configured (all `ckpt_parts` must be complete)."""
+    out, rank, place = RunDir(config.output_dir), backend.ranks.rank, backend.placement
     progress, first_step = resume(config, backend, ckpt_parts)
     if rank == 0:
         remove_unfinished(out.weights)
@@ -166,7 +183,7 @@ def build_run(
         backend,
         build_publisher(config, backend, model_files, first_step - 1),
         Checkpointer(out.checkpoints, backend, config.ckpt, config.max_steps, ckpt_parts),
-        StepLogger(monitor, PerfCounter(backend.whole, place.device, place.arithmetic, num_ranks), first_step),
+        StepLogger(monitor, PerfCounter(backend.whole, place.device, place.arithmetic, backend.ranks.size), first_step),
         progress,
         first_step,
         config.max_steps,
@@ -174,7 +191,7 @@ def build_run(
         record_profile(config.trace_path, config.memory_profiler_path, place.device, rank),
     )
     if threading.current_thread() is threading.main_thread():
-        explain_on_signal(log_name, out.root, run.step_logger.describe_wait)
+        explain_on_signal(find_log_name(process), out.root, run.step_logger.describe_wait)
     return run
 
 

@@ -18,6 +18,7 @@ from prime_rl.configuration.sources import apply_options, read_arguments, read_e
 __all__ = [
     "BaseConfig",
     "ConfigError",
+    "find_source_key",
     "merge_tables",
     "note",
     "note_source",
@@ -74,6 +75,12 @@ def note_source(info: ValidationInfo, key: str, source: str) -> None:
     """For validators that fill keys: record that the dotted `key` got its value from `source`."""
     if isinstance(info.context, dict):
         info.context["sources"][key] = source
+
+
+def find_source_key(info: ValidationInfo, key: str) -> str:
+    """For messages of validators: the dotted key as it was given, from the top, whose end is `key`."""
+    sources = info.context["sources"] if isinstance(info.context, dict) else {}
+    return next((known for known in sources if f".{known}".endswith(f".{key}")), key)
 
 
 def note(info: ValidationInfo, text: str) -> None:

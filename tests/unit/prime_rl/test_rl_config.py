@@ -109,6 +109,14 @@ def test_no_dead_shared_keys() -> None:
     assert not dead, f"nothing reads these keys of rl: {dead}"
 
 
+def test_learning_rate_default_and_warning_name_the_key() -> None:
+    config = parse("--trainer.model.lora")
+    assert config.trainer.optim.lr == pytest.approx(1e-4)
+    assert config.provenance["trainer.optim.lr"] == "default with LoRA"
+    config = parse("--trainer.model.lora", "--trainer.optim.lr", "1e-5")
+    assert any(line.startswith("warning: trainer.optim.lr = 1e-05") for line in config.notes)
+
+
 # Files for the processes
 
 

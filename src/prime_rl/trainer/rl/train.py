@@ -31,12 +31,14 @@ def train(config: TrainConfig) -> int:
     from prime_rl.trainer.rl.data import apply_reference_regularization, build_batches, check_batch
     from prime_rl.trainer.rl.logprob_recorder import LogprobRecorder
     from prime_rl.trainer.rl.loss import build_loss_schedule
-    from prime_rl.trainer.run import build_run
+    from prime_rl.trainer.run import build_run, start_backend
     from rollouts.training.rl_losses import compute_sequence_kl_advantages
 
     is_fake = config.data.fake is not None
-    run = build_run(config, "trainer", ckpt_parts=CKPT_PARTS[: 1 if is_fake else 2], is_fake_data=is_fake)
-    backend, timer = run.backend, run.timer
+    ckpt_parts = CKPT_PARTS[: 1 if is_fake else 2]
+    backend = start_backend(config, "trainer", ckpt_parts=ckpt_parts, is_fake_data=is_fake)
+    run = build_run(config, "trainer", backend, ckpt_parts=ckpt_parts)
+    timer = run.timer
     vocab_size = backend.model.config.vocab_size
     batches = build_batches(config, vocab_size)
     schedule = build_loss_schedule(config.loss, config.model.seq_len, run.progress.get("teacher_distance", 0.0))

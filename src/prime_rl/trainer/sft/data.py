@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
+from loguru import logger
 
 from prime_rl.runtime.tokenizer import load_tokenizer
 from prime_rl.trainer.config import FakeSFTDataConfig, SFTConfig, SFTDataConfig
@@ -26,6 +28,9 @@ class SampleSource(Protocol):
         """Number of samples per source."""
 
     def __len__(self) -> int: ...
+
+    def length(self, index: int) -> int:
+        """Number of tokens of the sample at this index."""
 
     def sample(self, index: int) -> Sample:
         """The sample at this index; deterministic."""
@@ -106,6 +111,22 @@ class SFTBatches:
             free_tokens -= n
             offset += 1
 
+    def count_steps(self, num_epochs: int) -> int:
+        """Number of batches that `num_epochs` fill; the last one may reach into the next epoch.
+
+        No sample may be longer than `seq_len`.
+        """
+        num_rows, free_tokens = 0, 0
+        for epoch in range(num_epochs):
+            order, offset = self.order(epoch), 0
+            while (index := order.at(offset)) is not None:
+                offset += 1
+                n = self.source.length(index)
+                if n > free_tokens or self.stack:
+                    num_rows, free_tokens = num_rows + 1, self.seq_len
+                free_tokens -= n
+        return math.ceil(num_rows / self.batch_size)
+
     def order(self, epoch: int) -> EpochOrder:
         """Sample order of an epoch, a pure function of (seed, epoch)."""
         if self._order is None or self._order[0] != epoch:
@@ -164,6 +185,10 @@ class FakeSource:
     def __len__(self) -> int:
         return FAKE_ROWS
 
+    def length(self, index: int) -> int:
+        """Number of tokens of the sample at this index."""
+        return len(self.sample(index).tokens)
+
     def sample(self, index: int) -> Sample:
         """Random tokens, all but the first with loss."""
         rng = random.Random(f"{self.seed}:{index}")
@@ -186,13 +211,19 @@ def build_sft_batches(config: SFTConfig, vocab_size: int, tokenizer: Tokenizer |
         val_data = data.model_copy(update={"name": config.val.name, "split": config.val.split} | NO_MIXTURE)
         val_samples = tokenize_data(val_data, tokenizer, vocab_size)
         held_out = [val_samples.sample(i) for i in range(min(len(val_samples), config.val.num_samples))]
+    stack = data.pack_function == "stack"
+    per_row = 1.0 if stack else max(1.0, data.seq_len * len(samples) / samples.ends[-1])
+    logger.info(
+        f"A step takes {data.batch_size} rows, each with {'' if stack else 'about '}{per_row:.3g} of the "
+        f"{len(samples):,} samples (data.pack_function {data.pack_function})"
+    )
     return SFTBatches(
         samples,
         data.seq_len,
         data.batch_size,
         data.shuffle,
         config.seed,
-        stack=data.pack_function == "stack",
+        stack=stack,
         probabilities=data.probabilities,
         stopping=data.stopping_strategy,
         names=name_parts(data.parts),

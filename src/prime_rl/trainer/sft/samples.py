@@ -60,6 +60,10 @@ class TokenizedSamples:
         self.ends.append(len(self.tokens))
         self.sizes[-1] += 1
 
+    def length(self, index: int) -> int:
+        """Number of tokens of the sample at this index."""
+        return self.ends[index + 1] - self.ends[index]
+
     def sample(self, index: int) -> Sample:
         """The sample at this index; `IndexError` when out of range."""
         if not 0 <= index < len(self):

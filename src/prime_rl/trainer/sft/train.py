@@ -13,11 +13,15 @@ from typing import TYPE_CHECKING
 from prime_rl.trainer.command import count_missing_ranks, run_trainer
 
 if TYPE_CHECKING:
+    from prime_rl.trainer.backend import Backend
     from prime_rl.trainer.config import SFTConfig
 
 
 def train(config: SFTConfig) -> int:
-    """Run the trainer until `max_steps`; returns the exit code. Launches the ranks configured in `parallel`."""
+    """Run the trainer for `max_steps` or `num_epochs`; returns the exit code.
+
+    Launches the ranks configured in `parallel`.
+    """
     if config.deployment.type != "local":
         from prime_rl.deployment.launch import deploy
         from prime_rl.trainer.sft.deployment import build_layout
@@ -32,21 +36,24 @@ def train(config: SFTConfig) -> int:
     if config.bench:
         return run_bench(config, train)
     from prime_rl.runtime.tokenizer import resolve_model_dir
-    from prime_rl.trainer.run import build_run
+    from prime_rl.trainer.run import build_run, start_backend
     from prime_rl.trainer.sft.data import build_sft_batches, build_tokenizer
     from prime_rl.trainer.sft.validation import is_val_due, run_validation
     from rollouts.training.rl_losses import nll_loss
 
     tokenizer = build_tokenizer(config)
+    backend = start_backend(config, "sft", is_fake_data=config.data.type == "fake")
+    batches = build_sft_batches(config, backend.model.config.vocab_size, tokenizer)
+    if config.num_epochs is not None:
+        config = set_num_steps(config, batches.count_steps(config.num_epochs), backend)
     run = build_run(
         config,
         "sft",
+        backend,
         tokenizer_dir=resolve_model_dir(config.tokenizer.name) if config.tokenizer.name else None,
         chat_template=tokenizer.chat_template if tokenizer and config.tokenizer.chat_template else None,
-        is_fake_data=config.data.type == "fake",
     )
-    backend, timer = run.backend, run.timer
-    batches = build_sft_batches(config, backend.model.config.vocab_size, tokenizer)
+    timer = run.timer
     position = batches.restore(run.progress)
     if config.val is not None and config.val.eval_on_start and run.first_step == 1:
         run_validation(run, config.data.seq_len, batches.held_out, 0)
@@ -65,6 +72,20 @@ def train(config: SFTConfig) -> int:
         if is_val_due(step, config.val, config.max_steps):
             run_validation(run, config.data.seq_len, batches.held_out, step)
     return run.close()
+
+
+def set_num_steps(config: SFTConfig, num_steps: int, backend: Backend) -> SFTConfig:
+    """The config with the `num_steps` of its `num_epochs` as `max_steps`, for which the schedule is rebuilt."""
+    from loguru import logger
+
+    from prime_rl.trainer.optim import build_schedule
+    from prime_rl.trainer.optim_config import check_schedule
+
+    described = f"num_epochs {config.num_epochs} ({num_steps} steps)"
+    logger.info(f"Training for {described} of {config.data.batch_size} rows")
+    check_schedule(config.scheduler, num_steps, described)
+    backend.stepper.schedule = build_schedule(config.scheduler, config.optim.lr, num_steps)
+    return config.model_copy(update={"max_steps": num_steps})
 
 
 def preview(config: SFTConfig) -> str | None:

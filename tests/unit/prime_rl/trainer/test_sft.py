@@ -188,6 +188,9 @@ class Lengths:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def length(self, index: int) -> int:
+        return self.lengths[index]
+
     def sample(self, index: int) -> Sample:
         n = self.lengths[index]
         return Sample(prompt="", tokens=[index] * n, loss_mask=[1.0] * n, index=index)
@@ -212,6 +215,25 @@ def test_epoch_reads_every_sample_once(lengths: list[int], batch_size: int, shuf
     for start in range(0, len(straight) - len(lengths) + 1, len(lengths)):
         epoch = [s.index for s in straight[start : start + len(lengths)]]
         assert sorted(epoch) == list(range(len(lengths))), "whole samples, none lost or doubled"
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.integers(1, 12), min_size=1, max_size=30),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.booleans(),
+)
+def test_num_epochs_are_as_many_steps_as_they_fill(
+    lengths: list[int], batch_size: int, num_epochs: int, stack: bool
+) -> None:
+    batches, position = SFTBatches(Lengths(lengths), 12, batch_size, True, seed=3, stack=stack), Position()
+    taken: list[Sample] = []
+    num_steps = 0
+    while len(taken) < num_epochs * len(lengths):
+        samples, position = batches.take(position)
+        taken, num_steps = taken + samples, num_steps + 1
+    assert batches.count_steps(num_epochs) == num_steps
 
 
 def test_epochs_differ_in_order_and_overlong_samples_are_counted() -> None:
@@ -268,6 +290,35 @@ def test_weights_are_published_with_checkpoints_too(tmp_path: Path) -> None:
     data = {"type": "fake", "seq_len": 16, "batch_size": 2}
     train(make_config(tmp_path, data, max_steps=5, ckpt={"interval": 2}))
     assert complete_steps(tmp_path / "weights") == [2, 4, 5] == complete_steps(tmp_path / "checkpoints", ("trainer",))
+
+
+def test_num_epochs_set_schedule_and_last_step(tmp_path: Path) -> None:
+    """10 conversations, one per row, in batches of 4, twice: 5 steps; 3 epochs resume as if planned from the start."""
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": "a", "completion": c}) + "\n" for c in "bcdefghijk")
+    )
+    data = {"name": str(tmp_path / "rows.jsonl"), "seq_len": 32, "batch_size": 4, "pack_function": "stack"}
+    changes = {"max_steps": None, "num_epochs": 2, "ckpt": {}}
+    train(
+        make_config(tmp_path / "out", data, scheduler={"type": "cosine", "warmup_steps": 1, "min_lr": 1e-4}, **changes)
+    )
+    rows = [row for row in load_jsonl(tmp_path / "out/metrics.jsonl") if "loss/mean" in row]
+    assert len(rows) == 5 and rows[-1]["optim/lr"] == pytest.approx(1e-4)
+    assert rows[-1]["progress/num_samples"] == 20 and complete_steps(tmp_path / "out/weights") == [5]
+    train(make_config(tmp_path / "out", data, **changes | {"num_epochs": 3, "ckpt": {"resume_step": -1}}))
+    train(make_config(tmp_path / "straight", data, **changes | {"num_epochs": 3}))
+    assert complete_steps(tmp_path / "out/weights") == [5, 8] and complete_steps(tmp_path / "straight/weights") == [8]
+
+
+def test_num_epochs_settings_are_checked(tmp_path: Path) -> None:
+    data = {"type": "fake", "seq_len": 16, "batch_size": 512}  # 1024 rows: 2 steps
+    with pytest.raises(ValueError, match="num_epochs 1 and max_steps 12 both end the run"):
+        make_config(tmp_path, data, num_epochs=1)
+    config = make_config(tmp_path, data, max_steps=None, num_epochs=1, scheduler={"type": "linear"})
+    with pytest.raises(
+        ValueError, match=r"warmup_steps 10 and decay_steps 10 do not fit into num_epochs 1 \(2 steps\)"
+    ):
+        train(config)
 
 
 def test_fake_lengths(tmp_path: Path) -> None:

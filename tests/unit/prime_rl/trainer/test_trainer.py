@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import nn
 
 from prime_rl.telemetry.progress import Progress
 from prime_rl.trainer.backend import Backend, build_backend, memory_advice
-from prime_rl.trainer.config import LossConfig, SchedulerConfig, TrainConfig
+from prime_rl.trainer.config import LossConfig, SchedulerConfig, SFTConfig, TrainConfig
 from prime_rl.trainer.model import resolve_placement
 from prime_rl.trainer.optim import MasterWeights, build_schedule
 from prime_rl.trainer.perf import StepTimer, compute_train_flops, count_matmul_parameters
@@ -210,7 +211,9 @@ def test_a_run_shows_its_progress_and_how_to_continue(
     monkeypatch.setattr("prime_rl.trainer.run.show_progress", show)
     train(make_config(tmp_path, ckpt={"interval": 2}))
     assert (shown[0].total, shown[0].done) == (3, 3)
-    assert f"--output-dir {tmp_path} --ckpt.resume-step -1" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"--output-dir {tmp_path} --ckpt.resume-step -1" in out
+    assert re.search(r"Step 2 .*\n.* About \d+ s for the remaining 1 steps\n.* Step 3 ", out)
 
 
 def test_batch_timeout_names_the_orchestrator(tmp_path: Path) -> None:
@@ -436,6 +439,33 @@ def test_negative_learning_rate_is_rejected(optim: str) -> None:
     with pytest.raises(ValueError, match=r"optim\.lr"):
         parse_argv(TrainConfig, ["--optim.type", optim, "--optim.lr", "-0.1"], "trainer", environ={})
     parse_argv(TrainConfig, ["--optim.type", optim, "--optim.lr", "0"], "trainer", environ={})
+
+
+@pytest.mark.parametrize(
+    ("config_cls", "argv", "lr", "source"),
+    [
+        (TrainConfig, [], 1e-5, "default without LoRA"),
+        (TrainConfig, ["--model.lora"], 1e-4, "default with LoRA"),
+        (SFTConfig, [], 2e-5, "default without LoRA"),
+        (SFTConfig, ["--model.lora", "--optim.type", "muon"], 2e-4, "default with LoRA"),
+        (SFTConfig, ["--model.lora", "--optim.lr", "3e-4"], 3e-4, "CLI"),
+    ],
+)
+def test_default_learning_rate_follows_the_method(
+    config_cls: type[TrainConfig] | type[SFTConfig], argv: list[str], lr: float, source: str
+) -> None:
+    config, sources = parse_argv(config_cls, argv, "trainer", environ={})
+    assert config.optim.lr == pytest.approx(lr) and sources["optim.lr"] == source
+    assert not config.notes
+
+
+def test_slow_lora_learning_rate_is_a_warning() -> None:
+    slow = ["--optim.lr", "1e-5"]
+    config, _ = parse_argv(TrainConfig, ["--model.lora", *slow], "trainer", environ={})
+    [line] = config.notes
+    assert line.startswith("warning: optim.lr = 1e-05")
+    for argv in (slow, ["--model.lora", "--optim.lr", "0"], ["--model.lora", "--optim.type", "sgd", *slow]):
+        assert not parse_argv(TrainConfig, argv, "trainer", environ={})[0].notes
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
