@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-FOLDERS = ("benchmarks", "dev", "scripts", "environments", "examples", "experiments", "tests/integration", "tests/fakes")
+FOLDERS = (
+    "benchmarks",
+    "dev",
+    "scripts",
+    "environments",
+    "examples",
+    "experiments",
+    "tests/integration",
+    "tests/fakes",
+)
 PACKAGES = ("prime_rl", "rollouts", "nanochat")
 
 
