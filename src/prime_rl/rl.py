@@ -61,7 +61,7 @@ def check_inputs(config: RLConfig) -> None:
     from prime_rl.utils.vf import check_environments
 
     resolve_model_dir(config.model.name)
-    check_environments([*config.orchestrator.env, *(config.orchestrator.eval.env if config.orchestrator.eval else ())])
+    check_environments([*config.orchestrator.env, *config.orchestrator.eval_envs])
     if config.inference is not None:
         check_port_free(config.inference.server.host, config.inference.server.port)
     if (server := config.teacher_inference) is not None:

@@ -270,6 +270,17 @@ def test_page_of_a_distillation_shows_the_teacher(tmp_path: Path, open_page: Ope
     assert "toward the teacher's probabilities" in opened.texts(".body .lead")[0]
 
 
+def test_evaluations_are_drawn_on_the_reward_curve(tmp_path: Path, open_page: Open) -> None:
+    write_page_run(tmp_path / "run", num_steps=12)
+    scores = [{"step": step, "process": "orchestrator", "eval/alpha/avg@1": 0.1 + step / 50} for step in (0, 6, 12)]
+    append_jsonl(tmp_path / "run" / "metrics.jsonl", scores)
+    write_report(open_run(tmp_path / "run"), tmp_path / "report.html")
+    opened = open_page((tmp_path / "report.html").as_uri())
+    opened.page.keyboard.press("2")
+    first = opened.page.locator(".chart").first
+    assert "eval/alpha/avg@1" in first.locator(".legend").inner_text() and first.locator("svg .line").count() == 2
+
+
 def test_few_noisy_steps_are_no_trend(tmp_path: Path, open_page: Open) -> None:
     write_report(open_run(write_page_run(tmp_path / "run", num_steps=3)), tmp_path / "report.html")
     opened = open_page((tmp_path / "report.html").as_uri())

@@ -123,7 +123,7 @@ def orchestrate(config: OrchestratorConfig) -> int:
         logger.warning(advice)
     with (
         open_environments(config.env, score=not config.buffer.skip_verification) as environments,
-        open_environments(config.eval.env if config.eval is not None else []) as eval_environments,
+        open_environments(config.eval_envs) as eval_environments,
     ):
         anyio.run(run_orchestrator, config, environments, eval_environments)
     logger.success(f"Finished after {config.max_steps} batches")

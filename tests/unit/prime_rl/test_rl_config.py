@@ -325,6 +325,22 @@ def test_an_environment_is_called_by_its_id_unless_it_has_a_name() -> None:
     assert parse("--orchestrator.env.0.name", "None").orchestrator.env[0].name == "reverse-text"
 
 
+def test_eval_defaults_to_the_training_environments() -> None:
+    train = [
+        "--orchestrator.env.0.id",
+        "gsm8k",
+        "--orchestrator.env.0.args",
+        '{"n": 3}',
+        "--orchestrator.env.0.name",
+        "g",
+    ]
+    orchestrator = parse(*train, "--orchestrator.eval.interval", "10").orchestrator
+    assert [(env.id, env.args, env.name) for env in orchestrator.eval_envs] == [("gsm8k", {"n": 3}, "g")]
+    orchestrator = parse(*train, "--orchestrator.eval.env.0.id", "reverse-text").orchestrator
+    assert [env.id for env in orchestrator.eval_envs] == ["reverse-text"]
+    assert parse(*train).orchestrator.eval_envs == []
+
+
 # The advantage half of an objective
 
 
