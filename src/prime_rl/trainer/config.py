@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from prime_rl.configuration.sections import (
     LogConfig,
@@ -49,7 +49,7 @@ from prime_rl.trainer.sft.config import (
     SFTValConfig,
     TokenizerConfig,
 )
-from prime_rl.utils.pydantic_config import BaseConfig
+from prime_rl.utils.pydantic_config import BaseConfig, note
 
 __all__ = [
     "BOUND_OPTIONS",
@@ -176,19 +176,25 @@ class TrainerConfig(TrackersConfig):
         return self
 
     @model_validator(mode="after")
-    def _check_schedule(self) -> TrainerConfig:
+    def _check_schedule(self, info: ValidationInfo) -> TrainerConfig:
         scheduler = self.scheduler
-        warmup = 0 if isinstance(scheduler, ConstantSchedulerConfig) else scheduler.warmup_steps
-        decay = scheduler.decay_steps if isinstance(scheduler, LinearSchedulerConfig) else 0
-        if self.max_steps is None:
-            if decay or isinstance(scheduler, CosineSchedulerConfig):
-                raise ValueError(f"scheduler.type {scheduler.type} decays to the end of the run: set max_steps")
-        elif warmup + decay > self.max_steps:
-            raise ValueError(
-                f"scheduler.warmup_steps {warmup} and decay_steps {decay} do not fit into max_steps {self.max_steps}"
-            )
-        if not isinstance(scheduler, ConstantSchedulerConfig) and scheduler.min_lr > self.optim.lr:
+        if isinstance(scheduler, ConstantSchedulerConfig):
+            return self
+        if scheduler.min_lr > self.optim.lr:
             raise ValueError(f"scheduler.min_lr {scheduler.min_lr} is above optim.lr {self.optim.lr}")
+        if self.max_steps is None:
+            if isinstance(scheduler, CosineSchedulerConfig) or scheduler.decay_steps:
+                raise ValueError(f"scheduler.type {scheduler.type} decays to the end of the run: set max_steps")
+            return self
+        fitting = scheduler.fit(self.max_steps)
+        if fitting != scheduler:
+            changes = " and ".join(
+                f"{name} {getattr(scheduler, name)} -> {getattr(fitting, name)}"
+                for name in ("warmup_steps", "decay_steps")
+                if name in type(scheduler).model_fields
+            )
+            note(info, f"note: the learning-rate schedule is shortened to max_steps = {self.max_steps}: {changes}")
+            self.__dict__["scheduler"] = fitting
         return self
 
 
