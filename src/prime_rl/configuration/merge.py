@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from prime_rl.configuration.errors import COMMAND_LINE, explain, fail, name_key, unknown_key, wrong_value
+from prime_rl.configuration.errors import COMMAND_LINE, ConfigError, explain, fail, name_key, unknown_key, wrong_value
 from prime_rl.configuration.schema import FieldSchema, KeyPath, child, default_of, fields_of, section_schema, variant
 
 Label = Callable[[KeyPath], str]
@@ -81,13 +82,22 @@ def plain(value: Any) -> Any:
 
 
 class ConfigBuilder:
-    """The merged values so far (`values`) and the source of each dotted key (`sources`)."""
+    """The merged values so far (`values`), the source of each dotted key (`sources`), and the `errors` found."""
 
     def __init__(self, config_cls: type[BaseModel], prog: str) -> None:
         self.root = section_schema(config_cls)
         self.prog = prog
         self.values: dict[str, Any] = {}
         self.sources: dict[str, str] = {}
+        self.errors: list[ConfigError] = []
+
+    @contextmanager
+    def collect_errors(self) -> Iterator[None]:
+        """Record a `ConfigError` of the body instead of raising it."""
+        try:
+            yield
+        except ConfigError as error:
+            self.errors.append(error)
 
     def find(self, path: KeyPath) -> tuple[KeyPath, FieldSchema] | None:
         """The normalized key and its schema; None if there is no such key."""
@@ -109,7 +119,8 @@ class ConfigBuilder:
         """Merge a table into the values: tables key by key, everything else is replaced."""
         tag = self._schema_at(prefix).tag
         for key in sorted(table, key=lambda key: key != tag):
-            self.put((*prefix, str(key)), table[key], label)
+            with self.collect_errors():
+                self.put((*prefix, str(key)), table[key], label)
 
     def put(self, path: KeyPath, value: Any, label: Label) -> None:
         """Set one key; raises ConfigError for an unknown key or an invalid value."""
