@@ -42,8 +42,8 @@ def read_environment(builder: ConfigBuilder, environ: Mapping[str, str]) -> list
     """Merge PRIME_A__B variables into the draft; returns one warning per variable that matches no key."""
     warnings = []
     names = (name for name in environ if name.startswith(PREFIX) and not name.startswith(CREDENTIALS))
-    for name in sorted(filter(environ.get, names)):
-        path = tuple(name[len(PREFIX) :].lower().split("__"))
+    paths = {name: tuple(name[len(PREFIX) :].lower().split("__")) for name in sorted(filter(environ.get, names))}
+    for name, path in sorted(paths.items(), key=lambda item: not builder.goes_first(item[1])):
         if builder.find(path):
             with builder.collect_errors():
                 builder.put(path, RawString(environ[name]), lambda _, name=name: f"env {name}")  # type: ignore[misc]
@@ -101,7 +101,7 @@ def apply_options(builder: ConfigBuilder, options: Sequence[Option]) -> None:
         elif earlier:
             del gathered[option.path]
         gathered[option.path] = option
-    for option in sorted(gathered.values(), key=lambda option: option.path[-1] != "type"):
+    for option in sorted(gathered.values(), key=lambda option: not builder.goes_first(option.path)):
         with builder.collect_errors():
             builder.put(option.path, _value(option), lambda _: COMMAND_LINE)
 

@@ -39,6 +39,9 @@ class BaseConfig(BaseModel):
     spellings: ClassVar[Mapping[str, str]] = {}
     """Alternative documented names of keys: name -> dotted key below this section."""
 
+    dependents: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Key -> keys that belong to its value: those of lower layers are removed when it changes."""
+
     @cached_property
     def provenance(self) -> Provenance:
         """Dotted key -> source of its value; missing keys have their default."""
@@ -100,6 +103,7 @@ def parse_argv(
     apply_options(builder, arguments.options)
     if builder.errors:
         raise join_errors(builder.errors)
+    notes += builder.notes
     context = {"sources": builder.sources, "notes": notes}
     try:
         config = config_cls.model_validate(builder.values, context=context)

@@ -325,6 +325,28 @@ def test_an_environment_is_called_by_its_id_unless_it_has_a_name() -> None:
     assert parse("--orchestrator.env.0.name", "None").orchestrator.env[0].name == "reverse-text"
 
 
+def test_another_environment_id_drops_the_arguments_of_the_old(tmp_path: Path) -> None:
+    env = '[[orchestrator.env]]\nargs = { n = 1, deep = { a = 2 } }\nid = "old"\n'
+    file = write(tmp_path / "rl.toml", env)
+    key = "--orchestrator.env.0"
+    assert parse("@", file).orchestrator.env[0].args == {"n": 1, "deep": {"a": 2}}
+    changed = parse("@", file, f"{key}.id", "new")
+    assert (changed.orchestrator.env[0].id, changed.orchestrator.env[0].args) == ("new", {})
+    assert changed.notes == ["note: orchestrator.env.0.args of 'old' is left out: --orchestrator.env.0.id is 'new'"]
+    assert parse("@", file, f"{key}.args.m", "3", f"{key}.id", "new").orchestrator.env[0].args == {"m": 3}
+    assert parse("@", file, f"{key}.id", "old").orchestrator.env[0].args == {"n": 1, "deep": {"a": 2}}
+    variables = {"PRIME_ORCHESTRATOR__ENV__0__ARGS": '{"n": 4}', "PRIME_ORCHESTRATOR__ENV__0__ID": "new"}
+    assert parse(**variables).orchestrator.env[0].args == {"n": 4}
+
+
+def test_arguments_of_an_environment_can_be_cleared(tmp_path: Path) -> None:
+    file = write(tmp_path / "rl.toml", '[[orchestrator.env]]\nid = "old"\nargs = { n = 1, m = 2 }\n')
+    config = parse("@", file, "--orchestrator.env.0.args", "{}")
+    assert config.orchestrator.env[0].args == {} and config.notes == []
+    assert config.provenance["orchestrator.env.0.args"] == "CLI"
+    assert parse("@", file, "--orchestrator.env.0.args", '{"n": 3}').orchestrator.env[0].args == {"n": 3, "m": 2}
+
+
 def test_eval_defaults_to_the_training_environments() -> None:
     train = [
         "--orchestrator.env.0.id",
