@@ -19,6 +19,7 @@ from prime_rl.runtime.hang_watchdog import explain_on_signal
 from prime_rl.runtime.process_tree import TOKEN_VARIABLE
 from prime_rl.runtime.run_dir import RunDir
 from prime_rl.telemetry.progress import show_progress
+from prime_rl.telemetry.trackers import check_trackers
 from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.checkpointer import Checkpointer, lock_output_dir, resume
 from prime_rl.trainer.ckpt import PART
@@ -149,6 +150,7 @@ def build_run(
     )
     log_name = process if num_ranks == 1 else f"{process}_rank{rank}"
     setup_logger(log_name, config.log, out.logs, console=rank == 0)
+    check_trackers(config)
     backend = _build_logged_backend(config)
     place = backend.placement
     if config.ckpt is None or config.ckpt.resume_step is None:
