@@ -22,6 +22,12 @@ from rollouts.training.objectives import PRESETS
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.fixture(autouse=True)
+def free_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ports in use on this machine have no effect."""
+    monkeypatch.setattr("prime_rl.config_sharing.check_port_free", lambda host, port: None)
+
+
 def parse(*argv: str, **environ: str) -> RLConfig:
     return parse_argv(RLConfig, argv, "rl", environ)[0]
 
@@ -199,6 +205,27 @@ def test_gpu_ids(key: str, words: list[str]) -> None:
 )
 def test_the_orchestrator_finds_the_server(server: list[str], url: str) -> None:
     assert parse(*server).orchestrator.client.base_url == [url]
+
+
+def test_a_taken_default_port_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(host: str, port: int) -> None:
+        if port == 8000:
+            raise ValueError("in use")
+
+    monkeypatch.setattr("prime_rl.config_sharing.check_port_free", check)
+    config = parse()
+    assert config.inference is not None and config.inference.server.port == 8001
+    assert config.orchestrator.client.base_url == ["http://127.0.0.1:8001/v1"]
+    assert config.notes == ["note: port 8000 is in use: the inference server listens on 8001 (inference.server.port)"]
+    url = "http://localhost:8000/v1"
+    named = [
+        ["--inference.server.port", "8000"],
+        ["--orchestrator.client.base-url", url],
+        ["--deployment.type", "slurm"],
+    ]
+    for argv in named:
+        config = parse(*argv)
+        assert config.inference is not None and config.inference.server.port == 8000 and config.notes == []
 
 
 def test_max_model_len_follows_seq_len() -> None:
