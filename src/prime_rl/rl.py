@@ -65,8 +65,9 @@ def check_inputs(config: RLConfig) -> None:
     from prime_rl.utils.logger import find_level
     from prime_rl.utils.vf import check_environments
 
-    for process in filter(None, (config.trainer, config.orchestrator, config.inference, config.teacher_inference)):
-        find_level(process.log.level)
+    servers = [server for server in (config.inference, config.teacher_inference) if server is not None]
+    for log in (config.trainer.log, config.orchestrator.log, *(server.log for server in servers)):
+        find_level(log.level)
     check_trackers(config.trainer)
     check_trackers(config.orchestrator)
     if config.trainer.loss.import_path is not None:

@@ -74,10 +74,10 @@ def _import_factory(source: EnvSource) -> Callable[..., Any]:
         except Exception as error:
             raise ValueError(f"environment {source.env_id!r} did not import: {locate_error(error)}") from error
         try:
-            build = getattr(module, source.factory, None)
+            build: Callable[..., Any] | None = getattr(module, source.factory, None)
         except Exception as error:  # a module may import its attributes when they are first used
             raise ValueError(f"environment {source.env_id!r} did not import: {locate_error(error)}") from error
-    if not callable(build):
+    if build is None or not callable(build):
         where = getattr(module, "__file__", None) or f"module {source.module}"
         raise ValueError(
             f"environment {source.env_id!r}: {where} has no function {source.factory}; "
