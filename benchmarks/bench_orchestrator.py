@@ -33,10 +33,10 @@ from results import Row, describe_machine, finish  # noqa: E402
 
 from prime_rl.configuration.sections import EnvConfig, SamplingConfig  # noqa: E402
 from prime_rl.envs.worker_pool import EnvironmentWorkers  # noqa: E402
+from prime_rl.orchestrator.advantages import build_advantages  # noqa: E402
 from prime_rl.orchestrator.buffer import PromptBuffer  # noqa: E402
 from prime_rl.orchestrator.config import OrchestratorConfig  # noqa: E402
 from prime_rl.orchestrator.policy_version import PolicyVersion  # noqa: E402
-from prime_rl.orchestrator.rewards import build_advantages  # noqa: E402
 from prime_rl.orchestrator.rollout_manager import build_generator, build_rollouts  # noqa: E402
 from prime_rl.orchestrator.server_pool import ServerPool  # noqa: E402
 from prime_rl.transport.batches import FilesystemBatchSender  # noqa: E402

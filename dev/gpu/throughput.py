@@ -53,8 +53,9 @@ def measure(
     throughput = sum(lengths) / statistics.median(seconds)
     plan = plan_memory(str(directory) if context.tiny else shape, seq_len, model or {})
     peak = peak_memory_gib(context.device)
+    share = f"{throughput / published:.2f} of prime-rl's {published:,.0f} on an H100"
     note = (
-        f"{throughput / published:.2f} of prime-rl's {published:,.0f} on an H100; MFU {metrics['perf/mfu']:.1f} %, "
+        f"{'tiny shape, no comparison' if context.tiny else share}; MFU {metrics['perf/mfu']:.1f} %, "
         f"peak {peak:.1f} GiB, plan {plan:.1f} GiB, attn {backend.placement.attn}"
     )
     return Measured(throughput, note, {"peak_gib": peak, "plan_gib": plan, "mfu": metrics["perf/mfu"]})

@@ -215,7 +215,7 @@ def given_gpus(config: RLConfig) -> dict[str, list[int]]:
     return {key: ids for key in keys if (ids := getattr(config, key))}
 
 
-def has_versions(config: RLConfig) -> bool:
+def teacher_follows_policy(config: RLConfig) -> bool:
     """Whether the teacher's server receives weight updates."""
     teacher = config.orchestrator.teacher_model
     return teacher is not None and teacher.weights == "ema"

@@ -114,7 +114,7 @@ def run_processes(config: RLConfig, config_paths: Mapping[str, Path], gpus: GpuA
 
 def start_processes(run: Supervisor, config: RLConfig, paths: Mapping[str, Path], gpus: GpuAssignment) -> None:
     """Start all processes at once; trainer and orchestrator load in parallel with the engine and wait for it."""
-    from prime_rl.config import has_versions
+    from prime_rl.config import teacher_follows_policy
 
     num_ranks = count_trainer_ranks(config, gpus)
     servers = {"inference": gpus.inference, "teacher_inference": gpus.teacher}
@@ -123,7 +123,7 @@ def start_processes(run: Supervisor, config: RLConfig, paths: Mapping[str, Path]
     for name, ids in servers.items():
         argv = [sys.executable, "-m", "prime_rl.inference.server", "@", str(paths[name])]
         # A restarted server rejects requests until the orchestrator has updated it to the current version.
-        options = ["--server.wait_for_weights", "true"] if name == "inference" or has_versions(config) else []
+        options = ["--server.wait_for_weights", "true"] if name == "inference" or teacher_follows_policy(config) else []
         env = compute_environment(ids, num_compute)
         run.start(name, argv, env=env, max_restarts=config.max_restarts, restart_options=options)
     argv = [sys.executable, "-m", "prime_rl.orchestrator.orchestrator", "@", str(paths["orchestrator"])]

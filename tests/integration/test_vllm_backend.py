@@ -241,7 +241,7 @@ def test_pause_abort_returns_partial_answers(pair: Pair, path: str) -> None:
 
 
 def test_weights_are_verified_in_flight_and_refused_when_damaged(pair: Pair) -> None:
-    from prime_rl.orchestrator.canary import CanaryCheck
+    from prime_rl.orchestrator.canary_check import CanaryCheck
     from prime_rl.trainer.backend import build_backend
     from prime_rl.trainer.config import TrainConfig
     from prime_rl.transport.weights import publish_weights
@@ -305,7 +305,7 @@ def test_weights_are_verified_in_flight_and_refused_when_damaged(pair: Pair) -> 
 def test_both_receive_weights_over_a_process_group(pair: Pair, tmp_path: Path) -> None:
     import torch
 
-    from prime_rl.orchestrator.canary import CanaryCheck
+    from prime_rl.orchestrator.canary_check import CanaryCheck
     from prime_rl.orchestrator.servers import BroadcastEngine
     from prime_rl.trainer.backend import build_backend
     from prime_rl.trainer.config import TrainConfig
@@ -388,7 +388,7 @@ def test_damaged_adapters_are_rejected_in_flight(tmp_path: Path) -> None:
     """The policy becomes an adapter, another one, another base and the start again, under one served name."""
     import torch
 
-    from prime_rl.orchestrator.canary import CanaryCheck
+    from prime_rl.orchestrator.canary_check import CanaryCheck
     from prime_rl.trainer.backend import build_backend
     from prime_rl.trainer.config import TrainConfig
     from prime_rl.transport.weights import publish_weights

@@ -23,7 +23,7 @@ class TokenClient(Protocol):
     """The requests to a server that a conversation needs; implemented by `InferenceClient`."""
 
     @property
-    def takes_tokens(self) -> bool:
+    def supports_token_prompts(self) -> bool:
         """Whether the server accepts prompts as token ids."""
         ...
 
@@ -142,7 +142,7 @@ class MultiTurnClient:
         if not body.get("return_token_ids") or not isinstance(text, str):
             return await self._client.generate("/completions", body)
         turn = next((t for t in reversed(self._text_turns) if t.model == body["model"] and _is_longer(text, t)), None)
-        if turn is not None and self._client.takes_tokens:
+        if turn is not None and self._client.supports_token_prompts:
             fresh = {"model": body["model"], "prompt": text[len(turn.text) :], "add_special_tokens": False}
             if (ids := await self._client.tokenize(fresh)) is not None:
                 tokens = [*turn.tokens, *ids]
@@ -159,7 +159,7 @@ class MultiTurnClient:
     async def _extend(self, body: Body, keys: list[bytes]) -> _Extended | None:
         """The prompt as tokens; None if it does not extend an earlier turn."""
         turn = self._find_turn(body, keys)
-        if turn is None or not self._client.takes_tokens:
+        if turn is None or not self._client.supports_token_prompts:
             return None
         options = {key: body[key] for key in ("model", "tools", "chat_template_kwargs") if body.get(key) is not None}
         messages = [*turn.messages, *body["messages"][len(turn.messages) :]]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from prime_rl.config import RLConfig, given_gpus, has_versions
+from prime_rl.config import RLConfig, given_gpus, teacher_follows_policy
 from prime_rl.deployment.config import Cluster, KubernetesDeployment, LocalDeployment, NodesConfig
 from prime_rl.deployment.layout import KEY_VARIABLE, Layout, Node, Task, lay_out_ranks
 from prime_rl.inference.config import InferenceConfig
@@ -167,7 +167,7 @@ def build_layout(
 def build_tasks(config: RLConfig, fleet: Servers) -> list[Task]:
     """One command per server."""
     options = ["--server.host", "0.0.0.0", "--server.api-key-var", fleet.api_key_var]
-    if fleet.name == "inference" or has_versions(config):
+    if fleet.name == "inference" or teacher_follows_policy(config):
         # A (re)started server rejects requests until the orchestrator has set its weights version.
         options += ["--server.wait-for-weights", "true"]
     return [

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import anyio
 from loguru import logger
 
-from prime_rl.orchestrator.canary import CanaryCheck, CanaryMismatch
+from prime_rl.orchestrator.canary_check import CanaryCheck, CanaryMismatch
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.orchestrator.policy_version import PolicyVersion
 from prime_rl.orchestrator.servers import (

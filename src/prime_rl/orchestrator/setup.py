@@ -13,13 +13,13 @@ from typing import Any
 
 import anyio
 
+from prime_rl.orchestrator.advantages import build_advantages
 from prime_rl.orchestrator.buffer import PromptBuffer, build_buffer
 from prime_rl.orchestrator.checkpoint import CheckpointStore
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.orchestrator.distillation.teacher import Teacher, build_teacher
 from prime_rl.orchestrator.evaluation import Evaluations, build_evaluations, build_schedules
 from prime_rl.orchestrator.policy_version import PolicyVersion
-from prime_rl.orchestrator.rewards import build_advantages
 from prime_rl.orchestrator.rollout_manager import GroupGenerator, build_generator, build_rollouts
 from prime_rl.orchestrator.server_pool import ServerPool, build_ema_servers, build_servers
 from prime_rl.orchestrator.servers import build_engines

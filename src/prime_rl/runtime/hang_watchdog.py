@@ -138,8 +138,8 @@ class HangWatchdog:
             report = read_report(self.run_dir.root, name) or read_report(self.run_dir.root, f"{name}_rank0")
             if report is None:
                 return "; ".join([*parts, describe_unresponsive(children[name])])
-            since = "" if report["since_s"] is None else f" since {report['since_s']:.0f} s"
-            parts.append(f"{name} {report['what']}{since}")
+            duration = "" if report["since_s"] is None else f" for {report['since_s']:.0f} s"
+            parts.append(f"{name} {report['what']}{duration}")
             name = report["on"]
         return "; ".join(parts)
 

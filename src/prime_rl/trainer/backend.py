@@ -45,7 +45,7 @@ from prime_rl.trainer.parallel.pipeline_parallel import Pipeline, PipelineLM
 from prime_rl.trainer.parallel.splitting import split_model
 from prime_rl.trainer.parallel_dims import Mesh, build_mesh, init_process_group
 from prime_rl.trainer.sharded_checkpoint import ShardMap, ShardSlices, gather_full_tensors, gather_shard_map
-from prime_rl.transport.logprob_check import Canary, build_canary, canary_prompts
+from prime_rl.transport.canary import Canary, build_canary, canary_prompts
 from rollouts.training.backends.fsdp import shard_units
 from rollouts.training.backends.ranks import Ranks
 from rollouts.training.backends.step import OptimizerStep, StepReport

@@ -58,7 +58,9 @@ class Checkpointer:
         backend.ranks.run_on_rank0(lambda: prune_commits(self.root, keep, self.parts))
 
 
-def lock_output_dir(run: RunDir, model_dir: Path, ckpt_parts: tuple[str, ...], *, is_fake_data: bool) -> None:
+def reject_or_archive_earlier_run(
+    run: RunDir, model_dir: Path, ckpt_parts: tuple[str, ...], *, is_fake_data: bool
+) -> None:
     """Ensure that a new run neither mixes with another run nor overwrites its output.
 
     Raises `ValueError` for a directory with steps of another run; with `is_fake_data` these are moved to `attempts/N`

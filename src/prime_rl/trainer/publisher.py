@@ -14,8 +14,8 @@ from prime_rl.trainer.backend import Backend
 from prime_rl.trainer.config import SFTConfig, TrainConfig
 from prime_rl.transport import weights
 from prime_rl.transport.broadcast import WeightSender, announce, is_taken
+from prime_rl.transport.canary import Canary
 from prime_rl.transport.file_watch import wait_for_blocking
-from prime_rl.transport.logprob_check import Canary
 from rollouts.training.steps import complete_steps, prune_steps, step_path
 
 MAX_SHUTDOWN_WAIT_S = 3600.0

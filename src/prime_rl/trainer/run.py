@@ -21,7 +21,7 @@ from prime_rl.runtime.run_dir import RunDir
 from prime_rl.telemetry.progress import show_progress
 from prime_rl.telemetry.trackers import check_trackers
 from prime_rl.trainer.backend import Backend, build_backend
-from prime_rl.trainer.checkpointer import Checkpointer, lock_output_dir, resume
+from prime_rl.trainer.checkpointer import Checkpointer, reject_or_archive_earlier_run, resume
 from prime_rl.trainer.ckpt import PART
 from prime_rl.trainer.config import SFTConfig, TrainConfig
 from prime_rl.trainer.parallel_dims import destroy_process_group
@@ -141,7 +141,7 @@ def build_run(
 ) -> TrainerRun:
     """Set up a run, resuming from a checkpoint if configured (all `ckpt_parts` must be complete).
 
-    `is_fake_data`: the run uses fake data, see `lock_output_dir`.
+    `is_fake_data`: the run uses fake data, see `reject_or_archive_earlier_run`.
     """
     out, rank, num_ranks = (
         RunDir(config.output_dir),
@@ -155,7 +155,7 @@ def build_run(
     place = backend.placement
     if config.ckpt is None or config.ckpt.resume_step is None:
         backend.ranks.run_on_rank0(
-            lambda: lock_output_dir(out, backend.model_dir, ckpt_parts, is_fake_data=is_fake_data)
+            lambda: reject_or_archive_earlier_run(out, backend.model_dir, ckpt_parts, is_fake_data=is_fake_data)
         )
     progress, first_step = resume(config, backend, ckpt_parts)
     if rank == 0:

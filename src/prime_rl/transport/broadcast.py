@@ -26,7 +26,7 @@ import msgspec
 from loguru import logger
 
 from prime_rl.runtime.framing import receive_frame, send_frame
-from prime_rl.transport.logprob_check import Canary, write_canary
+from prime_rl.transport.canary import Canary, write_canary
 from prime_rl.transport.weights import Manifest, build_manifest, verify_tensors, write_manifest
 from rollouts.training.steps import publish_step
 

@@ -9,7 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prime_rl.transport.logprob_check import Canary, write_canary
+from prime_rl.transport.canary import Canary, write_canary
 from rollouts.training.json_files import read_json_file
 from rollouts.training.manifests import (
     MANIFEST_FILE,

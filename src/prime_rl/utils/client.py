@@ -34,7 +34,7 @@ class Tokenized(msgspec.Struct):
     tokens: list[int]
 
 
-class GroupAnswer(msgspec.Struct):
+class GroupResponse(msgspec.Struct):
     """A line of /chat/completions/group."""
 
     index: int
@@ -42,7 +42,7 @@ class GroupAnswer(msgspec.Struct):
     answer: msgspec.Raw
 
 
-decode_answer = msgspec.json.Decoder(GroupAnswer).decode
+decode_answer = msgspec.json.Decoder(GroupResponse).decode
 
 
 class ServerSpec(msgspec.Struct, frozen=True):
@@ -80,11 +80,11 @@ class InferenceClient:
         self.reconnect_s = reconnect_s
         self._pool = _build_pool(self.base_url, timeout_s, max_connections)
         self._path = urlsplit(self.base_url).path
-        self.takes_tokens = True
+        self.supports_token_prompts = True
         """Whether the server accepts prompts as tokens; detected at the first use."""
-        self.takes_groups = isinstance(self._pool, HttpPool)
+        self.supports_group_requests = isinstance(self._pool, HttpPool)
         """Whether the server accepts batched chats that differ in their seed; detected at the first use."""
-        self._knows_groups = False
+        self._group_route_seen = False
         self._turn_ends: dict[bytes, list[int]] = {}
         self._batcher = RequestBatcher(self._send_group)
         self.completions = _Completions(self, "/completions")
@@ -136,7 +136,12 @@ class InferenceClient:
     async def generate(self, path: str, body: dict[str, Any]) -> Any:
         """Request a completion from a route."""
         data = None
-        if self.takes_groups and path == "/chat/completions" and body.get("n", 1) == 1 and not body.get("stream"):
+        if (
+            self.supports_group_requests
+            and path == "/chat/completions"
+            and body.get("n", 1) == 1
+            and not body.get("stream")
+        ):
             data = await self._batcher.request(body)
         if data is None:
             data = await self.request("POST", path, body)
@@ -155,7 +160,7 @@ class InferenceClient:
                 answer = decode_answer(line)
             except (msgspec.MsgspecError, RecursionError) as error:
                 raise ValueError(f"{path}: {error}") from error
-            self._knows_groups = True
+            self._group_route_seen = True
             if answer.status in RETRIED_STATUS or (future := waiting.pop(answer.index, None)) is None or future.done():
                 return
             if answer.status < 300:
@@ -175,9 +180,9 @@ class InferenceClient:
         except ConnectionError:
             return
         except ValueError:
-            self.takes_groups = self._knows_groups
+            self.supports_group_requests = self._group_route_seen
         else:
-            self.takes_groups = self._knows_groups or reply.status not in NO_SUCH_ROUTE
+            self.supports_group_requests = self._group_route_seen or reply.status not in NO_SUCH_ROUTE
 
     async def generate_from_tokens(self, body: dict[str, Any]) -> Any:
         """The response to a chat whose prompt is `tokens`; None from a server without that route."""
@@ -186,7 +191,7 @@ class InferenceClient:
         try:
             return await self.generate("/chat/completions/tokens", body)
         except openai.NotFoundError:
-            self.takes_tokens = False
+            self.supports_token_prompts = False
             return None
 
     async def request_scores(self, body: dict[str, Any]) -> bytes | None:
@@ -207,7 +212,7 @@ class InferenceClient:
         try:
             answer = msgspec.json.decode(await root.request("POST", "/tokenize", body), type=Tokenized)
         except openai.NotFoundError:
-            self.takes_tokens = False
+            self.supports_token_prompts = False
             return None
         except openai.BadRequestError:
             return None  # the template cannot render these messages: send them unrendered

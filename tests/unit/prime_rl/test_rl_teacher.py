@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from prime_rl import rl
-from prime_rl.config import RLConfig, has_versions
+from prime_rl.config import RLConfig, teacher_follows_policy
 from prime_rl.config_teacher import describe_taus
 from prime_rl.launcher import gpus
 from prime_rl.orchestrator import orchestrator
@@ -148,8 +148,8 @@ def test_ema_teacher_has_its_own_server_and_trainer_average() -> None:
         assert teacher.client.base_url != config.orchestrator.client.base_url and teacher.model.name == "tiny-qwen3"
         assert config.trainer.ema_decay == teacher.ema_decay == 0.98
     config = parse(*CONTEXT, *follow, "--orchestrator.teacher_model.ema_decay", "0.9")
-    assert config.trainer.ema_decay == 0.9 and has_versions(config)
-    assert parse(*CONTEXT).trainer.ema_decay is None and not has_versions(parse(*CONTEXT))
+    assert config.trainer.ema_decay == 0.9 and teacher_follows_policy(config)
+    assert parse(*CONTEXT).trainer.ema_decay is None and not teacher_follows_policy(parse(*CONTEXT))
 
 
 @pytest.mark.parametrize("weights", ["ema", "live"])

@@ -21,7 +21,7 @@ from prime_rl.inference.config import InferenceConfig
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.trainer.config import SFTConfig, TrainConfig
 from prime_rl.transport.batches import decode_batch, encode_batch
-from prime_rl.transport.logprob_check import read_canary
+from prime_rl.transport.canary import read_canary
 from prime_rl.transport.weights import check_directory, read_manifest
 from prime_rl.utils.pydantic_config import BaseConfig, parse_argv
 from rollouts.training.metrics import load_jsonl

@@ -44,7 +44,7 @@ from prime_rl.trainer.lora import load_adapter
 from prime_rl.trainer.models.registry import load_hf_config
 from prime_rl.transport.batches import decode_batch, read_batch
 from prime_rl.transport.broadcast import read_broadcast
-from prime_rl.transport.logprob_check import read_canary
+from prime_rl.transport.canary import read_canary
 from prime_rl.transport.weights import check_directory, read_manifest
 from prime_rl.utils.pydantic_config import parse_argv, write_config
 from rollouts.training.backends.checkpoint import read_tensors

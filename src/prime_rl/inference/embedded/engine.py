@@ -39,7 +39,7 @@ from prime_rl.transport.weights import digest_tensor
 from rollouts.kernels.cpu import arithmetic_dtype
 
 MEMORY_SHARE = 4
-"""By default, the KV cache takes at most 1 / MEMORY_SHARE of the memory."""
+"""By default, the KV cache takes at most 1 / MEMORY_SHARE of the memory; of free GPU memory, 3 / MEMORY_SHARE."""
 
 
 class EmbeddedEngine(InProcessEngineMixin):

@@ -35,7 +35,7 @@ from prime_rl.inference.engine import (
 from prime_rl.inference.request_parsing import Json
 from prime_rl.inference.sglang.protocol import MalformedResponse, build_body, check_params, read_output, read_scores
 from prime_rl.inference.sglang.remote import Remote, RequestRejected, ServerUnreachable
-from prime_rl.transport.logprob_check import compare_canary, read_canary
+from prime_rl.transport.canary import compare_canary, read_canary
 from rollouts.training.weight_sync import EngineError, FailureKind, SGLangEngine
 
 T = TypeVar("T")

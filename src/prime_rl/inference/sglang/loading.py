@@ -20,7 +20,7 @@ from prime_rl.inference.sglang.engine import LoadedWeights, SGLangGateway
 from prime_rl.inference.sglang.protocol import read_top
 from prime_rl.inference.weight_dirs import check_step, prepare_model_dir
 from prime_rl.transport.broadcast import Broadcast
-from prime_rl.transport.logprob_check import canary_tokens
+from prime_rl.transport.canary import canary_tokens
 from rollouts.training.json_files import read_json_file
 from rollouts.training.weight_sync import EngineError, SGLangEngine
 

@@ -71,7 +71,7 @@ def test_history_that_the_environment_rewrote_opens_a_new_sample() -> None:
 def test_a_server_without_the_routes_gets_messages() -> None:
     wire = Wire(script=[turn([65, END])], has_tokens=False)
     rollout, samples = talk(wire, [[{"role": "user", "content": "r"}]] * 2)
-    assert rollout.num_turns == 3 and not wire.takes_tokens and len(samples) == 1
+    assert rollout.num_turns == 3 and not wire.supports_token_prompts and len(samples) == 1
     assert [path for path, _ in wire.seen].count("/chat/completions/tokens") == 1, "asked once"
     check(wire, samples)
 

@@ -231,7 +231,7 @@ def test_single_requests_if_the_route_is_missing() -> None:
             for _ in range(2):
                 answers = await asyncio.gather(*[ask(client, seed=seed, max_tokens=None) for seed in range(4)])
                 assert [a.choices[0].message.content for a in answers] == [f"seed {i}" for i in range(4)]
-                assert not client.takes_groups
+                assert not client.supports_group_requests
             await client.close()
 
         asyncio.run(main())
@@ -254,7 +254,7 @@ def test_full_queue_rejects_groups_but_not_single_requests(
     async def main() -> None:
         client = InferenceClient(f"{server.root}/v1")
         answers = await asyncio.gather(*[ask(client, seed=seed) for seed in range(3)])
-        assert all(answer.choices for answer in answers) and client.takes_groups
+        assert all(answer.choices for answer in answers) and client.supports_group_requests
         await client.close()
 
     asyncio.run(main())
@@ -482,7 +482,7 @@ def test_single_requests_after_an_unexpected_response(reply: bytes, asked_again:
         async def main() -> None:
             client = InferenceClient(url)
             found = await asyncio.gather(*[ask(client, seed=seed) for seed in range(2)])
-            assert sorted(contents(found)) == ["first", "second"] and client.takes_groups == asked_again
+            assert sorted(contents(found)) == ["first", "second"] and client.supports_group_requests == asked_again
 
         asyncio.run(main())
         assert "seeds" in bodies[0] and sorted(b["seed"] for b in bodies[1:]) == [0, 1]

@@ -15,7 +15,7 @@ from running_server import RunningServer
 
 from prime_rl.client.scoring import PackedScores
 from prime_rl.inference.adapters import read_adapter
-from prime_rl.orchestrator.canary import CanaryCheck
+from prime_rl.orchestrator.canary_check import CanaryCheck
 from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.config import TrainConfig
 from prime_rl.transport.weights import publish_weights

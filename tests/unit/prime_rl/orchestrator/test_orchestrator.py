@@ -16,6 +16,7 @@ import pytest
 from fake_engine import FakeEngine, free_port, serve
 from loguru import logger
 
+from prime_rl.orchestrator.advantages import build_advantages
 from prime_rl.orchestrator.buffer import PromptBuffer
 from prime_rl.orchestrator.checkpoint import CheckpointStore
 from prime_rl.orchestrator.config import AdvantageConfig, BufferConfig, OrchestratorCkptConfig, OrchestratorConfig
@@ -23,7 +24,6 @@ from prime_rl.orchestrator.filters import build_group_filter
 from prime_rl.orchestrator.metrics import compute_batch_metrics, drop_overlong
 from prime_rl.orchestrator.orchestrator import run_orchestrator
 from prime_rl.orchestrator.policy_version import PolicyVersion
-from prime_rl.orchestrator.rewards import build_advantages
 from prime_rl.orchestrator.server_pool import ServerPool
 from prime_rl.orchestrator.weight_relay import WeightRelay
 from prime_rl.runtime.run_dir import RunDir

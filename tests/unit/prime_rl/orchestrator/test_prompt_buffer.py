@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prime_rl.orchestrator.advantages import shape_rewards
 from prime_rl.orchestrator.buffer import MAX_FAILED_BATCHES, PromptBuffer
 from prime_rl.orchestrator.config import BufferConfig, FilterConfig, LengthPenaltyConfig, OrchestratorConfig
 from prime_rl.orchestrator.filters import build_filter, build_group_filter
 from prime_rl.orchestrator.policy_version import PolicyVersion
-from prime_rl.orchestrator.rewards import shape_rewards
 from rollouts.training.rollout_gen.groups import DropReason, GroupBuffer, Outcome
 from rollouts.training.types import Sample, Status
 

@@ -77,7 +77,7 @@ def test_the_chain_of_waiting_processes_is_logged(run: Supervisor, tmp_path: Pat
     watch.check()
     watch.check()
     assert len(lines) == 2 and str(tmp_path / "hang") in lines[1]
-    wait = "waits for the batch of step 5 since 63 s"
+    wait = "waits for the batch of step 5 for 63 s"
     end = f"inference is stopped by a signal: `kill -CONT {stopped}` continues it"
     assert lines[0] == f"no progress for 64 s: trainer {wait}; orchestrator {wait}; {end}"
     report = json.loads((tmp_path / "hang" / "trainer.json").read_text())

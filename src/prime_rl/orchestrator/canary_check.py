@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 from loguru import logger
 
-from prime_rl.transport.logprob_check import Canary, compare_canary, read_canary
+from prime_rl.transport.canary import Canary, compare_canary, read_canary
 from rollouts.training.weight_sync import EngineError, FailureKind, InferenceEngine, PrimeEngine, WeightSyncError
 
 FIRST_VERSIONS = 3

@@ -16,7 +16,7 @@ from running_server import RunningServer
 
 from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.engine import AdapterSpec, GenerationRequest, Output, SamplingParams
-from prime_rl.orchestrator.canary import CanaryCheck, CanaryMismatch
+from prime_rl.orchestrator.canary_check import CanaryCheck, CanaryMismatch
 from prime_rl.orchestrator.policy_version import PolicyVersion
 from prime_rl.orchestrator.server_pool import ServerPool
 from prime_rl.orchestrator.servers import read_health
@@ -26,7 +26,7 @@ from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.config import TrainConfig
 from prime_rl.trainer.models.causal_lm import tensor_names
 from prime_rl.trainer.models.registry import load_decoder
-from prime_rl.transport.logprob_check import (
+from prime_rl.transport.canary import (
     CANARY_FILE,
     MAX_PROMPT_TOKENS,
     PEAK,
