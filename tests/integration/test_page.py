@@ -278,7 +278,8 @@ def test_evaluations_are_drawn_on_the_reward_curve(tmp_path: Path, open_page: Op
     opened = open_page((tmp_path / "report.html").as_uri())
     opened.page.keyboard.press("2")
     first = opened.page.locator(".chart").first
-    assert "eval/alpha/avg@1" in first.locator(".legend").inner_text() and first.locator("svg .line").count() == 2
+    opened.wait_until(lambda: "eval/alpha/avg@1" in first.locator(".legend").inner_text(), "the chart")
+    assert first.locator("svg .line").count() == 2
 
 
 def test_expected_answer_is_beside_the_completion(tmp_path: Path, open_page: Open) -> None:
