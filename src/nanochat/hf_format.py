@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from nanochat.gpt import GPT, LOGIT_CAP, ROPE_BASE, GPTConfig
 from nanochat.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, NanochatTokenizer
+from rollouts.training.tensor_files import save_tensors
 
 _LAYER_PARTS = {
     "attn.c_q": "self_attn.q_proj",
@@ -77,7 +77,7 @@ def export_model(directory: Path, model: GPT, tokenizer: NanochatTokenizer) -> N
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    save_file(to_hf(tensors), directory / "model.safetensors", metadata={"format": "pt"})
+    save_tensors(to_hf(tensors), directory / "model.safetensors", metadata={"format": "pt"})
     config = to_hf_config(model.config, tokenizer)
     special = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     tokenizer.save(directory)

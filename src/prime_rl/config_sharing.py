@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -10,12 +11,14 @@ from pydantic import BaseModel
 
 from prime_rl.configuration.tables import ConfigTables
 from prime_rl.inference.config import InferenceConfig
+from prime_rl.runtime.machine import check_port_free
 from prime_rl.trainer.config import LoraConfig, TrainConfig
 from rollouts.training.objectives import PRESETS
 
 TRACKERS = ("wandb", "tensorboard", "trackio", "prometheus")
 ANY_ADDRESS = ("0.0.0.0", "::")
 LOOPBACK = ("localhost", "127.0.0.1", "::1", *ANY_ADDRESS)
+MAX_PORTS = 100
 OVERLONG_SHARE = 5
 """The overlong penalty ramps up over the last 1/5 of max_tokens (DAPO: 4096 of 20480)."""
 
@@ -144,8 +147,15 @@ def _connect_inference(tables: ConfigTables) -> None:
     if has_adapter(tables) and not tables.is_set("inference.max_lora_rank"):
         rank = tables.get("trainer.model.lora.rank", LoraConfig().rank)
         tables.set("inference.max_lora_rank", rank, "trainer.model.lora.rank")
-    host, port = find_server(tables)
     urls = tables.get("orchestrator.client.base_url")
+    host, port = find_server(tables)
+    is_local = tables.get("deployment.type", "local") == "local"
+    if is_local and urls is None and not tables.has("inference.server.port"):
+        free = find_port(tables, host, port, "inference.server.port")
+        if free != port:
+            tables.note(f"port {port} is in use: the inference server listens on {free} (inference.server.port)")
+            tables.set("inference.server.port", free, f"port {port} is in use")
+            port = free
     if urls is None:
         tables.set("orchestrator.client.base_url", [build_url(host, port)], "shared key inference.server")
     elif not any(_reaches(url, host, port) for url in ([urls] if isinstance(urls, str) else urls)):
@@ -165,6 +175,18 @@ def find_server(tables: ConfigTables) -> tuple[str, int]:
     server = InferenceConfig().server
     host, port = tables.get("inference.server.host", server.host), tables.get("inference.server.port", server.port)
     return str(host), int(port)
+
+
+def find_port(tables: ConfigTables, host: str, first: int, key: str) -> int:
+    """The first free port from `first` on, for the server whose port is `key`."""
+    taken = tables.get("transport.port") if tables.get("transport.type") == "zmq" else None
+    for number in range(first, min(first + MAX_PORTS, 65536)):
+        if number == taken:
+            continue
+        with contextlib.suppress(ValueError):
+            check_port_free(host, number)
+            return number
+    raise ValueError(f"no port from {first} on is free: set {key}")
 
 
 def build_url(host: str, port: int) -> str:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import math
 
-from prime_rl.config_sharing import build_url, find_server, has_adapter
+from prime_rl.config_sharing import build_url, find_port, find_server, has_adapter
 from prime_rl.configuration.sections import BASE_MODEL
 from prime_rl.configuration.tables import ConfigTables
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.orchestrator.distillation.config import TeacherConfig
-from prime_rl.runtime.machine import check_port_free
 from prime_rl.trainer.config import DistillConfig, LossConfig
 from prime_rl.utils.pydantic_config import merge_tables
 
 TEACHER = "orchestrator.teacher_model"
 TAU = 0.5
 """Default of each of the three loss weights with a teacher (document 001)."""
-MAX_PORTS = 100
 TEMPLATE_TOKENS = 64
 """Allowance for the tokens that a chat template adds around a context."""
 
@@ -143,7 +140,9 @@ def _configure_server(tables: ConfigTables) -> None:
     if merged["model"].get("max_model_len") is None:
         merged["model"]["max_model_len"] = _needed_length(tables)
     host = str(merged["server"].get("host", InferenceConfig().server.host))
-    port = merged["server"].get("port") or _find_port(tables, host)
+    port = merged["server"].get("port") or find_port(
+        tables, host, find_server(tables)[1] + 1, "teacher_inference.server.port"
+    )
     merged["server"]["port"] = port
     merged["name"] = "teacher_inference"
     tables.set("teacher_inference", merged, TEACHER)
@@ -162,16 +161,3 @@ def _needed_length(tables: ConfigTables) -> int:
     """Tokens for the longest sample plus the context (at most its bytes; unknown contexts: seq_len)."""
     seq_len, context = int(tables.get("seq_len")), tables.get(f"{TEACHER}.context")
     return seq_len + (len(context.encode()) + TEMPLATE_TOKENS if isinstance(context, str) else seq_len)
-
-
-def _find_port(tables: ConfigTables, host: str) -> int:
-    """The first free port after that of inference."""
-    _, port = find_server(tables)
-    taken = tables.get("transport.port") if tables.get("transport.type") == "zmq" else None
-    for number in range(port + 1, min(port + MAX_PORTS, 65536)):
-        if number == taken:
-            continue
-        with contextlib.suppress(ValueError):
-            check_port_free(host, number)
-            return number
-    raise ValueError(f"no port after inference.server.port = {port} is free: set teacher_inference.server.port")

@@ -56,12 +56,25 @@ def rl(config: RLConfig) -> int:
 
 
 def check_inputs(config: RLConfig) -> None:
-    """Fail before a process starts: model, environments, ports. Downloads a hub model once instead of three times."""
+    """Fail before a process starts: logs, trackers, loss, model, environments, ports.
+
+    Downloads a hub model once instead of three times.
+    """
     from prime_rl.runtime.tokenizer import resolve_model_dir
+    from prime_rl.telemetry.trackers import check_trackers
+    from prime_rl.utils.logger import find_level
     from prime_rl.utils.vf import check_environments
 
+    servers = [server for server in (config.inference, config.teacher_inference) if server is not None]
+    for log in (config.trainer.log, config.orchestrator.log, *(server.log for server in servers)):
+        find_level(log.level)
+    check_trackers(config.trainer)
+    check_trackers(config.orchestrator)
+    if config.trainer.loss.import_path is not None:
+        sys.path.append(str(Path.cwd()))  # the trainer, started by `python -m`, imports from there
+        config.trainer.loss.import_custom()
     resolve_model_dir(config.model.name)
-    check_environments([*config.orchestrator.env, *(config.orchestrator.eval.env if config.orchestrator.eval else ())])
+    check_environments([*config.orchestrator.env, *config.orchestrator.eval_envs])
     if config.inference is not None:
         check_port_free(config.inference.server.host, config.inference.server.port)
     if (server := config.teacher_inference) is not None:

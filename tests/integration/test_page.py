@@ -197,7 +197,7 @@ def test_the_live_page_follows_a_run(served: tuple[Path, str], open_page: Open) 
     assert page.locator(".filters input[type=search]").input_value() == "said 6 1", "typing goes on through a change"
     page.select_option("select[aria-label=kind]", "evaluation")
     opened.wait_counter("1 of 4")
-    texts = ".conversation details summary"
+    texts = ".comparison h4"
     opened.wait_until(lambda: "expected answer" in "".join(opened.texts(texts)[:1]), "the conversation")
     page.keyboard.press("Escape")
     page.keyboard.press("1")
@@ -268,6 +268,38 @@ def test_page_of_a_distillation_shows_the_teacher(tmp_path: Path, open_page: Ope
     page.keyboard.press("g")
     page.wait_for_selector(".cards .card")
     assert "toward the teacher's probabilities" in opened.texts(".body .lead")[0]
+
+
+def test_evaluations_are_drawn_on_the_reward_curve(tmp_path: Path, open_page: Open) -> None:
+    write_page_run(tmp_path / "run", num_steps=12)
+    scores = [{"step": step, "process": "orchestrator", "eval/alpha/avg@1": 0.1 + step / 50} for step in (0, 6, 12)]
+    append_jsonl(tmp_path / "run" / "metrics.jsonl", scores)
+    write_report(open_run(tmp_path / "run"), tmp_path / "report.html")
+    opened = open_page((tmp_path / "report.html").as_uri())
+    opened.page.keyboard.press("2")
+    first = opened.page.locator(".chart").first
+    opened.wait_until(lambda: "eval/alpha/avg@1" in first.locator(".legend").inner_text(), "the chart")
+    assert first.locator("svg .line").count() == 2
+
+
+def test_expected_answer_is_beside_the_completion(tmp_path: Path, open_page: Open) -> None:
+    run = write_page_run(tmp_path / "run", num_steps=1)
+    texts = {"completion": "<answer>the red cat</answer>", "answer": "the rod cat", "info": {"level": 2}}
+    row = {**sample_rows(random.Random(0), 2)[1], **texts, "tokens": [], "loss_mask": [], "logprobs": []}
+    append_jsonl(run / "samples.jsonl", [row, {**row, "index": 2, "answer": "cat", "completion": "It is a cat. " * 9}])
+    write_report(open_run(run), tmp_path / "report.html")
+    opened = open_page((tmp_path / "report.html").as_uri())
+    page = opened.page
+    page.keyboard.press("4")
+    page.locator(".list li", has_text="the red cat").click()
+    assert opened.texts(".comparison pre") == ["the rod cat", "<answer>the red cat</answer>"]
+    assert opened.texts("mark.missing") == ["o"] and opened.texts("mark.same") == ["the r", "d cat"]
+    assert '"level": 2' in page.locator("details.aside pre").text_content()
+    page.locator(".list li", has_text="It is a cat").click()
+    assert opened.texts(".comparison h4")[0] == "expected answer contained in the completion"
+    assert opened.texts("mark.missing") == [] and opened.texts("mark.same") == ["cat"]
+    page.keyboard.press("g")
+    assert "expected answer" in " ".join(opened.texts(".body summary"))
 
 
 def test_few_noisy_steps_are_no_trend(tmp_path: Path, open_page: Open) -> None:

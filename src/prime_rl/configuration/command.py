@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from prime_rl.configuration.errors import ConfigError
 from prime_rl.runtime.process_tree import TOKEN_VARIABLE
 from prime_rl.runtime.redacted_output import protect_output
 from prime_rl.runtime.redaction import register_config
@@ -87,7 +88,6 @@ def _load(config_cls: type[BaseConfig] | str) -> type[BaseConfig]:
 
 def _show_help(prog: str, config_cls: type[BaseConfig] | str, argv: Sequence[str], summary: str) -> int:
     """Print the help, with the merged values if any were given; return the exit code."""
-    from prime_rl.configuration.errors import ConfigError
     from prime_rl.configuration.help import render_help
     from prime_rl.utils.pydantic_config import parse_argv
 
@@ -139,7 +139,9 @@ def _show_error(error: BaseException) -> int:
     while isinstance(error, BaseExceptionGroup) and error.exceptions:
         error = error.exceptions[0]
     if isinstance(error, ValueError):
-        sys.stderr.write("\n".join(f"error: {error}".splitlines()[:3]) + "\n")
+        problems = error.problems if isinstance(error, ConfigError) else (str(error),)
+        for problem in problems:
+            sys.stderr.write("\n".join(f"error: {problem}".splitlines()[:3]) + "\n")
         return 2
     # The logger is loaded only if the command got as far as setting it up.
     logger = sys.modules.get("prime_rl.utils.logger")

@@ -1,8 +1,8 @@
-"""Configuration errors for users: key, value, source and fix, in at most three lines."""
+"""Configuration errors for users: key, value, source and fix, each in at most three lines."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic_core import ErrorDetails
@@ -19,6 +19,7 @@ from prime_rl.configuration.schema import (
 )
 
 COMMAND_LINE = "CLI"
+MAX_PROBLEMS = 12
 EXPECTED = {
     "int": "a whole number",
     "float": "a number",
@@ -42,7 +43,18 @@ EXAMPLES = {"int": "10", "float": "0.1", "bool": "true", "str": '"text"', "path"
 
 
 class ConfigError(ValueError):
-    """An invalid configuration; the message is complete and needs no traceback."""
+    """An invalid configuration: one complete message per problem, which needs no traceback."""
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+def join_errors(errors: Iterable[ConfigError]) -> ConfigError:
+    """One error with the problems of all, each once; the first `MAX_PROBLEMS` of them."""
+    problems = list(dict.fromkeys(problem for error in errors for problem in error.problems))
+    hidden = len(problems) - MAX_PROBLEMS
+    return ConfigError(*problems[:MAX_PROBLEMS], *([f"{hidden} more problems are not shown"] if hidden > 0 else []))
 
 
 def fail(what: str, hint: str | None = None) -> ConfigError:
@@ -140,26 +152,29 @@ def key_of(location: tuple[int | str, ...], root: FieldSchema) -> tuple[KeyPath,
 
 
 def translate(errors: list[ErrorDetails], root: FieldSchema, sources: Mapping[str, str], prog: str) -> ConfigError:
-    """Convert the first pydantic error to a `ConfigError`, with a count of the others."""
-    errors = [error for error in errors if error["type"] != "default_factory_not_called"]  # derived from a wrong value
-    error = errors[0]
+    """Convert pydantic errors to a `ConfigError`, one problem per key."""
+    found: dict[KeyPath, ConfigError] = {}
+    for error in errors:
+        if error["type"] != "default_factory_not_called":  # derived from a wrong value
+            found.setdefault(key_of(error["loc"], root)[0], _translate(error, root, sources, prog))
+    return join_errors(found.values())
+
+
+def _translate(error: ErrorDetails, root: FieldSchema, sources: Mapping[str, str], prog: str) -> ConfigError:
     path, schema = key_of(error["loc"], root)
     source = find_source(path, sources)
     key = ".".join(path)
     if error["type"] == "missing":
-        result = fail(f"{key} is required and was not given", f"write --{key} VALUE, or {key} = VALUE in a file")
-    elif error["type"] == "extra_forbidden":
+        return fail(f"{key} is required and was not given", f"write --{key} VALUE, or {key} = VALUE in a file")
+    if error["type"] == "extra_forbidden":
         section, chosen = key_of(error["loc"][:-1], root)[1], error["loc"][-2] if len(error["loc"]) > 1 else None
         other = section.tag and path[-1] in fields_of(section)
-        result = wrong_variant(path, source, section, chosen) if other else unknown_key(path, source, root, prog)
-    elif error["type"] in ("value_error", "assertion_error") and schema.kind == "section":
+        return wrong_variant(path, source, section, chosen) if other else unknown_key(path, source, root, prog)
+    if error["type"] in ("value_error", "assertion_error") and schema.kind == "section":
         problem = explain(error, schema)[0]
-        result = ConfigError(f"{key}: {problem}" if key else problem)
-    else:
-        problem, hint = explain(error, schema)
-        result = wrong_value(path, error["input"], source, problem, hint, schema)
-    others = len({key_of(other["loc"], root)[0] for other in errors} - {path})
-    return ConfigError(f"{result}\n  ({others} more to fix after this one)") if others else result
+        return ConfigError(f"{key}: {problem}" if key else problem)
+    problem, hint = explain(error, schema)
+    return wrong_value(path, error["input"], source, problem, hint, schema)
 
 
 def find_source(path: KeyPath, sources: Mapping[str, str]) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
@@ -17,3 +18,12 @@ def import_function(path: str, key: str) -> Callable[..., Any]:
     if not callable(function):
         raise ValueError(f"{key} = {path!r} is a {type(function).__name__}, not a function")
     return function
+
+
+def check_arguments(function: Callable[..., Any], path: str, key: str, arguments: Mapping[str, Any]) -> None:
+    """Raise `ValueError` unless the function takes one positional argument, `inputs`, and the keyword `arguments`."""
+    try:
+        inspect.signature(function).bind(None, **arguments)
+    except TypeError as error:
+        names = ", ".join(["inputs", *arguments])
+        raise ValueError(f"{key} = {path!r} does not take the arguments ({names}): {error}") from error

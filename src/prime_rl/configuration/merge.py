@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from prime_rl.configuration.errors import COMMAND_LINE, explain, fail, name_key, unknown_key, wrong_value
+from prime_rl.configuration.errors import COMMAND_LINE, ConfigError, explain, fail, name_key, unknown_key, wrong_value
 from prime_rl.configuration.schema import FieldSchema, KeyPath, child, default_of, fields_of, section_schema, variant
 
 Label = Callable[[KeyPath], str]
@@ -81,13 +82,23 @@ def plain(value: Any) -> Any:
 
 
 class ConfigBuilder:
-    """The merged values so far (`values`) and the source of each dotted key (`sources`)."""
+    """The merged values so far (`values`), the source of each dotted key (`sources`), and the `errors` found."""
 
     def __init__(self, config_cls: type[BaseModel], prog: str) -> None:
         self.root = section_schema(config_cls)
         self.prog = prog
         self.values: dict[str, Any] = {}
         self.sources: dict[str, str] = {}
+        self.errors: list[ConfigError] = []
+        self.notes: list[str] = []
+
+    @contextmanager
+    def collect_errors(self) -> Iterator[None]:
+        """Record a `ConfigError` of the body instead of raising it."""
+        try:
+            yield
+        except ConfigError as error:
+            self.errors.append(error)
 
     def find(self, path: KeyPath) -> tuple[KeyPath, FieldSchema] | None:
         """The normalized key and its schema; None if there is no such key."""
@@ -107,9 +118,16 @@ class ConfigBuilder:
 
     def merge(self, table: dict[str, Any], label: Label, prefix: KeyPath = ()) -> None:
         """Merge a table into the values: tables key by key, everything else is replaced."""
-        tag = self._schema_at(prefix).tag
-        for key in sorted(table, key=lambda key: key != tag):
-            self.put((*prefix, str(key)), table[key], label)
+        for key in sorted(table, key=lambda key: not self.goes_first((*prefix, str(key)))):
+            with self.collect_errors():
+                self.put((*prefix, str(key)), table[key], label)
+
+    def goes_first(self, path: KeyPath) -> bool:
+        """Whether other keys of its section depend on this one, so that it is set before them."""
+        located = self.find(path[:-1])
+        if located is None or located[1].kind != "section":
+            return False
+        return located[1].tag == path[-1] or path[-1] in getattr(located[1].sections[0], "dependents", {})
 
     def put(self, path: KeyPath, value: Any, label: Label) -> None:
         """Set one key; raises ConfigError for an unknown key or an invalid value."""
@@ -125,8 +143,9 @@ class ConfigBuilder:
             self.sources[".".join(path)] = source
             self.merge(value, label, path)
         elif schema.kind in ("dict", "any") and isinstance(value, dict):
-            self._set(parent, key, parent[key] if isinstance(_get(parent, key), dict) else {})
-            if not value:
+            self._set(parent, key, parent[key] if value and isinstance(_get(parent, key), dict) else {})
+            if not value:  # an empty table removes the entries of lower layers
+                self._forget(path)
                 self.sources[".".join(path)] = source
             for name, item in value.items():
                 self.put((*path, str(name)), item, label)
@@ -139,6 +158,7 @@ class ConfigBuilder:
         else:
             self._forget(path)
             self._drop_other_variant(path, value, parent)
+            self._drop_dependents(path, value, parent, source)
             self._set(parent, key, value)
             self.sources[".".join(path)] = source
 
@@ -224,6 +244,19 @@ class ConfigBuilder:
         for key in [key for key in parent if key not in chosen.model_fields] if chosen else []:
             del parent[key]
             self._forget((*path[:-1], key))
+
+    def _drop_dependents(self, path: KeyPath, value: Any, parent: Any, source: str) -> None:
+        """After a key has changed, remove the keys of lower layers that belong to its old value."""
+        section = self._schema_at(path[:-1])
+        if section.kind != "section":
+            return
+        config_cls = section.sections[0]
+        for name in getattr(config_cls, "dependents", {}).get(path[-1], ()):
+            old = parent.get(path[-1], default_of(config_cls.model_fields[path[-1]]))
+            if value != old and parent.pop(name, None):
+                key = ".".join(path[:-1])
+                self.notes.append(f"note: {key}.{name} of {old!r} is left out: {name_key(path, source)} is {value!r}")
+                self._forget((*path[:-1], name))
 
     def _forget(self, path: KeyPath) -> None:
         """Remove the sources of a key and of everything below it."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -170,11 +171,13 @@ class TrainerWeightBroadcastConfig(WeightBroadcastConfig):
 class EnvConfig(BaseConfig):
     """One environment and its worker processes."""
 
+    dependents: ClassVar[Mapping[str, tuple[str, ...]]] = {"id": ("args",)}
+
     id: str = "reverse-text"
     """A package (reverse-text, org/reverse-text), module:factory in plain Python or verifiers, or ./path.py."""
 
     args: dict[str, Any] = {}
-    """Keyword arguments of its load_environment."""
+    """Keyword arguments of its load_environment; {} removes those of a file, and so does another id."""
 
     name: str | None = None
     """Name in metrics; unset: the id."""

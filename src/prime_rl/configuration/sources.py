@@ -42,10 +42,11 @@ def read_environment(builder: ConfigBuilder, environ: Mapping[str, str]) -> list
     """Merge PRIME_A__B variables into the draft; returns one warning per variable that matches no key."""
     warnings = []
     names = (name for name in environ if name.startswith(PREFIX) and not name.startswith(CREDENTIALS))
-    for name in sorted(filter(environ.get, names)):
-        path = tuple(name[len(PREFIX) :].lower().split("__"))
+    paths = {name: tuple(name[len(PREFIX) :].lower().split("__")) for name in sorted(filter(environ.get, names))}
+    for name, path in sorted(paths.items(), key=lambda item: not builder.goes_first(item[1])):
         if builder.find(path):
-            builder.put(path, RawString(environ[name]), lambda _, name=name: f"env {name}")  # type: ignore[misc]
+            with builder.collect_errors():
+                builder.put(path, RawString(environ[name]), lambda _, name=name: f"env {name}")  # type: ignore[misc]
             continue
         near = suggest_key(".".join(path), builder.root)
         hint = f"; did you mean {PREFIX}{near.upper().replace('.', '__')}?" if near else ""
@@ -54,27 +55,40 @@ def read_environment(builder: ConfigBuilder, environ: Mapping[str, str]) -> list
 
 
 def read_arguments(builder: ConfigBuilder, argv: Sequence[str]) -> Arguments:
-    """Parse a command line by the schemas of its keys; raises ConfigError for an unexpected word."""
+    """Parse a command line by the schemas of its keys; `builder` records unknown options and unexpected words."""
     files: list[tuple[KeyPath, str]] = []
     options: list[Option] = []
     position = 0
     while position < len(argv):
-        word = argv[position]
-        section, takes_file = word, position + 1 < len(argv) and argv[position + 1] == "@"
-        if word == "@" or (_is_option(word) and takes_file):
-            path = () if word == "@" else _section(builder, section)
-            position += 1 if word == "@" else 2
-            if position >= len(argv) or _is_option(argv[position]):
-                raise fail("`@` must be followed by a file", f"write `{builder.prog} @ path/to/config.toml`")
-            files.append((path, argv[position]))
-            position += 1
-        elif _is_option(word):
-            option, used = _read_option(builder, word, argv[position + 1 :])
-            options.append(option)
-            position += 1 + used
-        else:
-            raise _misplaced(builder, word, options[-1] if options else None)
+        num_errors = len(builder.errors)
+        with builder.collect_errors():
+            position = _read_argument(builder, argv, position, files, options)
+        if len(builder.errors) > num_errors:  # continue with the next option or file
+            is_file = _is_option(argv[position]) and argv[position + 1 : position + 2] == ["@"]
+            position += 2 if is_file else 1
+            while position < len(argv) and not _is_option(argv[position]) and argv[position] != "@":
+                position += 1
     return Arguments(files, options)
+
+
+def _read_argument(
+    builder: ConfigBuilder, argv: Sequence[str], position: int, files: list[tuple[KeyPath, str]], options: list[Option]
+) -> int:
+    """Append the option or file at `position`; returns the position of the next one."""
+    word = argv[position]
+    takes_file = position + 1 < len(argv) and argv[position + 1] == "@"
+    if word == "@" or (_is_option(word) and takes_file):
+        path = () if word == "@" else _section(builder, word)
+        position += 1 if word == "@" else 2
+        if position >= len(argv) or _is_option(argv[position]):
+            raise fail("`@` must be followed by a file", f"write `{builder.prog} @ path/to/config.toml`")
+        files.append((path, argv[position]))
+        return position + 1
+    if not _is_option(word):
+        raise _misplaced(builder, word, options[-1] if options else None)
+    option, used = _read_option(builder, word, argv[position + 1 :])
+    options.append(option)
+    return position + 1 + used
 
 
 def apply_options(builder: ConfigBuilder, options: Sequence[Option]) -> None:
@@ -87,17 +101,15 @@ def apply_options(builder: ConfigBuilder, options: Sequence[Option]) -> None:
         elif earlier:
             del gathered[option.path]
         gathered[option.path] = option
-    for option in sorted(gathered.values(), key=lambda option: option.path[-1] != "type"):
-        builder.put(option.path, _value(option), lambda _: COMMAND_LINE)
+    for option in sorted(gathered.values(), key=lambda option: not builder.goes_first(option.path)):
+        with builder.collect_errors():
+            builder.put(option.path, _value(option), lambda _: COMMAND_LINE)
 
 
 def read_file(builder: ConfigBuilder, prefix: KeyPath, name: str) -> None:
     """Merge a TOML file into the draft below `prefix`, after the files it inherits from (`toml_files`)."""
     for table, label in load_layers(name, ()):
-        try:
-            builder.merge(table, lambda path, label=label: label(path[len(prefix) :]), prefix)  # type: ignore[misc]
-        except ConfigError as error:
-            raise error from None
+        builder.merge(table, lambda path, label=label: label(path[len(prefix) :]), prefix)  # type: ignore[misc]
 
 
 def load_layers(name: str, above: tuple[Path, ...]) -> list[tuple[dict[str, Any], Callable[[KeyPath], str]]]:

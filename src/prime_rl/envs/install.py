@@ -6,9 +6,12 @@ import importlib
 import importlib.metadata
 import importlib.util
 import shutil
+import socket
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from rollouts.training.environments.resolve import NAME, find_environment
 
@@ -33,12 +36,32 @@ def ensure_installed(env_id: str, index_url: str) -> None:
     name = match["name"].replace("_", "-")
     url = index_url.replace("{org}", match["org"] or "")
     requirement = f"{name}=={match['version']}" if match["version"] else name
-    _pip(env_id, "--no-deps", "--index-url", url, requirement)
+    try:
+        _pip(env_id, "--no-deps", "--index-url", url, requirement)
+    except ValueError as error:
+        if not is_reachable(url):
+            raise ValueError(
+                f"environment {env_id!r} was not installed: its index {url} cannot be reached: check the network "
+                "connection and env.index_url"
+            ) from error
+        raise
     importlib.invalidate_caches()
     requirements = [text for text in importlib.metadata.requires(name) or [] if "extra ==" not in text]
     if requirements:
         _pip(env_id, *requirements)
         importlib.invalidate_caches()
+
+
+def is_reachable(url: str) -> bool:
+    """Whether the host of an HTTP address accepts connections; True for files, and where a proxy is configured."""
+    parts = urlsplit(url)
+    if parts.hostname is None or parts.scheme in urllib.request.getproxies():
+        return True
+    try:
+        with socket.create_connection((parts.hostname, parts.port or (80 if parts.scheme == "http" else 443)), 10):
+            return True
+    except OSError:
+        return False
 
 
 def install_folder(folder: Path) -> None:

@@ -1,14 +1,19 @@
-"""`vf-install`: `.` or `--from-local` installs an environment folder; otherwise runs the command of `verifiers`."""
+"""`vf-install`: `.` or `--from-local` installs an environment folder; otherwise runs the command of `verifiers`.
+
+That command needs `uv`. Where it is absent, a name alone is installed with pip.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from prime_rl.envs.install import install_folder
+from prime_rl.configuration.sections import EnvConfig
+from prime_rl.envs.install import ensure_installed, install_folder
 from prime_rl.runtime.redaction import redact
 from rollouts.training.environments.resolve import find_environment
 
@@ -18,9 +23,16 @@ PASSED_ON = "verifiers.scripts.install"
 def main() -> None:
     """Console script `vf-install`."""
     try:
-        folder = find_folder(sys.argv[1:])
+        argv = sys.argv[1:]
+        folder = find_folder(argv)
+        if folder is None and len(argv) == 1 and not argv[0].startswith("-") and shutil.which("uv") is None:
+            if "/" in argv[0]:
+                ensure_installed(argv[0], EnvConfig().index_url)
+                sys.stdout.write(f"installed {argv[0]}\n")
+                return
+            folder = find_folder([*argv, "--from-local"])
         if folder is None:
-            pass_on(PASSED_ON, sys.argv[1:])
+            pass_on(PASSED_ON, argv)
         install_folder(folder)
     except ValueError as error:
         sys.stderr.write(f"error: {redact(str(error))}\n")

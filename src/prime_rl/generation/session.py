@@ -84,10 +84,12 @@ def run_generation(
     from prime_rl.client.http import ensure_open_files
     from prime_rl.generation.model_server import check_servers, run_with_server, start_server, wait_for_server
     from prime_rl.runtime.process import ChildFailed
+    from prime_rl.telemetry.trackers import check_trackers
     from prime_rl.utils.logger import setup_logger
     from prime_rl.utils.monitor import build_monitor
     from prime_rl.utils.vf import check_environments, open_environments
 
+    check_trackers(config)
     check_environments(config.env)
     setup_logger(process, config.log, RunDir(config.output_dir).logs)
     if base_urls:

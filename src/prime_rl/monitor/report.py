@@ -34,6 +34,7 @@ SCRIPTS = (
     "chart",
     "timeline",
     "tokens",
+    "difference",
     "messages",
     "rollouts",
     "overview",
@@ -111,7 +112,7 @@ def encode_payload(
         row = index.row(number)
         detail = rollout_detail(number, row)
         tokens, mask, streams = detail.pop("tokens"), detail.pop("mask"), detail.pop("streams")
-        detail |= {name: _cut(detail[name], characters) for name in ("prompt", "completion", "answer")}
+        detail |= {name: _cut(detail[name], characters) for name in ("prompt", "completion", "answer", "info")}
         keep = number in kept
         used.update(tokens if keep else ())
         detail["length"] = columns.add(tokens, mask, streams) if keep else 0

@@ -30,6 +30,7 @@ def rollout_detail(number: int, row: Mapping[str, Any]) -> dict[str, Any]:
         "prompt",
         "completion",
         "answer",
+        "info",
     )
     return {
         "id": number,

@@ -129,8 +129,8 @@ class AdvantageConfig(BaseConfig):
 class OnlineEvalConfig(BaseConfig):
     """Online evaluation, concurrent with training."""
 
-    env: list[GenerationEnvConfig] = Field(default=[GenerationEnvConfig()], min_length=1)
-    """Evaluation environments, run sequentially on their held-out examples."""
+    env: list[GenerationEnvConfig] = []
+    """Evaluation environments, run sequentially on their held-out examples; unset: the training environments."""
 
     sampling: SamplingConfig | None = None
     """Sampling parameters; unset: as in training."""
@@ -341,6 +341,16 @@ class OrchestratorConfig(TrackersConfig):
                 "teacher_model.eval_baseline needs evaluation environments: add [orchestrator.eval], or leave it out"
             )
         return self
+
+    @property
+    def held_out_envs(self) -> list[GenerationEnvConfig]:
+        """The training environments, to be run on their held-out examples."""
+        return [GenerationEnvConfig.model_validate(env.plain()) for env in self.env]
+
+    @property
+    def eval_envs(self) -> list[GenerationEnvConfig]:
+        """Environments of online evaluation: those of eval.env, else the training environments; none if it is off."""
+        return [] if self.eval is None else self.eval.env or self.held_out_envs
 
     @property
     def versions_dir(self) -> Path:

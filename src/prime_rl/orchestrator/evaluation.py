@@ -236,7 +236,7 @@ def build_schedules(
         eval_config = EvalConfig.model_validate(
             {
                 **shared,
-                "env": eval_settings.env,
+                "env": config.eval_envs,
                 "sampling": eval_settings.sampling or config.sampling,
                 "num_examples": eval_settings.num_examples,
                 "rollouts_per_example": eval_settings.rollouts_per_example,
@@ -266,7 +266,7 @@ def build_schedules(
         val_config = EvalConfig.model_validate(
             {
                 **shared,
-                "env": [GenerationEnvConfig.model_validate(env.plain()) for env in config.env],
+                "env": config.held_out_envs,
                 "sampling": config.sampling,
                 "num_examples": config.val.num_examples,
                 "rollouts_per_example": config.val.rollouts_per_example,

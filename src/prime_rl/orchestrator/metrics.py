@@ -77,6 +77,8 @@ def sample_rows(samples: list[Sample]) -> Iterator[dict[str, Any]]:
             "prompt": sample.prompt,
             "prompt_text": first_user_text(sample.prompt),
             "completion": sample.response,
+            "answer": sample.metadata.get("answer"),
+            "info": sample.metadata.get("info"),
             "reward": sample.reward,
             "advantage": sample.advantages[sample.loss_mask.index(1.0)] if sample.advantages else None,
             "metrics": sample.metadata.get("metrics", {}),

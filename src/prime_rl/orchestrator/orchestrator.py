@@ -102,6 +102,7 @@ def orchestrate(config: OrchestratorConfig) -> int:
     from prime_rl.orchestrator.checkpoint import CheckpointStore
     from prime_rl.orchestrator.distillation.teacher import build_teacher
     from prime_rl.orchestrator.filters import build_group_filter
+    from prime_rl.telemetry.trackers import check_trackers
     from prime_rl.utils.logger import setup_logger
     from prime_rl.utils.vf import open_environments
 
@@ -111,6 +112,7 @@ def orchestrate(config: OrchestratorConfig) -> int:
         sys.stdout.write(inspect_contexts(config, config.teacher_model.inspect_context))
         return 0
     # Validate before waiting for environments and servers.
+    check_trackers(config)
     CheckpointStore(RunDir(config.output_dir), config.ckpt, config.max_steps).load()
     build_group_filter(config.buffer)
     build_teacher(config)
@@ -123,7 +125,7 @@ def orchestrate(config: OrchestratorConfig) -> int:
         logger.warning(advice)
     with (
         open_environments(config.env, score=not config.buffer.skip_verification) as environments,
-        open_environments(config.eval.env if config.eval is not None else []) as eval_environments,
+        open_environments(config.eval_envs) as eval_environments,
     ):
         anyio.run(run_orchestrator, config, environments, eval_environments)
     logger.success(f"Finished after {config.max_steps} batches")

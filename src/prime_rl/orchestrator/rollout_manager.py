@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from prime_rl.configuration.sections import SamplingConfig
 from prime_rl.orchestrator.buffer import Prompt, PromptBuffer
 from prime_rl.orchestrator.config import OrchestratorConfig
@@ -26,6 +28,9 @@ from rollouts.training.rollout_gen.async_rollout_manager import (
 )
 from rollouts.training.rollout_gen.groups import DropReason
 from rollouts.training.types import RolloutConfig, Sample, Status
+
+MAX_EXPECTED_BYTES = 16 * 1024
+"""Longer answers and infos of rows, encoded, are not recorded with each of their rollouts."""
 
 # Infrastructure errors: these alone do not quarantine a prompt at once.
 INFRASTRUCTURE_ERRORS = ("APIConnectionError", "APITimeoutError", "InternalServerError", "RateLimitError", "ModelError")
@@ -167,8 +172,11 @@ def build_rollouts(config: OrchestratorConfig, buffer: PromptBuffer, generator: 
 
 
 def _rollout_metadata(rollout: Rollout) -> dict[str, Any]:
-    """Rollout fields that the metrics need."""
+    """Rollout fields that metrics and `samples.jsonl` need."""
+    expected = {"answer": rollout.answer, "info": rollout.info}
+    plain = {key: msgspec.to_builtins(value, enc_hook=str) for key, value in expected.items() if value is not None}
     return {
+        **{key: value for key, value in plain.items() if len(msgspec.json.encode(value)) <= MAX_EXPECTED_BYTES},
         "example_id": rollout.example_id,
         "metrics": rollout.metrics,
         "num_turns": rollout.num_turns,

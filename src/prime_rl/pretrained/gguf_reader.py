@@ -22,6 +22,7 @@ from prime_rl.pretrained.gguf_architectures import (
 )
 from prime_rl.pretrained.gguf_tokenizer import build_tokenizer_files
 from rollouts.training.model_config import check_model_config
+from rollouts.training.tensor_files import save_tensors
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
@@ -183,13 +184,12 @@ def _plan_shards(tensors: dict[str, ReaderTensor], config: dict[str, Any], archi
 
 
 def _write_shards(directory: Path, shards: list[Shard]) -> None:
-    from safetensors.torch import save_file
 
     weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards):
         file = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
         tensors = {name: _read_tensor(tensor, heads) for name, tensor, heads in shard}
-        save_file(tensors, directory / file, metadata={"format": "pt"})
+        save_tensors(tensors, directory / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
     if len(shards) > 1:
         index = {"metadata": {}, "weight_map": weight_map}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from prime_rl.pretrained.cache import resolve_gguf
 from prime_rl.pretrained.fetch import KNOWN_MODELS, fetch_model
 from rollouts.training.datasets.chat import RenderedChat, render_chat, render_pieces
+from rollouts.training.datasets.rows import describe_hub_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,9 +54,7 @@ def resolve_model_dir(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt"]))
     except Exception as error:
-        # The hub raises many error types (offline, gated, missing, proxy); users need only the reason.
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"model.name {name!r} is no directory and was not found on the hub: {reason}") from error
+        raise ValueError(f"model.name {name!r} is no directory and {describe_hub_error(error)}") from error
 
 
 def fingerprint_model(name: str) -> list[str]:

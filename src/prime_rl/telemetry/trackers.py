@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -107,13 +109,28 @@ class TrackioTracker:
         self.run.finish()
 
 
+def check_trackers(config: TrackersConfig) -> None:
+    """Raise `ValueError` if the package of an enabled tracker is not installed, without importing it."""
+    packages = {"wandb": "wandb", "tensorboard": "tensorboardX", "trackio": "trackio"}
+    for section, package in packages.items():
+        tracker = getattr(config, section)
+        if tracker is None or not tracker.enabled or (section == "wandb" and is_wandb_disabled()):
+            continue
+        if sys.modules.get(package) is None and importlib.util.find_spec(package) is None:
+            raise _missing(section, package)
+
+
+def is_wandb_disabled() -> bool:
+    """Whether WANDB_MODE disables Weights & Biases."""
+    return os.environ.get("WANDB_MODE") == "disabled"
+
+
 def build_trackers(output_dir: Path, process: str, config: TrackersConfig) -> list[Tracker]:
     """Build the enabled trackers (WANDB_MODE=disabled disables Weights & Biases); raises `ValueError` with a fix."""
     trackers: list[Tracker] = []
     if config.prometheus is not None and config.prometheus.enabled:
         trackers.append(_open_prometheus(process, config.prometheus.port or PORTS.get(process, 9400)))
-    disabled = os.environ.get("WANDB_MODE") == "disabled"
-    if config.wandb is not None and config.wandb.enabled and not disabled:
+    if config.wandb is not None and config.wandb.enabled and not is_wandb_disabled():
         trackers.append(_open_wandb(output_dir, process, config.wandb))
     if config.tensorboard is not None and config.tensorboard.enabled:
         trackers.append(_open_tensorboard(RunDir(output_dir).tensorboard / process))

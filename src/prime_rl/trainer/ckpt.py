@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from prime_rl.runtime.run_dir import CKPT_PARTS
@@ -37,6 +37,7 @@ from rollouts.training.steps import (
     step_path,
     temporary_path,
 )
+from rollouts.training.tensor_files import save_tensors
 
 SCHEMA = 3
 READABLE = (1, 2, 3)
@@ -109,7 +110,7 @@ def publish_together(final: Path, write: Callable[[Path], None], ranks: Ranks) -
 
 def save_own(directory: Path, kind: str, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
     """Save tensors specific to this rank; other ranks have different tensors of the same names."""
-    save_file(dict(tensors), directory / shard_name(kind, ranks.rank, ranks.size))
+    save_tensors(tensors, directory / shard_name(kind, ranks.rank, ranks.size))
 
 
 @torch.no_grad()

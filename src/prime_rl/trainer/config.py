@@ -34,7 +34,6 @@ from prime_rl.trainer.optim_config import (
     OptimConfig,
     SchedulerConfig,
     SGDConfig,
-    check_schedule,
     decays,
 )
 from prime_rl.trainer.parallel_config import ParallelDims
@@ -210,14 +209,25 @@ class TrainerConfig(TrackersConfig):
         return self
 
     @model_validator(mode="after")
-    def _check_schedule(self) -> TrainerConfig:
+    def _check_schedule(self, info: ValidationInfo) -> TrainerConfig:
         scheduler = self.scheduler
-        if self.max_steps is not None:
-            check_schedule(scheduler, self.max_steps, f"max_steps {self.max_steps}")
-        elif not self.has_end and decays(scheduler):
-            raise ValueError(f"scheduler.type {scheduler.type} decays to the end of the run: set max_steps")
-        if not isinstance(scheduler, ConstantSchedulerConfig) and scheduler.min_lr > self.optim.lr:
+        if isinstance(scheduler, ConstantSchedulerConfig):
+            return self
+        if scheduler.min_lr > self.optim.lr:
             raise ValueError(f"scheduler.min_lr {scheduler.min_lr} is above optim.lr {self.optim.lr}")
+        if self.max_steps is None:
+            if not self.has_end and decays(scheduler):
+                raise ValueError(f"scheduler.type {scheduler.type} decays to the end of the run: set max_steps")
+            return self
+        fitting = scheduler.fit(self.max_steps)
+        if fitting != scheduler:
+            changes = " and ".join(
+                f"{name} {getattr(scheduler, name)} -> {getattr(fitting, name)}"
+                for name in ("warmup_steps", "decay_steps")
+                if name in type(scheduler).model_fields
+            )
+            note(info, f"note: the learning-rate schedule is shortened to max_steps = {self.max_steps}: {changes}")
+            self.__dict__["scheduler"] = fitting
         return self
 
 

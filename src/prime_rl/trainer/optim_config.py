@@ -122,6 +122,14 @@ class LinearSchedulerConfig(BaseConfig):
     min_lr: float = Field(default=0.0, ge=0)
     """Learning rate at the last step."""
 
+    def fit(self, num_steps: int) -> LinearSchedulerConfig:
+        """This schedule, or one with proportionally shorter warmup and decay that fits into `num_steps` steps."""
+        total = self.warmup_steps + self.decay_steps
+        if total <= num_steps:
+            return self
+        warmup = num_steps * self.warmup_steps // total
+        return self.model_copy(update={"warmup_steps": warmup, "decay_steps": num_steps - warmup})
+
 
 class CosineSchedulerConfig(BaseConfig):
     """Linear warmup, then cosine decay to the end of the run."""
@@ -134,6 +142,10 @@ class CosineSchedulerConfig(BaseConfig):
 
     min_lr: float = Field(default=0.0, ge=0)
     """Learning rate at the last step."""
+
+    def fit(self, num_steps: int) -> CosineSchedulerConfig:
+        """This schedule, or one that warms up for half of `num_steps` steps if its warmup does not fit."""
+        return self if self.warmup_steps <= num_steps else self.model_copy(update={"warmup_steps": num_steps // 2})
 
 
 SchedulerConfig = Annotated[

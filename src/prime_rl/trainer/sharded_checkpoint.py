@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from rollouts.training.backends.ranks import Ranks, is_shard
+from rollouts.training.tensor_files import save_tensors
 
 BOXES = "boxes"
 """File metadata key: `{tensor: [offset of the shard in this file, shape of the full tensor]}` as JSON."""
@@ -138,7 +138,7 @@ def save_shards(
     local = {name: local_part(tensor).detach().to("cpu").contiguous() for name, tensor in tensors.items()}
     cut = {name: [box.offset, box.whole] for name, box in boxes.items() if name in local and box.shape != box.whole}
     path = directory / shard_name(kind, ranks.rank, ranks.size)
-    save_file(local, path, metadata={BOXES: json.dumps(cut)} if cut else None)
+    save_tensors(local, path, metadata={BOXES: json.dumps(cut)} if cut else None)
     with path.open("rb") as file:
         os.fsync(file.fileno())
 

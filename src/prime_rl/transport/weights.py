@@ -23,6 +23,7 @@ from rollouts.training.manifests import (
     write_manifest,
 )
 from rollouts.training.steps import prune_steps, publish_step
+from rollouts.training.tensor_files import save_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,11 +118,10 @@ def publish_weights(
     source = read_model_files(model) if isinstance(model, Path) else model
 
     def write(directory: Path) -> None:
-        from safetensors.torch import save_file
 
         cpu_tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
         file = WEIGHTS_FILE if adapter_config is None else ADAPTER_WEIGHTS_FILE
-        save_file(cpu_tensors, directory / file, metadata={"format": "pt"})
+        save_tensors(cpu_tensors, directory / file, metadata={"format": "pt"})
         if adapter_config is not None:
             _write_json(directory / ADAPTER_CONFIG_FILE, adapter_config)
         dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in cpu_tensors.values()}

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
 
-from prime_rl.configuration.errors import ConfigError, translate
+from prime_rl.configuration.errors import ConfigError, join_errors, translate
 from prime_rl.configuration.merge import ConfigBuilder
 from prime_rl.configuration.schema import default_of, field_schema, variant
 from prime_rl.configuration.sources import apply_options, read_arguments, read_environment, read_file
@@ -39,6 +39,9 @@ class BaseConfig(BaseModel):
 
     spellings: ClassVar[Mapping[str, str]] = {}
     """Alternative documented names of keys: name -> dotted key below this section."""
+
+    dependents: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Key -> keys that belong to its value: those of lower layers are removed when it changes."""
 
     @cached_property
     def provenance(self) -> Provenance:
@@ -92,7 +95,9 @@ def note(info: ValidationInfo, text: str) -> None:
 def parse_argv(
     config_cls: type[Config], argv: Sequence[str], prog: str, environ: Mapping[str, str] | None = None
 ) -> tuple[Config, Provenance]:
-    """Parse an argument list (without the program) into a config and the source of each value; raises ConfigError.
+    """Parse an argument list (without the program) into a config and the source of each value.
+
+    Raises ConfigError with all unknown keys and wrong values, else with all values that do not fit together.
 
     Precedence: options > `@` files from left to right > PRIME_A__B variables > defaults.
     """
@@ -100,8 +105,12 @@ def parse_argv(
     arguments = read_arguments(builder, argv)
     notes = [f"warning: {text}" for text in read_environment(builder, os.environ if environ is None else environ)]
     for prefix, name in arguments.files:
-        read_file(builder, prefix, name)
+        with builder.collect_errors():
+            read_file(builder, prefix, name)
     apply_options(builder, arguments.options)
+    if builder.errors:
+        raise join_errors(builder.errors)
+    notes += builder.notes
     context = {"sources": builder.sources, "notes": notes}
     try:
         config = config_cls.model_validate(builder.values, context=context)

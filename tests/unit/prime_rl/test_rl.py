@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,6 @@ def publish(root: Path, step: int) -> Path:
 
 
 def test_invalid_input_of_a_process_is_reported_verbatim(tmp_path: Path) -> None:
-    import sys
-
     says = "import sys; print('loading'); print('error: env \"x\" was not found\\n  try y'); sys.exit(2)"
     with pytest.raises(ChildFailed) as failure, Supervisor(tmp_path, handle_signals=False) as run:
         run.start("orchestrator", [sys.executable, "-c", says])
@@ -44,3 +43,31 @@ def test_commands_that_we_print_can_be_typed_into_a_shell() -> None:
     assert found == []
     assert bare.search("next  eval @ x.toml") and not bare.search("env eval @ x.toml")
     assert "env eval @" in summarize(parse(), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--orchestrator.log.level", "loud"], "log.level = 'loud' is not a level"),
+        (["--tensorboard.enabled"], "tensorboardX is not installed: pip install tensorboardX"),
+        (["--trainer.loss.import_path", "my_loss:absent"], "loss.import_path = 'my_loss:absent' cannot be imported"),
+        (["--trainer.loss.import_path", "nowhere:loss"], "cannot be imported"),
+        (["--trainer.loss.import_path", "my_loss:two"], r"does not take the arguments \(inputs\): .*'other'"),
+        (
+            ["--trainer.loss.import_path", "my_loss:one", "--trainer.loss.kwargs", '{"x": 1}'],
+            r"does not take the arguments \(inputs, x\)",
+        ),
+    ],
+)
+def test_mistakes_are_found_before_anything_loads(
+    argv: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_loss.py").write_text("def one(inputs): ...\ndef two(inputs, other): ...\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path])
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    monkeypatch.delitem(sys.modules, "my_loss", raising=False)
+    monkeypatch.setattr("prime_rl.runtime.tokenizer.resolve_model_dir", lambda name: pytest.fail("the model is loaded"))
+    custom = ["--trainer.loss.type", "custom"] if "--trainer.loss.import_path" in argv else []
+    with pytest.raises(ValueError, match=words):
+        rl.check_inputs(parse(*custom, *argv))

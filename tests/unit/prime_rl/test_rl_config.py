@@ -22,6 +22,12 @@ from rollouts.training.objectives import PRESETS
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.fixture(autouse=True)
+def free_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ports in use on this machine have no effect."""
+    monkeypatch.setattr("prime_rl.config_sharing.check_port_free", lambda host, port: None)
+
+
 def parse(*argv: str, **environ: str) -> RLConfig:
     return parse_argv(RLConfig, argv, "rl", environ)[0]
 
@@ -209,6 +215,27 @@ def test_the_orchestrator_finds_the_server(server: list[str], url: str) -> None:
     assert parse(*server).orchestrator.client.base_url == [url]
 
 
+def test_a_taken_default_port_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(host: str, port: int) -> None:
+        if port == 8000:
+            raise ValueError("in use")
+
+    monkeypatch.setattr("prime_rl.config_sharing.check_port_free", check)
+    config = parse()
+    assert config.inference is not None and config.inference.server.port == 8001
+    assert config.orchestrator.client.base_url == ["http://127.0.0.1:8001/v1"]
+    assert config.notes == ["note: port 8000 is in use: the inference server listens on 8001 (inference.server.port)"]
+    url = "http://localhost:8000/v1"
+    named = [
+        ["--inference.server.port", "8000"],
+        ["--orchestrator.client.base-url", url],
+        ["--deployment.type", "slurm"],
+    ]
+    for argv in named:
+        config = parse(*argv)
+        assert config.inference is not None and config.inference.server.port == 8000 and config.notes == []
+
+
 def test_max_model_len_follows_seq_len() -> None:
     for argv, length in (["--seq-len", "64"], 64), (["--seq-len", "64", "--inference.model.max_model_len", "32"], 32):
         config = parse(*argv)
@@ -331,6 +358,44 @@ def test_an_environment_is_called_by_its_id_unless_it_has_a_name() -> None:
     assert parse("--orchestrator.env.0.id", "gsm8k").orchestrator.env[0].name == "gsm8k"
     assert parse("--orchestrator.env.0.name", "letters").orchestrator.env[0].name == "letters"
     assert parse("--orchestrator.env.0.name", "None").orchestrator.env[0].name == "reverse-text"
+
+
+def test_another_environment_id_drops_the_arguments_of_the_old(tmp_path: Path) -> None:
+    env = '[[orchestrator.env]]\nargs = { n = 1, deep = { a = 2 } }\nid = "old"\n'
+    file = write(tmp_path / "rl.toml", env)
+    key = "--orchestrator.env.0"
+    assert parse("@", file).orchestrator.env[0].args == {"n": 1, "deep": {"a": 2}}
+    changed = parse("@", file, f"{key}.id", "new")
+    assert (changed.orchestrator.env[0].id, changed.orchestrator.env[0].args) == ("new", {})
+    assert changed.notes == ["note: orchestrator.env.0.args of 'old' is left out: --orchestrator.env.0.id is 'new'"]
+    assert parse("@", file, f"{key}.args.m", "3", f"{key}.id", "new").orchestrator.env[0].args == {"m": 3}
+    assert parse("@", file, f"{key}.id", "old").orchestrator.env[0].args == {"n": 1, "deep": {"a": 2}}
+    variables = {"PRIME_ORCHESTRATOR__ENV__0__ARGS": '{"n": 4}', "PRIME_ORCHESTRATOR__ENV__0__ID": "new"}
+    assert parse(**variables).orchestrator.env[0].args == {"n": 4}
+
+
+def test_arguments_of_an_environment_can_be_cleared(tmp_path: Path) -> None:
+    file = write(tmp_path / "rl.toml", '[[orchestrator.env]]\nid = "old"\nargs = { n = 1, m = 2 }\n')
+    config = parse("@", file, "--orchestrator.env.0.args", "{}")
+    assert config.orchestrator.env[0].args == {} and config.notes == []
+    assert config.provenance["orchestrator.env.0.args"] == "CLI"
+    assert parse("@", file, "--orchestrator.env.0.args", '{"n": 3}').orchestrator.env[0].args == {"n": 3, "m": 2}
+
+
+def test_eval_defaults_to_the_training_environments() -> None:
+    train = [
+        "--orchestrator.env.0.id",
+        "gsm8k",
+        "--orchestrator.env.0.args",
+        '{"n": 3}',
+        "--orchestrator.env.0.name",
+        "g",
+    ]
+    orchestrator = parse(*train, "--orchestrator.eval.interval", "10").orchestrator
+    assert [(env.id, env.args, env.name) for env in orchestrator.eval_envs] == [("gsm8k", {"n": 3}, "g")]
+    orchestrator = parse(*train, "--orchestrator.eval.env.0.id", "reverse-text").orchestrator
+    assert [env.id for env in orchestrator.eval_envs] == ["reverse-text"]
+    assert parse(*train).orchestrator.eval_envs == []
 
 
 # The advantage half of an objective

@@ -141,6 +141,7 @@ def load_environment():
     # verifiers makes a raising reward function a silent 0: the reward stays, the error is recorded
     assert second.reward == 1.0 and second.metrics["strict"] == 0.0 and second.metrics["fine"] == 2.0
     assert second.error_type == "RewardError" and "strict: ValueError: could not convert" in str(second.error)
+    assert str(second.error).endswith("odd_env.py:13)")
     assert len(second.turns) == 2 and len(rollout_to_samples(second)) == 2  # this server's template is not a prefix
 
 
@@ -190,6 +191,19 @@ def test_environments_that_do_not_load(tmp_path: Path, code: str, env_args: dict
     write_environment(tmp_path, name, code)
     with pytest.raises(ValueError, match=re.escape(message)):
         load_environment(name, env_args, search_dirs=[tmp_path])
+
+
+@pytest.mark.parametrize("how", ["import nowhere", "def __getattr__(name):\n    import nowhere"])
+def test_import_error_has_file_and_line(tmp_path: Path, how: str) -> None:
+    name = f"lazy_env_{len(how)}"
+    (tmp_path / name / name).mkdir(parents=True)
+    (tmp_path / name / name / "__init__.py").write_text("from .inner import *\nfrom .inner import __getattr__\n")
+    (tmp_path / name / name / "inner.py").write_text(how)
+    message = (
+        rf"did not import: ModuleNotFoundError: No module named 'nowhere' \(.*inner\.py:{1 + how.count(chr(10))}\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        load_environment(name, search_dirs=[tmp_path])
 
 
 def test_a_name_that_is_no_name() -> None:

@@ -65,7 +65,8 @@ def test_a_mistake_in_a_reward_is_no_reward_of_zero() -> None:
     environment = PlainEnvironment(ROWS, reward)
     _, [rollout] = run(environment, "5")
     assert rollout.failed and (rollout.error_type, rollout.turns) == ("RewardError", [])
-    assert rollout.error == "reward: ValueError: could not convert string to float: '?'"
+    line = reward.__code__.co_firstlineno + 2
+    assert rollout.error == f"reward: ValueError: could not convert string to float: '?' ({__file__}:{line})"
     _, [rollout] = run(environment, "5", retries=1)
     assert rollout.reward == 5.0, "tried again"
 

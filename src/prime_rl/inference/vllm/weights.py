@@ -13,7 +13,6 @@ from typing import Any
 import orjson
 import torch
 from loguru import logger
-from safetensors.torch import save_file
 
 from prime_rl.inference.adapters import POLICY, build_spec
 from prime_rl.inference.config import InferenceConfig
@@ -22,6 +21,7 @@ from prime_rl.inference.weight_receiver import NO_TRAINER
 from prime_rl.transport.broadcast import Broadcast, BroadcastFailed, receive_weights
 from prime_rl.transport.weights import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, WEIGHTS_FILE, is_adapter
 from prime_rl.utils.monitor import Monitor, build_monitor
+from rollouts.training.tensor_files import save_tensors
 
 MAX_SPANS = 10_000
 POLICY_ID = 1 << 20
@@ -84,7 +84,7 @@ class WeightUpdater:
         if received.adapter_config is not None:
             file = ADAPTER_WEIGHTS_FILE
             (directory / ADAPTER_CONFIG_FILE).write_bytes(orjson.dumps(dict(received.adapter_config)))
-        save_file(received.tensors, directory / file, metadata={"format": "pt"})
+        save_tensors(received.tensors, directory / file, metadata={"format": "pt"})
         return directory, {name: entry.digest for name, entry in received.manifest.tensors.items()}
 
     async def load(self, client: Any, directory: Path, version: int, digests: dict[str, str] | None) -> Json:

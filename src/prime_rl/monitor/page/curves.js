@@ -25,8 +25,9 @@ function curvesView(data, onStep) {
 // One chart of the metrics that exist; `name/*` matches all metrics with this prefix that are not drawn yet.
 function figure(data, names, drawn, onStep) {
   const found = names.flatMap((name) => (name.includes("*") ? matching(data, name, drawn) : [curve(data, name)])).filter(Boolean);
-  const curves = found.filter((c, i) => found.findIndex((other) => String(other.values) === String(c.values)) === i).slice(0, 6);
-  for (const c of found) drawn.add(c.name);
+  const distinct = found.filter((c, i) => found.findIndex((other) => String(other.values) === String(c.values)) === i);
+  const curves = distinct.slice(0, 6);
+  for (const c of found) if (!distinct.includes(c) || curves.includes(c)) drawn.add(c.name);
   if (!curves.length) return null;
   const one = curves.length === 1;
   const shared = names[0].includes("*") ? names[0].split("/*")[0] : names.length > 1 ? names[0].split("/").slice(0, -1).join("/") : names[0];

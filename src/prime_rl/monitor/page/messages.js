@@ -16,9 +16,32 @@ function messagesOf(detail, vocab) {
 function conversation(detail, vocab) {
   const view = el("div", { class: "conversation" }, messagesOf(detail, vocab).map(bubble));
   if (detail.error) append(view, [el("section", { class: "bubble error" }, el("h4", {}, "error"), el("pre", {}, detail.error))]);
-  if (detail.answer !== null && detail.answer !== undefined && detail.answer !== "")
-    append(view, [collapsible("expected answer", typeof detail.answer === "string" ? detail.answer : JSON.stringify(detail.answer, null, 1))]);
+  append(view, [expectation(detail)]);
   return view;
+}
+
+// The expected answer beside the completion, with their difference, and the row's info.
+function expectation(detail) {
+  const expected = valueText(detail.answer), info = valueText(detail.info);
+  return [expected && comparison(expected, lastAnswer(detail.completion)), info && collapsible("info", info)];
+}
+
+// A field of a row as text; "" if it is empty.
+function valueText(value) {
+  if (value === null || value === undefined || (typeof value === "object" && !Object.keys(value).length)) return "";
+  return typeof value === "string" ? value : JSON.stringify(value, null, 1);
+}
+
+// Text of the last assistant message.
+function lastAnswer(completion) {
+  return plainText(Array.isArray(completion) ? contentOf(completion.findLast((message) => message?.role === "assistant") || {}) : completion).trim();
+}
+
+function comparison(expected, completion) {
+  const { left, right, isComplete } = difference(expected, completion);
+  const note = expected === completion ? "identical" : isComplete ? "contained in the completion" : "underlined: not in the completion";
+  return el("section", { class: "comparison" },
+    el("div", {}, el("h4", {}, "expected answer ", el("small", {}, note)), el("pre", {}, left)), el("div", {}, el("h4", {}, "completion"), el("pre", {}, right)));
 }
 
 function bubble(message) {

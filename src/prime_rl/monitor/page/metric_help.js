@@ -41,7 +41,7 @@ const MEANING = {
 };
 
 const CHART_GROUPS = [
-  ["Learning", [["reward/mean", "val_reward/mean"], ["reward/*"], ["eval/*/avg*"], ["batch/solve_all", "batch/solve_none"],
+  ["Learning", [["reward/mean", "val_reward/mean", "eval/*/avg*"], ["reward/*"], ["eval/*/avg*"], ["batch/solve_all", "batch/solve_none"],
     ["batch/effective_batch_size"], ["metrics/*"]]],
   ["Stability", [["loss/mean"], ["entropy/mean"], ["mismatch_kl/mean"], ["teacher_kl/mean"], ["optim/grad_norm"], ["optim/lr"],
     ["importance_ratio/mean", "importance_ratio/max"], ["is_masked/mean"]]],

@@ -208,6 +208,7 @@ class Browser {
       el("p", { class: "lead" }, `${count(rows.length, "rollout")} of the same prompt`, this.hasRewards(row) ? `, mean reward ${number(mean, 3)}` : "", ". ",
         GROUP_HELP[this.source.data.run.kind.name] ?? ""),
       el("details", { class: "aside", open: true }, el("summary", {}, "prompt"), el("pre", {}, plainText(details[0].prompt))),
+      valueText(details[0].answer) && collapsible("expected answer", valueText(details[0].answer), true),
       el("div", { class: "cards" }, cards));
   }
 

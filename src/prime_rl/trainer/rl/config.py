@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from prime_rl.configuration.imports import check_arguments, import_function
 from prime_rl.trainer.model_config import ModelConfig
 from prime_rl.utils.pydantic_config import BaseConfig
 from rollouts.training.objectives import PRESETS, Direction, KLEstimator, LossAggregation, Ratio
@@ -193,6 +196,14 @@ class LossConfig(BaseConfig):
     def needs_teacher(self) -> str | None:
         """The enabled option that requires teacher log-probs, if any."""
         return next((name for name in ("teacher_tau", "kl_coef") if getattr(self, name)), None)
+
+    def import_custom(self) -> Callable[..., Any] | None:
+        """The custom loss with its keyword arguments, None without one; `ValueError` if it cannot be called."""
+        if self.import_path is None:
+            return None
+        function = import_function(self.import_path, "loss.import_path")
+        check_arguments(function, self.import_path, "loss.import_path", self.kwargs)
+        return partial(function, **self.kwargs)
 
     @model_validator(mode="after")
     def _check_options_of_preset(self) -> LossConfig:

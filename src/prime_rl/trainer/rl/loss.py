@@ -5,11 +5,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
-from prime_rl.configuration.imports import import_function
 from prime_rl.trainer.config import BOUND_OPTIONS, AnnealConfig, LossConfig
 from rollouts.training.objectives import PRESETS, DistillChoice, Estimator, Objective, choose_distillation
 from rollouts.training.rl_losses import PolicyLoss, estimate_coverage
@@ -34,10 +32,7 @@ def build_objective(config: LossConfig, longest: int) -> Objective:
 
 def build_loss(config: LossConfig, longest: int) -> PolicyLoss:
     """Build the loss of a micro-batch, which returns sum and count."""
-    custom = None
-    if config.import_path is not None:
-        custom = partial(import_function(config.import_path, "loss.import_path"), **config.kwargs)
-    return PolicyLoss(build_objective(config, longest), custom)
+    return PolicyLoss(build_objective(config, longest), config.import_custom())
 
 
 @dataclass

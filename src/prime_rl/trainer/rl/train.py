@@ -34,6 +34,7 @@ def train(config: TrainConfig) -> int:
     from prime_rl.trainer.run import build_run, start_backend
     from rollouts.training.rl_losses import compute_sequence_kl_advantages
 
+    config.loss.import_custom()  # fails before the model is loaded
     is_fake = config.data.fake is not None
     ckpt_parts = CKPT_PARTS[: 1 if is_fake else 2]
     backend = start_backend(config, "trainer", ckpt_parts=ckpt_parts, is_fake_data=is_fake)

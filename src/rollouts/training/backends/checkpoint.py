@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from rollouts.training.backends.ranks import Ranks, is_shard
 from rollouts.training.json_files import read_json_file
 from rollouts.training.manifests import build_manifest, write_manifest
 from rollouts.training.steps import is_complete, latest_step, step_path
+from rollouts.training.tensor_files import save_tensors
 
 FORMAT = 1
 MODEL_FILE, OPTIMIZER_FILE, METADATA_FILE, CONFIG_FILE = (
@@ -173,7 +173,7 @@ def write_weights(directory: Path, step: int, model: torch.nn.Module, state: Map
     aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     aliases -= {name for name, _ in model.named_parameters()}
     tensors = {name: tensor.contiguous() for name, tensor in state.items() if name not in aliases}
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    save_tensors(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     write_manifest(directory, build_manifest(step, tensors))
 
 

@@ -124,10 +124,24 @@ def _iter_hub(name: str, split: str, subset: str | None) -> Iterator[Row]:
             datasets.config.HF_HUB_OFFLINE = True  # skip half a minute of connection attempts
         rows = datasets.load_dataset(name, subset, split=split)
     except Exception as error:
-        # The hub raises many exception types (offline, gated, missing, proxy).
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"data set {name!r} is no file and was not found on the hub: {reason}") from error
+        raise ValueError(f"data set {name!r} is no file and {describe_hub_error(error)}") from error
     yield from rows
+
+
+def describe_hub_error(error: Exception) -> str:
+    """Why a download from the hub failed: the name is unknown, access is refused, or the hub cannot be reached."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        problem = "needs access on the hub: request it there and set HF_TOKEN"
+    elif isinstance(error, (ConnectionError, TimeoutError, errors.LocalEntryNotFoundError)):
+        problem = "the hub could not be reached: check the network connection, or give a local path"
+    elif isinstance(error, (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, FileNotFoundError)):
+        problem = "was not found on the hub: check the name"
+    else:
+        problem = "could not be downloaded from the hub"
+    reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return f"{problem} ({reason})"
 
 
 def is_hub_resolvable() -> bool:

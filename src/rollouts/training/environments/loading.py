@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rollouts.training.environments.plain import PlainEnvironment
-from rollouts.training.environments.protocol import Environment
+from rollouts.training.environments.protocol import Environment, locate_error
 from rollouts.training.environments.resolve import EnvSource, Parameters, check_args, check_environment
 from rollouts.training.environments.verifiers_adapter import VerifiersEnvironment, check_verifiers
 
@@ -39,7 +39,7 @@ def load_environment(
         try:
             made = build(**(args or {}))
         except Exception as error:
-            raise ValueError(f"environment {env_id!r} did not load: {type(error).__name__}: {error}") from error
+            raise ValueError(f"environment {env_id!r} did not load: {locate_error(error)}") from error
     return _wrap(env_id, made, timeout_s, score)
 
 
@@ -72,11 +72,12 @@ def _import_factory(source: EnvSource) -> Callable[..., Any]:
         try:
             module = importlib.import_module(source.module)
         except Exception as error:
-            raise ValueError(
-                f"environment {source.env_id!r} did not import: {type(error).__name__}: {error}"
-            ) from error
-    build = getattr(module, source.factory, None)
-    if not callable(build):
+            raise ValueError(f"environment {source.env_id!r} did not import: {locate_error(error)}") from error
+        try:
+            build: Callable[..., Any] | None = getattr(module, source.factory, None)
+        except Exception as error:  # a module may import its attributes when they are first used
+            raise ValueError(f"environment {source.env_id!r} did not import: {locate_error(error)}") from error
+    if build is None or not callable(build):
         where = getattr(module, "__file__", None) or f"module {source.module}"
         raise ValueError(
             f"environment {source.env_id!r}: {where} has no function {source.factory}; "

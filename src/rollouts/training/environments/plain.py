@@ -12,6 +12,7 @@ from rollouts.training.environments.protocol import (
     Row,
     add_usage,
     describe_failure,
+    locate_error,
     open_conversation,
     run_attempts,
     run_with_timeout,
@@ -143,7 +144,7 @@ class PlainEnvironment:
             try:
                 value = float(await _maybe_async(function(**_select_arguments(function, known))))
             except Exception as error:
-                raise RewardError(f"{name}: {type(error).__name__}: {error}") from error
+                raise RewardError(f"{name}: {locate_error(error)}") from error
             rollout.metrics = {**rollout.metrics, name: value}
             rollout.reward += weight * value
 

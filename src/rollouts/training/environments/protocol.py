@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sysconfig
+import traceback
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import anyio
@@ -18,6 +21,8 @@ OVERLONG_PHRASES = (
     "longer than the model's context length",
     "exceeds the model's context length",
 )
+STDLIB = sysconfig.get_path("stdlib")
+OWN_CODE = str(Path(__file__).parent)
 
 
 class Environment(Protocol):
@@ -90,6 +95,15 @@ def describe_failure(error: BaseException) -> tuple[str, str]:
     if isinstance(text, str) and any(phrase in text.lower() for phrase in OVERLONG_PHRASES):
         return "OverlongPrompt", "the prompt is longer than the server's context"
     return type(error).__name__, str(error) or repr(error)
+
+
+def locate_error(error: BaseException) -> str:
+    """`type: text (file:line)` of an exception in an environment's code: the deepest line outside of libraries."""
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    frames = [(file, line) for file, line in frames if not file.startswith(("<frozen", OWN_CODE))]
+    own = [(file, line) for file, line in frames if not file.startswith(STDLIB) and "site-packages" not in file]
+    place = "".join(f" ({file}:{line})" for file, line in (own or frames)[-1:])
+    return f"{type(error).__name__}: {error}{place}"
 
 
 def add_usage(so_far: int | None, answer: Any) -> int | None:

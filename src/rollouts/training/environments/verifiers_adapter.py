@@ -11,7 +11,14 @@ from typing import Any
 
 from rollouts.training.agent_integration import Rollout, Turn
 from rollouts.training.environments.completion import ChatCompletion, plain_completion
-from rollouts.training.environments.protocol import Row, add_usage, open_conversation, run_attempts, run_with_timeout
+from rollouts.training.environments.protocol import (
+    Row,
+    add_usage,
+    locate_error,
+    open_conversation,
+    run_attempts,
+    run_with_timeout,
+)
 from rollouts.training.environments.resolve import VERIFIERS_RANGE, check_verifiers
 from rollouts.training.types import Status
 
@@ -128,7 +135,7 @@ def _with_error_record(function: Callable[..., Any], signature: inspect.Signatur
             value = function(**arguments)
             return float(await value if inspect.isawaitable(value) else value)
         except Exception as error:
-            state.setdefault("reward_errors", []).append(f"{name}: {type(error).__name__}: {error}")
+            state.setdefault("reward_errors", []).append(f"{name}: {locate_error(error)}")
             raise
 
     name = scored.__name__ = getattr(function, "__name__", repr(function))

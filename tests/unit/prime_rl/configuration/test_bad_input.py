@@ -47,8 +47,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def refuse(argv: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """The error of a command for this line; the command must reject it."""
+def refuse(argv: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], num_errors: int = 1) -> str:
+    """The errors of a command for this line; the command must reject it."""
     prog, *words = argv.split(" ")
     module, name = COMMANDS[prog]
     monkeypatch.setattr("sys.argv", [prog, *words])
@@ -57,7 +57,8 @@ def refuse(argv: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     shown = capsys.readouterr()
     assert stop.value.code == 2, shown
     assert shown.out == "" and shown.err.startswith("error: ")
-    assert len(shown.err.splitlines()) <= 3 and "Traceback" not in shown.err
+    assert [line[:7] == "error: " for line in shown.err.splitlines()].count(True) == num_errors
+    assert len(shown.err.splitlines()) <= 3 * num_errors and "Traceback" not in shown.err
     return shown.err
 
 
@@ -156,7 +157,7 @@ def test_unreadable_file(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "good.toml cannot be read" in shown and "permission" in shown
 
 
-def test_several_mistakes_are_counted(
+def test_all_missing_keys_are_reported(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Strict(BaseConfig):
@@ -167,8 +168,33 @@ def test_several_mistakes_are_counted(
     with pytest.raises(SystemExit) as stop:
         run_command("strict", Strict, _must_not_run, summary="")
     shown = capsys.readouterr().err
-    assert stop.value.code == 2 and len(shown.splitlines()) == 3
-    assert "one is required" in shown and "--one VALUE" in shown and "1 more to fix" in shown
+    assert stop.value.code == 2 and len(shown.splitlines()) == 4
+    assert "error: one is required" in shown and "--one VALUE" in shown and "error: two is required" in shown
+
+
+def test_all_wrong_keys_and_values_are_reported(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "two.toml").write_text("max_stepz = 3\n[trainer.model]\nseq_len = 0\n")
+    monkeypatch.setenv("PRIME_SEED", "x")
+    shown = refuse("rl @ two.toml --max-step 3 --trainer.optim.lr fast --batch-size 4 7", monkeypatch, capsys, 6)
+    words = [
+        "--max-step",
+        "--batch-size",
+        "seed = 'x' (env PRIME_SEED)",
+        "max_stepz (two.toml:1)",
+        "seq_len = 0",
+        "fast",
+    ]
+    assert all(word in shown for word in [*words, "'fast'"])
+
+
+def test_all_misfits_are_reported(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = "rl --trainer.scheduler.type cosine --orchestrator.batch_size 6 --orchestrator.rollouts_per_example 4"
+    shown = refuse(command, monkeypatch, capsys, 2)
+    assert "set max_steps" in shown and "whole groups" in shown
 
 
 @pytest.mark.parametrize(("key", "level"), [("LOGGING_LEVEL", None), ("log.level", "loud")])

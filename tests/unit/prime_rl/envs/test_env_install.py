@@ -78,6 +78,14 @@ def test_installation_errors_are_one_sentence(index_url: str) -> None:
         check_environments([EnvConfig(id="no-such-env", install=True)])
 
 
+def test_unreachable_index_is_not_a_missing_package(index_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    config = EnvConfig(id="someone/no-such-env", index_url="http://127.0.0.1:1/{org}/", install=True)
+    with pytest.raises(ValueError, match=r"its index http://127\.0\.0\.1:1/someone/ cannot be reached"):
+        check_environments([config])
+
+
 def test_rl_refuses_before_it_starts_anything(tmp_path: Path) -> None:
     argv = ["--model.name", "tiny-qwen3", "--model.debug.random-init", "--output-dir", str(tmp_path / "out")]
     done = subprocess.run(

@@ -66,6 +66,28 @@ def test_vf_install(stand_ins: Path, tmp_path: Path) -> None:
     assert failed.returncode == 2 and failed.stderr.startswith("error: ") and "boom" in failed.stderr
 
 
+def test_vf_install_of_a_name_without_uv(stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    folder = tmp_path / "environments" / "my_env"
+    folder.mkdir(parents=True)
+    (folder / "my_env.py").write_text("")
+    done = run("prime_rl.envs.vf_install", "my-env", cwd=tmp_path, path=stand_ins)
+    assert done.returncode == 0 and f"installed {folder}" in done.stdout, done.stderr
+    assert (tmp_path / "asked").read_text().endswith(f"--editable {folder}")
+    done = run("prime_rl.envs.vf_install", "no-env", cwd=tmp_path, path=stand_ins)
+    assert done.returncode == 2 and done.stderr.startswith("error: environment 'no-env' was not found"), done.stderr
+    metadata = stand_ins / "hub_env-1.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: hub-env\nVersion: 1.0\n")
+    done = run("prime_rl.envs.vf_install", "someone/hub-env", cwd=tmp_path, path=stand_ins)
+    assert done.returncode == 0 and done.stdout == "installed someone/hub-env\n", done.stderr
+    assert (tmp_path / "asked").read_text().endswith("https://hub.primeintellect.ai/someone/simple/ hub-env")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "uv").touch(0o755)
+    done = run("prime_rl.envs.vf_install", "my-env", cwd=tmp_path, path=stand_ins)
+    assert "['verifiers', 'scripts', 'install.py'] ['my-env']" in done.stdout, done.stderr
+
+
 def test_vf_rl(stand_ins: Path, tmp_path: Path) -> None:
     here = tmp_path / "checkout" / "environments" / "x"
     here.mkdir(parents=True)

@@ -149,6 +149,7 @@ def test_main_loop(level: int, engine: FakeEngine, environments: dict[str, Envir
     assert len(samples) == 32 and {"prompt", "completion", "reward", "advantage", "versions", "tokens"} <= set(
         samples[0]
     )
+    assert all(row["answer"] == row["prompt_text"][::-1] for row in samples) and samples[0]["info"] is None
     timeline = [r["timeline/what"] for r in load_jsonl(tmp_path / "metrics.jsonl") if "timeline/what" in r]
     assert timeline.count("generate") == 4 and 1 <= timeline.count("update_weights") <= 4
 

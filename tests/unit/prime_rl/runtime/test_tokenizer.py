@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -107,3 +108,24 @@ def test_the_shipped_shape_fits_whole_vector_lanes() -> None:
     assert config["vocab_size"] % 64 == 0
     assert config["vocab_size"] >= len(TOKENIZER)
     assert config["eos_token_id"] == TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+
+
+def test_unreachable_hub_and_unknown_name_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    def fail(name: str, **_: object) -> None:
+        response = httpx.Response(404, request=httpx.Request("GET", "https://hub"))
+        if name == "no/network":
+            raise errors.LocalEntryNotFoundError("Got: ConnectError: no route")
+        kind = errors.GatedRepoError if name == "no/access" else errors.RepositoryNotFoundError
+        raise kind("404: no such repository", response=response)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    for name, words in {
+        "no/network": "the hub could not be reached: check the network connection",
+        "no/model": "was not found on the hub: check the name",
+        "no/access": "needs access on the hub",
+    }.items():
+        with pytest.raises(ValueError, match=f"model.name '{name}' is no directory and {words}"):
+            resolve_model_dir(name)

@@ -401,6 +401,23 @@ def test_step_timer_sums_phases_and_resets() -> None:
 
 
 @pytest.mark.parametrize(
+    ("argv", "steps", "changes"),
+    [
+        (["linear"], (1, 2), "warmup_steps 10 -> 1 and decay_steps 10 -> 2"),
+        (["linear", "--scheduler.warmup_steps", "0"], (0, 3), "warmup_steps 0 -> 0 and decay_steps 10 -> 3"),
+        (["cosine"], (1, None), "warmup_steps 10 -> 1"),
+        (["linear", "--scheduler.warmup_steps", "1", "--scheduler.decay_steps", "2"], (1, 2), None),
+    ],
+)
+def test_schedule_of_a_short_run_is_shortened(argv: list[str], steps: tuple[int, int | None], changes: str) -> None:
+    config, _ = parse_argv(TrainConfig, ["--max_steps", "3", "--scheduler.type", *argv], "trainer", {})
+    assert (config.scheduler.warmup_steps, getattr(config.scheduler, "decay_steps", None)) == steps
+    note = f"note: the learning-rate schedule is shortened to max_steps = 3: {changes}"
+    assert config.notes == ([note] if changes else [])
+    assert parse_argv(TrainConfig, ["--max_steps", "20", "--scheduler.type", "linear"], "trainer", {})[0].notes == []
+
+
+@pytest.mark.parametrize(
     ("argv", "words"),
     [
         (["--parallel.tp", "2", "--optim.type", "muon"], "muon needs whole matrices"),
@@ -411,7 +428,6 @@ def test_step_timer_sums_phases_and_resets() -> None:
         (["--parallel.cp", "2", "--parallel.cp_style", "ring", "--model.attn", "exact"], "replaces the attention"),
         (["--parallel.tp", "2", "--loss.distill.estimator", "full", "--loss.teacher_tau", "1"], "parallel.tp splits"),
         (["--scheduler.type", "cosine"], "max_steps"),
-        (["--scheduler.type", "linear", "--max_steps", "5"], "do not fit into max_steps 5"),
         (["--optim.type", "sgd", "--optim.momentum", "0"], "nesterov"),
         (["--optim.betas3", "1"], "betas"),
         (["--loss.type", "grop"], "aipo"),
