@@ -269,8 +269,8 @@ def test_wandb_runs_are_listed_read_and_rejected(wandb_server: FakeWandb, capsys
 
 @pytest.mark.timeout(400)  # wandb starts a process of its own, on machines that may be busy
 def test_it_runs_by_path_with_nothing_but_wandb_and_pandas(wandb_server: FakeWandb, tmp_path: Path) -> None:
-    # The other packages of this project are hidden, as they are where `uvx --with wandb --with pandas` runs it.
-    hidden = "msgspec anyio torch rollouts orjson loguru starlette httpx transformers rich matplotlib".split()
+    # The requirements of this project are hidden, as they are where `uvx --with wandb --with pandas` runs the file.
+    hidden = "msgspec anyio torch orjson loguru starlette httpx transformers rich matplotlib".split()
     block = "".join(f"import sys; sys.modules[{name!r}] = None\n" for name in hidden)
     (tmp_path / "sitecustomize.py").write_text(block)
     script = ROOT / "src" / "prime_rl" / "monitor" / "wandb_monitor.py"
