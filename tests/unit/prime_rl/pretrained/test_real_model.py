@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct from the package index: a real model in the decoder, and its weights as GGUF (slow)."""
+"""SmolLM2-135M-Instruct from the package index: a real model in the decoder, the engine and the trainer (slow)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from prime_rl.inference.embedded.engine import EmbeddedEngine
+from prime_rl.inference.engine import GenerationRequest, Output, SamplingParams
 from prime_rl.pretrained.fetch import fetch_model
 from prime_rl.pretrained.gguf_writer import write_gguf
 from prime_rl.trainer.models.attention import PackedAttention
 from prime_rl.trainer.models.registry import load_decoder
+from rollouts.kernels.linear import linear
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 QUESTIONS = [
@@ -46,6 +49,31 @@ def test_logits_equal_those_of_transformers(directory: Path) -> None:
         tokens = torch.tensor(prompt)
         hidden = ours(tokens, torch.arange(len(tokens)), PackedAttention([len(tokens)]))
         torch.testing.assert_close(ours.logits(hidden), theirs(tokens[None]).logits[0], atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_sampled_log_probs_equal_the_trainers(directory: Path) -> None:
+    """Bit for bit, for every sampled token."""
+    model = load_decoder(directory)
+    engine = EmbeddedEngine(model, exact=True)
+    prompts = build_prompts(directory)[::2]
+    for i, prompt in enumerate(prompts):
+        engine.add(GenerationRequest(prompt, SamplingParams(max_tokens=24, seed=i, ignore_eos=True)))
+    outputs: list[Output] = []
+    while engine.has_work():
+        outputs += [event for event in engine.step() if isinstance(event, Output)]
+    assert len(outputs) == len(prompts)
+    num_tokens = 0
+    for output in outputs:
+        prompt, sampled, logprobs = output.request.prompt, output.token_ids, output.logprobs
+        tokens = torch.tensor(prompt + sampled)
+        hidden = model(tokens, torch.arange(len(tokens)), PackedAttention([len(tokens)], mode="exact"))
+        logits = linear(hidden, model.lm_head.weight)  # the product of the losses, whatever the number of rows
+        expected = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        found = expected.gather(1, torch.tensor(sampled)[:, None]).squeeze(1)
+        assert torch.equal(found, torch.tensor(logprobs))
+        num_tokens += len(sampled)
+    assert num_tokens == 24 * len(prompts)
 
 
 def test_weights_equal_those_of_the_gguf_package(directory: Path, tmp_path: Path) -> None:
