@@ -2,7 +2,7 @@
 # every path below is relative to this file.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help bench gpu gpu-bundle setup test test-unit test-integration test-extras test-peers test-vllm test-all \
+.PHONY: help bench docs gpu gpu-bundle setup test test-unit test-integration test-extras test-peers test-vllm test-all \
   chaos fuzz demo distill lint format clean
 
 PY := .venv/bin/python
@@ -82,6 +82,9 @@ $(EXTRAS_STAMP): $(STAMP)
 	  > .venv/install-extras.log 2>&1 \
 	  || { tail -n 15 .venv/install-extras.log; echo "error: pip failed: .venv/install-extras.log"; exit 1; } >&2
 	@touch $(EXTRAS_STAMP)
+
+docs: $(EXTRAS_STAMP)  ## build the documentation site: docs/_build/html/index.html
+	@$(PY) -m sphinx -q -W --keep-going -b html docs docs/_build/html
 
 test-peers: $(PEERS_STAMP)  ## create .venv-peers with TRL, verl, Liger and Ray, then run loss oracles and cluster tests
 	@echo "==> tests against peers"
