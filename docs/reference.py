@@ -140,12 +140,27 @@ def _module_blocks(name: str) -> list[str]:
     return blocks
 
 
+class _Unquoted:
+    """An annotation that was written as text, shown without quotes."""
+
+    def __new__(cls, annotation: Any) -> Any:
+        return super().__new__(cls) if isinstance(annotation, str) else annotation
+
+    def __init__(self, annotation: str) -> None:
+        self.text = annotation
+
+    def __repr__(self) -> str:
+        return self.text
+
+
 def _signature(member: Any) -> str:
     try:
-        signature = str(inspect.signature(member))
+        signature = inspect.signature(member)
     except (TypeError, ValueError):
         return ""
-    text = f"{member.__name__}{signature}".replace("'", "")
+    parameters = [p.replace(annotation=_Unquoted(p.annotation)) for p in signature.parameters.values()]
+    signature = signature.replace(parameters=parameters, return_annotation=_Unquoted(signature.return_annotation))
+    text = f"{member.__name__}{signature}"
     if len(text) > 100:
         text = re.sub(r"^(\w+)\((.*)\)( -> .*)?$", _one_argument_per_line, text, flags=re.DOTALL)
     return f"```python\n{text}\n```\n"
