@@ -12,6 +12,7 @@ from typing import Any
 from prime_rl.configuration.errors import COMMAND_LINE, ConfigError, fail, unknown_key
 from prime_rl.configuration.merge import FALSE_WORDS, TRUE_WORDS, ConfigBuilder, RawString
 from prime_rl.configuration.schema import FieldSchema, KeyPath, suggest, suggest_key
+from rollouts.training.shipped import find_file
 
 PREFIX = "PRIME_"
 CREDENTIALS = ("PRIME_INTELLECT_", "PRIME_API_KEY")
@@ -114,7 +115,7 @@ def read_file(builder: ConfigBuilder, prefix: KeyPath, name: str) -> None:
 
 def load_layers(name: str, above: tuple[Path, ...]) -> list[tuple[dict[str, Any], Callable[[KeyPath], str]]]:
     """The tables of a file and of its base files, base first, each with a function from key to `file:line`."""
-    path = Path(name).expanduser()
+    path = find_file(name)
     included_by = f" (from toml_files in {above[-1].name})" if above else ""
     if path.resolve() in above:
         raise fail(f"{name} inherits from itself through toml_files", "remove it from one of the toml_files lists")

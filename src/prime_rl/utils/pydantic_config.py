@@ -40,6 +40,9 @@ class BaseConfig(BaseModel):
     spellings: ClassVar[Mapping[str, str]] = {}
     """Alternative documented names of keys: name -> dotted key below this section."""
 
+    main_keys: ClassVar[Sequence[str]] = ()
+    """For the class of a command: the dotted keys that `--help` shows; none: all."""
+
     dependents: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Key -> keys that belong to its value: those of lower layers are removed when it changes."""
 
