@@ -91,7 +91,9 @@ def _overview(
     yield "\n".join(f"  {left:<{len(examples[0][0])}}  {right}" for left, right in examples)
     sources: Mapping[str, str] = getattr(config, "provenance", {})
     given = [name for name, source in sources.items() if is_given(source)]
-    located = {name: _locate(config_cls, config, tuple(name.split("."))) for name in dict.fromkeys([*main_keys, *given])}
+    located = {
+        name: _locate(config_cls, config, tuple(name.split("."))) for name in dict.fromkeys([*main_keys, *given])
+    }
     rows = [
         _short_row(name, meaning, schema, value, describe_source(path, sources))
         for name, (path, schema, value, meaning) in located.items()
@@ -276,9 +278,7 @@ def _field_docstrings(module: str) -> dict[tuple[str, str], str]:
     return docstrings
 
 
-def _row(
-    name: str, meaning: str, schema: FieldSchema, value: Any, source: str, value_width: int = VALUE_WIDTH
-) -> Row:
+def _row(name: str, meaning: str, schema: FieldSchema, value: Any, source: str, value_width: int = VALUE_WIDTH) -> Row:
     kind = schema.describe()
     if schema.choices:
         kind = "choice"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl.configuration.errors import COMMAND_LINE, ConfigError, fail, unknown_key
+from prime_rl.configuration.foreign_names import translate_name
 from prime_rl.configuration.merge import FALSE_WORDS, TRUE_WORDS, ConfigBuilder, RawString
 from prime_rl.configuration.schema import FieldSchema, KeyPath, suggest, suggest_key
 from rollouts.training.shipped import find_file
@@ -221,7 +222,9 @@ def _misplaced(builder: ConfigBuilder, word: str, last: Option | None) -> Config
     if last:
         takes = "true or false" if last.schema.is_bool else "one value" if last.words else "no value"
         return fail(f"unexpected word {word!r}", f"--{'.'.join(last.path)} before it takes {takes}")
-    near = suggest_key(word.partition("=")[0].strip("-"), builder.root)
+    name = word.partition("=")[0].strip("-+")
+    other = translate_name(tuple(name.split(".")), builder.root)
+    near = other[0] if other else suggest_key(name, builder.root)
     return fail(f"unexpected word {word!r}", f"did you mean --{near}?" if near else "options look like --key value")
 
 

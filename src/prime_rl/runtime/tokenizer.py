@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 from prime_rl.pretrained.cache import resolve_gguf
 from prime_rl.pretrained.fetch import KNOWN_MODELS, fetch_model
+from prime_rl.runtime.run_dir import RunDir
 from rollouts.training.datasets.chat import RenderedChat, render_chat, render_pieces
 from rollouts.training.datasets.rows import describe_hub_error
+from rollouts.training.steps import latest_step, step_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,7 +37,7 @@ def resolve_model_dir(name: str) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ValueError(f"model.name {name!r} is a directory without a config.json: give a Hugging Face model dir")
+            raise ValueError(f"model.name {name!r} is a directory without a config.json: {_suggest_model(path)}")
         return path.resolve()
     if path.is_file():
         return resolve_gguf(path)
@@ -55,6 +57,17 @@ def resolve_model_dir(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt"]))
     except Exception as error:
         raise ValueError(f"model.name {name!r} is no directory and {describe_hub_error(error)}") from error
+
+
+def _suggest_model(path: Path) -> str:
+    """What to give instead of a directory that is not a model."""
+    for root in (path, RunDir(path).weights):
+        if (step := latest_step(root)) is not None:
+            return f"its newest step is --model.name {step_path(root, step)}"
+    if (path / "adapter_config.json").is_file():
+        return "it is a LoRA adapter, give the model that it was trained on"
+    inside = sorted(file.parent for file in path.glob("*/config.json"))
+    return f"did you mean {inside[0]}?" if inside else "give the directory of a Hugging Face model"
 
 
 def fingerprint_model(name: str) -> list[str]:
