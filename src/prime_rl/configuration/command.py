@@ -41,9 +41,10 @@ def run_command(
         raise SystemExit(show_version())
     debug, dry_run = "--debug" in argv, "--dry-run" in argv
     wants_help, topic, argv = _split_help([word for word in argv if word not in ("--debug", "--dry-run")])
-    try:
+
+    def execute() -> int | None:
         if wants_help:
-            raise SystemExit(_show_help(prog, config_cls, argv, summary, topic))
+            return _show_help(prog, config_cls, argv, summary, topic)
         from prime_rl.utils.pydantic_config import parse_argv
 
         config, _ = parse_argv(_load(config_cls), argv, prog)
@@ -60,14 +61,22 @@ def run_command(
 
             if (text := preview(config)) is not None:
                 sys.stdout.write(text)
-                raise SystemExit(0)
+                return 0
             comments = "".join(f"# {line}\n" for line in explain(config))
             sys.stdout.write(comments + render_toml(config, config.provenance))
-            raise SystemExit(0)
+            return 0
         _check_output_dir(config)
         if record:
             _record(config, prog)
-        raise SystemExit(run(config) or 0)
+        return run(config)
+
+    exit_with_errors(execute, debug=debug)
+
+
+def exit_with_errors(run: Callable[[], int | None], *, debug: bool = False) -> NoReturn:
+    """Exit with the code of `run`, or with an error message: 2 for `ValueError`, else 1. `debug`: a traceback."""
+    try:
+        raise SystemExit(run() or 0)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except BrokenPipeError:

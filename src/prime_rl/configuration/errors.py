@@ -131,6 +131,8 @@ def wrong_value(
 ) -> ConfigError:
     """The error for an invalid value."""
     key = ".".join(path[:-1] if path[-1].isdigit() and len(path) > 1 else path)
+    if schema.kind == "list" and isinstance(value, dict):
+        hint = f"write [[{key}]] instead of [{key}]: each such section is one entry"
     if hint is None and problem.removeprefix("must be ") in EXPECTED.values():
         allowed_none = ' (or "None" for unset)' if schema.optional and schema.kind != "any" else ""
         sample = EXAMPLES.get(schema.describe().split("|")[0])

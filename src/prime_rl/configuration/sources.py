@@ -127,7 +127,8 @@ def load_layers(name: str, above: tuple[Path, ...]) -> list[tuple[dict[str, Any]
         raise fail(f"{name} is nested too deeply", "write nested values as sections: [name.inner]") from None
     except tomllib.TOMLDecodeError as error:
         raise fail(
-            f"{name} is not valid TOML: {error}", "text needs quotes, a section is [name], a list is [1, 2]"
+            f"{name} is not valid TOML: {error}",
+            "text needs quotes, a section is [name], a list is [1, 2], a switch is true or false",
         ) from None
     bases = table.pop("toml_files", [])
     bases = [bases] if isinstance(bases, str) else bases
@@ -236,6 +237,8 @@ def _read_option(builder: ConfigBuilder, word: str, rest: Sequence[str]) -> tupl
     if located is None:
         located, off = _find_negated(builder, path), True
     if located is None:
+        if rest and rest[0].endswith(".toml"):
+            raise fail(f"unknown option {word}", f"write `@ {rest[0]}` to read the file")
         raise unknown_key(path, COMMAND_LINE, builder.root, builder.prog)
     path, schema = located
     if off:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ __all__ = [
     "resolve_model_dir",
 ]
 
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
 ASSETS_DIR = Path(__file__).resolve().parents[1] / "assets"
 
 
@@ -45,11 +47,12 @@ def resolve_model_dir(name: str) -> Path:
         return ASSETS_DIR / name
     if name in KNOWN_MODELS:
         return fetch_model(name)
-    shipped = ", ".join([*sorted(file.parent.name for file in ASSETS_DIR.glob("*/config.json")), *KNOWN_MODELS])
+    known = [*sorted(file.parent.name for file in ASSETS_DIR.glob("*/config.json")), *KNOWN_MODELS]
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        near = difflib.get_close_matches(name.lower(), known, n=1)
         raise ValueError(
-            f"model.name {name!r} is no directory or GGUF file, no known model ({shipped}) and no hub id (owner/name): "
-            "check it"
+            f"model.name {name!r} is no directory or GGUF file, no known model ({', '.join(known)}) and no hub id "
+            f"(owner/name): {f'did you mean {near[0]}?' if near else 'check it'}"
         )
     from huggingface_hub import snapshot_download
 
@@ -68,6 +71,12 @@ def _suggest_model(path: Path) -> str:
         return "it is a LoRA adapter, give the model that it was trained on"
     inside = sorted(file.parent for file in path.glob("*/config.json"))
     return f"did you mean {inside[0]}?" if inside else "give the directory of a Hugging Face model"
+
+
+def check_weights(directory: Path, random_init: bool) -> None:
+    """`ValueError` for a model directory without weight files, unless the weights are initialized at random."""
+    if not random_init and not any(any(directory.glob(f"*{suffix}")) for suffix in WEIGHT_SUFFIXES):
+        raise ValueError(f"{directory} has no weights: set model.debug.random_init = true to start from random ones")
 
 
 def fingerprint_model(name: str) -> list[str]:
