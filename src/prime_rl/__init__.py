@@ -1,1 +1,28 @@
-"""The processes: configs, wires, servers and launchers of asynchronous RL for language models."""
+"""Asynchronous RL, SFT, evaluation and synthesis for language models: processes, configurations and launchers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from prime_rl.launcher.training import train
+
+__all__ = ["__version__", "train"]
+
+__version__: str
+
+
+def __getattr__(name: str) -> Any:
+    """Load `train` and `__version__` when they are first used: every process imports this package."""
+    if name == "train":
+        from prime_rl.launcher.training import train
+
+        return train
+    if name == "__version__":
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version("prime-rl")
+        except PackageNotFoundError:  # the sources on the path, without an installation
+            return "unknown"
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -61,6 +61,18 @@ class SharedPrometheusConfig(BaseConfig):
 
 class RLConfig(BaseConfig):
     """Configuration of a whole run. A shared key applies to every process; a conflicting process key is an error."""
+
+    main_keys: ClassVar[Sequence[str]] = """
+        model.name max_steps output_dir resume clean seed seq_len max_async_level orchestrator.env.0.id
+        orchestrator.env.0.args orchestrator.batch_size orchestrator.rollouts_per_example
+        orchestrator.sampling.max_tokens orchestrator.sampling.temperature orchestrator.advantage.std
+        orchestrator.max_concurrent orchestrator.eval.interval orchestrator.eval.num_examples
+        orchestrator.teacher_model.context trainer.loss.type trainer.loss.kl_coef trainer.optim.lr
+        trainer.optim.type trainer.optim.max_norm trainer.scheduler.type trainer.scheduler.warmup_steps
+        trainer.micro_bs trainer.model.lora.rank trainer.model.dtype trainer.parallel.dp inference.backend
+        inference.server.port inference.parallel.tp trainer_gpu_ids inference_gpu_ids ckpt.interval wandb.project
+        log.level deployment.type
+    """.split()
 
     spellings: ClassVar[Mapping[str, str]] = {"inspect_context": "orchestrator.teacher_model.inspect_context"}
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prime_rl.configuration.command import run_command
+from prime_rl.configuration.command import exit_with_errors, run_command
 from prime_rl.launcher.gpus import (
     GpuAssignment,
     assign_gpus,
@@ -60,7 +60,7 @@ def check_inputs(config: RLConfig) -> None:
 
     Downloads a hub model once instead of three times.
     """
-    from prime_rl.runtime.tokenizer import resolve_model_dir
+    from prime_rl.runtime.tokenizer import check_weights, resolve_model_dir
     from prime_rl.telemetry.trackers import check_trackers
     from prime_rl.utils.logger import find_level
     from prime_rl.utils.vf import check_environments
@@ -73,7 +73,7 @@ def check_inputs(config: RLConfig) -> None:
     if config.trainer.loss.import_path is not None:
         sys.path.append(str(Path.cwd()))  # the trainer, started by `python -m`, imports from there
         config.trainer.loss.import_custom()
-    resolve_model_dir(config.model.name)
+    check_weights(resolve_model_dir(config.model.name), config.model.debug.random_init)
     check_environments([*config.orchestrator.env, *config.orchestrator.eval_envs])
     if config.inference is not None:
         check_port_free(config.inference.server.host, config.inference.server.port)
@@ -196,11 +196,16 @@ def explain(config: RLConfig) -> list[str]:
 
 def main() -> None:
     """Console script `rl`."""
+    if sys.argv[1:2] == ["init"]:
+        from prime_rl.launcher.new_environment import init
+
+        exit_with_errors(lambda: init(sys.argv[2:]))
     run_command(
         "rl",
         "prime_rl.config:RLConfig",
         rl,
-        summary="Train a model by asynchronous RL: starts inference server, orchestrator and trainer together.",
+        summary="Train a model by asynchronous RL: starts inference server, orchestrator and trainer together.\n"
+        "`rl init NAME` writes a new environment with its configuration and test.",
         explain=explain,
         preview=preview,
     )

@@ -37,11 +37,14 @@ def run_command(
     """
     protect_output()
     argv = sys.argv[1:]
-    debug, wants_help, dry_run = "--debug" in argv, "--help" in argv or "-h" in argv, "--dry-run" in argv
-    argv = [word for word in argv if word not in ("--debug", "--help", "-h", "--dry-run")]
-    try:
+    if "--version" in argv:
+        raise SystemExit(show_version())
+    debug, dry_run = "--debug" in argv, "--dry-run" in argv
+    wants_help, topic, argv = _split_help([word for word in argv if word not in ("--debug", "--dry-run")])
+
+    def execute() -> int | None:
         if wants_help:
-            raise SystemExit(_show_help(prog, config_cls, argv, summary))
+            return _show_help(prog, config_cls, argv, summary, topic)
         from prime_rl.utils.pydantic_config import parse_argv
 
         config, _ = parse_argv(_load(config_cls), argv, prog)
@@ -58,14 +61,22 @@ def run_command(
 
             if (text := preview(config)) is not None:
                 sys.stdout.write(text)
-                raise SystemExit(0)
+                return 0
             comments = "".join(f"# {line}\n" for line in explain(config))
             sys.stdout.write(comments + render_toml(config, config.provenance))
-            raise SystemExit(0)
+            return 0
         _check_output_dir(config)
         if record:
             _record(config, prog)
-        raise SystemExit(run(config) or 0)
+        return run(config)
+
+    exit_with_errors(execute, debug=debug)
+
+
+def exit_with_errors(run: Callable[[], int | None], *, debug: bool = False) -> NoReturn:
+    """Exit with the code of `run`, or with an error message: 2 for `ValueError`, else 1. `debug`: a traceback."""
+    try:
+        raise SystemExit(run() or 0)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except BrokenPipeError:
@@ -86,9 +97,29 @@ def _load(config_cls: type[BaseConfig] | str) -> type[BaseConfig]:
     return cls
 
 
-def _show_help(prog: str, config_cls: type[BaseConfig] | str, argv: Sequence[str], summary: str) -> int:
+def show_version() -> int:
+    """Print the version of the package; returns the exit code."""
+    import prime_rl
+
+    sys.stdout.write(f"prime-rl {prime_rl.__version__}\n")
+    return 0
+
+
+def _split_help(argv: Sequence[str]) -> tuple[bool, str | None, list[str]]:
+    """Whether help is wanted, its topic (the word behind --help), and the other words."""
+    start = next((i for i, word in enumerate(argv) if word in ("--help", "-h")), None)
+    if start is None:
+        return False, None, list(argv)
+    rest = list(argv[start + 1 :])
+    topic = rest.pop(0) if rest and not rest[0].startswith(("-", "@")) else None
+    return True, topic, [*argv[:start], *(word for word in rest if word not in ("--help", "-h"))]
+
+
+def _show_help(
+    prog: str, config_cls: type[BaseConfig] | str, argv: Sequence[str], summary: str, topic: str | None
+) -> int:
     """Print the help, with the merged values if any were given; return the exit code."""
-    from prime_rl.configuration.help import render_help
+    from prime_rl.configuration.help import is_given, render_help
     from prime_rl.utils.pydantic_config import parse_argv
 
     cls = _load(config_cls)
@@ -98,8 +129,8 @@ def _show_help(prog: str, config_cls: type[BaseConfig] | str, argv: Sequence[str
     except ConfigError as error:
         problem = error if argv else None
     # Without any input, show the declared defaults rather than values derived by validators.
-    is_given = config and any(not source.startswith("shared key") for source in config.provenance.values())
-    sys.stdout.write(_colorize(render_help(prog, cls, config if is_given else None, summary) + "\n"))
+    shown = config if config and any(map(is_given, config.provenance.values())) else None
+    sys.stdout.write(_colorize(render_help(prog, cls, shown, summary, topic) + "\n"))
     return _show_error(problem) if problem else 0
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
+from prime_rl.configuration.foreign_names import translate_name
 from prime_rl.configuration.schema import (
     FieldSchema,
     KeyPath,
@@ -77,7 +78,9 @@ def name_key(path: KeyPath, source: str) -> str:
 def unknown_key(path: KeyPath, source: str, root: FieldSchema, prog: str) -> ConfigError:
     """The error for an unknown key."""
     dashes = "--" if source == COMMAND_LINE else ""
-    if near := suggest_key(".".join(path), root):
+    if other := translate_name(path, root):
+        hint = f"did you mean {dashes}{other[0]}? ({'.'.join(path)} in {other[1]})"
+    elif near := suggest_key(".".join(path), root):
         hint = f"did you mean {dashes}{near}?"
     elif len(path) > 1 and (siblings := _sibling_keys(path, root)):
         hint = f"{'.'.join(path[:-1])} has {siblings}"
@@ -128,6 +131,8 @@ def wrong_value(
 ) -> ConfigError:
     """The error for an invalid value."""
     key = ".".join(path[:-1] if path[-1].isdigit() and len(path) > 1 else path)
+    if schema.kind == "list" and isinstance(value, dict):
+        hint = f"write [[{key}]] instead of [{key}]: each such section is one entry"
     if hint is None and problem.removeprefix("must be ") in EXPECTED.values():
         allowed_none = ' (or "None" for unset)' if schema.optional and schema.kind != "any" else ""
         sample = EXAMPLES.get(schema.describe().split("|")[0])

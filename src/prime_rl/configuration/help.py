@@ -1,9 +1,10 @@
-"""The --help page of a command: usage, and every key with its type, value, source and description."""
+"""The --help pages of a command: its main keys on one screen, the keys of one section, or every key."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import re
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,18 +15,34 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from prime_rl.configuration.errors import COMMAND_LINE, fail
 from prime_rl.configuration.render import describe_source, render_value
-from prime_rl.configuration.schema import FieldSchema, KeyPath, default_of, field_schema
+from prime_rl.configuration.schema import (
+    FieldSchema,
+    KeyPath,
+    child,
+    default_of,
+    field_schema,
+    section_schema,
+    suggest,
+    suggest_key,
+)
 
 WIDTH = 100
+SCREEN_WIDTH = 120
 VALUE_WIDTH = 26
+SHORT_VALUE_WIDTH = 17
+EVERYTHING = "all"
+OPTIONS = "[@ FILE.toml ...] [--KEY VALUE ...] [--dry-run] [--help [SECTION]] [--version] [--debug]"
 REQUIRED = object()
+OFF = object()
+"""Value of a key in a section that is off."""
 COMMANDS = (
     ("@ base.toml @ more.toml", "read files: tables are merged, the later file wins"),
     ("@ run.toml --{key} {value}", "options > files > {variable}={value} > defaults"),
     ("--{section} @ part.toml", "read a file into one section"),
     ("@ run.toml --dry-run", "print every value and where it comes from, then stop"),
-    ("@ run.toml --help", "this page with the values of run.toml"),
+    ("@ run.toml --help", "the main keys with the values of run.toml; --help SECTION: others"),
 )
 SPELLINGS = (
     ("keys", "--a.b_c or --a.b-c, with a value behind a space or ="),
@@ -43,14 +60,131 @@ Row = tuple[str, str, str, str]
 """Name, type, value and meaning of a key."""
 
 
-def render_help(prog: str, config_cls: type[BaseModel], config: BaseModel | None, summary: str) -> str:
-    """The whole page; with `config`, its values and their sources replace the defaults."""
+def render_help(
+    prog: str, config_cls: type[BaseModel], config: BaseModel | None, summary: str, topic: str | None = None
+) -> str:
+    """The page of a `topic`: None for the main keys, `EVERYTHING`, or a section or key.
+
+    With `config`, its values and their sources replace the defaults. Raises `ConfigError` for an unknown topic.
+    """
     sources: Mapping[str, str] = getattr(config, "provenance", {})
+    main_keys: Sequence[str] = getattr(config_cls, "main_keys", ())
+    if topic not in (None, EVERYTHING):
+        return "\n\n".join(_render_topic(prog, config_cls, config, str(topic)))
+    blocks = [f"usage: {prog} {OPTIONS}", textwrap.fill(summary, WIDTH)]
+    if topic is None and main_keys:
+        return "\n\n".join([blocks[0] + "\n" + summary, *_overview(prog, config_cls, config, main_keys)])
     heading = f"Keys of {prog}  written --KEY VALUE, or KEY = VALUE in a file"
-    blocks = [f"usage: {prog} [@ FILE.toml ...] [--KEY VALUE ...] [--dry-run] [--debug] [--help]"]
-    blocks.append(textwrap.fill(summary, WIDTH))
     blocks += _introduction(prog, *_examples(config_cls))
     return "\n\n".join([*blocks, *_blocks(config_cls, config, (), heading, sources)])
+
+
+def _overview(
+    prog: str, config_cls: type[BaseModel], config: BaseModel | None, main_keys: Sequence[str]
+) -> Iterator[str]:
+    """The main keys, the keys that were given besides, and the names of all sections, on one screen."""
+    key, value, _ = _examples(config_cls)
+    examples = (
+        (f"{prog} @ run.toml --{key} {value}", f"options > files > PRIME_{key.upper()}={value} > defaults"),
+        (f"{prog} @ run.toml --dry-run", "print every value and where it comes from"),
+    )
+    yield "\n".join(f"  {left:<{len(examples[0][0])}}  {right}" for left, right in examples)
+    sources: Mapping[str, str] = getattr(config, "provenance", {})
+    given = [name for name, source in sources.items() if is_given(source)]
+    located = {
+        name: _locate(config_cls, config, tuple(name.split("."))) for name in dict.fromkeys([*main_keys, *given])
+    }
+    rows = [
+        _short_row(name, meaning, schema, value, describe_source(path, sources))
+        for name, (path, schema, value, meaning) in located.items()
+        if name in main_keys or schema.kind != "section"
+    ]
+    yield "\n".join(["Main keys:", *_one_line_each(rows)])
+    lead = f"Sections ({prog} --help SECTION shows the keys of one, {prog} --help all every key): "
+    text = lead + "  ".join(_section_names(section_schema(config_cls)))
+    yield textwrap.fill(text, SCREEN_WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def _section_names(root: FieldSchema) -> list[str]:
+    """Sections and the sections directly below them, those of the same class once."""
+    names = _names_below(root)
+    seen = {section for section in names.values() if section.kind == "section"}
+    for name, section in list(names.items()):
+        below = {f"{name}.{inner}": schema for inner, schema in _names_below(section).items() if schema not in seen}
+        names |= below
+        seen |= set(below.values())
+    return sorted(names, key=lambda name: list(names).index(name.partition(".")[0]))
+
+
+def _names_below(schema: FieldSchema) -> dict[str, FieldSchema]:
+    found = {}
+    for name, field in schema.sections[0].model_fields.items():
+        below = field_schema(field)
+        below = below.item if below.kind == "list" and below.item else below
+        if below.kind == "section":
+            found[name] = FieldSchema("section", below.sections[0], sections=below.sections, tag=below.tag)
+    return found
+
+
+def _render_topic(prog: str, config_cls: type[BaseModel], config: BaseModel | None, topic: str) -> Iterator[str]:
+    """The blocks of a section, or the row of a key."""
+    words = tuple(part.replace("-", "_") for part in topic.removeprefix("--").split("."))
+    path, schema, value, meaning = _locate(config_cls, config, words)
+    sources: Mapping[str, str] = getattr(config, "provenance", {})
+    if schema.kind == "section" or (schema.item and schema.item.kind == "section"):
+        yield from _section_blocks(meaning, schema, value, path, sources)
+    else:
+        row = _row(".".join(path), meaning, schema, value, describe_source(path, sources))
+        yield "\n".join(_lines(f"Key of {prog}", [row]))
+
+
+def _locate(
+    config_cls: type[BaseModel], config: BaseModel | None, path: KeyPath
+) -> tuple[KeyPath, FieldSchema, Any, str]:
+    """Path, schema, value (or default) and meaning of a key; raises `ConfigError` if there is none."""
+    root = schema = section_schema(config_cls)
+    node: Any = config
+    meaning, is_off = "", False
+    for part in path:
+        owners = [cls for cls in schema.sections if part in cls.model_fields]
+        owner = next((cls for cls in owners if isinstance(node, cls)), owners[0] if owners else None)
+        below = child(schema, part)
+        if below is None:
+            names = [*_section_names(root), EVERYTHING]
+            near = suggest(".".join(path), names) or suggest_key(".".join(path), root)
+            hint = f"did you mean --help {near}?" if near else "--help lists the sections, --help all every key"
+            raise fail(f"--help {'.'.join(path)}: there is no such section or key", hint)
+        if owner is not None:
+            meaning = describe_field(owner, part)
+            known = isinstance(node, owner) if isinstance(node, BaseModel) else False
+            is_off = is_off or (config is not None and not known)
+            node = getattr(node, part) if known else _value_of(owner.model_fields[part], None, part)
+            is_off = is_off or (node is None and below.kind == "section")
+        elif isinstance(node, list | tuple):
+            node = node[int(part)] if part.isdigit() and int(part) < len(node) else None
+        elif isinstance(node, Mapping):
+            node = node.get(part)
+        schema = below
+    return path, schema, OFF if is_off and schema.kind != "section" else node, meaning
+
+
+def _short_row(name: str, meaning: str, schema: FieldSchema, value: Any, source: str) -> Row:
+    """A row without the type, which stands for the value where there is none."""
+    name, kind, shown, meaning = _row(name, meaning, schema, value, source, SHORT_VALUE_WIDTH)
+    return name, "", f"<{kind}>" if value in (None, REQUIRED) else shown, meaning
+
+
+def _one_line_each(rows: Sequence[Row]) -> Iterator[str]:
+    """The rows; a meaning that does not fit ends at a clause."""
+    width = max(len(row[0]) for row in rows)
+    for name, _, value, meaning in rows:
+        left = f"  {name:<{width}}  {value:<{SHORT_VALUE_WIDTH}}  "
+        room = SCREEN_WIDTH - len(left)
+        meaning = meaning.strip().removesuffix(".")
+        if len(meaning) > room:
+            clauses = [meaning[: match.start()] for match in re.finditer(r"[.;,] ", meaning[: room + 1])]
+            meaning = clauses[-1] if clauses and len(clauses[-1]) > room // 3 else meaning[: room - 3].rstrip() + "..."
+        yield (left + meaning).rstrip()
 
 
 def _introduction(prog: str, key: str, value: str, section: str) -> list[str]:
@@ -144,16 +278,22 @@ def _field_docstrings(module: str) -> dict[tuple[str, str], str]:
     return docstrings
 
 
-def _row(name: str, meaning: str, schema: FieldSchema, value: Any, source: str) -> Row:
+def _row(name: str, meaning: str, schema: FieldSchema, value: Any, source: str, value_width: int = VALUE_WIDTH) -> Row:
     kind = schema.describe()
     if schema.choices:
         kind = "choice"
         if len(schema.choices) > 1:
             meaning += f" One of: {', '.join(map(str, schema.choices))}."
-    shown = "(required)" if value is REQUIRED else "unset" if value is None else render_value(value)
-    if len(shown) > VALUE_WIDTH:
-        shown = f"{shown[: VALUE_WIDTH // 3]}...{shown[-(VALUE_WIDTH - VALUE_WIDTH // 3 - 3) :]}"
+    special = "(required)" if value is REQUIRED else "off" if value is OFF else "unset" if value is None else None
+    shown = special or render_value(value)
+    if len(shown) > value_width:
+        shown = f"{shown[: value_width // 3]}...{shown[-(value_width - value_width // 3 - 3) :]}"
     return name, kind, shown, (meaning if source == "default" else f"({_short(source)}) {meaning}")
+
+
+def is_given(source: str) -> bool:
+    """Whether a value comes from an option, a file or a variable, and was not derived."""
+    return source == COMMAND_LINE or source.startswith("env ") or re.search(r"(:\d+|\.toml)$", source) is not None
 
 
 def _short(source: str) -> str:

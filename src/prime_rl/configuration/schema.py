@@ -170,10 +170,12 @@ def suggest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 def suggest_key(key: str, schema: FieldSchema) -> str | None:
     """The closest dotted key: a similar spelling in the same section, or the same last part in another section."""
     keys = all_keys(schema)
-    *section, last = key.split(".")
+    *section, last = key.replace("-", "_").split(".")
     siblings = [known for known in keys if known.split(".")[:-1] == section]
     near = suggest(last, [known.split(".")[-1] for known in siblings])
     if near:
         return ".".join((*section, near))
     elsewhere = [known for known in keys if known.split(".")[-1] == last]
-    return min(elsewhere, key=len) if elsewhere else suggest(key, keys, cutoff=0.75)
+    main_keys = getattr(schema.sections[0], "main_keys", ())
+    main = [known for known in elsewhere if any(f"{name}.".startswith(f"{known}.") for name in main_keys)]
+    return min(main or elsewhere, key=len) if elsewhere else suggest(key, keys, cutoff=0.75)

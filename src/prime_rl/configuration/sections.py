@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -294,6 +294,12 @@ class GenerationEnvConfig(EnvConfig):
 
 class GenerationConfig(TrackersConfig):
     """Model, environments and amount of generation, shared by `eval` and `synthesize`."""
+
+    main_keys: ClassVar[Sequence[str]] = """
+        model.name model.max_model_len client.base_url env.0.id env.0.args num_examples rollouts_per_example
+        sampling.max_tokens sampling.temperature sampling.top_p max_concurrent max_retries seed resume output_dir
+        wandb.project log.level
+    """.split()
 
     model: GenerationModelConfig = GenerationModelConfig()
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl.configuration.errors import COMMAND_LINE, ConfigError, fail, unknown_key
+from prime_rl.configuration.foreign_names import translate_name
 from prime_rl.configuration.merge import FALSE_WORDS, TRUE_WORDS, ConfigBuilder, RawString
 from prime_rl.configuration.schema import FieldSchema, KeyPath, suggest, suggest_key
+from rollouts.training.shipped import find_file
 
 PREFIX = "PRIME_"
 CREDENTIALS = ("PRIME_INTELLECT_", "PRIME_API_KEY")
@@ -114,7 +116,7 @@ def read_file(builder: ConfigBuilder, prefix: KeyPath, name: str) -> None:
 
 def load_layers(name: str, above: tuple[Path, ...]) -> list[tuple[dict[str, Any], Callable[[KeyPath], str]]]:
     """The tables of a file and of its base files, base first, each with a function from key to `file:line`."""
-    path = Path(name).expanduser()
+    path = find_file(name)
     included_by = f" (from toml_files in {above[-1].name})" if above else ""
     if path.resolve() in above:
         raise fail(f"{name} inherits from itself through toml_files", "remove it from one of the toml_files lists")
@@ -125,7 +127,8 @@ def load_layers(name: str, above: tuple[Path, ...]) -> list[tuple[dict[str, Any]
         raise fail(f"{name} is nested too deeply", "write nested values as sections: [name.inner]") from None
     except tomllib.TOMLDecodeError as error:
         raise fail(
-            f"{name} is not valid TOML: {error}", "text needs quotes, a section is [name], a list is [1, 2]"
+            f"{name} is not valid TOML: {error}",
+            "text needs quotes, a section is [name], a list is [1, 2], a switch is true or false",
         ) from None
     bases = table.pop("toml_files", [])
     bases = [bases] if isinstance(bases, str) else bases
@@ -220,7 +223,9 @@ def _misplaced(builder: ConfigBuilder, word: str, last: Option | None) -> Config
     if last:
         takes = "true or false" if last.schema.is_bool else "one value" if last.words else "no value"
         return fail(f"unexpected word {word!r}", f"--{'.'.join(last.path)} before it takes {takes}")
-    near = suggest_key(word.partition("=")[0].strip("-"), builder.root)
+    name = word.partition("=")[0].strip("-+")
+    other = translate_name(tuple(name.split(".")), builder.root)
+    near = other[0] if other else suggest_key(name, builder.root)
     return fail(f"unexpected word {word!r}", f"did you mean --{near}?" if near else "options look like --key value")
 
 
@@ -232,6 +237,8 @@ def _read_option(builder: ConfigBuilder, word: str, rest: Sequence[str]) -> tupl
     if located is None:
         located, off = _find_negated(builder, path), True
     if located is None:
+        if rest and rest[0].endswith(".toml"):
+            raise fail(f"unknown option {word}", f"write `@ {rest[0]}` to read the file")
         raise unknown_key(path, COMMAND_LINE, builder.root, builder.prog)
     path, schema = located
     if off:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 from pydantic import model_validator
 
@@ -11,6 +13,8 @@ from prime_rl.configuration.sections import GenerationConfig
 
 class EvalConfig(GenerationConfig):
     """Configuration of `eval`: model, environments, rollouts."""
+
+    main_keys: ClassVar[Sequence[str]] = (*GenerationConfig.main_keys, "pass_threshold", "weights_dir", "steps")
 
     pass_threshold: float = 1.0
     """A rollout with at least this reward counts as passed in pass@k."""

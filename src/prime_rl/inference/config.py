@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -124,6 +124,12 @@ class SGLangConfig(BaseConfig):
 
 class InferenceConfig(BaseConfig):
     """One inference server."""
+
+    main_keys: ClassVar[Sequence[str]] = """
+        model.name model.max_model_len model.dtype model.device server.host server.port backend exact parallel.tp
+        parallel.dp sampling.max_tokens sampling.temperature max_batch_size max_num_batched_tokens max_lora_rank
+        seed output_dir log.level
+    """.split()
 
     spellings: ClassVar[Mapping[str, str]] = {
         "tensor_parallel_size": "parallel.tp",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -199,6 +199,15 @@ class TrainEnvConfig(ContextConfig, EnvConfig):
 
 class OrchestratorConfig(TrackersConfig):
     """Configuration of the orchestrator."""
+
+    main_keys: ClassVar[Sequence[str]] = """
+        model.name max_steps output_dir seed seq_len max_async_level client.base_url env.0.id env.0.args
+        env.0.num_workers batch_size rollouts_per_example sampling.max_tokens sampling.temperature sampling.top_p
+        zero_truncated_completions advantage.baseline advantage.std length_penalty.type
+        buffer.online_difficulty_filtering eval.interval eval.num_examples val.interval teacher_model.context
+        max_concurrent max_retries inference_timeout transport.type weight_broadcast.type ckpt.interval
+        ckpt.resume_step wandb.project log.level
+    """.split()
 
     spellings: ClassVar[Mapping[str, str]] = {"inspect_context": "teacher_model.inspect_context"}
 

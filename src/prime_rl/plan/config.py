@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -103,6 +104,15 @@ class EfficiencyConfig(BaseConfig):
 
 class PlanConfig(RLConfig):
     """The configuration of `rl`, plus cluster, workload and efficiency."""
+
+    main_keys: ClassVar[Sequence[str]] = """
+        cluster.gpu cluster.nodes cluster.gpus_per_node cluster.trainer_gpus cluster.network_gbs cluster.disk_gbs
+        workload.prompt_tokens workload.completion_tokens workload.spread workload.turns workload.latency_s
+        efficiency.matmul efficiency.memory efficiency.link model.name seq_len max_async_level orchestrator.batch_size
+        orchestrator.rollouts_per_example orchestrator.sampling.max_tokens trainer.micro_bs trainer.model.lora.rank
+        trainer.model.dtype trainer.parallel.tp trainer.parallel.pp trainer.parallel.cp inference.parallel.tp
+        trainer_gpu_ids inference_gpu_ids
+    """.split()
 
     cluster: ClusterConfig = ClusterConfig()
 

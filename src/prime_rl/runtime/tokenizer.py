@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prime_rl.pretrained.cache import resolve_gguf
 from prime_rl.pretrained.fetch import KNOWN_MODELS, fetch_model
+from prime_rl.runtime.run_dir import RunDir
 from rollouts.training.datasets.chat import RenderedChat, render_chat, render_pieces
 from rollouts.training.datasets.rows import describe_hub_error
+from rollouts.training.steps import latest_step, step_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,6 +27,7 @@ __all__ = [
     "resolve_model_dir",
 ]
 
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
 ASSETS_DIR = Path(__file__).resolve().parents[1] / "assets"
 
 
@@ -35,7 +39,7 @@ def resolve_model_dir(name: str) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ValueError(f"model.name {name!r} is a directory without a config.json: give a Hugging Face model dir")
+            raise ValueError(f"model.name {name!r} is a directory without a config.json: {_suggest_model(path)}")
         return path.resolve()
     if path.is_file():
         return resolve_gguf(path)
@@ -43,11 +47,12 @@ def resolve_model_dir(name: str) -> Path:
         return ASSETS_DIR / name
     if name in KNOWN_MODELS:
         return fetch_model(name)
-    shipped = ", ".join([*sorted(file.parent.name for file in ASSETS_DIR.glob("*/config.json")), *KNOWN_MODELS])
+    known = [*sorted(file.parent.name for file in ASSETS_DIR.glob("*/config.json")), *KNOWN_MODELS]
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        near = difflib.get_close_matches(name.lower(), known, n=1)
         raise ValueError(
-            f"model.name {name!r} is no directory or GGUF file, no known model ({shipped}) and no hub id (owner/name): "
-            "check it"
+            f"model.name {name!r} is no directory or GGUF file, no known model ({', '.join(known)}) and no hub id "
+            f"(owner/name): {f'did you mean {near[0]}?' if near else 'check it'}"
         )
     from huggingface_hub import snapshot_download
 
@@ -55,6 +60,23 @@ def resolve_model_dir(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt"]))
     except Exception as error:
         raise ValueError(f"model.name {name!r} is no directory and {describe_hub_error(error)}") from error
+
+
+def _suggest_model(path: Path) -> str:
+    """What to give instead of a directory that is not a model."""
+    for root in (path, RunDir(path).weights):
+        if (step := latest_step(root)) is not None:
+            return f"its newest step is --model.name {step_path(root, step)}"
+    if (path / "adapter_config.json").is_file():
+        return "it is a LoRA adapter, give the model that it was trained on"
+    inside = sorted(file.parent for file in path.glob("*/config.json"))
+    return f"did you mean {inside[0]}?" if inside else "give the directory of a Hugging Face model"
+
+
+def check_weights(directory: Path, random_init: bool) -> None:
+    """`ValueError` for a model directory without weight files, unless the weights are initialized at random."""
+    if not random_init and not any(any(directory.glob(f"*{suffix}")) for suffix in WEIGHT_SUFFIXES):
+        raise ValueError(f"{directory} has no weights: set model.debug.random_init = true to start from random ones")
 
 
 def fingerprint_model(name: str) -> list[str]:

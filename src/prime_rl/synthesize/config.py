@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -31,6 +32,8 @@ class SynthesisFilterConfig(BaseConfig):
 
 class SynthesizeConfig(GenerationConfig):
     """Configuration of `synthesize`: model, environments, filter."""
+
+    main_keys: ClassVar[Sequence[str]] = (*GenerationConfig.main_keys, "split", "keep.min_reward", "keep.dedupe")
 
     split: Literal["train", "eval"] = "train"
     """Split of the examples; keep held-out examples out of training data."""

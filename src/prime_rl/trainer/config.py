@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -234,6 +235,13 @@ class TrainerConfig(TrackersConfig):
 class TrainConfig(TrainerConfig):
     """The RL trainer."""
 
+    main_keys: ClassVar[Sequence[str]] = """
+        model.name max_steps output_dir seed model.seq_len max_async_level loss.type loss.kl_coef loss.teacher_tau
+        micro_bs optim.lr optim.type optim.weight_decay optim.max_norm scheduler.type scheduler.warmup_steps
+        model.lora.rank model.dtype model.attn parallel.dp parallel.tp data.fake.batch_size transport.type
+        weight_broadcast.type ckpt.interval ckpt.keep ckpt.resume_step wandb.project log.level
+    """.split()
+
     full_lr = RL_LR
 
     model: RLModelConfig = RLModelConfig()
@@ -275,6 +283,14 @@ class TrainConfig(TrainerConfig):
 
 class SFTConfig(TrainerConfig):
     """The SFT trainer."""
+
+    main_keys: ClassVar[Sequence[str]] = """
+        model.name max_steps num_epochs output_dir seed data.name data.split data.seq_len data.batch_size
+        data.pack_function data.truncate data.loss_mask.assistant val.interval val.num_samples
+        tokenizer.chat_template micro_bs optim.lr optim.type optim.weight_decay optim.max_norm scheduler.type
+        scheduler.warmup_steps model.lora.rank model.dtype model.attn parallel.dp ckpt.interval ckpt.keep
+        ckpt.resume_step wandb.project log.level deployment.type
+    """.split()
 
     full_lr = SFT_LR
 

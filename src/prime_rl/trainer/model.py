@@ -13,9 +13,9 @@ from prime_rl.runtime.tokenizer import ASSETS_DIR, resolve_model_dir
 from prime_rl.trainer.config import LoraConfig, ModelConfig, SFTModelConfig
 from prime_rl.trainer.hf_model import load_hf_model
 from prime_rl.trainer.lora import LoraSpec, add_lora
-from prime_rl.trainer.models.attention import AttentionMode, has_flash
+from prime_rl.trainer.models.attention import has_flash
 from prime_rl.trainer.models.causal_lm import CausalLM
-from prime_rl.trainer.models.decoder_config import DecoderConfig
+from prime_rl.trainer.models.decoder_config import AttentionMode, DecoderConfig
 from prime_rl.trainer.models.registry import load_decoder, load_hf_config
 from rollouts.kernels.cpu import arithmetic_dtype
 from rollouts.kernels.linear import Linear

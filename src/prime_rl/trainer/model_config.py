@@ -7,7 +7,11 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from prime_rl.configuration.sections import DebugModelConfig
+from prime_rl.trainer.models.decoder_config import AttentionMode
 from prime_rl.utils.pydantic_config import BaseConfig
+
+AttentionChoice = Literal["auto", AttentionMode]
+"""`auto` is resolved by `trainer.model.resolve_placement`."""
 
 
 class LoraConfig(BaseConfig):
@@ -77,7 +81,7 @@ class ModelConfig(BaseConfig):
     impl: Literal["auto", "custom", "hf"] = "auto"
     """custom: the native decoder, also used by the embedded engine; hf: transformers; auto: custom if supported."""
 
-    attn: Literal["auto", "exact", "sdpa", "flash"] = "auto"
+    attn: AttentionChoice = "auto"
     """exact: batch-invariant, bit for bit; sdpa, flash (GPU): faster; auto: exact for fp32 on a CPU."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"

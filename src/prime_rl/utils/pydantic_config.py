@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, mod
 
 from prime_rl.configuration.errors import ConfigError, join_errors, translate
 from prime_rl.configuration.merge import ConfigBuilder
-from prime_rl.configuration.schema import default_of, field_schema, variant
+from prime_rl.configuration.schema import KeyPath, default_of, field_schema, variant
 from prime_rl.configuration.sources import apply_options, read_arguments, read_environment, read_file
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "note",
     "note_source",
     "parse_argv",
+    "parse_settings",
     "write_config",
 ]
 
@@ -39,6 +40,9 @@ class BaseConfig(BaseModel):
 
     spellings: ClassVar[Mapping[str, str]] = {}
     """Alternative documented names of keys: name -> dotted key below this section."""
+
+    main_keys: ClassVar[Sequence[str]] = ()
+    """For the class of a command: the dotted keys that `--help` shows; none: all."""
 
     dependents: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Key -> keys that belong to its value: those of lower layers are removed when it changes."""
@@ -103,11 +107,40 @@ def parse_argv(
     """
     builder = ConfigBuilder(config_cls, prog)
     arguments = read_arguments(builder, argv)
-    notes = [f"warning: {text}" for text in read_environment(builder, os.environ if environ is None else environ)]
-    for prefix, name in arguments.files:
+    notes = _read_lower_layers(builder, arguments.files, os.environ if environ is None else environ)
+    apply_options(builder, arguments.options)
+    config = _build(config_cls, builder, notes)
+    return config, config.provenance
+
+
+def parse_settings(
+    config_cls: type[Config], settings: Mapping[str, Any], prog: str, files: Sequence[str] = ()
+) -> Config:
+    """Parse dotted keys with their values into a config: `settings` > `files` from left to right > PRIME_A__B > defaults.
+
+    Raises ConfigError as `parse_argv` does; `prog` is the source of the settings in messages.
+    """
+    builder = ConfigBuilder(config_cls, prog)
+    notes = _read_lower_layers(builder, [((), name) for name in files], os.environ)
+    for key, value in settings.items():
+        with builder.collect_errors():
+            builder.put(tuple(key.split(".")), value, lambda _: prog)
+    return _build(config_cls, builder, notes)
+
+
+def _read_lower_layers(
+    builder: ConfigBuilder, files: Sequence[tuple[KeyPath, str]], environ: Mapping[str, str]
+) -> list[str]:
+    """Merge variables, then files; returns warnings."""
+    notes = [f"warning: {text}" for text in read_environment(builder, environ)]
+    for prefix, name in files:
         with builder.collect_errors():
             read_file(builder, prefix, name)
-    apply_options(builder, arguments.options)
+    return notes
+
+
+def _build(config_cls: type[Config], builder: ConfigBuilder, notes: list[str]) -> Config:
+    """Validate the merged values; raises ConfigError with all problems."""
     if builder.errors:
         raise join_errors(builder.errors)
     notes += builder.notes
@@ -115,10 +148,10 @@ def parse_argv(
     try:
         config = config_cls.model_validate(builder.values, context=context)
     except ValidationError as error:
-        raise translate(error.errors(), builder.root, builder.sources, prog) from None
+        raise translate(error.errors(), builder.root, builder.sources, builder.prog) from None
     _attach_sources(config, builder.sources)
     config.notes.extend(notes)
-    return config, config.provenance
+    return config
 
 
 def write_config(config: BaseConfig, path: Path, provenance: Mapping[str, str] | None = None) -> None:

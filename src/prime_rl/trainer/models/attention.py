@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from prime_rl.trainer.models.decoder_config import AttentionMode
 from prime_rl.trainer.models.prefix_dedup import SharedPrefixes
 from rollouts.kernels import cpu as cpu_kernels
 from rollouts.training.numerics import KEY_BLOCK, padded
@@ -25,8 +26,6 @@ QUERY_BLOCK = 256
 
 LONG_SEQUENCE = 256
 """Length from which padding costs more than a separate bucket."""
-
-AttentionMode = Literal["exact", "sdpa", "flash"]
 
 
 class AttentionBackend(Protocol):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rollouts.training.model_config import DECODER_SIZES, check_model_config
+
+AttentionMode = Literal["exact", "sdpa", "flash"]
+"""exact: batch-invariant, bit for bit; sdpa, flash: faster (`attention`)."""
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "smollm3", "gemma3_text", "nanochat")
 ACTIVATIONS = {"nanochat": "relu2", "gemma3_text": "gelu_pytorch_tanh"}

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from prime_rl.trainer.models.attention import QUERY_BLOCK, AttentionBackend, AttentionMode, PackedAttention
-from prime_rl.trainer.models.decoder_config import DecoderConfig
+from prime_rl.trainer.models.attention import QUERY_BLOCK, AttentionBackend, PackedAttention
+from prime_rl.trainer.models.decoder_config import AttentionMode, DecoderConfig
 from prime_rl.trainer.parallel.collectives import all_gather_rows, all_to_all_rows
 from prime_rl.trainer.parallel_dims import MeshAxisGroup
 from rollouts.training.batching import MicroBatch, TensorBatch

@@ -6,14 +6,14 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from prime_rl.trainer.model_config import ModelConfig
+from prime_rl.trainer.model_config import AttentionChoice, ModelConfig
 from prime_rl.utils.pydantic_config import BaseConfig
 
 
 class SFTModelConfig(ModelConfig):
     """The fine-tuned model."""
 
-    attn: Literal["auto", "exact", "sdpa", "flash"] = "auto"
+    attn: AttentionChoice = "auto"
     """exact: batch-invariant, bit for bit; auto: sdpa or flash."""
 
 

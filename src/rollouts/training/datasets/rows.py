@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from rollouts.training.shipped import find_file
+
 Row = Mapping[str, Any]
 
 ROWS_PER_READ = 1024
@@ -28,7 +30,7 @@ def iter_rows(name: str, split: str = "train", subset: str | None = None) -> Ite
     directory `T/`; if no file name contains a split, all files belong to `train`. `ValueError` if the data set does not
     exist or is empty, or a line is not a JSON object.
     """
-    path = Path(name).expanduser()
+    path = find_file(name)
     rows: Iterator[Row]
     if path.exists():
         rows = (row for file in find_files(name, split, subset) for row in _READERS[file.suffix](file))
@@ -46,7 +48,7 @@ def iter_rows(name: str, split: str = "train", subset: str | None = None) -> Ite
 
 def find_files(name: str, split: str = "train", subset: str | None = None) -> list[Path]:
     """The files of a split (and subset) of a local data set, in order of their names."""
-    path = Path(name).expanduser()
+    path = find_file(name)
     if path.is_file():
         if path.suffix not in _READERS:
             raise ValueError(f"{name} is no data set: use a file that ends in {', '.join(_READERS)}")

@@ -9,8 +9,10 @@ from typing import Any
 
 from rollouts.training.agent_integration import Rollout, Turn, completion_text
 from rollouts.training.environments.protocol import (
+    RewardError,
     Row,
     add_usage,
+    check_reward,
     describe_failure,
     locate_error,
     open_conversation,
@@ -142,15 +144,12 @@ class PlainEnvironment:
         for function, weight in self.rewards:
             name = getattr(function, "__name__", repr(function))
             try:
-                value = float(await _maybe_async(function(**_select_arguments(function, known))))
+                value = await _maybe_async(function(**_select_arguments(function, known)))
             except Exception as error:
                 raise RewardError(f"{name}: {locate_error(error)}") from error
+            value = check_reward(name, value)
             rollout.metrics = {**rollout.metrics, name: value}
             rollout.reward += weight * value
-
-
-class RewardError(Exception):
-    """A reward function raised."""
 
 
 def _select_arguments(function: Reward, known: dict[str, Any]) -> dict[str, Any]:

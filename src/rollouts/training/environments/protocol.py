@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sysconfig
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
@@ -104,6 +105,21 @@ def locate_error(error: BaseException) -> str:
     own = [(file, line) for file, line in frames if not file.startswith(STDLIB) and "site-packages" not in file]
     place = "".join(f" ({file}:{line})" for file, line in (own or frames)[-1:])
     return f"{type(error).__name__}: {error}{place}"
+
+
+class RewardError(Exception):
+    """A reward function raised, or returned something else than a number."""
+
+
+def check_reward(name: str, value: Any) -> float:
+    """The reward as a float; `RewardError` unless it is a finite number."""
+    try:
+        number = None if isinstance(value, str) else float(value)
+    except (TypeError, ValueError):
+        number = None
+    if number is None or not math.isfinite(number):
+        raise RewardError(f"{name} returned {repr(value)[:40]}: return a finite number, such as 0.0 or 1.0")
+    return number
 
 
 def add_usage(so_far: int | None, answer: Any) -> int | None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollouts.training.shipped import shipped_dir
+
 FACTORY = "load_environment"
 VERIFIERS_RANGE = ">=0.1.9.post3,<0.1.11"
 NAME = re.compile(r"(?:(?P<org>[\w.-]+)/)?(?P<name>[A-Za-z_][\w-]*(?:\.[A-Za-z_][\w-]*)*)(?:@(?P<version>[\w.]+))?")
@@ -42,7 +44,7 @@ def find_environment(env_id: str, search_dirs: Sequence[Path] | None = None) -> 
     """Locate environment `env_id`; `ValueError` lists the available ones.
 
     reverse-text, org/reverse-text    a folder in `search_dirs` (default: `environments` in the working directory and
-                                      in this repository), then an installed module reverse_text
+                                      those that ship with the package), then an installed module reverse_text
     module:factory                    a function of any importable module, `verifiers` or not
     ./folder, ./file.py[:factory]     code at a path
     """
@@ -131,7 +133,7 @@ def list_environments(roots: Sequence[Path]) -> list[str]:
 
 
 def _default_search_dirs() -> list[Path]:
-    return list(dict.fromkeys([Path.cwd() / "environments", Path(__file__).resolve().parents[4] / "environments"]))
+    return list(dict.fromkeys([Path.cwd() / "environments", shipped_dir("environments")]))
 
 
 def _split_factory(env_id: str) -> tuple[str, str]:

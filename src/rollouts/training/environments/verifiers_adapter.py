@@ -12,8 +12,10 @@ from typing import Any
 from rollouts.training.agent_integration import Rollout, Turn
 from rollouts.training.environments.completion import ChatCompletion, plain_completion
 from rollouts.training.environments.protocol import (
+    RewardError,
     Row,
     add_usage,
+    check_reward,
     locate_error,
     open_conversation,
     run_attempts,
@@ -133,9 +135,10 @@ def _with_error_record(function: Callable[..., Any], signature: inspect.Signatur
         state = arguments["state"] if takes_state else arguments.pop("state")
         try:
             value = function(**arguments)
-            return float(await value if inspect.isawaitable(value) else value)
+            return check_reward(name, await value if inspect.isawaitable(value) else value)
         except Exception as error:
-            state.setdefault("reward_errors", []).append(f"{name}: {locate_error(error)}")
+            text = str(error) if isinstance(error, RewardError) else f"{name}: {locate_error(error)}"
+            state.setdefault("reward_errors", []).append(text)
             raise
 
     name = scored.__name__ = getattr(function, "__name__", repr(function))
