@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import re
 import time
 from collections.abc import Iterable, Mapping
@@ -124,6 +126,20 @@ def build_update(run: LocalRun, offset: int) -> dict[str, Any]:
     """Points and intervals logged since `offset`."""
     rows, end = read_rows(run.metrics_path, offset)
     return {"offset": end, "series": pack_series(read_series(rows)), "lanes": pack_lanes(read_lanes(rows))}
+
+
+def metrics_csv(run: LocalRun) -> str:
+    """All metrics as CSV, one row per process and step; cells of metrics that a step lacks are empty."""
+    table = read_series(run.rows())
+    names = sorted({name for metrics in table.values() for name in metrics})
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["process", "step", *names])
+    for process, metrics in sorted(table.items()):
+        columns = {name: dict(points) for name, points in metrics.items()}
+        for step in sorted({step for points in columns.values() for step in points}):
+            writer.writerow([process, step, *(columns.get(name, {}).get(step, "") for name in names)])
+    return out.getvalue()
 
 
 def pack_series(table: Mapping[str, Mapping[str, Series]]) -> dict[str, Any]:

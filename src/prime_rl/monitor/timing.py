@@ -58,7 +58,7 @@ class Stopwatch:
 
 @dataclass
 class RunClock:
-    """The times of a run: those of its trainer, else of its orchestrator. Evaluations, which may be later, are ignored."""
+    """The times of a run: those of its trainer, else of its orchestrator. Evaluations may be later and do not count."""
 
     _trainer: Stopwatch = field(default_factory=Stopwatch)
     _orchestrator: Stopwatch = field(default_factory=Stopwatch)
