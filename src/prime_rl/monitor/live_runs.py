@@ -143,20 +143,18 @@ class LiveRuns:
         return {"metric": chosen, "names": names, "curves": curves}
 
     def config_differences(self, keys: Sequence[str]) -> list[dict[str, Any]]:
-        """Settings in which runs differ: process, key, and the value of each run (None: not set)."""
+        """Settings of common processes in which runs differ: process, key and value of each run, None if not set."""
+        configs = {key: run.configs() for key, run in self._choose(keys).items()}
+        common = set.intersection(*map(set, configs.values())) - {"rl"} if configs else set()
         tables = {
-            key: {
-                (process, name): value
-                for process, text in run.configs().items()
-                for name, value in flat_config(text).items()
-            }
-            for key, run in self._choose(keys).items()
+            key: {(process, name): value for process in common for name, value in flat_config(texts[process]).items()}
+            for key, texts in configs.items()
         }
         names = sorted({name for table in tables.values() for name in table})
         rows = []
         for process, name in names:
             values = [table.get((process, name)) for table in tables.values()]
-            if len(set(values)) > 1 and process != "rl" and not is_place(name):
+            if len(set(values)) > 1 and not is_place(name):
                 rows.append({"process": process, "key": name, "values": values})
         return rows
 

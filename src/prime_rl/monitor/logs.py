@@ -16,7 +16,7 @@ TAIL_BYTES = 256 * 1024
 MAX_ALERTS = 30
 ALERT_LEVELS = ("WARNING", "ERROR", "CRITICAL", "FAILURE")
 
-_LINE = re.compile(r"(?:\x1b\[[\d;]*m)*(\d\d:\d\d:\d\d)\s+(?:\x1b\[[\d;]*m)*\s*([A-Z]+)\s*(?:\x1b\[[\d;]*m)*\s(.*)")
+_LINE = re.compile(r"(\d\d:\d\d:\d\d)\s+([A-Z]+)\s(.*)")
 _COLORS = re.compile(r"\x1b\[[\d;]*[A-Za-z]")
 _LEVELS = ("TRACE", "DEBUG", "INFO", "SUCCESS", *ALERT_LEVELS)
 
@@ -73,10 +73,10 @@ def find_alerts(run: LocalRun) -> list[dict[str, Any]]:
 
 def _parse(lines: list[str]) -> Iterator[LogLine]:
     level = ""
-    for line in lines:
+    for line in (_COLORS.sub("", line) for line in lines):
         match = _LINE.fullmatch(line)
         if match and match[2] in _LEVELS:
             level = match[2]
-            yield LogLine(match[1], level, _COLORS.sub("", match[3]))
+            yield LogLine(match[1], level, match[3])
         else:
-            yield LogLine("", level, _COLORS.sub("", line))
+            yield LogLine("", level, line)

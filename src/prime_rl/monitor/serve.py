@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import os
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -356,9 +358,7 @@ def serve(
     if live is not None and find_status(live.run).state == "waiting":
         print_text(f"{live.run.name} holds no run yet: the page waits for it")
     if open_browser:
-        import webbrowser
-
-        webbrowser.open(url)
+        _open_browser(url)
     server = uvicorn.Server(config)
     stop = server.handle_exit
 
@@ -369,6 +369,14 @@ def serve(
     server.handle_exit = handle_exit  # type: ignore[method-assign]
     server.run(sockets=[listener])
     return 0
+
+
+def _open_browser(url: str) -> None:
+    """Open a page in a browser with windows; one that runs in the terminal would take it over."""
+    import webbrowser
+
+    if sys.platform in ("darwin", "win32") or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"))):
+        webbrowser.open(url)
 
 
 def _close(*pages: LiveRun | OpenRuns | None) -> None:

@@ -31,7 +31,7 @@ class Page {
     this.drawBadge();
     this.nav = el("nav", {}, SECTIONS.map(([name, label], i) => el("a", { href: `#${name}`, title: `key ${i + 1}` }, label)));
     fill(document.getElementById("top"), this.source.data.home && el("a", { href: "/", class: "home", title: "all runs" }, "‹ all runs"), el("h1", { title: run.path }, run.name), this.badge, this.nav,
-      this.source.live && "Notification" in window && el("button", { class: "quiet", title: "notify me when the run ends or an alert appears", "aria-label": "notifications", onclick: (event) => this.askNotifications(event.target) }, "🕭"),
+      this.source.live && "Notification" in window && el("button", { class: "quiet", title: "notify me when the run ends or an alert appears", onclick: (event) => this.askNotifications(event.target) }, "notify me"),
       el("button", { class: "quiet", title: "keys (?)", "aria-label": "keys", onclick: () => this.help() }, "?"),
       el("button", { class: "quiet", title: "light or dark (d)", "aria-label": "light or dark", onclick: () => this.toggleTheme() }, "◐"));
   }

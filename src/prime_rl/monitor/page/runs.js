@@ -87,7 +87,7 @@ class RunsPage {
       lines.length ? lineChart({ title: metric, curves: lines, height: 300, yLabel: unitOf(metric) }) : el("p", { class: "empty" }, "These runs have no metrics yet."),
       el("h2", {}, "Settings that differ"), differences.length ? el("div", { class: "wide", tabindex: 0, "aria-label": "Settings that differ" }, el("table", { class: "differences" },
         el("thead", {}, el("tr", {}, el("th", {}, "process"), el("th", {}, "key"), keys.map((key) => el("th", {}, key)))),
-        el("tbody", {}, differences.map(({ process, key, values }) => el("tr", {}, el("td", {}, process), el("td", {}, key), values.map((value) => el("td", {}, el("code", {}, value ?? "–")))))))) : el("p", {}, "None."));
+        el("tbody", {}, differences.map(({ process, key, values }) => el("tr", {}, el("td", {}, process), el("td", {}, key), values.map((value) => el("td", {}, el("code", {}, value ?? "–")))))))) : el("p", {}, "None in the processes that all of them have."));
   }
 
   key(event) {

@@ -67,7 +67,7 @@ function drawTimeline(canvas, rows, names, view) {
     context.fillStyle = color("--grid");
     context.fillRect(x(tick + view.begin), 0, 1, height - 40);
     context.fillStyle = color("--faint");
-    context.fillText(number(tick, 4), Math.min(x(tick + view.begin) - 8, width - 36), height - 24);
+    context.fillText(number(tick, 4), Math.min(Math.max(x(tick + view.begin) - 8, 6), width - 36), height - 24);
   }
   context.fillStyle = color("--faint");
   context.textAlign = "center";

@@ -114,11 +114,13 @@ def test_duration_counts_training_only() -> None:
 
 
 def test_remaining_time_follows_the_pace_of_recent_steps() -> None:
-    rows = [{"process": "trainer", "timestamp": 100.0 + 3 * step, "step": step, "loss/mean": 1.0} for step in range(1, 9)]
+    rows = [
+        {"process": "trainer", "timestamp": 100.0 + 3 * step, "step": step, "loss/mean": 1.0} for step in range(1, 9)
+    ]
     timing = find_timing(rows, 20)
     assert (timing.seconds, timing.until, timing.finish) == (21, 124, 124 + 3 * 12)
-    slower = [*rows, {"process": "trainer", "timestamp": 900.0, "step": 9, "loss/mean": 1.0}]
+    slower = [*rows, {**head, "timestamp": 900.0, "step": 9}]
     assert find_timing(slower, 20).finish == 900 + 3 * 11, "one slow step does not count"
     assert find_timing(rows, None).finish is None
-    resumed = [*rows, {"process": "trainer", "timestamp": 9000.0, "step": 5, "attempt": 1, "loss/mean": 1.0}]
+    resumed = [*rows, {**head, "timestamp": 9000.0, "step": 5, "attempt": 1}]
     assert find_timing(resumed, 20).finish is None, "the first step after a pause has no pace yet"
