@@ -56,7 +56,7 @@ def test_report_opens_without_network_and_shows_the_run(report: str, open_page: 
     opened.page.keyboard.press("3")
     assert opened.page.locator("canvas.lanes").bounding_box()["height"] > 90
     assert "waits for rollouts" in opened.texts(".shares")[0]
-    opened.page.keyboard.press("5")
+    opened.page.keyboard.press("7")
     opened.page.locator("main input[type=checkbox]").check()
     keys = [row.split("\t")[0] for row in opened.texts(".settings tbody tr")]
     assert keys == ["max_steps", "model.name", "model.note"]
@@ -125,7 +125,7 @@ def test_what_models_write_is_shown_and_never_run(report: str, open_page: Open) 
     page.keyboard.press("Escape")
     page.keyboard.press("g")
     page.wait_for_selector(".cards .card")
-    page.keyboard.press("5")
+    page.keyboard.press("7")
     page.wait_for_selector(".settings")
     assert "<b>not bold</b>" in opened.texts(".settings")[0]
     assert page.evaluate("window.hacked") is None

@@ -114,9 +114,8 @@ def test_duration_counts_training_only() -> None:
 
 
 def test_remaining_time_follows_the_pace_of_recent_steps() -> None:
-    rows = [
-        {"process": "trainer", "timestamp": 100.0 + 3 * step, "step": step, "loss/mean": 1.0} for step in range(1, 9)
-    ]
+    head = {"process": "trainer", "loss/mean": 1.0}
+    rows = [{**head, "timestamp": 100.0 + 3 * step, "step": step} for step in range(1, 9)]
     timing = find_timing(rows, 20)
     assert (timing.seconds, timing.until, timing.finish) == (21, 124, 124 + 3 * 12)
     slower = [*rows, {**head, "timestamp": 900.0, "step": 9}]
