@@ -32,7 +32,7 @@ function figure(data, names, drawn, onStep, height) {
   if (!curves.length) return null;
   const one = curves.length === 1;
   const shared = names[0].includes("*") ? names[0].split("/*")[0] : names.length > 1 ? names[0].split("/").slice(0, -1).join("/") : names[0];
-  const title = one ? curves[0].name : shared || names[0];
+  const title = one ? curves[0].name : CHART_TITLES[names[0]] ?? (shared || names[0]);
   return lineChart({ title, help: (one && MEANING[curves[0].name]) || MEANING[names[0]] || "", curves: curves.map((c) => ({ ...c, label: label(c.name, title) })), onStep, height });
 }
 

@@ -22,6 +22,8 @@ class LogView {
     this.isLoading = true;
     try {
       this.logs = await this.source.logs();
+    } catch {
+      return; // the page reports the lost connection
     } finally {
       this.isLoading = false;
     }

@@ -65,6 +65,9 @@ const CHART_GROUPS = [
     ["groups/in_flight"], ["event_loop_lag/max"]]],
 ];
 
+// Titles of charts whose metrics have no common name.
+const CHART_TITLES = { "reward/min": "spread of the rewards", "batch/solve_all": "groups of prompts" };
+
 // Shown first for runs with a teacher.
 const TEACHER_CHARTS = ["Student and teacher", [["teacher_kl/mean", "teacher_kl_reverse/mean", "teacher_kl_forward/mean"],
   ["distill/*/gap_closed"], ["distill/*/retention"], ["distill/*/student/avg", "distill/*/student_context/avg", "distill/*/teacher_context/avg"],

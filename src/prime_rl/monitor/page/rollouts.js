@@ -30,7 +30,7 @@ class Browser {
     this.options = { kind: this.chooser("kind", "kind", String), step: this.chooser("step", "step", Number),
       env: this.chooser("environment", "env", String), status: this.chooser("status", "status", String),
       equal: this.chooser("rewards in group", "equal", (value) => value === "true") };
-    this.groupChip = el("button", { class: "chosen-group", title: "show all groups", hidden: true, onclick: () => this.change({ group: null, step: null }) });
+    this.groupChip = el("button", { class: "chosen-group", title: "show all groups", hidden: true, onclick: () => this.change({ group: null, step: null, env: null }) });
     this.filters = el("div", { class: "filters" }, this.search, this.groupChip, Object.values(this.options), this.rewardBound("reward ≥", "min"), this.rewardBound("reward ≤", "max"),
       this.sorter(), this.counter);
     this.node = el("div", { class: "browser" }, this.filters, el("div", { class: "panes" }, this.list, this.detail));
