@@ -45,6 +45,7 @@ function asPoints(data, c) {
 
 function label(name, title) {
   const evaluated = /^eval\/(.+)\/(.+)$/.exec(name);
+  if (name === "reward/mean" && title === "reward") return "training, mean";
   if (evaluated) return `${evaluated[1]} held out, ${evaluated[2]}`;
   return name.startsWith(`${title}/`) ? name.slice(title.length + 1) : name;
 }

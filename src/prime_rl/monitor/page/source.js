@@ -26,6 +26,7 @@ class ReportSource {
     this.details = details;
     this.facts = { ...factsOf(rows), envs: facts.envs, kinds: Object.fromEntries(Object.keys(facts.kinds).map((kind) => [kind, factsOf(rows.filter((row) => row.kind === kind))])) };
     this.total = facts.count;
+    this.totals = facts.kinds; // of the run; the report may contain fewer
     this.columns = readColumns(buffer, 4 + length, layout);
     this.byId = new Map(rows.map((row, position) => [row.id, position]));
     this.searchedTexts = details.map((d) => [d.prompt, d.completion, d.error].map(plainText).join("\n").toLowerCase());
