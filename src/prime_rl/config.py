@@ -105,6 +105,9 @@ class RLConfig(BaseConfig):
     clean: bool = False
     """Remove the steps of an earlier run from output_dir; its metrics, samples and logs move to attempts/."""
 
+    open: bool = False
+    """Serve the page of the run while it runs, and open it in the browser."""
+
     trainer_gpu_ids: GpuIds | None = None
     """GPUs of the trainer, as 0,1 or 0 1; unset: the first GPU that inference leaves free, or the CPU."""
 

@@ -72,12 +72,23 @@ def share_keys(tables: ConfigTables, defaults: BaseModel) -> None:
         for target in (f"trainer.{section}", f"orchestrator.{section}"):
             if not tables.is_set(target):
                 tables.set(target, {}, f"shared key {section}")
+    _group_wandb_runs(tables, defaults)
     for row in SHARED_KEYS:
         if not row.key.startswith("ckpt.") or tables.is_section("ckpt"):
             _share(tables, row, defaults)
     for process in ("trainer", "orchestrator"):
         if tables.has("wandb.name") and not tables.is_set(f"{process}.wandb.name"):
             tables.set(f"{process}.wandb.name", f"{tables.get('wandb.name')}-{process}", "shared key wandb.name")
+
+
+def _group_wandb_runs(tables: ConfigTables, defaults: BaseModel) -> None:
+    """Put the W&B runs of both processes into one group: that of a process, else wandb.name or output_dir."""
+    given = {tables.get(f"{process}.wandb.group") for process in ("trainer", "orchestrator")} - {None}
+    if not tables.is_section("wandb") or tables.has("wandb.group") or len(given) > 1:
+        return
+    key = "wandb.name" if tables.has("wandb.name") else "output_dir"
+    group = given.pop() if given else tables.get(key) or _find_default(defaults, key)
+    tables.set("wandb.group", str(group), f"follows from {key}")
 
 
 def _share_ckpt_section(tables: ConfigTables) -> None:

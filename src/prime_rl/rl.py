@@ -25,6 +25,7 @@ from prime_rl.launcher.summary import describe_stop, summarize
 from prime_rl.runtime.machine import check_port_free
 from prime_rl.runtime.process import ChildFailed, Supervisor
 from prime_rl.runtime.run_dir import RunDir
+from prime_rl.runtime.run_page import offer_page
 from prime_rl.runtime.run_state import StateRecorder
 from rollouts.training.steps import latest_step
 
@@ -45,7 +46,8 @@ def rl(config: RLConfig) -> int:
     with lock_output_dir(config.output_dir):
         prepare_output_dir(config)
         try:
-            run_processes(config, write_configs(config), gpus)
+            with offer_page(config.output_dir, config.open):
+                run_processes(config, write_configs(config), gpus)
         except ChildFailed as failure:
             return report_failure(failure)
         except KeyboardInterrupt:

@@ -29,7 +29,7 @@ class OpenPage:
         self.page.on("console", lambda m: self.wrong.append(m.text) if m.type in ("error", "warning") else None)
         self.page.set_default_timeout(1000 * PATIENCE_S)
         self.page.goto(url)
-        self.page.wait_for_selector(".sentence, .list li")
+        self.page.wait_for_selector(".sentence, .list li, .runs li, .lead")
 
     def texts(self, selector: str) -> list[str]:
         return self.page.locator(selector).all_inner_texts()
@@ -54,7 +54,14 @@ class OpenPage:
 
 @contextmanager
 def serve_page(run: Path) -> Iterator[str]:
-    """The address at which the real command shows a run."""
+    """The address at which the real command shows a run, or all runs of a folder."""
+    with start_page(run) as (url, _):
+        yield url
+
+
+@contextmanager
+def start_page(run: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """The address of a page, and the process that serves it."""
     command = [sys.executable, "-m", "prime_rl.monitor.wandb_monitor", str(run), "--serve", "--port", "0"]
     environ = {
         **os.environ,
@@ -64,7 +71,7 @@ def serve_page(run: Path) -> Iterator[str]:
     try:
         assert process.stdout is not None
         [url] = re.findall(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())
-        yield url
+        yield url, process
     finally:
         process.terminate()
         process.wait(30)

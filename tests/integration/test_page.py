@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import random
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from page_browser import Open, serve_page
+from page_browser import Open, serve_page, start_page
 from page_runs import HOSTILE, metric_rows, sample_rows, write_distillation_run, write_evaluation, write_page_run
 
 from prime_rl.monitor.local_runs import open_run
 from prime_rl.monitor.report import write_report
+from prime_rl.runtime.run_state import StateRecorder
 from rollouts.training.metrics import append_jsonl
 
 pytestmark = pytest.mark.timeout(400)
+
+PROCESSES = "() => Object.keys(window.page.source.data.series.curves)"
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +61,7 @@ def test_report_opens_without_network_and_shows_the_run(report: str, open_page: 
     opened.page.keyboard.press("3")
     assert opened.page.locator("canvas.lanes").bounding_box()["height"] > 90
     assert "waits for rollouts" in opened.texts(".shares")[0]
-    opened.page.keyboard.press("5")
+    opened.page.keyboard.press("7")
     opened.page.locator("main input[type=checkbox]").check()
     keys = [row.split("\t")[0] for row in opened.texts(".settings tbody tr")]
     assert keys == ["max_steps", "model.name", "model.note"]
@@ -125,7 +130,7 @@ def test_what_models_write_is_shown_and_never_run(report: str, open_page: Open) 
     page.keyboard.press("Escape")
     page.keyboard.press("g")
     page.wait_for_selector(".cards .card")
-    page.keyboard.press("5")
+    page.keyboard.press("7")
     page.wait_for_selector(".settings")
     assert "<b>not bold</b>" in opened.texts(".settings")[0]
     assert page.evaluate("window.hacked") is None
@@ -278,8 +283,8 @@ def test_evaluations_are_drawn_on_the_reward_curve(tmp_path: Path, open_page: Op
     opened = open_page((tmp_path / "report.html").as_uri())
     opened.page.keyboard.press("2")
     first = opened.page.locator(".chart").first
-    opened.wait_until(lambda: "eval/alpha/avg@1" in first.locator(".legend").inner_text(), "the chart")
-    assert first.locator("svg .line").count() == 2
+    opened.wait_until(lambda: "alpha held out, avg@1" in first.locator(".legend").inner_text(), "the chart")
+    assert first.locator("svg .line").count() == 2 and first.locator("svg .points circle").count() == 3
 
 
 def test_expected_answer_is_beside_the_completion(tmp_path: Path, open_page: Open) -> None:
@@ -327,8 +332,51 @@ def test_killed_run_and_lost_server_are_shown(tmp_path: Path, open_page: Open) -
             opened.wait_until(lambda: opened.texts(".badge") == [killed], "the end of the run")
             assert "Stopped at step 3 (killed)." in opened.texts(".sentence")[0]
         opened.wait_until(lambda: page.locator(".lost-bar").is_visible(), "the lost connection")
+        assert page.locator(".lost-bar").inner_text().startswith("This page is no longer served; the run has ended.")
+        assert opened.texts(".badge") == [killed], "a run that has ended stays so"
+    opened.wrong[:] = [text for text in opened.wrong if "ERR_" not in text]
+
+
+def test_lost_server_of_a_running_run_is_a_state(tmp_path: Path, open_page: Open) -> None:
+    run = write_page_run(tmp_path / "run", num_steps=3)
+    with StateRecorder(run, "rl"):
+        with serve_page(run) as url:
+            opened = open_page(url)
+            page = opened.page
+            assert opened.texts(".badge") == ["running"]
+        opened.wait_until(lambda: page.locator(".lost-bar").is_visible(), "the lost connection")
+        assert opened.texts(".badge") == ["no connection, was running"]
         age = re.compile(r"Connection to the server lost\. Last update (\d+) s ago\.")
         first = age.fullmatch(page.locator(".lost-bar").inner_text())
         assert first is not None
         opened.wait_until(lambda: page.locator(".lost-bar").inner_text() != first[0], "a growing age")
     opened.wrong[:] = [text for text in opened.wrong if "ERR_" not in text]
+
+
+@pytest.mark.slow
+def test_a_server_that_hangs_counts_as_lost_until_it_answers(tmp_path: Path, open_page: Open) -> None:
+    run = write_page_run(tmp_path / "run", num_steps=3)
+    with StateRecorder(run, "rl"), start_page(run) as (url, server):
+        opened = open_page(url)
+        page = opened.page
+        server.send_signal(signal.SIGSTOP)
+        opened.wait_until(lambda: page.locator(".lost-bar").is_visible(), "missing signs of life")
+        server.send_signal(signal.SIGCONT)
+        opened.wait_until(lambda: page.locator(".lost-bar").is_hidden(), "the connection")
+        assert opened.texts(".badge") == ["running"]
+
+
+def test_times_of_a_running_run_advance(tmp_path: Path, open_page: Open) -> None:
+    run = write_page_run(tmp_path / "run", num_steps=3)
+    (run / "metrics.jsonl").unlink()
+    start = time.time() - 300
+    rows = [{"step": step, "process": "trainer", "timestamp": start + 60 * step, "loss/mean": 1.0} for step in (1, 2)]
+    append_jsonl(run / "metrics.jsonl", rows)
+    with StateRecorder(run, "rl"), serve_page(run) as url:
+        opened = open_page(url)
+        times = "4 min of training · the last step is due"
+        opened.wait_until(lambda: opened.texts(".progress .times") == [times], "minutes since the first step")
+        later = {"step": 2, "process": "eval", "timestamp": time.time() + 9000, "eval/alpha/avg@1": 0.5}
+        append_jsonl(run / "metrics.jsonl", [later])
+        opened.wait_until(lambda: "eval" in opened.page.evaluate(PROCESSES), "the evaluation")
+        assert opened.texts(".progress .times") == [times], "a later evaluation does not count"

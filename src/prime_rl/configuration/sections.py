@@ -59,7 +59,7 @@ class WandbConfig(BaseConfig):
     """Write the run to disk only."""
 
     group: str | None = None
-    """Group of related runs."""
+    """Group of related runs; unset: rl groups its processes by name, or by output_dir."""
 
     tags: list[str] = []
     """Tags of the run."""

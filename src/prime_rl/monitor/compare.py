@@ -61,9 +61,9 @@ def compare_configs(a: LocalRun, b: LocalRun) -> Iterator[Difference]:
     """Differing settings of common processes, except output paths."""
     ours, theirs = a.configs(), b.configs()
     for process in sorted(ours.keys() & theirs.keys() - {"rl"}):
-        left, right = (_settings(text) for text in (ours[process], theirs[process]))
+        left, right = (flat_config(text) for text in (ours[process], theirs[process]))
         for key in sorted(left.keys() | right.keys()):
-            if left.get(key) != right.get(key) and key.rpartition(".")[2] not in PLACES:
+            if left.get(key) != right.get(key) and not is_place(key):
                 yield Difference("setting", None, f"{process} {key} = {left.get(key)} / {right.get(key)}")
 
 
@@ -148,5 +148,11 @@ def _distance_text(a: Any, b: Any, step: int, name: str) -> str:
     return f" (up to {distance:.3g} apart)" if math.isfinite(distance) else " (not finite)"
 
 
-def _settings(text: str) -> dict[str, str]:
+def is_place(key: str) -> bool:
+    """Whether a setting names where a run is, which differs between any two runs."""
+    return key.rpartition(".")[2] in PLACES
+
+
+def flat_config(text: str) -> dict[str, str]:
+    """Dotted key -> value of a resolved configuration."""
     return {".".join(filter(None, (section, key))): value for section, key, value, _ in config_rows(text)}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
+from prime_rl.monitor.checks import WARM_UP, run_checks
 from prime_rl.monitor.distillation import DistillationScores, count_skipped, latest_scores, read_scores, skipped_text
-from prime_rl.monitor.run_kind import Kind, RunKind, find_kind
+from prime_rl.monitor.run_kind import RunKind, find_kind
 from prime_rl.monitor.series import Series, join_processes
-from prime_rl.monitor.trend import find_trend
+from prime_rl.monitor.trend import MIN_EVIDENCE, exceeds, find_trend
 from prime_rl.telemetry.busy_intervals import Interval
 
 Lanes = Mapping[str, Sequence[tuple[str, float, float, int]]]
@@ -18,13 +19,6 @@ Lanes = Mapping[str, Sequence[tuple[str, float, float, int]]]
 
 IDLE_SHARE = 0.2
 """Idle time below this share is normal pipeline overhead."""
-
-WARM_UP = 2
-"""Initial steps excluded from timing: caches fill and nothing overlaps yet."""
-
-
-MIN_EVIDENCE = 5
-"""Minimum number of steps after the warm-up for a finding."""
 
 LOW_RETENTION = 0.9
 """Below this fraction of its initial score an environment counts as forgotten."""
@@ -51,7 +45,7 @@ def explain(
         *(_distillation(joined, config) if kind.has_teacher else []),
         *_batch_composition(trainer, orchestrator, config),
         *_stalls(lanes, orchestrator, config),
-        *_symptoms(trainer, orchestrator, kind),
+        *_symptoms(joined, kind),
     ]
 
 
@@ -187,24 +181,24 @@ def _stalls(lanes: Lanes, orchestrator: Mapping[str, Series], config: Mapping[st
         return []
     waits = trainer.get("wait_for_batch", 0.0)
     engine = shares.get("inference", {}).get("generate")
-    stalled = _share_of_time(orchestrator, "time/slots_exhausted")
+    stalls = _shares_of_steps(orchestrator, "time/slots_exhausted")
     level = (config.get("orchestrator") or {}).get("max_async_level")
     used = _mean(orchestrator, "batch/off_policy_level/max")
     text = f"the trainer waits for batches {waits:.0%} of the time"
     if engine is not None:
         text += f", the engine generates {engine:.0%} of it"
-    if stalled is not None:
-        text += f", and generation is stalled {stalled:.0%} of it because every slot waits for the trainer"
-    advice = None
-    if waits > IDLE_SHARE and (engine is None or engine > 0.7):
+    if stalls:
+        text += f", and generation is stalled {fmean(stalls):.0%} of it because every slot waits for the trainer"
+    advice, is_starved = None, exceeds(_waits_by_step(lanes["trainer"]), IDLE_SHARE)
+    if is_starved and (engine is None or engine > 0.7):
         advice = (
             "generation is the bottleneck: add engines (inference.parallel.dp), shorten sampling.max_tokens, "
             "or let batches take the groups that finish first (orchestrator.oversampling_factor)"
         )
-    elif waits > IDLE_SHARE:
+    elif is_starved:
         deeper = f" (now {level}, staleness reaches {used:.1f})" if level is not None and used is not None else ""
         advice = f"both wait for each other: raise max_async_level{deeper} so that they overlap"
-    elif (stalled or 0.0) > IDLE_SHARE:
+    elif exceeds(stalls, IDLE_SHARE):
         advice = "the trainer is the bottleneck: more ranks (trainer.parallel.dp) or a larger trainer.micro_bs"
     findings = [Finding("pipeline stalls", text, advice)]
     publish, update = trainer.get("broadcast_weights", 0.0), shares.get("inference", {}).get("update_weights", 0.0)
@@ -219,51 +213,9 @@ def _stalls(lanes: Lanes, orchestrator: Mapping[str, Series], config: Mapping[st
     return findings
 
 
-def _symptoms(trainer: Mapping[str, Series], orchestrator: Mapping[str, Series], kind: RunKind) -> list[Finding]:
-    """Metrics that exceed a threshold by more than their noise, with advice."""
-    shorter = ", or reward shorter answers" if kind.trains_on_rewards else ""
-    checks = (
-        (orchestrator, "is_truncated/mean", 0.1, "of the rollouts are cut off at the token limit",
-         f"raise orchestrator.sampling.max_tokens (and seq_len){shorter}"),
-        (orchestrator, "error/mean", 0.02, "of the rollouts fail", "see logs/orchestrator.log and their errors"),
-        (trainer, "is_masked/mean", 0.2, "of the tokens are outside the trust region and masked",
-         "lower max_async_level or the learning rate"),
-        (trainer, "batch/padding_ratio", 0.2, "of what ranks compute is padding", "use fewer ranks or larger batches"),
-    )  # fmt: skip
-    findings = []
-    for table, name, limit, what, advice in checks:
-        if (value := _above(table, name, limit)) is not None:
-            findings.append(Finding(name, f"{value:.0%} {what}", advice))
-    if kind.trains_on_rewards:
-        findings += _equal_rewards(orchestrator, kind)
-    if (mismatch := _above(trainer, "mismatch_kl/mean", 0.05)) is not None:
-        findings.append(
-            Finding(
-                "mismatch_kl",
-                f"the KL between engine and trainer is {mismatch:.3g} on the same tokens",
-                "serve with inference.exact, lower max_async_level, or lower the learning rate",
-            )
-        )
-    return findings
-
-
-def _equal_rewards(orchestrator: Mapping[str, Series], kind: RunKind) -> list[Finding]:
-    """Groups whose rewards are all equal have no advantages."""
-    name = "batch/effective_batch_size"
-    equal = {name: [(step, 1 - value) for step, value in orchestrator.get(name, [])]}
-    if (share := _above(equal, name, 0.5)) is None:
-        return []
-    easy, hard = _mean(orchestrator, "batch/solve_all") or 0.0, _mean(orchestrator, "batch/solve_none") or 0.0
-    others = "; the others are trained on the teacher only" if kind.kind is Kind.MIXED else " and a gradient"
-    return [
-        Finding(
-            name,
-            f"only {1 - share:.0%} of the groups have different rewards{others} "
-            f"({easy:.0%} are solved by all, {hard:.0%} by none)",
-            "choose prompts of medium difficulty for the policy: buffer.online_difficulty_filtering, easy and "
-            "hard thresholds, or more rollouts_per_example",
-        )
-    ]
+def _symptoms(joined: Mapping[str, Series], kind: RunKind) -> list[Finding]:
+    """Health checks that failed, with advice."""
+    return [Finding(check.name, check.text, check.advice) for check in run_checks(joined, kind) if check.advice]
 
 
 def _many(value: float, word: str) -> str:
@@ -276,25 +228,22 @@ def _mean(table: Mapping[str, Series], name: str, last: int = 20) -> float | Non
     return fmean(value for _, value in points[-last:]) if points else None
 
 
-def _above(table: Mapping[str, Series], name: str, limit: float, last: int = 20) -> float | None:
-    """Mean of the last steps if it exceeds `limit` by two standard errors, else None.
+def _waits_by_step(spans: Sequence[tuple[str, float, float, int]]) -> list[float]:
+    """Share of each step after the warm-up in which the trainer waits for its batch."""
+    steps: dict[int, list[Interval]] = {}
+    waits: dict[int, list[Interval]] = {}
+    for what, start, end, step in spans:
+        if step > WARM_UP:
+            steps.setdefault(step, []).append((start, end))
+            waits.setdefault(step, []).extend([(start, end)] if what == "wait_for_batch" else [])
+    lengths = {step: max(end for _, end in parts) - min(start for start, _ in parts) for step, parts in steps.items()}
+    return [_covered(waits[step]) / max(lengths[step], 1e-9) for step in sorted(steps)]
 
-    Without that margin an advice would appear and disappear from one step to the next.
-    """
-    values = [value for step, value in table.get(name, []) if step > WARM_UP][-last:]
-    if len(values) < MIN_EVIDENCE:
-        return None
-    mean, error = fmean(values), stdev(values) / len(values) ** 0.5
-    return mean if mean - 2 * error > limit else None
 
-
-def _share_of_time(table: Mapping[str, Series], name: str) -> float | None:
-    """Sum of a duration over the sum of the steps' durations, without the first steps."""
-    points, steps = table.get(name), dict(table.get("time/step", []))
-    if not points or not steps:
-        return None
-    timed = [(value, steps[step]) for step, value in points if step > WARM_UP and step in steps]
-    return sum(value for value, _ in timed) / max(sum(step for _, step in timed), 1e-9) if timed else None
+def _shares_of_steps(table: Mapping[str, Series], name: str) -> list[float]:
+    """A duration over that of its step, for each step after the warm-up."""
+    steps = dict(table.get("time/step", []))
+    return [value / max(steps[step], 1e-9) for step, value in table.get(name, []) if step > WARM_UP and step in steps]
 
 
 def _covered(intervals: list[Interval]) -> float:

@@ -70,6 +70,10 @@ class LocalRun:
         """Rollouts, one line per sample."""
         return self.files.samples
 
+    def exists(self) -> bool:
+        """Whether a run has started here."""
+        return any(file.exists() for file in (self.metrics_path, self.samples_path, self.files.state))
+
     @property
     def changed(self) -> float:
         """When a metric was last written, in unix seconds; 0 before the first."""
@@ -120,7 +124,7 @@ class LocalRun:
 def open_run(path: Path) -> LocalRun:
     """The run in `path`; `ValueError` if it has neither metrics nor samples."""
     run = LocalRun(path.resolve())
-    if not any(file.exists() for file in (run.metrics_path, run.samples_path, run.files.state)):
+    if not run.exists():
         inside = [child.name for child in find_runs(path)]
         cure = f"it holds the runs {', '.join(inside[:3])}: name one" if inside else "give the --output-dir of a run"
         raise ValueError(f"{path} holds no {run.metrics_path.name}: {cure}")

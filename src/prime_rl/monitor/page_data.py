@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, astuple
 from pathlib import Path
@@ -12,13 +14,16 @@ from typing import Any
 
 import msgspec
 
+from prime_rl.monitor.checks import run_checks
 from prime_rl.monitor.distillation import TEACHER_METRICS, read_scores
 from prime_rl.monitor.explain import Finding, Lanes, explain, waiting_shares
 from prime_rl.monitor.local_runs import LocalRun, complete_lines
+from prime_rl.monitor.logs import find_alerts
 from prime_rl.monitor.run_kind import Kind, RunKind, find_kind
 from prime_rl.monitor.run_status import find_status
 from prime_rl.monitor.series import Series, join_processes, read_series
 from prime_rl.monitor.summary import summarize_metrics
+from prime_rl.monitor.timing import find_timing
 from prime_rl.monitor.trend import find_trend
 from rollouts.training.metrics import keep_last_attempts
 from rollouts.training.steps import complete_steps, step_path
@@ -54,14 +59,14 @@ def build_page_data(run: LocalRun) -> dict[str, Any]:
     kind = find_kind(joined, tables, bool(evals))
     return {
         "run": {
-            "name": run.path.name if run.path.name not in ("rl", "sft") else f"{run.path.parent.name}/{run.path.name}",
+            "name": short_name(run),
             "path": run.name,
             "state": status.state,
             "status": status.text,
             "kind": pack_kind(kind),
             "model": run.config_value("model.name") or next((e["summary"].get("model") for e in evals), None),
             "max_steps": run.config_value("max_steps"),
-            "seconds": sum_seconds(rows),
+            **asdict(find_timing(rows, run.config_value("max_steps"))),
             "written": time.time(),
         },
         "offset": offset,
@@ -75,12 +80,20 @@ def build_page_data(run: LocalRun) -> dict[str, Any]:
         ],
         "scores": [{**asdict(row), "gap_text": row.gap_text} for row in read_scores(joined)],
         "findings": [[f.topic, f.text, f.advice] for f in explain(table, lanes, tables)],
+        "checks": [asdict(check) for check in run_checks(joined, kind)],
+        "alerts": find_alerts(run),
         "shares": waiting_shares(lanes),
         "evals": evals,
         "weights": find_weights(run.files.weights),
         "checkpoints": find_checkpoints(run.files.checkpoints),
         "configs": {name: config_rows(text) for name, text in run.configs().items()},
     }
+
+
+def short_name(run: LocalRun) -> str:
+    """The last part of a run's path that distinguishes it."""
+    name = run.path.name
+    return name if name not in ("rl", "sft") else f"{run.path.parent.name}/{name}"
 
 
 def pack_kind(kind: RunKind) -> dict[str, Any]:
@@ -103,24 +116,6 @@ def main_metrics(kind: RunKind) -> tuple[str, ...]:
     return ("reward/mean",) if kind.trains_on_rewards else ("loss/mean",)
 
 
-def sum_seconds(rows: Sequence[Mapping[str, Any]]) -> float:
-    """Training time in seconds, without pauses between the attempts of a resumed run.
-
-    Where there is no trainer, the orchestrator's. Evaluations, which may come much later, do not count.
-    """
-    for processes in (("trainer", "sft"), ("orchestrator",)):
-        spans: dict[Any, tuple[float, float]] = {}
-        for row in (row for row in rows if row.get("process") in processes):
-            if not isinstance(end := row.get("timestamp"), (int, float)):
-                continue
-            start = row.get("timeline/start", end)
-            first, last = spans.get(row.get("attempt"), (start, end))
-            spans[row.get("attempt")] = (min(first, start), max(last, end))
-        if spans:
-            return sum(last - first for first, last in spans.values())
-    return 0.0
-
-
 def explain_run(run: LocalRun) -> list[Finding]:
     """Findings of `explain` for a run directory."""
     rows = list(run.rows())
@@ -131,6 +126,20 @@ def build_update(run: LocalRun, offset: int) -> dict[str, Any]:
     """Points and intervals logged since `offset`."""
     rows, end = read_rows(run.metrics_path, offset)
     return {"offset": end, "series": pack_series(read_series(rows)), "lanes": pack_lanes(read_lanes(rows))}
+
+
+def metrics_csv(run: LocalRun) -> str:
+    """All metrics as CSV, one row per process and step; cells of metrics that a step lacks are empty."""
+    table = read_series(run.rows())
+    names = sorted({name for metrics in table.values() for name in metrics})
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["process", "step", *names])
+    for process, metrics in sorted(table.items()):
+        columns = {name: dict(points) for name, points in metrics.items()}
+        for step in sorted({step for points in columns.values() for step in points}):
+            writer.writerow([process, step, *(columns.get(name, {}).get(step, "") for name in names)])
+    return out.getvalue()
 
 
 def pack_series(table: Mapping[str, Mapping[str, Series]]) -> dict[str, Any]:

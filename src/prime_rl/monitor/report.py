@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prime_rl.monitor.local_runs import LocalRun
+from prime_rl.monitor.logs import pack_logs
 from prime_rl.monitor.page_data import build_page_data
 from prime_rl.monitor.rollout_detail import STREAMS, rollout_detail
 from prime_rl.monitor.rollout_index import RolloutIndex
@@ -25,21 +26,27 @@ from prime_rl.runtime.redaction import redact_fields
 
 MAX_ROLLOUTS = 2000
 MAX_BYTES = 3_000_000
-PAGE_BYTES = 150_000
+PAGE_BYTES = 200_000
+LOG_BYTES = 30_000
+"""Bytes at the end of each log that a report contains."""
 
 SCRIPTS = (
     "dom",
     "metric_help",
     "source",
+    "export",
     "chart",
     "timeline",
     "tokens",
     "difference",
     "messages",
     "rollouts",
+    "prompts",
     "overview",
     "curves",
+    "logs",
     "config",
+    "runs",
     "app",
 )
 STYLES = ("base", "parts", "rollouts")
@@ -58,7 +65,7 @@ def write_report(run: LocalRun, path: Path, max_bytes: int = MAX_BYTES) -> dict[
     """Write the page; returns the counts `rollouts`, `total`, `with_tokens` and `bytes`."""
     index = RolloutIndex(run)
     index.grow()
-    shared = build_page_data(run)
+    shared = build_page_data(run) | {"logs": pack_logs(run, LOG_BYTES)}
     tokenizer = find_tokenizer(run.path, shared["run"]["model"])
     vocabulary = Vocabulary(tokenizer) if tokenizer is not None else None
     budget = (max_bytes - PAGE_BYTES) * 3 // 4  # base64 encodes three bytes as four characters
@@ -189,8 +196,8 @@ def page_parts() -> tuple[str, str, str]:
     return frame, style, script
 
 
-def render_page(payload: bytes | None) -> bytes:
-    """The page with an embedded run, or without one for the live server.
+def render_page(payload: bytes | None, view: str = "run") -> bytes:
+    """The page with an embedded run, or without one for the live server; `view`: of a run, or of all `runs`.
 
     The content security policy allows only this script, by its hash.
     """
@@ -203,7 +210,7 @@ def render_page(payload: bytes | None) -> bytes:
         "base-uri 'none'; form-action 'none'"
     )
     data = "" if payload is None else base64.b64encode(payload).decode()
-    parts = {"policy": policy, "style": style, "data": data, "script": script}
+    parts = {"policy": policy, "view": view, "style": style, "data": data, "script": script}
     for name, text in parts.items():
         frame = frame.replace(f"<!--{name}-->", text, 1)
     return frame.encode()

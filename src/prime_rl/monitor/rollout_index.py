@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,14 +27,19 @@ PRAGMA journal_mode = OFF;
 CREATE TABLE rollouts (
   id INTEGER PRIMARY KEY, source INTEGER, attempt INTEGER, step INTEGER, env TEXT, group_index INTEGER, idx INTEGER,
   reward REAL, advantage REAL, status TEXT, tokens INTEGER, scored INTEGER, start INTEGER, size INTEGER,
-  hidden INTEGER);
+  hidden INTEGER, prompt_key INTEGER);
 CREATE INDEX by_group ON rollouts (step, group_index);
+CREATE INDEX by_prompt ON rollouts (prompt_key);
 CREATE TABLE texts (id INTEGER PRIMARY KEY, prompt TEXT, completion TEXT, searched TEXT);
 CREATE TABLE logprobs (step INTEGER, group_index INTEGER, idx INTEGER, tokens INTEGER, attempt INTEGER, start INTEGER,
   size INTEGER);
 CREATE INDEX by_step ON logprobs (step);
 """
 """`source` is 0 for training, else an evaluation; rows of abandoned attempts and replaced evaluations are `hidden`."""
+
+
+EQUAL_GROUPS = """SELECT source, step, group_index FROM rollouts WHERE NOT hidden AND reward IS NOT NULL
+  GROUP BY source, step, group_index HAVING min(reward) = max(reward) AND count(*) > 1"""
 
 
 class _Recorded(msgspec.Struct):
@@ -100,7 +106,10 @@ class Query:
     env: str | None = None
     status: str | None = None
     group: int | None = None
+    index: int | None = None
     kind: str | None = None
+    equal: bool | None = None
+    """True: only rollouts of groups with equal rewards, False: only the others."""
     min_reward: float | None = None
     max_reward: float | None = None
     sort: str = "step"
@@ -146,6 +155,8 @@ class RolloutIndex:
             "(source > 0) = ?": None if query.kind is None else query.kind == KINDS[1],
             "step = ?": query.step,
             "group_index = ?": query.group,
+            "idx = ?": query.index,
+            f"((source, step, group_index) IN ({EQUAL_GROUPS})) = ?": query.equal,
             "ifnull(env, 'none') = ?": query.env,
             "ifnull(status, 'none') = ?": query.status,
             "reward >= ?": query.min_reward,
@@ -203,6 +214,34 @@ class RolloutIndex:
         )
         return [other for (other,) in found] or [number]  # none without a group: NULL equals nothing
 
+    def prompts(self, limit: int) -> list[dict[str, Any]]:
+        """Prompts that were answered at several steps, those whose mean reward rose most first.
+
+        Each with the first of its rollouts, the number of steps, and the mean rewards of the first and the last step.
+        """
+        found: dict[tuple[int, int], list[sqlite3.Row]] = {}
+        for row in self._fetch(
+            "SELECT prompt_key, source > 0 AS kind, step, avg(reward) AS reward, min(id) AS id FROM rollouts "
+            "WHERE NOT hidden GROUP BY 1, 2, 3 ORDER BY step"
+        ):
+            found.setdefault((row["prompt_key"], row["kind"]), []).append(row)
+        repeated = [rows for rows in found.values() if len(rows) > 1]
+        gains = sorted(repeated, key=lambda rows: (rows[0]["reward"] or 0) - (rows[-1]["reward"] or 0))[:limit]
+        entries = self.brief([rows[0]["id"] for rows in gains])
+        return [
+            {**entry, "steps": len(rows), "first": rows[0]["reward"], "last": rows[-1]["reward"]}
+            for entry, rows in zip(entries, gains, strict=True)
+        ]
+
+    def history(self, number: int, limit: int = 2000) -> list[int]:
+        """The rollouts of the same prompt at all steps, by step."""
+        found = self._fetch(
+            "SELECT other.id FROM rollouts AS this JOIN rollouts AS other USING (prompt_key) WHERE this.id = ? "
+            "AND NOT other.hidden AND (this.source > 0) = (other.source > 0) ORDER BY other.step, other.id LIMIT ?",
+            *(number, limit),
+        )
+        return [other for (other,) in found]
+
     def facts(self) -> dict[str, Any]:
         """Values available to filters, over all rollouts and per kind."""
         counts = self._fetch(
@@ -259,8 +298,9 @@ class RolloutIndex:
     def _insert(self, source: int, line: _Line, num_tokens: int, start: int, size: int, hidden: bool = False) -> None:
         key = (self._size, source, line.attempt, line.step, line.env, line.group_index, line.index)
         scored = _num_tokens(line.teacher_logprobs) > 0
-        facts = (line.reward, line.advantage, line.status, num_tokens, scored, start, size, hidden)
-        self._db.execute(f"INSERT INTO rollouts VALUES ({', '.join('?' * 15)})", (*key, *facts))
+        prompt_key = _hash(repr((line.env, line.prompt)))
+        facts = (line.reward, line.advantage, line.status, num_tokens, scored, start, size, hidden, prompt_key)
+        self._db.execute(f"INSERT INTO rollouts VALUES ({', '.join('?' * 16)})", (*key, *facts))
         # The last message of the prompt: earlier ones are often shared by all prompts.
         last = plain_text(line.prompt[-1:] if isinstance(line.prompt, list) else line.prompt)
         prompt, completion = plain_text(line.prompt), plain_text(line.completion)
@@ -303,6 +343,11 @@ def _summarize(counts: Sequence[sqlite3.Row]) -> dict[str, Any]:
 def _searchable(text: str) -> str:
     """Text for a case-insensitive search; SQLite stores no lone surrogates."""
     return text.lower().encode(errors="replace").decode()
+
+
+def _hash(text: str) -> int:
+    """A 64-bit key of a text."""
+    return int.from_bytes(blake2b(text.encode(errors="replace"), digest_size=8).digest(), "big", signed=True)
 
 
 def _num_tokens(values: msgspec.Raw) -> int:

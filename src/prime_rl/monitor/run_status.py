@@ -26,7 +26,7 @@ TAIL_BYTES = 64 * 1024
 
 @dataclass(frozen=True)
 class RunStatus:
-    """`state` is running, finished or stopped; `step` is the last complete step, 0 before the first."""
+    """`state` is waiting (nothing has started), running, finished or stopped; `step` the last complete one, else 0."""
 
     state: str
     step: int
@@ -35,6 +35,8 @@ class RunStatus:
     @property
     def text(self) -> str:
         """Status for display."""
+        if self.state == "waiting":
+            return "waiting for the run to start"
         if self.state != "stopped":
             return self.state
         where = f"at step {self.step}" if self.step else "before the first step"
@@ -70,6 +72,8 @@ def find_status(run: LocalRun) -> RunStatus:
         return RunStatus("finished", tail.step)
     if _is_fresh(tail.last, tail):
         return RunStatus("running", tail.step)
+    if not (run.metrics_path.exists() or run.samples_path.exists() or run.evaluations()):
+        return RunStatus("waiting", 0)
     return RunStatus("finished" if not tail.step and run.evaluations() else "stopped", tail.step)
 
 

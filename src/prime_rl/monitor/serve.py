@@ -1,9 +1,11 @@
-"""`monitor RUN --serve`: a live local page of a run."""
+"""`monitor`: live local pages of one run, or of all runs below a folder."""
 
 from __future__ import annotations
 
 import asyncio
 import gzip
+import os
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -13,8 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from prime_rl.monitor.live_runs import LiveRuns
 from prime_rl.monitor.local_runs import LocalRun
-from prime_rl.monitor.page_data import build_page_data, build_update, find_checkpoints, find_evals, find_weights
+from prime_rl.monitor.logs import pack_logs
+from prime_rl.monitor.page_data import (
+    build_page_data,
+    build_update,
+    find_checkpoints,
+    find_evals,
+    find_weights,
+    metrics_csv,
+)
 from prime_rl.monitor.report import render_page
 from prime_rl.monitor.rollout_detail import rollout_detail
 from prime_rl.monitor.rollout_index import SORTS, Query, RolloutIndex
@@ -25,6 +36,7 @@ from prime_rl.runtime.redaction import redact_fields
 from prime_rl.runtime.run_dir import RunDir
 
 if TYPE_CHECKING:
+    import socket
     from types import FrameType
 
     from starlette.applications import Starlette
@@ -38,10 +50,21 @@ WATCHED = (_RUN.metrics.name, _RUN.samples.name, _RUN.trainer_logprobs.name, "ST
 SETTLE_MS = 150
 """Debounce interval of file changes."""
 
-KEEPALIVE_S = 15.0
+ALIVE_S = 4.0
+"""Seconds between signs of life. The page reports a lost connection when it misses three of them."""
+
+CONCLUSIONS = ("run", "findings", "checks", "alerts", "shares", "trends", "scores", "configs")
+"""Parts of the page that follow from the whole run."""
+
+MAX_OPEN = 8
+"""Runs of a folder that are indexed at the same time."""
+
+MAX_PROMPTS = 200
+DEFAULT_PORT = 8050
 CHUNK = 8 << 20
 """Bytes of samples indexed between two notifications."""
 
+Handler = Callable[[Any], Any]
 _HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
 
 
@@ -73,6 +96,11 @@ class LiveRun:
         self._stop.set()
         self._notify()
 
+    @property
+    def num_listeners(self) -> int:
+        """Number of open pages."""
+        return len(self._listeners)
+
     def listen(self, wake: Callable[[], object]) -> Callable[[], None]:
         """Call `wake` from another thread after each change; returns a function that unsubscribes."""
         self._listeners.add(wake)
@@ -98,7 +126,7 @@ class LiveRun:
         now = time.monotonic()
         if now >= self._due:
             whole = build_page_data(self.run)
-            self._cached_findings = {name: whole[name] for name in ("run", "findings", "shares", "trends", "scores")}
+            self._cached_findings = {name: whole[name] for name in CONCLUSIONS}
             self._due = time.monotonic() + 20 * (time.monotonic() - now)
         return dict(self._cached_findings)
 
@@ -112,6 +140,9 @@ class LiveRun:
     def _follow(self) -> None:
         from watchfiles import watch
 
+        while not self.run.path.is_dir():  # the page waits for a run that has not started
+            if self._stop.wait(0.5):
+                return
         self._catch_up()
         watched = watch(
             self.run.path,
@@ -147,71 +178,141 @@ class LiveRun:
         return (*sizes, find_status(self.run).text, *(place.written_ns for place in self.run.evaluations()))
 
 
-def build_app(live: LiveRun) -> Starlette:
-    """Read-only routes of the page, restricted to this machine and its own host names."""
-    from starlette.applications import Starlette
-    from starlette.responses import Response
-    from starlette.routing import Route
+class OpenRuns:
+    """The live runs of a folder that a page has asked for; the least recently used one without a page is closed."""
 
-    page = render_page(None)
+    def __init__(self, runs: LiveRuns) -> None:
+        self.runs = runs
+        self._open: dict[str, LiveRun] = {}
+        self._lock = threading.Lock()
+
+    def find(self, key: str) -> LiveRun:
+        """The run with this key, opened if necessary; `ValueError` if there is none."""
+        run = self.runs.find(key)
+        with self._lock:
+            live = self._open.pop(key, None)
+            if live is None:
+                live = LiveRun(run)
+                live.start()
+            self._open[key] = live
+            idle = [name for name, other in self._open.items() if not other.num_listeners and other is not live]
+            for name in idle[: max(len(self._open) - MAX_OPEN, 0)]:
+                self._open.pop(name).close()
+            return live
+
+    def close(self) -> None:
+        """Close all runs."""
+        with self._lock:
+            for live in self._open.values():
+                live.close()
+
+
+def build_app(live: LiveRun | None = None, runs: OpenRuns | None = None) -> Starlette:
+    """Read-only routes of one run at `/`, or of a folder: the list at `/` and each run at `/runs/KEY/`.
+
+    They are restricted to this machine and its own host names.
+    """
+    from starlette.applications import Starlette
+    from starlette.routing import Route
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        live.start()
+        if live is not None:
+            live.start()
         yield
-        live.close()
+        _close(live, runs)
 
-    def respond(request: Request, value: Any, kind: str = "application/json") -> Response:
-        body = value if isinstance(value, bytes) else msgspec.json.encode(redact_fields(value))
-        headers = dict(_HEADERS)
-        if len(body) > 4000 and "gzip" in request.headers.get("accept-encoding", ""):
-            body, headers["Content-Encoding"] = gzip.compress(body, 3), "gzip"
-        return Response(body, media_type=kind, headers=headers)
+    if runs is None:
+        assert live is not None
+        table = run_routes(lambda _: live)
+    else:
+        folder = runs
+        prefix = "/runs/{key:path}"
+        run_table = run_routes(lambda request: folder.find(request.path_params["key"]), folder.runs.root)
+        table = [*folder_routes(folder.runs), *((prefix + path, route) for path, route in run_table)]
+    routes = [Route(path, _check_origin(route), methods=["GET"]) for path, route in table]
+    return Starlette(routes=routes, exception_handlers={ValueError: _reject}, lifespan=lifespan)
+
+
+def folder_routes(runs: LiveRuns) -> list[tuple[str, Handler]]:
+    """Routes of the page of all runs."""
+    page = render_page(None, "runs")
 
     async def show_page(request: Request) -> Response:
-        return respond(request, page, "text/html; charset=utf-8")
+        return _respond(request, page, "text/html; charset=utf-8")
 
-    def rollout_number(request: Request) -> int:
-        number = int(request.path_params["number"])
-        if number >= len(live.index):
-            raise ValueError(f"there is no rollout {number}")
-        return number
+    async def list_runs(request: Request) -> Response:
+        cards = await asyncio.to_thread(runs.cards)
+        return _respond(request, {"root": runs.root.name, "time": time.time(), "runs": cards})
 
-    async def show_run(request: Request) -> Response:
-        return respond(request, await asyncio.to_thread(live.page_data))
+    async def show_curves(request: Request) -> Response:
+        keys, metric = request.query_params.getlist("run"), request.query_params.get("metric")
+        return _respond(request, await asyncio.to_thread(runs.curves, keys, metric))
 
-    async def show_update(request: Request) -> Response:
-        offset = int(request.query_params.get("offset", "0"))
-        return respond(request, await asyncio.to_thread(live.update, offset))
+    async def show_differences(request: Request) -> Response:
+        keys = request.query_params.getlist("run")
+        return _respond(request, await asyncio.to_thread(runs.config_differences, keys))
 
-    async def show_rollouts(request: Request) -> Response:
-        params = dict(request.query_params)
-        offset, limit = int(params.pop("offset", 0)), min(int(params.pop("limit", 100)), 1000)
-        return respond(request, await asyncio.to_thread(_find, live.index, read_query(params), offset, limit))
+    return [
+        ("/", show_page),
+        ("/api/runs", list_runs),
+        ("/api/curves", show_curves),
+        ("/api/differences", show_differences),
+    ]
 
-    async def show_rollout(request: Request) -> Response:
-        return respond(request, await asyncio.to_thread(_detail, live, rollout_number(request)))
 
-    async def show_group(request: Request) -> Response:
-        return respond(request, await asyncio.to_thread(_group, live.index, rollout_number(request)))
+def run_routes(find: Callable[[Request], LiveRun], root: Path | None = None) -> list[tuple[str, Handler]]:
+    """Routes of the page of a run; `root` is the folder whose list the page links to."""
+    page = render_page(None)
+
+    def answer(build: Callable[[LiveRun, Request], Any]) -> Handler:
+        async def route(request: Request) -> Response:
+            live = await asyncio.to_thread(find, request)
+            return _respond(request, await asyncio.to_thread(build, live, request))
+
+        return route
+
+    async def show_page(request: Request) -> Response:
+        await asyncio.to_thread(find, request)
+        return _respond(request, page, "text/html; charset=utf-8")
 
     async def stream_changes(request: Request) -> Response:
-        return _events(live)
+        return _events(await asyncio.to_thread(find, request))
 
-    async def reject(request: Request, error: Exception) -> Response:
-        return Response(str(error), status_code=400, headers=_HEADERS)
+    async def export_metrics(request: Request) -> Response:
+        live = await asyncio.to_thread(find, request)
+        text = await asyncio.to_thread(metrics_csv, live.run)
+        return _respond(request, text.encode(), "text/csv; charset=utf-8")
 
-    table = (
+    return [
         ("/", show_page),
-        ("/api/run", show_run),
-        ("/api/update", show_update),
-        ("/api/rollouts", show_rollouts),
-        ("/api/rollouts/{number:int}", show_rollout),
-        ("/api/rollouts/{number:int}/group", show_group),
+        ("/metrics.csv", export_metrics),
+        ("/api/run", answer(lambda live, _: {**live.page_data(), "home": root is not None})),
+        ("/api/update", answer(lambda live, request: live.update(int(request.query_params.get("offset", "0"))))),
+        ("/api/logs", answer(lambda live, _: pack_logs(live.run))),
+        ("/api/prompts", answer(lambda live, _: live.index.prompts(MAX_PROMPTS))),
+        ("/api/rollouts", answer(_find)),
+        ("/api/rollouts/{number:int}", answer(_detail)),
+        ("/api/rollouts/{number:int}/group", answer(_group)),
+        ("/api/rollouts/{number:int}/history", answer(_history)),
         ("/api/events", stream_changes),
-    )
-    routes = [Route(path, _check_origin(route), methods=["GET"]) for path, route in table]
-    return Starlette(routes=routes, exception_handlers={ValueError: reject}, lifespan=lifespan)
+    ]
+
+
+async def _reject(request: Request, error: Exception) -> Response:
+    from starlette.responses import Response
+
+    return Response(str(error), status_code=400, headers=_HEADERS, media_type="text/plain")
+
+
+def _respond(request: Request, value: Any, kind: str = "application/json") -> Response:
+    from starlette.responses import Response
+
+    body = value if isinstance(value, bytes) else msgspec.json.encode(redact_fields(value))
+    headers = dict(_HEADERS)
+    if len(body) > 4000 and "gzip" in request.headers.get("accept-encoding", ""):
+        body, headers["Content-Encoding"] = gzip.compress(body, 3), "gzip"
+    return Response(body, media_type=kind, headers=headers)
 
 
 def read_query(params: dict[str, str]) -> Query:
@@ -219,7 +320,8 @@ def read_query(params: dict[str, str]) -> Query:
     conditions: dict[str, Any] = {
         name: params.pop(name) for name in ("text", "env", "status", "kind", "sort") if name in params
     }
-    conditions |= {name: int(params.pop(name)) for name in ("step", "group") if name in params}
+    conditions |= {name: int(params.pop(name)) for name in ("step", "group", "index") if name in params}
+    conditions |= {"equal": params.pop("equal") == "true"} if "equal" in params else {}
     conditions |= {f"{name}_reward": float(params.pop(name)) for name in ("min", "max") if name in params}
     conditions["descending"] = params.pop("descending", "true") == "true"
     if params or conditions.get("sort", SORTS[0]) not in SORTS:
@@ -227,25 +329,22 @@ def read_query(params: dict[str, str]) -> Query:
     return Query(**conditions)
 
 
-def serve(run: LocalRun, port: int, print_text: Callable[[str], None]) -> int:
-    """Serve the page until stopped; returns the exit code. `ValueError` if the port is in use."""
-    import socket
+def serve(
+    target: LocalRun | LiveRuns, port: int | None, print_text: Callable[[str], None], *, open_browser: bool = False
+) -> int:
+    """Serve the page until stopped; returns the exit code.
 
+    `port` None: 8050, or a free one if that is in use. Raises `ValueError` if a given port is in use.
+    """
     import uvicorn
 
     from prime_rl.runtime.http_deadlines import build_protocol
 
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((HOST, port))
-    except OSError as error:
-        listener.close()
-        raise ValueError(f"--port {port} cannot be used ({error.strerror}): choose another, or 0 for any") from error
-    listener.listen()  # connections queue until the server starts
-    live = LiveRun(run)
+    listener = _listen(port)
+    live = LiveRun(target) if isinstance(target, LocalRun) else None
+    folder = OpenRuns(target) if isinstance(target, LiveRuns) else None
     config = uvicorn.Config(
-        build_app(live),
+        build_app(live, folder),
         http=build_protocol(READ_TIMEOUT_S),
         ws="none",
         log_level="warning",
@@ -253,17 +352,55 @@ def serve(run: LocalRun, port: int, print_text: Callable[[str], None]) -> int:
         log_config=None,
         timeout_graceful_shutdown=1,
     )
-    print_text(f"Serving {run.name} at http://{HOST}:{listener.getsockname()[1]}/ (Ctrl-C to stop)")
+    name = target.name if isinstance(target, LocalRun) else f"all runs below {target.root}"
+    url = f"http://{HOST}:{listener.getsockname()[1]}/"
+    print_text(f"Serving {name} at {url} (Ctrl-C to stop)")
+    if live is not None and find_status(live.run).state == "waiting":
+        print_text(f"{live.run.name} holds no run yet: the page waits for it")
+    if open_browser:
+        _open_browser(url)
     server = uvicorn.Server(config)
     stop = server.handle_exit
 
     def handle_exit(sig: int, frame: FrameType | None) -> None:
-        live.close()  # before the server, which waits for its open streams
+        _close(live, folder)  # before the server, which waits for its open streams
         stop(sig, frame)
 
     server.handle_exit = handle_exit  # type: ignore[method-assign]
     server.run(sockets=[listener])
     return 0
+
+
+def _open_browser(url: str) -> None:
+    """Open a page in a browser with windows; one that runs in the terminal would take it over."""
+    import webbrowser
+
+    if sys.platform in ("darwin", "win32") or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"))):
+        webbrowser.open(url)
+
+
+def _close(*pages: LiveRun | OpenRuns | None) -> None:
+    for page in pages:
+        if page is not None:
+            page.close()
+
+
+def _listen(port: int | None) -> socket.socket:
+    """A listening socket; connections queue until the server starts."""
+    import socket
+
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((HOST, DEFAULT_PORT if port is None else port))
+    except OSError as error:
+        if port is not None:
+            listener.close()
+            cure = "choose another, or 0 for any"
+            raise ValueError(f"--port {port} cannot be used ({error.strerror}): {cure}") from error
+        listener.bind((HOST, 0))
+    listener.listen()
+    return listener
 
 
 def _check_origin(route: Callable[[Request], Any]) -> Callable[[Request], Any]:
@@ -280,23 +417,37 @@ def _check_origin(route: Callable[[Request], Any]) -> Callable[[Request], Any]:
     return guarded
 
 
-def _find(index: RolloutIndex, query: Query, offset: int, limit: int) -> dict[str, Any]:
-    numbers = index.select(query)
-    return {"total": len(numbers), "rows": index.brief(numbers[offset : offset + limit])}
+def _find(live: LiveRun, request: Request) -> dict[str, Any]:
+    params = dict(request.query_params)
+    offset, limit = int(params.pop("offset", 0)), min(int(params.pop("limit", 100)), 1000)
+    numbers = live.index.select(read_query(params))
+    return {"total": len(numbers), "rows": live.index.brief(numbers[offset : offset + limit])}
 
 
-def _group(index: RolloutIndex, number: int) -> list[dict[str, Any]]:
-    return index.brief(index.siblings(number))
+def _number(live: LiveRun, request: Request) -> int:
+    number = int(request.path_params["number"])
+    if number >= len(live.index):
+        raise ValueError(f"there is no rollout {number}")
+    return number
 
 
-def _detail(live: LiveRun, number: int) -> dict[str, Any]:
+def _group(live: LiveRun, request: Request) -> list[dict[str, Any]]:
+    return live.index.brief(live.index.siblings(_number(live, request)))
+
+
+def _history(live: LiveRun, request: Request) -> list[dict[str, Any]]:
+    return live.index.brief(live.index.history(_number(live, request)))
+
+
+def _detail(live: LiveRun, request: Request) -> dict[str, Any]:
+    number = _number(live, request)
     detail = rollout_detail(number, live.index.row(number))
     vocabulary = live.vocabulary()
     return {"detail": detail, "vocab": {} if vocabulary is None else vocabulary.table(detail["tokens"])}
 
 
 def _events(live: LiveRun) -> StreamingResponse:
-    """Server-sent events: one `change` after each change of the run."""
+    """Server-sent events: `change` after each change of the run, and `alive` at regular intervals."""
     from starlette.responses import StreamingResponse
 
     async def stream() -> AsyncIterator[bytes]:
@@ -306,9 +457,9 @@ def _events(live: LiveRun) -> StreamingResponse:
             yield b": open\n\n"
             while not live.closing:
                 try:
-                    await asyncio.wait_for(changed.wait(), KEEPALIVE_S)
+                    await asyncio.wait_for(changed.wait(), ALIVE_S)
                 except TimeoutError:
-                    yield b": keepalive\n\n"
+                    yield b"event: alive\ndata: 1\n\n"
                     continue
                 changed.clear()
                 yield f"event: change\ndata: {live.changes}\n\n".encode()

@@ -36,10 +36,11 @@ EPILOG = """\
 RUN is the directory of a run (its --output-dir), or the id of a run at Weights & Biases.
 W&B needs the variable WANDB_API_KEY.
 
+  monitor                                         live page of all runs below outputs/
   monitor --list                                  runs below outputs/, and of the W&B project
   monitor outputs/rl --save-dir plots             summary, failed samples, loss.png, reward.png, optimizer.png
   monitor outputs/rl --report report.html         one page with curves, timeline and rollouts, to keep or to send
-  monitor outputs/rl --serve                      the same page, live
+  monitor outputs/rl --open                       the same page, live, in the browser (--serve: only the address)
   monitor 4fj2k1x9 --entity my-team --project prime-rl --reward-threshold 0.3 --max-samples 20
 """
 
@@ -62,9 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("run", nargs="?", metavar="RUN", help="directory of a run, or its id at Weights & Biases")
     parser.add_argument("--list", action="store_true", help="list runs, the newest first")
     parser.add_argument("--num-runs", type=_count, default=20, metavar="N", help="runs that --list shows (20)")
-    parser.add_argument(
-        "--runs-dir", type=Path, default=Path("outputs"), help="where --list looks for local runs (outputs)"
-    )
+    parser.add_argument("--runs-dir", type=Path, default=Path("outputs"), help="folder of the local runs (outputs)")
     parser.add_argument("--entity", help="team or user at Weights & Biases (your default one)")
     parser.add_argument("--project", help="project at Weights & Biases (prime-rl)")
     parser.add_argument(
@@ -78,8 +77,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--max-samples", type=_count, default=5, metavar="N", help="failed samples that are shown (5)")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the run as one page that needs no network")
-    parser.add_argument("--serve", action="store_true", help="show the run as a page on this machine, live")
-    parser.add_argument("--port", type=int, default=8050, help="where --serve listens, 0 for any free port (8050)")
+    parser.add_argument("--serve", action="store_true", help="show the run, or all runs of a folder, as a live page")
+    parser.add_argument(
+        "--port", type=int, help="where the page is served, 0 for any free port (8050, else a free one)"
+    )
+    parser.add_argument("--open", action="store_true", help="--serve, and open the page in the browser")
     parser.add_argument(
         "--explain", action="store_true", help="batch composition, pipeline stalls and recommended changes"
     )
@@ -100,13 +102,13 @@ def run(options: argparse.Namespace) -> int:
         return diff(*options.diff)
     if options.save_dir is not None:
         check_matplotlib()
-    if options.run is None:
-        raise ValueError("which run? pass a directory or a W&B run id, or list runs with --list")
+    if options.run is None or options.serve or options.open:
+        return serve_pages(options)
     if Path(options.run).is_dir():
         run = local_runs.open_run(Path(options.run))
         if options.replay is not None:
             return replay_step(run, options.replay)
-        if options.report or options.serve or options.explain:
+        if options.report or options.explain:
             return inspect_run(options, run)
         series = local_runs.load_series(run)
         kind = find_kind(series, run.tables(), bool(run.evaluations()))
@@ -114,8 +116,8 @@ def run(options: argparse.Namespace) -> int:
     else:
         from prime_rl.monitor import wandb_runs
 
-        if options.report or options.serve or options.explain or options.replay is not None:
-            raise ValueError(f"{options.run} is no directory: --report, --serve, --explain, --replay read local runs")
+        if options.report or options.explain or options.replay is not None:
+            raise ValueError(f"{options.run} is no directory: --report, --explain, --replay read local runs")
         if "/" in options.run and options.run.count("/") != 2:
             raise ValueError(f"{options.run} is no directory; a W&B run is named by its id, or as entity/project/id")
         remote = wandb_runs.open_run(options.run, options.entity, options.project or "prime-rl")
@@ -125,8 +127,30 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def serve_pages(options: argparse.Namespace) -> int:
+    """Serve the live page of a run, which may not have started, or of all runs below a folder."""
+    try:
+        from prime_rl.monitor.live_runs import LiveRuns
+        from prime_rl.monitor.serve import serve
+    except ImportError as error:
+        raise ValueError(f"the page needs the package {error.name}: pip install prime-rl") from error
+    if options.run is None:
+        for name in ("report", "explain", "replay", "save_dir"):
+            if getattr(options, name):
+                raise ValueError(f"--{name.replace('_', '-')}: which run? pass its directory")
+        return serve(LiveRuns(options.runs_dir), options.port, print_text, open_browser=options.open)
+    path = Path(options.run)
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{path} is no directory: pass the --output-dir of a run")
+    run = local_runs.LocalRun(path.resolve())
+    if options.report or options.explain:
+        inspect_run(options, local_runs.open_run(path))
+    is_folder = not run.exists() and any(True for _ in local_runs.find_runs(path))
+    return serve(LiveRuns(path) if is_folder else run, options.port, print_text, open_browser=options.open)
+
+
 def inspect_run(options: argparse.Namespace, run: local_runs.LocalRun) -> int:
-    """The report, the explanation and the live page of a local run."""
+    """The report and the explanation of a local run."""
     if options.explain:
         from prime_rl.monitor.explain import findings_text
         from prime_rl.monitor.page_data import explain_run
@@ -141,10 +165,6 @@ def inspect_run(options: argparse.Namespace, run: local_runs.LocalRun) -> int:
             f"{options.report}: {counts['rollouts']} of {counts['total']} rollouts{tokens}, "
             f"{counts['bytes'] / 1e6:.2f} MB; open it in a browser"
         )
-    if options.serve:
-        from prime_rl.monitor.serve import serve
-
-        return serve(run, options.port, print_text)
     return 0
 
 

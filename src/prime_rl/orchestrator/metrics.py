@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from statistics import fmean
+from statistics import fmean, pstdev
 from typing import Any
 
 from prime_rl.orchestrator.distillation.context import first_user_text
@@ -28,8 +28,11 @@ def compute_batch_metrics(samples: list[Sample], *, step: int, version: int, num
     groups = split_groups(samples)
     rollouts = [rollout for group in groups for rollout in group]
     rewards = [[rollout[0].reward for rollout in group] for group in groups]
+    scores = [reward for group in rewards for reward in group]
     metrics: dict[str, float] = {
-        "reward/mean": fmean(rollout[0].reward for rollout in rollouts),
+        **_summary("reward", scores),
+        "reward/std": pstdev(scores),
+        "frac_reward_zero_std": fmean(max(group) == min(group) for group in rewards),
         "batch/solve_none": fmean(max(group) <= 0 for group in rewards),
         "batch/solve_all": fmean(min(group) >= 1 for group in rewards),
         "batch/effective_batch_size": fmean(max(group) > min(group) for group in rewards),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from prime_rl.configuration.command import run_command
+from prime_rl.runtime.run_page import offer_page
 from prime_rl.runtime.run_state import StateRecorder
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ def run_trainer(
     def record(config: Any) -> int:
         if int(os.environ.get("RANK", "0")):
             return train(config)
-        with StateRecorder(config.output_dir, prog):
+        is_open = prog == "sft" and config.open
+        with offer_page(config.output_dir, is_open), StateRecorder(config.output_dir, prog):
             if code := train(config):
                 raise SystemExit(code)
         return 0

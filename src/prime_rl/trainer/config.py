@@ -302,6 +302,9 @@ class SFTConfig(TrainerConfig):
     num_epochs: int | None = Field(default=None, ge=1)
     """Number of passes over the data, instead of max_steps; a last batch that is not full takes samples of the next."""
 
+    open: bool = False
+    """Serve the page of the run while it runs, and open it in the browser."""
+
     deployment: Deployment = LocalDeployment()
     """Where the ranks run: locally, or as a Slurm, Ray or Kubernetes job."""
 

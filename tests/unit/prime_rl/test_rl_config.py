@@ -171,6 +171,17 @@ def test_wandb_runs_have_names_of_their_own() -> None:
     assert named.trainer.wandb and named.trainer.wandb.name == "mine"
 
 
+@pytest.mark.parametrize(
+    ("options", "group"),
+    [(("--wandb",), "outputs"), (("--wandb", "--output-dir", "runs/a"), "runs/a"), (("--wandb.name", "n"), "n"),
+     (("--wandb.name", "n", "--wandb.group", "g"), "g")],
+)  # fmt: skip
+def test_wandb_runs_of_an_experiment_share_a_group(options: tuple[str, ...], group: str) -> None:
+    config = parse(*options)
+    assert config.trainer.wandb and config.orchestrator.wandb
+    assert (config.trainer.wandb.group, config.orchestrator.wandb.group) == (group, group)
+
+
 def test_each_process_can_be_written_and_read_alone(tmp_path: Path) -> None:
     config = parse("--max-steps", "4", "--wandb.name", "n", "--ckpt.interval", "2", "--model.debug.random_init")
     for name, config_cls in (

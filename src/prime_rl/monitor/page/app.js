@@ -1,8 +1,9 @@
 // Page frame: header, sections, keyboard shortcuts, theme and live updates.
 
-const SECTIONS = [["overview", "Overview"], ["curves", "Curves"], ["timeline", "Timeline"], ["rollouts", "Rollouts"], ["config", "Config"]];
+const SECTIONS = [["overview", "Overview"], ["curves", "Curves"], ["timeline", "Timeline"], ["rollouts", "Rollouts"], ["prompts", "Prompts"],
+  ["logs", "Logs"], ["config", "Config"]];
 
-const KEYS = [["1 … 5", "sections"], ["j  k", "next, previous rollout"], ["c  t  g", "conversation, tokens, group"], ["n", "next coloring"],
+const KEYS = [["1 … 7", "sections"], ["j  k", "next, previous rollout"], ["c  t  g", "conversation, tokens, group"], ["n", "next coloring"],
   ["/", "search"], ["Esc", "leave the search field"], ["d", "light or dark"], ["?", "this help"]];
 
 class Page {
@@ -14,8 +15,11 @@ class Page {
     addEventListener("hashchange", () => this.open());
     addEventListener("keydown", (event) => this.key(event));
     document.title = `${source.data.run.name} · prime-rl`;
-    if (source.live) source.listen(() => this.update(), (state) => this.setConnection(state));
     this.drawHeader();
+    if (source.live) {
+      source.listen(() => this.update(), (state) => this.setConnection(state));
+      setInterval(() => this.tick(), 1000);
+    }
     this.open();
   }
 
@@ -26,17 +30,46 @@ class Page {
     document.body.append(this.lost);
     this.drawBadge();
     this.nav = el("nav", {}, SECTIONS.map(([name, label], i) => el("a", { href: `#${name}`, title: `key ${i + 1}` }, label)));
-    fill(document.getElementById("top"), el("h1", { title: run.path }, run.name), this.badge, this.nav,
-      el("button", { class: "quiet", title: "keys (?)", onclick: () => this.help() }, "?"),
-      el("button", { class: "quiet", title: "light or dark (d)", onclick: () => this.toggleTheme() }, "◐"));
+    fill(document.getElementById("top"), this.source.data.home && el("a", { href: "/", class: "home", title: "all runs" }, "‹ all runs"), el("h1", { title: run.path }, run.name), this.badge, this.nav,
+      this.source.live && "Notification" in window && el("button", { class: "quiet", title: "notify me when the run ends or an alert appears", onclick: (event) => this.askNotifications(event.target) }, "notify me"),
+      el("button", { class: "quiet", title: "keys (?)", "aria-label": "keys", onclick: () => this.help() }, "?"),
+      el("button", { class: "quiet", title: "light or dark (d)", "aria-label": "light or dark", onclick: () => this.toggleTheme() }, "◐"));
   }
 
-  // A report shows the state at the time of writing.
+  // A report shows the state at the time of writing; without a connection the state is not known.
   drawBadge() {
-    const { run } = this.source.data, isOld = !this.source.live && run.state === "running";
-    this.badge.textContent = isOld ? `was running at ${new Date(run.written * 1000).toLocaleString()}` : run.status;
-    this.badge.className = `badge ${run.state}`;
+    const { run } = this.source.data, isOld = !this.source.live && run.state === "running", isUnknown = this.isLost && run.state !== "finished" && run.state !== "stopped";
+    this.badge.textContent = isUnknown ? `no connection, was ${run.state}` : isOld ? `was running at ${new Date(run.written * 1000).toLocaleString()}` : run.status;
+    this.badge.className = `badge ${isUnknown ? "lost" : run.state}`;
     this.badge.title = this.badge.textContent;
+  }
+
+  // Times advance between two updates.
+  tick() {
+    const times = document.querySelector(".progress .times");
+    if (times && !this.isLost) times.textContent = timesText(this.source.data.run, this.source);
+    if (this.section === "logs" && this.source.data.run.state === "running" && !this.isLost) this.logs?.refresh();
+  }
+
+  async askNotifications(button) {
+    this.notifies = !this.notifies && (await Notification.requestPermission()) === "granted";
+    button.setAttribute("aria-pressed", String(this.notifies));
+    button.classList.toggle("on", this.notifies);
+    this.remember();
+  }
+
+  // What a notification has reported or the user has seen.
+  remember() {
+    const { run, alerts } = this.source.data;
+    this.known = { state: run.state, alerts: new Set(alerts.map(alertKey)) };
+  }
+
+  notify() {
+    const { run, alerts } = this.source.data;
+    if (!this.notifies) return;
+    if (run.state !== this.known.state && run.state !== "running") new Notification(run.name, { body: run.status });
+    for (const alert of alerts) if (!this.known.alerts.has(alertKey(alert))) new Notification(`${run.name}: ${alert.process}`, { body: alert.text });
+    this.remember();
   }
 
   go(section) {
@@ -49,7 +82,10 @@ class Page {
     for (const link of this.nav.children) link.toggleAttribute("aria-current", link.hash === `#${this.section}`);
     if (parameters) {
       const query = Object.fromEntries(new URLSearchParams(parameters));
-      this.state = { query: "step" in query ? { ...query, step: Number(query.step) } : query };
+      const { index, view, color, ...conditions } = query;
+      for (const name of ["step", "group", "min", "max"]) if (name in conditions) conditions[name] = Number(conditions[name]);
+      if ("equal" in conditions) conditions.equal = conditions.equal === "true";
+      this.state = { query: conditions, view, color, index: index === undefined ? null : Number(index) };
       this.browser = null;
     }
     this.draw();
@@ -62,9 +98,11 @@ class Page {
     main.className = this.section;
     const onStep = this.source.facts.count ? (step) => this.go(`rollouts?step=${this.nearestStep(step)}`) : null;
     if (this.section === "overview") fill(main, overview(data, this.source, (section) => this.go(section)));
-    else if (this.section === "curves") fill(main, curvesView(data, onStep));
+    else if (this.section === "curves") fill(main, curvesView(data, onStep, this.source.live));
     else if (this.section === "timeline") fill(main, timelineView(data));
     else if (this.section === "config") fill(main, configView(data));
+    else if (this.section === "logs") fill(main, (this.logs = new LogView(this.source)).node);
+    else if (this.section === "prompts") fill(main, (this.prompts ||= new PromptView(this.source)).node);
     else fill(main, (this.browser ||= new Browser(this.source, this.state)).node);
   }
 
@@ -76,7 +114,11 @@ class Page {
   // New data: redraw the section, keeping the scroll position, the open rollout and text being typed.
   update() {
     this.drawBadge();
+    this.notify();
+    if (this.section !== "prompts") this.prompts = null; // read again when it is opened
     if (this.section === "rollouts") this.browser.refresh();
+    else if (this.section === "logs") this.logs.refresh();
+    else if (this.section === "prompts" || this.section === "config" && document.querySelector("main input[type=search]")?.value) return;
     else if (document.activeElement?.tagName !== "INPUT") {
       const position = scrollY;
       this.draw();
@@ -86,12 +128,16 @@ class Page {
   }
 
   setConnection(state) {
-    const lost = state === "lost";
-    this.badge.classList.toggle("lost", lost);
-    this.lost.hidden = !lost;
+    this.isLost = state === "lost";
+    this.drawBadge();
+    this.lost.hidden = !this.isLost;
     clearInterval(this.clock);
-    if (!lost) return;
-    const showAge = () => { this.lost.textContent = `Connection to the server lost. Last update ${duration(Math.round((Date.now() - this.source.updated) / 1000))} ago.`; };
+    if (!this.isLost) return;
+    const hasEnded = ["finished", "stopped"].includes(this.source.data.run.state);
+    const showAge = () => {
+      const age = `Last update ${duration(Math.round((Date.now() - this.source.updated) / 1000))} ago.`;
+      this.lost.textContent = hasEnded ? `This page is no longer served; the run has ended. ${age}` : `Connection to the server lost. ${age}`;
+    };
     showAge();
     this.clock = setInterval(showAge, 1000);
   }
@@ -119,13 +165,25 @@ class Page {
   }
 
   toggleTheme() {
-    const root = document.documentElement, dark = getComputedStyle(root).getPropertyValue("--dark").trim() === "1";
-    root.dataset.theme = dark ? "light" : "dark";
+    toggleTheme();
     this.draw();
   }
 }
 
-openSource().then((source) => { window.page = new Page(source); }).catch((error) => {
+function alertKey(alert) {
+  return `${alert.process} ${alert.text}`;
+}
+
+function toggleTheme() {
+  const root = document.documentElement, dark = getComputedStyle(root).getPropertyValue("--dark").trim() === "1";
+  root.dataset.theme = dark ? "light" : "dark";
+}
+
+async function openPage() {
+  window.page = document.body.dataset.view === "runs" ? new RunsPage() : new Page(await openSource());
+}
+
+openPage().catch((error) => {
   fill(document.getElementById("main"), el("p", { class: "loading" }, `This run cannot be shown: ${error.message}`));
   throw error;
 });

@@ -3,12 +3,15 @@
 const charts = new Set();
 let smoothing = 0.6;
 
-function lineChart({ title, help, curves, onStep, height = 150, unit = "" }) {
+// `curves`: {name, label, steps, values}, and for points such as evaluations {isPoints, errors}.
+function lineChart({ title, help, curves, onStep, height = 178, unit = "", yLabel = unitOf(curves[0].name), isExported = true }) {
   const box = el("figure", { class: "chart", tabindex: 0, "aria-label": title });
-  const plot = svg("svg", { role: "img" });
+  const plot = svg("svg", { role: "img", "aria-label": `${title} over steps` });
   const legend = el("span", { class: "legend" });
-  append(box, [el("figcaption", { title: help || "" }, el("b", {}, title), legend, help && el("p", {}, help)), plot]);
-  const chart = { box, curves, draw: () => drawChart(chart, plot, legend, height, unit), hover: null };
+  const buttons = isExported && el("span", { class: "export" }, el("button", { class: "quiet", title: "download the values", onclick: () => downloadCsv(title, curves) }, "CSV"),
+    el("button", { class: "quiet", title: "download the picture", onclick: () => downloadPng(title, plot) }, "PNG"));
+  append(box, [el("figcaption", { title: help || "" }, el("b", {}, title), legend, help && el("p", {}, help)), plot, buttons]);
+  const chart = { box, curves, draw: () => drawChart(chart, plot, legend, height, unit, yLabel), hover: null };
   new ResizeObserver(() => chart.draw()).observe(plot);
   charts.add(chart);
   plot.addEventListener("pointermove", (event) => hoverAll(stepAt(chart, plot, event), event, chart));
@@ -17,12 +20,13 @@ function lineChart({ title, help, curves, onStep, height = 150, unit = "" }) {
   return box;
 }
 
-function drawChart(chart, plot, legend, height, unit) {
+function drawChart(chart, plot, legend, height, unit, yLabel) {
   const width = plot.clientWidth || 360;
-  const area = { x0: 46, x1: width - 12, y0: height - 22, y1: 8 };
-  const values = chart.curves.flatMap((c) => c.values), steps = chart.curves.flatMap((c) => c.steps);
-  if (!values.length) return;
-  let low = Math.min(...extremes(values)), high = Math.max(...extremes(values));
+  const area = { x0: 62, x1: width - 14, y0: height - 38, y1: 10 };
+  const bounds = chart.curves.flatMap((c) => c.errors ? c.values.flatMap((v, i) => [v - (c.errors[i] || 0), v + (c.errors[i] || 0)]) : c.values);
+  const steps = chart.curves.flatMap((c) => c.steps);
+  if (!bounds.length) return;
+  let [low, high] = extremes(bounds);
   const margin = (high - low) * 0.08 || Math.abs(high) * 0.1 || 1;
   [low, high] = [low - margin, high + margin];
   const [first, last] = extremes(steps);
@@ -33,12 +37,14 @@ function drawChart(chart, plot, legend, height, unit) {
   plot.style.height = `${height}px`;
   const grid = ticks(low, high, 4).map((tick) => [
     svg("line", { class: "grid", x1: area.x0, x2: area.x1, y1: y(tick), y2: y(tick) }),
-    svg("text", { class: "tick", x: area.x0 - 6, y: y(tick) + 3.5, "text-anchor": "end" }, number(tick, 3) + unit)]);
+    svg("text", { class: "tick", x: area.x0 - 7, y: y(tick) + 3.5, "text-anchor": "end" }, number(tick, 3) + unit)]);
   const axis = ticks(first, last, width / 90).filter(Number.isInteger).map((tick) =>
-    svg("text", { class: "tick", x: x(tick), y: height - 5, "text-anchor": "middle" }, tick));
-  const lines = chart.curves.map((c, k) => drawCurve(c, k, x, y));
+    svg("text", { class: "tick", x: x(tick), y: area.y0 + 15, "text-anchor": "middle" }, tick));
+  const names = [svg("text", { class: "axis x", x: (area.x0 + area.x1) / 2, y: height - 5, "text-anchor": "middle" }, "training step"),
+    svg("text", { class: "axis y", x: 0, y: 0, transform: `translate(12 ${(area.y0 + area.y1) / 2}) rotate(-90)`, "text-anchor": "middle" }, yLabel)];
+  const lines = chart.curves.map((c, k) => (c.isPoints ? drawPoints : drawCurve)(c, k, x, y));
   chart.cross = svg("g", { class: "cross" });
-  fill(plot, svg("rect", { class: "ground", x: area.x0, y: 0, width: Math.max(area.x1 - area.x0, 0), height: area.y0 }), grid, axis, lines, chart.cross);
+  fill(plot, svg("rect", { class: "ground", x: area.x0, y: 0, width: Math.max(area.x1 - area.x0, 0), height: area.y0 }), grid, axis, names, lines, chart.cross);
   fill(legend, chart.curves.map((c, k) => el("span", { class: `key c${k % 6}` },
     chart.curves.length > 1 && el("i", {}), chart.curves.length > 1 && c.label, el("b", {}, number(c.values.at(-1)) + unit))));
 }
@@ -49,8 +55,16 @@ function drawCurve(c, k, x, y) {
   const drawn = noisy ? smooth(c.values, smoothing) : c.values;
   return svg("g", { class: `line c${k % 6}` },
     noisy && svg("path", { class: "raw", d: path(c.values) }),
-    svg("path", { d: path(drawn) }),
+    svg("path", { d: path(drawn), "stroke-dasharray": k > 5 ? "5 3" : null }),
     svg("circle", { cx: x(c.steps.at(-1)), cy: y(drawn.at(-1)), r: 3 }));
+}
+
+// Single measurements with their 95 % intervals, joined by a thin dashed line.
+function drawPoints(c, k, x, y) {
+  const path = c.values.map((v, i) => `${i ? "L" : "M"}${x(c.steps[i]).toFixed(1)} ${y(v).toFixed(1)}`).join("");
+  return svg("g", { class: `line points c${k % 6}` }, svg("path", { d: path }),
+    c.values.map((v, i) => [c.errors?.[i] ? svg("line", { x1: x(c.steps[i]), x2: x(c.steps[i]), y1: y(v - c.errors[i]), y2: y(v + c.errors[i]) }) : null,
+      svg("circle", { cx: x(c.steps[i]), cy: y(v), r: 4.5 })]));
 }
 
 function hoverAll(step, event, source) {
@@ -67,6 +81,7 @@ function hoverAll(step, event, source) {
   if (step === null) return hideTip();
   showTip(event, el("b", {}, `step ${step}`), source.curves.map((c, k) => {
     const i = nearest(c.steps, step);
+    if (c.isPoints && c.steps[i] !== step) return null;
     return el("div", { class: `key c${k % 6}` }, el("i", {}), c.label || c.name, el("b", {}, number(c.values[i])));
   }));
 }

@@ -1,7 +1,7 @@
 // Metric descriptions and the grouping of metrics into charts.
 
 const MEANING = {
-  "reward/mean": "Mean reward of the rollouts in the batch; training maximizes it.",
+  "reward/mean": "Line: mean reward of the training batch. Points: held-out evaluations with 95 % intervals.",
   "val_reward/mean": "Mean reward on held-out prompts.",
   "loss/mean": "The training loss. In RL it stays near 0 and is not informative by itself.",
   "entropy/mean": "Mean entropy of the next-token distribution. A collapse to 0 ends exploration.",
@@ -35,14 +35,26 @@ const MEANING = {
   "batch/off_policy_level/max": "Age, in versions, of the oldest token of a batch.",
   "batch/off_policy_level/mean": "Age, in versions, of the tokens of a batch on average.",
   "batch/effective_batch_size": "Share of groups with different rewards; only these have a gradient.",
+  "reward/min": "Lowest, highest and standard deviation of the rewards in a batch. Without a spread nothing is learned.",
+  "frac_reward_zero_std": "Share of groups with equal rewards; these have no gradient.",
   "batch/solve_all": "Share of prompts that every rollout solves.",
   "batch/solve_none": "Share of prompts that no rollout solves.",
   "error/mean": "Share of rollouts that failed for technical reasons.",
 };
 
+// Label of the vertical axis: the first pattern that matches the name of the metric.
+const UNITS = [[/^(reward|val_reward|eval)\/.*std$/, "standard deviation"], [/^(reward|val_reward)\/|\/(avg@\d+|student.*\/avg|teacher_context\/avg)$/, "reward"], [/pass[@^]/, "share solved"],
+  [/^loss|nll/, "loss, nats per token"], [/kl|entropy/i, "nats per token"], [/(seq|prompt|completion)_len/, "tokens"], [/throughput/, "tokens per second"], [/^time\/|latency|_s$|event_loop_lag/, "seconds"],
+  [/_ms/, "milliseconds"], [/memory/, "GiB"], [/mfu/, "percent"], [/async_level|off_policy/, "policy versions"], [/grad_norm/, "norm"], [/optim\/lr/, "learning rate"], [/ratio/, "ratio"],
+  [/num_turns/, "turns"], [/is_|error\/mean|solve_|effective_|frac_|gap_closed|retention|coverage|overlong/, "share"], [/^progress\/|tokens|samples|groups\/|evicted|pool\//, "count"]];
+
+function unitOf(name) {
+  return UNITS.find(([pattern]) => pattern.test(name ?? ""))?.[1] ?? "value";
+}
+
 const CHART_GROUPS = [
-  ["Learning", [["reward/mean", "val_reward/mean", "eval/*/avg*"], ["reward/*"], ["eval/*/avg*"], ["batch/solve_all", "batch/solve_none"],
-    ["batch/effective_batch_size"], ["metrics/*"]]],
+  ["Learning", [["reward/mean", "val_reward/mean", "eval/*/avg@*"], ["reward/min", "reward/max", "reward/std"], ["reward/*"], ["eval/*/pass@*"],
+    ["batch/solve_all", "batch/solve_none", "frac_reward_zero_std"], ["metrics/*"]]],
   ["Stability", [["loss/mean"], ["entropy/mean"], ["mismatch_kl/mean"], ["teacher_kl/mean"], ["optim/grad_norm"], ["optim/lr"],
     ["importance_ratio/mean", "importance_ratio/max"], ["is_masked/mean"]]],
   ["Length", [["completion_len/mean", "completion_len/max"], ["seq_len/mean"], ["num_turns/mean"], ["is_truncated/mean"],
@@ -52,6 +64,9 @@ const CHART_GROUPS = [
   ["Asynchrony", [["batch/async_level"], ["batch/off_policy_level/max", "batch/off_policy_level/mean"],
     ["groups/in_flight"], ["event_loop_lag/max"]]],
 ];
+
+// Titles of charts whose metrics have no common name.
+const CHART_TITLES = { "reward/min": "spread of the rewards", "batch/solve_all": "groups of prompts" };
 
 // Shown first for runs with a teacher.
 const TEACHER_CHARTS = ["Student and teacher", [["teacher_kl/mean", "teacher_kl_reverse/mean", "teacher_kl_forward/mean"],

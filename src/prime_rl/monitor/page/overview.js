@@ -3,6 +3,10 @@
 function overview(data, source, go) {
   return [
     el("p", { class: "sentence" }, sentence(data, source)),
+    progress(data.run, source),
+    checkStrip(data),
+    alertsPanel(data.alerts.slice(0, 5), data.alerts.length),
+    mainChart(data, source, go),
     el("div", { class: "tiles" }, tilesOf(data).map(([name, label]) => tile(data, name, label, go))),
     scoresPanel(data),
     findings(data),
@@ -12,17 +16,63 @@ function overview(data, source, go) {
   ];
 }
 
+// Steps done, the time so far and what remains. Both times advance between two updates while the run is running.
+function progress(run, source) {
+  if (run.state === "waiting") return el("p", { class: "lead", role: "status" }, "Nothing has been written yet. The page shows the first step as soon as there is one.");
+  const step = Math.max(0, ...["trainer", "sft", "orchestrator"].map((name) => curve(source.data, name === "orchestrator" ? "reward/mean" : "loss/mean", name)?.steps.at(-1) ?? 0));
+  const share = run.max_steps ? Math.min(step / run.max_steps, 1) : null;
+  if (run.state === "running" && !step) return el("p", { class: "lead", role: "status" }, "The processes are starting: the model is loaded, then the first rollouts are generated. No step is complete yet.");
+  return el("div", { class: "progress" },
+    share !== null && el("span", { class: "track", role: "progressbar", "aria-label": "steps", "aria-valuenow": step, "aria-valuemax": run.max_steps }, el("i", { style: { width: `${100 * share}%` } })),
+    el("span", { class: "times" }, timesText(run, source)));
+}
+
+function timesText(run, source) {
+  const now = (Date.now() - (source.lag ?? 0)) / 1000, isGoing = source.live && run.state === "running";
+  const seconds = run.seconds + (isGoing && run.until ? Math.max(now - run.until, 0) : 0), parts = [];
+  if (seconds > 0) parts.push(`${duration(seconds)} of training`);
+  if (isGoing && run.finish) parts.push(run.finish > now ? `about ${duration(run.finish - now)} left` : "the last step is due");
+  return parts.join(" · ");
+}
+
+// One item per health check; it opens example rollouts.
+function checkStrip(data) {
+  if (!data.checks.length) return null;
+  const signs = { ok: "✓", warning: "!", waiting: "…" };
+  return el("ul", { class: "checks", "aria-label": "health checks" }, data.checks.map((check) => {
+    const content = [el("b", { "aria-label": check.state }, signs[check.state]), el("span", {}, check.label, el("small", {}, check.text))];
+    const title = check.advice ? capitalize(check.advice) : check.query ? "show example rollouts" : null;
+    return el("li", { class: check.state, title }, check.query ? el("a", { href: `#rollouts?${new URLSearchParams({ kind: "training", ...check.query })}` }, content) : el("span", {}, content));
+  }));
+}
+
+function alertsPanel(alerts, total = alerts.length) {
+  if (!alerts.length) return null;
+  return el("section", { class: "panel alerts" }, el("h2", {}, "Alerts"), el("ul", {}, alerts.map((alert) => el("li", { class: alert.level.toLowerCase() },
+    el("small", {}, `${alert.time} ${alert.process}`, alert.count > 1 ? ` ×${alert.count}` : ""), el("span", {}, alert.text)))),
+  total > alerts.length ? el("p", {}, el("a", { href: "#logs" }, `all ${total} alerts and the logs`)) : null);
+}
+
+// The curve that shows whether the run learns, with held-out evaluations as points.
+function mainChart(data, source, go) {
+  const { kind } = data.run, names = kind.name === "distillation" ? ["teacher_kl/mean"] : kind.trains_on_rewards ? ["reward/mean", "val_reward/mean", "eval/*/avg@*"] : ["loss/mean", "val/loss", "val_loss"];
+  const onStep = source.facts.count ? (step) => go(`rollouts?step=${source.facts.steps[nearest(source.facts.steps, step)]}`) : null;
+  const chart = figure(data, names, new Set(), onStep, 260);
+  return chart && el("div", { class: "main-chart" }, chart);
+}
+
 function sentence(data, source) {
   const { run } = data, loss = curve(data, "loss/mean") || curve(data, "reward/mean");
   const { training, evaluation } = source.facts.kinds, envs = (training ?? evaluation)?.envs.filter((env) => env !== "none") ?? [];
   const steps = loss?.steps.at(-1) ?? 0;
   const parts = [`${run.kind.title} of `, el("b", {}, shortName(run.model)), envs.length ? ` on ${envs.join(", ")}` : "", ": ",
     loss ? `${steps.toLocaleString("en")}${run.max_steps ? ` of ${run.max_steps.toLocaleString("en")}` : ""} steps` : "",
-    loss && training ? " and " : "", training || evaluation ? count(source.total ?? (training ?? evaluation).count, "rollout") : "",
-    run.seconds > 0 ? ` in ${duration(run.seconds)}` : "", ". "];
+    loss && training ? " and " : "", training || evaluation ? count((source.totals ?? source.facts.kinds)[training ? "training" : "evaluation"].count, "rollout") : "",
+    source.live && run.state === "running" || !(run.seconds > 0) ? "" : ` in ${duration(run.seconds)}`, ". "];
   if (run.state === "stopped") parts.push(`${capitalize(run.status)}. `);
-  for (const [name, verb, first, last] of data.trends) {
-    const change = verb === "unchanged" ? ` is ${number(last, 3)}, no change beyond its noise` : ` ${verb} from ${number(first, 3)} to ${number(last, 3)}`;
+  for (const [name, verb, first, last, error] of data.trends) {
+    const change = verb === "unchanged" ? ` is ${number(last, 3)}, no change beyond its noise`
+      : ` ${verb} from ${number(first, 3)} to ${number(last, 3)}${error > 0 ? ` (± ${number(1.96 * error, 2)})` : ""}`;
     parts.push(`${TREND_LABELS[name]}${change}. `);
   }
   for (const row of latestScores(data)) {

@@ -13,7 +13,8 @@ class Browser {
   constructor(source, state) {
     this.source = source;
     const kinds = Object.keys(source.facts.kinds);
-    this.query = { text: "", kind: kinds[0] ?? null, step: null, env: null, status: null, min: null, max: null, sort: "step", descending: true, ...state.query };
+    this.query = { text: "", kind: kinds[0] ?? null, step: null, env: null, status: null, min: null, max: null, group: null, index: null, equal: null, sort: "step", descending: true, ...state.query };
+    this.wanted = state.index ?? null; // the rollout of the group that the address names
     this.view = state.view || "conversation";
     this.color = state.color || null;
     this.rows = [];
@@ -27,8 +28,10 @@ class Browser {
     this.search = el("input", { type: "search", placeholder: "search rollouts  ( / )", value: this.query.text,
       oninput: () => this.change({ text: this.search.value }) });
     this.options = { kind: this.chooser("kind", "kind", String), step: this.chooser("step", "step", Number),
-      env: this.chooser("environment", "env", String), status: this.chooser("status", "status", String) };
-    this.filters = el("div", { class: "filters" }, this.search, Object.values(this.options), this.rewardBound("reward ≥", "min"), this.rewardBound("reward ≤", "max"),
+      env: this.chooser("environment", "env", String), status: this.chooser("status", "status", String),
+      equal: this.chooser("rewards in group", "equal", (value) => value === "true") };
+    this.groupChip = el("button", { class: "chosen-group", title: "show all groups", hidden: true, onclick: () => this.change({ group: null, step: null, env: null }) });
+    this.filters = el("div", { class: "filters" }, this.search, this.groupChip, Object.values(this.options), this.rewardBound("reward ≥", "min"), this.rewardBound("reward ≤", "max"),
       this.sorter(), this.counter);
     this.node = el("div", { class: "browser" }, this.filters, el("div", { class: "panes" }, this.list, this.detail));
     this.list.addEventListener("scroll", () => {
@@ -60,12 +63,14 @@ class Browser {
   // Options grow during a run. The elements are kept, because one of them may have the focus.
   fillOptions() {
     const { facts } = this.source, { query } = this, available = facts.kinds[query.kind] ?? facts;
-    const values = { kind: Object.keys(facts.kinds), step: available.steps.slice().reverse(), env: available.envs, status: available.statuses };
+    const values = { kind: Object.keys(facts.kinds), step: available.steps.slice().reverse(), env: available.envs, status: available.statuses, equal: ["true", "false"] };
+    this.groupChip.hidden = query.group === null;
+    this.groupChip.textContent = `group ${query.group} ✕`;
     for (const [key, label] of Object.entries(this.options)) {
       const select = label.querySelector("select"), known = values[key], signature = known.join("\n");
       label.hidden = known.length < 2;
       if (select.dataset.signature !== signature) {
-        fill(select, key !== "kind" && el("option", { value: "" }, "all"), known.map((value) => el("option", { value }, value)));
+        fill(select, key !== "kind" && el("option", { value: "" }, "all"), known.map((value) => el("option", { value }, key === "equal" ? { true: "equal", false: "different" }[value] : value)));
         select.dataset.signature = signature;
       }
       select.value = query[key] ?? "";
@@ -74,10 +79,10 @@ class Browser {
 
   // At most one request runs. Further changes only replace the query of the next one.
   change(part) {
-    if ("kind" in part) part = { ...part, step: null, env: null, status: null };
+    if ("kind" in part) part = { ...part, step: null, env: null, status: null, group: null, equal: null };
     Object.assign(this.query, part);
     this.selected = 0;
-    if ("kind" in part) this.fillOptions();
+    if ("kind" in part || "group" in part) this.fillOptions();
     this.isOutdated = true;
     this.numRequests += 1;
     if (!this.isSelecting) this.ready = this.reload();
@@ -103,7 +108,7 @@ class Browser {
     const chosen = this.rows[this.selected]?.id;
     this.fillRows(found);
     if (keep && this.rows.some((row) => row.id === chosen)) this.mark(this.rows.findIndex((row) => row.id === chosen));
-    else await this.open(0);
+    else await this.open(Math.max(this.rows.findIndex((row) => row.index === this.wanted), 0));
   }
 
   count() {
@@ -170,7 +175,10 @@ class Browser {
     if (i > this.rows.length - 20) this.more();
     const row = this.rows[i];
     const detail = await this.source.detail(row.id);
-    if (this.rows[this.selected]?.id === row.id) await this.draw(row, detail); // the list may have been reloaded
+    if (this.rows[this.selected]?.id !== row.id) return; // the list was reloaded
+    if (this.isAddressed) history.replaceState(null, "", addressOf(row, this.view, this.color)); // the address follows what the user opens
+    this.isAddressed = true;
+    await this.draw(row, detail);
   }
 
   async draw(row, detail) {
@@ -180,6 +188,7 @@ class Browser {
     const tabs = el("div", { class: "tabs", role: "tablist" }, views.map(([name, label]) => el("button", { role: "tab", "aria-selected": String(this.view === name),
       onclick: () => this.show(name) }, label)));
     const body = el("div", { class: "body" });
+    append(tabs, [el("a", { class: "link", href: addressOf(row, this.view, this.color), title: "address of this rollout, to keep or to send" }, "link")]);
     fill(this.detail, detailHead(row, detail, this.chip(row, detail.reward), this.isUnscored(row), this.source.data.run.kind), tabs, body);
     if (this.view === "conversation") fill(body, conversation(detail, this.source.vocab));
     else if (this.view === "tokens") this.drawTokens(body, row, detail, color, options);
@@ -245,6 +254,12 @@ class Browser {
     this.fillOptions();
     await this.load(true);
   }
+}
+
+// The address of one rollout. It stays valid when the run grows.
+function addressOf(row, view, color) {
+  const parts = { kind: row.kind, step: row.step, ...(row.group === null ? {} : { env: row.env ?? "none", group: row.group, index: row.index }), view, ...(color ? { color } : {}) };
+  return `#rollouts?${new URLSearchParams(parts)}`;
 }
 
 function detailHead(row, detail, chip, unscored, kind) {

@@ -26,6 +26,7 @@ class ReportSource {
     this.details = details;
     this.facts = { ...factsOf(rows), envs: facts.envs, kinds: Object.fromEntries(Object.keys(facts.kinds).map((kind) => [kind, factsOf(rows.filter((row) => row.kind === kind))])) };
     this.total = facts.count;
+    this.totals = facts.kinds; // of the run; the report may contain fewer
     this.columns = readColumns(buffer, 4 + length, layout);
     this.byId = new Map(rows.map((row, position) => [row.id, position]));
     this.searchedTexts = details.map((d) => [d.prompt, d.completion, d.error].map(plainText).join("\n").toLowerCase());
@@ -42,12 +43,46 @@ class ReportSource {
       (query.status === null || row.status === query.status) &&
       (query.min === null || row.reward >= query.min) &&
       (query.max === null || row.reward <= query.max) &&
+      (query.group === null || row.group === query.group) &&
+      (query.index === null || row.index === query.index) &&
+      (query.equal === null || this.equalGroups().has(groupKey(row)) === query.equal) &&
       (!text || this.searchedTexts[position].includes(text));
     const found = this.rows.filter(matches);
     const sign = query.descending ? -1 : 1;
     const last = (value) => (value === null || value === undefined ? -Infinity * sign : value);
     found.sort((a, b) => sign * (last(a[query.sort]) - last(b[query.sort])) || a.id - b.id);
     return { total: found.length, rows: found.slice(offset, offset + limit) };
+  }
+
+  // Keys of the groups in which every rollout has the same reward.
+  equalGroups() {
+    if (this.equal) return this.equal;
+    const rewards = groupBy(this.rows, groupKey);
+    return (this.equal = new Set([...rewards].filter(([, rows]) => rows.length > 1 && new Set(rows.map((row) => row.reward)).size === 1).map(([key]) => key)));
+  }
+
+  // Prompts answered at several steps, those whose mean reward rose most first.
+  async prompts() {
+    const byPrompt = groupBy(this.rows, (row) => this.promptKey(row));
+    const mean = (rows) => rows.reduce((sum, row) => sum + (row.reward ?? 0), 0) / rows.length;
+    const found = [...byPrompt.values()].map((rows) => {
+      const steps = [...new Set(rows.map((row) => row.step))].sort((a, b) => a - b), at = (step) => mean(rows.filter((row) => row.step === step));
+      return { ...rows[0], steps: steps.length, first: at(steps[0]), last: at(steps.at(-1)) };
+    });
+    return found.filter((entry) => entry.steps > 1).sort((a, b) => a.first - a.last - (b.first - b.last)).slice(0, 200);
+  }
+
+  async history(row) {
+    const key = this.promptKey(row);
+    return this.rows.filter((other) => this.promptKey(other) === key).sort((a, b) => a.step - b.step || a.id - b.id);
+  }
+
+  promptKey(row) {
+    return JSON.stringify([row.kind, row.env, this.details[this.byId.get(row.id)].prompt]);
+  }
+
+  async logs() {
+    return this.data.logs;
   }
 
   async group(row) {
@@ -65,6 +100,20 @@ class ReportSource {
     }
     return detail;
   }
+}
+
+function groupKey(row) {
+  return `${row.source} ${row.step} ${row.group}`;
+}
+
+function groupBy(items, keyOf) {
+  const groups = new Map();
+  for (const item of items) {
+    const key = keyOf(item);
+    if (groups.has(key)) groups.get(key).push(item);
+    else groups.set(key, [item]);
+  }
+  return groups;
 }
 
 function factsOf(rows) {
@@ -90,6 +139,8 @@ function readColumns(buffer, start, layout) {
   return columns;
 }
 
+const SILENCE_MS = 12000; // three signs of life missed
+
 class LiveSource {
   constructor() {
     this.live = true;
@@ -100,6 +151,7 @@ class LiveSource {
     this.data = await this.fetchJson("api/run");
     this.facts = this.data.facts;
     this.updated = Date.now();
+    this.lag = Date.now() - this.data.run.written * 1000; // of the clocks
   }
 
   async fetchJson(path) {
@@ -118,34 +170,52 @@ class LiveSource {
     return this.fetchJson(`api/rollouts/${row.id}/group`);
   }
 
+  async prompts() {
+    return this.fetchJson("api/prompts");
+  }
+
+  async history(row) {
+    return this.fetchJson(`api/rollouts/${row.id}/history`);
+  }
+
+  async logs() {
+    return this.fetchJson("api/logs");
+  }
+
   async detail(id) {
     const { detail, vocab } = await this.fetchJson(`api/rollouts/${id}`);
     Object.assign(this.vocab, vocab);
     return detail;
   }
 
-  // Calls `onChange` after each change event of the server, `onState` when the connection is lost or restored.
+  // Calls `onChange` after each change event of the server, `onState` when the connection is lost or restored. The
+  // server sends a sign of life every few seconds: a connection can also be lost without an error.
   listen(onChange, onState) {
     const events = new EventSource("api/events");
-    let lost = false;
-    const markLost = () => { lost = true; onState("lost"); };
+    let lost = false, heard = Date.now();
+    const markLost = () => { if (!lost) onState("lost"); lost = true; };
     const refresh = async () => {
+      heard = Date.now();
       try {
         const { run, ...update } = await this.fetchJson(`api/update?offset=${this.data.offset}`);
         mergeRun(this.data, update);
         Object.assign(this.data.run, run);
         this.facts = update.facts;
         this.updated = Date.now();
+        markLive();
         onChange();
       } catch { markLost(); }
     };
-    events.addEventListener("open", () => {
+    const markLive = () => { if (lost) onState("live"); lost = false; };
+    const hear = () => {
+      heard = this.updated = Date.now();
       if (lost) refresh(); // changes in between sent no event
-      lost = false;
-      onState("live");
-    });
+    };
+    events.addEventListener("open", () => { onState("live"); hear(); });
+    events.addEventListener("alive", hear);
     events.addEventListener("error", markLost);
     events.addEventListener("change", refresh);
+    setInterval(() => { if (Date.now() - heard > SILENCE_MS) markLost(); }, 1000);
   }
 }
 
@@ -167,7 +237,7 @@ function mergeRun(data, update) {
       lane.push([data.lanes.names.indexOf(name), ...rest]);
     }
   }
-  for (const part of ["findings", "shares", "trends", "scores", "evals", "weights", "checkpoints", "facts"]) if (update[part]) data[part] = update[part];
+  for (const part of ["findings", "checks", "alerts", "configs", "shares", "trends", "scores", "evals", "weights", "checkpoints", "facts"]) if (update[part]) data[part] = update[part];
 }
 
 // One metric of a process, or of the first process that has it.

@@ -1,7 +1,11 @@
 // Timeline on a canvas: one lane per activity of each process; the wheel zooms, dragging moves.
 
 const WAITING = /^wait/;
-const LEFT = 226; // pixels for the names
+
+// Pixels of a lane and of the names. On a narrow screen the name stands above its lane.
+function laneSizes(width) {
+  return width < 640 ? { lane: 40, left: 8, top: 18 } : { lane: 24, left: 226, top: 4 };
+}
 
 function timelineView(data) {
   const { names, lanes } = data.lanes;
@@ -49,7 +53,7 @@ function busy(spans, what) {
 }
 
 function drawTimeline(canvas, rows, names, view) {
-  const ratio = devicePixelRatio || 1, width = canvas.clientWidth, lane = 24, left = LEFT, height = rows.length * lane + 30;
+  const ratio = devicePixelRatio || 1, width = canvas.clientWidth, { lane, left, top: above } = laneSizes(width), height = rows.length * lane + 46;
   if (!width) return;
   canvas.width = width * ratio;
   canvas.height = height * ratio;
@@ -61,13 +65,20 @@ function drawTimeline(canvas, rows, names, view) {
   const x = (time) => left + ((width - left - 8) * (time - view.from)) / (view.to - view.from);
   for (const tick of ticks(view.from - view.begin, view.to - view.begin, (width - left) / 110)) {
     context.fillStyle = color("--grid");
-    context.fillRect(x(tick + view.begin), 0, 1, height - 24);
+    context.fillRect(x(tick + view.begin), 0, 1, height - 40);
     context.fillStyle = color("--faint");
-    context.fillText(`${number(tick, 4)} s`, Math.min(x(tick + view.begin) - 8, width - 36), height - 8);
+    context.fillText(number(tick, 4), Math.min(Math.max(x(tick + view.begin) - 8, 6), width - 36), height - 24);
   }
+  context.fillStyle = color("--faint");
+  context.textAlign = "center";
+  context.fillText("seconds since the start", (left + width) / 2, height - 7);
+  context.textAlign = "left";
   rows.forEach((row, k) => {
-    const top = k * lane;
-    if (row.process) {
+    const top = k * lane, isNarrow = above > lane / 3;
+    if (isNarrow) {
+      context.fillStyle = color("--faint");
+      context.fillText(`${row.owner}: ${activity(row.owner, names[row.what])}`, 8, top + 13);
+    } else if (row.process) {
       context.fillStyle = color("--line");
       if (k) context.fillRect(0, top, width, 1);
       context.fillStyle = color("--ink");
@@ -75,14 +86,16 @@ function drawTimeline(canvas, rows, names, view) {
       context.fillText(row.process, 4, top + 16);
       context.font = "12px system-ui, sans-serif";
     }
-    context.fillStyle = color("--faint");
-    context.fillText(activity(row.owner, names[row.what]), 104, top + 16);
+    if (!isNarrow) {
+      context.fillStyle = color("--faint");
+      context.fillText(activity(row.owner, names[row.what]), 104, top + 16);
+    }
     const waits = WAITING.test(names[row.what]);
     context.fillStyle = waits ? hatch(context, color("--warn")) : color(`--c${row.what % 6}`);
     for (const [, start, length] of row.spans) {
       if (start + length < view.from || start > view.to) continue;
       const x0 = Math.max(x(start), left), x1 = Math.min(x(start + length), width - 8);
-      context.fillRect(x0, top + 4, Math.max(x1 - x0 - 0.5, 0.8), lane - 8);
+      context.fillRect(x0, top + above, Math.max(x1 - x0 - 0.5, 0.8), lane - above - 4);
     }
   });
 }
@@ -101,7 +114,8 @@ function hatch(context, color) {
 }
 
 function listenTimeline(canvas, rows, names, view, zoom, move) {
-  const share = (event) => Math.min(Math.max((event.offsetX - LEFT) / (canvas.clientWidth - LEFT - 8), 0), 1);
+  const left = () => laneSizes(canvas.clientWidth).left;
+  const share = (event) => Math.min(Math.max((event.offsetX - left()) / (canvas.clientWidth - left() - 8), 0), 1);
   let dragged = null;
   canvas.addEventListener("wheel", (event) => { event.preventDefault(); zoom(event.deltaY > 0 ? 1.25 : 0.8, share(event)); }, { passive: false });
   canvas.addEventListener("pointerdown", (event) => { dragged = event.offsetX; canvas.setPointerCapture(event.pointerId); });
@@ -109,11 +123,11 @@ function listenTimeline(canvas, rows, names, view, zoom, move) {
   canvas.addEventListener("pointerleave", hideTip);
   canvas.addEventListener("pointermove", (event) => {
     if (dragged !== null) {
-      move((dragged - event.offsetX) / (canvas.clientWidth - LEFT - 8));
+      move((dragged - event.offsetX) / (canvas.clientWidth - left() - 8));
       dragged = event.offsetX;
       return hideTip();
     }
-    const row = rows[Math.floor(event.offsetY / 24)], time = view.from + share(event) * (view.to - view.from);
+    const row = rows[Math.floor(event.offsetY / laneSizes(canvas.clientWidth).lane)], time = view.from + share(event) * (view.to - view.from);
     const near = (view.to - view.from) / canvas.clientWidth;
     const span = row?.spans.find(([, start, length]) => time >= start - near && time <= start + length + near);
     if (!span) return hideTip();

@@ -38,7 +38,7 @@ function tokenView(detail, vocab, name, { scale, onlyGenerated = false } = {}) {
     if (onlyGenerated && !generated) return;
     const [color, strength] = generated ? tint(name, stream[i] ?? 0, scale) : ["transparent", 0];
     const token = el("span", { class: generated ? "token" : "token context", "data-i": i }, text.replaceAll("\n", "⏎\n") || "·");
-    if (strength) token.style.background = `color-mix(in oklab, ${color} ${Math.round(8 + 62 * strength)}%, transparent)`;
+    if (strength) token.style.background = `color-mix(in oklab, ${color} ${Math.round(6 + 34 * strength)}%, transparent)`;
     view.append(token);
   });
   view.addEventListener("pointerover", (event) => {

@@ -195,7 +195,7 @@ def test_list_shows_local_runs_the_newest_first(
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        ([], "which run?"),
+        (["--replay", "3"], "which run?"),
         (["{empty}"], "holds no metrics.jsonl"),
         (["no/such"], "is no directory"),
         (["abc"], "WANDB_API_KEY"),

@@ -13,8 +13,9 @@ from page_runs import (
 )
 
 from prime_rl.monitor.local_runs import open_run
-from prime_rl.monitor.page_data import build_page_data, build_update, config_rows, sum_seconds, thin
+from prime_rl.monitor.page_data import build_page_data, build_update, config_rows, thin
 from prime_rl.monitor.rollout_detail import rollout_detail
+from prime_rl.monitor.timing import find_timing
 from prime_rl.monitor.vocabulary import Vocabulary
 from rollouts.training.metrics import append_jsonl
 
@@ -100,10 +101,25 @@ def test_duration_counts_training_only() -> None:
     def row(process: str, at: float, **more: Any) -> dict[str, Any]:
         return {"process": process, "timestamp": at, **more}
 
+    def seconds(rows: list[dict[str, Any]]) -> float:
+        return find_timing(rows).seconds
+
     rows = [row("trainer", 110.0, **{"timeline/start": 100.0}), row("orchestrator", 90.0), row("trainer", 130.0)]
-    assert sum_seconds(rows) == 30
-    assert sum_seconds([*rows, row("eval", 9000.0)]) == 30, "an evaluation that was made later"
+    assert seconds(rows) == 30
+    assert seconds([*rows, row("eval", 9000.0)]) == 30, "an evaluation that was made later"
     resumed = [row("trainer", 5000.0 + k, attempt=1) for k in range(11)]
-    assert sum_seconds([*rows, *resumed]) == 40, "the pause before the second attempt does not count"
-    assert sum_seconds([row("orchestrator", 1.0), row("orchestrator", 3.0)]) == 2
-    assert sum_seconds([]) == 0
+    assert seconds([*rows, *resumed]) == 40, "the pause before the second attempt does not count"
+    assert seconds([row("orchestrator", 1.0), row("orchestrator", 3.0)]) == 2
+    assert seconds([]) == 0
+
+
+def test_remaining_time_follows_the_pace_of_recent_steps() -> None:
+    head = {"process": "trainer", "loss/mean": 1.0}
+    rows = [{**head, "timestamp": 100.0 + 3 * step, "step": step} for step in range(1, 9)]
+    timing = find_timing(rows, 20)
+    assert (timing.seconds, timing.until, timing.finish) == (21, 124, 124 + 3 * 12)
+    slower = [*rows, {**head, "timestamp": 900.0, "step": 9}]
+    assert find_timing(slower, 20).finish == 900 + 3 * 11, "one slow step does not count"
+    assert find_timing(rows, None).finish is None
+    resumed = [*rows, {**head, "timestamp": 9000.0, "step": 5, "attempt": 1}]
+    assert find_timing(resumed, 20).finish is None, "the first step after a pause has no pace yet"

@@ -74,8 +74,8 @@ def test_report_drops_tokens_then_texts_then_rollouts(tmp_path: Path) -> None:
 
     rows = [long_row(row) for step in range(4, 14) for row in sample_rows(rng, step)]
     append_jsonl(run / "samples.jsonl", rows)
-    held = write_report(open_run(run), tmp_path / "report.html", max_bytes=260_000)
-    assert held["bytes"] <= 260_000 and held["rollouts"] == held["total"] == 132
+    held = write_report(open_run(run), tmp_path / "report.html", max_bytes=310_000)
+    assert held["bytes"] <= 310_000 and held["rollouts"] == held["total"] == 132
     assert 20 <= held["with_tokens"] < 132
     few = write_report(open_run(run), tmp_path / "report.html", max_bytes=170_000)
     assert few["bytes"] <= 170_000 and few["with_tokens"] < held["with_tokens"]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
-from page_runs import (
-    write_page_run,
-)
+from page_runs import index_of, write_evaluation, write_page_run
 
-from prime_rl.monitor.local_runs import open_run
+from prime_rl.monitor.local_runs import LocalRun, open_run
 from prime_rl.monitor.rollout_index import Query
 from prime_rl.monitor.serve import LiveRun, build_app, read_query
 from prime_rl.runtime.run_dir import RunDir
@@ -60,5 +59,36 @@ def test_routes_answer_this_machine_only(run_dir: Path) -> None:
     ):
         assert client.get(wrong).status_code == 400
     assert client.post("/api/run").status_code == 405
+    equal = client.get("/api/rollouts?equal=true").json()["total"]
+    assert equal + client.get("/api/rollouts?equal=false").json()["total"] == 144
+    [only] = client.get("/api/rollouts?step=3&group=302&index=1").json()["rows"]
+    assert (only["group"], only["index"]) == (302, 1)
+    assert client.get(f"/api/rollouts/{only['id']}/history").json()[0]["step"] == 3
+    assert client.get("/api/logs").json() == {}
     assert client.get("/api/run", headers={"host": "rebound.example"}).status_code == 403
     assert read_query({"min": "0.5"}) == Query(min_reward=0.5)
+
+
+def test_a_run_that_has_not_started_is_awaited(tmp_path: Path) -> None:
+    from starlette.testclient import TestClient
+
+    live = LiveRun(LocalRun(tmp_path / "later"))
+    with TestClient(build_app(live), base_url="http://127.0.0.1:8050") as client:
+        assert client.get("/api/run").json()["run"]["state"] == "waiting"
+        changes = live.changes
+        write_page_run(tmp_path / "later", num_steps=2)
+        until = time.monotonic() + 30
+        while not (live.changes > changes and len(live.index) == 24):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        assert client.get("/api/run").json()["facts"]["count"] == 24
+
+
+def test_the_same_prompt_at_several_steps(tmp_path: Path) -> None:
+    run_dir = write_page_run(tmp_path / "run", num_steps=3)
+    write_evaluation(run_dir, 0, [0.0, 0.0, 1.0, 0.0])
+    write_evaluation(run_dir, 3, [1.0, 0.5, 1.0, 1.0])
+    index = index_of(run_dir)
+    prompts = [prompt for prompt in index.prompts(10) if prompt["kind"] == "evaluation"]
+    assert [(p["first"], p["last"], p["steps"]) for p in prompts] == [(0.0, 0.75, 2), (0.5, 1.0, 2)]
+    assert [row["step"] for row in index.brief(index.history(prompts[0]["id"]))] == [0, 0, 3, 3]

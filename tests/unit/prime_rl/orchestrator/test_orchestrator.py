@@ -674,7 +674,8 @@ def test_batch_metrics_in_closed_form() -> None:
     assert kept == [samples[0], samples[2], samples[3]] and samples[1].status == Status.TRUNCATED
     metrics = compute_batch_metrics(samples, step=6, version=4, num_kept=3)
     expected = {
-        "reward/mean": 0.25, "batch/solve_none": 0.5, "batch/solve_all": 0.0, "batch/effective_batch_size": 0.5,
+        "reward/mean": 0.25, "reward/min": 0.0, "reward/max": 1.0, "reward/std": 0.1875**0.5,
+        "frac_reward_zero_std": 0.5, "batch/solve_none": 0.5, "batch/solve_all": 0.0, "batch/effective_batch_size": 0.5,
         "batch/async_level": 1, "batch/off_policy_level/max": 2, "batch/overlong": 0.25,
         "seq_len/max": 5, "prompt_len/mean": 1, "completion_len/min": 2, "is_truncated/mean": 0.25, "metrics/m": 0.25,
         "progress/problems": 2, "progress/samples": 4, "progress/tokens": 14, "reward/e": 0.25, "batch/e": 1,

@@ -1,0 +1,127 @@
+"""Health checks of a run: metrics that exceed a threshold by more than their noise, each with example rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from prime_rl.monitor.run_kind import Kind, RunKind
+from prime_rl.monitor.series import Series
+from prime_rl.monitor.trend import MIN_EVIDENCE, RECENT, exceeds
+
+WARM_UP = 2
+"""Initial steps excluded from timing and checks: caches fill and nothing overlaps yet."""
+
+Query = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One health check. `state` is ok, warning, or waiting (too few steps); `query` selects example rollouts."""
+
+    name: str
+    label: str
+    state: str
+    text: str
+    advice: str | None = None
+    query: Query | None = None
+
+
+@dataclass(frozen=True)
+class _Limit:
+    """A metric that should stay below `limit`; `text` follows its value."""
+
+    metric: str
+    label: str
+    limit: float
+    text: str
+    advice: str
+    query: Query | None = None
+    is_share: bool = True
+
+
+TRUNCATED = {"status": "truncated", "sort": "tokens"}
+FAILED = {"status": "failed"}
+LARGEST_MISMATCH = {"view": "tokens", "color": "trainer"}
+
+LIMITS = (
+    _Limit("is_truncated/mean", "Truncation", 0.1, "of the rollouts are cut off at the token limit",
+           "raise orchestrator.sampling.max_tokens (and seq_len)", TRUNCATED),
+    _Limit("error/mean", "Errors", 0.02, "of the rollouts fail", "see logs/orchestrator.log and their errors", FAILED),
+    _Limit("is_masked/mean", "Trust region", 0.2, "of the tokens are outside the trust region and masked",
+           "lower max_async_level or the learning rate", {"view": "tokens", "color": "version"}),
+    _Limit("batch/padding_ratio", "Padding", 0.2, "of what ranks compute is padding",
+           "use fewer ranks or larger batches"),
+    _Limit("mismatch_kl/mean", "Engine and trainer", 0.05,
+           "is the KL between engine and trainer on the same tokens",
+           "serve with inference.exact, lower max_async_level, or lower the learning rate", LARGEST_MISMATCH, False),
+)  # fmt: skip
+
+EQUAL_REWARDS = 0.5
+"""Share of groups with equal rewards above which a run is warned."""
+
+
+def run_checks(series: Mapping[str, Series], kind: RunKind) -> list[Check]:
+    """The checks of the metrics that a run has (all processes joined)."""
+    checks = [check for limit in LIMITS if (check := _check(series, limit, kind)) is not None]
+    if kind.trains_on_rewards and (check := _check_rewards(series, kind)) is not None:
+        checks.insert(0, check)
+    return checks
+
+
+def _check(series: Mapping[str, Series], limit: _Limit, kind: RunKind) -> Check | None:
+    values = _steady(series.get(limit.metric))
+    if values is None:
+        return None
+    if len(values) < MIN_EVIDENCE:
+        return _waiting(limit.metric, limit.label, limit.query)
+    mean = fmean(values[-RECENT:])
+    text = f"{_percent(mean) if limit.is_share else f'{mean:.3g}'} {limit.text}"
+    if not exceeds(values, limit.limit):
+        return Check(limit.metric, limit.label, "ok", text, query=limit.query)
+    shorter = ", or reward shorter answers" if limit.query is TRUNCATED and kind.trains_on_rewards else ""
+    return Check(limit.metric, limit.label, "warning", text, limit.advice + shorter, limit.query)
+
+
+def _check_rewards(series: Mapping[str, Series], kind: RunKind) -> Check | None:
+    """Groups whose rewards are all equal have no advantages."""
+    name, label, query = "batch/effective_batch_size", "Reward differences", {"equal": True}
+    values = _steady(series.get(name))
+    if values is None:
+        return None
+    if len(values) < MIN_EVIDENCE:
+        return _waiting(name, label, query)
+    share = fmean(values[-RECENT:])
+    text = f"{share:.0%} of the groups have different rewards"
+    if not exceeds([1 - value for value in values], EQUAL_REWARDS):
+        return Check(name, label, "ok", text, query=query)
+    easy, hard = (_recent_mean(series.get(f"batch/{which}")) for which in ("solve_all", "solve_none"))
+    others = "; the others are trained on the teacher only" if kind.kind is Kind.MIXED else " and a gradient"
+    return Check(
+        name,
+        label,
+        "warning",
+        f"only {text}{others} ({easy:.0%} are solved by all, {hard:.0%} by none)",
+        "choose prompts of medium difficulty for the policy: buffer.online_difficulty_filtering, easy and "
+        "hard thresholds, or more rollouts_per_example",
+        query,
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if 0 < share < 0.01 else f"{share:.0%}"
+
+
+def _waiting(name: str, label: str, query: Query | None) -> Check:
+    return Check(name, label, "waiting", f"from step {WARM_UP + MIN_EVIDENCE} on", query=query)
+
+
+def _steady(points: Series | None) -> list[float] | None:
+    """The values after the warm-up; None without the metric."""
+    return None if not points else [value for step, value in points if step > WARM_UP]
+
+
+def _recent_mean(points: Series | None) -> float:
+    return fmean(value for _, value in points[-RECENT:]) if points else 0.0

@@ -1,0 +1,182 @@
+"""Views of the page in a real browser: all runs, a run before its start, logs, prompts, exports, addresses."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from page_browser import Open, serve_page
+from page_runs import metric_rows, write_evaluation, write_page_run
+
+from prime_rl.monitor.local_runs import open_run
+from prime_rl.monitor.report import write_report
+from prime_rl.runtime.run_state import StateRecorder
+from rollouts.training.metrics import append_jsonl
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with two evaluations of the same held-out prompts, and a log."""
+    run = write_page_run(tmp_path_factory.mktemp("views") / "run", num_steps=6)
+    write_evaluation(run, 0, [0.0, 0.0, 1.0, 0.0])
+    write_evaluation(run, 5, [1.0, 0.5, 1.0, 1.0])
+    (run / "logs").mkdir()
+    lines = ["12:00:01    INFO Step 1", "12:00:02 WARNING health check mask: <b>loss</b>", "12:00:03    INFO Step 2"]
+    (run / "logs" / "trainer.log").write_text("\n".join(lines) + "\n")
+    return run
+
+
+@pytest.fixture(scope="module")
+def report(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    write_report(open_run(run_dir), path)
+    return path.as_uri()
+
+
+def test_all_runs_are_listed_searched_compared_and_opened(tmp_path: Path, open_page: Open) -> None:
+    root = tmp_path / "outputs"
+    write_page_run(root / "long name" / "rl", num_steps=6)
+    with serve_page(root) as url:
+        opened = open_page(url)
+        page = opened.page
+        assert opened.texts(".runs .what a") == ["long name/rl"]
+        write_page_run(root / "other", num_steps=3)
+        opened.wait_until(lambda: len(opened.texts(".runs .what a")) == 2, "a run that started later")
+        with StateRecorder(root / "other", "rl"):
+            opened.wait_until(lambda: "running" in opened.texts(".runs .badge"), "the state of a run")
+            assert opened.texts(".runs .what a")[0] == "other", "running ones first"
+        page.fill("input[aria-label='search runs']", "LONG")
+        opened.wait_until(lambda: opened.texts(".runs .what a") == ["long name/rl"], "the search")
+        page.fill("input[aria-label='search runs']", "")
+        for key in ("other", "long name/rl"):
+            page.check(f"input[aria-label='compare {key}']")
+        page.wait_for_selector(".differences tbody tr")
+        assert opened.texts(".differences tbody tr")[0].split() == ["trainer", "max_steps", "3", "6"]
+        assert page.locator(".chart svg .line").count() == 2
+        page.select_option("select[aria-label=metric]", "entropy/mean")
+        opened.wait_until(lambda: opened.texts(".chart figcaption > b") == ["entropy/mean"], "the chosen metric")
+        page.click("text=long name/rl >> nth=0")
+        page.wait_for_selector(".sentence")
+        assert "6 of 6 steps" in opened.texts(".sentence")[0]
+        page.click("text=all runs")
+        page.wait_for_selector(".runs li")
+        page.close()  # before its server ends
+
+
+def test_a_page_waits_for_a_run_that_has_not_started(tmp_path: Path, open_page: Open) -> None:
+    run = tmp_path / "later"
+    with serve_page(run) as url:
+        opened = open_page(url)
+        assert opened.texts(".badge") == ["waiting for the run to start"]
+        run.mkdir()
+        with StateRecorder(run, "rl"):
+            opened.wait_until(lambda: opened.texts(".badge") == ["running"], "the start")
+            assert "No step is complete yet" in opened.page.locator("main").inner_text()
+            append_jsonl(run / "metrics.jsonl", [{**row, "timestamp": time.time()} for row in metric_rows(1)])
+            opened.wait_until(lambda: "1 steps" in opened.texts(".sentence")[0], "the first step")
+        opened.wait_until(lambda: opened.texts(".badge") == ["finished"], "the end")
+
+
+def test_a_slider_shows_the_same_prompt_over_time(report: str, run_dir: Path, open_page: Open) -> None:
+    with serve_page(run_dir) as url:
+        for address in (url, report):
+            opened = open_page(f"{address}#prompts")
+            page = opened.page
+            page.wait_for_selector(".answer")
+            assert opened.texts(".stepper span") == ["step 0", "step 5"]
+            assert [text.split("\n")[0] for text in opened.texts(".answer .chip")] == ["1", "0.5"]
+            page.focus("input[type=range]")
+            page.keyboard.press("ArrowLeft")
+            opened.wait_until(lambda opened=opened: opened.texts(".answer .chip") == ["0", "0"], "answers of step 0")
+            assert "said 0 1" in page.locator(".answer").nth(1).inner_text()
+            page.close()
+
+
+def test_logs_are_shown_filtered_and_followed(run_dir: Path, open_page: Open) -> None:
+    with serve_page(run_dir) as url, StateRecorder(run_dir, "rl"):
+        opened = open_page(f"{url}#logs")
+        page = opened.page
+        opened.wait_until(lambda: len(opened.texts(".log li")) == 3, "the lines")
+        assert "health check mask: <b>loss</b>" in opened.texts(".alerts li")[0]
+        page.check("main input[type=checkbox]")
+        opened.wait_until(lambda: len(opened.texts(".log li")) == 1, "warnings only")
+        page.uncheck("main input[type=checkbox]")
+        with (run_dir / "logs" / "trainer.log").open("a") as file:
+            file.write("12:00:04    INFO Step 3\n")
+        opened.wait_until(lambda: "Step 3" in "".join(opened.texts(".log li")), "a new line")
+        page.close()  # before its server ends
+
+
+def test_charts_are_downloaded_as_csv_and_png(report: str, open_page: Open) -> None:
+    opened = open_page(f"{report}#curves")
+    page = opened.page
+    chart = page.locator(".chart").first
+    chart.hover()
+
+    def download(label: str) -> bytes:
+        with page.expect_download() as found:
+            chart.get_by_role("button", name=label).click()
+        return Path(found.value.path()).read_bytes()
+
+    lines = download("CSV").decode().splitlines()
+    assert lines[0].split(",")[:2] == ["step", "reward/mean"] and lines[1] == "1,0.05"
+    assert download("PNG").startswith(b"\x89PNG")
+
+
+def test_each_rollout_has_an_address(run_dir: Path, open_page: Open) -> None:
+    with serve_page(run_dir) as url:
+        opened = open_page(f"{url}#rollouts")
+        page = opened.page
+        page.wait_for_selector(".detail .link")
+        page.keyboard.press("j")
+        opened.wait_until(lambda: "index=" in page.url, "an address that names the rollout")
+        address, facts = page.url, opened.texts(".facts")[0]
+        again = open_page(address)
+        again.page.wait_for_selector(".detail .link")
+        assert again.texts(".facts") == [facts]
+        assert again.texts(".chosen-group")[0].startswith("group ")
+        again.page.click(".chosen-group")
+        again.wait_until(lambda: again.counter() == opened.counter(), "all rollouts again")
+        for one in (opened, again):
+            one.page.close()  # before their server ends
+
+
+def test_health_checks_open_example_rollouts(tmp_path: Path, open_page: Open) -> None:
+    run = write_page_run(tmp_path / "run", num_steps=9)
+    failing = [{"step": step, "process": "orchestrator", "error/mean": 0.5} for step in range(1, 10)]
+    append_jsonl(run / "metrics.jsonl", failing)
+    write_report(open_run(run), tmp_path / "report.html")
+    opened = open_page((tmp_path / "report.html").as_uri())
+    [warned] = opened.texts(".checks .warning")
+    assert "Errors" in warned and "50% of the rollouts fail" in warned
+    opened.page.click(".checks .warning a")
+    opened.wait_counter("9 of 108")
+    assert opened.page.locator(".bubble.error").count() == 1
+
+
+def seconds_to(action: Any) -> float:
+    start = time.monotonic()
+    action()
+    return time.monotonic() - start
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_rollouts_stay_quick(tmp_path: Path, open_page: Open) -> None:
+    run = write_page_run(tmp_path / "run", num_steps=500, groups=25, size=8)
+    with serve_page(run) as url:
+        opened = open_page(f"{url}#rollouts")
+        opened.wait_counter("100,000 rollouts")
+        page = opened.page
+
+        def list_prompts() -> None:
+            page.keyboard.press("5")
+            page.wait_for_selector(".panes .detail *")
+
+        assert seconds_to(list_prompts) < 10
+        page.keyboard.press("4")
+        page.select_option("select[aria-label='rewards in group']", "true")
+        assert seconds_to(lambda: opened.wait_until(lambda: " of 100,000" in opened.counter(), "the filter")) < 10

@@ -1,0 +1,26 @@
+"""Health checks: warnings beyond the noise, and the rollouts they point to."""
+
+from __future__ import annotations
+
+from prime_rl.monitor.checks import run_checks
+from prime_rl.monitor.run_kind import Kind, RunKind
+
+
+def states(series: dict[str, list[float]], kind: Kind = Kind.RL) -> dict[str, str]:
+    points = {name: list(enumerate(values, 1)) for name, values in series.items()}
+    return {check.label: check.state for check in run_checks(points, RunKind(kind))}
+
+
+def test_checks_wait_for_evidence_then_pass_or_warn() -> None:
+    few = {"is_truncated/mean": [0.9] * 6, "error/mean": [0.0] * 6}
+    assert states(few) == {"Truncation": "waiting", "Errors": "waiting"}
+    many = {"is_truncated/mean": [0.9] * 9, "error/mean": [0.0] * 9, "batch/effective_batch_size": [0.2] * 9}
+    assert states(many) == {"Reward differences": "warning", "Truncation": "warning", "Errors": "ok"}
+    assert "Reward differences" not in states(many, Kind.DISTILLATION), "rewards are not trained on"
+
+
+def test_failed_checks_name_a_cure_and_example_rollouts() -> None:
+    points = {"is_truncated/mean": [(step, 0.5) for step in range(1, 10)]}
+    [check] = run_checks(points, RunKind(Kind.RL))
+    assert check.text.startswith("50% of the rollouts are cut off") and "max_tokens" in (check.advice or "")
+    assert check.query == {"status": "truncated", "sort": "tokens"}
