@@ -95,7 +95,8 @@ class Backend:
     average: WeightAverage | None = None
 
     @functools.cached_property
-    def _share_prefixes(self) -> bool:
+    def shares_prefixes(self) -> bool:
+        """Whether prefixes that samples of a micro-batch share are computed once."""
         return can_dedup_prefixes(self.model, self.placement, self.mesh)
 
     @property
@@ -105,7 +106,7 @@ class Backend:
 
     def compute_inputs(self, batch: TensorBatch) -> LossInputs:
         """Forward pass of a pack, without a pipeline; returns the loss inputs of the loss tokens."""
-        return self._compute(prepare_forward(batch, self.placement, self.mesh, share_prefixes=self._share_prefixes))
+        return self._compute(prepare_forward(batch, self.placement, self.mesh, share_prefixes=self.shares_prefixes))
 
     def _compute(self, layout: ForwardInputs) -> LossInputs:
         pack = layout.pack
@@ -129,7 +130,7 @@ class Backend:
     def _prepare(self, micro: MicroBatch, num_tokens: int = 0) -> ForwardInputs:
         batch = pad_micro_batch(micro, self.mesh, self.placement.device, num_tokens)
         num_real = len(micro.input_ids) if micro.loss_count else 0
-        return prepare_forward(batch, self.placement, self.mesh, num_real, share_prefixes=self._share_prefixes)
+        return prepare_forward(batch, self.placement, self.mesh, num_real, share_prefixes=self.shares_prefixes)
 
     def _run_pipeline(
         self,
