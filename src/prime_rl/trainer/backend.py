@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from prime_rl.trainer.activations import recompute_layers
+from prime_rl.trainer.concurrent_micros import ConcurrentMicros, build_concurrent_micros
 from prime_rl.trainer.config import ModelConfig, SFTConfig, TrainConfig
 from prime_rl.trainer.ema import WeightAverage
 from prime_rl.trainer.forward import (
@@ -93,6 +94,7 @@ class Backend:
     cuts: ShardSlices = field(default_factory=dict)
     pipeline: Pipeline | None = None
     average: WeightAverage | None = None
+    concurrent: ConcurrentMicros | None = None
 
     @functools.cached_property
     def shares_prefixes(self) -> bool:
@@ -121,6 +123,10 @@ class Backend:
         pass from the returned losses."""
         if self.pipeline is not None:
             self._run_pipeline(self.pipeline, micros, finish, train=train)
+            return
+        if self.concurrent is not None and train and len(micros) > 1:
+            parameters = [p for p in self.model.parameters() if p.requires_grad]
+            self.concurrent.run(micros, lambda micro: self._compute(self._prepare(micro)), finish, parameters)
             return
         for micro in micros:
             loss = finish(micro, self._compute(self._prepare(micro)))
@@ -362,6 +368,9 @@ def build_backend(config: TrainConfig | SFTConfig) -> Backend:
         cuts=cuts,
         pipeline=pipeline,
         average=average,
+        concurrent=build_concurrent_micros(
+            config.max_concurrent_micro_batches, config.model, placement, model, ranks.size
+        ),
     )
 
 
