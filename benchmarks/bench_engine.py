@@ -1,6 +1,7 @@
 """Tokens per second of the embedded engine, vLLM on this CPU and transformers' `generate`, in one run.
 
-    python benchmarks/bench_engine.py [--quick] [--vllm-python PATH | --no-vllm] [--output FILE]
+    python benchmarks/bench_engine.py [--quick] [--model smollm2] [--prompt 32] [--vllm-python PATH | --no-vllm]
+        [--output FILE]
 
 Every engine runs in its own process with the same model, prompts, lengths and sampling (temperature 1, log-prob of
 every sampled token); the processes alternate, so that load on the machine affects all of them equally. A peer that is
@@ -33,7 +34,9 @@ sys.path.insert(0, str(ROOT / "src"))
 from results import Row, describe_machine, finish  # noqa: E402
 
 SIZES = {"3M": (256, 4, 4, 2, 768), "25M": (512, 8, 8, 4, 1536)}  # hidden, layers, heads, key heads, inner
-VOCAB, PROMPT, HEAD_DIM = 512, 32, 64
+VOCAB, HEAD_DIM = 512, 64
+PROMPTS = (32, 256)
+"""Default prompt tokens: of single requests, and those that a group shares."""
 GEMM_FLOPS = 95e9
 """fp32 bound of one core of `reference`: what F.linear reaches; the bound of oneDNN is 2.3 times this."""
 
@@ -47,6 +50,7 @@ class Case:
     group: int
     prompt: int
     new: int
+    vocab: int = VOCAB
 
     @property
     def tokens(self) -> int:
@@ -56,7 +60,7 @@ class Case:
     def prompts(self, seed: int) -> list[list[int]]:
         """Random prompts, new for every repeat, so that no prefix cache is hit."""
         rng = random.Random(f"{self.name} {seed}")
-        alone = [[rng.randrange(VOCAB) for _ in range(self.prompt)] for _ in range(self.groups)]
+        alone = [[rng.randrange(self.vocab) for _ in range(self.prompt)] for _ in range(self.groups)]
         return [prompt for prompt in alone for _ in range(self.group)]
 
 
@@ -92,7 +96,7 @@ class Peer:
 
 
 def write_model(directory: Path, size: str) -> Path:
-    """A random model of a shape of `SIZES` as a Hugging Face directory, with the shipped tokenizer."""
+    """A Hugging Face directory: a random model of a shape of `SIZES` with the shipped tokenizer, or the model named."""
     import shutil
 
     import torch
@@ -102,6 +106,8 @@ def write_model(directory: Path, size: str) -> Path:
     from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_names
     from prime_rl.trainer.models.decoder_config import DecoderConfig
 
+    if size not in SIZES:
+        return resolve_model_dir(size)
     shipped = resolve_model_dir("tiny-qwen3")
     shutil.copytree(shipped, directory, dirs_exist_ok=True)
     hidden, layers, heads, kv_heads, inner = SIZES[size]
@@ -124,7 +130,7 @@ def write_model(directory: Path, size: str) -> Path:
 
 @contextmanager
 def running_peer(
-    kind: str, model_dir: Path, dtype: str, threads: int, python: str, eager: bool, clock: str
+    kind: str, model_dir: Path, dtype: str, threads: int, python: str, eager: bool, clock: str, longest: int
 ) -> Iterator[Peer]:
     """Start an engine and wait until it is ready; it ends with the context."""
     environment = os.environ | {
@@ -136,6 +142,7 @@ def running_peer(
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "BENCH_VLLM_EAGER": "1" if eager else "",
+        "BENCH_MAX_LEN": str(longest),
     }
     argv = [python, str(ROOT / "benchmarks" / "engine_peers.py"), kind, str(model_dir), dtype, str(threads)]
     process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
@@ -164,11 +171,21 @@ CASES = ("1", "8", "32", "128", "groups")
 PEERS = ("transformers-static", "transformers-dynamic", "vllm")
 
 
-def build_cases(quick: bool, names: list[str]) -> list[Case]:
+def build_cases(arguments: argparse.Namespace, vocab: int) -> list[Case]:
     """Concurrent requests, or groups that share a long prompt."""
-    new = 64 if quick else 128
-    groups = Case("8 groups of 16, prompt 256", 8, 16, 256, new)
-    return [groups if name == "groups" else Case(f"{name} at once", int(name), 1, PROMPT, new) for name in names]
+    new = arguments.new or (64 if arguments.quick else 128)
+    single, shared = (arguments.prompt or default for default in PROMPTS)
+    groups = Case(f"8 groups of 16, prompt {shared}", 8, 16, shared, new, vocab)
+    suffix = "" if single == PROMPTS[0] else f", prompt {single}"
+    return [
+        groups if name == "groups" else Case(f"{name} at once{suffix}", int(name), 1, single, new, vocab)
+        for name in arguments.cases
+    ]
+
+
+def read_vocab(model_dir: Path) -> int:
+    """Number of tokens of a model."""
+    return int(json.loads((model_dir / "config.json").read_text())["vocab_size"])
 
 
 def measure_offline(
@@ -178,7 +195,7 @@ def measure_offline(
     model_dir = write_model(work / size, size)
     kinds = ["ours", "ours-exact", "ours-unshared"]
     kinds += [kind for kind in arguments.peers if python or kind != "vllm"]
-    cases = build_cases(arguments.quick, arguments.cases)
+    cases = build_cases(arguments, read_vocab(model_dir))
     with ExitStack() as stack:
         peers = [
             stack.enter_context(
@@ -190,6 +207,7 @@ def measure_offline(
                     python if kind == "vllm" and python else sys.executable,
                     arguments.vllm_eager,
                     "cpu_seconds" if arguments.cpu else "seconds",
+                    max(case.prompt + case.new for case in cases) + 1,
                 )
             )
             for kind in kinds
@@ -236,11 +254,11 @@ def judge(size: str, dtype: str, cases: list[Case], peers: list[Peer]) -> list[R
         others = {kind: value for kind, value in median.items() if not kind.startswith("ours")}
         name = f"{size} {dtype}, {case.name}"
         ours = median["ours"]
-        best = max(others, key=lambda kind: others[kind])
-        detail = f"{ours:,.0f} tok/s, {best} {others[best]:,.0f}"
-        rows.append(
-            Row(f"{name}: best peer", ours / others[best], ">=", 1.5 if case.groups * case.group >= 32 else 1.0, detail)
-        )
+        if others:
+            best = max(others, key=lambda kind: others[kind])
+            detail = f"{ours:,.0f} tok/s, {best} {others[best]:,.0f}"
+            must = 1.5 if case.groups * case.group >= 32 else 1.0
+            rows.append(Row(f"{name}: best peer", ours / others[best], ">=", must, detail))
         exact = median["ours-exact"]
         rows.append(Row(f"{name}: cost of exactness", ours / exact, "<=", 2.0, f"exact {exact:,.0f} tok/s"))
         if case.group > 1:
@@ -342,7 +360,8 @@ def measure_http(
     from prime_rl.runtime.machine import find_free_port
 
     model_dir = write_model(work / size, size)
-    case = Case("HTTP, 64 clients", 128, 1, PROMPT, 32 if arguments.quick else 128)
+    new = arguments.new or (32 if arguments.quick else 128)
+    case = Case("HTTP, 64 clients", 128, 1, arguments.prompt or PROMPTS[0], new, read_vocab(model_dir))
     seconds: dict[str, list[float]] = {kind: [] for kind in SERVERS}
     with ExitStack() as stack:
         address = {}
@@ -374,11 +393,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Measure the embedded engine beside vLLM and transformers.")
     parser.add_argument("--quick", action="store_true", help="2 repeats, half the tokens")
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--model", help="instead of the sizes: a model directory or known model (smollm2)")
+    parser.add_argument("--prompt", type=int, default=None, help="prompt tokens (default: 32, and 256 of groups)")
+    parser.add_argument("--new", type=int, default=None, help="new tokens (default: 128, with --quick 64)")
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
     parser.add_argument(
         "--cases", nargs="+", choices=CASES, default=list(CASES), help="so many requests at once, groups of one prompt"
     )
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), help="offline")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="offline")
     parser.add_argument("--repeats", type=int, default=None, help="default: 5, with --quick 2")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--cpu", action="store_true", help="count CPU seconds offline: for a machine that is busy")
@@ -395,7 +417,7 @@ def main() -> int:
     rows: list[Row] = []
     raw: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="bench_engine_") as work:
-        for size in arguments.sizes:
+        for size in [arguments.model] if arguments.model else arguments.sizes:
             for dtype in arguments.dtypes:
                 if not arguments.no_offline:
                     new, raw[f"{size} {dtype}"] = measure_offline(size, dtype, arguments, python, Path(work))

@@ -1,6 +1,6 @@
 """Training steps, measured against TRL's in one run: same model, tokens, number format, threads and optimizer.
 
-    python benchmarks/bench_trainer.py [--models tiny 3M 25M] [--repeats 5] [--output-dir DIR]
+    python benchmarks/bench_trainer.py [--models tiny 3M 25M smollm2] [--seq-len 256] [--repeats 5] [--output-dir DIR]
 
 For every model: a step of SFT over padded rows, of SFT over packed rows, and of RL over given completions (what
 GRPOTrainer does after generation), ours with its default settings, so RL with exact attention. Both sides are real
@@ -145,12 +145,13 @@ class Worker:
 
 def build_task(name: str, kind: str, packed: bool, arguments: argparse.Namespace, out: Path) -> dict[str, Any]:
     """The samples and settings of one comparison; for RL with the model's own log-probs, so that ratios begin at 1."""
-    shape, rng = SHAPES[name], random.Random(0)
+    shape, rng, seq_len = SHAPES.get(name, Shape(8, {})), random.Random(0), arguments.seq_len
     samples = []
     for i in range(shape.num_samples):
         if i % GROUP_SIZE == 0:
             prompt = [rng.randrange(300) for _ in range(rng.randint(8, 32))]
-        length = min(SEQ_LEN - len(prompt), max(4, round(rng.lognormvariate(3.9, 0.7))))
+        typical = rng.lognormvariate(3.9, 0.7) * seq_len / SEQ_LEN
+        length = min(seq_len - len(prompt), max(4, round(typical)))
         answer = [rng.randrange(300) for _ in range(length)]
         samples.append(
             {
@@ -162,10 +163,10 @@ def build_task(name: str, kind: str, packed: bool, arguments: argparse.Namespace
     return {
         "kind": kind,
         "packed": packed,
-        "model_dir": str(out / name),
+        "model_dir": str(write_model(name, out / name)),
         "output_dir": str(out / "scratch"),
         "samples": samples,
-        "seq_len": SEQ_LEN,
+        "seq_len": seq_len,
         "group_size": GROUP_SIZE,
         "lr": LR,
         "device": "cpu",
@@ -174,21 +175,27 @@ def build_task(name: str, kind: str, packed: bool, arguments: argparse.Namespace
     }
 
 
-def write_model(name: str, path: Path) -> None:
-    """A directory with random weights that both sides load."""
+def write_model(name: str, path: Path) -> Path:
+    """A directory that both sides load: random weights of a shape, or the model named."""
     import torch
     from safetensors.torch import save_file
 
+    from prime_rl.runtime.tokenizer import resolve_model_dir
     from prime_rl.trainer.models.causal_lm import tensor_names
     from prime_rl.trainer.models.registry import load_decoder
 
-    path.mkdir(parents=True, exist_ok=True)
+    if name not in SHAPES:
+        return resolve_model_dir(name)
+    if path.exists():
+        return path
+    path.mkdir(parents=True)
     for file in ASSETS.iterdir():
         (path / file.name).write_bytes(file.read_bytes())
     config = json.loads((ASSETS / "config.json").read_text()) | SHAPES[name].changes
     (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
     model = load_decoder(path, random_init=True, num_layers=None, seed=0, dtype=torch.float32, device="cpu")
     save_file({k: v.contiguous() for k, v in tensor_names(model).items()}, path / "model.safetensors", {"format": "pt"})
+    return path
 
 
 def run_worker(task_path: Path) -> None:
@@ -356,7 +363,10 @@ def prepare_peer(root: Path) -> Path:
 def main() -> int:
     """Measure, show, write; returns the exit code."""
     parser = argparse.ArgumentParser(description="Training steps against TRL's, in one run.")
-    parser.add_argument("--models", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument(
+        "--models", nargs="+", default=list(SHAPES), help=f"of {', '.join(SHAPES)}, model directories, smollm2"
+    )
+    parser.add_argument("--seq-len", type=int, default=SEQ_LEN, help="tokens of a packed row; samples scale with it")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
@@ -370,10 +380,9 @@ def main() -> int:
     out = (arguments.output_dir or Path(tempfile.mkdtemp(prefix="bench_trainer_"))).resolve()
     out.mkdir(parents=True, exist_ok=True)
     peer_python = prepare_peer(arguments.peer_env)
-    machine = describe_machine(arguments.threads) | {"packages": PEER, "seq_len": SEQ_LEN}
+    machine = describe_machine(arguments.threads) | {"packages": PEER, "seq_len": arguments.seq_len}
     results = []
     for name in arguments.models:
-        write_model(name, out / name)
         for task_name in arguments.tasks:
             result = compare(name, task_name, arguments, out, peer_python)
             results.append(result)

@@ -88,7 +88,7 @@ def build_vllm(model_dir: str, dtype: str, kind: str) -> Generate:
     llm = LLM(
         model=model_dir,
         dtype=dtype,
-        max_model_len=1024,
+        max_model_len=max(1024, int(os.environ.get("BENCH_MAX_LEN", "0"))),
         max_num_seqs=256,
         max_num_batched_tokens=8192,
         logprobs_mode="processed_logprobs",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 
 from loguru import logger
@@ -17,6 +17,9 @@ from prime_rl.orchestrator.setup import Orchestrator
 from rollouts.training.rollout_gen.groups import DropReason
 from rollouts.training.types import Sample
 
+WINDOW_STEPS = 10
+"""Steps over which the throughput is averaged."""
+
 
 class Reporter:
     """Reports steps; converts running totals to per-step values."""
@@ -25,6 +28,7 @@ class Reporter:
         self.orchestrator = orchestrator
         self._drops = Counter[str]()
         self._idle_s = 0.0
+        self._window: deque[tuple[float, float]] = deque(maxlen=WINDOW_STEPS)
 
     def report(self, step: int, samples: list[Sample], num_kept: int, times: dict[str, float]) -> None:
         """Log the metrics, samples and console line of a step."""
@@ -40,13 +44,19 @@ class Reporter:
             metrics |= orchestrator.teacher.take_metrics()
         metrics |= {f"time/{name}": value for name, value in times.items()}
         metrics |= {"time/update_weights": orchestrator.relay.update_s, "time/slots_exhausted": self._idle()}
-        metrics["perf/throughput"] = metrics["progress/tokens"] / max(times["step"], 1e-9)
+        metrics["perf/throughput"] = self._throughput(metrics["progress/tokens"], times["step"])
         orchestrator.monitor.log(metrics, step)
         orchestrator.monitor.log_samples(sample_rows(samples), step)
         logger.info(format_step(step, metrics, orchestrator.evaluations.val_reward, is_scored=generator.is_scored))
         orchestrator.health_checks.check(samples, metrics["time/slots_exhausted"], metrics["time/step"])
         if num_kept < len(samples):
             logger.warning(f"{len(samples) - num_kept} samples exceed seq_len = {orchestrator.seq_len}: dropped")
+
+    def _throughput(self, tokens: float, seconds: float) -> float:
+        """Tokens per second of the last steps: batches that were generated at once are ready at once."""
+        self._window.append((tokens, seconds))
+        tokens, seconds = (sum(column) for column in zip(*self._window, strict=True))
+        return tokens / max(seconds, 1e-9)
 
     def _filtered(self) -> dict[str, float]:
         """Rollouts dropped in this step by online difficulty filtering, by kind."""

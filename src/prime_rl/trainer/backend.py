@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from prime_rl.trainer.activations import recompute_layers
+from prime_rl.trainer.concurrent_micros import ConcurrentMicros, build_concurrent_micros
 from prime_rl.trainer.config import ModelConfig, SFTConfig, TrainConfig
 from prime_rl.trainer.ema import WeightAverage
 from prime_rl.trainer.forward import (
@@ -93,9 +94,11 @@ class Backend:
     cuts: ShardSlices = field(default_factory=dict)
     pipeline: Pipeline | None = None
     average: WeightAverage | None = None
+    concurrent: ConcurrentMicros | None = None
 
     @functools.cached_property
-    def _share_prefixes(self) -> bool:
+    def shares_prefixes(self) -> bool:
+        """Whether prefixes that samples of a micro-batch share are computed once."""
         return can_dedup_prefixes(self.model, self.placement, self.mesh)
 
     @property
@@ -105,7 +108,7 @@ class Backend:
 
     def compute_inputs(self, batch: TensorBatch) -> LossInputs:
         """Forward pass of a pack, without a pipeline; returns the loss inputs of the loss tokens."""
-        return self._compute(prepare_forward(batch, self.placement, self.mesh, share_prefixes=self._share_prefixes))
+        return self._compute(prepare_forward(batch, self.placement, self.mesh, share_prefixes=self.shares_prefixes))
 
     def _compute(self, layout: ForwardInputs) -> LossInputs:
         pack = layout.pack
@@ -121,6 +124,10 @@ class Backend:
         if self.pipeline is not None:
             self._run_pipeline(self.pipeline, micros, finish, train=train)
             return
+        if self.concurrent is not None and train and len(micros) > 1:
+            parameters = [p for p in self.model.parameters() if p.requires_grad]
+            self.concurrent.run(micros, lambda micro: self._compute(self._prepare(micro)), finish, parameters)
+            return
         for micro in micros:
             loss = finish(micro, self._compute(self._prepare(micro)))
             if train:
@@ -129,7 +136,7 @@ class Backend:
     def _prepare(self, micro: MicroBatch, num_tokens: int = 0) -> ForwardInputs:
         batch = pad_micro_batch(micro, self.mesh, self.placement.device, num_tokens)
         num_real = len(micro.input_ids) if micro.loss_count else 0
-        return prepare_forward(batch, self.placement, self.mesh, num_real, share_prefixes=self._share_prefixes)
+        return prepare_forward(batch, self.placement, self.mesh, num_real, share_prefixes=self.shares_prefixes)
 
     def _run_pipeline(
         self,
@@ -361,6 +368,9 @@ def build_backend(config: TrainConfig | SFTConfig) -> Backend:
         cuts=cuts,
         pipeline=pipeline,
         average=average,
+        concurrent=build_concurrent_micros(
+            config.max_concurrent_micro_batches, config.model, placement, model, ranks.size
+        ),
     )
 
 

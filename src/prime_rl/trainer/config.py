@@ -141,6 +141,10 @@ class TrainerConfig(TrackersConfig):
     micro_bs: int = Field(default=1, ge=1)
     """Micro-batch size in rows of seq_len tokens."""
 
+    max_concurrent_micro_batches: int | None = Field(default=None, ge=1)
+    """Micro-batches computed at once on a CPU while other processes leave cores free; unset: 2 for a model of 20M
+    parameters or more in float32. Each takes memory for its activations and gradients; the results do not change."""
+
     max_steps: int | None = Field(default=None, ge=1)
     """Number of optimizer steps; unset: run until stopped."""
 

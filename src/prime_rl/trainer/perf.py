@@ -8,12 +8,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.models.decoder_config import DecoderConfig
+from prime_rl.trainer.models.prefix_dedup import find_shared_prefixes
 from rollouts.kernels.linear import linear
+from rollouts.training.batching import MicroBatch, Share
 
 WINDOW_STEPS = 10
 BF16_PEAKS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
@@ -50,21 +54,29 @@ class StepTimer:
 
 
 class PerfCounter:
-    """Throughput and model FLOP utilization over a window of steps, over all ranks."""
+    """Throughput and model FLOP utilization over a window of whole steps, waiting included, over all ranks."""
 
-    def __init__(self, model: CausalLM, device: torch.device, dtype: torch.dtype, num_ranks: int = 1) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        device: torch.device,
+        dtype: torch.dtype,
+        num_ranks: int = 1,
+        *,
+        shares_prefixes: bool = False,
+    ) -> None:
         self.config = model.config
-        self.num_matmul_parameters = count_matmul_parameters(model)
-        self.num_frozen = count_matmul_parameters(model, frozen=True)
+        self.parameters = count_matmul_parameters(model)
         self.peak = find_peak_flops(device, dtype)
         self.device = device
-        self.num_ranks = num_ranks
+        self.num_ranks, self.shares_prefixes = num_ranks, shares_prefixes
         self._window: deque[tuple[int, float, float]] = deque(maxlen=WINDOW_STEPS)
 
-    def observe(self, lengths: Sequence[int], seconds: float) -> dict[str, float]:
-        """Add a step with sequences of these lengths and its duration; returns `perf/...` metrics."""
-        flops = compute_train_flops(self.config, self.num_matmul_parameters, lengths, self.num_frozen)
-        self._window.append((sum(lengths), flops, seconds))
+    def observe(self, share: Share, seconds: float) -> dict[str, float]:
+        """Add a step on this batch and its duration; returns `perf/...` metrics."""
+        in_layers, in_head = count_computed(share.micros, self.shares_prefixes)
+        flops = compute_train_flops(self.config, self.parameters, share.lengths, in_layers, in_head)
+        self._window.append((sum(share.lengths), flops, seconds))
         tokens, flops, seconds = (sum(column) for column in zip(*self._window, strict=True))
         throughput = tokens / max(seconds, 1e-9)
         return {
@@ -75,28 +87,59 @@ class PerfCounter:
         }
 
 
-def count_matmul_parameters(model: CausalLM, *, frozen: bool = False) -> int:
-    """Parameters in matrix products per token: matrices, active experts and head, without embedding lookups.
+@dataclass(frozen=True)
+class MatmulParameters:
+    """Parameters in matrix products per token, without embedding lookups; `frozen_` counts those not trained."""
 
-    `frozen` counts only those that are not trained.
-    """
-    counted = [p for layer in model.layers() for p in layer.parameters()] + [model.lm_head.weight]
-    shapes = [p.shape for p in counted if not (frozen and p.requires_grad)]
-    experts = sum(shape.numel() for shape in shapes if len(shape) == 3)
-    chosen = experts * model.config.num_experts_per_tok // max(model.config.num_experts, 1)
-    return sum(shape.numel() for shape in shapes if len(shape) == 2) + chosen
+    layers: int
+    """Matrices and active experts."""
+    head: int
+    frozen_layers: int = 0
+    frozen_head: int = 0
+
+
+def count_matmul_parameters(model: CausalLM) -> MatmulParameters:
+    """Count the parameters in matrix products of a model."""
+    layers = [p for layer in model.layers() for p in layer.parameters()]
+    head = model.lm_head.weight
+
+    def count(parameters: Sequence[Tensor]) -> int:
+        experts = sum(p.numel() for p in parameters if p.ndim == 3)
+        chosen = experts * model.config.num_experts_per_tok // max(model.config.num_experts, 1)
+        return sum(p.numel() for p in parameters if p.ndim == 2) + chosen
+
+    frozen = count([p for p in layers if not p.requires_grad])
+    return MatmulParameters(count(layers), head.numel(), frozen, 0 if head.requires_grad else head.numel())
+
+
+def count_computed(micros: Sequence[MicroBatch], shares_prefixes: bool) -> tuple[float, float]:
+    """Fractions of the tokens that pass through the layers (shared prefixes once) and the head (with a loss)."""
+    num = distinct = labeled = 0
+    for micro in micros:
+        shared = find_shared_prefixes(micro.input_ids, micro.lengths) if shares_prefixes else None
+        num += micro.num_tokens
+        distinct += micro.num_tokens if shared is None else len(shared.first)
+        labeled += sum(mask > 0 for mask in micro.loss_mask)
+    return (distinct / num, labeled / num) if num else (1.0, 1.0)
 
 
 def compute_train_flops(
-    config: DecoderConfig, num_matmul_parameters: int, lengths: Sequence[int], num_frozen: int = 0
+    config: DecoderConfig,
+    parameters: MatmulParameters,
+    lengths: Sequence[int],
+    in_layers: float = 1.0,
+    in_head: float = 1.0,
 ) -> float:
     """FLOPs of forward and backward: 6 per parameter and token, and 12 L h d per attended token pair (n^2 / 2).
 
-    Frozen parameters need no weight gradient: 4 per parameter and token.
+    Frozen parameters need no weight gradient: 4 per parameter and token. Of the tokens, the fraction `in_layers` passes
+    through the layers and `in_head` through the head.
     """
     width = config.num_hidden_layers * config.num_attention_heads * config.head_dim
-    per_token = 6.0 * num_matmul_parameters - 2.0 * num_frozen
-    return per_token * sum(lengths) + 12.0 * width * sum(n * n / 2 for n in lengths)
+    of_layers = 6.0 * parameters.layers - 2.0 * parameters.frozen_layers
+    of_head = 6.0 * parameters.head - 2.0 * parameters.frozen_head
+    pairs = sum(n * n / 2 for n in lengths)
+    return (of_layers * in_layers + of_head * in_head) * sum(lengths) + 12.0 * width * pairs
 
 
 def find_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
@@ -109,18 +152,23 @@ def find_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     return measure_peak_flops(device, dtype)
 
 
-def measure_peak_flops(device: torch.device, dtype: torch.dtype, size: int = 384, repeats: int = 5) -> float:
-    """Best FLOP/s of a few square matrix products, with torch and with our linear kernel (milliseconds on a CPU)."""
+def measure_peak_flops(device: torch.device, dtype: torch.dtype, size: int = 768, repeats: int = 5) -> float:
+    """Best FLOP/s of a few square matrix products, with torch and with our linear kernel.
+
+    On a CPU by the CPU time of this process's threads (some 10 ms in all): what the cores reach when nothing else runs.
+    """
     if device.type == "cuda":
         size = 8192
     a = torch.ones(size, size, device=device, dtype=dtype)
     best = float("inf")
     for product in (torch.matmul, linear) * repeats:
-        start = time.perf_counter()
+        start = time.perf_counter() if device.type == "cuda" else time.process_time()
         product(a, a)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - start)
+            best = min(best, time.perf_counter() - start)
+        else:
+            best = min(best, (time.process_time() - start) / torch.get_num_threads())
     return 2.0 * size**3 / best
 
 

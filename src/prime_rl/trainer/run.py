@@ -180,12 +180,15 @@ def build_run(
         remove_unfinished(out.broadcasts)
         out.begin_attempt(process, first_step - 1)
     monitor = build_monitor(out.root, process, config) if rank == 0 else Monitor(out.root, process, silent=True)
+    perf = PerfCounter(
+        backend.whole, place.device, place.arithmetic, backend.ranks.size, shares_prefixes=backend.shares_prefixes
+    )
     model_files = read_model_files(backend.model_dir, tokenizer_dir, chat_template)
     run = TrainerRun(
         backend,
         build_publisher(config, backend, model_files, first_step - 1),
         Checkpointer(out.checkpoints, backend, config.ckpt, config.max_steps, ckpt_parts),
-        StepLogger(monitor, PerfCounter(backend.whole, place.device, place.arithmetic, backend.ranks.size), first_step),
+        StepLogger(monitor, perf, first_step),
         progress,
         first_step,
         config.max_steps,

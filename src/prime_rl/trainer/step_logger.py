@@ -41,15 +41,15 @@ class StepLogger:
     ) -> dict[str, float]:
         """Log the current step; returns its metrics."""
         seconds = self.timer.lap()
-        busy = sum(value for what, value in seconds.items() if what != f"time/{WAITING}")
+        whole = sum(seconds.values())
         metrics: dict[str, float] = {
             **stats.summary(),
             "optim/lr": report.lr,
             "optim/grad_norm": report.grad_norm,
             **backend_metrics,
-            **self.perf.observe(share.lengths, busy),
+            **self.perf.observe(share, whole),
             **seconds,
-            "time/step": busy + seconds.get(f"time/{WAITING}", 0.0),
+            "time/step": whole,
             "batch/micro_batches": len(share.micros),
             "batch/padding_ratio": share.padding_ratio,
             "batch/rank_imbalance": share.imbalance,

@@ -1,4 +1,4 @@
-/* fp32 CPU kernels: RMSNorm, RoPE, SwiGLU, softmax, GEMM with packed weights, and a fused decode step.
+/* fp32 CPU kernels: RMSNorm, RoPE, SwiGLU, softmax, sampling, GEMM with packed weights, and a fused decode step.
  *
  * Batch invariance: every row is computed independently and in a fixed order of operations, so its bits depend neither
  * on the other rows nor on the number of threads. Plain C with vector extensions (gcc 12, clang). `cpu.py` compiles and
@@ -57,6 +57,9 @@ typedef uint16_t hvec __attribute__((vector_size(2 * LANES), aligned(2), may_ali
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
 typedef float half __attribute__((vector_size(32)));
 typedef float quarter __attribute__((vector_size(16)));
+typedef double dvec __attribute__((vector_size(4 * LANES))); /* half as many doubles as there are floats in `vec` */
+typedef int64_t lvec __attribute__((vector_size(4 * LANES)));
+typedef float fvec __attribute__((vector_size(2 * LANES), aligned(4), may_alias)); /* their floats in memory */
 
 ALWAYS vec load(const float *p) { return *(const in_memory *)p; }
 ALWAYS void store(float *p, vec x) { *(in_memory *)p = x; }
@@ -270,6 +273,216 @@ ALWAYS void softmax_row(float *scores, int64_t size) {
 void softmax(float *scores, int64_t rows, int64_t size) {
   PARALLEL(rows * size > MANY)
   for (int64_t r = 0; r < rows; r++) softmax_row(scores + r * size, size);
+}
+
+/* sampling -------------------------------------------------------------------------------------------------------- */
+
+enum {
+  PART = 256,        /* tokens of a row that are summed or compared at once, a multiple of all vector widths */
+  MAX_PARTS = 1024,
+  RADIX_BITS = 11,   /* 3 digits of at most 11 bits order all floats */
+  RADIX = 1 << RADIX_BITS
+};
+
+ALWAYS dvec dall(double x) { return x - (dvec){0}; }
+
+ALWAYS dvec dfma_of(dvec a, dvec b, dvec c) {
+#if defined(__AVX512F__)
+  return (dvec)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+#elif defined(__FMA__)
+  return (dvec)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+#else
+  return a * b + c;
+#endif
+}
+
+/* exp in fp64 of floats, as `exp_of`: a Taylor polynomial of degree 12 in |r| <= ln 2 / 2; 0 below -708. */
+ALWAYS dvec dexp_of(fvec floats) {
+  dvec x = __builtin_convertvector(floats, dvec);
+  lvec zero = x < dall(-708.), nan = x != x;
+  dvec y = (dvec)((zero & (lvec)dall(-708.)) | (~zero & (lvec)x));
+  dvec shifted = dfma_of(y, dall(0x1.71547652b82fep0), dall(0x1.8p52)); /* the low bits are the integer n */
+  dvec n = shifted - dall(0x1.8p52);
+  dvec r = dfma_of(n, dall(-0x1.abc9e3b39803fp-56), dfma_of(n, dall(-0x1.62e42fefa39efp-1), y));
+  dvec p = dall(1. / 479001600);
+  static const double inverse[] = {1. / 39916800, 1. / 3628800, 1. / 362880, 1. / 40320, 1. / 5040, 1. / 720,
+                                   1. / 120,      1. / 24,      1. / 6,      .5,         1.,        1.};
+  for (int i = 0; i < 12; i++) p = dfma_of(p, r, dall(inverse[i]));
+  lvec scale = ((lvec)shifted - (lvec)dall(0x1.8p52) + 1023) << 52;
+  dvec result = p * (dvec)scale;
+  return (dvec)((nan & (lvec)x) | (~nan & ~zero & (lvec)result));
+}
+
+/* exp of up to LANES / 2 log-probs from `p` on; 0 beyond `count`. */
+ALWAYS dvec probs_of(const float *p, int64_t count) {
+  if (count >= LANES / 2) return dexp_of(*(const fvec *)p);
+  fvec some = (fvec){0} - INFINITY;
+  for (int64_t i = 0; i < count; i++) some[i] = p[i];
+  return dexp_of(some);
+}
+
+ALWAYS double dsum(dvec x) {
+  double total = x[0];
+  for (int i = 1; i < LANES / 2; i++) total += x[i];
+  return total;
+}
+
+/* The first token whose cumulative probability exceeds `noise` times their sum; one of probability 0 never. */
+static int64_t invert_row(const float *logprobs, double noise, int64_t size) {
+  double ends[MAX_PARTS];
+  int64_t part = (size + MAX_PARTS - 1) / MAX_PARTS, num = 0;
+  part = part <= PART ? PART : (part + PART - 1) / PART * PART;
+  double total = 0;
+  for (int64_t start = 0; start < size; start += part, num++) {
+    int64_t end = start + part < size ? start + part : size;
+    dvec sums[2] = {{0}, {0}};
+    for (int64_t i = start; i < end; i += LANES) {
+      sums[0] += probs_of(logprobs + i, end - i);
+      if (end - i > LANES / 2) sums[1] += probs_of(logprobs + i + LANES / 2, end - i - LANES / 2);
+    }
+    ends[num] = total += dsum(sums[0] + sums[1]);
+  }
+  /* Rounding could lift noise * total to the total itself, past the last token that has any probability. */
+  double target = noise * total, below = total;
+  if (target >= total) {
+    int64_t bits;
+    memcpy(&bits, &below, sizeof bits);
+    bits -= bits > 0;
+    memcpy(&target, &bits, sizeof target);
+  }
+  int64_t chosen = 0;
+  for (int64_t of = 0; of < num; of++) {
+    if (!(ends[of] > target)) continue;
+    double sum = of ? ends[of - 1] : 0;
+    for (int64_t i = of * part; i < size && i < (of + 1) * part; i += LANES / 2) {
+      dvec probs = probs_of(logprobs + i, size - i);
+      for (int lane = 0; lane < LANES / 2; lane++) {
+        if (probs[lane] > 0) chosen = i + lane; /* the last one of the part if its sum was rounded up */
+        if ((sum += probs[lane]) > target) return chosen;
+      }
+    }
+    break;
+  }
+  return chosen;
+}
+
+void invert_cdf(const float *logprobs, const double *noise, int64_t *tokens, int64_t rows, int64_t size) {
+  PARALLEL(rows * size > MANY)
+  for (int64_t r = 0; r < rows; r++) tokens[r] = invert_row(logprobs + r * size, noise[r], size);
+}
+
+/* The `num` largest values of each row and their tokens, in descending order; of equal ones the first tokens. */
+void top(const float *x, int64_t num, float *values, int64_t *tokens, int64_t rows, int64_t size) {
+  PARALLEL(rows * size > MANY)
+  for (int64_t r = 0; r < rows; r++) {
+    const float *row = x + r * size;
+    float *best = values + r * num;
+    int64_t *ids = tokens + r * num, held = 0;
+    for (int64_t start = 0; start < size; start += PART) {
+      int64_t end = start + PART < size ? start + PART : size;
+      if (held == num) {
+        vec high = all(-INFINITY);
+        for (int64_t i = start; i < end; i += LANES)
+          high = larger(high, i + LANES <= size ? load(row + i) : load(row + size - LANES));
+        if (!(largest(high) > best[num - 1])) continue;
+      }
+      for (int64_t i = start; i < end; i++) {
+        if (held == num && !(row[i] > best[num - 1])) continue;
+        int64_t at = held < num ? held++ : num - 1;
+        for (; at > 0 && row[i] > best[at - 1]; at--) best[at] = best[at - 1], ids[at] = ids[at - 1];
+        best[at] = row[i], ids[at] = i;
+      }
+    }
+  }
+}
+
+/* Bits of floats that, as unsigned integers, are in descending order of the floats. */
+ALWAYS ivec descending_of(vec x) {
+  ivec bits = (ivec)x, negative = bits < 0;
+  return (negative & bits) | (~negative & ~bits & 0x7fffffff);
+}
+
+ALWAYS int any_of(ivec x) {
+  int64_t words[sizeof(ivec) / 8], any = 0;
+  memcpy(words, &x, sizeof x);
+  for (size_t i = 0; i < sizeof(ivec) / 8; i++) any |= words[i];
+  return any != 0;
+}
+
+/* Set all but the largest values of a row to minus infinity: a value is kept while the weights of those before it, in
+ * descending order, sum to less than `limit`; of equal values the first tokens are kept. The weight of a token is its
+ * probability relative to all of the row (`by_mass`), or else 1. Radix selection: one digit of the threshold at a time. */
+static void keep_largest(float *row, double limit, int by_mass, int64_t size) {
+  static const int shifts[] = {32 - RADIX_BITS, 32 - 2 * RADIX_BITS, 0};
+  double before = 0, total = 1;
+  uint32_t threshold = 0, known = 0; /* bits of the threshold found so far, and the mask of these */
+  int64_t equal = 0;
+  for (int digit = 0; digit < 3; digit++) {
+    double weights[RADIX] = {0};
+    int32_t counts[RADIX] = {0};
+    uint32_t range = digit < 2 ? RADIX - 1 : (1u << (32 - 2 * RADIX_BITS)) - 1;
+    for (int64_t i = 0; i < size; i += LANES) {
+      int64_t num = size - i < LANES ? size - i : LANES;
+      vec x = num == LANES ? load(row + i) : all(-INFINITY);
+      for (int64_t lane = 0; lane < num && num < LANES; lane++) x[lane] = row[i + lane];
+      ivec bits = descending_of(x), wanted = ((bits & (int32_t)known) == (int32_t)threshold) & (x > all(-INFINITY));
+      if (!any_of(wanted)) continue;
+      dvec probs[2] = {dall(1.), dall(1.)};
+      if (by_mass) probs[0] = probs_of(row + i, num);
+      if (by_mass) probs[1] = probs_of(row + i + LANES / 2, num - LANES / 2);
+      for (int64_t lane = 0; lane < num; lane++) {
+        if (!wanted[lane]) continue;
+        uint32_t bucket = (uint32_t)bits[lane] >> shifts[digit] & range;
+        weights[bucket] += ((const double *)probs)[lane];
+        counts[bucket]++;
+      }
+    }
+    if (!digit && by_mass) {
+      total = 0;
+      for (int64_t i = 0; i < RADIX; i++) total += weights[i];
+      limit *= total;
+    }
+    uint32_t last = 0; /* the bucket in which the sum reaches the limit, or else the last one in use */
+    int is_first = 1;
+    for (uint32_t i = 0; i <= range; i++) {
+      if (!counts[i]) continue;
+      if (!is_first && before + weights[last] >= limit) break;
+      if (!is_first) before += weights[last];
+      last = i, is_first = 0;
+    }
+    threshold |= last << shifts[digit];
+    known |= range << shifts[digit];
+    if (digit == 2) { /* equal values have equal weights */
+      double each = weights[last] / counts[last];
+      for (equal = 1; equal < counts[last] && before + (double)equal * each < limit;) equal++;
+    }
+  }
+  float last_kept;
+  int32_t bits = (int32_t)threshold < 0 ? (int32_t)threshold : ~(int32_t)threshold & 0x7fffffff;
+  memcpy(&last_kept, &bits, sizeof bits);
+  for (int64_t i = 0; i < size; i++) row[i] = row[i] >= last_kept ? row[i] : -INFINITY;
+  for (int64_t i = 0; i < size; i++)
+    if (row[i] == last_kept && equal-- <= 0) row[i] = -INFINITY;
+}
+
+/* Filter log-probs in place by min_p (the logarithm), top_k (0: all) and top_p (1: all). */
+void filter_rows(float *logprobs, const float *log_min_p, const int64_t *top_k, const float *top_p, int64_t rows,
+                 int64_t size) {
+  PARALLEL(rows * size > MANY)
+  for (int64_t r = 0; r < rows; r++) {
+    float *row = logprobs + r * size;
+    if (log_min_p[r] > -INFINITY) {
+      vec high = all(row[0]);
+      int64_t i = 0;
+      for (; i + LANES <= size; i += LANES) high = larger(high, load(row + i));
+      float least = largest(high);
+      for (; i < size; i++) least = row[i] > least ? row[i] : least;
+      least += log_min_p[r];
+      for (i = 0; i < size; i++) row[i] = row[i] >= least ? row[i] : -INFINITY;
+    }
+    if (top_k[r] > 0 && top_k[r] < size) keep_largest(row, (double)top_k[r], 0, size);
+    if (top_p[r] < 1) keep_largest(row, top_p[r], 1, size);
+  }
 }
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from rollouts.kernels import linear
@@ -68,6 +68,9 @@ SIGNATURES = {
     "swiglu": [_P, _I, _P, _I, _P, _I, _I],
     "swiglu_backward": [_P, _P, _P, _P, _P, _I, _I],
     "softmax": [_P, _I, _I],
+    "invert_cdf": [_P, _P, _P, _I, _I],
+    "top": [_P, _I, _P, _P, _I, _I],
+    "filter_rows": [_P, _P, _P, _P, _I, _I],
     "pack": [_P, _P, _I, _I, _I, _I],
     "linear": [_P, _P, _P, _I, _P, _P, _I, _I, _I, _I, _I, _I, _I],
     "decode": [_P, _P, _P, _P, _P, _F, _P, _P, _P, _P, _P, _I, _P, _P, _I, _P, _P, _I],
@@ -241,6 +244,32 @@ def softmax_(scores: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]
     assert scores.is_contiguous()
     call("softmax", scores, scores.numel() // scores.shape[-1], scores.shape[-1])
     return scores
+
+
+def invert_cdf(logprobs: Float[Tensor, "rows vocab"], noise: Float[Tensor, " rows"]) -> Int[Tensor, " rows"]:
+    """The first token whose cumulative probability exceeds `noise` (fp64) times their sum; fp64 sums."""
+    logprobs, tokens = logprobs.contiguous(), torch.empty(len(logprobs), dtype=torch.long)
+    call("invert_cdf", logprobs, noise.contiguous(), tokens, *logprobs.shape)
+    return tokens
+
+
+def top(x: Float[Tensor, "rows size"], num: int) -> tuple[Float[Tensor, "rows num"], Int[Tensor, "rows num"]]:
+    """The `num` largest values of each row in descending order, and their places; of equal ones the first."""
+    x, num = x.contiguous(), min(num, x.shape[1])
+    values, places = torch.empty(len(x), num), torch.empty(len(x), num, dtype=torch.long)
+    call("top", x, num, values, places, *x.shape)
+    return values, places
+
+
+def filter_logprobs_(
+    logprobs: Float[Tensor, "rows vocab"],
+    min_p: Float[Tensor, " rows"],
+    top_k: Int[Tensor, " rows"],
+    top_p: Float[Tensor, " rows"],
+) -> None:
+    """Set log-probs to minus infinity by `min_p`, `top_k` (0: all) and then `top_p`, which counts what is left."""
+    assert logprobs.is_contiguous()
+    call("filter_rows", logprobs, min_p.log(), top_k, top_p, *logprobs.shape)
 
 
 class PackedWeight:

@@ -8,16 +8,36 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollouts.kernels import cpu as cpu_kernels
+
+MAX_TOP = 64
+"""Up to so many tokens, inserting them into a sorted list is faster than torch's selection."""
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def invert_cdf(logprobs: Float[Tensor, "rows vocab"], noise: Float[Tensor, " rows"]) -> Int[Tensor, " rows"]:
     """The first token whose cumulative probability exceeds `noise`, in float64; never one of probability 0."""
+    if cpu_kernels.runs_here(logprobs):
+        return cpu_kernels.invert_cdf(logprobs, noise)
     cdf = logprobs.to(torch.float64, copy=True).exp_().cumsum(dim=-1)
     total = cdf[:, -1:]
     # Rounding could lift noise * total to the total itself, past the last token that has any probability.
     target = torch.minimum(noise[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cdf, target, right=True).squeeze(1).clamp_(max=logprobs.shape[1] - 1)
+
+
+def top_tokens(
+    logprobs: Float[Tensor, "rows vocab"], num: int
+) -> tuple[Float[Tensor, "rows num"], Int[Tensor, "rows num"]]:
+    """The `num` largest log-probs of each row in descending order, and their tokens."""
+    if num <= MAX_TOP and cpu_kernels.runs_here(logprobs):
+        return cpu_kernels.top(logprobs, num)
+    if num == 1:  # the first of equal ones, unlike `topk`
+        best = logprobs.max(dim=-1, keepdim=True)
+        return best.values, best.indices
+    top = logprobs.topk(min(num, logprobs.shape[1]), dim=-1)
+    return top.values, top.indices
 
 
 def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from prime_rl.inference.embedded.sequence import Sequence
 from prime_rl.inference.engine import SamplingParams, TopLogprobs
-from rollouts.training.sampling import invert_cdf, uniform
+from rollouts.kernels import cpu as cpu_kernels
+from rollouts.training.sampling import invert_cdf, top_tokens, uniform
 
 _MASK64 = (1 << 64) - 1
 
@@ -26,7 +27,7 @@ class SamplingBatch:
     """The sampling settings of a batch as vectors over its rows; valid as long as the rows stay the same."""
 
     rows: list[Sequence]
-    temperature: Float[Tensor, "rows 1"]  # 1 for greedy rows, whose log-prob is that at temperature 1
+    temperature: Float[Tensor, "rows 1"] | None  # None if all are 1, as for greedy rows
     greedy: Bool[Tensor, " rows"] | None  # None if no row is greedy
     seeds: NDArray[np.uint64]
     adjusted: list[int]  # rows with a bias or a penalty, applied before the temperature
@@ -56,11 +57,12 @@ class SamplerOutput:
 def build_sampling_batch(rows: list[Sequence], device: torch.device) -> SamplingBatch:
     """Collect the sampling settings of `rows`."""
     params = [row.params for row in rows]
-    temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float32)
-    is_greedy = temperatures == 0
+    given = torch.tensor([p.temperature for p in params], dtype=torch.float32)
+    is_greedy = given == 0
+    temperature = torch.where(is_greedy, 1.0, given)[:, None]
     return SamplingBatch(
         rows=rows,
-        temperature=torch.where(is_greedy, 1.0, temperatures)[:, None].to(device),
+        temperature=None if bool((temperature == 1).all()) else temperature.to(device),
         greedy=is_greedy.to(device) if bool(is_greedy.any()) else None,
         seeds=np.array([p.seed & _MASK64 for p in params], dtype=np.uint64),
         adjusted=[i for i, p in enumerate(params) if _adjusts(p)],
@@ -99,7 +101,9 @@ def sample(logits: Float[Tensor, "rows vocab"], batch: SamplingBatch, positions:
             adjust_logits(scores[row], batch.rows[row])
         still = positions[blocked_rows] < until
         scores[blocked_rows[still], blocked_tokens[still]] = float("-inf")
-    logprobs = torch.log_softmax(scores / batch.temperature, dim=-1)
+    # Division by 1 changes no bit.
+    scaled = scores if batch.temperature is None else scores / batch.temperature
+    logprobs = torch.log_softmax(scaled, dim=-1)
     if batch.filtered:
         logprobs[batch.filtered] = filter_logprobs(
             logprobs[batch.filtered], [batch.rows[row].params for row in batch.filtered]
@@ -108,20 +112,20 @@ def sample(logits: Float[Tensor, "rows vocab"], batch: SamplingBatch, positions:
     chosen = logprobs.gather(1, tokens[:, None]).squeeze(1)
     if not batch.top_logprobs:
         return SamplerOutput(tokens, chosen, None, None)
-    top = logprobs.topk(min(batch.top_logprobs, logprobs.shape[1]), dim=-1)
-    return SamplerOutput(tokens, chosen, top.indices, top.values)
+    values, ids = top_tokens(logprobs, batch.top_logprobs)
+    return SamplerOutput(tokens, chosen, ids, values)
 
 
 def _choose(
     logprobs: Float[Tensor, "rows vocab"], batch: SamplingBatch, positions: NDArray[np.int64]
 ) -> Int[Tensor, " rows"]:
     if batch.greedy is not None and bool(batch.greedy.all()):
-        return logprobs.argmax(dim=-1)
+        return top_tokens(logprobs, 1)[1][:, 0]
     noise = torch.from_numpy(uniform(batch.seeds, positions)).to(logprobs.device)
     tokens = invert_cdf(logprobs, noise)
     if batch.greedy is None:
         return tokens
-    return torch.where(batch.greedy, logprobs.argmax(dim=-1), tokens)
+    return torch.where(batch.greedy, top_tokens(logprobs, 1)[1][:, 0], tokens)
 
 
 def adjust_logits(logits: Float[Tensor, " vocab"], row: Sequence) -> None:
@@ -143,15 +147,16 @@ def adjust_logits(logits: Float[Tensor, " vocab"], row: Sequence) -> None:
 def filter_logprobs(logprobs: Float[Tensor, "rows vocab"], params: list[SamplingParams]) -> Float[Tensor, "rows vocab"]:
     """Filter by `min_p`, `top_k` and then `top_p`, and renormalize; at least one token remains."""
     vocab, device = logprobs.shape[1], logprobs.device
-
-    def column(values: list[float]) -> Float[Tensor, "rows 1"]:
-        return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
-
+    min_p, top_p = torch.tensor([(p.min_p, p.top_p) for p in params], dtype=torch.float32, device=device).T.contiguous()
+    top_k = torch.tensor([p.top_k if p.top_k > 0 else vocab for p in params], device=device)
+    if cpu_kernels.runs_here(logprobs):
+        filtered = logprobs.clone(memory_format=torch.contiguous_format)
+        cpu_kernels.filter_logprobs_(filtered, min_p, top_k, top_p)
+        return torch.log_softmax(filtered, dim=-1)
     ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(vocab, device=device)
-    top_k = column([p.top_k if p.top_k > 0 else vocab for p in params])
-    keep = (rank < top_k) & (ordered >= ordered[:, :1] + column([p.min_p for p in params]).log())
+    keep = (rank < top_k[:, None]) & (ordered >= ordered[:, :1] + min_p.log()[:, None])
     probs = torch.softmax(ordered.masked_fill(~keep, float("-inf")).double(), dim=-1)
-    keep &= (probs.cumsum(dim=-1) - probs < column([p.top_p for p in params])) | (rank == 0)
+    keep &= (probs.cumsum(dim=-1) - probs < top_p[:, None]) | (rank == 0)
     ordered = ordered.masked_fill(~keep, float("-inf"))
     return torch.log_softmax(torch.empty_like(logprobs).scatter_(1, order, ordered), dim=-1)

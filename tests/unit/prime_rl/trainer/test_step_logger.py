@@ -14,21 +14,21 @@ from rollouts.training.rl_losses import TokenStats
 
 
 class Perf:
-    """Records the busy time; its metrics are those that the console line needs."""
+    """Records the time of the step; its metrics are those that the console line needs."""
 
-    busy = -1.0
+    seconds = -1.0
 
-    def observe(self, lengths: list[int], seconds: float) -> dict[str, float]:
-        self.busy = seconds
-        return {"perf/throughput": sum(lengths), "perf/mfu": 0.0, "perf/peak_memory": 0.0}
+    def observe(self, share: Share, seconds: float) -> dict[str, float]:
+        self.seconds = seconds
+        return {"perf/throughput": sum(share.lengths), "perf/mfu": 0.0, "perf/peak_memory": 0.0}
 
 
-def test_waiting_counts_in_the_step_but_is_not_busy(tmp_path: Path) -> None:
+def test_waiting_counts_in_the_step_and_in_its_throughput(tmp_path: Path) -> None:
     perf = Perf()
     steps = StepLogger(Monitor(tmp_path, "trainer"), cast(Any, perf), 4)
     steps.timer.seconds = {WAITING: 2.0, "forward_backward": 1.0}
     metrics = steps.log(StepReport(4, 0.5, 1e-3), TokenStats(), Share([], [3, 4]), {"optim/skipped_steps": 0}, {"x": 1})
-    assert perf.busy == 1.0 and metrics["time/step"] == 3.0
+    assert perf.seconds == metrics["time/step"] == 3.0
     assert (metrics["batch/tokens"], metrics["batch/samples"], metrics["x"]) == (7, 2, 1)
     [row] = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert row["step"] == 4 and row["optim/grad_norm"] == 0.5 and row["process"] == "trainer"

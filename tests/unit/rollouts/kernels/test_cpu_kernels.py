@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prime_rl.inference.embedded.engine import EmbeddedEngine
+from prime_rl.inference.embedded.sampler import filter_logprobs
 from prime_rl.inference.engine import GenerationRequest, Output, SamplingParams
 from prime_rl.trainer.models import causal_lm
 from prime_rl.trainer.models.attention import PackedAttention, RoundedAttention
@@ -20,6 +21,7 @@ from prime_rl.trainer.models.causal_lm import CausalLM, init_weights
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from rollouts.kernels import cpu as cpu_kernels
 from rollouts.kernels.linear import linear
+from rollouts.training.sampling import invert_cdf, top_tokens
 
 needs_kernels = pytest.mark.skipif(cpu_kernels.library() is None, reason="no C compiler; cure: apt-get install gcc")
 SIZES = [(5, 64), (33, 256), (7, 40), (3, 17), (300, 128)]
@@ -80,6 +82,50 @@ def test_softmax(size: int) -> None:
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-7)
     scores[:, size // 2 :] = float("-inf")
     assert (cpu_kernels.softmax_(scores)[:, size // 2 :] == 0).all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("vocab", [5, 63, 320, 4097, 49152])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_sampling_equals_torch(vocab: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by torch: the same tokens and the same log-probs, with ties and with tokens of probability 0."""
+    torch.set_num_threads(threads)
+    logits = draw(24, vocab) * 4
+    logits[:8] = logits[:8].round()  # ties
+    logits[3:12, : vocab // 2] = float("-inf")
+    logprobs = torch.log_softmax(logits, -1)
+    noise = torch.rand(24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    noise[:3] = torch.tensor([0.0, 1 - 2**-53, 0.5])
+    filters = [
+        SamplingParams(max_tokens=1, top_k=top_k, top_p=top_p, min_p=min_p)
+        for top_k in (0, 1, 7)
+        for top_p in (1.0, 0.9, 0.3, 1e-6)
+        for min_p in (0.0, 0.05)
+    ]
+
+    def run() -> tuple[Tensor, Tensor, Tensor]:
+        return invert_cdf(logprobs, noise), filter_logprobs(logprobs, filters), top_tokens(logprobs, 4)[0]
+
+    actual = run()
+    values, tokens = top_tokens(logprobs, 4)
+    assert torch.equal(top_tokens(logprobs, 1)[1], logprobs.argmax(-1, keepdim=True))
+    alone = [invert_cdf(logprobs[i : i + 1], noise[i : i + 1])[0] for i in range(24)]
+    monkeypatch.setattr(cpu_kernels, "runs_here", lambda *_: False)
+    for mine, expected in zip(actual, run(), strict=True):
+        assert torch.equal(mine, expected)
+    assert torch.equal(torch.stack(alone), actual[0])
+    assert torch.equal(logprobs.gather(1, tokens), values)
+
+
+@needs_kernels
+def test_a_row_of_nan_does_not_stop_sampling() -> None:
+    logprobs = torch.log_softmax(draw(2, 100), -1)
+    logprobs[1] = float("nan")
+    params = [SamplingParams(max_tokens=1, top_k=3, top_p=0.9, min_p=0.1)] * 2
+    filtered = filter_logprobs(logprobs, params)
+    tokens = invert_cdf(filtered, torch.tensor([0.5, 0.5], dtype=torch.float64))
+    assert filtered[0].exp().sum() == pytest.approx(1)
+    assert 0 <= int(tokens[1]) < 100 and filtered[1, tokens[1]].isnan()
 
 
 @needs_kernels

@@ -1,0 +1,178 @@
+"""Micro-batches of one rank computed by several threads when cores are free, with the bits of one after another.
+
+Products of one thread and of several round differently, so a trainer cannot change its number of threads during a run.
+Micro-batches are independent: while the processes beside this one leave a core free, a further thread takes the next
+one. Losses are computed and gradients are added in the order of the micro-batches, whichever thread computes them, so
+that no bit depends on the load of the machine.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from prime_rl.runtime.free_cores import FreeCores
+from prime_rl.runtime.machine import num_cores
+from prime_rl.trainer.config import ModelConfig
+from prime_rl.trainer.model import DeviceConfig
+from prime_rl.trainer.models.causal_lm import CausalLM
+from rollouts.training.batching import MicroBatch
+from rollouts.training.rl_losses import LossInputs
+
+POLL_S = 0.1
+"""Time over which a helper thread measures how many cores are free."""
+
+ENOUGH = 0.7
+"""Share of a core that must be free for a further thread."""
+
+
+MIN_PARAMETERS = 20_000_000
+"""Below this many parameters a micro-batch takes Python most of its time, which threads cannot share."""
+
+
+class _Stopped(Exception):
+    """Another thread has failed."""
+
+
+class _Turns:
+    """Lets numbered sections run one at a time in the order of their numbers."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._next = 0
+        self._is_stopped = False
+
+    @contextmanager
+    def turn(self, number: int) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_stopped or self._next == number)
+            if self._is_stopped:
+                raise _Stopped
+        yield
+        with self._changed:
+            self._next += 1
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+
+
+class ConcurrentMicros:
+    """Runs micro-batches in this thread, and in up to `max_threads - 1` others while cores are free."""
+
+    def __init__(self, max_threads: int, free_cores: Callable[[], float] | None = None) -> None:
+        self.max_threads = max_threads
+        self.num_helped = 0
+        """Micro-batches that other threads have computed."""
+        self._free_cores = free_cores
+
+    def run(
+        self,
+        micros: Sequence[MicroBatch],
+        compute: Callable[[MicroBatch], LossInputs],
+        finish: Callable[[MicroBatch, LossInputs], Tensor],
+        parameters: Sequence[Tensor],
+    ) -> None:
+        """Add the gradients of all micro-batches to `parameters`; raises what the first failing thread raised.
+
+        Each busy thread holds the activations and gradients of one micro-batch.
+        """
+        numbers, losses, sums = iter(range(len(micros))), _Turns(), _Turns()
+        taken, errors = threading.Lock(), list[BaseException]()
+        num_left = len(micros)
+
+        def work_one() -> bool:
+            nonlocal num_left
+            with taken:
+                number = next(numbers, None)
+                if number is None or errors:
+                    return False
+                num_left -= 1
+            micro = micros[number]
+            try:
+                inputs = compute(micro)
+                with losses.turn(number):
+                    loss = finish(micro, inputs)
+                gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+                with sums.turn(number):
+                    add_gradients(parameters, gradients)
+            except _Stopped:
+                return False
+            except BaseException as error:
+                errors.append(error)
+                losses.stop()
+                sums.stop()
+                return False
+            return True
+
+        done = threading.Event()
+
+        def help_out(place: int) -> None:
+            free_cores = self._free_cores or FreeCores()
+            while num_left > 0 and not done.wait(POLL_S):
+                if free_cores() >= place + ENOUGH and work_one():
+                    self.num_helped += 1
+
+        helpers = [
+            threading.Thread(target=help_out, args=(i,), name=f"micro-batches-{i}")
+            for i in range(1, min(self.max_threads, len(micros)))
+        ]
+        for helper in helpers:
+            helper.start()
+        while work_one():
+            pass
+        done.set()
+        for helper in helpers:
+            helper.join()
+        if errors:
+            raise errors[0]
+
+
+def build_concurrent_micros(
+    wanted: int | None, config: ModelConfig, placement: DeviceConfig, model: CausalLM, num_ranks: int
+) -> ConcurrentMicros | None:
+    """Build for at most `wanted` threads, None for the default; None where micro-batches run one after another.
+
+    `ValueError` if more than one is wanted and not supported.
+    """
+    if wanted == 1:
+        return None
+    obstacle = find_obstacle(config, placement, model, num_ranks)
+    if wanted is not None and obstacle is not None:
+        raise ValueError(f"max_concurrent_micro_batches is {wanted}, which {obstacle} does not support: leave it out")
+    num = min(wanted or 2, num_cores())
+    is_small = wanted is None and sum(p.numel() for p in model.parameters()) < MIN_PARAMETERS
+    return None if obstacle is not None or is_small or num < 2 else ConcurrentMicros(num)
+
+
+def find_obstacle(config: ModelConfig, placement: DeviceConfig, model: CausalLM, num_ranks: int) -> str | None:
+    """The setting that excludes concurrent micro-batches; None: they are possible."""
+    has_dropout = config.lora is not None and config.lora.dropout > 0
+    reasons = {
+        f"device {placement.device.type}": placement.device.type != "cpu",
+        f"dtype {str(placement.dtype).removeprefix('torch.')}": placement.dtype != torch.float32,
+        "a run of several ranks": num_ranks > 1,
+        "OMP_NUM_THREADS above 1": torch.get_num_threads() > 1,
+        "this model class": not model.mixes_tokens_only_in_attend or model.config.num_experts > 0,
+        "model.ac or model.compile": config.ac is not None or config.compile is not None,
+        "model.lora.dropout": has_dropout,  # random numbers are drawn in the order of execution
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+@torch.no_grad()
+def add_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Accumulate gradients as the backward pass does: the first as is, the others in place."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is None:
+            continue
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            parameter.grad.add_(gradient)

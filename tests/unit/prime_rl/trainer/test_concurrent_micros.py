@@ -1,0 +1,121 @@
+"""Micro-batches computed by several threads."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from prime_rl.runtime.free_cores import FreeCores
+from prime_rl.trainer import concurrent_micros
+from prime_rl.trainer.backend import Backend, build_backend
+from prime_rl.trainer.concurrent_micros import ConcurrentMicros
+from prime_rl.trainer.config import TrainConfig
+from prime_rl.trainer.rl.loss import build_loss
+from rollouts.training.batching import pack_samples
+from rollouts.training.types import Sample
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def build(tmp_path: Path, **changes: Any) -> Backend:
+    model = {"name": "tiny-qwen3", "dtype": "float32", "device": "cpu", "debug": {"random_init": True}}
+    settings = {"model": model | changes.pop("model", {}), "output_dir": str(tmp_path)}
+    return build_backend(TrainConfig.model_validate(settings | changes))
+
+
+def draw_samples(num: int) -> list[Sample]:
+    draw = torch.Generator().manual_seed(0)
+    samples = []
+    for _ in range(num):
+        length = int(torch.randint(8, 40, (), generator=draw))
+        tokens = torch.randint(0, 300, (length,), generator=draw).tolist()
+        mask, streams = [0.0] * 4 + [1.0] * (length - 4), torch.randn(2, length, generator=draw)
+        samples.append(
+            Sample(
+                prompt="", tokens=tokens, loss_mask=mask, advantages=streams[0].tolist(),
+                inference_logprobs=(streams[1] - 5).tolist(),
+            )
+        )  # fmt: skip
+    return samples
+
+
+def test_threads_change_no_bit_of_gradients_and_statistics(tmp_path: Path) -> None:
+    backend = build(tmp_path)
+    assert backend.concurrent is None  # the model is small
+    loss = build_loss(TrainConfig().loss, 64)
+    [micros] = pack_samples(draw_samples(24), 64)
+    assert len(micros) > 6
+
+    def run() -> tuple[list[Tensor], dict[str, float]]:
+        backend.model.zero_grad()
+        stats = backend.forward_backward(micros, loss)
+        return [p.grad.clone() for p in backend.model.parameters() if p.grad is not None], stats.summary()
+
+    expected, statistics = run()
+    for num_threads in (2, 3):
+        backend.concurrent = ConcurrentMicros(num_threads, lambda: 8.0)
+        actual, found = run()
+        assert found == statistics and len(actual) == len(expected)
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_no_thread_helps_while_cores_are_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(concurrent_micros, "POLL_S", 1e-4)
+    for free, helps in ((1.2, False), (2.0, True)):
+        runner = ConcurrentMicros(2, lambda free=free: free)
+        run_fake(runner, {})
+        assert (runner.num_helped > 0) == helps
+
+
+def run_fake(runner: ConcurrentMicros, failures: dict[int, BaseException]) -> list[int]:
+    """Micro-batches that wait a little; returns the order of the losses."""
+    order: list[int] = []
+    weight = torch.ones(1, requires_grad=True)
+
+    def compute(number: Any) -> Any:
+        threading.Event().wait(0.01)
+        if number in failures:
+            raise failures[number]
+        return number
+
+    def finish(number: Any, inputs: Any) -> Tensor:
+        order.append(number)
+        return (weight * number).sum()
+
+    runner.run(list(range(12)), compute, finish, [weight])  # type: ignore[arg-type]
+    assert weight.grad == sum(range(12))
+    return order
+
+
+def test_losses_are_computed_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(concurrent_micros, "POLL_S", 1e-4)
+    assert run_fake(ConcurrentMicros(4, lambda: 8.0), {}) == list(range(12))
+
+
+@pytest.mark.parametrize("number", [0, 1, 5, 11])
+def test_an_error_of_any_thread_is_raised(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(concurrent_micros, "POLL_S", 1e-4)
+    with pytest.raises(RuntimeError, match="no memory"):
+        run_fake(ConcurrentMicros(3, lambda: 8.0), {number: RuntimeError("no memory")})
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("micro-batches")]
+
+
+def test_concurrency_that_is_not_supported_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="max_concurrent_micro_batches is 2, which dtype bfloat16 does not support"):
+        build(tmp_path, max_concurrent_micro_batches=2, model={"dtype": "bfloat16"})
+
+
+def test_only_cores_of_the_affinity_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    free_cores = FreeCores()
+    threading.Event().wait(0.05)
+    assert 0 <= free_cores() <= len(free_cores.cores)
+    readings = iter([(0.0, 0.0, 0.0), (2.0, 1.0, 1.8)])  # of two cores: one idle half of the time, one ours
+    monkeypatch.setattr(FreeCores, "_read", lambda _: next(readings))
+    both = FreeCores()
+    both.cores = {0, 1}
+    assert both() == pytest.approx(1.4)
