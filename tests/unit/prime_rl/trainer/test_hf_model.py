@@ -10,7 +10,7 @@ import torch
 
 from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.config import TrainConfig
-from prime_rl.trainer.hf_model import HFCausalLM
+from prime_rl.trainer.models.hf_model import HFCausalLM
 from prime_rl.trainer.model import choose_impl, load_model, resolve_placement
 from prime_rl.trainer.models.attention import PackedAttention
 from prime_rl.trainer.models.registry import load_decoder
