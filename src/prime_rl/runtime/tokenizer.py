@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prime_rl.pretrained.cache import resolve_gguf
+from prime_rl.pretrained.cache import models_cache_dir, resolve_gguf
 from prime_rl.pretrained.fetch import KNOWN_MODELS, fetch_model
 from rollouts.training.datasets.chat import RenderedChat, render_chat, render_pieces
 from rollouts.training.datasets.rows import describe_hub_error
@@ -55,6 +55,12 @@ def resolve_model_dir(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt"]))
     except Exception as error:
         raise ValueError(f"model.name {name!r} is no directory and {describe_hub_error(error)}") from error
+
+
+def find_local_model(name: str) -> Path | None:
+    """The directory of a model, if it is on this machine without conversion or download."""
+    found = (Path(name).expanduser(), ASSETS_DIR / name, models_cache_dir() / name)
+    return next((path for path in found if (path / "config.json").is_file()), None)
 
 
 def fingerprint_model(name: str) -> list[str]:

@@ -250,6 +250,8 @@ class CausalLM(nn.Module):
 
     mixes_tokens_only_in_attend: ClassVar[bool] = True
     """Whether tokens interact only in `attend`, so that the batch composition does not matter."""
+    is_exact: ClassVar[bool] = True
+    """Whether the result of a token has the same bits in every batch, with exact attention on a CPU."""
     recomputes: ClassVar[bool] = False
     """Whether the model runs on whole sequences only, so that an engine cannot cache keys."""
     layer_class: ClassVar[type[nn.Module]] = DecoderLayer

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from loguru import logger
 from torch import Tensor, nn
 
 from prime_rl.runtime.tokenizer import resolve_model_dir
@@ -87,7 +86,7 @@ class AttendFunction:
             raise UnsupportedAttention(", ".join(extra) or "head dimensions")
         causal = options.get("is_causal")
         if not (getattr(module, "is_causal", True) if causal is None else causal) or not hasattr(module, "layer_idx"):
-            raise UnsupportedAttention("not causal")
+            raise UnsupportedAttention("later tokens")
 
 
 def run_attention(
@@ -107,6 +106,8 @@ class HFCausalLM(CausalLM):
     inner: Any
     backbone: Any
 
+    is_exact = False
+
     def __init__(self, inner: Any) -> None:
         nn.Module.__init__(self)
         for name, child in inner.named_children():
@@ -125,6 +126,7 @@ class HFCausalLM(CausalLM):
         self.head_scale = find_head_scale(inner.config.get_text_config())
         self._takes_positions = "position_ids" in inspect.signature(inner.base_model.forward).parameters
         self._function: AttendFunction | None = None
+        self._obstacle = ""
 
     @property
     def mixes_tokens_only_in_attend(self) -> bool:  # type: ignore[override]
@@ -161,13 +163,15 @@ class HFCausalLM(CausalLM):
         return hidden
 
     @torch.no_grad()
-    def enable_attend(self, expected: Float[Tensor, "tokens vocab"], tolerance: float) -> str | None:
-        """Compute attention through `attend` if that gives the `expected` logits of `PROBE_LENGTHS`.
+    def choose_attention(self, expected: Float[Tensor, "tokens vocab"], tolerance: float) -> None:
+        """Compute attention through `attend` if that gives the `expected` logits of `PROBE_LENGTHS`, else rows.
 
-        Otherwise returns the reason, and the model computes rows.
+        `ValueError` if rows give other logits: those are then not hidden states times the head, as losses assume.
         """
         from transformers import AttentionInterface
 
+        if not find_error(self._probe(), expected) < tolerance:
+            raise ValueError(f"{type(self.inner).__name__} computes its logits in an unsupported way")
         config = self.inner.config.get_text_config()
         AttentionInterface.register(IMPLEMENTATION, run_attention)
         before, function = config._attn_implementation, AttendFunction()
@@ -179,11 +183,14 @@ class HFCausalLM(CausalLM):
             try:
                 error = find_error(self._probe(), expected)
                 reason = _find_obstacle(config, function) or (None if error < tolerance else f"error {error:.0e}")
-            except (UnsupportedAttention, AttributeError, TypeError, RuntimeError, ValueError, KeyError) as problem:
-                reason = str(problem).strip().partition("\n")[0] or type(problem).__name__
+            except UnsupportedAttention as problem:
+                reason = f"attention with {problem}"
+            except (AttributeError, TypeError, RuntimeError, ValueError, KeyError):
+                reason = "attention is part of the model's code"
         if reason is not None:
             config._attn_implementation, self._function = before, None
-            return reason
+            self._obstacle = reason
+            return
         heads, kv_heads, dim = function.shapes[0]
         self.config = replace(
             self.config,
@@ -192,7 +199,13 @@ class HFCausalLM(CausalLM):
             num_key_value_heads=kv_heads,
             head_dim=dim,
         )
-        return None
+
+    def describe(self) -> str:
+        """How the model is computed, for the log."""
+        text = f"{type(self.inner).__name__} runs on transformers' code, slower than the native decoder"
+        if self._function is not None:
+            return text
+        return f"{text}; generation recomputes whole sequences, without a KV cache ({self._obstacle})"
 
     def _probe(self) -> Float[Tensor, "tokens vocab"]:
         """Logits of `PROBE_LENGTHS` as one pack."""
@@ -246,7 +259,7 @@ def load_hf_model(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> HFCausalLM:
-    """Load a model directory with transformers, without dropout, and log how it is computed.
+    """Load a model directory with transformers, without dropout.
 
     `ValueError` when transformers does not support it, or when its logits are not a single product with the head.
     """
@@ -274,13 +287,10 @@ def load_hf_model(
     except (ValueError, OSError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"transformers cannot load {model_dir} as a causal language model: {reason}") from error
-    model = HFCausalLM(inner.to(device).eval())
     tolerance = TOLERANCE if dtype in (torch.float32, torch.float64) else LOW_PRECISION_TOLERANCE
-    expected = _check_logits(model, tolerance)
-    reason = model.enable_attend(expected, tolerance)
-    kind = type(inner).__name__
-    how = "with our attention" if reason is None else f"on whole sequences without a cache ({reason})"
-    logger.info(f"{kind} is computed by transformers' code, {how}: slower than the native decoder")
+    expected = compute_probe_logits(inner.to(device).eval(), tolerance)
+    model = HFCausalLM(inner)
+    model.choose_attention(expected, tolerance)
     if adapter is not None:
         _merge(model, adapter)
     return model
@@ -351,19 +361,14 @@ def _find_obstacle(config: Any, function: AttendFunction) -> str | None:
 
 
 @torch.no_grad()
-def _check_logits(model: HFCausalLM, tolerance: float) -> Float[Tensor, "tokens vocab"]:
-    """The model's own logits of the probe.
-
-    `ValueError` unless they are causal, and hidden states times the head, as the fused losses assume.
-    """
-    kind, ids = type(model.inner).__name__, build_probe(model.config.vocab_size, model.embedding().device)[0]
-    rows = [
-        model.inner(input_ids=row[None], attention_mask=torch.ones_like(row[None]), use_cache=False).logits[0]
+def compute_probe_logits(inner: Any, tolerance: float) -> Float[Tensor, "tokens vocab"]:
+    """The logits of `PROBE_LENGTHS` by a model of transformers; `ValueError` if they depend on later tokens."""
+    weight = inner.get_input_embeddings().weight
+    ids = build_probe(inner.config.get_text_config().vocab_size, weight.device)[0]
+    whole, prefix = (
+        inner(input_ids=row[None], attention_mask=torch.ones_like(row[None]), use_cache=False).logits[0]
         for row in ids.split(PROBE_LENGTHS)
-    ]
-    if not find_error(rows[0][: PROBE_LENGTHS[1]], rows[1]) < tolerance:
-        raise ValueError(f"{kind} is not a causal language model: its logits depend on later tokens")
-    expected = torch.cat(rows)
-    if not find_error(model._probe(), expected) < tolerance:
-        raise ValueError(f"{kind} computes its logits in an unsupported way")
-    return expected
+    )
+    if not find_error(whole[: len(prefix)], prefix) < tolerance:
+        raise ValueError(f"{type(inner).__name__} is not a causal language model: its logits depend on later tokens")
+    return torch.cat((whole, prefix))

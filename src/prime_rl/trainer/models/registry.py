@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
+from loguru import logger
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from prime_rl.runtime.tokenizer import resolve_model_dir
 from prime_rl.trainer.lora import load_adapter, merge_adapter
 from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_names
-from prime_rl.trainer.models.decoder_config import DecoderConfig
+from prime_rl.trainer.models.decoder_config import DecoderConfig, Impl, choose_impl
 from prime_rl.trainer.models.gemma3 import Gemma3LM
-from prime_rl.trainer.models.hf_model import load_hf_model
+from prime_rl.trainer.models.hf_model import HFCausalLM, load_hf_model
 from prime_rl.trainer.models.nanochat import NanochatLM
 from prime_rl.transport.weights import ADAPTER_CONFIG_FILE, read_index
 from rollouts.training.json_files import read_json_file
@@ -25,7 +26,6 @@ WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
 MODEL_CLASSES: dict[str, type[CausalLM]] = {"gemma3_text": Gemma3LM, "nanochat": NanochatLM}
 """Model types with their own class; all others use `CausalLM`."""
-Impl = Literal["auto", "custom", "hf"]
 _MAX_LISTED = 4  # maximum number of names in an error message
 
 
@@ -35,17 +35,6 @@ def load_hf_config(model_dir: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{model_dir} has no {CONFIG_FILE}: give a Hugging Face model directory")
     return read_json_file(path)
-
-
-def choose_impl(impl: Impl, model_dir: Path) -> Literal["custom", "hf"]:
-    """Resolve `auto`: the native decoder for supported architectures, otherwise transformers."""
-    if impl != "auto":
-        return impl
-    try:
-        DecoderConfig.from_hf(load_hf_config(model_dir))
-    except ValueError:
-        return "hf"
-    return "custom"
 
 
 def load_causal_lm(
@@ -60,7 +49,12 @@ def load_causal_lm(
 ) -> CausalLM:
     """Load a model with the implementation `impl`; arguments and errors as `load_decoder`."""
     load = load_hf_model if choose_impl(impl, model_dir) == "hf" else load_decoder
-    return load(model_dir, random_init=random_init, num_layers=num_layers, seed=seed, dtype=dtype, device=device)
+    model = load(model_dir, random_init=random_init, num_layers=num_layers, seed=seed, dtype=dtype, device=device)
+    if isinstance(model, HFCausalLM):
+        logger.info(model.describe())
+    else:
+        logger.info(f"{model.config.model_type} runs on the native decoder")
+    return model
 
 
 def load_decoder(

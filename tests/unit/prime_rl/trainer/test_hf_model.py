@@ -10,9 +10,10 @@ import torch
 
 from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.config import TrainConfig
-from prime_rl.trainer.models.hf_model import HFCausalLM
-from prime_rl.trainer.model import choose_impl, load_model, resolve_placement
+from prime_rl.trainer.model import load_model, resolve_placement
 from prime_rl.trainer.models.attention import PackedAttention
+from prime_rl.trainer.models.decoder_config import choose_impl
+from prime_rl.trainer.models.hf_model import HFCausalLM
 from prime_rl.trainer.models.registry import load_decoder
 from prime_rl.trainer.rl.data import build_batches
 from prime_rl.trainer.rl.loss import build_loss
@@ -126,7 +127,7 @@ def test_both_implementations_give_the_same_gradients(tmp_path: Path) -> None:
 def test_auto_selects_native_decoder_if_supported(tmp_path: Path) -> None:
     for family, impl in (("qwen2", "custom"), ("mistral", "hf")):
         base = save_model(family, tmp_path)
-        assert choose_impl(make_config(base, tmp_path).model, base) == impl
+        assert choose_impl("auto", base) == impl
     with pytest.raises(ValueError, match="'mistral' is not supported by the native decoder"):
         load_decoder(tmp_path / "mistral")
     with pytest.raises(ValueError, match="'mistral' is not supported by the native decoder"):
