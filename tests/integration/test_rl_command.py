@@ -141,8 +141,8 @@ def test_rl_of_models_that_transformers_computes(run: Runner, tmp_path: Path, fa
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / family)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(tiny / file, tmp_path / family / file)
-    options = ["--model.name", tmp_path / family, "--model.debug.random_init", "false", "--max-steps", 3]
-    run.run_well("rl", *THREE_FILES, *rl_options(tmp_path / "out"), *options)
+    options = ["--model.name", tmp_path / family, "--model.debug.random_init", "false", "--max-steps", 3, "--no-ckpt"]
+    run.run_well("rl", "@", "tests/integration/letters.toml", *options, *rl_options(tmp_path / "out"))
     rows = metric_rows(tmp_path / "out", "trainer", "mismatch_kl/mean")
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(0 <= row["mismatch_kl/mean"] < 1e-6 and row["optim/grad_norm"] > 0 for row in rows)

@@ -83,7 +83,8 @@ def score_by_trainer(model: CausalLM, outputs: list[Output]) -> list[torch.Tenso
     """Log-probs of the completions by the trainer's forward pass, as one pack."""
     texts = [[*o.request.prompt, *o.token_ids] for o in outputs]
     lengths = [len(text) for text in texts]
-    ids, positions = torch.tensor([token for text in texts for token in text]), torch.cat([torch.arange(n) for n in lengths])
+    ids = torch.tensor([token for text in texts for token in text])
+    positions = torch.cat([torch.arange(n) for n in lengths])
     logits = model.logits(model(ids, positions, PackedAttention(lengths))).split(lengths)
     rows = [torch.log_softmax(x.float(), -1)[len(o.request.prompt) - 1 : -1] for x, o in zip(logits, outputs)]  # noqa: B905
     return [x.gather(1, torch.tensor(o.token_ids)[:, None])[:, 0] for x, o in zip(rows, outputs, strict=True)]
