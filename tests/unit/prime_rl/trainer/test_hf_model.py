@@ -124,6 +124,21 @@ def test_both_implementations_give_the_same_gradients(tmp_path: Path) -> None:
         torch.testing.assert_close(gradient, theirs[name], atol=1e-6, rtol=1e-4)
 
 
+def test_the_padding_embedding_is_trained_by_the_native_decoder_only(tmp_path: Path) -> None:
+    """Transformers drops the gradient of `pad_token_id`, even of a token that is not padding (docs/differences.md)."""
+    base = save_model("qwen2", tmp_path)
+    ids = torch.tensor([5, SHAPE["pad_token_id"], 7, 9])
+    found = {}
+    for impl in ("custom", "hf"):
+        config = make_config(base, tmp_path / impl, impl=impl)
+        model, _ = load_model(config.model, resolve_placement(config.model))
+        model(ids, torch.arange(4), PackedAttention([4])).square().sum().backward()
+        found[impl] = model.embedding().grad[ids]
+    native, theirs = found["custom"], found["hf"]
+    assert native[1].abs().sum() > 0 and theirs[1].abs().sum() == 0
+    torch.testing.assert_close(native[[0, 2, 3]], theirs[[0, 2, 3]], atol=1e-5, rtol=1e-4)
+
+
 def test_auto_selects_native_decoder_if_supported(tmp_path: Path) -> None:
     for family, impl in (("qwen2", "custom"), ("mistral", "hf")):
         base = save_model(family, tmp_path)
