@@ -189,11 +189,28 @@ def show_contexts(config: RLConfig) -> int:
 
 
 def explain(config: RLConfig) -> list[str]:
-    """Header of --dry-run: GPU assignment, and the loss weights of a distillation."""
+    """Header of --dry-run: GPU assignment, implementation of the model, and the loss weights of a distillation."""
     from prime_rl.config_teacher import describe_taus
 
     has_teacher = config.orchestrator.teacher_model is not None
-    return [*explain_assignment(config), *([describe_taus(config.trainer.loss)] if has_teacher else [])]
+    return [
+        *explain_assignment(config),
+        *explain_impl(config),
+        *([describe_taus(config.trainer.loss)] if has_teacher else []),
+    ]
+
+
+def explain_impl(config: RLConfig) -> list[str]:
+    """The implementation of a model that is on this machine; nothing for others, which are not downloaded for this."""
+    from prime_rl.runtime.tokenizer import find_local_model
+    from prime_rl.trainer.models.decoder_config import choose_impl
+
+    directory = find_local_model(config.model.name)
+    if directory is None:
+        return []
+    if choose_impl(config.trainer.model.impl, directory) == "custom":
+        return ["model: the native decoder"]
+    return ["model: transformers' code, slower than the native decoder"]
 
 
 def main() -> None:

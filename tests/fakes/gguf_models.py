@@ -24,7 +24,7 @@ TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] 
 
 
 def save_model(directory: Path, family: str, pre: str = "qwen2", **options: Any) -> Path:
-    """A random model of `family` (llama, qwen2, qwen3, smollm3) whose tokenizer splits text as `pre` does."""
+    """A random model of `family`, a `model_type` that GGUF holds, whose tokenizer splits text as `pre` does."""
     directory.mkdir(parents=True)
     vocab_size = _save_tokenizer(directory, pre)
     sizes = {
@@ -43,6 +43,11 @@ def save_model(directory: Path, family: str, pre: str = "qwen2", **options: Any)
         sizes["head_dim"] = sizes["hidden_size"] // sizes["num_attention_heads"]
     if family == "smollm3":  # every fourth layer differs; the default padding token exceeds the vocabulary
         sizes = {"pad_token_id": None, **sizes, "num_hidden_layers": 4}
+    if family == "gemma3_text":  # every sixth layer differs, and has the rotary parameters of its own
+        theta = {"rope_type": "default", "rope_theta": 1_000_000.0}
+        ropes = {"full_attention": theta, "sliding_attention": theta | {"rope_theta": 10_000.0}}
+        sizes |= {"num_hidden_layers": 6, "sliding_window": 8, "query_pre_attn_scalar": 8, "rope_parameters": ropes}
+        sizes |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
     with torch.no_grad():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import socket
 from collections.abc import Iterator
@@ -123,6 +124,32 @@ def test_rl_with_three_files(finished: tuple[Path, Command]) -> None:
     for part in ("trainer      | ", "orchestrator | ", "inference    | ", "5 in ", str(step_path(out / "weights", 5))):
         assert part in command.out, part
     assert command.pids() == []
+
+
+@pytest.mark.parametrize("family", ["olmo2", "falcon"])
+def test_rl_of_models_that_transformers_computes(run: Runner, tmp_path: Path, family: str) -> None:
+    """With weight updates: OLMo 2 has a KV cache in the engine, Falcon is recomputed."""
+    import torch
+    import transformers
+
+    tiny = ROOT / "src" / "prime_rl" / "assets" / "tiny-qwen3"
+    shape = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=512)
+    config = transformers.AutoConfig.for_model(
+        family, **shape, vocab_size=320, intermediate_size=128, eos_token_id=258, bos_token_id=None, pad_token_id=256
+    )
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / family)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(tiny / file, tmp_path / family / file)
+    options = ["--model.name", tmp_path / family, "--model.debug.random_init", "false", "--max-steps", 3, "--no-ckpt"]
+    run.run_well("rl", "@", "tests/integration/letters.toml", *options, *rl_options(tmp_path / "out"))
+    rows = metric_rows(tmp_path / "out", "trainer", "mismatch_kl/mean")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(0 <= row["mismatch_kl/mean"] < 1e-6 and row["optim/grad_norm"] > 0 for row in rows)
+    log = (tmp_path / "out" / "logs" / "inference.log").read_text()
+    assert "runs on transformers' code, slower than the native decoder" in log
+    after = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "weights" / "step_3")
+    assert type(after.config) is type(config)
 
 
 def test_the_weights_load_in_transformers(finished: tuple[Path, Command]) -> None:

@@ -269,6 +269,12 @@ class GenerationModelConfig(BaseConfig):
     max_model_len: int | None = Field(default=None, ge=2)
     """Maximum sequence length (prompt + completion) of a model served by this command; unset: the model's own."""
 
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Data type of a model served by this command; auto: bfloat16 on a GPU, else float32."""
+
+    exact: bool | None = None
+    """Exact mode of a model served by this command (inference.exact); unset: on for float32 on a CPU."""
+
     debug: DebugModelConfig = DebugModelConfig()
 
 
@@ -335,6 +341,13 @@ class GenerationConfig(TrackersConfig):
     """Directory of results and metrics.jsonl."""
 
     log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def _check_server(self) -> GenerationConfig:
+        for key, unset in (("dtype", "auto"), ("exact", None)):
+            if self.client.base_url and (value := getattr(self.model, key)) != unset:
+                raise ValueError(f"model.{key} = {value!r} is for a model served by this command: leave it out")
+        return self
 
     @model_validator(mode="after")
     def _check_env(self) -> GenerationConfig:

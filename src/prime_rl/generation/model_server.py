@@ -86,6 +86,10 @@ def build_server_argv(config: GenerationConfig, options: Mapping[str, Any]) -> l
         settings["model.debug.num_layers"] = debug.num_layers
     if config.model.max_model_len is not None:
         settings["model.max_model_len"] = config.model.max_model_len
+    if config.model.dtype != "auto":
+        settings["model.dtype"] = config.model.dtype
+    if config.model.exact is not None:
+        settings["exact"] = str(config.model.exact).lower()
     arguments = [argument for key, value in (settings | dict(options)).items() for argument in (f"--{key}", str(value))]
     return [sys.executable, "-m", "prime_rl.inference.server", *arguments]
 

@@ -67,6 +67,10 @@ class ModelConfig(BaseConfig):
     trust_remote_code: bool = False
     """Allow the tokenizer repository to run its own code."""
 
+    impl: Literal["auto", "custom", "hf"] = "auto"
+    """Implementation in the embedded engine. custom: the native decoder; hf: transformers, slower; auto: custom if
+    supported."""
+
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type of weights and KV cache; auto: bfloat16 on a GPU, else float32."""
 
@@ -229,6 +233,8 @@ def check_vllm_options(config: InferenceConfig) -> None:
         raise ValueError(
             f"model.device = {config.model.device!r}: vLLM uses the devices of CUDA_VISIBLE_DEVICES; leave it out"
         )
+    if config.model.impl != "auto":
+        raise ValueError(f"model.impl = {config.model.impl!r} is for the embedded engine; vLLM's is --vllm.model-impl")
     for name, value in config.cache.model_dump(exclude_defaults=True).items():
         raise ValueError(
             f"cache.{name} = {value!r} is for the embedded engine: leave it out; vLLM's own options are "
@@ -255,6 +261,7 @@ def check_sglang_options(config: InferenceConfig) -> None:
     theirs = {
         "model.device": config.model.device != "auto",
         "model.dtype": config.model.dtype != "auto",
+        "model.impl": config.model.impl != "auto",
         "parallel.tp": config.parallel.tp != 1,
         "parallel.dp": config.parallel.dp != 1,
         "enforce_eager": config.enforce_eager,

@@ -13,12 +13,14 @@ import numpy as np
 from prime_rl.pretrained.gguf_architectures import (
     ARCHITECTURES,
     CONFIG_KEYS,
+    GEMMA3_LOCAL_ROPE_THETA,
     OPTIONAL_KEYS,
     ROPE_FACTORS,
     Architecture,
     compute_llama3_factors,
+    gemma3_layer_types,
+    gemma3_query_scalar,
     separate_rope,
-    to_hf_name,
 )
 from prime_rl.pretrained.gguf_tokenizer import build_tokenizer_files
 from rollouts.training.model_config import check_model_config
@@ -81,19 +83,19 @@ def _explaining(path: Path) -> Iterator[None]:
 
 
 def _find_architecture(metadata: dict[str, Any]) -> Architecture:
-    name = metadata.get("general.architecture")
-    if name not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
+    name, by_name = metadata.get("general.architecture"), {row.name: row for row in ARCHITECTURES.values()}
+    if name not in by_name:
+        known = ", ".join(by_name)
         raise ValueError(f"architecture {name!r} is not supported, only {known}; give a Hugging Face directory instead")
     if metadata.get("split.count", 1) > 1:
         raise ValueError("the model is split into several files; merge them (llama-gguf-split --merge)")
-    return ARCHITECTURES[name]
+    return by_name[name]
 
 
 def _build_config(
     metadata: dict[str, Any], architecture: Architecture, tensors: dict[str, ReaderTensor]
 ) -> dict[str, Any]:
-    prefix = f"{architecture.model_type}."
+    prefix = f"{architecture.name}."
     config: dict[str, Any] = {"architectures": [architecture.class_name], "model_type": architecture.model_type}
     for key, name in CONFIG_KEYS.items():
         value = metadata.get(prefix + name)
@@ -121,7 +123,25 @@ def _build_config(
     }
     if (scaling := _read_rope_scaling(metadata, prefix, config, tensors.get(ROPE_FACTORS))) is not None:
         config["rope_scaling"] = scaling
-    return config
+    return _complete_gemma3(config, metadata[f"{prefix}attention.sliding_window"]) if prefix == "gemma3." else config
+
+
+def _complete_gemma3(config: dict[str, Any], sliding_window: int) -> dict[str, Any]:
+    """Options of Gemma 3, most of which follow from its sizes."""
+    del config["hidden_act"]
+    scaling = config.pop("rope_scaling", None) or {"rope_type": "default"}
+    theta = config.pop("rope_theta", 1_000_000.0)
+    return {
+        **config,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": gemma3_query_scalar(config),
+        "sliding_window": sliding_window,
+        "layer_types": gemma3_layer_types(config["num_hidden_layers"]),
+        "rope_parameters": {
+            "full_attention": {**scaling, "rope_theta": theta},
+            "sliding_attention": {"rope_type": "default", "rope_theta": GEMMA3_LOCAL_ROPE_THETA},
+        },
+    }
 
 
 def _read_rope_scaling(
@@ -160,8 +180,8 @@ def _build_generation_config(metadata: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in ids.items() if value is not None}
 
 
-Shard = list[tuple[str, "ReaderTensor", int | None]]
-"""Tensors of a file: name, tensor, and the number of heads whose rows are reordered."""
+Shard = list[tuple[str, "ReaderTensor", int | None, bool]]
+"""Tensors of a file: name, tensor, the number of heads whose rows are reordered, and whether 1 is subtracted."""
 
 
 def _plan_shards(tensors: dict[str, ReaderTensor], config: dict[str, Any], architecture: Architecture) -> list[Shard]:
@@ -170,15 +190,15 @@ def _plan_shards(tensors: dict[str, ReaderTensor], config: dict[str, Any], archi
     for gguf_name, tensor in tensors.items():
         if gguf_name == ROPE_FACTORS:
             continue
-        if (name := to_hf_name(gguf_name)) is None:
-            raise ValueError(f"tensor {gguf_name} is not supported for {architecture.model_type}")
+        if (name := architecture.to_hf_name(gguf_name)) is None:
+            raise ValueError(f"tensor {gguf_name} is not supported for {architecture.name}")
         heads = None
         if architecture.interleaved_rope and (".q_proj." in name or ".k_proj." in name):
             heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
         if shards[-1] and size + 4 * tensor.n_elements > MAX_SHARD_BYTES:
             shards.append([])
             size = 0
-        shards[-1].append((name, tensor, heads))
+        shards[-1].append((name, tensor, heads, architecture.is_offset_norm(name)))
         size += 4 * int(tensor.n_elements)
     return shards
 
@@ -188,7 +208,7 @@ def _write_shards(directory: Path, shards: list[Shard]) -> None:
     weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards):
         file = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
-        tensors = {name: _read_tensor(tensor, heads) for name, tensor, heads in shard}
+        tensors = {name: _read_tensor(*how) for name, *how in shard}
         save_tensors(tensors, directory / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
     if len(shards) > 1:
@@ -196,7 +216,7 @@ def _write_shards(directory: Path, shards: list[Shard]) -> None:
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _read_tensor(tensor: ReaderTensor, heads: int | None) -> Tensor:
+def _read_tensor(tensor: ReaderTensor, heads: int | None, has_offset: bool) -> Tensor:
     """Values in Hugging Face's shape and row order."""
     import torch
     from gguf import dequantize
@@ -208,4 +228,5 @@ def _read_tensor(tensor: ReaderTensor, heads: int | None) -> Tensor:
     else:
         array = dequantize(tensor.data, tensor.tensor_type).reshape(shape)
     values = torch.from_numpy(np.array(array if heads is None else separate_rope(array, heads)))
-    return values.view(torch.bfloat16) if kind == "BF16" else values
+    values = values.view(torch.bfloat16) if kind == "BF16" else values
+    return values - 1 if has_offset else values

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 from prime_rl.pretrained.gguf_architectures import (
     ARCHITECTURES,
     CONFIG_KEYS,
+    GEMMA3_LOCAL_ROPE_THETA,
     ROPE_FACTORS,
     Architecture,
     compute_llama3_factors,
+    gemma3_layer_types,
+    gemma3_query_scalar,
     interleave_rope,
-    to_gguf_name,
 )
 from prime_rl.pretrained.gguf_tokenizer import read_tokenizer_metadata
 from rollouts.training.json_files import read_json_file
@@ -44,7 +46,7 @@ def write_gguf(directory: Path, path: Path, file_type: str = "f16") -> None:
     architecture = _find_architecture(config, directory)
     check_model_config(config, directory / "config.json", required=DECODER_SIZES)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    writer = gguf.GGUFWriter(temporary, architecture.model_type)
+    writer = gguf.GGUFWriter(temporary, architecture.name)
     try:
         writer.add_name(directory.resolve().name)
         writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[file_type]])
@@ -72,6 +74,8 @@ def _find_architecture(config: dict[str, Any], directory: Path) -> Architecture:
             raise ValueError(f"{directory}: {key} = {config[key]!r} cannot be written as GGUF")
     if kind == "smollm3":
         _check_rope_layers(config, directory)
+    if kind == "gemma3_text":
+        _check_gemma3(config, directory)
     return ARCHITECTURES[kind]
 
 
@@ -83,10 +87,25 @@ def _check_rope_layers(config: dict[str, Any], directory: Path) -> None:
         raise ValueError(f"{directory}: no_rope_layers = {rotated} cannot be written as GGUF, only every fourth layer")
 
 
+def _check_gemma3(config: dict[str, Any], directory: Path) -> None:
+    """`ValueError` for options that differ from those of the published sizes: GGUF has no keys for them."""
+    expected = {
+        "layer_types": gemma3_layer_types(config["num_hidden_layers"]),
+        "query_pre_attn_scalar": gemma3_query_scalar({"head_dim": 256, **config}),
+        "rope_local_base_freq": GEMMA3_LOCAL_ROPE_THETA,
+    }
+    local = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
+    found = {"query_pre_attn_scalar": 256, "rope_local_base_freq": local.get("rope_theta", 10000.0), **config}
+    for key, value in expected.items():
+        if found.get(key, value) != value:
+            raise ValueError(f"{directory}: {key} = {found[key]!r} cannot be written as GGUF, only {value}")
+
+
 def _read_sizes(config: dict[str, Any]) -> dict[str, Any]:
     """`config` with the defaults of transformers."""
     heads = config["num_attention_heads"]
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = rope.get("full_attention", rope)  # of Gemma 3; those of sliding layers are checked
     return {
         **config,
         "num_key_value_heads": config.get("num_key_value_heads") or heads,
@@ -106,6 +125,8 @@ def _add_config(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_value_length(sizes["head_dim"])
     writer.add_rope_dimension_count(sizes["head_dim"])
     writer.add_vocab_size(sizes["vocab_size"])
+    if writer.arch == "gemma3":
+        writer.add_sliding_window(sizes["sliding_window"])
     rope = sizes["rope"]
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "llama3":
@@ -129,11 +150,13 @@ def _add_tensors(
     for name, values in _iterate_tensors(directory):
         if name == "lm_head.weight" and config.get("tie_word_embeddings"):
             continue
-        if (gguf_name := to_gguf_name(name)) is None:
+        if (gguf_name := architecture.to_gguf_name(name)) is None:
             raise ValueError(f"{directory}: tensor {name} cannot be written as GGUF for {architecture.model_type}")
         if architecture.interleaved_rope and (".q_proj." in name or ".k_proj." in name):
             heads = sizes["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
             values = interleave_rope(values, heads)
+        if architecture.is_offset_norm(name):
+            values = values + 1
         kind = matrix_type if values.ndim > 1 else gguf.GGMLQuantizationType.F32
         if kind in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16):
             writer.add_tensor(gguf_name, gguf.quantize(values, kind))

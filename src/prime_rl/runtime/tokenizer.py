@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prime_rl.pretrained.cache import resolve_gguf
+from prime_rl.pretrained.cache import models_cache_dir, resolve_gguf
 from prime_rl.pretrained.fetch import KNOWN_MODELS, fetch_model
 from prime_rl.runtime.run_dir import RunDir
 from rollouts.training.datasets.chat import RenderedChat, render_chat, render_pieces
@@ -77,6 +77,12 @@ def check_weights(directory: Path, random_init: bool) -> None:
     """`ValueError` for a model directory without weight files, unless the weights are initialized at random."""
     if not random_init and not any(any(directory.glob(f"*{suffix}")) for suffix in WEIGHT_SUFFIXES):
         raise ValueError(f"{directory} has no weights: set model.debug.random_init = true to start from random ones")
+
+
+def find_local_model(name: str) -> Path | None:
+    """The directory of a model, if it is on this machine without conversion or download."""
+    found = (Path(name).expanduser(), ASSETS_DIR / name, models_cache_dir() / name)
+    return next((path for path in found if (path / "config.json").is_file()), None)
 
 
 def fingerprint_model(name: str) -> list[str]:

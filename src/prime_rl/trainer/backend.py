@@ -216,7 +216,7 @@ class Backend:
         if self.ranks.size > 1:
             self.model.reshard()  # type: ignore[operator]  # a method that fully_shard adds
         # Merged adapters, transformers models and sharded models match the engine only approximately.
-        is_whole = self.ranks.size == 1 and self.model.mixes_tokens_only_in_attend
+        is_whole = self.ranks.size == 1 and self.model.is_exact
         is_plain = is_whole and all(p.requires_grad for p in self.model.parameters())
         dtype = str(self.placement.dtype).removeprefix("torch.")
         exact = self.placement.attn == "exact" and is_plain

@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from prime_rl.runtime.tokenizer import ASSETS_DIR, resolve_model_dir
 from prime_rl.trainer.config import LoraConfig, ModelConfig, SFTModelConfig
-from prime_rl.trainer.hf_model import load_hf_model
 from prime_rl.trainer.lora import LoraSpec, add_lora
 from prime_rl.trainer.models.attention import has_flash
 from prime_rl.trainer.models.causal_lm import CausalLM
-from prime_rl.trainer.models.decoder_config import AttentionMode, DecoderConfig
-from prime_rl.trainer.models.registry import load_decoder, load_hf_config
+from prime_rl.trainer.models.decoder_config import AttentionMode
+from prime_rl.trainer.models.registry import load_causal_lm
 from rollouts.kernels.cpu import arithmetic_dtype
 from rollouts.kernels.linear import Linear
 
@@ -75,9 +73,9 @@ def load_model(
     """
     model_dir = resolve_model_dir(config.name)
     debug = config.debug
-    load = load_hf_model if choose_impl(config, model_dir) == "hf" else load_decoder
-    model = load(
+    model = load_causal_lm(
         model_dir,
+        impl=config.impl,
         random_init=debug.random_init,
         num_layers=debug.num_layers,
         seed=debug.seed,
@@ -90,17 +88,6 @@ def load_model(
     if config.lora is not None:
         add_lora(model, build_adapter_spec(config.lora), seed)
     return model, model_dir
-
-
-def choose_impl(config: ModelConfig, model_dir: Path) -> Literal["custom", "hf"]:
-    """Resolve `auto`: the native decoder for supported architectures, otherwise transformers."""
-    if config.impl != "auto":
-        return config.impl
-    try:
-        DecoderConfig.from_hf(load_hf_config(model_dir))
-    except ValueError:
-        return "hf"
-    return "custom"
 
 
 def build_adapter_spec(config: LoraConfig) -> LoraSpec:

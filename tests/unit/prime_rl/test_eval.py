@@ -360,6 +360,16 @@ def test_series_of_steps(tmp_path: Path) -> None:
         parse("--steps", "5")
 
 
+def test_dtype_and_exactness_of_its_own_server() -> None:
+    config = parse("--model.name", "tiny-qwen3", "--model.dtype", "bfloat16", "--model.exact", "false")
+    argv = build_server_argv(config, {})
+    assert [argv[argv.index(key) + 1] for key in ("--model.dtype", "--exact")] == ["bfloat16", "false"]
+    argv = build_server_argv(parse("--model.name", "tiny-qwen3"), {})
+    assert "--model.dtype" not in argv and "--exact" not in argv
+    with pytest.raises(ConfigError, match=r"model\.dtype = 'bfloat16' is for a model served by this command"):
+        parse("--client.base-url", "http://127.0.0.1:9/v1", "--model.dtype", "bfloat16")
+
+
 def test_missing_server_raises_before_loading_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prime_rl.utils.vf.open_environments", lambda *_: pytest.fail("must not be loaded"))
     client = {"base_url": [f"http://127.0.0.1:{find_free_port()}/v1"]}

@@ -11,7 +11,7 @@ import pytest
 
 from nanochat.gpt import GPTConfig
 from prime_rl.plan.shapes import read_shape
-from prime_rl.trainer.hf_model import load_hf_model
+from prime_rl.trainer.models.hf_model import load_hf_model
 from prime_rl.trainer.models.registry import load_decoder
 from rollouts.training.model_config import check_model_config
 from rollouts.training.types import LOGPROB_TOLERANCE, Sample

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ from prime_rl.inference.engine import (
     Output,
 )
 from prime_rl.trainer.models.causal_lm import CausalLM, tensor_names
+from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.models.registry import fill_weights
 from prime_rl.transport.weights import digest_tensor
 from rollouts.kernels.cpu import arithmetic_dtype
@@ -74,7 +76,7 @@ class EmbeddedEngine(InProcessEngineMixin):
         self._decoder, device = decoder, decoder.device
         smallest = (num_blocks(self.max_model_len + 1) + decoder.min_rows) * BLOCK  # of one sequence
         self.max_cache_tokens = max(max_cache_tokens or self._default_cache_tokens(max_running), smallest)
-        cache = KVCache(model.config, self.dtype, device, max_running, self.max_cache_tokens)
+        cache = KVCache(self._cache_config, self.dtype, device, max_running, self.max_cache_tokens)
         graphs = None
         if recorder is not None and decoder.is_static:
             assert not exact, "CUDA graphs may differ in the last bits"
@@ -82,7 +84,7 @@ class EmbeddedEngine(InProcessEngineMixin):
         self._prefixes = PrefixIndex(
             self.max_cache_tokens // 4 if max_prefix_cache_tokens is None else max_prefix_cache_tokens
         )
-        self._blocks = BlockManager(cache, self._prefixes, enable_prefix_caching)
+        self._blocks = BlockManager(cache, self._prefixes, enable_prefix_caching and not model.recomputes)
         self._scheduler = Scheduler(self._blocks, max_running, max_num_batched_tokens, decoder.min_rows)
         self._adapters = Adapters(model)
         self._runner = ModelRunner(decoder, self._blocks, self._adapters, exact, graphs)
@@ -153,6 +155,8 @@ class EmbeddedEngine(InProcessEngineMixin):
         Running requests continue with the new one, as after `load_weights`. `ValueError` without changes if it does
         not fit.
         """
+        if self.model.recomputes:
+            raise ValueError("adapters cannot be served for this architecture: set model.lora.merge = true")
         digests = self._adapters.load(name, tensors, spec)
         mine = [seq for seq in self._scheduler.running if seq.request.adapter == name]
         for seq in mine:
@@ -253,9 +257,17 @@ class EmbeddedEngine(InProcessEngineMixin):
             self.cancel(output.request)
         return list(outputs)
 
+    @property
+    def _cache_config(self) -> DecoderConfig:
+        """Dimensions of the KV cache, which is minimal and unused for models that recompute."""
+        config = self.model.config
+        if not self.model.recomputes:
+            return config
+        return replace(config, num_hidden_layers=1, num_key_value_heads=1, head_dim=1)
+
     def _default_cache_tokens(self, max_running: int) -> int:
         """Default cache size in tokens: a fraction of the memory, at most what `max_running` sequences need."""
-        config = self.model.config
+        config = self._cache_config
         size = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * self.dtype.itemsize
         if self._decoder.device.type == "cuda":
             memory = torch.cuda.mem_get_info(self._decoder.device)[0] * 3

@@ -16,7 +16,7 @@ from prime_rl.inference.embedded.cuda_graphs import build_recorder
 from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.engine import AdapterSpec
 from prime_rl.trainer.models.causal_lm import tensor_names
-from prime_rl.trainer.models.registry import load_decoder, load_hf_config, read_files
+from prime_rl.trainer.models.registry import load_causal_lm, load_hf_config, read_files
 from prime_rl.transport.broadcast import Broadcast, ReceivedWeights, receive_weights
 from prime_rl.transport.weights import read_manifest, verify_tensors
 from rollouts.kernels.cpu import arithmetic_dtype
@@ -36,8 +36,12 @@ class WeightReader:
     def read_base(self) -> tuple[dict[str, Tensor], int]:
         """Read the initial weights, as version 0."""
         debug = self.config.model.debug
-        model = load_decoder(
-            self.model_dir, random_init=debug.random_init, num_layers=debug.num_layers, seed=debug.seed
+        model = load_causal_lm(
+            self.model_dir,
+            impl=self.config.model.impl,
+            random_init=debug.random_init,
+            num_layers=debug.num_layers,
+            seed=debug.seed,
         )
         return tensor_names(model), 0
 
@@ -69,8 +73,9 @@ def build_engine(config: InferenceConfig, model_dir: Path, decode: Decode) -> Em
     dtype = _find_dtype(config.model.dtype, device)
     torch.set_num_threads(_count_threads())
     debug = config.model.debug
-    model = load_decoder(
+    model = load_causal_lm(
         model_dir,
+        impl=config.model.impl,
         random_init=debug.random_init,
         num_layers=debug.num_layers,
         seed=debug.seed,

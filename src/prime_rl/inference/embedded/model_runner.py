@@ -22,6 +22,7 @@ from prime_rl.inference.embedded.cuda_graphs import GraphDecoder
 from prime_rl.inference.embedded.fused_decode import FusedDecode
 from prime_rl.inference.embedded.prepared_decoder import PreparedDecoder
 from prime_rl.inference.embedded.prompt_logprobs import PromptScorer
+from prime_rl.inference.embedded.recompute import RecomputeDecode, compute_hidden
 from prime_rl.inference.embedded.sampler import SamplerOutput, build_sampling_batch, sample
 from prime_rl.inference.embedded.scheduler import ScheduledBatch
 from prime_rl.inference.embedded.sequence import Sequence
@@ -96,7 +97,11 @@ class ModelRunner:
         counts = metadata.lengths.tolist()
         counts[-1] += padding  # repeats of the last token, which write the same keys
         tokens, changes = torch.tensor(flat, device=self._device), self._route(seqs, counts)
-        hidden = self.decoder(tokens, attend.positions, attend, metadata.num_keys, changes)
+        if self.decoder.model.recomputes:
+            whole = compute_hidden(self.decoder, [seq.tokens[: c.start + c.length] for seq, c in pairs])
+            hidden = torch.cat([x[c.start :] for x, (_, c) in zip(whole, pairs, strict=True)])
+        else:
+            hidden = self.decoder(tokens, attend.positions, attend, metadata.num_keys, changes)
         ends = np.cumsum(metadata.lengths)
         for (seq, chunk), end in zip(pairs, ends.tolist(), strict=True):
             if seq.wants_scores:
@@ -136,9 +141,12 @@ class ModelRunner:
         return sampled
 
     def _select_backend(self, batch: DecodeBatch, running: list[Sequence]) -> DecodeBackend:
-        """CUDA graph, else the fused kernel, else torch operations, which alone support adapters."""
+        """CUDA graph, else the fused kernel, else torch operations, which alone support adapters; none with a cache for
+        models that recompute."""
         cache, decoder = self._blocks.cache, self.decoder
         metadata = decode_metadata(batch.positions, self._blocks.count_shared(running, len(batch.positions)))
+        if decoder.model.recomputes:
+            return RecomputeDecode(decoder, cache, metadata, running)
         if batch.changes is None:
             if self.graphs is not None and (graph := self.graphs.build(metadata, batch.num)) is not None:
                 return graph

@@ -250,6 +250,10 @@ class CausalLM(nn.Module):
 
     mixes_tokens_only_in_attend: ClassVar[bool] = True
     """Whether tokens interact only in `attend`, so that the batch composition does not matter."""
+    is_exact: ClassVar[bool] = True
+    """Whether the result of a token has the same bits in every batch, with exact attention on a CPU."""
+    recomputes: ClassVar[bool] = False
+    """Whether the model runs on whole sequences only, so that an engine cannot cache keys."""
     layer_class: ClassVar[type[nn.Module]] = DecoderLayer
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
 
@@ -289,6 +293,16 @@ class CausalLM(nn.Module):
     def checkpoint_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Map parameter names to checkpoint names; returns views, not copies."""
         return split_experts(tensors)
+
+    def parse_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Checkpoint tensors by the names that `checkpoint_tensors` gives them; experts may be stacked."""
+        return split_experts(tensors)
+
+    @torch.no_grad()
+    def copy_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy `tensors`, by the names of `tensor_names`, into the parameters."""
+        for name, tensor in tensor_names(self).items():
+            tensor.copy_(tensors[name])
 
     def logits(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens vocab"]:
         return self.lm_head(hidden)

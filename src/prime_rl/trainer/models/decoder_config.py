@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+from rollouts.training.json_files import read_json_file
 from rollouts.training.model_config import DECODER_SIZES, check_model_config
 
 AttentionMode = Literal["exact", "sdpa", "flash"]
 """exact: batch-invariant, bit for bit; sdpa, flash: faster (`attention`)."""
 
+Impl = Literal["auto", "custom", "hf"]
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "smollm3", "gemma3_text", "nanochat")
 ACTIVATIONS = {"nanochat": "relu2", "gemma3_text": "gelu_pytorch_tanh"}
 """Activations other than silu."""
@@ -124,6 +127,17 @@ class DecoderConfig:
             **(_read_experts(config) if kind == "qwen3_moe" else {}),
             **(_read_gemma3(config) if kind == "gemma3_text" else {}),
         )
+
+
+def choose_impl(impl: Impl, model_dir: Path) -> Literal["custom", "hf"]:
+    """Resolve `auto`: the native decoder for supported models, otherwise transformers."""
+    if impl != "auto":
+        return impl
+    try:
+        DecoderConfig.from_hf(read_json_file(model_dir / "config.json"))
+    except ValueError:
+        return "hf"
+    return "custom"
 
 
 def _read_no_rope_layers(config: dict[str, Any]) -> frozenset[int]:

@@ -102,11 +102,12 @@ class AdapterTable:
             active = [(changes[name], *self._rows[name]) for name in self._rows if name in changes]
             if not active:
                 return None
-            x, out = args[0], y.clone()
+            x, rows = args[0].flatten(0, -2), y.flatten(0, -2)  # models of transformers have a batch dimension
+            out = rows.clone()
             with self.route({}):  # modules with replaced parameters are called again, without adapters
                 for change, index, count in active:
-                    out[index[:count]] = change.apply(module, x[index], y[index])[:count]
-            return out
+                    out[index[:count]] = change.apply(module, x[index], rows[index])[:count]
+            return out.view_as(y)
 
         return change_rows
 

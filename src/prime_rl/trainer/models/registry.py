@@ -1,4 +1,4 @@
-"""Loads a decoder from a Hugging Face model directory, with stored or random weights."""
+"""Loads a model from a Hugging Face model directory, with stored or random weights."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from loguru import logger
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from prime_rl.runtime.tokenizer import resolve_model_dir
 from prime_rl.trainer.lora import load_adapter, merge_adapter
 from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_names
-from prime_rl.trainer.models.decoder_config import DecoderConfig
+from prime_rl.trainer.models.decoder_config import DecoderConfig, Impl, choose_impl
 from prime_rl.trainer.models.gemma3 import Gemma3LM
-from prime_rl.trainer.models.moe import split_experts
+from prime_rl.trainer.models.hf_model import HFCausalLM, load_hf_model
 from prime_rl.trainer.models.nanochat import NanochatLM
 from prime_rl.transport.weights import ADAPTER_CONFIG_FILE, read_index
 from rollouts.training.json_files import read_json_file
@@ -34,6 +35,26 @@ def load_hf_config(model_dir: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{model_dir} has no {CONFIG_FILE}: give a Hugging Face model directory")
     return read_json_file(path)
+
+
+def load_causal_lm(
+    model_dir: Path,
+    *,
+    impl: Impl = "auto",
+    random_init: bool = False,
+    num_layers: int | None = None,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> CausalLM:
+    """Load a model with the implementation `impl`; arguments and errors as `load_decoder`."""
+    load = load_hf_model if choose_impl(impl, model_dir) == "hf" else load_decoder
+    model = load(model_dir, random_init=random_init, num_layers=num_layers, seed=seed, dtype=dtype, device=device)
+    if isinstance(model, HFCausalLM):
+        logger.info(model.describe())
+    else:
+        logger.info(f"{model.config.model_type} runs on the native decoder")
+    return model
 
 
 def load_decoder(
@@ -89,9 +110,8 @@ def fill_weights(
     `ignore_layers_from` on are skipped. `ValueError`, without any change, for mismatched names or shapes.
     """
     expected = tensor_names(model)
-    given = {
-        name: tensor for name, tensor in split_experts(tensors).items() if not _skipped(name, model, ignore_layers_from)
-    }
+    named = model.parse_tensors(tensors).items()
+    given = {name: tensor for name, tensor in named if not _skipped(name, model, ignore_layers_from)}
     if missing := expected.keys() - given.keys():
         raise ValueError(f"{source} is missing {_listed(missing)}: the checkpoint does not match its config.json")
     if unexpected := given.keys() - expected.keys():
@@ -100,8 +120,7 @@ def fill_weights(
         if given[name].shape != parameter.shape:
             shapes = f"shape {tuple(given[name].shape)}, expected {tuple(parameter.shape)} from config.json"
             raise ValueError(f"{name} of {source} has {shapes}")
-    for name, parameter in expected.items():
-        parameter.copy_(given[name])
+    model.copy_tensors(given)
 
 
 def read_tensors(model_dir: Path) -> dict[str, Tensor]:

@@ -18,8 +18,8 @@ from prime_rl.inference.adapters import read_adapter
 from prime_rl.inference.vllm.worker import read_published
 from prime_rl.inference.weight_dirs import check_step, resolve_allowed
 from prime_rl.runtime.tokenizer import resolve_model_dir
-from prime_rl.trainer.hf_model import load_hf_model
 from prime_rl.trainer.models.causal_lm import tensor_names
+from prime_rl.trainer.models.hf_model import load_hf_model
 from prime_rl.trainer.models.registry import load_decoder, read_tensors
 from prime_rl.transport.weights import check_directory, publish_weights, read_manifest
 from rollouts.training.steps import STABLE, find_damage, publish_dir, step_path

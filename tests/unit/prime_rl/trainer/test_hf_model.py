@@ -10,9 +10,10 @@ import torch
 
 from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.config import TrainConfig
-from prime_rl.trainer.hf_model import HFCausalLM
-from prime_rl.trainer.model import choose_impl, load_model, resolve_placement
+from prime_rl.trainer.model import load_model, resolve_placement
 from prime_rl.trainer.models.attention import PackedAttention
+from prime_rl.trainer.models.decoder_config import choose_impl
+from prime_rl.trainer.models.hf_model import HFCausalLM
 from prime_rl.trainer.models.registry import load_decoder
 from prime_rl.trainer.rl.data import build_batches
 from prime_rl.trainer.rl.loss import build_loss
@@ -123,10 +124,25 @@ def test_both_implementations_give_the_same_gradients(tmp_path: Path) -> None:
         torch.testing.assert_close(gradient, theirs[name], atol=1e-6, rtol=1e-4)
 
 
+def test_the_padding_embedding_is_trained_by_the_native_decoder_only(tmp_path: Path) -> None:
+    """Transformers drops the gradient of `pad_token_id`, even of a token that is not padding (docs/differences.md)."""
+    base = save_model("qwen2", tmp_path)
+    ids = torch.tensor([5, SHAPE["pad_token_id"], 7, 9])
+    found = {}
+    for impl in ("custom", "hf"):
+        config = make_config(base, tmp_path / impl, impl=impl)
+        model, _ = load_model(config.model, resolve_placement(config.model))
+        model(ids, torch.arange(4), PackedAttention([4])).square().sum().backward()
+        found[impl] = model.embedding().grad[ids]
+    native, theirs = found["custom"], found["hf"]
+    assert native[1].abs().sum() > 0 and theirs[1].abs().sum() == 0
+    torch.testing.assert_close(native[[0, 2, 3]], theirs[[0, 2, 3]], atol=1e-5, rtol=1e-4)
+
+
 def test_auto_selects_native_decoder_if_supported(tmp_path: Path) -> None:
     for family, impl in (("qwen2", "custom"), ("mistral", "hf")):
         base = save_model(family, tmp_path)
-        assert choose_impl(make_config(base, tmp_path).model, base) == impl
+        assert choose_impl("auto", base) == impl
     with pytest.raises(ValueError, match="'mistral' is not supported by the native decoder"):
         load_decoder(tmp_path / "mistral")
     with pytest.raises(ValueError, match="'mistral' is not supported by the native decoder"):

@@ -1,0 +1,374 @@
+"""Adapter from transformers models to the interface of the native decoder, for trainer and embedded engine.
+
+Two ways to compute a flat pack with transformers' own code:
+
+- Through `attend`: attention calls the given `AttentionBackend` (transformers' attention interface), everything else
+  is computed token by token. Used if a pack of two sequences then gives the logits of transformers' own attention.
+- In rows: one padded row per sequence, without a cache; correct for every causal architecture.
+
+Parameters keep their names in transformers, as adapters and checkpoints require.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from prime_rl.runtime.tokenizer import resolve_model_dir
+from prime_rl.trainer.lora import Adapter, load_adapter, merge_adapter, untie_head
+from prime_rl.trainer.models.attention import AttentionBackend, PackedAttention, RoundedAttention, pad_sequences
+from prime_rl.trainer.models.causal_lm import CausalLM, tensor_names
+from prime_rl.trainer.models.decoder_config import DecoderConfig
+from prime_rl.transport.weights import ADAPTER_CONFIG_FILE, read_index
+from rollouts.kernels.linear import Linear
+from rollouts.training.json_files import read_json_file
+from rollouts.training.model_config import check_model_config
+
+PROBE_LENGTHS = (11, 6)
+"""Lengths of the sequences on which the ways to compute a pack are compared; the second is a prefix of the first."""
+TOLERANCE = 1e-3
+"""Maximum error of logits relative to the largest, in float32."""
+LOW_PRECISION_TOLERANCE = 5e-2
+IMPLEMENTATION = "prime_rl"
+"""Name of our attention function among those of transformers."""
+IGNORED_OPTIONS = frozenset(
+    {"position_ids", "is_causal", "position_embeddings", "use_cache", "output_attentions", "cache_position", "dropout"}
+)
+"""Options of attention functions without effect on one forward pass without cache and dropout."""
+
+
+class UnsupportedAttention(Exception):
+    """This attention is more than `AttentionBackend` computes."""
+
+
+class AttendFunction:
+    """Attention of one model in the form of transformers' attention interface; calls the current `AttentionBackend`.
+
+    It also records the shapes of all layers, from which the KV cache is built.
+    """
+
+    def __init__(self) -> None:
+        self.attend: AttentionBackend | None = None
+        self.shapes: dict[int, tuple[int, int, int]] = {}
+        """Layer -> number of heads, of key heads, and head dimension."""
+        self.windows: dict[int, int | None] = {}
+
+    def __call__(
+        self,
+        module: nn.Module,
+        q: Float[Tensor, "1 heads tokens dim"],
+        k: Float[Tensor, "1 kv_heads tokens dim"],
+        v: Float[Tensor, "1 kv_heads tokens dim"],
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        **options: Any,
+    ) -> Float[Tensor, "1 tokens heads dim"]:
+        """Attend; `UnsupportedAttention` for anything beyond plain causal attention with an optional window."""
+        self._check(module, q, k, v, options)
+        layer, dim = int(module.layer_idx), q.shape[-1]  # type: ignore[arg-type]
+        self.shapes[layer], self.windows[layer] = (q.shape[1], k.shape[1], dim), sliding_window
+        if scaling is not None and scaling != dim**-0.5:
+            q = q * (scaling * dim**0.5)  # `attend` divides by sqrt(dim)
+        q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
+        assert self.attend is not None
+        return self.attend(layer, q, k, v, sliding_window)[None]
+
+    def _check(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> None:
+        extra = sorted(name for name, value in options.items() if value is not None and name not in IGNORED_OPTIONS)
+        if extra or k.shape != v.shape or q.shape[-1] != k.shape[-1] or q.shape[2] != k.shape[2]:
+            raise UnsupportedAttention(", ".join(extra) or "head dimensions")
+        causal = options.get("is_causal")
+        if not (getattr(module, "is_causal", True) if causal is None else causal) or not hasattr(module, "layer_idx"):
+            raise UnsupportedAttention("later tokens")
+
+
+def run_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **options: Any
+) -> tuple[Tensor, None]:
+    """The function that transformers calls: that of the module's model."""
+    function = module.__dict__["attend_function"]
+    return function(module, query, key, value, attention_mask=attention_mask, **options), None
+
+
+class HFCausalLM(CausalLM):
+    """A transformers causal language model on flat packs, through `attend` or as one padded row per sequence.
+
+    Padding is on the right, where causal models ignore it: correct for every architecture.
+    """
+
+    inner: Any
+    backbone: Any
+
+    is_exact = False
+
+    def __init__(self, inner: Any) -> None:
+        nn.Module.__init__(self)
+        for name, child in inner.named_children():
+            self.add_module(name, child)
+        for module in self.modules():
+            if type(module) is nn.Linear:
+                module.__class__ = Linear  # batch-invariant products
+        head = inner.get_output_embeddings()
+        if head is None or getattr(head, "bias", None) is not None:
+            raise ValueError(f"{type(inner).__name__} has no bias-free output head, which training requires")
+        hidden: dict[str, Any] = self.__dict__  # bypass module registration, which would name tensors twice
+        hidden["inner"], hidden["backbone"] = inner, inner.base_model
+        if "lm_head" not in self._modules:
+            hidden["lm_head"] = head
+        self.config = describe_config(inner.config.get_text_config())
+        self.head_scale = find_head_scale(inner.config.get_text_config())
+        self._takes_positions = "position_ids" in inspect.signature(inner.base_model.forward).parameters
+        self._function: AttendFunction | None = None
+        self._obstacle = ""
+
+    @property
+    def mixes_tokens_only_in_attend(self) -> bool:  # type: ignore[override]
+        """Whether attention runs through `attend`."""
+        return self._function is not None
+
+    @property
+    def recomputes(self) -> bool:  # type: ignore[override]
+        """Whether the model runs on whole sequences only."""
+        return self._function is None
+
+    def forward(
+        self, input_ids: Int[Tensor, " tokens"], positions: Int[Tensor, " tokens"], attend: AttentionBackend
+    ) -> Float[Tensor, "tokens hidden"]:
+        if self._function is not None:
+            self._function.attend = attend
+            out = self.backbone(input_ids=input_ids[None], position_ids=positions[None], use_cache=False)
+            hidden: Tensor = out.last_hidden_state[0]
+        else:
+            hidden = self._forward_rows(input_ids, positions, attend)
+        return hidden if self.head_scale == 1 else hidden * self.head_scale
+
+    def _forward_rows(self, input_ids: Tensor, positions: Tensor, attend: AttentionBackend) -> Tensor:
+        if isinstance(attend, RoundedAttention):
+            attend = attend.attend
+        assert isinstance(attend, PackedAttention)
+        lengths = attend.lengths
+        rows, valid = (
+            t.to(input_ids.device) for t in pad_sequences(lengths, torch.arange(len(input_ids)), max(lengths))
+        )
+        places = {"position_ids": positions[rows]} if self._takes_positions else {}
+        out = self.backbone(input_ids=input_ids[rows], attention_mask=valid.long(), use_cache=False, **places)
+        hidden: Tensor = out.last_hidden_state[valid]
+        return hidden
+
+    @torch.no_grad()
+    def choose_attention(self, expected: Float[Tensor, "tokens vocab"], tolerance: float) -> None:
+        """Compute attention through `attend` if that gives the `expected` logits of `PROBE_LENGTHS`, else rows.
+
+        `ValueError` if rows give other logits: those are then not hidden states times the head, as losses assume.
+        """
+        from transformers import AttentionInterface
+
+        if not find_error(self._probe(), expected) < tolerance:
+            raise ValueError(f"{type(self.inner).__name__} computes its logits in an unsupported way")
+        config = self.inner.config.get_text_config()
+        AttentionInterface.register(IMPLEMENTATION, run_attention)
+        before, function = config._attn_implementation, AttendFunction()
+        for module in self.modules():
+            module.__dict__["attend_function"] = function
+        config._attn_implementation, self._function = IMPLEMENTATION, function
+        reason = None if self._takes_positions else "no position_ids"
+        if reason is None:
+            try:
+                error = find_error(self._probe(), expected)
+                reason = _find_obstacle(config, function) or (None if error < tolerance else f"error {error:.0e}")
+            except UnsupportedAttention as problem:
+                reason = f"attention with {problem}"
+            except (AttributeError, TypeError, RuntimeError, ValueError, KeyError):
+                reason = "attention is part of the model's code"
+        if reason is not None:
+            config._attn_implementation, self._function = before, None
+            self._obstacle = reason
+            return
+        heads, kv_heads, dim = function.shapes[0]
+        self.config = replace(
+            self.config,
+            num_hidden_layers=len(function.shapes),
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=dim,
+        )
+
+    def describe(self) -> str:
+        """How the model is computed, for the log."""
+        text = f"{type(self.inner).__name__} runs on transformers' code, slower than the native decoder"
+        if self._function is not None:
+            return text
+        return f"{text}; generation recomputes whole sequences, without a KV cache ({self._obstacle})"
+
+    def _probe(self) -> Float[Tensor, "tokens vocab"]:
+        """Logits of `PROBE_LENGTHS` as one pack."""
+        ids, positions = build_probe(self.config.vocab_size, self.embedding().device)
+        return self.logits(self(ids, positions, PackedAttention(list(PROBE_LENGTHS), ids.device)))
+
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers: the longest module list."""
+        lists = [list(module) for module in self.modules() if isinstance(module, nn.ModuleList)]
+        return max(lists, key=len, default=[])
+
+    def embedding(self) -> Tensor:
+        """The token embedding matrix; its device and dtype are those of the model."""
+        weight: Tensor = self.inner.get_input_embeddings().weight
+        return weight
+
+    def parse_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Checkpoint tensors have the names and shapes that transformers writes."""
+        return dict(tensors)
+
+    @torch.no_grad()
+    def copy_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy all `tensors`, with checkpoint names, into the parameters."""
+        held = {t.untyped_storage().data_ptr() for t in (*self.parameters(), *self.buffers())}
+        expected = tensor_names(self)
+        if all(tensor.untyped_storage().data_ptr() in held for tensor in expected.values()):
+            for name, tensor in expected.items():
+                tensor.copy_(tensors[name])
+            return
+        # Tensors that change their shape on the way to a checkpoint are converted back by transformers.
+        kind, dtype = type(self.inner), self.embedding().dtype
+        other = kind.from_pretrained(None, config=self.inner.config, state_dict=dict(tensors), dtype=dtype)
+        self.inner.load_state_dict(other.state_dict())
+
+    @torch.no_grad()
+    def checkpoint_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """`tensors` with checkpoint names and shapes, which differ from those in memory for some families."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        persistent = self.inner.state_dict().keys()
+        buffers = {name: b for name, b in self.named_buffers() if name in persistent}
+        return dict(revert_weight_conversion(self.inner, {**tensors, **buffers}))
+
+
+def load_hf_model(
+    model_dir: Path,
+    *,
+    random_init: bool,
+    num_layers: int | None,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> HFCausalLM:
+    """Load a model directory with transformers, without dropout.
+
+    `ValueError` when transformers does not support it, or when its logits are not a single product with the head.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    adapter = load_adapter(model_dir) if (model_dir / ADAPTER_CONFIG_FILE).is_file() else None
+    if adapter is not None:  # transformers would load it as a separate adapter; we merge it into the base model
+        model_dir = resolve_model_dir(adapter.base_model or "")
+    check_model_config(read_json_file(model_dir / "config.json"), model_dir / "config.json")
+    try:
+        config = AutoConfig.from_pretrained(str(model_dir))
+        if getattr(config, "is_encoder_decoder", False):
+            raise ValueError(f"{config.model_type} is an encoder-decoder model")
+        if num_layers is not None:
+            config.get_text_config().num_hidden_layers = num_layers
+        if random_init:
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                inner = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        else:
+            read_index(model_dir)  # validates the index; transformers would open any path in it
+            inner = AutoModelForCausalLM.from_pretrained(str(model_dir), config=config, dtype=dtype)
+    except (ValueError, OSError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"transformers cannot load {model_dir} as a causal language model: {reason}") from error
+    tolerance = TOLERANCE if dtype in (torch.float32, torch.float64) else LOW_PRECISION_TOLERANCE
+    expected = compute_probe_logits(inner.to(device).eval(), tolerance)
+    model = HFCausalLM(inner)
+    model.choose_attention(expected, tolerance)
+    if adapter is not None:
+        _merge(model, adapter)
+    return model
+
+
+@torch.no_grad()
+def _merge(model: HFCausalLM, adapter: Adapter) -> None:
+    untie_head(model, adapter.spec.modules_to_save)
+    parameters = dict(model.named_parameters())
+    for name, tensor in merge_adapter({n: p.detach() for n, p in parameters.items()}, adapter).items():
+        parameters[name].copy_(tensor)
+
+
+def describe_config(config: Any) -> DecoderConfig:
+    """Model dimensions needed by training; fields about the computation itself are placeholders."""
+    heads = config.num_attention_heads
+    return DecoderConfig(
+        model_type=config.model_type,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
+        rope_theta=10000.0,
+        rope_scaling=None,
+        max_position_embeddings=getattr(config, "max_position_embeddings", 32768),
+        tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        initializer_range=getattr(config, "initializer_range", 0.02),
+    )
+
+
+def find_head_scale(config: Any) -> float:
+    """Logit scale of some families (Cohere multiplies, Granite divides)."""
+    return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+
+
+def build_probe(vocab_size: int, device: torch.device) -> tuple[Int[Tensor, " tokens"], Int[Tensor, " tokens"]]:
+    """Tokens and positions of sequences of `PROBE_LENGTHS` with a common prefix."""
+    ids = torch.arange(PROBE_LENGTHS[0], device=device) * 7 % vocab_size
+    positions = torch.arange(PROBE_LENGTHS[0], device=device)
+    return tuple(torch.cat([x[:n] for n in PROBE_LENGTHS]) for x in (ids, positions))  # type: ignore[return-value]
+
+
+def find_error(logits: Tensor, expected: Tensor) -> float:
+    """Largest difference, relative to the largest logit."""
+    wide = expected.float()
+    return float((logits.float() - wide).abs().max() / wide.abs().max().clamp(min=1e-6))
+
+
+def _find_obstacle(config: Any, function: AttendFunction) -> str | None:
+    """Why the layers, which the probe has run, cannot use a KV cache of ours; None if they can."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if extra := sorted(kinds - {"full_attention", "sliding_attention"}):
+        return ", ".join(extra)
+    if sorted(function.shapes) != list(range(len(function.shapes))) or len(set(function.shapes.values())) != 1:
+        return "layers without attention or of different shapes"
+    windowed = "sliding_attention" in kinds or (not kinds and getattr(config, "sliding_window", None))
+    if windowed and not any(function.windows.values()):
+        return "an unknown kind of sliding window"
+    return None
+
+
+@torch.no_grad()
+def compute_probe_logits(inner: Any, tolerance: float) -> Float[Tensor, "tokens vocab"]:
+    """The logits of `PROBE_LENGTHS` by a model of transformers; `ValueError` if they depend on later tokens."""
+    weight = inner.get_input_embeddings().weight
+    ids = build_probe(inner.config.get_text_config().vocab_size, weight.device)[0]
+    whole, prefix = (
+        inner(input_ids=row[None], attention_mask=torch.ones_like(row[None]), use_cache=False).logits[0]
+        for row in ids.split(PROBE_LENGTHS)
+    )
+    if not find_error(whole[: len(prefix)], prefix) < tolerance:
+        raise ValueError(f"{type(inner).__name__} is not a causal language model: its logits depend on later tokens")
+    return torch.cat((whole, prefix))
