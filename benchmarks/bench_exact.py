@@ -1,11 +1,13 @@
 """Bitwise equality of engine and trainer log-probs over a million sampled tokens under varying conditions.
 
     python benchmarks/bench_exact.py [--tokens 1000000] [--dtype float32] [--threads 1] [--seed 0]
-        [--output FILE]
+        [--model NAME] [--distributions 10000] [--output FILE]
 
 Random arrivals, batch sizes, chunk sizes, memory limits, shared and continued prompts, cancellations and weight updates
 in flight, over several shapes; every log-prob of every span is compared with the trainer's for the same tokens under
-that version's weights. Writes JSON and exits with 1 on the first difference.
+that version's weights. `--model smollm2` (or a directory) does so for a pretrained model; for the first
+`--distributions` tokens it compares the log-probs of the whole vocabulary. Writes JSON and exits with 1 on the first
+difference.
 """
 
 from __future__ import annotations
@@ -14,19 +16,26 @@ import argparse
 import random
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
+import xxhash
 from results import Row, describe_machine, finish
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
+from prime_rl.inference.embedded import model_runner  # noqa: E402
 from prime_rl.inference.embedded.engine import EmbeddedEngine  # noqa: E402
 from prime_rl.inference.engine import GenerationRequest, Output, SamplingParams  # noqa: E402
+from prime_rl.runtime.tokenizer import load_tokenizer, render_chat, resolve_model_dir  # noqa: E402
 from prime_rl.trainer.models.attention import PackedAttention, RoundedAttention  # noqa: E402
 from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_names  # noqa: E402
 from prime_rl.trainer.models.decoder_config import DecoderConfig  # noqa: E402
+from prime_rl.trainer.models.registry import load_decoder  # noqa: E402
 from rollouts.kernels.cpu import arithmetic_dtype  # noqa: E402
 from rollouts.kernels.linear import linear  # noqa: E402
 from rollouts.training.numerics import MIN_TOKENS  # noqa: E402
@@ -51,6 +60,8 @@ class Tally:
     preempted: int = 0
     shared_tokens: int = 0
     worst: float = 0.0
+    distributions: int = 0
+    distribution_differences: int = 0
     shapes: dict[str, int] = field(default_factory=dict)
 
 
@@ -80,9 +91,39 @@ def build_model(shape: str, seed: int, dtype: torch.dtype) -> CausalLM:
     return model.requires_grad_(False).to(dtype)
 
 
+Digests = dict[tuple[GenerationRequest, int], bytes]
+"""Hashes of the log-probs of the whole vocabulary, by request and position of the sampled token."""
+
+
+def hash_rows(logprobs: torch.Tensor) -> list[bytes]:
+    """One hash for each row [rows, vocab], of its bits."""
+    return [xxhash.xxh3_128_digest(row) for row in logprobs.numpy()]
+
+
+@contextmanager
+def record_distributions(digests: Digests, limit: int) -> Iterator[None]:
+    """Hash the distributions from which engines sample, until there are `limit`."""
+    sample = model_runner.sample
+
+    def record(logits: torch.Tensor, batch: Any, positions: Any) -> Any:
+        if len(digests) < limit:
+            logprobs = torch.log_softmax(logits.float() / batch.temperature, dim=-1)
+            keys = ((row.request, int(position)) for row, position in zip(batch.rows, positions, strict=True))
+            digests.update(zip(keys, hash_rows(logprobs), strict=True))
+        return sample(logits, batch, positions)
+
+    model_runner.sample = record
+    try:
+        yield
+    finally:
+        model_runner.sample = sample
+
+
 @torch.no_grad()
-def compare(output: Output, models: dict[int, CausalLM], dtype: torch.dtype, tally: Tally) -> None:
-    """Every log-prob against the trainer's under the version of its span."""
+def compare(
+    output: Output, models: dict[int, CausalLM], dtype: torch.dtype, tally: Tally, digests: Digests | None = None
+) -> None:
+    """Every log-prob against the trainer's under the version of its span; whole distributions where recorded."""
     prompt, ids = output.request.prompt, output.token_ids
     # Products of fewer rows round differently: a trainer's pack is never shorter either.
     tokens = torch.tensor(prompt + ids + [0] * (MIN_TOKENS - len(prompt) - len(ids)))
@@ -100,6 +141,10 @@ def compare(output: Output, models: dict[int, CausalLM], dtype: torch.dtype, tal
         tally.differences += int((apart != 0).sum())
         tally.worst = max(tally.worst, float(apart.max())) if len(apart) else tally.worst
         tally.spans += 1
+        for row in rows.tolist() if digests else ():
+            if (found := digests.pop((output.request, row + 1), None)) is not None:
+                tally.distributions += 1
+                tally.distribution_differences += found != hash_rows(expected[row : row + 1])[0]
     tally.tokens += len(ids)
 
 
@@ -143,6 +188,51 @@ def run_round(shape: str, dtype: torch.dtype, rng: random.Random, tally: Tally, 
     tally.shared_tokens += stats.shared_prompt_tokens
 
 
+TOPICS = "rivers, old cars, bread, the moon, chess, whales, glass, winter, volcanoes, violins, maps, bees".split(", ")
+ASK = ("Tell me about {}.", "Write a poem on {}.", "What is {} + {}?", "List three facts about {}.", "Why {}?")
+
+
+def run_pretrained(name: str, dtype: torch.dtype, rng: random.Random, tally: Tally, tokens: int, limit: int) -> None:
+    """Rounds of 128 completions of chats; every other round has a weight update in flight."""
+    directory = resolve_model_dir(name)
+    tokenizer = load_tokenizer(name)
+    trained = {version: load_decoder(directory).requires_grad_(False) for version in range(2)}
+    noise = torch.Generator().manual_seed(0)
+    for parameter in trained[1].parameters():  # an update of about one percent
+        parameter.data *= 1 + 0.01 * torch.randn(parameter.shape, generator=noise)
+    updates = False
+    while tally.tokens < tokens and not tally.differences:
+        served = load_decoder(directory).requires_grad_(False)
+        engine = EmbeddedEngine(
+            served.to(dtype),
+            max_model_len=512,
+            max_running=rng.choice([48, 128]),
+            max_num_batched_tokens=rng.choice([512, 2048]),
+        )
+        digests: Digests = {}
+
+        def draw(number: int) -> GenerationRequest:
+            topics = rng.choices([*TOPICS, *map(str, range(10, 20))], k=2)
+            prompt = render_chat(tokenizer, [{"role": "user", "content": rng.choice(ASK).format(*topics)}])
+            temperature = rng.choice([1.0, 1.0, 0.7, 1.3])
+            params = SamplingParams(max_tokens=128, temperature=temperature, seed=number, ignore_eos=True)
+            return GenerationRequest(prompt, params)
+
+        for number in range(128):
+            engine.add(draw(number))
+        updates = not updates
+        with record_distributions(digests, limit - tally.distributions):
+            while engine.has_work():
+                if updates and engine.version == 0 and engine.stats().generated_tokens > 4000:
+                    engine.load_weights(tensor_names(trained[1]), 1)
+                    tally.updates += 1
+                for event in engine.step():
+                    if isinstance(event, Output):
+                        compare(event, trained, dtype, tally, digests)
+        assert not digests, "a recorded distribution was not compared"
+        print(f"{tally.tokens:,} tokens, {tally.differences} differ", file=sys.stderr, flush=True)
+
+
 def _build_request(
     rng: random.Random, shared: list[list[int]], ended: list[Output], longest: int, seed: int
 ) -> GenerationRequest:
@@ -169,22 +259,36 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=None, help="default: .bench/results/exact[_bfloat16].json")
+    parser.add_argument("--model", default=None, help="a pretrained model instead of random ones")
+    parser.add_argument("--distributions", type=int, default=10_000, help="tokens with complete distributions")
+    parser.add_argument(
+        "--output", type=Path, default=None, help="default: .bench/results/exact[_pretrained][_bfloat16].json"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     machine = describe_machine(arguments.threads)
     rng, tally, start = random.Random(arguments.seed), Tally(), time.monotonic()
-    while tally.tokens < arguments.tokens and not tally.differences:
+    dtype = getattr(torch, arguments.dtype)
+    if arguments.model is not None:
+        run_pretrained(arguments.model, dtype, rng, tally, arguments.tokens, arguments.distributions)
+    while arguments.model is None and tally.tokens < arguments.tokens and not tally.differences:
         shape = rng.choice(list(SHAPES))
         before = tally.tokens
-        run_round(shape, getattr(torch, arguments.dtype), rng, tally)
+        run_round(shape, dtype, rng, tally)
         tally.shapes[shape] = tally.shapes.get(shape, 0) + tally.tokens - before
         print(f"{tally.tokens:,} tokens, {tally.differences} differ", file=sys.stderr, flush=True)
     rows = [
         Row("log-probs that differ", tally.differences, "==", 0, f"of {tally.tokens:,} sampled tokens"),
         Row("sampled tokens", tally.tokens, ">=", arguments.tokens, f"{time.monotonic() - start:.0f} s"),
     ]
-    name = "exact" if arguments.dtype == "float32" else "exact_bfloat16"
+    if arguments.model is not None:
+        different = tally.distribution_differences
+        rows += [
+            Row("distributions that differ", different, "==", 0, f"of {tally.distributions:,} with all log-probs"),
+            Row("distributions", tally.distributions, ">=", min(arguments.distributions, tally.tokens)),
+        ]
+    name = "exact" if arguments.model is None else "exact_pretrained"
+    name += "" if arguments.dtype == "float32" else "_bfloat16"
     return finish(name, rows, machine, vars(tally), arguments.output)
 
 
