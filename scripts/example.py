@@ -27,7 +27,7 @@ from prime_rl.pretrained.fetch import KNOWN_MODELS
 from prime_rl.runtime.machine import find_free_port
 from rollouts.training.metrics import load_jsonl, load_last_attempts
 
-TRAINING = {"sft": ("SFT", ("loss/mean",)), "rl": ("RL", ("reward/mean",))}
+TRAINING = {"sft": ("SFT", ("loss/mean", "val_loss/mean")), "rl": ("RL", ("reward/mean",))}
 """Training stages in order: title, and the metrics that are plotted."""
 UNTOUCHED = "untouched"
 NUM_SAMPLES = 4
@@ -97,7 +97,8 @@ class Example:
             if stage == "rl":
                 options += ["--inference.server.port", str(find_free_port())]
             stages.run(f"{title}, seed {seed}", stage, *options)
-            curves[stage] = {name: read_curve(directory / stage, name) for name in metrics}
+            read = {name: read_curve(directory / stage, name) for name in metrics}
+            curves[stage] = {name: curve for name, curve in read.items() if curve}
             model = shown(newest_weights(directory / stage))
             if self.is_evaluated:
                 title = f"evaluation after {title}, seed {seed}"

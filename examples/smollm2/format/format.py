@@ -1,4 +1,4 @@
-"""Instructions with checkable rules: lowercase, a number of bullet points, a JSON object with given keys, a last phrase."""
+"""Instructions with checkable rules: lowercase, n bullet points, a JSON object with given keys, a last phrase."""
 
 from __future__ import annotations
 
@@ -101,7 +101,14 @@ RULES = {
         ],
         ['Your answer must end with the exact phrase "{}".', 'Close with the phrase "{}".'],
         [
-            *("That is all.", "Have a nice day!", "Hope this helps.", "The end.", "See you soon.", "Thanks for asking."),
+            *(
+                "That is all.",
+                "Have a nice day!",
+                "Hope this helps.",
+                "The end.",
+                "See you soon.",
+                "Thanks for asking.",
+            ),
             *("Over and out.", "Now you know."),
         ],
         ["Any other questions?", "Good luck!", "I hope you agree.", "Enjoy the rest of your day."],
@@ -111,7 +118,7 @@ RULES = {
 
 
 def load_environment(
-    rules: Sequence[str] = tuple(RULES), num_train_examples: int = 2000, num_eval_examples: int = 96, seed: int = 0
+    rules: Sequence[str] = tuple(RULES), num_train_examples: int = 2000, num_eval_examples: int = 40, seed: int = 0
 ) -> dict[str, Any]:
     """One turn: a question about a topic with one of the `rules`. Reward: 1 if the answer follows the rule.
 

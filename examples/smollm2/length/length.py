@@ -59,7 +59,7 @@ QUESTIONS = [
 
 
 def load_environment(
-    target: int = 50, num_train_examples: int = 2000, num_eval_examples: int = 128, seed: int = 0
+    target: int = 50, num_train_examples: int = 2000, num_eval_examples: int = 64, seed: int = 0
 ) -> dict[str, Any]:
     """One turn: a post, and the request for a summary. Reward: -|target - characters| / target, at most 0.
 
