@@ -58,8 +58,8 @@ def is_json_with_keys(text: str, keys: Sequence[str]) -> bool:
 
 
 def ends_with(text: str, phrase: str) -> bool:
-    """The phrase is last, after at least three other words; case, quotes and the final period do not matter."""
-    before, found, after = text.lower().rpartition(phrase.lower())
+    """The phrase is last, after at least three other words; case, quotes and its last mark do not matter."""
+    before, found, after = text.lower().rpartition(phrase.lower().rstrip(".!?"))
     return bool(found) and not re.search(r"\w", after) and len(re.findall(r"\w+", before)) >= MIN_WORDS
 
 

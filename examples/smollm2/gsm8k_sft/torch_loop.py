@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="file for the curves of both")
     options = parser.parse_args()
     config, _ = parse_argv(SFTConfig, ["@", str(options.run_dir / "configs" / "sft.toml")], "sft", environ={})
-    rows = load_jsonl(options.run_dir / "metrics.jsonl")
+    rows = list(load_jsonl(options.run_dir / "metrics.jsonl"))
     ours = {name: [(row["step"], row[name]) for row in rows if name in row] for name in ("loss/mean", "val_loss/mean")}
     learning_rates = [row["optim/lr"] for row in rows if "optim/lr" in row]
     theirs = train(config, learning_rates, [step for step, _ in ours["val_loss/mean"]])
