@@ -8,10 +8,10 @@ from typing import Any
 WORDS = (
     "apple arm army baby back bag ball bank bath bed bell belt bird boat bone book box boy bread bus cake camp car "
     "card cat chair city clock cloud coat coin corn cow cup desk dish dog door dress drum duck ear egg eye face "
-    "farm fire fish flag floor foot fork fox frog fruit game gate gift girl glass goat gold grass hall hand hat "
-    "head hill home horse hotel house ice ink iron island jar job judge juice key king knee knife lake lamp leaf "
+    "farm fire fish flag floor foot fork fox frog fruit game gate gift girl glass goat gold grass hand hat "
+    "head hill home horse hotel ice ink iron island jar job judge juice key king knee knife lake lamp leaf "
     "leg lemon lion lip lock map meat milk moon mouse neck nest night nose ocean oil onion orange paint pan paper "
-    "park pen pig pipe plate pond queen rain ring river road rock roof room rose sail salt sand school sea seed "
+    "park pen pig pipe plate pond queen rain ring river rock roof room rose sail salt sand school sea seed "
     "ship shoe snow soap song soup spoon star stone sugar sun table tail tent tie toy train tree truck uncle van "
     "vase voice wall watch water wave wheel wind window wine wolf wood yard zoo"
 ).split()
