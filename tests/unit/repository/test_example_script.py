@@ -50,10 +50,15 @@ def test_results_of_finished_seeds_become_one_page(tmp_path: Path) -> None:
     assert (tmp_path / "sums" / "curve.svg").is_file()
 
 
-def test_a_folder_that_is_no_example_is_an_error(tmp_path: Path) -> None:
-    command = [sys.executable, "scripts/example.py", "examples/smollm2"]
+@pytest.mark.parametrize(
+    ("example", "words"),
+    [("examples/smollm2", "name the folder of an example"), (EXAMPLE, "is an unfinished run: remove it")],
+)
+def test_wrong_folders_are_errors(example: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "sums" / "untouched").mkdir(parents=True)
+    command = [sys.executable, "scripts/example.py", example, "--output-dir", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
-    assert done.returncode == 2 and "name the folder of an example" in done.stderr
+    assert done.returncode != 0 and words in done.stderr
 
 
 @pytest.mark.slow
