@@ -107,6 +107,9 @@ class Example:
 
     def run(self, seeds: Sequence[int]) -> None:
         """Run what is missing, then write and print the results."""
+        finished = [path for path in sorted(self.output_dir.glob("*/result.json")) if path.parent.name != UNTOUCHED]
+        if finished:
+            self.console.print(f"Finished before, not repeated: {', '.join(shown(path.parent) for path in finished)}")
         untouched = keep_result(self.output_dir / UNTOUCHED, self.run_untouched)
         results = {}
         for seed in seeds:
@@ -149,9 +152,11 @@ def describe(stages: Stages, scores: dict[str, Any], curves: dict[str, Any]) -> 
 
 
 def keep_result(directory: Path, run: Callable[[Path], Result]) -> Result:
-    """The result in a directory; `run` writes it where it is missing."""
+    """The result in a directory; `run` makes it where it is missing."""
     path = directory / "result.json"
     if not path.is_file():
+        if directory.exists():
+            raise SystemExit(f"error: {shown(directory)} is an unfinished run: remove it, or choose --output-dir")
         result = run(directory)
         path.write_text(json.dumps(result, indent=1) + "\n")
     kept: Result = json.loads(path.read_text())

@@ -25,6 +25,7 @@ MODULES = {
     "eval": "prime_rl.eval.eval",
 }
 MEMORY_EVERY_S = 0.5
+MEMORY_COST = 0.02  # of a core at most: reading the memory of a process of 4 GB takes 60 ms
 SHOWN_STEPS = {"sft": 20, "rl": 5}  # every so many; the logs have all
 # The sources of this checkout, whatever is installed.
 ENVIRONMENT_VARIABLES = {
@@ -41,14 +42,16 @@ class Memory:
     """Peak memory of all processes of a run, in bytes."""
 
     peak: int = 0
-    sampled: float = field(default_factory=time.monotonic)
+    next_at: float = 0.0
 
-    def sample(self, pids: Iterable[int]) -> None:
-        """Measure the memory, at most twice a second."""
-        if time.monotonic() - self.sampled < MEMORY_EVERY_S:
+    def sample(self, find_pids: Callable[[], Iterable[int]]) -> None:
+        """Measure the memory, at most twice a second and `MEMORY_COST` of the time."""
+        started = time.monotonic()
+        if started < self.next_at:
             return
-        self.sampled = time.monotonic()
-        self.peak = max(self.peak, sum(map(read_memory, [os.getpid(), *pids])))
+        self.peak = max(self.peak, sum(map(read_memory, [os.getpid(), *find_pids()])))
+        ended = time.monotonic()
+        self.next_at = ended + max(MEMORY_EVERY_S, (ended - started) / MEMORY_COST)
 
 
 @dataclass
@@ -76,7 +79,7 @@ class Stages:
         with Supervisor(self.output_dir / "logs", sys.stdout, thin_out, grace_s=30) as stage:
             stage.start(name, [sys.executable, *argv, *options], env=environment)
             for _ in stage.poll([name]):
-                self.memory.sample(stage.find_pids())
+                self.memory.sample(stage.find_pids)
         self.seconds[title] = time.monotonic() - started
         self.cpu_seconds += read_cpu_seconds() - cpu_started
         self.console.print()
