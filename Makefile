@@ -3,7 +3,7 @@
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help bench docs gpu gpu-bundle setup test test-unit test-integration test-extras test-peers test-vllm test-all \
-  chaos fuzz demo distill lint format clean
+  chaos fuzz demo demo-real distill lint format clean
 
 PY := .venv/bin/python
 STAMP := .venv/.installed
@@ -139,6 +139,10 @@ fuzz: setup  ## setup, then fuzz configs, files and requests: hypothesis and sch
 demo: setup  ## setup, then SFT, asynchronous RL and evaluations of a tiny model on the CPU
 	@echo "==> demo"
 	@$(PY) scripts/demo.py
+
+demo-real: setup  ## setup, then RL of SmolLM2-135M-Instruct on the CPU (downloaded once), evaluated before and after
+	@echo "==> demo-real"
+	@$(PY) scripts/example.py examples/smollm2/sums
 
 distill: setup  ## setup, then context distillation of a tiny model on the CPU: SFT, distillation, evaluation
 	@echo "==> distill"

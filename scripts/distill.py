@@ -16,12 +16,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from demo import ROOT, Demo, newest_weights, next_directory, parse_arguments, shown
 from rich.console import Console
 from rich.table import Table
+from stages import ROOT, Stages, newest_weights, next_directory, parse_arguments, shown
 
 from prime_rl.runtime.machine import find_free_port
-from prime_rl.runtime.process import ChildFailed
 from rollouts.training.metrics import load_last_attempts
 
 RECIPE = Path("experiments/context_distill")
@@ -33,35 +32,25 @@ def main() -> int:
     arguments = parse_arguments("Distil a context into a tiny model on the CPU.", "distill")
     os.chdir(ROOT)  # the recipe's paths are relative to the repository
     output_dir = arguments.output_dir or next_directory(ROOT / "outputs" / "distill")
-    demo = Demo(Console(highlight=False), output_dir, arguments.seed, num_stages=2)
-    demo.console.print(
-        f"Six facts of a context move into the weights of a tiny model, seed {demo.seed}.\n"
+    stages = Stages(Console(highlight=False), output_dir, num_stages=2)
+    stages.console.print(
+        f"Six facts of a context move into the weights of a tiny model, seed {arguments.seed}.\n"
         f"Everything goes to {shown(output_dir)}, all lines to {shown(output_dir / 'logs')}; Ctrl-C stops it.\n",
         soft_wrap=True,
     )
-    try:
-        run_stages(demo)
-    except ChildFailed as failure:
-        [child] = failure.children
-        demo.console.print(f"\nerror: {child.name} ended with {child.describe_end()}, see {shown(child.log_path)}")
-        return 1
-    except KeyboardInterrupt:
-        demo.console.print("\nstopped")
-        return 130
-    demo.console.rule("[bold]Summary", align="left")
-    sum_up(demo)
-    return 0
+    return stages.attempt(lambda: run_stages(stages, str(arguments.seed)))
 
 
-def run_stages(demo: Demo) -> None:
-    """Warm-up and distillation."""
-    sft_dir, rl_dir, seed = demo.output_dir / "sft", demo.output_dir / "rl", str(demo.seed)
-    data = write_conversations(demo.output_dir)
+def run_stages(stages: Stages, seed: str) -> None:
+    """Warm-up, distillation, summary."""
+    sft_dir, rl_dir = stages.output_dir / "sft", stages.output_dir / "rl"
+    data = write_conversations(stages.output_dir)
     options = ["@", str(RECIPE / "tiny_sft.toml"), "--data.name", shown(data), "--output-dir", shown(sft_dir)]
-    demo.run("supervised warm-up from random weights", "sft", *options, "--seed", seed, "--model.debug.seed", seed)
+    stages.run("supervised warm-up from random weights", "sft", *options, "--seed", seed, "--model.debug.seed", seed)
     options = ["@", str(RECIPE / "tiny.toml"), "--model.name", shown(newest_weights(sft_dir))]
     options += ["--output-dir", shown(rl_dir), "--seed", seed, "--inference.server.port", str(find_free_port())]
-    demo.run("distillation of the context", "rl", *options)
+    stages.run("distillation of the context", "rl", *options)
+    sum_up(stages)
 
 
 def write_conversations(output_dir: Path) -> Path:
@@ -81,9 +70,10 @@ def find_arms(rows: list[dict[str, Any]], env: str) -> list[dict[str, Any]]:
     ]
 
 
-def sum_up(demo: Demo) -> None:
+def sum_up(stages: Stages) -> None:
     """Summary: gap closed, retention and time."""
-    rl_dir = demo.output_dir / "rl"
+    stages.console.rule("[bold]Summary", align="left")
+    rl_dir = stages.output_dir / "rl"
     rows = list(load_last_attempts(rl_dir / "metrics.jsonl"))
     table = Table(title="Held-out questions, in the course of the run", title_justify="left")
     columns = ("step", "student", "with the context", "gap closed", "KL to the teacher (nats)", "other tables")
@@ -95,10 +85,10 @@ def sum_up(demo: Demo) -> None:
         cells = (row.get("student/avg"), row.get("student_context/avg"), row.get("gap_closed"))
         cells += (row.get("kl_rev_sequence"), other.get("student/avg"))
         table.add_row(f"{row['step']}", *("-" if cell is None else f"{cell:.3f}" for cell in cells))
-    demo.console.print(table)
-    seconds = ", ".join(f"{title} {seconds:.1f} s" for title, seconds in demo.seconds.items())
+    stages.console.print(table)
+    seconds = ", ".join(f"{title} {seconds:.1f} s" for title, seconds in stages.seconds.items())
     weights = shown(newest_weights(rl_dir))
-    demo.console.print(
+    stages.console.print(
         f"Time: {seconds}\n"
         f"\nLook at\n"
         f"  {shown(rl_dir / 'metrics.jsonl')}   every metric, distill/{TASK}/gap_closed among them\n"

