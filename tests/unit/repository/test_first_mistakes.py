@@ -20,7 +20,7 @@ from fake_transport import END, Wire, encode, turn
 from prime_rl.__main__ import COMMANDS
 from prime_rl.configuration.sections import SamplingConfig
 from prime_rl.launcher.new_environment import write_environment
-from prime_rl.launcher.training import train
+from prime_rl.training import train
 from prime_rl.utils.vf import build_sampling_args
 from rollouts.training.environments import load_environment
 from rollouts.training.steps import publish_step

@@ -11,7 +11,7 @@ import pytest
 
 from prime_rl import __main__, __version__
 
-PYPROJECT = tomllib.loads((Path(__file__).parents[4] / "pyproject.toml").read_text())
+PYPROJECT = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
 
 
 def test_the_commands_are_those_that_pip_installs() -> None:
