@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from prime_rl.launcher.training import train
+    from prime_rl.training import train
 
 __all__ = ["__version__", "train"]
 
@@ -15,14 +15,11 @@ __version__: str
 def __getattr__(name: str) -> Any:
     """Load `train` and `__version__` when they are first used: every process imports this package."""
     if name == "train":
-        from prime_rl.launcher.training import train
+        from prime_rl.training import train
 
         return train
     if name == "__version__":
-        from importlib.metadata import PackageNotFoundError, version
+        from prime_rl.runtime.version import find_version
 
-        try:
-            return version("prime-rl")
-        except PackageNotFoundError:  # the sources on the path, without an installation
-            return "unknown"
+        return find_version()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

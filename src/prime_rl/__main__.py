@@ -1,4 +1,4 @@
-"""`python -m prime_rl COMMAND ...`: the commands by name, where they are not on the PATH or mean something else there."""
+"""`python -m prime_rl COMMAND ...`: the commands without the PATH, where shells have their own `eval`."""
 
 from __future__ import annotations
 

@@ -99,9 +99,9 @@ def _load(config_cls: type[BaseConfig] | str) -> type[BaseConfig]:
 
 def show_version() -> int:
     """Print the version of the package; returns the exit code."""
-    import prime_rl
+    from prime_rl.runtime.version import find_version
 
-    sys.stdout.write(f"prime-rl {prime_rl.__version__}\n")
+    sys.stdout.write(f"prime-rl {find_version()}\n")
     return 0
 
 

@@ -79,7 +79,7 @@ def unknown_key(path: KeyPath, source: str, root: FieldSchema, prog: str) -> Con
     """The error for an unknown key."""
     dashes = "--" if source == COMMAND_LINE else ""
     if other := translate_name(path, root):
-        hint = f"did you mean {dashes}{other[0]}? ({'.'.join(path)} in {other[1]})"
+        hint = f"did you mean {dashes}{other[0]}? ({other[1]})"
     elif near := suggest_key(".".join(path), root):
         hint = f"did you mean {dashes}{near}?"
     elif len(path) > 1 and (siblings := _sibling_keys(path, root)):

@@ -113,14 +113,15 @@ VERL = {
 
 
 def translate_name(path: KeyPath, root: FieldSchema) -> tuple[str, str] | None:
-    """A key of `root` for an option of TRL or verl, and the name of that project; None for unknown names."""
+    """A key of `root` for an option of TRL or verl, and `option in project`; None for unknown names."""
     normalized = tuple(part.lstrip("+~").replace("-", "_") for part in path)
-    for project, table, name in (("verl", VERL, ".".join(normalized)), ("TRL", TRL, normalized[-1])):
+    tables = (("verl", VERL, ".".join(normalized)), ("TRL", TRL, normalized[-1]))
+    for project, table, name in tables:
         for key in table.get(name, "").split():
             parts = tuple(key.split("."))
             for known in (parts, parts[1:]):  # commands other than `rl` have the keys of their section at the top
                 if known and _has_key(root, known):
-                    return ".".join(known), project
+                    return ".".join(known), f"{name} in {project}"
     return None
 
 

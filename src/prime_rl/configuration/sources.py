@@ -18,6 +18,7 @@ from rollouts.training.shipped import find_file
 PREFIX = "PRIME_"
 CREDENTIALS = ("PRIME_INTELLECT_", "PRIME_API_KEY")
 """Variables that are no configuration keys."""
+TOML_HINT = "text needs quotes, a section is [name], a list is [1, 2], a switch is true or false"
 HEADER = re.compile(r"^\s*(\[\[?)\s*([^\[\]]+?)\s*\]\]?\s*(#.*)?$")
 ASSIGNMENT = re.compile(r"""^\s*([\w.\-"' ]+?)\s*=""")
 
@@ -128,7 +129,7 @@ def load_layers(name: str, above: tuple[Path, ...]) -> list[tuple[dict[str, Any]
     except tomllib.TOMLDecodeError as error:
         raise fail(
             f"{name} is not valid TOML: {error}",
-            "text needs quotes, a section is [name], a list is [1, 2], a switch is true or false",
+            TOML_HINT,
         ) from None
     bases = table.pop("toml_files", [])
     bases = [bases] if isinstance(bases, str) else bases

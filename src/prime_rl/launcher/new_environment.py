@@ -35,12 +35,10 @@ def init(argv: Sequence[str]) -> int:
 
 
 def write_environment(name: str, root: Path) -> Path:
-    """Write `environments/<name>/` below `root`; returns the folder. `ValueError` if it exists or cannot be named so."""
+    """Write `environments/<name>/` below `root`; returns the folder. `ValueError` for an existing or invalid name."""
     module = name.replace("-", "_")
     if not module.isidentifier() or keyword.iskeyword(module) or module != module.lower():
-        raise ValueError(
-            f"{name!r} cannot be a module: use lower-case letters, digits and underscores, such as my_task"
-        )
+        raise ValueError(f"{name!r} cannot be a module: use lower-case letters, digits and underscores, as in my_task")
     if module in sys.stdlib_module_names:
         raise ValueError(f"{name!r} is a module of Python: choose another name")
     folder = root / "environments" / module

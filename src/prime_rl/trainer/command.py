@@ -32,6 +32,11 @@ def run_trainer(
     """
 
     def record(config: Any) -> int:
+        from prime_rl.telemetry.trackers import check_trackers
+        from prime_rl.utils.logger import find_level
+
+        find_level(config.log.level)  # before the model is downloaded or loaded
+        check_trackers(config)
         if int(os.environ.get("RANK", "0")):
             return train(config)
         is_open = prog == "sft" and config.open

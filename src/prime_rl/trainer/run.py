@@ -19,7 +19,6 @@ from prime_rl.runtime.hang_watchdog import explain_on_signal
 from prime_rl.runtime.process_tree import TOKEN_VARIABLE
 from prime_rl.runtime.run_dir import RunDir
 from prime_rl.telemetry.progress import format_seconds, show_progress
-from prime_rl.telemetry.trackers import check_trackers
 from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.checkpointer import Checkpointer, reject_or_archive_earlier_run, resume
 from prime_rl.trainer.ckpt import PART
@@ -149,7 +148,6 @@ def start_backend(
     """
     run_dir, rank = RunDir(config.output_dir), int(os.environ.get("RANK", "0"))
     setup_logger(find_log_name(process), config.log, run_dir.logs, console=rank == 0)
-    check_trackers(config)
     backend = _build_logged_backend(config)
     if config.ckpt is None or config.ckpt.resume_step is None:
         backend.ranks.run_on_rank0(

@@ -116,7 +116,9 @@ def parse_argv(
 def parse_settings(
     config_cls: type[Config], settings: Mapping[str, Any], prog: str, files: Sequence[str] = ()
 ) -> Config:
-    """Parse dotted keys with their values into a config: `settings` > `files` from left to right > PRIME_A__B > defaults.
+    """Parse dotted keys with their values into a config.
+
+    Precedence: `settings` > `files` from left to right > PRIME_A__B variables > defaults.
 
     Raises ConfigError as `parse_argv` does; `prog` is the source of the settings in messages.
     """

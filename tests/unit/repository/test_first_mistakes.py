@@ -20,7 +20,7 @@ from fake_transport import END, Wire, encode, turn
 from prime_rl.__main__ import COMMANDS
 from prime_rl.configuration.sections import SamplingConfig
 from prime_rl.launcher.new_environment import write_environment
-from prime_rl.launcher.training import train
+from prime_rl.training import train
 from prime_rl.utils.vf import build_sampling_args
 from rollouts.training.environments import load_environment
 from rollouts.training.steps import publish_step
@@ -28,7 +28,8 @@ from rollouts.training.steps import publish_step
 MAX_LINES = 2
 FILES = {
     "rl.toml": 'max_steps = 5\noutput_dir = "runs/rl"\n[model]\nname = "tiny-qwen3"\n',
-    "sft.toml": 'max_steps = 5\noutput_dir = "runs/sft"\n[model]\nname = "tiny-qwen3"\ndebug = { random_init = true }\n[data]\nname = "rows.jsonl"\n',
+    "sft.toml": 'max_steps = 5\noutput_dir = "runs/sft"\n[model]\nname = "tiny-qwen3"\n'
+    'debug = { random_init = true }\n[data]\nname = "rows.jsonl"\n',
     "trl.toml": "num_generations = 8\n",
     "learning_rate.toml": "[trainer]\nlearning_rate = 1e-5\n",
     "duplicate.toml": "max_steps = 5\nmax_steps = 6\n",
@@ -260,9 +261,9 @@ def without_trackers(find: Callable[..., Any]) -> Callable[..., Any]:
     return lambda name, *rest: None if name in missing else find(name, *rest)
 
 
-@pytest.mark.parametrize("line", MISTAKES)
+@pytest.mark.parametrize(("line", "words_of_cure"), MISTAKES.items(), ids=list(MISTAKES))
 def test_a_mistake_is_answered_in_two_lines(
-    line: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    line: str, words_of_cure: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.create_server(("localhost", 0)) as taken:
         prog, *words = shlex.split(
@@ -277,7 +278,7 @@ def test_a_mistake_is_answered_in_two_lines(
     lines = [row for row in shown.splitlines() if not row.startswith(("note: ", "warning: "))]
     assert end.value.code == 2, shown
     assert len(lines) <= MAX_LINES and "Traceback" not in shown and "error: " in shown, shown
-    assert MISTAKES[line] in " ".join(lines), shown
+    assert words_of_cure in " ".join(lines), shown
 
 
 # Code of an environment -> words of the error, when it is loaded or when its reward is computed.

@@ -55,6 +55,8 @@ class PlainEnvironment:
         self._rows = [_as_row(row, i, system_prompt) for i, row in enumerate(dataset)]
         held_out = enumerate(eval_dataset) if eval_dataset is not None else []
         self._eval_rows = [_as_row(row, i, system_prompt) for i, row in held_out] or self._rows
+        if not self._eval_rows:
+            raise ValueError("the dataset has no rows: give at least one dict with a prompt")
         pairs = [rewards] if callable(rewards) else list(rewards)
         self.rewards = [pair if isinstance(pair, tuple) else (pair, 1.0) for pair in pairs]
         if not self.rewards or not all(callable(function) for function, _ in self.rewards):
@@ -164,6 +166,8 @@ async def _maybe_async(value: Any) -> Any:
 
 
 def _as_row(row: Mapping[str, Any], number: int, system_prompt: str | None) -> Row:
+    if not isinstance(row, Mapping):
+        raise ValueError(f"row {number} of the dataset is a {type(row).__name__}: give a dict with prompt and answer")
     prompt = row.get("prompt", row.get("question"))
     if not isinstance(prompt, (str, list)) or not prompt:
         raise ValueError(f"row {number} of the dataset has no prompt: give it text or a list of messages")

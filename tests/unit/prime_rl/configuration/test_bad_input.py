@@ -71,7 +71,7 @@ CASES = [
     ("trainer --optim.lrr 1", ["--optim.lrr", "did you mean --optim.lr?"]),
     ("trainer --max-step 1", ["--max-step", "--max_steps"]),
     ("trainer --optimm.lr 1", ["--optimm.lr", "--optim.lr"]),
-    ("trainer @ typo.toml", ["optim.learning_rate", "typo.toml:3", "optim has type, lr,"]),
+    ("trainer @ typo.toml", ["optim.learning_rate", "typo.toml:3", "did you mean optim.lr?"]),
     ("trainer @ typo_section.toml", ["optimizer", "typo_section.toml:1", "optim"]),
     ("rl @ sub.toml", ["optim", "sub.toml:1", "trainer.optim"]),
     ("orchestrator --env.0.idd x", ["--env.0.idd", "--env.0.id?"]),

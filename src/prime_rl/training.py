@@ -103,7 +103,7 @@ def find_id(function: Callable[..., Any]) -> str:
     file = getattr(module, "__file__", None)
     if file is None:
         raise ValueError(f"environment {name} is defined in a session, not in a file: write it to a .py file")
-    if "." in module.__name__:  # part of a package, whose relative imports need it
+    if "." in module.__name__ or hasattr(module, "__path__"):  # a package, whose relative imports need its name
         return f"{module.__name__}:{name}"
     check_guard(Path(file))
     return f"{Path(file).resolve()}:{name}"

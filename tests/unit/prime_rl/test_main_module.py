@@ -1,0 +1,36 @@
+"""`python -m prime_rl`: the same commands as the console scripts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from prime_rl import __main__, __version__
+
+PYPROJECT = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
+
+
+def test_the_commands_are_those_that_pip_installs() -> None:
+    assert {name: function for name, (function, _) in __main__.COMMANDS.items()} == PYPROJECT["project"]["scripts"]
+
+
+def test_a_command_is_run_by_name() -> None:
+    done = subprocess.run([sys.executable, "-m", "prime_rl", "eval", "--version"], capture_output=True, text=True)
+    assert done.stdout == f"prime-rl {__version__}\n" and done.returncode == 0
+
+
+@pytest.mark.parametrize(("argv", "code", "text"), [([], 0, "synthesize"), (["evall"], 2, "did you mean eval?")])
+def test_unknown_commands_and_the_list(
+    argv: list[str], code: int, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["prime_rl", *argv])
+    try:
+        __main__.main()
+    except SystemExit as end:
+        assert end.code == code
+    shown = capsys.readouterr()
+    assert text in shown.out + shown.err
