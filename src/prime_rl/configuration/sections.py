@@ -340,9 +340,7 @@ class GenerationConfig(TrackersConfig):
     def _check_server(self) -> GenerationConfig:
         for key, unset in (("dtype", "auto"), ("exact", None)):
             if self.client.base_url and (value := getattr(self.model, key)) != unset:
-                raise ValueError(
-                    f"model.{key} = {value!r} is for a model served by this command: leave it out"
-                )
+                raise ValueError(f"model.{key} = {value!r} is for a model served by this command: leave it out")
         return self
 
     @model_validator(mode="after")
