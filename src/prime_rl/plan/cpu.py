@@ -125,7 +125,7 @@ def estimate_cpu(config: PlanConfig, shape: ModelShape, machine: Machine) -> Cpu
         weight_update=update,
         overlaps=config.max_async_level > 0 and machine.cores > 1,
         trainer_bytes=16.0 * trained + 4.0 * frozen + kept + LOGITS + RUNTIME,
-        engine_bytes=8.0 * shape.parameters + cached + RUNTIME,  # the weights, and a packed copy
+        engine_bytes=8.0 * shape.parameters + min(cached, machine.memory / 4) + RUNTIME,  # weights, packed again
         memory=machine.memory,
     )
 

@@ -259,7 +259,9 @@ def test_too_small_cluster_is_rejected() -> None:
 
 
 MACHINE = Machine(cores=2, memory=16 * GiB, flops=100e9, bandwidth=10e9)
-SMALL_RUN = "--model.name tiny-qwen3 --max-steps 30 --orchestrator.batch-size 128 --orchestrator.rollouts-per-example 16"
+SMALL_RUN = (
+    "--model.name tiny-qwen3 --max-steps 30 --orchestrator.batch-size 128 --orchestrator.rollouts-per-example 16"
+)
 
 
 def test_a_machine_without_gpu_plans_for_its_processor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +280,7 @@ def test_cpu_estimate_follows_work_and_speed() -> None:
     assert base.overlaps and base.seconds == max(base.training, base.generation) + base.weight_update
     alone = estimate_cpu(config, shape, replace(MACHINE, cores=1))
     assert alone.seconds == alone.training + alone.generation + alone.weight_update
-    longer = estimate_cpu(parse(f"{SMALL_RUN} --workload.completion-tokens 400"), shape, MACHINE)
+    longer = estimate_cpu(parse(f"{SMALL_RUN} --workload.completion-tokens 1500"), shape, MACHINE)
     assert longer.training > base.training and longer.generation > base.generation
     adapter = estimate_cpu(parse(f"{SMALL_RUN} --trainer.model.lora.rank 8"), shape, MACHINE)
     assert adapter.trainer_bytes < base.trainer_bytes - 8 * shape.parameters
