@@ -260,8 +260,6 @@ def test_too_small_cluster_is_rejected() -> None:
 
 MACHINE = Machine(cores=2, memory=16 * GiB, flops=100e9, bandwidth=10e9)
 SMALL_RUN = "--model.name tiny-qwen3 --max-steps 30 --orchestrator.batch-size 128"
-    "--model.name tiny-qwen3 --max-steps 30 --orchestrator.batch-size 128 --orchestrator.rollouts-per-example 16"
-)
 
 
 def test_a_machine_without_gpu_plans_for_its_processor(monkeypatch: pytest.MonkeyPatch) -> None:
