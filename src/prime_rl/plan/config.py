@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from prime_rl.config import RLConfig
+from prime_rl.runtime.machine import find_gpus
 from prime_rl.utils.pydantic_config import BaseConfig
 
 GiB = 2**30
@@ -40,8 +41,11 @@ GPUS = {
 class ClusterConfig(BaseConfig):
     """Nodes and GPUs."""
 
-    gpu: Literal["a6000", "rtx3090", "rtx4090", "l40s", "a100-40", "a100", "h100", "h200", "b200"] = "h100"
-    """GPU model; figures from its data sheet."""
+    gpu: Literal["auto", "cpu", "a6000", "rtx3090", "rtx4090", "l40s", "a100-40", "a100", "h100", "h200", "b200"] = (
+        "auto"
+    )
+    """GPU model, with figures from its data sheet, or cpu: this machine without GPU, measured. auto: cpu on a machine
+    without GPU if no other key of cluster is given, else h100."""
 
     nodes: int = Field(default=1, ge=1)
     """Number of nodes."""
@@ -59,6 +63,16 @@ class ClusterConfig(BaseConfig):
     """GB/s of writing weights to the shared file system, and of reading them."""
 
     @property
+    def is_cpu(self) -> bool:
+        """Whether the run is planned for the processor of this machine."""
+        return self.gpu == "cpu" or (self.gpu == "auto" and not self.model_fields_set and not find_gpus())
+
+    @property
+    def spec(self) -> Gpu:
+        """Data sheet of the GPU."""
+        return GPUS["h100" if self.gpu == "auto" else self.gpu]
+
+    @property
     def num_gpus(self) -> int:
         """Total number of GPUs."""
         return self.nodes * self.gpus_per_node
@@ -67,8 +81,8 @@ class ClusterConfig(BaseConfig):
 class WorkloadConfig(BaseConfig):
     """Length of rollouts."""
 
-    prompt_tokens: int = Field(default=256, ge=1)
-    """Mean prompt length, in tokens."""
+    prompt_tokens: int | None = Field(default=None, ge=1)
+    """Mean prompt length, in tokens; unset: 256, or half of a shorter seq_len."""
 
     completion_tokens: int | None = Field(default=None, ge=1)
     """Mean number of generated tokens over all turns; unset: half of sampling.max_tokens, or of seq_len."""
@@ -132,13 +146,18 @@ class PlanConfig(RLConfig):
         return self
 
     @property
+    def prompt_tokens(self) -> int:
+        """Mean prompt length."""
+        return self.workload.prompt_tokens or max(min(256, self.seq_len // 2), 1)
+
+    @property
     def completion_tokens(self) -> int:
         """Mean number of generated tokens per rollout."""
-        longest = self.orchestrator.sampling.max_tokens or self.seq_len - self.workload.prompt_tokens
+        longest = self.orchestrator.sampling.max_tokens or self.seq_len - self.prompt_tokens
         return self.workload.completion_tokens or max(longest // 2, 1)
 
     @property
     def longest_completion(self) -> int:
         """Maximum number of generated tokens."""
-        limit = max(self.seq_len - self.workload.prompt_tokens, 1)
+        limit = max(self.seq_len - self.prompt_tokens, 1)
         return min(self.orchestrator.sampling.max_tokens or limit, limit)

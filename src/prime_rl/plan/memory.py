@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prime_rl.plan.config import GPUS, GiB, PlanConfig
+from prime_rl.plan.config import GiB, PlanConfig
 from prime_rl.plan.shapes import ModelShape
 from prime_rl.trainer.config import ParallelDims
 
@@ -87,14 +87,14 @@ def trainer_memory(config: PlanConfig, shape: ModelShape, parallel: ParallelDims
         "logits": LOGITS,
         "runtime": RUNTIME,
     }
-    return MemoryBreakdown(parts, GPUS[config.cluster.gpu].memory * GiB)
+    return MemoryBreakdown(parts, config.cluster.spec.memory * GiB)
 
 
 def engine_memory(config: PlanConfig, shape: ModelShape) -> MemoryBreakdown:
     """One GPU of an engine, without the KV cache."""
     assert config.inference is not None
     weights = 2.0 * shape.parameters / config.inference.parallel.tp
-    limit = GPU_MEMORY_UTILIZATION * GPUS[config.cluster.gpu].memory * GiB
+    limit = GPU_MEMORY_UTILIZATION * config.cluster.spec.memory * GiB
     return MemoryBreakdown({"weights": weights, "runtime": RUNTIME + 2 * LOGITS}, limit)
 
 

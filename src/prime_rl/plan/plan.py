@@ -19,6 +19,13 @@ def plan(config: PlanConfig) -> int:
     from prime_rl.plan.split import choose_split
 
     shape = read_shape(config.model.name)
+    if config.cluster.is_cpu:
+        from prime_rl.plan.cpu import describe_cpu, estimate_cpu, measure_machine
+
+        machine = measure_machine(shape.hidden, shape.inner)
+        estimate = estimate_cpu(config, shape, machine)
+        sys.stdout.write("\n".join(describe_cpu(config, shape, machine, estimate)) + "\n")
+        return 0 if estimate.fits else 1
     split = choose_split(config, shape)
     lines = list(describe(config, shape, split))
     sys.stdout.write("\n".join(lines) + "\n")

@@ -87,7 +87,7 @@ def advise_engines(config: PlanConfig, shape: ModelShape, split: Split) -> Itera
     if not memory.fits or split.generation.concurrent < 1:
         yield f"inference.parallel.tp = {2 * tp}: the model and one sequence do not fit on an engine with tp = {tp}"
     elif split.generation.concurrent < 0.9 * split.generation.demand:
-        by_memory = cache_tokens(config, shape) / (config.workload.prompt_tokens + config.completion_tokens / 2)
+        by_memory = cache_tokens(config, shape) / (config.prompt_tokens + config.completion_tokens / 2)
         limit = "KV cache memory" if by_memory < config.inference.max_batch_size else "max_batch_size"
         yield f"rollouts queue: {limit} allows {split.generation.concurrent:,.0f} at once on an engine"
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from prime_rl.plan.config import GPUS, Gpu, PlanConfig
+from prime_rl.plan.config import Gpu, PlanConfig
 from prime_rl.plan.memory import cache_tokens, count_lora
 from prime_rl.plan.shapes import ModelShape
 from prime_rl.trainer.config import ParallelDims
@@ -58,15 +58,15 @@ def training_flops(config: PlanConfig, shape: ModelShape) -> tuple[float, float,
     )
     matrices += (passes + 2.0) * shape.head_parameters
     experts = (passes + recompute) * shape.active_inner_parameters if shape.experts else 0.0
-    length = config.workload.prompt_tokens + config.completion_tokens
+    length = config.prompt_tokens + config.completion_tokens
     attention = shape.attention_flops(length / 2) * (3.5 + recompute / 2)
     return matrices, experts, attention
 
 
 def train(config: PlanConfig, shape: ModelShape, parallel: ParallelDims, num_gpus: int) -> Training:
     """One step over `orchestrator.batch_size` rollouts."""
-    gpu, share = GPUS[config.cluster.gpu], config.efficiency
-    tokens = config.orchestrator.batch_size * float(config.workload.prompt_tokens + config.completion_tokens)
+    gpu, share = config.cluster.spec, config.efficiency
+    tokens = config.orchestrator.batch_size * float(config.prompt_tokens + config.completion_tokens)
     matrices, experts, attention = training_flops(config, shape)
     peak = gpu.tflops * 1e12
     token_s = matrices / (peak * share.matmul) + experts / (peak * share.experts) + attention / (peak * share.attention)
@@ -95,7 +95,7 @@ def link_speed(config: PlanConfig, gpu: Gpu, num_gpus: int) -> float:
 def decode_s(config: PlanConfig, shape: ModelShape, batch: float, context: float) -> float:
     """One decode step with `batch` sequences of `context` tokens: bound by memory or by compute."""
     assert config.inference is not None
-    gpu, tp = GPUS[config.cluster.gpu], config.inference.parallel.tp
+    gpu, tp = config.cluster.spec, config.inference.parallel.tp
     touched = 1.0
     if shape.experts:  # experts without tokens are not read
         touched = 1 - (1 - shape.active / shape.experts) ** batch
@@ -109,7 +109,7 @@ def generate(config: PlanConfig, shape: ModelShape, engines: int) -> Generation:
     """One batch of rollouts on `engines` engines."""
     assert config.inference is not None
     rollouts, mean = config.orchestrator.batch_size, float(config.completion_tokens)
-    context = config.workload.prompt_tokens + mean / 2
+    context = config.prompt_tokens + mean / 2
     waiting = config.workload.turns * config.workload.latency_s
     level = config.max_async_level
     demand = rollouts * (1.0 + (level > 0)) * max(config.orchestrator.oversampling_factor, 1.0) / engines
@@ -145,9 +145,9 @@ def quantiles(mean: float, spread: float, longest: int) -> Iterator[float]:
 def prefill_s(config: PlanConfig, shape: ModelShape, rollouts: float) -> float:
     """Prefill seconds of `rollouts` rollouts on one engine; a group's prompt is computed once."""
     assert config.inference is not None
-    gpu, tp = GPUS[config.cluster.gpu], config.inference.parallel.tp
+    gpu, tp = config.cluster.spec, config.inference.parallel.tp
     shared = config.orchestrator.rollouts_per_example if config.inference.cache.enable_prefix_caching else 1
-    tokens = rollouts / shared * config.workload.prompt_tokens
+    tokens = rollouts / shared * config.prompt_tokens
     return 2.0 * tokens * shape.active_parameters / tp / (gpu.tflops * 1e12 * config.efficiency.matmul)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 import torch
 
 from prime_rl.plan.config import GiB, PlanConfig
+from prime_rl.plan.cpu import Machine, estimate_cpu, measure_machine
 from prime_rl.plan.memory import cache_tokens, count_lora, trainer_memory
+from prime_rl.plan.plan import plan
 from prime_rl.plan.report import describe
 from prime_rl.plan.shapes import KNOWN, parse_shape, read_shape
 from prime_rl.plan.speed import generate, quantiles, train, training_flops, weight_update_s
@@ -207,7 +210,7 @@ def test_recomputing_adds_a_forward_pass_of_every_layer(name: str) -> None:
 
 
 def test_default_completion_length_is_half_the_limit() -> None:
-    room = parse("--seq-len 4096").seq_len - parse("--seq-len 4096").workload.prompt_tokens
+    room = parse("--seq-len 4096").seq_len - parse("--seq-len 4096").prompt_tokens
     assert parse("--seq-len 4096").completion_tokens == room // 2
     assert parse("--seq-len 4096 --orchestrator.sampling.max-tokens 600").completion_tokens == 300
     assert parse("--seq-len 4096 --workload.completion-tokens 7").completion_tokens == 7
@@ -253,3 +256,43 @@ def test_too_small_cluster_is_rejected() -> None:
     config = parse("--trainer.parallel.tp 3 --cluster.trainer-gpus 4")
     with pytest.raises(ValueError, match="multiple that leaves an engine"):
         choose_split(config, read_shape(config.model.name))
+
+
+MACHINE = Machine(cores=2, memory=16 * GiB, flops=100e9, bandwidth=10e9)
+SMALL_RUN = "--model.name tiny-qwen3 --max-steps 30 --orchestrator.batch-size 128"
+
+
+def test_a_machine_without_gpu_plans_for_its_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prime_rl.plan.config.find_gpus", list)
+    assert parse().cluster.is_cpu and parse("--cluster.gpu cpu --cluster.nodes 2").cluster.is_cpu
+    assert not parse("--cluster.gpu h100").cluster.is_cpu and not parse("--cluster.nodes 2").cluster.is_cpu
+    monkeypatch.setattr("prime_rl.plan.config.find_gpus", lambda: [0])
+    assert not parse().cluster.is_cpu
+
+
+def test_cpu_estimate_follows_work_and_speed() -> None:
+    config, shape = parse(SMALL_RUN), KNOWN["Qwen/Qwen3-0.6B"]
+    base = estimate_cpu(config, shape, MACHINE)
+    faster = estimate_cpu(config, shape, replace(MACHINE, flops=200e9, bandwidth=20e9))
+    assert faster.seconds == pytest.approx(base.seconds / 2, rel=1e-6)
+    assert base.overlaps and base.seconds == max(base.training, base.generation) + base.weight_update
+    alone = estimate_cpu(config, shape, replace(MACHINE, cores=1))
+    assert alone.seconds == alone.training + alone.generation + alone.weight_update
+    longer = estimate_cpu(parse(f"{SMALL_RUN} --workload.completion-tokens 1500"), shape, MACHINE)
+    assert longer.training > base.training and longer.generation > base.generation
+    adapter = estimate_cpu(parse(f"{SMALL_RUN} --trainer.model.lora.rank 8"), shape, MACHINE)
+    assert adapter.trainer_bytes < base.trainer_bytes - 8 * shape.parameters
+    assert not estimate_cpu(config, KNOWN["Qwen/Qwen3-8B"], MACHINE).fits
+
+
+def test_cpu_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("prime_rl.plan.cpu.measure_machine", lambda *_: MACHINE)
+    assert plan(parse(f"{SMALL_RUN} --cluster.gpu cpu")) == 0
+    out = capsys.readouterr().out
+    for word in ("2 cores, 16 GiB", "fits:", "train a batch", "generate a batch", "a step", "min  for 30 steps"):
+        assert word in out
+
+
+def test_measured_speed_is_plausible() -> None:
+    machine = measure_machine(256, 512)
+    assert machine.cores >= 1 and 1e8 < machine.flops < 1e13 and 1e8 < machine.bandwidth < 1e12

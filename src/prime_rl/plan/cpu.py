@@ -1,0 +1,158 @@
+"""Estimates for a run on the processor of this machine: time per step, memory and total time.
+
+One thread each for trainer and engine, in fp32, which is what they use on few cores. The speed of matrix products and
+of memory is measured when the plan is made, in half a second.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from prime_rl.plan.config import GiB, PlanConfig
+from prime_rl.plan.memory import LOGITS, count_lora
+from prime_rl.plan.shapes import ModelShape
+from prime_rl.plan.speed import training_flops
+from prime_rl.runtime.machine import num_cores
+
+ROWS = 256
+"""Rows of the measured products, as in a micro-batch."""
+COPIED_BYTES = 64 * 2**20
+MEASURE_S = 0.25
+TRAIN_SHARE, DECODE_SHARE, MEMORY_SHARE = 0.8, 0.5, 0.6
+"""Achieved fraction of the measured figures: attention, norms and the loss are slower than products."""
+RUNTIME = 0.5 * GiB
+"""Libraries of a process."""
+NUM_PROCESSES = 4
+"""Trainer, engine, orchestrator and environment worker."""
+STARTUP_S = 20.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Cores, memory in bytes, and the speed of one thread: FLOP/s of fp32 products, bytes per second copied."""
+
+    cores: int
+    memory: float
+    flops: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class CpuEstimate:
+    """Seconds of one step by component, and bytes of memory by process."""
+
+    training: float
+    generation: float
+    weight_update: float
+    overlaps: bool
+    trainer_bytes: float
+    engine_bytes: float
+    memory: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds per step: the slower side if both run at the same time, else the sum."""
+        if self.overlaps:
+            return max(self.training, self.generation) + self.weight_update
+        return self.training + self.generation + self.weight_update
+
+    @property
+    def total_bytes(self) -> float:
+        """Memory of all processes."""
+        return self.trainer_bytes + self.engine_bytes + (NUM_PROCESSES - 2) * RUNTIME
+
+    @property
+    def fits(self) -> bool:
+        """Whether all processes fit into the memory."""
+        return self.total_bytes <= self.memory
+
+
+def measure_machine(inputs: int, outputs: int) -> Machine:
+    """Measure one thread on products of this size; the best of several, since other processes disturb."""
+    import torch
+
+    from rollouts.kernels.linear import linear
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        x, weight = torch.randn(ROWS, inputs), torch.randn(outputs, inputs)
+        source, target = torch.ones(COPIED_BYTES // 4), torch.empty(COPIED_BYTES // 4)
+        with torch.inference_mode():
+            product_s = find_shortest(lambda: linear(x, weight))
+        copy_s = find_shortest(lambda: target.copy_(source))
+    finally:
+        torch.set_num_threads(threads)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Machine(num_cores(), memory, 2.0 * ROWS * inputs * outputs / product_s, 2 * COPIED_BYTES / copy_s)
+
+
+def find_shortest(run: Callable[[], object]) -> float:
+    """Shortest CPU time of one call, in seconds; time in which other processes have the core does not count."""
+    shortest, end = float("inf"), time.thread_time() + MEASURE_S
+    while time.thread_time() < end:
+        start = time.thread_time()
+        run()
+        shortest = min(shortest, time.thread_time() - start)
+    return shortest
+
+
+def estimate_cpu(config: PlanConfig, shape: ModelShape, machine: Machine) -> CpuEstimate:
+    """Estimate one step; a group's prompt is computed once, in engine and trainer."""
+    rollouts, completion = config.orchestrator.batch_size, float(config.completion_tokens)
+    prompts = rollouts / config.orchestrator.rollouts_per_example * config.prompt_tokens
+    tokens = rollouts * completion + prompts
+    trained = count_lora(config, shape) or shape.parameters
+    training = tokens * sum(training_flops(config, shape)) / (machine.flops * TRAIN_SHARE)
+    training += 28.0 * trained / (machine.bandwidth * MEMORY_SHARE)
+    concurrent = rollouts if config.inference is None else min(rollouts, config.inference.max_batch_size)
+    computed = 2.0 * concurrent * shape.active_parameters / (machine.flops * DECODE_SHARE)
+    read = 4.0 * shape.active_parameters / (machine.bandwidth * MEMORY_SHARE)
+    turns = rollouts / concurrent * config.workload.turns * config.workload.latency_s
+    generation = rollouts / concurrent * completion * max(computed, read) + turns
+    generation += 2.0 * prompts * shape.active_parameters / (machine.flops * TRAIN_SHARE)
+    update = 6 * 4.0 * trained / (machine.bandwidth * MEMORY_SHARE)  # written, digested, read, verified, packed
+    micro = config.trainer.micro_bs * config.seq_len
+    kept = 2.0 * shape.layer_bytes * micro * (shape.layers if config.trainer.model.ac is None else 1)
+    frozen = shape.parameters - trained if trained < shape.parameters else 0
+    cached = rollouts * (config.prompt_tokens + config.longest_completion) * 2.0 * shape.kv_bytes
+    return CpuEstimate(
+        training=training,
+        generation=generation,
+        weight_update=update,
+        overlaps=config.max_async_level > 0 and machine.cores > 1,
+        trainer_bytes=16.0 * trained + 4.0 * frozen + kept + LOGITS + RUNTIME,
+        engine_bytes=8.0 * shape.parameters + min(cached, machine.memory / 4) + RUNTIME,  # weights, packed again
+        memory=machine.memory,
+    )
+
+
+def describe_cpu(config: PlanConfig, shape: ModelShape, machine: Machine, estimate: CpuEstimate) -> Iterator[str]:
+    """Lines of the report."""
+    yield f"{config.model.name}: {shape.parameters / 1e9:.2f}B parameters"
+    yield (
+        f"this machine: {machine.cores} cores, {machine.memory / GiB:.0f} GiB; one thread measured at "
+        f"{machine.flops / 1e9:.0f} GFLOP/s and {machine.bandwidth / 1e9:.0f} GB/s"
+    )
+    yield ""
+    verdict = "fits" if estimate.fits else "TOO MUCH"
+    yield (
+        f"memory              {verdict}: {estimate.total_bytes / GiB:.1f} of {estimate.memory / GiB:.0f} GiB "
+        f"(trainer {estimate.trainer_bytes / GiB:.1f}, engine {estimate.engine_bytes / GiB:.1f})"
+    )
+    yield f"train a batch       {estimate.training:8.1f} s"
+    yield f"generate a batch    {estimate.generation:8.1f} s   {'overlapped' if estimate.overlaps else ''}".rstrip()
+    yield f"update weights      {estimate.weight_update:8.1f} s"
+    yield f"a step              {estimate.seconds:8.1f} s"
+    if config.max_steps is not None:
+        total = config.max_steps * estimate.seconds + STARTUP_S
+        yield f"the run             {total / 60:8.1f} min  for {config.max_steps} steps"
+    yield ""
+    lengths = f"prompts of {config.prompt_tokens} and completions of {config.completion_tokens} tokens"
+    yield f"- {lengths} are assumed (workload.prompt_tokens, workload.completion_tokens)"
+    yield "- times are those of idle cores, often within a factor of two"
+    if not estimate.fits:
+        yield "- lower trainer.micro_bs or seq_len, set [trainer.model.ac], or train an adapter: [trainer.model.lora]"
