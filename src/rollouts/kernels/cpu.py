@@ -363,7 +363,7 @@ def call(name: str, *arguments: Any) -> None:
     kernels = library()
     assert kernels is not None
     torch.get_num_threads()  # applies torch's setting to OpenMP in this thread
-    getattr(kernels, name)(*(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments))
+    getattr(kernels, name)(*[a.data_ptr() if isinstance(a, Tensor) else a for a in arguments])
 
 
 def _flatten_rows(x: Float[Tensor, "*rows size"]) -> tuple[Tensor, int, int]:
