@@ -107,7 +107,8 @@ class CacheConfig(BaseConfig):
     and recomputed. Unset: a fraction of the free memory."""
 
     max_prefix_cache_tokens: int | None = Field(default=None, ge=0)
-    """Prefix cache size for finished requests in tokens; unset: a quarter of max_tokens."""
+    """Prefix cache size for finished requests in tokens; unset: a quarter of max_tokens, on a CPU at most 1/64 of the
+    memory."""
 
     enable_prefix_caching: bool = True
     """Enable prefix caching: compute common prompt prefixes once."""

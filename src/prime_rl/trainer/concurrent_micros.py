@@ -85,7 +85,7 @@ class ConcurrentMicros:
         """
         numbers, losses, sums = iter(range(len(micros))), _Turns(), _Turns()
         taken, errors = threading.Lock(), list[BaseException]()
-        num_left = len(micros)
+        num_left, num_threads = len(micros), torch.get_num_threads()
 
         def work_one() -> bool:
             nonlocal num_left
@@ -114,6 +114,7 @@ class ConcurrentMicros:
         done = threading.Event()
 
         def help_out(place: int) -> None:
+            torch.set_num_threads(num_threads)  # a new thread has the default of the libraries
             free_cores = self._free_cores or FreeCores()
             while num_left > 0 and not done.wait(POLL_S):
                 if free_cores() >= place + ENOUGH and work_one():

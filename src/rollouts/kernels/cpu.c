@@ -550,6 +550,40 @@ int64_t packed_size(int64_t outputs, int64_t inputs, int64_t kind) {
   return num_panels(outputs, kind) * PANEL * inputs;
 }
 
+/* Transpose a LANES x LANES block: LANES rows (keys, outputs of a weight) at `size` elements distance, columns from
+ * `place` on. */
+ALWAYS void transpose(const void *rows, int64_t at, int64_t size, int64_t place, vec *transposed, int narrow) {
+  vec a[LANES], b[LANES];
+  for (int i = 0; i < LANES; i++) a[i] = load_as(rows, at + i * size + place, narrow);
+#define SWAP(from, to, step, low, high) \
+  for (int i = 0; i < LANES; i++) \
+    if (!(i & step)) to[i] = low(from[i], from[i + step]), to[i + step] = high(from[i], from[i + step]);
+#if LANES == 16
+#define LOW1(x, y) __builtin_shufflevector(x, y, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30)
+#define HIGH1(x, y) __builtin_shufflevector(x, y, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31)
+#define LOW2(x, y) __builtin_shufflevector(x, y, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)
+#define HIGH2(x, y) __builtin_shufflevector(x, y, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31)
+#define LOW4(x, y) __builtin_shufflevector(x, y, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27)
+#define HIGH4(x, y) __builtin_shufflevector(x, y, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31)
+#define LOW8(x, y) __builtin_shufflevector(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
+#define HIGH8(x, y) __builtin_shufflevector(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31)
+  SWAP(a, b, 1, LOW1, HIGH1)
+  SWAP(b, a, 2, LOW2, HIGH2)
+  SWAP(a, b, 4, LOW4, HIGH4)
+  SWAP(b, transposed, 8, LOW8, HIGH8)
+#else
+#define LOW1(x, y) __builtin_shufflevector(x, y, 0, 8, 2, 10, 4, 12, 6, 14)
+#define HIGH1(x, y) __builtin_shufflevector(x, y, 1, 9, 3, 11, 5, 13, 7, 15)
+#define LOW2(x, y) __builtin_shufflevector(x, y, 0, 1, 8, 9, 4, 5, 12, 13)
+#define HIGH2(x, y) __builtin_shufflevector(x, y, 2, 3, 10, 11, 6, 7, 14, 15)
+#define LOW4(x, y) __builtin_shufflevector(x, y, 0, 1, 2, 3, 8, 9, 10, 11)
+#define HIGH4(x, y) __builtin_shufflevector(x, y, 4, 5, 6, 7, 12, 13, 14, 15)
+  SWAP(a, b, 1, LOW1, HIGH1)
+  SWAP(b, a, 2, LOW2, HIGH2)
+  SWAP(a, transposed, 4, LOW4, HIGH4)
+#endif
+}
+
 /* Pack a weight [outputs, inputs] into panels of PANEL outputs, each [inputs][PANEL] (DOTS: [inputs / 2][PANEL][2]),
  * zero-padded after the last output. */
 void pack(const void *weight, void *packed, int64_t outputs, int64_t inputs, int64_t format, int64_t kind) {
@@ -559,14 +593,24 @@ void pack(const void *weight, void *packed, int64_t outputs, int64_t inputs, int
   for (int64_t p = 0; p < panels; p++) {
     int64_t first[2] = {p * PANEL, p * PANEL + HALF}, end[2] = {outputs, outputs};
     if (kind != PLAIN) first[0] = p * HALF, first[1] = inner + p * HALF, end[0] = inner;
-    for (int64_t k = 0; k < inputs; k++)
-      for (int side = 0; side < 2; side++)
-        for (int64_t c = 0; c < HALF; c++) {
-          int64_t output = first[side] + c, from = output * inputs + k, there = output < end[side];
-          int64_t to = (p * inputs + k / beside * beside) * PANEL + (side * HALF + c) * beside + k % beside;
+    for (int64_t place = 0; place < PANEL; place += LANES) {
+      int64_t side = place / HALF, output = first[side] + place % HALF, k = 0;
+      if (format == FP32 && output + LANES <= end[side]) {
+        float *to = (float *)packed + p * inputs * PANEL + place;
+        vec columns[LANES];
+        for (; k + LANES <= inputs; k += LANES) {
+          transpose(weight, output * inputs + k, inputs, 0, columns, 0);
+          for (int i = 0; i < LANES; i++) store(to + (k + i) * PANEL, columns[i]);
+        }
+      }
+      for (; k < inputs; k++)
+        for (int64_t c = 0; c < LANES; c++) {
+          int64_t from = (output + c) * inputs + k, there = output + c < end[side];
+          int64_t to = (p * inputs + k / beside * beside) * PANEL + (place + c) * beside + k % beside;
           if (format != FP32) ((uint16_t *)packed)[to] = there ? ((const uint16_t *)weight)[from] : 0;
           else ((float *)packed)[to] = there ? ((const float *)weight)[from] : 0.f;
         }
+    }
   }
 }
 
@@ -728,39 +772,6 @@ void linear(const float *x, const void *packed, const float *bias, int64_t block
 
 /* decode step: one new token per sequence ------------------------------------------------------------------------ */
 
-/* Transpose a LANES x LANES block of keys: LANES keys at `size` elements distance, dimensions from `place` on. */
-ALWAYS void transpose_keys(const void *keys, int64_t at, int64_t size, int64_t place, vec *transposed, int narrow) {
-  vec a[LANES], b[LANES];
-  for (int i = 0; i < LANES; i++) a[i] = load_as(keys, at + i * size + place, narrow);
-#define SWAP(from, to, step, low, high) \
-  for (int i = 0; i < LANES; i++) \
-    if (!(i & step)) to[i] = low(from[i], from[i + step]), to[i + step] = high(from[i], from[i + step]);
-#if LANES == 16
-#define LOW1(x, y) __builtin_shufflevector(x, y, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30)
-#define HIGH1(x, y) __builtin_shufflevector(x, y, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31)
-#define LOW2(x, y) __builtin_shufflevector(x, y, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)
-#define HIGH2(x, y) __builtin_shufflevector(x, y, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31)
-#define LOW4(x, y) __builtin_shufflevector(x, y, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27)
-#define HIGH4(x, y) __builtin_shufflevector(x, y, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31)
-#define LOW8(x, y) __builtin_shufflevector(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
-#define HIGH8(x, y) __builtin_shufflevector(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31)
-  SWAP(a, b, 1, LOW1, HIGH1)
-  SWAP(b, a, 2, LOW2, HIGH2)
-  SWAP(a, b, 4, LOW4, HIGH4)
-  SWAP(b, transposed, 8, LOW8, HIGH8)
-#else
-#define LOW1(x, y) __builtin_shufflevector(x, y, 0, 8, 2, 10, 4, 12, 6, 14)
-#define HIGH1(x, y) __builtin_shufflevector(x, y, 1, 9, 3, 11, 5, 13, 7, 15)
-#define LOW2(x, y) __builtin_shufflevector(x, y, 0, 1, 8, 9, 4, 5, 12, 13)
-#define HIGH2(x, y) __builtin_shufflevector(x, y, 2, 3, 10, 11, 6, 7, 14, 15)
-#define LOW4(x, y) __builtin_shufflevector(x, y, 0, 1, 2, 3, 8, 9, 10, 11)
-#define HIGH4(x, y) __builtin_shufflevector(x, y, 4, 5, 6, 7, 12, 13, 14, 15)
-  SWAP(a, b, 1, LOW1, HIGH1)
-  SWAP(b, a, 2, LOW2, HIGH2)
-  SWAP(a, transposed, 4, LOW4, HIGH4)
-#endif
-}
-
 typedef struct {
   int64_t layers, hidden, heads, kv_heads, size, inner, vocab;
   int64_t block_hidden, block_heads, block_inner; /* inputs per partial sum, see `panel_product` */
@@ -873,7 +884,7 @@ ALWAYS void attend(const float *queries, int64_t group, const CacheCursor *p, in
       if (is_cached) {
         for (int i = 0; i < LANES; i++) transposed[i] = load(shared + i * LANES);
       } else {
-        transpose_keys(p->keys[j], at, size, place, transposed, narrow);
+        transpose(p->keys[j], at, size, place, transposed, narrow);
         if (is_stored)
           for (int i = 0; i < LANES; i++) store(shared + i * LANES, transposed[i]);
       }

@@ -295,11 +295,16 @@ class PackedWeight:
             self.format = DOTS if rounded and kernels.has_dots() and self.inputs % 2 == 0 else BF16
         self.block = self.inputs if self.format == DOTS else block or find_block(self.inputs) or self.inputs
         self.data = torch.empty(kernels.packed_size(*weight.shape, self.kind), dtype=weight.dtype)
-        call("pack", weight.contiguous(), self.data, *weight.shape, self.format, self.kind)
+        self.update(weight)
         panel = kernels.packed_size(1, 1, ONE_BY_ONE)
         of_row = self.inputs // 2 if self.format == DOTS else 0
         self.scratch = (panel * self.inputs if self.format == BF16 else LANES, of_row + (panel if paired else 0))
         """Scratch elements per thread (a widened panel), and per thread and row (rounded activations, paired sums)."""
+
+    def update(self, weight: Float[Tensor, "outputs inputs"]) -> None:
+        """Pack another weight of this shape and dtype into the same memory."""
+        assert weight.shape == (self.outputs, self.inputs) and weight.dtype == self.data.dtype
+        call("pack", weight.contiguous(), self.data, *weight.shape, self.format, self.kind)
 
     def __call__(
         self, x: Float[Tensor, "rows inputs"], bias: Tensor | None = None, gated: bool = False
@@ -358,7 +363,7 @@ def call(name: str, *arguments: Any) -> None:
     kernels = library()
     assert kernels is not None
     torch.get_num_threads()  # applies torch's setting to OpenMP in this thread
-    getattr(kernels, name)(*(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments))
+    getattr(kernels, name)(*[a.data_ptr() if isinstance(a, Tensor) else a for a in arguments])
 
 
 def _flatten_rows(x: Float[Tensor, "*rows size"]) -> tuple[Tensor, int, int]:

@@ -43,6 +43,9 @@ from rollouts.kernels.cpu import arithmetic_dtype
 MEMORY_SHARE = 4
 """By default, the KV cache takes at most 1 / MEMORY_SHARE of the memory; of free GPU memory, 3 / MEMORY_SHARE."""
 
+PREFIX_MEMORY_SHARE = 64
+"""By default, the prefix cache takes at most 1 / PREFIX_MEMORY_SHARE of the memory of a machine without a GPU."""
+
 
 class EmbeddedEngine(InProcessEngineMixin):
     """Implements `prime_rl.inference.engine.GenerationEngine` over a slot-based KV cache; not thread-safe."""
@@ -82,7 +85,7 @@ class EmbeddedEngine(InProcessEngineMixin):
             assert not exact, "CUDA graphs may differ in the last bits"
             graphs = GraphDecoder(decoder, cache, recorder, self.max_model_len + 1)
         self._prefixes = PrefixIndex(
-            self.max_cache_tokens // 4 if max_prefix_cache_tokens is None else max_prefix_cache_tokens
+            self._default_prefix_tokens() if max_prefix_cache_tokens is None else max_prefix_cache_tokens
         )
         self._blocks = BlockManager(cache, self._prefixes, enable_prefix_caching and not model.recomputes)
         self._scheduler = Scheduler(self._blocks, max_running, max_num_batched_tokens, decoder.min_rows)
@@ -267,10 +270,27 @@ class EmbeddedEngine(InProcessEngineMixin):
 
     def _default_cache_tokens(self, max_running: int) -> int:
         """Default cache size in tokens: a fraction of the memory, at most what `max_running` sequences need."""
-        config = self._cache_config
-        size = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * self.dtype.itemsize
         if self._decoder.device.type == "cuda":
             memory = torch.cuda.mem_get_info(self._decoder.device)[0] * 3
         else:
-            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return min(memory // MEMORY_SHARE // size, max_running * (config.max_position_embeddings + BLOCK))
+            memory = machine_memory()
+        longest = self.model.config.max_position_embeddings + BLOCK
+        return min(memory // MEMORY_SHARE // self._token_bytes, max_running * longest)
+
+    def _default_prefix_tokens(self) -> int:
+        """Default size of the prefix cache: a fraction of the cache and, on a CPU, of the memory."""
+        share = self.max_cache_tokens // 4
+        if self._decoder.device.type == "cuda":
+            return share
+        return min(share, machine_memory() // PREFIX_MEMORY_SHARE // self._token_bytes)
+
+    @property
+    def _token_bytes(self) -> int:
+        """Bytes of the keys and values of a token."""
+        config = self._cache_config
+        return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * self.dtype.itemsize
+
+
+def machine_memory() -> int:
+    """Bytes of the machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

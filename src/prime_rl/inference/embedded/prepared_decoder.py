@@ -38,17 +38,21 @@ class PackedLinear:
         self._layers, self._exact, self._dtype, self._paired = layers, exact, dtype, paired
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
+        self.kernel: cpu_kernels.PackedWeight | None = None
         self.refresh()
 
     def refresh(self) -> None:
-        """Repack the weights after an update (fused tensors are updated in place)."""
+        """Repack the weights after an update, in the same memory except for weights that oneDNN packs."""
         weight = concat([layer.weight for layer in self._layers], self.weight)
         biases = [layer.bias for layer in self._layers if layer.bias is not None]
         self.bias = concat(biases, self.bias) if biases else None
-        self.kernel: cpu_kernels.PackedWeight | None = None
-        if has_kernel(weight, self._exact):
+        if not has_kernel(weight, self._exact):
+            self.kernel = None
+        elif self.kernel is None:
             rounded = weight.to(self._dtype)
             self.kernel = cpu_kernels.PackedWeight(rounded, paired=self._paired, rounded=not self._exact)
+        else:
+            self.kernel.update(weight.to(self._dtype))
         self.packed = pack_weight(weight) if self.kernel is None and can_pack(weight) else None
         self.weight = weight if self.kernel is None and self.packed is None else None
 

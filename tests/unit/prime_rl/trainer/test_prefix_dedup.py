@@ -82,7 +82,7 @@ def test_dedup_is_bit_identical_in_exact_mode(tmp_path: Path, attn: str) -> None
     samples = make_groups()
     backend = make_backend(tmp_path, attn=attn)
     shared = logprobs(backend, samples)
-    backend._share_prefixes = False
+    backend.shares_prefixes = False
     whole = logprobs(backend, samples)
     assert torch.equal(shared, whole) if attn == "exact" else torch.allclose(shared, whole, atol=1e-5)
 
@@ -92,7 +92,7 @@ def test_dedup_gradient_matches_full_pack(tmp_path: Path, attn: str) -> None:
     samples = make_groups()
     backend = make_backend(tmp_path, attn=attn)
     shared = gradient(backend, samples)
-    backend._share_prefixes = False
+    backend.shares_prefixes = False
     for ours, whole in zip(shared, gradient(backend, samples), strict=True):
         assert (ours - whole).norm() <= 2e-6 * whole.norm()
 

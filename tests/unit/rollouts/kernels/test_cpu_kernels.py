@@ -156,6 +156,40 @@ KINDS = [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)
 
 @needs_kernels
 @pytest.mark.parametrize(("dtype", "rounded"), KINDS)
+@pytest.mark.parametrize(("outputs", "inputs", "paired"), [(70, 99, False), (192, 64, True), (140, 48, True)])
+def test_an_update_needs_no_second_copy(
+    outputs: int, inputs: int, paired: bool, dtype: torch.dtype, rounded: bool
+) -> None:
+    first, second, x = draw(outputs, inputs).to(dtype), draw(outputs, inputs, seed=1).to(dtype), draw(5, inputs, seed=2)
+    packed = cpu_kernels.PackedWeight(first, paired=paired, rounded=rounded)
+    address = packed.data.data_ptr()
+    packed.update(second)
+    assert packed.data.data_ptr() == address
+    assert torch.equal(packed(x), cpu_kernels.PackedWeight(second, paired=paired, rounded=rounded)(x))
+    torch.testing.assert_close(packed(x), F.linear(x, second.float()), rtol=0.05, atol=0.3 if rounded else 1e-3)
+
+
+@needs_kernels
+def test_engine_updates_keep_the_packed_weights_in_place() -> None:
+    config = {"model_type": "qwen3", "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "head_dim": 16}
+    config |= {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 96,
+        "max_position_embeddings": 64,
+    }
+    models = [CausalLM(DecoderConfig.from_hf(config)) for _ in range(2)]
+    for seed, model in enumerate(models):
+        init_weights(model, seed)
+    engine = EmbeddedEngine(models[0])
+    held = [*engine._decoder.layers[0].products, engine._decoder.head]
+    before = [product.kernel.data.data_ptr() for product in held]  # type: ignore[union-attr]
+    engine.load_weights(causal_lm.tensor_names(models[1]), 1)
+    assert [product.kernel.data.data_ptr() for product in held] == before  # type: ignore[union-attr]
+
+
+@needs_kernels
+@pytest.mark.parametrize(("dtype", "rounded"), KINDS)
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 320), (100, 96), (99, 96), (768, 70), (1536, 512)])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_products(inputs: int, outputs: int, dtype: torch.dtype, rounded: bool, threads: int) -> None:
