@@ -197,7 +197,8 @@ class LiveSource {
     const refresh = async () => {
       heard = Date.now();
       try {
-        const { run, ...update } = await this.fetchJson(`api/update?offset=${this.data.offset}`);
+        const { run, is_replaced, ...update } = await this.fetchJson(`api/update?offset=${this.data.offset}`);
+        if (is_replaced) return location.reload(); // a new run in the same directory
         mergeRun(this.data, update);
         Object.assign(this.data.run, run);
         this.facts = update.facts;
