@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from page_browser import Open, serve_page
@@ -77,7 +76,7 @@ def test_a_page_waits_for_a_run_that_has_not_started(tmp_path: Path, open_page: 
             opened.wait_until(lambda: opened.texts(".badge") == ["running"], "the start")
             assert "No step is complete yet" in opened.page.locator("main").inner_text()
             append_jsonl(run / "metrics.jsonl", [{**row, "timestamp": time.time()} for row in metric_rows(1)])
-            opened.wait_until(lambda: "1 steps" in opened.texts(".sentence")[0], "the first step")
+            opened.wait_until(lambda: "1 step and" in opened.texts(".sentence")[0], "the first step")
         opened.wait_until(lambda: opened.texts(".badge") == ["finished"], "the end")
 
 
@@ -156,27 +155,3 @@ def test_health_checks_open_example_rollouts(tmp_path: Path, open_page: Open) ->
     opened.page.click(".checks .warning a")
     opened.wait_counter("9 of 108")
     assert opened.page.locator(".bubble.error").count() == 1
-
-
-def seconds_to(action: Any) -> float:
-    start = time.monotonic()
-    action()
-    return time.monotonic() - start
-
-
-@pytest.mark.slow
-def test_a_hundred_thousand_rollouts_stay_quick(tmp_path: Path, open_page: Open) -> None:
-    run = write_page_run(tmp_path / "run", num_steps=500, groups=25, size=8)
-    with serve_page(run) as url:
-        opened = open_page(f"{url}#rollouts")
-        opened.wait_counter("100,000 rollouts")
-        page = opened.page
-
-        def list_prompts() -> None:
-            page.keyboard.press("5")
-            page.wait_for_selector(".panes .detail *")
-
-        assert seconds_to(list_prompts) < 10
-        page.keyboard.press("4")
-        page.select_option("select[aria-label='rewards in group']", "true")
-        assert seconds_to(lambda: opened.wait_until(lambda: " of 100,000" in opened.counter(), "the filter")) < 10

@@ -31,7 +31,7 @@ class Check:
 
 @dataclass(frozen=True)
 class _Limit:
-    """A metric that should stay below `limit`; `text` follows its value."""
+    """A metric that should stay below `limit`; `{}` in `text` is its value."""
 
     metric: str
     label: str
@@ -47,15 +47,16 @@ FAILED = {"status": "failed"}
 LARGEST_MISMATCH = {"view": "tokens", "color": "trainer"}
 
 LIMITS = (
-    _Limit("is_truncated/mean", "Truncation", 0.1, "of the rollouts are cut off at the token limit",
+    _Limit("is_truncated/mean", "Truncation", 0.1, "{} of the rollouts are cut off at the token limit",
            "raise orchestrator.sampling.max_tokens (and seq_len)", TRUNCATED),
-    _Limit("error/mean", "Errors", 0.02, "of the rollouts fail", "see logs/orchestrator.log and their errors", FAILED),
-    _Limit("is_masked/mean", "Trust region", 0.2, "of the tokens are outside the trust region and masked",
+    _Limit("error/mean", "Errors", 0.02, "{} of the rollouts fail",
+           "see logs/orchestrator.log and their errors", FAILED),
+    _Limit("is_masked/mean", "Trust region", 0.2, "{} of the tokens are outside the trust region and masked",
            "lower max_async_level or the learning rate", {"view": "tokens", "color": "version"}),
-    _Limit("batch/padding_ratio", "Padding", 0.2, "of what ranks compute is padding",
+    _Limit("batch/padding_ratio", "Padding", 0.2, "{} of what ranks compute is padding",
            "use fewer ranks or larger batches"),
-    _Limit("mismatch_kl/mean", "Engine and trainer", 0.05,
-           "is the KL between engine and trainer on the same tokens",
+    _Limit("mismatch_kl/mean", "Equal log-probs", 0.05,
+           "KL of {} between engine and trainer",
            "serve with inference.exact, lower max_async_level, or lower the learning rate", LARGEST_MISMATCH, False),
 )  # fmt: skip
 
@@ -78,7 +79,7 @@ def _check(series: Mapping[str, Series], limit: _Limit, kind: RunKind) -> Check 
     if len(values) < MIN_EVIDENCE:
         return _waiting(limit.metric, limit.label, limit.query)
     mean = fmean(values[-RECENT:])
-    text = f"{_percent(mean) if limit.is_share else f'{mean:.3g}'} {limit.text}"
+    text = limit.text.format(_percent(mean) if limit.is_share else f"{mean:.3g}")
     if not exceeds(values, limit.limit):
         return Check(limit.metric, limit.label, "ok", text, query=limit.query)
     shorter = ", or reward shorter answers" if limit.query is TRUNCATED and kind.trains_on_rewards else ""
@@ -87,7 +88,7 @@ def _check(series: Mapping[str, Series], limit: _Limit, kind: RunKind) -> Check 
 
 def _check_rewards(series: Mapping[str, Series], kind: RunKind) -> Check | None:
     """Groups whose rewards are all equal have no advantages."""
-    name, label, query = "batch/effective_batch_size", "Reward differences", {"equal": True}
+    name, label, query = "batch/effective_batch_size", "Varied rewards", {"equal": True}
     values = _steady(series.get(name))
     if values is None:
         return None

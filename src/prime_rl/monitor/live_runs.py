@@ -29,7 +29,7 @@ MAX_COMPARED = 12
 SHOWN = ("reward/mean", "loss/mean", "teacher_kl/mean")
 
 
-class _Row(msgspec.Struct):
+class _CardRow(msgspec.Struct):
     """The fields of a metric row that a card shows; the others are not parsed."""
 
     step: float = 0
@@ -93,7 +93,7 @@ class RunCard:
     def _read_rows(self) -> None:
         if self.run.metrics_path.exists() and self.run.metrics_path.stat().st_size < self._offset:
             self._offset, self._clock, self._points = 0, RunClock(), {}  # the file was replaced
-        decode = msgspec.json.Decoder(_Row).decode
+        decode = msgspec.json.Decoder(_CardRow).decode
         for end, line in complete_lines(self.run.metrics_path, self._offset):
             self._offset = end
             try:

@@ -149,6 +149,11 @@ class RolloutIndex:
             self._grow_training(max_bytes)
             return evaluated or self._offsets != before
 
+    def is_outdated(self) -> bool:
+        """Whether the rollouts were replaced by those of a new run, so that this index is of no use any more."""
+        read, path = self._offsets.get(self.run.samples_path, 0), self.run.samples_path
+        return read > (path.stat().st_size if path.exists() else 0)
+
     def select(self, query: Query) -> list[int]:
         """Numbers of the matching rollouts, in the requested order; missing values are last."""
         conditions = {

@@ -111,7 +111,10 @@ class LiveRun:
         return {**build_page_data(self.run), "facts": self.index.facts()}
 
     def update(self, offset: int) -> dict[str, Any]:
-        """Changes since `offset` of the metrics file."""
+        """Changes since `offset` of the metrics file; `is_replaced` if a new run has replaced it."""
+        path = self.run.metrics_path
+        if offset > (path.stat().st_size if path.exists() else 0):
+            return {"is_replaced": True}
         disk = {
             "evals": find_evals(self.run),
             "weights": find_weights(self.run.files.weights),
@@ -119,6 +122,8 @@ class LiveRun:
         }
         findings, status = self._conclusions(), find_status(self.run)
         findings |= {"run": {**findings["run"], "state": status.state, "status": status.text}}
+        if offset:
+            del findings["configs"]  # they are complete before the first metric
         return {**build_update(self.run, offset), **findings, **disk, "facts": self.index.facts()}
 
     def _conclusions(self) -> dict[str, Any]:
@@ -162,6 +167,8 @@ class LiveRun:
                 self._catch_up()
 
     def _catch_up(self) -> None:
+        if self.index.is_outdated():
+            self.index = RolloutIndex(self.run)
         while not self._stop.is_set() and self.index.grow(CHUNK):
             self._notify()
         self._notify()

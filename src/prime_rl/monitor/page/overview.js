@@ -66,7 +66,7 @@ function sentence(data, source) {
   const { training, evaluation } = source.facts.kinds, envs = (training ?? evaluation)?.envs.filter((env) => env !== "none") ?? [];
   const steps = loss?.steps.at(-1) ?? 0;
   const parts = [`${run.kind.title} of `, el("b", {}, shortName(run.model)), envs.length ? ` on ${envs.join(", ")}` : "", ": ",
-    loss ? `${steps.toLocaleString("en")}${run.max_steps ? ` of ${run.max_steps.toLocaleString("en")}` : ""} steps` : "",
+    !loss ? "" : run.max_steps ? `${steps.toLocaleString("en")} of ${count(run.max_steps, "step")}` : count(steps, "step"),
     loss && training ? " and " : "", training || evaluation ? count((source.totals ?? source.facts.kinds)[training ? "training" : "evaluation"].count, "rollout") : "",
     source.live && run.state === "running" || !(run.seconds > 0) ? "" : ` in ${duration(run.seconds)}`, ". "];
   if (run.state === "stopped") parts.push(`${capitalize(run.status)}. `);

@@ -194,17 +194,23 @@ class LiveSource {
     const events = new EventSource("api/events");
     let lost = false, heard = Date.now();
     const markLost = () => { if (!lost) onState("lost"); lost = true; };
+    let isRefreshing = false, isOutdated = false; // one request at a time: each continues where the last one ended
     const refresh = async () => {
       heard = Date.now();
+      isOutdated = isRefreshing;
+      if (isRefreshing) return;
+      isRefreshing = true;
       try {
-        const { run, ...update } = await this.fetchJson(`api/update?offset=${this.data.offset}`);
+        const { run, is_replaced, ...update } = await this.fetchJson(`api/update?offset=${this.data.offset}`);
+        if (is_replaced) return location.reload(); // a new run in the same directory
         mergeRun(this.data, update);
         Object.assign(this.data.run, run);
         this.facts = update.facts;
         this.updated = Date.now();
         markLive();
         onChange();
-      } catch { markLost(); }
+      } catch { markLost(); } finally { isRefreshing = false; }
+      if (isOutdated) refresh();
     };
     const markLive = () => { if (lost) onState("live"); lost = false; };
     const hear = () => {

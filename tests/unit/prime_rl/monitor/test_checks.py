@@ -15,8 +15,8 @@ def test_checks_wait_for_evidence_then_pass_or_warn() -> None:
     few = {"is_truncated/mean": [0.9] * 6, "error/mean": [0.0] * 6}
     assert states(few) == {"Truncation": "waiting", "Errors": "waiting"}
     many = {"is_truncated/mean": [0.9] * 9, "error/mean": [0.0] * 9, "batch/effective_batch_size": [0.2] * 9}
-    assert states(many) == {"Reward differences": "warning", "Truncation": "warning", "Errors": "ok"}
-    assert "Reward differences" not in states(many, Kind.DISTILLATION), "rewards are not trained on"
+    assert states(many) == {"Varied rewards": "warning", "Truncation": "warning", "Errors": "ok"}
+    assert "Varied rewards" not in states(many, Kind.DISTILLATION), "rewards are not trained on"
 
 
 def test_failed_checks_name_a_cure_and_example_rollouts() -> None:

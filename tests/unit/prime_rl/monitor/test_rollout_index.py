@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 from page_runs import (
     index_of,
     metric_rows,
@@ -195,3 +197,21 @@ def test_text_search_is_that_of_a_plain_loop(tmp_path: Path) -> None:
     for needle in needles:
         wanted = [number for number, text in enumerate(texts) if needle.lower() in f"{text}\n\n"]
         assert index.select(Query(text=needle, descending=False)) == wanted, needle
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_rollouts_stay_quick(tmp_path: Path) -> None:
+    run = write_page_run(tmp_path / "run", num_steps=1, groups=25, size=8)
+    lines = (run / "samples.jsonl").read_text()
+    with (run / "samples.jsonl").open("a") as file:
+        for step in range(2, 501):
+            file.write(
+                lines.replace('"step":1,', f'"step":{step},').replace('"group_index":1', f'"group_index":{step}')
+            )
+    start = time.process_time()  # other processes of the machine do not count
+    index = index_of(run)
+    assert len(index) == 100_000 and time.process_time() - start < 15
+    for question in (lambda: index.prompts(200), lambda: index.select(Query(equal=True)), index.facts):
+        start = time.process_time()
+        question()
+        assert time.process_time() - start < 2

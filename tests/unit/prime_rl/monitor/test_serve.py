@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -92,3 +93,15 @@ def test_the_same_prompt_at_several_steps(tmp_path: Path) -> None:
     prompts = [prompt for prompt in index.prompts(10) if prompt["kind"] == "evaluation"]
     assert [(p["first"], p["last"], p["steps"]) for p in prompts] == [(0.0, 0.75, 2), (0.5, 1.0, 2)]
     assert [row["step"] for row in index.brief(index.history(prompts[0]["id"]))] == [0, 0, 3, 3]
+
+
+def test_a_new_run_in_the_same_directory_replaces_the_page(tmp_path: Path) -> None:
+    run_dir = write_page_run(tmp_path / "run", num_steps=6)
+    live = LiveRun(open_run(run_dir))
+    live._catch_up()
+    offset = live.page_data()["offset"]
+    shutil.rmtree(run_dir)
+    write_page_run(run_dir, num_steps=2)
+    live._catch_up()
+    assert live.update(offset) == {"is_replaced": True}
+    assert live.page_data()["facts"]["count"] == 24
