@@ -10,6 +10,7 @@ from prime_rl.pretrained.cache import resolve_gguf
 from prime_rl.pretrained.fetch import KNOWN_MODELS, fetch_model
 from rollouts.training.datasets.chat import RenderedChat, render_chat, render_pieces
 from rollouts.training.datasets.rows import describe_hub_error
+from rollouts.training.json_files import read_json_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,7 +74,10 @@ def load_tokenizer(
     if (directory / "tokenizer.json").is_file() and not trust_remote_code:
         from transformers import PreTrainedTokenizerFast
 
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(directory))
+        # transformers suspects an old Mistral tokenizer in every directory whose config.json has no version.
+        is_mistral = "stral" in str(read_json_file(directory / "config.json").get("model_type"))
+        options = {} if is_mistral else {"fix_mistral_regex": False}
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(directory), **options)
     else:
         from transformers import AutoTokenizer
 
