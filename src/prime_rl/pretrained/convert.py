@@ -27,8 +27,8 @@ def convert(source: Path, target: Path, file_type: str = "f16") -> None:
     elif source.is_file() and target.suffix != ".gguf":
         build_once(target, lambda directory: convert_gguf(source, directory))
     elif not source.exists():
-        known = ", ".join(KNOWN_MODELS)
-        raise ValueError(f"{source} does not exist: give a GGUF file, a Hugging Face directory or a known name ({known})")
+        known = f"a Hugging Face directory or a known name ({', '.join(KNOWN_MODELS)})"
+        raise ValueError(f"{source} does not exist: give a GGUF file, {known}")
     else:
         raise ValueError(f"{source} to {target}: one must be a file named *.gguf, the other a directory")
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         epilog="examples:\n  convert model.gguf model/\n  convert outputs/rl/weights/step_100 model.gguf --type q8_0",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("source", type=Path, help="a GGUF file, a Hugging Face directory or a known name such as smollm2")
+    parser.add_argument("source", type=Path, help="a GGUF file, a Hugging Face directory or a known name (smollm2)")
     parser.add_argument("target", type=Path, help="a new directory, or a new file named *.gguf")
     parser.add_argument("--type", choices=FILE_TYPES, default="f16", help="type of matrices in GGUF (default f16)")
     options = parser.parse_args(argv)

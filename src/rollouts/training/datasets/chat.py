@@ -17,8 +17,8 @@ ROLES = frozenset("system developer user assistant tool function ipython".split(
 """Roles common in data sets and templates."""
 
 NO_TEMPLATE = (
-    "the model has no chat template, as base models do: add one to its directory (chat_template.jinja), train one with "
-    "`sft --tokenizer.chat-template FILE`, or use text instead of messages (completions; rows with prompt and completion)"
+    "the model has no chat template, like most base models: add one to its directory (chat_template.jinja), set one "
+    "with `sft --tokenizer.chat-template FILE`, or use text instead of messages (completions, prompt and completion)"
 )
 
 
