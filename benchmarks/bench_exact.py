@@ -103,10 +103,12 @@ def hash_rows(logprobs: torch.Tensor) -> list[bytes]:
 @contextmanager
 def record_distributions(digests: Digests, limit: int) -> Iterator[None]:
     """Hash the distributions from which engines sample, until there are `limit`."""
-    sample = model_runner.sample
+    sample, num_recorded = model_runner.sample, 0
 
     def record(logits: torch.Tensor, batch: Any, positions: Any) -> Any:
-        if len(digests) < limit:
+        nonlocal num_recorded
+        if num_recorded < limit:
+            num_recorded += len(logits)
             logprobs = torch.log_softmax(logits.float() / batch.temperature, dim=-1)
             keys = ((row.request, int(position)) for row, position in zip(batch.rows, positions, strict=True))
             digests.update(zip(keys, hash_rows(logprobs), strict=True))

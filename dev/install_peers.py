@@ -12,7 +12,7 @@ import sysconfig
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PEERS = ("trl==1.16.0", "ray[default]==2.60.0", "kubernetes-validate==1.37.0")
+PEERS = ("trl==1.16.0", "ray[default]==2.60.0", "kubernetes-validate==1.37.0", "llama-cpp-python==0.3.36")
 WITHOUT_REQUIREMENTS = (
     *("verl==0.9.1", "liger-kernel==0.8.5", "triton==3.9.0", "tensordict==0.15.3", "torchdata==0.11.0"),
     *("omegaconf==2.3.0", "hydra-core==1.3.8", "antlr4-python3-runtime==4.9.3", "codetiming==1.4.0", "pyvers==0.2.3"),

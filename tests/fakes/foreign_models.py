@@ -1,7 +1,7 @@
 """Random models of 10 to 30 million parameters in the shapes of published families, with published tokenizers.
 
-Each differs from the others in what programs tend to take for granted: tied heads, vocabulary sizes, special tokens, chat
-templates, generation configs.
+Each differs from the others in what programs tend to take for granted: tied heads, vocabulary sizes, special tokens,
+chat templates, generation configs.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ FOREIGN_MODELS = {
         "llama3",
         96,
         128261,
-        {"pad_token_id": 128004, "bos_token_id": 128000, "eos_token_id": 128001},
-        {"pad_token": "<|finetune_right_pad_id|>", "chat_template": MARKED},
+        {"pad_token_id": 128002, "bos_token_id": 128000, "eos_token_id": 128001},
+        {"pad_token": "<|reserved_special_token_0|>", "chat_template": MARKED},
         {"eos_token_id": 128009},
     ),
     # SentencePiece with 262,144 tokens, sliding windows.

@@ -29,7 +29,7 @@ MODEL_TYPES = {
 
 
 def fetch_tokenizer(name: str) -> Path:
-    """A directory with `tokenizer.json`, `tokenizer_config.json` and a minimal `config.json`; skips the test offline."""
+    """A directory with `tokenizer.json`, `tokenizer_config.json` and `config.json`; skips the test offline."""
     if shutil.which("npm") is None:
         pytest.skip("npm is not installed")
 

@@ -32,6 +32,7 @@ from prime_rl.runtime.hang_watchdog import WaitStatus
 from prime_rl.runtime.tokenizer import load_tokenizer, render_pieces, resolve_model_dir
 from prime_rl.transport.broadcast import Broadcast, BroadcastFailed, ReceivedWeights
 from prime_rl.utils.monitor import Monitor, build_monitor
+from rollouts.training.datasets.chat import NO_TEMPLATE
 
 T = TypeVar("T")
 THINK_TAIL = 8  # an opening reasoning tag is looked for in this many last tokens of a prompt
@@ -261,6 +262,8 @@ def build_service(config: InferenceConfig) -> ServerState:
     api_key = _read_key(config)
     model_dir = resolve_model_dir(config.model.name)
     tokenizer = load_tokenizer(config.model.name, trust_remote_code=config.model.trust_remote_code)
+    if not tokenizer.chat_template:
+        logger.warning(f"Only /completions can be used: {NO_TEMPLATE}")
     decode = build_decode(tokenizer)
     engine, weights = build_engine(config, model_dir, decode)
     parser = MessageParser(config.model.tool_call_parser, config.model.reasoning_parser is not None)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from prime_rl.pretrained.cache import build_once
+from prime_rl.pretrained.fetch import KNOWN_MODELS, fetch_model
 
 
 def convert(source: Path, target: Path, file_type: str = "f16") -> None:
@@ -18,13 +19,16 @@ def convert(source: Path, target: Path, file_type: str = "f16") -> None:
 
     if target.exists():
         raise ValueError(f"{target} exists: choose another name or remove it")
+    if not source.exists() and str(source) in KNOWN_MODELS:
+        source = fetch_model(str(source))
     if source.is_dir() and target.suffix == ".gguf":
         target.parent.mkdir(parents=True, exist_ok=True)
         write_gguf(source, target, file_type)
     elif source.is_file() and target.suffix != ".gguf":
         build_once(target, lambda directory: convert_gguf(source, directory))
     elif not source.exists():
-        raise ValueError(f"{source} does not exist: give a GGUF file or a Hugging Face directory")
+        known = f"a Hugging Face directory or a known name ({', '.join(KNOWN_MODELS)})"
+        raise ValueError(f"{source} does not exist: give a GGUF file, {known}")
     else:
         raise ValueError(f"{source} to {target}: one must be a file named *.gguf, the other a directory")
 
@@ -39,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         epilog="examples:\n  convert model.gguf model/\n  convert outputs/rl/weights/step_100 model.gguf --type q8_0",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("source", type=Path, help="a GGUF file or a Hugging Face directory")
+    parser.add_argument("source", type=Path, help="a GGUF file, a Hugging Face directory or a known name (smollm2)")
     parser.add_argument("target", type=Path, help="a new directory, or a new file named *.gguf")
     parser.add_argument("--type", choices=FILE_TYPES, default="f16", help="type of matrices in GGUF (default f16)")
     options = parser.parse_args(argv)

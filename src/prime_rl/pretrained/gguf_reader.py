@@ -22,7 +22,7 @@ from prime_rl.pretrained.gguf_architectures import (
     gemma3_query_scalar,
     separate_rope,
 )
-from prime_rl.pretrained.gguf_tokenizer import build_tokenizer_files
+from prime_rl.pretrained.gguf_tokenizer import END_TOKENS, build_tokenizer_files
 from rollouts.training.model_config import check_model_config
 from rollouts.training.tensor_files import save_tensors
 
@@ -170,7 +170,7 @@ def _read_rope_scaling(
 
 def _build_generation_config(metadata: dict[str, Any]) -> dict[str, Any]:
     """End tokens of messages and of texts, and the other special ids."""
-    names = ("eos_token_id", "eot_token_id", "eom_token_id")
+    names = ("eos_token_id", *END_TOKENS)
     ends = [metadata[f"tokenizer.ggml.{name}"] for name in names if f"tokenizer.ggml.{name}" in metadata]
     ids = {
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),

@@ -21,6 +21,9 @@ LLAMA3_SPLIT = QWEN_SPLIT.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 """Special tokens: name in `tokenizer_config.json` --> name in GGUF."""
 
+END_TOKENS = ("eot_token_id", "eom_token_id")
+"""Keys of end tokens besides `eos_token_id`: end of turn, end of message."""
+
 
 class TokenType(IntEnum):
     """`tokenizer.ggml.token_type`."""
@@ -179,6 +182,9 @@ def read_tokenizer_metadata(directory: Path, vocab_size: int) -> dict[str, tuple
         token = token["content"] if isinstance(token, dict) else token
         if token in ids:
             values[f"{key}_token_id"] = ids[token], (kinds.UINT32,)
+    end = values.get("eos_token_id", (None,))[0]
+    for name, token_id in zip(END_TOKENS, _read_further_ends(directory, end), strict=False):
+        values[name] = token_id, (kinds.UINT32,)
     begin = values.get("bos_token_id", (None,))[0]
     first = Tokenizer.from_file(str(path)).encode("a").ids[:1]
     values["add_bos_token"] = begin is not None and first == [begin], (kinds.BOOL,)
@@ -188,6 +194,17 @@ def read_tokenizer_metadata(directory: Path, vocab_size: int) -> dict[str, tuple
     if isinstance(template, str):
         result["tokenizer.chat_template"] = template, (kinds.STRING,)
     return result
+
+
+def _read_further_ends(directory: Path, end: int | None) -> list[int]:
+    """End tokens of `generation_config.json` besides `end`; `ValueError` for more than GGUF has keys."""
+    path = directory / "generation_config.json"
+    ids = read_json_file(path).get("eos_token_id") if path.is_file() else None
+    ends = [ids] if isinstance(ids, int) else list(ids or [])
+    further = [token_id for token_id in ends if token_id != end]
+    if len(further) > len(END_TOKENS):
+        raise ValueError(f"{path} has {len(ends)} end tokens, GGUF has room for {1 + len(END_TOKENS)}: remove some")
+    return further
 
 
 def _list_tokens(tokenizer: dict[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:

@@ -12,6 +12,7 @@ from prime_rl.pretrained.fetch import KNOWN_MODELS, fetch_model
 from prime_rl.runtime.run_dir import RunDir
 from rollouts.training.datasets.chat import RenderedChat, render_chat, render_pieces
 from rollouts.training.datasets.rows import describe_hub_error
+from rollouts.training.json_files import read_json_file
 from rollouts.training.steps import latest_step, step_path
 
 if TYPE_CHECKING:
@@ -101,7 +102,10 @@ def load_tokenizer(
     if (directory / "tokenizer.json").is_file() and not trust_remote_code:
         from transformers import PreTrainedTokenizerFast
 
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(directory))
+        # transformers suspects an old Mistral tokenizer in every directory whose config.json has no version.
+        is_mistral = "stral" in str(read_json_file(directory / "config.json").get("model_type"))
+        options = {} if is_mistral else {"fix_mistral_regex": False}
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(directory), **options)
     else:
         from transformers import AutoTokenizer
 

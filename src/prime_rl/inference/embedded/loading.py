@@ -15,6 +15,7 @@ from prime_rl.inference.detokenizer import Decode
 from prime_rl.inference.embedded.cuda_graphs import build_recorder
 from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.engine import AdapterSpec
+from prime_rl.runtime.tokenizer import load_tokenizer
 from prime_rl.trainer.models.causal_lm import tensor_names
 from prime_rl.trainer.models.registry import load_causal_lm, load_hf_config, read_files
 from prime_rl.transport.broadcast import Broadcast, ReceivedWeights, receive_weights
@@ -105,10 +106,12 @@ def build_engine(config: InferenceConfig, model_dir: Path, decode: Decode) -> Em
 
 
 def load_eos_ids(model_dir: Path) -> list[int]:
-    """EOS token ids from `generation_config.json` or else `config.json`."""
+    """EOS token ids from `generation_config.json`, else `config.json`, else the tokenizer's."""
     path = model_dir / "generation_config.json"
     generation = read_json_file(path) if path.is_file() else {}
     ids = generation.get("eos_token_id", load_hf_config(model_dir).get("eos_token_id"))
+    if ids is None and (model_dir / "tokenizer.json").is_file():
+        ids = load_tokenizer(str(model_dir)).eos_token_id
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 

@@ -16,6 +16,11 @@ ChatMessage = Mapping[str, Any]
 ROLES = frozenset("system developer user assistant tool function ipython".split())
 """Roles common in data sets and templates."""
 
+NO_TEMPLATE = (
+    "the model has no chat template, like most base models: add one to its directory (chat_template.jinja), set one "
+    "with `sft --tokenizer.chat-template FILE`, or use text instead of messages (completions, prompt and completion)"
+)
+
 
 @dataclass
 class TemplateRenderer:
@@ -74,7 +79,7 @@ def render_pieces(
     or results that it drops.
     """
     if not tokenizer.chat_template:
-        raise ValueError("the model's tokenizer has no chat template: pass one or use completions")
+        raise ValueError(NO_TEMPLATE)
     template = str(tokenizer.chat_template)
     cleaned = [_clean_message(message, f"messages[{i}]", template) for i, message in enumerate(messages)]
     profile = inspect_template(tokenizer)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_tokenizers import build_smollm2
 from torch import Tensor
 
 from prime_rl.inference.detokenizer import Detokenizer, StopStringMatcher, TokenNames, build_decode
@@ -341,6 +342,12 @@ def test_tokens_that_end_an_answer(
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     assert loading.load_eos_ids(tmp_path) == expected
+
+
+def test_end_token_of_the_tokenizer_where_no_config_names_one(tmp_path: Path) -> None:
+    tokenizer = build_smollm2(tmp_path)
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert loading.load_eos_ids(tmp_path) == [tokenizer.eos_token_id]
 
 
 def test_runs_of_shared_columns() -> None:

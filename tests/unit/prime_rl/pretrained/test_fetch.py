@@ -11,6 +11,7 @@ from gguf_models import save_model
 
 from prime_rl.pretrained import fetch
 from prime_rl.pretrained.cache import build_once
+from prime_rl.pretrained.convert import convert
 from prime_rl.pretrained.convert import main as convert_main
 from prime_rl.pretrained.gguf_writer import write_gguf
 from prime_rl.runtime.tokenizer import fingerprint_model, load_tokenizer, resolve_model_dir
@@ -118,5 +119,13 @@ def test_convert_in_both_directions(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == "llama"
     assert run(tmp_path / "new.gguf", tmp_path / "back") == 2
     assert "exists: choose another name" in capsys.readouterr().err
-    assert run(tmp_path / "none.gguf", tmp_path / "b") == 2 and "does not exist" in capsys.readouterr().err
+    assert run(tmp_path / "none.gguf", tmp_path / "b") == 2
+    assert "does not exist" in (error := capsys.readouterr().err) and "a known name (smollm2)" in error
     assert run(model, tmp_path / "b") == 2 and "named *.gguf" in capsys.readouterr().err
+
+
+def test_convert_takes_known_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_model(tmp_path / "model", "llama")
+    monkeypatch.setattr("prime_rl.pretrained.convert.fetch_model", lambda name: model if name == "smollm2" else None)
+    convert(Path("smollm2"), tmp_path / "model.gguf")
+    assert (tmp_path / "model.gguf").is_file()

@@ -200,6 +200,23 @@ def test_token_ids_survive_the_round_trip(pre: str, tmp_path: Path) -> None:
     assert (before.eos_token_id, before.pad_token_id) == (after.eos_token_id, after.pad_token_id)
 
 
+@pytest.mark.parametrize(("ends", "expected"), [([397, 398], [397, 398]), (398, [397, 398]), (397, [397])])
+def test_end_tokens_survive_the_round_trip(ends: int | list[int], expected: list[int], tmp_path: Path) -> None:
+    """Token 397 is that of the tokenizer; generation_config.json may name others."""
+    model = save_model(tmp_path / "model", "qwen3")
+    assert PreTrainedTokenizerFast.from_pretrained(model).eos_token_id == expected[0]
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    back = round_trip(model, tmp_path)
+    assert json.loads((back / "generation_config.json").read_text())["eos_token_id"] == expected
+
+
+def test_more_end_tokens_than_gguf_has_keys_are_refused(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", "qwen3")
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2, 3, 4]}))
+    with pytest.raises(ValueError, match="has 4 end tokens"):
+        write_gguf(model, tmp_path / "model.gguf")
+
+
 VOCAB = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *"▁abc", "ab", "▁a", "bc", "abc", "▁ab", "ca"]
 SCORES = [0.0] * 259 + [-1000.0] * 4 + [-3.0, -1.0, -2.0, -5.0, -4.0, -6.0]
 
