@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import gguf
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch_sft import check_parity
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prime_rl.inference.embedded.engine import EmbeddedEngine
@@ -87,3 +89,13 @@ def test_weights_equal_those_of_the_gguf_package(directory: Path, tmp_path: Path
             assert np.array_equal(found, expected)
             return
     raise AssertionError("the tensor is missing")
+
+
+def test_sft_equals_a_torch_loop(directory: Path, tmp_path: Path) -> None:
+    """Packed, in micro-batches; losses, gradient norms, schedule and clipping of ten steps."""
+    rows = [
+        {"prompt": f"What is {i} + {3 * i}?", "completion": f"{i} + {3 * i} = {4 * i}, so: {4 * i}"} for i in range(90)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"pack_function": "cat", "batch_size": 2, "seq_len": 160}
+    check_parity(directory, tmp_path / "rows.jsonl", tmp_path / "out", lr=5e-5, **data)
