@@ -27,7 +27,8 @@ from prime_rl.pretrained.fetch import KNOWN_MODELS
 from prime_rl.runtime.machine import find_free_port
 from rollouts.training.metrics import load_jsonl, load_last_attempts
 
-TRAINING = {"sft": ("SFT", ("loss/mean",)), "rl": ("RL", ("reward/mean",))}
+HELD_OUT_LOSS = "val_loss/mean"
+TRAINING = {"sft": ("SFT", ("loss/mean", HELD_OUT_LOSS)), "rl": ("RL", ("reward/mean",))}
 """Training stages in order: title, and the metrics that are plotted."""
 UNTOUCHED = "untouched"
 NUM_SAMPLES = 4
@@ -97,7 +98,8 @@ class Example:
             if stage == "rl":
                 options += ["--inference.server.port", str(find_free_port())]
             stages.run(f"{title}, seed {seed}", stage, *options)
-            curves[stage] = {name: read_curve(directory / stage, name) for name in metrics}
+            read = {name: read_curve(directory / stage, name) for name in metrics}
+            curves[stage] = {name: curve for name, curve in read.items() if curve}
             model = shown(newest_weights(directory / stage))
             if self.is_evaluated:
                 title = f"evaluation after {title}, seed {seed}"
@@ -197,6 +199,8 @@ def render_scores(untouched: Result, results: dict[int, Result]) -> str:
     stages = list(dict.fromkeys([*untouched["scores"], *(stage for r in results.values() for stage in r["scores"])]))
     envs = list(dict.fromkeys(env for stage in untouched["scores"].values() for env in stage))
     columns = ["seed", *(f"{env}, {name_stage(stage)}" for env in envs for stage in stages)]
+    losses = [stage for stage in TRAINING if any(HELD_OUT_LOSS in r["curves"].get(stage, {}) for r in results.values())]
+    columns += [f"held-out loss, {TRAINING[stage][0]}" for stage in losses]
     columns += ["minutes", "CPU minutes", "peak memory, GiB"]
     lines = [columns, ["---:" for _ in columns]]
     for seed, result in results.items():
@@ -204,6 +208,8 @@ def render_scores(untouched: Result, results: dict[int, Result]) -> str:
         cost = [result[key] + untouched[key] for key in ("seconds", "cpu_seconds")]
         peak = max(result["peak_bytes"], untouched["peak_bytes"])
         lines.append([str(seed), *(render_score(scores[stage][env]) for env in envs for stage in stages)])
+        curves = [result["curves"][stage][HELD_OUT_LOSS] for stage in losses]
+        lines[-1] += [f"{curve[0][1]:.3f} to {curve[-1][1]:.3f}" for curve in curves]
         lines[-1] += [f"{cost[0] / 60:.1f}", f"{cost[1] / 60:.1f}", f"{peak / 2**30:.1f}"]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 

@@ -48,6 +48,19 @@ def test_results_of_finished_seeds_become_one_page(tmp_path: Path) -> None:
     assert (tmp_path / "sums" / "curve.svg").is_file()
 
 
+def test_held_out_losses_are_shown(tmp_path: Path) -> None:
+    directory = tmp_path / "gsm8k_sft"
+    keep(directory / "untouched", "untouched", 0.1, "3")
+    result = json.loads((directory / "untouched" / "result.json").read_text()) | {"scores": {}, "curves": {}}
+    (directory / "untouched" / "result.json").write_text(json.dumps(result))
+    (directory / "seed_0").mkdir()
+    result["curves"] = {"sft": {"loss/mean": [[1, 1.5]], "val_loss/mean": [[0, 1.25], [1, 1.125]]}}
+    (directory / "seed_0" / "result.json").write_text(json.dumps(result))
+    run_script("examples/smollm2/gsm8k_sft", "--output-dir", str(tmp_path))
+    page = (directory / "results.md").read_text()
+    assert page.startswith("| seed | held-out loss, SFT | minutes |") and "| 0 | 1.250 to 1.125 | 2.0 |" in page
+
+
 @pytest.mark.parametrize(
     ("example", "words"),
     [("examples/smollm2", "name the folder of an example"), (EXAMPLE, "is an unfinished run: remove it")],
