@@ -26,41 +26,55 @@ MIN_WORDS = 3
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule: wordings of its instruction, values that fill them, and the check of an answer against a value."""
+    """A rule: wordings of its instruction, values that fill them, and the score of an answer for a value, 0 to 1."""
 
     wordings: Sequence[str]
     held_out_wordings: Sequence[str]
     values: Sequence[Any]
     held_out_values: Sequence[Any]
-    check: Callable[[str, Any], bool]
+    score: Callable[[str, Any], float]
     show: Callable[[Any], str] = str
 
 
-def is_lowercase(text: str, value: None) -> bool:
-    """No uppercase letter, and at least three words."""
-    return text == text.lower() and len(re.findall(r"[a-z]+", text)) >= MIN_WORDS
+def score_lowercase(text: str, value: None) -> float:
+    """1 / (1 + uppercase letters); 0 for less than three words."""
+    num_uppercase = sum(letter != letter.lower() for letter in text)
+    return 1 / (1 + num_uppercase) if len(re.findall(r"[^\W\d_]+", text)) >= MIN_WORDS else 0.0
 
 
-def has_bullets(text: str, number: int) -> bool:
-    """As many lines with a bullet and text as asked for, and no bullet without text."""
-    bullets = re.findall(r"^[ \t]*[-*\u2022](.*)$", text, re.MULTILINE)
-    return len(bullets) == number and all(re.search(r"\w", bullet) for bullet in bullets)
+def score_bullets(text: str, number: int) -> float:
+    """1 / (1 + difference of the number of bullets), half of it for a numbered list; 0 with an item without text."""
+    bullets, numbered = (re.findall(rf"^[ \t]*{mark}(.*)$", text, re.MULTILINE) for mark in (r"[-*\u2022]", r"\d+[.)]"))
+    items = bullets or numbered
+    if not items or not all(re.search(r"\w", item) for item in items):
+        return 0.0
+    return (1.0 if bullets else 0.5) / (1 + abs(len(items) - number))
 
 
-def is_json_with_keys(text: str, keys: Sequence[str]) -> bool:
-    """A JSON object, alone or in a code block, with exactly these keys and a text, number or list for each."""
+def score_json(text: str, keys: Sequence[str]) -> float:
+    """1 for a JSON object, alone or in a code block, with exactly these keys and no empty value.
+
+    1/2 for any other object, 1/4 for a text that begins like one.
+    """
     fenced = re.fullmatch(r"```(?:json)?\s*(.*?)\s*```", text.strip(), re.DOTALL)
+    body = fenced[1] if fenced else text.strip()
     try:
-        found = json.loads(fenced[1] if fenced else text)
+        found = json.loads(body)
     except (json.JSONDecodeError, RecursionError):
-        return False
-    return isinstance(found, dict) and sorted(found) == sorted(keys) and all(found.values())
+        return 0.25 if body.startswith("{") else 0.0
+    if not isinstance(found, dict):
+        return 0.0
+    return 1.0 if sorted(found) == sorted(keys) and all(found.values()) else 0.5
 
 
-def ends_with(text: str, phrase: str) -> bool:
-    """The phrase is last, after at least three other words; case, quotes and its last mark do not matter."""
+def score_end(text: str, phrase: str) -> float:
+    """1 if the phrase is last, after at least three other words; 1/2 if it is anywhere.
+
+    Case, quotes and its last mark do not matter.
+    """
     before, found, after = text.lower().rpartition(phrase.lower().rstrip(".!?"))
-    return bool(found) and not re.search(r"\w", after) and len(re.findall(r"\w+", before)) >= MIN_WORDS
+    is_last = found and not re.search(r"\w", after) and len(re.findall(r"\w+", before)) >= MIN_WORDS
+    return 1.0 if is_last else 0.5 if found else 0.0
 
 
 RULES = {
@@ -69,14 +83,14 @@ RULES = {
         ["Your whole answer should be in lower case.", "Do not use any uppercase letter."],
         [None],
         [None],
-        is_lowercase,
+        score_lowercase,
     ),
     "bullets": Rule(
         ["Use exactly {} bullet points.", "Answer with {} bullet points.", "Give a list of {} bullet points."],
         ["Your answer must contain exactly {} bullets.", "Write {} items, each as a bullet point."],
         [2, 3, 4],
         [2, 3, 4],
-        has_bullets,
+        score_bullets,
     ),
     "json_keys": Rule(
         [
@@ -90,7 +104,7 @@ RULES = {
             *(["subject", "size"], ["label", "use"], ["item", "origin"]),
         ],
         [["name", "summary"], ["title", "reason"], ["thing", "place"], ["word", "example"]],
-        is_json_with_keys,
+        score_json,
         lambda keys: " and ".join(f'"{key}"' for key in keys),
     ),
     "end_phrase": Rule(
@@ -112,7 +126,7 @@ RULES = {
             *("Over and out.", "Now you know."),
         ],
         ["Any other questions?", "Good luck!", "I hope you agree.", "Enjoy the rest of your day."],
-        ends_with,
+        score_end,
     ),
 }
 
@@ -120,7 +134,8 @@ RULES = {
 def load_environment(
     rules: Sequence[str] = tuple(RULES), num_train_examples: int = 2000, num_eval_examples: int = 40, seed: int = 0
 ) -> dict[str, Any]:
-    """One turn: a question about a topic with one of the `rules`. Reward: 1 if the answer follows the rule.
+    """One turn: a question about a topic with one of the `rules`. Reward: 1 if the answer follows the rule, less
+    if it does so in part.
 
     Held-out prompts have topics, questions, wordings of the rule, and key names and phrases that training never uses.
     """
@@ -129,13 +144,18 @@ def load_environment(
     return {
         "dataset": build_rows(num_train_examples, rules, f"train-{seed}", held_out=False),
         "eval_dataset": build_rows(num_eval_examples, rules, f"eval-{seed}", held_out=True),
-        "rewards": follows_rule,
+        "rewards": [score, (follows_rule, 0.0)],
     }
+
+
+def score(completion: str, info: dict[str, Any]) -> float:
+    """How far the answer follows the rule of its row, 0 to 1."""
+    return RULES[info["rule"]].score(completion, info["value"])
 
 
 def follows_rule(completion: str, info: dict[str, Any]) -> float:
     """1 if the answer follows the rule of its row, else 0."""
-    return float(RULES[info["rule"]].check(completion, info["value"]))
+    return float(score(completion, info) == 1)
 
 
 def build_rows(num_rows: int, rules: Sequence[str], seed: str, *, held_out: bool) -> list[dict[str, Any]]:

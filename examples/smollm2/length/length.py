@@ -61,16 +61,17 @@ QUESTIONS = [
 def load_environment(
     target: int = 50, num_train_examples: int = 2000, num_eval_examples: int = 64, seed: int = 0
 ) -> dict[str, Any]:
-    """One turn: a post, and the request for a summary. Reward: -|target - characters| / target, at most 0.
+    """One turn: a post, and the request for a summary.
 
-    Posts are made of parts; the events of held-out posts occur in no training post. Metrics: `distance` in characters,
-    `within_10` characters, and `words_from_post`, a rough check that the answer is still about the post.
+    Reward: 1 / (1 + |target - characters| / target), plus half of the share of the words that are from the post.
+    Posts are made of parts; the events of held-out posts occur in no training post. Metrics: `distance` in characters
+    and `within_10` characters.
     """
     if target < 1:
         raise ValueError(f"target {target} must be at least 1 character")
 
     def closeness(completion: str) -> float:
-        return -distance(completion) / target
+        return 1 / (1 + distance(completion) / target)
 
     def distance(completion: str) -> float:
         return abs(target - len(completion))
@@ -81,7 +82,7 @@ def load_environment(
     return {
         "dataset": build_rows(num_train_examples, EVENTS, f"train-{seed}"),
         "eval_dataset": build_rows(num_eval_examples, HELD_OUT_EVENTS, f"eval-{seed}"),
-        "rewards": [closeness, (distance, 0.0), (within_10, 0.0), (words_from_post, 0.0)],
+        "rewards": [closeness, (distance, 0.0), (within_10, 0.0), (words_from_post, 0.5)],
     }
 
 
@@ -106,5 +107,5 @@ def build_rows(num_rows: int, events: Sequence[str], seed: str) -> list[dict[str
             parts.append(options[index])
         person, event, sequel, question = parts
         post = f"{person} {event}. {sequel} {question}"
-        rows.append({"prompt": f"Write a TL;DR of this post:\n\n{post}", "info": {"post": post}})
+        rows.append({"prompt": f"Write a TL;DR of this post, one short sentence:\n\n{post}", "info": {"post": post}})
     return rows

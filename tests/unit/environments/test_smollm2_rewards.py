@@ -25,7 +25,7 @@ def load(name: str) -> ModuleType:
 def test_length_rewards_the_distance_to_the_target() -> None:
     env = load("length").load_environment(target=20, num_train_examples=30, num_eval_examples=10)
     closeness, (distance, _), (within_10, _), (words, _) = env["rewards"]
-    assert [closeness("x" * n) for n in (20, 30, 0, 60)] == [0, -0.5, -1, -2]
+    assert [closeness("x" * n) for n in (20, 30, 0, 60)] == pytest.approx([1, 2 / 3, 1 / 2, 1 / 3])
     assert distance("x" * 30) == 10 and within_10("x" * 30) == 1 and within_10("x" * 31) == 0
     row = {"info": {"post": "My roommate forgot my birthday."}}
     assert words("Roommate forgot everything", row) == pytest.approx(2 / 3) and words("a b", row) == 0
@@ -78,6 +78,25 @@ def test_format_rules(rule: str, value: Any, good: list[str], bad: list[str]) ->
     info = {"rule": rule, "value": value}
     assert [text for text in good if reward(text, info) != 1] == []
     assert [text for text in bad if reward(text, info) != 0] == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "value", "text", "expected"),
+    [
+        ("lower_case", None, "Honey bees live in Hives.", 1 / 3),
+        ("lower_case", None, "ok", 0),
+        ("bullets", 3, "- a\n- b", 1 / 2),
+        ("bullets", 3, "1. a\n2. b\n3. c", 1 / 2),
+        ("bullets", 3, "a, b", 0),
+        ("json_keys", ["name"], '{"title": "x"}', 1 / 2),
+        ("json_keys", ["name"], '{"name": "x', 1 / 4),
+        ("json_keys", ["name"], '["name"]', 0),
+        ("end_phrase", "The end.", "The end. But not yet", 1 / 2),
+        ("end_phrase", "The end.", "It is cold.", 0),
+    ],
+)
+def test_format_gives_partial_credit(rule: str, value: Any, text: str, expected: float) -> None:
+    assert load("format").score(text, {"rule": rule, "value": value}) == pytest.approx(expected)
 
 
 def test_rules_are_mixed_and_held_out_prompts_are_new() -> None:
