@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from dev.gpu.context import Context, Measured, measure_error
 
-from prime_rl.trainer.models.hf_model import load_hf_model
 from prime_rl.trainer.models.attention import PackedAttention
+from prime_rl.trainer.models.hf_model import load_hf_model
 from prime_rl.trainer.models.registry import load_decoder
 
 OPTIONS: dict[str, dict[str, Any]] = {
