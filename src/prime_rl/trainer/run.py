@@ -78,7 +78,12 @@ class TrainerRun:
                 start = time.monotonic()
                 yield step
                 progress.advance()
-                if step == self.first_step + 1 and last is not None and not (is_hidden or progress.has_bar):
+                if (
+                    step == self.first_step + 1
+                    and last is not None
+                    and step < last
+                    and not (is_hidden or progress.has_bar)
+                ):
                     seconds = (last - step) * (time.monotonic() - start)
                     logger.info(f"About {format_seconds(seconds)} for the remaining {last - step} steps")
 
