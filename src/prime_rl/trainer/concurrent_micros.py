@@ -160,7 +160,7 @@ def find_obstacle(config: ModelConfig, placement: DeviceConfig, model: CausalLM,
         f"dtype {str(placement.dtype).removeprefix('torch.')}": placement.dtype != torch.float32,
         "a run of several ranks": num_ranks > 1,
         "OMP_NUM_THREADS above 1": torch.get_num_threads() > 1,
-        "this model class": not model.mixes_tokens_only_in_attend or model.config.num_experts > 0,
+        "this model class": type(model) is not CausalLM or model.config.num_experts > 0,
         "model.ac or model.compile": config.ac is not None or config.compile is not None,
         "model.lora.dropout": has_dropout,  # random numbers are drawn in the order of execution
     }
