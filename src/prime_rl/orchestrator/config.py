@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from prime_rl.client.multi_turn import find_constraint
 from prime_rl.configuration.sections import (
     ClientConfig,
     EnvConfig,
@@ -296,6 +297,15 @@ class OrchestratorConfig(TrackersConfig):
             raise ValueError(
                 f"batch_size = {self.batch_size} is not a multiple of rollouts_per_example = "
                 f"{self.rollouts_per_example}: a batch consists of whole groups"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_sampling(self) -> OrchestratorConfig:
+        if (name := find_constraint(self.sampling.extra_body)) is not None:
+            raise ValueError(
+                f"sampling.extra_body.{name} restricts sampling by a grammar, whose log-probs are not those of the "
+                "trained policy: leave it out in training"
             )
         return self
 
