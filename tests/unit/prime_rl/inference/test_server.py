@@ -200,7 +200,7 @@ REFUSALS: list[tuple[dict[str, Any], int, str]] = [
     ({"colr": 1}, 400, "unknown field 'colr'"),
     ({"presence_penalty": 3}, 400, "presence_penalty must be a number from -2 to 2"),
     ({"use_beam_search": True}, 400, "use_beam_search = True is not supported"),
-    ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+    ({"response_format": {"type": "xml"}}, 400, "response_format"),
     ({"temperature": -1}, 400, "temperature must be a number from 0"),
     ({"temperature": "hot"}, 400, "temperature"),
     ({"temperature": 1e-40}, 400, "temperature must be 0 or at least 1e-06"),
