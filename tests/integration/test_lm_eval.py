@@ -24,7 +24,7 @@ COMMAND = os.environ.get("LM_EVAL") or shutil.which(
 )
 ROWS = [
     {"question": "abc", "choices": ["cba", "abc", "xyz"], "answer": 0},
-    {"question": "12", "choices": ["1", "2 3 4"], "answer": 1},
+    {"question": "de", "choices": ["d", "e d e"], "answer": 1},
 ]
 CHOICE_TASK = """
 task: choose
