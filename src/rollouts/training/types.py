@@ -243,7 +243,7 @@ class RLTrainingConfig:
     """
 
     num_steps: int
-    sync_every: int = 1
+    sync_every: int = 10
     baseline: float = 0.0
     log_every: int = 10
     checkpoint_every: int = 100
@@ -268,7 +268,7 @@ class RLTrainingConfig:
             raise ValueError("advantage_std divides by a group's deviation: choose an estimator that uses groups")
 
     def _check_unset(self) -> None:
-        if self.advantage_std and (self.baseline or self.advantage_fn is not None):
+        if self.advantage_std:
             raise ValueError("advantage_std divides by a group's deviation: choose an estimator that uses groups")
         if self.baseline and self.advantage_fn is not None:
             raise ValueError(f"baseline {self.baseline} has no effect with advantage_fn: leave one of the two out")

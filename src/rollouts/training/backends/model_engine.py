@@ -21,7 +21,7 @@ WEIGHTS_FILE = "model.safetensors"
 
 
 @dataclass(eq=False)
-class _Request:
+class _PendingPrompt:
     """A prompt that waits for the next batch."""
 
     prompt: Any
@@ -57,14 +57,14 @@ class ModelEngine:
         self.model = own.eval().requires_grad_(False)
         self.tokenizer, self.max_tokens, self.temperature = tokenizer, max_tokens, temperature
         self.version, self.max_batch_size = 0, max_batch_size
-        self._waiting: list[_Request] = []
+        self._waiting: list[_PendingPrompt] = []
         self._generator = torch.Generator().manual_seed(seed)
         eos = self.model.generation_config.eos_token_id
         self._eos_ids = [tokenizer.eos_token_id] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
     async def __call__(self, prompts: Sequence[Any]) -> list[Sample]:
         """One sample per prompt."""
-        requests = [_Request(prompt, self._encode(prompt)) for prompt in prompts]
+        requests = [_PendingPrompt(prompt, self._encode(prompt)) for prompt in prompts]
         self._waiting += requests
         await anyio.sleep(0)  # concurrent calls are added
         while any(request.result is None for request in requests):
@@ -76,7 +76,7 @@ class ModelEngine:
                 raise sample
         return [sample for sample in samples if isinstance(sample, Sample)]
 
-    def _run(self, batch: list[_Request]) -> None:
+    def _run(self, batch: list[_PendingPrompt]) -> None:
         try:
             rows = self._generate([request.prompt_ids for request in batch])
         except Exception as error:

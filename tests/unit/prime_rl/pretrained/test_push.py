@@ -82,10 +82,8 @@ class Handler(BaseHTTPRequestHandler):
             self.server.messages.append(lines[0]["value"]["summary"])
             for line in lines[1:]:
                 self.server.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-            self.answer(
-                200,
-                {"commitUrl": f"{self.server.url}/me/model/commit/{'1' * 40}", "commitOid": "1" * 40, "success": True},
-            )
+            url = f"{self.server.url}/me/model/commit/{'1' * 40}"
+            self.answer(200, {"commitUrl": url, "commitOid": "1" * 40, "success": True})
 
 
 @pytest.fixture
@@ -126,7 +124,7 @@ def test_push_uploads_a_loadable_model_with_its_card(
     assert run(push_main, *args) == 0
     out, err = capsys.readouterr()
     assert out.strip() == f"{hub.url}/me/model" and TOKEN not in out + err
-    assert hub.created[0]["name"] == "model" and hub.created[0]["private"] is True and hub.messages == ["First"]
+    assert hub.created[0]["name"] == "model" and hub.created[0]["visibility"] == "private" and hub.messages == ["First"]
     assert not {"STABLE", "manifest.json"} & hub.files.keys()
     card = hub.files["README.md"].decode()
     for part in (
