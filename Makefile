@@ -2,8 +2,8 @@
 # every path below is relative to this file.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help bench docs gpu gpu-bundle setup test test-unit test-integration test-extras test-peers test-vllm test-all \
-  chaos fuzz demo demo-real distill lint format clean
+.PHONY: help bench docs gpu gpu-bundle setup test test-unit test-integration test-extras test-peers test-lm-eval \
+  test-vllm test-all chaos fuzz demo demo-real distill lint format clean
 
 PY := .venv/bin/python
 STAMP := .venv/.installed
@@ -98,6 +98,13 @@ $(PEERS_STAMP): $(STAMP) dev/install_peers.py
 	@$(PEERS_PY) dev/install_peers.py > .venv-peers/install.log 2>&1 \
 	  || { tail -n 15 .venv-peers/install.log; echo "error: pip failed, full log: .venv-peers/install.log"; exit 1; } >&2
 	@touch $(PEERS_STAMP)
+
+LM_EVAL := .venv-lm-eval/bin/lm_eval
+
+test-lm-eval: setup  ## create .venv-lm-eval with lm-evaluation-harness, then run it against our server (minutes)
+	@[ -x $(LM_EVAL) ] || { $(PY) -m venv --clear .venv-lm-eval && \
+	  .venv-lm-eval/bin/python -m pip install --disable-pip-version-check -q 'lm-eval[api]==0.4.13' transformers; }
+	@$(PY) -m pytest tests/integration/test_lm_eval.py -m slow
 
 test-all: test-extras $(PEERS_STAMP) $(VLLM_STAMP)  ## install all test dependencies, then run every test (hours; DATA=, SPEC=)
 	@$(PY) dev/install_system.py iproute2 slurm-wlm munge kubernetes-client || true

@@ -233,9 +233,14 @@ def _derive_advantage(tables: ConfigTables) -> None:
     settings["advantage.std"] = choice.std
     if tables.is_off("orchestrator.advantage"):
         settings = {"advantage": {}}
+    is_custom = tables.get("orchestrator.advantage.import_path") is not None
+    if is_custom:
+        settings = {}
     if choice.drop_equal:
         settings["buffer.filters"] = [{"name": "zero_variance"}]
-    if choice.overlong and isinstance(max_tokens, int):
+    if choice.overlong and is_custom:
+        tables.note(f"{name} with orchestrator.advantage.import_path has no overlong penalty")
+    elif choice.overlong and isinstance(max_tokens, int):
         settings["length_penalty"] = {"type": "overlong", "coef": 1.0, "window": max(1, max_tokens // OVERLONG_SHARE)}
     elif choice.overlong:
         tables.note(f"{name} without orchestrator.sampling.max_tokens has no overlong penalty")

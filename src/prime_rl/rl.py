@@ -72,9 +72,12 @@ def check_inputs(config: RLConfig) -> None:
         find_level(log.level)
     check_trackers(config.trainer)
     check_trackers(config.orchestrator)
-    if config.trainer.loss.import_path is not None:
-        sys.path.append(str(Path.cwd()))  # the trainer, started by `python -m`, imports from there
+    advantage = config.orchestrator.advantage
+    if config.trainer.loss.import_path is not None or (advantage is not None and advantage.import_path is not None):
+        sys.path.append(str(Path.cwd()))  # the processes, started by `python -m`, import from there
         config.trainer.loss.import_custom()
+        if advantage is not None:
+            advantage.import_custom()
     check_weights(resolve_model_dir(config.model.name), config.model.debug.random_init)
     check_environments([*config.orchestrator.env, *config.orchestrator.eval_envs])
     if config.inference is not None:

@@ -43,6 +43,13 @@ class TokenClient(Protocol):
     def overlong(self, num_tokens: int) -> Exception: ...
 
 
+UNCONSTRAINED: dict[str, tuple[Any, ...]] = {
+    "response_format": (None, {"type": "text"}),
+    "tool_choice": (None, "auto", "none"),
+    "structured_outputs": (None,),
+}
+"""Request fields that can restrict sampling by a grammar (vLLM's included), with the values that do not."""
+
 RENDERED = ("messages", "tools", "chat_template_kwargs")
 """Request fields that the chat template renders."""
 
@@ -109,7 +116,8 @@ class MultiTurnClient:
         if not (body.get("logprobs") and body.get("return_token_ids")) or body.get("n", 1) != 1:
             return await self._client.generate("/chat/completions", body)
         keys = [_encode(message) for message in body["messages"]]
-        extended = await self._extend(body, keys)
+        constrained_by = find_constraint(body)
+        extended = None if constrained_by is not None else await self._extend(body, keys)
         answer = None
         if extended is not None:
             limited = self._with_room(body | {"tokens": extended.tokens}, len(extended.tokens))
@@ -119,6 +127,7 @@ class MultiTurnClient:
             answer = await self._client.generate("/chat/completions", body)
         choice = answer.choices[0] if answer.choices else None
         if choice is not None and choice.token_ids is not None and answer.prompt_token_ids is not None:
+            choice.constrained_by = constrained_by
             if extended is None:
                 choice.chat_request = _plain_copy({key: body[key] for key in RENDERED if body.get(key) is not None})
             message = _as_message(choice.message)
@@ -150,6 +159,7 @@ class MultiTurnClient:
         answer = await self._client.generate("/completions", body)
         choice = answer.choices[0] if answer.choices else None
         if choice is not None and choice.token_ids is not None and choice.prompt_token_ids is not None:
+            choice.constrained_by = find_constraint(body)
             if turn is None:
                 choice.chat_request = {"prompt": text}
             tokens = [*choice.prompt_token_ids, *choice.token_ids]
@@ -212,6 +222,14 @@ class _MultiTurnChat:
 
     def __init__(self, conversation: MultiTurnClient) -> None:
         self.completions = _Create(conversation.create_chat)
+
+
+def find_constraint(body: Body) -> str | None:
+    """The request field whose grammar restricts sampling; None if there is none."""
+    for name, neutral in UNCONSTRAINED.items():
+        if body.get(name) not in neutral:
+            return name
+    return next((name for name in body if name.startswith("guided_") and body[name] is not None), None)
 
 
 def _encode(value: Any) -> bytes:

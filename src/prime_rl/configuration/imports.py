@@ -20,10 +20,12 @@ def import_function(path: str, key: str) -> Callable[..., Any]:
     return function
 
 
-def check_arguments(function: Callable[..., Any], path: str, key: str, arguments: Mapping[str, Any]) -> None:
-    """Raise `ValueError` unless the function takes one positional argument, `inputs`, and the keyword `arguments`."""
+def check_arguments(
+    function: Callable[..., Any], path: str, key: str, arguments: Mapping[str, Any], positional: str = "inputs"
+) -> None:
+    """Raise `ValueError` unless the function takes one positional argument and the keyword `arguments`."""
     try:
         inspect.signature(function).bind(None, **arguments)
     except TypeError as error:
-        names = ", ".join(["inputs", *arguments])
+        names = ", ".join([positional, *arguments])
         raise ValueError(f"{key} = {path!r} does not take the arguments ({names}): {error}") from error

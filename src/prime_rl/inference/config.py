@@ -8,7 +8,14 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from prime_rl.configuration.sections import DebugModelConfig, LogConfig, SamplingConfig, WeightBroadcastConfig
+from prime_rl.client.multi_turn import find_constraint
+from prime_rl.configuration.sections import (
+    BASE_MODEL,
+    DebugModelConfig,
+    LogConfig,
+    SamplingConfig,
+    WeightBroadcastConfig,
+)
 from prime_rl.utils.pydantic_config import BaseConfig
 
 __all__ = [
@@ -148,6 +155,9 @@ class InferenceConfig(BaseConfig):
 
     model: ModelConfig = ModelConfig()
 
+    served_model_name: str | None = Field(default=None, min_length=1, max_length=256)
+    """Name of the model in requests and responses; unset: model.name, which is always accepted as well."""
+
     backend: Literal["auto", "embedded", "vllm", "sglang"] = "auto"
     """Inference engine: embedded runs the trainer's model code on any machine, vllm starts a vLLM server, sglang is a
     gateway to an existing SGLang server (experimental: tested against a fake server only).
@@ -198,6 +208,23 @@ class InferenceConfig(BaseConfig):
     """Run directory: weights may be loaded from it, metrics.jsonl and logs are written to it; unset: no files."""
 
     log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def _check_sampling(self) -> InferenceConfig:
+        if (name := find_constraint(self.sampling.extra_body)) is not None:
+            raise ValueError(f"sampling.extra_body.{name} cannot be a default: set it in each request")
+        return self
+
+    @property
+    def served_name(self) -> str:
+        """Name of the model in responses."""
+        return self.served_model_name or self.model.name
+
+    @model_validator(mode="after")
+    def _check_name(self) -> InferenceConfig:
+        if self.served_model_name == BASE_MODEL:
+            raise ValueError(f"served_model_name = {BASE_MODEL!r} is reserved: choose another name")
+        return self
 
     @model_validator(mode="after")
     def _check_backend(self) -> InferenceConfig:

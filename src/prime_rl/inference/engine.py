@@ -54,6 +54,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     prompt_temperature: float = 1.0
     prompt_start: int = 1
+    grammar: str | None = None
+    """Restricts the completion; see `prime_rl.inference.grammar`."""
 
 
 @dataclass(frozen=True, eq=False)

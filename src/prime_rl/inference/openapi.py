@@ -62,6 +62,25 @@ MESSAGE: Json = {
     "properties": {"role": {"enum": sorted(ROLES)}},
     "required": ["role"],
 }
+NAMED_TOOL: Json = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+    },
+    "required": ["function"],
+}
+RESPONSE_FORMATS: list[Json] = [
+    {"type": "object", "properties": {"type": {"enum": ["text", "json_object"]}}, "required": ["type"]},
+    {
+        "type": "object",
+        "properties": {
+            "type": {"const": "json_schema"},
+            "json_schema": {"type": "object", "properties": {"schema": {"type": "object"}}, "required": ["schema"]},
+        },
+        "required": ["type", "json_schema"],
+    },
+]
 PROPERTIES: dict[str, Json] = {
     **{name: _describe_range("number", allowed) for name, allowed in NUMBERS.items()},
     **{name: _describe_range("integer", allowed) for name, allowed in INTEGERS.items()},
@@ -78,7 +97,8 @@ PROPERTIES: dict[str, Json] = {
     "logprobs": {"anyOf": [FLAG, {"type": "integer", "minimum": 0, "maximum": MAX_TOP_LOGPROBS}]},
     "messages": {"type": "array", "items": MESSAGE, "minItems": 1},
     "tools": {**OBJECTS, "type": ["array", "null"]},
-    "tool_choice": {"enum": ["auto", "none", None]},
+    "tool_choice": {"anyOf": [{"enum": ["auto", "none", "required", None]}, NAMED_TOOL]},
+    "response_format": {"anyOf": [{"type": "null"}, *RESPONSE_FORMATS]},
     "tokens": PROMPT,
     "chat_template_kwargs": _maybe("object"),
     "prompt": {
@@ -203,7 +223,8 @@ def describe(routes: tuple[Route, ...], models: list[str], vocab: int) -> Json:
     """Build the OpenAPI 3.1 description of `routes`, for a server of `models` with `vocab` tokens."""
     paths: dict[str, Json] = {}
     for path, method, handler, access in routes:
-        paths.setdefault(path, {})[method.lower()] = _describe_route(path, handler.__doc__ or path, access)
+        described = _describe_route(path, handler.__doc__ or path, access)
+        paths.setdefault(path.replace(":path}", "}"), {})[method.lower()] = described
     return {
         "openapi": "3.1.0",
         "info": {"title": "prime-rl inference", "version": "1"},
@@ -233,6 +254,8 @@ def _describe_route(path: str, summary: str, access: str) -> Json:
     }
     if access != "open":
         operation["security"] = [{"key": []}, {}]  # the key is optional
+    if "{model" in path:
+        operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
     if path == "/pause":
         operation["parameters"] = [MODE]
     if path in BODIES:

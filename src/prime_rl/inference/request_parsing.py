@@ -103,7 +103,8 @@ class ParsedRequest:
 SHARED_FIELDS = frozenset(
     "model max_tokens temperature top_p top_k min_p repetition_penalty min_tokens seed stop stop_token_ids ignore_eos "
     "logit_bias n stream stream_options logprobs return_token_ids return_tokens_as_token_ids skip_special_tokens "
-    "include_stop_str_in_output presence_penalty frequency_penalty prompt_logprobs prompt_temperature".split()
+    "include_stop_str_in_output presence_penalty frequency_penalty prompt_logprobs prompt_temperature "
+    "response_format".split()
 )
 CHAT_FIELDS = SHARED_FIELDS | frozenset(
     "messages tools tool_choice parallel_tool_calls max_completion_tokens top_logprobs tokens add_generation_prompt "
@@ -128,7 +129,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
     "use_beam_search": (False,),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "bad_words": ([],),
     "continue_final_message": (False,),
@@ -212,9 +212,41 @@ def parse_tools(body: Json) -> list[Json] | None:
     tools, choice = body.get("tools"), body.get("tool_choice")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise ApiError("tools must be a list of tool definitions", param="tools")
-    if choice not in (None, "auto", "none"):
-        raise ApiError("tool_choice must be auto or none: this server does not force calls", param="tool_choice")
+    named = _function_name(choice) if isinstance(choice, dict) else None
+    if named is None and choice not in (None, "auto", "none", "required"):
+        raise ApiError(
+            'tool_choice must be auto, none, required or {"type": "function", "function": {"name": ...}}',
+            param="tool_choice",
+        )
+    if forces_call(body) and not find_callable(body):
+        wanted = "tools" if named is None else f"a tool named {named!r}"
+        raise ApiError(f"tool_choice requires a call: add {wanted}", param="tool_choice")
     return None if choice == "none" else tools or None
+
+
+def forces_call(body: Json) -> bool:
+    """Whether `tool_choice` requires a call."""
+    return body.get("tool_choice") not in (None, "auto", "none")
+
+
+def find_callable(body: Json) -> list[Json]:
+    """The tools that a grammar may call: all, or the one that `tool_choice` names; `ApiError` for an unnamed one."""
+    choice, tools = body.get("tool_choice"), body.get("tools") or []
+    if any(_function_name(tool) is None for tool in tools):
+        raise ApiError("every tool must be a function with a name, and its parameters a JSON schema", param="tools")
+    named = choice["function"]["name"] if isinstance(choice, dict) else None
+    return [] if choice == "none" else [tool for tool in tools if named in (None, _function_name(tool))]
+
+
+def _function_name(tool: Json) -> str | None:
+    """`tool.function.name`; None unless it is a string and the parameters, if any, are an object."""
+    function = tool.get("function")
+    if tool.get("type", "function") != "function" or not isinstance(function, dict):
+        return None
+    if not isinstance(function.get("parameters"), dict | None):
+        return None
+    name = function.get("name")
+    return name if isinstance(name, str) else None
 
 
 def parse_chat(body: Json, max_model_len: int) -> tuple[list[Json], list[Json] | None, bool, Json]:

@@ -175,7 +175,7 @@ def serve(config: InferenceConfig) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.freeze()  # loaded objects are permanent: exclude them from garbage collection
     logger.info(
-        f"Serving {config.model.name} on http://{config.server.host}:{config.server.port}/v1 "
+        f"Serving {config.served_name} on http://{config.server.host}:{config.server.port}/v1 "
         f"(loaded in {time.time() - start:.1f} s)"
     )
     server.run(sockets=[listener])

@@ -81,6 +81,7 @@ class ServerState:
     def __post_init__(self) -> None:
         self.hosts = build_hosts(self.config.server)
         self.encoder = Encoder(self.tokenizer, self.max_model_len)
+        self.added_tokens: dict[str, int] = self.tokenizer.get_added_vocab()
         self._rendered = PromptCache()
 
     @property
@@ -265,7 +266,7 @@ def build_service(config: InferenceConfig) -> ServerState:
     if not tokenizer.chat_template:
         logger.warning(f"Only /completions can be used: {NO_TEMPLATE}")
     decode = build_decode(tokenizer)
-    engine, weights = build_engine(config, model_dir, decode)
+    engine, weights = build_engine(config, model_dir, tokenizer, decode)
     parser = MessageParser(config.model.tool_call_parser, config.model.reasoning_parser is not None)
     monitor = None if config.output_dir is None else build_monitor(config.output_dir, config.name)
     return ServerState(
@@ -273,9 +274,9 @@ def build_service(config: InferenceConfig) -> ServerState:
         engine=AsyncEngine(engine, monitor, config.max_batch_size + config.server.max_queued_requests),
         tokenizer=tokenizer,
         weights=weights,
-        writer=Writer(config.model.name, decode, TokenNames(tokenizer), parser),
+        writer=Writer(config.served_name, decode, TokenNames(tokenizer), parser),
         vocab=engine.vocab_size,
-        names=(config.model.name, str(model_dir)),
+        names=tuple(dict.fromkeys((config.served_name, config.model.name, str(model_dir)))),
         monitor=monitor,
         api_key=api_key,
         defaults=sampling_defaults(config),
@@ -283,7 +284,9 @@ def build_service(config: InferenceConfig) -> ServerState:
     )
 
 
-def build_engine(config: InferenceConfig, model_dir: Path, decode: Decode) -> tuple[GenerationEngine, WeightSource]:
+def build_engine(
+    config: InferenceConfig, model_dir: Path, tokenizer: Any, decode: Decode
+) -> tuple[GenerationEngine, WeightSource]:
     """Build the engine and its weight source. Only the embedded one imports torch and the model."""
     if config.backend == "sglang":
         from prime_rl.inference.sglang.loading import build_gateway
@@ -291,7 +294,7 @@ def build_engine(config: InferenceConfig, model_dir: Path, decode: Decode) -> tu
         return build_gateway(config, model_dir, decode)
     from prime_rl.inference.embedded import loading
 
-    return loading.build_engine(config, model_dir, decode), loading.WeightReader(config, model_dir)
+    return loading.build_engine(config, model_dir, decode, tokenizer), loading.WeightReader(config, model_dir)
 
 
 def sampling_defaults(config: InferenceConfig) -> Json:

@@ -61,10 +61,17 @@ class MessageParser:
 
 @dataclass(frozen=True)
 class ToolDialect:
-    """A tool call format: `parse` returns text and calls, `plain` the prefix that is certainly not a call."""
+    """A tool call format: `parse` returns text and calls, `plain` the prefix that is certainly not a call.
+
+    A call is written as `opening`, `{"name": ..., <arguments>: ...}`, `closing`; several are joined by `separator`.
+    """
 
     parse: Callable[[str], tuple[str | None, list[Call]]]
     plain: Callable[[str], str]
+    arguments: str
+    opening: tuple[str, ...] = ()
+    closing: tuple[str, ...] = ()
+    separator: str = "\n"
 
 
 def parse_hermes(text: str) -> tuple[str | None, list[Call]]:
@@ -121,4 +128,7 @@ def _without_start_of(mark: str, text: str) -> str:
     return text
 
 
-TOOL_DIALECTS = {"hermes": ToolDialect(parse_hermes, _plain_hermes), "llama": ToolDialect(parse_llama, _plain_llama)}
+TOOL_DIALECTS = {
+    "hermes": ToolDialect(parse_hermes, _plain_hermes, "arguments", (TOOL_OPEN, "\n"), ("\n", TOOL_CLOSE)),
+    "llama": ToolDialect(parse_llama, _plain_llama, "parameters", separator="; "),
+}

@@ -16,6 +16,8 @@ def build_advantages(config: OrchestratorConfig) -> Callable[[list[Sample]], Non
     """Build the function that sets the advantages of a batch."""
     advantage, penalty = config.advantage, config.length_penalty
     max_tokens = config.sampling.max_tokens
+    if advantage is not None and (custom := advantage.import_custom()) is not None:
+        return partial(assign_advantages, custom=custom)
     baseline: Baseline = "none"
     if advantage is not None:
         baseline = "length_weighted" if advantage.length_weighted_mean else advantage.baseline

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from prime_rl.client.multi_turn import find_constraint
+from prime_rl.configuration.imports import check_arguments, import_function
 from prime_rl.configuration.sections import (
     ClientConfig,
     EnvConfig,
@@ -116,6 +119,29 @@ class AdvantageConfig(BaseConfig):
 
     std: Literal["none", "group", "batch"] = "none"
     """Divide by the standard deviation of the rewards in the group or in the batch."""
+
+    import_path: str | None = None
+    """Custom advantage function as package.module:name; maps the samples of a group to one number per rollout."""
+
+    kwargs: dict[str, Any] = {}
+    """Keyword arguments of the custom advantage function."""
+
+    def import_custom(self) -> Callable[..., Any] | None:
+        """The custom function with its keyword arguments, None without one; `ValueError` if it cannot be called."""
+        if self.import_path is None:
+            return None
+        function = import_function(self.import_path, "advantage.import_path")
+        check_arguments(function, self.import_path, "advantage.import_path", self.kwargs, "group")
+        return partial(function, **self.kwargs)
+
+    @model_validator(mode="after")
+    def _check_custom(self) -> AdvantageConfig:
+        if self.import_path is None and self.kwargs:
+            raise ValueError("kwargs are arguments of a custom advantage function: set import_path, or remove them")
+        if self.import_path is not None:
+            for name in sorted(self.model_fields_set & {"baseline", "length_weighted_mean", "std"}):
+                raise ValueError(f"{name} has no effect with import_path: remove one of them")
+        return self
 
     @model_validator(mode="after")
     def _check_one_baseline(self) -> AdvantageConfig:
@@ -305,6 +331,22 @@ class OrchestratorConfig(TrackersConfig):
             raise ValueError(
                 f"batch_size = {self.batch_size} is not a multiple of rollouts_per_example = "
                 f"{self.rollouts_per_example}: a batch consists of whole groups"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_length_penalty(self) -> OrchestratorConfig:
+        is_custom = self.advantage is not None and self.advantage.import_path is not None
+        if is_custom and self.length_penalty is not None:
+            raise ValueError("length_penalty has no effect with advantage.import_path: remove one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _check_sampling(self) -> OrchestratorConfig:
+        if (name := find_constraint(self.sampling.extra_body)) is not None:
+            raise ValueError(
+                f"sampling.extra_body.{name} restricts sampling by a grammar, whose log-probs are not those of the "
+                "trained policy: leave it out in training"
             )
         return self
 

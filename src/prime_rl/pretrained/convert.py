@@ -1,8 +1,9 @@
-"""`convert`: a GGUF file to a Hugging Face directory, or a Hugging Face directory to a GGUF file."""
+"""`convert`: between GGUF files and Hugging Face directories, and LoRA adapters to full models."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,10 +11,15 @@ from typing import NoReturn
 
 from prime_rl.pretrained.cache import build_once
 from prime_rl.pretrained.fetch import KNOWN_MODELS, fetch_model
+from prime_rl.transport.weights import WEIGHTS_FILE, adapt_config, is_adapter, read_model_files
+from rollouts.training.tensor_files import save_tensors
 
 
-def convert(source: Path, target: Path, file_type: str = "f16") -> None:
-    """Convert in the direction that the names give; raises `ValueError` rather than overwriting anything."""
+def convert(source: Path, target: Path, file_type: str = "f16", base: str | None = None) -> None:
+    """Convert in the direction that the names give; raises `ValueError` rather than overwriting anything.
+
+    A LoRA adapter is merged into its base model: `base`, or the one that it names.
+    """
     from prime_rl.pretrained.gguf_reader import convert_gguf
     from prime_rl.pretrained.gguf_writer import write_gguf
 
@@ -21,7 +27,13 @@ def convert(source: Path, target: Path, file_type: str = "f16") -> None:
         raise ValueError(f"{target} exists: choose another name or remove it")
     if not source.exists() and str(source) in KNOWN_MODELS:
         source = fetch_model(str(source))
-    if source.is_dir() and target.suffix == ".gguf":
+    if base is not None and not is_adapter(source):
+        raise ValueError(f"--base {base}: {source} is not a LoRA adapter, leave it out")
+    if is_adapter(source):
+        if target.suffix == ".gguf":
+            raise ValueError(f"{source} is a LoRA adapter: merge it into a directory first, then convert that")
+        build_once(target, lambda directory: merge_into(source, directory, base))
+    elif source.is_dir() and target.suffix == ".gguf":
         target.parent.mkdir(parents=True, exist_ok=True)
         write_gguf(source, target, file_type)
     elif source.is_file() and target.suffix != ".gguf":
@@ -33,22 +45,51 @@ def convert(source: Path, target: Path, file_type: str = "f16") -> None:
         raise ValueError(f"{source} to {target}: one must be a file named *.gguf, the other a directory")
 
 
+def merge_into(adapter_dir: Path, target: Path, base: str | None = None) -> None:
+    """Write a full model into `target`: the base model with the adapter merged into its weights.
+
+    The tokenizer is the adapter's, if it has one.
+    """
+    from prime_rl.runtime.tokenizer import resolve_model_dir
+    from prime_rl.trainer.lora import load_adapter, merge_adapter
+    from prime_rl.trainer.models.registry import read_files
+
+    adapter = load_adapter(adapter_dir)
+    base = base or adapter.base_model
+    if not base:
+        raise ValueError(f"{adapter_dir} does not name its base model: pass --base")
+    base_dir = resolve_model_dir(base)
+    tensors = merge_adapter(read_files(base_dir), adapter)
+    has_tokenizer = any(adapter_dir.glob("tokenizer*"))
+    files = read_model_files(base_dir, adapter_dir if has_tokenizer else None)
+    save_tensors(tensors, target / WEIGHTS_FILE, metadata={"format": "pt"})
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
+    config = adapt_config(files.config, dtypes, None)
+    if "lm_head.weight" in adapter.tensors or "model.embed_tokens.weight" in adapter.tensors:
+        config["tie_word_embeddings"] = False
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    for name, data in files.files.items():
+        (target / name).write_bytes(data)
+
+
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Console script `convert`: exit code 0, or 2 for invalid input."""
     from prime_rl.pretrained.gguf_writer import FILE_TYPES
 
     parser = argparse.ArgumentParser(
         prog="convert",
-        description="Convert a GGUF file to a Hugging Face directory, or such a directory to a GGUF file.",
-        epilog="examples:\n  convert model.gguf model/\n  convert outputs/rl/weights/step_100 model.gguf --type q8_0",
+        description="Convert a GGUF file to a Hugging Face directory and back, or merge a LoRA adapter into its model.",
+        epilog="examples:\n  convert model.gguf model/\n  convert outputs/rl/weights/step_100 model.gguf --type q8_0\n"
+        "  convert outputs/lora/weights/step_100 merged/",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("source", type=Path, help="a GGUF file, a Hugging Face directory or a known name (smollm2)")
+    parser.add_argument("source", type=Path, help="a GGUF file, a model directory, a known name or a LoRA adapter")
     parser.add_argument("target", type=Path, help="a new directory, or a new file named *.gguf")
     parser.add_argument("--type", choices=FILE_TYPES, default="f16", help="type of matrices in GGUF (default f16)")
+    parser.add_argument("--base", help="base model of a LoRA adapter (default: the one that it names)")
     options = parser.parse_args(argv)
     try:
-        convert(options.source, options.target, options.type)
+        convert(options.source, options.target, options.type, options.base)
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         raise SystemExit(2) from None

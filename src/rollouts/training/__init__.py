@@ -18,6 +18,7 @@ _MODULES = {
     "SFTTrainingConfig": "types",
     "RLTrainingConfig": "types",
     "PyTorchTrainingBackend": "backends.pytorch",
+    "ModelEngine": "backends.model_engine",
     "run_sft_training": "loops.sft_loop",
     "run_rl_training": "loops.rl_loop",
     "DataBuffer": "datasets.data_buffer",

@@ -12,6 +12,8 @@ from rollouts.training.objectives import Baseline, Deviation
 from rollouts.training.types import Sample, Status
 
 STD_FLOOR = 1e-8
+GroupAdvantages = Callable[[list[Sample]], Sequence[float]]
+"""Custom advantages: the samples of one group (the last of each rollout) -> one number per rollout."""
 Shape = Callable[[list[float], list[int]], list[float]]
 """Rewards of a group and lengths of its rollouts -> rewards from which the advantages are computed."""
 
@@ -112,20 +114,37 @@ def split_groups(samples: Iterable[Sample]) -> list[list[list[Sample]]]:
     return [list(rollouts.values()) for rollouts in groups.values()]
 
 
+def compute_custom_advantages(custom: GroupAdvantages, group: list[Sample]) -> list[float]:
+    """`custom(group)`; `ValueError` unless it returns one finite number per sample."""
+    values = [float(value) for value in custom(group)]
+    name = getattr(custom, "__name__", "the advantage function")
+    if len(values) != len(group) or not all(map(math.isfinite, values)):
+        raise ValueError(f"{name} returned {values} for a group of {len(group)}: return one finite number for each")
+    return values
+
+
 def assign_advantages(
-    samples: Iterable[Sample], *, baseline: Baseline = "mean", std: Deviation = "none", shape: Shape | None = None
+    samples: Iterable[Sample],
+    *,
+    baseline: Baseline = "mean",
+    std: Deviation = "none",
+    shape: Shape | None = None,
+    custom: GroupAdvantages | None = None,
 ) -> None:
     """Set `advantages` of the samples: every trained token gets that of its rollout in its group, other tokens get 0.
 
-    They are computed from `shape(rewards, lengths)` of each group, if given; `sample.reward` is unchanged. Failed
-    samples are left out.
+    They are computed from `shape(rewards, lengths)` of each group, if given; `sample.reward` is unchanged. `custom`
+    replaces the estimator. Failed samples are left out.
     """
     groups = split_groups(sample for sample in samples if sample.status != Status.FAILED)
     lengths = [[sum(sample.response_length for sample in rollout) for rollout in group] for group in groups]
     rewards = [[rollout[0].reward for rollout in group] for group in groups]
     if shape is not None:
         rewards = [shape(*pair) for pair in zip(rewards, lengths, strict=True)]
-    table = compute_batch_advantages(rewards, baseline=baseline, std=std, lengths=lengths)
+    if custom is not None:
+        table = [compute_custom_advantages(custom, [rollout[-1] for rollout in group]) for group in groups]
+    else:
+        table = compute_batch_advantages(rewards, baseline=baseline, std=std, lengths=lengths)
     for group, advantages in zip(groups, table, strict=True):
         for rollout, advantage in zip(group, advantages, strict=True):
             for sample in rollout:

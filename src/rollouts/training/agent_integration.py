@@ -76,7 +76,8 @@ def rollout_to_samples(rollout: Rollout, *, group_index: int | None = None, inde
         turn 3   prompt [1 2 9]          completion [7]      -> a second sample [1 2 9 7], mask [0 0 0 1]
 
     `metadata["asked"]` is the chat request of the sample's prompt, if the server rendered it. Turns without sampled
-    tokens are skipped. Raises `ValueError` if a turn's log-probs and tokens differ in number.
+    tokens are skipped. Raises `ValueError` if a turn's log-probs and tokens differ in number, or if it was sampled
+    under a grammar: its log-probs are then those of the allowed tokens, not those of the trained policy.
     """
     samples: list[Sample] = []
     for number, turn in enumerate(rollout.turns, start=1):
@@ -84,6 +85,11 @@ def rollout_to_samples(rollout: Rollout, *, group_index: int | None = None, inde
             raise ValueError(
                 f"turn {number} has {len(turn.completion_ids)} sampled tokens but {len(turn.logprobs)} log-probs: "
                 "the server must return one log-prob per token"
+            )
+        if turn.constrained_by is not None:
+            raise ValueError(
+                f"turn {number} was sampled under a grammar ({turn.constrained_by}): its log-probs are not those of "
+                "the trained policy, so training on it is biased; leave the field out in training"
             )
         if not turn.completion_ids:
             continue

@@ -237,7 +237,9 @@ class RLTrainingConfig:
     """Options of reinforcement learning.
 
     `estimator` "baseline" is reward - `baseline`; "mean", "leave_one_out" and "length_weighted" are group-relative,
-    divided by the group's standard deviation with `advantage_std`. Engines are updated every `sync_every` steps.
+    divided by the group's standard deviation with `advantage_std`. Unset: "mean" for groups of several samples without
+    a `baseline`, else "baseline". `advantage_fn` replaces it: the samples of a group -> one number for each. Engines
+    are updated every `sync_every` steps.
     """
 
     num_steps: int
@@ -245,12 +247,17 @@ class RLTrainingConfig:
     baseline: float = 0.0
     log_every: int = 10
     checkpoint_every: int = 100
-    estimator: str = "baseline"
+    estimator: str | None = None
     advantage_std: bool = False
     micro_batch_size: int | None = None
+    advantage_fn: Callable[[list[Sample]], Any] | None = None
 
     def __post_init__(self) -> None:
         _check_counts(self, "num_steps", "sync_every", "log_every", "checkpoint_every", "micro_batch_size")
+        if self.estimator is None:
+            return self._check_unset()
+        if self.advantage_fn is not None:
+            raise ValueError(f"estimator {self.estimator!r} has no effect with advantage_fn: leave one of the two out")
         if self.estimator not in ESTIMATORS:
             raise ValueError(f"estimator {self.estimator!r} is not one of {', '.join(ESTIMATORS)}")
         if self.estimator != "baseline" and self.baseline:
@@ -259,6 +266,12 @@ class RLTrainingConfig:
             )
         if self.estimator == "baseline" and self.advantage_std:
             raise ValueError("advantage_std divides by a group's deviation: choose an estimator that uses groups")
+
+    def _check_unset(self) -> None:
+        if self.advantage_std:
+            raise ValueError("advantage_std divides by a group's deviation: choose an estimator that uses groups")
+        if self.baseline and self.advantage_fn is not None:
+            raise ValueError(f"baseline {self.baseline} has no effect with advantage_fn: leave one of the two out")
 
 
 def _check_counts(config: Any, *names: str) -> None:

@@ -307,7 +307,7 @@ REFUSALS: list[tuple[str, str, list[Any]]] = [
     (CHAT, "parts of type 'image_url' are not supported",
      [{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}]),
     (CHAT, "tools must be a list of tool definitions", [output(tools="hammer"), output(tools=[1])]),
-    (CHAT, "tool_choice must be auto or none", [output(tool_choice="required")]),
+    (CHAT, "tool_choice requires a call: add tools", [output(tool_choice="required")]),
     (CHAT, "top_logprobs needs logprobs = true", [output(top_logprobs=99)]),
     (CHAT, "chat_template_kwargs must be an object", [output(chat_template_kwargs=[1])]),
     (CHAT, "tokens belongs to /v1/chat/completions/tokens", [output(tokens=[1])]),

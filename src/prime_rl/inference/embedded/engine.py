@@ -33,7 +33,9 @@ from prime_rl.inference.engine import (
     GenerationRequest,
     InProcessEngineMixin,
     Output,
+    SamplingParams,
 )
+from prime_rl.inference.grammar import GrammarCompiler, GrammarState
 from prime_rl.trainer.models.causal_lm import CausalLM, tensor_names
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.models.registry import fill_weights
@@ -65,6 +67,7 @@ class EmbeddedEngine(InProcessEngineMixin):
         exact: bool = True,
         layers_kept: int | None = None,
         recorder: GraphCapturer | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.dtype = model.embedding().dtype
         """Precision to which weights, keys and values are rounded; storage and compute may use a wider dtype."""
@@ -74,6 +77,7 @@ class EmbeddedEngine(InProcessEngineMixin):
         self.max_model_len = max_model_len or model.config.max_position_embeddings
         self._eos_ids = frozenset(eos_ids)
         self._decode_text = decode
+        self._grammars = grammars
         self._layers_kept = layers_kept
         decoder = PreparedDecoder(model, exact, self.dtype)
         self._decoder, device = decoder, decoder.device
@@ -120,6 +124,7 @@ class EmbeddedEngine(InProcessEngineMixin):
             raise ValueError(f"prompt_start {params.prompt_start} must be from 1 to the last of {num_prompt} tokens")
         if request.adapter is not None and request.adapter not in self._adapters.served:
             raise ValueError(f"no adapter {request.adapter!r} is loaded")
+        self._open_grammar(params)
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request; raises as `check`."""
@@ -139,6 +144,7 @@ class EmbeddedEngine(InProcessEngineMixin):
             max_tokens=max(min(num_prompt + params.max_tokens, self.max_model_len), num_prompt),
             stop_strings=stop_strings,
             cache_namespace=self._adapters.cache_namespace(request.adapter),
+            grammar=self._open_grammar(params),
         )
         self._sequences[request] = seq
         self._scheduler.waiting.append(seq)
@@ -248,6 +254,14 @@ class EmbeddedEngine(InProcessEngineMixin):
         if self.exact:
             self._scheduler.recompute(running)
         self._scheduler.clear_prefix_cache()
+
+    def _open_grammar(self, params: SamplingParams) -> GrammarState | None:
+        """The request's grammar at its start; `ValueError` for an invalid one."""
+        if params.grammar is None:
+            return None
+        if self._grammars is None:
+            raise ValueError("this engine was built without a tokenizer: it samples without grammars")
+        return self._grammars.open(params.grammar)
 
     def _version_of(self, seq: Sequence) -> int:
         """Version reported for this sequence: the adapter's, or that of the weights."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from prime_rl.inference.detokenizer import Decode
 from prime_rl.inference.embedded.cuda_graphs import build_recorder
 from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.engine import AdapterSpec
+from prime_rl.inference.grammar import GrammarCompiler
 from prime_rl.runtime.tokenizer import load_tokenizer
 from prime_rl.trainer.models.causal_lm import tensor_names
 from prime_rl.trainer.models.registry import load_causal_lm, load_hf_config, read_files
@@ -68,8 +70,8 @@ class WeightReader:
         return receive_weights(broadcast, step, self.config.name, _find_device(self.config.model.device))
 
 
-def build_engine(config: InferenceConfig, model_dir: Path, decode: Decode) -> EmbeddedEngine:
-    """Load the model and build the engine; `ValueError` names an invalid config key."""
+def build_engine(config: InferenceConfig, model_dir: Path, decode: Decode, tokenizer: Any = None) -> EmbeddedEngine:
+    """Load the model and build the engine, with grammars if a tokenizer is given; `ValueError` names an invalid key."""
     device = _find_device(config.model.device)
     dtype = _find_dtype(config.model.dtype, device)
     torch.set_num_threads(_count_threads())
@@ -89,9 +91,10 @@ def build_engine(config: InferenceConfig, model_dir: Path, decode: Decode) -> Em
         raise ValueError(f"model.max_model_len is {max_len}, but {config.model.name} supports at most {model_max_len}")
     can_be_exact = arithmetic_dtype(dtype, device) == torch.float32 and device.type == "cpu"
     exact = can_be_exact if config.exact is None else config.exact
+    eos_ids = load_eos_ids(model_dir)
     return EmbeddedEngine(
         model,
-        eos_ids=load_eos_ids(model_dir),
+        eos_ids=eos_ids,
         decode=decode,
         max_model_len=max_len,
         max_running=config.max_batch_size,
@@ -102,6 +105,7 @@ def build_engine(config: InferenceConfig, model_dir: Path, decode: Decode) -> Em
         exact=exact,
         layers_kept=debug.num_layers,
         recorder=build_recorder(device, exact=exact, eager=config.enforce_eager),
+        grammars=None if tokenizer is None else GrammarCompiler(tokenizer, model.config.vocab_size, eos_ids),
     )
 
 

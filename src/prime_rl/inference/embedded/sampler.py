@@ -30,7 +30,7 @@ class SamplingBatch:
     temperature: Float[Tensor, "rows 1"] | None  # None if all are 1, as for greedy rows
     greedy: Bool[Tensor, " rows"] | None  # None if no row is greedy
     seeds: NDArray[np.uint64]
-    adjusted: list[int]  # rows with a bias or a penalty, applied before the temperature
+    adjusted: list[int]  # rows with a bias, a penalty or a grammar, applied before the temperature
     blocked: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]  # row, token, first allowed position
     filtered: list[int]  # rows with top_p, top_k or min_p
     top_logprobs: int
@@ -65,7 +65,7 @@ def build_sampling_batch(rows: list[Sequence], device: torch.device) -> Sampling
         temperature=None if bool((temperature == 1).all()) else temperature.to(device),
         greedy=is_greedy.to(device) if bool(is_greedy.any()) else None,
         seeds=np.array([p.seed & _MASK64 for p in params], dtype=np.uint64),
-        adjusted=[i for i, p in enumerate(params) if _adjusts(p)],
+        adjusted=[i for i, row in enumerate(rows) if row.grammar is not None or _adjusts(row.params)],
         blocked=_build_blocked(rows),
         filtered=[i for i, p in enumerate(params) if p.temperature and (p.top_p < 1 or p.top_k > 0 or p.min_p > 0)],
         top_logprobs=max((p.top_logprobs for p in params), default=0),
@@ -129,7 +129,7 @@ def _choose(
 
 
 def adjust_logits(logits: Float[Tensor, " vocab"], row: Sequence) -> None:
-    """Apply logit bias, repetition penalty (1909.05858) and OpenAI's presence and frequency penalties to one row."""
+    """Apply logit bias, repetition penalty (1909.05858), OpenAI's presence and frequency penalties and the grammar."""
     params = row.params
     for token, bias in params.logit_bias:
         logits[token] += bias
@@ -142,6 +142,8 @@ def adjust_logits(logits: Float[Tensor, " vocab"], row: Sequence) -> None:
         drawn = torch.tensor(row.tokens[row.num_prompt :], dtype=torch.long, device=logits.device)
         counts = torch.bincount(drawn, minlength=len(logits)).to(logits.dtype)
         logits -= params.presence_penalty * (counts > 0) + params.frequency_penalty * counts
+    if row.grammar is not None:
+        logits[torch.from_numpy(row.grammar.forbidden()).to(logits.device)] = float("-inf")
 
 
 def filter_logprobs(logprobs: Float[Tensor, "rows vocab"], params: list[SamplingParams]) -> Float[Tensor, "rows vocab"]:

@@ -186,7 +186,7 @@ class Scheduler:
         tokens, logprobs, tops = sampled.tokens.tolist(), sampled.logprobs.tolist(), sampled.top_logprobs()
         is_finite = np.isfinite(logprobs)
         failed = [] if is_finite.all() else np.flatnonzero(~is_finite).tolist()
-        finished = [(rows[i], rows[i].output("error", "the model's log-probs are not finite")) for i in failed]
+        finished = [(rows[i], rows[i].output("error", rows[i].describe_failure())) for i in failed]
         for i, seq in enumerate(rows):
             if failed and i in failed:
                 continue

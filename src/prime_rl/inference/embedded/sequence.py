@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from prime_rl.inference.detokenizer import StopStringMatcher
 from prime_rl.inference.embedded.prompt_logprobs import PromptScorer
 from prime_rl.inference.engine import FinishReason, GenerationRequest, Output, SamplingParams, TopLogprobs
+from prime_rl.inference.grammar import GrammarState
 
 
 @dataclass(eq=False)
@@ -33,6 +34,7 @@ class Sequence:
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
     scores: PromptScorer | None = None
+    grammar: GrammarState | None = None
 
     @property
     def params(self) -> SamplingParams:
@@ -67,6 +69,8 @@ class Sequence:
         """Append a sampled token; returns the output if it is the last one."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
+        if self.grammar is not None:
+            self.grammar.advance(token)
         if top is not None:
             self.top_logprobs.append(top)
         if self.stop_strings is not None:
@@ -76,6 +80,11 @@ class Sequence:
         if token in self.stop_ids:
             return self.output("stop", None if token in self.eos_ids else token)
         return self.output("length") if len(self.tokens) >= self.max_tokens else None
+
+    def describe_failure(self) -> str:
+        """Why the last log-prob is not finite."""
+        error = "" if self.grammar is None else self.grammar.error
+        return f"the grammar cannot be continued: {error}" if error else "the model's log-probs are not finite"
 
     def output(self, reason: FinishReason, stop: str | int | None = None, text: str | None = None) -> Output:
         """The tokens so far as the request's output."""

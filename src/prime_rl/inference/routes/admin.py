@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 from starlette.responses import Response
 
+from prime_rl.inference.adapters import POLICY
 from prime_rl.inference.async_engine import EngineFailed
 from prime_rl.inference.intake import read_json
 from prime_rl.inference.request_parsing import MAX_NAME_LENGTH, ApiError, Json
@@ -85,6 +86,20 @@ async def is_paused(service: ServerState, request: Request) -> Response:
 
 async def models(service: ServerState, request: Request) -> Response:
     """GET /v1/models: the model and its adapters."""
+    return answer({"object": "list", "data": _build_cards(service)})
+
+
+async def model(service: ServerState, request: Request) -> Response:
+    """GET /v1/models/{model}: the model or one of its adapters."""
+    name = request.path_params["model"]
+    adapter = service.find_adapter({"model": name})
+    is_named = adapter is not None and adapter != POLICY
+    cards = {card["id"]: card for card in _build_cards(service)}
+    return answer(cards[adapter if is_named else service.names[0]])
+
+
+def _build_cards(service: ServerState) -> list[Json]:
+    """OpenAI model objects: the model, then its adapters."""
 
     def card(name: str, version: int, parent: str | None = None) -> Json:
         return {
@@ -100,8 +115,7 @@ async def models(service: ServerState, request: Request) -> Response:
 
     base = service.names[0]
     cards = [card(base, service.version)]
-    cards += [card(name, spec.version, base) for name, spec in service.named_adapters().items()]
-    return answer({"object": "list", "data": cards})
+    return cards + [card(name, spec.version, base) for name, spec in service.named_adapters().items()]
 
 
 async def health(service: ServerState, request: Request) -> Response:
@@ -150,6 +164,7 @@ CONTROL_ROUTES: tuple[Route, ...] = (
     ("/health", "GET", health, "open"),
     ("/metrics", "GET", metrics, "read"),
     ("/v1/models", "GET", models, "api"),
+    ("/v1/models/{model:path}", "GET", model, "api"),
     ("/update_weights", "POST", update_weights, "control"),
     ("/reload_weights", "POST", reload_weights, "control"),
     ("/init_broadcaster", "POST", init_broadcaster, "control"),

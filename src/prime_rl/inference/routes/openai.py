@@ -15,6 +15,7 @@ from starlette.responses import Response, StreamingResponse
 from prime_rl.inference.access import Access, check_access
 from prime_rl.inference.async_engine import ClientGone, EngineBusy, EngineFailed, ReaderTooSlow
 from prime_rl.inference.engine import Event, GenerationRequest, Output
+from prime_rl.inference.grammar import read_grammar
 from prime_rl.inference.intake import RETRY_AFTER_S, read_json
 from prime_rl.inference.request_parsing import (
     ApiError,
@@ -185,7 +186,8 @@ def build_error_response(request: Request, error: Exception) -> Response:
 async def handle_http_error(request: Request, error: Exception) -> Response:
     """Error response for unknown paths and methods, in OpenAI's format."""
     status = error.status_code if isinstance(error, HTTPException) else 500
-    reply = answer(ApiError(f"{request.method} {request.url.path} is not served here", status=status).body(), status)
+    message = f"{request.method} {request.url.path} is not served here: GET /openapi.json lists the routes"
+    reply = answer(ApiError(message, status=status).body(), status)
     reply.headers.update((isinstance(error, HTTPException) and error.headers) or {})  # Allow, with a 405
     return reply
 
@@ -206,7 +208,9 @@ def parse_generation_request(
         body, chat=chat, max_new_tokens=max_new_tokens, vocab=service.vocab, default_seed=service.next_seed
     )
     opened = chat and service.opens_reasoning(prompts[0])
-    return replace(parsed, adapter=service.find_adapter(body), opened=opened)
+    parsed = replace(parsed, adapter=service.find_adapter(body), opened=opened)
+    grammar = read_grammar(body, parsed, service.writer.parser.tools, service.added_tokens, chat=chat)
+    return replace(parsed, params=replace(parsed.params, grammar=grammar)) if grammar is not None else parsed
 
 
 def check(service: ServerState, requests: list[GenerationRequest]) -> None:

@@ -33,6 +33,8 @@ class MalformedResponse(ValueError):
 
 def check_params(params: SamplingParams) -> None:
     """`ValueError` for parameters that SGLang lacks, defines differently, or returns no log-probs for."""
+    if params.grammar is not None:
+        raise ValueError("response_format and forced tool calls are not supported with SGLang: leave them out")
     if params.repetition_penalty != 1:
         raise ValueError("repetition_penalty with SGLang: it ignores prompt tokens; use presence_penalty")
     if params.prompt_logprobs is not None and params.prompt_temperature != 1:

@@ -48,7 +48,7 @@ def build_argv(config: InferenceConfig, model_dir: Path, *, on_gpu: bool | None 
     model, parallel, chunk = config.model, config.parallel, config.max_num_batched_tokens
     options: dict[str, Any] = {
         "model": str(model_dir),
-        "served_model_name": [model.name, str(model_dir)],
+        "served_model_name": list(dict.fromkeys((config.served_name, model.name, str(model_dir)))),
         "host": config.server.host,
         "port": config.server.port,
         "dtype": ("bfloat16" if on_gpu else "float32") if model.dtype == "auto" else model.dtype,

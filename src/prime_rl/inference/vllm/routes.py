@@ -35,6 +35,7 @@ from prime_rl.transport.weights import is_adapter
 Scope = MutableMapping[str, Any]
 App = Callable[[Scope, Any, Any], Awaitable[None]]
 GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate", "/v1/chat/completions/tokens")
+MODEL_PATH = "/v1/models/"
 UNKNOWN_MODEL_LEN = 2**17
 
 
@@ -97,6 +98,9 @@ class PrimeRoutes:
                 await self._generate(request, send)
             elif path == "/tokenize":
                 await self._tokenize(request, send, client)
+            elif path.startswith(MODEL_PATH):
+                listed = {**scope, "path": "/v1/models", "raw_path": b"/v1/models"}
+                await self._rewrite(listed, receive, send, partial(_find_card, self, path.removeprefix(MODEL_PATH)))
             elif path in REWRITTEN:
                 await self._rewrite(scope, receive, send, partial(REWRITTEN[path], self))
             else:
@@ -311,6 +315,13 @@ def _add_card_versions(routes: PrimeRoutes, content: Any) -> Any:
     for card in content.get("data", []):
         card["version"] = routes.weights.version
     return content
+
+
+def _find_card(routes: PrimeRoutes, name: str, content: Any) -> Any:
+    for card in _add_card_versions(routes, content)["data"]:
+        if card["id"] == name:
+            return card
+    raise ApiError(f"model {name!r} is not served: GET /v1/models lists the models", status=404, param="model")
 
 
 def _add_metrics(routes: PrimeRoutes, text: str) -> str:

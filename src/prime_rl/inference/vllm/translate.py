@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prime_rl.inference.request_parsing import ApiError, Json
+from prime_rl.inference.request_parsing import ApiError, Json, forces_call
 from prime_rl.inference.tool_parser import MessageParser
 
 CHAT_ONLY = (
@@ -20,6 +20,10 @@ def completion_from_chat(body: Json) -> Json:
         raise ApiError("tokens must be a list of token ids", param="tokens")
     if body.get("stream"):
         raise ApiError("/v1/chat/completions/tokens does not stream with vLLM: set stream to false", param="stream")
+    if forces_call(body):
+        raise ApiError(
+            "a forced tool_choice is not supported with tokens: use /v1/chat/completions", param="tool_choice"
+        )
     completion = {name: value for name, value in body.items() if name not in CHAT_ONLY}
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
     logprobs = (body.get("top_logprobs") or 0) if body.get("logprobs") else None

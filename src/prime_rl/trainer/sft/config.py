@@ -55,7 +55,7 @@ class SFTDataConfig(BaseConfig):
     """A dataset of conversations."""
 
     name: str = "PrimeIntellect/Reverse-Text-SFT"
-    """JSONL or parquet file, directory of such files, or hub dataset."""
+    """Data file (.jsonl, .json, .csv, .parquet, .txt), directory of such files, save_to_disk folder, or hub dataset."""
 
     split: str = "train"
     """Dataset split; in a directory, the files T.* and T-* of split T."""

@@ -12,8 +12,8 @@ import msgspec
 from loguru import logger
 
 from prime_rl.runtime.tokenizer import load_tokenizer
-from prime_rl.trainer.config import FakeSFTDataConfig, SFTConfig, SFTDataConfig
-from prime_rl.trainer.sft.samples import TokenizedSamples, Tokenizer, tokenize_data
+from prime_rl.trainer.config import FakeSFTDataConfig, SFTConfig, SFTDataConfig, SFTValConfig
+from prime_rl.trainer.sft.samples import TokenizedSamples, Tokenizer, check_data, tokenize_data
 from rollouts.training.datasets.mixing import EpochOrder, StoppingStrategy, build_epoch_order
 from rollouts.training.types import Sample, Status
 
@@ -208,7 +208,7 @@ def build_sft_batches(config: SFTConfig, vocab_size: int, tokenizer: Tokenizer |
     if config.val is not None and config.val.name is None:
         samples, held_out = samples.hold_out(config.val.num_samples, config.seed)
     elif config.val is not None:
-        val_data = data.model_copy(update={"name": config.val.name, "split": config.val.split} | NO_MIXTURE)
+        val_data = _select_val_data(data, config.val)
         val_samples = tokenize_data(val_data, tokenizer, vocab_size)
         held_out = [val_samples.sample(i) for i in range(min(len(val_samples), config.val.num_samples))]
     stack = data.pack_function == "stack"
@@ -239,7 +239,20 @@ def name_parts(parts: Sequence[tuple[str | None, str]]) -> list[str]:
     return [split if subset is None else f"{subset}-{split}" for subset, split in parts]
 
 
-NO_MIXTURE = {"subsets": None, "splits": None, "probabilities": None}
+def _select_val_data(data: SFTDataConfig, val: SFTValConfig) -> SFTDataConfig:
+    """The validation data set, read as the training data."""
+    no_mixture = {"subsets": None, "splits": None, "probabilities": None}
+    return data.model_copy(update={"name": val.name, "split": val.split} | no_mixture)
+
+
+def check_first_rows(config: SFTConfig) -> None:
+    """Check the format of training and validation rows before the model is loaded; `ValueError` names the row."""
+    tokenizer = build_tokenizer(config)
+    if tokenizer is None or not isinstance(config.data, SFTDataConfig):
+        return
+    check_data(config.data, tokenizer)
+    if config.val is not None and config.val.name is not None:
+        check_data(_select_val_data(config.data, config.val), tokenizer)
 
 
 def build_tokenizer(config: SFTConfig) -> Tokenizer | None:

@@ -7,6 +7,7 @@ import random
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
 import xxhash
@@ -17,6 +18,7 @@ from prime_rl.trainer.config import SFTDataConfig
 from rollouts.training.datasets.chat import TemplateRenderer
 from rollouts.training.datasets.rows import Row, iter_rows
 from rollouts.training.datasets.sft import (
+    Conversation,
     as_messages,
     is_empty_turn,
     name_row,
@@ -27,6 +29,8 @@ from rollouts.training.datasets.sft import (
 from rollouts.training.types import Sample, Status
 
 PROGRESS_INTERVAL_ROWS = 100
+CHECKED_ROWS = 5000
+"""Rows whose format is checked before the model is loaded; all are checked when they are tokenized."""
 
 
 class Tokenizer(Protocol):
@@ -201,13 +205,11 @@ def render_row(
     stats: TokenizationStats,
 ) -> Iterator[Sample]:
     """The samples of a row, none if it has no loss tokens; `ValueError` for an unsupported format."""
-    row = as_messages(row)
-    prompt, completion = row.get("prompt"), row.get("completion")
-    if not tokenizer.chat_template and isinstance(prompt, str) and isinstance(completion, str):
-        if completion:
-            yield render_text(prompt, completion, index, tokenizer)
+    conversation = read_row(row, index, tokenizer)
+    if isinstance(conversation, PlainText):
+        if conversation.completion:
+            yield render_text(conversation, index, tokenizer)
         return
-    conversation = read_conversation(row, index, str(tokenizer.chat_template))
     trained = conversation.messages[conversation.first_trained :]
     stats.empty_turns += sum(is_empty_turn(message) for message in trained)
     roles = config.loss_mask.roles
@@ -220,10 +222,39 @@ def render_row(
             yield render_conversation(conversation, chat, index, roles)
 
 
-def render_text(prompt: str, completion: str, index: int, tokenizer: Tokenizer) -> Sample:
-    """Plain text sample with EOS, for base models without a chat template."""
-    before = tokenizer.encode(prompt)
-    after = tokenizer.encode(completion, add_special_tokens=False)
+@dataclass(frozen=True)
+class PlainText:
+    """Text without roles; only the completion has loss."""
+
+    prompt: str
+    completion: str
+
+
+def read_row(row: Row, index: int, tokenizer: Tokenizer) -> Conversation | PlainText:
+    """The conversation of a row, or its plain text: `text`, or without a chat template `prompt` and `completion`.
+
+    `ValueError` names the row and the column.
+    """
+    row = as_messages(row)
+    text, prompt, completion = row.get("text"), row.get("prompt"), row.get("completion")
+    if isinstance(text, str) and prompt is None and row.get("messages") is None:
+        return PlainText("", text)
+    if not tokenizer.chat_template and isinstance(prompt, str) and isinstance(completion, str):
+        return PlainText(prompt, completion)
+    return read_conversation(row, index, str(tokenizer.chat_template))
+
+
+def check_data(config: SFTDataConfig, tokenizer: Tokenizer) -> None:
+    """Check the format of the first `CHECKED_ROWS` rows, in less than a second; `ValueError` names the row."""
+    for subset, split in config.parts:
+        for index, row in enumerate(islice(iter_rows(config.name, split, subset), CHECKED_ROWS)):
+            read_row(row, index, tokenizer)
+
+
+def render_text(text: PlainText, index: int, tokenizer: Tokenizer) -> Sample:
+    """Plain text sample with EOS."""
+    before = tokenizer.encode(text.prompt)
+    after = tokenizer.encode(text.completion, add_special_tokens=False)
     after += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     mask = [0.0] * len(before) + [1.0] * len(after)
-    return Sample(prompt=prompt, tokens=before + after, loss_mask=mask, index=index, status=Status.COMPLETED)
+    return Sample(prompt=text.prompt, tokens=before + after, loss_mask=mask, index=index, status=Status.COMPLETED)

@@ -27,6 +27,10 @@ def train(config: SFTConfig) -> int:
         from prime_rl.trainer.sft.deployment import build_layout
 
         return deploy(*build_layout(config), config.deployment, config.output_dir)
+    if "RANK" not in os.environ:
+        from prime_rl.trainer.sft.data import check_first_rows
+
+        check_first_rows(config)
     if num_ranks := count_missing_ranks(config.parallel, os.environ):
         from prime_rl.trainer.launch import run_ranks
 

@@ -1,11 +1,12 @@
-"""Rows of data sets: JSONL and parquet files, directories of them with subsets and splits, or a hub."""
+"""Rows of data sets: files, directories of them with subsets and splits, folders of `save_to_disk`, or a hub."""
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,6 +14,13 @@ from urllib.parse import urlsplit
 from rollouts.training.shipped import find_file
 
 Row = Mapping[str, Any]
+
+SAVED_DATASET = "state.json"
+"""Lists the files of one split in a folder of `save_to_disk`."""
+METADATA = frozenset(["dataset_info.json", "dataset_infos.json", "dataset_dict.json", SAVED_DATASET])
+JSON_COLUMNS = frozenset(["messages", "conversations", "tools", "info"])
+"""CSV columns with JSON values."""
+MAX_CSV_CELL = 2**30
 
 ROWS_PER_READ = 1024
 """Rows per read while streaming a parquet file."""
@@ -24,18 +32,22 @@ def load_rows(name: str, split: str = "train", subset: str | None = None) -> lis
 
 
 def iter_rows(name: str, split: str = "train", subset: str | None = None) -> Iterator[Row]:
-    """Stream the rows of a JSONL or parquet file, of a directory of such files, or of a data set on the hub.
+    """Stream the rows of a data file, of a directory of such files, or of a data set on the hub.
 
-    In a directory, subset S is the directory `S/` or the file `S.jsonl`, and split T the files `T.*` and `T-*` or the
-    directory `T/`; if no file name contains a split, all files belong to `train`. `ValueError` if the data set does not
-    exist or is empty, or a line is not a JSON object.
+    Files are .jsonl, .json (a list of objects, or lines), .csv, .parquet, .txt (one `text` per line) and .arrow; a
+    folder of `datasets`' `save_to_disk` is read by its own list of files. In other directories, subset S is the
+    directory `S/` or the file `S.jsonl`, and split T the files `T.*` and `T-*` or the directory `T/`; if no file name
+    contains a split, all files belong to `train`. `ValueError` if the data set does not exist or is empty, or names the
+    line that is invalid.
     """
     path = find_file(name)
     rows: Iterator[Row]
     if path.exists():
         rows = (row for file in find_files(name, split, subset) for row in _READERS[file.suffix](file))
     elif path.suffix in _READERS or name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise ValueError(f"data set {name!r} was not found: give a .jsonl or .parquet file, or a hub id (owner/name)")
+        raise ValueError(
+            f"data set {name!r} was not found: give a file ({ENDINGS}), a folder, or a hub id (owner/name)"
+        )
     else:
         rows = _iter_hub(name, split, subset)
     is_empty = True
@@ -51,7 +63,7 @@ def find_files(name: str, split: str = "train", subset: str | None = None) -> li
     path = find_file(name)
     if path.is_file():
         if path.suffix not in _READERS:
-            raise ValueError(f"{name} is no data set: use a file that ends in {', '.join(_READERS)}")
+            raise ValueError(f"{name} is no data set: use a file that ends in {ENDINGS}")
         if subset is not None:
             raise ValueError(f"data set {name!r} is a file here, which has no subset {subset!r}: leave it out")
         if split != "train":
@@ -64,6 +76,8 @@ def find_files(name: str, split: str = "train", subset: str | None = None) -> li
         if not (path / subset).is_dir():
             raise ValueError(f"{path} has no subset {subset!r}: it is neither {subset}/ nor {subset}.jsonl there")
         path = path / subset
+    if (path / SAVED_DATASET).is_file() and split != "train":
+        raise ValueError(f"{path} is one saved data set, which has no split {split!r}: leave it out")
     files = _files_of_split(path, split)
     if not files:
         raise ValueError(f"{path} holds no split {split!r}: it needs {split}.jsonl, {split}-*.parquet or {split}/")
@@ -79,7 +93,13 @@ def _files_of_split(path: Path, split: str) -> list[Path]:
 
 
 def _data_files(path: Path) -> list[Path]:
-    return sorted(file for file in path.iterdir() if file.suffix in _READERS) if path.is_dir() else []
+    """The data files of a directory; without .txt files (such as a license) if there are others."""
+    if not path.is_dir():
+        return []
+    if (path / SAVED_DATASET).is_file():  # beside its files there may be caches of `map`
+        return [path / entry["filename"] for entry in json.loads((path / SAVED_DATASET).read_bytes())["_data_files"]]
+    files = sorted(file for file in path.iterdir() if file.suffix in _READERS and file.name not in METADATA)
+    return [file for file in files if file.suffix != ".txt"] or files
 
 
 def _iter_jsonl(path: Path) -> Iterator[Row]:
@@ -96,13 +116,78 @@ def _iter_jsonl(path: Path) -> Iterator[Row]:
             yield row
 
 
+def _iter_json(path: Path) -> Iterator[Row]:
+    """A list of objects, or, as often under this name, one object per line."""
+    try:
+        rows = json.loads(path.read_bytes().decode("utf-8-sig"))
+    except (ValueError, RecursionError):
+        yield from _iter_jsonl(path)
+        return
+    if isinstance(rows, dict):
+        rows = rows.get("data", [rows])
+    if not isinstance(rows, list):
+        raise ValueError(f"{path} is no list of JSON objects")
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}, row {number} is no JSON object")
+        yield row
+
+
+def _iter_csv(path: Path) -> Iterator[Row]:
+    """Rows under a header line; cells of `JSON_COLUMNS` are JSON."""
+    csv.field_size_limit(MAX_CSV_CELL)
+    with path.open(encoding="utf-8-sig", newline="") as lines:
+        reader = csv.DictReader(lines, strict=True)
+        try:
+            for row in reader:
+                where = f"{path}, line {reader.line_num}"
+                if None in row or None in row.values():
+                    raise ValueError(f"{where} has not as many cells as the header, which has {len(row)}")
+                yield {name: _parse_cell(cell, name, where) for name, cell in row.items()}
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}, line {reader.line_num} is not valid CSV: {error}") from error
+
+
+def _parse_cell(cell: str, name: str, where: str) -> Any:
+    if name not in JSON_COLUMNS or not cell.strip():
+        return cell if name not in JSON_COLUMNS else None
+    try:
+        return json.loads(cell)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: column {name!r} is not valid JSON: {error}") from error
+
+
+def _iter_text(path: Path) -> Iterator[Row]:
+    """One row `{"text"}` per line that is not empty."""
+    with path.open(encoding="utf-8-sig") as lines:
+        try:
+            yield from ({"text": text} for line in lines if (text := line.rstrip("\r\n")).strip())
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is no UTF-8 text: {error}") from error
+
+
+def _iter_arrow(path: Path) -> Iterator[Row]:
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise _missing_pyarrow(path) from error
+    try:
+        with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as batches:
+            for batch in batches:
+                yield from batch.to_pylist()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is no file of save_to_disk: {error}") from error
+
+
+def _missing_pyarrow(path: Path) -> ValueError:
+    return ValueError(f"{path}: reading it needs pyarrow (pip install pyarrow), or convert it to JSONL")
+
+
 def _iter_parquet(path: Path) -> Iterator[Row]:
     try:
         from pyarrow import parquet
     except ImportError as error:
-        raise ValueError(
-            f"{path}: reading parquet needs pyarrow (pip install pyarrow), or convert it to JSONL"
-        ) from error
+        raise _missing_pyarrow(path) from error
     try:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=ROWS_PER_READ):
@@ -111,7 +196,15 @@ def _iter_parquet(path: Path) -> Iterator[Row]:
         raise ValueError(f"{path} is no parquet file: {error}") from error
 
 
-_READERS = {".jsonl": _iter_jsonl, ".parquet": _iter_parquet}
+_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    ".jsonl": _iter_jsonl,
+    ".json": _iter_json,
+    ".csv": _iter_csv,
+    ".parquet": _iter_parquet,
+    ".arrow": _iter_arrow,
+    ".txt": _iter_text,
+}
+ENDINGS = ", ".join(_READERS)
 
 
 def _iter_hub(name: str, split: str, subset: str | None) -> Iterator[Row]:

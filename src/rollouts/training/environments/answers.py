@@ -63,6 +63,8 @@ class Choice(msgspec.Struct):
     versions: list[tuple[int, int]] | None = None
     chat_request: dict[str, Any] | None = None
     """The chat request that the server rendered to this choice's prompt; set by the multi-turn client."""
+    constrained_by: str | None = None
+    """The request field whose grammar restricted sampling; set by the multi-turn client."""
 
 
 class Usage(msgspec.Struct):

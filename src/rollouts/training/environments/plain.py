@@ -208,4 +208,5 @@ def _read_turn(answer: Any) -> Turn | None:
         logprobs=[entry.logprob for entry in content],
         versions=[(int(start), int(version)) for start, version in getattr(choice, "versions", None) or []],
         chat_request=getattr(choice, "chat_request", None),
+        constrained_by=getattr(choice, "constrained_by", None),
     )

@@ -214,4 +214,5 @@ def _to_turn(step: Any) -> Turn | None:
         logprobs=list(tokens["completion_logprobs"]),
         versions=[(int(start), int(version)) for start, version in getattr(choice, "versions", None) or []],
         chat_request=getattr(choice, "chat_request", None),
+        constrained_by=getattr(choice, "constrained_by", None),
     )

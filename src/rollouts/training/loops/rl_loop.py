@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollouts.training.advantages import compute_advantages, compute_grouped_advantages
+from rollouts.training.advantages import (
+    GroupAdvantages,
+    compute_advantages,
+    compute_custom_advantages,
+    compute_grouped_advantages,
+)
 from rollouts.training.datasets.data_buffer import DataBuffer
 from rollouts.training.loops.stepping import Row, is_due, rank_of, run_step, state_of, steps_of
 from rollouts.training.metrics import MetricsLogger
@@ -82,20 +87,43 @@ def prepare_grpo_batch(batch: RolloutBatch, rewards: Sequence[float], config: RL
 
 
 def batch_advantages(batch: RolloutBatch, rewards: Sequence[float], config: RLTrainingConfig) -> list[float]:
-    """One advantage per sample: reward - baseline, or group-relative by `config.estimator`."""
+    """One advantage per sample: of `advantage_fn`, reward - baseline, or group-relative by `estimator`."""
     if len(rewards) != len(batch.tokens):
         raise ValueError(f"{len(rewards)} rewards for {len(batch.tokens)} samples: give one each")
     if not all(map(math.isfinite, rewards)):
         raise ValueError(f"rewards {list(rewards)} contain a value that is not finite: fix the reward function")
-    if config.estimator == "baseline":
+    groups = batch.group_indices or range(len(rewards))
+    if config.advantage_fn is not None:
+        return custom_advantages(config.advantage_fn, batch, rewards, groups)
+    has_groups = len(set(groups)) < len(groups)
+    estimator = config.estimator or ("mean" if has_groups and not config.baseline else "baseline")
+    if estimator == "baseline":
         return compute_advantages(rewards, baseline=config.baseline)
     return compute_grouped_advantages(
         rewards,
-        batch.group_indices or range(len(rewards)),
-        baseline=config.estimator,  # type: ignore[arg-type]
+        groups,
+        baseline=estimator,  # type: ignore[arg-type]
         std="group" if config.advantage_std else "none",
         lengths=batch.response_lengths,
     )
+
+
+def custom_advantages(
+    function: GroupAdvantages, batch: RolloutBatch, rewards: Sequence[float], groups: Sequence[Any]
+) -> list[float]:
+    """`function` of every group, whose samples have these rewards, in the order of the batch."""
+    if not batch.samples:
+        raise ValueError("advantage_fn needs the samples of a batch, which has none")
+    members: dict[Any, list[int]] = {}
+    for i, group in enumerate(groups):
+        batch.samples[i].reward = rewards[i]
+        members.setdefault(group, []).append(i)
+    advantages = [0.0] * len(rewards)
+    for places in members.values():
+        values = compute_custom_advantages(function, [batch.samples[i] for i in places])
+        for i, value in zip(places, values, strict=True):
+            advantages[i] = value
+    return advantages
 
 
 def collate_grpo(items: Sequence[tuple[Sample, float]]) -> dict[str, Tensor]:

@@ -143,11 +143,11 @@ def test_files_and_directories_are_read(tmp_path: Path) -> None:
     assert load_rows(str(tmp_path / "a.jsonl")) == rows == load_rows(str(tmp_path))
     (tmp_path / "broken.jsonl").write_text('{"prompt": 1}\n{"prompt": \n')
     (tmp_path / "empty.jsonl").write_text("\n")
-    (tmp_path / "a.csv").write_text("prompt,completion\n")
+    (tmp_path / "a.yaml").write_text("prompt: x\n")
     for name, words in {
         "broken.jsonl": "line 2 is not valid JSON",
         "empty.jsonl": "holds no rows",
-        "a.csv": "use a file that ends in .jsonl, .parquet",
+        "a.yaml": "use a file that ends in .jsonl, .json, .csv",
         "none.jsonl": "was not found",
     }.items():
         with pytest.raises(ValueError, match=words):
@@ -331,3 +331,33 @@ def test_fake_lengths(tmp_path: Path) -> None:
 def test_debug_config_runs_five_fake_steps() -> None:
     config, _ = parse_argv(SFTConfig, ["@", str(ROOT / "configs/debug/sft/train.toml")], "sft", environ={})
     assert config.max_steps == 5 and config.data.type == "fake"
+
+
+def test_text_is_trained_whole(tokenizer: Any) -> None:
+    [sample] = tokenize({"text": "abc"}, tokenizer)
+    assert trained_text(sample, tokenizer) == ["abc<|im_end|>"]
+    assert tokenize({"text": ""}, tokenizer) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ('{"prompt": "a", "completion": "b"}\n{"input": "a"}\n', "row 1 of the data set has the columns input"),
+        ('{"messages": [{"role": "robot", "content": "x"}]}\n', r"row 0 .*role is 'robot'"),
+        ("", "holds no rows"),
+    ],
+)
+def test_data_are_checked_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: str, message: str
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(rows)
+    monkeypatch.setattr("prime_rl.trainer.run.start_backend", lambda *_, **__: pytest.fail("the model was loaded"))
+    for data in (
+        {"data": {"name": str(path)}},
+        {"val": {"name": str(path)}, "data": {"name": str(ROOT / "examples/reverse_text/tiny/sft.jsonl")}},
+    ):
+        config = SFTConfig.model_validate({"model": {"name": "tiny-qwen3"}, "output_dir": tmp_path / "out", **data})
+        with pytest.raises(ValueError, match=message) as caught:
+            train(config)
+        assert "\n" not in str(caught.value)

@@ -147,7 +147,7 @@ def test_dropped_rows_are_reported(tmp_path: Path, tokenizer: Any) -> None:
 
 
 WRONG_ROWS: list[Any] = [
-    ({"text": "a"}, "row 1 .*columns text"),
+    ({"input": "a"}, "row 1 .*columns input"),
     ({"messages": [QUESTION, {"content": "x"}]}, "row 1 .*neither text nor a list of messages with a role"),
     ({"messages": [QUESTION, ANSWER], "tools": "[{"}, "row 1 .*`tools` is not JSON"),
     ({"messages": [QUESTION, {"role": "assistant", "content": [{"type": "image"}]}]}, "row 1 .*'image'"),
@@ -315,7 +315,7 @@ def test_docs_snippets_work(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.
     page = (ROOT / "docs/sft.md").read_text()
     blocks = re.findall(r"```(\w+)\n(.*?)```", page, re.DOTALL)
     rows = [json.loads(line) for kind, text in blocks if kind == "json" for line in text.splitlines()]
-    assert len(rows) == 7 and len(tokenize(rows, tokenizer, seq_len=1024)) == 7
+    assert len(rows) == 8 and len(tokenize(rows, tokenizer, seq_len=1024)) == 8
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "my_data/math.jsonl", pairs("m", 20))
     write(tmp_path / "my_data/code/train.jsonl", pairs("c", 20))

@@ -1,0 +1,167 @@
+"""An inference engine in the training process: a `transformers` model with weights of its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+import torch
+from torch import Tensor
+
+from rollouts.training.datasets.chat import render_chat
+from rollouts.training.manifests import MANIFEST_FILE, describe_tensors, read_manifest
+from rollouts.training.steps import parse_step
+from rollouts.training.types import Sample, Status
+
+WEIGHTS_FILE = "model.safetensors"
+
+
+@dataclass(eq=False)
+class _PendingPrompt:
+    """A prompt that waits for the next batch."""
+
+    prompt: Any
+    prompt_ids: list[int]
+    result: Sample | Exception | None = None
+
+
+class ModelEngine:
+    """A `generate_fn` that samples from a copy of `model`, and the `InferenceEngine` that updates this copy.
+
+    Pass it to `RolloutConfig(generate_fn=engine)` and in the list of engines of `run_rl_training`. A prompt is text,
+    rendered as a user message if the tokenizer has a chat template, or a list of messages. Samples have the tokens, a
+    loss mask over the completion, the log-probs under the sampling distribution and the version of the weights; a
+    completion without an end token is `Status.TRUNCATED`. Concurrent calls are generated as one batch of at most
+    `max_batch_size`. Generation blocks the event loop; use a server for models that need more than one process.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        tokenizer: Any,
+        *,
+        max_tokens: int = 256,
+        temperature: float = 1.0,
+        max_batch_size: int = 64,
+        seed: int = 0,
+    ) -> None:
+        if not hasattr(model, "generate"):
+            raise ValueError(f"{type(model).__name__} has no `generate`: pass a causal language model of transformers")
+        if max_tokens < 1 or max_batch_size < 1 or temperature <= 0:
+            raise ValueError("max_tokens and max_batch_size must be at least 1, and temperature above 0")
+        own: Any = copy.deepcopy(model)
+        self.model = own.eval().requires_grad_(False)
+        self.tokenizer, self.max_tokens, self.temperature = tokenizer, max_tokens, temperature
+        self.version, self.max_batch_size = 0, max_batch_size
+        self._waiting: list[_PendingPrompt] = []
+        self._generator = torch.Generator().manual_seed(seed)
+        eos = self.model.generation_config.eos_token_id
+        self._eos_ids = [tokenizer.eos_token_id] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+
+    async def __call__(self, prompts: Sequence[Any]) -> list[Sample]:
+        """One sample per prompt."""
+        requests = [_PendingPrompt(prompt, self._encode(prompt)) for prompt in prompts]
+        self._waiting += requests
+        await anyio.sleep(0)  # concurrent calls are added
+        while any(request.result is None for request in requests):
+            batch, self._waiting = self._waiting[: self.max_batch_size], self._waiting[self.max_batch_size :]
+            self._run(batch)
+        samples = [request.result for request in requests]
+        for sample in samples:
+            if isinstance(sample, Exception):
+                raise sample
+        return [sample for sample in samples if isinstance(sample, Sample)]
+
+    def _run(self, batch: list[_PendingPrompt]) -> None:
+        try:
+            rows = self._generate([request.prompt_ids for request in batch])
+        except Exception as error:
+            for request in batch:
+                request.result = error
+            return
+        for request, ids, logprobs in zip(batch, *rows, strict=True):
+            request.result = self._build_sample(request.prompt, request.prompt_ids, ids, logprobs)
+
+    async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
+        """Load published weights (`backend.publish_weights`), verified against their manifest; keeps its own if they
+        are incomplete or differ. `ValueError` names the file or tensor."""
+        from safetensors.torch import load_file
+
+        directory = Path(checkpoint_path)
+        if not (directory / WEIGHTS_FILE).is_file():
+            raise ValueError(f"{directory} has no {WEIGHTS_FILE}: pass a directory of published weights")
+        tensors = load_file(directory / WEIGHTS_FILE)
+        if (directory / MANIFEST_FILE).is_file():
+            listed, found = read_manifest(directory).tensors, describe_tensors(tensors)
+            if wrong := sorted(name for name in listed.keys() | found.keys() if listed.get(name) != found.get(name)):
+                raise ValueError(f"{directory} does not match its manifest: {wrong[0]} differs")
+        self._load(tensors)
+        self.version = parse_step(directory.name) or self.version + 1
+        return {"success": True, "version": self.version}
+
+    def _load(self, tensors: Mapping[str, Tensor]) -> None:
+        own = self.model.state_dict()
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        wrong = sorted(name for name, shape in shapes.items() if name not in own or own[name].shape != shape)
+        tied = {tensor.data_ptr() for name, tensor in own.items() if name in tensors}
+        missing = sorted(name for name, tensor in own.items() if name not in tensors and tensor.data_ptr() not in tied)
+        if wrong or missing:
+            raise ValueError(f"the weights do not fit the engine's model: {(wrong or missing)[0]} differs")
+        self.model.load_state_dict(dict(tensors), strict=False)
+
+    def _encode(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str) and not self.tokenizer.chat_template:
+            return list(self.tokenizer.encode(prompt))
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return render_chat(self.tokenizer, messages)
+
+    @torch.inference_mode()
+    def _generate(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
+        """Completions and their log-probs; prompts are padded on the left."""
+        width, device = max(map(len, prompts)), next(self.model.parameters()).device
+        pad = self._eos_ids[0]
+        ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(int(torch.randint(2**62, (1,), generator=self._generator)))
+            out = self.model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=self.max_tokens,
+                do_sample=True,
+                temperature=self.temperature,
+                top_k=0,
+                top_p=1.0,
+                repetition_penalty=1.0,
+                pad_token_id=pad,
+                eos_token_id=self._eos_ids,
+                output_scores=True,
+                return_dict_in_generate=True,
+            )
+        scores = torch.stack(out.scores, dim=1).float().log_softmax(dim=-1)  # [prompts, tokens, vocab]
+        sampled = out.sequences[:, width:]
+        logprobs = scores.gather(2, sampled[:, :, None]).squeeze(2).tolist()
+        completions = [self._cut(row) for row in sampled.tolist()]
+        return completions, [row[: len(tokens)] for row, tokens in zip(logprobs, completions, strict=True)]
+
+    def _cut(self, tokens: list[int]) -> list[int]:
+        """Tokens up to the first end token."""
+        end = next((i for i, token in enumerate(tokens) if token in self._eos_ids), len(tokens) - 1)
+        return tokens[: end + 1]
+
+    def _build_sample(self, prompt: Any, prompt_ids: list[int], ids: list[int], logprobs: list[float]) -> Sample:
+        is_complete = ids[-1] in self._eos_ids
+        return Sample(
+            prompt=prompt,
+            response=self.tokenizer.decode(ids, skip_special_tokens=True),
+            tokens=[*prompt_ids, *ids],
+            loss_mask=[0.0] * len(prompt_ids) + [1.0] * len(ids),
+            inference_logprobs=[0.0] * len(prompt_ids) + logprobs,
+            versions=[(len(prompt_ids), self.version)],
+            status=Status.COMPLETED if is_complete else Status.TRUNCATED,
+            temperature=self.temperature,
+        )
