@@ -17,6 +17,7 @@ COMMANDS = {
     "plan": ("prime_rl.plan.plan:main", "estimate memory and time per step on a cluster"),
     "fetch": ("prime_rl.pretrained.fetch:main", "download a known model"),
     "convert": ("prime_rl.pretrained.convert:main", "GGUF files to and from Hugging Face directories"),
+    "push": ("prime_rl.pretrained.push:main", "upload weights to the hub, with a model card"),
     "inference": ("prime_rl.inference.server:main", "the inference server alone"),
     "trainer": ("prime_rl.trainer.rl.train:main", "the RL trainer alone"),
     "orchestrator": ("prime_rl.orchestrator.orchestrator:main", "the orchestrator alone"),

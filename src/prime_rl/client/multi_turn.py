@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 import msgspec
 
+from prime_rl.client.constraints import find_constraint
+
 Body = dict[str, Any]
 
 
@@ -42,13 +44,6 @@ class TokenClient(Protocol):
 
     def overlong(self, num_tokens: int) -> Exception: ...
 
-
-UNCONSTRAINED: dict[str, tuple[Any, ...]] = {
-    "response_format": (None, {"type": "text"}),
-    "tool_choice": (None, "auto", "none"),
-    "structured_outputs": (None,),
-}
-"""Request fields that can restrict sampling by a grammar (vLLM's included), with the values that do not."""
 
 RENDERED = ("messages", "tools", "chat_template_kwargs")
 """Request fields that the chat template renders."""
@@ -222,14 +217,6 @@ class _MultiTurnChat:
 
     def __init__(self, conversation: MultiTurnClient) -> None:
         self.completions = _Create(conversation.create_chat)
-
-
-def find_constraint(body: Body) -> str | None:
-    """The request field whose grammar restricts sampling; None if there is none."""
-    for name, neutral in UNCONSTRAINED.items():
-        if body.get(name) not in neutral:
-            return name
-    return next((name for name in body if name.startswith("guided_") and body[name] is not None), None)
 
 
 def _encode(value: Any) -> bytes:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from prime_rl.client.multi_turn import find_constraint
+from prime_rl.client.constraints import find_constraint
 from prime_rl.configuration.sections import (
     BASE_MODEL,
     DebugModelConfig,

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from prime_rl.client.multi_turn import find_constraint
+from prime_rl.client.constraints import find_constraint
 from prime_rl.configuration.imports import check_arguments, import_function
 from prime_rl.configuration.sections import (
     ClientConfig,

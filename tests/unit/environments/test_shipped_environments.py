@@ -161,7 +161,10 @@ def test_packages_are_complete() -> None:
         sources = {p.name for p in folder.iterdir() if p.suffix in (".py", ".txt", ".toml")}
         assert sources == set(included), folder.name
         readme = (folder / "README.md").read_text()
-        arguments = re.findall(r"(?m)^    (\w+): .* = ", (folder / f"{folder.name}.py").read_text().split("->")[0])
+        signature = re.search(
+            r"def load_environment\((.*?)\) ->", (folder / f"{folder.name}.py").read_text(), re.DOTALL
+        )
+        arguments = re.findall(r"(\w+): ", signature[1]) if signature else []
         assert arguments and not [name for name in arguments if f"`{name}`" not in readme], folder.name
 
 

@@ -350,7 +350,7 @@ LARGE = ("torch", "transformers", "verifiers", "starlette", "openai", "asyncio",
 print("HEAVY", *(name for name in LARGE if name in sys.modules))
 print(len(sys.modules))
 """
-MAX_MODULES = 300
+MAX_MODULES = 310
 """Limit for --help: pydantic (215), our configurations, the standard library."""
 
 

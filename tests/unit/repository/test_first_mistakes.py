@@ -41,7 +41,6 @@ FILES = {
     "run.yaml": "max_steps: 5\n",
     "env_table.toml": "[orchestrator.env]\nid = 'reverse-text'\n",
     "loop.toml": 'toml_files = ["loop.toml"]\n',
-    "data.csv": "question,answer\n1,2\n",
     "rows.jsonl": '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n',
     "losses.py": "def good(inputs): return inputs\ndef none(): return 0\nclip = 0.2\n",
     "broken_losses.py": "import a_missing_package\n",
@@ -209,11 +208,9 @@ MISTAKES = {
     f"rl {OK} --output-dir used --resume": "no complete checkpoint",
     # data of sft
     "sft @ sft.toml --data.name rows.json": "was not found",
-    "sft @ sft.toml --data.name data.csv": ".jsonl",
     "sft @ sft.toml --data.split test": "no split 'test'",
     "sft @ sft.toml --data.seq_len 0": "at least 2",
     # monitor, init, plan and the module
-    "monitor": "pass a directory",
     "monitor nowhere/at/all/x": "no directory",
     "monitor empty_run": "metrics",
     "monitor --sevre": "monitor --help",

@@ -27,7 +27,7 @@ def train(config: SFTConfig) -> int:
         from prime_rl.trainer.sft.deployment import build_layout
 
         return deploy(*build_layout(config), config.deployment, config.output_dir)
-    if "RANK" not in os.environ:
+    if "RANK" not in os.environ and not config.bench:
         from prime_rl.trainer.sft.data import check_first_rows
 
         check_first_rows(config)

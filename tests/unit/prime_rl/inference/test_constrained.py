@@ -15,7 +15,7 @@ import torch
 from pydantic import ValidationError
 from running_server import RunningServer
 
-from prime_rl.client.multi_turn import find_constraint
+from prime_rl.client.constraints import find_constraint
 from prime_rl.client.scoring import PackedScores
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.embedded.loading import load_eos_ids

@@ -655,6 +655,7 @@ class Row:
     tokens: list[int]
     num_prompt: int = 1
     stop_ids: frozenset[int] = frozenset()
+    grammar: None = None
 
 
 def draw(logits: Tensor, params: SamplingParams, tokens: list[int] | None = None, **row: Any) -> tuple[int, float]:

@@ -20,7 +20,7 @@ from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.embedded.loading import WeightReader
 from prime_rl.inference.engine import GenerationRequest, Output, SamplingParams
 from prime_rl.pretrained.fetch import KNOWN_MODELS, fetch_model
-from prime_rl.pretrained.gguf_architectures import to_hf_name
+from prime_rl.pretrained.gguf_architectures import ARCHITECTURES
 from prime_rl.trainer.backend import build_backend
 from prime_rl.trainer.config import TrainConfig
 from prime_rl.trainer.models.attention import PackedAttention
@@ -122,7 +122,7 @@ def test_every_tensor_equals_that_of_the_gguf_package(directory: Path, package_f
     tensors = gguf.GGUFReader(package_file).tensors
     assert len(tensors) == len(found) == 272
     for tensor in tensors:
-        name = to_hf_name(tensor.name)
+        name = ARCHITECTURES["llama"].to_hf_name(tensor.name)
         assert name is not None
         expected = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(tuple(reversed(tensor.shape)))
         if ".q_proj." in name or ".k_proj." in name:

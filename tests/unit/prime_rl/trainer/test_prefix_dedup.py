@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +107,9 @@ def test_shared_prefixes_are_computed_once(tmp_path: Path) -> None:
     assert len(layout.pack.input_ids) == alone - (4 + 2) * (40 + 4)
 
 
-def test_unsupported_models_are_not_deduplicated(tmp_path: Path) -> None:
-    backend = make_backend(tmp_path / "ours")
+def test_flash_attention_and_models_that_mix_tokens_elsewhere_are_not_deduplicated(tmp_path: Path) -> None:
+    backend = make_backend(tmp_path)
     assert can_dedup_prefixes(backend.model, backend.placement, backend.mesh)
-    other = make_backend(tmp_path / "theirs", impl="hf")
-    assert not can_dedup_prefixes(other.model, other.placement, other.mesh)
-    [[micro]] = pack_samples(make_groups(), 1024)
-    assert len(other._prepare(micro).pack.input_ids) == len(micro.input_ids)
+    assert not can_dedup_prefixes(backend.model, replace(backend.placement, attn="flash"), backend.mesh)
+    object.__setattr__(backend.model, "mixes_tokens_only_in_attend", False)
+    assert not can_dedup_prefixes(backend.model, backend.placement, backend.mesh)
