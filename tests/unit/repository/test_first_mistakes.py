@@ -170,7 +170,6 @@ MISTAKES = {
     "env-eval --model.name gpt-4.1-mini": "OPENAI_API_KEY",
     "env-eval --model.name tiny-qwen3 --weights-dir nowhere": "no complete step",
     "env-eval --model.name tiny-qwen3 --weights-dir weights --steps 9": "available: 3",
-    "inference --model.name weights": "weights/step_3",
     # environments
     f"rl {OK} --orchestrator.env.0.id reverse-txt": "did you mean 'reverse-text'?",
     f"rl {OK} --orchestrator.env.0.id gsm9k": "did you mean 'gsm8k'?",
@@ -258,7 +257,17 @@ def without_trackers(find: Callable[..., Any]) -> Callable[..., Any]:
     return lambda name, *rest: None if name in missing else find(name, *rest)
 
 
-@pytest.mark.parametrize(("line", "words_of_cure"), MISTAKES.items(), ids=list(MISTAKES))
+FAST_SHARE = 4
+"""One command line in so many is part of the fast suite."""
+
+
+@pytest.mark.parametrize(
+    ("line", "words_of_cure"),
+    [
+        pytest.param(line, words, id=line, marks=pytest.mark.slow if index % FAST_SHARE else ())
+        for index, (line, words) in enumerate(MISTAKES.items())
+    ],
+)
 def test_a_mistake_is_answered_in_two_lines(
     line: str, words_of_cure: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

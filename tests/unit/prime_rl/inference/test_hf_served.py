@@ -90,7 +90,11 @@ def score_by_trainer(model: CausalLM, outputs: list[Output]) -> list[torch.Tenso
     return [x.gather(1, torch.tensor(o.token_ids)[:, None])[:, 0] for x, o in zip(rows, outputs, strict=True)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+SLOW = ("cohere2", "mamba")
+"""Families whose modules of transformers take seconds to import."""
+
+
+@pytest.mark.parametrize("family", [pytest.param(f, marks=pytest.mark.slow if f in SLOW else ()) for f in FAMILIES])
 def test_sampled_logprobs_before_and_after_an_update(family: str, tmp_path: Path) -> None:
     """Equal to transformers and to the trainer; bit for bit to the trainer for dense models with our attention."""
     first, directory = build_theirs(family, tmp_path)

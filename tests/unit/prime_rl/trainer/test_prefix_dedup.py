@@ -107,7 +107,7 @@ def test_shared_prefixes_are_computed_once(tmp_path: Path) -> None:
     assert len(layout.pack.input_ids) == alone - (4 + 2) * (40 + 4)
 
 
-def test_flash_attention_and_models_that_mix_tokens_elsewhere_are_not_deduplicated(tmp_path: Path) -> None:
+def test_flash_attention_is_not_deduplicated(tmp_path: Path) -> None:
     backend = make_backend(tmp_path)
     assert can_dedup_prefixes(backend.model, backend.placement, backend.mesh)
     assert not can_dedup_prefixes(backend.model, replace(backend.placement, attn="flash"), backend.mesh)
