@@ -140,6 +140,12 @@ def _module_blocks(name: str) -> list[str]:
     return blocks
 
 
+def _named(default: Any) -> Any:
+    """A default value; classes and functions by their names, which is how they are written."""
+    is_named = inspect.isclass(default) or inspect.isfunction(default)
+    return _Unquoted(default.__name__) if is_named and default is not inspect.Parameter.empty else default
+
+
 class _Unquoted:
     """An annotation that was written as text, shown without quotes."""
 
@@ -158,7 +164,9 @@ def _signature(member: Any) -> str:
         signature = inspect.signature(member)
     except (TypeError, ValueError):
         return ""
-    parameters = [p.replace(annotation=_Unquoted(p.annotation)) for p in signature.parameters.values()]
+    parameters = [
+        p.replace(annotation=_Unquoted(p.annotation), default=_named(p.default)) for p in signature.parameters.values()
+    ]
     signature = signature.replace(parameters=parameters, return_annotation=_Unquoted(signature.return_annotation))
     text = f"{member.__name__}{signature}"
     if len(text) > 100:

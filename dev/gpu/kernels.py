@@ -127,7 +127,8 @@ def compare_sampler(context: Context) -> Measured:
         )
         for i in range(rows)
     ]
-    states = [SimpleNamespace(tokens=[1, 2], num_prompt=1, stop_ids=frozenset({0}), params=p) for p in settings]
+    common = {"tokens": [1, 2], "num_prompt": 1, "stop_ids": frozenset({0}), "grammar": None}
+    states = [SimpleNamespace(params=p, **common) for p in settings]
     positions = np.arange(rows) + 2
     cpu = torch.device("cpu")
     found, expected = (

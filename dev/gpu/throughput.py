@@ -17,7 +17,7 @@ from prime_rl.plan.config import PlanConfig
 from prime_rl.plan.memory import trainer_memory
 from prime_rl.plan.shapes import KNOWN, read_shape
 from prime_rl.trainer.perf import PerfCounter, peak_memory_gib
-from rollouts.training.batching import pack_samples
+from rollouts.training.batching import Share, pack_samples
 
 NUM_STEPS = 3
 MICRO_BATCHES = 2
@@ -47,7 +47,7 @@ def measure(
         context.synchronize()
         if step:
             seconds.append(time.perf_counter() - started)
-            metrics = perf.observe(lengths, seconds[-1])
+            metrics = perf.observe(Share(micros, lengths), seconds[-1])
     if not math.isfinite(stats.summary()["loss/mean"]):
         raise RuntimeError("the loss is not finite")
     throughput = sum(lengths) / statistics.median(seconds)
