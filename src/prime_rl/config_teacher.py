@@ -19,6 +19,9 @@ TAU = 0.5
 TEMPLATE_TOKENS = 64
 """Allowance for the tokens that a chat template adds around a context."""
 
+DIVERGENCES = {"reverse": "reverse KL", "forward": "forward KL", "jsd": "Jensen-Shannon divergence"}
+"""`loss.distill.direction` in words."""
+
 
 def add_teacher(tables: ConfigTables) -> None:
     """Set the keys of trainer, servers and orchestrator that `orchestrator.teacher_model` implies."""
@@ -38,7 +41,9 @@ def describe_taus(loss: LossConfig) -> str:
     student = loss.teacher_tau if loss.student_tau is None else loss.student_tau
     text = f"adv_tau {loss.adv_tau:g}, teacher_tau {loss.teacher_tau:g}, student_tau {student:g}"
     if student == loss.teacher_tau:
-        return f"{text}: the target is the teacher's distribution (reverse KL)"
+        distill = loss.distill
+        divergence = DIVERGENCES[distill.direction if distill.estimator in ("topk+tail", "full") else "reverse"]
+        return f"{text}: the target is the teacher's distribution ({divergence})"
     if student == 0:
         return f"{text}: without a student term the target collapses to the teacher's mode"
     return f"{text}: the target is p_teacher^({loss.teacher_tau / student:g}), not the teacher's own distribution"

@@ -45,6 +45,12 @@ def test_taus_with_a_teacher(given: dict[str, float], taus: tuple[float, float, 
     assert any(line == text for line in rl.explain(config)), "--dry-run prints them"
 
 
+@pytest.mark.parametrize(("direction", "words"), [("forward", "forward KL"), ("jsd", "Jensen-Shannon")])
+def test_the_direction_of_a_distribution_is_named(direction: str, words: str) -> None:
+    options = ("--trainer.loss.distill.estimator", "topk+tail", "--trainer.loss.distill.direction", direction)
+    assert words in describe_taus(parse(*CONTEXT, *options).trainer.loss)
+
+
 def test_taus_without_a_teacher() -> None:
     loss = parse().trainer.loss
     assert (loss.adv_tau, loss.teacher_tau, loss.student_tau) == (1.0, 0.0, None)
