@@ -136,6 +136,7 @@ def _batch_composition(
     if samples and tokens and micros:
         section = config.get("trainer") or config.get("sft") or {}
         rows, seq_len = section.get("micro_bs"), (section.get("model") or {}).get("seq_len")
+        rows = None if rows == "auto" else rows  # the number is in the log
         capacity = f" (capacity {rows} x {seq_len} = {rows * seq_len} tokens each)" if rows and seq_len else ""
         full = tokens / (micros * rows * seq_len) if rows and seq_len else None
         advice = None

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from prime_rl.config import RLConfig
 from prime_rl.runtime.machine import find_gpus
+from prime_rl.trainer.config import MAX_AUTO_TOKENS
 from prime_rl.utils.pydantic_config import BaseConfig
 
 GiB = 2**30
@@ -161,3 +162,9 @@ class PlanConfig(RLConfig):
         """Maximum number of generated tokens."""
         limit = max(self.seq_len - self.prompt_tokens, 1)
         return min(self.orchestrator.sampling.max_tokens or limit, limit)
+
+    def count_micro_tokens(self, kind: Literal["cpu", "cuda"]) -> int:
+        """Tokens of a full micro-batch on this kind of device; the maximum for `trainer.micro_bs = "auto"`."""
+        if self.trainer.micro_bs == "auto":
+            return max(MAX_AUTO_TOKENS[kind], self.seq_len)
+        return self.trainer.micro_bs * self.seq_len

@@ -115,7 +115,7 @@ def estimate_cpu(config: PlanConfig, shape: ModelShape, machine: Machine) -> Cpu
     generation = rollouts / concurrent * completion * max(computed, read) + turns
     generation += 2.0 * prompts * shape.active_parameters / (machine.flops * TRAIN_SHARE)
     update = 6 * 4.0 * trained / (machine.bandwidth * MEMORY_SHARE)  # written, digested, read, verified, packed
-    micro = config.trainer.micro_bs * config.seq_len
+    micro = config.count_micro_tokens("cpu")
     kept = 2.0 * shape.layer_bytes * micro * (shape.layers if config.trainer.model.ac is None else 1)
     frozen = shape.parameters - trained if trained < shape.parameters else 0
     cached = rollouts * (config.prompt_tokens + config.longest_completion) * 2.0 * shape.kv_bytes

@@ -67,7 +67,7 @@ def trainer_memory(config: PlanConfig, shape: ModelShape, parallel: ParallelDims
     # A single rank keeps a bf16 copy of its fp32 parameters; several ranks gather one layer at a time.
     gathered = total / split if shards == split else 2 * (total - shape.head_parameters) / shape.layers / split
     gathered = 0.0 if frozen else gathered + (shape.head_parameters / split if shards > split else 0)
-    tokens = config.trainer.micro_bs * config.seq_len / dims.cp
+    tokens = config.count_micro_tokens("cuda") / dims.cp
     layers = shape.layers / dims.pp
     flows = dims.pp if dims.pp > 1 else 1  # micro-batches in flight in a pipeline
     if model.ac is None:

@@ -70,7 +70,7 @@ def train(config: PlanConfig, shape: ModelShape, parallel: ParallelDims, num_gpu
     matrices, experts, attention = training_flops(config, shape)
     peak = gpu.tflops * 1e12
     token_s = matrices / (peak * share.matmul) + experts / (peak * share.experts) + attention / (peak * share.attention)
-    micros = max(tokens / (num_gpus * config.trainer.micro_bs * config.seq_len), 1.0)
+    micros = max(tokens / (num_gpus * config.count_micro_tokens("cuda")), 1.0)
     bubble = 1 + (parallel.pp - 1) / max(micros * parallel.pp * parallel.pp_stages, 1)
     trained = count_lora(config, shape) or shape.parameters
     link = link_speed(config, gpu, num_gpus) * share.link

@@ -1,4 +1,4 @@
-"""Ports, GPUs and cores of this machine."""
+"""Ports, GPUs, cores and memory of this machine."""
 
 from __future__ import annotations
 
@@ -51,3 +51,20 @@ def find_gpus() -> list[int]:
 def num_cores() -> int:
     """CPU cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def find_available_memory() -> float:
+    """Bytes that this process may allocate: free memory of the machine, at most what its control group leaves.
+
+    Half of the physical memory on systems without /proc.
+    """
+    meminfo, group = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+    if not meminfo.is_file():
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
+    [line] = [line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:")]
+    available = 1024.0 * int(line.split()[1])
+    try:
+        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
+    except OSError:  # no control group with a limit
+        return available
+    return available if limit == "max" else min(available, float(int(limit) - int(used)))

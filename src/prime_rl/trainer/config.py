@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -126,6 +126,10 @@ class CkptConfig(BaseConfig):
         return self
 
 
+MAX_AUTO_TOKENS = {"cpu": 2048, "cuda": 32768}
+"""Tokens of a micro-batch above which `micro_bs = "auto"` does not go, by device: it would not be computed faster."""
+
+
 class TrainerConfig(TrackersConfig):
     """Settings shared by the RL and SFT trainers."""
 
@@ -138,8 +142,9 @@ class TrainerConfig(TrackersConfig):
     parallel: ParallelDims = ParallelDims()
     ckpt: CkptConfig | None = None
     log: LogConfig = LogConfig()
-    micro_bs: int = Field(default=1, ge=1)
-    """Micro-batch size in rows of seq_len tokens."""
+    micro_bs: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
+    """Micro-batch size in rows of seq_len tokens; "auto": what fits into the memory that is free when the run begins,
+    measured with one row and logged (a resumed run keeps its size)."""
 
     max_concurrent_micro_batches: int | None = Field(default=None, ge=1)
     """Micro-batches computed at once on a CPU while other processes leave cores free; unset: 2 for a model of 20M

@@ -23,6 +23,7 @@ from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.checkpointer import Checkpointer, reject_or_archive_earlier_run, resume
 from prime_rl.trainer.ckpt import PART
 from prime_rl.trainer.config import SFTConfig, TrainConfig
+from prime_rl.trainer.micro_batch_size import measure_num_rows
 from prime_rl.trainer.parallel_dims import destroy_process_group
 from prime_rl.trainer.perf import PerfCounter, StepTimer
 from prime_rl.trainer.profiling import record_profile
@@ -110,7 +111,7 @@ class TrainerRun:
             "total_tokens": self.progress.get("total_tokens", 0) + sum(share.lengths),
             "total_samples": self.progress.get("total_samples", 0) + len(share.lengths),
         }
-        self.progress = {**totals, **progress}
+        self.progress = {"micro_bs": self.micro_bs, **totals, **progress}
         if self.checkpointer.is_due(step):
             with self.timer("save_ckpt"):
                 self.checkpointer.save(step, self.progress)
@@ -195,12 +196,20 @@ def build_run(
         progress,
         first_step,
         config.max_steps,
-        config.micro_bs,
+        choose_micro_bs(config, backend, progress),
         record_profile(config.trace_path, config.memory_profiler_path, place.device, rank),
     )
     if threading.current_thread() is threading.main_thread():
         explain_on_signal(find_log_name(process), out.root, run.step_logger.describe_wait)
     return run
+
+
+def choose_micro_bs(config: TrainConfig | SFTConfig, backend: Backend, progress: Mapping[str, Any]) -> int:
+    """Rows of a micro-batch: as configured or measured, and those of the checkpoint in a resumed run with "auto"."""
+    if config.micro_bs != "auto":
+        return config.micro_bs
+    seq_len = config.data.seq_len if isinstance(config, SFTConfig) else config.model.seq_len
+    return progress.get("micro_bs") or measure_num_rows(backend, seq_len)
 
 
 def _build_logged_backend(config: TrainConfig | SFTConfig) -> Backend:

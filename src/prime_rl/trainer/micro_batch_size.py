@@ -1,0 +1,113 @@
+"""`micro_bs = "auto"`: rows of a micro-batch that fit into the memory, from one measured forward pass."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+from loguru import logger
+from torch import Tensor
+
+from prime_rl.runtime.machine import find_available_memory
+from prime_rl.trainer.config import MAX_AUTO_TOKENS
+from prime_rl.trainer.models.moe import pop_expert_load
+from rollouts.training.batching import MicroBatch
+
+if TYPE_CHECKING:
+    from prime_rl.trainer.backend import Backend
+
+MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}
+"""Share of the free memory used for activations; on a CPU the engine of the same run takes memory later."""
+
+OVERHEAD = 1.5
+"""Peak memory of forward and backward in units of the stored activations: gradients of activations, temporaries."""
+
+STATE_BYTES = 12
+"""Gradient and two moments of a trained parameter in float32, allocated in the first step."""
+
+
+def choose_num_rows(row_bytes: float, free_bytes: float, seq_len: int, kind: str, num_threads: int = 1) -> int:
+    """Rows of `seq_len` tokens in a micro-batch: the largest power of two within `MAX_AUTO_TOKENS` and the memory.
+
+    `row_bytes` are the stored activations of one row; each of `num_threads` threads computes one micro-batch at a time.
+    At least 1, for which the memory may not suffice.
+    """
+    share = MEMORY_SHARE[kind] * max(free_bytes, 0.0) / num_threads
+    limit = min(share / (OVERHEAD * row_bytes), MAX_AUTO_TOKENS[kind] / seq_len)
+    return 1 << max(int(limit).bit_length() - 1, 0)
+
+
+def measure_num_rows(backend: Backend, seq_len: int) -> int:
+    """The rows for `micro_bs = "auto"`, the same on all ranks (collective); `ValueError` with a pipeline."""
+    if backend.pipeline is not None:
+        raise ValueError('micro_bs "auto" is not supported with parallel.pp: give a number of rows')
+    row_bytes = measure_row_bytes(backend, seq_len)
+    state_bytes = STATE_BYTES * sum(tensor.numel() for tensor in backend.parameters.values())
+    device, concurrent = backend.placement.device, backend.concurrent
+    free_bytes = find_free_bytes(device) / count_local_ranks(device)
+    num_threads = 1 if concurrent is None else concurrent.max_threads
+    rows = choose_num_rows(row_bytes, free_bytes - state_bytes, seq_len, device.type, num_threads)
+    rows = min(int(data) for data in backend.ranks.gather_bytes(str(rows).encode()))
+    logger.info(
+        f"micro_bs auto: {rows} rows of {seq_len} tokens; the activations of a row take {row_bytes / 2**20:,.0f} MiB, "
+        f"{free_bytes / 2**30:.1f} GiB of memory are free"
+    )
+    return rows
+
+
+def measure_row_bytes(backend: Backend, seq_len: int) -> int:
+    """Bytes that autograd stores in the forward pass of one full row, parameters excluded; changes no state."""
+    parameters = {p.untyped_storage().data_ptr() for p in backend.model.parameters()}
+    stored: dict[int, int] = {}
+
+    def count(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            stored[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    sums: list[Tensor] = []
+    device = backend.placement.device
+    unchanged_rng = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    with unchanged_rng, torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        backend.run_micros([build_row(seq_len)], lambda _, inputs: _keep(sums, inputs.trainer_logprobs), train=False)
+    if backend.ranks.size > 1:
+        backend.model.reshard()  # type: ignore[operator]  # a method that fully_shard adds
+    pop_expert_load(backend.model)
+    return sum(stored.values())
+
+
+def _keep(sums: list[Tensor], logprobs: Tensor) -> Tensor:
+    """Hold the graph of a forward pass, so that no stored tensor is freed and its address used again."""
+    sums.append(logprobs.sum())
+    return sums[-1]
+
+
+def build_row(seq_len: int) -> MicroBatch:
+    """One sequence without text that has a loss on every token."""
+    return MicroBatch(
+        input_ids=[0] * seq_len,
+        positions=list(range(seq_len)),
+        labels=[0] * seq_len,
+        loss_mask=[1.0] * seq_len,
+        advantages=[0.0] * seq_len,
+        inference_logprobs=[0.0] * seq_len,
+        temperature=[1.0] * seq_len,
+        teacher_logprobs=None,
+        lengths=[seq_len],
+        sample_ids=[0],
+    )
+
+
+def find_free_bytes(device: torch.device) -> float:
+    """Free memory of a GPU, or of this machine."""
+    if device.type != "cuda":
+        return find_available_memory()
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return float(torch.cuda.mem_get_info(device)[0] + cached)
+
+
+def count_local_ranks(device: torch.device) -> int:
+    """Ranks that share the memory of a device."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
