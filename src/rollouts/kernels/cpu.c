@@ -1,4 +1,4 @@
-/* fp32 CPU kernels: RMSNorm, RoPE, SwiGLU, softmax, sampling, GEMM with packed weights, and a fused decode step.
+/* fp32 CPU kernels: RMSNorm, RoPE, SwiGLU, softmax, attention, sampling, GEMM with packed weights, and a fused decode step.
  *
  * Batch invariance: every row is computed independently and in a fixed order of operations, so its bits depend neither
  * on the other rows nor on the number of threads. Plain C with vector extensions (gcc 12, clang). `cpu.py` compiles and
@@ -251,8 +251,9 @@ void swiglu_backward(const float *grad, const float *gate, const float *up, floa
     }
 }
 
-/* weights = exp(scores - largest) / sum, in place; 0 where a score is minus infinity. */
-ALWAYS void softmax_row(float *scores, int64_t size) {
+/* weights = exp(scores - largest) / sum, in place; 0 where a score is minus infinity. Returns the log of the sum of
+ * exp(scores). */
+ALWAYS float softmax_row(float *scores, int64_t size) {
   vec high = all(-INFINITY), part = {0};
   int64_t whole = size / LANES * LANES, left = size - whole;
   vec last = all(-INFINITY);
@@ -265,9 +266,11 @@ ALWAYS void softmax_row(float *scores, int64_t size) {
     part = part + p;
   }
   if (left) part = part + (last = exp_of(last - most));
-  vec scale = all(1.f / sum(part));
+  float total = sum(part);
+  vec scale = all(1.f / total);
   for (int64_t i = 0; i < whole; i += LANES) store(scores + i, load(scores + i) * scale);
   if (left) store_some(scores + whole, last * scale, left);
+  return most[0] + logf(total);
 }
 
 void softmax(float *scores, int64_t rows, int64_t size) {
@@ -766,6 +769,116 @@ void linear(const float *x, const void *packed, const float *bias, int64_t block
       for (int64_t p = 0; p < num_panels(outputs, kind); p++)
         panel_product(rounded, packed, bias, block, out + r * width, mine, p, num, outputs, inputs, (int)format,
                       (int)kind);
+    }
+  }
+}
+
+/* causal attention of many queries -------------------------------------------------------------------------------- */
+
+/* Keys (or values) of a sequence and head, `stride` elements apart, in panels for `tiles`: keys [panels][size][PANEL],
+ * values [panels of the head][keys][PANEL]. `num` is a multiple of LANES. */
+static void pack_keys(const float *keys, int64_t stride, float *packed, int64_t num, int64_t size) {
+  for (int64_t t = 0; t < num; t += LANES)
+    for (int64_t place = 0; place < size; place += LANES) {
+      vec columns[LANES];
+      transpose(keys, t * stride, stride, place, columns, 0);
+      float *to = packed + (t / PANEL * size + place) * PANEL + t % PANEL;
+      for (int i = 0; i < LANES; i++) store(to + i * PANEL, columns[i]);
+    }
+}
+
+static void pack_values(const float *values, int64_t stride, float *packed, int64_t num, int64_t size) {
+  for (int64_t first = 0; first < size; first += PANEL)
+    for (int64_t t = 0; t < num; t++)
+      for (int64_t i = 0; i < PANEL; i += LANES) {
+        vec x = first + i < size ? load(values + t * stride + first + i) : all(0.f);
+        store(packed + (first / PANEL * num + t) * PANEL + i, x);
+      }
+}
+
+typedef struct {
+  int64_t seqs, rows, heads, kv_heads, keys, size; /* `keys` is a multiple of LANES */
+  int64_t seq_stride, key_stride, head_stride;     /* of keys and values */
+  int64_t window;                                  /* visible keys of a query, its own included; 0: all */
+  int64_t block;                                   /* query positions per item of work */
+  int64_t scratch_size, threads;
+} Causal;
+
+int64_t causal_struct_size(void) { return sizeof(Causal); }
+
+/* Attention of `num` positions from row `first_row` on, with the operations of `attend` in the same order. `scratch` has
+ * the scaled queries, the outputs, and the scores of these rows: memory is linear in the number of keys. */
+static void attend_block(const Causal *a, const float *q, const float *keys, const float *values, int64_t position,
+                         int64_t num, float *scratch, float *out, float *log_sums) {
+  int64_t group = a->heads / a->kv_heads, size = a->size, rows = num * group, width = a->heads * size;
+  int64_t end = position + num < a->keys ? position + num : a->keys, low = position + 1 - a->window;
+  low = low < end ? low : end - 1; /* padding rows may be beyond the last key */
+  int64_t first = a->window && low > 0 ? low / KEYS * KEYS : 0;
+  end = (end + LANES - 1) / LANES * LANES;
+  int64_t span = end - first;
+  float *queries = scratch, *sums = queries + rows * size, *scores = sums + rows * size;
+  vec scale = all((float)pow((double)size, -0.5)); /* the same rounding as in Python */
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t i = 0; i < size; i += LANES)
+      store(queries + r * size + i, load(q + r / group * width + r % group * size + i) * scale);
+  for (int64_t t = first; t < end; t += PANEL) {
+    const float *panel = keys + t * size;
+    int64_t columns = end - t < PANEL ? end - t : PANEL;
+    tiles_of_fp32(queries, size, panel, size, scores + t - first, span, columns, 0,
+                  (const char *)(panel + PANEL * size), 4 * PANEL * size, rows);
+  }
+  for (int64_t r = 0; r < rows; r++) {
+    float *row = scores + r * span;
+    int64_t at = position + r / group, count = (at + 1 < a->keys ? at + 1 : a->keys) - first;
+    int64_t whole = (count + LANES - 1) / LANES * LANES, hidden = a->window ? at + 1 - a->window - first : 0;
+    if (hidden >= count) hidden = count - 1; /* padding rows only */
+    for (int64_t t = 0; t < hidden; t++) row[t] = -INFINITY;
+    for (int64_t t = count; t < whole; t++) row[t] = -INFINITY;
+    float log_sum = softmax_row(row, whole);
+    if (log_sums) log_sums[r % group * a->rows + r / group] = log_sum;
+    memset(row + whole, 0, sizeof(float) * (size_t)(span - whole));
+  }
+  for (int64_t t = first; t < end; t += KEYS)
+    for (int64_t i = 0; i < size; i += PANEL) {
+      int64_t count = end - t < KEYS ? end - t : KEYS, columns = size - i < PANEL ? size - i : PANEL;
+      const float *panel = values + (i / PANEL * a->keys + t) * PANEL;
+      tiles_of_fp32(scores + t - first, span, panel, count, sums + i, size, columns, t > first,
+                    (const char *)(panel + count * PANEL), 4 * count * PANEL, rows);
+    }
+  for (int64_t r = 0; r < rows; r++)
+    memcpy(out + r / group * width + r % group * size, sums + r * size, sizeof(float) * (size_t)size);
+}
+
+/* Elements of the packed keys and values of one sequence and head. */
+int64_t packed_keys_size(int64_t keys, int64_t size) {
+  return (keys + PANEL - 1) / PANEL * PANEL * size + (size + PANEL - 1) / PANEL * PANEL * keys;
+}
+
+/* Row r of sequence s, at position starts[s] + r, attends to the keys up to its position. q and out are [seqs, rows,
+ * heads, size], log_sums (or NULL) [seqs, heads, rows]. */
+void causal_attention(const Causal *a, const float *q, const float *k, const float *v, const int64_t *starts,
+                      float *packed, float *scratch, float *out, float *log_sums) {
+  int64_t pairs = a->seqs * a->kv_heads, blocks = (a->rows + a->block - 1) / a->block, group = a->heads / a->kv_heads;
+  int64_t each = packed_keys_size(a->keys, a->size), of_keys = (a->keys + PANEL - 1) / PANEL * PANEL * a->size;
+#ifdef _OPENMP
+#pragma omp parallel num_threads(a->threads) if (a->threads > 1)
+#endif
+  {
+    STATIC_FOR
+    for (int64_t pair = 0; pair < pairs; pair++) {
+      int64_t from = pair / a->kv_heads * a->seq_stride + pair % a->kv_heads * a->head_stride;
+      pack_keys(k + from, a->key_stride, packed + pair * each, a->keys, a->size);
+      pack_values(v + from, a->key_stride, packed + pair * each + of_keys, a->keys, a->size);
+    }
+    DYNAMIC_FOR
+    for (int64_t item = 0; item < pairs * blocks; item++) {
+      int64_t pair = item / blocks, row = (blocks - 1 - item % blocks) * a->block; /* long ones first */
+      int64_t seq = pair / a->kv_heads, head = pair % a->kv_heads * group;
+      int64_t num = a->rows - row < a->block ? a->rows - row : a->block;
+      int64_t at = ((seq * a->rows + row) * a->heads + head) * a->size;
+      attend_block(a, q + at, packed + pair * each, packed + pair * each + of_keys, starts[seq] + row, num,
+                   scratch + THREAD * a->scratch_size, out + at,
+                   log_sums ? log_sums + (seq * a->heads + head) * a->rows + row : NULL);
     }
   }
 }

@@ -1,4 +1,4 @@
-"""fp32 CPU kernels in C (`cpu.c`): RMSNorm, RoPE, SwiGLU, softmax, GEMM with few rows, and a fused decode step.
+"""fp32 CPU kernels in C (`cpu.c`): RMSNorm, RoPE, SwiGLU, softmax, attention, GEMM, and a fused decode step.
 
 They are compiled on first use by the machine's C compiler (a few seconds) and cached in the user's cache directory.
 Without a compiler, `library` logs one warning and callers fall back to torch operations, which are slower and differ in
@@ -61,6 +61,18 @@ class LayerStruct(ctypes.Structure):
     _fields_ = [*((name, _P) for name in LAYER_FIELDS), ("has_rope", _I)]
 
 
+class CausalStruct(ctypes.Structure):
+    """`Causal` of `cpu.c`."""
+
+    _fields_ = [
+        (name, _I)
+        for name in (
+            *("seqs", "rows", "heads", "kv_heads", "keys", "size"),
+            *("seq_stride", "key_stride", "head_stride", "window", "block", "scratch_size", "threads"),
+        )
+    ]
+
+
 SIGNATURES = {
     "rms_norm": [_P, _I, _P, _P, _I, _F, _P, _P, _I, _I, _I],
     "rms_norm_backward": [_P, _P, _I, _P, _P, _P, _P, _I, _I, _I, _I],
@@ -68,6 +80,7 @@ SIGNATURES = {
     "swiglu": [_P, _I, _P, _I, _P, _I, _I],
     "swiglu_backward": [_P, _P, _P, _P, _P, _I, _I],
     "softmax": [_P, _I, _I],
+    "causal_attention": [_P] * 9,
     "invert_cdf": [_P, _P, _P, _I, _I],
     "top": [_P, _I, _P, _P, _I, _I],
     "filter_rows": [_P, _P, _P, _P, _I, _I],
@@ -75,11 +88,17 @@ SIGNATURES = {
     "linear": [_P, _P, _P, _I, _P, _P, _I, _I, _I, _I, _I, _I, _I],
     "decode": [_P, _P, _P, _P, _P, _F, _P, _P, _P, _P, _P, _I, _P, _P, _I, _P, _P, _I],
 }
-STRUCTS = {"shape_struct_size": ShapeStruct, "layer_struct_size": LayerStruct}
+STRUCTS = {
+    "shape_struct_size": ShapeStruct,
+    "layer_struct_size": LayerStruct,
+    "causal_struct_size": CausalStruct,
+}
 """Functions of `cpu.c` that return the size of a struct, and our declaration of it."""
 PLAIN = (Tensor, nn.Parameter)
 LANES = 16
 """Floats of the widest vector (AVX-512). `cpu.c` uses 8 on other CPUs, so buffers padded to 16 fit both."""
+QUERY_ROWS = 96
+"""Query rows (positions times heads of a key head) whose scores `causal_attention` holds at once."""
 KEYS, MAX_HEAD_DIM = 128, 256
 """As in `cpu.c`: keys per block of the cache, largest head."""
 FP32, BF16, DOTS = range(3)
@@ -111,6 +130,7 @@ def library() -> ctypes.CDLL | None:
         function.argtypes, function.restype = arguments, None
     loaded.packed_size.argtypes, loaded.packed_size.restype = [_I, _I, _I], _I
     loaded.max_panel_parallel_rows.argtypes, loaded.max_panel_parallel_rows.restype = [_I], _I
+    loaded.packed_keys_size.argtypes, loaded.packed_keys_size.restype = [_I, _I], _I
     loaded.has_dots.argtypes, loaded.has_dots.restype = [], ctypes.c_int
     return loaded
 
@@ -244,6 +264,34 @@ def softmax_(scores: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]
     assert scores.is_contiguous()
     call("softmax", scores, scores.numel() // scores.shape[-1], scores.shape[-1])
     return scores
+
+
+def causal_attention(
+    q: Float[Tensor, "seqs rows heads dim"],
+    k: Float[Tensor, "seqs keys kv_heads dim"],
+    v: Float[Tensor, "seqs keys kv_heads dim"],
+    starts: Int[Tensor, " seqs"],
+    window: int | None = None,
+) -> tuple[Float[Tensor, "seqs rows heads dim"], Float[Tensor, "seqs heads rows"]]:
+    """Attention of row r of sequence s to the keys up to position `starts[s] + r`, and the log-sum-exp of its scores.
+
+    The bits of the decode step for every position. `keys` is a multiple of LANES, `dim` as in `supports_head_dim`;
+    k and v have equal strides. Memory is linear in `keys`.
+    """
+    kernels = library()
+    assert kernels is not None and k.stride() == v.stride() and k.shape[1] % LANES == 0
+    (seqs, rows, heads, dim), (keys, kv_heads) = q.shape, k.shape[1:3]
+    q, group, threads = q.contiguous(), heads // kv_heads, torch.get_num_threads()
+    block = max(1, QUERY_ROWS // group)
+    scratch = torch.empty(threads, block * group * (2 * dim + keys))
+    strides = (k.stride(0), k.stride(1), k.stride(2))
+    shape = CausalStruct(
+        seqs, rows, heads, kv_heads, keys, dim, *strides, window or 0, block, scratch.shape[1], threads
+    )
+    packed = torch.empty(seqs * kv_heads, kernels.packed_keys_size(keys, dim))
+    out, log_sums = torch.empty(q.shape), torch.empty(seqs, heads, rows)
+    call("causal_attention", ctypes.addressof(shape), q, k, v, starts.contiguous(), packed, scratch, out, log_sums)
+    return out, log_sums
 
 
 def invert_cdf(logprobs: Float[Tensor, "rows vocab"], noise: Float[Tensor, " rows"]) -> Int[Tensor, " rows"]:

@@ -23,10 +23,12 @@ from prime_rl.trainer.models.attention import (
     causal_mask,
     fold_groups,
     masked_attention,
+    runs_kernel,
     softmax,
     take,
     unfold_groups,
 )
+from rollouts.kernels import cpu as cpu_kernels
 from rollouts.training.numerics import min_query_rows, padded
 
 
@@ -299,6 +301,7 @@ class PrefillAttention:
         self.layout: Int[Tensor, "chunks rows"] | None = None  # None: chunks of equal length need no gather
         if repeats or not valid.all():
             self.layout = torch.where(valid, first[:, None] + row, 0).to(device)
+        self.starts = start.contiguous()
         self.row_positions = position.repeat_interleave(group, dim=1).to(device)
         self.masks: dict[int | None, Tensor] = {}
 
@@ -310,13 +313,17 @@ class PrefillAttention:
         v: Float[Tensor, "tokens kv_heads dim"],
         window: int | None = None,
     ) -> Float[Tensor, "tokens heads dim"]:
-        if window not in self.masks:
-            self.masks[window] = causal_mask(self.row_positions, self.width, window)[:, None]
         self.cache.store(layer, self.places, k, v)
         past, context = (self._gather(layer, i).to(q.dtype) for i in range(2))
         laid_out = q.unflatten(0, (-1, self.rows)) if self.layout is None else take(q, self.layout)
-        queries = fold_groups(laid_out, k.shape[1])
-        out = unfold_groups(masked_attention(queries, past, context, self.masks[window]), self.rows)
+        keys, values = past.transpose(1, 2), context.transpose(1, 2)
+        if runs_kernel(laid_out, keys, values):
+            out, _ = cpu_kernels.causal_attention(laid_out, keys, values, self.starts, window)
+        else:
+            if window not in self.masks:
+                self.masks[window] = causal_mask(self.row_positions, self.width, window)[:, None]
+            queries = fold_groups(laid_out, k.shape[1])
+            out = unfold_groups(masked_attention(queries, past, context, self.masks[window]), self.rows)
         return out.flatten(0, 1) if self.layout is None else take(out.flatten(0, 1), self.flat)
 
     def _gather(self, layer: int, half: int) -> Float[Tensor, "chunks kv_heads width dim"]:

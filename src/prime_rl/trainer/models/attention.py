@@ -226,15 +226,43 @@ def exact_causal_attention(
     v: Float[Tensor, "seqs width kv_heads dim"],
     window: int | None = None,
 ) -> Float[Tensor, "seqs width heads dim"]:
-    """Causal `masked_attention` over query blocks that skip later keys."""
+    """Causal `masked_attention` over query blocks that skip later keys; the CPU kernel has the same bits."""
     if torch.is_grad_enabled() and q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64):
         out: Tensor = ExactCausalAttention.apply(q, k, v, window)  # type: ignore[no-untyped-call]
         return out
+    if runs_kernel(q, k, v):
+        return cpu_kernels.causal_attention(q, k, v, torch.zeros(len(q), dtype=torch.long), window)[0]
+    return torch_causal_attention(q, k, v, window)
+
+
+def torch_causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """`exact_causal_attention` with torch operations."""
     outs = [
         unfold_groups(masked_attention(queries, keys, values, mask), end - start)
         for start, end, queries, keys, values, mask in query_blocks(q, k, v, window)
     ]
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+
+
+def runs_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the CPU kernel supports these tensors, `[seqs, rows, heads, dim]`, with the bits of torch's products."""
+    if k.shape[1] % cpu_kernels.LANES or k.stride() != v.stride() or k.stride(3) != 1:
+        return False
+    return cpu_kernels.runs_here(q, k, v) and has_kernel_bits(q.shape[3])
+
+
+@functools.cache
+def has_kernel_bits(dim: int) -> bool:
+    """Whether torch's products, which some decode steps use, have the bits of the kernel for heads of this size.
+
+    Measured, because the order of summation depends on the CPU.
+    """
+    if not cpu_kernels.supports_head_dim(dim):
+        return False
+    draw = torch.Generator().manual_seed(dim)
+    q, k, v = (torch.randn(1, 2 * KEY_BLOCK + 16, heads, dim, generator=draw) for heads in (4, 2, 2))
+    actual, _ = cpu_kernels.causal_attention(q, k, v, torch.zeros(1, dtype=torch.long))
+    return torch.equal(actual, torch_causal_attention(q, k, v, None))
 
 
 def query_blocks(
@@ -261,6 +289,11 @@ class ExactCausalAttention(torch.autograd.Function):
         """See `exact_causal_attention`."""
         seqs, _, heads, _ = q.shape
         kv_heads = k.shape[2]
+        ctx.window = window
+        if runs_kernel(q, k, v):
+            out, log_sum = cpu_kernels.causal_attention(q, k, v, torch.zeros(seqs, dtype=torch.long), window)
+            ctx.save_for_backward(q, k, v, out, log_sum)
+            return out
         outs, log_sums = [], []
         for start, end, queries, keys, values, mask in query_blocks(q, k, v, window):
             scores = masked_scores(queries, keys, mask)
@@ -271,7 +304,6 @@ class ExactCausalAttention(torch.autograd.Function):
             log_sums.append(log_sum.transpose(2, 3).reshape(seqs, heads, end - start))
         out = torch.cat(outs, dim=1)
         ctx.save_for_backward(q, k, v, out, torch.cat(log_sums, dim=2))
-        ctx.window = window
         return out
 
     @staticmethod

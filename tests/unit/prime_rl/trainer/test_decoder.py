@@ -18,7 +18,9 @@ from prime_rl.trainer.models.attention import (
     causal_mask,
     fold_groups,
     has_flash,
+    has_kernel_bits,
     masked_attention,
+    torch_causal_attention,
     unfold_groups,
 )
 from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, rope_frequencies, tensor_names
@@ -26,6 +28,7 @@ from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.models.gemma3 import Gemma3LM
 from prime_rl.trainer.models.moe import SparseMLP, compute_imbalance, pop_expert_load
 from prime_rl.trainer.models.registry import MODEL_CLASSES, fill_weights
+from rollouts.kernels import cpu as cpu_kernels
 from rollouts.training.numerics import KEY_MULTIPLE, padded
 
 SHAPE = dict(
@@ -290,6 +293,40 @@ def test_blocked_attention_matches_unblocked_bit_for_bit(window: int | None) -> 
         assert torch.equal(out, whole[0, :n])
     fused = PackedAttention(lengths, mode="sdpa")(0, q, k, v, window)
     torch.testing.assert_close(fused, torch.cat(packed), atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.skipif(cpu_kernels.library() is None, reason="no C compiler; cure: apt-get install gcc")
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "window"), [(6, 2, 64, None), (4, 2, 32, 200), (4, 1, 128, 37)])
+def test_attention_kernel_equals_fp64_and_torch_bits(heads: int, kv_heads: int, dim: int, window: int | None) -> None:
+    """Whole sequences and the rows of a later chunk, whose keys are partly in the cache."""
+    q, k, v = (torch.randn(2, 304, n, dim) for n in (heads, kv_heads, kv_heads))
+    out, log_sums = cpu_kernels.causal_attention(q, k, v, torch.zeros(2, dtype=torch.long), window)
+    if has_kernel_bits(dim):
+        assert torch.equal(out, torch_causal_attention(q, k, v, window))
+    later, _ = cpu_kernels.causal_attention(q[:, 201:], k, v, torch.tensor([201, 201]), window)
+    assert torch.equal(later, out[:, 201:])
+    padded_rows, _ = cpu_kernels.causal_attention(q, k, v, torch.tensor([0, 300]), window)
+    assert torch.equal(padded_rows[0], out[0]) and padded_rows.isfinite().all()
+    keys, values = (x.double().repeat_interleave(heads // kv_heads, dim=2).transpose(1, 2) for x in (k, v))
+    mask = causal_mask(torch.arange(304), 304, window).double()
+    scores = q.double().transpose(1, 2) @ keys.transpose(2, 3) * dim**-0.5 + mask
+    torch.testing.assert_close(log_sums.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out.double(), (scores.softmax(-1) @ values).transpose(1, 2), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 30])
+def test_attention_kernel_gradients_match_fp64(window: int | None) -> None:
+    """The backward pass recomputes the weights from the log-sum-exp of the kernel."""
+    lengths, shapes = [37, 300, 16], [(353, n, 64) for n in (4, 2, 2)]
+    inputs, weight = [torch.randn(shape) for shape in shapes], torch.randn(shapes[0])
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        out = PackedAttention(lengths)(0, *leaves, window)
+        found.append(torch.autograd.grad((out * weight.to(dtype)).sum(), leaves))
+    for mine, expected in zip(*found, strict=True):
+        torch.testing.assert_close(mine.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu
