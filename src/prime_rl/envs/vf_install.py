@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from prime_rl.configuration.command import exit_with_errors, show_version
 from prime_rl.configuration.sections import EnvConfig
 from prime_rl.envs.install import ensure_installed, install_folder
-from prime_rl.runtime.redaction import redact
+from prime_rl.runtime.redacted_output import protect_output
 from rollouts.training.environments.resolve import find_environment
 
 PASSED_ON = "verifiers.scripts.install"
@@ -22,22 +23,26 @@ PASSED_ON = "verifiers.scripts.install"
 
 def main() -> None:
     """Console script `vf-install`."""
-    try:
-        argv = sys.argv[1:]
-        folder = find_folder(argv)
-        if folder is None and len(argv) == 1 and not argv[0].startswith("-") and shutil.which("uv") is None:
-            if "/" in argv[0]:
-                ensure_installed(argv[0], EnvConfig().index_url)
-                sys.stdout.write(f"installed {argv[0]}\n")
-                return
-            folder = find_folder([*argv, "--from-local"])
-        if folder is None:
-            pass_on(PASSED_ON, argv)
-        install_folder(folder)
-    except ValueError as error:
-        sys.stderr.write(f"error: {redact(str(error))}\n")
-        raise SystemExit(2) from None
+    protect_output()
+    exit_with_errors(lambda: install(sys.argv[1:]))
+
+
+def install(argv: Sequence[str]) -> int:
+    """Run the command; returns the exit code."""
+    if "--version" in argv:
+        return show_version()
+    folder = find_folder(argv)
+    if folder is None and len(argv) == 1 and not argv[0].startswith("-") and shutil.which("uv") is None:
+        if "/" in argv[0]:
+            ensure_installed(argv[0], EnvConfig().index_url)
+            sys.stdout.write(f"installed {argv[0]}\n")
+            return 0
+        folder = find_folder([*argv, "--from-local"])
+    if folder is None:
+        pass_on(PASSED_ON, argv)
+    install_folder(folder)
     sys.stdout.write(f"installed {folder} in editable form: changes of its files need no second installation\n")
+    return 0
 
 
 def find_folder(argv: Sequence[str]) -> Path | None:

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from prime_rl.configuration.command import exit_with_errors, show_version
 from prime_rl.envs.vf_install import pass_on
-from prime_rl.runtime.redaction import redact
+from prime_rl.runtime.redacted_output import protect_output
 
 PASSED_ON = "verifiers.scripts.rl"
 TRAINER = "scripts.prime_rl_train"
@@ -18,14 +19,17 @@ TRAINER = "scripts.prime_rl_train"
 
 def main() -> None:
     """Console script `vf-rl`."""
-    argv = sys.argv[1:]
-    try:
-        if not is_ours(argv):
-            pass_on(PASSED_ON, argv)
-        root = find_checkout()
-    except ValueError as error:
-        sys.stderr.write(f"error: {redact(str(error))}\n")
-        raise SystemExit(2) from None
+    protect_output()
+    exit_with_errors(lambda: run(sys.argv[1:]))
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command: --version here, everything else in another program that replaces this process."""
+    if "--version" in argv:
+        return show_version()
+    if not is_ours(argv):
+        pass_on(PASSED_ON, argv)
+    root = find_checkout()
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
     pass_on(TRAINER, argv)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -31,7 +31,7 @@ class Check:
 
 @dataclass(frozen=True)
 class _Limit:
-    """A metric that should stay below `limit`; `{}` in `text` is its value."""
+    """A metric that should stay below `limit`, or above 1 - `limit`; `{}` in `text` is its value."""
 
     metric: str
     label: str
@@ -40,6 +40,7 @@ class _Limit:
     advice: str
     query: Query | None = None
     is_share: bool = True
+    above: bool = False
 
 
 TRUNCATED = {"status": "truncated", "sort": "tokens"}
@@ -60,16 +61,23 @@ LIMITS = (
            "serve with inference.exact, lower max_async_level, or lower the learning rate", LARGEST_MISMATCH, False),
 )  # fmt: skip
 
-EQUAL_REWARDS = 0.5
-"""Share of groups with equal rewards above which a run is warned."""
+VARIED_REWARDS = _Limit(
+    "batch/effective_batch_size", "Varied rewards", 0.5, "{} of the groups have different rewards",
+    "choose prompts of medium difficulty for the policy: buffer.online_difficulty_filtering, easy and "
+    "hard thresholds, or more rollouts_per_example", {"equal": True}, above=True,
+)  # fmt: skip
+"""Groups whose rewards are all equal have no advantages."""
 
 
 def run_checks(series: Mapping[str, Series], kind: RunKind) -> list[Check]:
     """The checks of the metrics that a run has (all processes joined)."""
     checks = [check for limit in LIMITS if (check := _check(series, limit, kind)) is not None]
-    if kind.trains_on_rewards and (check := _check_rewards(series, kind)) is not None:
-        checks.insert(0, check)
-    return checks
+    rewards = _check(series, VARIED_REWARDS, kind) if kind.trains_on_rewards else None
+    if rewards is None:
+        return checks
+    if rewards.state == "warning":
+        rewards = replace(rewards, text=f"only {rewards.text}{_describe_equal_groups(series, kind)}")
+    return [rewards, *checks]
 
 
 def _check(series: Mapping[str, Series], limit: _Limit, kind: RunKind) -> Check | None:
@@ -77,46 +85,24 @@ def _check(series: Mapping[str, Series], limit: _Limit, kind: RunKind) -> Check 
     if values is None:
         return None
     if len(values) < MIN_EVIDENCE:
-        return _waiting(limit.metric, limit.label, limit.query)
+        text = f"from step {WARM_UP + MIN_EVIDENCE} on"
+        return Check(limit.metric, limit.label, "waiting", text, query=limit.query)
     mean = fmean(values[-RECENT:])
     text = limit.text.format(_percent(mean) if limit.is_share else f"{mean:.3g}")
-    if not exceeds(values, limit.limit):
+    if not exceeds([1 - value for value in values] if limit.above else values, limit.limit):
         return Check(limit.metric, limit.label, "ok", text, query=limit.query)
     shorter = ", or reward shorter answers" if limit.query is TRUNCATED and kind.trains_on_rewards else ""
     return Check(limit.metric, limit.label, "warning", text, limit.advice + shorter, limit.query)
 
 
-def _check_rewards(series: Mapping[str, Series], kind: RunKind) -> Check | None:
-    """Groups whose rewards are all equal have no advantages."""
-    name, label, query = "batch/effective_batch_size", "Varied rewards", {"equal": True}
-    values = _steady(series.get(name))
-    if values is None:
-        return None
-    if len(values) < MIN_EVIDENCE:
-        return _waiting(name, label, query)
-    share = fmean(values[-RECENT:])
-    text = f"{share:.0%} of the groups have different rewards"
-    if not exceeds([1 - value for value in values], EQUAL_REWARDS):
-        return Check(name, label, "ok", text, query=query)
+def _describe_equal_groups(series: Mapping[str, Series], kind: RunKind) -> str:
     easy, hard = (_recent_mean(series.get(f"batch/{which}")) for which in ("solve_all", "solve_none"))
     others = "; the others are trained on the teacher only" if kind.kind is Kind.MIXED else " and a gradient"
-    return Check(
-        name,
-        label,
-        "warning",
-        f"only {text}{others} ({easy:.0%} are solved by all, {hard:.0%} by none)",
-        "choose prompts of medium difficulty for the policy: buffer.online_difficulty_filtering, easy and "
-        "hard thresholds, or more rollouts_per_example",
-        query,
-    )
+    return f"{others} ({easy:.0%} are solved by all, {hard:.0%} by none)"
 
 
 def _percent(share: float) -> str:
     return f"{share:.1%}" if 0 < share < 0.01 else f"{share:.0%}"
-
-
-def _waiting(name: str, label: str, query: Query | None) -> Check:
-    return Check(name, label, "waiting", f"from step {WARM_UP + MIN_EVIDENCE} on", query=query)
 
 
 def _steady(points: Series | None) -> list[float] | None:

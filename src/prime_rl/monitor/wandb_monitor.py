@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if __package__ in (None, ""):  # run by path
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from prime_rl.configuration.arguments import CommandParser
 from prime_rl.monitor import local_runs
 from prime_rl.monitor.distillation import count_skipped, read_scores, scores_text, skipped_text
 from prime_rl.monitor.plots import check_matplotlib, save_plots
@@ -27,7 +28,6 @@ from prime_rl.monitor.summary import (
     summary_text,
     unscored_samples,
 )
-from prime_rl.runtime.redacted_output import protect_output
 
 if TYPE_CHECKING:
     from prime_rl.monitor.series import Series
@@ -45,21 +45,9 @@ W&B needs the variable WANDB_API_KEY.
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        sys.stderr.write(f"error: {message}\n  monitor --help lists the options\n")
-        raise SystemExit(2)
-
-
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> CommandParser:
     """The options of the command."""
-    parser = _Parser(
-        "monitor",
-        description="Summarize a run.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = CommandParser("monitor", "Summarize a run.", EPILOG)
     parser.add_argument("run", nargs="?", metavar="RUN", help="directory of a run, or its id at Weights & Biases")
     parser.add_argument("--list", action="store_true", help="list runs, the newest first")
     parser.add_argument("--num-runs", type=_count, default=20, metavar="N", help="runs that --list shows (20)")
@@ -274,21 +262,7 @@ def _count(text: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Console script `monitor`: exit code 0; 1 if runs differ or a replay fails; 2 for invalid input."""
-    protect_output()
-    options = build_parser().parse_args(argv)
-    try:
-        raise SystemExit(run(options))
-    except ValueError as error:
-        sys.stderr.write("\n".join(f"error: {error}".splitlines()[:3]) + "\n")
-        raise SystemExit(2) from None
-    except RuntimeError as error:
-        sys.stderr.write(f"error: {error}\n")
-        raise SystemExit(1) from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    except BrokenPipeError:
-        sys.stderr.close()  # broken pipe (pager, head): suppress Python's own message
-        raise SystemExit(1) from None
+    build_parser().run(run, argv)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from prime_rl.configuration.arguments import CommandParser
 from prime_rl.pretrained.cache import build_once
 from prime_rl.pretrained.fetch import KNOWN_MODELS, fetch_model
 from prime_rl.transport.weights import WEIGHTS_FILE, adapt_config, is_adapter, read_model_files
@@ -76,25 +77,22 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Console script `convert`: exit code 0, or 2 for invalid input."""
     from prime_rl.pretrained.gguf_writer import FILE_TYPES
 
-    parser = argparse.ArgumentParser(
-        prog="convert",
-        description="Convert a GGUF file to a Hugging Face directory and back, or merge a LoRA adapter into its model.",
-        epilog="examples:\n  convert model.gguf model/\n  convert outputs/rl/weights/step_100 model.gguf --type q8_0\n"
+    parser = CommandParser(
+        "convert",
+        "Convert a GGUF file to a Hugging Face directory and back, or merge a LoRA adapter into its model.",
+        "examples:\n  convert model.gguf model/\n  convert outputs/rl/weights/step_100 model.gguf --type q8_0\n"
         "  convert outputs/lora/weights/step_100 merged/",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("source", type=Path, help="a GGUF file, a model directory, a known name or a LoRA adapter")
     parser.add_argument("target", type=Path, help="a new directory, or a new file named *.gguf")
     parser.add_argument("--type", choices=FILE_TYPES, default="f16", help="type of matrices in GGUF (default f16)")
     parser.add_argument("--base", help="base model of a LoRA adapter (default: the one that it names)")
-    options = parser.parse_args(argv)
-    try:
-        convert(options.source, options.target, options.type, options.base)
-    except ValueError as error:
-        sys.stderr.write(f"error: {error}\n")
-        raise SystemExit(2) from None
+    parser.run(_convert, argv)
+
+
+def _convert(options: argparse.Namespace) -> None:
+    convert(options.source, options.target, options.type, options.base)
     sys.stdout.write(f"{options.target}\n")
-    raise SystemExit(0)
 
 
 if __name__ == "__main__":

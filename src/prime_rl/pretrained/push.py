@@ -10,6 +10,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import NoReturn
 
+from prime_rl.configuration.arguments import CommandParser
 from prime_rl.runtime.run_dir import RunDir
 from prime_rl.transport.weights import ADAPTER_CONFIG_FILE, is_adapter
 from rollouts.training.json_files import read_json_file
@@ -97,11 +98,10 @@ def push(directory: Path, repo_id: str, *, private: bool, token: str, message: s
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Console script `push`: exit code 0, or 2 for invalid input or an unreachable hub."""
-    parser = argparse.ArgumentParser(
-        prog="push",
-        description="Upload a directory of weights or a LoRA adapter to the Hugging Face hub, with a model card.",
-        epilog="example:\n  push outputs/rl/weights/step_100 my-name/my-model --private",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = CommandParser(
+        "push",
+        "Upload a directory of weights or a LoRA adapter to the Hugging Face hub, with a model card.",
+        "example:\n  push outputs/rl/weights/step_100 my-name/my-model --private",
     )
     parser.add_argument("directory", type=Path, help="weights/step_N of a run, or another Hugging Face directory")
     parser.add_argument("repo_id", help="repository on the hub, owner/name; created if it is missing")
@@ -109,25 +109,23 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     parser.add_argument("--message", default="Upload weights", help="commit message")
     parser.add_argument("--token-var", default="HF_TOKEN", help="environment variable with a write token (HF_TOKEN)")
     parser.add_argument("--dry-run", action="store_true", help="print the model card and the files, upload nothing")
-    options = parser.parse_args(argv)
-    try:
-        if options.repo_id.count("/") != 1:
-            raise ValueError(f"{options.repo_id!r} is not a repository id: write it as owner/name")
-        if options.dry_run:
-            check_weights(options.directory)
-            names = [path.name for path in list_files(options.directory)]
-            card = [] if CARD in names else [write_card(options.directory, options.repo_id)]
-            sys.stdout.write("\n".join([*card, *names]) + "\n")
-            raise SystemExit(0)
-        token = os.environ.get(options.token_var)
-        if not token:
-            raise ValueError(f"{options.token_var} is not set: export a token with write access to the hub")
-        url = push(options.directory, options.repo_id, private=options.private, token=token, message=options.message)
-    except ValueError as error:
-        sys.stderr.write(f"error: {error}\n")
-        raise SystemExit(2) from None
+    parser.run(_push, argv)
+
+
+def _push(options: argparse.Namespace) -> None:
+    if options.repo_id.count("/") != 1:
+        raise ValueError(f"{options.repo_id!r} is not a repository id: write it as owner/name")
+    if options.dry_run:
+        check_weights(options.directory)
+        names = [path.name for path in list_files(options.directory)]
+        card = [] if CARD in names else [write_card(options.directory, options.repo_id)]
+        sys.stdout.write("\n".join([*card, *names]) + "\n")
+        return
+    token = os.environ.get(options.token_var)
+    if not token:
+        raise ValueError(f"{options.token_var} is not set: export a token with write access to the hub")
+    url = push(options.directory, options.repo_id, private=options.private, token=token, message=options.message)
     sys.stdout.write(f"{url}\n")
-    raise SystemExit(0)
 
 
 if __name__ == "__main__":

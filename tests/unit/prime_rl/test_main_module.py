@@ -23,6 +23,16 @@ def test_a_command_is_run_by_name() -> None:
     assert done.stdout == f"prime-rl {__version__}\n" and done.returncode == 0
 
 
+@pytest.mark.parametrize("command", __main__.COMMANDS)
+def test_every_command_prints_the_version(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["prime_rl", command, "--version"])
+    with pytest.raises(SystemExit) as end:
+        __main__.main()
+    assert end.value.code in (0, None) and capsys.readouterr().out == f"prime-rl {__version__}\n"
+
+
 @pytest.mark.parametrize(("argv", "code", "text"), [([], 0, "synthesize"), (["evall"], 2, "did you mean eval?")])
 def test_unknown_commands_and_the_list(
     argv: list[str], code: int, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -17,6 +17,17 @@ def test_checks_wait_for_evidence_then_pass_or_warn() -> None:
     many = {"is_truncated/mean": [0.9] * 9, "error/mean": [0.0] * 9, "batch/effective_batch_size": [0.2] * 9}
     assert states(many) == {"Varied rewards": "warning", "Truncation": "warning", "Errors": "ok"}
     assert "Varied rewards" not in states(many, Kind.DISTILLATION), "rewards are not trained on"
+    assert states({"batch/effective_batch_size": [0.8] * 9}) == {"Varied rewards": "ok"}
+
+
+def test_equal_rewards_are_explained_by_easy_and_hard_groups() -> None:
+    values = {"batch/effective_batch_size": 0.2, "batch/solve_all": 0.7, "batch/solve_none": 0.1}
+    points = {name: [(step, value) for step in range(1, 10)] for name, value in values.items()}
+    [check] = run_checks(points, RunKind(Kind.RL))
+    assert check.text == (
+        "only 20% of the groups have different rewards and a gradient (70% are solved by all, 10% by none)"
+    )
+    assert check.query == {"equal": True} and "online_difficulty_filtering" in (check.advice or "")
 
 
 def test_failed_checks_name_a_cure_and_example_rollouts() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
@@ -282,15 +281,15 @@ def test_it_runs_by_path_with_nothing_but_wandb_and_pandas(wandb_server: FakeWan
     assert "loss/mean" in done.stdout and "say hi" in done.stdout
 
 
-def test_a_reader_that_leaves_ends_the_command_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_leaves_ends_the_command_quietly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in `monitor RUN | head`: Python would complain at its end about what it cannot write."""
 
     def run(options: object) -> int:
         raise BrokenPipeError
 
-    errors = io.StringIO()
     monkeypatch.setattr(wandb_monitor, "run", run)
-    monkeypatch.setattr(sys, "stderr", errors)
-    with pytest.raises(SystemExit) as ended:
-        wandb_monitor.main(["outputs/rl"])
-    assert ended.value.code == 1 and errors.closed
+    with (tmp_path / "pipe").open("w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        with pytest.raises(SystemExit) as ended:
+            wandb_monitor.main(["outputs/rl"])
+        assert ended.value.code == 1 and os.path.samestat(os.fstat(output.fileno()), os.stat(os.devnull))
