@@ -11,6 +11,7 @@ Ratio = Literal["none", "token", "geometric", "arithmetic", "product"]
 LossAggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"]
 KLEstimator = Literal["k1", "k2", "k3"]
 Estimator = Literal["token", "reward_to_go", "sequence", "topk+tail", "full"]
+OldLogprobs = Literal["inference", "recomputed"]
 Direction = Literal["reverse", "forward", "jsd"]
 
 MAX_LOG_RATIO = 20.0
@@ -102,6 +103,10 @@ class Objective:
     `max_prob_diff` d drops it if sign(A') (p_trainer - p_inference) > d. None: no bound. log w and the log-ratio of k3
     are bounded by `MAX_LOG_RATIO`; beyond it w is constant and has no gradient.
 
+    With `old_logprobs` "recomputed" (several updates per batch) the old policy is the trainer before the first update
+    of the batch: r = exp(l - old log-prob), also in `max_prob_diff`, and the first two losses are multiplied by
+    sg(min(old policy / sampler, behavior_cap)). Masks, kl_tau and inference_kl_coef still refer to the sampler.
+
     `loss_aggregation` averages token losses over tokens (token-mean), or over sequences their means
     (seq-mean-token-mean), sums (seq-mean-token-sum) or sums / `max_tokens` (constant).
     """
@@ -130,6 +135,8 @@ class Objective:
     entropy_coef: float = 0.0
     loss_aggregation: LossAggregation = "token-mean"
     max_tokens: int | None = None
+    old_logprobs: OldLogprobs = "inference"
+    behavior_cap: float = 5.0
     advantage: AdvantageChoice = AdvantageChoice()
     distill: DistillChoice = DistillChoice()
 

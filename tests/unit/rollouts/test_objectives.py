@@ -153,6 +153,38 @@ def test_presets_match_formula_and_finite_differences(name: str, seed: int) -> N
     assert gradient.tolist() == pytest.approx(expected, abs=1e-6, rel=1e-6)
 
 
+@pytest.mark.parametrize("name", ["aipo", "grpo", "gspo", "cispo", "ppo"])
+@pytest.mark.parametrize("cap", [1.1, 5.0])
+def test_recomputed_old_logprobs_match_decoupled_ppo(name: str, cap: float) -> None:
+    """2110.00641, equation 4: ratios against the old policy, the loss times old policy / sampler, capped."""
+    l, old, a = draw(5, [4, 2, 6], spread_of(name))
+    inference = draw(6, [4, 2, 6])[1]
+    base, _ = value_and_gradient(pack(l, old, a), preset(name))
+    assert base == pytest.approx(formula(name, l, l, old, a), abs=1e-12)
+    gap = [[o - i for o, i in zip(*rows, strict=True)] for rows in zip(old, inference, strict=True)]
+    if name == "gspo":
+        gap = [[mean(row)] * len(row) for row in gap]
+    weights = [[min(math.exp(x), cap) for x in row] for row in gap]
+    flat_old = pack(old, old, a).inference_logprobs
+    decoupled = replace(preset(name), behavior_cap=cap)
+    ours = value_and_gradient(pack(l, inference, a, old_logprobs=flat_old), decoupled)
+    scaled = [[w * k for w, k in zip(*rows, strict=True)] for rows in zip(weights, a, strict=True)]
+    expected = value_and_gradient(pack(l, old, scaled), preset(name))
+    if name == "gspo":  # one advantage and one weight per sequence
+        assert all(len(set(row)) == 1 for row in scaled)
+    assert ours[0] == pytest.approx(formula(name, l, l, old, scaled), abs=1e-9)
+    assert ours[0] == pytest.approx(expected[0], abs=1e-9) and torch.allclose(ours[1], expected[1], atol=1e-9, rtol=0)
+    assert ours[0] != pytest.approx(base, abs=1e-3), "the weights differ from 1"
+
+
+def test_masks_compare_with_the_sampler() -> None:
+    l, inference, old = [[-1.0, -1.0]], [[-1.0, -3.0]], torch.tensor([-3.0, -1.0], dtype=torch.float64)
+    _, gradient = value_and_gradient(
+        pack(l, inference, [[1.0, 1.0]], old_logprobs=old), vary("ppo", {"token_mask_high": 2.0, "clip_high": None})
+    )
+    assert gradient[0] != 0 and gradient[1] == 0
+
+
 def test_the_batches_reach_every_bound() -> None:
     """The test above is one of every bound only if each binds: twice as wide it gives another loss."""
     for name in NAMES:

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from prime_rl.configuration.imports import check_arguments, import_function
 from prime_rl.trainer.model_config import ModelConfig
 from prime_rl.utils.pydantic_config import BaseConfig
-from rollouts.training.objectives import PRESETS, Direction, KLEstimator, LossAggregation, Ratio
+from rollouts.training.objectives import PRESETS, Direction, KLEstimator, LossAggregation, OldLogprobs, Ratio
 
 BOUND_OPTIONS = {name: name for name in ("clip_low", "clip_high", "dual_clip", "max_prob_diff")} | {
     "delta": "ratio_cap"
@@ -186,6 +186,13 @@ class LossConfig(BaseConfig):
     max_tokens: int | None = Field(default=None, ge=1)
     """Divisor of loss_aggregation constant; unset: orchestrator.sampling.max_tokens, or model.seq_len."""
 
+    old_logprobs: OldLogprobs = "inference"
+    """Denominator of the importance ratio. inference: log-probs of the sampler; recomputed: of the trainer before its
+    first update on the batch, and the loss is weighted by min(trainer / sampler, behavior_cap) (decoupled PPO)."""
+
+    behavior_cap: float = Field(default=5.0, gt=0)
+    """Cap on the weight of old_logprobs recomputed."""
+
     import_path: str | None = None
     """Custom loss function as package.module:name; maps LossInputs to per-token losses."""
 
@@ -216,6 +223,10 @@ class LossConfig(BaseConfig):
                 )
         if self.ratio is not None and (self.ratio == "none") != (preset.ratio == "none"):
             raise ValueError(f"ratio {self.ratio} is incompatible with type {self.type}, whose ratio is {preset.ratio}")
+        if self.old_logprobs == "recomputed" and preset.ratio == "none":
+            raise ValueError(f"type {self.type} has no importance ratio: remove old_logprobs, or use another type")
+        if "behavior_cap" in self.model_fields_set and self.old_logprobs == "inference":
+            raise ValueError("behavior_cap has no effect with old_logprobs inference: remove it, or use recomputed")
         if is_custom != (self.import_path is not None):
             raise ValueError("type custom and import_path go together: set both or neither")
         if self.kwargs and not is_custom:

@@ -27,7 +27,7 @@ def compute_dropped(
     if objective.token_mask_high is not None:
         drop("is_masked_high", log_ratio.exp() > objective.token_mask_high)
     if objective.max_prob_diff is not None:
-        moved = trainer.exp() - inference.exp()
+        moved = trainer.exp() - inputs.ratio_logprobs.exp()
         drop("is_masked_low", (advantage <= 0) & (moved < -objective.max_prob_diff))
         drop("is_masked_high", (advantage > 0) & (moved > objective.max_prob_diff))
     if objective.seq_ratio_mask_low is not None or objective.seq_ratio_mask_high is not None:
@@ -71,6 +71,17 @@ def compute_ratio(inputs: LossInputs, log_ratio: Float[Tensor, " tokens"], kind:
     else:
         of_sequence = bounded_exp(inputs.per_sequence(log_ratio))
     return of_sequence[inputs.sequence]
+
+
+def weigh_behavior(inputs: LossInputs, objective: Objective) -> Float[Tensor, " tokens"] | None:
+    """min(old policy / sampler, `behavior_cap`), of a token or a sequence like the ratio; None if they are the same.
+
+    Decoupled PPO, 2110.00641, equation 4; the cap is that of AReaL, 2505.24298.
+    """
+    if inputs.old_logprobs is None:
+        return None
+    log_ratio = torch.where(inputs.loss_mask > 0, inputs.old_logprobs - inputs.inference_logprobs, 0.0)
+    return compute_ratio(inputs, log_ratio, objective.ratio).clamp(max=objective.behavior_cap).detach()
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
