@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Baseline = Literal["mean", "leave_one_out", "length_weighted", "none"]
-Deviation = Literal["none", "group", "batch"]
+Deviation = Literal["none", "group", "batch", "mean"]
 Ratio = Literal["none", "token", "geometric", "arithmetic", "product"]
 LossAggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"]
 KLEstimator = Literal["k1", "k2", "k3"]
@@ -26,8 +26,9 @@ exp(-20) = 2e-9 (Markov), so such a ratio is a log-prob error, and its gradient 
 class AdvantageChoice:
     """The advantage estimator of an objective, computed on complete groups.
 
-    `std`: divide by the standard deviation of the rewards of the group or of the batch. `drop_equal`: replace a group
-    of equal rewards by one of another prompt. `overlong`: penalize completions close to the token limit.
+    `std`: divide by the standard deviation of the rewards of the group or of the batch, or by the group's mean reward.
+    `drop_equal`: replace a group of equal rewards by one of another prompt. `overlong`: penalize completions close to
+    the token limit.
     """
 
     baseline: Baseline = "mean"
@@ -95,6 +96,7 @@ class Objective:
         A'   the advantage mix, see `policy.mix_advantages`
         loss = -sg(min(clip(w), ratio_cap)) A' l        when `detached`
              = max(-w A', -clip(w) A'), at most -dual_clip A' where A' < 0        otherwise
+             = -4 / t sigmoid(t (w - 1)) A', t the gate of the sign of A'         with `gate_pos` and `gate_neg`
              + kl_tau (l - inference)^2 + kl_coef KL(policy || reference) - entropy_coef H
              + the teacher's term, if `distill` compares distributions
 
@@ -118,6 +120,8 @@ class Objective:
     clip_low: float | None = None
     clip_high: float | None = None
     dual_clip: float | None = None
+    gate_pos: float | None = None
+    gate_neg: float | None = None
     max_prob_diff: float | None = None
     token_mask_low: float | None = None
     token_mask_high: float | None = None
@@ -152,6 +156,8 @@ class Objective:
             return frozenset()
         if self.max_prob_diff is not None:
             return frozenset({"max_prob_diff"})
+        if self.gate_pos is not None:
+            return frozenset({"gate_pos", "gate_neg"})
         if not self.detached:
             return frozenset({"clip_low", "clip_high", "dual_clip"})
         return frozenset({"clip_low", "clip_high"} if self.ratio_cap is None else {"ratio_cap"})
@@ -183,6 +189,27 @@ PRESETS: dict[str, Objective] = {
             loss_aggregation="seq-mean-token-mean",
             advantage=_WHITENED,
         ),
+        # 2602.05261: the loss of a sequence in gspo, times its length
+        Objective(
+            "luspo",
+            ratio="geometric",
+            detached=False,
+            clip_low=3e-4,
+            clip_high=4e-4,
+            loss_aggregation="seq-mean-token-sum",
+            advantage=_WHITENED,
+        ),
+        # 2511.20347, equations 5 and 6
+        Objective(
+            "sapo",
+            detached=False,
+            gate_pos=1.0,
+            gate_neg=1.05,
+            loss_aggregation="seq-mean-token-mean",
+            advantage=_WHITENED,
+        ),
+        # 2602.02710: gradient of the log of the success probability, truncated at the group size
+        Objective("maxrl", ratio_cap=8.0, loss_aggregation="seq-mean-token-sum", advantage=AdvantageChoice(std="mean")),
         # 2505.23585, equation 11
         Objective("opo", ratio_cap=8.0, advantage=AdvantageChoice("length_weighted")),
         # 2402.14740, equation 9

@@ -36,8 +36,6 @@ class LossInputs:
     loss_mask: Float[Tensor, " tokens"]
     sequence: Int[Tensor, " tokens"]
     teacher_logprobs: Float[Tensor, " tokens"] | None = None
-    old_logprobs: Float[Tensor, " tokens"] | None = None
-    """Log-probs under the policy that ratios and their bounds refer to; None: `inference_logprobs`."""
     entropy: Float[Tensor, " tokens"] | None = None
     num_sequences: int | None = None
     has_teacher: Bool[Tensor, " tokens"] | None = None
@@ -46,6 +44,8 @@ class LossInputs:
     teacher_table: Float[Tensor, "tokens outcomes"] | None = None
     has_tail: bool = False
     """Whether the last outcome of the tables is the sum of all other tokens."""
+    old_logprobs: Float[Tensor, " tokens"] | None = None
+    """Log-probs under the policy that ratios and their bounds refer to; None: `inference_logprobs`."""
 
     def sanitized(self) -> LossInputs:
         """The streams in fp32 or better, with log-probs of at least `MIN_LOGPROB`."""

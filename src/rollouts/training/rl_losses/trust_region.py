@@ -119,6 +119,9 @@ def surrogate_loss(
         if clipped is not ratio:
             bound["is_clipped"] = clipped != ratio
         return -weight.detach() * advantage * logprobs, bound
+    if objective.gate_pos is not None and objective.gate_neg is not None:
+        gate = torch.full_like(advantage, objective.gate_neg).masked_fill(advantage > 0, objective.gate_pos)
+        return -4 / gate * torch.sigmoid(gate * (ratio - 1)) * advantage, bound
     loss = -ratio * advantage
     if clipped is not ratio:
         limited = -clipped * advantage

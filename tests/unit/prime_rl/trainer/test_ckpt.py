@@ -61,7 +61,7 @@ def sft_config(output_dir: Path, **changes: Any) -> SFTConfig:
 
 def several_updates_config(output_dir: Path, **changes: Any) -> TrainConfig:
     loss = {"type": "ppo", "old_logprobs": "recomputed"}
-    return rl_config(output_dir, **{"num_minibatches": 2, "num_epochs": 2, "loss": loss, **changes})
+    return rl_config(output_dir, **{"num_minibatches": 2, "loss": loss, **changes})
 
 
 @pytest.mark.parametrize(("kind", "cut"), [("rl", 1), ("rl", 4), ("sft", 1), ("sft", 4), ("several updates", 4)])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -65,8 +65,7 @@ def test_the_partition_depends_on_the_step() -> None:
 
 
 def test_packed_minibatches_refer_to_samples_of_the_batch() -> None:
-    samples = [replace(s, inference_logprobs=[0.0] * 2, advantages=[0.0] * 2) for s in with_loss(*[[0.0, 1.0]] * 5)]
-    samples = [replace(sample, tokens=[i, i]) for i, sample in enumerate(samples)]
+    samples = [Sample(prompt="", tokens=[i, i], loss_mask=[0.0, 1.0]) for i in range(5)]
     minibatches, share = pack_minibatches(samples, [[4, 0], [3, 1, 2]], lambda part: pack_share(part, 4))
     found = [Counter(i for micro in micros for i in micro.sample_ids) for micros in minibatches]
     assert found == [Counter([4, 0]), Counter([3, 1, 2])] and share.lengths == [2] * 5
@@ -148,7 +147,7 @@ def test_a_run_has_one_version_and_rate_per_batch(tmp_path: Path, old_logprobs: 
 
 def test_a_minibatch_without_loss_is_never_an_update(tmp_path: Path) -> None:
     taught = Sample(prompt="", tokens=[1, 2], loss_mask=[0, 1], inference_logprobs=[0, -5.0], advantages=[0, 1.0])
-    silent = replace(taught, loss_mask=[0, 0])
+    silent = msgspec.structs.replace(taught, loss_mask=[0, 0])
     FilesystemBatchSender(tmp_path / "rollouts").send(1, [silent] * 6 + [taught] * 2)
     train(make_config(tmp_path, data={"timeout_s": 20}, max_steps=1))
     [row] = [row for row in load_jsonl(tmp_path / "metrics.jsonl") if "optim/lr" in row]
@@ -159,7 +158,7 @@ def test_a_minibatch_without_loss_is_never_an_update(tmp_path: Path) -> None:
 def test_drift_by_own_updates_is_no_failed_delivery(num_updates: int, num_warnings: int) -> None:
     lines: list[str] = []
     checks = TrainerHealthChecks(0, log=lines.append)
-    sample = Sample(prompt="", tokens=[1, 2], loss_mask=[0, 1], weight_version=0)
+    sample = Sample(prompt="", tokens=[1, 2], loss_mask=[0, 1], versions=[(0, 0)])
     metrics = {"mismatch_kl/mean": 1.0, "optim/lr": 1.0, "optim/num_updates": float(num_updates)}
     checks.check(1, metrics, [sample])
     assert len(lines) == num_warnings
