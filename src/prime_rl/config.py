@@ -195,6 +195,11 @@ class RLConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _check_processes_fit(self) -> RLConfig:
+        if self.trainer.num_minibatches > self.orchestrator.batch_size:
+            raise ValueError(
+                f"trainer.num_minibatches {self.trainer.num_minibatches} is above the {self.orchestrator.batch_size} "
+                "rollouts of orchestrator.batch_size: lower it"
+            )
         if self.inference is None:
             if self.inference_gpu_ids:
                 raise ValueError("inference_gpu_ids is set but inference is off: remove one of them")

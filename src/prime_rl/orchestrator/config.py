@@ -117,8 +117,8 @@ class AdvantageConfig(BaseConfig):
     length_weighted_mean: bool = False
     """Alias of baseline = "length_weighted"."""
 
-    std: Literal["none", "group", "batch"] = "none"
-    """Divide by the standard deviation of the rewards in the group or in the batch."""
+    std: Literal["none", "group", "batch", "mean"] = "none"
+    """Divide by the standard deviation of the rewards in the group or in the batch, or by the group's mean reward."""
 
     import_path: str | None = None
     """Custom advantage function as package.module:name; maps the samples of a group to one number per rollout."""

@@ -104,7 +104,8 @@ class TrainerHealthChecks:
         self._waits.append((metrics.get("time/wait_for_batch", 0.0), metrics.get("time/step", 0.0)))
         if samples:
             self._rewards.append(sum(sample.reward for sample in samples) / len(samples))
-        fresh = is_fresh(step, samples)
+        # Further updates on a batch move the policy away from its sampler.
+        fresh = is_fresh(step, samples) and metrics.get("optim/num_updates", 1) == 1
         unmoved = fresh or metrics.get("optim/lr") == 0
         return self._warner.update(
             {

@@ -249,12 +249,12 @@ class Backend:
         logprobs = iter(next(filter(None, map(json.loads, gathered))))
         return [list(islice(logprobs, length - 1)) for length in lengths]
 
-    def optim_step(self, stats: TokenStats) -> StepReport:
-        """Apply the accumulated gradient; skipped when no token has loss."""
+    def optim_step(self, stats: TokenStats, *, begins_step: bool = True) -> StepReport:
+        """Apply the accumulated gradient; skipped when no token has loss. `begins_step`: see `OptimizerStep.step`."""
         if stats.empty:
-            return self.stepper.skip("no token of the batch has loss")
+            return self.stepper.skip("no token of the batch has loss", begins_step=begins_step)
         Gradients(self.parameters, self.shard_map, self.mesh, self.ranks).complete()
-        report = self.stepper.step()
+        report = self.stepper.step(begins_step=begins_step)
         if self.average is not None:
             self.average.update()
         return report

@@ -262,6 +262,13 @@ class TrainConfig(TrainerConfig):
     max_async_level: int = Field(default=2, ge=0)
     """Maximum policy staleness of a sample, in optimizer steps; older published weights are pruned."""
 
+    num_minibatches: int = Field(default=1, ge=1)
+    """Parts of a batch, each with an optimizer step of its own."""
+
+    num_epochs: int = Field(default=1, ge=1)
+    """Passes over the minibatches of a batch. A step, with one published version, has num_minibatches * num_epochs
+    optimizer steps at one learning rate."""
+
     ema_decay: float | None = Field(default=None, gt=0, lt=1)
     """EMA decay: maintain a moving average of the weights and publish it as average/step_N; set by rl when the teacher
     weights are "ema"."""
@@ -276,6 +283,18 @@ class TrainConfig(TrainerConfig):
             raise ValueError(
                 f"loss.distill.estimator {self.loss.distill.estimator} needs whole distributions, "
                 f"which parallel.{cut} splits: use another estimator, or parallel.dp and pp"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_updates(self) -> TrainConfig:
+        fake = self.data.fake
+        if fake is not None and self.num_minibatches > fake.batch_size:
+            raise ValueError(f"num_minibatches {self.num_minibatches} is above data.fake.batch_size {fake.batch_size}")
+        if self.loss.old_logprobs == "recomputed" and self.num_minibatches * self.num_epochs == 1:
+            raise ValueError(
+                "loss.old_logprobs recomputed has no effect with one update per batch: "
+                "raise num_minibatches or num_epochs, or remove it"
             )
         return self
 

@@ -76,7 +76,7 @@ class PerfCounter:
         """Add a step on this batch and its duration; returns `perf/...` metrics."""
         in_layers, in_head = count_computed(share.micros, self.shares_prefixes)
         flops = compute_train_flops(self.config, self.parameters, share.lengths, in_layers, in_head)
-        self._window.append((sum(share.lengths), flops, seconds))
+        self._window.append((sum(share.lengths), share.passes * flops, seconds))
         tokens, flops, seconds = (sum(column) for column in zip(*self._window, strict=True))
         throughput = tokens / max(seconds, 1e-9)
         return {

@@ -62,7 +62,8 @@ def compute_batch_advantages(
 ) -> list[list[float]]:
     """`compute_group_advantages` of every group, optionally divided by the group's or the batch's standard deviation.
 
-    "batch" does not amplify groups of nearly equal rewards (2508.08221, section 4.1).
+    "batch" does not amplify groups of nearly equal rewards (2508.08221, section 4.1). "mean" divides by the group's
+    mean reward (MaxRL, 2602.02710): of K successes in n, (n / K) (r - K / n). `ValueError` for a mean below 0.
     """
     if std not in get_args(Deviation):
         raise ValueError(f"std {std!r} is not one of {', '.join(get_args(Deviation))}")
@@ -72,6 +73,8 @@ def compute_batch_advantages(
         )
         for i, group in enumerate(groups)
     ]
+    if std == "mean":
+        return [_divide_by_mean(row, group) for row, group in zip(advantages, groups, strict=True)]
     if std != "batch":
         return advantages
     rewards = [reward for group in groups for reward in group]
@@ -164,6 +167,13 @@ def compute_overlong_penalty(length: int, max_tokens: int, window: int) -> float
 def _divide(values: Sequence[float], rewards: Sequence[float]) -> list[float]:
     scale = statistics.stdev(rewards) if len(rewards) > 1 else 1.0
     return [value / scale if scale > STD_FLOOR else 0.0 for value in values]
+
+
+def _divide_by_mean(values: Sequence[float], rewards: Sequence[float]) -> list[float]:
+    mean = math.fsum(rewards) / len(rewards) if rewards else 0.0
+    if mean < 0:
+        raise ValueError(f"std mean divides by the mean reward, which is {mean:g}: it needs rewards of at least 0")
+    return [value / mean if mean > STD_FLOOR else 0.0 for value in values]
 
 
 def _centre(rewards: Sequence[float], baseline: Baseline, lengths: Sequence[int] | None) -> list[float]:

@@ -153,12 +153,14 @@ class Share:
     lengths        tokens of each sample of the whole batch
     padding_ratio  share of dummy tokens (which keep ranks in sync) in the tokens of all ranks
     imbalance      cost of the busiest rank over the mean cost of a rank, minus 1
+    passes         times that a step trains on the batch
     """
 
     micros: list[MicroBatch]
     lengths: list[int]
     padding_ratio: float = 0.0
     imbalance: float = 0.0
+    passes: int = 1
 
 
 def pack_samples(

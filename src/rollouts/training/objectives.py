@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 Baseline = Literal["mean", "leave_one_out", "length_weighted", "none"]
-Deviation = Literal["none", "group", "batch"]
+Deviation = Literal["none", "group", "batch", "mean"]
 Ratio = Literal["none", "token", "geometric", "arithmetic", "product"]
 LossAggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"]
 KLEstimator = Literal["k1", "k2", "k3"]
 Estimator = Literal["token", "reward_to_go", "sequence", "topk+tail", "full"]
+OldLogprobs = Literal["inference", "recomputed"]
 Direction = Literal["reverse", "forward", "jsd"]
 
 MAX_LOG_RATIO = 20.0
@@ -25,8 +26,9 @@ exp(-20) = 2e-9 (Markov), so such a ratio is a log-prob error, and its gradient 
 class AdvantageChoice:
     """The advantage estimator of an objective, computed on complete groups.
 
-    `std`: divide by the standard deviation of the rewards of the group or of the batch. `drop_equal`: replace a group
-    of equal rewards by one of another prompt. `overlong`: penalize completions close to the token limit.
+    `std`: divide by the standard deviation of the rewards of the group or of the batch, or by the group's mean reward.
+    `drop_equal`: replace a group of equal rewards by one of another prompt. `overlong`: penalize completions close to
+    the token limit.
     """
 
     baseline: Baseline = "mean"
@@ -94,6 +96,7 @@ class Objective:
         A'   the advantage mix, see `policy.mix_advantages`
         loss = -sg(min(clip(w), ratio_cap)) A' l        when `detached`
              = max(-w A', -clip(w) A'), at most -dual_clip A' where A' < 0        otherwise
+             = -4 / t sigmoid(t (w - 1)) A', t the gate of the sign of A'         with `gate_pos` and `gate_neg`
              + kl_tau (l - inference)^2 + kl_coef KL(policy || reference) - entropy_coef H
              + the teacher's term, if `distill` compares distributions
 
@@ -101,6 +104,10 @@ class Objective:
     mean of its sequence's ratios (seq_ratio_mask) or any ratio of its sequence (sequence_mask) is out of bounds;
     `max_prob_diff` d drops it if sign(A') (p_trainer - p_inference) > d. None: no bound. log w and the log-ratio of k3
     are bounded by `MAX_LOG_RATIO`; beyond it w is constant and has no gradient.
+
+    With `old_logprobs` "recomputed" (several updates per batch) the old policy is the trainer before the first update
+    of the batch: r = exp(l - old log-prob), also in `max_prob_diff`, and the first two losses are multiplied by
+    sg(min(old policy / sampler, behavior_cap)). Masks, kl_tau and inference_kl_coef still refer to the sampler.
 
     `loss_aggregation` averages token losses over tokens (token-mean), or over sequences their means
     (seq-mean-token-mean), sums (seq-mean-token-sum) or sums / `max_tokens` (constant).
@@ -113,6 +120,8 @@ class Objective:
     clip_low: float | None = None
     clip_high: float | None = None
     dual_clip: float | None = None
+    gate_pos: float | None = None
+    gate_neg: float | None = None
     max_prob_diff: float | None = None
     token_mask_low: float | None = None
     token_mask_high: float | None = None
@@ -130,6 +139,8 @@ class Objective:
     entropy_coef: float = 0.0
     loss_aggregation: LossAggregation = "token-mean"
     max_tokens: int | None = None
+    old_logprobs: OldLogprobs = "inference"
+    behavior_cap: float = 5.0
     advantage: AdvantageChoice = AdvantageChoice()
     distill: DistillChoice = DistillChoice()
 
@@ -145,6 +156,8 @@ class Objective:
             return frozenset()
         if self.max_prob_diff is not None:
             return frozenset({"max_prob_diff"})
+        if self.gate_pos is not None:
+            return frozenset({"gate_pos", "gate_neg"})
         if not self.detached:
             return frozenset({"clip_low", "clip_high", "dual_clip"})
         return frozenset({"clip_low", "clip_high"} if self.ratio_cap is None else {"ratio_cap"})
@@ -176,6 +189,27 @@ PRESETS: dict[str, Objective] = {
             loss_aggregation="seq-mean-token-mean",
             advantage=_WHITENED,
         ),
+        # 2602.05261: the loss of a sequence in gspo, times its length
+        Objective(
+            "luspo",
+            ratio="geometric",
+            detached=False,
+            clip_low=3e-4,
+            clip_high=4e-4,
+            loss_aggregation="seq-mean-token-sum",
+            advantage=_WHITENED,
+        ),
+        # 2511.20347, equations 5 and 6
+        Objective(
+            "sapo",
+            detached=False,
+            gate_pos=1.0,
+            gate_neg=1.05,
+            loss_aggregation="seq-mean-token-mean",
+            advantage=_WHITENED,
+        ),
+        # 2602.02710: gradient of the log of the success probability, truncated at the group size
+        Objective("maxrl", ratio_cap=8.0, loss_aggregation="seq-mean-token-sum", advantage=AdvantageChoice(std="mean")),
         # 2505.23585, equation 11
         Objective("opo", ratio_cap=8.0, advantage=AdvantageChoice("length_weighted")),
         # 2402.14740, equation 9

@@ -45,6 +45,17 @@ def test_closed_forms() -> None:
     assert compute_group_advantages(rewards, baseline="none") == rewards
 
 
+def test_maxrl_is_the_gradient_of_the_log_success_rate() -> None:
+    """2602.02710: the mean of A_i S_i over a group is mean(S of successes) - mean(S), for any scores S."""
+    rewards, scores = [1.0, 0.0, 0.0, 1.0, 0.0], [0.3, -2.0, 0.7, 1.1, 0.4]
+    [advantages] = compute_batch_advantages([rewards], std="mean")
+    estimate = sum(a * s for a, s in zip(advantages, scores, strict=True)) / 5
+    assert estimate == pytest.approx((0.3 + 1.1) / 2 - sum(scores) / 5, abs=1e-9)
+    assert compute_batch_advantages([[0.0, 0.0], [1.0, 1.0]], std="mean") == [[0.0, 0.0], [0.0, 0.0]]
+    with pytest.raises(ValueError, match="needs rewards of at least 0"):
+        compute_batch_advantages([[-1.0, 0.0]], std="mean")
+
+
 def test_deviation_of_the_batch() -> None:
     groups = [[1.0, 0.0], [0.5, 0.5], [3.0, 1.0]]
     whole = statistics.stdev([1.0, 0.0, 0.5, 0.5, 3.0, 1.0])
@@ -54,7 +65,7 @@ def test_deviation_of_the_batch() -> None:
     assert compute_batch_advantages(groups) == [compute_group_advantages(group) for group in groups]
     by_group = compute_batch_advantages(groups, std="group", lengths=[[1, 1]] * 3)
     assert by_group == [compute_group_advantages(group, std=True) for group in groups]
-    with pytest.raises(ValueError, match="'world' is not one of none, group, batch"):
+    with pytest.raises(ValueError, match="'world' is not one of none, group, batch, mean"):
         compute_batch_advantages(groups, std="world")  # type: ignore[arg-type]
 
 

@@ -55,6 +55,10 @@ def expected(name: str, d: float, advantage: float) -> tuple[float, float]:
         is_far = moved > row.max_prob_diff if advantage > 0 else moved < -row.max_prob_diff
         kept = 0.0 if is_far else -ratio * advantage
         return kept + row.kl_tau * d * d, kept * slope + 2 * row.kl_tau * d
+    if row.gate_pos is not None and row.gate_neg is not None:
+        t = row.gate_pos if advantage > 0 else row.gate_neg
+        gate = 1 / (1 + math.exp(min(-t * (ratio - 1), 700)))
+        return -4 / t * gate * advantage, -4 * gate * (1 - gate) * ratio * slope * advantage
     assert row.clip_low is not None and row.clip_high is not None
     limited = min(max(ratio, 1 - row.clip_low), 1 + row.clip_high)
     loss = max(-ratio * advantage, -limited * advantage)

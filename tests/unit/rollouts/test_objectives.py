@@ -60,6 +60,14 @@ def gspo(l: Row, l0: Row, li: Row, a: Row) -> Row:
     return [-min(s * k, clip(s, 1 - 3e-4, 1 + 4e-4) * k) for k in a]
 
 
+def sapo(l: Row, l0: Row, li: Row, a: Row) -> Row:
+    out = []
+    for x, s, k in zip(l, li, a, strict=True):
+        t = 1.0 if k > 0 else 1.05
+        out.append(-4 / t / (1 + math.exp(-t * (math.exp(x - s) - 1))) * k)
+    return out
+
+
 def cispo(l: Row, l0: Row, li: Row, a: Row) -> Row:
     return [-clip(math.exp(z - s), 0.0, 1.28) * k * x for x, z, s, k in zip(l, l0, li, a, strict=True)]
 
@@ -77,6 +85,9 @@ FORMULAS: dict[str, Callable[[Row, Row, Row, Row], Row]] = {
     "aipo": truncated(8.0),
     "grpo": clipped(0.2, 0.2),
     "gspo": gspo,
+    "luspo": gspo,
+    "sapo": sapo,
+    "maxrl": truncated(8.0),
     "opo": truncated(8.0),
     "rloo": truncated(8.0),
     "cispo": cispo,
@@ -86,7 +97,9 @@ FORMULAS: dict[str, Callable[[Row, Row, Row, Row], Row]] = {
     "reinforce": lambda l, l0, li, a: [-k * x for x, k in zip(l, a, strict=True)],
     "dppo": dppo,
 }
-PER_SEQUENCE = {"grpo": mean, "gspo": mean, "rloo": sum, "dr_grpo": lambda x: sum(x) / LIMIT}
+MEANS = ("grpo", "gspo", "sapo")
+PER_SEQUENCE = {**dict.fromkeys(MEANS, mean), **dict.fromkeys(("luspo", "maxrl", "rloo"), sum)}
+PER_SEQUENCE["dr_grpo"] = lambda x: sum(x) / LIMIT
 
 
 def formula(name: str, l: list[Row], l0: list[Row], li: list[Row], a: list[Row]) -> float:
@@ -131,7 +144,7 @@ def value_and_gradient(inputs: LossInputs, objective: Objective, **options: Any)
 
 def spread_of(name: str) -> float:
     """Standard deviation of log-ratios for which the bounds of a preset bind now and then."""
-    return 6e-4 if name == "gspo" else 1.5
+    return 6e-4 if name in ("gspo", "luspo") else 1.5
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -153,12 +166,57 @@ def test_presets_match_formula_and_finite_differences(name: str, seed: int) -> N
     assert gradient.tolist() == pytest.approx(expected, abs=1e-6, rel=1e-6)
 
 
+def test_gradients_of_sapo_and_luspo_are_closed_forms() -> None:
+    """Of one sequence, to 1e-9: sapo 4 p (1 - p) r A / n; luspo s A, as n s A depends on n log-probs."""
+    l, li = [-1.0, -2.0, -0.5], [-1.4, -1.5, -0.6]
+    ratios = [math.exp(x - s) for x, s in zip(l, li, strict=True)]
+    for a, t in ((0.7, 1.0), (-0.7, 1.05)):
+        _, gradient = value_and_gradient(pack([l], [li], [[a] * 3]), preset("sapo"))
+        gates = [1 / (1 + math.exp(-t * (r - 1))) for r in ratios]
+        expected = [-4 * p * (1 - p) * r * a / 3 for p, r in zip(gates, ratios, strict=True)]
+        assert gradient.tolist() == pytest.approx(expected, abs=1e-9)
+    _, gradient = value_and_gradient(pack([l], [[x - 2e-4 for x in l]], [[0.7] * 3]), preset("luspo"))
+    assert gradient.tolist() == pytest.approx([-math.exp(2e-4) * 0.7] * 3, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ["aipo", "grpo", "gspo", "cispo", "ppo"])
+@pytest.mark.parametrize("cap", [1.1, 5.0])
+def test_recomputed_old_logprobs_match_decoupled_ppo(name: str, cap: float) -> None:
+    """2110.00641, equation 4: ratios against the old policy, the loss times old policy / sampler, capped."""
+    l, old, a = draw(5, [4, 2, 6], spread_of(name))
+    inference = draw(6, [4, 2, 6])[1]
+    base, _ = value_and_gradient(pack(l, old, a), preset(name))
+    assert base == pytest.approx(formula(name, l, l, old, a), abs=1e-12)
+    gap = [[o - i for o, i in zip(*rows, strict=True)] for rows in zip(old, inference, strict=True)]
+    if name == "gspo":
+        gap = [[mean(row)] * len(row) for row in gap]
+    weights = [[min(math.exp(x), cap) for x in row] for row in gap]
+    flat_old = pack(old, old, a).inference_logprobs
+    decoupled = replace(preset(name), behavior_cap=cap)
+    ours = value_and_gradient(pack(l, inference, a, old_logprobs=flat_old), decoupled)
+    scaled = [[w * k for w, k in zip(*rows, strict=True)] for rows in zip(weights, a, strict=True)]
+    expected = value_and_gradient(pack(l, old, scaled), preset(name))
+    if name == "gspo":  # one advantage and one weight per sequence
+        assert all(len(set(row)) == 1 for row in scaled)
+    assert ours[0] == pytest.approx(formula(name, l, l, old, scaled), abs=1e-9)
+    assert ours[0] == pytest.approx(expected[0], abs=1e-9) and torch.allclose(ours[1], expected[1], atol=1e-9, rtol=0)
+    assert ours[0] != pytest.approx(base, abs=1e-3), "the weights differ from 1"
+
+
+def test_masks_compare_with_the_sampler() -> None:
+    l, inference, old = [[-1.0, -1.0]], [[-1.0, -3.0]], torch.tensor([-3.0, -1.0], dtype=torch.float64)
+    _, gradient = value_and_gradient(
+        pack(l, inference, [[1.0, 1.0]], old_logprobs=old), vary("ppo", {"token_mask_high": 2.0, "clip_high": None})
+    )
+    assert gradient[0] != 0 and gradient[1] == 0
+
+
 def test_the_batches_reach_every_bound() -> None:
     """The test above is one of every bound only if each binds: twice as wide it gives another loss."""
     for name in NAMES:
         row = preset(name)
         batches = [pack(*draw(seed, [5, 1, 3, 7], spread_of(name))) for seed in range(4)]
-        for choice in ("ratio_cap", "clip_low", "clip_high", "dual_clip", "max_prob_diff"):
+        for choice in ("ratio_cap", "clip_low", "clip_high", "dual_clip", "gate_pos", "gate_neg", "max_prob_diff"):
             bound = getattr(row, choice)
             if bound is None or (choice == "clip_low" and bound >= 1):  # a ratio is never below 0
                 continue
@@ -351,7 +409,7 @@ def test_options_and_what_switches_them_off() -> None:
     assert build_objective(unset, LIMIT) == preset("dr_grpo"), "None follows the preset where it is not a choice"
     assert build_objective(LossConfig(type="dr_grpo", max_tokens=99), LIMIT).max_tokens == 99
     for name, row in PRESETS.items():
-        for option in ("delta", "clip_low", "clip_high", "dual_clip", "max_prob_diff"):
+        for option in ("delta", "clip_low", "clip_high", "dual_clip", "gate_pos", "gate_neg", "max_prob_diff"):
             if {"delta": "ratio_cap"}.get(option, option) not in row.bounds:
                 with pytest.raises(ValueError, match=f"{option} has no effect with type {name}"):
                     more = {"import_path": "math:exp"} if name == "custom" else {}

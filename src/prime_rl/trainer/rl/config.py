@@ -11,11 +11,11 @@ from pydantic import Field, model_validator
 from prime_rl.configuration.imports import check_arguments, import_function
 from prime_rl.trainer.model_config import ModelConfig
 from prime_rl.utils.pydantic_config import BaseConfig
-from rollouts.training.objectives import PRESETS, Direction, KLEstimator, LossAggregation, Ratio
+from rollouts.training.objectives import PRESETS, Direction, KLEstimator, LossAggregation, Objective, OldLogprobs, Ratio
 
-BOUND_OPTIONS = {name: name for name in ("clip_low", "clip_high", "dual_clip", "max_prob_diff")} | {
-    "delta": "ratio_cap"
-}
+BOUND_OPTIONS = {
+    name: name for name in ("clip_low", "clip_high", "dual_clip", "gate_pos", "gate_neg", "max_prob_diff")
+} | {"delta": "ratio_cap"}
 """Loss options that only some presets use, mapped to their field of `Objective`."""
 
 
@@ -111,7 +111,21 @@ class LossConfig(BaseConfig):
     """
 
     type: Literal[
-        "aipo", "grpo", "gspo", "opo", "rloo", "cispo", "ppo", "dapo", "dr_grpo", "reinforce", "dppo", "custom"
+        "aipo",
+        "grpo",
+        "gspo",
+        "luspo",
+        "sapo",
+        "maxrl",
+        "opo",
+        "rloo",
+        "cispo",
+        "ppo",
+        "dapo",
+        "dr_grpo",
+        "reinforce",
+        "dppo",
+        "custom",
     ] = "aipo"
     """Preset. Its baseline and scaling are also the defaults of orchestrator.advantage in rl."""
 
@@ -119,16 +133,22 @@ class LossConfig(BaseConfig):
     """Importance ratio: per token, or per sequence as the mean (geometric, arithmetic) or product of token ratios."""
 
     delta: float | None = _from_preset("ratio_cap", gt=0)
-    """Cap on the importance ratio (aipo, opo, rloo)."""
+    """Cap on the importance ratio (aipo, opo, rloo, maxrl)."""
 
     clip_low: float | None = _from_preset("clip_low", ge=0, le=1)
-    """Lower clip range: 1 - clip_low (grpo, gspo, cispo, ppo, dapo, dr_grpo)."""
+    """Lower clip range: 1 - clip_low (grpo, gspo, luspo, cispo, ppo, dapo, dr_grpo)."""
 
     clip_high: float | None = _from_preset("clip_high", ge=0)
     """Upper clip range: 1 + clip_high (same presets)."""
 
     dual_clip: float | None = _from_preset("dual_clip", gt=1)
-    """Dual clip: bound the loss at -dual_clip A for negative advantages A (grpo, gspo, ppo, dapo, dr_grpo)."""
+    """Dual clip: bound the loss at -dual_clip A for negative advantages A (grpo, gspo, luspo, ppo, dapo, dr_grpo)."""
+
+    gate_pos: float | None = _from_preset("gate_pos", gt=0)
+    """Temperature of the sigmoid gate on the ratio for positive advantages (sapo)."""
+
+    gate_neg: float | None = _from_preset("gate_neg", gt=0)
+    """The same for negative advantages; a higher temperature decays faster."""
 
     max_prob_diff: float | None = _from_preset("max_prob_diff", gt=0, le=1)
     """Mask tokens whose probability moved further than this in the direction of their advantage (dppo)."""
@@ -186,6 +206,13 @@ class LossConfig(BaseConfig):
     max_tokens: int | None = Field(default=None, ge=1)
     """Divisor of loss_aggregation constant; unset: orchestrator.sampling.max_tokens, or model.seq_len."""
 
+    old_logprobs: OldLogprobs = "inference"
+    """Denominator of the importance ratio. inference: log-probs of the sampler; recomputed: of the trainer before its
+    first update on the batch, and the loss is weighted by min(trainer / sampler, behavior_cap) (decoupled PPO)."""
+
+    behavior_cap: float = Field(default=Objective.behavior_cap, gt=0)
+    """Cap on the weight of old_logprobs recomputed."""
+
     import_path: str | None = None
     """Custom loss function as package.module:name; maps LossInputs to per-token losses."""
 
@@ -216,6 +243,12 @@ class LossConfig(BaseConfig):
                 )
         if self.ratio is not None and (self.ratio == "none") != (preset.ratio == "none"):
             raise ValueError(f"ratio {self.ratio} is incompatible with type {self.type}, whose ratio is {preset.ratio}")
+        if preset.gate_pos is not None and None in (self.gate_pos, self.gate_neg):
+            raise ValueError(f"type {self.type} needs gate_pos and gate_neg: set both above 0")
+        if self.old_logprobs == "recomputed" and preset.ratio == "none":
+            raise ValueError(f"type {self.type} has no importance ratio: remove old_logprobs, or use another type")
+        if self.behavior_cap != Objective.behavior_cap and self.old_logprobs == "inference":
+            raise ValueError("behavior_cap has no effect with old_logprobs inference: remove it, or use recomputed")
         if is_custom != (self.import_path is not None):
             raise ValueError("type custom and import_path go together: set both or neither")
         if self.kwargs and not is_custom:

@@ -23,7 +23,7 @@ class RecordingLoss:
 
     def __init__(self, loss: PolicyLoss) -> None:
         self.loss = loss
-        self._recorded: list[Tensor] = []
+        self.recorded: list[Tensor] = []
 
     @property
     def mean_over(self) -> str:
@@ -32,14 +32,14 @@ class RecordingLoss:
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Record the log-probs and compute the loss."""
-        self._recorded.append(inputs.trainer_logprobs.detach())
+        self.recorded.append(inputs.trainer_logprobs.detach())
         return self.loss(inputs)
 
     def write(self, output_dir: Path, step: int, samples: Sequence[Sample], micros: Sequence[MicroBatch]) -> None:
         """Append one line per sample of this rank to `trainer_logprobs.jsonl`."""
         attempt = Attempts(output_dir, "trainer").find(step)
         head = {"step": step, "timestamp": time.time(), "process": "trainer", "attempt": attempt}
-        rows = recorded_rows(samples, micros, [logprobs.tolist() for logprobs in self._recorded])
+        rows = recorded_rows(samples, micros, [logprobs.tolist() for logprobs in self.recorded])
         append_jsonl(RunDir(output_dir).trainer_logprobs, ({**head, **row} for row in rows))
 
 

@@ -1,13 +1,14 @@
 """`trainer`: receives batches of samples, trains the policy and publishes new versions.
 
-orchestrator --> receive --> pack --> forward_backward --> optim_step --> publish --> weight relay
-                    ^                                                        |
-                    +---------------------- next step -----------------------+
+orchestrator --> receive --> pack --> forward_backward, optim_step --> publish --> weight relay
+                    ^                 (per minibatch and epoch)       |
+                    +------------------- next step -------------------+
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from prime_rl.runtime.run_dir import CKPT_PARTS
@@ -31,6 +32,7 @@ def train(config: TrainConfig) -> int:
     from prime_rl.trainer.rl.data import apply_reference_regularization, build_batches, check_batch
     from prime_rl.trainer.rl.logprob_recorder import LogprobRecorder
     from prime_rl.trainer.rl.loss import build_loss_schedule
+    from prime_rl.trainer.rl.updates import pack_minibatches, run_updates, split_batch
     from prime_rl.trainer.run import build_run, start_backend
     from rollouts.training.rl_losses import compute_sequence_kl_advantages
 
@@ -56,13 +58,15 @@ def train(config: TrainConfig) -> int:
             check_batch(samples, config.loss, vocab_size)
             step_loss, loss_metrics = schedule.loss_for_step(step, samples)
             samples = compute_sequence_kl_advantages(apply_reference_regularization(samples), step_loss.objective)
-            share = run.pack(samples, config.model.seq_len)
+            parts = split_batch(samples, config.num_minibatches, f"{config.seed}:{step}")
+            minibatches, share = pack_minibatches(samples, parts, lambda part: run.pack(part, config.model.seq_len))
         with timer("forward_backward"), recorder.record(step_loss, step, samples, share.micros) as recorded_loss:
-            stats = backend.forward_backward(share.micros, recorded_loss)
-            report = backend.optim_step(stats)
+            report, stats = run_updates(backend, minibatches, step_loss, config.num_epochs, recorded_loss)
         with timer("broadcast_weights"):
             run.publisher.publish(step, [sample.tokens for sample in samples])  # unblocks: the weight relay
-        metrics = run.finish_step(report, stats, share, schedule.progress, loss_metrics)
+        updates = {"optim/num_updates": float(len(parts) * config.num_epochs)}
+        share = replace(share, passes=config.num_epochs)
+        metrics = run.finish_step(report, stats, share, schedule.progress, updates | loss_metrics)
         if backend.ranks.rank == 0:
             health_checks.check(step, metrics, samples)
     return run.close()

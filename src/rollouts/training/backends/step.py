@@ -64,19 +64,20 @@ class OptimizerStep:
             raise ValueError(f"a step needs at least one token with loss, the global count is {global_count}")
         torch.autograd.backward(loss_sum / global_count)
 
-    def step(self) -> StepReport:
+    def step(self, *, begins_step: bool = True) -> StepReport:
         """Clip, step and clear the gradients.
 
-        With a gradient that is not finite the update is skipped; `FloatingPointError` after `max_skipped` consecutive
-        skipped steps.
+        `begins_step`: false for further updates on the same batch, which have the number and the learning rate of its
+        first one. With a gradient that is not finite the update is skipped; `FloatingPointError` after `max_skipped`
+        consecutive skipped ones.
         """
         norm = self.compute_norm(self.parameters)
         grad_norm = float(norm)
         if not torch.isfinite(norm):
-            return self.skip(f"the gradient is not finite (norm {grad_norm})", grad_norm)
+            return self.skip(f"the gradient is not finite (norm {grad_norm})", grad_norm, begins_step=begins_step)
         if self.max_norm is not None:
             clip_gradients(self.parameters, self.max_norm, norm)
-        lr = self._begin()
+        lr = self._begin(begins_step)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._skipped_in_a_row = 0
@@ -84,9 +85,9 @@ class OptimizerStep:
             self.after_step()
         return StepReport(self.num_steps, grad_norm, lr)
 
-    def skip(self, reason: str, grad_norm: float = 0.0) -> StepReport:
+    def skip(self, reason: str, grad_norm: float = 0.0, *, begins_step: bool = True) -> StepReport:
         """Count a step without an update; the schedule advances."""
-        lr = self._begin()
+        lr = self._begin(begins_step)
         self.optimizer.zero_grad(set_to_none=True)
         self.num_skipped += 1
         self._skipped_in_a_row += 1
@@ -112,9 +113,9 @@ class OptimizerStep:
         self._skipped_in_a_row = state["skipped_in_a_row"]
         self.schedule_start = state.get("schedule_start", 0)
 
-    def _begin(self) -> float:
+    def _begin(self, begins_step: bool) -> float:
         """Count the step and set its learning rate; returns that of the first group."""
-        self.num_steps += 1
+        self.num_steps += begins_step
         factor = 1.0 if self.schedule is None else self.schedule(self.num_steps - self.schedule_start)
         for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = base * factor

@@ -44,14 +44,21 @@ class LossInputs:
     teacher_table: Float[Tensor, "tokens outcomes"] | None = None
     has_tail: bool = False
     """Whether the last outcome of the tables is the sum of all other tokens."""
+    old_logprobs: Float[Tensor, " tokens"] | None = None
+    """Log-probs under the policy that ratios and their bounds refer to; None: `inference_logprobs`."""
 
     def sanitized(self) -> LossInputs:
         """The streams in fp32 or better, with log-probs of at least `MIN_LOGPROB`."""
         streams = {f.name: widen(x) for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
-        for name in ("trainer_logprobs", "inference_logprobs", "teacher_logprobs"):
+        for name in ("trainer_logprobs", "inference_logprobs", "teacher_logprobs", "old_logprobs"):
             if name in streams:
                 streams[name] = streams[name].clamp(min=MIN_LOGPROB)
         return replace(self, **streams)  # type: ignore[arg-type]
+
+    @property
+    def ratio_logprobs(self) -> Float[Tensor, " tokens"]:
+        """Log-probs in the denominator of the importance ratio."""
+        return self.inference_logprobs if self.old_logprobs is None else self.old_logprobs
 
     def zero_without_teacher(self, values: Float[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
         """The values, and 0 for tokens without teacher log-probs."""

@@ -22,6 +22,7 @@ from rollouts.training.rl_losses.trust_region import (
     compute_ratio,
     find_bounded,
     surrogate_loss,
+    weigh_behavior,
 )
 
 Custom = Callable[[LossInputs], Tensor]
@@ -54,7 +55,7 @@ def policy_loss(inputs: LossInputs, objective: Objective, custom: Custom | None 
     is_masked = any_mask(dropped, active)
     keep = active & ~is_masked
     logprobs = torch.where(keep, inputs.trainer_logprobs, inputs.trainer_logprobs.detach())
-    log_ratio = torch.where(active, logprobs - inputs.inference_logprobs, 0.0)
+    log_ratio = torch.where(active, logprobs - inputs.ratio_logprobs, 0.0)
     is_bounded = _reference_bounded(inputs, objective)
     if custom is None:
         # A dropped token's ratio may be infinite: it counts in means over its sequence, not in its own loss.
@@ -62,6 +63,8 @@ def policy_loss(inputs: LossInputs, objective: Objective, custom: Custom | None 
         is_bounded = is_bounded | find_bounded(inputs, used_ratio, objective.ratio)
         ratio = compute_ratio(inputs, used_ratio, objective.ratio)
         policy, bound = surrogate_loss(ratio, advantage, logprobs, objective)
+        if (weight := weigh_behavior(inputs, objective)) is not None:
+            policy = weight * policy
     else:
         policy, bound = _check_custom(custom(replace(inputs, advantages=advantage)), active), {}
     # Masked by `where`, not by a product with 0.
@@ -191,10 +194,11 @@ def _measure(inputs: LossInputs, objective: Objective, values: dict[str, Tensor]
     active = inputs.loss_mask > 0
     student, inference = inputs.trainer_logprobs.detach(), inputs.inference_logprobs
     log_ratio = torch.where(active, student - inference, 0.0)
+    used_ratio = torch.where(active, student - inputs.ratio_logprobs, 0.0)
     mismatch_kl = compute_kl(-log_ratio)  # of KL(sampler || trainer)
     values = {name: value.to(student.dtype) for name, value in values.items()} | {
         "mismatch_kl": mismatch_kl,
-        "importance_ratio": compute_ratio(inputs, log_ratio, _SHOWN_RATIO.get(objective.ratio, objective.ratio)),
+        "importance_ratio": compute_ratio(inputs, used_ratio, _SHOWN_RATIO.get(objective.ratio, objective.ratio)),
         "trainer_probs": student.exp(),
         "inference_probs": inference.exp(),
     }

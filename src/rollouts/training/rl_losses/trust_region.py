@@ -27,7 +27,7 @@ def compute_dropped(
     if objective.token_mask_high is not None:
         drop("is_masked_high", log_ratio.exp() > objective.token_mask_high)
     if objective.max_prob_diff is not None:
-        moved = trainer.exp() - inference.exp()
+        moved = trainer.exp() - inputs.ratio_logprobs.exp()
         drop("is_masked_low", (advantage <= 0) & (moved < -objective.max_prob_diff))
         drop("is_masked_high", (advantage > 0) & (moved > objective.max_prob_diff))
     if objective.seq_ratio_mask_low is not None or objective.seq_ratio_mask_high is not None:
@@ -73,6 +73,17 @@ def compute_ratio(inputs: LossInputs, log_ratio: Float[Tensor, " tokens"], kind:
     return of_sequence[inputs.sequence]
 
 
+def weigh_behavior(inputs: LossInputs, objective: Objective) -> Float[Tensor, " tokens"] | None:
+    """min(old policy / sampler, `behavior_cap`), of a token or a sequence like the ratio; None if they are the same.
+
+    Decoupled PPO, 2110.00641, equation 4; the cap is that of AReaL, 2505.24298.
+    """
+    if inputs.old_logprobs is None:
+        return None
+    log_ratio = torch.where(inputs.loss_mask > 0, inputs.old_logprobs - inputs.inference_logprobs, 0.0)
+    return compute_ratio(inputs, log_ratio, objective.ratio).clamp(max=objective.behavior_cap).detach()
+
+
 def bounded_exp(log_ratio: Tensor) -> Tensor:
     """exp of at most `MAX_LOG_RATIO`; the gradient beyond is 0."""
     return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
@@ -108,6 +119,9 @@ def surrogate_loss(
         if clipped is not ratio:
             bound["is_clipped"] = clipped != ratio
         return -weight.detach() * advantage * logprobs, bound
+    if objective.gate_pos is not None and objective.gate_neg is not None:
+        gate = torch.full_like(advantage, objective.gate_neg).masked_fill(advantage > 0, objective.gate_pos)
+        return -4 / gate * torch.sigmoid(gate * (ratio - 1)) * advantage, bound
     loss = -ratio * advantage
     if clipped is not ratio:
         limited = -clipped * advantage

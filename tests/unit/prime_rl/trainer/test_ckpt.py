@@ -59,10 +59,18 @@ def sft_config(output_dir: Path, **changes: Any) -> SFTConfig:
     return SFTConfig.model_validate({**values, **changes})
 
 
-@pytest.mark.parametrize("kind", ["rl", "sft"])
-@pytest.mark.parametrize("cut", [1, 4])
+def several_updates_config(output_dir: Path, **changes: Any) -> TrainConfig:
+    loss = {"type": "ppo", "old_logprobs": "recomputed"}
+    return rl_config(output_dir, **{"num_minibatches": 2, "loss": loss, **changes})
+
+
+@pytest.mark.parametrize(("kind", "cut"), [("rl", 1), ("rl", 4), ("sft", 1), ("sft", 4), ("several updates", 4)])
 def test_resumed_runs_are_bit_identical(tmp_path: Path, kind: str, cut: int) -> None:
-    make, run = {"rl": (rl_config, train_rl), "sft": (sft_config, train_sft)}[kind]
+    make, run = {
+        "rl": (rl_config, train_rl),
+        "sft": (sft_config, train_sft),
+        "several updates": (several_updates_config, train_rl),
+    }[kind]
     run(make(tmp_path / "straight"))
     # The interrupted run ends after a later step than its checkpoint, which must not matter.
     broken = tmp_path / "broken"

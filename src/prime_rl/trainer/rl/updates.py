@@ -1,0 +1,108 @@
+"""Optimizer steps on one batch: minibatches, epochs, and old log-probs recomputed before the first update."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from torch import Tensor
+
+from prime_rl.trainer.backend import Backend, Loss
+from prime_rl.trainer.rl.logprob_recorder import RecordingLoss
+from rollouts.training.backends.step import StepReport
+from rollouts.training.batching import MicroBatch, Share
+from rollouts.training.rl_losses import LossInputs, LossOutput, PolicyLoss, TokenStats
+from rollouts.training.types import Sample
+
+
+@dataclass(frozen=True)
+class DecoupledLoss:
+    """A loss with old log-probs, one tensor per micro-batch with loss in the order in which the backend calls it."""
+
+    loss: Loss
+    old: Iterator[Tensor]
+
+    @property
+    def mean_over(self) -> str:
+        """Aggregation unit of the loss."""
+        return getattr(self.loss, "mean_over", "token")
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """Loss of the next micro-batch."""
+        return self.loss(replace(inputs, old_logprobs=next(self.old)))
+
+
+def split_batch(samples: Sequence[Sample], num_minibatches: int, seed: str) -> list[list[int]]:
+    """Indices of the samples of each minibatch: a random partition, a function of `seed`.
+
+    Samples with loss, and then the others, are distributed evenly. Fewer minibatches if fewer samples have loss.
+    """
+    if num_minibatches == 1:
+        return [list(range(len(samples)))]
+    order = random.Random(seed).sample(range(len(samples)), len(samples))
+    has_loss = [any(mask > 0 for mask in sample.loss_mask[1:]) for sample in samples]
+    order.sort(key=lambda i: not has_loss[i])
+    num = max(1, min(num_minibatches, sum(has_loss)))
+    return [order[start::num] for start in range(num)]
+
+
+def pack_minibatches(
+    samples: Sequence[Sample], parts: Sequence[Sequence[int]], pack: Callable[[Sequence[Sample]], Share]
+) -> tuple[list[list[MicroBatch]], Share]:
+    """This rank's micro-batches of each minibatch, and all of them; `sample_ids` refer to `samples`."""
+    shares = [pack([samples[i] for i in part]) for part in parts]
+    minibatches = [
+        [replace(micro, sample_ids=[part[i] for i in micro.sample_ids]) for micro in share.micros]
+        for part, share in zip(parts, shares, strict=True)
+    ]
+    whole = Share(
+        [micro for micros in minibatches for micro in micros],
+        [len(sample.tokens) for sample in samples],
+        fmean(share.padding_ratio for share in shares),
+        fmean(share.imbalance for share in shares),
+    )
+    return minibatches, whole
+
+
+def run_updates(
+    backend: Backend,
+    minibatches: Sequence[Sequence[MicroBatch]],
+    loss: PolicyLoss,
+    num_epochs: int,
+    first_loss: Loss | None = None,
+) -> tuple[StepReport, TokenStats]:
+    """One optimizer step per minibatch and epoch; returns their reports as one, and statistics over all of them.
+
+    `first_loss` replaces the loss in the first epoch. With `old_logprobs` "recomputed" an additional forward pass over
+    the batch comes first.
+    """
+    is_decoupled = loss.objective.old_logprobs == "recomputed"
+    old = [compute_logprobs(backend, micros, loss) if is_decoupled else [] for micros in minibatches]
+    reports, stats = list[StepReport](), TokenStats()
+    for epoch in range(num_epochs):
+        for micros, logprobs in zip(minibatches, old, strict=True):
+            used = first_loss if first_loss is not None and epoch == 0 else loss
+            part = backend.forward_backward(micros, DecoupledLoss(used, iter(logprobs)) if is_decoupled else used)
+            reports.append(backend.optim_step(part, begins_step=not reports))
+            stats.merge(part)
+    return merge_reports(reports), stats
+
+
+def compute_logprobs(backend: Backend, micros: Sequence[MicroBatch], loss: PolicyLoss) -> list[Tensor]:
+    """Log-probs of the loss tokens under the current policy, one tensor per micro-batch with loss."""
+    recorder = RecordingLoss(loss)
+    backend.evaluate(micros, recorder)
+    return recorder.recorded
+
+
+def merge_reports(reports: Sequence[StepReport]) -> StepReport:
+    """The report of a step of several updates: the mean gradient norm, and the first reason to skip one."""
+    if len(reports) == 1:
+        return reports[0]
+    skipped = [
+        f"update {n} of {len(reports)}: {report.skipped}" for n, report in enumerate(reports, 1) if report.skipped
+    ]
+    norm = fmean(report.grad_norm for report in reports)
+    return replace(reports[0], grad_norm=norm, skipped=skipped[0] if skipped else None)
