@@ -12,7 +12,9 @@ traffic of the largest reads.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 
 import numpy as np
 import torch
@@ -22,9 +24,6 @@ from torch import Tensor
 
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from rollouts.training.numerics import KEY_BLOCK
-
-ALIGNMENT = 64
-"""CPU cache line size in bytes."""
 
 BLOCK = KEY_BLOCK
 FIRST_SLOTS = 16
@@ -70,7 +69,7 @@ class KVCache:
         target += have[len(need) :]
         if sum(target) * BLOCK > self.max_tokens:
             target = need
-        self._resize(target, need)
+        self._resize(target, need, int(lengths.max()))
         return True
 
     def move(self, source: int, target: int, length: int) -> None:
@@ -131,7 +130,7 @@ class KVCache:
             if slot < block.shape[2]:
                 block[:, :, slot] = 0
 
-    def _resize(self, target: list[int], used: list[int]) -> None:
+    def _resize(self, target: list[int], used: list[int], longest: int) -> None:
         blocks = []
         for j, slots in enumerate(target):
             old = self.blocks[j] if j < len(self.blocks) else None
@@ -139,9 +138,12 @@ class KVCache:
                 blocks.append(old)
                 continue
             # Zeros, not empty memory: 0 * NaN would not be 0.
-            new = zeros((2, self._layers, slots, self._heads, BLOCK, self._dim), self._dtype, self._device)
+            shape = (2, self._layers, slots, self._heads, BLOCK, self._dim)
+            # Short sequences do not fill the first block; sequences with further blocks are long, and mostly fill them.
+            new = zeros(shape, self._dtype, self._device, huge_pages=j > 0)
             if old is not None and (kept := min(slots, old.shape[2], used[j] if j < len(used) else 0)):
-                new[:, :, :kept] = old[:, :, :kept]
+                width = min(longest - j * BLOCK, BLOCK)  # further positions are unused: leave their pages untouched
+                new[:, :, :kept, :, :width] = old[:, :, :kept, :, :width]
             blocks.append(new)
         while blocks and blocks[-1].shape[2] == 0:
             blocks.pop()
@@ -152,17 +154,20 @@ class KVCache:
         self.generation += 1
 
 
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`torch.zeros`; on a CPU with lazily zeroed pages (calloc).
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, huge_pages: bool = True) -> Tensor:
+    """`torch.zeros`; on a CPU with lazily zeroed pages, which take memory when they are first written.
 
-    Writing zeros to a new block would block the engine: half a second for 256 MB.
+    Writing zeros to a new block would block the engine: half a second for 256 MB. Huge pages are read faster; small
+    ones take memory only for the positions in use.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
-    memory = np.zeros(size + ALIGNMENT, dtype=np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    return torch.from_numpy(memory[start : start + size]).view(dtype).view(shape)
+    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)[:size].view(dtype).view(shape)
 
 
 def num_blocks(length: int) -> int:
