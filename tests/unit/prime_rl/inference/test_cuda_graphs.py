@@ -330,7 +330,7 @@ def test_new_weights_leave_recordings_in_place() -> None:
     weight.data = weight.data.clone()
     engine.load_weights(tensor_names(build_model(2)), 2)
     check(2, build_model(2), 2)
-    engine._blocks.cache._resize([column.shape[2] + 1 for column in engine._blocks.cache.blocks], [0])
+    engine._blocks.cache._resize([column.shape[2] + 1 for column in engine._blocks.cache.blocks], [0], 0)
     check(3, build_model(2), 3)
 
 
