@@ -21,6 +21,8 @@ from prime_rl.utils.monitor import build_monitor
 from rollouts.training.environments import load_environment
 from rollouts.training.metrics import load_jsonl
 
+FACTS = "a3 b7 c1 d0 e5 f2 n4"
+"""The last key is the only one of the eval split."""
 WRONG = "a7 b0 c7 d7 e7 f7"
 """No value is right."""
 
@@ -53,7 +55,11 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeApi]:
 
 
 def build_config(output_dir: Path, function: str = "correct_first_key", **keys: Any) -> EvolveConfig:
-    env = {"id": "facts", "args": {"num_asked": 1, "num_train_examples": 6, "num_eval_examples": 1}, "num_workers": 0}
+    env = {
+        "id": "facts",
+        "args": {"facts": FACTS, "num_asked": 1, "num_train_examples": 6, "num_eval_examples": 1},
+        "num_workers": 0,
+    }
     proposer = {"function": f"{__name__}:{function}"}
     values = {"env": [env], "model": {"name": "m"}, "context": WRONG, "minibatch_size": 1, "proposer": proposer}
     return EvolveConfig.model_validate({**values, "output_dir": output_dir, **keys})
@@ -68,7 +74,7 @@ def run(config: EvolveConfig, api: FakeApi) -> Search:
 def test_scripted_proposer_finds_the_facts_as_predicted(api: FakeApi, tmp_path: Path) -> None:
     search = run(build_config(tmp_path), api)
     n = len(search.examples)
-    assert n >= 3 and search.candidates[0].mean == 0 and search.best.mean == 1
+    assert n == 6 and search.candidates[0].mean == 0 and search.best.mean == 1
     assert search.num_rollouts == len(api.requests) == n + n * n, "the first context, then one value for each proposal"
     assert (tmp_path / "evolve" / "best.md").read_text() == search.best.text
     rows = list(load_jsonl(tmp_path / "evolve" / "candidates.jsonl"))
