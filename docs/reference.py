@@ -21,6 +21,7 @@ COMMANDS = {
     "rl": "prime_rl.config:RLConfig",
     "sft": "prime_rl.trainer.config:SFTConfig",
     "eval": "prime_rl.eval.config:EvalConfig",
+    "evolve": "prime_rl.evolve.config:EvolveConfig",
     "synthesize": "prime_rl.synthesize.config:SynthesizeConfig",
     "inference": "prime_rl.inference.config:InferenceConfig",
     "trainer": "prime_rl.trainer.config:TrainConfig",

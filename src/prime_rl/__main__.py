@@ -12,6 +12,7 @@ COMMANDS = {
     "rl": ("prime_rl.rl:main", "train by asynchronous RL; `rl init NAME` writes a new environment"),
     "sft": ("prime_rl.trainer.sft.train:main", "supervised fine-tuning"),
     "eval": ("prime_rl.eval.eval:main", "evaluate weights, a server or an API"),
+    "evolve": ("prime_rl.evolve.evolve:main", "search a context for an environment"),
     "synthesize": ("prime_rl.synthesize.synthesize:main", "generate training conversations"),
     "monitor": ("prime_rl.monitor.wandb_monitor:main", "metrics, rollouts and the live page of a run"),
     "plan": ("prime_rl.plan.plan:main", "estimate memory and time per step on a cluster"),

@@ -97,7 +97,8 @@ class PrometheusConfig(BaseConfig):
     """False disables it without removing the section."""
 
     port: int | None = Field(default=None, ge=1, le=65535)
-    """Port; unset: 9401 trainer, 9402 orchestrator, 9403 sft, 9404 eval, 9405 synthesize."""
+    """Port; unset: 9401 trainer, 9402 orchestrator, 9403 sft, 9404 eval, 9405 synthesize,
+    9406 evolve."""
 
 
 class TrackersConfig(BaseConfig):

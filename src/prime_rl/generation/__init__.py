@@ -1,1 +1,1 @@
-"""Rollout jobs shared by `eval` and `synthesize`: rows, servers, resume log."""
+"""Rollout jobs shared by `eval`, `synthesize` and `evolve`: rows, servers, resume log."""

@@ -39,11 +39,17 @@ class GenerationRun:
 
     def open_resume_log(self, folder: Path, env: GenerationEnvConfig, endpoint: ModelEndpoint, model: str) -> ResumeLog:
         """Open the resume log of an environment in `folder`, keyed by everything that its rollouts depend on."""
+        resume_log = ResumeLog(folder, self.resume_settings(env, endpoint, model), resume=self.config.resume)
+        self.resume_logs.append(resume_log)
+        return resume_log
+
+    def resume_settings(self, env: GenerationEnvConfig, endpoint: ModelEndpoint, model: str) -> dict[str, Any]:
+        """Everything that the rollouts of an environment depend on, except its rows."""
         from prime_rl.runtime.tokenizer import fingerprint_model
 
         config = self.config
         served = config.model.model_dump(exclude={"name"})
-        settings = {
+        return {
             "model": [model, endpoint.version, fingerprint_model(model), served],
             "servers": self.base_urls,
             "env": [env.id, env.args],
@@ -51,9 +57,6 @@ class GenerationRun:
             "sampling": config.sampling.model_dump(),
             "seed": config.seed,
         }
-        resume_log = ResumeLog(folder, settings, resume=config.resume)
-        self.resume_logs.append(resume_log)
-        return resume_log
 
     def report_failures(self, name: str, groups: Sequence[Sequence[Result]]) -> None:
         """Log the number of failed rollouts and the last error; `RuntimeError` if all failed."""

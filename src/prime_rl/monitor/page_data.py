@@ -84,6 +84,7 @@ def build_page_data(run: LocalRun) -> dict[str, Any]:
         "alerts": find_alerts(run),
         "shares": waiting_shares(lanes),
         "evals": evals,
+        "contexts": read_rows(run.files.evolve / "candidates.jsonl")[0] if run.files.evolve.is_dir() else [],
         "weights": find_weights(run.files.weights),
         "checkpoints": find_checkpoints(run.files.checkpoints),
         "configs": {name: config_rows(text) for name, text in run.configs().items()},

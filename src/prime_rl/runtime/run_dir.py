@@ -50,6 +50,8 @@ class RunDir:
     """Log files by process."""
     evals = _Entry("evals")
     """Evaluation results, by step if they belong to one."""
+    evolve = _Entry("evolve")
+    """Contexts of `evolve`."""
     synthesize = _Entry("synthesize")
     """Synthesized data sets."""
     tensorboard = _Entry("tensorboard")

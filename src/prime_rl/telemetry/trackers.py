@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from prime_rl.configuration.sections import LogExtrasConfig, TrackersConfig, TrackioConfig, WandbConfig
 
 Row = Mapping[str, Any]
-PORTS = {"trainer": 9401, "orchestrator": 9402, "sft": 9403, "eval": 9404, "synthesize": 9405}
+PORTS = {"trainer": 9401, "orchestrator": 9402, "sft": 9403, "eval": 9404, "synthesize": 9405, "evolve": 9406}
 SAMPLE_COLUMNS = ("step", "env", "group_index", "index", "prompt", "completion", "reward", "advantage", "status")
 DISTRIBUTION_COLUMNS = ("step", "env", "rewards", "advantages", "completion_len")
 

@@ -336,6 +336,7 @@ ENTRIES = {
     "rl": "prime_rl.rl", "trainer": "prime_rl.trainer.rl.train", "sft": "prime_rl.trainer.sft.train",
     "orchestrator": "prime_rl.orchestrator.orchestrator", "inference": "prime_rl.inference.server",
     "eval": "prime_rl.eval.eval", "synthesize": "prime_rl.synthesize.synthesize",
+    "evolve": "prime_rl.evolve.evolve",
     "plan": "prime_rl.plan.plan",
 }  # fmt: skip
 ASK = """

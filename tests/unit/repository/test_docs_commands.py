@@ -14,6 +14,7 @@ from prime_rl.utils.pydantic_config import parse_argv
 ROOT = Path(__file__).parents[3]
 CLASSES = {
     "eval": ("prime_rl.eval.config", "EvalConfig"),
+    "evolve": ("prime_rl.evolve.config", "EvolveConfig"),
     "synthesize": ("prime_rl.synthesize.config", "SynthesizeConfig"),
     "rl": ("prime_rl.config", "RLConfig"),
     "sft": ("prime_rl.trainer.config", "SFTConfig"),

@@ -11,6 +11,7 @@ function overview(data, source, go) {
     scoresPanel(data),
     findings(data),
     evaluations(data, source.facts.kinds.evaluation),
+    contextTree(data.contexts ?? []),
     onDisk(data),
     source.facts.count ? el("p", { class: "lead" }, "Check individual ", el("a", { href: "#rollouts" }, "rollouts"), " too: metrics only summarize them.") : null,
   ];
@@ -161,4 +162,14 @@ function onDisk(data) {
     table("Published weights, usable as --model.name", data.weights.slice(-8).reverse(), (w) => [el("td", {}, el("code", {}, `${data.run.path}/${w.path}`)), el("td", { class: "num" }, bytes(w.bytes)),
       el("td", {}, `${count(w.tensors, "tensor")} ${w.dtypes.join(", ")}`)]),
     table("Checkpoints, to resume from", data.checkpoints.slice(-8).reverse(), (c) => [el("td", {}, `step ${c.step}`), el("td", { class: "num" }, bytes(c.bytes)), el("td", {}, c.parts.join(", ") || "incomplete")])));
+}
+
+// Contexts of `evolve` as a tree: each below its parent, with its score and its diff.
+function contextTree(rows) {
+  if (!rows.length) return null;
+  const children = groupBy(rows, (row) => row.parent);
+  const branch = (parent) => children.has(parent) && el("ul", {}, children.get(parent).map((row) => el("li", {},
+    el("details", {}, el("summary", {}, `Context ${row.number}: `, row.mean === null ? row.status : number(row.mean, 3), row.best && el("b", {}, " best"), row.front.length > 0 && ` · best on ${count(row.front.length, "example")}`),
+      el("pre", {}, row.diff || row.text)), branch(row.number))));
+  return el("section", { class: "contexts" }, el("h2", {}, "Contexts"), branch(null));
 }

@@ -19,6 +19,7 @@ COMMANDS = {
     "orchestrator": "prime_rl.orchestrator.config:OrchestratorConfig",
     "inference": "prime_rl.inference.config:InferenceConfig",
     "eval": "prime_rl.eval.config:EvalConfig",
+    "evolve": "prime_rl.evolve.config:EvolveConfig",
     "synthesize": "prime_rl.synthesize.config:SynthesizeConfig",
     "plan": "prime_rl.plan.config:PlanConfig",
 }

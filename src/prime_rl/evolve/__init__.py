@@ -1,0 +1,1 @@
+"""Search of contexts: reflective mutation with a Pareto front over training examples."""

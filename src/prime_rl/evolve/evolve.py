@@ -1,0 +1,281 @@
+"""`evolve`: search a context for an environment, scored by rollouts of its training examples.
+
+model --> server (started for a local model) --> search <--> proposer
+                                                   |
+                                                   +--> evolve/{candidates.jsonl, best.md, summary.json}
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from prime_rl.configuration.command import run_command
+from prime_rl.runtime.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from prime_rl.evolve.config import EvolveConfig
+    from prime_rl.evolve.proposer import Proposer
+    from prime_rl.evolve.records import ProposalLog
+    from prime_rl.evolve.search import Candidate, Search
+    from prime_rl.generation.resume_log import ResumeLog
+    from prime_rl.generation.rollout_jobs import ModelEndpoint
+    from prime_rl.generation.session import GenerationRun
+    from rollouts.training.environments import Environment
+
+
+def evolve(config: EvolveConfig) -> int:
+    """Run the search; returns the exit code."""
+    from prime_rl.generation.model_server import resolve_base_urls
+    from prime_rl.generation.session import run_generation
+
+    base_urls, context = resolve_base_urls(config), read_context(config)
+    check_proposer(config)
+    if not base_urls:
+        check_window(config, context)
+    found: list[Search] = []
+
+    async def work(run: GenerationRun, urls: Sequence[str]) -> None:
+        found.append(await run_search(run, config, context, urls))
+
+    run_generation("evolve", config, base_urls, {}, work)
+    show_search(found[0], config)
+    return 0
+
+
+def read_context(config: EvolveConfig) -> str:
+    """The initial context."""
+    if config.context_file is None:
+        return config.context
+    try:
+        return config.context_file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"context_file {config.context_file} cannot be read: {error.strerror}") from error
+
+
+def check_proposer(config: EvolveConfig) -> None:
+    """`ValueError` for a function that cannot be imported or a server that does not respond."""
+    import anyio
+
+    from prime_rl.configuration.imports import import_function
+    from prime_rl.generation.model_server import check_servers
+
+    proposer = config.proposer
+    if proposer.function is not None:
+        import_function(proposer.function, "proposer.function")
+    elif proposer.client.base_url:
+        try:
+            anyio.run(check_servers, proposer.client, proposer.client.base_url)
+        except ConnectionError as error:
+            raise ValueError(
+                f"proposer.client.base_url {proposer.client.base_url[0]} does not respond: start that server, or unset "
+                "it to use the model of the rollouts as proposer"
+            ) from error
+
+
+def check_window(config: EvolveConfig, context: str) -> None:
+    """`ValueError` for an initial context that does not fit the window of a local model."""
+    from prime_rl.runtime.tokenizer import load_tokenizer, resolve_model_dir
+    from rollouts.training.json_files import read_json_file
+
+    if not context:
+        return
+    model_config = read_json_file(resolve_model_dir(config.model.name) / "config.json")
+    window = config.model.max_model_len or model_config.get("max_position_embeddings") or 0
+    num_tokens = len(load_tokenizer(config.model.name).encode(context, add_special_tokens=False))
+    if 0 < window <= num_tokens:
+        raise ValueError(
+            f"the initial context has {num_tokens} tokens and the model's window is {window}: shorten the context, or "
+            "raise model.max_model_len up to the model's own"
+        )
+
+
+async def run_search(run: GenerationRun, config: EvolveConfig, context: str, base_urls: Sequence[str]) -> Search:
+    """Search with the environment's training examples; writes the files after every candidate."""
+    from prime_rl.evolve.proposer import build_proposer
+    from prime_rl.evolve.records import ProposalLog
+    from prime_rl.generation.model_server import connect
+    from prime_rl.generation.resume_log import ResumeLog, compute_digest
+    from prime_rl.generation.rollout_jobs import ModelEndpoint, choose_rows
+
+    [env] = config.env
+    environment, folder = run.environments[env.name or env.id], RunDir(config.output_dir).evolve
+    async with AsyncExitStack() as stack:
+        clients = await stack.enter_async_context(connect(config.client, base_urls))
+        servers = config.proposer.client.base_url
+        proposer_clients = (
+            await stack.enter_async_context(connect(config.proposer.client, servers)) if servers else clients
+        )
+        endpoint = ModelEndpoint(clients, config.model.name)
+        rows = choose_rows(environment, env, config, "train")
+        settings = {
+            **run.resume_settings(env, endpoint, config.model.name),
+            "context": [context, config.context_position, config.separator],
+            "search": [config.examples, config.minibatch_size, config.stop_reward, len(rows)],
+            "proposer": config.proposer.model_dump(exclude={"client"}),
+        }
+        resume_log = ResumeLog(folder, settings, resume=config.resume)
+        stack.callback(resume_log.close)
+        proposals = ProposalLog(folder / "proposals.jsonl", compute_digest(settings), resume=config.resume)
+        proposer = build_proposer(config, proposer_clients[0])
+        session = EvolveSession(run, config, environment, endpoint, rows, resume_log, proposals, proposer)
+        return await session.search(context)
+
+
+@dataclass
+class EvolveSession:
+    """Scores contexts and requests proposals; both are recorded before they are used."""
+
+    run: GenerationRun
+    config: EvolveConfig
+    environment: Environment
+    endpoint: ModelEndpoint
+    rows: Sequence[dict[str, Any]]
+    resume_log: ResumeLog
+    proposals: ProposalLog
+    proposer: Proposer
+    is_new: bool = field(default=False)
+    """Whether the current candidate caused work that was not recorded before."""
+
+    @property
+    def num_rollouts(self) -> int:
+        """Rollouts per example."""
+        return self.config.num_rollouts(self.config.env[0])
+
+    async def search(self, context: str) -> Search:
+        """Run the search; `ValueError` if the budget does not suffice for the first context."""
+        from prime_rl.evolve.search import Search
+
+        examples, spent = list(range(len(self.rows))), 0
+        self._check_budget(len(examples) * (2 if self.config.examples == "failed" else 1))
+        if self.config.examples == "failed":
+            scores, spent = await self.evaluate(-1, "", examples), len(examples) * self.num_rollouts
+            examples = [i for i in examples if scores[i] < self.config.stop_reward]
+            if not examples:
+                raise ValueError('every training example is solved without a context: set examples = "all"')
+        search = Search(self.config, examples, self.num_rollouts, self.evaluate, self.propose, self.report)
+        search.num_rollouts = spent
+        await search.run(context)
+        return search
+
+    def _check_budget(self, num_evaluations: int) -> None:
+        needed = num_evaluations * self.num_rollouts
+        if needed > self.config.budget:
+            raise ValueError(
+                f"budget = {self.config.budget} is less than the {needed} rollouts of the first context: raise it, or "
+                "lower num_examples"
+            )
+
+    async def evaluate(self, number: int, context: str, examples: Sequence[int]) -> dict[int, float]:
+        """Mean reward of each example under a context; runs the rollouts that are not recorded."""
+        from loguru import logger
+
+        from prime_rl.generation.resume_log import to_result
+        from prime_rl.generation.rollout_jobs import run_rows
+
+        rows = [insert_into_row(row, context, self.config) for row in self.rows]
+        block = self._block(number, context)
+        missing = [
+            self.resume_log.missing(block + i, row, self.num_rollouts) if i in set(examples) else []
+            for i, row in enumerate(rows)
+        ]
+        self.is_new |= any(missing)
+
+        def record(index: int, numbers: Sequence[int], rollouts: Sequence[Any]) -> None:
+            results = [to_result(rollout, number) for number, rollout in zip(numbers, rollouts, strict=True)]
+            self.resume_log.add(block + index, rows[index], results, 0.0)
+
+        await run_rows(self.environment, rows, missing, self.config, self.endpoint, record)
+        results = [result for i in examples for result in self.resume_log.results(block + i, self.num_rollouts)]
+        failed = [result for result in results if result.failed]
+        if any(result.is_retryable for result in failed) or (number <= 0 and len(failed) == len(results)):
+            raise RuntimeError(
+                f"{len(failed)} of {len(results)} rollouts failed: {failed[-1].error}\n"
+                "  run the same command to retry them"
+            )
+        if failed:
+            logger.warning(f"Candidate {number}: {len(failed)} rollouts failed and count as 0: {failed[-1].error}")
+        return {i: self._score(block + i) for i in examples}
+
+    def _block(self, number: int, context: str) -> int:
+        """First index of a candidate's rollouts in the resume log; those without a context come first."""
+        return (number + 1 if context else 0) * len(self.rows)
+
+    def _score(self, index: int) -> float:
+        results = self.resume_log.results(index, self.num_rollouts)
+        return sum(result.reward or 0.0 for result in results) / len(results)
+
+    async def propose(self, number: int, parent: Candidate, examples: Sequence[int]) -> str:
+        """The recorded proposal, else a new one."""
+        from prime_rl.evolve.proposer import describe_result
+
+        if (text := self.proposals.find(number)) is None:
+            block = self._block(parent.number, parent.text)
+            described = [
+                describe_result(self.rows[i]["prompt"], result)
+                for i in examples
+                for result in self.resume_log.results(block + i, self.num_rollouts)
+            ]
+            text = await self.proposer(number, parent.text, described)
+            self.proposals.add(number, text)
+            self.is_new = True
+        return text
+
+    def report(self, search: Search) -> None:
+        """Write the files, and log a candidate that was not recorded before."""
+        from loguru import logger
+
+        from prime_rl.evolve.records import write_search
+
+        write_search(RunDir(self.config.output_dir).evolve, search)
+        candidate, best = search.candidates[-1], search.best
+        if self.is_new:
+            values = {"best": best.mean, "score": candidate.mean, "rollouts": search.num_rollouts}
+            metrics = {f"evolve/{key}": float(value) for key, value in values.items() if value is not None}
+            self.run.monitor.log(metrics, candidate.number)
+            score = "" if candidate.mean is None else f" score={candidate.mean:.4f}"
+            logger.info(
+                f"Candidate {candidate.number} {candidate.status.value}{score} parent={candidate.parent} "
+                f"best={best.mean:.4f} rollouts={search.num_rollouts}"
+            )
+        self.is_new = False
+
+
+def insert_into_row(row: Mapping[str, Any], context: str, config: EvolveConfig) -> dict[str, Any]:
+    """The row with the context in its prompt."""
+    from prime_rl.orchestrator.distillation.context import insert_context, insert_text
+
+    prompt, position = row["prompt"], config.context_position
+    if not context:
+        return dict(row)
+    insert = insert_text if isinstance(prompt, str) else insert_context
+    return {**row, "prompt": insert(prompt, context, position, config.separator)}
+
+
+def show_search(search: Search, config: EvolveConfig) -> None:
+    """Print the result, the output paths and the options that distill the best context."""
+    best, folder = search.best, RunDir(config.output_dir).evolve
+    sys.stdout.write(
+        f"\nBest context: candidate {best.number} of {len(search.candidates)} | Score: "
+        f"{search.candidates[0].mean:.4f} -> {best.mean:.4f} | Rollouts: {search.num_rollouts} of {config.budget}\n"
+        f"  context    {folder / 'best.md'}\n  candidates {folder / 'candidates.jsonl'}\n"
+        f"  distill    rl ... --orchestrator.teacher_model.context-file {folder / 'best.md'} "
+        f"--orchestrator.teacher_model.context-position {config.context_position}\n"
+    )
+
+
+def main() -> None:
+    """Console script `evolve`."""
+    run_command(
+        "evolve",
+        "prime_rl.evolve.config:EvolveConfig",
+        evolve,
+        summary="Search a context (system prompt, playbook) for an environment, proposed by a model or a function.",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Files of a search: recorded proposals, candidates with scores and diffs, and the best context."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollouts.training.metrics import append_jsonl, load_jsonl
+
+if TYPE_CHECKING:
+    from prime_rl.evolve.search import Candidate, Search
+
+
+class ProposalLog:
+    """Proposals of earlier attempts by candidate number; `search_id` is a digest of everything that they depend on."""
+
+    def __init__(self, path: Path, search_id: str, *, resume: bool) -> None:
+        self._path, self._search_id = path, search_id
+        rows = load_jsonl(path) if resume and path.exists() else []
+        self._texts = {row["number"]: row["text"] for row in rows if row.get("search") == search_id}
+        if not resume:
+            path.unlink(missing_ok=True)
+
+    def find(self, number: int) -> str | None:
+        """The recorded proposal."""
+        return self._texts.get(number)
+
+    def add(self, number: int, text: str) -> None:
+        """Append a proposal; it is on disk when this returns."""
+        append_jsonl(self._path, [{"search": self._search_id, "number": number, "text": text}])
+        self._texts[number] = text
+
+
+def write_search(folder: Path, search: Search) -> None:
+    """Write candidates.jsonl, best.md and summary.json, replacing those of the state before."""
+    from prime_rl.evolve.search import find_front
+
+    folder.mkdir(parents=True, exist_ok=True)
+    front, best = find_front(search.accepted), search.best
+    texts = {candidate.number: candidate.text for candidate in search.candidates}
+    rows = [
+        {**to_row(candidate, texts), "front": front.get(candidate.number, []), "best": candidate is best}
+        for candidate in search.candidates
+    ]
+    summary = {
+        "best": best.number,
+        "mean": best.mean,
+        "initial_mean": search.candidates[0].mean,
+        "candidates": len(rows),
+        "rollouts": search.num_rollouts,
+        "front": {str(number): wins for number, wins in front.items()},
+    }
+    _replace(folder / "candidates.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    _replace(folder / "best.md", best.text)
+    _replace(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
+
+
+def to_row(candidate: Candidate, texts: dict[int, str]) -> dict[str, Any]:
+    """One line of candidates.jsonl; `diff` is a unified diff from the parent's text, without headers."""
+    before = texts.get(candidate.parent, "") if candidate.parent is not None else ""
+    lines = difflib.unified_diff(before.splitlines(), candidate.text.splitlines(), lineterm="")
+    return {
+        "number": candidate.number,
+        "parent": candidate.parent,
+        "status": candidate.status.value,
+        "mean": candidate.mean,
+        "minibatch": candidate.minibatch,
+        "scores": {str(example): score for example, score in candidate.scores.items()},
+        "text": candidate.text,
+        "diff": "\n".join(list(lines)[2:]),
+    }
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

@@ -1,0 +1,212 @@
+"""Search of contexts: the optimum of `facts`, the front, resuming, invalid input."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from fake_api import FakeApi, serve_api
+
+from prime_rl.evolve.config import EvolveConfig
+from prime_rl.evolve.evolve import check_proposer, check_window, run_search
+from prime_rl.evolve.proposer import extract_context
+from prime_rl.evolve.search import Candidate, Search, find_front, select_parent
+from prime_rl.generation.session import GenerationRun
+from prime_rl.utils.monitor import build_monitor
+from rollouts.training.environments import load_environment
+from rollouts.training.metrics import load_jsonl
+
+FACTS = "a3 b7 c1 d0 e5 f2 n4"
+"""The last key is the only one of the eval split."""
+WRONG = "a7 b0 c7 d7 e7 f7"
+"""No value is right."""
+
+
+def look_up(body: Mapping[str, Any]) -> str:
+    """Values of the keys in the last line, from the table before it."""
+    *tables, keys = body["messages"][-1]["content"].split("\n")
+    table = dict(pair for line in tables for pair in line.split())
+    return "".join(table.get(key, "?") for key in keys)
+
+
+def correct_first_key(context: str, examples: Sequence[Mapping[str, Any]], rng: random.Random) -> str:
+    """Copy the reference answer of the first failed example into the table."""
+    table = {pair[0]: pair[1] for pair in context.split()}
+    example = next(example for example in examples if example["reward"] < 1)
+    table |= dict(zip(example["prompt"][-1]["content"], example["answer"], strict=True))
+    return " ".join(key + value for key, value in table.items())
+
+
+def give_up_on_d(context: str, examples: Sequence[Mapping[str, Any]], rng: random.Random) -> str:
+    return correct_first_key(context, examples, rng) if rng.random() < 0.5 else context + f" d{rng.randrange(4, 8)}"
+
+
+@pytest.fixture
+def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeApi]:
+    with serve_api(FakeApi(reply=look_up, models=("m",))) as found:
+        for name, value in found.environ.items():
+            monkeypatch.setenv(name, value)
+        yield found
+
+
+def build_config(output_dir: Path, function: str = "correct_first_key", **keys: Any) -> EvolveConfig:
+    env = {
+        "id": "facts",
+        "args": {"facts": FACTS, "num_asked": 1, "num_train_examples": 6, "num_eval_examples": 1},
+        "num_workers": 0,
+    }
+    proposer = {"function": f"{__name__}:{function}"}
+    values = {"env": [env], "model": {"name": "m"}, "context": WRONG, "minibatch_size": 1, "proposer": proposer}
+    return EvolveConfig.model_validate({**values, "output_dir": output_dir, **keys})
+
+
+def run(config: EvolveConfig, api: FakeApi) -> Search:
+    environment = load_environment("facts", config.env[0].args)
+    session = GenerationRun(config, {"facts": environment}, build_monitor(config.output_dir, "evolve"), (api.base_url,))
+    return anyio.run(run_search, session, config, config.context, (api.base_url,))
+
+
+def test_scripted_proposer_finds_the_facts_as_predicted(api: FakeApi, tmp_path: Path) -> None:
+    search = run(build_config(tmp_path), api)
+    n = len(search.examples)
+    assert n == 6 and search.candidates[0].mean == 0 and search.best.mean == 1
+    assert search.num_rollouts == len(api.requests) == n + n * n, "the first context, then one value for each proposal"
+    assert (tmp_path / "evolve" / "best.md").read_text() == search.best.text
+    rows = list(load_jsonl(tmp_path / "evolve" / "candidates.jsonl"))
+    assert [row["parent"] for row in rows] == [None, *range(n)] and rows[-1]["best"]
+    assert rows[1]["diff"].splitlines()[1:] == [f"-{WRONG}", f"+{rows[1]['text']}"]
+
+
+@pytest.mark.parametrize("stop_after", [1, 5, 9, 14])
+def test_interrupted_search_ends_in_the_same_candidates(api: FakeApi, tmp_path: Path, stop_after: int) -> None:
+    whole = run(build_config(tmp_path / "a", "give_up_on_d", max_proposals=12), api)
+    total, config = len(api.requests), build_config(tmp_path / "b", "give_up_on_d", max_proposals=12, max_retries=0)
+    api.requests.clear()
+    api.fail = lambda body: 400 if len(api.requests) > stop_after else None
+    with pytest.raises(RuntimeError, match="run the same command"):
+        run(config, api)
+    api.requests.clear()
+    api.fail = lambda body: None
+    resumed = run(config, api)
+    assert resumed.candidates == whole.candidates and resumed.num_rollouts == whole.num_rollouts == total
+    assert len(api.requests) == total - stop_after, "recorded rollouts are not repeated"
+    names = ("candidates.jsonl", "best.md", "summary.json")
+    assert all((tmp_path / "a/evolve" / n).read_bytes() == (tmp_path / "b/evolve" / n).read_bytes() for n in names)
+
+
+def test_search_stays_in_its_budget_and_continues(api: FakeApi, tmp_path: Path) -> None:
+    short = run(build_config(tmp_path, budget=12), api)
+    assert 12 - len(short.examples) < short.num_rollouts <= 12
+    longer = run(build_config(tmp_path, budget=1000), api)
+    assert longer.candidates[: len(short.candidates)] == short.candidates and longer.best.mean == 1
+    assert len(api.requests) == longer.num_rollouts
+
+
+def test_failed_examples_alone_are_searched(api: FakeApi, tmp_path: Path) -> None:
+    api.reply = lambda body: "3" if body["messages"][-1]["content"] == "a" else look_up(body)
+    search = run(build_config(tmp_path, examples="failed", context="a3"), api)
+    prompts = [body["messages"][-1]["content"] for body in api.requests]
+    solved = len([p for p in prompts if p == "a"])
+    assert solved <= 1 and search.best.mean == 1 and not any(p.endswith("\na") for p in prompts)
+
+
+def candidates(table: Sequence[Sequence[float]]) -> list[Candidate]:
+    return [Candidate(i, str(i), scores=dict(enumerate(scores))) for i, scores in enumerate(table)]
+
+
+def test_front_equals_brute_force() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        table = [[rng.randrange(3) for _ in range(4)] for _ in range(6)]
+        beaten = {
+            i
+            for i, j in itertools.permutations(range(6), 2)
+            if table[j] != table[i] and all(b >= a for a, b in zip(table[i], table[j], strict=True))
+        }
+        tops = [max(column) for column in zip(*table, strict=True)]
+        wins = {i: [k for k in range(4) if table[i][k] == tops[k]] for i in set(range(6)) - beaten}
+        assert find_front(candidates(table)) == {i: won for i, won in wins.items() if won}
+
+
+def test_parents_are_drawn_by_their_wins() -> None:
+    pool, rng = candidates([[1, 1, 1, 0], [0, 0, 0, 1], [0, 0, 0, 0]]), random.Random(0)
+    drawn = [select_parent(pool, rng).number for _ in range(2000)]
+    assert drawn.count(2) == 0 and abs(drawn.count(0) / 2000 - 0.75) < 0.04
+
+
+def test_duplicate_and_empty_proposals_cost_nothing() -> None:
+    texts = iter(["", "x", " "])
+
+    async def evaluate(number: int, text: str, examples: Sequence[int]) -> dict[int, float]:
+        return dict.fromkeys(examples, 0.0)
+
+    async def propose(number: int, parent: Candidate, examples: Sequence[int]) -> str:
+        return next(texts)
+
+    limits = EvolveConfig.model_validate({"budget": 100, "max_proposals": 3})
+    search = Search(limits, range(5), 2, evaluate, propose)
+    anyio.run(search.run, "x")
+    assert [c.status.value for c in search.candidates] == ["accepted", "empty", "duplicate", "empty"]
+    assert search.num_rollouts == 10
+
+
+def test_model_proposer_reads_examples_and_seeds_repeat(api: FakeApi, tmp_path: Path) -> None:
+    def reply(body: Mapping[str, Any]) -> str:
+        is_proposal = "Write a better context" in body["messages"][-1]["content"]
+        return "Try:\n```\na3 b7 c1\nd0 e5 f2\n```" if is_proposal else look_up(body)
+
+    api.reply = reply
+    seeds = []
+    for name in ("a", "b"):
+        api.requests.clear()
+        search = run(build_config(tmp_path / name, proposer={}), api)
+        assert search.best.text == "a3 b7 c1\nd0 e5 f2" and search.best.mean == 1
+        seeds.append([body["seed"] for body in api.requests])
+    [request] = [r["messages"][-1]["content"] for r in api.requests if "Write a better" in r["messages"][-1]["content"]]
+    assert WRONG in request and "Reference answer: " in request and sorted(seeds[0]) == sorted(seeds[1])
+
+
+def test_last_fenced_block_is_the_context() -> None:
+    assert extract_context("a\n```\nx\n```\nb\n```text\ny\nz\n```") == "y\nz"
+    assert extract_context(" plain ") == "plain"
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"proposer": {"template": "{context} {rows}"}}, r"unknown field \{rows\}: use \{context\}"),
+        ({"proposer": {"template": "{context"}}, "double every brace"),
+        ({"proposer": {"function": "a:b", "model": "m"}}, "remove one of them"),
+        ({"env": [{"id": "facts"}, {"id": "modes"}]}, "run it for each"),
+        ({"context_file": "x.md"}, "remove one of them"),
+        ({"proposer": {"model": "other"}}, "set proposer.client.base_url"),
+    ],
+)
+def test_invalid_settings_name_the_cure(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_config(tmp_path, **keys)
+
+
+def test_unreachable_proposer_is_found_first(tmp_path: Path) -> None:
+    proposer = {"model": "m", "client": {"base_url": ["http://127.0.0.1:9/v1"]}}
+    with pytest.raises(ValueError, match=r"proposer\.client\.base_url .* does not respond: start that server"):
+        check_proposer(build_config(tmp_path, proposer=proposer))
+    with pytest.raises(ValueError, match=r"proposer\.function = 'nowhere:f' cannot be imported"):
+        check_proposer(build_config(tmp_path, proposer={"function": "nowhere:f"}))
+
+
+def test_context_beyond_the_window_is_found_first(tmp_path: Path) -> None:
+    config = build_config(tmp_path, model={"name": "tiny-qwen3", "max_model_len": 16})
+    check_window(config, "a3 b7")
+    with pytest.raises(ValueError, match="the model's window is 16: shorten the context"):
+        check_window(config, "a3 b7 " * 20)
+
+
+def test_budget_below_the_first_context(api: FakeApi, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"budget = 2 is less than the \d rollouts of the first context: raise it"):
+        run(build_config(tmp_path, budget=2), api)
