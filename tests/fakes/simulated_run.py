@@ -107,7 +107,7 @@ class World:
         self.check()
 
     def check(self) -> None:
-        """Invariants: drawn = trained + filtered + quarantined + in flight, and the slot limit."""
+        """Invariants: drawn = trained + filtered + quarantined + in flight, token accounts, and the slot limit."""
         if not hasattr(self, "orchestrator"):
             return
         self.num_checks += 1
@@ -116,6 +116,7 @@ class World:
         accounted = sum(counts[f"groups/{name}"] for name in ("trained", "filtered", "quarantined", "in_flight"))
         assert counts["groups/drawn"] == accounted
         assert counts["groups/trained"] == rollouts.step_count * config.num_groups
+        rollouts.tokens.check(rollouts.ready_samples)
         assert rollouts.slots is not None and rollouts.num_slots_used <= rollouts.slots
 
     def metrics(self) -> Monitor:
