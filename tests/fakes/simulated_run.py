@@ -153,6 +153,9 @@ class World:
                     done = True
                 tasks.cancel_scope.cancel()
         self.check()
+        if done:  # what the ledger calls trained is what the trainer received, over all resumed attempts
+            received = sum(sample.response_length for samples in self.received.values() for sample in samples)
+            assert self.orchestrator.rollouts.tokens.trained == received
         return done
 
 
@@ -278,17 +281,17 @@ class Environment:
         now = anyio.current_time()
         if any(start <= now < end for start, end in faults.outages):
             return _failed(row, "APIConnectionError")
-        if row["example_id"] in faults.poison or draw.random() < faults.failing:
-            return _failed(row, "BadRequestError")
         turn = Turn(prompt_ids, ids, [-0.5] * len(ids), versions)
+        if row["example_id"] in faults.poison or draw.random() < faults.failing:
+            return _failed(row, "BadRequestError", [turn])
         solved = draw.random() < (0.3 + 0.05 * row["example_id"]) % 1.0
         return Rollout(
             prompt=row["prompt"], completion="x", turns=[turn], num_turns=1, reward=float(solved), metrics={"m": 1.0}
         )
 
 
-def _failed(row: dict[str, Any], kind: str) -> Rollout:
-    return Rollout(prompt=row["prompt"], status=Status.FAILED, error_type=kind, error="scripted")
+def _failed(row: dict[str, Any], kind: str, turns: list[Turn] | None = None) -> Rollout:
+    return Rollout(prompt=row["prompt"], turns=turns or [], status=Status.FAILED, error_type=kind, error="scripted")
 
 
 class Wire:
