@@ -107,7 +107,7 @@ class World:
         self.check()
 
     def check(self) -> None:
-        """Invariants: drawn = trained + filtered + quarantined + in flight, and the slot limit."""
+        """Invariants: drawn = trained + filtered + quarantined + in flight, token accounts, and the slot limit."""
         if not hasattr(self, "orchestrator"):
             return
         self.num_checks += 1
@@ -116,6 +116,7 @@ class World:
         accounted = sum(counts[f"groups/{name}"] for name in ("trained", "filtered", "quarantined", "in_flight"))
         assert counts["groups/drawn"] == accounted
         assert counts["groups/trained"] == rollouts.step_count * config.num_groups
+        rollouts.tokens.check(rollouts.ready_samples)
         assert rollouts.slots is not None and rollouts.num_slots_used <= rollouts.slots
 
     def metrics(self) -> Monitor:
@@ -152,6 +153,9 @@ class World:
                     done = True
                 tasks.cancel_scope.cancel()
         self.check()
+        if done:  # what the ledger calls trained is what the trainer received, over all resumed attempts
+            received = sum(sample.response_length for samples in self.received.values() for sample in samples)
+            assert self.orchestrator.rollouts.tokens.trained == received
         return done
 
 
@@ -277,17 +281,17 @@ class Environment:
         now = anyio.current_time()
         if any(start <= now < end for start, end in faults.outages):
             return _failed(row, "APIConnectionError")
-        if row["example_id"] in faults.poison or draw.random() < faults.failing:
-            return _failed(row, "BadRequestError")
         turn = Turn(prompt_ids, ids, [-0.5] * len(ids), versions)
+        if row["example_id"] in faults.poison or draw.random() < faults.failing:
+            return _failed(row, "BadRequestError", [turn])
         solved = draw.random() < (0.3 + 0.05 * row["example_id"]) % 1.0
         return Rollout(
             prompt=row["prompt"], completion="x", turns=[turn], num_turns=1, reward=float(solved), metrics={"m": 1.0}
         )
 
 
-def _failed(row: dict[str, Any], kind: str) -> Rollout:
-    return Rollout(prompt=row["prompt"], status=Status.FAILED, error_type=kind, error="scripted")
+def _failed(row: dict[str, Any], kind: str, turns: list[Turn] | None = None) -> Rollout:
+    return Rollout(prompt=row["prompt"], turns=turns or [], status=Status.FAILED, error_type=kind, error="scripted")
 
 
 class Wire:
@@ -361,7 +365,9 @@ class Trainer:
     def _check(self, step: int, samples: list[Sample]) -> None:
         """Whole groups within the staleness limit; in strict mode exactly at it."""
         config = self.world.config
-        assert len({s.group_index for s in samples}) == config.num_groups
+        num_groups = len({s.group_index for s in samples})
+        # A group of which all samples are overlong is dropped from its batch.
+        assert num_groups == config.num_groups or (num_groups < config.num_groups and config.seq_len < 10)
         for sample in samples:
             sample.validate()
             ages = [step - 1 - version for _, version in sample.versions]

@@ -332,6 +332,14 @@ def check_asynchronous(out: Path, level: int) -> None:
     assert trainer["stepper"]["num_steps"] == NUM_STEPS and trainer["stepper"]["num_skipped"] == 0
     rollouts = orchestrator["rollouts"]
     assert rollouts["num_emitted"] == NUM_STEPS * BATCH_SIZE // GROUP_SIZE and not rollouts["drops"], rollouts["drops"]
+    tokens = rollouts["tokens"]
+    ready = sum(sum(sample["loss_mask"]) for sample in rollouts["partial_samples"])
+    fates = tokens["trained"] + tokens["pending"] + sum(tokens["dropped"].values()) + tokens["unscored"]
+    assert tokens["generated"] == fates + tokens["running"] + ready, tokens
+    assert tokens["trained"] + tokens["pending"] > 0
+    for row in metric_lines(out, "orchestrator", "tokens/generated"):
+        fates = sum(row[f"tokens/{fate}"] for fate in ("trained", "dropped", "unscored", "in_flight"))
+        assert row["tokens/generated"] == fates, row
     for row in metric_lines(out, "orchestrator", "batch/off_policy_level/max"):
         assert 0 <= row["batch/off_policy_level/max"] <= level
     if level == 0:

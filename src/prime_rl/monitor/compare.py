@@ -16,7 +16,7 @@ from rollouts.training.steps import complete_steps, step_path
 
 MEASURED = (
     "time/", "perf/", "system/", "event_loop_lag", "worker", "generation_ms", "scoring_ms", "inference/", "groups/",
-    "progress/ckpt_step", "batch/async_level", "restarts/",
+    "tokens/", "progress/ckpt_step", "batch/async_level", "restarts/",
 )  # fmt: skip
 """Metrics that depend on timing and scheduling."""
 

@@ -10,6 +10,7 @@ from typing import Any
 from prime_rl.orchestrator.distillation.context import first_user_text
 from rollouts.training.advantages import split_groups
 from rollouts.training.rollout_gen.groups import DropReason, GroupBuffer
+from rollouts.training.rollout_gen.token_ledger import TokenLedger
 from rollouts.training.types import Sample, Status
 
 Rollout = list[Sample]
@@ -67,6 +68,18 @@ def compute_group_metrics(groups: GroupBuffer, restarts: Mapping[str, int]) -> d
         "groups/in_flight": float(groups.num_open),
         **{f"drops/{reason}": float(count) for reason, count in groups.drops.items()},
         **{f"restarts/{reason}": float(count) for reason, count in restarts.items()},
+    }
+
+
+def compute_token_metrics(tokens: TokenLedger, ready: Iterable[Sample]) -> dict[str, float]:
+    """Sampled tokens since the start: generated = trained + dropped + unscored + in flight."""
+    return {
+        "tokens/generated": float(tokens.generated),
+        "tokens/trained": float(tokens.trained),
+        "tokens/dropped": float(tokens.dropped.total()),
+        "tokens/unscored": float(tokens.unscored),
+        "tokens/in_flight": float(tokens.count_in_flight(ready)),
+        **{f"tokens/dropped/{reason}": float(count) for reason, count in tokens.dropped.items()},
     }
 
 

@@ -27,6 +27,7 @@ async def run_steps(orchestrator: Orchestrator) -> None:
     """Send `max_steps` batches; return once the last version is live and evaluated."""
     from prime_rl.orchestrator.metrics import drop_overlong
     from prime_rl.orchestrator.report import Reporter
+    from rollouts.training.rollout_gen.groups import DropReason
 
     relay, reporter, done = orchestrator.relay, Reporter(orchestrator), time.time()
     for step in orchestrator.steps:
@@ -35,6 +36,8 @@ async def run_steps(orchestrator: Orchestrator) -> None:
         generated = time.time()
         orchestrator.assign_advantages(samples)
         kept = drop_overlong(samples, orchestrator.seq_len)
+        dropped = [sample for sample in samples if len(sample.tokens) > orchestrator.seq_len]
+        orchestrator.rollouts.tokens.drop_from_batch(step, dropped, DropReason.OVERLONG)
         if not kept:
             raise ValueError(f"step {step}: all samples are longer than seq_len = {orchestrator.seq_len}: raise it")
         orchestrator.count(samples)
@@ -51,6 +54,7 @@ async def run_steps(orchestrator: Orchestrator) -> None:
     evaluations = orchestrator.evaluations
     with orchestrator.wait_logger.waiting(lambda waited: f"Waiting for {evaluations.in_progress} ({waited:.0f} s)"):
         await evaluations.wait()
+    reporter.finish()
 
 
 async def next_batch(orchestrator: Orchestrator) -> list[Sample]:

@@ -11,6 +11,7 @@ from prime_rl.orchestrator.metrics import (
     compute_batch_metrics,
     compute_error_metrics,
     compute_group_metrics,
+    compute_token_metrics,
     sample_rows,
 )
 from prime_rl.orchestrator.setup import Orchestrator
@@ -38,6 +39,7 @@ class Reporter:
         metrics |= compute_error_metrics(generator.take_errors(), int(metrics["progress/samples"]))
         metrics["error/quarantined"] = float(orchestrator.buffer.num_quarantined)
         metrics |= compute_group_metrics(rollouts.groups, rollouts.restarts)
+        metrics |= compute_token_metrics(rollouts.tokens, rollouts.ready_samples)
         metrics |= orchestrator.buffer.take_metrics() | self._filtered() | orchestrator.lag.take_metrics()
         metrics |= {f"progress/total_{name}": float(count) for name, count in orchestrator.totals.items()}
         if orchestrator.teacher is not None:
@@ -51,6 +53,16 @@ class Reporter:
         orchestrator.health_checks.check(samples, metrics["time/slots_exhausted"], metrics["time/step"])
         if num_kept < len(samples):
             logger.warning(f"{len(samples) - num_kept} samples exceed seq_len = {orchestrator.seq_len}: dropped")
+
+    def finish(self) -> None:
+        """Check the token accounts of the run and log them."""
+        rollouts = self.orchestrator.rollouts
+        ready = rollouts.ready_samples
+        logger.info(f"Tokens: {rollouts.tokens.describe(ready)}")
+        try:
+            rollouts.tokens.check(ready)
+        except AssertionError as error:  # the trained model is complete, only its accounts are not
+            logger.error(f"Token accounts do not balance: {error}")
 
     def _throughput(self, tokens: float, seconds: float) -> float:
         """Tokens per second of the last steps: batches that were generated at once are ready at once."""

@@ -27,6 +27,7 @@ from rollouts.training.rollout_gen.async_rollout_manager import (
     sample_seed,
 )
 from rollouts.training.rollout_gen.groups import DropReason
+from rollouts.training.rollout_gen.token_ledger import TokenLedger, count_sampled
 from rollouts.training.types import RolloutConfig, Sample, Status
 
 MAX_EXPECTED_BYTES = 16 * 1024
@@ -54,6 +55,7 @@ class GroupGenerator:
     max_retries: int
     is_scored: bool
     zero_truncated: bool
+    tokens: TokenLedger = field(default_factory=TokenLedger, init=False)
     last_error: str | None = field(default=None, init=False)
     _errors: Counter[str] = field(default_factory=Counter, init=False)
 
@@ -71,23 +73,32 @@ class GroupGenerator:
             build_sampling_args(self.sampling, sample_seed(self.seed, group_index, index))
             for index in range(self.num_rollouts)
         ]
+        self.tokens.drop(group_index, DropReason.INTERRUPTED)  # of an earlier try, whose server was lost
         environment = self.environments[prompt["env"]]
         rollouts = await environment.run_group(prompt["row"], client, self.model, args, self.max_retries)
+        num_sampled = sum(len(turn.completion_ids) for rollout in rollouts for turn in rollout.turns)
+        self.tokens.receive(group_index, num_sampled)
         groups = [self._to_samples(r, prompt["env"], group_index, i, version) for i, r in enumerate(rollouts)]
         good = [samples for samples in groups if samples]
+        samples = [sample for samples in good for sample in samples]
+        self.tokens.leave_unscored(group_index, num_sampled - count_sampled(samples))
         if len(good) < min(2, self.num_rollouts):
             self._drop(prompt, rollouts)
-        return await self._add_teacher_logprobs([sample for samples in good for sample in samples], prompt, client)
+        return await self._add_teacher_logprobs(group_index, samples, prompt, client)
 
     def take_errors(self) -> dict[str, int]:
         """Failed rollouts by type of error since the last call."""
         errors, self._errors = dict(self._errors), Counter()
         return errors
 
-    async def _add_teacher_logprobs(self, samples: list[Sample], prompt: Prompt, client: Any) -> list[Sample]:
+    async def _add_teacher_logprobs(
+        self, group_index: int, samples: list[Sample], prompt: Prompt, client: Any
+    ) -> list[Sample]:
         """Add teacher log-probs; drop samples that the teacher cannot score."""
         if self.teacher is not None:
+            num_sampled = count_sampled(samples)
             samples = await self.teacher.score_group(samples, prompt["env"], prompt["row"], client)
+            self.tokens.leave_unscored(group_index, num_sampled - count_sampled(samples))
             if len({sample.index for sample in samples}) < min(2, self.num_rollouts):
                 self.last_error = self.teacher.last_error
                 raise GroupDropped(DropReason.TOO_FEW)
@@ -168,6 +179,7 @@ def build_rollouts(config: OrchestratorConfig, buffer: PromptBuffer, generator: 
         in_order=in_order,
         staleness_limits=StalenessLimits(None if in_order else config.max_async_level, config.max_off_policy_steps),
         max_batches=config.max_steps,
+        tokens=generator.tokens,
     )
 
 

@@ -21,6 +21,7 @@ const MEANING = {
   "optim/lr": "Scheduled learning rate.",
   "completion_len/mean": "Generated tokens per rollout.",
   "seq_len/mean": "Tokens per rollout, prompt included.",
+  "tokens/trained": "Sampled tokens since the start by fate. The sum is tokens/generated; trained should be most of it.",
   "prompt_len/mean": "Tokens of the prompt.",
   "num_turns/mean": "Turns of the conversation per rollout.",
   "is_truncated/mean": "Share of rollouts cut off at the token limit.",
@@ -62,11 +63,11 @@ const CHART_GROUPS = [
   ["Throughput", [["perf/throughput"], ["time/step"], ["time/forward_backward", "time/wait_for_batch"],
     ["perf/mfu"], ["time/update_weights"], ["perf/peak_memory"]]],
   ["Asynchrony", [["batch/async_level"], ["batch/off_policy_level/max", "batch/off_policy_level/mean"],
-    ["groups/in_flight"], ["event_loop_lag/max"]]],
+    ["groups/in_flight"], ["tokens/trained", "tokens/dropped", "tokens/unscored", "tokens/in_flight"], ["event_loop_lag/max"]]],
 ];
 
 // Titles of charts whose metrics have no common name.
-const CHART_TITLES = { "reward/min": "spread of the rewards", "batch/solve_all": "groups of prompts" };
+const CHART_TITLES = { "tokens/trained": "sampled tokens", "reward/min": "spread of the rewards", "batch/solve_all": "groups of prompts" };
 
 // Shown first for runs with a teacher.
 const TEACHER_CHARTS = ["Student and teacher", [["teacher_kl/mean", "teacher_kl_reverse/mean", "teacher_kl_forward/mean"],

@@ -17,6 +17,7 @@ import anyio.to_thread
 
 from rollouts.training.datasets.data_buffer import DataBuffer
 from rollouts.training.rollout_gen.groups import DropReason, GroupBuffer, Outcome, mean_reward
+from rollouts.training.rollout_gen.token_ledger import TokenLedger, count_sampled
 from rollouts.training.types import RolloutBatch, RolloutConfig, Sample, Status
 
 STATE_VERSION = 1
@@ -99,6 +100,8 @@ class AsyncRolloutManager:
     `on_outcomes` receives the outcomes of a batch's prompts when its version is live, so that a curriculum based on
     them is deterministic.
 
+    `tokens` accounts for every sampled token; a `generate_group` that discards tokens shares it and calls `receive`.
+
     `generate_group(group_index, prompt)` generates a whole group; without it `config.generate_fn([prompt], **kwargs)`
     is called once per sample, with `seed` if it has that parameter. Runs under asyncio and trio.
     """
@@ -119,6 +122,7 @@ class AsyncRolloutManager:
         max_rejected_groups: int | None = None,
         seed: int = 0,
         rollout_kwargs: dict[str, Any] | None = None,
+        tokens: TokenLedger | None = None,
     ) -> None:
         if generate_group is None and config.generate_fn is None:
             raise ValueError("RolloutConfig.generate_fn must be provided")
@@ -141,6 +145,7 @@ class AsyncRolloutManager:
         self.rollout_kwargs = rollout_kwargs or {}
         self.step_count = 0
         self.groups = GroupBuffer()
+        self.tokens = tokens or TokenLedger()
         self._generate_group = generate_group or self._generate_samples
         self._unreleased: deque[PendingBatch] = deque()
         self._reward_fn = config.reward_fn
@@ -179,6 +184,11 @@ class AsyncRolloutManager:
         """Groups in generation."""
         return len(self._running)
 
+    @property
+    def ready_samples(self) -> list[Sample]:
+        """Samples of the finished groups that are not emitted yet."""
+        return [sample for samples in self.groups.ready.values() for sample in samples]
+
     async def generate_batch(self, reward_fn: Callable[[Sample], Any] | None = None) -> RolloutBatch:
         """The next batch of groups, in index order; `reward_fn` overrides the config's for groups started by this call.
 
@@ -192,11 +202,13 @@ class AsyncRolloutManager:
         else:
             samples = await self._next_in_stream()
         self.step_count += 1
+        self.tokens.emit(self.step_count, samples)
         if self.slots is not None:
             self._unreleased.append(PendingBatch(self.step_count, self.config.batch_size, self.groups.take_outcomes()))
             self._return_stale_groups()
             self._refill()
         else:
+            self.tokens.release(self.step_count)
             self._on_outcomes(self.groups.take_outcomes())
         metadata = {"epoch_id": self.data_buffer.epoch_id, "step_id": self.step_count}
         return RolloutBatch.from_samples(samples, metadata)
@@ -204,6 +216,7 @@ class AsyncRolloutManager:
     def release(self, version: int) -> None:
         """Free the slots of all batches up to `version`: they are trained and their weights are live."""
         self.version = max(self.version, version)
+        self.tokens.release(version)
         while self._unreleased and self._unreleased[0].step <= version:
             self._on_outcomes(self._unreleased.popleft().outcomes)
         self._return_stale_groups()
@@ -228,6 +241,7 @@ class AsyncRolloutManager:
             "buffer_state": self.data_buffer.save_state(),
             "step_count": self.step_count,
             "unreleased": [o.to_list() for batch in self._unreleased for o in batch.outcomes],
+            "tokens": self.tokens.state_dict(),
             **self.groups.state_dict(),
         }
 
@@ -240,6 +254,7 @@ class AsyncRolloutManager:
         self.data_buffer.load_state(state["buffer_state"])
         self.step_count = self.version = state["step_count"]
         self.groups.load_state_dict(state)
+        self.tokens.load_state_dict(state.get("tokens"), self.ready_samples)
         self._unreleased.clear()
         self._on_outcomes([Outcome.from_list(values) for values in state["unreleased"]])
 
@@ -299,6 +314,7 @@ class AsyncRolloutManager:
             return
         for group_index, samples in self.groups.ready.items():
             if self._is_stale(min((v for s in samples for _, v in s.versions), default=self.step_count)):
+                self.tokens.drop_samples(samples, DropReason.STALE)
                 self.groups.return_group(group_index)
                 self.restarts["stale"] += 1
 
@@ -328,13 +344,18 @@ class AsyncRolloutManager:
             with scope:
                 samples = await self._generate_group(group_index, prompt)
                 _assign_indices(samples, group_index)
+                if not self.tokens.has_received(group_index):
+                    self.tokens.receive(group_index, count_sampled(samples))
                 await self._score(samples)
                 reason = self._rejection(samples)
                 if reason is None:
                     self.groups.finish(group_index, samples)
+                    self.tokens.settle(group_index)
                 else:
+                    self.tokens.drop(group_index, reason)
                     self.groups.drop(group_index, reason, mean_reward(samples) if samples else None)
         except GroupDropped as drop:
+            self.tokens.drop(group_index, drop.reason)
             self.groups.drop(group_index, drop.reason)
         except Exception as error:
             self._error = self._error or error
@@ -342,6 +363,8 @@ class AsyncRolloutManager:
                 other.cancel()
         finally:
             if group_index in self.groups.in_flight:
+                is_stale = group_index not in self._start_versions
+                self.tokens.drop(group_index, DropReason.STALE if is_stale else DropReason.INTERRUPTED)
                 self._return_group(group_index)
             else:
                 self._num_restarts.pop(group_index, None)

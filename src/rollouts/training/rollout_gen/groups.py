@@ -23,6 +23,8 @@ class DropReason(StrEnum):
     HARD = "hard"  # online difficulty filtering: mean reward 0
     EMPTY = "empty"  # the generator returned no samples
     INCOMPLETE = "incomplete"  # samples were missing or aborted
+    INTERRUPTED = "interrupted"  # tokens only: a lost server, an abort or a resume restarted the group
+    OVERLONG = "overlong"  # tokens only: the sample is longer than seq_len
 
 
 LEGACY_REASONS = {

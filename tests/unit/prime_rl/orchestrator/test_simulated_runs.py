@@ -88,6 +88,29 @@ def test_invariants_under_random_schedules_and_faults(
     assert checks > 20 * NUM_SCHEDULES / 4
 
 
+def test_token_accounts_cover_every_fate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Filters, failures and overlong samples, checked at every pause."""
+    config = {
+        "rollouts_per_example": 5,
+        "batch_size": 50,
+        "seq_len": 6,
+        "max_steps": 12,
+        "max_async_level": 1,
+        "oversampling_factor": 2.0,
+        "max_retries": 1,
+        "buffer": {"online_difficulty_filtering": True},
+    }
+    faults = Faults(failing=0.3, poison=frozenset({2}), latency_s=2.0, train_s=0.5)
+    world = make_world(tmp_path, 1, faults, {"env": 40}, **config)
+    monkeypatch.setattr("simulated_run.DEADLINE_S", 1e6)
+    assert run(lambda: world.run(monkeypatch))
+    tokens = world.orchestrator.rollouts.tokens
+    assert min(tokens.trained, tokens.unscored) > 0 and {"hard", "overlong"} <= set(tokens.dropped)
+    _, row = world.rows[-1]
+    fates = [row[f"tokens/{name}"] for name in ("trained", "dropped", "unscored", "in_flight")]
+    assert row["tokens/generated"] == sum(fates) and min(fates) > 0
+
+
 def interrupted(world: World, monkeypatch: pytest.MonkeyPatch, draw: random.Random) -> int:
     """Run a world with interruptions at random moments, each resumed from its checkpoint; how often it was stopped."""
     moments = [draw.random() * 12 for _ in range(5)]
