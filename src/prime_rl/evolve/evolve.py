@@ -246,7 +246,7 @@ class EvolveSession:
 
 def insert_into_row(row: Mapping[str, Any], context: str, config: EvolveConfig) -> dict[str, Any]:
     """The row with the context in its prompt."""
-    from prime_rl.orchestrator.distillation.context import insert_context, insert_text
+    from prime_rl.client.contexts import insert_context, insert_text
 
     prompt, position = row["prompt"], config.context_position
     if not context:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from prime_rl.client.constraints import find_constraint
+from prime_rl.client.contexts import ContextPosition
 from prime_rl.configuration.imports import check_arguments, import_function
 from prime_rl.configuration.sections import (
     ClientConfig,
@@ -21,7 +22,7 @@ from prime_rl.configuration.sections import (
     TransportConfig,
     WeightBroadcastConfig,
 )
-from prime_rl.orchestrator.distillation.config import ContextConfig, ContextPosition, TeacherConfig
+from prime_rl.orchestrator.distillation.config import ContextConfig, TeacherConfig
 from prime_rl.runtime.run_dir import RunDir
 from prime_rl.utils.pydantic_config import BaseConfig
 

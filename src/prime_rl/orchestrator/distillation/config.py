@@ -7,10 +7,10 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from prime_rl.client.contexts import ContextPosition
 from prime_rl.configuration.sections import ClientConfig
 from prime_rl.utils.pydantic_config import BaseConfig
 
-ContextPosition = Literal["user_prefix", "system_append", "system_replace", "message"]
 CONTEXT_SOURCES = ("context", "context_file", "context_template", "context_fn")
 
 
