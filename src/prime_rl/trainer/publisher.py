@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from loguru import logger
@@ -36,13 +37,14 @@ class Retention:
         return step == self.max_steps or (self.interval is not None and step % self.interval == 0)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Publisher:
     """Publishes `weights/step_N`, and the moving average as `average/step_N`; only rank 0 writes.
 
     `model_files` are the config and tokenizer files of the initial model, with overrides. With `sender`, engines
     receive versions from the memory of rank 0, and `close` waits up to `shutdown_timeout_s` for them to receive the
-    last one. `retention` None: every version is a file and remains.
+    last one. `retention` None: every version is a file and remains. Files are written by a thread, so that the next
+    forward and backward pass can run meanwhile.
     """
 
     run: RunDir
@@ -51,28 +53,46 @@ class Publisher:
     sender: WeightSender | None = None
     retention: Retention | None = None
     shutdown_timeout_s: float = 0.0
+    _writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "publish"), init=False)
+    _pending: Future[None] | None = field(default=None, init=False)
 
     @property
     def weights_dir(self) -> Path:
         """Directory of the published weights."""
         return self.run.weights
 
-    def publish(self, step: int, texts: Sequence[Sequence[int]] = ()) -> None:
+    def publish(self, step: int, texts: Sequence[Sequence[int]] = (), *, background: bool = False) -> None:
         """Publish version `step` (collective), then remove versions that no engine needs.
 
-        The canary also scores tokens of `texts`.
+        The canary also scores tokens of `texts`. With `background` the files are complete after `wait`, which must be
+        called before the parameters change.
         """
+        self.wait()
         backend, retention = self.backend, self.retention
         if backend.average is not None:
             with backend.average.in_place():
-                self._write(self.run.average, step, None, backend.export_state_dict())
+                average = backend.export_state_dict()
+                backend.ranks.run_on_rank0(lambda: self._write(self.run.average, step, None, average))
         canary, tensors = backend.compute_canary(step, texts), backend.export_state_dict()
         if (sender := self.sender) is not None:
             backend.ranks.run_on_rank0(lambda: self._offer(sender, step, canary, tensors))
-        if sender is None or retention is None or retention.is_permanent(step):
-            self._write(self.weights_dir, step, canary, tensors)
-        if retention is not None:
-            backend.ranks.run_on_rank0(lambda: self._prune(step, retention))
+        is_file = sender is None or retention is None or retention.is_permanent(step)
+
+        def finish() -> None:
+            if backend.ranks.rank == 0:
+                if is_file:
+                    self._write(self.weights_dir, step, canary, tensors)
+                self._prune(step)
+
+        self._pending = self._writer.submit(finish)
+        if not background:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the files of the last version are complete (collective); raises the error of writing them."""
+        if (pending := self._pending) is not None:
+            self._pending = None
+            self.backend.ranks.run_on_rank0(pending.result)
 
     def publish_start(self, step: int) -> None:
         """Publish the version that a resumed run starts from (0: none), for the engines."""
@@ -83,6 +103,7 @@ class Publisher:
 
     def close(self) -> None:
         """Wait until every engine has received the final weights, which are only in memory, and stop sending."""
+        self._writer.shutdown()
         if self.sender is None or self.backend.ranks.rank:
             return
         last = step_path(self.run.broadcasts, self.backend.stepper.num_steps)
@@ -104,20 +125,20 @@ class Publisher:
 
     def _write(self, root: Path, step: int, canary: Canary | None, tensors: dict[str, Tensor]) -> None:
         backend = self.backend
-        backend.ranks.run_on_rank0(
-            lambda: weights.publish_weights(
-                root,
-                step,
-                tensors,
-                self.model_files,
-                num_layers=backend.num_layers,
-                tie_word_embeddings=backend.model.config.tie_word_embeddings,
-                adapter_config=backend.adapter_config,
-                canary=canary,
-            )
+        weights.publish_weights(
+            root,
+            step,
+            tensors,
+            self.model_files,
+            num_layers=backend.num_layers,
+            tie_word_embeddings=backend.model.config.tie_word_embeddings,
+            adapter_config=backend.adapter_config,
+            canary=canary,
         )
 
-    def _prune(self, step: int, retention: Retention) -> None:
+    def _prune(self, step: int) -> None:
+        if (retention := self.retention) is None:
+            return
         for root in self.run.version_dirs:
             weights.prune_weights(
                 root,

@@ -113,6 +113,7 @@ class TrainerRun:
         }
         self.progress = {"micro_bs": self.micro_bs, **totals, **progress}
         if self.checkpointer.is_due(step):
+            self.publisher.wait()
             with self.timer("save_ckpt"):
                 self.checkpointer.save(step, self.progress)
         backend_metrics = {"optim/skipped_steps": self.backend.stepper.num_skipped, **self.backend.pop_expert_load()}
@@ -121,6 +122,7 @@ class TrainerRun:
 
     def close(self) -> int:
         """Flush pending output and destroy the process group; returns the exit code."""
+        self.publisher.wait()
         self.step_logger.monitor.finish()
         destroy_process_group()
         self.publisher.close()

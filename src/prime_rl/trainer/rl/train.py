@@ -61,9 +61,12 @@ def train(config: TrainConfig) -> int:
             parts = split_batch(samples, config.num_minibatches, f"{config.seed}:{step}")
             minibatches, share = pack_minibatches(samples, parts, lambda part: run.pack(part, config.model.seq_len))
         with timer("forward_backward"), recorder.record(step_loss, step, samples, share.micros) as recorded_loss:
-            report, stats = run_updates(backend, minibatches, step_loss, config.num_epochs, recorded_loss)
+            report, stats = run_updates(
+                backend, minibatches, step_loss, config.num_epochs, recorded_loss, run.publisher.wait
+            )
         with timer("broadcast_weights"):
-            run.publisher.publish(step, [sample.tokens for sample in samples])  # unblocks: the weight relay
+            texts = [sample.tokens for sample in samples]
+            run.publisher.publish(step, texts, background=True)  # unblocks: the weight relay
         updates = {"optim/num_updates": float(len(parts) * config.num_epochs)}
         share = replace(share, passes=config.num_epochs)
         metrics = run.finish_step(report, stats, share, schedule.progress, updates | loss_metrics)

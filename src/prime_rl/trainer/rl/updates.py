@@ -72,11 +72,12 @@ def run_updates(
     loss: PolicyLoss,
     num_epochs: int,
     first_loss: Loss | None = None,
+    before_update: Callable[[], None] = lambda: None,
 ) -> tuple[StepReport, TokenStats]:
     """One optimizer step per minibatch and epoch; returns their reports as one, and statistics over all of them.
 
-    `first_loss` replaces the loss in the first epoch. With `old_logprobs` "recomputed" an additional forward pass over
-    the batch comes first.
+    `first_loss` replaces the loss in the first epoch; `before_update` is called before the parameters change. With
+    `old_logprobs` "recomputed" an additional forward pass over the batch comes first.
     """
     is_decoupled = loss.objective.old_logprobs == "recomputed"
     old = [compute_logprobs(backend, micros, loss) if is_decoupled else [] for micros in minibatches]
@@ -85,6 +86,7 @@ def run_updates(
         for micros, logprobs in zip(minibatches, old, strict=True):
             used = first_loss if first_loss is not None and epoch == 0 else loss
             part = backend.forward_backward(micros, DecoupledLoss(used, iter(logprobs)) if is_decoupled else used)
+            before_update()
             reports.append(backend.optim_step(part, begins_step=not reports))
             stats.merge(part)
     return merge_reports(reports), stats

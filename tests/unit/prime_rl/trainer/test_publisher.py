@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from prime_rl.runtime.run_dir import RunDir
 from prime_rl.trainer import publisher
+from prime_rl.trainer.backend import Backend, build_backend
+from prime_rl.trainer.config import TrainConfig
 from prime_rl.trainer.publisher import Publisher, Retention
 from prime_rl.transport.broadcast import WeightSender
+from prime_rl.transport.weights import read_model_files
 from rollouts.training.backends.ranks import Ranks
-from rollouts.training.steps import publish_step
+from rollouts.training.steps import complete_steps, publish_step
 
 
 class Sender:
@@ -52,3 +58,48 @@ def test_closing_waits_for_receivers_up_to_its_limit(tmp_path: Path, monkeypatch
     assert not waits and not other.num_closed, "only rank 0 of a run that sends"
     build(tmp_path, sender := Sender()).close()
     assert waits == ["the engines to receive step_3"] * 2 and sender.num_closed == 1
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> tuple[Backend, Publisher]:
+    model = {"name": "tiny-qwen3", "seq_len": 32, "debug": {"random_init": True}}
+    backend = build_backend(TrainConfig.model_validate({"model": model, "data": {"fake": {"batch_size": 8}}}))
+    return backend, Publisher(RunDir(tmp_path), backend, read_model_files(backend.model_dir))
+
+
+def test_updates_can_wait_for_files_written_meanwhile(
+    trained: tuple[Backend, Publisher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, ours = trained
+    may_write, publish_weights = threading.Event(), publisher.weights.publish_weights
+
+    def write_later(*args: Any, **options: Any) -> Path:
+        assert may_write.wait(10)
+        return publish_weights(*args, **options)
+
+    monkeypatch.setattr(publisher.weights, "publish_weights", write_later)
+    expected = {name: tensor.clone() for name, tensor in backend.export_state_dict().items()}
+    ours.publish(1, background=True)
+    assert not complete_steps(ours.weights_dir), "returns before the files are complete"
+    may_write.set()
+    ours.wait()
+    with torch.no_grad():
+        for parameter in backend.model.parameters():
+            parameter.zero_()
+    written = load_file(ours.weights_dir / "step_1" / "model.safetensors")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in written.items())
+    ours.publish(2)
+    assert complete_steps(ours.weights_dir) == [1, 2], "without `background`, complete on return"
+
+
+def test_errors_of_background_writes_are_raised(
+    trained: tuple[Backend, Publisher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(publisher.weights, "publish_weights", fail)
+    trained[1].publish(1, background=True)
+    with pytest.raises(OSError, match="no space left"):
+        trained[1].wait()
+    trained[1].wait()

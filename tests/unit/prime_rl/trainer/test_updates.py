@@ -81,7 +81,14 @@ def test_updates_are_the_optimizer_steps_of_the_minibatches(tmp_path: Path) -> N
     ours, expected = build_backend(config), build_backend(config)
     parts = split_batch(samples, 4, "x")
     minibatches, _ = pack_minibatches(samples, parts, lambda part: pack_share(part, 32))
-    report, stats = run_updates(ours, minibatches, loss, 2)
+    before = [p.clone() for p in ours.parameters.values()]
+    changed: list[bool] = []
+
+    def record() -> None:
+        changed.append(not all(map(torch.equal, before, ours.parameters.values())))
+
+    report, stats = run_updates(ours, minibatches, loss, 2, before_update=record)
+    assert not changed[0] and len(changed) == 8, "called before the parameters change"
     norms = []
     for _ in range(2):
         for part in parts:
