@@ -10,6 +10,7 @@ the output directory, where a seed with `result.json` is not repeated: `results.
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -28,12 +29,15 @@ from prime_rl.runtime.machine import find_free_port
 from rollouts.training.metrics import load_jsonl, load_last_attempts
 
 HELD_OUT_LOSS = "val_loss/mean"
-TRAINING = {"sft": ("SFT", ("loss/mean", HELD_OUT_LOSS)), "rl": ("RL", ("reward/mean",))}
-"""Training stages in order: title, and the metrics that are plotted."""
+DISTILLATION = tuple(f"distill/*/{name}" for name in ("gap_closed*", "retention", "student/avg", "teacher_context/avg"))
+TRAINING = {"sft": ("SFT", ("loss/mean", HELD_OUT_LOSS)), "rl": ("RL", ("reward/mean", *DISTILLATION))}
+"""Training stages in order: title, and patterns of the metrics that are kept."""
+NOT_PLOTTED = ("*/ci_*", "*/avg")
 UNTOUCHED = "untouched"
 NUM_SAMPLES = 4
 MAX_SAMPLE_CHARS = 200
 
+Curves = dict[str, list[tuple[int, float]]]
 Result = dict[str, Any]
 """Of a seed, or of the untouched model: `scores` (stage -> environment -> summary), `curves`, seconds, memory."""
 
@@ -90,7 +94,7 @@ class Example:
         stages = self.begin(directory, len(self.training) * (1 + self.is_evaluated))
         model, scores, curves = self.model, {}, {}
         for stage in self.training:
-            title, metrics = TRAINING[stage]
+            title, patterns = TRAINING[stage]
             options = ["@", str(self.folder / f"{stage}.toml"), "--model.name", model, "--seed", str(seed)]
             options += ["--output-dir", shown(directory / stage)]
             if self.max_steps is not None:
@@ -98,8 +102,7 @@ class Example:
             if stage == "rl":
                 options += ["--inference.server.port", str(find_free_port())]
             stages.run(f"{title}, seed {seed}", stage, *options)
-            read = {name: read_curve(directory / stage, name) for name in metrics}
-            curves[stage] = {name: curve for name, curve in read.items() if curve}
+            curves[stage] = read_curves(directory / stage, patterns)
             model = shown(newest_weights(directory / stage))
             if self.is_evaluated:
                 title = f"evaluation after {title}, seed {seed}"
@@ -164,10 +167,15 @@ def keep_result(directory: Path, run: Callable[[Path], Result]) -> Result:
     return kept
 
 
-def read_curve(run_dir: Path, metric: str) -> list[tuple[int, float]]:
-    """Step and value of a metric."""
+def read_curves(run_dir: Path, patterns: Sequence[str]) -> Curves:
+    """Steps and values of the metrics that match one of the patterns."""
     rows = load_last_attempts(run_dir / "metrics.jsonl")
-    return [(row["step"], row[metric]) for row in rows if metric in row]
+    found: Curves = {}
+    for pattern in patterns:
+        for row in rows:
+            for name in fnmatch.filter(row, pattern):
+                found.setdefault(name, []).append((row["step"], row[name]))
+    return found
 
 
 def read_answers(path: Path) -> dict[int, tuple[str, str, float]]:
@@ -201,7 +209,8 @@ def render_scores(untouched: Result, results: dict[int, Result]) -> str:
     columns = ["seed", *(f"{env}, {name_stage(stage)}" for env in envs for stage in stages)]
     losses = [stage for stage in TRAINING if any(HELD_OUT_LOSS in r["curves"].get(stage, {}) for r in results.values())]
     columns += [f"held-out loss, {TRAINING[stage][0]}" for stage in losses]
-    columns += ["minutes", "CPU minutes", "peak memory, GiB"]
+    distilled = list(dict.fromkeys(name for result in results.values() for name in render_distillation(result)))
+    columns += [*distilled, "minutes", "CPU minutes", "peak memory, GiB"]
     lines = [columns, ["---:" for _ in columns]]
     for seed, result in results.items():
         scores = untouched["scores"] | result["scores"]
@@ -210,6 +219,7 @@ def render_scores(untouched: Result, results: dict[int, Result]) -> str:
         lines.append([str(seed), *(render_score(scores[stage][env]) for env in envs for stage in stages)])
         curves = [result["curves"][stage][HELD_OUT_LOSS] for stage in losses]
         lines[-1] += [f"{curve[0][1]:.3f} to {curve[-1][1]:.3f}" for curve in curves]
+        lines[-1] += [render_distillation(result).get(name, "") for name in distilled]
         lines[-1] += [f"{cost[0] / 60:.1f}", f"{cost[1] / 60:.1f}", f"{peak / 2**30:.1f}"]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
@@ -218,6 +228,22 @@ def render_score(summary: dict[str, Any]) -> str:
     """Mean reward with its 95% interval."""
     [key] = [key for key in summary if key.startswith("avg@") and "/" not in key]
     return f"{summary[key]:.3f} ({summary[f'{key}/ci_low']:.3f} to {summary[f'{key}/ci_high']:.3f})"
+
+
+def render_distillation(result: Result) -> dict[str, str]:
+    """Cells for the last evaluation of a distillation: scores, gap closed with its 95% interval, retention."""
+    curves = result["curves"].get("rl", {})
+    cells = {}
+    for name in fnmatch.filter(curves, "distill/*/student/avg"):
+        env, (first, last) = name.split("/")[1], (curves[name][0][1], curves[name][-1][1])
+        cells[f"{env}, before and after"] = f"{first:.2f}, {last:.2f}"
+        if gap := curves.get(f"distill/{env}/gap_closed"):
+            low, high = (curves[f"distill/{env}/gap_closed/{end}"][-1][1] for end in ("ci_low", "ci_high"))
+            cells["teacher"] = f"{curves[f'distill/{env}/teacher_context/avg'][-1][1]:.2f}"
+            cells["gap closed"] = f"{gap[-1][1]:.2f} ({low:.2f} to {high:.2f})"
+        if retention := curves.get(f"distill/{env}/retention"):
+            cells[f"{env}, retention"] = f"{retention[-1][1]:.2f}"
+    return cells
 
 
 def name_stage(stage: str) -> str:
@@ -231,7 +257,8 @@ def save_curves(results: dict[int, Result], path: Path) -> bool:
         return False
     from matplotlib.figure import Figure
 
-    panels = [(stage, metric) for stage, curves in next(iter(results.values()))["curves"].items() for metric in curves]
+    first = next(iter(results.values()))["curves"]
+    panels = [(stage, metric) for stage, curves in first.items() for metric in curves if is_plotted(metric)]
     figure = Figure((4.4 * len(panels), 2.8), layout="constrained")
     for axes, (stage, metric) in zip(figure.subplots(1, len(panels), squeeze=False).flat, panels, strict=True):
         for seed, result in results.items():
@@ -241,6 +268,11 @@ def save_curves(results: dict[int, Result], path: Path) -> bool:
         axes.legend()
     figure.savefig(path, metadata={"Date": None})
     return True
+
+
+def is_plotted(metric: str) -> bool:
+    """Whether a kept metric has a panel of its own."""
+    return not any(fnmatch.fnmatch(metric, pattern) for pattern in NOT_PLOTTED)
 
 
 def main() -> int:
