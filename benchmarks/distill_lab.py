@@ -31,7 +31,6 @@ from rollouts.training.rl_losses import (  # noqa: E402
     compute_coverage,
     compute_divergence,
     compute_sequence_kl_advantages,
-    estimate_coverage,
     nll_loss,
     policy_loss,
 )
@@ -294,7 +293,7 @@ class Recipe:
     ema_decay: float = 0.95
     reference_weight: float = 0.0
     top_k: int = 4
-    auto: bool = False  # the estimator is chosen for every batch, by the coverage of that batch
+    auto: bool = False  # the estimator "auto"
     temperature: float = 1.0
     teacher_temperature: float = 1.0
     lr: float = 1e-3
@@ -448,10 +447,7 @@ def teach(
     farthest = max(farthest, distance.item() / len(answers))
     objective = schedule_taus(recipe, step, farthest)
     if recipe.auto:
-        mask = inputs.loss_mask > 0
-        hits = (answers == teacher_table.argmax(-1)).flatten()[mask]
-        coverage = estimate_coverage(hits, inputs.inference_logprobs[mask])
-        objective = replace(objective, distill=choose_distillation(coverage, True))
+        objective = replace(objective, distill=choose_distillation(has_topk=True))
     if objective.distill.estimator in ("reward_to_go", "sequence"):
         inputs = spread_credit(inputs, len(answers), objective, recipe.prompts)
     if objective.distill.has_table:

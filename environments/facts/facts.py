@@ -25,7 +25,8 @@ def load_environment(
     """One turn: the user names keys, the model answers with their values, in that order and without spaces.
 
     With `facts` (a key and its value each, separated by spaces) the prompt names only the keys, so the table has to be
-    known. With None every prompt begins with a table of its own. Reward: 1 when every value is right.
+    known. With None every prompt begins with a table of its own. Reward: 1 when every value is right. The feedback of a
+    wrong answer is the part of the table that was asked for.
     """
     if num_asked < 1:
         raise ValueError(f"num_asked {num_asked} must be at least 1 key")
@@ -36,9 +37,14 @@ def load_environment(
     return vf.SingleTurnEnv(dataset=_dataset(train), eval_dataset=_dataset(held_out), rubric=rubric, env_id="facts")
 
 
-def exact_match(completion: list[dict[str, Any]], answer: str) -> float:
-    """1 when the answer is the values and nothing else."""
-    return float(completion[-1]["content"] == answer)
+def exact_match(
+    prompt: list[dict[str, Any]], completion: list[dict[str, Any]], answer: str, state: dict[str, Any]
+) -> float:
+    """1 when the answer is the values and nothing else; otherwise the feedback is the keys with their values."""
+    is_right = completion[-1]["content"] == answer
+    keys = prompt[-1]["content"][-len(answer) :]  # the context of a teacher may be before them
+    state["feedback"] = "" if is_right else write_facts(dict(zip(keys, answer, strict=False)))
+    return float(is_right)
 
 
 def share_right(completion: list[dict[str, Any]], answer: str) -> float:

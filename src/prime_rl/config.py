@@ -179,7 +179,7 @@ class RLConfig(BaseConfig):
         if teacher is not None and not self._teacher_differs():
             raise ValueError(
                 "orchestrator.teacher_model has no context, so the teacher is the student itself\n"
-                "  set orchestrator.teacher_model.context (or context_file, context_template, context_fn)"
+                "  set orchestrator.teacher_model.context (or context_file, context_template, context_fn, context_from)"
             )
         if self.teacher_gpu_ids and self.teacher_inference is None:
             raise ValueError("teacher_gpu_ids is set but rl starts no teacher: remove it")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from typing import Any
 
 from prime_rl.config_sharing import build_url, find_port, find_server, has_adapter
 from prime_rl.configuration.sections import BASE_MODEL
 from prime_rl.configuration.tables import ConfigTables
 from prime_rl.inference.config import InferenceConfig
+from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.orchestrator.distillation.config import TeacherConfig
 from prime_rl.trainer.config import DistillConfig, LossConfig
+from prime_rl.trainer.rl.config import fill_distill
 from prime_rl.utils.pydantic_config import merge_tables
 
 TEACHER = "orchestrator.teacher_model"
@@ -19,18 +22,34 @@ TAU = 0.5
 TEMPLATE_TOKENS = 64
 """Allowance for the tokens that a chat template adds around a context."""
 
-DIVERGENCES = {"reverse": "reverse KL", "forward": "forward KL", "jsd": "Jensen-Shannon divergence"}
+SELF_TEACHERS: dict[str, dict[str, Any]] = {
+    "sdpo": {"context_from": "sibling", "weights": "ema", "ema_decay": 0.95},
+    "opsd": {"context_from": "answer", "weights": "frozen"},
+    "sdpg": {"context_from": "answer", "weights": "live"},
+}
+"""The orchestrator's half of `trainer.loss.type`: context and weights of the teacher."""
+
+DIVERGENCES = {
+    "reverse": "reverse KL",
+    "forward": "forward KL",
+    "jsd": "Jensen-Shannon divergence",
+    "adaptive": "reverse KL, forward KL for tokens that the student rarely samples",
+}
 """`loss.distill.direction` in words."""
 
 
 def add_teacher(tables: ConfigTables) -> None:
     """Set the keys of trainer, servers and orchestrator that `orchestrator.teacher_model` implies."""
+    loss_type = str(tables.get("trainer.loss.type"))
+    if loss_type in SELF_TEACHERS and not tables.is_set(TEACHER):
+        tables.set(TEACHER, {}, f"trainer.loss.type {loss_type}")
     if not isinstance(tables.get(TEACHER), dict):
         for key in ("teacher_gpu_ids", "teacher_inference"):
             if tables.has(key):
                 raise ValueError(f"{tables.show(key)} but there is no teacher: set [{TEACHER}], or leave it out")
         return
     _fill_taus(tables)
+    _fill_self_teacher(tables)
     _set_top_logprobs(tables)
     _require_teacher_weights(tables)
     _choose_server(tables)
@@ -49,7 +68,41 @@ def describe_taus(loss: LossConfig) -> str:
     return f"{text}: the target is p_teacher^({loss.teacher_tau / student:g}), not the teacher's own distribution"
 
 
+def check_contexts(
+    orchestrator: OrchestratorConfig, inference: InferenceConfig | None, teacher_inference: InferenceConfig | None
+) -> None:
+    """`ValueError` for a constant context that does not fit the window of the teacher's server, if rl starts it."""
+    from prime_rl.runtime.tokenizer import check_window
+
+    teacher, server = orchestrator.teacher_model, teacher_inference
+    if server is None and teacher is not None and teacher.client.base_url == orchestrator.client.base_url:
+        server = inference
+    if teacher is None or server is None:
+        return
+    key = f"{'inference' if server is inference else 'teacher_inference'}.model.max_model_len"
+    sections = [("teacher_model", teacher), *((f"env.{i}", env) for i, env in enumerate(orchestrator.env))]
+    for name, section in sections:
+        text = section.context or ""
+        if section.context_file is not None and section.context_file.is_file():
+            text = section.context_file.read_text(encoding="utf-8")
+        check_window(text, server.model.name, server.model.max_model_len, f"orchestrator.{name}.{section.source}", key)
+
+
+def _fill_self_teacher(tables: ConfigTables) -> None:
+    """Set context and weights of the teacher from a preset of self-distillation, unless they are given."""
+    loss_type = str(tables.get("trainer.loss.type"))
+    envs = tables.get("orchestrator.env", [])
+    sections = [tables.section(TEACHER), *(env for env in envs if isinstance(env, dict))]
+    given = {name for section in sections for name, value in section.items() if value is not None}
+    for name, value in SELF_TEACHERS.get(loss_type, {}).items():
+        has_source = name == "context_from" and given & {"context_from", "context", "context_file", "context_fn"}
+        if not has_source and not (name == "ema_decay" and "weights" in given) and name not in given:
+            tables.set(f"{TEACHER}.{name}", value, f"trainer.loss.type {loss_type}")
+
+
 def _fill_taus(tables: ConfigTables) -> None:
+    if tables.get("trainer.loss.type") in SELF_TEACHERS:
+        return
     for key in ("trainer.loss.adv_tau", "trainer.loss.teacher_tau"):
         if not tables.has(key):
             tables.set(key, TAU, TEACHER)
@@ -59,7 +112,8 @@ def _fill_taus(tables: ConfigTables) -> None:
 
 def _set_top_logprobs(tables: ConfigTables) -> None:
     """Request as many teacher log-probs per position as the trainer's estimator compares."""
-    key, distill = f"{TEACHER}.top_logprobs", DistillConfig.model_construct(**tables.section("trainer.loss.distill"))
+    options = fill_distill(tables.get("trainer.loss.type"), tables.section("trainer.loss.distill"))
+    key, distill = f"{TEACHER}.top_logprobs", DistillConfig.model_construct(**options)
     if not tables.has(key):
         tables.set(key, distill.top_logprobs, "trainer.loss.distill")
     elif tables.get(key) != distill.top_logprobs:

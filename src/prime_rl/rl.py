@@ -62,6 +62,7 @@ def check_inputs(config: RLConfig) -> None:
 
     Downloads a hub model once instead of three times.
     """
+    from prime_rl.config_teacher import check_contexts
     from prime_rl.runtime.tokenizer import check_weights, resolve_model_dir
     from prime_rl.telemetry.trackers import check_trackers
     from prime_rl.utils.logger import find_level
@@ -79,6 +80,7 @@ def check_inputs(config: RLConfig) -> None:
         if advantage is not None:
             advantage.import_custom()
     check_weights(resolve_model_dir(config.model.name), config.model.debug.random_init)
+    check_contexts(config.orchestrator, config.inference, config.teacher_inference)
     check_environments([*config.orchestrator.env, *config.orchestrator.eval_envs])
     if config.inference is not None:
         check_port_free(config.inference.server.host, config.inference.server.port)

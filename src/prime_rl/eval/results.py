@@ -57,9 +57,7 @@ def write_results(
 
 def _to_row(result: Result) -> dict[str, Any]:
     row = msgspec.structs.asdict(result)
-    if result.tools is None:
-        del row["tools"]
-    return row
+    return {key: value for key, value in row.items() if key not in ("tools", "feedback") or value is not None}
 
 
 def _write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -27,15 +27,19 @@ if TYPE_CHECKING:
     from rollouts.training.environments import Environment
 
 
+MAX_LENGTH = "model.max_model_len"
+
+
 def evolve(config: EvolveConfig) -> int:
     """Run the search; returns the exit code."""
     from prime_rl.generation.model_server import resolve_base_urls
     from prime_rl.generation.session import run_generation
+    from prime_rl.runtime.tokenizer import check_window
 
     base_urls, context = resolve_base_urls(config), read_context(config)
     check_proposer(config)
     if not base_urls:
-        check_window(config, context)
+        check_window(context, config.model.name, config.model.max_model_len, "the initial context", MAX_LENGTH)
     found: list[Search] = []
 
     async def work(run: GenerationRun, urls: Sequence[str]) -> None:
@@ -74,23 +78,6 @@ def check_proposer(config: EvolveConfig) -> None:
                 f"proposer.client.base_url {proposer.client.base_url[0]} does not respond: start that server, or unset "
                 "it to use the model of the rollouts as proposer"
             ) from error
-
-
-def check_window(config: EvolveConfig, context: str) -> None:
-    """`ValueError` for an initial context that does not fit the window of a local model."""
-    from prime_rl.runtime.tokenizer import load_tokenizer, resolve_model_dir
-    from rollouts.training.json_files import read_json_file
-
-    if not context:
-        return
-    model_config = read_json_file(resolve_model_dir(config.model.name) / "config.json")
-    window = config.model.max_model_len or model_config.get("max_position_embeddings") or 0
-    num_tokens = len(load_tokenizer(config.model.name).encode(context, add_special_tokens=False))
-    if 0 < window <= num_tokens:
-        raise ValueError(
-            f"the initial context has {num_tokens} tokens and the model's window is {window}: shorten the context, or "
-            "raise model.max_model_len up to the model's own"
-        )
 
 
 async def run_search(run: GenerationRun, config: EvolveConfig, context: str, base_urls: Sequence[str]) -> Search:
@@ -258,6 +245,11 @@ def insert_into_row(row: Mapping[str, Any], context: str, config: EvolveConfig) 
 def show_search(search: Search, config: EvolveConfig) -> None:
     """Print the result, the output paths and the options that distill the best context."""
     best, folder = search.best, RunDir(config.output_dir).evolve
+    if search.num_repeats >= config.max_repeats:
+        sys.stdout.write(
+            f"\nThe last {search.num_repeats} proposals were empty or repeated an earlier context: raise "
+            "proposer.sampling.temperature, or use another proposer\n"
+        )
     sys.stdout.write(
         f"\nBest context: candidate {best.number} of {len(search.candidates)} | Score: "
         f"{search.candidates[0].mean:.4f} -> {best.mean:.4f} | Rollouts: {search.num_rollouts} of {config.budget}\n"

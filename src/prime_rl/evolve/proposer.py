@@ -70,6 +70,7 @@ def describe_result(prompt: Any, result: Result) -> dict[str, Any]:
         "answer": result.answer,
         "reward": 0.0 if result.reward is None else result.reward,
         "metrics": dict(result.metrics),
+        "feedback": result.feedback,
     }
 
 
@@ -78,6 +79,7 @@ def format_examples(examples: Sequence[Mapping[str, Any]]) -> str:
     return "\n\n".join(
         f"Task {number}:\n{_format(example['prompt'])}\nAnswer: {example['completion']}\n"
         f"Reference answer: {_format(example['answer'])}\nReward: {example['reward']:g}"
+        + (f"\nFeedback: {example['feedback']}" if example.get("feedback") else "")
         for number, example in enumerate(examples, 1)
     )
 

@@ -37,6 +37,7 @@ class Result(msgspec.Struct, kw_only=True):
     generation_ms: float | None = None
     scoring_ms: float | None = None
     tools: list[dict[str, Any]] | None = None
+    feedback: str | None = None
 
     @property
     def failed(self) -> bool:
@@ -68,6 +69,7 @@ def to_result(rollout: Rollout, number: int) -> Result:
         generation_ms=rollout.generation_ms,
         scoring_ms=rollout.scoring_ms,
         tools=rollout.tools,
+        feedback=rollout.feedback,
     )
     return msgspec.convert(redact_fields(msgspec.structs.asdict(result)), Result)
 

@@ -388,11 +388,27 @@ class OrchestratorConfig(TrackersConfig):
                 raise ValueError(f"env.{i} has {what} but there is no teacher: add the section teacher_model")
             if env.teacher != "context" and env.source is not None:
                 raise ValueError(f'env.{i} has teacher = "{env.teacher}" and {env.source}: remove one of them')
+        if teacher is not None:
+            self._check_outcomes(teacher)
         if teacher is not None and teacher.eval_baseline and self.eval is None:
             raise ValueError(
                 "teacher_model.eval_baseline needs evaluation environments: add [orchestrator.eval], or leave it out"
             )
         return self
+
+    def _check_outcomes(self, teacher: TeacherConfig) -> None:
+        for config in (teacher, *self.env):
+            if config.context_from != "sibling":
+                continue
+            if self.buffer.skip_verification:
+                raise ValueError(
+                    'context_from = "sibling" shows successful rollouts, but buffer.skip_verification leaves no '
+                    "rewards: remove it"
+                )
+            if self.rollouts_per_example == 1:
+                raise ValueError(
+                    'context_from = "sibling" needs other rollouts of the same prompt: set rollouts_per_example above 1'
+                )
 
     @property
     def held_out_envs(self) -> list[GenerationEnvConfig]:

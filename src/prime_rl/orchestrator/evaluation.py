@@ -210,7 +210,7 @@ def build_evaluations(
     """Build the evaluations of `schedules`, with the baselines of a distillation if they are configured."""
     baseline_evaluator = None
     if teacher is not None and config.teacher_model is not None and config.teacher_model.eval_baseline:
-        baseline_evaluator = BaselineEvaluator(teacher, servers.clients, RunDir(config.output_dir).evals)
+        baseline_evaluator = BaselineEvaluator(teacher, servers.clients, RunDir(config.output_dir))
     model, max_steps = config.model.name, config.max_steps
     return Evaluations(
         schedules, servers, monitor, model=model, max_steps=max_steps, baseline_evaluator=baseline_evaluator

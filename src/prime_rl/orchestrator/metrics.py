@@ -105,6 +105,7 @@ def sample_rows(samples: list[Sample]) -> Iterator[dict[str, Any]]:
             "tokens": sample.tokens,
             "loss_mask": [int(mask) for mask in sample.loss_mask],
             "logprobs": sample.inference_logprobs,
+            **({"feedback": sample.metadata["feedback"]} if "feedback" in sample.metadata else {}),
             **({"teacher_logprobs": sample.teacher_logprobs} if sample.teacher_logprobs is not None else {}),
         }
 

@@ -189,6 +189,7 @@ def _rollout_metadata(rollout: Rollout) -> dict[str, Any]:
     plain = {key: msgspec.to_builtins(value, enc_hook=str) for key, value in expected.items() if value is not None}
     return {
         **{key: value for key, value in plain.items() if len(msgspec.json.encode(value)) <= MAX_EXPECTED_BYTES},
+        **({} if rollout.feedback is None else {"feedback": rollout.feedback}),
         "example_id": rollout.example_id,
         "metrics": rollout.metrics,
         "num_turns": rollout.num_turns,

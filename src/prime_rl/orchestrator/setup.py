@@ -195,6 +195,8 @@ async def open_orchestrator(
         teacher = build_teacher(config)
         if teacher is not None:
             stack.push_async_callback(teacher.close)
+            for name, environment in environments.items():
+                teacher.contexts.check_rows(name, environment.rows("train"))
         monitor = build_monitor(out, "orchestrator", config)
         stack.callback(monitor.finish)
         transport = config.transport

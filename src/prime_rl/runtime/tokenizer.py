@@ -80,6 +80,20 @@ def check_weights(directory: Path, random_init: bool) -> None:
         raise ValueError(f"{directory} has no weights: set model.debug.random_init = true to start from random ones")
 
 
+def check_window(text: str, model: str, max_model_len: int | None, what: str, key: str) -> None:
+    """`ValueError` for a text that fills the window of a model; `what` names the text, `key` that of max_model_len."""
+    if not text:
+        return
+    limit = read_json_file(resolve_model_dir(model) / "config.json").get("max_position_embeddings")
+    window = min((size for size in (max_model_len, limit) if size), default=0)
+    num_tokens = len(load_tokenizer(model).encode(text, add_special_tokens=False))
+    if 0 < window <= num_tokens:
+        raise ValueError(
+            f"{what} has {num_tokens} tokens and the model's window is {window}: shorten the context, or raise {key} "
+            f"up to the model's own window"
+        )
+
+
 def find_local_model(name: str) -> Path | None:
     """The directory of a model, if it is on this machine without conversion or download."""
     found = (Path(name).expanduser(), ASSETS_DIR / name, models_cache_dir() / name)

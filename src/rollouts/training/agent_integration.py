@@ -49,6 +49,8 @@ class Rollout(msgspec.Struct, kw_only=True):
     """Sampled tokens as counted by the server; None if it does not report them."""
     tools: list[dict[str, Any]] | None = None
     """Available tools, as OpenAI schemas."""
+    feedback: str | None = None
+    """What the environment says about this attempt (`state["feedback"]`): a traceback, a judge's remark."""
 
     @property
     def failed(self) -> bool:

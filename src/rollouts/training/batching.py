@@ -288,7 +288,7 @@ def _equalize_num_micro_batches(packs: list[list[list[int]]], lengths: Sequence[
 
 
 def _build_rank(samples: Sequence[Sample], packs: list[list[int]]) -> list[MicroBatch]:
-    has_teacher = any(sample.teacher_logprobs is not None for sample in samples)
+    has_teacher = any(sample.teacher_logprobs is not None or not sample.has_teacher for sample in samples)
     is_partial = has_teacher and any(sample.teacher_logprobs is None for sample in samples)
     has_table = any(sample.teacher_table is not None for sample in samples)
     micros = [_build(samples, pack, has_teacher) for pack in packs]

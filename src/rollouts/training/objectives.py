@@ -12,7 +12,8 @@ LossAggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-s
 KLEstimator = Literal["k1", "k2", "k3"]
 Estimator = Literal["token", "reward_to_go", "sequence", "topk+tail", "full"]
 OldLogprobs = Literal["inference", "recomputed"]
-Direction = Literal["reverse", "forward", "jsd"]
+Direction = Literal["reverse", "forward", "jsd", "adaptive"]
+DistillGate = Literal["none", "positive"]
 
 MAX_LOG_RATIO = 20.0
 """Upper bound of log-ratios before exponentiation: exp(88.8) overflows fp32.
@@ -49,12 +50,14 @@ class DistillChoice:
 
     `direction` is the divergence that the last two minimize (the others: reverse KL only); `jsd_beta` is the teacher's
     share in the mixture of jsd. `clip` bounds the difference between teacher and student log-prob of a sampled token.
+    `gate` "positive" restricts the term to tokens with an advantage above 0 (SDPG).
     """
 
     estimator: Estimator = "token"
     direction: Direction = "reverse"
     jsd_beta: float = 0.5
     clip: float | None = None
+    gate: DistillGate = "none"
 
     def __post_init__(self) -> None:
         if self.direction != "reverse" and not self.has_table:
@@ -66,6 +69,8 @@ class DistillChoice:
             raise ValueError(f"jsd_beta {self.jsd_beta} must lie between 0 and 1")
         if self.clip is not None and (self.has_table or not self.clip > 0):
             raise ValueError(f"clip {self.clip} bounds sampled tokens and must be above 0: remove it")
+        if self.gate != "none" and self.estimator in ("reward_to_go", "sequence"):
+            raise ValueError(f"gate {self.gate} applies to single tokens: estimator token, topk+tail or full")
 
     @property
     def has_table(self) -> bool:
@@ -74,18 +79,12 @@ class DistillChoice:
 
 
 LOW_COVERAGE = 0.2
-"""Below this mean probability of the teacher's most likely token, forward KL is chosen."""
+"""Below this probability of the teacher's most likely token under the student, "adaptive" minimizes forward KL."""
 
 
-def choose_distillation(coverage: float, has_topk: bool) -> DistillChoice:
-    """Choose the distillation estimator by the students' mean probability of the teacher's most likely token.
-
-    If a student never samples the teacher's tokens, reverse KL on its own tokens gives no useful signal; forward KL
-    does. `has_topk`: the teacher's server returns top-k log-probs.
-    """
-    if not has_topk:
-        return DistillChoice("token")
-    return DistillChoice("topk+tail", "forward" if coverage < LOW_COVERAGE else "reverse")
+def choose_distillation(has_topk: bool) -> DistillChoice:
+    """The estimator `auto`; `has_topk`: the teacher's server returns top-k log-probs."""
+    return DistillChoice("topk+tail", "adaptive") if has_topk else DistillChoice("token")
 
 
 @dataclass(frozen=True)
@@ -164,6 +163,7 @@ class Objective:
 
 
 _WHITENED = AdvantageChoice(std="group")
+_TOPK = DistillChoice("topk+tail")
 
 PRESETS: dict[str, Objective] = {
     row.name: row
@@ -234,6 +234,30 @@ PRESETS: dict[str, Objective] = {
         Objective("reinforce", ratio="none", advantage=AdvantageChoice("none")),
         # 2602.04879 (binary total variation), with a squared log-ratio beside it
         Objective("dppo", detached=False, max_prob_diff=0.2, kl_tau=1e-3),
+        # Self-distillation from outcomes; the context of the teacher is orchestrator.teacher_model's.
+        # SDPO, 2601.20802, equation 1, on the teacher's top k and the sum of all others
+        Objective("sdpo", ratio_cap=2.0, adv_tau=0.0, teacher_tau=1.0, student_tau=1.0, distill=_TOPK),
+        # OPSD, 2601.18734: JSD over the vocabulary, averaged over the tokens of a completion
+        Objective(
+            "opsd",
+            ratio_cap=2.0,
+            adv_tau=0.0,
+            teacher_tau=1.0,
+            student_tau=1.0,
+            loss_aggregation="seq-mean-token-mean",
+            distill=DistillChoice("full", "jsd"),
+        ),
+        # SDPG, 2606.04036: clipped policy gradient + beta KL(student || teacher) where A > 0; without its reference KL
+        Objective(
+            "sdpg",
+            detached=False,
+            clip_low=0.2,
+            clip_high=0.28,
+            teacher_tau=1e-3,
+            student_tau=1e-3,
+            advantage=_WHITENED,
+            distill=DistillChoice("full", gate="positive"),
+        ),
         # a user-defined loss function
         Objective("custom", ratio="none"),
     )

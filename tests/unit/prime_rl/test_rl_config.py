@@ -415,9 +415,8 @@ def test_eval_defaults_to_the_training_environments() -> None:
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name != "custom"])
 def test_preset_sets_the_orchestrator_advantage(name: str) -> None:
-    config, sources = parse_argv(
-        RLConfig, ["--trainer.loss.type", name, "--orchestrator.sampling.max_tokens", "100"], "rl", {}
-    )
+    options = ["--orchestrator.sampling.max_tokens", "100", "--orchestrator.rollouts_per_example", "4"]
+    config, sources = parse_argv(RLConfig, ["--trainer.loss.type", name, *options], "rl", {})
     choice, reported = PRESETS[name].advantage, config.orchestrator
     assert reported.advantage is not None
     assert (reported.advantage.baseline, reported.advantage.std) == (choice.baseline, choice.std)

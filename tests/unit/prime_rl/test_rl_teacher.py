@@ -11,11 +11,12 @@ import pytest
 
 from prime_rl import rl
 from prime_rl.config import RLConfig, teacher_follows_policy
-from prime_rl.config_teacher import describe_taus
+from prime_rl.config_teacher import check_contexts, describe_taus
 from prime_rl.launcher import gpus
 from prime_rl.orchestrator import orchestrator
 from prime_rl.orchestrator.distillation.teacher import build_teacher
 from prime_rl.runtime.machine import find_free_port
+from prime_rl.trainer.rl.loss import build_objective
 from prime_rl.utils.pydantic_config import ConfigError, parse_argv
 
 CONTEXT = ("--orchestrator.teacher_model.context", "Think first.\n")
@@ -256,3 +257,43 @@ def test_prompts_of_student_and_teacher_are_shown_side_by_side(
 
 def build_world() -> dict[str, Any]:
     return {"dataset": [{"prompt": "Two plus two?"}, {"prompt": "Three?"}], "rewards": lambda completion: 0.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "context_from", "weights", "estimator", "taus"),
+    [
+        ("sdpo", "sibling", "ema", ("topk+tail", "reverse", "none", 8), (0.0, 1.0, 1.0)),
+        ("opsd", "answer", "frozen", ("full", "jsd", "none", -1), (0.0, 1.0, 1.0)),
+        ("sdpg", "answer", "live", ("full", "reverse", "positive", -1), (1.0, 0.001, 0.001)),
+    ],
+)
+def test_self_distillation_sets_both_halves(
+    name: str, context_from: str, weights: str, estimator: tuple[Any, ...], taus: tuple[float, ...]
+) -> None:
+    group = ("--orchestrator.rollouts_per_example", "4")
+    config = parse("--trainer.loss.type", name, *group)
+    teacher, loss = config.orchestrator.teacher_model, config.trainer.loss
+    assert teacher is not None and (teacher.context_from, teacher.weights) == (context_from, weights)
+    objective = build_objective(loss, 48)
+    distill = objective.distill
+    assert (distill.estimator, distill.direction, distill.gate, teacher.top_logprobs) == estimator
+    assert (objective.adv_tau, objective.teacher_tau, objective.student_tau) == taus
+    assert (config.trainer.ema_decay == 0.95) == (weights == "ema")
+    own = ["--orchestrator.teacher_model.context", "C ", "--orchestrator.teacher_model.weights", "frozen"]
+    config = parse("--trainer.loss.type", name, *group, *own, "--trainer.loss.distill.estimator", "token")
+    teacher = config.orchestrator.teacher_model
+    assert teacher is not None and (teacher.context_from, teacher.weights, teacher.top_logprobs) == (None, "frozen", 0)
+    assert build_objective(config.trainer.loss, 48).distill.direction == "reverse"
+
+
+def test_context_beyond_the_window_is_refused_before_the_start(tmp_path: Path) -> None:
+    keys = ("--model.name", "tiny-qwen3", "--teacher_inference.model.max_model_len", "64")
+    config = parse(*keys, "--orchestrator.teacher_model.context", "short ")
+    check_contexts(config.orchestrator, config.inference, config.teacher_inference)
+    (tmp_path / "c.md").write_text("one long sentence. " * 30)
+    config = parse(*keys, "--orchestrator.teacher_model.context_file", str(tmp_path / "c.md"))
+    message = (
+        r"orchestrator\.teacher_model\.context_file has \d+ tokens and the model's window is 64: shorten the context"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_contexts(config.orchestrator, config.inference, config.teacher_inference)

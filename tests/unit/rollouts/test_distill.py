@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rollouts.training.advantages import compute_batch_advantages
 from rollouts.training.objectives import PRESETS, DistillChoice, Objective, choose_distillation
 from rollouts.training.rl_losses import (
     LossInputs,
@@ -21,7 +22,6 @@ from rollouts.training.rl_losses import (
     compute_fixed_point,
     compute_head_table,
     compute_sequence_kl_advantages,
-    estimate_coverage,
     policy_loss,
     reference_samples,
 )
@@ -93,6 +93,16 @@ def test_taus_weigh_the_two_halves() -> None:
     for direction in ("forward", "jsd"):
         with pytest.raises(ValueError, match="student_tau 0"):
             compute_divergence(student, teacher, direction, 1.0, 0.0)  # type: ignore[arg-type]
+
+
+def test_adaptive_direction_depends_on_each_token() -> None:
+    teacher = torch.tensor([[0.9, 0.05, 0.05]] * 3, dtype=torch.float64).log()
+    student = torch.tensor([[0.19, 0.8, 0.01], [0.21, 0.78, 0.01], [1e-9, 1 - 2e-9, 1e-9]], dtype=torch.float64).log()
+    forward, reverse = (compute_divergence(student, teacher, direction) for direction in ("forward", "reverse"))
+    found = compute_divergence(student, teacher, "adaptive")
+    assert found.tolist() == [forward[0].item(), reverse[1].item(), forward[2].item()]
+    assert choose_distillation(has_topk=True) == DistillChoice("topk+tail", "adaptive")
+    assert choose_distillation(has_topk=False) == DistillChoice("token")
 
 
 @pytest.mark.parametrize("direction", ["reverse", "forward", "jsd"])
@@ -264,6 +274,126 @@ def test_token_estimator_has_per_token_divergence_gradient() -> None:
     assert not torch.allclose(found[0], exact_gradient(taus, dict.fromkeys(REWARDS, 0.0))[0], atol=1e-3)
 
 
+# self-distillation from outcomes: the teacher of a response depends on that response ----------------------------------
+
+
+def outcome_teacher(response: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
+    """Log-probs of the teacher under the context of this response; None: it has no context."""
+    if response[1] == 2:
+        return None
+    first, second = draw_policy(20 + 2 * (VOCAB * response[0] + response[1]))
+    return torch.log_softmax(first, -1), torch.log_softmax(second, -1)
+
+
+def policy_tables(policy: Any, response: tuple[int, int]) -> Tensor:
+    """Log-probs [tokens, vocabulary] of the distributions along a response."""
+    return torch.stack((torch.log_softmax(policy[0], -1), torch.log_softmax(policy[1], -1)[response[0]]))
+
+
+def preset_gradient(name: str) -> list[Tensor]:
+    """Expected gradient of the preset over all groups of two responses, each weighed by its probability."""
+    row = replace(PRESETS[name], teacher_tau=0.3, student_tau=0.3) if name == "sdpg" else PRESETS[name]
+    policy = tuple(logits.requires_grad_() for logits in draw_policy(0))
+    total = torch.zeros((), dtype=torch.float64)
+    for pair in itertools.product(REWARDS, repeat=2):
+        [advantages] = compute_batch_advantages([[REWARDS[r] for r in pair]], std=row.advantage.std)
+        student = torch.cat([policy_tables(policy, response) for response in pair])
+        shown = [outcome_teacher(response) for response in pair]
+        blank = torch.full((LENGTH, VOCAB), -9.0, dtype=torch.float64)
+        teacher = torch.cat([blank if t is None else policy_tables(t, r) for t, r in zip(shown, pair, strict=True)])
+        if row.distill.estimator == "topk+tail":  # k = all but one: the tail is one token
+            ids = teacher.topk(VOCAB - 1).indices
+            student_table, teacher = (
+                torch.cat((x.gather(-1, ids), x.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)), -1)
+                for x in (student, teacher)
+            )
+        else:
+            student_table = student
+        tokens = torch.tensor([token for response in pair for token in response])
+        logprobs = student.gather(-1, tokens[:, None]).squeeze(-1)
+        inputs = LossInputs(
+            trainer_logprobs=logprobs,
+            inference_logprobs=logprobs.detach(),
+            advantages=torch.tensor(advantages, dtype=torch.float64).repeat_interleave(LENGTH),
+            loss_mask=torch.ones(4, dtype=torch.float64),
+            sequence=torch.tensor([0, 0, 1, 1]),
+            teacher_logprobs=torch.full((4,), -1.0, dtype=torch.float64),
+            has_teacher=torch.tensor([t is not None for t in shown]).repeat_interleave(LENGTH),
+            student_table=student_table,
+            teacher_table=teacher,
+            has_tail=row.distill.estimator == "topk+tail",
+        )
+        output = policy_loss(inputs, row)
+        weight = logprobs.sum().exp().detach()
+        total = total + weight * output.loss_sum / output.count
+    return list(torch.autograd.grad(total, policy))
+
+
+def closed_form_gradient(name: str) -> list[Tensor]:
+    """The same in closed form: gradients by logits z of p = softmax(z), all other factors held fixed.
+
+    KL(p || q): p (log p/q - KL). JSD: p (g - sum p g), g = log(p / m) / 2. -A log p[y]: -A (onehot(y) - p).
+    """
+    first, second = (torch.softmax(logits, -1) for logits in draw_policy(0))
+    found = [torch.zeros_like(first), torch.zeros_like(second)]
+    for pair in itertools.product(REWARDS, repeat=2):
+        probability = math.prod((first[r[0]] * second[r[0], r[1]]).item() for r in pair)
+        rewards = [REWARDS[response] for response in pair]
+        spread = abs(rewards[0] - rewards[1]) / math.sqrt(2)
+        for response, reward in zip(pair, rewards, strict=True):
+            advantage = (reward - sum(rewards) / 2) / spread if spread else 0.0
+            shown = outcome_teacher(response)
+            for t, p in enumerate((first, second[response[0]])):
+                gradient = torch.zeros_like(p)
+                if name == "sdpg":
+                    gradient += advantage * p
+                    gradient[response[t]] -= advantage
+                if shown is not None and (name != "sdpg" or advantage > 0):
+                    q = (shown[0] if t == 0 else shown[1][response[0]]).exp()
+                    log = (p / q).log() if name != "opsd" else 0.5 * (p / (0.5 * p + 0.5 * q)).log()
+                    gradient += (0.3 if name == "sdpg" else 1.0) * p * (log - (p * log).sum())
+                target = found[0] if t == 0 else found[1][response[0]]
+                target += probability * gradient / (2 * LENGTH)  # mean over four tokens, or of means of two
+    return found
+
+
+@pytest.mark.parametrize("name", ["sdpo", "opsd", "sdpg"])
+def test_self_distillation_has_the_exact_gradient(name: str) -> None:
+    for found, exact in zip(preset_gradient(name), closed_form_gradient(name), strict=True):
+        assert found.abs().max() > 1e-3
+        assert torch.allclose(found, exact, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ["token", "topk+tail", "full"])
+def test_response_without_context_keeps_its_advantage(estimator: str) -> None:
+    student = torch.log_softmax(drawn(4, 5), -1).requires_grad_()
+    inputs = make_inputs(student, torch.log_softmax(drawn(4, 5, seed=1), -1))
+    has_teacher = torch.tensor([True, False, True, False])
+    inputs = replace(inputs, advantages=drawn(4, seed=2), has_teacher=has_teacher)
+    choice = objective(estimator, adv_tau=0.7)
+    [found] = torch.autograd.grad(policy_loss(inputs, choice).loss_sum, student)
+    plain = replace(choice, teacher_tau=0.0, student_tau=0.0)
+    [alone] = torch.autograd.grad(policy_loss(inputs, plain).loss_sum, student)
+    assert torch.equal(found[~has_teacher], alone[~has_teacher])
+    assert not torch.allclose(found[has_teacher], alone[has_teacher])
+    unscored = replace(inputs, has_teacher=has_teacher & False, student_table=None, teacher_table=None)
+    [found] = torch.autograd.grad(policy_loss(unscored, choice).loss_sum, student)
+    assert torch.equal(found, alone)
+
+
+@pytest.mark.parametrize("estimator", ["token", "full"])
+def test_gate_leaves_out_advantages_up_to_zero(estimator: str) -> None:
+    student = torch.log_softmax(drawn(3, 5), -1).requires_grad_()
+    inputs = make_inputs(student, torch.log_softmax(drawn(3, 5, seed=1), -1))
+    inputs = replace(inputs, advantages=torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64))
+    gated = objective(estimator, adv_tau=0.0, distill=DistillChoice(estimator, gate="positive"))  # type: ignore[arg-type]
+    [found] = torch.autograd.grad(policy_loss(inputs, gated).loss_sum, student)
+    [whole] = torch.autograd.grad(policy_loss(inputs, objective(estimator)).loss_sum, student)
+    assert torch.equal(found[0], whole[0]) and torch.all(found[1:] == 0) and torch.all(whole[1:].abs().sum(-1) > 0)
+    with pytest.raises(ValueError, match="gate positive applies to single tokens"):
+        DistillChoice("sequence", gate="positive")
+
+
 # the loss -----------------------------------------------------------------------------------------------------------
 
 
@@ -384,22 +514,3 @@ def test_reference_samples_have_weight_and_no_reward() -> None:
     assert anchor.teacher_logprobs == [0.0, -1.0, -2.0]
     with pytest.raises(ValueError, match="above 0"):
         reference_samples([], 0.0)
-
-
-def test_coverage_ignores_certain_tokens() -> None:
-    def cover(*tokens: tuple[bool, float]) -> float:
-        hits, p = zip(*tokens, strict=True)
-        return estimate_coverage(torch.tensor(hits), torch.tensor(p).log())
-
-    assert cover((True, 1.0), (True, 1.0)) == 1.0, "nothing to learn"
-    assert cover((True, 1.0), (True, 1.0), (False, 1.0)) == 0.0, "the one open token is surely wrong"
-    assert cover((True, 0.5), (False, 0.5)) == pytest.approx(1 / 3), "q / (1 + q)"
-    many = [(True, 0.125)] + [(False, 0.125)] * 7
-    assert cover(*many) == pytest.approx(0.125 / 1.125)
-    assert cover(*many, *[(True, 1.0)] * 99) == pytest.approx(0.125 / 1.125), "forced tokens do not cover for it"
-
-
-def test_the_choice_by_coverage() -> None:
-    assert choose_distillation(0.9, has_topk=True) == DistillChoice("topk+tail", "reverse")
-    assert choose_distillation(0.001, has_topk=True) == DistillChoice("topk+tail", "forward")
-    assert choose_distillation(0.001, has_topk=False) == DistillChoice("token")

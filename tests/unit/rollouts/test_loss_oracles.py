@@ -83,6 +83,7 @@ def test_golden_vectors(case: str, oracle: str) -> None:
 
 def test_every_preset_has_golden_vectors() -> None:
     closed_forms_only = {"luspo", "maxrl", "sapo"}  # of the paper, in test_objectives.py
+    closed_forms_only |= {"sdpo", "opsd", "sdpg"}  # in test_distill.py
     assert set(golden()["losses"]) == set(maker().CASES) >= set(PRESETS) - {"custom"} - closed_forms_only
     assert [len(golden()["losses"][name]) for name in ("grpo", "gspo", "cispo", "ppo", "dapo", "dr_grpo")] == [3] * 6
 

@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ from loguru import logger
 
 from prime_rl.client.scoring import TokenScorer
 from prime_rl.configuration.sections import BASE_MODEL
+from prime_rl.orchestrator.distillation.answers import write_answers
 from prime_rl.orchestrator.distillation.context import ContextProvider
+from prime_rl.orchestrator.distillation.outcomes import RolloutOutcome, to_outcomes
 from prime_rl.orchestrator.distillation.teacher import Teacher
+from prime_rl.runtime.run_dir import RunDir
 from rollouts.training.agent_integration import Rollout, rollout_to_samples
 from rollouts.training.environments import Environment
 from rollouts.training.metrics import compute_gap_closed
@@ -29,22 +33,29 @@ Groups = list[list[Rollout]]
 Run = Callable[[Environment, Sequence[Any], str], Awaitable[Groups]]
 """Rollouts of an environment's evaluation examples, with these clients and this model name."""
 COLLAPSE_FRACTION = 0.5
-"""Warn if the student with context drops below this fraction of the teacher's initial score."""
+"""Warn if the student drops below this fraction: with context of the teacher's, without of its own initial score."""
 
 
 class ContextEnvironment:
-    """An environment whose prompts include the teacher's context."""
+    """An environment whose prompts include the teacher's context. `groups`: the student's rollouts of the rows, of
+    which contexts from outcomes are made; a row without such a context keeps its prompt."""
 
     def __init__(
-        self, environment: Environment, contexts: ContextProvider, name: str, default_system: str = ""
+        self,
+        environment: Environment,
+        contexts: ContextProvider,
+        name: str,
+        default_system: str = "",
+        groups: Groups | None = None,
     ) -> None:
-        self.id = environment.id
+        self.id, self._groups = environment.id, groups or []
         self._environment, self._contexts, self._name = environment, contexts, name
         self._default_system = default_system
 
     def rows(self, split: str = "train") -> list[Row]:
         """Rows with the teacher's prompts."""
-        return [self._add_context(row) for row in self._environment.rows(split)]
+        groups = zip_longest(self._environment.rows(split), self._groups, fillvalue=())
+        return [self._add_context(row, to_outcomes(group)) for row, group in groups if row]
 
     async def run_group(
         self, row: Row, client: Any, model: str, sampling_args: Sequence[dict[str, Any]], retries: int = 0
@@ -52,8 +63,8 @@ class ContextEnvironment:
         """Delegate to the environment."""
         return await self._environment.run_group(row, client, model, sampling_args, retries)
 
-    def _add_context(self, row: Row) -> Row:
-        context, prompt = self._contexts.context_for(self._name, row), row["prompt"]
+    def _add_context(self, row: Row, outcomes: Sequence[RolloutOutcome] = ()) -> Row:
+        context, prompt = self._contexts.context_for(self._name, row, group=outcomes), row["prompt"]
         if not context:
             return row
         key = "prompt" if isinstance(prompt, str) else "messages"
@@ -93,6 +104,10 @@ class Baseline:
     before: list[float] = field(default_factory=list)
     teacher: list[float] = field(default_factory=list)
     teacher_plain: list[float] = field(default_factory=list)
+    teacher_groups: Groups = field(default_factory=list)
+    """The teacher's rollouts under the context."""
+    best: dict[str, float] = field(default_factory=dict)
+    """The student's best mean score so far, of each context and of all ("")."""
     teacher_samples: list[tuple[Sample, list[int], int]] = field(default_factory=list)
     """The teacher's samples under the context; tokens with the student's prompt instead; length of that prompt."""
 
@@ -104,10 +119,10 @@ class BaselineEvaluator:
     teacher, at every evaluation for an EMA teacher, and equal the student's scores for a live teacher.
     """
 
-    def __init__(self, teacher: Teacher, clients: Sequence[Any], directory: Path) -> None:
+    def __init__(self, teacher: Teacher, clients: Sequence[Any], run_dir: RunDir) -> None:
         # The same teacher with separate counters, so that training metrics exclude evaluation.
         self.teacher = Teacher(teacher.contexts, teacher.scorer, teacher.model, teacher.reference)
-        self.clients, self.directory = clients, directory
+        self.clients, self.run_dir = clients, run_dir
         self._weights = teacher.contexts.teacher.weights
         self._is_student_model = teacher.scorer.model in (BASE_MODEL, teacher.model)
         self._baselines: dict[str, Baseline] = {}
@@ -127,7 +142,7 @@ class BaselineEvaluator:
         if self.teacher.contexts.role(name) != "context":
             return await self._measure_without_context(name, rows, version, groups, temperature)
         default_system = await self.teacher.find_default_system(name, {}, self.clients[0])
-        context_environment = ContextEnvironment(environment, self.teacher.contexts, name, default_system)
+        context_environment = ContextEnvironment(environment, self.teacher.contexts, name, default_system, groups)
         scores = {"student": example_scores(groups)}
         student = (self.clients, self.teacher.model)
         context_groups = await run(context_environment, *student)
@@ -139,25 +154,33 @@ class BaselineEvaluator:
                 name, environment, context_environment, version, scores, context_groups, run
             )
             metrics |= baseline_metrics(name, baseline)
+        answers = {"student": groups, "student_context": context_groups, "teacher_context": baseline.teacher_groups}
         if self._weights == "ema" and version:
             target = (self.teacher.scorer.clients, self.teacher.scorer.model)
             scores["teacher"] = example_scores(await run(environment, *target))
-            scores["teacher_context"] = example_scores(await run(context_environment, *target))
+            answers["teacher_context"] = await run(context_environment, *target)
+            scores["teacher_context"] = example_scores(answers["teacher_context"])
         else:
             is_live = self._weights == "live"
             scores["teacher"] = scores["student"] if is_live else baseline.teacher_plain
             scores["teacher_context"] = scores["student_context"] if is_live else baseline.teacher
+        if self._weights == "live":
+            del answers["teacher_context"]  # the same as the student's
+        folder = self.run_dir.eval_dir(name, version)
+        await anyio.to_thread.run_sync(write_answers, folder, rows, answers)
         found = {f"{what}/avg": statistics.fmean(values) for what, values in scores.items() if values}
         closed = await anyio.to_thread.run_sync(
             compute_gap_closed, scores["student"], baseline.before, baseline.teacher
         )
         if closed is not None:
             found |= dict(zip(("gap_closed", "gap_closed/ci_low", "gap_closed/ci_high"), closed, strict=True))
+        found |= await anyio.to_thread.run_sync(self._compare_contexts, rows, scores, baseline)
+        self._save_baseline(name, baseline, is_new=not version)
         if temperature == self.teacher.scorer.temperature:
             found |= await self._divergences(name, rows, groups, baseline)
         found["collapsed"] = float(self._is_collapsed(name, found, baseline))
         if version == 0:
-            self._log_gap(name, found, closed)
+            self._log_gap(name, found, closed, baseline)
         logger.info(format_scores(name, version, found))
         return metrics | {f"distill/{name}/{key}": value for key, value in found.items()}
 
@@ -176,19 +199,41 @@ class BaselineEvaluator:
         if len(baseline.before) != len(scores["student"]):
             logger.warning(f"{name}: the scores before training are unknown: comparing with version {version}")
             baseline.before = list(scores["student"])
+        baseline.best = dict(self._load_baseline(name, "best")) if version else {}
         groups, baseline.teacher_plain = context_groups, list(baseline.before)
         if self._weights == "frozen" and (version or not self._is_student_model):
             target = (self.teacher.scorer.clients, self.teacher.scorer.model)
             groups = await run(context_environment, *target)
             if not self._is_student_model:
                 baseline.teacher_plain = example_scores(await run(environment, *target))
-        baseline.teacher = example_scores(groups)
-        if version and self._weights != "frozen":  # it has changed since
+        baseline.teacher, baseline.teacher_groups = example_scores(groups), groups
+        is_outcome = self.teacher.contexts.context_from(name) in ("sibling", "feedback")
+        if version and (self._weights != "frozen" or is_outcome):  # it, or its context, has changed since
             baseline.teacher = self._load_baseline(name, "teacher") or baseline.teacher
         baseline.teacher_samples = await self._swap_prompts(groups, environment.rows("eval"))
-        if not version:
-            self._save_baseline(name, baseline)
         return baseline
+
+    def _compare_contexts(
+        self, rows: Sequence[Row], scores: Mapping[str, list[float]], baseline: Baseline
+    ) -> dict[str, float]:
+        """Scores and gap of each context of the rows, and what training on the others cost it (`interference`)."""
+        places: dict[str, list[int]] = {"": list(range(len(rows)))}
+        for i, row in enumerate(rows):
+            if (label := self.teacher.contexts.label(row)) is not None:
+                places.setdefault(label, []).append(i)
+        found: dict[str, float] = {}
+        for label, chosen in places.items():
+            parts = {name: [values[i] for i in chosen] for name, values in scores.items() if values}
+            now = statistics.fmean(parts["student"])
+            best = baseline.best[label] = max(now, baseline.best.get(label, now))
+            found[f"{label}/interference".lstrip("/")] = best - now
+            if not label:
+                continue
+            found |= {f"{label}/{name}/avg": statistics.fmean(values) for name, values in parts.items()}
+            before, teacher = ([values[i] for i in chosen] for values in (baseline.before, baseline.teacher))
+            if (closed := compute_gap_closed(parts["student"], before, teacher)) is not None:
+                found[f"{label}/gap_closed"] = closed[0]
+        return found
 
     async def _measure_without_context(
         self, name: str, rows: Sequence[Row], version: int, groups: Groups, temperature: float
@@ -198,7 +243,7 @@ class BaselineEvaluator:
         baseline = self._baselines.get(name)
         if baseline is None:
             baseline = self._baselines[name] = Baseline((self._load_baseline(name) if version else scores) or scores)
-            self._save_baseline(name, baseline)
+            self._save_baseline(name, baseline, is_new=True)
         found = {"student/avg": statistics.fmean(scores)}
         if was := statistics.fmean(baseline.before):
             found["retention"] = found["student/avg"] / was
@@ -207,18 +252,25 @@ class BaselineEvaluator:
         logger.info(format_scores(name, version, found))
         return {f"distill/{name}/{key}": value for key, value in found.items()}
 
-    def _save_baseline(self, name: str, baseline: Baseline) -> None:
-        path = self.directory / f"baseline_{name.replace('/', '_')}.json"
+    def _save_baseline(self, name: str, baseline: Baseline, *, is_new: bool) -> None:
+        """Write the scores before training and the best ones; unless `is_new` only if they are known."""
+        path = self._baseline_path(name)
+        if not is_new and not path.exists():
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"student": baseline.before, "teacher": baseline.teacher}), encoding="utf-8")
+        content = {"student": baseline.before, "teacher": baseline.teacher, "best": baseline.best}
+        path.write_text(json.dumps(content), encoding="utf-8")
 
-    def _load_baseline(self, name: str, role: str = "student") -> list[float]:
-        """Scores before training, written by the first attempt of this run."""
+    def _load_baseline(self, name: str, role: str = "student") -> Any:
+        """Scores before training ("best": of all versions), written by the first attempt of this run."""
         try:
-            text = (self.directory / f"baseline_{name.replace('/', '_')}.json").read_text(encoding="utf-8")
+            text = self._baseline_path(name).read_text(encoding="utf-8")
         except FileNotFoundError:
             return []
-        return [float(value) for value in json.loads(text)[role]]
+        return json.loads(text).get(role, [])
+
+    def _baseline_path(self, name: str) -> Path:
+        return self.run_dir.evals / f"baseline_{name.replace('/', '_')}.json"
 
     async def _swap_prompts(self, groups: Groups, rows: Sequence[Row]) -> list[tuple[Sample, list[int], int]]:
         """The teacher's single-turn samples with the student's prompt instead of the teacher's."""
@@ -258,7 +310,15 @@ class BaselineEvaluator:
         """ls - lt of every sampled token, and -ls."""
         gaps, entropy = list[float](), list[float]()
         for number, (group, row) in enumerate(zip(groups, rows, strict=False)):
-            samples = [sample for rollout in group if not rollout.failed for sample in rollout_to_samples(rollout)]
+            samples = [
+                sample
+                for index, rollout in enumerate(group)
+                if not rollout.failed
+                for sample in rollout_to_samples(rollout, index=index)
+            ]
+            for sample in samples:
+                assert sample.index is not None
+                sample.metadata["feedback"] = group[sample.index].feedback
             client = self.clients[number % len(self.clients)]
             for sample in await self.teacher.score_group(samples, name, row, client):
                 streams = (sample.inference_logprobs or [], sample.teacher_logprobs or [], sample.loss_mask)
@@ -269,20 +329,38 @@ class BaselineEvaluator:
         return gaps, entropy
 
     def _is_collapsed(self, name: str, found: Mapping[str, float], baseline: Baseline) -> bool:
-        """Whether the student with context scores far below the teacher: it no longer uses the context."""
-        was, now = statistics.fmean(baseline.teacher) if baseline.teacher else 0.0, found["student_context/avg"]
-        if not was > 0 or now >= COLLAPSE_FRACTION * was:
-            return False
-        logger.warning(
-            f"{name}: the student with context scores {now:.4f}, the teacher scored {was:.4f}: it is collapsing or "
-            'forgetting; add an environment with teacher = "reference", or lower the learning rate'
-        )
-        return True
+        """Whether the student collapses; logs a warning."""
+        before, teacher = (statistics.fmean(scores or [0.0]) for scores in (baseline.before, baseline.teacher))
+        problem = find_collapse(found["student/avg"], found["student_context/avg"], before, teacher)
+        if problem is not None:
+            logger.warning(f"{name}: {problem}")
+        return problem is not None
 
-    def _log_gap(self, name: str, found: Mapping[str, float], closed: Any) -> None:
+    def _log_gap(self, name: str, found: Mapping[str, float], closed: Any, baseline: Baseline) -> None:
         gap = found["teacher_context/avg"] - found["student/avg"]
         note = "" if closed is not None else " (not significant: gap_closed is not reported)"
+        if compute_gap_closed(baseline.before, baseline.teacher, baseline.before) is not None:  # teacher below student
+            logger.warning(
+                f"{name}: the context lowers the score, from {found['student/avg']:.4f} to "
+                f"{found['teacher_context/avg']:.4f}: the student will learn to be worse; correct the context"
+            )
         logger.info(f"Baseline of {name} | student {found['student/avg']:.4f} | gap to the teacher {gap:.4f}{note}")
+
+
+def find_collapse(student: float, student_context: float, before: float, teacher: float) -> str | None:
+    """What collapsed and the cure, from the mean scores of the student now (without and with context), of the student
+    before training, and of the teacher with context before training; None if nothing did."""
+    if teacher > 0 and student_context < COLLAPSE_FRACTION * teacher:
+        return (
+            f"the student with context scores {student_context:.4f}, the teacher scored {teacher:.4f}: it is "
+            'collapsing or forgetting; add an environment with teacher = "reference", or lower the learning rate'
+        )
+    if before > 0 and student < COLLAPSE_FRACTION * before:
+        return (
+            f"the student scores {student:.4f}, before training {before:.4f}: the context teaches it wrong "
+            f"answers (the teacher scored {teacher:.4f}); stop the run and correct the context"
+        )
+    return None
 
 
 def format_scores(name: str, version: int, found: Mapping[str, float]) -> str:

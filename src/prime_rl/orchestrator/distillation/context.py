@@ -2,45 +2,69 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prime_rl.client.contexts import Context, ContextPosition, Message, insert_context, insert_text
 from prime_rl.configuration.imports import import_function
 from prime_rl.orchestrator.config import TrainEnvConfig
-from prime_rl.orchestrator.distillation.config import ContextConfig, TeacherConfig
+from prime_rl.orchestrator.distillation.config import ContextConfig, ContextFrom, TeacherConfig
+from prime_rl.orchestrator.distillation.outcomes import RolloutOutcome, Source, build_outcome_source
 
-Source = Callable[[Mapping[str, Any]], Context | None]
 SYSTEM_PROBE = "Probe of the system message."
 PROBE_USER: Message = {"role": "user", "content": "a"}
 DEFAULT_SYSTEM_PROBES = ([PROBE_USER], [{"role": "system", "content": SYSTEM_PROBE}, PROBE_USER])
 """Two chats whose renderings show the default system message of a chat template (`read_default_system`)."""
-PLACEHOLDER = re.compile(r"\{\{\s*example((?:\.\w+)+)\s*\}\}")
+PLACEHOLDER = re.compile(r"\{\{\s*(\w+)((?:\.\w+)*)\s*\}\}")
 
 
-def build_source(config: ContextConfig, seed: int) -> Source | None:
-    """Build the function from a row to its context; None without a source. `ValueError` for an invalid source."""
+def build_source(config: ContextConfig, seed: int, success_reward: float = 1.0) -> Source | None:
+    """Build the function from a row and its rollouts to a context; None without a source.
+
+    `ValueError` for an invalid source.
+    """
+    if config.is_outcome:
+        assert config.context_from is not None
+        return build_outcome_source(config.context_from, config.context_template, success_reward, seed, fill_template)
     if config.context is not None:
         text = config.context
-        return lambda _: text
+        return lambda row, rollout, group: text
     if config.context_file is not None:
         try:
             read = config.context_file.read_text(encoding="utf-8")
         except OSError as error:
             raise ValueError(f"context_file {config.context_file} cannot be read: {error.strerror}") from error
-        return lambda _: read
+        return lambda row, rollout, group: read
     if config.context_template is not None:
         template = config.context_template
         if not PLACEHOLDER.search(template):
             raise ValueError("context_template has no {{example.KEY}} placeholder: add one, or use context instead")
-        return lambda row: fill_template(template, row)
+        return lambda row, rollout, group: fill_template(template, row, {})
     if config.context_fn is not None:
-        function = import_function(config.context_fn, "context_fn")
-        return lambda row: check_context(function(dict(row), random.Random(f"{seed}/{row.get('example_id')}")))
+        return build_function_source(config.context_fn, seed)
     return None
+
+
+def build_function_source(path: str, seed: int) -> Source:
+    """The source of `context_fn`; `rollout` and `group` are passed if the function has these parameters."""
+    function = import_function(path, "context_fn")
+    parameters = inspect.signature(function).parameters.values()
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    names = [name for name in ("rollout", "group") if takes_all or name in {parameter.name for parameter in parameters}]
+
+    def build(
+        row: Mapping[str, Any], rollout: RolloutOutcome | None, group: Sequence[RolloutOutcome]
+    ) -> Context | None:
+        place = f"/{rollout.index}" if names and rollout is not None else ""
+        rng = random.Random(f"{seed}/{row.get('example_id')}{place}")
+        given = {"rollout": rollout, "group": list(group) if group else None}
+        return check_context(function(dict(row), rng, **{name: given[name] for name in names}))
+
+    return build
 
 
 def check_context(value: Any) -> Context | None:
@@ -51,24 +75,29 @@ def check_context(value: Any) -> Context | None:
     raise ValueError(f"context_fn returned a {type(value).__name__}: return text, a list of messages, or None")
 
 
-def fill_template(template: str, row: Mapping[str, Any]) -> str:
-    """Fill every {{example.KEY}} of the template; `ValueError` for a key missing in the row."""
+def look_up(row: Mapping[str, Any], path: str, where: str) -> str:
+    """The value at a dotted path of a row as text; `ValueError` if there is none."""
+    value: Any = row
+    for key in path.split("."):
+        if isinstance(value, str):  # environments store `info` as JSON text
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError):
+                value = None
+        if not isinstance(value, Mapping) or key not in value:
+            known = ", ".join(sorted(value)) if isinstance(value, Mapping) else "nothing"
+            raise ValueError(f"{where}: this row has no {path} (available: {known})")
+        value = value[key]
+    return str(value)
 
-    def look_up(match: re.Match[str]) -> str:
-        value: Any = row
-        for key in match[1].split(".")[1:]:
-            if isinstance(value, str):  # environments store `info` as JSON text
-                try:
-                    value = json.loads(value)
-                except (ValueError, RecursionError):
-                    value = None
-            if not isinstance(value, Mapping) or key not in value:
-                known = ", ".join(sorted(value)) if isinstance(value, Mapping) else "nothing"
-                raise ValueError(f"context_template: this row has no {match[1][1:]} (available: {known})")
-            value = value[key]
-        return str(value)
 
-    return PLACEHOLDER.sub(look_up, template)
+def fill_template(template: str, row: Mapping[str, Any], fields: Mapping[str, str]) -> str:
+    """Fill {{example.KEY}} from the row and {{FIELD}} from `fields`; `ValueError` for a key missing in the row."""
+
+    def fill(match: re.Match[str]) -> str:
+        return look_up(row, match[2][1:], "context_template") if match[1] == "example" else fields[match[1]]
+
+    return PLACEHOLDER.sub(fill, template)
 
 
 def read_default_system(plain: str, probed: str) -> str:
@@ -88,9 +117,9 @@ class ContextProvider:
 
     def __init__(self, teacher: TeacherConfig, envs: Sequence[TrainEnvConfig], seed: int) -> None:
         self.teacher = teacher
-        self._default = build_source(teacher, seed)
+        self._default = build_source(teacher, seed, teacher.success_reward)
         self._envs = {env.name or env.id: env for env in envs}
-        self._sources = {name: build_source(env, seed) for name, env in self._envs.items()}
+        self._sources = {name: build_source(env, seed, teacher.success_reward) for name, env in self._envs.items()}
 
     def role(self, env: str) -> str:
         """Teacher role of an environment: context, reference or none."""
@@ -100,10 +129,39 @@ class ContextProvider:
         """Weight of the rollouts of a reference environment."""
         return self._envs[env].reference_weight
 
-    def context_for(self, env: str, row: Mapping[str, Any]) -> Context | None:
-        """The teacher's context for a row; None: no teacher; "": a teacher without context."""
+    def context_from(self, env: str) -> ContextFrom:
+        """What the contexts of an environment are made of."""
+        has_own = self._sources.get(env) is not None
+        return (self._envs[env] if has_own else self.teacher).context_from or "row"
+
+    def context_for(
+        self,
+        env: str,
+        row: Mapping[str, Any],
+        rollout: RolloutOutcome | None = None,
+        group: Sequence[RolloutOutcome] = (),
+    ) -> Context | None:
+        """The teacher's context for a row, and for a rollout of it; None: no teacher; "": a teacher without context.
+
+        Without `rollout` (evaluation of the teacher) a context from outcomes may use any of `group`.
+        """
         source = self._sources.get(env) or self._default
-        return "" if source is None else source(row)
+        return "" if source is None else source(row, rollout, group)
+
+    def label(self, row: Mapping[str, Any]) -> str | None:
+        """The name of a row's context in metrics; None without `context_key`."""
+        key = self.teacher.context_key
+        return None if key is None else re.sub(r"[^\w.-]", "_", look_up(row, key, "context_key"))
+
+    def check_rows(self, env: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """`ValueError` if the contexts of an environment cannot be built from its rows."""
+        if self.role(env) != "context" or not rows:
+            return
+        if self.context_from(env) == "answer" and not any(row.get("answer") not in (None, "") for row in rows):
+            raise ValueError(f'context_from = "answer", but no row of {env} has an answer: use another context_from')
+        if self.context_from(env) == "row":
+            self.context_for(env, rows[0])
+        self.label(rows[0])
 
     def position(self, env: str) -> ContextPosition:
         """Position of an environment's context."""

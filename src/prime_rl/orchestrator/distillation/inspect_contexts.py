@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import textwrap
 from typing import Any
 
 from prime_rl.orchestrator.config import OrchestratorConfig
 from prime_rl.orchestrator.distillation.context import DEFAULT_SYSTEM_PROBES, ContextProvider, read_default_system
+from prime_rl.orchestrator.distillation.outcomes import RolloutOutcome
 from prime_rl.runtime.tokenizer import load_tokenizer, render_chat
 from prime_rl.utils.vf import open_environments
 
 GUTTER = " | "
+EXAMPLE = RolloutOutcome(0, "(a completion)", math.inf, "(its feedback)")
+"""Stands for the rollouts in contexts from outcomes."""
 
 
 def inspect_contexts(config: OrchestratorConfig, num: int, width: int | None = None) -> str:
@@ -27,7 +31,8 @@ def inspect_contexts(config: OrchestratorConfig, num: int, width: int | None = N
     with open_environments([env.model_copy(update={"num_workers": 0}) for env in config.env]) as environments:
         for name, environment in environments.items():
             for number, row in enumerate(environment.rows("train")[:num]):
-                context = "" if contexts.role(name) == "reference" else contexts.context_for(name, row)
+                is_reference = contexts.role(name) == "reference"
+                context = "" if is_reference else contexts.context_for(name, row, group=[EXAMPLE])
                 if contexts.role(name) == "none" or context is None:
                     blocks.append(f"{name}, prompt {number}: no teacher")
                     continue

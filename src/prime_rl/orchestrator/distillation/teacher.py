@@ -15,6 +15,7 @@ import anyio
 import msgspec
 from loguru import logger
 
+from prime_rl.client.contexts import Context
 from prime_rl.client.scoring import ScoredTokens, TokenScorer
 from prime_rl.configuration.sections import BASE_MODEL
 from prime_rl.orchestrator.config import OrchestratorConfig
@@ -24,6 +25,7 @@ from prime_rl.orchestrator.distillation.context import (
     ContextProvider,
     read_default_system,
 )
+from prime_rl.orchestrator.distillation.outcomes import FeedbackCheck, read_outcomes
 from prime_rl.orchestrator.servers import wait_until_ready
 from prime_rl.utils.client import build_clients
 from rollouts.training.environments.protocol import describe_failure
@@ -60,26 +62,30 @@ class Teacher:
         self.reference = reference or scorer
         """Scorer of reference environments: the model before training, also with an EMA or live teacher."""
         self.last_error: str | None = None
+        self._feedback = FeedbackCheck(contexts.teacher.success_reward)
         self._counts: Counter[str] = Counter()
         self._seconds = 0.0
         self._prompts: OrderedDict[bytes, list[int]] = OrderedDict()
         self._default_systems: dict[bytes, str] = {}
 
     async def score_group(self, samples: list[Sample], env: str, row: Mapping[str, Any], client: Any) -> list[Sample]:
-        """Score the samples of a group; returns those that are scored or need no teacher. `client` renders the chat."""
-        role = self.contexts.role(env)
-        context = None if role == "none" else "" if role == "reference" else self.contexts.context_for(env, row)
-        if context is None:
-            for sample in samples:
-                sample.has_teacher = False
-            return samples
+        """Score the samples of a group; returns those that are scored or have no context. `client` renders the chat."""
+        role, contexts = self.contexts.role(env), self._build_contexts(samples, env, row)
+        for sample, context in zip(samples, contexts, strict=True):
+            sample.has_teacher = context is not None
+        if role == "context":
+            self._counts["rollouts"] += len(samples)
+            self._counts["with_context"] += sum(sample.has_teacher for sample in samples)
         scored: dict[int, Sample] = {}
         start_time = time.perf_counter()
 
         async def score_one(index: int) -> None:
             sample = samples[index]
+            if contexts[index] is None:
+                scored[index] = sample
+                return
             try:
-                tokens, start = await self._build_prompt(sample, env, context, client)
+                tokens, start = await self._build_prompt(sample, env, contexts[index], client)
                 scorer = self.reference if role == "reference" else self.scorer
                 self._fill(sample, await self._score(scorer, tokens, start), start)
             except UnscorableSample as skipped:
@@ -95,6 +101,17 @@ class Teacher:
         self._seconds += time.perf_counter() - start_time
         return [scored[index] for index in sorted(scored)]
 
+    def _build_contexts(self, samples: Sequence[Sample], env: str, row: Mapping[str, Any]) -> list[Context | None]:
+        """The context of each sample; None: no teacher, "": a teacher without context."""
+        if (role := self.contexts.role(env)) != "context":
+            return [None if role == "none" else ""] * len(samples)
+        rollouts = read_outcomes(samples)
+        group = list(rollouts.values())
+        if self.contexts.context_from(env) == "feedback":
+            self._feedback.count(env, group)
+        contexts = {index: self.contexts.context_for(env, row, one, group) for index, one in rollouts.items()}
+        return [contexts[sample.index] for sample in samples]
+
     def take_metrics(self) -> dict[str, float]:
         """Seconds of teacher scoring, and dropped samples by reason, since the last call."""
         counts, self._counts = self._counts, Counter()
@@ -102,6 +119,8 @@ class Teacher:
         metrics = {f"teacher/skipped/{reason}": float(counts[reason]) for reason in SkipReason}
         total = counts["tokens"]
         share = counts["cached_tokens"] / total if total else 0.0
+        if counts["rollouts"]:
+            metrics["teacher/with_context"] = counts["with_context"] / counts["rollouts"]
         return {"time/teacher_logprobs": seconds, "teacher/cached_prompt": share, **metrics}
 
     async def wait_until_ready(self, timeout_s: float) -> None:

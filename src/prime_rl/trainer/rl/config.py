@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -11,7 +11,17 @@ from pydantic import Field, model_validator
 from prime_rl.configuration.imports import check_arguments, import_function
 from prime_rl.trainer.model_config import ModelConfig
 from prime_rl.utils.pydantic_config import BaseConfig
-from rollouts.training.objectives import PRESETS, Direction, KLEstimator, LossAggregation, Objective, OldLogprobs, Ratio
+from rollouts.training.objectives import (
+    PRESETS,
+    Direction,
+    DistillChoice,
+    DistillGate,
+    KLEstimator,
+    LossAggregation,
+    Objective,
+    OldLogprobs,
+    Ratio,
+)
 
 BOUND_OPTIONS = {
     name: name for name in ("clip_low", "clip_high", "dual_clip", "gate_pos", "gate_neg", "max_prob_diff")
@@ -32,12 +42,12 @@ class DistillConfig(BaseConfig):
     estimator: Literal["auto", "token", "reward_to_go", "sequence", "topk+tail", "full"] = "token"
     """token: KL at the sampled token; reward_to_go: KL summed over the sampled token and its successors; sequence:
     sequence KL relative to the group; topk+tail: the teacher's top-k tokens plus one tail bucket; full: the whole
-    vocabulary; auto: topk+tail, with the forward direction while the student rarely samples the teacher's choice at
-    uncertain positions; token if the teacher has no top-k."""
+    vocabulary; auto: topk+tail in the adaptive direction; token if the teacher has no top-k."""
 
     direction: Direction = "reverse"
-    """reverse: KL(student || teacher); forward: KL(teacher || student); jsd: generalized Jensen-Shannon divergence. The
-    last two need topk+tail or full."""
+    """reverse: KL(student || teacher); forward: KL(teacher || student); jsd: generalized Jensen-Shannon divergence;
+    adaptive: forward for tokens whose most likely choice of the teacher has a probability below .2 under the student,
+    else reverse. The last three need topk+tail or full."""
 
     k: int = Field(default=8, ge=1, le=100)
     """topk+tail: number of top teacher tokens."""
@@ -48,6 +58,9 @@ class DistillConfig(BaseConfig):
     clip: float | None = Field(default=None, gt=0)
     """token, reward_to_go, sequence: clip the per-token log-prob difference to +-clip, so that a few tokens do not
     dominate."""
+
+    gate: DistillGate = "none"
+    """positive: distill only tokens of completions with an advantage above 0; not with reward_to_go and sequence."""
 
     @property
     def top_logprobs(self) -> int:
@@ -63,7 +76,22 @@ class DistillConfig(BaseConfig):
             )
         if self.clip is not None and self.top_logprobs:
             raise ValueError('clip applies to sampled tokens only: remove it, or set estimator to "token"')
+        if self.gate != "none" and self.estimator in ("reward_to_go", "sequence"):
+            raise ValueError('gate applies to single tokens: set estimator to "token", "topk+tail" or "full"')
         return self
+
+
+def fill_distill(loss_type: object, given: object) -> dict[str, Any]:
+    """The keys of `loss.distill`: those of the preset where they are not given and fit the given estimator."""
+    preset = PRESETS.get(loss_type) if isinstance(loss_type, str) else None
+    options = dict(given) if isinstance(given, Mapping) else {}
+    if preset is None or preset.distill == DistillChoice():
+        return options
+    choice = preset.distill
+    names = ["estimator", "gate"]
+    if options.get("estimator", choice.estimator) in ("topk+tail", "full"):
+        names.append("direction")
+    return {name: getattr(choice, name) for name in names} | options
 
 
 class AnnealConfig(BaseConfig):
@@ -72,6 +100,9 @@ class AnnealConfig(BaseConfig):
     Enabled by the presence of the section. The student can surpass its teacher once adv_tau / student_tau exceeds the
     cost, in nats per completion, of deviating from it.
     """
+
+    warmup: int = Field(default=0, ge=0)
+    """First steps, over which both taus rise linearly from 0 (SDPG)."""
 
     after: int = Field(default=50, ge=0)
     """Steps before the decay begins."""
@@ -90,7 +121,8 @@ class AnnealConfig(BaseConfig):
         """Multiplier of both taus at a step, counted from 1; `measured` is the final factor derived from `margin`."""
         factor = self.factor if self.margin is None else min(measured, 1.0)
         part = min(max(step - self.after, 0) / self.steps, 1.0)
-        return factor**part if factor else 1.0 - part
+        rise = min(step / self.warmup, 1.0) if self.warmup else 1.0
+        return rise * (factor**part if factor else 1.0 - part)
 
     @model_validator(mode="after")
     def _check_margin_or_factor(self) -> AnnealConfig:
@@ -125,6 +157,9 @@ class LossConfig(BaseConfig):
         "dr_grpo",
         "reinforce",
         "dppo",
+        "sdpo",
+        "opsd",
+        "sdpg",
         "custom",
     ] = "aipo"
     """Preset. Its baseline and scaling are also the defaults of orchestrator.advantage in rl."""
@@ -133,16 +168,16 @@ class LossConfig(BaseConfig):
     """Importance ratio: per token, or per sequence as the mean (geometric, arithmetic) or product of token ratios."""
 
     delta: float | None = _from_preset("ratio_cap", gt=0)
-    """Cap on the importance ratio (aipo, opo, rloo, maxrl)."""
+    """Cap on the importance ratio (aipo, opo, rloo, maxrl, sdpo, opsd)."""
 
     clip_low: float | None = _from_preset("clip_low", ge=0, le=1)
-    """Lower clip range: 1 - clip_low (grpo, gspo, luspo, cispo, ppo, dapo, dr_grpo)."""
+    """Lower clip range: 1 - clip_low (grpo, gspo, luspo, cispo, ppo, dapo, dr_grpo, sdpg)."""
 
     clip_high: float | None = _from_preset("clip_high", ge=0)
     """Upper clip range: 1 + clip_high (same presets)."""
 
     dual_clip: float | None = _from_preset("dual_clip", gt=1)
-    """Dual clip: bound the loss at -dual_clip A for negative advantages A (grpo, gspo, luspo, ppo, dapo, dr_grpo)."""
+    """Dual clip: bound the loss at -dual_clip A for negative advantages A (same presets but cispo)."""
 
     gate_pos: float | None = _from_preset("gate_pos", gt=0)
     """Temperature of the sigmoid gate on the ratio for positive advantages (sapo)."""
@@ -171,11 +206,11 @@ class LossConfig(BaseConfig):
     sequence_mask_high: float | None = Field(default=None, gt=0)
     """Mask sequences that contain a token ratio above this value."""
 
-    adv_tau: float = 1.0
-    """Weight of the advantage; rl defaults to 0.5 when orchestrator.teacher_model is set."""
+    adv_tau: float = _from_preset("adv_tau")
+    """Weight of the advantage; rl defaults to 0.5 when orchestrator.teacher_model is set (except sdpo, opsd, sdpg)."""
 
-    teacher_tau: float = Field(default=0.0, ge=0)
-    """Weight of the teacher log-prob in the advantage; rl defaults to 0.5 with a teacher."""
+    teacher_tau: float = _from_preset("teacher_tau", ge=0)
+    """Weight of the teacher log-prob in the advantage; rl defaults to 0.5 with a teacher (same exceptions)."""
 
     student_tau: float | None = None
     """Weight of the student log-prob, subtracted from the advantage; unset: teacher_tau."""
@@ -231,6 +266,14 @@ class LossConfig(BaseConfig):
         function = import_function(self.import_path, "loss.import_path")
         check_arguments(function, self.import_path, "loss.import_path", self.kwargs)
         return partial(function, **self.kwargs)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_distill(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or not isinstance(data.get("distill", {}), dict):
+            return data
+        filled = fill_distill(data.get("type"), data.get("distill"))
+        return {**data, "distill": filled} if filled else data
 
     @model_validator(mode="after")
     def _check_options_of_preset(self) -> LossConfig:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from prime_rl.trainer.config import BOUND_OPTIONS, AnnealConfig, LossConfig
 from rollouts.training.objectives import PRESETS, DistillChoice, Estimator, Objective, choose_distillation
-from rollouts.training.rl_losses import PolicyLoss, estimate_coverage
+from rollouts.training.rl_losses import PolicyLoss
 from rollouts.training.types import Sample
 
 
@@ -25,7 +22,7 @@ def build_objective(config: LossConfig, longest: int) -> Objective:
         options["max_tokens"] = config.max_tokens or longest
     distill = config.distill
     estimator: Estimator = "topk+tail" if distill.estimator == "auto" else distill.estimator
-    options["distill"] = DistillChoice(estimator, distill.direction, distill.jsd_beta, distill.clip)
+    options["distill"] = DistillChoice(estimator, distill.direction, distill.jsd_beta, distill.clip, distill.gate)
     choices = {BOUND_OPTIONS.get(name, name): value for name, value in options.items()}
     return Objective(**{"name": preset.name, "detached": preset.detached, "advantage": preset.advantage, **choices})
 
@@ -64,7 +61,9 @@ class LossSchedule:
             taus = {"teacher_tau": scale * objective.teacher_tau, "student_tau": scale * objective.student_tau}
             objective = replace(objective, **taus)  # type: ignore[arg-type]
         if self.chooses_estimator:
-            objective = replace(objective, distill=choose_distillation(*measure_coverage(samples)))
+            scored = [s for s in samples if s.teacher_logprobs is not None]
+            has_topk = all(sample.teacher_table is not None for sample in scored)
+            objective = replace(objective, distill=choose_distillation(has_topk))
         loss = replace(self.loss, objective=objective)
         if distance is None:
             return loss, {}
@@ -110,22 +109,3 @@ def _streams(sample: Sample) -> Iterable[tuple[float, float, float]]:
     """Per-token sampler log-probs, teacher log-probs and loss mask."""
     assert sample.inference_logprobs is not None and sample.teacher_logprobs is not None
     return zip(sample.inference_logprobs, sample.teacher_logprobs, sample.loss_mask, strict=True)
-
-
-def measure_coverage(samples: Sequence[Sample]) -> tuple[float, bool]:
-    """Coverage of the teacher's top-1 token by the student, and whether all samples have teacher top-k tables.
-
-    A function of the batch alone (see `estimate_coverage`), so that resumed runs make the same choice.
-    """
-    hits, logprobs = list[bool](), list[float]()
-    for sample in samples:
-        table = sample.teacher_table
-        if sample.teacher_logprobs is None or sample.anchor:
-            continue
-        if table is None:
-            return 1.0, False
-        ids, inference = array("i", table.ids), sample.inference_logprobs or []
-        loss_positions = [i for i, mask in enumerate(sample.loss_mask) if mask > 0]
-        hits += [sample.tokens[i] == ids[table.k * row] for row, i in enumerate(loss_positions)]
-        logprobs += [inference[i] for i in loss_positions]
-    return estimate_coverage(torch.tensor(hits, dtype=torch.bool), torch.tensor(logprobs)), bool(hits)

@@ -16,6 +16,7 @@ from rollouts.training.environments.protocol import (
     describe_failure,
     locate_error,
     open_conversation,
+    read_feedback,
     run_attempts,
     run_with_timeout,
 )
@@ -33,7 +34,8 @@ class PlainEnvironment:
     `state` (a dict of this rollout) by name and returns a number; it may be async. An exception fails the rollout.
 
     For several turns, `respond(messages, row, state)` returns the messages after the model's last one, or none to end;
-    `state` is shared with the reward functions. `tools` are OpenAI tool schemas, whose calls `respond` handles.
+    `state` is shared with the reward functions. `tools` are OpenAI tool schemas, whose calls `respond` handles. Text in
+    `state["feedback"]` says what was wrong with an attempt; contexts of a teacher and `evolve` can show it.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class PlainEnvironment:
         generated = time.perf_counter()
         if self.score:
             await self._score(rollout, row, state)
+        rollout.feedback = read_feedback(state)
         rollout.generation_ms, rollout.scoring_ms = 1e3 * (generated - started), 1e3 * (time.perf_counter() - generated)
 
     async def _run_turns(

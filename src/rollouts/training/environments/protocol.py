@@ -6,7 +6,7 @@ import asyncio
 import math
 import sysconfig
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -120,6 +120,12 @@ def check_reward(name: str, value: Any) -> float:
     if number is None or not math.isfinite(number):
         raise RewardError(f"{name} returned {repr(value)[:40]}: return a finite number, such as 0.0 or 1.0")
     return number
+
+
+def read_feedback(state: Mapping[str, Any]) -> str | None:
+    """`state["feedback"]` as text; None without it."""
+    value = state.get("feedback")
+    return None if value in (None, "") else str(value)
 
 
 def add_usage(so_far: int | None, answer: Any) -> int | None:

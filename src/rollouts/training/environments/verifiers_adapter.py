@@ -18,6 +18,7 @@ from rollouts.training.environments.protocol import (
     check_reward,
     locate_error,
     open_conversation,
+    read_feedback,
     run_attempts,
     run_with_timeout,
 )
@@ -183,7 +184,7 @@ def _to_rollout(row: Row, result: Any, args: dict[str, Any], scoring_error: Exce
     known.stop_reason = result.get("stop_condition")
     for step in result["trajectory"]:
         known.completion_tokens = add_usage(known.completion_tokens, step["response"])
-    known.tools = _offered_tools(result)
+    known.tools, known.feedback = _offered_tools(result), read_feedback(result)
     known.turns = [turn for step in result["trajectory"] if (turn := _to_turn(step)) is not None]
     known.num_turns = len(result["trajectory"])
     known.reward = float(result["reward"] or 0.0)

@@ -12,7 +12,6 @@ from rollouts.training.rl_losses.distill import (
     compute_divergence,
     compute_fixed_point,
     compute_sequence_kl_advantages,
-    estimate_coverage,
     reference_samples,
 )
 from rollouts.training.rl_losses.inputs import LossInputs, LossOutput
@@ -47,7 +46,6 @@ __all__ = [
     "compute_label_logprobs",
     "compute_logprobs",
     "compute_sequence_kl_advantages",
-    "estimate_coverage",
     "grpo_loss",
     "mean_over",
     "mix_advantages",

@@ -21,10 +21,10 @@ from itertools import accumulate, zip_longest
 
 import msgspec
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
-from rollouts.training.objectives import Direction, Objective
+from rollouts.training.objectives import LOW_COVERAGE, Direction, Objective
 from rollouts.training.rl_losses.inputs import LossInputs
 from rollouts.training.types import Sample
 
@@ -35,6 +35,8 @@ MIN_TABLE_LOGPROB = -100.0
 def distill_term(inputs: LossInputs, objective: Objective) -> Float[Tensor, " tokens"]:
     """Per-token divergence of `objective.distill`, weighted by the taus (reference samples: by 1); 0 without loss."""
     if inputs.student_table is None or inputs.teacher_table is None:
+        if inputs.has_teacher is not None and not inputs.has_teacher.any():
+            return torch.zeros_like(inputs.trainer_logprobs)
         raise ValueError(
             f"loss.distill.estimator is {objective.distill.estimator} but the batch has no teacher distributions: "
             "use estimator token, reward_to_go or sequence, or a teacher that returns its top-k"
@@ -59,20 +61,26 @@ def compute_divergence(
 
         reverse   sum p(s) (b s - a t)               a = b: a KL(student || teacher)
         forward   b KL(q || student)                 q = p(t)^(a/b), normalized: the target of the taus
+        adaptive  forward where the student's probability of the most likely outcome of q is below LOW_COVERAGE, else
+                  reverse: there samples of the student show its mistakes
         jsd       b (beta KL(q || m) + (1 - beta) KL(student || m))      m = beta q + (1 - beta) p(s)
 
     with a, b = teacher_tau, student_tau. `ValueError` for a `student_tau` of 0 where there is no target.
     """
     student, teacher = student.clamp(min=MIN_TABLE_LOGPROB), teacher.clamp(min=MIN_TABLE_LOGPROB)
+    reverse = (student.exp() * (student_tau * student - teacher_tau * teacher)).sum(-1)
     if direction == "reverse":
-        return (student.exp() * (student_tau * student - teacher_tau * teacher)).sum(-1)
+        return reverse
     if not student_tau > 0:
         raise ValueError(f"direction {direction} has no target at loss.student_tau {student_tau}: set it above 0")
     target = teacher
     if teacher_tau != student_tau:
         target = torch.log_softmax(teacher_tau / student_tau * teacher, -1).clamp(min=MIN_TABLE_LOGPROB)
+    forward = student_tau * (target.exp() * (target - student)).sum(-1)
     if direction == "forward":
-        return student_tau * (target.exp() * (target - student)).sum(-1)
+        return forward
+    if direction == "adaptive":
+        return torch.where(compute_coverage(student.detach(), teacher) < LOW_COVERAGE, forward, reverse)
     mixture = (jsd_beta * target.exp() + (1 - jsd_beta) * student.exp()).log()
     of_teacher = (target.exp() * (target - mixture)).sum(-1)
     of_student = (student.exp() * (student - mixture)).sum(-1)
@@ -84,20 +92,6 @@ def compute_coverage(
 ) -> Float[Tensor, " tokens"]:
     """The student's probability of the teacher's most likely token."""
     return student.gather(-1, teacher.argmax(-1, keepdim=True)).squeeze(-1).exp()
-
-
-def estimate_coverage(hits: Bool[Tensor, " tokens"], logprobs: Float[Tensor, " tokens"]) -> float:
-    """Estimated coverage on uncertain tokens: 0 if students never sample the teacher's most likely token, 0.5 if nearly
-    always.
-
-    `hits`: the sampled token is the teacher's argmax; `logprobs` are the sampler's. Tokens that the student already
-    predicts with certainty carry no signal, so hits have weight 1 - p(sampled) and misses have weight 1. With a
-    constant probability q of the argmax, the estimate tends to q / (1 + q); tokens on which the student is certain and
-    wrong pull it to 0. 1 if the total weight is 0.
-    """
-    unsettled = torch.where(hits, -logprobs.expm1(), 1.0)
-    total = unsettled.sum()
-    return (unsettled[hits].sum() / total).item() if total > 0 else 1.0
 
 
 def measure_tables(inputs: LossInputs) -> dict[str, Float[Tensor, " tokens"]]:

@@ -113,13 +113,11 @@ def mix_advantages(inputs: LossInputs, objective: Objective) -> Float[Tensor, " 
             teacher = _teacher(inputs, "teacher_tau", objective.teacher_tau)
             if (clip := objective.distill.clip) is not None:
                 teacher = student + (teacher - student).clamp(-clip, clip)
-            mixed = mixed + inputs.zero_without_teacher(
-                inputs.select_reference(teacher, objective.teacher_tau * teacher)
-            )
+            term = inputs.select_reference(teacher, objective.teacher_tau * teacher)
+            mixed = mixed + gate_teacher(inputs, objective, term)
         if objective.student_tau or inputs.is_reference is not None:
-            mixed = mixed - inputs.zero_without_teacher(
-                inputs.select_reference(student, objective.student_tau * student)
-            )
+            term = inputs.select_reference(student, objective.student_tau * student)
+            mixed = mixed - gate_teacher(inputs, objective, term)
     if objective.inference_kl_coef:
         mixed = mixed - objective.inference_kl_coef * (student - inputs.inference_logprobs)
     return mixed
@@ -130,7 +128,7 @@ def extra_terms(inputs: LossInputs, objective: Objective) -> dict[str, Float[Ten
     active = inputs.loss_mask > 0
     terms: dict[str, Float[Tensor, " tokens"]] = {}
     if _compares(objective):
-        terms["loss_distill"] = inputs.zero_without_teacher(distill_term(inputs, objective))
+        terms["loss_distill"] = gate_teacher(inputs, objective, distill_term(inputs, objective))
     if objective.kl_tau:
         gap = torch.where(active, inputs.trainer_logprobs - inputs.inference_logprobs, 0.0)
         terms["loss_kl"] = objective.kl_tau * gap.square()
@@ -144,6 +142,17 @@ def extra_terms(inputs: LossInputs, objective: Objective) -> dict[str, Float[Ten
             raise ValueError(f"loss.entropy_coef is {objective.entropy_coef} but no entropies were computed")
         terms["loss_entropy"] = -objective.entropy_coef * torch.where(active, inputs.entropy, 0.0)
     return terms
+
+
+def gate_teacher(
+    inputs: LossInputs, objective: Objective, values: Float[Tensor, " tokens"]
+) -> Float[Tensor, " tokens"]:
+    """The values, and 0 for tokens without teacher log-probs and for those that `distill.gate` leaves out."""
+    values = inputs.zero_without_teacher(values)
+    if objective.distill.gate == "none":
+        return values
+    is_open = inputs.advantages > 0
+    return torch.where(is_open if inputs.is_reference is None else is_open | inputs.is_reference, values, 0.0)
 
 
 @torch.no_grad()

@@ -11,13 +11,20 @@ import pytest
 
 from prime_rl.client.scoring import TokenScorer
 from prime_rl.orchestrator.config import OrchestratorConfig
-from prime_rl.orchestrator.distillation.baseline_eval import Baseline, BaselineEvaluator, HeldOutEnvironment
+from prime_rl.orchestrator.distillation.baseline_eval import (
+    Baseline,
+    BaselineEvaluator,
+    ContextEnvironment,
+    HeldOutEnvironment,
+    find_collapse,
+)
 from prime_rl.orchestrator.distillation.context import ContextProvider
 from prime_rl.orchestrator.distillation.teacher import Teacher
+from prime_rl.runtime.run_dir import RunDir
 from rollouts.training.agent_integration import Rollout
 from rollouts.training.environments import Environment
 from rollouts.training.environments.plain import PlainEnvironment
-from rollouts.training.metrics import compute_gap_closed
+from rollouts.training.metrics import compute_gap_closed, load_jsonl
 from rollouts.training.types import Sample, Status
 
 
@@ -93,7 +100,7 @@ def test_divergences_are_over_the_tokens_with_loss(tmp_path: Path) -> None:
     teacher = TeacherOfOneSample(
         ContextProvider(config.teacher_model, config.env, config.seed), TokenScorer([], "m"), "m"
     )
-    baseline_evaluator = BaselineEvaluator(teacher, ["student"], tmp_path)
+    baseline_evaluator = BaselineEvaluator(teacher, ["student"], RunDir(tmp_path))
     baseline_evaluator.teacher = teacher
     row = build_environment(["a"], ["b"]).rows("eval")[0]
     rollouts = [[Rollout(prompt=row["prompt"], reward=1.0)]]
@@ -132,7 +139,7 @@ def test_baselines_over_time(tmp_path: Path) -> None:
         groups = answer(world, rewards["plain"])
         return anyio.run(baseline_evaluator.measure, name, world, world.rows("eval"), version, groups, 1.0, run)
 
-    baseline_evaluator, name = BaselineEvaluator(teacher, ["student"], tmp_path), "world"
+    baseline_evaluator, name = BaselineEvaluator(teacher, ["student"], RunDir(tmp_path)), "world"
     first = measure(0)
     before, with_context = 0.2 * 29 / 30, 29 / 30
     assert first[f"eval/{name}/baseline_student/avg"] == pytest.approx(before)
@@ -145,7 +152,15 @@ def test_baselines_over_time(tmp_path: Path) -> None:
     assert second[f"distill/{name}/teacher_context/avg"] == pytest.approx(with_context)
     assert second[f"distill/{name}/collapsed"] == 1.0 and first[f"distill/{name}/collapsed"] == 0.0
     assert not [key for key in second if "baseline" in key], "logged once"
-    baseline_evaluator = BaselineEvaluator(teacher, ["student"], tmp_path)  # the run is resumed
+    line = list(load_jsonl(tmp_path / "evals" / "step_5" / name / "answers.jsonl"))[1]
+    assert line["prompt"] == [{"role": "user", "content": "1"}] and list(line)[3:] == [
+        "student",
+        "student_context",
+        "teacher_context",
+    ]
+    rewards_of = [line[role][0]["reward"] for role in ("student", "student_context", "teacher_context")]
+    assert rewards_of == [0.6, 0.4, 1.0], "the teacher's answers are those before training"
+    baseline_evaluator = BaselineEvaluator(teacher, ["student"], RunDir(tmp_path))  # the run is resumed
     rewards["context"] = 1.0
     resumed = measure(6)
     assert resumed[f"distill/{name}/gap_closed"] == pytest.approx(0.5), "the student before training is remembered"
@@ -154,3 +169,61 @@ def test_baselines_over_time(tmp_path: Path) -> None:
     rewards["plain"] = 0.1
     other = measure(6, "elsewhere")
     assert other["distill/elsewhere/retention"] == pytest.approx(0.5) and "distill/elsewhere/gap_closed" not in other
+
+
+def test_context_environment_uses_outcomes_of_the_student() -> None:
+    config = OrchestratorConfig.model_validate(
+        {"env": [{"id": "world"}], "teacher_model": {"context_from": "feedback", "context_template": "{{feedback}}: "}}
+    )
+    assert config.teacher_model is not None
+    contexts, world = ContextProvider(config.teacher_model, config.env, 0), build_environment(["a"], ["b", "c", "d"])
+    failed = Rollout(prompt="", status=Status.FAILED, feedback="of a failed one")
+    groups = [[Rollout(prompt="", feedback="no"), Rollout(prompt="", feedback="not")], [failed, Rollout(prompt="")]]
+    rows = ContextEnvironment(world, contexts, "world", groups=groups).rows("eval")
+    assert [row["prompt"][0]["content"] for row in rows] == ["no: b", "c", "d"]
+
+
+def test_planted_bad_context_triggers_the_alarm() -> None:
+    """The teacher is wrong, so the student loses what it could do; forgetting the context is an alarm as well."""
+    assert find_collapse(student=0.6, student_context=0.9, before=0.5, teacher=0.9) is None
+    planted = find_collapse(student=0.1, student_context=0.0, before=0.5, teacher=0.0)
+    assert planted is not None and "before training 0.5000: the context teaches it wrong answers" in planted
+    forgotten = find_collapse(student=0.9, student_context=0.3, before=0.1, teacher=0.9)
+    assert forgotten is not None and "the teacher scored 0.9000" in forgotten
+    assert find_collapse(student=0.0, student_context=0.0, before=0.0, teacher=0.0) is None
+
+
+def test_contexts_of_rows_are_compared(tmp_path: Path) -> None:
+    """Two rule sheets by row; the second round of training costs the first sheet what it had learned."""
+    teacher = {"context_template": "{{example.info.sheet}} ", "context_key": "info.sheet", "eval_baseline": True}
+    config = OrchestratorConfig.model_validate({"env": [{"id": "world"}], "eval": {}, "teacher_model": teacher})
+    assert config.teacher_model is not None
+    contexts = ContextProvider(config.teacher_model, config.env, config.seed)
+    rows = [{"prompt": f"{i}", "info": {"sheet": "ab"[i % 2]}} for i in range(40)]
+    world = PlainEnvironment(rows, lambda completion: 0.0, eval_dataset=rows)
+    student = {"a": 0.0, "b": 0.0}
+
+    def answer(environment: Environment, reward: dict[str, float]) -> list[list[Rollout]]:
+        return [[Rollout(prompt="", reward=reward[row["info"]["sheet"]])] for row in environment.rows("eval")]
+
+    async def run(environment: Environment, clients: Sequence[Any], model: str) -> list[list[Rollout]]:
+        return answer(environment, {"a": 1.0, "b": 0.8})
+
+    def measure(version: int) -> dict[str, float]:
+        groups, rows = answer(world, student), world.rows("eval")
+        found = anyio.run(evaluator.measure, "world", world, rows, version, groups, 1.0, run)
+        return {key.removeprefix("distill/world/"): value for key, value in found.items()}
+
+    evaluator = BaselineEvaluator(ScriptedTeacher(contexts, TokenScorer([], "m"), "m"), ["s"], RunDir(tmp_path))
+    measure(0)
+    student |= {"a": 0.9}
+    found = measure(1)
+    assert (found["a/gap_closed"], found["b/gap_closed"]) == (pytest.approx(0.9), 0.0)
+    assert found["a/student/avg"] == pytest.approx(0.9) and found["b/teacher_context/avg"] == pytest.approx(0.8)
+    evaluator = BaselineEvaluator(evaluator.teacher, ["s"], RunDir(tmp_path))  # the run is resumed
+    student |= {"a": 0.6, "b": 0.8}
+    found = measure(2)
+    assert found["a/interference"] == pytest.approx(0.3) and found["b/interference"] == 0.0
+    assert found["interference"] == 0.0 and found["b/gap_closed"] == pytest.approx(1.0)
+    with pytest.raises(ValueError, match=r"this row has no info.sheet \(available: sheets\)"):
+        contexts.label({"info": {"sheets": 1}})

@@ -1,0 +1,233 @@
+"""Rollouts until a held-out accuracy of .9: contexts from outcomes against `grpo`, in one process.
+
+    python benchmarks/bench_outcomes.py [--seeds 0 1 2] [--only answer,feedback] [--json FILE]
+
+The model and the tasks are those of `distill_lab`; accuracies are exact. Contexts show the teacher
+
+    answer    the right answer of the question
+    sibling   a random successful answer of the same group, to the others of the group
+    feedback  for a wrong answer: that answer with its first mistake corrected
+
+and the losses are the presets. A row passes if outcome contexts need at most a quarter of the rollouts of `grpo`, so
+`grpo` runs until it reaches .9, or to four times the rollouts of the slowest of the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from distill_lab import (
+    BEGIN,
+    END,
+    GROUP,
+    RISING,
+    VALUES,
+    WAY,
+    CausalLM,
+    Rows,
+    Task,
+    add_tables,
+    build_facts,
+    build_modes,
+    compute_accuracy,
+    compute_table,
+    make_inputs,
+    pick,
+    sample,
+    warm_up,
+    wrap,
+)
+from results import Row as Line
+from results import describe_machine, finish
+
+from rollouts.training.advantages import compute_batch_advantages
+from rollouts.training.objectives import PRESETS, Objective
+from rollouts.training.rl_losses import policy_loss
+
+PROMPTS, TARGET, EVERY = 8, 0.9, 2
+GRPO_RATES = (1e-3, 3e-3)
+"""The better one of these learning rates counts."""
+FACTS, REVERSE = torch.tensor([[3, 7, 1, 0, 5, 2]]), torch.tensor([[1]])
+MAX_ROLLOUTS = 100_000
+SHARE = 4
+
+
+@dataclass(frozen=True)
+class Method:
+    """A preset, its contexts and the weights of its teacher."""
+
+    objective: Objective
+    context_from: str = ""
+    ema_decay: float = 1.0  # 1: frozen
+    lr: float = 1e-3
+    top_k: int = 4
+
+
+GRPO = Method(PRESETS["grpo"])
+OPSD = Method(PRESETS["opsd"], "answer")
+SDPO = Method(PRESETS["sdpo"], "sibling", ema_decay=0.95)
+FEEDBACK = replace(SDPO, context_from="feedback")
+SDPG = Method(replace(PRESETS["sdpg"], teacher_tau=1.0, student_tau=1.0), "answer", ema_decay=0.0)
+
+
+def build_demonstrations(task: Task) -> Task:
+    """The task `modes` with answers as contexts, which are to be copied."""
+
+    def draw_contexts(n: int, draw: torch.Generator) -> Rows:
+        return torch.randint(VALUES, (n, 4), generator=draw)
+
+    def solve(letters: Rows, shown: Rows) -> Rows:
+        return wrap(shown.expand(len(letters), -1), END)
+
+    def show(letters: Rows, shown: Rows, first: int) -> Rows:
+        return task.show(letters, shown - WAY, first)
+
+    return replace(task, name="demonstrations", draw_contexts=draw_contexts, solve=solve, show=show)
+
+
+def write_context(task: Task, questions: Rows, answers: Rows, draw: torch.Generator) -> Rows:
+    """Contexts that show these answers: a table with the values of the asked keys, or the letters."""
+    shown = answers[:, :-1].clamp(max=VALUES - 1)
+    if task.name != "facts":
+        return shown
+    table = task.draw_contexts(len(questions), draw)
+    return table.scatter(1, questions, shown)
+
+
+def choose_contexts(
+    method: Method, task: Task, questions: Rows, answers: Rows, truth: Rows, draw: torch.Generator
+) -> tuple[Rows, torch.Tensor]:
+    """The context of every answer, and whether it has one."""
+    right = (answers == truth).all(1)
+    if method.context_from == "answer":
+        return write_context(task, questions, truth, draw), torch.ones_like(right)
+    if method.context_from == "feedback":
+        wrong = answers != truth
+        is_first = wrong & (wrong.long().cumsum(1) == 1)
+        return write_context(task, questions, torch.where(is_first, truth, answers), draw), ~right
+    groups = right.view(-1, GROUP)
+    others = groups[:, None, :] & ~torch.eye(GROUP, dtype=torch.bool)
+    has_context = others.any(-1).flatten()
+    weights = torch.where(others.any(-1, keepdim=True), others.float(), 1.0)
+    chosen = torch.multinomial(weights.view(-1, GROUP), 1, generator=draw)[:, 0]
+    first = torch.arange(len(answers)) // GROUP * GROUP
+    return write_context(task, questions, answers[first + chosen], draw), has_context
+
+
+def count_rollouts(
+    task: Task,
+    base: CausalLM,
+    method: Method,
+    truth_context: Rows,
+    seed: int,
+    solve: Callable[[Rows, Rows], Rows],
+    limit: float = MAX_ROLLOUTS,
+) -> tuple[float, float]:
+    """Rollouts until the exact held-out accuracy is TARGET, infinite beyond `limit`; and the accuracy at the end."""
+    torch.manual_seed(seed)
+    draw = torch.Generator().manual_seed(seed + 1000)
+    student, teacher = copy.deepcopy(base), copy.deepcopy(base)
+    optimizer = torch.optim.AdamW(student.parameters(), lr=method.lr)
+    plain, truth = task.plain(task.eval), solve(task.eval, truth_context)
+    objective, step = method.objective, 0
+    accuracy = 0.0
+    while step * PROMPTS * GROUP <= limit:
+        if step % EVERY == 0 and (accuracy := compute_accuracy(student, plain, truth)) >= TARGET:
+            return step * PROMPTS * GROUP, accuracy
+        step += 1
+        questions = pick(task.train, PROMPTS, draw).repeat_interleave(GROUP, 0)
+        shown, right = task.plain(questions), solve(questions, truth_context)
+        answers = sample(student, shown, task.length, draw)
+        table = compute_table(student, shown, answers)
+        rewards = (answers == right).all(1).float().view(PROMPTS, GROUP)
+        choice = objective.advantage
+        values = compute_batch_advantages(rewards.tolist(), baseline=choice.baseline, std=choice.std)
+        advantages = torch.tensor(values).view(-1, 1).expand(-1, task.length)
+        inputs = make_inputs(table, answers, table.detach(), advantages=advantages)
+        if method.context_from:
+            contexts, has_context = choose_contexts(method, task, questions, answers, right, draw)
+            with torch.no_grad():
+                prompts = task.show(questions, contexts, BEGIN)
+                teacher_table = compute_table(teacher, prompts, answers, shared=False)
+            inputs = make_inputs(table, answers, teacher_table, advantages=advantages)
+            inputs = add_tables(inputs, table, teacher_table, objective.distill, method.top_k)
+            inputs = replace(inputs, has_teacher=has_context.repeat_interleave(task.length))
+        output = policy_loss(inputs, objective)
+        optimizer.param_groups[0]["lr"] = method.lr * min(1.0, step / RISING)
+        torch.autograd.backward(output.loss_sum / output.count)
+        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for mine, theirs in zip(teacher.parameters(), student.parameters(), strict=True):
+                mine.lerp_(theirs, 1 - method.ema_decay)
+    return math.inf, accuracy
+
+
+ROWS = {
+    "facts answer": OPSD,
+    "facts feedback": FEEDBACK,
+    "demonstrations answer": OPSD,
+    "demonstrations sibling": SDPO,
+}
+
+
+def main() -> int:
+    """Print a line per row; exit code 1 when one misses its threshold."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--only", type=lambda text: text.split(","), help="words of rows, such as answer,feedback")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.backends.mkldnn.enabled = False
+    machine, cpu_began = describe_machine(1), time.process_time()
+    rows = {name: method for name, method in ROWS.items() if not args.only or set(name.split()) & set(args.only)}
+    facts, modes = build_facts(), build_modes()
+    tasks = {
+        "facts": (facts, facts.solve, FACTS),
+        "demonstrations": (build_demonstrations(modes), modes.solve, REVERSE),
+    }
+    found: dict[str, list[float]] = {}
+    ends: dict[str, list[float]] = {}
+
+    def record(row: str, seed: int, result: tuple[float, float]) -> float:
+        found.setdefault(row, []).append(result[0])
+        ends.setdefault(row, []).append(result[1])
+        spent = time.process_time() - cpu_began
+        print(f"seed {seed} | {row} | {result[0]:,.0f} rollouts, accuracy {result[1]:.3f} | {spent:.0f} s", flush=True)
+        return result[0]
+
+    for name, (task, solve, truth) in tasks.items():
+        methods = {row: method for row, method in rows.items() if row.startswith(name)}
+        for seed in args.seeds if methods else ():
+            base = warm_up(task, seed)
+            slowest = 0.0
+            for row, method in methods.items():
+                slowest = max(slowest, record(row, seed, count_rollouts(task, base, method, truth, seed, solve)))
+            for lr in GRPO_RATES:
+                method = replace(GRPO, lr=lr)
+                result = count_rollouts(task, base, method, truth, seed, solve, SHARE * slowest)
+                record(f"{name} grpo {lr:g}", seed, result)
+    lines = []
+    for row in rows:
+        rates = [f"{row.split()[0]} grpo {lr:g}" for lr in GRPO_RATES]
+        least = [min(numbers) for numbers in zip(*(found[rate] for rate in rates), strict=True)]
+        share = max(num / other for num, other in zip(found[row], least, strict=True))
+        best = [max(numbers) for numbers in zip(*(ends[rate] for rate in rates), strict=True)]
+        shown = ", ".join(f"{value:.2f}" for value in best)
+        detail = f"rollouts {found[row]}; grpo after {SHARE} times those of the slowest row: accuracy {shown}"
+        lines.append(Line(f"{row}: largest share of grpo's rollouts", share, "<=", 1 / SHARE, detail))
+    lines.append(Line("CPU minutes", (time.process_time() - cpu_began) / 60))
+    return finish("outcomes", lines, machine, {"rollouts": found, "accuracy": ends}, args.json)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
