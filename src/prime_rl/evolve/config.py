@@ -100,6 +100,9 @@ class EvolveConfig(GenerationConfig):
     max_proposals: int = Field(default=200, ge=0)
     """Maximum proposals, including rejected ones."""
 
+    max_repeats: int = Field(default=10, ge=1)
+    """The search ends after this many proposals in a row that are empty or repeat an earlier context."""
+
     minibatch_size: int = Field(default=4, ge=1)
     """Examples that the proposer reads and on which its proposal must improve."""
 

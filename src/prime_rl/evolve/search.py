@@ -50,6 +50,7 @@ class SearchLimits(Protocol):
     seed: int
     budget: int
     max_proposals: int
+    max_repeats: int
     minibatch_size: int
     stop_reward: float
 
@@ -77,7 +78,7 @@ class Search:
     num_rollouts: int = 0
 
     async def run(self, context: str) -> None:
-        """Search from an initial context until the budget, `max_proposals` or `stop_reward` is reached."""
+        """Search until the budget, `max_proposals`, `max_repeats` or `stop_reward` is reached."""
         await self._try(Candidate(0, context))
         while self._may_continue():
             number = len(self.candidates)
@@ -97,12 +98,19 @@ class Search:
         """The accepted candidate with the highest mean score; of equal ones the first."""
         return max(self.accepted, key=lambda candidate: statistics.fmean(candidate.scores.values()))
 
+    @property
+    def num_repeats(self) -> int:
+        """Proposals since the last new context: empty ones and copies of an earlier one."""
+        is_new = [c.status not in (CandidateStatus.DUPLICATE, CandidateStatus.EMPTY) for c in self.candidates]
+        return is_new[::-1].index(True)
+
     def _may_continue(self) -> bool:
         """Whether the budget suffices for a proposal that is accepted, and a better score is possible."""
         limits = self.limits
         return (
             self.num_rollouts + len(self.examples) * self.cost <= limits.budget
             and len(self.candidates) <= limits.max_proposals
+            and self.num_repeats < limits.max_repeats
             and any(score < limits.stop_reward for score in self.best.scores.values())
         )
 

@@ -13,7 +13,7 @@ import pytest
 from fake_api import FakeApi, serve_api
 
 from prime_rl.evolve.config import EvolveConfig
-from prime_rl.evolve.evolve import check_proposer, check_window, run_search
+from prime_rl.evolve.evolve import check_proposer, evolve, run_search
 from prime_rl.evolve.proposer import extract_context
 from prime_rl.evolve.search import Candidate, Search, find_front, select_parent
 from prime_rl.generation.session import GenerationRun
@@ -44,6 +44,10 @@ def correct_first_key(context: str, examples: Sequence[Mapping[str, Any]], rng: 
 
 def give_up_on_d(context: str, examples: Sequence[Mapping[str, Any]], rng: random.Random) -> str:
     return correct_first_key(context, examples, rng) if rng.random() < 0.5 else context + f" d{rng.randrange(4, 8)}"
+
+
+def repeat(context: str, examples: Sequence[Mapping[str, Any]], rng: random.Random) -> str:
+    return "a4"
 
 
 @pytest.fixture
@@ -155,6 +159,14 @@ def test_duplicate_and_empty_proposals_cost_nothing() -> None:
     assert search.num_rollouts == 10
 
 
+def test_search_ends_when_the_proposer_repeats_itself(api: FakeApi, tmp_path: Path) -> None:
+    config = build_config(tmp_path, "repeat", max_repeats=3, max_proposals=100)
+    statuses = [c.status.value for c in run(config, api).candidates]
+    assert statuses == ["accepted", "rejected", *["duplicate"] * 3]
+    again = run(config, api)
+    assert [c.status.value for c in again.candidates] == statuses, "a resumed search ends at the same place"
+
+
 def test_model_proposer_reads_examples_and_seeds_repeat(api: FakeApi, tmp_path: Path) -> None:
     def reply(body: Mapping[str, Any]) -> str:
         is_proposal = "Write a better context" in body["messages"][-1]["content"]
@@ -201,10 +213,9 @@ def test_unreachable_proposer_is_found_first(tmp_path: Path) -> None:
 
 
 def test_context_beyond_the_window_is_found_first(tmp_path: Path) -> None:
-    config = build_config(tmp_path, model={"name": "tiny-qwen3", "max_model_len": 16})
-    check_window(config, "a3 b7")
-    with pytest.raises(ValueError, match="the model's window is 16: shorten the context"):
-        check_window(config, "a3 b7 " * 20)
+    config = build_config(tmp_path, model={"name": "tiny-qwen3", "max_model_len": 16}, context="a3 b7 " * 20)
+    with pytest.raises(ValueError, match=r"the initial context has .* the model's window is 16: shorten the context"):
+        evolve(config)
 
 
 def test_budget_below_the_first_context(api: FakeApi, tmp_path: Path) -> None:
