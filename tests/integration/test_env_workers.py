@@ -7,10 +7,16 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import anyio
 import pytest
 from cli_runner import Command, Runner, metric_rows, read_command_line, runner, until
+from fake_engine import FakeEngine, serve
 
+from prime_rl.configuration.sections import EnvConfig, SamplingConfig
 from prime_rl.runtime.machine import find_free_port
+from prime_rl.utils.client import InferenceClient
+from prime_rl.utils.vf import build_sampling_args, open_environments
+from rollouts.training.agent_integration import Rollout
 from rollouts.training.steps import complete_steps
 
 KINDS = "fine once-hang fine raise fine once-leak fine fine fine fine fine fine"
@@ -52,3 +58,17 @@ def test_a_run_survives_its_environment(run: Runner, tmp_path: Path) -> None:
         assert log.count(words) == 1, log
     assert rows[-1]["error/quarantined"] == 1, "the row that raises, and no other"
     assert workers(command) == [] == command.pids()
+
+
+def test_a_group_of_environments_in_a_worker() -> None:
+    config = EnvConfig(id="adapter_envs:load_environment", args={"kind": "group"})
+    with serve(FakeEngine(reply=lambda body: "yes")) as engine, open_environments([config]) as found:
+        [environment] = found.values()
+
+        async def main() -> list[Rollout]:
+            args = [build_sampling_args(SamplingConfig(), seed) for seed in range(3)]
+            row = environment.rows()[0]
+            return await environment.run_group(row, InferenceClient(engine.base_url), "m", args, 0)
+
+        rollouts = anyio.run(main)
+    assert [(r.reward, r.task, r.error) for r in rollouts] == [(1.0, "a", None)] * 3

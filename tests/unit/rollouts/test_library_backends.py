@@ -12,7 +12,6 @@ from typing import Any
 import anyio
 import pytest
 import torch
-from forked_ranks import run_program
 from tiny_hf import build_batch, build_tiny_hf
 
 from prime_rl.transport.weights import check_directory
@@ -499,30 +498,3 @@ def test_fsdp_units_and_flags() -> None:
             FSDPConfig(**fields)
     with pytest.raises(ValueError, match="init_process_group"):
         FSDPTrainingBackend(model, torch.optim.AdamW, grpo_loss, Path("unused"), FSDPConfig())
-
-
-def test_two_ranks_equal_one(tmp_path: Path) -> None:
-    batches = [build_batch(4, seed) for seed in range(4)]
-    single = build_backend(tmp_path / "one", max_grad_norm=0.5)
-    reports = [step(single, rows(batch, 0, 2), rows(batch, 2, 4)) for batch in batches[:2]]
-    path = anyio.run(single.save_checkpoint, 2, {})
-    reports += [step(single, batch) for batch in batches[2:]]
-
-    (tmp_path / "two").mkdir()
-    run_program("fsdp_ranks.py", path, tmp_path / "two", timeout_s=300)
-    results = json.loads((tmp_path / "two" / "results.json").read_text())
-    for name, found in results["exact"].items():
-        for mine, theirs in zip(reports, found, strict=True):
-            for key in ("loss", "grad_norm", "lr", "step"):
-                assert theirs[key] == pytest.approx(mine[key], rel=2e-4), (name, key)
-        # One rank continues from what two have written, and two from what one has.
-        reader = build_backend(tmp_path / "reader", seed=3)
-        metadata = anyio.run(reader.load_checkpoint, latest_checkpoint(tmp_path / "two" / name))
-        assert metadata["step"] == 4 and reader.current_step == 4
-        ours, theirs = weights_of(single), weights_of(reader)
-        assert all(torch.allclose(ours[n], theirs[n], atol=2e-4) for n in ours)
-        assert step(reader, batches[0])["step"] == 5
-    assert results["bfloat16"]["loss"] == pytest.approx(results["exact"]["full"][0]["loss"], rel=2e-2)
-    assert results["bfloat16"]["param_dtype"] == "torch.float32"
-    assert results["broadcast"] == ["hello", "hello"]
-    assert results["continued"] == [2, 2] and results["num_tensors"] == [len(weights_of(single)), 0]

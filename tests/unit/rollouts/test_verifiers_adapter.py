@@ -11,12 +11,10 @@ from typing import Any
 
 import anyio
 import pytest
-from fake_engine import FakeEngine, serve
 from fake_transport import END, Wire, check, encode, turn
 
-from prime_rl.configuration.sections import EnvConfig, SamplingConfig
-from prime_rl.utils.client import InferenceClient
-from prime_rl.utils.vf import build_sampling_args, open_environments
+from prime_rl.configuration.sections import SamplingConfig
+from prime_rl.utils.vf import build_sampling_args
 from rollouts.training.agent_integration import Rollout, rollout_to_samples
 from rollouts.training.environments import load_environment
 from rollouts.training.types import Status
@@ -96,20 +94,6 @@ def test_truncated_completion_has_length_status() -> None:
     wire, rollout = run("multi", [turn([*encode("no" * 9), END])], max_tokens=5)
     assert rollout.status == Status.TRUNCATED and rollout.stop_reason == "length"
     check(wire, rollout_to_samples(rollout))
-
-
-def test_a_group_of_environments_in_a_worker() -> None:
-    config = EnvConfig(id="adapter_envs:load_environment", args={"kind": "group"})
-    with serve(FakeEngine(reply=lambda body: "yes")) as engine, open_environments([config]) as found:
-        [environment] = found.values()
-
-        async def main() -> list[Rollout]:
-            args = [build_sampling_args(SamplingConfig(), seed) for seed in range(3)]
-            row = environment.rows()[0]
-            return await environment.run_group(row, InferenceClient(engine.base_url), "m", args, 0)
-
-        rollouts = anyio.run(main)
-    assert [(r.reward, r.task, r.error) for r in rollouts] == [(1.0, "a", None)] * 3
 
 
 def execute(code: str, *folders: Path) -> list[str]:

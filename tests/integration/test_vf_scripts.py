@@ -12,7 +12,7 @@ import pytest
 
 from prime_rl.envs import vf_install, vf_rl
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[2]
 ENVIRONMENT = ROOT / "environments" / "nanochatAquaRat"
 # Replaces the packages of the called commands and prints each call.
 ECHO = "import sys\nprint(__name__ and sys.argv[0].replace('\\\\', '/').split('/')[-3:], sys.argv[1:])\n"
