@@ -63,10 +63,10 @@ def check_inputs(config: RLConfig) -> None:
     Downloads a hub model once instead of three times.
     """
     from prime_rl.config_teacher import check_contexts
-    from prime_rl.runtime.tokenizer import check_weights, resolve_model_dir
+    from prime_rl.runtime.tokenizer import check_weights, has_chat_template, resolve_model_dir
     from prime_rl.telemetry.trackers import check_trackers
     from prime_rl.utils.logger import find_level
-    from prime_rl.utils.vf import check_environments
+    from prime_rl.utils.vf import check_environments, check_text_prompts
 
     servers = [server for server in (config.inference, config.teacher_inference) if server is not None]
     for log in (config.trainer.log, config.orchestrator.log, *(server.log for server in servers)):
@@ -79,10 +79,14 @@ def check_inputs(config: RLConfig) -> None:
         config.trainer.loss.import_custom()
         if advantage is not None:
             advantage.import_custom()
-    check_weights(resolve_model_dir(config.model.name), config.model.debug.random_init)
+    model_dir = resolve_model_dir(config.model.name)
+    check_weights(model_dir, config.model.debug.random_init)
     check_contexts(config.orchestrator, config.inference, config.teacher_inference)
-    check_environments([*config.orchestrator.env, *config.orchestrator.eval_envs])
+    environments = [*config.orchestrator.env, *config.orchestrator.eval_envs]
+    check_environments(environments)
     if config.inference is not None:
+        if not has_chat_template(model_dir):
+            check_text_prompts(environments)
         check_port_free(config.inference.server.host, config.inference.server.port)
     if (server := config.teacher_inference) is not None:
         check_port_free(server.server.host, server.server.port, "teacher_inference.server.port")

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from rollouts.training.datasets.chat import NO_TEMPLATE
 from rollouts.training.environments import Environment, check_environment, load_environment
 
 if TYPE_CHECKING:
@@ -23,6 +24,16 @@ def check_environments(configs: Sequence[EnvConfig]) -> None:
 
             ensure_installed(config.id, config.index_url)
         check_environment(config.id, config.args)
+
+
+def check_text_prompts(configs: Sequence[EnvConfig]) -> None:
+    """Raise `ValueError` for environments whose prompts are messages, with a model that has no chat template.
+
+    Imports the environments.
+    """
+    for config in configs:
+        if getattr(load_environment(config.id, config.args, score=False), "prompts_are_messages", False):
+            raise ValueError(f"environment {config.id!r} writes messages and {NO_TEMPLATE}")
 
 
 def load_environments(configs: Sequence[EnvConfig], *, score: bool = True) -> dict[str, Environment]:

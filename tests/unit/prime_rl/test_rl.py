@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from prime_rl import rl
 from prime_rl.config import RLConfig
 from prime_rl.launcher.summary import summarize
 from prime_rl.runtime.process import ChildFailed, Supervisor
+from prime_rl.runtime.tokenizer import ASSETS_DIR
 from prime_rl.utils.pydantic_config import parse_argv
 from rollouts.training.steps import publish_step
 
@@ -71,3 +74,22 @@ def test_mistakes_are_found_before_anything_loads(
     custom = ["--trainer.loss.type", "custom"] if "--trainer.loss.import_path" in argv else []
     with pytest.raises(ValueError, match=words):
         rl.check_inputs(parse(*custom, *argv))
+
+
+@pytest.mark.parametrize(("message_type", "is_refused"), [("chat", True), ("completion", False)])
+def test_base_models_are_refused_before_the_start(
+    message_type: str, is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model without a chat template, in an environment that writes messages."""
+    model, environment = tmp_path / "base", tmp_path / f"writes_{message_type}.py"
+    shutil.copytree(ASSETS_DIR / "tiny-qwen3", model, ignore=shutil.ignore_patterns("*.jinja"))
+    environment.write_text(
+        "import verifiers as vf\nfrom datasets import Dataset\n\ndef load_environment():\n"
+        "    rows = Dataset.from_list([{'question': 'a', 'prompt': 'a', 'answer': 'b'}])\n"
+        f"    return vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric(), message_type='{message_type}')\n"
+    )
+    monkeypatch.setattr("sys.path", list(sys.path))
+    monkeypatch.setattr("prime_rl.rl.check_port_free", lambda *_: None)
+    config = parse("--model.name", str(model), "--model.debug.random_init", "--orchestrator.env.0.id", str(environment))
+    with pytest.raises(ValueError, match="has no chat template") if is_refused else nullcontext():
+        rl.check_inputs(config)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from loguru import logger
 from torch import Tensor
 
 from prime_rl.inference.adapters import read_adapter
@@ -92,6 +93,11 @@ def build_engine(config: InferenceConfig, model_dir: Path, decode: Decode, token
     can_be_exact = arithmetic_dtype(dtype, device) == torch.float32 and device.type == "cpu"
     exact = can_be_exact if config.exact is None else config.exact
     eos_ids = load_eos_ids(model_dir)
+    if not eos_ids:
+        logger.warning(
+            "the model names no end token, so every completion runs to max_tokens: add eos_token_id to its "
+            "generation_config.json"
+        )
     return EmbeddedEngine(
         model,
         eos_ids=eos_ids,

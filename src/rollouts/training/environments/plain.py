@@ -38,6 +38,8 @@ class PlainEnvironment:
     `state["feedback"]` says what was wrong with an attempt; contexts of a teacher and `evolve` can show it.
     """
 
+    prompts_are_messages = True
+
     def __init__(
         self,
         dataset: Iterable[Mapping[str, Any]],

@@ -48,6 +48,12 @@ class VerifiersEnvironment:
         for rubric in _rubrics(env):
             _record_errors(rubric)
 
+    @property
+    def prompts_are_messages(self) -> bool:
+        """Whether a rollout needs a chat template; others set `message_type = "completion"`."""
+        parts = [self.env, *getattr(self.env, "envs", [])]
+        return all(getattr(part, "message_type", "chat") == "chat" for part in parts)
+
     def rows(self, split: str = "train") -> list[Row]:
         """Rows of the environment's dataset; "eval" falls back to the training rows as in `verifiers`."""
         dataset = self.env.get_eval_dataset() if split == "eval" else self.env.get_dataset()
