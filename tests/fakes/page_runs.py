@@ -78,6 +78,42 @@ def write_distillation_run(path: Path, num_steps: int = 12, verified: bool = Fal
     return path
 
 
+def write_context_search(path: Path) -> Path:
+    """A search of contexts: a chain of eight accepted ones, the best one with a hostile text, and rejected ones."""
+    candidates = [search_row(0, None, "accepted", 0.25, "a is 1", "a is 1")]
+    for number in range(1, 17):
+        is_accepted, parent = number % 2 == 1, max(number - 1 - number % 2, 0)
+        text = (
+            HOSTILE
+            if number == 15
+            else f"a is 1\nb is {number}, which is a fact that takes more than one line of a phone"
+        )
+        status, mean = ("accepted", 0.25 + number / 20) if is_accepted else ("rejected", 0.5)
+        if number == 16:
+            status, mean = "duplicate", None
+        candidates.append(search_row(number, parent, status, mean, text, f"@@ -1 +1,2 @@\n a is 1\n-b is 0\n+{text}"))
+    candidates[15] |= {"best": True, "front": [0, 1, 2]}
+    (path / "evolve").mkdir(parents=True)
+    append_jsonl(path / "evolve" / "candidates.jsonl", candidates)
+    scores = [
+        {"evolve/best": 0.25 + n / 20, "evolve/score": 0.25 + (n % 2) * n / 20, "evolve/rollouts": 4.0 * n}
+        for n in range(17)
+    ]
+    rows = [{"step": n, "timestamp": 1000.0 + n, "process": "evolve", **values} for n, values in enumerate(scores)]
+    append_jsonl(path / "metrics.jsonl", rows)
+    (path / "configs").mkdir()
+    (path / "configs" / "evolve.toml").write_text('budget = 100  # default\n\n[model]\nname = "tiny"  # command line\n')
+    return path
+
+
+def search_row(
+    number: int, parent: int | None, status: str, mean: float | None, text: str, diff: str
+) -> dict[str, Any]:
+    """One line of candidates.jsonl."""
+    row = {"number": number, "parent": parent, "status": status, "mean": mean, "minibatch": [0], "scores": {"0": mean}}
+    return {**row, "text": text, "diff": diff, "front": [], "best": False}
+
+
 def write_evaluation(run: Path, step: int, rewards: list[float | None]) -> None:
     """What `eval` leaves of two examples, of which one is hostile."""
     folder = run / "evals" / f"step_{step}" / "alpha"

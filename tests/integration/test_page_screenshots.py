@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from page_browser import serve_page
-from page_runs import write_evaluation, write_page_run
+from page_runs import write_context_search, write_evaluation, write_page_run
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -72,10 +72,11 @@ UNNAMED_AXES = """() => [...document.querySelectorAll('.chart')].filter((chart) 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The page of all runs of a folder with two runs."""
+    """The page of all runs of a folder with two runs and a search of contexts."""
     folder = tmp_path_factory.mktemp("shots") / "outputs"
     run = write_page_run(folder / "first")
     write_page_run(folder / "second", num_steps=5)
+    write_context_search(folder / "search")
     for step, rewards in ((0, [0.0, 0.0, 1.0, 0.0]), (6, [1.0, 0.5, 1.0, 1.0])):
         write_evaluation(run, step, list(rewards))
     (run / "logs").mkdir()
@@ -118,6 +119,10 @@ def test_every_tab_is_readable(url: str, browser: Any, theme: str, width: int, t
         page.keyboard.press("g")
         page.wait_for_selector(".cards .card")
         check("group")
+        page.goto(f"{url}runs/search/#overview")
+        page.wait_for_selector(".contexts [open] .added")
+        assert page.locator(".contexts li").count() == 17
+        check("contexts")
         assert errors == []
     finally:
         page.close()

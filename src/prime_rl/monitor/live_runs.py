@@ -14,7 +14,7 @@ import msgspec
 from prime_rl.monitor.compare import flat_config, is_place
 from prime_rl.monitor.local_runs import LocalRun, complete_lines, find_runs, load_series
 from prime_rl.monitor.page_data import main_metrics, pack_kind, thin
-from prime_rl.monitor.run_kind import RunKind, find_kind
+from prime_rl.monitor.run_kind import SEARCH_METRIC, RunKind, find_kind
 from prime_rl.monitor.run_status import RunStatus, find_status
 from prime_rl.monitor.series import Series
 from prime_rl.monitor.timing import RunClock
@@ -26,7 +26,7 @@ SPARK_POINTS = 60
 MAX_COMPARED = 12
 """Maximum number of runs in one comparison."""
 
-SHOWN = ("reward/mean", "loss/mean", "teacher_kl/mean")
+SHOWN = ("reward/mean", "loss/mean", "teacher_kl/mean", SEARCH_METRIC)
 
 
 class _CardRow(msgspec.Struct):
@@ -40,6 +40,7 @@ class _CardRow(msgspec.Struct):
     reward: float | None = msgspec.field(default=None, name="reward/mean")
     loss: float | None = msgspec.field(default=None, name="loss/mean")
     teacher_kl: float | None = msgspec.field(default=None, name="teacher_kl/mean")
+    best_context: float | None = msgspec.field(default=None, name=SEARCH_METRIC)
 
 
 @dataclass
@@ -103,7 +104,7 @@ class RunCard:
             step, is_interval = int(row.step), row.start is not None
             head = {"process": row.process, "timestamp": row.timestamp, "step": step, "attempt": row.attempt}
             self._clock.add(head | ({"timeline/start": row.start} if is_interval else {"is/step": 1}))
-            for name, value in zip(SHOWN, (row.reward, row.loss, row.teacher_kl), strict=True):
+            for name, value in zip(SHOWN, (row.reward, row.loss, row.teacher_kl, row.best_context), strict=True):
                 if value is not None:
                     self._points.setdefault(name, {})[step] = value
 

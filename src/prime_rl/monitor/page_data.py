@@ -114,6 +114,8 @@ def main_metrics(kind: RunKind) -> tuple[str, ...]:
         return TEACHER_METRICS[:1]
     if kind.kind is Kind.MIXED:
         return ("reward/mean", *TEACHER_METRICS[:1])
+    if kind.kind is Kind.SEARCH:  # a maximum only rises
+        return ()
     return ("reward/mean",) if kind.trains_on_rewards else ("loss/mean",)
 
 

@@ -14,6 +14,9 @@ Tables = Mapping[str, Mapping[str, Any]]
 
 CONTEXT_KEYS = ("context", "context_file", "context_template", "context_fn")
 
+SEARCH_METRIC = "evolve/best"
+"""Logged by every search of contexts."""
+
 
 class Kind(StrEnum):
     """Kind of a run."""
@@ -23,6 +26,7 @@ class Kind(StrEnum):
     MIXED = "mixed"
     SFT = "sft"
     EVALUATION = "evaluation"
+    SEARCH = "search"
     UNKNOWN = "unknown"
 
 
@@ -55,6 +59,7 @@ class RunKind:
             Kind.MIXED: "Reinforcement learning with a teacher",
             Kind.SFT: "Supervised fine-tuning",
             Kind.EVALUATION: "Evaluation",
+            Kind.SEARCH: "Search of contexts",
             Kind.UNKNOWN: "A run",
         }[self.kind]
 
@@ -65,6 +70,8 @@ def find_kind(series: Mapping[str, Series], configs: Tables, has_evaluations: bo
     if not orchestrator and "reward/mean" not in series:
         if "sft" in configs or "loss/mean" in series:
             return RunKind(Kind.SFT)
+        if "evolve" in configs or SEARCH_METRIC in series:
+            return RunKind(Kind.SEARCH)
         return RunKind(Kind.EVALUATION if has_evaluations else Kind.UNKNOWN)
     loss = configs.get("trainer", {}).get("loss")
     if orchestrator and isinstance(loss, Mapping):

@@ -3,6 +3,8 @@
 const MEANING = {
   "reward/mean": "Line: mean reward of the training batch. Points: held-out evaluations with 95 % intervals.",
   "val_reward/mean": "Mean reward on held-out prompts.",
+  "evolve/best": "Mean score of the best context so far. It is the maximum of noisy means, so evaluate it on held-out examples.",
+  "evolve/score": "Mean score of a proposed context on the examples that it was tried on.",
   "loss/mean": "The training loss. In RL it stays near 0 and is not informative by itself.",
   "entropy/mean": "Mean entropy of the next-token distribution. A collapse to 0 ends exploration.",
   "mismatch_kl/mean":

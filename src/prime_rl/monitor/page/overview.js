@@ -56,7 +56,7 @@ function alertsPanel(alerts, total = alerts.length) {
 
 // The curve that shows whether the run learns, with held-out evaluations as points.
 function mainChart(data, source, go) {
-  const { kind } = data.run, names = kind.name === "distillation" ? ["teacher_kl/mean"] : kind.trains_on_rewards ? ["reward/mean", "val_reward/mean", "eval/*/avg@*"] : ["loss/mean", "val/loss", "val_loss"];
+  const { kind } = data.run, names = kind.name === "search" ? ["evolve/best", "evolve/score"] : kind.name === "distillation" ? ["teacher_kl/mean"] : kind.trains_on_rewards ? ["reward/mean", "val_reward/mean", "eval/*/avg@*"] : ["loss/mean", "val/loss", "val_loss"];
   const onStep = source.facts.count ? (step) => go(`rollouts?step=${source.facts.steps[nearest(source.facts.steps, step)]}`) : null;
   const chart = figure(data, names, new Set(), onStep, 260);
   return chart && el("div", { class: "main-chart" }, chart);
@@ -164,12 +164,21 @@ function onDisk(data) {
     table("Checkpoints, to resume from", data.checkpoints.slice(-8).reverse(), (c) => [el("td", {}, `step ${c.step}`), el("td", { class: "num" }, bytes(c.bytes)), el("td", {}, c.parts.join(", ") || "incomplete")])));
 }
 
-// Contexts of `evolve` as a tree: each below its parent, with its score and its diff.
+// Contexts of `evolve` as a tree: each below its parent, with its score, the examples on which it is best, and its diff.
 function contextTree(rows) {
   if (!rows.length) return null;
-  const children = groupBy(rows, (row) => row.parent);
-  const branch = (parent) => children.has(parent) && el("ul", {}, children.get(parent).map((row) => el("li", {},
-    el("details", {}, el("summary", {}, `Context ${row.number}: `, row.mean === null ? row.status : number(row.mean, 3), row.best && el("b", {}, " best"), row.front.length > 0 && ` · best on ${count(row.front.length, "example")}`),
-      el("pre", {}, row.diff || row.text)), branch(row.number))));
-  return el("section", { class: "contexts" }, el("h2", {}, "Contexts"), branch(null));
+  const children = groupBy(rows, (row) => row.parent), best = rows.find((row) => row.best);
+  const items = (parent, depth) => (children.get(parent) ?? []).flatMap((row) => [contextItem(row, depth), ...items(row.number, depth + 1)]);
+  return el("section", { class: "panel contexts" }, el("h2", {}, "Contexts"),
+    el("p", { class: "lead" }, `${count(rows.length, "context")}, each below the one that it was proposed from.`, best ? ` Context ${best.number} has the highest mean score.` : ""),
+    el("ul", {}, items(null, 0)));
+}
+
+function contextItem(row, depth) {
+  const wins = row.front.length ? `best on ${count(row.front.length, "example")}` : "";
+  const lines = (row.diff || row.text).split("\n").filter((line) => !line.startsWith("@@"));
+  return el("li", { class: row.status, style: { "--depth": Math.min(depth, 6) } }, el("details", { open: row.best },
+    el("summary", {}, el("b", {}, `Context ${row.number}`), row.mean === null ? null : el("span", { class: "num" }, number(row.mean, 3)),
+      row.best ? el("span", { class: "badge finished" }, "best") : row.status === "accepted" ? null : el("small", {}, row.status), el("small", {}, wins)),
+    el("pre", {}, lines.map((line) => el("span", { class: { "+": "added", "-": "removed" }[line[0]] }, `${line}\n`)))));
 }

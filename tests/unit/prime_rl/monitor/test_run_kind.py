@@ -46,9 +46,10 @@ def test_configuration_decides(configs: dict[str, dict[str, Any]], kind: RunKind
         ({**TAUGHT, "adv/reward_abs": [(1, 0.0)]}, RunKind(Kind.DISTILLATION)),
         ({**TAUGHT, "adv/reward_abs": [(1, 0.0)], "reward/mean": [(1, 0.0)]}, RunKind(Kind.DISTILLATION, False)),
         ({"loss/mean": [(1, 1.0)]}, RunKind(Kind.SFT)),
+        ({"evolve/best": [(1, 1.0)]}, RunKind(Kind.SEARCH)),
         ({}, RunKind(Kind.UNKNOWN)),
     ],
-    ids=["rl", "mixed", "distillation", "unverified", "sft", "empty"],
+    ids=["rl", "mixed", "distillation", "unverified", "sft", "search", "empty"],
 )
 def test_metrics_decide_without_a_configuration(series: dict[str, Series], kind: RunKind) -> None:
     assert find_kind(series, {}) == kind
