@@ -40,6 +40,7 @@ from prime_rl.trainer.model import (
 )
 from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.models.moe import Experts, compute_imbalance, pop_expert_load, record_expert_load
+from prime_rl.trainer.models.value import VALUE, ValueModel, add_critic, without_critic
 from prime_rl.trainer.optim import MasterWeights, build_optimizer, build_schedule
 from prime_rl.trainer.parallel.gradients import Gradients
 from prime_rl.trainer.parallel.pipeline_parallel import Pipeline, PipelineLM
@@ -50,7 +51,7 @@ from prime_rl.transport.canary import Canary, build_canary, canary_prompts
 from rollouts.training.backends.fsdp import shard_units
 from rollouts.training.backends.ranks import Ranks
 from rollouts.training.backends.step import OptimizerStep, StepReport
-from rollouts.training.batching import MicroBatch, TensorBatch, build_filler
+from rollouts.training.batching import UNITS, MicroBatch, TensorBatch, build_filler
 from rollouts.training.rl_losses import LossInputs, LossOutput, TokenStats
 
 Loss = Callable[[LossInputs], LossOutput]
@@ -95,6 +96,9 @@ class Backend:
     pipeline: Pipeline | None = None
     average: WeightAverage | None = None
     concurrent: ConcurrentMicros | None = None
+    needs_observations: bool = False
+    """Whether losses use the log-probs of observed tokens."""
+    critic: ValueModel | None = None
 
     @functools.cached_property
     def shares_prefixes(self) -> bool:
@@ -114,7 +118,16 @@ class Backend:
         pack = layout.pack
         with record_expert_load(self.model, pack.real):
             hidden = self.model(pack.input_ids, pack.positions, pack.attend)
-        return gather_loss_inputs(layout, hidden, self.model, self.mesh)
+        return self._gather(layout, hidden)
+
+    def _gather(self, layout: ForwardInputs, hidden: Tensor) -> LossInputs:
+        inputs = gather_loss_inputs(layout, hidden, self.model, self.mesh, needs_observations=self.needs_observations)
+        if self.critic is None:
+            return inputs
+        rows = layout.batch.loss_mask.nonzero().squeeze(1)
+        pack = layout.pack
+        states = self.critic.hidden_states(hidden, pack.input_ids, pack.positions, pack.attend)
+        return replace(inputs, values=self.critic(states[rows if layout.place is None else layout.place[rows]]))
 
     def run_micros(
         self, micros: Sequence[MicroBatch], finish: Callable[[MicroBatch, LossInputs], Tensor], *, train: bool
@@ -151,7 +164,7 @@ class Backend:
         layouts = [self._prepare(micro, num_tokens) for micro in filled]
 
         def at_end(hidden: Tensor, number: int) -> Tensor:
-            return finish(filled[number], gather_loss_inputs(layouts[number], hidden, self.model, self.mesh))
+            return finish(filled[number], self._gather(layouts[number], hidden))
 
         pipeline.run([layout.pack for layout in layouts], at_end, train=train)
 
@@ -159,21 +172,23 @@ class Backend:
         """Accumulate the gradient of a step; returns statistics over all ranks.
 
         The sum of `loss` over all micro-batches and ranks is divided by the global count of its `mean_over` unit
-        (default: tokens), so the gradient is independent of packing and sharding. All ranks pass the same number of
-        micro-batches.
+        (default: tokens), and its further sums by those of their units, so the gradient is independent of packing and
+        sharding. All ranks pass the same number of micro-batches.
         """
-        unit = getattr(loss, "mean_over", "token")
-        [global_count] = self.ranks.sum(
-            [sum(micro.count(unit) for micro in micros) if self.mesh.is_reporting_rank else 0.0]
-        )
+        own = micros if self.mesh.is_reporting_rank else ()
+        local_counts = [float(sum(micro.count(unit) for micro in own)) for unit in UNITS]
+        counts = dict(zip(UNITS, self.ranks.sum(local_counts), strict=True))
+        global_count = counts[getattr(loss, "mean_over", "token")]
         stats = TokenStats()
 
         def finish(micro: MicroBatch, inputs: LossInputs) -> Tensor:
             if not micro.loss_count:  # dummy forward/backward keeps the FSDP collectives in sync
-                return inputs.trainer_logprobs.sum()
+                total = inputs.trainer_logprobs.sum()
+                return total if inputs.values is None else total + inputs.values.sum()
             output = loss(inputs)
             stats.merge(output.stats)
-            return output.loss_sum / global_count
+            further = (total / max(counts[unit], 1.0) for unit, total in output.further.items())
+            return sum(further, output.loss_sum / global_count)
 
         if global_count:
             with memory_advice():
@@ -249,11 +264,16 @@ class Backend:
         logprobs = iter(next(filter(None, map(json.loads, gathered))))
         return [list(islice(logprobs, length - 1)) for length in lengths]
 
-    def optim_step(self, stats: TokenStats, *, begins_step: bool = True) -> StepReport:
-        """Apply the accumulated gradient; skipped when no token has loss. `begins_step`: see `OptimizerStep.step`."""
+    def optim_step(self, stats: TokenStats, *, begins_step: bool = True, only_critic: bool = False) -> StepReport:
+        """Apply the accumulated gradient; skipped when no token has loss. `begins_step`: see `OptimizerStep.step`.
+
+        `only_critic`: the gradients of the policy's own parameters are dropped.
+        """
         if stats.empty:
             return self.stepper.skip("no token of the batch has loss", begins_step=begins_step)
         Gradients(self.parameters, self.shard_map, self.mesh, self.ranks).complete()
+        for parameter in without_critic(self.parameters).values() if only_critic else ():
+            parameter.grad = None
         report = self.stepper.step(begins_step=begins_step)
         if self.average is not None:
             self.average.update()
@@ -267,7 +287,8 @@ class Backend:
         build = merged_tensors if self.adapter_config is None else peft_tensors
         if self.ranks.size == 1:
             return {name: tensor.to(self.placement.dtype) for name, tensor in build(self.model).items()}
-        needed = {n: p.detach() for n, p in self.model.named_parameters() if not self.adapter_config or p.requires_grad}
+        named = without_critic(dict(self.model.named_parameters()))
+        needed = {n: p.detach() for n, p in named.items() if not self.adapter_config or p.requires_grad}
         shard_map = gather_shard_map(needed, self.ranks, self.cuts)
         tensors = gather_full_tensors(needed, shard_map, self.ranks, self.placement.dtype)
         return build(self.whole, tensors) if self.ranks.rank == 0 else {}
@@ -327,8 +348,12 @@ def build_backend(config: TrainConfig | SFTConfig) -> Backend:
     if config.model.lora is not None and not config.model.lora.merge:
         spec = build_adapter_spec(config.model.lora)
         adapter_config = peft_config(model, spec, find_base_name(config.model.name, model_dir))
+    critic_config = config.critic if isinstance(config, TrainConfig) else None
+    critic = None if critic_config is None else add_critic(model, critic_config.backbone)
     model, whole, cuts = split_model(model, mesh)
     prepare_layers(model, config.model, placement.device)
+    if critic is not None and critic.backbone is not None:
+        prepare_layers(critic.backbone, config.model, placement.device)
     if ranks.size > 1:
         shard_model(model, config.model, placement, mesh)
     parameters: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -341,7 +366,7 @@ def build_backend(config: TrainConfig | SFTConfig) -> Backend:
         masters = MasterWeights(model, placement.dtype, offload, placement.arithmetic)
         parameters, after_step = masters.by_name, masters.write_back
     stepper = OptimizerStep(
-        build_optimizer(config.optim, parameters),
+        build_optimizer(config.optim, parameters, None if critic_config is None else critic_config.lr),
         schedule=build_schedule(config.scheduler, config.optim.lr, config.max_steps),
         max_norm=config.optim.max_norm,
         after_step=after_step,
@@ -371,6 +396,9 @@ def build_backend(config: TrainConfig | SFTConfig) -> Backend:
         concurrent=build_concurrent_micros(
             config.max_concurrent_micro_batches, config.model, placement, model, ranks.size
         ),
+        needs_observations=isinstance(config, TrainConfig)
+        and any(loss.observation_coef for loss in (config.loss, *config.env_loss.values())),
+        critic=critic,
     )
 
 
@@ -381,9 +409,12 @@ def is_narrow(placement: DeviceConfig) -> bool:
 
 def shard_model(model: CausalLM, config: ModelConfig, placement: DeviceConfig, mesh: Mesh) -> None:
     """Shard this rank's part of the model with FSDP over the ranks that share it."""
+    own = getattr(model, VALUE, None)
+    backbone = own.backbone if isinstance(own, ValueModel) else None
+    inner = [] if backbone is None else [*backbone.layers(), backbone]
     experts = [module for module in model.modules() if isinstance(module, Experts)] if mesh.experts is not None else []
     roots = model.all_stages() if isinstance(model, PipelineLM) else [model]
-    for units, device_mesh in ((experts, mesh.experts), ((*model.layers(), *roots), mesh.dense)):
+    for units, device_mesh in ((experts, mesh.experts), ((*model.layers(), *inner, *roots), mesh.dense)):
         if device_mesh is None:
             continue
         shard_units(

@@ -40,9 +40,12 @@ from prime_rl.trainer.optim_config import (
 from prime_rl.trainer.parallel_config import ParallelDims
 from prime_rl.trainer.rl.config import (
     BOUND_OPTIONS,
+    ENV_LOSS_KEYS,
     AnnealConfig,
+    CriticConfig,
     DataConfig,
     DistillConfig,
+    EntropyControlConfig,
     FakeDataConfig,
     LossConfig,
     RLModelConfig,
@@ -67,8 +70,10 @@ __all__ = [
     "CompileConfig",
     "ConstantSchedulerConfig",
     "CosineSchedulerConfig",
+    "CriticConfig",
     "DataConfig",
     "DistillConfig",
+    "EntropyControlConfig",
     "FakeDataConfig",
     "FakeSFTDataConfig",
     "LinearSchedulerConfig",
@@ -255,6 +260,11 @@ class TrainConfig(TrainerConfig):
 
     model: RLModelConfig = RLModelConfig()
     loss: LossConfig = LossConfig()
+    env_loss: dict[str, LossConfig] = {}
+    """Losses of the samples of single environments, by name; rl fills it from orchestrator.env.loss. Options that are
+    set for the whole run (teacher, entropy bonus, old_logprobs) follow `loss`."""
+
+    critic: CriticConfig | None = None
     data: DataConfig = DataConfig()
     transport: TransportConfig = TransportConfig()
     weight_broadcast: TrainerWeightBroadcastConfig = TrainerWeightBroadcastConfig()
@@ -283,6 +293,31 @@ class TrainConfig(TrainerConfig):
             raise ValueError(
                 f"loss.distill.estimator {self.loss.distill.estimator} needs whole distributions, "
                 f"which parallel.{cut} splits: use another estimator, or parallel.dp and pp"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_env_loss(self) -> TrainConfig:
+        for name, loss in self.env_loss.items():
+            if given := sorted(loss.model_fields_set - ENV_LOSS_KEYS):
+                raise ValueError(f"env_loss.{name}.{given[0]} applies to whole runs only: set loss.{given[0]}")
+            if loss.type == "custom":
+                raise ValueError(f"env_loss.{name}.type custom is possible for whole runs only: set loss.type")
+        return self
+
+    @model_validator(mode="after")
+    def _check_critic(self) -> TrainConfig:
+        if self.critic is None:
+            return self
+        kinds = [kind for kind in ("tp", "cp", "pp", "ep") if getattr(self.parallel, kind) > 1]
+        if kinds:
+            raise ValueError(f"critic does not support parallel.{kinds[0]}: use parallel.dp")
+        if self.optim.type == "muon":
+            raise ValueError("critic does not support optim.type muon: use adamw or sgd")
+        if self.loss.distill.estimator in ("reward_to_go", "sequence"):
+            raise ValueError(
+                f"critic replaces the advantages, which loss.distill.estimator {self.loss.distill.estimator} adds to: "
+                "use another estimator"
             )
         return self
 

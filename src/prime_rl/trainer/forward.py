@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -84,22 +85,34 @@ def count_tokens(micro: MicroBatch, mesh: Mesh) -> int:
 
 
 def gather_loss_inputs(
-    layout: ForwardInputs, hidden: Float[Tensor, "local hidden"], model: CausalLM, mesh: Mesh
+    layout: ForwardInputs,
+    hidden: Float[Tensor, "local hidden"],
+    model: CausalLM,
+    mesh: Mesh,
+    *,
+    needs_observations: bool = False,
 ) -> LossInputs:
-    """Compute log-probs and entropies of the loss tokens only; no other token needs logits."""
+    """Compute log-probs and entropies of the loss tokens, and of observed tokens if needed; no other needs logits."""
     batch, share = layout.batch, layout.share
-    chosen = batch.loss_mask.nonzero().squeeze(1)
-    student_table: Tensor | None = None
-    if share is None:
-        hidden = hidden if layout.place is None else hidden[layout.place]
-        logprobs, entropy = compute_head(hidden, chosen, batch.labels, batch.temperature, model, mesh)
-        if batch.teacher_table is not None:
-            student_table = compute_table(hidden, chosen, batch.temperature, batch.teacher_table[0], model)
-    else:
+    hidden = hidden if layout.place is None else hidden[layout.place]
+
+    def compute_at(mask: Tensor, temperature: Tensor) -> Iterable[Tensor]:
+        if share is None:
+            return compute_head(hidden, mask.nonzero().squeeze(1), batch.labels, temperature, model, mesh)
         local = share.local_indices
-        rows = batch.loss_mask[local].nonzero().squeeze(1)
-        outputs = compute_head(hidden, rows, batch.labels[local], batch.temperature[local], model, mesh)
-        logprobs, entropy = (share.gather(scatter_rows(x, rows, len(local)))[chosen] for x in outputs)
+        rows = mask[local].nonzero().squeeze(1)
+        outputs = compute_head(hidden, rows, batch.labels[local], temperature[local], model, mesh)
+        return (share.gather(scatter_rows(x, rows, len(local)))[mask.nonzero().squeeze(1)] for x in outputs)
+
+    chosen = batch.loss_mask.nonzero().squeeze(1)
+    logprobs, entropy = compute_at(batch.loss_mask, batch.temperature)
+    student_table: Tensor | None = None
+    if share is None and batch.teacher_table is not None:
+        student_table = compute_table(hidden, chosen, batch.temperature, batch.teacher_table[0], model)
+    observation_logprobs: Tensor | None = None
+    observed = batch.find_observed() if needs_observations else None
+    if observed is not None:
+        observation_logprobs, _ = compute_at(observed, torch.ones_like(batch.temperature))
     return LossInputs(
         trainer_logprobs=logprobs,
         inference_logprobs=batch.inference_logprobs[chosen],
@@ -114,6 +127,9 @@ def gather_loss_inputs(
         student_table=student_table,
         teacher_table=None if batch.teacher_table is None else batch.teacher_table[1],
         has_tail=batch.teacher_table is not None and batch.teacher_table[0] is not None,
+        observation_logprobs=observation_logprobs,
+        observation_sequence=None if observed is None else batch.sequence[observed],
+        objectives=batch.objectives,
     )
 
 

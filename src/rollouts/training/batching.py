@@ -18,6 +18,9 @@ T = TypeVar("T")
 QUADRATIC_COST = 1 / 12288
 """Attention FLOPs per token pair over matrix-product FLOPs per token: 1 / (12 hidden size), here for 1024."""
 
+UNITS = ("token", "sequence", "observation")
+"""Units over which losses average, see `MicroBatch.count`."""
+
 FILLER = 16
 """Maximum length of a padding sequence: many short ones need less attention compute than a long one."""
 
@@ -51,6 +54,8 @@ class MicroBatch:
     """Tokens of reference samples; None: there are none in the batch."""
     teacher_tables: list[TeacherTable | None] | None = None
     """One entry per sample."""
+    objectives: tuple[str | None, ...] | None = None
+    """Name of each sample's objective; None: all have that of the run."""
 
     @property
     def num_tokens(self) -> int:
@@ -68,8 +73,17 @@ class MicroBatch:
         starts = accumulate(self.lengths, initial=0)
         return sum(any(self.loss_mask[start : start + n]) for start, n in zip(starts, self.lengths, strict=False))
 
+    @property
+    def num_observed(self) -> int:
+        """Tokens without loss between the first and the last token of a response, such as tool results, and after."""
+        starts = accumulate(self.lengths, initial=0)
+        masks = (self.loss_mask[start : start + n - 1] for start, n in zip(starts, self.lengths, strict=False))
+        return sum(sum(not m for m in mask[find_first_loss(mask) :]) for mask in masks)
+
     def count(self, unit: str) -> float:
-        """Contribution to the global count of a loss that averages over `unit`: "token" or "sequence"."""
+        """Contribution to the global count of a loss that averages over `unit`, one of `UNITS`."""
+        if unit == "observation":
+            return self.num_observed
         return self.num_sequences if unit == "sequence" else self.loss_count
 
     def to_tensors(self, device: torch.device | str = "cpu", num_tokens: int = 0) -> TensorBatch:
@@ -99,6 +113,7 @@ class MicroBatch:
             teacher_table=None if self.teacher_tables is None else self._join_tables(device),
             sequence=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device),
             lengths=lengths,
+            objectives=self.objectives,
         )
 
     def _join_tables(self, device: torch.device | str) -> tuple[Tensor | None, Tensor]:
@@ -127,6 +142,11 @@ class MicroBatch:
         return None if is_full else torch.cat(ids).to(device), torch.cat(logprobs).to(device)
 
 
+def find_first_loss(mask: Sequence[float]) -> int:
+    """Index of the first token with loss; the length without one."""
+    return next((i for i, weight in enumerate(mask) if weight), len(mask))
+
+
 @dataclass(frozen=True)
 class TensorBatch:
     """A `MicroBatch` on a device; `sequence` is the index of each token's sequence."""
@@ -144,6 +164,17 @@ class TensorBatch:
     has_teacher: Tensor | None = None
     is_reference: Tensor | None = None
     teacher_table: tuple[Tensor | None, Tensor] | None = None
+    objectives: tuple[str | None, ...] | None = None
+
+    def find_observed(self) -> Tensor:
+        """Mask of the labels that the environment wrote after the first response, see `MicroBatch.num_observed`."""
+        has_loss = self.loss_mask > 0
+        seen = has_loss.cumsum(0)
+        ends = torch.tensor(self.lengths, device=seen.device).cumsum(0)
+        before = torch.cat((seen.new_zeros(1), seen[ends - 1][:-1]))
+        observed = (seen > before[self.sequence]) & ~has_loss
+        observed[ends - 1] = False  # the last position has no label
+        return observed
 
 
 @dataclass(frozen=True)
@@ -292,6 +323,9 @@ def _build_rank(samples: Sequence[Sample], packs: list[list[int]]) -> list[Micro
     is_partial = has_teacher and any(sample.teacher_logprobs is None for sample in samples)
     has_table = any(sample.teacher_table is not None for sample in samples)
     micros = [_build(samples, pack, has_teacher) for pack in packs]
+    if any(sample.objective is not None for sample in samples):
+        for micro in micros:
+            micro.objectives = tuple(samples[i].objective for i in micro.sample_ids)
     has_anchor = any(sample.anchor for sample in samples)
     for micro in micros if is_partial else ():
         micro.has_teacher = _spread(micro, [samples[i].teacher_logprobs is not None for i in micro.sample_ids])

@@ -96,11 +96,15 @@ class Objective:
         loss = -sg(min(clip(w), ratio_cap)) A' l        when `detached`
              = max(-w A', -clip(w) A'), at most -dual_clip A' where A' < 0        otherwise
              = -4 / t sigmoid(t (w - 1)) A', t the gate of the sign of A'         with `gate_pos` and `gate_neg`
+             = -sg(exp(g) w^k exp(-g w)) A' l, (k, g) those of the sign of A'     with `gamma_pos` and `gamma_neg`
              + kl_tau (l - inference)^2 + kl_coef KL(policy || reference) - entropy_coef H
+             - observation_coef l, of the tokens that the environment wrote after the first response, over their count
              + the teacher's term, if `distill` compares distributions
 
-    clip(w) is in [1 - clip_low, 1 + clip_high]. The masks drop a token if its own ratio (token_mask), the geometric
-    mean of its sequence's ratios (seq_ratio_mask) or any ratio of its sequence (sequence_mask) is out of bounds;
+    clip(w) is in [1 - clip_low, 1 + clip_high]. `log_clip_low` and `log_clip_high` bound log r of a token, below where
+    A' < 0 and above where A' > 0, before w is formed. The masks drop a token if its own ratio (token_mask), the
+    geometric mean of its sequence's ratios (seq_ratio_mask) or any ratio of its sequence (sequence_mask) is out of
+    bounds;
     `max_prob_diff` d drops it if sign(A') (p_trainer - p_inference) > d. None: no bound. log w and the log-ratio of k3
     are bounded by `MAX_LOG_RATIO`; beyond it w is constant and has no gradient.
 
@@ -121,6 +125,10 @@ class Objective:
     dual_clip: float | None = None
     gate_pos: float | None = None
     gate_neg: float | None = None
+    gamma_pos: tuple[float, float] | None = None
+    gamma_neg: tuple[float, float] | None = None
+    log_clip_low: float | None = None
+    log_clip_high: float | None = None
     max_prob_diff: float | None = None
     token_mask_low: float | None = None
     token_mask_high: float | None = None
@@ -136,6 +144,7 @@ class Objective:
     kl_coef: float = 0.0
     kl_estimator: KLEstimator = "k3"
     entropy_coef: float = 0.0
+    observation_coef: float = 0.0
     loss_aggregation: LossAggregation = "token-mean"
     max_tokens: int | None = None
     old_logprobs: OldLogprobs = "inference"
@@ -157,6 +166,10 @@ class Objective:
             return frozenset({"max_prob_diff"})
         if self.gate_pos is not None:
             return frozenset({"gate_pos", "gate_neg"})
+        if self.gamma_pos is not None:
+            return frozenset({"gamma_pos", "gamma_neg"})
+        if self.log_clip_low is not None:
+            return frozenset({"log_clip_low", "log_clip_high"})
         if not self.detached:
             return frozenset({"clip_low", "clip_high", "dual_clip"})
         return frozenset({"clip_low", "clip_high"} if self.ratio_cap is None else {"ratio_cap"})
@@ -208,6 +221,18 @@ PRESETS: dict[str, Objective] = {
             loss_aggregation="seq-mean-token-mean",
             advantage=_WHITENED,
         ),
+        # 2507.20673, equation 4: token ratios are clipped in the geometric mean
+        Objective(
+            "gmpo",
+            ratio="geometric",
+            detached=False,
+            log_clip_low=0.4,
+            log_clip_high=0.4,
+            loss_aggregation="seq-mean-token-mean",
+            advantage=_WHITENED,
+        ),
+        # 2602.10693: gamma-shaped weight of the sequence's ratio
+        Objective("vespo", ratio="product", gamma_pos=(2.0, 3.0), gamma_neg=(3.0, 2.0), advantage=_WHITENED),
         # 2602.02710: gradient of the log of the success probability, truncated at the group size
         Objective("maxrl", ratio_cap=8.0, loss_aggregation="seq-mean-token-sum", advantage=AdvantageChoice(std="mean")),
         # 2505.23585, equation 11

@@ -87,6 +87,8 @@ class Sample(msgspec.Struct):
     teacher_table: TeacherTable | None = None
     has_teacher: bool = True
     """False: no teacher scores this sample, and the loss has no teacher term."""
+    objective: str | None = None
+    """Name of the trainer's objective for this sample; None: that of the run."""
     anchor: float = 0.0
     """Above 0: reference sample (KL regularization to a teacher with the student's context) with this weight; the
     reward is ignored."""

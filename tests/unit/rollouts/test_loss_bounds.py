@@ -47,6 +47,10 @@ def expected(name: str, d: float, advantage: float) -> tuple[float, float]:
     ratio, slope = math.exp(min(d, MAX_LOG_RATIO)), float(d <= MAX_LOG_RATIO)
     if row.ratio == "none":
         return -advantage * logprob, -advantage
+    if row.gamma_pos is not None and row.gamma_neg is not None:
+        k, g = row.gamma_pos if advantage >= 0 else row.gamma_neg
+        weight = math.exp(min(g + k * d - g * ratio, 0.0))
+        return -weight * advantage * logprob, -weight * advantage
     if row.detached:
         weight = min(ratio, row.ratio_cap or 1 + (row.clip_high or 0))
         return -weight * advantage * logprob, -weight * advantage
@@ -59,6 +63,10 @@ def expected(name: str, d: float, advantage: float) -> tuple[float, float]:
         t = row.gate_pos if advantage > 0 else row.gate_neg
         gate = 1 / (1 + math.exp(min(-t * (ratio - 1), 700)))
         return -4 / t * gate * advantage, -4 * gate * (1 - gate) * ratio * slope * advantage
+    if row.log_clip_low is not None and row.log_clip_high is not None:
+        is_clipped = d > row.log_clip_high if advantage > 0 else d < -row.log_clip_low and advantage < 0
+        bounded = max(min(d, row.log_clip_high), -row.log_clip_low) if is_clipped else min(d, MAX_LOG_RATIO)
+        return -math.exp(bounded) * advantage, 0.0 if is_clipped else -ratio * slope * advantage
     assert row.clip_low is not None and row.clip_high is not None
     limited = min(max(ratio, 1 - row.clip_low), 1 + row.clip_high)
     loss = max(-ratio * advantage, -limited * advantage)
@@ -160,7 +168,8 @@ def test_half_precision_streams_are_computed_in_fp32(dtype: torch.dtype) -> None
 def test_inside_the_bound_nothing_changes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     inference = -20 * torch.rand(999, generator=generator)
-    trainer = (inference + 3 * torch.randn(999, generator=generator)).clamp(max=0).requires_grad_()
+    spread = 1 if PRESETS[name].ratio == "product" else 3  # of 9 tokens, far from exp(20)
+    trainer = (inference + spread * torch.randn(999, generator=generator)).clamp(max=0).requires_grad_()
     inputs = LossInputs(
         trainer,
         inference,

@@ -13,10 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from prime_rl.trainer.config import LossConfig
-from prime_rl.trainer.rl.loss import build_loss, build_objective
+from prime_rl.trainer.config import AnnealConfig, EntropyControlConfig, LossConfig, TrainConfig
+from prime_rl.trainer.rl.data import check_batch
+from prime_rl.trainer.rl.loss import build_loss, build_loss_schedule, build_objective
+from rollouts.training.batching import pack_samples
 from rollouts.training.objectives import PRESETS, Objective
-from rollouts.training.rl_losses import LossInputs, PolicyLoss, policy_loss
+from rollouts.training.rl_losses import LossInputs, PolicyLoss, TokenStats, policy_loss
+from rollouts.training.types import Sample
 
 LIMIT = 7  # max_tokens of loss_aggregation "constant"
 NAMES = [name for name, row in PRESETS.items() if name != "custom" and not row.teacher_tau]  # others: test_distill.py
@@ -68,6 +71,17 @@ def sapo(l: Row, l0: Row, li: Row, a: Row) -> Row:
     return out
 
 
+def gmpo(l: Row, l0: Row, li: Row, a: Row) -> Row:
+    gaps = [min(x - s, 0.4) if k > 0 else max(x - s, -0.4) for x, s, k in zip(l, li, a, strict=True)]
+    return [-math.exp(mean(gaps)) * k for k in a]
+
+
+def vespo(l: Row, l0: Row, li: Row, a: Row) -> Row:
+    w = math.exp(sum(x - s for x, s in zip(l0, li, strict=True)))
+    weights = [math.exp(3 - 3 * w) * w**2 if k > 0 else math.exp(2 - 2 * w) * w**3 for k in a]
+    return [-weight * k * x for weight, k, x in zip(weights, a, l, strict=True)]
+
+
 def cispo(l: Row, l0: Row, li: Row, a: Row) -> Row:
     return [-clip(math.exp(z - s), 0.0, 1.28) * k * x for x, z, s, k in zip(l, l0, li, a, strict=True)]
 
@@ -87,6 +101,8 @@ FORMULAS: dict[str, Callable[[Row, Row, Row, Row], Row]] = {
     "gspo": gspo,
     "luspo": gspo,
     "sapo": sapo,
+    "gmpo": gmpo,
+    "vespo": vespo,
     "maxrl": truncated(8.0),
     "opo": truncated(8.0),
     "rloo": truncated(8.0),
@@ -97,7 +113,7 @@ FORMULAS: dict[str, Callable[[Row, Row, Row, Row], Row]] = {
     "reinforce": lambda l, l0, li, a: [-k * x for x, k in zip(l, a, strict=True)],
     "dppo": dppo,
 }
-MEANS = ("grpo", "gspo", "sapo")
+MEANS = ("grpo", "gspo", "sapo", "gmpo")
 PER_SEQUENCE = {**dict.fromkeys(MEANS, mean), **dict.fromkeys(("luspo", "maxrl", "rloo"), sum)}
 PER_SEQUENCE["dr_grpo"] = lambda x: sum(x) / LIMIT
 
@@ -216,11 +232,15 @@ def test_the_batches_reach_every_bound() -> None:
     for name in NAMES:
         row = preset(name)
         batches = [pack(*draw(seed, [5, 1, 3, 7], spread_of(name))) for seed in range(4)]
-        for choice in ("ratio_cap", "clip_low", "clip_high", "dual_clip", "gate_pos", "gate_neg", "max_prob_diff"):
+        choices = (
+            "ratio_cap clip_low clip_high dual_clip log_clip_low log_clip_high gate_pos gate_neg gamma_pos gamma_neg"
+        )
+        for choice in (*choices.split(), "max_prob_diff"):
             bound = getattr(row, choice)
             if bound is None or (choice == "clip_low" and bound >= 1):  # a ratio is never below 0
                 continue
-            wide = replace(row, **{choice: 2 * bound})
+            is_pair = isinstance(bound, tuple)
+            wide = replace(row, **{choice: (2 * bound[0], bound[1]) if is_pair else 2 * bound})  # type: ignore[arg-type]
             differ = [value_and_gradient(b, row)[0] != value_and_gradient(b, wide)[0] for b in batches]
             assert any(differ), (name, choice)
 
@@ -385,6 +405,147 @@ def test_extra_terms() -> None:
         policy_loss(replace(inputs, teacher_logprobs=None), vary("aipo", {"kl_coef": 0.7}))
     with pytest.raises(ValueError, match=r"entropy_coef is 0\.7 but"):
         policy_loss(replace(inputs, entropy=None), vary("aipo", {"entropy_coef": 0.7}))
+
+
+def test_observed_tokens_add_their_cross_entropy() -> None:
+    """ECHO, 2605.24517: coef times the mean cross-entropy of what the environment wrote, whatever the advantages."""
+    inputs = pack([[-1.0, -2.0]], [[-1.5, -1.0]], [[0.3, 0.3]])
+    observed = torch.tensor([-0.7, -1.1, -2.0], dtype=torch.float64, requires_grad=True)
+    plain = policy_loss(inputs, preset("grpo"))
+    output = policy_loss(replace(inputs, observation_logprobs=observed), vary("grpo", {"observation_coef": 0.1}))
+    assert torch.equal(output.loss_sum, plain.loss_sum) and plain.further == {}
+    loss = output.further["observation"] / len(observed)
+    assert loss.item() == pytest.approx(0.1 * 3.8 / 3, abs=1e-12)
+    [gradient] = torch.autograd.grad(loss, observed)
+    assert gradient.tolist() == pytest.approx([-0.1 / 3] * 3, abs=1e-12)
+    assert output.stats.summary()["observation_loss/mean"] == pytest.approx(3.8 / 3)
+    with pytest.raises(ValueError, match=r"observation_coef is 0\.1 but"):
+        policy_loss(inputs, vary("grpo", {"observation_coef": 0.1}))
+
+
+def test_observed_tokens_lie_behind_the_first_response() -> None:
+    """Of every sequence of a pack, padding excluded, as a mask of labels and as a count."""
+    masks = [[0, 0, 1, 1, 0, 0, 1], [0, 1, 0], [0, 0], [1, 0, 1, 0]]
+    samples = [
+        Sample(
+            prompt="",
+            tokens=[7] * len(mask),
+            loss_mask=[float(x) for x in mask],
+            advantages=[1.0] * len(mask),
+            inference_logprobs=[-1.0] * len(mask),
+        )
+        for mask in masks
+    ]
+    [[micro]] = pack_samples(samples, 64)
+    expected = []
+    for i in micro.sample_ids:
+        labels = masks[i][1:]  # the first token has no prediction
+        first = labels.index(1) if 1 in labels else len(labels)
+        expected += [*(t > first and not m for t, m in enumerate(labels)), False]
+    found = micro.to_tensors(num_tokens=40).find_observed().tolist()
+    assert found == expected + [False] * (len(found) - len(expected))
+    assert micro.count("observation") == sum(expected) == 4
+
+
+def test_entropy_control_is_the_rule_of_its_paper() -> None:
+    """Skywork-OR1: the coefficient rises by delta at or below the target, falls above, and is 0 there."""
+    config = LossConfig(entropy_control=EntropyControlConfig(target=0.5, delta=0.1, max_coef=0.15))
+    schedule = build_loss_schedule(config, LIMIT)
+    used, entropies = [], [0.4, 0.3, 0.49, 0.9, 0.9, 0.1, 0.1]
+    for step, entropy in enumerate(entropies, 1):
+        used.append(schedule.loss_for_step(step, [])[0].objective.entropy_coef)
+        schedule.observe_entropy(TokenStats.measure({"entropy": torch.tensor([entropy + 0.1, entropy - 0.1])}))
+        schedule = build_loss_schedule(config, LIMIT, schedule.progress)  # a resumed run continues
+    assert used == pytest.approx([0, 0.1, 0.15, 0.15, 0, 0, 0.1])
+    assert schedule.observe_entropy(TokenStats()) == {"entropy_coef": pytest.approx(0.15)}
+    with pytest.raises(ValueError, match="both set the entropy bonus"):
+        LossConfig(entropy_coef=0.1, entropy_control=EntropyControlConfig(target=0.5))
+
+
+MIXED = {"other": preset("grpo"), "far": vary("cispo", {"observation_coef": 0.1})}
+
+
+def with_objectives(names: list[str | None]) -> LossInputs:
+    inputs = pack(*draw(3, [4, 2, 5, 3], 0.5), objectives=(*names,))
+    observed = -torch.rand(6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    sequence = torch.tensor([0, 0, 1, 2, 3, 3])
+    return replace(inputs, observation_logprobs=observed.requires_grad_(), observation_sequence=sequence)
+
+
+def divide(loss: PolicyLoss, inputs: LossInputs) -> Tensor:
+    """The loss of a step of one micro-batch, as the backend divides it."""
+    assert inputs.observation_logprobs is not None
+    counts = {"token": len(inputs.sequence), "sequence": 4, "observation": len(inputs.observation_logprobs)}
+    output = loss(inputs)
+    return output.loss_sum / counts[loss.mean_over] + sum(s / counts[unit] for unit, s in output.further.items())
+
+
+def test_each_sequence_has_the_gradient_of_its_own_objective() -> None:
+    """In a mixed micro-batch, that of a run in which every sequence has this objective."""
+    names = [None, "other", "far", "other"]
+    inputs = with_objectives(names)
+    streams = [inputs.trainer_logprobs, inputs.observation_logprobs]
+    mixed = torch.autograd.grad(divide(PolicyLoss(preset("ppo"), None, MIXED), inputs), streams)
+    for name, objective in {None: preset("ppo"), **MIXED}.items():
+        alone = divide(PolicyLoss(objective), inputs)
+        expected = torch.autograd.grad(alone, streams, allow_unused=True)
+        for found, gradient, sequence in zip(
+            mixed, expected, (inputs.sequence, inputs.observation_sequence), strict=True
+        ):
+            chosen = torch.tensor([names[i] == name for i in sequence.tolist()])
+            target = torch.zeros_like(found) if gradient is None else gradient
+            assert chosen.any() and torch.allclose(found[chosen], target[chosen], atol=1e-12, rtol=0), name
+
+
+def test_equal_objectives_by_name_change_nothing() -> None:
+    loss = PolicyLoss(preset("grpo"), None, {"other": preset("grpo")})
+    inputs = with_objectives([None, "other", None, "other"])
+    same = divide(PolicyLoss(preset("grpo")), inputs)
+    assert divide(loss, inputs).item() == pytest.approx(same.item(), abs=1e-12)
+    mixed, plain = loss(inputs).stats.summary(), policy_loss(inputs, preset("grpo")).stats.summary()
+    for name in ("loss/mean", "importance_ratio/std", "geo_seq_ratio/mean"):
+        assert mixed[name] == pytest.approx(plain[name]), name
+    assert {"loss/policy", "loss/policy/other"} <= mixed.keys()
+
+
+def test_objectives_of_samples_reach_the_loss() -> None:
+    """By packing, with padding sequences that name none; the options of the run are those of every objective."""
+    samples = [
+        Sample(
+            prompt="",
+            tokens=[3, 4, 5],
+            loss_mask=[0, 1, 1],
+            inference_logprobs=[0, -1.0, -1.0],
+            advantages=[0, 1.0, 1.0],
+            objective=name,
+        )
+        for name in (None, "env", None)
+    ]
+    [[micro]] = pack_samples(samples, 16)
+    assert micro.objectives == tuple(samples[i].objective for i in micro.sample_ids)
+    assert micro.to_tensors(num_tokens=64).objectives == micro.objectives
+    config = TrainConfig(loss={"type": "ppo", "teacher_tau": 0.3}, env_loss={"env": {"type": "cispo"}})
+    loss = build_loss(config.loss, LIMIT, config.env_loss)
+    assert loss.others["env"] == replace(preset("cispo"), teacher_tau=0.3, student_tau=0.3)
+    annealing = config.loss.model_copy(update={"anneal": AnnealConfig(after=0, steps=1, factor=0.5)})
+    annealed = build_loss_schedule(annealing, LIMIT, {}, config.env_loss)
+    assert annealed.loss_for_step(5, [])[0].others["env"].teacher_tau == pytest.approx(0.15)
+    check_batch(samples, LossConfig(), 9, {"env"})
+    with pytest.raises(ValueError, match=r"set env_loss\.env to the keys of orchestrator\.env\.loss"):
+        check_batch(samples, LossConfig(), 9)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        ({"teacher_tau": 0.5}, r"env_loss\.x\.teacher_tau applies to whole runs only: set loss\.teacher_tau"),
+        ({"entropy_coef": 0.5}, r"env_loss\.x\.entropy_coef applies"),
+        ({"type": "dapo", "delta": 2.0}, "delta has no effect with type dapo"),
+    ],
+)
+def test_options_of_whole_runs_are_rejected_for_environments(loss: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        TrainConfig(env_loss={"x": loss})
 
 
 # --- from a config ----------------------------------------------------------------------------------------------------

@@ -24,9 +24,20 @@ from rollouts.training.objectives import (
 )
 
 BOUND_OPTIONS = {
-    name: name for name in ("clip_low", "clip_high", "dual_clip", "gate_pos", "gate_neg", "max_prob_diff")
+    name: name
+    for name in (
+        *("clip_low", "clip_high", "dual_clip", "log_clip_low", "log_clip_high"),
+        *("gate_pos", "gate_neg", "gamma_pos", "gamma_neg", "max_prob_diff"),
+    )
 } | {"delta": "ratio_cap"}
 """Loss options that only some presets use, mapped to their field of `Objective`."""
+
+
+ENV_LOSS_KEYS = frozenset(BOUND_OPTIONS) | {
+    *("type", "ratio", "kl_tau", "inference_kl_coef", "observation_coef", "loss_aggregation", "max_tokens"),
+    *(f"{unit}_mask_{side}" for unit in ("token", "seq_ratio", "sequence") for side in ("low", "high")),
+}
+"""Loss options that an environment can set; the others apply to whole runs."""
 
 
 class RLModelConfig(ModelConfig):
@@ -131,6 +142,25 @@ class AnnealConfig(BaseConfig):
         return self
 
 
+class EntropyControlConfig(BaseConfig):
+    """Adapt entropy_coef to keep the mean entropy of a token above a target (Skywork-OR1, 2505.22312)."""
+
+    target: float = Field(gt=0)
+    """Entropy in nats. The coefficient rises by `delta` after a step at or below it and falls after others; the bonus
+    is applied only while the entropy is at or below it."""
+
+    delta: float = Field(default=0.005, gt=0)
+    """Change of the coefficient per step."""
+
+    max_coef: float = Field(default=1.0, gt=0)
+    """Upper bound of the coefficient; the lower bound is 0."""
+
+    def adjust(self, coef: float, entropy: float) -> float:
+        """The coefficient after a step with this mean entropy."""
+        change = self.delta if entropy <= self.target else -self.delta
+        return min(max(coef + change, 0.0), self.max_coef)
+
+
 def _from_preset(option: str, **constraints: Any) -> Any:
     """A field that is an option of the preset `type` unless it is set."""
     return Field(default_factory=lambda values: getattr(PRESETS[values.get("type", "custom")], option), **constraints)
@@ -148,6 +178,8 @@ class LossConfig(BaseConfig):
         "gspo",
         "luspo",
         "sapo",
+        "gmpo",
+        "vespo",
         "maxrl",
         "opo",
         "rloo",
@@ -184,6 +216,18 @@ class LossConfig(BaseConfig):
 
     gate_neg: float | None = _from_preset("gate_neg", gt=0)
     """The same for negative advantages; a higher temperature decays faster."""
+
+    log_clip_low: float | None = _from_preset("log_clip_low", ge=0)
+    """Lower bound -log_clip_low of a token's log-ratio where the advantage is negative (gmpo)."""
+
+    log_clip_high: float | None = _from_preset("log_clip_high", ge=0)
+    """Upper bound of a token's log-ratio where the advantage is positive (gmpo)."""
+
+    gamma_pos: tuple[float, float] | None = _from_preset("gamma_pos")
+    """k and g of the weight exp(g) w^k exp(-g w) of a sequence with ratio w, for positive advantages (vespo)."""
+
+    gamma_neg: tuple[float, float] | None = _from_preset("gamma_neg")
+    """The same for negative advantages."""
 
     max_prob_diff: float | None = _from_preset("max_prob_diff", gt=0, le=1)
     """Mask tokens whose probability moved further than this in the direction of their advantage (dppo)."""
@@ -233,6 +277,12 @@ class LossConfig(BaseConfig):
 
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
+
+    entropy_control: EntropyControlConfig | None = None
+
+    observation_coef: float = Field(default=0.0, ge=0)
+    """Weight of the cross-entropy of tokens that the environment wrote after the first response, such as tool results,
+    averaged over these tokens (ECHO)."""
 
     loss_aggregation: LossAggregation | None = _from_preset("loss_aggregation")
     """token-mean: mean over tokens; the others average over sequences: their means (seq-mean-token-mean), sums
@@ -288,6 +338,8 @@ class LossConfig(BaseConfig):
             raise ValueError(f"ratio {self.ratio} is incompatible with type {self.type}, whose ratio is {preset.ratio}")
         if preset.gate_pos is not None and None in (self.gate_pos, self.gate_neg):
             raise ValueError(f"type {self.type} needs gate_pos and gate_neg: set both above 0")
+        if preset.gamma_pos is not None and min(*(self.gamma_pos or (0, 0)), *(self.gamma_neg or (0, 0))) <= 0:
+            raise ValueError(f"type {self.type} needs gamma_pos and gamma_neg: set the numbers of both above 0")
         if self.old_logprobs == "recomputed" and preset.ratio == "none":
             raise ValueError(f"type {self.type} has no importance ratio: remove old_logprobs, or use another type")
         if self.behavior_cap != Objective.behavior_cap and self.old_logprobs == "inference":
@@ -296,6 +348,8 @@ class LossConfig(BaseConfig):
             raise ValueError("type custom and import_path go together: set both or neither")
         if self.kwargs and not is_custom:
             raise ValueError("kwargs are arguments of a custom loss: set type custom, or remove them")
+        if self.entropy_control is not None and self.entropy_coef:
+            raise ValueError("entropy_coef and entropy_control both set the entropy bonus: remove one of them")
         if self.anneal is not None and not self.teacher_tau:
             raise ValueError("anneal decays teacher_tau but it is 0: raise it, or leave anneal out")
         if self.anneal is not None and self.anneal.margin and not (self.adv_tau > 0 and self.student_tau != 0):
@@ -307,6 +361,39 @@ class LossConfig(BaseConfig):
                 "max_tokens is the divisor of loss_aggregation constant: remove it, or set that loss_aggregation"
             )
         return self
+
+
+class CriticConfig(BaseConfig):
+    """A value function, whose generalized advantage estimates replace the advantages of the batch.
+
+    Enabled by the presence of the section. The reward of a sample is its advantage in the batch: rl sets
+    orchestrator.advantage.baseline to none.
+    """
+
+    backbone: Literal["own", "shared", "detached"] = "own"
+    """own: a copy of the policy model with a head; shared: a head on the policy's hidden states, which its loss trains
+    too; detached: the same without a gradient to the policy."""
+
+    lr: float | None = Field(default=None, gt=0)
+    """Learning rate of the critic's parameters; unset: optim.lr."""
+
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount per sampled token."""
+
+    gae_lambda: float = Field(default=0.95, ge=0, le=1)
+    """Exponent of GAE: 1 is the return minus the value, 0 the one-step error."""
+
+    value_clip: float | None = Field(default=0.5, gt=0)
+    """Clip of a value's change within a batch; None: unbounded."""
+
+    coef: float = Field(default=1.0, gt=0)
+    """Weight of the value loss."""
+
+    whiten: bool = True
+    """Subtract the mean of the batch's advantages and divide by their standard deviation."""
+
+    warmup_steps: int = Field(default=0, ge=0)
+    """First steps that update the critic's parameters only."""
 
 
 class FakeDataConfig(BaseConfig):

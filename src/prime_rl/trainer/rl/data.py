@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -77,7 +77,7 @@ def apply_reference_regularization(samples: Sequence[Sample]) -> list[Sample]:
     return [reference_samples([sample], sample.anchor)[0] if sample.anchor else sample for sample in samples]
 
 
-def check_batch(samples: Sequence[Sample], loss: LossConfig, vocab_size: int) -> None:
+def check_batch(samples: Sequence[Sample], loss: LossConfig, vocab_size: int, env_losses: Collection[str] = ()) -> None:
     """Raise `ValueError` for a batch that cannot be trained on as configured."""
     if not samples:
         raise ValueError("the batch is empty")
@@ -87,6 +87,11 @@ def check_batch(samples: Sequence[Sample], loss: LossConfig, vocab_size: int) ->
         if sample.inference_logprobs is None or sample.advantages is None:
             missing = "inference_logprobs" if sample.inference_logprobs is None else "advantages"
             raise ValueError(f"sample {i} of the batch has no `{missing}`, which the policy loss needs")
+        if sample.objective is not None and sample.objective not in env_losses:
+            raise ValueError(
+                f"sample {i} of the batch is of an environment with a loss of its own, {sample.objective!r}: "
+                f"set env_loss.{sample.objective} to the keys of orchestrator.env.loss, or start both by rl"
+            )
         if len(sample.loss_mask) != len(sample.tokens):
             raise ValueError(f"sample {i} of the batch has {len(sample.loss_mask)} mask entries, not one per token")
         if invalid := [token for token in (min(sample.tokens), max(sample.tokens)) if not 0 <= token < vocab_size]:

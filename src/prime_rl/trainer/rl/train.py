@@ -44,7 +44,7 @@ def train(config: TrainConfig) -> int:
     timer = run.timer
     vocab_size = backend.model.config.vocab_size
     batches = build_batches(config, vocab_size)
-    schedule = build_loss_schedule(config.loss, config.model.seq_len, run.progress.get("teacher_distance", 0.0))
+    schedule = build_loss_schedule(config.loss, config.model.seq_len, run.progress, config.env_loss)
     interval = config.logprob_dump_interval if backend.mesh.is_reporting_rank else None
     recorder = LogprobRecorder(config.output_dir, interval)
     if config.ckpt is not None and config.ckpt.resume_step is not None:
@@ -55,18 +55,26 @@ def train(config: TrainConfig) -> int:
         with timer("wait_for_batch"):
             samples = batches.receive(step, config.data.timeout_s)  # waits for: the orchestrator
         with timer("load_data"):
-            check_batch(samples, config.loss, vocab_size)
+            check_batch(samples, config.loss, vocab_size, config.env_loss)
             step_loss, loss_metrics = schedule.loss_for_step(step, samples)
             samples = compute_sequence_kl_advantages(apply_reference_regularization(samples), step_loss.objective)
             parts = split_batch(samples, config.num_minibatches, f"{config.seed}:{step}")
             minibatches, share = pack_minibatches(samples, parts, lambda part: run.pack(part, config.model.seq_len))
         with timer("forward_backward"), recorder.record(step_loss, step, samples, share.micros) as recorded_loss:
             report, stats = run_updates(
-                backend, minibatches, step_loss, config.num_epochs, recorded_loss, run.publisher.wait
+                backend,
+                minibatches,
+                step_loss,
+                config.num_epochs,
+                recorded_loss,
+                run.publisher.wait,
+                critic=config.critic,
+                step=step,
             )
         with timer("broadcast_weights"):
             texts = [sample.tokens for sample in samples]
             run.publisher.publish(step, texts, background=True)  # unblocks: the weight relay
+        loss_metrics |= schedule.observe_entropy(stats)
         updates = {"optim/num_updates": float(len(parts) * config.num_epochs)}
         share = replace(share, passes=config.num_epochs)
         metrics = run.finish_step(report, stats, share, schedule.progress, updates | loss_metrics)

@@ -46,6 +46,17 @@ class LossInputs:
     """Whether the last outcome of the tables is the sum of all other tokens."""
     old_logprobs: Float[Tensor, " tokens"] | None = None
     """Log-probs under the policy that ratios and their bounds refer to; None: `inference_logprobs`."""
+    observation_logprobs: Float[Tensor, " observed"] | None = None
+    """The trainer's log-probs of the tokens that the environment wrote after the first response of each sequence."""
+    observation_sequence: Int[Tensor, " observed"] | None = None
+    objectives: tuple[str | None, ...] | None = None
+    """Name of each sequence's objective, None for that of the run; shorter than `num_sequences` if padded."""
+    values: Float[Tensor, " tokens"] | None = None
+    """The critic's values before each token, with a gradient."""
+    old_values: Float[Tensor, " tokens"] | None = None
+    """The values before the first update of the batch."""
+    returns: Float[Tensor, " tokens"] | None = None
+    """What the values are regressed to."""
 
     def sanitized(self) -> LossInputs:
         """The streams in fp32 or better, with log-probs of at least `MIN_LOGPROB`."""
@@ -59,6 +70,15 @@ class LossInputs:
     def ratio_logprobs(self) -> Float[Tensor, " tokens"]:
         """Log-probs in the denominator of the importance ratio."""
         return self.inference_logprobs if self.old_logprobs is None else self.old_logprobs
+
+    def select_sequences(self, chosen: Bool[Tensor, " sequences"]) -> LossInputs:
+        """The streams of the tokens of some sequences, which keep their numbers."""
+        tokens = chosen[self.sequence]
+        index = {f.name: tokens for f in fields(self)}
+        if self.observation_sequence is not None:
+            index |= dict.fromkeys(("observation_logprobs", "observation_sequence"), chosen[self.observation_sequence])
+        streams = {name: x[index[name]] for name in index if isinstance(x := getattr(self, name), Tensor)}
+        return replace(self, **streams)  # type: ignore[arg-type]
 
     def zero_without_teacher(self, values: Float[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
         """The values, and 0 for tokens without teacher log-probs."""
@@ -93,3 +113,16 @@ class LossOutput:
     loss_sum: Float[Tensor, ""]
     count: Float[Tensor, ""]
     stats: TokenStats = field(default_factory=TokenStats)
+    further: dict[str, Float[Tensor, ""]] = field(default_factory=dict)
+    """Further sums, each divided by the global count of its unit (see `MicroBatch.count`)."""
+
+    def add(self, part: LossOutput, part_unit: str, unit: str) -> LossOutput:
+        """This output, whose sum averages over `unit`, plus one that averages over `part_unit`."""
+        loss_sum, count, further = self.loss_sum, self.count, dict(self.further)
+        own = part.further.items() if part_unit == unit else (*part.further.items(), (part_unit, part.loss_sum))
+        for name, total in own:
+            further[name] = further[name] + total if name in further else total
+        if part_unit == unit:
+            loss_sum, count = loss_sum + part.loss_sum, count + part.count
+        self.stats.merge(part.stats)
+        return LossOutput(loss_sum, count, self.stats, further)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Bool, Float
@@ -18,6 +18,7 @@ from rollouts.training.rl_losses.stats import TokenStats
 from rollouts.training.rl_losses.trust_region import (
     any_mask,
     bounded_exp,
+    clip_log_ratio,
     compute_dropped,
     compute_ratio,
     find_bounded,
@@ -31,10 +32,15 @@ Custom = Callable[[LossInputs], Tensor]
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """An objective as a loss function of a micro-batch, for a backend."""
+    """An objective as a loss function of a micro-batch, for a backend.
+
+    `others` are the objectives of sequences that name one. The loss of a sequence is divided by the global count, over
+    all sequences, of the unit of its own objective: it is what it would be if all sequences had that objective.
+    """
 
     objective: Objective
     custom: Custom | None = None
+    others: Mapping[str, Objective] = field(default_factory=dict)
 
     @property
     def mean_over(self) -> str:
@@ -43,7 +49,29 @@ class PolicyLoss:
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Sum and count of one micro-batch."""
-        return policy_loss(inputs, self.objective, self.custom)
+        if inputs.objectives is None or not self.others:
+            return policy_loss(inputs, self.objective, self.custom)
+        total = LossOutput(inputs.trainer_logprobs.new_zeros(()), inputs.trainer_logprobs.new_zeros(()))
+        named: list[tuple[str | None, Objective]] = [(None, self.objective), *self.others.items()]
+        for name, objective in named:
+            part = self._compute_part(inputs, name, objective)
+            if part is not None:
+                total = total.add(part, objective.unit, self.mean_over)
+        return total
+
+    def _compute_part(self, inputs: LossInputs, name: str | None, objective: Objective) -> LossOutput | None:
+        """The loss of the sequences with one objective, None without such tokens."""
+        assert inputs.objectives is not None
+        num = inputs.num_sequences or len(inputs.objectives)
+        chosen = torch.zeros(num, dtype=torch.bool, device=inputs.sequence.device)
+        chosen[[i for i, used in enumerate(inputs.objectives) if used == name]] = True
+        part = inputs.select_sequences(chosen)
+        if not len(part.sequence):
+            return None
+        output = policy_loss(part, objective, self.custom if name is None else None)
+        if name is not None:  # sums over different units have no common mean
+            output.stats.ratios[f"loss/policy/{name}"] = output.stats.ratios.pop("loss/policy")
+        return output
 
 
 def policy_loss(inputs: LossInputs, objective: Objective, custom: Custom | None = None) -> LossOutput:
@@ -61,8 +89,10 @@ def policy_loss(inputs: LossInputs, objective: Objective, custom: Custom | None 
         # A dropped token's ratio may be infinite: it counts in means over its sequence, not in its own loss.
         used_ratio = torch.where(keep, log_ratio, 0.0) if objective.ratio == "token" else log_ratio
         is_bounded = is_bounded | find_bounded(inputs, used_ratio, objective.ratio)
+        used_ratio, clipped = clip_log_ratio(used_ratio, advantage, objective)
         ratio = compute_ratio(inputs, used_ratio, objective.ratio)
         policy, bound = surrogate_loss(ratio, advantage, logprobs, objective)
+        bound |= clipped
         if (weight := weigh_behavior(inputs, objective)) is not None:
             policy = weight * policy
     else:
@@ -86,7 +116,18 @@ def policy_loss(inputs: LossInputs, objective: Objective, custom: Custom | None 
     stats = _measure(inputs, objective, values, is_masked)
     stats.ratios["loss/policy"] = torch.stack((loss_sum, count)).detach().double()
     stats.ratios["loss/bounded_ratio"] = torch.stack(((is_bounded & active).sum(), active.sum())).double()
-    return LossOutput(loss_sum, count, stats)
+    return LossOutput(loss_sum, count, stats, observe(inputs, objective, stats))
+
+
+def observe(inputs: LossInputs, objective: Objective, stats: TokenStats) -> dict[str, Float[Tensor, ""]]:
+    """The sum of the cross-entropy of observed tokens, times its coefficient (ECHO, 2605.24517); empty without it."""
+    if not objective.observation_coef:
+        return {}
+    if inputs.observation_logprobs is None:
+        raise ValueError(f"loss.observation_coef is {objective.observation_coef} but observed tokens have no log-probs")
+    losses = -inputs.observation_logprobs
+    stats.merge(TokenStats.measure({"observation_loss": losses}))
+    return {"observation": objective.observation_coef * losses.sum()}
 
 
 def nll_loss(inputs: LossInputs) -> LossOutput:

@@ -88,6 +88,13 @@ class TokenStats:
                 out[name] = total / count
         return out
 
+    def mean(self, name: str) -> float | None:
+        """Mean of a metric over all values; None without values."""
+        pairs = [(float(len(part)), part.double().sum().item()) for part in self.values.get(name, [])]
+        pairs += [(part.moments[0].item(), part.moments[1].item()) for part in self.subsampled.get(name, [])]
+        count = sum(count for count, _ in pairs)
+        return sum(total for _, total in pairs) / count if count else None
+
     def encode(self, most: int = MAX_SENT) -> bytes:
         """Serialize for another rank; values in fp32, fp64 values in fp64."""
         assert not self.subsampled, "statistics received from other ranks are not forwarded"

@@ -73,6 +73,30 @@ def compute_ratio(inputs: LossInputs, log_ratio: Float[Tensor, " tokens"], kind:
     return of_sequence[inputs.sequence]
 
 
+def clip_log_ratio(
+    log_ratio: Float[Tensor, " tokens"], advantage: Float[Tensor, " tokens"], objective: Objective
+) -> tuple[Float[Tensor, " tokens"], dict[str, Bool[Tensor, " tokens"]]]:
+    """Log-ratios bounded in the direction of their advantage (GMPO, 2507.20673), and the tokens that were."""
+    low, high = objective.log_clip_low, objective.log_clip_high
+    if low is None and high is None:
+        return log_ratio, {}
+    clipped = log_ratio.clamp(None if low is None else -low, high)
+    is_clipped = torch.where(advantage > 0, clipped < log_ratio, clipped > log_ratio) & (advantage != 0)
+    return torch.where(is_clipped, clipped, log_ratio), {"is_clipped": is_clipped}
+
+
+def compute_gamma_weight(
+    ratio: Float[Tensor, " tokens"],
+    advantage: Float[Tensor, " tokens"],
+    positive: tuple[float, float],
+    negative: tuple[float, float],
+) -> Float[Tensor, " tokens"]:
+    """exp(g) w^k exp(-g w), which is 1 at w = 1; (k, g) by the sign of the advantage (VESPO, 2602.10693)."""
+    is_negative = (advantage < 0)[:, None]
+    k, g = torch.where(is_negative, ratio.new_tensor(negative), ratio.new_tensor(positive)).unbind(1)
+    return torch.exp(g + k * ratio.log() - g * ratio)
+
+
 def weigh_behavior(inputs: LossInputs, objective: Objective) -> Float[Tensor, " tokens"] | None:
     """min(old policy / sampler, `behavior_cap`), of a token or a sequence like the ratio; None if they are the same.
 
@@ -112,6 +136,9 @@ def surrogate_loss(
     high = None if objective.clip_high is None else 1 + objective.clip_high
     clipped = ratio if low is None and high is None else ratio.clamp(low, high)
     bound: dict[str, Bool[Tensor, " tokens"]] = {}
+    if objective.gamma_pos is not None and objective.gamma_neg is not None:
+        weight = compute_gamma_weight(ratio.detach(), advantage, objective.gamma_pos, objective.gamma_neg)
+        return -weight * advantage * logprobs, bound
     if objective.detached:
         weight = clipped if objective.ratio_cap is None else clipped.clamp(max=objective.ratio_cap)
         if objective.ratio_cap is not None:

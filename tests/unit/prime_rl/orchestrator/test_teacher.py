@@ -547,7 +547,7 @@ def test_taus_annealed_to_measured_ratio() -> None:
     assert stats["teacher/seq_kl"] == 5.0 and stats["adv/teacher_tau"] == first.objective.teacher_tau
     last = schedule.loss_for_step(3, [near])[0].objective
     assert last.adv_tau / last.student_tau == pytest.approx(2 * 5.0) and last.teacher_tau == 2 * last.student_tau
-    resumed = build_loss_schedule(config, 48, schedule.progress["teacher_distance"])
+    resumed = build_loss_schedule(config, 48, schedule.progress)
     assert resumed.loss_for_step(3, [near])[0].objective == last
     pulls = measure_advantage_terms([far, anchor], replace(last, adv_tau=3.0, teacher_tau=1.0, student_tau=2.0))
     assert pulls == {"adv/reward_abs": 3.0, "adv/teacher_abs": (7 + 1) / 2, "adv/teacher_tau": 1.0}
