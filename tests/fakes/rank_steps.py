@@ -19,6 +19,7 @@ from prime_rl.trainer.config import SFTConfig, TrainConfig
 from prime_rl.trainer.parallel_dims import destroy_process_group
 from prime_rl.trainer.rl.data import build_batches
 from prime_rl.trainer.rl.loss import build_loss
+from prime_rl.trainer.rl.updates import run_updates
 from prime_rl.trainer.sft.data import Position, build_sft_batches
 from rollouts.training.batching import Share, pack_share
 from rollouts.training.rl_losses import nll_loss
@@ -58,6 +59,17 @@ def muon_config() -> TrainConfig:
 def lora_config() -> TrainConfig:
     """An adapter and a head of its own, before frozen matrices."""
     return rl_config(model={**MODEL, "lora": {"rank": 4, "modules_to_save": ["lm_head"]}})
+
+
+def critic_config(**changes: Any) -> TrainConfig:
+    """A critic with a backbone and a rate of its own, trained alone in the first step."""
+    return rl_config(critic={"lr": 3e-2, "warmup_steps": 1}, loss={"type": "ppo"}, **changes)
+
+
+def critic_lora_config() -> TrainConfig:
+    """A critic on the hidden states of an adapter, and old log-probs recomputed in the same pass."""
+    loss = {"type": "ppo", "old_logprobs": "recomputed"}
+    return rl_config(model={**MODEL, "lora": {"rank": 4}}, critic={"backbone": "shared"}, loss=loss, num_epochs=2)
 
 
 def moe_config(root: Path) -> TrainConfig:
@@ -100,6 +112,18 @@ def run_rl(backend: Backend, config: TrainConfig, rows: int = 1) -> Iterator[dic
         yield {**stats.summary(), "grad_norm": report.grad_norm, "skipped": float(report.skipped is not None)}
 
 
+def run_critic(backend: Backend, config: TrainConfig) -> Iterator[dict[str, float]]:
+    """The same for several updates per batch, with a critic; in the second step one sample has loss."""
+    loss, batches = build_loss(config.loss, 48), build_batches(config, backend.model.config.vocab_size)
+    for step in range(1, NUM_STEPS + 1):
+        samples = batches.receive(step)
+        for sample in samples[1:] if step == 2 else ():
+            sample.loss_mask = [0.0] * len(sample.tokens)
+        micros = pack(backend, samples, 1).micros
+        report, stats = run_updates(backend, [micros], loss, 2, critic=config.critic, step=step)
+        yield {**stats.summary(), "grad_norm": report.grad_norm}
+
+
 def run_sft(backend: Backend, config: SFTConfig) -> Iterator[dict[str, float]]:
     """The same for fine-tuning, with an evaluation before each step."""
     batches, position = build_sft_batches(config, backend.model.config.vocab_size, None), Position()
@@ -122,6 +146,8 @@ def run_all(root: Path) -> None:
         "sparing": (rl_config(model={**MODEL, **SPARING}), run_rl),
         "muon": (muon_config(), run_rl),
         "lora": (lora_config(), run_rl),
+        "critic": (critic_config(), run_critic),
+        "critic_lora": (critic_lora_config(), run_critic),
         "moe": (moe_config(root), run_rl),
         "sft": (sft_config(), run_sft),
     }

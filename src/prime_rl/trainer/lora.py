@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from prime_rl.trainer.models.causal_lm import CausalLM
+from prime_rl.trainer.models.value import without_critic
 from prime_rl.transport.weights import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, PEFT_PREFIX
 from rollouts.kernels.linear import linear
 from rollouts.training.json_files import read_json_file
@@ -185,7 +186,8 @@ def _need_match(pattern: str, names: Iterable[str], key: str) -> None:
 
 def adapter_tensors(model: CausalLM, whole: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Trainable tensors by parameter name; taken from the gathered tensors `whole` when parameters are sharded."""
-    return {n: p.detach() if whole is None else whole[n] for n, p in model.named_parameters() if p.requires_grad}
+    own = without_critic(dict(model.named_parameters()))
+    return {n: p.detach() if whole is None else whole[n] for n, p in own.items() if p.requires_grad}
 
 
 @torch.no_grad()
@@ -204,8 +206,10 @@ def fill_adapter(model: CausalLM, adapter: Adapter) -> None:
 @torch.no_grad()
 def merged_tensors(model: CausalLM, whole: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Checkpoint tensors with adapters merged into the weights; `whole` as in `adapter_tensors`."""
-    tensors = {n: p.detach() for n, p in model.named_parameters()} if whole is None else dict(whole)
-    scales = {name: module.scale for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+    named = dict(model.named_parameters())
+    tensors = {n: p.detach() for n, p in without_critic(named).items()} if whole is None else without_critic(whole)
+    modules = without_critic(dict(model.named_modules()))
+    scales = {name: module.scale for name, module in modules.items() if isinstance(module, LoraLinear)}
     for name, scale in scales.items():
         a, b = tensors.pop(f"{name}.lora_A.weight"), tensors.pop(f"{name}.lora_B.weight")
         tensors[f"{name}.weight"] = merge(tensors[f"{name}.weight"], a, b, scale)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,27 +17,37 @@ from prime_rl.trainer.config import (
     OptimConfig,
     SchedulerConfig,
 )
+from prime_rl.trainer.models.value import without_critic
 from rollouts.training.backends.muon import Muon
 
 Schedule = Callable[[int], float]
 
 
-def build_optimizer(config: OptimConfig, parameters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
-    """Build AdamW, SGD or Muon over named `parameters`, with the fused implementation where torch supports it."""
+def build_optimizer(
+    config: OptimConfig, parameters: Mapping[str, Tensor], critic_lr: float | None = None
+) -> torch.optim.Optimizer:
+    """Build AdamW, SGD or Muon over named `parameters`, with the fused implementation where torch supports it.
+
+    `critic_lr` is the learning rate of the critic's parameters, by default that of all.
+    """
+    policy = without_critic(parameters)
+    groups = group_by_mesh(policy.values())
+    own = [parameter for name, parameter in parameters.items() if name not in policy]
+    groups += [group | {"lr": critic_lr or config.lr} for group in group_by_mesh(own)]
     if isinstance(config, MuonConfig):
         matrices = {"momentum": config.momentum, "nesterov": config.nesterov, "adjust_lr": config.adjust_lr}
         shared = {"lr": config.lr, "weight_decay": config.weight_decay}
         return Muon(parameters, muon=matrices | shared, adamw={"betas": (config.betas1, config.betas2), **shared})
     if isinstance(config, AdamConfig):
         return torch.optim.AdamW(
-            group_by_mesh(parameters.values()),
+            groups,
             lr=config.lr,
             betas=(config.betas1, config.betas2),
             weight_decay=config.weight_decay,
             fused=True,
         )
     return torch.optim.SGD(
-        group_by_mesh(parameters.values()),
+        groups,
         lr=config.lr,
         momentum=config.momentum,
         nesterov=config.nesterov,
@@ -45,7 +56,7 @@ def build_optimizer(config: OptimConfig, parameters: Mapping[str, Tensor]) -> to
     )
 
 
-def group_by_mesh(parameters: Iterable[Tensor]) -> list[dict[str, list[Tensor]]]:
+def group_by_mesh(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
     """One parameter group per device mesh: fused kernels do not support several meshes."""
     groups: dict[object, list[Tensor]] = {}
     for parameter in parameters:

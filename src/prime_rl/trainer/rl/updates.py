@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from torch import Tensor
-
 from prime_rl.trainer.backend import Backend, Loss
-from prime_rl.trainer.rl.logprob_recorder import RecordingLoss
+from prime_rl.trainer.config import CriticConfig
+from prime_rl.trainer.rl.critic import CriticLoss, Streams, compute_targets
 from rollouts.training.backends.step import StepReport
 from rollouts.training.batching import MicroBatch, Share
 from rollouts.training.rl_losses import LossInputs, LossOutput, PolicyLoss, TokenStats
@@ -18,11 +17,12 @@ from rollouts.training.types import Sample
 
 
 @dataclass(frozen=True)
-class DecoupledLoss:
-    """A loss with old log-probs, one tensor per micro-batch with loss in the order in which the backend calls it."""
+class PreparedLoss:
+    """A loss with streams that were computed before the first update: one entry per micro-batch with loss, in the order
+    in which the backend calls it."""
 
     loss: Loss
-    old: Iterator[Tensor]
+    streams: Iterator[Streams]
 
     @property
     def mean_over(self) -> str:
@@ -31,7 +31,21 @@ class DecoupledLoss:
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Loss of the next micro-batch."""
-        return self.loss(replace(inputs, old_logprobs=next(self.old)))
+        return self.loss(replace(inputs, **next(self.streams)))  # type: ignore[arg-type]
+
+
+class InputRecorder:
+    """A loss that records its inputs without gradients, one entry per micro-batch with loss."""
+
+    def __init__(self, mean_over: str) -> None:
+        self.mean_over = mean_over
+        self.recorded: list[LossInputs] = []
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """Record the inputs; the loss is 0."""
+        self.recorded.append(inputs)
+        zero = inputs.trainer_logprobs.new_zeros(())
+        return LossOutput(zero, zero)
 
 
 def split_batch(samples: Sequence[Sample], num_minibatches: int, seed: str) -> list[list[int]]:
@@ -73,30 +87,50 @@ def run_updates(
     num_epochs: int,
     first_loss: Loss | None = None,
     before_update: Callable[[], None] = lambda: None,
+    *,
+    critic: CriticConfig | None = None,
+    step: int = 1,
 ) -> tuple[StepReport, TokenStats]:
     """One optimizer step per minibatch and epoch; returns their reports as one, and statistics over all of them.
 
     `first_loss` replaces the loss in the first epoch; `before_update` is called before the parameters change. With
-    `old_logprobs` "recomputed" an additional forward pass over the batch comes first.
+    `old_logprobs` "recomputed" or a critic, an additional forward pass over the batch comes first.
     """
-    is_decoupled = loss.objective.old_logprobs == "recomputed"
-    old = [compute_logprobs(backend, micros, loss) if is_decoupled else [] for micros in minibatches]
-    reports, stats = list[StepReport](), TokenStats()
+    prepared, stats = prepare_streams(backend, minibatches, loss, critic)
+    is_warmup = critic is not None and step <= critic.warmup_steps
+    reports = list[StepReport]()
     for epoch in range(num_epochs):
-        for micros, logprobs in zip(minibatches, old, strict=True):
+        for micros, streams in zip(minibatches, prepared, strict=True):
             used = first_loss if first_loss is not None and epoch == 0 else loss
-            part = backend.forward_backward(micros, DecoupledLoss(used, iter(logprobs)) if is_decoupled else used)
+            if critic is not None:
+                used = CriticLoss(used, critic)
+            part = backend.forward_backward(micros, PreparedLoss(used, iter(streams)) if streams else used)
             before_update()
-            reports.append(backend.optim_step(part, begins_step=not reports))
+            reports.append(backend.optim_step(part, begins_step=not reports, only_critic=is_warmup))
             stats.merge(part)
     return merge_reports(reports), stats
 
 
-def compute_logprobs(backend: Backend, micros: Sequence[MicroBatch], loss: PolicyLoss) -> list[Tensor]:
-    """Log-probs of the loss tokens under the current policy, one tensor per micro-batch with loss."""
-    recorder = RecordingLoss(loss)
-    backend.evaluate(micros, recorder)
-    return recorder.recorded
+def prepare_streams(
+    backend: Backend, minibatches: Sequence[Sequence[MicroBatch]], loss: PolicyLoss, critic: CriticConfig | None
+) -> tuple[list[list[Streams]], TokenStats]:
+    """Streams of every micro-batch under the current weights, by minibatch, and statistics of the critic."""
+    is_decoupled = loss.objective.old_logprobs == "recomputed"
+    if critic is None and not is_decoupled:
+        return [[] for _ in minibatches], TokenStats()
+    recorded = list[list[LossInputs]]()
+    for micros in minibatches:
+        recorder = InputRecorder(loss.mean_over)
+        backend.evaluate(micros, recorder)
+        recorded.append(recorder.recorded)
+    streams: list[list[Streams]] = [[{} for _ in part] for part in recorded]
+    stats = TokenStats()
+    if critic is not None:
+        streams, stats = compute_targets(backend, recorded, critic)
+    for part, inputs in zip(streams, recorded, strict=True) if is_decoupled else ():
+        for one, seen in zip(part, inputs, strict=True):
+            one["old_logprobs"] = seen.trainer_logprobs
+    return streams, stats
 
 
 def merge_reports(reports: Sequence[StepReport]) -> StepReport:

@@ -11,12 +11,15 @@ import pytest
 import torch
 from forked_ranks import run_program
 from rank_steps import (
+    critic_config,
+    critic_lora_config,
     lora_config,
     moe_config,
     muon_config,
     narrow_config,
     pack,
     rl_config,
+    run_critic,
     run_rl,
     run_sft,
     sequences_config,
@@ -59,15 +62,18 @@ def assert_close(ours: list[dict[str, float]], theirs: list[dict[str, float]], t
             assert value == pytest.approx(other[name], rel=tolerance, abs=tolerance), (step, name)
 
 
-@pytest.mark.parametrize("kind", ["rl", "replicated", "sequences", "sft", "muon", "lora", "moe"])
+@pytest.mark.parametrize(
+    "kind", ["rl", "replicated", "sequences", "sft", "muon", "lora", "moe", "critic", "critic_lora"]
+)
 def test_two_ranks_equal_one(two: Path, kind: str) -> None:
     config: Any = sft_config() if kind == "sft" else rl_config()
-    if kind in ("sequences", "muon", "lora", "moe"):
-        builds = {"sequences": sequences_config, "muon": muon_config, "lora": lora_config}
-        config = moe_config(two) if kind == "moe" else builds[kind]()
+    builds = {"sequences": sequences_config, "muon": muon_config, "lora": lora_config}
+    builds |= {"critic": critic_config, "critic_lora": critic_lora_config, "moe": lambda: moe_config(two)}
+    config = builds[kind]() if kind in builds else config
     backend = build_backend(config)
     before = {name: tensor.clone() for name, tensor in backend.export_state_dict().items()}
-    rows = list((run_sft if kind == "sft" else run_rl)(backend, config))
+    runs: dict[str, Any] = {"sft": run_sft, "critic": run_critic, "critic_lora": run_critic}
+    rows = list(runs.get(kind, run_rl)(backend, config))
     assert_close(json.loads((two / f"{kind}.json").read_text()), rows)
     theirs = load_file(two / f"{kind}.safetensors")
     assert theirs.keys() == before.keys()

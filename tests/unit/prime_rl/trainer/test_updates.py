@@ -19,7 +19,7 @@ from prime_rl.trainer.config import TrainConfig
 from prime_rl.trainer.rl.data import build_batches
 from prime_rl.trainer.rl.loss import build_loss
 from prime_rl.trainer.rl.train import train
-from prime_rl.trainer.rl.updates import compute_logprobs, pack_minibatches, run_updates, split_batch
+from prime_rl.trainer.rl.updates import pack_minibatches, prepare_streams, run_updates, split_batch
 from prime_rl.transport.batches import FilesystemBatchSender
 from prime_rl.utils.pydantic_config import parse_argv
 from rollouts.training.batching import pack_share
@@ -106,7 +106,9 @@ def stale(tmp_path: Path) -> tuple[Backend, list[Sample]]:
     """A backend, and samples of another policy: every token was half as likely."""
     config = make_config(tmp_path)
     backend, samples = build_backend(config), build_batches(config, 320).receive(1)
-    [logprobs] = compute_logprobs(backend, pack_share(samples, 1000).micros, build_loss(config.loss, 32))
+    loss = build_loss(config.loss.model_copy(update={"old_logprobs": "recomputed"}), 32)
+    [[streams]], _ = prepare_streams(backend, [pack_share(samples, 1000).micros], loss, None)
+    logprobs = streams["old_logprobs"]
     order = pack_share(samples, 1000).micros[0].sample_ids
     values = iter((logprobs - math.log(2)).tolist())
     for i in order:

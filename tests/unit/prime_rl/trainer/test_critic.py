@@ -1,0 +1,144 @@
+"""The critic of the trainer: what it learns, what its loss reaches, checkpoints, publishing and configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from prime_rl.trainer.backend import Backend, build_backend
+from prime_rl.trainer.config import TrainConfig
+from prime_rl.trainer.models.value import without_critic
+from prime_rl.trainer.rl.data import build_batches
+from prime_rl.trainer.rl.loss import build_loss
+from prime_rl.trainer.rl.train import train
+from prime_rl.trainer.rl.updates import run_updates
+from rollouts.training.batching import MicroBatch, pack_share
+from rollouts.training.metrics import load_jsonl
+from rollouts.training.types import Sample
+
+
+def make_config(**changes: Any) -> TrainConfig:
+    debug = {"random_init": True, "num_layers": 1}
+    values: dict[str, Any] = {
+        "model": {"name": "tiny-qwen3", "seq_len": 32, "debug": debug},
+        "optim": {"lr": 3e-3},
+        "loss": {"type": "ppo"},
+        "data": {"fake": {"batch_size": 8}},
+        "max_steps": 4,
+        "log": {"file": False},
+    }
+    lora = changes.pop("lora", None)
+    values["model"] |= {} if lora is None else {"lora": lora}
+    return TrainConfig.model_validate({**values, "critic": {}, **changes})
+
+
+def draw(config: TrainConfig) -> list[Sample]:
+    return build_batches(config, 320).receive(1)
+
+
+def update(backend: Backend, config: TrainConfig, micros: list[MicroBatch], step: int = 1) -> dict[str, float]:
+    loss = build_loss(config.loss, 32)
+    _, stats = run_updates(backend, [micros], loss, config.num_epochs, critic=config.critic, step=step)
+    return stats.summary()
+
+
+@pytest.mark.parametrize("backbone", ["own", "shared", "detached"])
+def test_values_learn_the_returns_of_a_batch(backbone: str) -> None:
+    """Rewards of a prompt differ by its first token, so that the value is a function of the state."""
+    config = make_config(critic={"backbone": backbone, "warmup_steps": 40, "gae_lambda": 1.0, "value_clip": None})
+    samples = draw(config)
+    for i, sample in enumerate(samples):
+        sample.tokens[0] = 7 + 50 * (i % 2)
+        sample.advantages = [float(i % 2) if mask else 0.0 for mask in sample.loss_mask]
+    backend, micros = build_backend(config), pack_share(samples, 32, rows=8).micros
+    before = {name: tensor.clone() for name, tensor in backend.export_state_dict().items()}
+    rows = [update(backend, config, micros) for _ in range(25)]
+    assert rows[0]["values/max"] == rows[0]["values/min"] == 0.0, "a new head is 0"
+    assert rows[0]["explained_variance"] == pytest.approx(0.0, abs=1e-6)
+    assert rows[-1]["explained_variance"] > 0.5 and rows[-1]["value_loss/mean"] < rows[0]["value_loss/mean"] / 2
+    after = backend.export_state_dict()
+    assert not any("value" in name for name in after), "published weights are those of the policy"
+    assert all(torch.equal(after[name], before[name]) for name in before), "the warm-up trains the critic only"
+
+
+@pytest.mark.parametrize(("backbone", "reaches"), [("own", False), ("detached", False), ("shared", True)])
+def test_the_value_loss_reaches_the_policy_only_if_shared(backbone: str, reaches: bool) -> None:
+    """By the policy's gradients under two weights of the value loss."""
+    found = []
+    for coef in (1.0, 50.0):
+        optim = {"type": "sgd", "lr": 1.0, "max_norm": None}
+        config = make_config(critic={"backbone": backbone, "coef": coef}, optim=optim)
+        backend, micros = build_backend(config), pack_share(draw(config), 32, rows=8).micros
+        assert backend.critic is not None
+        with torch.no_grad():
+            backend.critic.head.weight.fill_(0.1)
+        update(backend, config, micros)
+        found.append({name: tensor.clone() for name, tensor in backend.export_state_dict().items()})
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0]) != reaches
+
+
+def test_packing_changes_no_value_and_no_gradient() -> None:
+    config = make_config(optim={"type": "sgd", "lr": 1e-2, "max_norm": None})
+    tensors, rows = [], []
+    for num_rows in (1, 3, 8):
+        backend = build_backend(config)
+        rows.append(update(backend, config, pack_share(draw(config), 32, rows=num_rows).micros))
+        tensors.append(backend.parameters)
+    for other in (1, 2):
+        for name in ("value_loss/mean", "advantages/max", "returns/mean", "loss/policy"):
+            assert rows[other][name] == pytest.approx(rows[0][name], abs=1e-6), name
+        for name, parameter in tensors[0].items():
+            torch.testing.assert_close(tensors[other][name], parameter, atol=1e-6, rtol=0)
+
+
+def test_an_adapter_is_published_without_its_critic() -> None:
+    config = make_config(lora={"rank": 4})
+    backend = build_backend(config)
+    update(backend, config, pack_share(draw(config), 32, rows=8).micros)
+    names = set(backend.export_state_dict())
+    assert names and all("lora_" in name and "value" not in name for name in names)
+    own = set(backend.parameters) - set(without_critic(backend.parameters))
+    assert any("lora_" in name for name in own) and {"value.head.weight", "value.head.bias"} <= own
+
+
+def test_the_critic_has_a_rate_of_its_own() -> None:
+    backend = build_backend(make_config(critic={"lr": 0.5}))
+    rates = {id(p): group["lr"] for group in backend.stepper.optimizer.param_groups for p in group["params"]}
+    policy = without_critic(backend.parameters)
+    assert {name: rates[id(p)] for name, p in backend.parameters.items()} == {
+        name: 3e-3 if name in policy else 0.5 for name in backend.parameters
+    }
+
+
+def test_a_resumed_run_with_a_critic_has_the_same_bits(tmp_path: Path) -> None:
+    straight, parts = tmp_path / "straight", tmp_path / "parts"
+    options: dict[str, Any] = {"critic": {"warmup_steps": 1}, "num_minibatches": 2}
+    assert train(make_config(output_dir=straight, ckpt={"interval": 2}, **options)) == 0
+    assert train(make_config(output_dir=parts, ckpt={"interval": 2}, **{**options, "max_steps": 2})) == 0
+    assert train(make_config(output_dir=parts, ckpt={"interval": 2, "resume_step": -1}, **options)) == 0
+    files = [
+        {path.name: path.read_bytes() for path in (root / "checkpoints" / "step_4" / "trainer").iterdir()}
+        for root in (straight, parts)
+    ]
+    assert files[0] == files[1]
+    published = load_file(straight / "weights" / "step_4" / "model.safetensors")
+    assert not any(name.startswith("value") for name in published)
+    rows = [row for row in load_jsonl(straight / "metrics.jsonl") if "explained_variance" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4] and "is_value_clipped/mean" in rows[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"parallel": {"tp": 2}}, r"critic does not support parallel\.tp"),
+        ({"optim": {"type": "muon"}}, r"critic does not support optim\.type muon"),
+        ({"loss": {"teacher_tau": 0.5, "distill": {"estimator": "sequence"}}}, r"estimator sequence adds to"),
+    ],
+)
+def test_combinations_without_sense_are_rejected(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make_config(**options)
