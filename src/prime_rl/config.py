@@ -171,6 +171,15 @@ class RLConfig(BaseConfig):
                 f"trainer.loss.{loss.needs_teacher} is {getattr(loss, loss.needs_teacher)} but there is no teacher: "
                 "set [orchestrator.teacher_model]"
             )
+        if self.orchestrator.has_reward_kl:
+            if teacher is None:
+                raise ValueError("orchestrator.advantage.kl_coef needs a reference: set [orchestrator.teacher_model]")
+            if loss.needs_teacher:
+                raise ValueError(
+                    f"orchestrator.advantage.kl_coef uses the reference in the reward and trainer.loss."
+                    f"{loss.needs_teacher} in the loss: set one of them to 0"
+                )
+            return self
         if teacher is not None and not loss.needs_teacher:
             raise ValueError(
                 "orchestrator.teacher_model has no effect with trainer.loss.teacher_tau = 0: raise it, or leave the "
@@ -192,6 +201,20 @@ class RLConfig(BaseConfig):
         if teacher.source or any(env.source or env.teacher == "reference" for env in self.orchestrator.env):
             return True
         return server is None or server.model.name != self.model.name
+
+    @model_validator(mode="after")
+    def _check_critic_has_rewards(self) -> RLConfig:
+        choices = [self.orchestrator.advantage, *(env.advantage for env in self.orchestrator.env)]
+        used = [choice for choice in choices if choice is not None]
+        if self.trainer.critic is not None and any(
+            choice.baseline != "none" or choice.std != "none" or choice.length_weighted_mean or choice.rewards
+            for choice in used
+        ):
+            raise ValueError(
+                "trainer.critic estimates the baseline of each token: set orchestrator.advantage.baseline and std to "
+                '"none", or leave them out'
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_processes_fit(self) -> RLConfig:

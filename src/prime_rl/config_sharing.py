@@ -11,9 +11,10 @@ from pydantic import BaseModel
 
 from prime_rl.configuration.tables import ConfigTables
 from prime_rl.inference.config import InferenceConfig
+from prime_rl.orchestrator.config import TrainEnvConfig
 from prime_rl.runtime.machine import check_port_free
 from prime_rl.trainer.config import LoraConfig, TrainConfig
-from rollouts.training.objectives import PRESETS
+from rollouts.training.objectives import PRESETS, Objective
 
 TRACKERS = ("wandb", "tensorboard", "trackio", "prometheus")
 ANY_ADDRESS = ("0.0.0.0", "::")
@@ -145,6 +146,7 @@ def derive_keys(tables: ConfigTables) -> None:
     _connect_inference(tables)
     _switch_off_fake_data(tables)
     _derive_advantage(tables)
+    _derive_env_losses(tables)
     _derive_lr(tables)
     _ignore_gpu_keys_on_cpu(tables)
 
@@ -225,7 +227,10 @@ def _derive_advantage(tables: ConfigTables) -> None:
     """Set the orchestrator's half of the preset `trainer.loss.type`, unless its keys are set explicitly."""
     name, max_tokens = tables.get("trainer.loss.type"), tables.get("orchestrator.sampling.max_tokens")
     preset = PRESETS.get(name) if isinstance(name, str) else None
-    if preset is None or name == "custom":
+    has_critic, source = tables.is_section("trainer.critic"), f"trainer.loss.type {name}"
+    if has_critic:
+        preset, source = preset or PRESETS["aipo"], "trainer.critic"
+    elif preset is None or name == "custom":
         return
     choice, settings = preset.advantage, dict[str, Any]()
     if tables.get("orchestrator.advantage.length_weighted_mean") is not True:
@@ -233,13 +238,16 @@ def _derive_advantage(tables: ConfigTables) -> None:
     settings["advantage.std"] = choice.std
     if tables.is_off("orchestrator.advantage"):
         settings = {"advantage": {}}
-    is_custom = tables.get("orchestrator.advantage.import_path") is not None
+    is_custom = next((f"orchestrator.advantage.{x}" for x in ("import_path", "rewards") if _is_chosen(tables, x)), None)
     if is_custom:
         settings = {}
+    elif has_critic:
+        is_off = tables.is_off("orchestrator.advantage")
+        settings = {} if is_off else {"advantage.baseline": "none", "advantage.std": "none"}
     if choice.drop_equal:
         settings["buffer.filters"] = [{"name": "zero_variance"}]
     if choice.overlong and is_custom:
-        tables.note(f"{name} with orchestrator.advantage.import_path has no overlong penalty")
+        tables.note(f"{name} with {is_custom} has no overlong penalty")
     elif choice.overlong and isinstance(max_tokens, int):
         settings["length_penalty"] = {"type": "overlong", "coef": 1.0, "window": max(1, max_tokens // OVERLONG_SHARE)}
     elif choice.overlong:
@@ -247,12 +255,40 @@ def _derive_advantage(tables: ConfigTables) -> None:
     for key, value in settings.items():
         key = f"orchestrator.{key}"
         if not tables.is_set(key):
-            tables.set(key, value, f"trainer.loss.type {name}")
+            tables.set(key, value, source)
         elif not _is_same(tables.get(key), value):
-            tables.note(f"{tables.show(key)} overrides the {value!r} of trainer.loss.type {name}")
+            tables.note(f"{tables.show(key)} overrides the {value!r} of {source}")
     by_constant = tables.get("trainer.loss.loss_aggregation", preset.loss_aggregation) == "constant"
     if by_constant and not tables.has("trainer.loss.max_tokens") and isinstance(max_tokens, int):
         tables.set("trainer.loss.max_tokens", max_tokens, "orchestrator.sampling.max_tokens")
+
+
+def _is_chosen(tables: ConfigTables, name: str) -> bool:
+    """Whether a key of `orchestrator.advantage` has a value other than None and empty."""
+    return bool(tables.get(f"orchestrator.advantage.{name}"))
+
+
+def _derive_env_losses(tables: ConfigTables) -> None:
+    """Give the losses of environments to the trainer, and their presets' baselines to the orchestrator."""
+    envs = tables.get("orchestrator.env", [])
+    for i, env in enumerate(envs if isinstance(envs, list) else []):
+        loss = env.get("loss") if isinstance(env, dict) else None
+        if not isinstance(loss, dict):
+            continue
+        name, key = env.get("name") or env.get("id") or TrainEnvConfig().id, f"orchestrator.env.{i}.loss"
+        longest = tables.get("orchestrator.sampling.max_tokens")
+        preset = PRESETS.get(str(loss.get("type")), Objective("custom"))
+        own = dict(loss)
+        if loss.get("loss_aggregation", preset.loss_aggregation) == "constant" and isinstance(longest, int):
+            own.setdefault("max_tokens", longest)
+        tables.set("trainer.env_loss", {**tables.section("trainer.env_loss"), name: own}, key)
+        choice, advantage = preset.advantage, env.get("advantage")
+        if "type" not in loss or tables.is_section("trainer.critic"):
+            continue
+        if choice.drop_equal or choice.overlong:
+            tables.note(f"{key}.type {preset.name} sets no filter and no overlong penalty: these are for whole runs")
+        if advantage is None or not (advantage.get("import_path") or advantage.get("rewards")):
+            env["advantage"] = {"baseline": choice.baseline, "std": choice.std, **(advantage or {})}
 
 
 def _derive_lr(tables: ConfigTables) -> None:

@@ -103,9 +103,11 @@ def _fill_self_teacher(tables: ConfigTables) -> None:
 def _fill_taus(tables: ConfigTables) -> None:
     if tables.get("trainer.loss.type") in SELF_TEACHERS:
         return
+    is_in_reward = bool(tables.get("orchestrator.advantage.kl_coef"))
     for key in ("trainer.loss.adv_tau", "trainer.loss.teacher_tau"):
         if not tables.has(key):
-            tables.set(key, TAU, TEACHER)
+            value = float(key.endswith("adv_tau")) if is_in_reward else TAU
+            tables.set(key, value, "orchestrator.advantage.kl_coef" if is_in_reward else TEACHER)
     if not tables.has("trainer.loss.student_tau"):
         tables.set("trainer.loss.student_tau", tables.get("trainer.loss.teacher_tau"), "trainer.loss.teacher_tau")
 

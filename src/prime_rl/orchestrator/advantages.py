@@ -2,22 +2,48 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import fmean
 
-from prime_rl.orchestrator.config import LengthPenaltyConfig, OrchestratorConfig
+from prime_rl.orchestrator.config import AdvantageConfig, LengthPenaltyConfig, OrchestratorConfig
 from rollouts.training.advantages import assign_advantages, compute_overlong_penalty
 from rollouts.training.objectives import Baseline
 from rollouts.training.types import Sample
 
 
 def build_advantages(config: OrchestratorConfig) -> Callable[[list[Sample]], None]:
-    """Build the function that sets the advantages of a batch."""
-    advantage, penalty = config.advantage, config.length_penalty
-    max_tokens = config.sampling.max_tokens
+    """Build the function that sets the advantages of a batch, and the objectives of samples of environments that have
+    one of their own.
+
+    The log-probs of a reference that is part of the reward are removed: the trainer does not use them.
+    """
+    whole = build_estimator(config.advantage, config)
+    own = {str(env.name): build_estimator(env.advantage, config) for env in config.env if env.advantage is not None}
+    with_loss = {str(env.name) for env in config.env if env.loss is not None}
+
+    def assign(samples: list[Sample]) -> None:
+        by_env: dict[str | None, list[Sample]] = defaultdict(list)
+        for sample in samples:
+            env = str(sample.metadata.get("env"))
+            by_env[env if env in own else None].append(sample)
+            sample.objective = env if env in with_loss else None
+        for name, part in by_env.items():
+            (whole if name is None else own[name])(part)
+        for sample in samples if config.has_reward_kl else ():
+            sample.teacher_logprobs = sample.teacher_table = None
+
+    return assign
+
+
+def build_estimator(advantage: AdvantageConfig | None, config: OrchestratorConfig) -> Callable[[list[Sample]], None]:
+    """Build one advantage estimator; None: the reward is the advantage."""
+    penalty, max_tokens = config.length_penalty, config.sampling.max_tokens
     if advantage is not None and (custom := advantage.import_custom()) is not None:
         return partial(assign_advantages, custom=custom)
+    if advantage is not None and advantage.rewards:
+        return partial(assign_advantages, components=advantage.rewards)
     baseline: Baseline = "none"
     if advantage is not None:
         baseline = "length_weighted" if advantage.length_weighted_mean else advantage.baseline
@@ -26,6 +52,7 @@ def build_advantages(config: OrchestratorConfig) -> Callable[[list[Sample]], Non
         baseline=baseline,
         std="none" if advantage is None else advantage.std,
         shape=partial(shape_rewards, config=penalty, seq_len=config.seq_len, max_tokens=max_tokens),
+        kl_coef=0.0 if advantage is None else advantage.kl_coef,
     )
 
 

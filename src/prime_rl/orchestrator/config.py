@@ -121,6 +121,13 @@ class AdvantageConfig(BaseConfig):
     std: Literal["none", "group", "batch", "mean"] = "none"
     """Divide by the standard deviation of the rewards in the group or in the batch, or by the group's mean reward."""
 
+    rewards: dict[str, float] = {}
+    """Weights of reward functions by name, as in samples.jsonl: each is normalized within its group before they are
+    added, and the sums over the batch (GDPO); replaces baseline and std."""
+
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of the KL to the reference, orchestrator.teacher_model, subtracted from the reward of a rollout."""
+
     import_path: str | None = None
     """Custom advantage function as package.module:name; maps the samples of a group to one number per rollout."""
 
@@ -139,9 +146,15 @@ class AdvantageConfig(BaseConfig):
     def _check_custom(self) -> AdvantageConfig:
         if self.import_path is None and self.kwargs:
             raise ValueError("kwargs are arguments of a custom advantage function: set import_path, or remove them")
+        chosen = "import_path" if self.import_path is not None else "rewards" if self.rewards else None
+        without_effect = {"baseline", "length_weighted_mean", "std"}
         if self.import_path is not None:
-            for name in sorted(self.model_fields_set & {"baseline", "length_weighted_mean", "std"}):
-                raise ValueError(f"{name} has no effect with import_path: remove one of them")
+            without_effect |= {"rewards", "kl_coef"}
+        elif self.rewards:
+            without_effect |= {"kl_coef"}
+        for name in sorted(self.model_fields_set & without_effect) if chosen else ():
+            if getattr(self, name) or name not in ("rewards", "kl_coef"):
+                raise ValueError(f"{name} has no effect with {chosen}: remove one of them")
         return self
 
     @model_validator(mode="after")
@@ -222,6 +235,13 @@ class TrainEnvConfig(ContextConfig, EnvConfig):
 
     reference_weight: float = Field(default=1.0, gt=0)
     """reference: multiplier of the taus on these rollouts."""
+
+    loss: dict[str, Any] | None = None
+    """Loss of this environment's samples, as keys of trainer.loss such as {type = "dapo"}; rl gives it to the trainer
+    as trainer.env_loss. Unset: trainer.loss."""
+
+    advantage: AdvantageConfig | None = None
+    """Advantage estimation in this environment; unset: orchestrator.advantage."""
 
 
 class OrchestratorConfig(TrackersConfig):
@@ -337,10 +357,16 @@ class OrchestratorConfig(TrackersConfig):
 
     @model_validator(mode="after")
     def _check_length_penalty(self) -> OrchestratorConfig:
-        is_custom = self.advantage is not None and self.advantage.import_path is not None
-        if is_custom and self.length_penalty is not None:
-            raise ValueError("length_penalty has no effect with advantage.import_path: remove one of them")
+        for choice in (self.advantage, *(env.advantage for env in self.env)):
+            for name in ("import_path", "rewards") if choice is not None and self.length_penalty is not None else ():
+                if getattr(choice, name):
+                    raise ValueError(f"length_penalty has no effect with advantage.{name}: remove one of them")
         return self
+
+    @property
+    def has_reward_kl(self) -> bool:
+        """Whether rewards contain a KL to the reference."""
+        return any(choice and choice.kl_coef for choice in (self.advantage, *(env.advantage for env in self.env)))
 
     @model_validator(mode="after")
     def _check_sampling(self) -> OrchestratorConfig:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import get_args
 
 from rollouts.training.objectives import Baseline, Deviation
@@ -81,6 +82,24 @@ def compute_batch_advantages(
     return [_divide(group, rewards) for group in advantages]
 
 
+def compute_decoupled_advantages(
+    rewards: Sequence[Sequence[Sequence[float]]], weights: Sequence[float]
+) -> list[list[float]]:
+    """Advantages from several rewards, each normalized within its groups (GDPO, 2601.05242, equations 4 to 6).
+
+    `rewards[k]` are the groups of reward k. A = sum over k of weights[k] (r_k - mean_group r_k) / std_group r_k, minus
+    its mean over the batch and divided by its standard deviation there. All deviations are over n - 1.
+    """
+    tables = [compute_batch_advantages(groups, std="group") for groups in rewards]
+    sums = [
+        [math.fsum(w * value for w, value in zip(weights, values, strict=True)) for values in zip(*rows, strict=True)]
+        for rows in zip(*tables, strict=True)
+    ]
+    flat = [value for group in sums for value in group]
+    mean = math.fsum(flat) / max(len(flat), 1)
+    return [_divide([value - mean for value in group], flat) for group in sums]
+
+
 def compute_grouped_advantages(
     rewards: Sequence[float],
     groups: Sequence[Hashable],
@@ -133,25 +152,55 @@ def assign_advantages(
     std: Deviation = "none",
     shape: Shape | None = None,
     custom: GroupAdvantages | None = None,
+    components: Mapping[str, float] = MappingProxyType({}),
+    kl_coef: float = 0.0,
 ) -> None:
     """Set `advantages` of the samples: every trained token gets that of its rollout in its group, other tokens get 0.
 
     They are computed from `shape(rewards, lengths)` of each group, if given; `sample.reward` is unchanged. `custom`
-    replaces the estimator. Failed samples are left out.
+    replaces the estimator, and so do `components`: weights by name of the reward functions whose values are normalized
+    one by one. `kl_coef` times the sum of log-ratios of sampler and reference is subtracted from each reward. Failed
+    samples are left out.
     """
     groups = split_groups(sample for sample in samples if sample.status != Status.FAILED)
     lengths = [[sum(sample.response_length for sample in rollout) for rollout in group] for group in groups]
     rewards = [[rollout[0].reward for rollout in group] for group in groups]
+    if kl_coef:
+        costs = [[kl_coef * sum_log_ratios(rollout) for rollout in group] for group in groups]
+        rewards = [[r - c for r, c in zip(*pair, strict=True)] for pair in zip(rewards, costs, strict=True)]
     if shape is not None:
         rewards = [shape(*pair) for pair in zip(rewards, lengths, strict=True)]
     if custom is not None:
         table = [compute_custom_advantages(custom, [rollout[-1] for rollout in group]) for group in groups]
+    elif components:
+        values = [[[read_component(rollout[0], name) for rollout in group] for group in groups] for name in components]
+        table = compute_decoupled_advantages(values, list(components.values()))
     else:
         table = compute_batch_advantages(rewards, baseline=baseline, std=std, lengths=lengths)
     for group, advantages in zip(groups, table, strict=True):
         for rollout, advantage in zip(group, advantages, strict=True):
             for sample in rollout:
                 sample.advantages = [advantage if mask > 0 else 0.0 for mask in sample.loss_mask]
+
+
+def sum_log_ratios(rollout: Sequence[Sample]) -> float:
+    """Sum over the sampled tokens of a rollout of log-prob minus reference log-prob, an estimate of their KL in nats.
+    `ValueError` without reference log-probs."""
+    total = 0.0
+    for sample in rollout:
+        if sample.teacher_logprobs is None or sample.inference_logprobs is None:
+            raise ValueError("advantage.kl_coef needs log-probs of a reference: set orchestrator.teacher_model")
+        pairs = zip(sample.inference_logprobs, sample.teacher_logprobs, sample.loss_mask, strict=True)
+        total += math.fsum(own - reference for own, reference, mask in pairs if mask > 0)
+    return total
+
+
+def read_component(sample: Sample, name: str) -> float:
+    """Value of a reward function for a rollout; `ValueError` if the environment has none of this name."""
+    metrics = sample.metadata.get("metrics", {})
+    if name not in metrics:
+        raise ValueError(f"advantage.rewards names {name!r}, the environment has {', '.join(metrics) or 'none'}")
+    return float(metrics[name])
 
 
 def compute_overlong_penalty(length: int, max_tokens: int, window: int) -> float:

@@ -445,6 +445,52 @@ def test_explicit_advantage_keys_override_the_preset_with_a_note() -> None:
     assert parse().orchestrator.advantage == parse("--trainer.loss.type", "aipo").orchestrator.advantage
 
 
+def test_losses_of_environments_reach_the_trainer_with_their_advantages(tmp_path: Path) -> None:
+    text = """
+    [[orchestrator.env]]
+    id = "math"
+    loss = { type = "dapo", clip_high = 0.3 }
+    [[orchestrator.env]]
+    id = "./play.py"
+    name = "games"
+    loss = { type = "rloo" }
+    advantage = { std = "batch" }
+    [[orchestrator.env]]
+    id = "plain"
+    """
+    config = parse("@", write(tmp_path / "run.toml", text))
+    losses = config.trainer.env_loss
+    assert {name: loss.type for name, loss in losses.items()} == {"math": "dapo", "games": "rloo"}
+    assert losses["math"].clip_high == 0.3
+    found = [env.advantage and (env.advantage.baseline, env.advantage.std) for env in config.orchestrator.env]
+    assert found == [("mean", "group"), ("leave_one_out", "batch"), None]
+    [text] = config.notes
+    assert "dapo sets no filter and no overlong penalty" in text
+    env = {"id": "math", "loss": {"teacher_tau": 0.5}}
+    with pytest.raises(ValueError, match=r"env_loss\.math\.teacher_tau applies to whole runs only"):
+        RLConfig.model_validate({"orchestrator": {"env": [env]}})
+
+
+def test_a_critic_takes_rewards_without_a_baseline() -> None:
+    for options in ({}, {"loss": {"type": "grpo"}}, {"loss": {"type": "ppo"}}):
+        config = RLConfig.model_validate({"trainer": {"critic": {}, **options}})
+        assert config.orchestrator.advantage is not None and config.trainer.critic is not None
+        assert (config.orchestrator.advantage.baseline, config.orchestrator.advantage.std) == ("none", "none")
+    with pytest.raises(ValueError, match="estimates the baseline of each token"):
+        RLConfig.model_validate({"trainer": {"critic": {}}, "orchestrator": {"advantage": {"baseline": "mean"}}})
+
+
+def test_a_kl_in_the_reward_needs_a_reference_and_no_other_teacher_term() -> None:
+    teacher = {"model": {"name": "other"}}
+    values = {"orchestrator": {"advantage": {"kl_coef": 0.1}, "teacher_model": teacher}}
+    loss = RLConfig.model_validate(values).trainer.loss
+    assert (loss.adv_tau, loss.teacher_tau, loss.student_tau) == (1.0, 0.0, 0.0)
+    with pytest.raises(ValueError, match="needs a reference"):
+        RLConfig.model_validate({"orchestrator": {"advantage": {"kl_coef": 0.1}}})
+    with pytest.raises(ValueError, match="set one of them to 0"):
+        RLConfig.model_validate({**values, "trainer": {"loss": {"teacher_tau": 0.5}}})
+
+
 def test_modules_trained_whole_cannot_travel_in_an_adapter() -> None:
     lora = {"modules_to_save": ["lm_head"]}
     with pytest.raises(ValueError, match=r"lora\.merge = true"):

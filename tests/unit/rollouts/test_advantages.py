@@ -15,6 +15,7 @@ from rollouts.training.advantages import (
     assign_advantages,
     compute_advantages,
     compute_batch_advantages,
+    compute_decoupled_advantages,
     compute_group_advantages,
     compute_grouped_advantages,
     compute_overlong_penalty,
@@ -43,6 +44,58 @@ def test_closed_forms() -> None:
     std = statistics.stdev(rewards)
     assert compute_group_advantages(rewards, std=True) == pytest.approx([0.0, -1 / std, -1 / std, 2 / std])
     assert compute_group_advantages(rewards, baseline="none") == rewards
+
+
+def test_several_rewards_are_normalized_one_by_one() -> None:
+    """GDPO, 2601.05242: a reward with a small range counts as much as one with a large range; then over the batch."""
+    correct, style = [[1.0, 0.0, 0.0], [1.0, 1.0, 0.0]], [[0.0, 0.01, 0.02], [5.0, 5.0, 5.0]]
+    found = compute_decoupled_advantages([correct, style], [1.0, 0.5])
+    a, b = 1 / math.sqrt(3), 2 / math.sqrt(3)
+    sums = [[b - 0.5, -a, -a + 0.5], [a, a, -b]]
+    flat = [value for row in sums for value in row]
+    mean, deviation = statistics.mean(flat), statistics.stdev(flat)
+    for row, expected in zip(found, sums, strict=True):
+        assert row == pytest.approx([(value - mean) / deviation for value in expected], abs=1e-12)
+    samples = [
+        Sample(
+            prompt="",
+            tokens=[1, 2],
+            loss_mask=[0, 1],
+            group_index=g,
+            index=i,
+            metadata={"metrics": {"correct": correct[g][i], "style": style[g][i]}},
+        )
+        for g in range(2)
+        for i in range(3)
+    ]
+    assign_advantages(samples, components={"correct": 1.0, "style": 0.5})
+    assert [s.advantages[1] for s in samples if s.advantages] == pytest.approx([x for row in found for x in row])
+    with pytest.raises(ValueError, match=r"names 'speed', the environment has correct, style"):
+        assign_advantages(samples, components={"speed": 1.0})
+
+
+def test_a_kl_in_the_reward_lowers_it_by_the_log_ratios() -> None:
+    """verl's use_kl_in_reward with the k1 estimator: r - coef sum_t (li - lref), before the baseline."""
+    samples = [
+        Sample(
+            prompt="",
+            tokens=[1, 2, 3],
+            loss_mask=[0, 1, 1],
+            inference_logprobs=[0, -1.0, -2.0],
+            teacher_logprobs=[0, *reference],
+            reward=reward,
+            group_index=0,
+            index=i,
+        )
+        for i, (reward, reference) in enumerate([(1.0, (-1.5, -2.0)), (0.0, (-0.5, -1.0))])
+    ]
+    assign_advantages(samples, kl_coef=0.1)
+    shaped = [1.0 - 0.1 * 0.5, 0.0 + 0.1 * 1.5]
+    expected = (shaped[0] - shaped[1]) / 2
+    assert [s.advantages for s in samples] == [pytest.approx([0, e, e]) for e in (expected, -expected)]
+    samples[0].teacher_logprobs = None
+    with pytest.raises(ValueError, match="needs log-probs of a reference"):
+        assign_advantages(samples, kl_coef=0.1)
 
 
 def test_maxrl_is_the_gradient_of_the_log_success_rate() -> None:

@@ -668,6 +668,47 @@ def test_advantages_per_rollout_on_trained_tokens() -> None:
     assert [s.advantages[-1] for s in samples] == [1, 1, 0, 9, 3]
 
 
+def test_environments_have_advantages_and_objectives_of_their_own() -> None:
+    envs = [
+        {"id": "a", "loss": {"type": "grpo"}, "advantage": {"std": "group"}},
+        {"id": "b", "loss": {}},
+        {"id": "c", "advantage": {"baseline": "none"}},
+    ]
+    config = OrchestratorConfig.model_validate({"env": envs})
+    samples = [scored(group, i, float(i)) for group in range(4) for i in range(2)]
+    for sample in samples:
+        sample.metadata["env"] = "abcd"[sample.group_index or 0]
+    build_advantages(config)(samples)
+    assert [s.advantages[-1] for s in samples if s.advantages] == pytest.approx(
+        [-(0.5**0.5), 0.5**0.5, -0.5, 0.5, 0.0, 1.0, -0.5, 0.5]
+    )
+    assert [s.objective for s in samples] == ["a", "a", "b", "b", None, None, None, None]
+
+
+def test_a_reference_in_the_reward_is_not_sent_to_the_trainer() -> None:
+    samples = [scored(0, 0, 1.0), scored(0, 1, 0.0)]
+    for sample, reference in zip(samples, (-0.5, -1.0), strict=True):
+        sample.teacher_logprobs = [0.0, reference, reference]
+    config = OrchestratorConfig(advantage=AdvantageConfig(kl_coef=0.1))
+    build_advantages(config)(samples)
+    assert [s.advantages[-1] for s in samples if s.advantages] == pytest.approx([0.55, -0.55])
+    assert all(sample.teacher_logprobs is None for sample in samples)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "words"),
+    [
+        ({"rewards": {"m": 1.0}, "std": "group"}, "std has no effect with rewards"),
+        ({"rewards": {"m": 1.0}, "kl_coef": 0.1}, "kl_coef has no effect with rewards"),
+    ],
+)
+def test_advantage_options_without_effect_are_rejected(advantage: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        AdvantageConfig.model_validate(advantage)
+    with pytest.raises(ValueError, match=r"length_penalty has no effect with advantage\.rewards"):
+        OrchestratorConfig.model_validate({"advantage": {"rewards": {"m": 1.0}}, "length_penalty": {}})
+
+
 def test_batch_metrics_in_closed_form() -> None:
     samples = [scored(0, 0, 1.0, 3, 4), scored(0, 1, 0.0, 5, 5), scored(1, 0, 0.0, 3, 3), scored(1, 1, 0.0, 3, 5)]
     kept = drop_overlong(samples, seq_len=4)
