@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import json
 import subprocess
 import sys
 import types
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -101,6 +104,16 @@ def _verl_reinforce(aggregation: str, threshold: float | str | None, level: str 
 # --- TRL --------------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def _wide_constants() -> Iterator[None]:
+    """Make Python numbers that become tensors double precision, like the streams."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 class _Trainer(SimpleNamespace):
     """The attributes of the trainer that TRL's loss uses; other options are off."""
 
@@ -112,17 +125,29 @@ def _trl(
     kind: str, low: float, high: float, *, level: str = "token", delta: float | None = None, beta: float = 0.0
 ) -> Any:
     def loss(s: Streams) -> Tensor:
+        from trl.experimental.gmpo import GMPOTrainer
         from trl.trainer.grpo_trainer import GRPOTrainer
 
+        kinds = {"gmpo": GMPOTrainer}
         logprobs = s["trainer"]
         trainer = _Trainer(
+            get_gamma_weights=GRPOTrainer.get_gamma_weights,
             _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, torch.zeros_like(logprobs), None),
             top_entropy_quantile=1.0,
             beta=beta,
             importance_sampling_level=level,
             epsilon_low=low,
             epsilon_high=high,
-            args=_Trainer(delta=delta, steps_per_generation=1),
+            args=_Trainer(
+                delta=delta,
+                steps_per_generation=1,
+                sapo_temperature_pos=1.0,
+                sapo_temperature_neg=1.05,
+                vespo_k_pos=2.0,
+                vespo_lambda_pos=3.0,
+                vespo_k_neg=3.0,
+                vespo_lambda_neg=2.0,
+            ),
             loss_type=kind,
             current_gradient_accumulation_steps=1,
             max_completion_length=MAX_TOKENS,
@@ -141,7 +166,8 @@ def _trl(
             "ref_per_token_logps": s["reference"],
             "num_items_in_batch": s["mask"].sum(),
         }
-        return GRPOTrainer._compute_loss(trainer, torch.nn.Identity(), inputs)
+        with _wide_constants():
+            return kinds.get(kind, GRPOTrainer)._compute_loss(trainer, torch.nn.Identity(), inputs)
 
     return loss
 
@@ -199,6 +225,21 @@ def _prime_rl(revision: str) -> dict[str, Any]:
     module = types.ModuleType("prime_rl_loss")
     sys.modules["prime_rl_loss"] = module
     exec(compile(source, "loss.py", "exec"), module.__dict__)
+    return module.__dict__
+
+
+@cache
+def _skyrl() -> dict[str, Any]:
+    """The names of SkyRL's module of losses, without the packages that the rest of SkyRL needs."""
+    spec = importlib.util.find_spec("skyrl")
+    assert spec is not None and spec.submodule_search_locations
+    package = "skyrl.backends.skyrl_train.utils"
+    unused = (f"{package}.off_policy_correction_utils", "skyrl.train.config")
+    sys.modules.update({name: _Anything(name) for name in unused})
+    for name in (f"{package}.torch_utils", f"{package}.ppo_utils"):
+        path = Path(spec.submodule_search_locations[0], *name.split(".")[1:]).with_suffix(".py")
+        module = sys.modules[name] = types.ModuleType(name)
+        exec(compile(path.read_text(encoding="utf-8"), path.name, "exec"), module.__dict__)
     return module.__dict__
 
 
@@ -260,6 +301,7 @@ TOKENS, MEANS, SUMS, CONSTANT = "token-mean", "seq-mean-token-mean", "seq-mean-t
 
 CASES: dict[str, dict[str, Any]] = {
     **{n: {} for n in "aipo grpo gspo opo rloo cispo ppo dapo dr_grpo reinforce".split()},
+    **{n: {} for n in "luspo sapo gmpo vespo maxrl".split()},
     "dppo": {},
     "dppo_no_kl": {"kl_tau": 0.0},
     "aipo_masks": {
@@ -302,6 +344,14 @@ ORACLES: dict[str, dict[str, Callable[[Streams], Tensor]]] = {
         "trl": _trl("grpo", 3e-4, 4e-4, level="sequence"),
         "liger": _liger("grpo", 3e-4, 4e-4, level="sequence"),
     },
+    "luspo": {
+        "trl": _trl("luspo", 3e-4, 4e-4, level="sequence"),
+        "liger": _liger("luspo", 3e-4, 4e-4, level="sequence"),
+    },
+    "sapo": {"verl": _verl("sapo", MEANS), "trl": _trl("sapo", 0.2, 0.2), "liger": _liger("sapo", 0.2, 0.2)},
+    "gmpo": {"verl": _verl("geo_mean", MEANS, 0.4, 0.4), "trl": _trl("gmpo", 0.4, 0.4)},
+    "vespo": {"trl": _trl("vespo", 0.2, 0.2), "liger": _liger("vespo", 0.2, 0.2)},
+    "maxrl": {"verl": _verl_reinforce(SUMS, 8.0)},
     "opo": {"verl": _verl_reinforce(TOKENS, 8.0)},
     "rloo": {"verl": _verl_reinforce(SUMS, 8.0)},
     "cispo": {
@@ -379,11 +429,98 @@ def _verl_advantages(name: str, **options: Any) -> Callable[[], list[list[float]
     return advantages
 
 
+def _skyrl_maxrl() -> list[list[float]]:
+    import numpy
+
+    rewards = torch.tensor(REWARDS, dtype=torch.float64).flatten()[:, None]
+    group = numpy.repeat(numpy.arange(len(REWARDS)), len(REWARDS[0]))
+    result = _skyrl()["compute_maxrl_advantage"](rewards, torch.ones_like(rewards), group, epsilon=0.0)[0]
+    return [row.tolist() for row in result[:, 0].reshape(len(REWARDS), -1)]
+
+
+COMPONENTS = {"correct": REWARDS, "format": [[0.0, 1.0, 1.0, 0.0], [1.0, 1.0, 0.0, 1.0]]}
+WEIGHTS = {"correct": 1.0, "format": 0.5}
+
+
+def _verl_gdpo() -> list[list[float]]:
+    """In double precision; the weights are scaled so that the constant in its last division vanishes."""
+    import numpy
+    from verl.trainer.ppo.core_algos import compute_gdpo_outcome_advantage
+
+    num = len(REWARDS) * len(REWARDS[0])
+    mask = torch.ones(num, 1, dtype=torch.float64)
+    columns = {name: numpy.array(groups).flatten() for name, groups in COMPONENTS.items()}
+    config = {"gdpo_reward_keys": list(WEIGHTS), "gdpo_reward_weights": [2.0**14 * w for w in WEIGHTS.values()]}
+    batch = {"prompts": torch.zeros(num, 1), "attention_mask": torch.ones(num, 2, dtype=torch.int64)}
+    group = numpy.repeat(numpy.arange(len(REWARDS)), len(REWARDS[0]))
+    with patch.object(torch, "float32", torch.float64), patch.object(numpy, "float32", numpy.float64):
+        result = compute_gdpo_outcome_advantage(
+            mask, mask, group, epsilon=0.0, config=config, non_tensor_batch=columns, batch=batch
+        )[0]
+    return [row.tolist() for row in result[:, 0].reshape(len(REWARDS), -1)]
+
+
 ADVANTAGES: dict[str, tuple[dict[str, str], Callable[[], list[list[float]]]]] = {
     "grpo": ({"baseline": "mean", "std": "group"}, _verl_advantages("grpo", epsilon=0.0)),
     "dr_grpo": ({"baseline": "mean"}, _verl_advantages("grpo", norm_adv_by_std_in_grpo=False)),
     "rloo": ({"baseline": "leave_one_out"}, _verl_advantages("rloo")),
     "opo": ({"baseline": "length_weighted"}, _verl_advantages("opo")),
+    "maxrl": ({"baseline": "mean", "std": "mean"}, _skyrl_maxrl),
+}
+
+
+# --- critic -----------------------------------------------------------------------------------------------------------
+
+GAMMA, GAE_LAMBDA, VALUE_CLIP = 0.97, 0.9, 0.2
+
+
+def draw_values() -> Streams:
+    """Values before and after updates, a reward for the last token of each row, and masks with and without gaps."""
+    generator = torch.Generator().manual_seed(7)
+    shape = (len(LENGTHS), max(LENGTHS))
+    old, new = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    mask = (torch.arange(shape[1]) < torch.tensor(LENGTHS)[:, None]).double()
+    gaps = mask.clone()
+    gaps[:, 3:6] = 0.0  # tokens of the environment
+    rewards = torch.zeros(shape, dtype=torch.float64)
+    rewards[torch.arange(shape[0]), torch.tensor(LENGTHS) - 1] = torch.tensor(
+        [1.0, 0.0, -0.5, 2.0], dtype=torch.float64
+    )
+    return {"old": old * mask, "new": (old + 0.3 * new) * mask, "mask": mask, "gaps": gaps, "rewards": rewards}
+
+
+def _verl_critic(s: Streams, mask: Tensor) -> dict[str, Any]:
+    from verl.trainer.ppo.core_algos import compute_gae_advantage_return, compute_value_loss
+
+    advantages, returns = compute_gae_advantage_return(s["rewards"], s["old"], mask, GAMMA, GAE_LAMBDA)
+    new = s["new"].clone().requires_grad_()
+    loss, _ = compute_value_loss(new, returns, s["old"], mask, VALUE_CLIP, "token-mean")
+    return _pack_critic(advantages, returns, loss, new, mask)
+
+
+def _skyrl_critic(s: Streams, mask: Tensor) -> dict[str, Any]:
+    """Its loss is a mean over rows of means over tokens: compared row by row."""
+    names = _skyrl()
+    advantages, returns = names["compute_gae_advantage_return"](s["rewards"], s["old"], mask, GAMMA, GAE_LAMBDA)
+    new, config = s["new"].clone().requires_grad_(), SimpleNamespace(value_clip=VALUE_CLIP)
+    rows = [
+        names["ppo_critic_loss"](new[i : i + 1], s["old"][i : i + 1], returns[i : i + 1], config, mask[i : i + 1])[0]
+        for i in range(len(new))
+    ]
+    loss = sum(row * n for row, n in zip(rows, mask.sum(1), strict=True)) / mask.sum()
+    return _pack_critic(advantages, returns, loss, new, mask)
+
+
+def _pack_critic(advantages: Tensor, returns: Tensor, loss: Tensor, new: Tensor, mask: Tensor) -> dict[str, Any]:
+    [gradient] = torch.autograd.grad(loss, new)
+    named = {"advantages": advantages, "returns": returns, "gradient": gradient}
+    return {"loss": loss.item(), **{name: x[mask > 0].tolist() for name, x in named.items()}}
+
+
+CRITIC: dict[str, Callable[[Streams], dict[str, Any]]] = {
+    "verl": lambda s: _verl_critic(s, s["mask"]),
+    "verl gaps": lambda s: _verl_critic(s, s["gaps"]),
+    "skyrl": lambda s: _skyrl_critic(s, s["mask"]),
 }
 
 
@@ -403,11 +540,16 @@ def main(path: Path, prime_rl: Path) -> None:
         for case, oracles in ORACLES.items()
     }
     golden = {
-        "made_by": {name: importlib.metadata.version(name) for name in ("verl", "trl", "liger-kernel", "torch")}
+        "made_by": {
+            name: importlib.metadata.version(name) for name in ("verl", "trl", "liger-kernel", "skyrl", "torch")
+        }
         | {"prime-rl": "1a5841b06 and 559b44772"},
         "streams": {kind: {name: s.tolist() for name, s in streams.items()} for kind, streams in draws.items()},
         "losses": losses,
         "advantages": {name: function() for name, (_, function) in ADVANTAGES.items()},
+        "decoupled_advantages": {"verl": _verl_gdpo()},
+        "critic_streams": {name: s.tolist() for name, s in draw_values().items()},
+        "critic": {name: function(draw_values()) for name, function in CRITIC.items()},
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(golden, separators=(",", ":")) + "\n")

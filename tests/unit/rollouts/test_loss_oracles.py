@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollouts.training.advantages import compute_batch_advantages
+from rollouts.training.advantages import compute_batch_advantages, compute_decoupled_advantages
 from rollouts.training.objectives import PRESETS, Objective
 from rollouts.training.rl_losses import policy_loss
 from rollouts.training.rl_losses.normalize import flatten_rows
+from rollouts.training.rl_losses.value import compute_gae, compute_value_losses, whiten
 
 ROOT = Path(__file__).parents[3]
 TOLERANCE = 1e-9
@@ -82,13 +83,41 @@ def test_golden_vectors(case: str, oracle: str) -> None:
 
 
 def test_every_preset_has_golden_vectors() -> None:
-    closed_forms_only = {"luspo", "maxrl", "sapo"}  # of the paper, in test_objectives.py
-    closed_forms_only |= {"sdpo", "opsd", "sdpg"}  # in test_distill.py
-    assert set(golden()["losses"]) == set(maker().CASES) >= set(PRESETS) - {"custom"} - closed_forms_only
-    assert [len(golden()["losses"][name]) for name in ("grpo", "gspo", "cispo", "ppo", "dapo", "dr_grpo")] == [3] * 6
+    of_teachers = {"sdpo", "opsd", "sdpg"}  # in test_distill.py
+    assert set(golden()["losses"]) == set(maker().CASES) >= set(PRESETS) - {"custom"} - of_teachers
+    three = ("grpo", "gspo", "cispo", "ppo", "dapo", "dr_grpo", "sapo")
+    assert [len(golden()["losses"][name]) for name in three] == [3] * 7
+    assert [len(golden()["losses"][name]) for name in ("luspo", "gmpo", "vespo")] == [2] * 3
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo"])
+def test_golden_advantages_of_several_rewards() -> None:
+    """GDPO; verl's mean has 1e-8 in its denominator, which is 1e-9 of a batch of 8."""
+    rewards, weights = maker().COMPONENTS, maker().WEIGHTS
+    found = compute_decoupled_advantages(list(rewards.values()), list(weights.values()))
+    for row, expected in zip(found, golden()["decoupled_advantages"]["verl"], strict=True):
+        assert row == pytest.approx(expected, abs=2e-9)
+
+
+@pytest.mark.parametrize("oracle", ["verl", "verl gaps", "skyrl"])
+def test_golden_critic(oracle: str) -> None:
+    """GAE, returns, value loss and its gradient, with tokens of the environment in between ("gaps")."""
+    streams = {name: torch.tensor(s, dtype=torch.float64) for name, s in golden()["critic_streams"].items()}
+    expected, mask = golden()["critic"][oracle], streams["gaps" if oracle.endswith("gaps") else "mask"] > 0
+    rewards, old, new = (streams[name][mask] for name in ("rewards", "old", "new"))
+    sequence = torch.arange(len(mask))[:, None].expand_as(mask)[mask].tolist()
+    advantages, returns = compute_gae(rewards.tolist(), old.tolist(), sequence, maker().GAMMA, maker().GAE_LAMBDA)
+    assert returns == pytest.approx(expected["returns"], abs=TOLERANCE)
+    raw = torch.tensor(advantages, dtype=torch.float64)
+    whitened = whiten(raw, len(raw), float(raw.sum()), float(raw.square().sum()))
+    assert whitened.tolist() == pytest.approx(expected["advantages"], abs=TOLERANCE)
+    new.requires_grad_()
+    losses, _ = compute_value_losses(new, old, torch.tensor(returns, dtype=torch.float64), maker().VALUE_CLIP)
+    losses.mean().backward()
+    assert losses.mean().item() == pytest.approx(expected["loss"], abs=TOLERANCE) and new.grad is not None
+    assert new.grad.tolist() == pytest.approx(expected["gradient"], abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "maxrl"])
 def test_golden_advantages(name: str) -> None:
     options, _ = maker().ADVANTAGES[name]
     lengths = maker().RESPONSE_LENGTHS
