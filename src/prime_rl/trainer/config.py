@@ -59,6 +59,7 @@ from prime_rl.trainer.sft.config import (
     TokenizerConfig,
 )
 from prime_rl.utils.pydantic_config import BaseConfig, find_source_key, note, note_source
+from rollouts.training.objectives import PRESETS
 
 __all__ = [
     "BOUND_OPTIONS",
@@ -301,8 +302,8 @@ class TrainConfig(TrainerConfig):
         for name, loss in self.env_loss.items():
             if given := sorted(loss.model_fields_set - ENV_LOSS_KEYS):
                 raise ValueError(f"env_loss.{name}.{given[0]} applies to whole runs only: set loss.{given[0]}")
-            if loss.type == "custom":
-                raise ValueError(f"env_loss.{name}.type custom is possible for whole runs only: set loss.type")
+            if loss.type == "custom" or PRESETS[loss.type].teacher_tau:
+                raise ValueError(f"env_loss.{name}.type {loss.type} is possible for whole runs only: set loss.type")
         return self
 
     @model_validator(mode="after")

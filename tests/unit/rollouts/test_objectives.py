@@ -541,6 +541,7 @@ def test_objectives_of_samples_reach_the_loss() -> None:
         ({"teacher_tau": 0.5}, r"env_loss\.x\.teacher_tau applies to whole runs only: set loss\.teacher_tau"),
         ({"entropy_coef": 0.5}, r"env_loss\.x\.entropy_coef applies"),
         ({"type": "dapo", "delta": 2.0}, "delta has no effect with type dapo"),
+        ({"type": "sdpo"}, "type sdpo is possible for whole runs only"),
     ],
 )
 def test_options_of_whole_runs_are_rejected_for_environments(loss: dict[str, Any], words: str) -> None:
