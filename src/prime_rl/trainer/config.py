@@ -300,10 +300,10 @@ class TrainConfig(TrainerConfig):
     @model_validator(mode="after")
     def _check_env_loss(self) -> TrainConfig:
         for name, loss in self.env_loss.items():
-            if given := sorted(loss.model_fields_set - ENV_LOSS_KEYS):
-                raise ValueError(f"env_loss.{name}.{given[0]} applies to whole runs only: set loss.{given[0]}")
             if loss.type == "custom" or PRESETS[loss.type].teacher_tau:
                 raise ValueError(f"env_loss.{name}.type {loss.type} is possible for whole runs only: set loss.type")
+            if given := sorted(loss.model_fields_set - ENV_LOSS_KEYS):
+                raise ValueError(f"env_loss.{name}.{given[0]} applies to whole runs only: set loss.{given[0]}")
         return self
 
     @model_validator(mode="after")

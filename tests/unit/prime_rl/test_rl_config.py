@@ -445,7 +445,7 @@ def test_explicit_advantage_keys_override_the_preset_with_a_note() -> None:
     assert parse().orchestrator.advantage == parse("--trainer.loss.type", "aipo").orchestrator.advantage
 
 
-def test_losses_of_environments_reach_the_trainer_with_their_advantages(tmp_path: Path) -> None:
+def test_losses_of_environments_reach_the_trainer(tmp_path: Path) -> None:
     text = """
     [[orchestrator.env]]
     id = "math"
@@ -480,7 +480,7 @@ def test_a_critic_takes_rewards_without_a_baseline() -> None:
         RLConfig.model_validate({"trainer": {"critic": {}}, "orchestrator": {"advantage": {"baseline": "mean"}}})
 
 
-def test_a_kl_in_the_reward_needs_a_reference_and_no_other_teacher_term() -> None:
+def test_a_kl_in_the_reward_needs_a_reference_of_its_own() -> None:
     teacher = {"model": {"name": "other"}}
     values = {"orchestrator": {"advantage": {"kl_coef": 0.1}, "teacher_model": teacher}}
     loss = RLConfig.model_validate(values).trainer.loss

@@ -668,7 +668,7 @@ def test_advantages_per_rollout_on_trained_tokens() -> None:
     assert [s.advantages[-1] for s in samples] == [1, 1, 0, 9, 3]
 
 
-def test_environments_have_advantages_and_objectives_of_their_own() -> None:
+def test_environments_have_own_advantages_and_objectives() -> None:
     envs = [
         {"id": "a", "loss": {"type": "grpo"}, "advantage": {"std": "group"}},
         {"id": "b", "loss": {}},
