@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollouts.training.advantages import compute_batch_advantages
-from rollouts.training.objectives import PRESETS, DistillChoice, Objective, choose_distillation
+from rollouts.training.objectives import LOW_COVERAGE, PRESETS, DistillChoice, Objective, choose_distillation
 from rollouts.training.rl_losses import (
     LossInputs,
     compute_coverage,
@@ -103,6 +103,27 @@ def test_adaptive_direction_depends_on_each_token() -> None:
     assert found.tolist() == [forward[0].item(), reverse[1].item(), forward[2].item()]
     assert choose_distillation(has_topk=True) == DistillChoice("topk+tail", "adaptive")
     assert choose_distillation(has_topk=False) == DistillChoice("token")
+
+
+def test_adaptive_learns_facts_that_style_hides() -> None:
+    """Eight tokens of style on which both roughly agree, and two facts of which the student is sure and wrong."""
+    noise = drawn(8, 20, scale=0.3)
+    style = (drawn(8, 20, seed=1, scale=2.0), drawn(8, 20, seed=1, scale=2.0) + noise)
+    sure = 12.0 * torch.eye(20, dtype=torch.float64)
+    start, teacher = torch.cat((style[0], sure[:2])), torch.log_softmax(torch.cat((style[1], sure[2:4])), -1)
+    mean = compute_coverage(torch.log_softmax(start, -1), teacher).mean().item()
+    assert mean > LOW_COVERAGE, "an average over all tokens would choose the reverse direction"
+    right = {}
+    for direction in ("reverse", "adaptive", "forward"):
+        logits = start.clone().requires_grad_()
+        for _ in range(60):
+            loss = compute_divergence(torch.log_softmax(logits, -1), teacher, direction).sum()  # type: ignore[arg-type]
+            [gradient] = torch.autograd.grad(loss, logits)
+            logits = (logits - gradient).detach().requires_grad_()
+        student = torch.log_softmax(logits, -1)
+        right[direction] = compute_coverage(student, teacher)[8:].min().item()
+        assert compute_divergence(student, teacher)[:8].max() < 0.01, "the style is learned in any direction"
+    assert right["reverse"] < 0.01 and min(right["adaptive"], right["forward"]) > 0.9, right
 
 
 @pytest.mark.parametrize("direction", ["reverse", "forward", "jsd"])
