@@ -6,7 +6,7 @@ The model and the tasks are those of `distill_lab`; accuracies are exact. Contex
 
     answer    the right answer of the question
     sibling   a random successful answer of the same group, to the others of the group
-    feedback  for a wrong answer: that answer with its first mistake corrected
+    feedback  for a wrong answer: the right one; nothing for a right answer
 
 and the losses are the presets. A row passes if outcome contexts need at most a quarter of the rollouts of `grpo`, so
 `grpo` runs until it reaches .9, or to four times the rollouts of the slowest of the others.
@@ -109,9 +109,7 @@ def choose_contexts(
     if method.context_from == "answer":
         return write_context(task, questions, truth, draw), torch.ones_like(right)
     if method.context_from == "feedback":
-        wrong = answers != truth
-        is_first = wrong & (wrong.long().cumsum(1) == 1)
-        return write_context(task, questions, torch.where(is_first, truth, answers), draw), ~right
+        return write_context(task, questions, truth, draw), ~right
     groups = right.view(-1, GROUP)
     others = groups[:, None, :] & ~torch.eye(GROUP, dtype=torch.bool)
     has_context = others.any(-1).flatten()

@@ -12,7 +12,7 @@ from prime_rl.monitor.series import Series
 Tables = Mapping[str, Mapping[str, Any]]
 """Process -> its resolved configuration."""
 
-CONTEXT_KEYS = ("context", "context_file", "context_template", "context_fn")
+CONTEXT_KEYS = ("context", "context_file", "context_template", "context_fn", "context_from")
 
 SEARCH_METRIC = "evolve/best"
 """Logged by every search of contexts."""

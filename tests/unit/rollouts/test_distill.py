@@ -295,6 +295,18 @@ def test_token_estimator_has_per_token_divergence_gradient() -> None:
     assert not torch.allclose(found[0], exact_gradient(taus, dict.fromkeys(REWARDS, 0.0))[0], atol=1e-3)
 
 
+@pytest.mark.parametrize(("alpha", "direction"), [(1.0, "reverse"), (0.0, "forward"), (0.3, "jsd")])
+def test_divergences_equal_those_of_trl(alpha: float, direction: Any) -> None:
+    peer = pytest.importorskip("trl.experimental.sdpo.loss_utils", reason="trl is missing; cure: make test-peers")
+    student, teacher = drawn(5, 11).requires_grad_(), drawn(5, 11, seed=1)
+    expected = peer.compute_full_logit_self_distillation_loss(student, teacher, distillation_alpha=alpha)
+    pair = (torch.log_softmax(student, -1), torch.log_softmax(teacher, -1))
+    found = compute_divergence(*pair, direction, jsd_beta=alpha or 0.5)
+    assert torch.allclose(found, expected, atol=1e-12)
+    gradients = [torch.autograd.grad(values.sum(), student, retain_graph=True)[0] for values in (found, expected)]
+    assert torch.allclose(*gradients, atol=1e-12)
+
+
 # self-distillation from outcomes: the teacher of a response depends on that response ----------------------------------
 
 

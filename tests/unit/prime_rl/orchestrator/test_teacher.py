@@ -64,11 +64,18 @@ def respond(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": "And then?"}] if len(messages) < 5 else []
 
 
-def build_rows(system: bool = False, turns: int = 1, tools: bool = False) -> dict[str, Any]:
+def criticize(state: dict[str, Any]) -> float:
+    """Every second rollout succeeds; the others are told the context of all other tests."""
+    CALLS.append(1)
+    state["feedback"] = "" if len(CALLS) % 2 else CONTEXT
+    return float(not state["feedback"])
+
+
+def build_rows(system: bool = False, turns: int = 1, tools: bool = False, has_feedback: bool = False) -> dict[str, Any]:
     """An environment in plain Python, as a factory of the tests."""
     world: dict[str, Any] = {
         "dataset": [{"prompt": [SYSTEM, USER] if system else [USER], "info": {"hint": "7"}}],
-        "rewards": count_calls,
+        "rewards": criticize if has_feedback else count_calls,
         "tools": TOOLS if tools else None,
     }
     if turns > 1:
@@ -329,6 +336,19 @@ def test_overlong_teacher_prompts_are_dropped(server: RunningServer) -> None:
     assert anyio.run(run) == []
     assert teacher.take_metrics()["teacher/skipped/prompt"] == 1, "these tokens are not what the server renders"
     assert teacher.last_error is not None and "other tokens" in teacher.last_error
+
+
+def test_feedback_of_a_rollout_is_its_teacher_context(server: RunningServer) -> None:
+    CALLS.clear()
+    expected, _ = make_group(make_config(server))
+    CALLS.clear()
+    told = {"context": None, "context_from": "feedback", "context_template": "{{feedback}}"}
+    samples, teacher = make_group(make_config(server, teacher=told), has_feedback=True)
+    assert sorted(sample.has_teacher for sample in samples) == [False, True] and len(CALLS) == 2
+    for sample, other in zip(samples, expected, strict=True):
+        assert sample.tokens == other.tokens and sample.has_teacher == (sample.reward == 0)
+        assert sample.teacher_logprobs == (other.teacher_logprobs if sample.has_teacher else None)
+    assert teacher.take_metrics()["teacher/with_context"] == 0.5
 
 
 def test_skip_verification_runs_no_rewards(server: RunningServer) -> None:
