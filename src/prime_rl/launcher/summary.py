@@ -45,6 +45,7 @@ def summarize(config: RLConfig, seconds: float) -> str:
         "metrics": run.metrics,
         "samples": run.samples,
         "logs": run.logs,
+        "page": f"monitor {config.output_dir} --open",
         "next": f"env eval @ {run.config('eval')} --model.name {newest}",
     }
     width = max(8, *map(len, table))

@@ -96,7 +96,7 @@ def check_window(text: str, model: str, max_model_len: int | None, what: str, ke
 
 def has_chat_template(directory: Path) -> bool:
     """Whether the files of a model contain a chat template; most base models have none."""
-    if any((directory / name).exists() for name in ("chat_template.jinja", "chat_template.json", "chat_templates")):
+    if any((directory / name).exists() for name in ("chat_template.jinja", "chat_template.json")):
         return True
     path = directory / "tokenizer_config.json"
     return path.is_file() and bool(read_json_file(path).get("chat_template"))

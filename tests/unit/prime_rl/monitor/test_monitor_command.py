@@ -171,6 +171,17 @@ def test_messages_of_tools_and_tables() -> None:
     assert "error: it broke" in sample_text({"step": 1, "reward": 0.0, "error": "it broke"})
 
 
+def test_failed_samples_show_answer_and_reward_functions() -> None:
+    row = {"step": 1, "prompt": "2+2", "completion": "4", "answer": "four", "metrics": {"exact": 0.0, "short": 0.25}}
+    assert sample_text(row).splitlines()[1:] == [
+        "[user] 2+2",
+        "[assistant] 4",
+        "[expected answer] four",
+        "[rewards] exact 0, short 0.25",
+    ]
+    assert "[rewards]" not in sample_text(row, show_reward=False)
+
+
 def test_list_shows_local_runs_the_newest_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
