@@ -68,6 +68,11 @@ VARIED_REWARDS = _Limit(
 )  # fmt: skip
 """Groups whose rewards are all equal have no advantages."""
 
+NOTHING_SOLVED = (
+    "compare completions with expected answers: where they agree, the reward function does not find the answer, else "
+    "the task is too hard: rewards for partial success, easier prompts, or SFT first"
+)
+
 
 def run_checks(series: Mapping[str, Series], kind: RunKind) -> list[Check]:
     """The checks of the metrics that a run has (all processes joined)."""
@@ -77,6 +82,8 @@ def run_checks(series: Mapping[str, Series], kind: RunKind) -> list[Check]:
         return checks
     if rewards.state == "warning":
         rewards = replace(rewards, text=f"only {rewards.text}{_describe_equal_groups(series, kind)}")
+        if _recent_mean(series.get("batch/solve_none")) == 1:
+            rewards = replace(rewards, advice=NOTHING_SOLVED)
     return [rewards, *checks]
 
 

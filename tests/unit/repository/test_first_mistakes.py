@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import shlex
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,7 @@ MISTAKES = {
     "rl --model.name models": "did you mean models/small?",
     "rl --model.name adapter": "LoRA adapter",
     "rl --model.name rl.toml": "GGUF",
+    "rl @ examples/reverse_text/tiny/rl.toml": "an earlier run writes it",
     "sft @ sft.toml --model.name weights": "weights/step_3",
     "env-eval --model.name weights": "weights/step_3",
     "env-eval --model.name gpt-4.1-mini": "OPENAI_API_KEY",
@@ -245,6 +247,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_MODE", raising=False)
+    for tracker in ("wandb", "trackio", "tensorboardX"):
+        monkeypatch.setitem(sys.modules, tracker, None)
     monkeypatch.setattr("importlib.util.find_spec", without_trackers(importlib.util.find_spec))
     monkeypatch.setattr("prime_rl.rl.run_processes", fail_to_start)
     monkeypatch.setattr("prime_rl.generation.model_server.start_server", fail_to_start)

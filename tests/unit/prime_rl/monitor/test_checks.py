@@ -30,6 +30,12 @@ def test_equal_rewards_are_explained_by_easy_and_hard_groups() -> None:
     assert check.query == {"equal": True} and "online_difficulty_filtering" in (check.advice or "")
 
 
+def test_rewards_of_zero_alone_question_the_reward_function() -> None:
+    values = {"batch/effective_batch_size": 0.0, "batch/solve_all": 0.0, "batch/solve_none": 1.0}
+    [check] = run_checks({name: [(s, value) for s in range(1, 10)] for name, value in values.items()}, RunKind(Kind.RL))
+    assert check.state == "warning" and "the reward function does not find the answer" in (check.advice or "")
+
+
 def test_failed_checks_name_a_cure_and_example_rollouts() -> None:
     points = {"is_truncated/mean": [(step, 0.5) for step in range(1, 10)]}
     [check] = run_checks(points, RunKind(Kind.RL))
