@@ -47,7 +47,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2700)
 def test_commands_of_the_wheel_run_in_any_directory(environment: Path, tmp_path: Path) -> None:
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
@@ -58,7 +58,7 @@ def test_commands_of_the_wheel_run_in_any_directory(environment: Path, tmp_path:
             env=variables,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=900,
         )
         assert done.returncode == 0, f"{command} {words}: {done.stdout}\n{done.stderr}"
         return done.stdout

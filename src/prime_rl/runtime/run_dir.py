@@ -136,7 +136,7 @@ class RunDir:
         if commit is not None:
             missing, cure = "", f"continue after step {commit} with {resume}, choose another --output-dir"
         elif version is not None:
-            missing = " and no complete checkpoint to resume from"
+            missing = " and no complete checkpoint to resume from (ckpt.interval = N writes one every N steps)"
             start = step_path(self.weights, version)
             cure = f"start a new run from its last weights: --model.name {start} --output-dir NEW"
         else:

@@ -29,6 +29,7 @@ __all__ = [
 ]
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
+WRITTEN_BY_A_RUN = re.compile(r"(^|/)weights/step_\d+/?$")
 ASSETS_DIR = Path(__file__).resolve().parents[1] / "assets"
 
 
@@ -48,6 +49,8 @@ def resolve_model_dir(name: str) -> Path:
         return ASSETS_DIR / name
     if name in KNOWN_MODELS:
         return fetch_model(name)
+    if WRITTEN_BY_A_RUN.search(name):
+        raise ValueError(f"model.name {name!r} does not exist: an earlier run writes it, so start that one first")
     known = [*sorted(file.parent.name for file in ASSETS_DIR.glob("*/config.json")), *KNOWN_MODELS]
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         near = difflib.get_close_matches(name.lower(), known, n=1)

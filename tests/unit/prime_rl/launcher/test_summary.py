@@ -26,7 +26,15 @@ def test_the_summary_names_what_to_look_at(tmp_path: Path) -> None:
         append_jsonl(tmp_path / "metrics.jsonl", [{"step": step, "process": "orchestrator", "reward/mean": reward}])
     weights = publish(tmp_path / "weights", 2)
     text = summary.summarize(parse("--output_dir", str(tmp_path)), 12.34)
-    for part in ("2 in 12.3 s", "0.2500 -> 0.7500", str(weights), "metrics.jsonl", "samples.jsonl", "monitor ", "eval @ "):
+    for part in (
+        "2 in 12.3 s",
+        "0.2500 -> 0.7500",
+        str(weights),
+        "metrics.jsonl",
+        "samples.jsonl",
+        "monitor ",
+        "eval @ ",
+    ):
         assert part in text, part
 
 
