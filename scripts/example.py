@@ -33,11 +33,14 @@ DISTILLATION = tuple(f"distill/*/{name}" for name in ("gap_closed*", "retention"
 TRAINING = {"sft": ("SFT", ("loss/mean", HELD_OUT_LOSS)), "rl": ("RL", ("reward/mean", *DISTILLATION))}
 """Training stages in order: title, and patterns of the metrics that are kept."""
 NOT_PLOTTED = ("*/ci_*", "*/avg")
+EVALUATIONS = "seed_{}/rl/evals"
+"""Evaluations that `rl` makes itself, below the output directory."""
 UNTOUCHED = "untouched"
 NUM_SAMPLES = 4
 MAX_SAMPLE_CHARS = 200
 
-Curves = dict[str, list[tuple[int, float]]]
+Curve = list[tuple[int, float]]
+Curves = dict[str, Curve]
 Result = dict[str, Any]
 """Of a seed, or of the untouched model: `scores` (stage -> environment -> summary), `curves`, seconds, memory."""
 
@@ -128,18 +131,25 @@ class Example:
 
     def render_samples(self, seed: int) -> str:
         """The first held-out examples with the answers of the model before and after each stage, as Markdown."""
-        if not self.is_evaluated:
+        if self.is_evaluated:
+            dirs = {UNTOUCHED: self.output_dir / UNTOUCHED / "evals"}
+            dirs |= {name_stage(stage): self.output_dir / f"seed_{seed}" / stage / "evals" for stage in self.training}
+        else:
+            steps = sorted(
+                (self.output_dir / EVALUATIONS.format(seed)).glob("step_*"), key=lambda path: int(path.name[5:])
+            )
+            dirs = {path.name.replace("_", " "): path for path in (steps[:1] + steps[1:][-1:])}
+        if not dirs:
             return ""
-        dirs = {UNTOUCHED: self.output_dir / UNTOUCHED}
-        dirs |= {stage: self.output_dir / f"seed_{seed}" / stage for stage in self.training}
+        first = next(iter(dirs))
         lines = [f"\nFirst held-out examples, seed {seed}:\n"]
-        for env in sorted(file.parent.name for file in dirs[UNTOUCHED].glob("evals/*/results.jsonl")):
-            rows = {stage: read_answers(path / "evals" / env / "results.jsonl") for stage, path in dirs.items()}
-            for number, (prompt, _, _) in list(rows[UNTOUCHED].items())[:NUM_SAMPLES]:
+        for env in sorted(file.parent.name for file in dirs[first].glob("*/results.jsonl")):
+            rows = {title: read_answers(path / env / "results.jsonl") for title, path in dirs.items()}
+            for number, (prompt, _, _) in list(rows[first].items())[:NUM_SAMPLES]:
                 lines.append(f"- {prompt}")
-                for stage in rows:
-                    _, answer, reward = rows[stage][number]
-                    lines.append(f"  - {name_stage(stage)} (reward {reward:.2g}): {answer}")
+                for title, answers in rows.items():
+                    _, answer, reward = answers[number]
+                    lines.append(f"  - {title} (reward {reward:.2g}): {answer}")
         return "\n".join(lines) + "\n"
 
 
@@ -169,12 +179,10 @@ def keep_result(directory: Path, run: Callable[[Path], Result]) -> Result:
 
 def read_curves(run_dir: Path, patterns: Sequence[str]) -> Curves:
     """Steps and values of the metrics that match one of the patterns."""
-    rows = load_last_attempts(run_dir / "metrics.jsonl")
     found: Curves = {}
-    for pattern in patterns:
-        for row in rows:
-            for name in fnmatch.filter(row, pattern):
-                found.setdefault(name, []).append((row["step"], row[name]))
+    for row in load_last_attempts(run_dir / "metrics.jsonl"):
+        for name in (name for pattern in patterns for name in fnmatch.filter(row, pattern)):
+            found.setdefault(name, []).append((row["step"], row[name]))
     return found
 
 
@@ -258,7 +266,7 @@ def save_curves(results: dict[int, Result], path: Path) -> bool:
     from matplotlib.figure import Figure
 
     first = next(iter(results.values()))["curves"]
-    panels = [(stage, metric) for stage, curves in first.items() for metric in curves if is_plotted(metric)]
+    panels = [(stage, name) for stage, curves in first.items() for name in curves if is_plotted(name, curves[name])]
     figure = Figure((4.4 * len(panels), 2.8), layout="constrained")
     for axes, (stage, metric) in zip(figure.subplots(1, len(panels), squeeze=False).flat, panels, strict=True):
         for seed, result in results.items():
@@ -270,9 +278,9 @@ def save_curves(results: dict[int, Result], path: Path) -> bool:
     return True
 
 
-def is_plotted(metric: str) -> bool:
-    """Whether a kept metric has a panel of its own."""
-    return not any(fnmatch.fnmatch(metric, pattern) for pattern in NOT_PLOTTED)
+def is_plotted(metric: str, curve: Curve) -> bool:
+    """Whether a kept metric has a panel of its own; a reward that is not computed stays 0."""
+    return any(value for _, value in curve) and not any(fnmatch.fnmatch(metric, pattern) for pattern in NOT_PLOTTED)
 
 
 def main() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,26 +65,29 @@ def run_rl(run: Runner, config: Path, model: Path, out: Path) -> str:
     return finish(run, "rl", "@", config, "--model.name", model, "--output-dir", out, "--inference.server.port", port)
 
 
-@pytest.mark.parametrize("name", CHAT_MODELS)
-def test_chat_models_pass_through_all_commands(run: Runner, tmp_path: Path, name: str) -> None:
-    """`eval` (with its own server), `sft`, `rl`, distillation; two steps each, and the result is evaluated again."""
-    model = save_foreign_model(name, tmp_path / "model")
+def pass_through_all_commands(run: Runner, model: Path, directory: Path) -> None:
+    """`sft`, `rl`, distillation (two steps each), `eval` of the model and of the result, each with its own server."""
     rows = [{"prompt": f"What is {i}? ", "completion": f" It is {i}. é"} for i in range(8)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = ["--data.name", tmp_path / "rows.jsonl", "--data.seq-len", 256, "--data.batch-size", 4]
+    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = ["--data.name", directory / "rows.jsonl", "--data.seq-len", 256, "--data.batch-size", 4]
     assert (
-        finish(run, "sft", "--model.name", model, *data, "--max-steps", 2, "--output-dir", tmp_path / "sft")[0] == "0"
+        finish(run, "sft", "--model.name", model, *data, "--max-steps", 2, "--output-dir", directory / "sft")[0] == "0"
     )
     configs = {"rl": (RL,), "distill": (RL, TEACHER)}
     for kind, sections in configs.items():
-        out = tmp_path / kind
-        assert run_rl(run, write_config(tmp_path / "rl.toml", *sections), model, out)[0] == "0"
+        out = directory / kind
+        assert run_rl(run, write_config(directory / "rl.toml", *sections), model, out)[0] == "0"
         assert complete_steps(out / "weights")[-1] == 2
         first, _ = metric_rows(out, "trainer", "mismatch_kl/mean")
         assert first["mismatch_kl/mean"] == 0
     check = ["--env.0.id", "letters", "--num-examples", 4, "--sampling.max-tokens", 8]
-    for source in (model, tmp_path / "rl" / "weights" / "step_2"):
-        assert finish(run, "eval", "--model.name", source, *check, "--output-dir", tmp_path / "eval")[0] == "0"
+    for source in (model, directory / "rl" / "weights" / "step_2"):
+        assert finish(run, "eval", "--model.name", source, *check, "--output-dir", directory / "eval")[0] == "0"
+
+
+@pytest.mark.parametrize("name", CHAT_MODELS)
+def test_chat_models_pass_through_all_commands(run: Runner, tmp_path: Path, name: str) -> None:
+    pass_through_all_commands(run, save_foreign_model(name, tmp_path / "model"), tmp_path)
 
 
 @pytest.mark.parametrize("name", BASE_MODELS)
@@ -101,8 +105,8 @@ def test_base_models_train_on_text_and_chats_name_the_cure(run: Runner, tmp_path
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3", "smollm3"])
-def test_gguf_files_pass_through_rl(run: Runner, tmp_path: Path, name: str) -> None:
+def test_gguf_files_pass_through_all_commands(run: Runner, tmp_path: Path, name: str) -> None:
     model = save_foreign_model(name, tmp_path / "model")
     write_gguf(model, tmp_path / "model.gguf", "q8_0" if name == "qwen2" else "f16")
-    assert run_rl(run, write_config(tmp_path / "rl.toml", RL), tmp_path / "model.gguf", tmp_path / "out")[0] == "0"
-    assert complete_steps(tmp_path / "out" / "weights")[-1] == 2
+    shutil.rmtree(model)
+    pass_through_all_commands(run, tmp_path / "model.gguf", tmp_path)

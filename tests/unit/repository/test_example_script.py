@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -59,6 +60,21 @@ def test_held_out_losses_are_shown(tmp_path: Path) -> None:
     run_script("examples/smollm2/gsm8k_sft", "--output-dir", str(tmp_path))
     page = (directory / "results.md").read_text()
     assert page.startswith("| seed | held-out loss, SFT | minutes |") and "| 0 | 1.250 to 1.125 | 2.0 |" in page
+
+
+def test_all_metrics_of_a_run_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    rows = [
+        {"step": 1, "reward/mean": 0.5},
+        {"step": 2, "distill/a/gap_closed": 1.0, "distill/a/gap_closed/ci_low": 0.5},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    example = importlib.import_module("example")
+    assert example.read_curves(tmp_path, example.TRAINING["rl"][1]) == {
+        "reward/mean": [(1, 0.5)],
+        "distill/a/gap_closed": [(2, 1.0)],
+        "distill/a/gap_closed/ci_low": [(2, 0.5)],
+    }
 
 
 def test_distillations_show_gap_and_retention(tmp_path: Path) -> None:
