@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tool import build_sft_examples
 
-NUM_ROWS = 96
+NUM_ROWS = 48
 PATH = Path("outputs/smollm2_tool/sft.jsonl")
 
 

@@ -54,7 +54,7 @@ def draw_rows(num_rows: int, seed: int) -> list[dict[str, Any]]:
     rows: dict[frozenset[str], dict[str, Any]] = {}
     while len(rows) < num_rows:
         first, second = draw.sample(ITEMS, 2)
-        prices = {first: draw.randint(10, 49), second: draw.randint(10, 49)}
+        prices = {first: draw.randint(1, 9), second: draw.randint(1, 9)}
         question = f"How much do a {first} and a {second} cost together?"
         rows.setdefault(frozenset(prices), {"prompt": question, "answer": str(sum(prices.values())), "info": prices})
     return list(rows.values())
