@@ -7,7 +7,7 @@ from pathlib import Path
 
 from words import build_sft_examples
 
-NUM_ROWS = 192
+NUM_ROWS = 48
 PATH = Path("outputs/smollm2_words/sft.jsonl")
 
 

@@ -1,4 +1,4 @@
-"""Sort four short words alphabetically."""
+"""Write four short words in the opposite order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def load_environment(num_train_examples: int = 2000, num_eval_examples: int = 25
     return {
         "dataset": [build_row(words) for words in lists[num_eval_examples:]],
         "eval_dataset": [build_row(words) for words in lists[:num_eval_examples]],
-        "rewards": [(sorted_exactly, 1.0)],
+        "rewards": [(reversed_exactly, 1.0)],
     }
 
 
@@ -46,9 +46,9 @@ def draw_lists(num_lists: int, seed: int) -> list[list[str]]:
 
 def build_row(words: list[str]) -> dict[str, str]:
     """A question with its answer."""
-    return {"prompt": f"Sort these words: {', '.join(words)}", "answer": ", ".join(sorted(words))}
+    return {"prompt": f"Reverse the order of these words: {', '.join(words)}", "answer": ", ".join(reversed(words))}
 
 
-def sorted_exactly(completion: str, answer: str) -> float:
-    """1 if the completion is the sorted list and nothing else."""
+def reversed_exactly(completion: str, answer: str) -> float:
+    """1 if the completion is the reversed list and nothing else."""
     return float(completion.strip() == answer)

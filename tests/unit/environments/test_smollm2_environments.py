@@ -49,8 +49,8 @@ WRONG: dict[str, list[Callable[[Message], Reply]]] = {
     ],
     "words": [
         lambda row: in_turns(row["prompt"][-1]["content"].split(": ")[1] + "."),
-        lambda row: in_turns(f"{row['answer']}. Sorted."),
-        lambda row: in_turns(", ".join(sorted(row["answer"].split(", "))[:3])),
+        lambda row: in_turns(f"{row['answer']}. Reversed."),
+        lambda row: in_turns(", ".join(row["answer"].split(", ")[:3])),
     ],
     "tool": [
         lambda row: in_turns(row["answer"]),  # without a call
