@@ -1,13 +1,14 @@
 """Bitwise equality of engine and trainer log-probs over a million sampled tokens under varying conditions.
 
     python benchmarks/bench_exact.py [--tokens 1000000] [--dtype float32] [--threads 1] [--seed 0]
-        [--model NAME] [--distributions 10000] [--output FILE]
+        [--model NAME] [--distributions 10000] [--truncated] [--output FILE]
 
 Random arrivals, batch sizes, chunk sizes, memory limits, shared and continued prompts, cancellations and weight updates
 in flight, over several shapes; every log-prob of every span is compared with the trainer's for the same tokens under
 that version's weights. `--model smollm2` (or a directory) does so for a pretrained model; for the first
-`--distributions` tokens it compares the log-probs of the whole vocabulary. Writes JSON and exits with 1 on the first
-difference.
+`--distributions` tokens it compares the log-probs of the whole vocabulary. With `--truncated` every request has
+`top_p`, `top_k`, `min_p` or several of them, and the trainer's log-probs are those over the returned supports; the mean
+ratio without supports shows the bias. Writes JSON and exits with 1 on the first difference.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ from prime_rl.trainer.models.registry import load_decoder  # noqa: E402
 from rollouts.kernels.cpu import arithmetic_dtype  # noqa: E402
 from rollouts.kernels.linear import linear  # noqa: E402
 from rollouts.training.numerics import MIN_TOKENS  # noqa: E402
+from rollouts.training.rl_losses import compute_logprobs  # noqa: E402
+from rollouts.training.sampling_support import decode_supports  # noqa: E402
 
 VOCAB, MAX_LEN, NUM_VERSIONS = 320, 768, 3
 SHAPES = {  # hidden, layers, heads, key heads, head dim, inner
@@ -46,6 +49,13 @@ SHAPES = {  # hidden, layers, heads, key heads, head dim, inner
     "llama, 192 wide": ("llama", 192, 3, 6, 6, 32, 512),
     "qwen2, 256 wide": ("qwen2", 256, 2, 8, 2, 32, 704),
 }
+
+FILTERS: tuple[dict[str, Any], ...] = (
+    {"top_p": 0.9},
+    {"top_k": 50},
+    {"min_p": 0.05},
+    {"top_p": 0.9, "top_k": 100, "min_p": 0.02},
+)
 
 
 @dataclass
@@ -62,6 +72,9 @@ class Tally:
     worst: float = 0.0
     distributions: int = 0
     distribution_differences: int = 0
+    whole_ratios: float = 0.0
+    """Sum of the ratios of trainer to engine that a trainer without supports would have."""
+    support_bytes: int = 0
     shapes: dict[str, int] = field(default_factory=dict)
 
 
@@ -138,8 +151,14 @@ def compare(
         logits = linear(hidden, model.lm_head.weight).float()  # as the losses multiply, whatever the number of rows
         expected = torch.log_softmax(logits / scale, dim=-1)
         rows = torch.arange(len(prompt) + start, len(prompt) + end) - 1
-        trainer_logprobs = expected[rows, torch.tensor(ids[start:end], dtype=torch.long)]
-        apart = (torch.tensor(output.logprobs[start:end]) - trainer_logprobs).abs()
+        labels, logprobs = torch.tensor(ids[start:end], dtype=torch.long), torch.tensor(output.logprobs[start:end])
+        if output.sampling_support:
+            tally.whole_ratios += float((expected[rows, labels] - logprobs).exp().sum())
+            support = decode_supports(output.sampling_support, len(ids)).select(torch.arange(start, end))
+            trainer_logprobs, _ = compute_logprobs(logits[rows], labels, scale[rows, 0], support)
+        else:
+            trainer_logprobs = expected[rows, labels]
+        apart = (logprobs - trainer_logprobs).abs()
         tally.differences += int((apart != 0).sum())
         tally.worst = max(tally.worst, float(apart.max())) if len(apart) else tally.worst
         tally.spans += 1
@@ -148,9 +167,12 @@ def compare(
                 tally.distributions += 1
                 tally.distribution_differences += found != hash_rows(expected[row : row + 1])[0]
     tally.tokens += len(ids)
+    tally.support_bytes += len(output.sampling_support)
 
 
-def run_round(shape: str, dtype: torch.dtype, rng: random.Random, tally: Tally, num_requests: int = 160) -> None:
+def run_round(
+    shape: str, dtype: torch.dtype, rng: random.Random, tally: Tally, truncated: bool, num_requests: int = 160
+) -> None:
     """One engine with random limits, driven at random until everything has ended."""
     models = {version: build_model(shape, rng.randrange(1 << 30), dtype) for version in range(NUM_VERSIONS)}
     arithmetic = arithmetic_dtype(dtype, torch.device("cpu"))
@@ -172,7 +194,7 @@ def run_round(shape: str, dtype: torch.dtype, rng: random.Random, tally: Tally, 
     while left or engine.has_work():
         while left and rng.random() < 0.6:
             left -= 1
-            alive.append(_build_request(rng, shared, ended, longest, seed=left))
+            alive.append(_build_request(rng, shared, ended, longest, left, truncated))
             engine.add(alive[-1])
         if alive and rng.random() < 0.02:
             engine.cancel(alive.pop(rng.randrange(len(alive))))
@@ -194,7 +216,9 @@ TOPICS = "rivers, old cars, bread, the moon, chess, whales, glass, winter, volca
 ASK = ("Tell me about {}.", "Write a poem on {}.", "What is {} + {}?", "List three facts about {}.", "Why {}?")
 
 
-def run_pretrained(name: str, dtype: torch.dtype, rng: random.Random, tally: Tally, tokens: int, limit: int) -> None:
+def run_pretrained(
+    name: str, dtype: torch.dtype, rng: random.Random, tally: Tally, tokens: int, limit: int, truncated: bool
+) -> None:
     """Rounds of 128 completions of chats; every other round has a weight update in flight."""
     directory = resolve_model_dir(name)
     tokenizer = load_tokenizer(name)
@@ -217,7 +241,15 @@ def run_pretrained(name: str, dtype: torch.dtype, rng: random.Random, tally: Tal
             topics = rng.choices([*TOPICS, *map(str, range(10, 20))], k=2)
             prompt = render_chat(tokenizer, [{"role": "user", "content": rng.choice(ASK).format(*topics)}])
             temperature = rng.choice([1.0, 1.0, 0.7, 1.3])
-            params = SamplingParams(max_tokens=128, temperature=temperature, seed=number, ignore_eos=True)
+            filters: dict[str, Any] = rng.choice(FILTERS) if truncated else {}
+            params = SamplingParams(
+                max_tokens=128,
+                temperature=temperature,
+                seed=number,
+                ignore_eos=True,
+                return_support=truncated,
+                **filters,
+            )
             return GenerationRequest(prompt, params)
 
         for number in range(128):
@@ -236,7 +268,7 @@ def run_pretrained(name: str, dtype: torch.dtype, rng: random.Random, tally: Tal
 
 
 def _build_request(
-    rng: random.Random, shared: list[list[int]], ended: list[Output], longest: int, seed: int
+    rng: random.Random, shared: list[list[int]], ended: list[Output], longest: int, seed: int, truncated: bool
 ) -> GenerationRequest:
     """A new prompt, one of a group, or a conversation that goes on."""
     kind = rng.random()
@@ -249,7 +281,11 @@ def _build_request(
         prompt = rng.choices(range(VOCAB), k=rng.randint(1, longest))
     prompt = prompt[: MAX_LEN - 2]
     params = SamplingParams(
-        max_tokens=rng.choice([1, 8, 40, 120, 250]), temperature=rng.choice([1.0, 0.7, 1.3]), seed=seed
+        max_tokens=rng.choice([1, 8, 40, 120, 250]),
+        temperature=rng.choice([1.0, 0.7, 1.3]),
+        seed=seed,
+        return_support=truncated,
+        **(rng.choice(FILTERS) if truncated else {}),
     )
     return GenerationRequest(prompt, params)
 
@@ -262,9 +298,13 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", default=None, help="a pretrained model instead of random ones")
+    parser.add_argument("--truncated", action="store_true", help="sample with top_p, top_k and min_p")
     parser.add_argument("--distributions", type=int, default=10_000, help="tokens with complete distributions")
     parser.add_argument(
-        "--output", type=Path, default=None, help="default: .bench/results/exact[_pretrained][_bfloat16].json"
+        "--output",
+        type=Path,
+        default=None,
+        help="default: .bench/results/exact[_pretrained][_bfloat16][_truncated].json",
     )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -272,11 +312,13 @@ def main() -> int:
     rng, tally, start = random.Random(arguments.seed), Tally(), time.monotonic()
     dtype = getattr(torch, arguments.dtype)
     if arguments.model is not None:
-        run_pretrained(arguments.model, dtype, rng, tally, arguments.tokens, arguments.distributions)
+        run_pretrained(
+            arguments.model, dtype, rng, tally, arguments.tokens, arguments.distributions, arguments.truncated
+        )
     while arguments.model is None and tally.tokens < arguments.tokens and not tally.differences:
         shape = rng.choice(list(SHAPES))
         before = tally.tokens
-        run_round(shape, dtype, rng, tally)
+        run_round(shape, dtype, rng, tally, arguments.truncated)
         tally.shapes[shape] = tally.shapes.get(shape, 0) + tally.tokens - before
         print(f"{tally.tokens:,} tokens, {tally.differences} differ", file=sys.stderr, flush=True)
     rows = [
@@ -289,8 +331,15 @@ def main() -> int:
             Row("distributions that differ", different, "==", 0, f"of {tally.distributions:,} with all log-probs"),
             Row("distributions", tally.distributions, ">=", min(arguments.distributions, tally.tokens)),
         ]
+    if arguments.truncated:
+        mean_ratio = tally.whole_ratios / max(tally.tokens, 1)
+        rows += [
+            Row("mean ratio without supports", mean_ratio, "<=", 0.98, "below 1: biased"),
+            Row("bytes of the supports per token", tally.support_bytes / max(tally.tokens, 1), "<=", 16_384),
+        ]
     name = "exact" if arguments.model is None else "exact_pretrained"
     name += "" if arguments.dtype == "float32" else "_bfloat16"
+    name += "_truncated" if arguments.truncated else ""
     return finish(name, rows, machine, vars(tally), arguments.output)
 
 

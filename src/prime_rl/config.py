@@ -223,6 +223,7 @@ class RLConfig(BaseConfig):
                 f"trainer.num_minibatches {self.trainer.num_minibatches} is above the {self.orchestrator.batch_size} "
                 "rollouts of orchestrator.batch_size: lower it"
             )
+        self._check_support_replay()
         if self.inference is None:
             if self.inference_gpu_ids:
                 raise ValueError("inference_gpu_ids is set but inference is off: remove one of them")
@@ -250,6 +251,20 @@ class RLConfig(BaseConfig):
                 "  raise seq_len, or leave inference.model.max_model_len out: it then follows seq_len"
             )
         return self
+
+    def _check_support_replay(self) -> None:
+        """Raise `ValueError` for truncated sampling by an engine that does not return its support."""
+        name = self.orchestrator.sampling.truncation
+        if name is None or self.inference is None or not self.orchestrator.sampling_support_replay:
+            return
+        backend = self.inference.backend
+        if backend in ("vllm", "sglang"):
+            raise ValueError(
+                f"orchestrator.sampling.{name} excludes tokens, and {backend} does not return which ones, so the "
+                "trainer's log-probs would be those of another distribution\n"
+                '  unset it, set inference.backend = "embedded", or accept biased ratios with '
+                "orchestrator.sampling_support_replay = false"
+            )
 
 
 def given_gpus(config: RLConfig) -> dict[str, list[int]]:

@@ -27,6 +27,8 @@ class Turn(msgspec.Struct):
     chat_request: dict[str, Any] | None = None
     """Messages, tools and template arguments, or the text, of a prompt rendered by the server; None for a prompt sent
     as tokens."""
+    sampling_support: bytes = b""
+    """The tokens that each completion token was sampled from, see `rollouts.training.sampling_support`."""
     constrained_by: str | None = None
     """The request field whose grammar restricted sampling, such as `response_format`."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from base64 import b64encode
 from dataclasses import dataclass, field
 from math import exp
 from typing import Any
@@ -52,18 +53,27 @@ class TokenScorer:
     _turn: int = field(default=0)
     _packed: bool = field(default=True)
 
-    async def score(self, tokens: list[int], start: int) -> ScoredTokens:
-        """Log-probs of `tokens[start:]`; raises the client's errors, or `ValueError` for unsupported requests."""
+    async def score(self, tokens: list[int], start: int, support: bytes = b"") -> ScoredTokens:
+        """Log-probs of `tokens[start:]`, over their `support`; raises the client's errors, or `ValueError` for
+        unsupported requests."""
         self._turn += 1
         client = self.clients[self._turn % len(self.clients)]
         if self._packed:
-            if (scored := await self._score_packed(client, tokens, start)) is not None:
+            if (scored := await self._score_packed(client, tokens, start, support)) is not None:
                 return scored
             self._packed = False
+        if support:
+            raise ValueError(
+                f"{client.base_url} scores the whole vocabulary only, not the tokens that top_p, top_k or min_p leave: "
+                "unset them in orchestrator.sampling, or set orchestrator.sampling_support_replay = false"
+            )
         return await self._score_prompt(client, tokens, start)
 
-    async def _score_packed(self, client: InferenceClient, tokens: list[int], start: int) -> ScoredTokens | None:
+    async def _score_packed(
+        self, client: InferenceClient, tokens: list[int], start: int, support: bytes
+    ) -> ScoredTokens | None:
         body = {"model": self.model, "tokens": tokens, "start": start, "top": self.top, "temperature": self.temperature}
+        body |= {"support": b64encode(support).decode()} if support else {}
         if (data := await client.request_scores(body)) is None:
             return None
         scores = msgspec.msgpack.decode(data, type=PackedScores)

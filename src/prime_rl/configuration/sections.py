@@ -258,6 +258,12 @@ class SamplingConfig(BaseConfig):
     extra_body: dict[str, Any] = {}
     """Further request fields, passed through unchanged."""
 
+    @property
+    def truncation(self) -> str | None:
+        """The first parameter that excludes tokens from sampling; None if there is none."""
+        is_set = {"top_p": self.top_p < 1, "top_k": self.top_k > 0, "min_p": self.min_p > 0}
+        return next((name for name, given in is_set.items() if given), None)
+
 
 class GenerationModelConfig(BaseConfig):
     """The model that generates."""

@@ -54,6 +54,11 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     prompt_temperature: float = 1.0
     prompt_start: int = 1
+    prompt_support: bytes = b""
+    """Supports over which the scored tokens are renormalized, one per token from `prompt_start` on; see
+    `rollouts.training.sampling_support`."""
+    return_support: bool = False
+    """With `top_p`, `top_k` or `min_p`: also return the tokens that each token was sampled from."""
     grammar: str | None = None
     """Restricts the completion; see `prime_rl.inference.grammar`."""
 
@@ -102,7 +107,8 @@ class Output:
 
     `versions` are spans `(start, version)`: tokens from `start` on were sampled with the weights of `version`.
     `text` is set if the request has stop strings; it ends before the stop string. `num_cached` is the number of
-    prompt tokens read from the prefix cache.
+    prompt tokens read from the prefix cache. `sampling_support` has the support of every token, if it was requested and
+    sampling was truncated.
     """
 
     request: GenerationRequest
@@ -115,6 +121,7 @@ class Output:
     text: str | None = None
     prompt_logprobs: PromptLogprobs | None = None
     num_cached: int = 0
+    sampling_support: bytes = b""
 
 
 Event = StreamUpdate | Output

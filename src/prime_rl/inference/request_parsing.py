@@ -103,8 +103,8 @@ class ParsedRequest:
 SHARED_FIELDS = frozenset(
     "model max_tokens temperature top_p top_k min_p repetition_penalty min_tokens seed stop stop_token_ids ignore_eos "
     "logit_bias n stream stream_options logprobs return_token_ids return_tokens_as_token_ids skip_special_tokens "
-    "include_stop_str_in_output presence_penalty frequency_penalty prompt_logprobs prompt_temperature "
-    "response_format".split()
+    "include_stop_str_in_output presence_penalty frequency_penalty prompt_logprobs prompt_temperature response_format "
+    "return_sampling_support".split()
 )
 CHAT_FIELDS = SHARED_FIELDS | frozenset(
     "messages tools tool_choice parallel_tool_calls max_completion_tokens top_logprobs tokens add_generation_prompt "
@@ -165,6 +165,8 @@ def parse_request(
         score = top
     if stream and (echo or score is not None):
         raise ApiError(f"{'echo' if echo else 'prompt_logprobs'} does not support streaming: set stream to false")
+    if stream and read_flag(body, "return_sampling_support", False):
+        raise ApiError("return_sampling_support does not support streaming: set stream to false")
     limit = _parse_limit(body, chat, lowest=1 if score is None and not echo else 0)
     min_tokens = read_integer(body, "min_tokens") or 0
     if limit is not None and min_tokens > limit:
@@ -192,6 +194,7 @@ def parse_request(
         logit_bias=_parse_bias(body, vocab),
         top_logprobs=top,
         prompt_logprobs=score,
+        return_support=read_flag(body, "return_sampling_support", False),
     )
     return ParsedRequest(
         params=params,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 import os
 import time
@@ -171,6 +172,8 @@ class Writer:
         }
         if parsed.token_ids:
             choice["token_ids"] = output.token_ids
+        if output.sampling_support:
+            choice["sampling_support"] = base64.b64encode(output.sampling_support).decode()
         return choice
 
 

@@ -264,6 +264,10 @@ class OrchestratorConfig(TrackersConfig):
 
     sampling: SamplingConfig = SamplingConfig()
 
+    sampling_support_replay: bool = True
+    """With sampling.top_p, top_k or min_p: keep the tokens that each token was sampled from, and renormalize the
+    log-probs of trainer and teacher over them, so that importance ratios are unbiased. Embedded engine only."""
+
     teacher_model: TeacherConfig | None = None
 
     env: list[TrainEnvConfig] = Field(default=[TrainEnvConfig()], min_length=1)
@@ -435,6 +439,11 @@ class OrchestratorConfig(TrackersConfig):
                 raise ValueError(
                     'context_from = "sibling" needs other rollouts of the same prompt: set rollouts_per_example above 1'
                 )
+
+    @property
+    def replays_support(self) -> bool:
+        """Whether sampling is truncated and its supports are requested."""
+        return self.sampling_support_replay and self.sampling.truncation is not None
 
     @property
     def held_out_envs(self) -> list[GenerationEnvConfig]:

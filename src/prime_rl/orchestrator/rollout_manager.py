@@ -55,6 +55,7 @@ class GroupGenerator:
     max_retries: int
     is_scored: bool
     zero_truncated: bool
+    replays_support: bool = False
     tokens: TokenLedger = field(default_factory=TokenLedger, init=False)
     last_error: str | None = field(default=None, init=False)
     _errors: Counter[str] = field(default_factory=Counter, init=False)
@@ -70,7 +71,9 @@ class GroupGenerator:
     async def _generate(self, group_index: int, prompt: Prompt, client: Any) -> list[Sample]:
         version = self.servers.version.live
         args = [
-            build_sampling_args(self.sampling, sample_seed(self.seed, group_index, index))
+            build_sampling_args(
+                self.sampling, sample_seed(self.seed, group_index, index), return_support=self.replays_support
+            )
             for index in range(self.num_rollouts)
         ]
         self.tokens.drop(group_index, DropReason.INTERRUPTED)  # of an earlier try, whose server was lost
@@ -117,6 +120,11 @@ class GroupGenerator:
             samples = [] if rollout.failed else rollout_to_samples(rollout, group_index=group_index, index=index)
             if not rollout.failed and not samples:
                 raise ValueError("the server returned no token ids and log-probs: it must support return_token_ids")
+            if self.replays_support and not all(sample.sampling_support for sample in samples):
+                raise ValueError(
+                    f"the server did not return the tokens that sampling.{self.sampling.truncation} left: only the "
+                    "embedded engine does; unset it, or accept biased ratios with sampling_support_replay = false"
+                )
             for sample in samples:
                 sample.validate()
                 if not sample.versions:  # the server does not report versions: it had at least this one
@@ -157,6 +165,7 @@ def build_generator(
         max_retries=config.max_retries,
         is_scored=not config.buffer.skip_verification,
         zero_truncated=config.zero_truncated_completions,
+        replays_support=config.replays_support,
     )
 
 

@@ -204,7 +204,8 @@ def ratio_trouble(mean: float | None, unmoved: bool) -> str | None:
         return None
     return (
         f"the mean importance ratio is {mean:.4g} although the weights have not changed since sampling: engine and "
-        "trainer use different distributions. Compare temperature, top_p/top_k, chat template and dtype of both"
+        "trainer use different distributions. Compare temperature, chat template and dtype of both; with top_p, top_k "
+        "or min_p, set orchestrator.sampling_support_replay"
     )
 
 

@@ -20,6 +20,7 @@ from prime_rl.trainer.parallel_dims import Mesh
 from rollouts.training.batching import MicroBatch, TensorBatch
 from rollouts.training.numerics import MIN_TOKENS, pad_rows
 from rollouts.training.rl_losses import LossInputs, compute_head_logprobs, compute_head_table
+from rollouts.training.sampling_support import Support
 
 
 @dataclass(frozen=True)
@@ -96,16 +97,17 @@ def gather_loss_inputs(
     batch, share = layout.batch, layout.share
     hidden = hidden if layout.place is None else hidden[layout.place]
 
-    def compute_at(mask: Tensor, temperature: Tensor) -> Iterable[Tensor]:
+    def compute_at(mask: Tensor, temperature: Tensor, support: Support | None = None) -> Iterable[Tensor]:
         if share is None:
-            return compute_head(hidden, mask.nonzero().squeeze(1), batch.labels, temperature, model, mesh)
+            return compute_head(hidden, mask.nonzero().squeeze(1), batch.labels, temperature, model, mesh, support)
         local = share.local_indices
         rows = mask[local].nonzero().squeeze(1)
-        outputs = compute_head(hidden, rows, batch.labels[local], temperature[local], model, mesh)
+        support = None if support is None else support.select(local)
+        outputs = compute_head(hidden, rows, batch.labels[local], temperature[local], model, mesh, support)
         return (share.gather(scatter_rows(x, rows, len(local)))[mask.nonzero().squeeze(1)] for x in outputs)
 
     chosen = batch.loss_mask.nonzero().squeeze(1)
-    logprobs, entropy = compute_at(batch.loss_mask, batch.temperature)
+    logprobs, entropy = compute_at(batch.loss_mask, batch.temperature, batch.support)
     student_table: Tensor | None = None
     if share is None and batch.teacher_table is not None:
         student_table = compute_table(hidden, chosen, batch.temperature, batch.teacher_table[0], model)
@@ -140,8 +142,9 @@ def compute_head(
     temperature: Float[Tensor, " local"],
     model: CausalLM,
     mesh: Mesh,
+    support: Support | None = None,
 ) -> tuple[Float[Tensor, " rows"], Float[Tensor, " rows"]]:
-    """Log-probs of the labels, and entropies, at `rows` of the hidden states."""
+    """Log-probs of the labels, and entropies, at `rows` of the hidden states; over the support of each label."""
     padded = pad_rows(rows, MIN_TOKENS)
     part = vocab_part(model.config.vocab_size, mesh.tp) if mesh.tp.size > 1 else None
     logprobs, entropy = compute_head_logprobs(
@@ -151,6 +154,7 @@ def compute_head(
         temperature[padded],
         cap=model.config.logit_cap,
         part=part,
+        support=None if support is None else support.select(padded),
     )
     return logprobs[: len(rows)], entropy[: len(rows)]
 

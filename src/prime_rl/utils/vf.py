@@ -84,7 +84,9 @@ def open_environments(configs: Sequence[EnvConfig], *, score: bool = True) -> It
         close_environments(environments)
 
 
-def build_sampling_args(sampling: SamplingConfig, seed: int | None = None) -> dict[str, Any]:
+def build_sampling_args(
+    sampling: SamplingConfig, seed: int | None = None, *, return_support: bool = False
+) -> dict[str, Any]:
     """Arguments of one request, always with token ids and log-probs; `seed` is the seed of this sample."""
     args: dict[str, Any] = {
         "temperature": sampling.temperature,
@@ -99,6 +101,7 @@ def build_sampling_args(sampling: SamplingConfig, seed: int | None = None) -> di
             "min_p": sampling.min_p,
             "min_tokens": sampling.min_tokens,
             "repetition_penalty": sampling.repetition_penalty,
+            **({"return_sampling_support": True} if return_support else {}),
             **sampling.extra_body,
         },
     }

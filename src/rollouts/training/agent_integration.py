@@ -12,7 +12,7 @@ import msgspec
 from rollouts.agents import AgentEnvironment, ChatAgent, Endpoint, Trajectory, Turn
 from rollouts.training.datasets.chat import TemplateRenderer
 from rollouts.training.datasets.sft import Conversation, render_conversation
-from rollouts.training.types import Message, Sample, Status
+from rollouts.training.types import UNFILTERED, Message, Sample, Status
 
 __all__ = [
     "Rollout",
@@ -127,6 +127,10 @@ def _append_turn(sample: Sample, turn: Turn) -> None:
     assert sample.inference_logprobs is not None
     given = turn.prompt_ids[len(sample.tokens) :]
     start = len(sample.tokens) + len(given)
+    if turn.sampling_support or sample.sampling_support:
+        before = sample.sampling_support or UNFILTERED * len(sample.tokens)
+        sampled = turn.sampling_support or UNFILTERED * len(turn.completion_ids)
+        sample.sampling_support = before + UNFILTERED * len(given) + sampled
     sample.tokens = [*sample.tokens, *given, *turn.completion_ids]
     sample.loss_mask = [*sample.loss_mask, *[0.0] * len(given), *[1.0] * len(turn.completion_ids)]
     sample.inference_logprobs = [*sample.inference_logprobs, *[0.0] * len(given), *turn.logprobs]

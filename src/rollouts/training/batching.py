@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rollouts.training.numerics import MIN_TOKENS, round_up
+from rollouts.training.sampling_support import Support, join_supports
 from rollouts.training.types import Sample, TeacherTable
 
 T = TypeVar("T")
@@ -56,6 +57,8 @@ class MicroBatch:
     """One entry per sample."""
     objectives: tuple[str | None, ...] | None = None
     """Name of each sample's objective; None: all have that of the run."""
+    sampling_supports: list[bytes] | None = None
+    """One entry per sample, see `Sample.sampling_support`; None: nothing in the batch was filtered."""
 
     @property
     def num_tokens(self) -> int:
@@ -114,6 +117,9 @@ class MicroBatch:
             sequence=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device),
             lengths=lengths,
             objectives=self.objectives,
+            support=None
+            if self.sampling_supports is None
+            else join_supports(self.sampling_supports, self.lengths, len(self.input_ids) + pad).to(device),
         )
 
     def _join_tables(self, device: torch.device | str) -> tuple[Tensor | None, Tensor]:
@@ -175,6 +181,7 @@ class TensorBatch:
         observed = (seen > before[self.sequence]) & ~has_loss
         observed[ends - 1] = False  # the last position has no label
         return observed
+    support: Support | None = None
 
 
 @dataclass(frozen=True)
@@ -327,12 +334,15 @@ def _build_rank(samples: Sequence[Sample], packs: list[list[int]]) -> list[Micro
         for micro in micros:
             micro.objectives = tuple(samples[i].objective for i in micro.sample_ids)
     has_anchor = any(sample.anchor for sample in samples)
+    has_support = any(sample.sampling_support for sample in samples)
     for micro in micros if is_partial else ():
         micro.has_teacher = _spread(micro, [samples[i].teacher_logprobs is not None for i in micro.sample_ids])
     for micro in micros if has_anchor else ():
         micro.is_reference = _spread(micro, [samples[i].anchor > 0 for i in micro.sample_ids])
     for micro in micros if has_table else ():
         micro.teacher_tables = [samples[i].teacher_table for i in micro.sample_ids] or [None]
+    for micro in micros if has_support else ():
+        micro.sampling_supports = [samples[i].sampling_support for i in micro.sample_ids] or [b""]
     return micros
 
 
@@ -388,6 +398,11 @@ def pad_samples(samples: Sequence[Sample], *, pad_id: int = 0, multiple: int = 1
     for i, sample in enumerate(samples):
         sample.validate()
         _check_temperature(i, sample)
+        if sample.sampling_support:
+            raise ValueError(
+                f"sample {i} was sampled with top_p, top_k or min_p, and padded batches have log-probs of the whole "
+                "vocabulary: sample without them, or train with pack_samples"
+            )
     width = round_up(max(len(sample.tokens) for sample in samples), multiple)
 
     def rows(streams: list[list[T]], fill: T, dtype: torch.dtype) -> Tensor:

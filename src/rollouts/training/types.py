@@ -19,6 +19,8 @@ Message = dict[str, Any]
 T = TypeVar("T")
 LOGPROB_TOLERANCE = 1e-3
 """Maximum log-prob above 0, due to rounding in engines."""
+UNFILTERED = b"\0"
+"""Entry of `Sample.sampling_support` of a token that was sampled from the whole vocabulary."""
 ESTIMATORS = ("baseline", "mean", "leave_one_out", "length_weighted")
 
 
@@ -89,6 +91,9 @@ class Sample(msgspec.Struct):
     """False: no teacher scores this sample, and the loss has no teacher term."""
     objective: str | None = None
     """Name of the trainer's objective for this sample; None: that of the run."""
+    sampling_support: bytes = b""
+    """With truncated sampling (top_p, top_k, min_p), the tokens that each token was sampled from: one entry per token
+    of the sequence, see `sampling_support`. Empty: every token was sampled from the whole vocabulary."""
     anchor: float = 0.0
     """Above 0: reference sample (KL regularization to a teacher with the student's context) with this weight; the
     reward is ignored."""

@@ -41,6 +41,7 @@ from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.models.registry import fill_weights
 from prime_rl.transport.weights import digest_tensor
 from rollouts.kernels.cpu import arithmetic_dtype
+from rollouts.training.sampling_support import check_supports
 
 MEMORY_SHARE = 4
 """By default, the KV cache takes at most 1 / MEMORY_SHARE of the memory; of free GPU memory, 3 / MEMORY_SHARE."""
@@ -122,6 +123,8 @@ class EmbeddedEngine(InProcessEngineMixin):
             raise ValueError("prompt_logprobs must be at least 0 and prompt_temperature above 0")
         if params.prompt_logprobs is not None and not 1 <= params.prompt_start <= max(num_prompt - 1, 1):
             raise ValueError(f"prompt_start {params.prompt_start} must be from 1 to the last of {num_prompt} tokens")
+        if params.prompt_support:
+            check_supports(params.prompt_support, request.prompt[params.prompt_start :], self.vocab_size)
         if request.adapter is not None and request.adapter not in self._adapters.served:
             raise ValueError(f"no adapter {request.adapter!r} is loaded")
         self._open_grammar(params)

@@ -26,6 +26,7 @@ from prime_rl.inference.embedded.recompute import RecomputeDecode, compute_hidde
 from prime_rl.inference.embedded.sampler import SamplerOutput, build_sampling_batch, sample
 from prime_rl.inference.embedded.scheduler import ScheduledBatch
 from prime_rl.inference.embedded.sequence import Sequence
+from rollouts.training.sampling_support import decode_supports
 
 
 class DecodeBatch:
@@ -117,7 +118,9 @@ class ModelRunner:
         """Score the prompt tokens predicted by a chunk."""
         params = seq.params
         if seq.scores is None:
-            seq.scores = PromptScorer(params.prompt_logprobs or 0, params.prompt_temperature)
+            num_scored = seq.num_prompt - params.prompt_start
+            support = decode_supports(params.prompt_support, num_scored) if params.prompt_support else None
+            seq.scores = PromptScorer(params.prompt_logprobs or 0, params.prompt_temperature, support)
         skipped = max(params.prompt_start - 1 - chunk.start, 0)
         targets = seq.tokens[chunk.start + skipped + 1 : chunk.start + chunk.length + 1]
 

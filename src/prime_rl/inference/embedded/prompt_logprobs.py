@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from prime_rl.inference.engine import FULL, PromptLogprobs, TopLogprobs
+from rollouts.training.sampling_support import Support
 
 ROWS_AT_ONCE = 512
 """Maximum rows per product with the head, which bounds the memory of logits."""
@@ -19,10 +20,15 @@ Head = Callable[[Float[Tensor, "rows hidden"]], Float[Tensor, "rows vocab"]]
 
 @dataclass
 class PromptScorer:
-    """Accumulates scores chunk by chunk; `top` as `SamplingParams.prompt_logprobs`."""
+    """Accumulates scores chunk by chunk; `top` as `SamplingParams.prompt_logprobs`.
+
+    With a `support`, the log-probs of the prompt tokens are renormalized over it; top tokens, tail mass and
+    distributions are those of the whole vocabulary.
+    """
 
     top: int
     temperature: float
+    support: Support | None = None
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     tail_mass: list[float] = field(default_factory=list)
@@ -43,7 +49,11 @@ class PromptScorer:
 
     def _add(self, logprobs: Float[Tensor, "rows vocab"], targets: list[int]) -> None:
         index = torch.tensor(targets, device=logprobs.device)
-        self.logprobs += logprobs.gather(1, index[:, None]).squeeze(1).tolist()
+        table = logprobs
+        if self.support is not None:
+            rows = torch.arange(len(self.logprobs), len(self.logprobs) + len(targets))
+            table = self.support.select(rows).to(logprobs.device).renormalize(logprobs)
+        self.logprobs += table.gather(1, index[:, None]).squeeze(1).tolist()
         if self.top == FULL:
             self.full.append(logprobs)
         best = logprobs.topk(min(max(self.top, 0), logprobs.shape[1]), dim=-1)

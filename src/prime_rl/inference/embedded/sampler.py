@@ -6,7 +6,7 @@ request do not depend on the other requests in the batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from prime_rl.inference.embedded.sequence import Sequence
 from prime_rl.inference.engine import SamplingParams, TopLogprobs
 from rollouts.kernels import cpu as cpu_kernels
 from rollouts.training.sampling import invert_cdf, top_tokens, uniform
+from rollouts.training.sampling_support import encode_supports
 
 _MASK64 = (1 << 64) - 1
 
@@ -44,6 +45,7 @@ class SamplerOutput:
     logprobs: Float[Tensor, " rows"]
     top_ids: Int[Tensor, "rows top"] | None
     top_values: Float[Tensor, "rows top"] | None
+    supports: dict[int, bytes] = field(default_factory=dict)  # of rows with truncated sampling that request them
 
     def top_logprobs(self) -> list[TopLogprobs]:
         """The top tokens of every row; empty if not requested."""
@@ -104,16 +106,19 @@ def sample(logits: Float[Tensor, "rows vocab"], batch: SamplingBatch, positions:
     # Division by 1 changes no bit.
     scaled = scores if batch.temperature is None else scores / batch.temperature
     logprobs = torch.log_softmax(scaled, dim=-1)
+    supports: dict[int, bytes] = {}
     if batch.filtered:
-        logprobs[batch.filtered] = filter_logprobs(
-            logprobs[batch.filtered], [batch.rows[row].params for row in batch.filtered]
-        )
+        params = [batch.rows[row].params for row in batch.filtered]
+        logprobs[batch.filtered] = filtered = filter_logprobs(logprobs[batch.filtered], params)
+        if wanted := [i for i, p in enumerate(params) if p.return_support]:
+            encoded = encode_supports(filtered[wanted] > float("-inf"))
+            supports = dict(zip([batch.filtered[i] for i in wanted], encoded, strict=True))
     tokens = _choose(logprobs, batch, positions)
     chosen = logprobs.gather(1, tokens[:, None]).squeeze(1)
     if not batch.top_logprobs:
-        return SamplerOutput(tokens, chosen, None, None)
+        return SamplerOutput(tokens, chosen, None, None, supports)
     values, ids = top_tokens(logprobs, batch.top_logprobs)
-    return SamplerOutput(tokens, chosen, ids, values)
+    return SamplerOutput(tokens, chosen, ids, values, supports)
 
 
 def _choose(

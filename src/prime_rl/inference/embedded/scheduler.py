@@ -191,7 +191,7 @@ class Scheduler:
             if failed and i in failed:
                 continue
             top = tops[i][: seq.params.top_logprobs] if tops else None
-            output = seq.append(tokens[i], logprobs[i], top)
+            output = seq.append(tokens[i], logprobs[i], top, sampled.supports.get(i))
             if output is not None:
                 finished.append((seq, output))
             elif seq.request.stream:

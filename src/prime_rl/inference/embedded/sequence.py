@@ -33,6 +33,7 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
+    supports: list[bytes] = field(default_factory=list)
     scores: PromptScorer | None = None
     grammar: GrammarState | None = None
 
@@ -65,12 +66,16 @@ class Sequence:
         if self.wants_scores:
             self.scores = None
 
-    def append(self, token: int, logprob: float, top: TopLogprobs | None) -> Output | None:
+    def append(
+        self, token: int, logprob: float, top: TopLogprobs | None, support: bytes | None = None
+    ) -> Output | None:
         """Append a sampled token; returns the output if it is the last one."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         if self.grammar is not None:
             self.grammar.advance(token)
+        if support is not None:
+            self.supports.append(support)
         if top is not None:
             self.top_logprobs.append(top)
         if self.stop_strings is not None:
@@ -99,4 +104,5 @@ class Sequence:
             text=text,
             prompt_logprobs=None if self.scores is None else self.scores.result(),
             num_cached=self.num_shared,
+            sampling_support=b"".join(self.supports),
         )

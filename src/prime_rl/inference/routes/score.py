@@ -28,13 +28,15 @@ class ScoreRequest(msgspec.Struct, forbid_unknown_fields=True):
     """Requests the log-probs of `tokens[start:]`, each given the preceding tokens, at `temperature`.
 
     The `top` most likely tokens are returned for each (-1: the full vocabulary, in order). Tokens before `start` can
-    come from the prefix cache.
+    come from the prefix cache. `support` (base64) has the supports that the log-probs of `tokens[start:]` are
+    renormalized over, see `rollouts.training.sampling_support`.
     """
 
     tokens: list[int]
     start: int = 1
     top: int = 0
     temperature: float = 1.0
+    support: bytes = b""
     model: str | None = None
 
 
@@ -69,6 +71,7 @@ async def score(service: ServerState, request: Request) -> Response:
             prompt_logprobs=parsed.top,
             prompt_temperature=parsed.temperature,
             prompt_start=parsed.start,
+            prompt_support=parsed.support,
         )
         single = GenerationRequest(tokens, params, adapter=service.find_adapter(body))
         check(service, [single])

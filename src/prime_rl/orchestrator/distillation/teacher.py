@@ -87,7 +87,9 @@ class Teacher:
             try:
                 tokens, start = await self._build_prompt(sample, env, contexts[index], client)
                 scorer = self.reference if role == "reference" else self.scorer
-                self._fill(sample, await self._score(scorer, tokens, start), start)
+                # The prompt's tokens are unfiltered, one byte each.
+                support = sample.sampling_support[sample.loss_mask.index(1.0) :]
+                self._fill(sample, await self._score(scorer, tokens, start, support), start)
             except UnscorableSample as skipped:
                 self._counts[skipped.reason] += 1
                 self.last_error = str(skipped)
@@ -201,9 +203,9 @@ class Teacher:
             kind, message = describe_failure(error)
             raise UnscorableSample(SkipReason.SERVER, f"/detokenize failed: {kind}: {message}") from error
 
-    async def _score(self, scorer: TokenScorer, tokens: list[int], start: int) -> ScoredTokens:
+    async def _score(self, scorer: TokenScorer, tokens: list[int], start: int, support: bytes) -> ScoredTokens:
         try:
-            scored = await scorer.score(tokens, start)
+            scored = await scorer.score(tokens, start, support)
         except ValueError:
             raise  # a permanent limit of this server, which the user must fix
         except Exception as error:

@@ -79,6 +79,8 @@ def apply_reference_regularization(samples: Sequence[Sample]) -> list[Sample]:
 
 def check_batch(samples: Sequence[Sample], loss: LossConfig, vocab_size: int, env_losses: Collection[str] = ()) -> None:
     """Raise `ValueError` for a batch that cannot be trained on as configured."""
+    from rollouts.training.sampling_support import check_supports
+
     if not samples:
         raise ValueError("the batch is empty")
     for i, sample in enumerate(samples):
@@ -99,6 +101,8 @@ def check_batch(samples: Sequence[Sample], loss: LossConfig, vocab_size: int, en
                 f"sample {i} of the batch has token {invalid[0]}, but the vocabulary size is {vocab_size}: "
                 "give orchestrator, inference and trainer the same model.name"
             )
+        if sample.sampling_support:
+            check_supports(sample.sampling_support, sample.tokens, vocab_size)
     check_teacher(samples, loss)
 
 

@@ -11,7 +11,15 @@ import msgspec
 
 from rollouts.training.types import Sample
 
-PER_TOKEN = ("tokens", "loss_mask", "inference_logprobs", "advantages", "teacher_logprobs", "versions")
+PER_TOKEN = (
+    "tokens",
+    "loss_mask",
+    "inference_logprobs",
+    "advantages",
+    "teacher_logprobs",
+    "versions",
+    "sampling_support",
+)
 
 
 def export_samples_to_jsonl(samples: Iterable[Sample], path: Path | str, include_tokens: bool = False) -> int:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rollouts.kernels.linear import linear
 from rollouts.training.numerics import count_chunks
+from rollouts.training.sampling_support import Support
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -52,12 +53,14 @@ def compute_logprobs(
     logits: Float[Tensor, "tokens vocab"],
     labels: Int[Tensor, " tokens"],
     temperature: Float[Tensor, " tokens"],
+    support: Support | None = None,
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
     """Log-prob of each label under softmax(logits / temperature), and the entropy of that distribution (no gradient).
 
-    Computed in fp32 and in the sampler's order of operations: both agree bit for bit.
+    With truncated sampling, both are over the `support` of each label. Computed in fp32 and in the sampler's order of
+    operations: both agree bit for bit.
     """
-    table = _log_softmax(logits, temperature)
+    table = _log_softmax(logits, temperature, support=support)
     with torch.no_grad():
         entropy = -(table.exp() * table).sum(-1)
     return table.gather(-1, labels[:, None]).squeeze(-1), entropy
@@ -71,6 +74,7 @@ def compute_head_logprobs(
     logits_per_chunk: int = LOGITS_PER_CHUNK,
     cap: float | None = None,
     part: VocabPart | None = None,
+    support: Support | None = None,
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
     """`compute_logprobs` of `hidden @ weight.T`, both results with gradients, in bounded memory.
 
@@ -79,7 +83,7 @@ def compute_head_logprobs(
     on the number of chunks. If `weight` is a `part` of the head, all ranks of its group pass the same tokens and get
     the same results; the gradient of `hidden` is summed over the group.
     """
-    return _HeadLogprobs.apply(hidden, weight, labels, temperature, logits_per_chunk, cap, part)  # type: ignore[no-untyped-call]
+    return _HeadLogprobs.apply(hidden, weight, labels, temperature, logits_per_chunk, cap, part, support)  # type: ignore[no-untyped-call]
 
 
 def compute_head_table(
@@ -143,9 +147,19 @@ def cap_logits(logits: Tensor, cap: float | None) -> Tensor:
 
 
 def _log_softmax(
-    logits: Tensor, temperature: Tensor, cap: float | None = None, part: VocabPart | None = None
+    logits: Tensor,
+    temperature: Tensor,
+    cap: float | None = None,
+    part: VocabPart | None = None,
+    support: Support | None = None,
 ) -> Tensor:
-    scaled = _wide(cap_logits(logits, cap)) / temperature[:, None]
+    table = _normalize(_wide(cap_logits(logits, cap)) / temperature[:, None], part)
+    if support is None:
+        return table
+    return support.renormalize(table, lambda chosen: _normalize(chosen, part), 0 if part is None else part.start)
+
+
+def _normalize(scaled: Tensor, part: VocabPart | None) -> Tensor:
     if part is None:
         return torch.log_softmax(scaled, dim=-1)
     scaled = scaled - part.max(scaled.amax(-1, keepdim=True))
@@ -166,7 +180,8 @@ class _HeadLogprobs(torch.autograd.Function):
 
         d l_y / d z = onehot(y) - p         d H / d z = -p (l + H)
 
-    A cap c of the logits u multiplies both by d (c tanh(u / c)) / d u = 1 - tanh(u / c)^2.
+    Over a support, p is 0 for the excluded tokens, and so are both derivatives. A cap c of the logits u multiplies both
+    by d (c tanh(u / c)) / d u = 1 - tanh(u / c)^2.
     """
 
     @staticmethod
@@ -179,16 +194,18 @@ class _HeadLogprobs(torch.autograd.Function):
         logits_per_chunk: int,
         cap: float | None,
         part: VocabPart | None,
+        support: Support | None,
     ) -> tuple[Tensor, Tensor]:
         num_tokens, vocab = len(labels), weight.shape[0] if part is None else part.widest
-        ctx.part = part
+        ctx.part, ctx.support = part, support
         ctx.num_chunks = count_chunks(num_tokens, vocab, logits_per_chunk)
         ctx.set_materialize_grads(False)
         ctx.cap = cap
         logprobs, entropies = [], []
         table = None
-        for h, y, t in _chunks(ctx.num_chunks, hidden, labels, temperature):
-            table = _log_softmax(linear(h, weight), t, cap, part)
+        supports = _split_support(support, ctx.num_chunks)
+        for (h, y, t), chosen in zip(_chunks(ctx.num_chunks, hidden, labels, temperature), supports, strict=True):
+            table = _log_softmax(linear(h, weight), t, cap, part, chosen)
             logprobs.append(_of_label(table, y, part))
             own = -(table.exp() * table).sum(-1)
             entropies.append(own if part is None else part.sum(own))
@@ -203,7 +220,7 @@ class _HeadLogprobs(torch.autograd.Function):
         hidden, weight, labels, temperature, entropy, saved = ctx.saved_tensors
         of_logprob, of_entropy = grads
         if of_logprob is None and of_entropy is None:
-            return None, None, None, None, None, None, None
+            return (None,) * 8
         part: VocabPart | None = ctx.part
         zeros = torch.zeros_like(entropy)
         of_logprob = zeros if of_logprob is None else of_logprob
@@ -212,7 +229,7 @@ class _HeadLogprobs(torch.autograd.Function):
         wide = torch.promote_types(weight.dtype, torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         done = 0
-        for h, y, t, g, e, entropy_grad in _chunks(
+        chunks = _chunks(
             ctx.num_chunks,
             hidden,
             labels,
@@ -220,9 +237,11 @@ class _HeadLogprobs(torch.autograd.Function):
             of_logprob,
             entropy,
             zeros if of_entropy is None else of_entropy,
-        ):
+        )
+        supports = _split_support(ctx.support, ctx.num_chunks)
+        for (h, y, t, g, e, entropy_grad), chosen in zip(chunks, supports, strict=True):
             logits = linear(h, weight) if saved is None else None
-            table = saved if logits is None else _log_softmax(logits, t, ctx.cap, part)
+            table = saved if logits is None else _log_softmax(logits, t, ctx.cap, part, chosen)
             p = table.exp()
             scale = -g[:, None] if of_entropy is None else -g[:, None] - entropy_grad[:, None] * (table + e[:, None])
             of_logits = p.mul_(scale)
@@ -244,9 +263,14 @@ class _HeadLogprobs(torch.autograd.Function):
             done += len(y)
         if grad_hidden is not None and part is not None:
             part.sum(grad_hidden)
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None, None
+        of_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, of_weight, *(None,) * 6
 
 
 def _chunks(num: int, *streams: Tensor) -> Any:
     """The streams split into `num` nearly equal chunks, zipped."""
     return zip(*(stream.tensor_split(num) for stream in streams), strict=True)
+
+
+def _split_support(support: Support | None, num: int) -> list[Support] | list[None]:
+    return [None] * num if support is None else support.split(num)
