@@ -86,7 +86,8 @@ PROPERTIES: dict[str, Json] = {
     **{name: _describe_range("integer", allowed) for name, allowed in INTEGERS.items()},
     **dict.fromkeys(
         "stream ignore_eos return_token_ids return_tokens_as_token_ids skip_special_tokens include_stop_str_in_output "
-        "parallel_tool_calls add_generation_prompt add_special_tokens echo return_token_strs".split(),
+        "parallel_tool_calls add_generation_prompt add_special_tokens echo return_token_strs "
+        "return_sampling_support".split(),
         FLAG,
     ),
     "model": MODEL,
@@ -148,6 +149,7 @@ SCORE_REQUEST: dict[str, Json] = {
     "start": {"type": "integer", "minimum": 1},
     "top": {"type": "integer", "minimum": -1},
     "temperature": {"type": "number", "minimum": SMALLEST, "maximum": LARGEST},
+    "support": {"type": "string", "contentEncoding": "base64"},
     "model": MODEL,
 }
 GROUP: dict[str, Json] = {

@@ -496,3 +496,14 @@ def test_modules_trained_whole_cannot_travel_in_an_adapter() -> None:
     with pytest.raises(ValueError, match=r"lora\.merge = true"):
         RLConfig.model_validate({"trainer": {"model": {"lora": lora}}})
     assert RLConfig.model_validate({"trainer": {"model": {"lora": {**lora, "merge": True}}}}).trainer.model.lora
+
+
+@pytest.mark.parametrize("backend", ["vllm", "sglang"])
+def test_truncated_sampling_needs_an_engine_with_supports(backend: str) -> None:
+    argv = ("--inference.backend", backend, "--inference.sglang.base_url", "http://localhost:1")
+    argv = argv if backend == "sglang" else argv[:2]
+    with pytest.raises(ConfigError, match=f"sampling.top_k excludes tokens, and {backend} does not return which ones"):
+        parse(*argv, "--orchestrator.sampling.top_k", "20")
+    config = parse(*argv, "--orchestrator.sampling.top_k", "20", "--no-orchestrator.sampling_support_replay")
+    assert not config.orchestrator.replays_support
+    assert parse("--orchestrator.sampling.top_k", "20").orchestrator.replays_support

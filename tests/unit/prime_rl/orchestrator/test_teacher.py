@@ -44,7 +44,8 @@ from rollouts.training.objectives import PRESETS, DistillChoice
 from rollouts.training.rl_losses import LossInputs, compute_divergence, compute_sequence_kl_advantages, policy_loss
 from rollouts.training.rl_losses.policy import extra_terms, mix_advantages
 from rollouts.training.rollout_gen.async_rollout_manager import GroupDropped
-from rollouts.training.types import Sample, TeacherTable
+from rollouts.training.sampling_support import decode_supports
+from rollouts.training.types import UNFILTERED, Sample, TeacherTable
 
 CONTEXT = "Answer with letters only, and keep it short.\n\n"
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
@@ -182,6 +183,26 @@ def test_teacher_logprobs_match_forward_with_context(
         assert row * 3 == len(top)
 
 
+TRUNCATED = {"max_tokens": 12, "top_p": 0.9, "top_k": 40, "min_p": 0.01}
+
+
+def test_truncated_sampling_is_scored_over_its_supports(server: RunningServer) -> None:
+    """A reference with the student's prompts and weights has the student's log-probs, to the bit."""
+    samples, _ = make_group(make_config(server, env={"teacher": "reference"}, sampling=TRUNCATED), turns=3)
+    for sample in samples:
+        sizes = decode_supports(sample.sampling_support, len(sample.tokens)).sizes.tolist()
+        assert [size > 0 for size in sizes] == [mask > 0 for mask in sample.loss_mask] and max(sizes) <= 40
+        assert sample.teacher_logprobs == sample.inference_logprobs
+
+
+def test_rollouts_without_requested_supports_fail(server: RunningServer) -> None:
+    lost = {**TRUNCATED, "extra_body": {"return_sampling_support": False}}
+    with pytest.raises(GroupDropped, match="all_failed"):
+        make_group(make_config(server, sampling=lost))
+    samples, _ = make_group(make_config(server, sampling=lost, sampling_support_replay=False))
+    assert samples and not any(sample.sampling_support for sample in samples)
+
+
 def test_context_prefix_is_cached(server: RunningServer) -> None:
     config = make_config(server, teacher={"context": "A long context. " * 20})
     _, teacher = make_group(config)
@@ -223,7 +244,7 @@ def read_prompts(server: RunningServer, context_position: str, chat: list[dict[s
         assert teacher is not None
         decode = server.service.tokenizer.decode
 
-        async def score(tokens: list[int], start: int) -> ScoredTokens:
+        async def score(tokens: list[int], start: int, support: bytes) -> ScoredTokens:
             seen.append(decode(tokens[:start]))
             return ScoredTokens([0.0], 0)
 
@@ -290,10 +311,12 @@ def test_template_without_system_messages_raises() -> None:
 def test_any_prompt_logprobs_server_can_teach(server: RunningServer, top: int) -> None:
     tokens = [*b"what comes before, and after"]
 
-    async def ask(kind: type[InferenceClient], temperature: float = 1.0, top: int = top) -> ScoredTokens:
+    async def ask(
+        kind: type[InferenceClient], temperature: float = 1.0, top: int = top, support: bytes = b""
+    ) -> ScoredTokens:
         client = kind(f"{server.root}/v1")
         try:
-            return await TokenScorer([client], "tiny-qwen3", temperature, top).score(tokens, 18)
+            return await TokenScorer([client], "tiny-qwen3", temperature, top).score(tokens, 18, support)
         finally:
             await client.close()
 
@@ -303,6 +326,8 @@ def test_any_prompt_logprobs_server_can_teach(server: RunningServer, top: int) -
     for name in ("top_logprobs", "tail_mass") if top else ():
         one, other = (array("f", getattr(scored, name)).tolist() for scored in (packed, plain))
         assert other == pytest.approx(one, abs=1e-5)
+    with pytest.raises(ValueError, match="scores the whole vocabulary only"):
+        anyio.run(ask, PlainClient, 1.0, 0, UNFILTERED * 10)
     with pytest.raises(ValueError, match="temperature 1 only"):
         anyio.run(ask, PlainClient, 0.5)
     with pytest.raises(ValueError, match="whole distributions"):
