@@ -253,8 +253,11 @@ class Environment:
         rollouts: list[Rollout] = [Rollout(prompt="")] * len(sampling_args)
 
         async def fill(i: int) -> None:
+            num_sampled = 0
             for attempt in range(retries + 1):
                 rollouts[i] = await self._attempt(row, sampling_args[i]["seed"] + attempt)
+                num_sampled += sum(len(turn.completion_ids) for turn in rollouts[i].turns)
+                rollouts[i].num_sampled = num_sampled
                 if not rollouts[i].failed:
                     return
 

@@ -90,6 +90,8 @@ class MultiTurnClient:
         self._client = client
         self._turns: list[_Turn] = []
         self._text_turns: list[_TextTurn] = []
+        self.num_sampled = 0
+        """Sampled tokens of all responses with token ids."""
 
     # Properties, since attributes with bound methods would form reference cycles, left to the garbage collector.
     @property
@@ -109,7 +111,7 @@ class MultiTurnClient:
         """As `client.chat.completions.create`."""
         body = {**request, **(extra_body or {})}
         if not (body.get("logprobs") and body.get("return_token_ids")) or body.get("n", 1) != 1:
-            return await self._client.generate("/chat/completions", body)
+            return self._count(await self._client.generate("/chat/completions", body))
         keys = [_encode(message) for message in body["messages"]]
         constrained_by = find_constraint(body)
         extended = None if constrained_by is not None else await self._extend(body, keys)
@@ -120,6 +122,7 @@ class MultiTurnClient:
         if answer is None:
             extended = None
             answer = await self._client.generate("/chat/completions", body)
+        self._count(answer)
         choice = answer.choices[0] if answer.choices else None
         if choice is not None and choice.token_ids is not None and answer.prompt_token_ids is not None:
             choice.constrained_by = constrained_by
@@ -144,14 +147,14 @@ class MultiTurnClient:
         body = {**request, **(extra_body or {})}
         text = body.get("prompt")
         if not body.get("return_token_ids") or not isinstance(text, str):
-            return await self._client.generate("/completions", body)
+            return self._count(await self._client.generate("/completions", body))
         turn = next((t for t in reversed(self._text_turns) if t.model == body["model"] and _is_longer(text, t)), None)
         if turn is not None and self._client.supports_token_prompts:
             fresh = {"model": body["model"], "prompt": text[len(turn.text) :], "add_special_tokens": False}
             if (ids := await self._client.tokenize(fresh)) is not None:
                 tokens = [*turn.tokens, *ids]
                 body = self._with_room(body | {"prompt": tokens}, len(tokens), "max_tokens")
-        answer = await self._client.generate("/completions", body)
+        answer = self._count(await self._client.generate("/completions", body))
         choice = answer.choices[0] if answer.choices else None
         if choice is not None and choice.token_ids is not None and choice.prompt_token_ids is not None:
             choice.constrained_by = find_constraint(body)
@@ -159,6 +162,11 @@ class MultiTurnClient:
                 choice.chat_request = {"prompt": text}
             tokens = [*choice.prompt_token_ids, *choice.token_ids]
             self._text_turns.append(_TextTurn(body["model"], text + choice.text, tokens))
+        return answer
+
+    def _count(self, answer: Any) -> Any:
+        """Count the sampled tokens of a response, and return it."""
+        self.num_sampled += sum(len(getattr(choice, "token_ids", None) or ()) for choice in answer.choices)
         return answer
 
     async def _extend(self, body: Body, keys: list[bytes]) -> _Extended | None:

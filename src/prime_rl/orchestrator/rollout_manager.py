@@ -79,7 +79,7 @@ class GroupGenerator:
         self.tokens.drop(group_index, DropReason.INTERRUPTED)  # of an earlier try, whose server was lost
         environment = self.environments[prompt["env"]]
         rollouts = await environment.run_group(prompt["row"], client, self.model, args, self.max_retries)
-        num_sampled = sum(len(turn.completion_ids) for rollout in rollouts for turn in rollout.turns)
+        num_sampled = sum(count_generated(rollout) for rollout in rollouts)
         self.tokens.receive(group_index, num_sampled)
         groups = [self._to_samples(r, prompt["env"], group_index, i, version) for i, r in enumerate(rollouts)]
         good = [samples for samples in groups if samples]
@@ -190,6 +190,11 @@ def build_rollouts(config: OrchestratorConfig, buffer: PromptBuffer, generator: 
         max_batches=config.max_steps,
         tokens=generator.tokens,
     )
+
+
+def count_generated(rollout: Rollout) -> int:
+    """Sampled tokens of a rollout, failed attempts included; those of its turns if its client does not count."""
+    return max(rollout.num_sampled, sum(len(turn.completion_ids) for turn in rollout.turns))
 
 
 def _rollout_metadata(rollout: Rollout) -> dict[str, Any]:

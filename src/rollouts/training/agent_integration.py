@@ -47,6 +47,8 @@ class Rollout(msgspec.Struct, kw_only=True):
     scoring_ms: float = 0.0
     completion_tokens: int | None = None
     """Sampled tokens as counted by the server; None if it does not report them."""
+    num_sampled: int = 0
+    """Tokens that the server returned for this rollout: those of `turns`, of failed attempts and of other requests."""
     tools: list[dict[str, Any]] | None = None
     """Available tools, as OpenAI schemas."""
     feedback: str | None = None

@@ -171,6 +171,7 @@ class TensorBatch:
     is_reference: Tensor | None = None
     teacher_table: tuple[Tensor | None, Tensor] | None = None
     objectives: tuple[str | None, ...] | None = None
+    support: Support | None = None
 
     def find_observed(self) -> Tensor:
         """Mask of the labels that the environment wrote after the first response, see `MicroBatch.num_observed`."""
@@ -181,7 +182,6 @@ class TensorBatch:
         observed = (seen > before[self.sequence]) & ~has_loss
         observed[ends - 1] = False  # the last position has no label
         return observed
-    support: Support | None = None
 
 
 @dataclass(frozen=True)

@@ -65,10 +65,13 @@ def test_a_mistake_in_a_reward_is_no_reward_of_zero() -> None:
     environment = PlainEnvironment(ROWS, reward)
     _, [rollout] = run(environment, "5")
     assert rollout.failed and (rollout.error_type, rollout.turns) == ("RewardError", [])
+    assert rollout.num_sampled == len([*encode("5"), END]), "its tokens are not trained, but counted"
     line = reward.__code__.co_firstlineno + 2
     assert rollout.error == f"reward: ValueError: could not convert string to float: '?' ({__file__}:{line})"
+    calls.clear()
     _, [rollout] = run(environment, "5", retries=1)
     assert rollout.reward == 5.0, "tried again"
+    assert rollout.num_sampled == 2 * len(rollout.turns[0].completion_ids) == 4, "the failed attempt is counted"
 
 
 def test_one_by_path_and_by_module_and_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,29 @@ def test_truncated_completion_has_length_status() -> None:
     check(wire, rollout_to_samples(rollout))
 
 
+class FlakyWire(Wire):
+    """Refuses one request each time after these numbers of responses."""
+
+    def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        if path != "/tokenize" and len(self.sampled) in self.failing:
+            self.failing.remove(len(self.sampled))
+            raise ConnectionError("the server is gone")
+        return super().answer(path, body)
+
+    failing: list[int]
+
+
+@pytest.mark.parametrize(("failing", "fails"), [([1], False), ([1, 3], True)])
+def test_tokens_of_failed_attempts_are_counted(failing: list[int], fails: bool) -> None:
+    wire = FlakyWire(script=[turn([49, 50]), turn([*encode("no"), END]), turn([*encode("no"), END])])
+    wire.failing = failing
+    env = load_environment("adapter_envs:load_environment", {"kind": "multi"})
+    [rollout] = anyio.run(env.run_group, env.rows()[0], wire, "m", [build_sampling_args(SamplingConfig(), 1)], 1)
+    assert rollout.failed == fails and wire.failing == []
+    assert rollout.num_sampled == sum(len(ids) for _, ids, _ in wire.sampled)
+    assert sum(len(turn.completion_ids) for turn in rollout.turns) < rollout.num_sampled
+
+
 def execute(code: str, *folders: Path) -> list[str]:
     path = os.pathsep.join([*map(str, folders), str(Path(__file__).parents[2] / "fakes"), os.environ["PYTHONPATH"]])
     environ = os.environ | {"PYTHONPATH": path}

@@ -77,10 +77,11 @@ class PlainEnvironment:
         """See `Environment.run_group`."""
 
         async def attempt(args: dict[str, Any]) -> Any:
-            rollout = _open_rollout(row, args)
+            rollout, own_client = _open_rollout(row, args), open_conversation(client)
             error = await run_with_timeout(
-                self.timeout_s, "the rollout", lambda: self._attempt(rollout, row, client, model, args)
+                self.timeout_s, "the rollout", lambda: self._attempt(rollout, row, own_client, model, args)
             )
+            rollout.num_sampled = getattr(own_client, "num_sampled", 0)
             if isinstance(error, Exception):
                 rollout.status, (rollout.error_type, rollout.error) = Status.FAILED, describe_failure(error)
                 rollout.turns, rollout.metrics, rollout.reward = [], {}, 0.0
@@ -89,12 +90,15 @@ class PlainEnvironment:
         def failure(rollout: Rollout) -> tuple[str, str] | None:
             return (rollout.error_type or "Error", rollout.error or "") if rollout.failed else None
 
-        return await run_attempts(sampling_args, retries, attempt, failure)
+        attempts = await run_attempts(sampling_args, retries, attempt, failure)
+        for tries in attempts:
+            tries[-1].num_sampled = sum(rollout.num_sampled for rollout in tries)
+        return [tries[-1] for tries in attempts]
 
     async def _attempt(self, rollout: Rollout, row: Row, client: Any, model: str, args: dict[str, Any]) -> None:
         state: dict[str, Any] = {}
         started = time.perf_counter()
-        await self._run_turns(rollout, row, state, open_conversation(client), model, args)
+        await self._run_turns(rollout, row, state, client, model, args)
         generated = time.perf_counter()
         if self.score:
             await self._score(rollout, row, state)

@@ -66,9 +66,12 @@ async def run_attempts(
     retries: int,
     attempt: Callable[[dict[str, Any]], Awaitable[Any]],
     failure: Callable[[Any], tuple[str, str] | None],
-) -> list[Any]:
-    """Run `attempt(args)` for all entries concurrently; failures are retried with seed + 1."""
-    outcomes: list[Any] = [None] * len(sampling_args)
+) -> list[list[Any]]:
+    """Run `attempt(args)` for all entries concurrently; failures are retried with seed + 1.
+
+    Returns all attempts of each entry, of which the last one counts.
+    """
+    outcomes: list[list[Any]] = [[] for _ in sampling_args]
 
     async def run_one(i: int) -> None:
         for number in range(retries + 1):
@@ -76,8 +79,8 @@ async def run_attempts(
             args = {**sampling_args[i], "extra_body": dict(sampling_args[i].get("extra_body", {}))}
             if number and args.get("seed") is not None:
                 args["seed"] += number
-            outcomes[i] = await attempt(args)
-            reason = failure(outcomes[i])
+            outcomes[i].append(await attempt(args))
+            reason = failure(outcomes[i][-1])
             if reason is None or reason[0] in PERMANENT:
                 return
 

@@ -65,20 +65,25 @@ class VerifiersEnvironment:
     ) -> list[Rollout]:
         """See `Environment.run_group`."""
 
-        async def attempt(args: dict[str, Any]) -> Any:
+        async def attempt(args: dict[str, Any]) -> tuple[Any, int]:
             own_client = open_conversation(client)
-            return await run_with_timeout(
+            result = await run_with_timeout(
                 self.timeout_s, "the rollout", lambda: self.env.rollout(dict(row), own_client, model, args)
             )
+            return result, getattr(own_client, "num_sampled", 0)
 
-        results = await run_attempts(sampling_args, retries, attempt, _failure)
+        attempts = await run_attempts(sampling_args, retries, attempt, lambda one: _failure(one[0]))
+        results = [tries[-1][0] for tries in attempts]
         states = [state for state in results if _failure(state) is None]
         scoring_error = await self._score(states) if self.score else None
         for state in states:
             state["stop_condition"] = await self._find_stop_reason(state)
-        return [
+        rollouts = [
             _to_rollout(row, result, args, scoring_error) for result, args in zip(results, sampling_args, strict=True)
         ]
+        for rollout, tries in zip(rollouts, attempts, strict=True):
+            rollout.num_sampled = sum(num_sampled for _, num_sampled in tries)
+        return rollouts
 
     async def _find_stop_reason(self, state: Any) -> str | None:
         """The name of the stop condition of a rollout, or the last finish reason ("length", "stop").

@@ -17,9 +17,10 @@ class TokenLedger:
                         |  \\-> leave_unscored()   \\-> drop_samples()     \\-> drop_from_batch()
                         \\-> drop(reason)
 
-    A token is generated when a rollout that contains it is returned to the manager. Aborted requests, retried attempts
-    and work lost with a process return no rollout. Tokens of ready groups are counted from the samples themselves, so
-    that `check` detects samples that are lost or duplicated.
+    A token is generated when the server has returned it and its rollout, failed or not, has come to the manager: also
+    in an attempt that failed and was retried. Aborted requests, restarted groups and work lost with a process return no
+    rollout. Tokens of ready groups are counted from the samples themselves, so that `check` detects samples that are
+    lost or duplicated.
     """
 
     def __init__(self) -> None:
@@ -38,7 +39,7 @@ class TokenLedger:
         return group_index in self._running
 
     def leave_unscored(self, group_index: int, num_tokens: int) -> None:
-        """Count tokens of failed rollouts, and of samples that the teacher cannot score."""
+        """Count tokens of failed rollouts and attempts, and of samples that the teacher cannot score."""
         self._running[group_index] -= num_tokens
         self.unscored += num_tokens
 

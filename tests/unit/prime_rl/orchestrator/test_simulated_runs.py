@@ -88,13 +88,14 @@ def test_invariants_under_random_schedules_and_faults(
     assert checks > 20 * NUM_SCHEDULES / 4
 
 
-def test_token_accounts_cover_every_fate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Filters, failures and overlong samples, checked at every pause."""
+@pytest.mark.parametrize("max_steps", [12, pytest.param(2000, marks=pytest.mark.slow)])
+def test_token_accounts_cover_every_fate(max_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Filters, failures, retries and overlong samples, checked at every pause; slow: 100,000 rollouts and more."""
     config = {
         "rollouts_per_example": 5,
         "batch_size": 50,
         "seq_len": 6,
-        "max_steps": 12,
+        "max_steps": max_steps,
         "max_async_level": 1,
         "oversampling_factor": 2.0,
         "max_retries": 1,
@@ -109,6 +110,8 @@ def test_token_accounts_cover_every_fate(tmp_path: Path, monkeypatch: pytest.Mon
     _, row = world.rows[-1]
     fates = [row[f"tokens/{name}"] for name in ("trained", "dropped", "unscored", "in_flight")]
     assert row["tokens/generated"] == sum(fates) and min(fates) > 0
+    num_rollouts = world.orchestrator.rollouts.groups.next_group_index * 5
+    assert num_rollouts >= 50 * max_steps and world.num_checks > num_rollouts
 
 
 def interrupted(world: World, monkeypatch: pytest.MonkeyPatch, draw: random.Random) -> int:
