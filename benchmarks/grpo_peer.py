@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from difflib import SequenceMatcher
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,13 @@ import torch
 from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.engine import GenerationRequest, Output, SamplingParams
 from prime_rl.runtime.tokenizer import load_tokenizer
-from prime_rl.trainer.backend import build_backend
+from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.config import TrainConfig
 from prime_rl.trainer.models.registry import load_decoder
 from prime_rl.trainer.rl.loss import build_loss
+from prime_rl.trainer.rl.updates import pack_minibatches, run_updates, split_batch
 from rollouts.training.advantages import compute_group_advantages
-from rollouts.training.batching import pack_samples
+from rollouts.training.batching import Share, pack_share
 from rollouts.training.datasets.chat import render_chat
 from rollouts.training.types import Sample
 
@@ -55,14 +57,20 @@ def train(task: Task) -> None:
         outputs = generate(engine, [request for _, group in groups for request in group])
         samples = [s for text, group in groups for s in score(tokenizer, text, [outputs[request] for request in group])]
         rewards.append(sum(sample.reward for sample in samples) / len(samples))
-        [micros] = pack_samples(samples, SEQ_LEN, rows=len(samples), quadratic_cost=trainer.quadratic_cost)
-        trainer.optim_step(trainer.forward_backward(micros, loss))
+        parts = split_batch(samples, config.num_minibatches, f"{config.seed}:{step}")
+        minibatches, _ = pack_minibatches(samples, parts, partial(pack, trainer))
+        run_updates(trainer, minibatches, loss, config.num_epochs)
         engine.load_weights(trainer.export_state_dict(), step)
         peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         answer({"step": step, "reward": rewards[-1], "cpu": time.process_time(), "peak_mb": peak_mb})
         last = rewards[-task["window"] :]
         if len(last) == task["window"] and sum(last) / len(last) >= task["target"]:
             return
+
+
+def pack(trainer: Backend, samples: Sequence[Sample]) -> Share:
+    """One micro-batch."""
+    return pack_share(samples, SEQ_LEN, rows=len(samples), quadratic_cost=trainer.quadratic_cost)
 
 
 def build_config(task: Task) -> TrainConfig:
@@ -75,6 +83,8 @@ def build_config(task: Task) -> TrainConfig:
             "loss": {"type": "dapo"},
             "output_dir": task["output_dir"],
             "max_steps": task["max_steps"],
+            "num_minibatches": task.get("num_minibatches", 1),
+            "num_epochs": task.get("num_epochs", 1),
         }
     )
 

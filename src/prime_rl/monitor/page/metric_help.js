@@ -18,6 +18,12 @@ const MEANING = {
   "distill/*/retention": "Current score over score before training, on environments without a context. 1 means no forgetting.",
   "distill/*/student/avg": "Mean reward of student and teacher on held-out examples.",
   "importance_ratio/mean": "Probability of a token now over its probability when it was sampled. 1 means on-policy.",
+  "importance_ratio/ess": "Effective sample size: the share of tokens that would give the same noise without weights. Below 0.5, half of the batch is wasted.",
+  "importance_ratio/staleness_*/p05": "Lower end of the ratios: 5 % of the tokens are below, by age in policy versions.",
+  "importance_ratio/staleness_*/p95": "Upper end of the ratios: 5 % of the tokens are above. Ratios spread with age; at age 0 they show the mismatch of engine and trainer, and further updates on the batch.",
+  "importance_ratio/staleness_*/ess": "Effective sample size of the tokens of one age. The age at which it falls is the staleness that the objective still bears.",
+  "mismatch_kl/from_token_*/mean": "Mismatch of log-probs by position in the response. It should be flat; growth with length means that errors accumulate.",
+  "first_mismatch/min": "First sampled token of a rollout whose log-prob differs between engine and trainer. No line: all are equal, bit for bit.",
   "is_masked/mean": "Share of tokens outside the trust region, which are masked.",
   "optim/grad_norm": "Gradient norm before clipping. Spikes indicate unusual batches.",
   "optim/lr": "Scheduled learning rate.",
@@ -48,7 +54,7 @@ const MEANING = {
 // Label of the vertical axis: the first pattern that matches the name of the metric.
 const UNITS = [[/^(reward|val_reward|eval)\/.*std$/, "standard deviation"], [/^(reward|val_reward)\/|\/(avg@\d+|student.*\/avg|teacher_context\/avg)$/, "reward"], [/pass[@^]/, "share solved"],
   [/^loss|nll/, "loss, nats per token"], [/kl|entropy/i, "nats per token"], [/(seq|prompt|completion)_len/, "tokens"], [/throughput/, "tokens per second"], [/^time\/|latency|_s$|event_loop_lag/, "seconds"],
-  [/_ms/, "milliseconds"], [/memory/, "GiB"], [/mfu/, "percent"], [/async_level|off_policy/, "policy versions"], [/grad_norm/, "norm"], [/optim\/lr/, "learning rate"], [/ratio/, "ratio"],
+  [/_ms/, "milliseconds"], [/memory/, "GiB"], [/mfu/, "percent"], [/async_level|off_policy/, "policy versions"], [/grad_norm/, "norm"], [/optim\/lr/, "learning rate"], [/\/ess$/, "share of the tokens"], [/first_mismatch/, "tokens"], [/ratio/, "ratio"],
   [/num_turns/, "turns"], [/is_|error\/mean|solve_|effective_|frac_|gap_closed|retention|coverage|overlong/, "share"], [/^progress\/|tokens|samples|groups\/|evicted|pool\//, "count"]];
 
 function unitOf(name) {
@@ -60,6 +66,8 @@ const CHART_GROUPS = [
     ["batch/solve_all", "batch/solve_none", "frac_reward_zero_std"], ["metrics/*"]]],
   ["Stability", [["loss/mean"], ["entropy/mean"], ["mismatch_kl/mean"], ["teacher_kl/mean"], ["optim/grad_norm"], ["optim/lr"],
     ["importance_ratio/mean", "importance_ratio/max"], ["is_masked/mean"]]],
+  ["Off-policy diagnostics", [["importance_ratio/ess"], ["importance_ratio/staleness_*/p05"], ["importance_ratio/staleness_*/p95"],
+    ["importance_ratio/staleness_*/ess"], ["mismatch_kl/from_token_*/mean"], ["first_mismatch/min", "first_mismatch/median"]]],
   ["Length", [["completion_len/mean", "completion_len/max"], ["seq_len/mean"], ["num_turns/mean"], ["is_truncated/mean"],
     ["error/mean"]]],
   ["Throughput", [["perf/throughput"], ["time/step"], ["time/forward_backward", "time/wait_for_batch"],
@@ -69,7 +77,8 @@ const CHART_GROUPS = [
 ];
 
 // Titles of charts whose metrics have no common name.
-const CHART_TITLES = { "tokens/trained": "sampled tokens", "reward/min": "spread of the rewards", "batch/solve_all": "groups of prompts" };
+const CHART_TITLES = { "importance_ratio/staleness_*/p05": "ratios by staleness, 5 %", "importance_ratio/staleness_*/p95": "ratios by staleness, 95 %",
+  "importance_ratio/staleness_*/ess": "effective sample size by staleness", "mismatch_kl/from_token_*/mean": "mismatch by position", "tokens/trained": "sampled tokens", "reward/min": "spread of the rewards", "batch/solve_all": "groups of prompts" };
 
 // Shown first for runs with a teacher.
 const TEACHER_CHARTS = ["Student and teacher", [["teacher_kl/mean", "teacher_kl_reverse/mean", "teacher_kl_forward/mean"],

@@ -71,17 +71,23 @@ class TokenStats:
     def summary(self) -> dict[str, float]:
         """`name/mean`, `/median`, `/std`, `/min`, `/max` of every metric with a value; ratios under their own name.
 
-        `std` is the population's; the median of an even number of values is the mean of the middle two.
+        `std` is the population's; the median of an even number of values is the mean of the middle two. Importance
+        ratios also have `/p05` and `/p95`, the smallest values with 5 and 95 % of the tokens at or below them, and
+        `/ess`, the effective sample size (sum of r)^2 / (n sum of r^2) as a share of the n tokens (Kong, 1992).
         """
         names, rows = [], []
         for name, parts in self.values.items():
             seen, others = torch.cat(parts).double(), self.subsampled.get(name, [])
             if len(seen) or others:
                 names.append(name)
-                rows.append(_describe_sample(seen, others) if others else _describe(seen))
+                row = _describe_sample(seen, others) if others else _describe(seen)
+                is_ratio = name.startswith("importance_ratio")
+                rows.append(torch.cat((row, _describe_ratios(row, seen, others))) if is_ratio else row)
         out: dict[str, float] = {}
-        for name, row in zip(names, torch.stack(rows).tolist() if rows else [], strict=True):
-            out |= {f"{name}/{what}": value for what, value in zip(_COLUMNS, row, strict=True)}
+        flat = iter(torch.cat(rows).tolist() if rows else [])
+        for name, row in zip(names, rows, strict=True):
+            columns = _COLUMNS if len(row) == len(_COLUMNS) else (*_COLUMNS, *_RATIO_COLUMNS)
+            out |= {f"{name}/{what}": next(flat) for what in columns}
         for name, ratio in self.ratios.items():
             total, count = ratio.tolist()
             if count:
@@ -133,6 +139,7 @@ def _moments(values: Float[Tensor, " tokens"]) -> Float[Tensor, "5"]:
 
 
 _COLUMNS = ("mean", "median", "std", "min", "max")
+_RATIO_COLUMNS = ("p05", "p95", "ess")
 
 
 def _describe(values: Float[Tensor, " tokens"]) -> Float[Tensor, "5"]:
@@ -141,6 +148,20 @@ def _describe(values: Float[Tensor, " tokens"]) -> Float[Tensor, "5"]:
     if n % 2 == 0:
         middle = (middle + values.kthvalue(n // 2 + 1).values) / 2
     return torch.stack((values.mean(), middle, values.std(correction=0), values.min(), values.max()))
+
+
+def _describe_ratios(
+    row: Float[Tensor, "5"], values: Float[Tensor, " tokens"], others: list[SubsampledStats]
+) -> Float[Tensor, "3"]:
+    """Quantiles, of the weighted sample if there are `others`, and effective sample size."""
+    kept = torch.cat([values, *(part.values.to(values) for part in others)])
+    weight = torch.cat([torch.ones_like(values), *(torch.full_like(p.values, p.stride).to(values) for p in others)])
+    ordered, order = kept.sort()
+    below = weight[order].cumsum(0)
+    places = torch.searchsorted(below, below[-1] * below.new_tensor([0.05, 0.95]))
+    mean, std = row[0].to(values), row[2].to(values)
+    ess = (mean.square() / (mean.square() + std.square())).reshape(1)
+    return torch.cat((ordered[places.clamp(max=len(ordered) - 1)], ess)).to(row)
 
 
 def _describe_sample(values: Float[Tensor, " tokens"], others: list[SubsampledStats]) -> Float[Tensor, "5"]:
