@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -213,7 +214,9 @@ def read_turn(answer: dict[str, Any]) -> Turn | None:
     if len(content) != len(completion_ids):
         raise EndpointError(f"the server returned {len(completion_ids)} token ids but {len(content)} log-probs")
     versions = [(int(start), int(version)) for start, version in choice.get("versions") or []]
-    return Turn(list(prompt_ids), list(completion_ids), [float(entry["logprob"]) for entry in content], versions)
+    logprobs = [float(entry["logprob"]) for entry in content]
+    support = base64.b64decode(choice.get("sampling_support") or "")
+    return Turn(list(prompt_ids), list(completion_ids), logprobs, versions, sampling_support=support)
 
 
 def _assistant_message(message: dict[str, Any]) -> Message:

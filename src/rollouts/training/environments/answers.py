@@ -61,6 +61,8 @@ class Choice(msgspec.Struct):
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     versions: list[tuple[int, int]] | None = None
+    sampling_support: bytes = b""
+    """See `Turn.sampling_support`; base64 in JSON."""
     chat_request: dict[str, Any] | None = None
     """The chat request that the server rendered to this choice's prompt; set by the multi-turn client."""
     constrained_by: str | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import math
 import sysconfig
 import traceback
@@ -136,11 +135,6 @@ def add_usage(so_far: int | None, answer: Any) -> int | None:
     """Add the server's completion token count of a response to that of a rollout."""
     used = getattr(getattr(answer, "usage", None), "completion_tokens", None)
     return so_far if used is None else (so_far or 0) + used
-
-
-def read_support(choice: Any) -> bytes:
-    """The sampling support that our server returns with a choice, as base64; empty without one."""
-    return base64.b64decode(getattr(choice, "sampling_support", None) or "")
 
 
 def open_conversation(client: Any) -> Any:

@@ -19,7 +19,6 @@ from rollouts.training.environments.protocol import (
     locate_error,
     open_conversation,
     read_feedback,
-    read_support,
     run_attempts,
     run_with_timeout,
 )
@@ -228,5 +227,5 @@ def _to_turn(step: Any) -> Turn | None:
         versions=[(int(start), int(version)) for start, version in getattr(choice, "versions", None) or []],
         chat_request=getattr(choice, "chat_request", None),
         constrained_by=getattr(choice, "constrained_by", None),
-        sampling_support=read_support(choice),
+        sampling_support=getattr(choice, "sampling_support", b""),
     )
