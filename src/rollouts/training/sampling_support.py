@@ -164,7 +164,9 @@ def check_supports(data: bytes, tokens: Sequence[int], vocab_size: int) -> None:
 
 def _write_numbers(numbers: NDArray[np.int64]) -> tuple[bytes, NDArray[np.int64]]:
     """LEB128: 7 bits per byte, lowest first; the end of each number."""
-    widths = 1 + sum(((numbers >> shift) > 0).astype(np.int64) for shift in (7, 14, 21))
+    widths = np.ones(len(numbers), dtype=np.int64)
+    for shift in (7, 14, 21):
+        widths += (numbers >> shift) > 0
     ends = np.cumsum(widths)
     data = np.empty(int(ends[-1]) if len(ends) else 0, dtype=np.uint8)
     for i in range(int(widths.max(initial=0))):
