@@ -84,7 +84,7 @@ def find_origins(samples: Sequence[Sample], micros: Sequence[MicroBatch], step: 
 def _find_origin(sample: Sample, trained_version: int) -> tuple[Tensor, Tensor]:
     staleness = torch.full((len(sample.tokens),), -1)
     ends = [start for start, _ in sample.versions[1:]] + [len(sample.tokens)]
-    for (start, version), end in zip(sample.versions, ends, strict=True):
+    for (start, version), end in zip(sample.versions, ends, strict=False):
         staleness[start:end] = min(max(trained_version - version, 0), MAX_STALENESS)
     has_loss = torch.tensor(sample.loss_mask)[1:] > 0  # the first token has no log-prob
     chosen = staleness[1:][has_loss]
