@@ -9,6 +9,7 @@ from typing import Any
 
 from prime_rl.monitor.local_runs import LocalRun
 from prime_rl.monitor.rollout_index import RolloutIndex
+from prime_rl.runtime.run_state import StateRecorder
 from rollouts.training.metrics import append_jsonl
 
 HOSTILE = (
@@ -100,7 +101,8 @@ def write_context_search(path: Path) -> Path:
         for n in range(17)
     ]
     rows = [{"step": n, "timestamp": 1000.0 + n, "process": "evolve", **values} for n, values in enumerate(scores)]
-    append_jsonl(path / "metrics.jsonl", rows)
+    with StateRecorder(path, "evolve"):
+        append_jsonl(path / "metrics.jsonl", rows)
     (path / "configs").mkdir()
     (path / "configs" / "evolve.toml").write_text('budget = 100  # default\n\n[model]\nname = "tiny"  # command line\n')
     return path

@@ -122,6 +122,9 @@ def test_every_tab_is_readable(url: str, browser: Any, theme: str, width: int, t
         page.goto(f"{url}runs/search/#overview")
         page.wait_for_selector(".contexts [open] .added")
         assert page.locator(".contexts li").count() == 17
+        assert page.locator(".sentence").inner_text().strip() == (
+            "Search of contexts for tiny: 17 contexts, the best one with a mean score of 1."
+        )
         check("contexts")
         assert errors == []
     finally:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from prime_rl.configuration.command import run_command
 from prime_rl.runtime.run_dir import RunDir
+from prime_rl.runtime.run_state import StateRecorder
 
 if TYPE_CHECKING:
     from prime_rl.evolve.config import EvolveConfig
@@ -45,7 +46,8 @@ def evolve(config: EvolveConfig) -> int:
     async def work(run: GenerationRun, urls: Sequence[str]) -> None:
         found.append(await run_search(run, config, context, urls))
 
-    run_generation("evolve", config, base_urls, {}, work)
+    with StateRecorder(config.output_dir, "evolve"):
+        run_generation("evolve", config, base_urls, {}, work)
     show_search(found[0], config)
     return 0
 

@@ -18,7 +18,7 @@ FRESH_S = 60.0
 SLOW_STEPS = 5
 """Number of mean step times without activity that count as running."""
 
-TRAINING = ("trainer", "sft", "orchestrator", "inference", "teacher_inference")
+TRAINING = ("trainer", "sft", "orchestrator", "inference", "teacher_inference", "evolve")
 """Processes whose metrics count as activity; evaluations may be written later."""
 
 TAIL_BYTES = 64 * 1024

@@ -3,6 +3,9 @@
 const charts = new Set();
 let smoothing = 0.6;
 
+// Metrics without noise.
+const UNSMOOTHED = new Set(["optim/lr", "evolve/best", "evolve/rollouts"]);
+
 // `curves`: {name, label, steps, values}, and for points such as evaluations {isPoints, errors}.
 function lineChart({ title, help, curves, onStep, height = 178, unit = "", yLabel = unitOf(curves[0].name), isExported = true }) {
   const box = el("figure", { class: "chart", tabindex: 0, "aria-label": title });
@@ -40,7 +43,7 @@ function drawChart(chart, plot, legend, height, unit, yLabel) {
     svg("text", { class: "tick", x: area.x0 - 7, y: y(tick) + 3.5, "text-anchor": "end" }, number(tick, 3) + unit)]);
   const axis = ticks(first, last, width / 90).filter(Number.isInteger).map((tick) =>
     svg("text", { class: "tick", x: x(tick), y: area.y0 + 15, "text-anchor": "middle" }, tick));
-  const names = [svg("text", { class: "axis x", x: (area.x0 + area.x1) / 2, y: height - 5, "text-anchor": "middle" }, "training step"),
+  const names = [svg("text", { class: "axis x", x: (area.x0 + area.x1) / 2, y: height - 5, "text-anchor": "middle" }, chart.curves.every((c) => c.name.startsWith("evolve/")) ? "context" : "training step"),
     svg("text", { class: "axis y", x: 0, y: 0, transform: `translate(12 ${(area.y0 + area.y1) / 2}) rotate(-90)`, "text-anchor": "middle" }, yLabel)];
   const lines = chart.curves.map((c, k) => (c.isPoints ? drawPoints : drawCurve)(c, k, x, y));
   chart.cross = svg("g", { class: "cross" });
@@ -50,7 +53,7 @@ function drawChart(chart, plot, legend, height, unit, yLabel) {
 }
 
 function drawCurve(c, k, x, y) {
-  const noisy = smoothing > 0 && c.values.length > 15 && c.name !== "optim/lr";
+  const noisy = smoothing > 0 && c.values.length > 15 && !UNSMOOTHED.has(c.name);
   const path = (values) => values.map((v, i) => `${i ? "L" : "M"}${x(c.steps[i]).toFixed(1)} ${y(v).toFixed(1)}`).join("");
   const drawn = noisy ? smooth(c.values, smoothing) : c.values;
   return svg("g", { class: `line c${k % 6}` },

@@ -63,6 +63,7 @@ function mainChart(data, source, go) {
 }
 
 function sentence(data, source) {
+  if (data.run.kind.name === "search") return searchSentence(data);
   const { run } = data, loss = curve(data, "loss/mean") || curve(data, "reward/mean");
   const { training, evaluation } = source.facts.kinds, envs = (training ?? evaluation)?.envs.filter((env) => env !== "none") ?? [];
   const steps = loss?.steps.at(-1) ?? 0;
@@ -81,6 +82,12 @@ function sentence(data, source) {
     else if (row.retention !== null) parts.push(`Retention of ${row.env}: ${number(row.retention, 3)}. `);
   }
   return parts;
+}
+
+function searchSentence({ run, contexts }) {
+  const best = contexts.find((row) => row.best);
+  return [`${run.kind.title} for `, el("b", {}, shortName(run.model)), `: ${count(contexts.length, "context")}`,
+    best ? `, the best one with a mean score of ${number(best.mean, 3)}` : "", ". ", run.state === "stopped" ? `${capitalize(run.status)}.` : ""];
 }
 
 // The newest evaluation of each environment; the one before training does not count as progress.
