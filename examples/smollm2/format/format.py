@@ -26,7 +26,10 @@ MIN_WORDS = 3
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule: wordings of its instruction, values that fill them, and the score of an answer for a value, 0 to 1."""
+    """A rule: wordings of its instruction, values that fill them, and the score of an answer for a value, 0 to 1.
+
+    With `is_lowercase` the whole prompt is written in lowercase.
+    """
 
     wordings: Sequence[str]
     held_out_wordings: Sequence[str]
@@ -34,12 +37,13 @@ class Rule:
     held_out_values: Sequence[Any]
     score: Callable[[str, Any], float]
     show: Callable[[Any], str] = str
+    is_lowercase: bool = False
 
 
 def score_lowercase(text: str, value: None) -> float:
-    """1 / (1 + uppercase letters); 0 for less than three words."""
+    """1 / (1 + 3 uppercase letters); 0 for less than three words."""
     num_uppercase = sum(letter != letter.lower() for letter in text)
-    return 1 / (1 + num_uppercase) if len(re.findall(r"[^\W\d_]+", text)) >= MIN_WORDS else 0.0
+    return 1 / (1 + 3 * num_uppercase) if len(re.findall(r"[^\W\d_]+", text)) >= MIN_WORDS else 0.0
 
 
 def score_bullets(text: str, number: int) -> float:
@@ -68,13 +72,15 @@ def score_json(text: str, keys: Sequence[str]) -> float:
 
 
 def score_end(text: str, phrase: str) -> float:
-    """1 if the phrase is last, after at least three other words; 1/2 if it is anywhere.
+    """1 if the phrase is last, after at least three other words; 1/2 if such words are around it or after it.
 
-    Case, quotes and its last mark do not matter.
+    Case, quotes and its last mark do not matter. The phrase alone scores 0: it is no answer.
     """
     before, found, after = text.lower().rpartition(phrase.lower().rstrip(".!?"))
-    is_last = found and not re.search(r"\w", after) and len(re.findall(r"\w+", before)) >= MIN_WORDS
-    return 1.0 if is_last else 0.5 if found else 0.0
+    words_before, words_after = (len(re.findall(r"\w+", part)) for part in (before, after))
+    if not found or words_before + words_after < MIN_WORDS:
+        return 0.0
+    return 1.0 if words_before >= MIN_WORDS and not words_after else 0.5
 
 
 RULES = {
@@ -84,6 +90,7 @@ RULES = {
         [None],
         [None],
         score_lowercase,
+        is_lowercase=True,
     ),
     "bullets": Rule(
         ["Use exactly {} bullet points.", "Answer with {} bullet points.", "Give a list of {} bullet points."],
@@ -170,5 +177,5 @@ def build_rows(num_rows: int, rules: Sequence[str], seed: str, *, held_out: bool
         value = draw.choice(rule.held_out_values if held_out else rule.values)
         question = draw.choice(questions).format(draw.choice(topics))
         prompt = f"{question} {wording.format(rule.show(value))}"
-        rows.append({"prompt": prompt, "info": {"rule": name, "value": value}})
+        rows.append({"prompt": prompt.lower() if rule.is_lowercase else prompt, "info": {"rule": name, "value": value}})
     return rows

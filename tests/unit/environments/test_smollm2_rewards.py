@@ -83,7 +83,7 @@ def test_format_rules(rule: str, value: Any, good: list[str], bad: list[str]) ->
 @pytest.mark.parametrize(
     ("rule", "value", "text", "expected"),
     [
-        ("lower_case", None, "Honey bees live in Hives.", 1 / 3),
+        ("lower_case", None, "Honey bees live in Hives.", 1 / 7),
         ("lower_case", None, "ok", 0),
         ("bullets", 3, "- a\n- b", 1 / 2),
         ("bullets", 3, "1. a\n2. b\n3. c", 1 / 2),
@@ -93,6 +93,8 @@ def test_format_rules(rule: str, value: Any, good: list[str], bad: list[str]) ->
         ("json_keys", ["name"], '["name"]', 0),
         ("end_phrase", "The end.", "The end. But not yet", 1 / 2),
         ("end_phrase", "The end.", "It is cold.", 0),
+        ("end_phrase", "The end.", "The end.", 0),
+        ("end_phrase", "The end.", "So: the end.", 0),
     ],
 )
 def test_format_gives_partial_credit(rule: str, value: Any, text: str, expected: float) -> None:
