@@ -69,6 +69,13 @@ UNNAMED_AXES = """() => [...document.querySelectorAll('.chart')].filter((chart) 
   .filter((chart) => ['.axis.x', '.axis.y'].some((axis) => !chart.querySelector(axis)?.textContent.trim()))
   .map((chart) => chart.getAttribute('aria-label'))"""
 
+COVERED_TICKS = """() => [...document.querySelectorAll('.chart')].flatMap((chart) => {
+  const name = chart.querySelector('.axis.y')?.getBoundingClientRect();
+  return [...chart.querySelectorAll('.tick[text-anchor="end"]')]
+    .filter((tick) => tick.getBoundingClientRect().left < name.right)
+    .map((tick) => `${chart.getAttribute('aria-label')}: ${tick.textContent}`);
+})"""
+
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
@@ -100,6 +107,7 @@ def test_every_tab_is_readable(url: str, browser: Any, theme: str, width: int, t
         assert page.evaluate(OVERFLOW) == [], name
         assert page.evaluate(FAINT_TEXT) == [], name
         assert page.evaluate(UNNAMED_AXES) == [], name
+        assert page.evaluate(COVERED_TICKS) == [], name
 
     try:
         page.goto(url)

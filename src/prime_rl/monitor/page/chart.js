@@ -25,22 +25,23 @@ function lineChart({ title, help, curves, onStep, height = 178, unit = "", yLabe
 
 function drawChart(chart, plot, legend, height, unit, yLabel) {
   const width = plot.clientWidth || 360;
-  const area = { x0: 62, x1: width - 14, y0: height - 38, y1: 10 };
   const bounds = chart.curves.flatMap((c) => c.errors ? c.values.flatMap((v, i) => [v - (c.errors[i] || 0), v + (c.errors[i] || 0)]) : c.values);
   const steps = chart.curves.flatMap((c) => c.steps);
   if (!bounds.length) return;
   let [low, high] = extremes(bounds);
   const margin = (high - low) * 0.08 || Math.abs(high) * 0.1 || 1;
   [low, high] = [low - margin, high + margin];
-  const [first, last] = extremes(steps);
+  const [first, last] = extremes(steps), marks = ticks(low, high, 4).map((tick) => [tick, number(tick, 3) + unit]);
+  const longest = Math.max(0, ...marks.map(([, label]) => label.length));
+  const area = { x0: Math.max(62, 30 + 6.6 * longest), x1: width - 14, y0: height - 38, y1: 10 };
   const x = (step) => area.x0 + ((area.x1 - area.x0) * (step - first)) / Math.max(last - first, 1);
   const y = (value) => area.y0 - ((area.y0 - area.y1) * (value - low)) / (high - low);
   chart.scale = { x, y, first, last, area };
   plot.setAttribute("viewBox", `0 0 ${width} ${height}`);
   plot.style.height = `${height}px`;
-  const grid = ticks(low, high, 4).map((tick) => [
+  const grid = marks.map(([tick, label]) => [
     svg("line", { class: "grid", x1: area.x0, x2: area.x1, y1: y(tick), y2: y(tick) }),
-    svg("text", { class: "tick", x: area.x0 - 7, y: y(tick) + 3.5, "text-anchor": "end" }, number(tick, 3) + unit)]);
+    svg("text", { class: "tick", x: area.x0 - 7, y: y(tick) + 3.5, "text-anchor": "end" }, label)]);
   const axis = ticks(first, last, width / 90).filter(Number.isInteger).map((tick) =>
     svg("text", { class: "tick", x: x(tick), y: area.y0 + 15, "text-anchor": "middle" }, tick));
   const names = [svg("text", { class: "axis x", x: (area.x0 + area.x1) / 2, y: height - 5, "text-anchor": "middle" }, chart.curves.every((c) => c.name.startsWith("evolve/")) ? "context" : "training step"),
