@@ -217,7 +217,8 @@ def show_samples(options: argparse.Namespace, samples: Iterable[Mapping[str, Any
     else:
         threshold = 0.5 if options.reward_threshold is None else options.reward_threshold
         failed, what = failed_samples(samples, threshold, options.max_samples), f"with a reward below {threshold:g}"
-    print_text(f"\n{len(failed)} samples {what}, the newest first" if failed else f"\nno samples {what}")
+    noun = "sample" if len(failed) == 1 else "samples"
+    print_text(f"\n{len(failed) or 'no'} {noun} {what}" + (", the newest first" if len(failed) > 1 else ""))
     for row in failed:
         print_text("\n" + sample_text(row, kind.scores_rewards))
 
