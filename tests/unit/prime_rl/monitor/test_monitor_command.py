@@ -269,7 +269,7 @@ def test_wandb_runs_are_listed_read_and_rejected(wandb_server: FakeWandb, capsys
     table = {line.split()[0]: line.split() for line in out.splitlines() if line}
     assert table["loss/mean"][1:5] == ["1", "0.2", "0.2", "1"]
     assert table["reward/mean"][2] == "0.5", "the other process of the experiment belongs to it"
-    assert "[user] say hi" in out and "[assistant] <b>hi</b>" in out and "1 samples" in out
+    assert "[user] say hi" in out and "[assistant] <b>hi</b>" in out and "1 sample with" in out
 
     code, out, err = call(capsys, "nope", "--entity", "ada")
     assert (code, out) == (2, "") and "nope" in err and "--project" in err
