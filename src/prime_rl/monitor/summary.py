@@ -110,8 +110,8 @@ def sample_text(row: Mapping[str, Any], show_reward: bool = True) -> str:
         out.append(f"[{role}] {printable(content)}")
     if row.get("answer") not in (None, ""):
         out.append(f"[expected answer] {printable(str(row['answer']))}")
-    rewards = row.get("metrics") if isinstance(row.get("metrics"), Mapping) else {}
-    if show_reward and len(rewards) > 1:
+    rewards = row.get("metrics")
+    if show_reward and isinstance(rewards, Mapping) and len(rewards) > 1:
         out.append("[rewards] " + ", ".join(f"{printable(name)} {value:.4g}" for name, value in rewards.items()))
     return "\n".join(out)
 
