@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MODULES = {
     "fetch": "prime_rl.pretrained.fetch",
     "sft": "prime_rl.trainer.sft.train",
+    "evolve": "prime_rl.evolve.evolve",
     "rl": "prime_rl.rl",
     "eval": "prime_rl.eval.eval",
 }

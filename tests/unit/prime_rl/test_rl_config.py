@@ -290,6 +290,7 @@ CLASSES = {
     "context_distill/tiny_hybrid_sft.toml": ("prime_rl.trainer.config", "SFTConfig"),
     "context_distill/tiny_modes_sft.toml": ("prime_rl.trainer.config", "SFTConfig"),
     "eval.toml": ("prime_rl.eval.config", "EvalConfig"),
+    "evolve.toml": ("prime_rl.evolve.config", "EvolveConfig"),
     "infer.toml": ("prime_rl.inference.config", "InferenceConfig"),
     "orch.toml": ("prime_rl.orchestrator.config", "OrchestratorConfig"),
     "eval/single_env.toml": ("prime_rl.eval.config", "EvalConfig"),

@@ -1,0 +1,186 @@
+"""Contextual learning in rounds: search a context, distill it, evaluate without it, search for what still fails.
+
+    python scripts/contextual_learning.py FOLDER --model.name MODEL [--rounds 2] [--seed 0] [--output-dir DIR]
+
+FOLDER has `evolve.toml`, `rl.toml` (a distillation) and `eval.toml`. Round n starts from the weights of round n - 1;
+after the first it starts from the context of the round before, and searches on training examples that the model fails.
+The same command with the same --output-dir continues an interrupted loop. `report.md` shows what each context gained
+and what of it reached the weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markdown import Markdown
+from stages import ROOT, Stages, newest_weights, next_directory, read_summaries, shown
+
+from prime_rl.runtime.machine import find_free_port
+from rollouts.training.metrics import load_last_attempts
+
+STEPS_FILE = "loop.json"
+
+
+@dataclass
+class Loop:
+    """The rounds of one loop; a stage whose results are recorded in `loop.json` is not repeated."""
+
+    folder: Path
+    output_dir: Path
+    model: str
+    rounds: int
+    seed: int
+    stages: Stages
+    results: dict[str, Any] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Run all rounds; ends early once every held-out example is solved without a context."""
+        file = self.output_dir / STEPS_FILE
+        self.results = json.loads(file.read_text()) if file.is_file() else {}
+        self.evaluate("start", self.model)
+        model = self.model
+        for number in range(1, self.rounds + 1):
+            folder = self.output_dir / f"round_{number}"
+            self.search(number, folder, model)
+            self.distill(number, folder, model)
+            model = str(newest_weights(folder / "rl"))
+            self.evaluate(f"round {number}", model)
+            self.write_report()
+            if score_of(self.results[f"round {number}: eval"])[0] >= 1:
+                break
+
+    def search(self, number: int, folder: Path, model: str) -> None:
+        """Search the context of a round."""
+        before = self.output_dir / f"round_{number - 1}" / "evolve" / "evolve" / "best.md"
+        options = [] if number == 1 else ["--examples", "failed", "--context", before.read_text()]
+        if self.do(f"round {number}: search", "evolve", folder / "evolve", model, options):
+            found = folder / "evolve" / "evolve"
+            summary = json.loads((found / "summary.json").read_text())
+            self.record(f"round {number}: search", {**summary, "context": (found / "best.md").read_text()})
+
+    def distill(self, number: int, folder: Path, model: str) -> None:
+        """Distill the context of a round into the weights."""
+        context = folder / "evolve" / "evolve" / "best.md"
+        options = ["--orchestrator.teacher_model.context-file", str(context)]
+        options += ["--inference.server.port", str(find_free_port())]
+        if (folder / "rl").exists():
+            options.append("--resume" if any((folder / "rl" / "checkpoints").glob("step_*")) else "--clean")
+        if self.do(f"round {number}: distillation", "rl", folder / "rl", model, options):
+            rows = list(load_last_attempts(folder / "rl" / "metrics.jsonl"))
+            last = {key: value for row in rows for key, value in row.items() if key.startswith(("distill/", "eval/"))}
+            self.record(f"round {number}: distillation", last)
+
+    def evaluate(self, title: str, model: str) -> None:
+        """Evaluate a model on held-out examples without a context."""
+        folder = self.output_dir / title.replace(" ", "_") / "eval"
+        if self.do(f"{title}: eval", "eval", folder, model, []):
+            self.record(f"{title}: eval", read_summaries(folder))
+
+    def do(self, title: str, command: str, output_dir: Path, model: str, options: list[str]) -> bool:
+        """Run a stage unless its results are recorded; whether it was run."""
+        if title in self.results:
+            return False
+        given = ["@", shown(self.folder / f"{command}.toml"), "--model.name", model, "--seed", str(self.seed)]
+        self.stages.run(title, command, *given, "--output-dir", str(output_dir), *options)
+        return True
+
+    def record(self, title: str, result: Mapping[str, Any]) -> None:
+        """Record a finished stage."""
+        self.results[title] = result
+        temporary = self.output_dir / f".{STEPS_FILE}"
+        temporary.write_text(json.dumps(self.results, indent=1) + "\n")
+        temporary.replace(self.output_dir / STEPS_FILE)
+
+    def write_report(self) -> None:
+        """Write `report.md`."""
+        (self.output_dir / "report.md").write_text(format_report(self.results, self.model))
+
+
+def score_of(summaries: Mapping[str, Mapping[str, float]]) -> tuple[float, float, float]:
+    """Score of the first environment of an evaluation, with its 95 % interval."""
+    [summary, *_] = summaries.values()
+    [key] = [key for key in summary if key.startswith("avg@") and "/" not in key]
+    return summary[key], summary[f"{key}/ci_low"], summary[f"{key}/ci_high"]
+
+
+def format_report(results: Mapping[str, Any], model: str) -> str:
+    """The gains of every round as a table, and the contexts as diffs."""
+    lines = [
+        f"# Contextual learning of {model}",
+        "",
+        "Scores without and with the context are of held-out examples, with 95 % intervals; those of the search are of",
+        "its training examples, after the first round those that the model fails. *Reached the weights*: the share of",
+        "the context's gain that is left without the context.",
+        "",
+        "| round | score of the search | rollouts | without context, before | with context | without context, after "
+        "| reached the weights | retained |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    before, texts = results["start: eval"], [""]
+    for number in range(1, len(results)):
+        stages = [results.get(f"round {number}: {stage}") for stage in ("search", "distillation", "eval")]
+        if None in stages:
+            break
+        search, distillation, after = stages
+        env = next(key.split("/")[1] for key in distillation if key.endswith("/baseline_teacher/avg"))
+        teacher = distillation[f"eval/{env}/baseline_teacher/avg"]
+        closed = distillation.get(f"distill/{env}/gap_closed")
+        interval = [distillation.get(f"distill/{env}/gap_closed/{end}", 0.0) for end in ("ci_low", "ci_high")]
+        retained = [value for key, value in distillation.items() if key.endswith("/retention")]
+        cells = [
+            f"{number}",
+            f"{search['initial_mean']:.3f} -> {search['mean']:.3f}",
+            f"{search['rollouts']}",
+            format_score(before),
+            f"{teacher:.3f}",
+            format_score(after),
+            "no gain" if closed is None else f"{closed:.2f} ({interval[0]:.2f} to {interval[1]:.2f})",
+            ", ".join(f"{value:.2f}" for value in retained) or "-",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+        texts.append(search["context"])
+        before = after
+    for number in range(1, len(texts)):
+        pair = [text.splitlines() for text in texts[number - 1 : number + 1]]
+        diff = list(difflib.unified_diff(*pair, lineterm=""))[2:]
+        lines += ["", f"## Context of round {number}", "", "```diff", *diff, "```"]
+    return "\n".join(lines) + "\n"
+
+
+def format_score(summaries: Mapping[str, Mapping[str, float]]) -> str:
+    """A score with its interval."""
+    mean, low, high = score_of(summaries)
+    return f"{mean:.3f} ({low:.3f} to {high:.3f})"
+
+
+def main() -> int:
+    """Run the loop; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--model.name", dest="model", required=True)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output-dir", type=lambda text: Path(text).resolve())
+    arguments = parser.parse_args()
+    os.chdir(ROOT)
+    output_dir = arguments.output_dir or next_directory(ROOT / "outputs" / "contextual_learning")
+    output_dir.mkdir(parents=True, exist_ok=True)
+    stages = Stages(Console(highlight=False), output_dir, num_stages=3 * arguments.rounds + 1)
+    loop = Loop(arguments.folder, output_dir, arguments.model, arguments.rounds, arguments.seed, stages)
+    code = stages.attempt(loop.run)
+    if code == 0:
+        stages.console.print(Markdown((output_dir / "report.md").read_text()))
+        stages.console.print(f"Report: {shown(output_dir / 'report.md')}")
+    return code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,85 @@
+"""The loop of contextual learning: stages in order, resuming, the report."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+class FakeStages:
+    """Writes the files of each command instead of running it; fails once at the command number `fail_at`."""
+
+    def __init__(self, scores: list[float], fail_at: int = -1) -> None:
+        self.scores, self.fail_at = scores, fail_at
+        self.commands: list[tuple[str, str, tuple[str, ...]]] = []
+
+    def run(self, title: str, command: str, *options: str) -> None:
+        if len(self.commands) == self.fail_at:
+            self.fail_at = -1
+            raise RuntimeError("interrupted")
+        self.commands.append((title, command, options))
+        out = Path(options[options.index("--output-dir") + 1])
+        number = len([one for one in self.commands if one[1] == command])
+        if command == "evolve":
+            write(out / "evolve" / "summary.json", {"initial_mean": 0.1, "mean": 0.5 + number / 10, "rollouts": 9})
+            (out / "evolve" / "best.md").write_text(f"rule {number}")
+        elif command == "rl":
+            (out / "weights" / "step_3").mkdir(parents=True)
+            (out / "weights" / "step_3" / "STABLE").touch()
+            metrics = {"eval/facts/baseline_teacher/avg": 0.9, "distill/facts/gap_closed": 0.8 + number / 100}
+            metrics |= {"distill/facts/gap_closed/ci_low": 0.7, "distill/facts/gap_closed/ci_high": 1.0}
+            write(out / "metrics.jsonl", {"step": 0, **metrics, "distill/other/retention": 0.95})
+        else:
+            mean = self.scores[number - 1]
+            summary = {"avg@1": mean, "avg@1/ci_low": mean - 0.1, "avg@1/ci_high": mean + 0.1}
+            write(out / "evals" / "facts" / "summary.json", summary)
+
+
+def write(path: Path, content: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content) + "\n")
+
+
+def run(tmp_path: Path, stages: FakeStages, rounds: int = 2) -> Any:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    script = importlib.import_module("contextual_learning")
+    loop = script.Loop(ROOT / "experiments/contextual_learning", tmp_path, "m", rounds, 7, stages)
+    loop.run()
+    return loop
+
+
+def test_rounds_continue_from_weights_and_context(tmp_path: Path) -> None:
+    stages = FakeStages([0.0, 0.4, 0.8])
+    run(tmp_path, stages)
+    assert [command for _, command, _ in stages.commands] == ["eval", "evolve", "rl", "eval", "evolve", "rl", "eval"]
+    second = dict(zip(stages.commands[4][2], stages.commands[4][2][1:], strict=False))
+    assert second["--examples"] == "failed" and second["--context"] == "rule 1"
+    assert second["--model.name"] == str(tmp_path / "round_1/rl/weights/step_3")
+    report = (tmp_path / "report.md").read_text()
+    assert "| 1 | 0.100 -> 0.600 | 9 | 0.000 (-0.100 to 0.100) | 0.900 | 0.400 (0.300 to 0.500) |" in report
+    assert "| 0.82 (0.70 to 1.00) | 0.95 |" in report and "-rule 1\n+rule 2" in report
+
+
+@pytest.mark.parametrize("fail_at", [1, 2, 5])
+def test_interrupted_loop_repeats_no_finished_stage(tmp_path: Path, fail_at: int) -> None:
+    whole = FakeStages([0.0, 0.4, 0.8])
+    run(tmp_path / "a", whole)
+    stages = FakeStages([0.0, 0.4, 0.8], fail_at)
+    with pytest.raises(RuntimeError, match="interrupted"):
+        run(tmp_path / "b", stages)
+    run(tmp_path / "b", stages)
+    assert [one[:2] for one in stages.commands] == [one[:2] for one in whole.commands]
+    assert (tmp_path / "a/report.md").read_text() == (tmp_path / "b/report.md").read_text()
+
+
+def test_loop_ends_when_everything_is_solved(tmp_path: Path) -> None:
+    stages = FakeStages([0.0, 1.0])
+    run(tmp_path, stages, rounds=5)
+    assert len(stages.commands) == 4
