@@ -160,7 +160,7 @@ def _describe_ratios(
     below = weight[order].cumsum(0)
     places = torch.searchsorted(below, below[-1] * below.new_tensor([0.05, 0.95]))
     mean, std = row[0].to(values), row[2].to(values)
-    ess = (mean.square() / (mean.square() + std.square())).reshape(1)
+    ess = (mean.square() / (mean.square() + std.square())).nan_to_num(0.0).reshape(1)  # 0 if all are 0
     return torch.cat((ordered[places.clamp(max=len(ordered) - 1)], ess)).to(row)
 
 
