@@ -213,7 +213,8 @@ def _blocks(
     below: list[str] = []
     for name, field in config_cls.model_fields.items():
         schema, value, meaning = field_schema(field), _value_of(field, config, name), describe_field(config_cls, name)
-        if schema.kind == "section" or (schema.item and schema.item.kind == "section"):
+        is_list = schema.kind == "list" and schema.item is not None and schema.item.kind == "section"
+        if schema.kind == "section" or is_list:
             below += _section_blocks(meaning, schema, value, (*path, name), sources)
         else:
             rows.append(_row(name, meaning, schema, value, describe_source((*path, name), sources)))

@@ -130,7 +130,7 @@ class PromptClient:
 class PromptScorer(TokenScorer):
     """Records the teacher's prompts."""
 
-    async def score(self, tokens: list[int], start: int) -> ScoredTokens:
+    async def score(self, tokens: list[int], start: int, support: bytes = b"") -> ScoredTokens:
         PROMPTS.append("".join(map(chr, tokens[:start])))
         return ScoredTokens([-0.5] * (len(tokens) - start))
 

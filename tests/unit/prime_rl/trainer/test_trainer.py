@@ -422,7 +422,7 @@ def test_schedule_of_a_short_run_is_shortened(argv: list[str], steps: tuple[int,
         (["--loss.type", "grop"], "aipo"),
         (
             ["--loss.type", "grpo", "--loss.delta", "2"],
-            r"delta has no effect with type grpo.* use one of aipo, maxrl, opo, rloo$",
+            r"delta has no effect with type grpo.* use one of aipo, maxrl, opo, rloo, sdpo, opsd$",
         ),
         (["--loss.type", "reinforce", "--loss.ratio", "token"], "is incompatible with type reinforce"),
         (["--loss.type", "custom"], "import_path"),

@@ -15,7 +15,7 @@ import zmq
 from fake_engine import free_port
 
 from prime_rl.transport import batches, zeromq
-from prime_rl.transport.batches import BatchReceiver, BatchSender
+from prime_rl.transport.batches import SCHEMA, BatchReceiver, BatchSender
 from prime_rl.transport.factory import build_receiver, build_sender
 from prime_rl.transport.zeromq import ZmqBatchReceiver, ZmqBatchSender
 from rollouts.training import steps
@@ -223,8 +223,8 @@ def test_other_schemas_and_invalid_messages_are_rejected(tmp_path: Path, monkeyp
     receiver = ZmqBatchReceiver("localhost", port)
     assert receiver.receive(1, WAIT_S) == batch(1)
     send = receiver._try_send
-    monkeypatch.setattr(receiver, "_try_send", lambda request: send(zeromq._Request(2, want=1)))
-    with pytest.raises(ValueError, match="request has schema 2, this version reads 1"):
+    monkeypatch.setattr(receiver, "_try_send", lambda request: send(zeromq._Request(SCHEMA + 1, want=1)))
+    with pytest.raises(ValueError, match=f"request has schema {SCHEMA + 1}, this version reads {SCHEMA}"):
         receiver.receive(1, WAIT_S)
     receiver.close()
     sender.close()
