@@ -73,7 +73,7 @@ class Method:
 GRPO = Method(PRESETS["grpo"])
 OPSD = Method(PRESETS["opsd"], "answer")
 SDPO = Method(PRESETS["sdpo"], "sibling", ema_decay=0.95)
-FEEDBACK = replace(SDPO, context_from="feedback")
+FEEDBACK = replace(SDPO, context_from="feedback", ema_decay=1.0)  # with .95 one seed of three collapses
 SDPG = Method(replace(PRESETS["sdpg"], teacher_tau=1.0, student_tau=1.0), "answer", ema_decay=0.0)
 
 
