@@ -2,10 +2,9 @@
 
     python benchmarks/bench_outcomes.py [--seeds 0 1 2] [--only answer,feedback] [--json FILE]
 
-The model and the tasks are those of `distill_lab`; accuracies are exact. Contexts show the teacher
+The model and the task `facts` are those of `distill_lab`; accuracies are exact. Contexts show the teacher
 
     answer    the right answer of the question
-    sibling   a random successful answer of the same group, to the others of the group
     feedback  for a wrong answer: the right one; nothing for a right answer
 
 and the losses are the presets. A row passes if outcome contexts need at most a quarter of the rollouts of `grpo`, so
@@ -18,31 +17,26 @@ import argparse
 import copy
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from distill_lab import (
     BEGIN,
-    END,
     GROUP,
     RISING,
     VALUES,
-    WAY,
     CausalLM,
     Rows,
     Task,
     add_tables,
     build_facts,
-    build_modes,
     compute_accuracy,
     compute_table,
     make_inputs,
     pick,
     sample,
     warm_up,
-    wrap,
 )
 from results import Row as Line
 from results import describe_machine, finish
@@ -54,7 +48,7 @@ from rollouts.training.rl_losses import policy_loss
 PROMPTS, TARGET, EVERY = 8, 0.9, 2
 GRPO_RATES = (1e-3, 3e-3)
 """The better one of these learning rates counts."""
-FACTS, REVERSE = torch.tensor([[3, 7, 1, 0, 5, 2]]), torch.tensor([[1]])
+FACTS = torch.tensor([[3, 7, 1, 0, 5, 2]])
 MAX_ROLLOUTS = 100_000
 SHARE = 4
 
@@ -72,33 +66,13 @@ class Method:
 
 GRPO = Method(PRESETS["grpo"])
 OPSD = Method(PRESETS["opsd"], "answer")
-SDPO = Method(PRESETS["sdpo"], "sibling", ema_decay=0.95)
-FEEDBACK = replace(SDPO, context_from="feedback", ema_decay=1.0)  # with .95 one seed of three collapses
-SDPG = Method(replace(PRESETS["sdpg"], teacher_tau=1.0, student_tau=1.0), "answer", ema_decay=0.0)
-
-
-def build_demonstrations(task: Task) -> Task:
-    """The task `modes` with answers as contexts, which are to be copied."""
-
-    def draw_contexts(n: int, draw: torch.Generator) -> Rows:
-        return torch.randint(VALUES, (n, 4), generator=draw)
-
-    def solve(letters: Rows, shown: Rows) -> Rows:
-        return wrap(shown.expand(len(letters), -1), END)
-
-    def show(letters: Rows, shown: Rows, first: int) -> Rows:
-        return task.show(letters, shown - WAY, first)
-
-    return replace(task, name="demonstrations", draw_contexts=draw_contexts, solve=solve, show=show)
+SDPO = Method(PRESETS["sdpo"], "feedback")  # with a decay of .95 one seed of three collapses
 
 
 def write_context(task: Task, questions: Rows, answers: Rows, draw: torch.Generator) -> Rows:
-    """Contexts that show these answers: a table with the values of the asked keys, or the letters."""
-    shown = answers[:, :-1].clamp(max=VALUES - 1)
-    if task.name != "facts":
-        return shown
+    """Tables with the values of the asked keys from these answers, and random values elsewhere."""
     table = task.draw_contexts(len(questions), draw)
-    return table.scatter(1, questions, shown)
+    return table.scatter(1, questions, answers[:, :-1].clamp(max=VALUES - 1))
 
 
 def choose_contexts(
@@ -108,32 +82,18 @@ def choose_contexts(
     right = (answers == truth).all(1)
     if method.context_from == "answer":
         return write_context(task, questions, truth, draw), torch.ones_like(right)
-    if method.context_from == "feedback":
-        return write_context(task, questions, truth, draw), ~right
-    groups = right.view(-1, GROUP)
-    others = groups[:, None, :] & ~torch.eye(GROUP, dtype=torch.bool)
-    has_context = others.any(-1).flatten()
-    weights = torch.where(others.any(-1, keepdim=True), others.float(), 1.0)
-    chosen = torch.multinomial(weights.view(-1, GROUP), 1, generator=draw)[:, 0]
-    first = torch.arange(len(answers)) // GROUP * GROUP
-    return write_context(task, questions, answers[first + chosen], draw), has_context
+    return write_context(task, questions, truth, draw), ~right
 
 
 def count_rollouts(
-    task: Task,
-    base: CausalLM,
-    method: Method,
-    truth_context: Rows,
-    seed: int,
-    solve: Callable[[Rows, Rows], Rows],
-    limit: float = MAX_ROLLOUTS,
+    task: Task, base: CausalLM, method: Method, seed: int, limit: float = MAX_ROLLOUTS
 ) -> tuple[float, float]:
     """Rollouts until the exact held-out accuracy is TARGET, infinite beyond `limit`; and the accuracy at the end."""
     torch.manual_seed(seed)
     draw = torch.Generator().manual_seed(seed + 1000)
     student, teacher = copy.deepcopy(base), copy.deepcopy(base)
     optimizer = torch.optim.AdamW(student.parameters(), lr=method.lr)
-    plain, truth = task.plain(task.eval), solve(task.eval, truth_context)
+    plain, truth = task.plain(task.eval), task.solve(task.eval, FACTS)
     objective, step = method.objective, 0
     accuracy = 0.0
     while step * PROMPTS * GROUP <= limit:
@@ -141,7 +101,7 @@ def count_rollouts(
             return step * PROMPTS * GROUP, accuracy
         step += 1
         questions = pick(task.train, PROMPTS, draw).repeat_interleave(GROUP, 0)
-        shown, right = task.plain(questions), solve(questions, truth_context)
+        shown, right = task.plain(questions), task.solve(questions, FACTS)
         answers = sample(student, shown, task.length, draw)
         table = compute_table(student, shown, answers)
         rewards = (answers == right).all(1).float().view(PROMPTS, GROUP)
@@ -170,10 +130,8 @@ def count_rollouts(
 
 
 ROWS = {
-    "facts answer": OPSD,
-    "facts feedback": FEEDBACK,
-    "demonstrations answer": OPSD,
-    "demonstrations sibling": SDPO,
+    "opsd answer": OPSD,
+    "sdpo feedback": SDPO,
 }
 
 
@@ -188,11 +146,7 @@ def main() -> int:
     torch.backends.mkldnn.enabled = False
     machine, cpu_began = describe_machine(1), time.process_time()
     rows = {name: method for name, method in ROWS.items() if not args.only or set(name.split()) & set(args.only)}
-    facts, modes = build_facts(), build_modes()
-    tasks = {
-        "facts": (facts, facts.solve, FACTS),
-        "demonstrations": (build_demonstrations(modes), modes.solve, REVERSE),
-    }
+    task = build_facts()
     found: dict[str, list[float]] = {}
     ends: dict[str, list[float]] = {}
 
@@ -203,20 +157,16 @@ def main() -> int:
         print(f"seed {seed} | {row} | {result[0]:,.0f} rollouts, accuracy {result[1]:.3f} | {spent:.0f} s", flush=True)
         return result[0]
 
-    for name, (task, solve, truth) in tasks.items():
-        methods = {row: method for row, method in rows.items() if row.startswith(name)}
-        for seed in args.seeds if methods else ():
-            base = warm_up(task, seed)
-            slowest = 0.0
-            for row, method in methods.items():
-                slowest = max(slowest, record(row, seed, count_rollouts(task, base, method, truth, seed, solve)))
-            for lr in GRPO_RATES:
-                method = replace(GRPO, lr=lr)
-                result = count_rollouts(task, base, method, truth, seed, solve, SHARE * slowest)
-                record(f"{name} grpo {lr:g}", seed, result)
+    for seed in args.seeds:
+        base, slowest = warm_up(task, seed), 0.0
+        for row, method in rows.items():
+            slowest = max(slowest, record(row, seed, count_rollouts(task, base, method, seed)))
+        for lr in GRPO_RATES:
+            result = count_rollouts(task, base, replace(GRPO, lr=lr), seed, SHARE * slowest)
+            record(f"grpo {lr:g}", seed, result)
     lines = []
     for row in rows:
-        rates = [f"{row.split()[0]} grpo {lr:g}" for lr in GRPO_RATES]
+        rates = [f"grpo {lr:g}" for lr in GRPO_RATES]
         least = [min(numbers) for numbers in zip(*(found[rate] for rate in rates), strict=True)]
         share = max(num / other for num, other in zip(found[row], least, strict=True))
         best = [max(numbers) for numbers in zip(*(ends[rate] for rate in rates), strict=True)]
