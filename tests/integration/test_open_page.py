@@ -37,6 +37,7 @@ def test_sft_serves_its_page_until_it_ends(run: Runner, tmp_path: Path) -> None:
     command = run.start("sft", "@", "configs/debug/sft/train.toml", *options)
     url = find_url(command)
     until(lambda: read_state(url)["state"] == "running", "the state", command)
+    until(lambda: "Step 1 |" in command.out + command.err, "the first step", command)  # not while torch is imported
     command.process.send_signal(signal.SIGINT)
     assert command.wait(60) == 130
     assert "Traceback" not in command.out + command.err
