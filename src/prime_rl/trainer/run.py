@@ -102,9 +102,10 @@ class TrainerRun:
         progress: Mapping[str, Any],
         extra_metrics: Mapping[str, float],
     ) -> dict[str, float]:
-        """Save a checkpoint if due, then log the step; returns its metrics.
+        """Log the step, then save a checkpoint if due; returns the metrics.
 
-        `progress` is the resume state in addition to the totals.
+        In this order no crash loses the metrics of a step that is not repeated; the time of saving counts for the next
+        step. `progress` is the resume state in addition to the totals.
         """
         step = self.step_logger.step
         totals = {
@@ -112,13 +113,14 @@ class TrainerRun:
             "total_samples": self.progress.get("total_samples", 0) + len(share.lengths),
         }
         self.progress = {"micro_bs": self.micro_bs, **totals, **progress}
+        backend_metrics = {"optim/skipped_steps": self.backend.stepper.num_skipped, **self.backend.pop_expert_load()}
+        extra = {**{f"progress/{name}": total for name, total in totals.items()}, **extra_metrics}
+        metrics = self.step_logger.log(report, stats, share, backend_metrics, extra)
         if self.checkpointer.is_due(step):
             self.publisher.wait()
             with self.timer("save_ckpt"):
                 self.checkpointer.save(step, self.progress)
-        backend_metrics = {"optim/skipped_steps": self.backend.stepper.num_skipped, **self.backend.pop_expert_load()}
-        extra = {**{f"progress/{name}": total for name, total in totals.items()}, **extra_metrics}
-        return self.step_logger.log(report, stats, share, backend_metrics, extra)
+        return metrics
 
     def close(self) -> int:
         """Flush pending output and destroy the process group; returns the exit code."""

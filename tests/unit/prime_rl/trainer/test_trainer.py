@@ -15,6 +15,7 @@ from torch import nn
 
 from prime_rl.telemetry.progress import Progress
 from prime_rl.trainer.backend import Backend, build_backend, memory_advice
+from prime_rl.trainer.checkpointer import Checkpointer
 from prime_rl.trainer.config import LossConfig, SchedulerConfig, SFTConfig, TrainConfig
 from prime_rl.trainer.model import resolve_placement
 from prime_rl.trainer.optim import MasterWeights, build_schedule
@@ -66,6 +67,18 @@ def gradients(backend: Backend, packs: list[list[Any]], loss_type: Any = "aipo")
     taken = [p.grad.clone() for p in backend.parameters.values() if p.grad is not None]
     backend.stepper.optimizer.zero_grad()
     return taken
+
+
+def test_checkpointed_steps_have_been_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash right after a checkpoint loses no metrics: its step is not repeated."""
+    logged: list[int] = []
+
+    def save(self: Checkpointer, step: int, progress: Any) -> None:
+        logged.extend(row["step"] for row in load_jsonl(tmp_path / "metrics.jsonl") if "loss/mean" in row)
+
+    monkeypatch.setattr(Checkpointer, "save", save)
+    train(make_config(tmp_path, max_steps=1, ckpt={"interval": 1}))
+    assert logged == [1]
 
 
 @pytest.mark.parametrize("loss_type", ["aipo", "grpo", "gspo", "rloo", "dr_grpo"])
