@@ -255,7 +255,7 @@ def test_page_of_a_distillation_shows_the_teacher(tmp_path: Path, open_page: Ope
     assert "reward" not in overview.lower().replace("mean rewards;", "") and "groups" not in overview
     assert opened.texts(".scores tbody tr")[1].split() == "facts 12 0.5 0.6 0.6 0.80 (0.60 to 1.10) – 0.05".split()
     page.keyboard.press("2")
-    assert opened.texts("main h2")[0] == "Student and teacher"
+    opened.wait_until(lambda: opened.texts("main h2")[0] == "Student and teacher", "the curves")
     titles = opened.texts(".chart figcaption > b")
     assert {"teacher_kl/mean", "distill/facts/gap_closed", "distill/other/retention"} <= set(titles)
     assert not any(title.startswith(("reward", "batch/solve")) for title in titles)
