@@ -29,6 +29,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+# A trainer without inference beside it would use more threads, and round differently from the undisturbed run.
+os.environ["OMP_NUM_THREADS"] = "1"
 from cli_runner import ROOT, Command, Runner, read_command_line, runner, until
 
 from prime_rl.runtime.machine import find_free_port
