@@ -70,7 +70,7 @@ def test_resume_after_kill_is_bit_identical(run: Runner, tmp_path: Path, kind: s
     straight = start(run, kind, num_ranks, tmp_path / "straight", "--ckpt.interval", 2)
     assert straight.wait() == 0, straight.out + straight.err
     broken = tmp_path / "broken"
-    moment = random.randrange(2, NUM_STEPS - 2)  # later ones may end before they are killed
+    moment = random.randrange(3, NUM_STEPS - 2)  # after the first checkpoint; later ones may end before they are killed
     first = start(run, kind, num_ranks, broken, "--ckpt.interval", 2)
     until(lambda: moment in logged_steps(broken, kind), f"step {moment}", first)
     kill_all(first)
