@@ -1,12 +1,16 @@
-"""`python -m prime_rl COMMAND ...`: the commands without the PATH, where shells have their own `eval`."""
+"""The commands: console scripts, and `python -m prime_rl COMMAND ...` where shells have their own `eval`.
+
+The console scripts are functions of this module, `vf-install` as `vf_install`: Ctrl-C ends a command from here on.
+"""
 
 from __future__ import annotations
 
-import importlib
 import sys
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 
-from prime_rl.configuration.command import show_version
-from prime_rl.configuration.schema import suggest
+from prime_rl.runtime.interrupts import end_on_signals, report_interrupt, unwind_on_signals
 
 COMMANDS = {
     "rl": ("prime_rl.rl:main", "train by asynchronous RL; `rl init NAME` writes a new environment"),
@@ -25,26 +29,48 @@ COMMANDS = {
     "vf-install": ("prime_rl.envs.vf_install:main", "install an environment of verifiers"),
     "vf-rl": ("prime_rl.envs.vf_rl:main", "verifiers' RL command, or a nanochat run"),
 }
-"""Command -> its function, as in `[project.scripts]` of `pyproject.toml`, and its purpose."""
+"""Command -> its function and its purpose."""
+
+
+def __getattr__(name: str) -> Callable[[], None]:
+    """The function of a console script."""
+    command = name.replace("_", "-")
+    if command not in COMMANDS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return partial(run, command)
+
+
+def run(command: str) -> None:
+    """Run a command, which parses `sys.argv`."""
+    end_on_signals()
+    try:
+        with unwind_on_signals():
+            module, _, function = COMMANDS[command][0].partition(":")
+            getattr(import_module(module), function)()
+    except KeyboardInterrupt as stop:
+        raise SystemExit(report_interrupt(stop)) from None
 
 
 def main() -> None:
     """Run the command named by the first argument."""
     name, *rest = sys.argv[1:] or ["--help"]
     if name == "--version":
+        from prime_rl.configuration.command import show_version
+
         raise SystemExit(show_version())
     if name in ("--help", "-h"):
         rows = "\n".join(f"  {command:<13} {purpose}" for command, (_, purpose) in COMMANDS.items())
         sys.stdout.write(f"usage: python -m prime_rl COMMAND ...; python -m prime_rl COMMAND --help\n\n{rows}\n")
         return
     if name not in COMMANDS:
+        from prime_rl.configuration.schema import suggest
+
         near = suggest(name, COMMANDS)
         hint = f"did you mean {near}?" if near else f"commands: {', '.join(COMMANDS)}"
         sys.stderr.write(f"error: unknown command {name!r}\n  {hint}\n")
         raise SystemExit(2)
-    module, _, function = COMMANDS[name][0].partition(":")
     sys.argv = [name, *rest]
-    getattr(importlib.import_module(module), function)()
+    run(name)
 
 
 if __name__ == "__main__":

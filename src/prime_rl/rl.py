@@ -51,7 +51,9 @@ def rl(config: RLConfig) -> int:
         except ChildFailed as failure:
             return report_failure(failure)
         except KeyboardInterrupt:
-            sys.stderr.write(describe_stop(config.output_dir))
+            raise KeyboardInterrupt(describe_stop(config.output_dir)) from None
+        except SystemExit:  # SIGTERM
+            sys.stderr.write(f"{describe_stop(config.output_dir)}\n")
             raise
     sys.stdout.write(summarize(config, time.monotonic() - started))
     return 0
@@ -108,7 +110,7 @@ def run_processes(config: RLConfig, config_paths: Mapping[str, Path], gpus: GpuA
 
     out, logs = config.output_dir, RunDir(config.output_dir).logs
     with (
-        StateRecorder(out, "rl") as state,
+        StateRecorder(out, "rl"),
         show_progress("steps", config.max_steps, lines=False) as bar,
         Supervisor(logs, console=sys.stdout) as run,  # above the progress bar, which replaces sys.stdout
     ):
@@ -118,7 +120,6 @@ def run_processes(config: RLConfig, config_paths: Mapping[str, Path], gpus: GpuA
         start_processes(run, config, config_paths, gpus)
         watchdog = HangWatchdog(out, config.hang_timeout, lambda: run.children, run.find_pids, run.print)
         for _ in run.poll(["trainer", "orchestrator"]):
-            state.beat()
             bar.set_done(latest_step(config.orchestrator.versions_dir) or 0)
             watchdog.check()
 

@@ -60,6 +60,10 @@ class Command:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{self.name} did not end within {timeout_s} s:\n{self.out}\n{self.err}") from None
 
+    def signal(self, number: int) -> None:
+        """Send a signal to the process group, as a terminal does for Ctrl-C."""
+        os.killpg(self.process.pid, number)
+
     def find(self, name: str) -> int:
         """Process id of a command among what this one started."""
         [pid] = [pid for pid in self.pids() if MODULES[name] in read_command_line(pid)]
@@ -85,13 +89,14 @@ class Runner:
         out_path, err_path = self.logs / f"{number}-{name}.out", self.logs / f"{number}-{name}.err"
         with out_path.open("w") as out, err_path.open("w") as err:
             process = subprocess.Popen(
-                [sys.executable, "-m", MODULES[name], *map(str, options)],
+                [sys.executable, "-m", "prime_rl", name, *map(str, options)],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
                 text=True,
                 cwd=ROOT,
                 env={**os.environ, "PYTHONPATH": PYTHON_PATH, MARK: mark},
+                start_new_session=True,
             )
         command = Command(name, process, out_path, err_path, mark)
         self.commands.append(command)
@@ -152,6 +157,15 @@ def carries(pid: int, mark: str) -> bool:
         return f"{MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
         return False
+
+
+def read_caught(pid: int) -> set[int]:
+    """Signals for which a process has a handler."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return {number for number in range(1, 65) if int(line.split()[1], 16) >> (number - 1) & 1}
+    return set()
 
 
 def read_command_line(pid: int) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from prime_rl.configuration.errors import ConfigError
+from prime_rl.runtime.interrupts import report_interrupt, was_interrupted
 from prime_rl.runtime.process_tree import TOKEN_VARIABLE
 from prime_rl.runtime.redacted_output import protect_output
 from prime_rl.runtime.redaction import register_config
@@ -74,16 +75,21 @@ def run_command(
 
 
 def exit_with_errors(run: Callable[[], int | None], *, debug: bool = False) -> NoReturn:
-    """Exit with the code of `run`, or with an error message: 2 for `ValueError`, else 1. `debug`: a traceback."""
+    """Exit with the code of `run`, or with a message: 2 for `ValueError`, 130 or 143 for a signal, else 1.
+
+    `debug`: a traceback.
+    """
     try:
         raise SystemExit(run() or 0)
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    except KeyboardInterrupt as stop:
+        raise SystemExit(report_interrupt(stop)) from None
     except BrokenPipeError:
         # The reader of stdout (a pager, head) exited; prevent a second error when Python flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     except Exception as error:
+        if was_interrupted():  # a library has wrapped the interrupt
+            raise SystemExit(report_interrupt(KeyboardInterrupt())) from None
         if debug:
             raise
         raise SystemExit(_show_error(error)) from None

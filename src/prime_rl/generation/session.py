@@ -86,6 +86,7 @@ def run_generation(
 
     from prime_rl.client.http import ensure_open_files
     from prime_rl.generation.model_server import check_servers, run_with_server, start_server, wait_for_server
+    from prime_rl.runtime.interrupts import cancel_on_signals
     from prime_rl.runtime.process import ChildFailed
     from prime_rl.telemetry.trackers import check_trackers
     from prime_rl.utils.logger import setup_logger
@@ -108,7 +109,8 @@ def run_generation(
             run = GenerationRun(config, environments, monitor, base_urls)
             urls = base_urls if server is None else wait_for_server(config, server)
             try:
-                anyio.run(run_with_server, server, lambda: work(run, urls))
+                with cancel_on_signals():
+                    anyio.run(run_with_server, server, lambda: work(run, urls))
             except BaseException:
                 run.close_resume_logs(remove=False)
                 raise

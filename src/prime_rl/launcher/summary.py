@@ -22,7 +22,7 @@ def describe_stop(out: Path) -> str:
     versions = complete_steps(run.weights)
     if versions and not commits:
         how += f"; its last weights: --model.name {step_path(run.weights, versions[-1])} --output-dir NEW"
-    return f"\nStopped after step {max(weights, default=0)}; {how}\n"
+    return f"\nStopped after step {max(weights, default=0)}; {how}"
 
 
 def summarize(config: RLConfig, seconds: float) -> str:

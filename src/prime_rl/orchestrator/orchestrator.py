@@ -106,6 +106,7 @@ def orchestrate(config: OrchestratorConfig) -> int:
     from prime_rl.orchestrator.checkpoint import CheckpointStore
     from prime_rl.orchestrator.distillation.teacher import build_teacher
     from prime_rl.orchestrator.filters import build_group_filter
+    from prime_rl.runtime.interrupts import cancel_on_signals
     from prime_rl.telemetry.trackers import check_trackers
     from prime_rl.utils.logger import setup_logger
     from prime_rl.utils.vf import open_environments
@@ -130,6 +131,7 @@ def orchestrate(config: OrchestratorConfig) -> int:
     with (
         open_environments(config.env, score=not config.buffer.skip_verification) as environments,
         open_environments(config.eval_envs) as eval_environments,
+        cancel_on_signals(),
     ):
         anyio.run(run_orchestrator, config, environments, eval_environments)
     logger.success(f"Finished after {config.max_steps} batches")

@@ -30,7 +30,9 @@ def offer_page(output_dir: Path, is_open: bool) -> Iterator[None]:
         yield
         return
     command = [sys.executable, "-m", "prime_rl.monitor.wandb_monitor", str(output_dir), "--open"]
-    page = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent(os.getpid()))
+    page = subprocess.Popen(  # in a session of its own: Ctrl-C reaches this process, which then stops the page
+        command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent(os.getpid()), start_new_session=True
+    )
     try:
         yield
     finally:

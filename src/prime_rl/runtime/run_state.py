@@ -11,11 +11,13 @@ import contextlib
 import json
 import os
 import platform
+import threading
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
+from prime_rl.runtime.interrupts import SUDDEN_END
 from prime_rl.runtime.process import ChildFailed
 from prime_rl.runtime.run_dir import RunDir
 
@@ -98,7 +100,7 @@ class StateRecorder:
         self._path = self._run_dir.state
         self._state = RunState("running", command, identify_process(), time.time())
         self._is_owner = False
-        self._beat_at = 0.0
+        self._ended = threading.Event()
         self._before: tuple[bytes | None, int] = (None, 0)
 
     def __enter__(self) -> StateRecorder:
@@ -106,16 +108,22 @@ class StateRecorder:
         self._is_owner = recorded is None or recorded.status != "running" or not is_alive(recorded.process)
         self._before = (_read(self._path), self._num_logged())
         self._write(self._encode())
+        SUDDEN_END.append(self._interrupt)
+        if self._is_owner:
+            threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         return self
 
-    def beat(self) -> None:
-        """Renew the heartbeat when it is due."""
-        if self._is_owner and time.monotonic() - self._beat_at >= HEARTBEAT_S:
-            self._beat_at = time.monotonic()
+    def _beat(self) -> None:
+        while not self._ended.wait(HEARTBEAT_S):
             with contextlib.suppress(OSError):
                 os.utime(self._path)
 
+    def _interrupt(self) -> None:
+        self.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        SUDDEN_END.remove(self._interrupt)
+        self._ended.set()
         status, reason = describe_end(error)
         self._state = replace(self._state, status=status, reason=reason, ended=time.time())
         earlier, num_logged = self._before

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,14 +101,23 @@ def test_killed_process_is_not_alive_even_as_zombie() -> None:
     assert is_alive(identity) is False
 
 
-def test_heartbeat_renews_the_file(tmp_path: Path) -> None:
-    with StateRecorder(tmp_path, "rl") as state:
-        os.utime(RunDir(tmp_path).state, (1.0, 1.0))
-        state.beat()
-        assert RunDir(tmp_path).state.stat().st_mtime > 1.0
-        os.utime(RunDir(tmp_path).state, (1.0, 1.0))
-        state.beat()
-        assert RunDir(tmp_path).state.stat().st_mtime == 1.0, "not due again"
+def test_heartbeat_renews_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_state, "HEARTBEAT_S", 0.01)
+    path = RunDir(tmp_path).state
+
+    def is_renewed() -> bool:
+        os.utime(path, (1.0, 1.0))
+        deadline = time.monotonic() + 10
+        while path.stat().st_mtime == 1.0 and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return path.stat().st_mtime > 1.0
+
+    with StateRecorder(tmp_path, "evolve"):
+        assert is_renewed() and is_renewed()
+    for thread in threading.enumerate():
+        if thread.name == "heartbeat":
+            thread.join(10)
+            assert not thread.is_alive()
 
 
 def test_damaged_or_missing_file_is_no_state(tmp_path: Path) -> None:
@@ -119,5 +130,5 @@ def test_damaged_or_missing_file_is_no_state(tmp_path: Path) -> None:
 
 def test_unwritable_directory_does_not_fail_the_run(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with StateRecorder(tmp_path / "file", "rl") as state:
-        state.beat()
+    with StateRecorder(tmp_path / "file", "rl"):
+        pass
