@@ -31,6 +31,7 @@ from rollouts.training.steps import latest_step
 
 if TYPE_CHECKING:
     from prime_rl.config import RLConfig
+    from prime_rl.inference.config import InferenceConfig
 
 
 def rl(config: RLConfig) -> int:
@@ -87,7 +88,7 @@ def check_inputs(config: RLConfig) -> None:
     environments = [*config.orchestrator.env, *config.orchestrator.eval_envs]
     check_environments(environments)
     if config.inference is not None:
-        if not has_chat_template(model_dir):
+        if not (has_chat_template(model_dir) or brings_chat_template(config.inference)):
             check_text_prompts(environments)
         check_port_free(config.inference.server.host, config.inference.server.port)
     if (server := config.teacher_inference) is not None:
@@ -97,6 +98,12 @@ def check_inputs(config: RLConfig) -> None:
     broadcast = config.weight_broadcast
     if broadcast.type != "filesystem" and broadcast.port:
         check_port_free(broadcast.host, broadcast.port, "weight_broadcast.port")
+
+
+def brings_chat_template(server: InferenceConfig) -> bool:
+    """Whether the server may render messages without a template in the model's files."""
+    is_option = "chat_template" in (name.replace("-", "_") for name in server.vllm)
+    return is_option or server.model.trust_remote_code  # code of a tokenizer may contain one
 
 
 def run_processes(config: RLConfig, config_paths: Mapping[str, Path], gpus: GpuAssignment) -> None:

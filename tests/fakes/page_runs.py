@@ -164,6 +164,7 @@ def metric_rows(step: int) -> list[dict[str, Any]]:
         "completion_len/mean": 8.0,
     }
     counts = {"batch/async_level": 1.0, "progress/problems": 3.0, "progress/samples": 12.0}
+    numbers |= off_policy_metrics(step)
     return [
         span("inference", "generate", 0.0, 0.9),
         span("trainer", "wait_for_batch", 0.0, 1.0),
@@ -171,6 +172,18 @@ def metric_rows(step: int) -> list[dict[str, Any]]:
         {**head, "process": "trainer", **numbers, **batch, "optim/grad_norm": 0.5},
         {**head, "process": "orchestrator", **rewards, **counts},
     ]
+
+
+def off_policy_metrics(step: int) -> dict[str, float]:
+    """Ratios that spread with the age of a token, and a mismatch that grows with its position."""
+    found = {"importance_ratio/mean": 1.0, "importance_ratio/max": 1.0 + step / 4, "importance_ratio/ess": 0.95}
+    for age, name in enumerate(["0", "1", "2", "4_or_more"]):
+        spread = 1 + age * (0.1 + step / 100)
+        values = {"p05": 1 / spread, "p95": spread, "ess": 1 / spread**2}
+        found |= {f"importance_ratio/staleness_{name}/{key}": value for key, value in values.items()}
+    for first in (0, 16, 128, 1024):
+        found[f"mismatch_kl/from_token_{first}/mean"] = 1e-6 * (1 + first) * (1 + step / 10)
+    return found | {"first_mismatch/min": 3.0, "first_mismatch/median": 40.0 + step}
 
 
 def sample_rows(

@@ -26,6 +26,13 @@ READY = {
     "logs": ".log li",
     "config": ".settings",
 }
+DIAGNOSTICS = (
+    "importance_ratio/ess",
+    "ratios by staleness, 5 %",
+    "ratios by staleness, 95 %",
+    "effective sample size by staleness",
+    "mismatch by position",
+)
 LOG = """\
 12:00:01    INFO Step 1 | Reward: 0.1
 12:00:02 WARNING health check mask: a long message that names a cure, trainer.parallel.dp, and goes on for a while
@@ -120,6 +127,9 @@ def test_every_tab_is_readable(url: str, browser: Any, theme: str, width: int, t
         for section in SECTIONS:
             page.goto(f"{url}runs/first/#{section}")
             page.wait_for_selector(READY[section])
+            if section == "curves":
+                for title in DIAGNOSTICS:
+                    page.wait_for_selector(f".chart[aria-label='{title}'] .line", state="attached")
             check(section)
         page.goto(f"{url}runs/first/#rollouts?kind=training&step=3&group=301&index=2&view=tokens")
         page.wait_for_selector(".tokens .token")

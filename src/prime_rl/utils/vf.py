@@ -29,11 +29,12 @@ def check_environments(configs: Sequence[EnvConfig]) -> None:
 def check_text_prompts(configs: Sequence[EnvConfig]) -> None:
     """Raise `ValueError` for environments whose prompts are messages, with a model that has no chat template.
 
-    Imports the environments.
+    Loads the environments in this process and closes them.
     """
     for config in configs:
-        if getattr(load_environment(config.id, config.args, score=False), "prompts_are_messages", False):
-            raise ValueError(f"environment {config.id!r} writes messages and {NO_TEMPLATE}")
+        with open_environments([config.model_copy(update={"num_workers": 0})], score=False) as loaded:
+            if any(getattr(environment, "prompts_are_messages", False) for environment in loaded.values()):
+                raise ValueError(f"environment {config.id!r} writes messages and {NO_TEMPLATE}")
 
 
 def load_environments(configs: Sequence[EnvConfig], *, score: bool = True) -> dict[str, Environment]:

@@ -76,9 +76,17 @@ def test_mistakes_are_found_before_anything_loads(
         rl.check_inputs(parse(*custom, *argv))
 
 
-@pytest.mark.parametrize(("message_type", "is_refused"), [("chat", True), ("completion", False)])
+@pytest.mark.parametrize(
+    ("message_type", "options", "is_refused"),
+    [
+        ("chat", [], True),
+        ("completion", [], False),
+        ("chat", ["--inference.backend", "vllm", "--inference.vllm.chat-template", "turns.jinja"], False),
+        ("chat", ["--inference.model.trust_remote_code", "true"], False),
+    ],
+)
 def test_base_models_are_refused_before_the_start(
-    message_type: str, is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    message_type: str, options: list[str], is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model without a chat template, in an environment that writes messages."""
     model, environment = tmp_path / "base", tmp_path / f"writes_{message_type}.py"
@@ -90,6 +98,7 @@ def test_base_models_are_refused_before_the_start(
     )
     monkeypatch.setattr("sys.path", list(sys.path))
     monkeypatch.setattr("prime_rl.rl.check_port_free", lambda *_: None)
-    config = parse("--model.name", str(model), "--model.debug.random_init", "--orchestrator.env.0.id", str(environment))
+    given = ["--model.name", str(model), "--model.debug.random_init", "--orchestrator.env.0.id", str(environment)]
+    config = parse(*given, *options)
     with pytest.raises(ValueError, match="has no chat template") if is_refused else nullcontext():
         rl.check_inputs(config)
