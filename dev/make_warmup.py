@@ -3,6 +3,7 @@
     python dev/make_warmup.py wiki-search             # outputs/wiki_search/sft.jsonl: right answers
     python dev/make_warmup.py alphabet-sort --tiny    # outputs/alphabet_sort_tiny/sft.jsonl: with errors
     python dev/make_warmup.py facts                   # outputs/facts/sft.jsonl: following contexts, for distillation
+    python dev/make_warmup.py nim                     # outputs/nim/sft.jsonl: random legal moves
     python dev/make_warmup.py facts --unsure          # outputs/facts/unsure.jsonl: contexts with errors
 
 The tiny ones are for `examples/<name>/tiny/`, whose `rl.toml` has the environment's arguments. Their format is right
@@ -23,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-NAMES = ("alphabet-sort", "wordle", "wiki-search", "facts", "modes")
-NUM_EXAMPLES = {"facts": 12_000, "modes": 12_000}
+NAMES = ("alphabet-sort", "wordle", "wiki-search", "facts", "modes", "nim")
+NUM_EXAMPLES = {"facts": 12_000, "modes": 12_000, "nim": 4_000}
 FEW_EXAMPLES = 1000  # of the others
 NUM_TINY_EXAMPLES = 3000
 NUM_TINY_PAGES = 500

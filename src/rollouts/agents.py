@@ -32,6 +32,8 @@ class Turn(msgspec.Struct):
     """The tokens that each completion token was sampled from, see `rollouts.training.sampling_support`."""
     constrained_by: str | None = None
     """The request field whose grammar restricted sampling, such as `response_format`."""
+    seat: str | None = None
+    """The player that the call was made for, in an episode of several."""
 
 
 class Trajectory(msgspec.Struct, kw_only=True):

@@ -8,19 +8,23 @@ from functools import partial
 from statistics import fmean
 
 from prime_rl.orchestrator.config import AdvantageConfig, LengthPenaltyConfig, OrchestratorConfig
-from rollouts.training.advantages import assign_advantages, compute_overlong_penalty
+from rollouts.training.advantages import assign_advantages, assign_role_advantages, compute_overlong_penalty
 from rollouts.training.objectives import Baseline
 from rollouts.training.types import Sample
 
 
-def build_advantages(config: OrchestratorConfig) -> Callable[[list[Sample]], None]:
+def build_advantages(
+    config: OrchestratorConfig, baselines: dict[str, float] | None = None
+) -> Callable[[list[Sample]], None]:
     """Build the function that sets the advantages of a batch, and the objectives of samples of environments that have
-    one of their own.
+    one of their own. `baselines` are running means by role, which it changes.
 
     The log-probs of a reference that is part of the reward are removed: the trainer does not use them.
     """
-    whole = build_estimator(config.advantage, config)
-    own = {str(env.name): build_estimator(env.advantage, config) for env in config.env if env.advantage is not None}
+    baselines = {} if baselines is None else baselines
+    whole = build_estimator(config.advantage, config, baselines)
+    envs = [env for env in config.env if env.advantage is not None]
+    own = {str(env.name): build_estimator(env.advantage, config, baselines) for env in envs}
     with_loss = {str(env.name) for env in config.env if env.loss is not None}
 
     def assign(samples: list[Sample]) -> None:
@@ -37,7 +41,9 @@ def build_advantages(config: OrchestratorConfig) -> Callable[[list[Sample]], Non
     return assign
 
 
-def build_estimator(advantage: AdvantageConfig | None, config: OrchestratorConfig) -> Callable[[list[Sample]], None]:
+def build_estimator(
+    advantage: AdvantageConfig | None, config: OrchestratorConfig, baselines: dict[str, float]
+) -> Callable[[list[Sample]], None]:
     """Build one advantage estimator; None: the reward is the advantage."""
     penalty, max_tokens = config.length_penalty, config.sampling.max_tokens
     if advantage is not None and (custom := advantage.import_custom()) is not None:
@@ -46,6 +52,8 @@ def build_estimator(advantage: AdvantageConfig | None, config: OrchestratorConfi
         return partial(assign_advantages, components=advantage.rewards)
     baseline: Baseline = "none"
     if advantage is not None:
+        if advantage.baseline == "role":
+            return partial(assign_role_advantages, baselines=baselines, decay=advantage.decay)
         baseline = "length_weighted" if advantage.length_weighted_mean else advantage.baseline
     return partial(
         assign_advantages,

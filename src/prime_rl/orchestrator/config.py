@@ -112,8 +112,12 @@ class LengthPenaltyConfig(BaseConfig):
 class AdvantageConfig(BaseConfig):
     """Advantage estimation within a group."""
 
-    baseline: Literal["mean", "leave_one_out", "length_weighted", "none"] = "mean"
-    """Baseline subtracted from each reward of a group."""
+    baseline: Literal["mean", "leave_one_out", "length_weighted", "role", "none"] = "mean"
+    """Baseline subtracted from each reward of a group; role: a running mean of the rewards of the environment, and in
+    self-play of the seat (RAE)."""
+
+    decay: float = Field(default=0.95, ge=0, lt=1)
+    """role: weight of the old mean at each reward."""
 
     length_weighted_mean: bool = False
     """Alias of baseline = "length_weighted"."""
@@ -155,6 +159,14 @@ class AdvantageConfig(BaseConfig):
         for name in sorted(self.model_fields_set & without_effect) if chosen else ():
             if getattr(self, name) or name not in ("rewards", "kl_coef"):
                 raise ValueError(f"{name} has no effect with {chosen}: remove one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _check_role(self) -> AdvantageConfig:
+        if self.baseline == "role" and (self.std != "none" or self.kl_coef):
+            raise ValueError('baseline "role" compares with other batches: set std to "none" and kl_coef to 0')
+        if self.baseline != "role" and "decay" in self.model_fields_set and self.decay != 0.95:
+            raise ValueError('decay has no effect without baseline = "role": remove it')
         return self
 
     @model_validator(mode="after")
@@ -362,9 +374,12 @@ class OrchestratorConfig(TrackersConfig):
     @model_validator(mode="after")
     def _check_length_penalty(self) -> OrchestratorConfig:
         for choice in (self.advantage, *(env.advantage for env in self.env)):
-            for name in ("import_path", "rewards") if choice is not None and self.length_penalty is not None else ():
-                if getattr(choice, name):
-                    raise ValueError(f"length_penalty has no effect with advantage.{name}: remove one of them")
+            if choice is None or self.length_penalty is None:
+                continue
+            is_role = choice.baseline == "role"
+            kinds = {"import_path": choice.import_path, "rewards": choice.rewards, "baseline role": is_role}
+            for name in (name for name, is_set in kinds.items() if is_set):
+                raise ValueError(f"length_penalty has no effect with advantage.{name}: remove one of them")
         return self
 
     @property

@@ -90,6 +90,7 @@ def sample_rows(samples: list[Sample]) -> Iterator[dict[str, Any]]:
             "env": sample.metadata.get("env"),
             "group_index": sample.group_index,
             "index": sample.index,
+            **({} if sample.seat is None else {"seat": sample.seat}),
             "prompt": sample.prompt,
             "prompt_text": first_user_text(sample.prompt),
             "completion": sample.response,
@@ -121,10 +122,13 @@ def _lengths(rollouts: list[Rollout]) -> Iterator[tuple[str, Iterable[float]]]:
 
 def _by_environment(rollouts: list[Rollout]) -> dict[str, float]:
     by_env: dict[str, list[float]] = defaultdict(list)
+    by_seat: dict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
         by_env[str(rollout[0].metadata.get("env"))].append(rollout[0].reward)
+        if rollout[0].seat is not None:
+            by_seat[f"{rollout[0].metadata.get('env')}/{rollout[0].seat}"].append(rollout[0].reward)
     shares = {f"batch/{env}": len(rewards) / len(rollouts) for env, rewards in by_env.items()}
-    return shares | {f"reward/{env}": fmean(rewards) for env, rewards in by_env.items()}
+    return shares | {f"reward/{env}": fmean(rewards) for env, rewards in (by_env | by_seat).items()}
 
 
 def _environment_metrics(rollouts: list[Rollout]) -> dict[str, float]:

@@ -123,7 +123,8 @@ def orchestrate(config: OrchestratorConfig) -> int:
     build_teacher(config)
     load_curriculum(config.buffer.curriculum)
     setup_logger("orchestrator", config.log, RunDir(config.output_dir).logs)
-    if config.rollouts_per_example == 1 and config.advantage is not None and config.advantage.baseline != "none":
+    has_groups = config.advantage is not None and config.advantage.baseline not in ("none", "role")
+    if config.rollouts_per_example == 1 and has_groups:
         logger.warning("rollouts_per_example = 1 has no group baseline: every advantage is 0")
     in_flight = (config.max_async_level + 1) * config.batch_size
     if advice := ensure_open_files(min(in_flight, config.max_concurrent or in_flight)):

@@ -54,6 +54,8 @@ class Orchestrator:
     generator: GroupGenerator
     rollouts: AsyncRolloutManager
     assign_advantages: Callable[[list[Sample]], None]
+    baselines: dict[str, float]
+    """Running means of rewards by environment and seat, of the baseline "role"."""
     sender: BatchSender
     relay: WeightRelay
     checkpoints: CheckpointStore
@@ -80,7 +82,7 @@ class Orchestrator:
 
     def state(self) -> dict[str, Any]:
         """State needed to continue after the batch about to be sent."""
-        return {"rollouts": self.rollouts.state_dict(), "totals": dict(self.totals)}
+        return {"rollouts": self.rollouts.state_dict(), "totals": dict(self.totals), "baselines": self.baselines}
 
     def describe_wait(self) -> WaitStatus:
         """What the orchestrator is waiting for, for hang reports."""
@@ -140,6 +142,7 @@ def build_orchestrator(
     version.subscribe(lambda version: evaluations.on_version(version.live))
     if not config.keep_rollouts:
         version.subscribe(lambda version: None if relay.unread else sender.prune(checkpoints.covered(version.released)))
+    baselines: dict[str, float] = dict(state.get("baselines", {})) if state is not None else {}
     return Orchestrator(
         seq_len=config.seq_len,
         max_steps=config.max_steps,
@@ -150,7 +153,8 @@ def build_orchestrator(
         buffer=buffer,
         generator=generator,
         rollouts=rollouts,
-        assign_advantages=build_advantages(config),
+        assign_advantages=build_advantages(config, baselines),
+        baselines=baselines,
         sender=sender,
         relay=relay,
         checkpoints=checkpoints,

@@ -127,6 +127,11 @@ class InferenceClient:
             cast_to.model_validate_json(data) if hasattr(cast_to, "model_validate_json") else msgspec.json.decode(data)
         )
 
+    def with_options(self, *, base_url: str) -> InferenceClient:
+        """A client of another server with the limits of this one, and without its headers (the token of its server)."""
+        limits = {"timeout_s": self.timeout_s, "max_connections": self.max_connections, "seq_len": self.seq_len}
+        return InferenceClient(base_url, **limits)  # type: ignore[arg-type]
+
     def open_conversation(self) -> MultiTurnClient:
         """The client for one rollout, which sends earlier turns as tokens."""
         from prime_rl.client.multi_turn import MultiTurnClient

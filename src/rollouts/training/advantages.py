@@ -126,13 +126,14 @@ def compute_grouped_advantages(
 
 
 def split_groups(samples: Iterable[Sample]) -> list[list[list[Sample]]]:
-    """Nest samples into groups of rollouts by `group_index` and `index`.
+    """Nest samples into groups of rollouts by `group_index`, `seat` and `index`.
 
-    A rollout has several samples if a turn's prompt does not extend the previous one; they share its reward.
+    A rollout has several samples if a turn's prompt does not extend the previous one; they share its reward. The seats
+    of an episode of several players form groups of their own.
     """
-    groups: dict[int | None, dict[int | None, list[Sample]]] = defaultdict(lambda: defaultdict(list))
+    groups: dict[Hashable, dict[int | None, list[Sample]]] = defaultdict(lambda: defaultdict(list))
     for sample in samples:
-        groups[sample.group_index][sample.index].append(sample)
+        groups[sample.group_index, sample.seat][sample.index].append(sample)
     return [list(rollouts.values()) for rollouts in groups.values()]
 
 
@@ -201,6 +202,21 @@ def read_component(sample: Sample, name: str) -> float:
     if name not in metrics:
         raise ValueError(f"advantage.rewards names {name!r}, the environment has {', '.join(metrics) or 'none'}")
     return float(metrics[name])
+
+
+def assign_role_advantages(samples: Iterable[Sample], baselines: dict[str, float], decay: float) -> None:
+    """Set `advantages` to reward minus a running mean of the rewards of the same environment and seat.
+
+    RAE, SPIRAL, 2506.24119: A = r - b, with b before its update to decay b + (1 - decay) r, from 0. `baselines` is
+    changed. Failed samples are left out.
+    """
+    for group in split_groups(sample for sample in samples if sample.status != Status.FAILED):
+        for rollout in group:
+            role = f"{rollout[0].metadata.get('env')}/{rollout[0].seat or ''}"
+            reward, baseline = rollout[0].reward, baselines.get(role, 0.0)
+            for sample in rollout:
+                sample.advantages = [reward - baseline if mask > 0 else 0.0 for mask in sample.loss_mask]
+            baselines[role] = decay * baseline + (1 - decay) * reward
 
 
 def compute_overlong_penalty(length: int, max_tokens: int, window: int) -> float:

@@ -33,6 +33,8 @@ class Rollout(msgspec.Struct, kw_only=True):
     turns: list[Turn] = []
     num_turns: int = 0
     reward: float = 0.0
+    seat_rewards: dict[str, float] = {}
+    """Rewards of the players of an episode of several; `reward` is that of the first."""
     metrics: dict[str, float] = {}
     status: Status = Status.COMPLETED
     error: str | None = None
@@ -80,10 +82,12 @@ def rollout_to_samples(rollout: Rollout, *, group_index: int | None = None, inde
         turn 3   prompt [1 2 9]          completion [7]      -> a second sample [1 2 9 7], mask [0 0 0 1]
 
     `metadata["asked"]` is the chat request of the sample's prompt, if the server rendered it. Turns without sampled
-    tokens are skipped. Raises `ValueError` if a turn's log-probs and tokens differ in number, or if it was sampled
-    under a grammar: its log-probs are then those of the allowed tokens, not those of the trained policy.
+    tokens are skipped. Turns of several seats are merged seat by seat, each with the reward of its own. Raises
+    `ValueError` if a turn's log-probs and tokens differ in number, or if it was sampled under a grammar: its log-probs
+    are then those of the allowed tokens, not those of the trained policy.
     """
     samples: list[Sample] = []
+    last: dict[str | None, Sample] = {}
     for number, turn in enumerate(rollout.turns, start=1):
         if len(turn.logprobs) != len(turn.completion_ids):
             raise ValueError(
@@ -97,11 +101,15 @@ def rollout_to_samples(rollout: Rollout, *, group_index: int | None = None, inde
             )
         if not turn.completion_ids:
             continue
-        if not samples or not _extends(turn.prompt_ids, samples[-1].tokens):
-            samples.append(_open_sample(rollout, group_index, index))
+        sample = last.get(turn.seat)
+        if sample is None or not _extends(turn.prompt_ids, sample.tokens):
+            sample = last[turn.seat] = _open_sample(rollout, group_index, index)
+            samples.append(sample)
+            if turn.seat is not None:
+                sample.seat, sample.reward = turn.seat, rollout.seat_rewards.get(turn.seat, 0.0)
             if turn.chat_request is not None:
-                samples[-1].metadata = {"asked": turn.chat_request}
-        _append_turn(samples[-1], turn)
+                sample.metadata = {"asked": turn.chat_request}
+        _append_turn(sample, turn)
     return samples
 
 

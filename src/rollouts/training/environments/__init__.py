@@ -6,12 +6,16 @@ from rollouts.training.environments.loading import load_environment
 from rollouts.training.environments.plain import PlainEnvironment
 from rollouts.training.environments.protocol import Environment, Row
 from rollouts.training.environments.resolve import check_environment, find_environment
+from rollouts.training.environments.seats import Frozen, Game, SeatEnvironment
 from rollouts.training.environments.verifiers_adapter import VerifiersEnvironment, check_verifiers
 
 __all__ = [
     "Environment",
+    "Frozen",
+    "Game",
     "PlainEnvironment",
     "Row",
+    "SeatEnvironment",
     "VerifiersEnvironment",
     "check_environment",
     "check_verifiers",

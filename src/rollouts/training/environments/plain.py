@@ -107,10 +107,8 @@ class PlainEnvironment:
     async def _run_turns(
         self, rollout: Rollout, row: Row, state: dict[str, Any], client: Any, model: str, args: dict[str, Any]
     ) -> None:
-        messages: list[Message] = list(row["prompt"])
-        request = dict(args)
-        if (limit := request.pop("max_tokens", None)) is not None:
-            request["max_completion_tokens"] = limit
+        client, messages = open_conversation(client), list[Message](row["prompt"])
+        request = build_request(args)
         if self.tools:
             request["tools"] = rollout.tools = self.tools
         rollout.completion = []
@@ -123,12 +121,12 @@ class PlainEnvironment:
                 rollout.status, rollout.stop_reason = Status.TRUNCATED, "prompt_too_long"
                 return
             choice = answer.choices[0]
-            message = _assistant_message(choice.message)
+            message = read_message(choice.message)
             rollout.completion = [*rollout.completion, message]
             messages = [*messages, message]
             rollout.num_turns, rollout.stop_reason = number, choice.finish_reason
             rollout.completion_tokens = add_usage(rollout.completion_tokens, answer)
-            if (turn := _read_turn(answer)) is not None:
+            if (turn := read_turn(answer)) is not None:
                 rollout.turns = [*rollout.turns, turn]
             if choice.finish_reason == "length":
                 rollout.status = Status.TRUNCATED
@@ -197,14 +195,23 @@ def _open_rollout(row: Row, args: dict[str, Any]) -> Rollout:
     )
 
 
-def _assistant_message(message: Any) -> Message:
+def build_request(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a chat request with these sampling arguments."""
+    request = dict(args)
+    if (limit := request.pop("max_tokens", None)) is not None:
+        request["max_completion_tokens"] = limit
+    return request
+
+
+def read_message(message: Any) -> Message:
+    """The assistant's message of a response."""
     plain: Message = {"role": "assistant", "content": message.content or ""}
     if message.tool_calls:
         plain["tool_calls"] = [call.model_dump() for call in message.tool_calls]
     return plain
 
 
-def _read_turn(answer: Any) -> Turn | None:
+def read_turn(answer: Any) -> Turn | None:
     """The tokens of a response; None if the server returned none."""
     choice = answer.choices[0]
     prompt_ids = getattr(answer, "prompt_token_ids", None)

@@ -297,3 +297,10 @@ def test_open_file_limit_is_raised_or_reported(
     output = ensure_open_files(500)
     assert set_to == ([requested] if requested else [])
     assert (output is None) if advice is None else (output is not None and advice in output)
+
+
+def test_a_client_of_another_server_sends_no_headers_of_the_first() -> None:
+    client = InferenceClient("http://here:1/v1", headers={"authorization": "Bearer secret"}, timeout_s=7, seq_len=64)
+    other = client.with_options(base_url="http://there:2/v1")
+    assert (other.base_url, other.timeout_s, other.seq_len) == ("http://there:2/v1", 7, 64)
+    assert "authorization" not in other.headers

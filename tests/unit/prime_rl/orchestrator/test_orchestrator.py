@@ -685,6 +685,16 @@ def test_environments_have_own_advantages_and_objectives() -> None:
     assert [s.objective for s in samples] == ["a", "a", "b", "b", None, None, None, None]
 
 
+def test_role_baselines_continue_in_a_resumed_run() -> None:
+    config = OrchestratorConfig(advantage=AdvantageConfig(baseline="role", decay=0.5))
+    baselines: dict[str, float] = {}
+    first, second = [scored(0, 0, 1.0)], [scored(1, 0, 1.0)]
+    build_advantages(config, baselines)(first)
+    assert baselines == {"e/": 0.5}
+    build_advantages(config, {"e/": 0.5})(second)
+    assert [s.advantages[-1] for s in (*first, *second) if s.advantages] == [1.0, 0.5]
+
+
 def test_a_reference_in_the_reward_is_not_sent_to_the_trainer() -> None:
     samples = [scored(0, 0, 1.0), scored(0, 1, 0.0)]
     for sample, reference in zip(samples, (-0.5, -1.0), strict=True):
@@ -700,6 +710,8 @@ def test_a_reference_in_the_reward_is_not_sent_to_the_trainer() -> None:
     [
         ({"rewards": {"m": 1.0}, "std": "group"}, "std has no effect with rewards"),
         ({"rewards": {"m": 1.0}, "kl_coef": 0.1}, "kl_coef has no effect with rewards"),
+        ({"baseline": "role", "std": "batch"}, "set std to"),
+        ({"decay": 0.5}, "decay has no effect without"),
     ],
 )
 def test_advantage_options_without_effect_are_rejected(advantage: dict[str, Any], words: str) -> None:
