@@ -1,4 +1,4 @@
-"""Nim with one heap, for self-play: players take stones in turn, and whoever takes the last one wins."""
+"""Nim with one heap, for self-play: players take stones in turn, and the one that takes the last stone wins."""
 
 from __future__ import annotations
 
