@@ -64,7 +64,8 @@ def test_a_frozen_seat_is_played_by_its_model_and_not_trained() -> None:
     wire, rollout = play("1", "2", "3", frozen=lambda row: {"a": Frozen("old")})
     requests = [body["model"] for _, body in wire.seen]  # one move may take several
     assert [name for name, _ in groupby(requests)] == ["old", "m", "old"]
-    assert {s.seat for s in rollout_to_samples(rollout)} == {"b"}
+    samples = rollout_to_samples(rollout)
+    assert {s.seat for s in samples} == {"b"} and rollout.num_sampled == sum(s.response_length for s in samples)
     assert rollout.reward == 1.0, "that of the trained seat"
 
 

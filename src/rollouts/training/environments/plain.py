@@ -107,7 +107,7 @@ class PlainEnvironment:
     async def _run_turns(
         self, rollout: Rollout, row: Row, state: dict[str, Any], client: Any, model: str, args: dict[str, Any]
     ) -> None:
-        client, messages = open_conversation(client), list[Message](row["prompt"])
+        messages: list[Message] = list(row["prompt"])
         request = build_request(args)
         if self.tools:
             request["tools"] = rollout.tools = self.tools

@@ -68,8 +68,7 @@ class SeatEnvironment(PlainEnvironment):
         while (seat := game.seat) is not None and rollout.num_turns < self.max_turns:
             other = frozen.get(seat)
             if seat not in conversations:
-                url = None if other is None else other.base_url
-                conversations[seat] = open_conversation(client if url is None else self._connect(client, url))
+                conversations[seat] = client if other is None else self._open_frozen(client, other)
             messages = game.messages()
             name = model if other is None else other.model
             answer = await conversations[seat].chat.completions.create(model=name, messages=messages, **request)
@@ -85,11 +84,13 @@ class SeatEnvironment(PlainEnvironment):
         rollout.completion = completion
         state["rewards"], state["trained"] = game.rewards(), [seat for seat in game.rewards() if seat not in frozen]
 
-    def _connect(self, client: Any, base_url: str) -> Any:
-        """A client of another server, made once."""
-        if base_url not in self._others:
-            self._others[base_url] = client.with_options(base_url=base_url)
-        return self._others[base_url]
+    def _open_frozen(self, client: Any, player: Frozen) -> Any:
+        """A conversation of its own, so that its tokens do not count as sampled; a client per server, made once."""
+        if player.base_url is None:
+            return open_conversation(client)
+        if player.base_url not in self._others:
+            self._others[player.base_url] = client.with_options(base_url=player.base_url)
+        return open_conversation(self._others[player.base_url])
 
     async def _score(self, rollout: Rollout, row: Row, state: dict[str, Any]) -> None:
         rollout.seat_rewards = {seat: float(reward) for seat, reward in state["rewards"].items()}
