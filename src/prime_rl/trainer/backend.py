@@ -186,7 +186,7 @@ class Backend:
             if not micro.loss_count:  # dummy forward/backward keeps the FSDP collectives in sync
                 total = inputs.trainer_logprobs.sum()
                 return total if inputs.values is None else total + inputs.values.sum()
-            output = loss(inputs)
+            output = loss(replace(inputs, sample_ids=tuple(micro.sample_ids)))
             stats.merge(output.stats)
             further = (total / max(counts[unit], 1.0) for unit, total in output.further.items())
             return sum(further, output.loss_sum / global_count)
@@ -207,7 +207,7 @@ class Backend:
 
         def finish(micro: MicroBatch, inputs: LossInputs) -> Tensor:
             if micro.loss_count:
-                stats.merge(loss(inputs).stats)
+                stats.merge(loss(replace(inputs, sample_ids=tuple(micro.sample_ids))).stats)
             return inputs.trainer_logprobs.sum()
 
         self.run_micros(self._needed(micros), finish, train=False)

@@ -49,23 +49,23 @@ class CriticLoss:
 
 
 def compute_targets(
-    backend: Backend, batch: Sequence[Sequence[LossInputs]], config: CriticConfig
-) -> tuple[list[list[Streams]], TokenStats]:
-    """Advantages, returns and old values of every micro-batch of every minibatch, and their statistics (collective).
+    backend: Backend, batch: Sequence[LossInputs], config: CriticConfig
+) -> tuple[list[Streams], TokenStats]:
+    """Advantages, returns and old values of every micro-batch, and their statistics (collective).
 
     The reward of a sequence is the advantage that its last sampled token has in the batch. Advantages are whitened over
     the loss tokens of the whole batch.
     """
-    targets = [[_estimate(inputs, config) for inputs in part] for part in batch]
+    targets = [_estimate(inputs, config) for inputs in batch]
     sums = [0.0] * 5
-    for streams in (streams for part in targets for streams in part):
+    for streams in targets:
         a, r = streams["advantages"].double(), streams["returns"].double()
         values = (torch.ones_like(a), a, a.square(), r, r.square())
         sums = [old + float(x.sum()) for old, x in zip(sums, values, strict=True)]
     count, *totals = backend.ranks.sum(sums if backend.mesh.is_reporting_rank else [0.0] * 5)
     if not count:
         return targets, TokenStats()
-    for streams in (streams for part in targets for streams in part) if config.whiten else ():
+    for streams in targets if config.whiten else ():
         streams["advantages"] = whiten(streams["advantages"], count, totals[0], totals[1])
     # Advantages before whitening are returns minus values.
     unexplained, variance = (squares / count - (total / count) ** 2 for total, squares in (totals[:2], totals[2:]))

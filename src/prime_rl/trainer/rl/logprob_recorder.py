@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,18 +12,17 @@ from typing import Any
 from torch import Tensor
 
 from prime_rl.runtime.run_dir import Attempts, RunDir
-from rollouts.training.batching import MicroBatch
 from rollouts.training.metrics import append_jsonl
 from rollouts.training.rl_losses import LossInputs, LossOutput, PolicyLoss
 from rollouts.training.types import Sample
 
 
 class RecordingLoss:
-    """A loss that records its trainer log-probs, one entry per micro-batch with loss."""
+    """A loss that records its trainer log-probs by `sample_ids` of the micro-batch."""
 
     def __init__(self, loss: PolicyLoss) -> None:
         self.loss = loss
-        self.recorded: list[Tensor] = []
+        self.recorded: dict[tuple[int, ...], Tensor] = {}
 
     @property
     def mean_over(self) -> str:
@@ -32,14 +31,14 @@ class RecordingLoss:
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Record the log-probs and compute the loss."""
-        self.recorded.append(inputs.trainer_logprobs.detach())
+        self.recorded[inputs.sample_ids] = inputs.trainer_logprobs.detach()
         return self.loss(inputs)
 
-    def write(self, output_dir: Path, step: int, samples: Sequence[Sample], micros: Sequence[MicroBatch]) -> None:
+    def write(self, output_dir: Path, step: int, samples: Sequence[Sample]) -> None:
         """Append one line per sample of this rank to `trainer_logprobs.jsonl`."""
         attempt = Attempts(output_dir, "trainer").find(step)
         head = {"step": step, "timestamp": time.time(), "process": "trainer", "attempt": attempt}
-        rows = recorded_rows(samples, micros, [logprobs.tolist() for logprobs in self.recorded])
+        rows = recorded_rows(samples, {ids: logprobs.tolist() for ids, logprobs in self.recorded.items()})
         append_jsonl(RunDir(output_dir).trainer_logprobs, ({**head, **row} for row in rows))
 
 
@@ -51,29 +50,26 @@ class LogprobRecorder:
     interval: int | None
 
     @contextmanager
-    def record(
-        self, loss: PolicyLoss, step: int, samples: Sequence[Sample], micros: Sequence[MicroBatch]
-    ) -> Iterator[PolicyLoss | RecordingLoss]:
+    def record(self, loss: PolicyLoss, step: int, samples: Sequence[Sample]) -> Iterator[PolicyLoss | RecordingLoss]:
         """Yield the loss of a step; when due, a recording loss whose log-probs are written at the end of the step."""
         if self.interval is None or step % self.interval:
             yield loss
             return
         recorder = RecordingLoss(loss)
         yield recorder
-        recorder.write(self.output_dir, step, samples, micros)
+        recorder.write(self.output_dir, step, samples)
 
 
 def recorded_rows(
-    samples: Sequence[Sample], micros: Sequence[MicroBatch], logprobs: Sequence[Sequence[float]]
+    samples: Sequence[Sample], recorded: Mapping[tuple[int, ...], Sequence[float]]
 ) -> Iterator[dict[str, Any]]:
     """`group_index`, `index` and `trainer_logprobs` of each sample: one value per token, 0 without loss.
 
-    `logprobs` has one list per micro-batch with loss: the values of its loss tokens, in order.
+    `recorded` has the values of the loss tokens of each micro-batch, in order, by its `sample_ids`.
     """
-    with_loss = [micro for micro in micros if micro.loss_count]
-    for micro, of_loss_tokens in zip(with_loss, logprobs, strict=True):
+    for ids, of_loss_tokens in recorded.items():
         values = iter(of_loss_tokens)
-        for sample in (samples[number] for number in micro.sample_ids):
+        for sample in (samples[number] for number in ids):
             # The first token has no log-prob.
             per_token = [next(values) if t and mask else 0.0 for t, mask in enumerate(sample.loss_mask)]
             yield {"group_index": sample.group_index, "index": sample.index, "trainer_logprobs": per_token}

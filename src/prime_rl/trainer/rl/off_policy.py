@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,6 @@ from jaxtyping import Int
 from torch import Tensor
 
 from prime_rl.trainer.backend import Loss
-from rollouts.training.batching import MicroBatch
 from rollouts.training.rl_losses import LossInputs, LossOutput, TokenStats, compute_kl
 from rollouts.training.types import Sample
 
@@ -32,10 +31,11 @@ class TokenOrigin:
 
 @dataclass(frozen=True)
 class MeasuredLoss:
-    """A loss with off-policy diagnostics; one origin per micro-batch with loss, in the order of the backend's calls."""
+    """A loss with off-policy diagnostics of a batch that trains version `step - 1`."""
 
     loss: Loss
-    origins: Iterator[TokenOrigin]
+    samples: Sequence[Sample]
+    step: int
 
     @property
     def mean_over(self) -> str:
@@ -43,9 +43,10 @@ class MeasuredLoss:
         return getattr(self.loss, "mean_over", "token")
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Loss and statistics of the next micro-batch."""
+        """Loss and statistics of a micro-batch."""
         output = self.loss(inputs)
-        output.stats.merge(measure_off_policy(inputs, next(self.origins)))
+        origin = find_origin([self.samples[i] for i in inputs.sample_ids], self.step)
+        output.stats.merge(measure_off_policy(inputs, origin))
         return output
 
 
@@ -70,18 +71,13 @@ def measure_off_policy(inputs: LossInputs, origin: TokenOrigin) -> TokenStats:
     return stats
 
 
-def find_origins(samples: Sequence[Sample], micros: Sequence[MicroBatch], step: int) -> list[TokenOrigin]:
-    """The origins of the loss tokens of every micro-batch with loss, in a batch that trains version `step - 1`."""
-    origins = []
-    for micro in micros:
-        if not micro.loss_count:
-            continue
-        parts = [_find_origin(samples[i], step - 1) for i in micro.sample_ids]
-        origins.append(TokenOrigin(*(torch.cat(column) for column in zip(*parts, strict=True))))
-    return origins
+def find_origin(samples: Sequence[Sample], step: int) -> TokenOrigin:
+    """The origin of the loss tokens of samples, in a batch that trains version `step - 1`."""
+    parts = [_find_origin_of_one(sample, step - 1) for sample in samples]
+    return TokenOrigin(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def _find_origin(sample: Sample, trained_version: int) -> tuple[Tensor, Tensor]:
+def _find_origin_of_one(sample: Sample, trained_version: int) -> tuple[Tensor, Tensor]:
     staleness = torch.full((len(sample.tokens),), -1)
     ends = [start for start, _ in sample.versions[1:]] + [len(sample.tokens)]
     for (start, version), end in zip(sample.versions, ends, strict=False):

@@ -32,7 +32,7 @@ def train(config: TrainConfig) -> int:
     from prime_rl.trainer.rl.data import apply_reference_regularization, build_batches, check_batch
     from prime_rl.trainer.rl.logprob_recorder import LogprobRecorder
     from prime_rl.trainer.rl.loss import build_loss_schedule
-    from prime_rl.trainer.rl.off_policy import MeasuredLoss, find_origins
+    from prime_rl.trainer.rl.off_policy import MeasuredLoss
     from prime_rl.trainer.rl.updates import pack_minibatches, run_updates, split_batch
     from prime_rl.trainer.run import build_run, start_backend
     from rollouts.training.rl_losses import compute_sequence_kl_advantages
@@ -61,8 +61,8 @@ def train(config: TrainConfig) -> int:
             samples = compute_sequence_kl_advantages(apply_reference_regularization(samples), step_loss.objective)
             parts = split_batch(samples, config.num_minibatches, f"{config.seed}:{step}")
             minibatches, share = pack_minibatches(samples, parts, lambda part: run.pack(part, config.model.seq_len))
-        with timer("forward_backward"), recorder.record(step_loss, step, samples, share.micros) as recorded_loss:
-            first_loss = MeasuredLoss(recorded_loss, iter(find_origins(samples, share.micros, step)))
+        with timer("forward_backward"), recorder.record(step_loss, step, samples) as recorded_loss:
+            first_loss = MeasuredLoss(recorded_loss, samples, step)
             report, stats = run_updates(
                 backend,
                 minibatches,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -18,11 +18,10 @@ from rollouts.training.types import Sample
 
 @dataclass(frozen=True)
 class PreparedLoss:
-    """A loss with streams that were computed before the first update: one entry per micro-batch with loss, in the order
-    in which the backend calls it."""
+    """A loss with streams that were computed before the first update, by `sample_ids` of the micro-batch."""
 
     loss: Loss
-    streams: Iterator[Streams]
+    streams: Mapping[tuple[int, ...], Streams]
 
     @property
     def mean_over(self) -> str:
@@ -30,8 +29,8 @@ class PreparedLoss:
         return getattr(self.loss, "mean_over", "token")
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Loss of the next micro-batch."""
-        return self.loss(replace(inputs, **next(self.streams)))  # type: ignore[arg-type]
+        """Loss of a micro-batch."""
+        return self.loss(replace(inputs, **self.streams[inputs.sample_ids]))  # type: ignore[arg-type]
 
 
 class InputRecorder:
@@ -100,11 +99,11 @@ def run_updates(
     is_warmup = critic is not None and step <= critic.warmup_steps
     reports = list[StepReport]()
     for epoch in range(num_epochs):
-        for micros, streams in zip(minibatches, prepared, strict=True):
+        for micros in minibatches:
             used = first_loss if first_loss is not None and epoch == 0 else loss
             if critic is not None:
                 used = CriticLoss(used, critic)
-            part = backend.forward_backward(micros, PreparedLoss(used, iter(streams)) if streams else used)
+            part = backend.forward_backward(micros, PreparedLoss(used, prepared) if prepared else used)
             before_update()
             reports.append(backend.optim_step(part, begins_step=not reports, only_critic=is_warmup))
             stats.merge(part)
@@ -113,24 +112,20 @@ def run_updates(
 
 def prepare_streams(
     backend: Backend, minibatches: Sequence[Sequence[MicroBatch]], loss: PolicyLoss, critic: CriticConfig | None
-) -> tuple[list[list[Streams]], TokenStats]:
-    """Streams of every micro-batch under the current weights, by minibatch, and statistics of the critic."""
+) -> tuple[dict[tuple[int, ...], Streams], TokenStats]:
+    """Streams of every micro-batch with loss under the current weights, and statistics of the critic."""
     is_decoupled = loss.objective.old_logprobs == "recomputed"
     if critic is None and not is_decoupled:
-        return [[] for _ in minibatches], TokenStats()
-    recorded = list[list[LossInputs]]()
+        return {}, TokenStats()
+    recorder, stats = InputRecorder(loss.mean_over), TokenStats()
     for micros in minibatches:
-        recorder = InputRecorder(loss.mean_over)
         backend.evaluate(micros, recorder)
-        recorded.append(recorder.recorded)
-    streams: list[list[Streams]] = [[{} for _ in part] for part in recorded]
-    stats = TokenStats()
+    streams = list[Streams]({} for _ in recorder.recorded)
     if critic is not None:
-        streams, stats = compute_targets(backend, recorded, critic)
-    for part, inputs in zip(streams, recorded, strict=True) if is_decoupled else ():
-        for one, seen in zip(part, inputs, strict=True):
-            one["old_logprobs"] = seen.trainer_logprobs
-    return streams, stats
+        streams, stats = compute_targets(backend, recorder.recorded, critic)
+    for one, inputs in zip(streams, recorder.recorded, strict=True) if is_decoupled else ():
+        one["old_logprobs"] = inputs.trainer_logprobs
+    return {inputs.sample_ids: one for one, inputs in zip(streams, recorder.recorded, strict=True)}, stats
 
 
 def merge_reports(reports: Sequence[StepReport]) -> StepReport:

@@ -57,6 +57,8 @@ class LossInputs:
     """The values before the first update of the batch."""
     returns: Float[Tensor, " tokens"] | None = None
     """What the values are regressed to."""
+    sample_ids: tuple[int, ...] = ()
+    """`MicroBatch.sample_ids`: which samples of the batch these are."""
 
     def sanitized(self) -> LossInputs:
         """The streams in fp32 or better, with log-probs of at least `MIN_LOGPROB`."""

@@ -152,8 +152,11 @@ def test_recorded_logprobs_find_their_sample(tmp_path: Path) -> None:
     ]  # fmt: skip
     micros = micro(samples)
     # numbers by which each label is known
-    given = [[-10.0 * token for token, m in zip(p.labels, p.loss_mask, strict=True) if m] for p in micros]
-    rows = {row["index"]: row["trainer_logprobs"] for row in recorded_rows(samples, micros, given)}
+    given = {
+        tuple(p.sample_ids): [-10.0 * token for token, m in zip(p.labels, p.loss_mask, strict=True) if m]
+        for p in micros
+    }
+    rows = {row["index"]: row["trainer_logprobs"] for row in recorded_rows(samples, given)}
     assert rows == {0: [0.0, -20.0, -30.0], 1: [0.0, -50.0, 0.0, -70.0]}
 
     lines = [{"step": 3, "group_index": 5, "index": i, "tokens": s.tokens, "loss_mask": s.loss_mask,

@@ -13,7 +13,9 @@ from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.config import TrainConfig
 from prime_rl.trainer.models.value import without_critic
 from prime_rl.trainer.rl.data import build_batches
+from prime_rl.trainer.rl.logprob_recorder import RecordingLoss, recorded_rows
 from prime_rl.trainer.rl.loss import build_loss
+from prime_rl.trainer.rl.off_policy import MeasuredLoss
 from prime_rl.trainer.rl.train import train
 from prime_rl.trainer.rl.updates import run_updates
 from rollouts.training.batching import MicroBatch, pack_share
@@ -93,6 +95,35 @@ def test_packing_changes_no_value_and_no_gradient() -> None:
             assert rows[other][name] == pytest.approx(rows[0][name], abs=1e-6), name
         for name, parameter in tensors[0].items():
             torch.testing.assert_close(tensors[other][name], parameter, atol=1e-6, rtol=0)
+
+
+def test_streams_find_their_micro_batch_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Advantages, old log-probs and origins belong to micro-batches, not to the order in which a backend runs them."""
+    config = make_config(loss={"type": "ppo", "old_logprobs": "recomputed"}, num_epochs=2, critic={"warmup_steps": 0})
+    samples = draw(config)
+    for i, sample in enumerate(samples):
+        sample.versions = [(1, -(i % 3))]
+    micros, loss = pack_share(samples, 32).micros, build_loss(config.loss, 32)
+    assert len({len(micro.input_ids) for micro in micros}) > 1
+
+    def run(order: int) -> tuple[float, dict[str, float], list[dict[str, Any]]]:
+        backend = build_backend(config)
+        run_micros = backend.run_micros
+        monkeypatch.setattr(
+            backend, "run_micros", lambda micros, finish, *, train: run_micros(micros[::order], finish, train=train)
+        )
+        recording = RecordingLoss(loss)
+        first = MeasuredLoss(recording, samples, 1)
+        report, stats = run_updates(backend, [micros[:2], micros[2:]], loss, 2, first, critic=config.critic)
+        rows = recorded_rows(samples, {ids: values.tolist() for ids, values in recording.recorded.items()})
+        return report.grad_norm, stats.summary(), sorted(rows, key=lambda row: (row["group_index"], row["index"]))
+
+    (norm, metrics, rows), (other_norm, others, other_rows) = run(1), run(-1)
+    # Sums of gradients in another order differ by rounding.
+    assert other_norm == pytest.approx(norm, rel=1e-4) and others == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+    assert "importance_ratio/staleness_2/max" in metrics
+    for row, other in zip(rows, other_rows, strict=True):
+        assert row["trainer_logprobs"] == pytest.approx(other["trainer_logprobs"], rel=1e-5)
 
 
 def test_an_adapter_is_published_without_its_critic() -> None:

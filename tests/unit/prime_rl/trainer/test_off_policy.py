@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_updates import make_config
 
-from prime_rl.trainer.rl.off_policy import MAX_STALENESS, TokenOrigin, find_origins, measure_off_policy
+from prime_rl.trainer.rl.off_policy import MAX_STALENESS, TokenOrigin, find_origin, measure_off_policy
 from prime_rl.trainer.rl.train import train
 from prime_rl.transport.batches import FilesystemBatchSender
 from rollouts.training.batching import pack_share
@@ -67,7 +67,7 @@ def test_origins_follow_the_packed_loss_tokens() -> None:
         Sample(prompt="", tokens=[1] * 4, loss_mask=[0, 0, 0, 1], versions=[(3, -9)]),
     ]
     micros = pack_share(samples, 16).micros
-    [origin] = find_origins(samples, micros, step=5)
+    origin = find_origin([samples[i] for i in micros[0].sample_ids], step=5)
     expected = {0: [(1, 0), (1, 1), (0, 2)], 1: [(-1, 0), (-1, 1)], 2: [(MAX_STALENESS, 0)]}
     pairs = list(zip(origin.staleness.tolist(), origin.position.tolist(), strict=True))
     assert pairs == [pair for i in micros[0].sample_ids for pair in expected[i]]

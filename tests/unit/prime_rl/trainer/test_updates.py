@@ -107,10 +107,9 @@ def stale(tmp_path: Path) -> tuple[Backend, list[Sample]]:
     config = make_config(tmp_path)
     backend, samples = build_backend(config), build_batches(config, 320).receive(1)
     loss = build_loss(config.loss.model_copy(update={"old_logprobs": "recomputed"}), 32)
-    [[streams]], _ = prepare_streams(backend, [pack_share(samples, 1000).micros], loss, None)
-    logprobs = streams["old_logprobs"]
-    order = pack_share(samples, 1000).micros[0].sample_ids
-    values = iter((logprobs - math.log(2)).tolist())
+    prepared, _ = prepare_streams(backend, [pack_share(samples, 1000).micros], loss, None)
+    [(order, streams)] = prepared.items()
+    values = iter((streams["old_logprobs"] - math.log(2)).tolist())
     for i in order:
         sample = samples[i]
         sample.inference_logprobs = [next(values) if mask > 0 else 0.0 for mask in sample.loss_mask]
