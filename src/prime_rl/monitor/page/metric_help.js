@@ -7,6 +7,10 @@ const MEANING = {
   "evolve/score": "Mean score of a proposed context on the examples that it was tried on.",
   "loss/mean": "The training loss. In RL it stays near 0 and is not informative by itself.",
   "entropy/mean": "Mean entropy of the next-token distribution. A collapse to 0 ends exploration.",
+  "entropy_coef": "Coefficient of the entropy bonus that entropy_control applies. 0 while the entropy is above the target.",
+  "value_loss/mean": "Loss of the critic: squared error of its values against the returns.",
+  "explained_variance": "Share of the variance of the returns that the critic's values explain. At 0 they help no more than a constant.",
+  "observation_loss/mean": "Cross-entropy of the tokens that the environment wrote.",
   "mismatch_kl/mean":
     "KL between inference and trainer log-probs on the same tokens. Should stay near 0.",
   "teacher_kl/mean": "KL between student and teacher on the student's tokens. 0 when they agree.",
@@ -53,7 +57,7 @@ const MEANING = {
 
 // Label of the vertical axis: the first pattern that matches the name of the metric.
 const UNITS = [[/^(reward|val_reward|eval)\/.*std$/, "standard deviation"], [/^(reward|val_reward)\/|\/(avg@\d+|student.*\/avg|teacher_context\/avg)$/, "reward"], [/pass[@^]/, "share solved"],
-  [/^loss|nll/, "loss, nats per token"], [/kl|entropy/i, "nats per token"], [/(seq|prompt|completion)_len/, "tokens"], [/throughput/, "tokens per second"], [/^time\/|latency|_s$|event_loop_lag/, "seconds"],
+  [/^(loss|observation_loss)|nll/, "loss, nats per token"], [/^value_loss/, "squared error"], [/^explained/, "share"], [/entropy_coef/, "coefficient"], [/kl|entropy/i, "nats per token"], [/(seq|prompt|completion)_len/, "tokens"], [/throughput/, "tokens per second"], [/^time\/|latency|_s$|event_loop_lag/, "seconds"],
   [/_ms/, "milliseconds"], [/memory/, "GiB"], [/mfu/, "percent"], [/async_level|off_policy/, "policy versions"], [/grad_norm/, "norm"], [/optim\/lr/, "learning rate"], [/\/ess$/, "share of the tokens"], [/first_mismatch/, "tokens"], [/ratio/, "ratio"],
   [/num_turns/, "turns"], [/is_|error\/mean|solve_|effective_|frac_|gap_closed|retention|coverage|overlong/, "share"], [/^progress\/|tokens|samples|groups\/|evicted|pool\//, "count"]];
 
@@ -65,7 +69,8 @@ const CHART_GROUPS = [
   ["Learning", [["reward/mean", "val_reward/mean", "eval/*/avg@*"], ["reward/min", "reward/max", "reward/std"], ["reward/*"], ["eval/*/pass@*"],
     ["batch/solve_all", "batch/solve_none", "frac_reward_zero_std"], ["metrics/*"]]],
   ["Stability", [["loss/mean"], ["entropy/mean"], ["mismatch_kl/mean"], ["teacher_kl/mean"], ["optim/grad_norm"], ["optim/lr"],
-    ["importance_ratio/mean", "importance_ratio/max"], ["is_masked/mean"]]],
+    ["importance_ratio/mean", "importance_ratio/max"], ["is_masked/mean"], ["entropy_coef"], ["value_loss/mean"],
+    ["explained_variance"], ["observation_loss/mean"]]],
   ["Off-policy diagnostics", [["importance_ratio/ess"], ["importance_ratio/staleness_*/p05"], ["importance_ratio/staleness_*/p95"],
     ["importance_ratio/staleness_*/ess"], ["mismatch_kl/from_token_*/mean"], ["first_mismatch/min", "first_mismatch/median"]]],
   ["Length", [["completion_len/mean", "completion_len/max"], ["seq_len/mean"], ["num_turns/mean"], ["is_truncated/mean"],

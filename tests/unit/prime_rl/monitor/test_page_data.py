@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from page_runs import (
     write_page_run,
 )
 
+from prime_rl.monitor import page_data
 from prime_rl.monitor.local_runs import open_run
 from prime_rl.monitor.page_data import build_page_data, build_update, config_rows, thin
 from prime_rl.monitor.rollout_detail import rollout_detail
@@ -123,3 +125,13 @@ def test_remaining_time_follows_the_pace_of_recent_steps() -> None:
     assert find_timing(rows, None).finish is None
     resumed = [*rows, {**head, "timestamp": 9000.0, "step": 5, "attempt": 1}]
     assert find_timing(resumed, 20).finish is None, "the first step after a pause has no pace yet"
+
+
+def test_charts_of_training_health_are_explained() -> None:
+    text = (Path(page_data.__file__).parent / "page" / "metric_help.js").read_text()
+    meanings = set(re.findall(r'^  "([^"]+)":', text.partition("const MEANING")[2].partition("\n};")[0], re.MULTILINE))
+    groups = text.partition("const CHART_GROUPS")[2].partition("\n];")[0]
+    for title in ("Stability", "Off-policy diagnostics"):
+        part = groups.partition(f'["{title}", [')[2].partition("]]]")[0]
+        charts = re.findall(r'\["([^"]+)"', part)
+        assert len(charts) >= 6 and not set(charts) - meanings, title
