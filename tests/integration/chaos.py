@@ -75,6 +75,8 @@ class Trial:
     begin_again: bool = False
     """Crashed between the first version and the first checkpoint: nothing to resume from."""
     ballast: Path | None = None
+    settings: tuple[object, ...] = ()
+    """Further options of the command."""
 
 
 def draw_trial(seed: int, out: Path) -> Trial:
@@ -143,7 +145,7 @@ class Proxy:
 def options(trial: Trial, port: int) -> list[object]:
     """Command line of an attempt."""
     found: list[object] = ["@", CONFIG, "--output_dir", trial.out, "--max_async_level", trial.level]
-    found += ["--weight-broadcast.type", trial.way]
+    found += ["--weight-broadcast.type", trial.way, *trial.settings]
     if trial.attempts:
         found.append("--clean" if trial.begin_again else "--resume")
     return [*found, "--inference.server.port", port]

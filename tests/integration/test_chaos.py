@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 
 import pytest
-from chaos import NUM_STEPS, Fault, Trial, check, draw_trial, run_reference, run_trial
+from chaos import CONFIG, NUM_STEPS, Fault, Trial, check, check_asynchronous, draw_trial, run_reference, run_trial
 from cli_runner import digests, metric_rows, runner
 
+from prime_rl.config import RLConfig
+from prime_rl.trainer.rl.train import train
+from prime_rl.utils.pydantic_config import parse_argv
 from rollouts.training.steps import step_path
 
 
@@ -32,6 +36,31 @@ def test_a_run_that_is_hit_ends_where_the_undisturbed_one_does(tmp_path: Path) -
         assert "does not respond" in reported and "Verified version 1: engine log-probs match" in reported
     check(trial, reference)
     assert trial.hits.total() == 3 and trial.attempts == 2
+
+
+@pytest.mark.timeout(400)
+def test_a_killed_run_with_a_critic_resumes_exactly(tmp_path: Path) -> None:
+    """The trainer ends where one does that gets the same batches without interruption, byte for byte."""
+    settings = ("--trainer.critic.warmup_steps", 1, "--trainer.critic.gae_lambda", 0.9, "--orchestrator.keep_rollouts")
+    out, whole = tmp_path / "hit" / "out", tmp_path / "whole"
+    trial = Trial(0, out, 0, [Fault("kill trainer", 3, 0.1)], random.Random(3), settings=settings)
+    with runner(tmp_path / "said") as run:
+        run_trial(trial, run)
+    check_asynchronous(out, 0)
+    assert trial.hits.total() == 1 and trial.attempts == 2
+    steps = metric_rows(out, "trainer", "value_loss/mean")
+    assert {row["step"] for row in steps} == set(range(1, NUM_STEPS + 1)) and steps[-1]["values/max"] != 0
+    shutil.copytree(out / "rollouts", whole / "rollouts")
+    argv = ["@", str(CONFIG), "--output_dir", str(whole), "--max_async_level", "0", *map(str, settings)]
+    config, _ = parse_argv(RLConfig, argv, "rl", {})
+    assert train(config.trainer) == 0
+    for part in (f"weights/step_{NUM_STEPS}", f"checkpoints/step_{NUM_STEPS}/trainer"):
+        ours, theirs = (sorted((root / part).iterdir()) for root in (out, whole))
+        assert [path.name for path in ours] == [path.name for path in theirs]
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.read_bytes() == other.read_bytes(), f"{part}/{one.name}"
+    first, second = (digests(step_path(whole / "weights", step)) for step in (1, 2))
+    assert first != second and not any(name.startswith("value") for name in second)
 
 
 def test_every_kind_of_fault_gets_its_share() -> None:
