@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import rollouts.training.filters as library
 from prime_rl.configuration.imports import import_function
 from prime_rl.orchestrator.config import BufferConfig, FilterConfig
+from rollouts.training.advantages import split_groups
 from rollouts.training.filters import Filter
 from rollouts.training.rollout_gen.groups import DropReason, mean_reward
 from rollouts.training.types import Sample
@@ -17,14 +18,21 @@ ALIASES = {"zero_variance": "reward_nonzero_std"}
 
 
 def build_group_filter(config: BufferConfig) -> Callable[[list[Sample]], str | None]:
-    """Build a function that returns the first reason to reject a scored group, or None to accept it."""
+    """Build a function that returns the first reason to reject a scored group, or None to accept it.
+
+    Filters see the last sample of each rollout. With several seats, they see one seat at a time, and accept the group
+    if they accept one of them.
+    """
     accepts = [(filter_config.name, build_filter(filter_config)) for filter_config in config.filters]
 
     def reject_reason(samples: list[Sample]) -> str | None:
         if config.online_difficulty_filtering and (mean := mean_reward(samples)) in (0.0, 1.0):
             return DropReason.EASY if mean else DropReason.HARD
-        rollouts = one_per_rollout(samples)
-        return next((name for name, accept in accepts if not accept(rollouts)), None)
+        seats = split_groups(samples)
+        for name, accept in accepts:
+            if not any([accept([rollout[-1] for rollout in rollouts]) for rollouts in seats]):
+                return name
+        return None
 
     return reject_reason
 
@@ -49,8 +57,3 @@ def build_filter(config: FilterConfig) -> Filter:
 def list_filters() -> list[str]:
     """Names of the library's filters, without the prefix `check_`."""
     return [name.removeprefix("check_") for name in vars(library) if name.startswith("check_")]
-
-
-def one_per_rollout(samples: Sequence[Sample]) -> list[Sample]:
-    """The last sample of each rollout; all samples of a rollout share one reward."""
-    return list({sample.index: sample for sample in samples}.values())

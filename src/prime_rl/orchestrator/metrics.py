@@ -25,7 +25,8 @@ def drop_overlong(samples: list[Sample], seq_len: int) -> list[Sample]:
 
 
 def compute_batch_metrics(samples: list[Sample], *, step: int, version: int, num_kept: int) -> dict[str, float]:
-    """Metrics of one batch. Every rollout counts once; `batch/overlong` is the share of samples over seq_len."""
+    """Metrics of one batch. Every rollout counts once, and in self-play every seat of it; `batch/overlong` is the share
+    of samples over seq_len."""
     groups = split_groups(samples)
     rollouts = [rollout for group in groups for rollout in group]
     rewards = [[rollout[0].reward for rollout in group] for group in groups]
@@ -39,8 +40,8 @@ def compute_batch_metrics(samples: list[Sample], *, step: int, version: int, num
         "batch/effective_batch_size": fmean(max(group) > min(group) for group in rewards),
         "batch/async_level": float(max(step - 1 - version, 0)),
         "batch/overlong": 1.0 - num_kept / len(samples),
-        "progress/problems": float(len(groups)),
-        "progress/samples": float(len(rollouts)),
+        "progress/problems": float(len({sample.group_index for sample in samples})),
+        "progress/samples": float(len({(sample.group_index, sample.index) for sample in samples})),
         "progress/tokens": float(sum(len(sample.tokens) for sample in samples)),
         "progress/ckpt_step": float(version),
     }
@@ -132,10 +133,10 @@ def _by_environment(rollouts: list[Rollout]) -> dict[str, float]:
 
 
 def _environment_metrics(rollouts: list[Rollout]) -> dict[str, float]:
-    """Mean of each environment metric over the rollouts that report it."""
+    """Mean of each environment metric over the rollouts that report it; those of seats of a rollout are the same."""
     values: dict[str, list[float]] = defaultdict(list)
-    for rollout in rollouts:
-        for name, value in rollout[0].metadata.get("metrics", {}).items():
+    for first in {(rollout[0].group_index, rollout[0].index): rollout[0] for rollout in rollouts}.values():
+        for name, value in first.metadata.get("metrics", {}).items():
             values[f"metrics/{name}"].append(value)
     return {name: fmean(found) for name, found in values.items()}
 

@@ -114,8 +114,10 @@ class GroupGenerator:
 
     def _to_samples(self, rollout: Rollout, env: str, group_index: int, index: int, version: int) -> list[Sample]:
         """Samples of one rollout. A rollout that cannot be trained on is marked as failed and gives none."""
+        if rollout.seat_rewards and not rollout.num_turns:
+            return []  # a game that ended before the policy's first move
         if not self.is_scored or (self.zero_truncated and rollout.status == Status.TRUNCATED):
-            rollout.reward = 0.0
+            rollout.reward, rollout.seat_rewards = 0.0, {}
         try:
             samples = [] if rollout.failed else rollout_to_samples(rollout, group_index=group_index, index=index)
             if not rollout.failed and not samples:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from itertools import groupby
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -10,10 +13,14 @@ import pytest
 from fake_transport import END, Wire, check, encode, turn
 
 from prime_rl.configuration.sections import SamplingConfig
+from prime_rl.orchestrator.config import BufferConfig
+from prime_rl.orchestrator.filters import build_group_filter
+from prime_rl.orchestrator.rollout_manager import GroupGenerator
 from prime_rl.utils.vf import build_sampling_args
 from rollouts.training.advantages import assign_advantages, assign_role_advantages
 from rollouts.training.agent_integration import Rollout, rollout_to_samples
 from rollouts.training.environments import Frozen, SeatEnvironment
+from rollouts.training.rollout_gen.groups import mean_reward
 from rollouts.training.types import Sample, Status
 
 
@@ -60,6 +67,12 @@ def test_each_seat_has_samples_of_its_own_with_its_reward() -> None:
     check(wire, samples)
 
 
+def test_moves_of_a_game_have_seeds_of_their_own() -> None:
+    """An engine draws by seed and position: equal seeds would correlate moves after prompts of equal length."""
+    seeds = [[body["seed"] for _, body in play("1", "2", "3")[0].seen if "seed" in body] for _ in range(2)]
+    assert seeds[0] == seeds[1] and len(set(seeds[0])) == 3
+
+
 def test_a_frozen_seat_is_played_by_its_model_and_not_trained() -> None:
     wire, rollout = play("1", "2", "3", frozen=lambda row: {"a": Frozen("old")})
     requests = [body["model"] for _, body in wire.seen]  # one move may take several
@@ -71,7 +84,22 @@ def test_a_frozen_seat_is_played_by_its_model_and_not_trained() -> None:
 
 def test_an_endless_game_ends_after_max_turns() -> None:
     _, rollout = play("1", "2", "1", "2", max_turns=4)
-    assert rollout.num_turns == 4 and not rollout.failed
+    assert (rollout.num_turns, rollout.status, rollout.stop_reason) == (4, Status.TRUNCATED, "max_turns")
+
+
+@pytest.mark.parametrize("rewards", [{"a": 1.0}, {"a": 1.0, "b": math.nan}])
+def test_a_seat_without_a_reward_fails_the_rollout(rewards: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Counting, "rewards", lambda game: rewards)
+    _, rollout = play("1", "3")
+    assert rollout.failed and rollout.error_type == "RewardError" and "b" in str(rollout.error)
+
+
+def test_a_game_without_a_move_of_the_policy_is_no_failure() -> None:
+    _, rollout = play("3", frozen=lambda row: {"a": Frozen("old")})
+    assert (rollout.num_turns, rollout.reward, rollout.num_sampled) == (0, 1.0, 0)
+    errors = Counter[str]()
+    generator: Any = SimpleNamespace(is_scored=True, zero_truncated=False, _errors=errors)
+    assert GroupGenerator._to_samples(generator, rollout, "e", 0, 0, 0) == [] and not errors and not rollout.failed
 
 
 def sample(index: int, seat: str | None, reward: float, group: int = 0) -> Sample:
@@ -91,6 +119,15 @@ def test_group_means_compare_a_seat_with_itself() -> None:
     samples = [sample(0, "a", 1.0), sample(0, "b", -1.0), sample(1, "a", 0.0), sample(1, "b", 0.0)]
     assign_advantages(samples)
     assert [s.advantages for s in samples] == [[0, 0.5], [0, -0.5], [0, -0.5], [0, 0.5]]
+
+
+def test_filters_judge_one_seat_at_a_time() -> None:
+    judge = build_group_filter(BufferConfig(filters=[{"name": "zero_variance"}]))
+    assert judge([sample(i, *pair) for i in (0, 1) for pair in (("a", 1.0), ("b", -1.0))]) == "zero_variance"
+    assert judge([sample(0, "a", 1.0), sample(0, "b", 0.0), sample(1, "a", 1.0), sample(1, "b", 0.5)]) is None
+    assert mean_reward([sample(0, "a", 1.0), sample(0, "b", -1.0), sample(1, "a", 0.0)]) == 0.5, (
+        "that of the first seat"
+    )
 
 
 def test_role_baselines_are_running_means_by_seat() -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rollouts.training.agent_integration import Rollout
 from rollouts.training.environments.plain import PlainEnvironment, build_request, read_message, read_turn
-from rollouts.training.environments.protocol import Row, add_usage, open_conversation
-from rollouts.training.types import Message
+from rollouts.training.environments.protocol import RewardError, Row, add_usage, check_reward, open_conversation
+from rollouts.training.types import Message, Status
 
 
 class Game(Protocol):
@@ -26,7 +27,7 @@ class Game(Protocol):
         """Make the move that the seat's answer contains; an invalid one is part of the game, never an exception."""
 
     def rewards(self) -> dict[str, float]:
-        """Reward of every seat of a game that is over."""
+        """Reward of every seat; also of a game that `max_turns` ended."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,7 @@ class SeatEnvironment(PlainEnvironment):
 
     `start(row)` begins a game. The calls of each seat become samples of their own, with its reward; the advantage
     compares a seat with the same seat of other games. The reward of a rollout is that of its first trained seat, and
-    every seat has a metric `reward_<seat>`. A game ends after `max_turns` moves at the latest: `rewards` must not fail
-    then.
+    every seat has a metric `reward_<seat>`. A game of more than `max_turns` moves is truncated.
     """
 
     def __init__(
@@ -65,24 +65,30 @@ class SeatEnvironment(PlainEnvironment):
     ) -> None:
         game, frozen, conversations = self.start(row), dict(self.frozen(row)), dict[str, Any]()
         request, completion = build_request(args), list[Message]()
-        while (seat := game.seat) is not None and rollout.num_turns < self.max_turns:
+        num_moves = 0
+        while (seat := game.seat) is not None and num_moves < self.max_turns:
             other = frozen.get(seat)
             if seat not in conversations:
                 conversations[seat] = client if other is None else self._open_frozen(client, other)
             messages = game.messages()
             name = model if other is None else other.model
+            if args.get("seed") is not None:
+                request["seed"] = derive_move_seed(args["seed"], num_moves)
             answer = await conversations[seat].chat.completions.create(model=name, messages=messages, **request)
             message = read_message(answer.choices[0].message)
-            completion += [*messages[-1:], message] if rollout.num_turns else [message]
-            rollout.num_turns += 1
+            completion += [*messages[-1:], message] if num_moves else [message]
+            num_moves += 1
             if other is None:
+                rollout.num_turns += 1
                 rollout.completion_tokens = add_usage(rollout.completion_tokens, answer)
                 if (turn := read_turn(answer)) is not None:
                     turn.seat = seat
                     rollout.turns = [*rollout.turns, turn]
             game.move(str(message["content"]))
         rollout.completion = completion
-        state["rewards"], state["trained"] = game.rewards(), [seat for seat in game.rewards() if seat not in frozen]
+        if game.seat is not None:
+            rollout.status, rollout.stop_reason = Status.TRUNCATED, "max_turns"
+        state["rewards"], state["frozen"] = game.rewards(), frozen
 
     def _open_frozen(self, client: Any, player: Frozen) -> Any:
         """A conversation of its own, so that its tokens do not count as sampled; a client per server, made once."""
@@ -93,6 +99,14 @@ class SeatEnvironment(PlainEnvironment):
         return open_conversation(self._others[player.base_url])
 
     async def _score(self, rollout: Rollout, row: Row, state: dict[str, Any]) -> None:
-        rollout.seat_rewards = {seat: float(reward) for seat, reward in state["rewards"].items()}
-        rollout.metrics = {f"reward_{seat}": reward for seat, reward in rollout.seat_rewards.items()}
-        rollout.reward = rollout.seat_rewards[state["trained"][0]] if state["trained"] else 0.0
+        rewards = {seat: check_reward(f"the reward of {seat}", value) for seat, value in state["rewards"].items()}
+        if missing := sorted({turn.seat for turn in rollout.turns} - rewards.keys()):
+            raise RewardError(f"rewards() has none of {', '.join(map(str, missing))}: return one for each seat")
+        rollout.seat_rewards, rollout.metrics = rewards, {f"reward_{seat}": value for seat, value in rewards.items()}
+        rollout.reward = next((rewards[seat] for seat in rewards if seat not in state["frozen"]), 0.0)
+
+
+def derive_move_seed(seed: int, number: int) -> int:
+    """Seed of move `number` of a game. An engine draws by seed and position: with the same seed, moves after prompts of
+    equal length would be the same quantile of their distributions."""
+    return random.Random(f"{seed}:{number}").getrandbits(31)

@@ -206,5 +206,5 @@ class GroupBuffer:
 
 
 def mean_reward(samples: list[Sample]) -> float:
-    """Mean over the rollouts of a group; a rollout of several samples counts once."""
-    return fmean({sample.index: sample.reward for sample in samples}.values())
+    """Mean over the rollouts of a group; a rollout of several samples counts once, with its first seat's reward."""
+    return fmean({sample.index: sample.reward for sample in reversed(samples)}.values())

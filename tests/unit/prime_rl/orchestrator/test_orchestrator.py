@@ -202,6 +202,38 @@ def test_resumed_equals_uninterrupted_at_level_0(
     assert rows(out)[-1]["progress/total_samples"] == 40
 
 
+def test_self_play_resumes_with_its_baselines(engine: FakeEngine, tmp_path: Path) -> None:
+    """Games of one rollout: advantages compare with running means of each seat, which a checkpoint keeps."""
+    nim = {"nim": load_environment("nim", {"num_train_examples": 24})}
+    engine.reply = lambda body: str(1 + body["seed"] % 3)
+
+    def config(name: str, max_steps: int, **extra: Any) -> OrchestratorConfig:
+        play = {"rollouts_per_example": 1, "max_async_level": 0, "advantage": {"baseline": "role", "decay": 0.8}}
+        ckpt = {"interval": 1, **extra}
+        return make_config(engine, tmp_path / name, batch_size=6, max_steps=max_steps, ckpt=ckpt, **play)
+
+    def save_half(step: int) -> None:
+        publish_dir(step_path(tmp_path / "cut" / "checkpoints", step) / "trainer", lambda path: None)
+
+    with trainer(tmp_path / "whole", 4) as whole:
+        run(config("whole", 4), nim)
+    with trainer(tmp_path / "cut", 2, on_batch=save_half) as first:
+        run(config("cut", 2), nim)
+    with trainer(tmp_path / "cut", 4, first=3) as second:
+        run(config("cut", 4, resume_step=-1), nim)
+    found, expected = (
+        [[(s.seat, s.tokens, s.advantages) for s in b] for b in runs] for runs in (first + second, whole)
+    )
+    assert found == expected and {seat for batch in found for seat, *_ in batch} == {"first", "second"}
+    first_moves = [s.advantages for s in whole[0] if s.seat == "first" and s.group_index == 0]
+    assert {abs(advantage) for advantages in first_moves for advantage in advantages or ()} <= {0.0, 1.0}
+    assert any(abs(s.advantages[-1]) not in (0.0, 1.0) for s in whole[-1] if s.advantages), "the mean has moved"
+    row = rows(tmp_path / "whole")[-1]
+    assert (row["progress/problems"], row["progress/samples"], row["progress/total_samples"]) == (6, 6, 24)
+    assert row["reward/nim/first"] == -row["reward/nim/second"] == row["metrics/reward_first"]
+    assert row["tokens/generated"] == row["tokens/trained"] + row["tokens/in_flight"] > 0
+
+
 def test_failures_are_dropped_counted_and_bounded(
     engine: FakeEngine, environments: dict[str, Environment], tmp_path: Path
 ) -> None:
