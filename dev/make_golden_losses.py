@@ -524,6 +524,86 @@ CRITIC: dict[str, Callable[[Streams], dict[str, Any]]] = {
 }
 
 
+# --- self-distillation ------------------------------------------------------------------------------------------------
+
+TOP_K = 4
+
+
+def draw_distillation(seed: int = 11) -> Streams:
+    """Rows of logits of student and teacher, sampled tokens with the sampler's log-probs, a mask, and advantages."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths, vocabulary = torch.tensor([3, 5, 2, 4]), 9
+
+    def noise(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, dtype=torch.float64)
+
+    shape = (len(lengths), int(lengths.max()))
+    student, teacher = 1.5 * noise(*shape, vocabulary), 1.5 * noise(*shape, vocabulary)
+    tokens = torch.randint(vocabulary, shape, generator=generator)
+    own = torch.log_softmax(student, -1).gather(-1, tokens[..., None]).squeeze(-1)
+    return {
+        "student": student,
+        "teacher": teacher,
+        "tokens": tokens,
+        "inference": (own + 0.3 * noise(*shape)).clamp(max=-1e-3),
+        "mask": (torch.arange(shape[1]) < lengths[:, None]).double(),
+        "advantages": noise(len(lengths)),
+    }
+
+
+def _trl_sdpo(s: Streams) -> Tensor:
+    """Its support is the student's top k; with both exchanged, the teacher's, and alpha 0 is KL(student || teacher)."""
+    from trl.experimental.sdpo.loss_utils import compute_topk_self_distillation_loss
+
+    kl = compute_topk_self_distillation_loss(
+        s["teacher"], s["student"], distillation_topk=TOP_K, distillation_alpha=0.0, distillation_add_tail=True
+    )
+    return (kl * s["mask"]).sum() / s["mask"].sum()
+
+
+def _trl_full(s: Streams, alpha: float) -> Tensor:
+    from trl.experimental.sdpo.loss_utils import compute_full_logit_self_distillation_loss
+
+    return compute_full_logit_self_distillation_loss(s["student"], s["teacher"], distillation_alpha=alpha)
+
+
+def _gkd_jsd(s: Streams) -> Tensor:
+    """Its sum over all tokens, row by row."""
+    from trl.experimental.gkd import GKDTrainer
+
+    logits = (s["student"], s["teacher"])
+    rows = [
+        GKDTrainer.generalized_jsd_loss(*(x[i : i + 1, :n] for x in logits), beta=0.5, reduction="sum") / n
+        for i, n in enumerate(s["mask"].sum(1).int().tolist())
+    ]
+    return torch.stack(rows).mean()
+
+
+def _sdpg(s: Streams) -> Tensor:
+    """No framework has all of it: verl's clipped loss, plus TRL's divergence where the advantage is positive."""
+    own = torch.log_softmax(s["student"], -1).gather(-1, s["tokens"][..., None]).squeeze(-1)
+    kl = torch.where(s["advantages"][:, None] > 0, _trl_full(s, 1.0), 0.0) * s["mask"]
+    return _verl("vanilla", TOKENS, 0.2, 0.28)({**s, "trainer": own}) + 1e-3 * kl.sum() / s["mask"].sum()
+
+
+DISTILLATION: dict[str, dict[str, Callable[[Streams], Tensor]]] = {
+    "sdpo": {"trl": _trl_sdpo},
+    "opsd": {
+        "trl": lambda s: ((_trl_full(s, 0.5) * s["mask"]).sum(1) / s["mask"].sum(1)).mean(),
+        "trl gkd": _gkd_jsd,
+    },
+    "sdpg": {"verl and trl": _sdpg},
+}
+
+
+def run_distillation(oracle: Callable[[Streams], Tensor], streams: Streams) -> dict[str, Any]:
+    """Value, and gradient with respect to the student's logits."""
+    student = streams["student"].clone().requires_grad_()
+    loss = oracle({**streams, "student": student})
+    [gradient] = torch.autograd.grad(loss, student)
+    return {"value": loss.item(), "gradient": gradient[streams["mask"] > 0].tolist()}
+
+
 def main(path: Path, prime_rl: Path) -> None:
     """Run every oracle on every draw and write the results."""
     PRIME_RL.append(prime_rl)
@@ -550,6 +630,11 @@ def main(path: Path, prime_rl: Path) -> None:
         "decoupled_advantages": {"verl": _verl_gdpo()},
         "critic_streams": {name: s.tolist() for name, s in draw_values().items()},
         "critic": {name: function(draw_values()) for name, function in CRITIC.items()},
+        "distillation_streams": {name: s.tolist() for name, s in draw_distillation().items()},
+        "distillation": {
+            name: {oracle: run_distillation(function, draw_distillation()) for oracle, function in oracles.items()}
+            for name, oracles in DISTILLATION.items()
+        },
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(golden, separators=(",", ":")) + "\n")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rollouts.training.advantages import compute_batch_advantages, compute_decoupled_advantages
 from rollouts.training.objectives import PRESETS, Objective
-from rollouts.training.rl_losses import policy_loss
+from rollouts.training.rl_losses import LossInputs, policy_loss
 from rollouts.training.rl_losses.normalize import flatten_rows
 from rollouts.training.rl_losses.value import compute_gae, compute_value_losses, whiten
 
@@ -83,11 +83,52 @@ def test_golden_vectors(case: str, oracle: str) -> None:
 
 
 def test_every_preset_has_golden_vectors() -> None:
-    of_teachers = {"sdpo", "opsd", "sdpg"}  # in test_distill.py
-    assert set(golden()["losses"]) == set(maker().CASES) >= set(PRESETS) - {"custom"} - of_teachers
+    assert set(golden()["losses"]) == set(maker().CASES) >= set(PRESETS) - {"custom"} - set(golden()["distillation"])
     three = ("grpo", "gspo", "cispo", "ppo", "dapo", "dr_grpo", "sapo")
     assert [len(golden()["losses"][name]) for name in three] == [3] * 7
     assert [len(golden()["losses"][name]) for name in ("luspo", "gmpo", "vespo")] == [2] * 3
+
+
+def distillation_pairs() -> list[tuple[str, str]]:
+    return [(name, oracle) for name, oracles in golden()["distillation"].items() for oracle in oracles]
+
+
+def agree_on_distillation(name: str, streams: dict[str, Tensor], expected: dict[str, Any]) -> None:
+    row, chosen = PRESETS[name], streams["mask"] > 0
+    logits = streams["student"].clone().requires_grad_()
+    student, teacher = (torch.log_softmax(x, -1)[chosen] for x in (logits, streams["teacher"]))
+    tokens = streams["tokens"][chosen].long()[:, None]
+    trainer, of_teacher = (table.gather(-1, tokens).squeeze(-1) for table in (student, teacher))
+    if has_tail := row.distill.estimator == "topk+tail":
+        ids = teacher.topk(maker().TOP_K).indices
+        student, teacher = (
+            torch.cat((x.gather(-1, ids), x.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)), -1)
+            for x in (student, teacher)
+        )
+    inputs = LossInputs(
+        trainer,
+        streams["inference"][chosen],
+        streams["advantages"][:, None].expand_as(chosen)[chosen],
+        torch.ones_like(trainer),
+        torch.arange(len(chosen))[:, None].expand_as(chosen)[chosen],
+        teacher_logprobs=of_teacher,
+        student_table=student,
+        teacher_table=teacher,
+        has_tail=has_tail,
+    )
+    output = policy_loss(inputs, row)
+    loss = output.loss_sum / output.count
+    [gradient] = torch.autograd.grad(loss, logits)
+    assert loss.item() == pytest.approx(expected["value"], abs=TOLERANCE, rel=TOLERANCE)
+    theirs = torch.tensor(expected["gradient"], dtype=torch.float64)
+    assert theirs.abs().max() > 1e-3 and (gradient[chosen] - theirs).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize(("name", "oracle"), distillation_pairs())
+def test_golden_self_distillation(name: str, oracle: str) -> None:
+    """Value, and gradient by the student's logits, to 1e-9."""
+    streams = {key: torch.tensor(s, dtype=torch.float64) for key, s in golden()["distillation_streams"].items()}
+    agree_on_distillation(name, streams, golden()["distillation"][name][oracle])
 
 
 def test_golden_advantages_of_several_rewards() -> None:
@@ -141,3 +182,14 @@ def test_the_oracles_themselves(case: str, oracle: str) -> None:
             streams["advantages"] = torch.randn(streams["advantages"].shape, generator=generator, dtype=torch.float64)
             value, gradient = maker().run_oracle(maker().ORACLES[case][oracle], streams)
             agree(case, oracle, streams, value, gradient[streams["mask"] > 0])
+
+
+@pytest.mark.parametrize(("name", "oracle"), distillation_pairs())
+def test_the_distillation_oracles_themselves(name: str, oracle: str) -> None:
+    """The same on fresh numbers."""
+    for package in {"trl", *oracle.split()} & {"trl", "verl"}:
+        pytest.importorskip(package, reason=f"{package} is not installed; cure: make test-peers")
+    for seed in range(100, 103):
+        streams = maker().draw_distillation(seed)
+        expected = maker().run_distillation(maker().DISTILLATION[name][oracle], streams)
+        agree_on_distillation(name, streams, expected)
