@@ -100,8 +100,8 @@ class SeatEnvironment(PlainEnvironment):
 
     async def _score(self, rollout: Rollout, row: Row, state: dict[str, Any]) -> None:
         rewards = {seat: check_reward(f"the reward of {seat}", value) for seat, value in state["rewards"].items()}
-        if missing := sorted({turn.seat for turn in rollout.turns} - rewards.keys()):
-            raise RewardError(f"rewards() has none of {', '.join(map(str, missing))}: return one for each seat")
+        if missing := sorted({str(turn.seat) for turn in rollout.turns} - rewards.keys()):
+            raise RewardError(f"rewards() has none of {', '.join(missing)}: return one for each seat")
         rollout.seat_rewards, rollout.metrics = rewards, {f"reward_{seat}": value for seat, value in rewards.items()}
         rollout.reward = next((rewards[seat] for seat in rewards if seat not in state["frozen"]), 0.0)
 
