@@ -23,6 +23,9 @@ IDLE_SHARE = 0.2
 LOW_RETENTION = 0.9
 """Below this fraction of its initial score an environment counts as forgotten."""
 
+COLLAPSE_FRACTION = 0.5
+"""A student with context below this fraction of the teacher's score forgets how to use it."""
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -106,7 +109,12 @@ def _judge_scores(row: DistillationScores) -> list[Finding]:
         teacher = "" if row.teacher_context is None else f", the teacher {row.teacher_context:.3g} with the context"
         text = f"{row.gap_text} at step {row.step}: the student scores {row.student:.3g}{teacher}"
     advice = None
-    if row.collapsed:
+    if row.collapsed and row.student_context >= COLLAPSE_FRACTION * (row.teacher_context or 0.0):
+        advice = (
+            "without the context the student scores less than half of what it did before training: the context teaches "
+            "it wrong answers; stop the run and correct the context"
+        )
+    elif row.collapsed:
         advice = (
             "with the context the student scores less than half of what the teacher did: add an environment with "
             'teacher = "reference", or lower trainer.optim.lr'

@@ -67,6 +67,16 @@ def test_distillation_is_explained_without_rewards(tmp_path: Path) -> None:
     assert "2 samples were not scored by the teacher" in text and "max_model_len" in text
 
 
+@pytest.mark.parametrize(("with_context", "cure"), [(0.5, "correct the context"), (0.1, 'teacher = "reference"')])
+def test_collapse_names_what_was_lost(with_context: float, cure: str) -> None:
+    """With the context as good as the teacher, without it worse than before: the context is wrong."""
+    values = {"student/avg": 0.1, "student_context/avg": with_context, "teacher_context/avg": 0.6, "collapsed": 1.0}
+    series = {"orchestrator": {f"distill/world/{key}": [(9, value)] for key, value in values.items()}}
+    loss = {"adv_tau": 0.0, "teacher_tau": 1.0}
+    config = {"trainer": {"loss": loss}, "orchestrator": {"teacher_model": {"context": "x"}}}
+    assert cure in findings_text(explain(series, {}, config))
+
+
 def test_equal_rewards_still_teach_beside_a_teacher() -> None:
     loss = {"adv_tau": 1.0, "teacher_tau": 1.0}
     config = {"trainer": {"loss": loss}, "orchestrator": {"teacher_model": {"context": "x"}}}
