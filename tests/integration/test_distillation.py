@@ -13,6 +13,8 @@ import torch
 from cli_runner import ROOT, Runner, metric_rows, runner
 from safetensors.torch import load_file
 
+from prime_rl.monitor.local_runs import LocalRun
+from prime_rl.monitor.logs import find_alerts
 from prime_rl.runtime.machine import find_free_port
 from rollouts.training.steps import complete_steps
 
@@ -52,11 +54,7 @@ eval_baseline = true
 id = "distillation_world:load_world"
 name = "world"
 
-[[orchestrator.env]]
-id = "distillation_world:load_world"
-name = "other"
-teacher = "reference"
-
+{reference}
 [orchestrator.eval]
 interval = 3
 
@@ -64,8 +62,11 @@ interval = 3
 id = "distillation_world:load_world"
 name = "world"
 """
-
-
+REFERENCE = """[[orchestrator.env]]
+id = "distillation_world:load_world"
+name = "other"
+teacher = "reference"
+"""
 DEADLINE_S = 600.0
 """Four processes start at once, which takes minutes on a machine that is busy with other things."""
 pytestmark = pytest.mark.timeout(2 * DEADLINE_S)
@@ -77,15 +78,28 @@ def run(tmp_path: Path) -> Iterator[Runner]:
         yield found
 
 
-def launch(run: Runner, tmp_path: Path, flags: str, recipe: Path | None = None) -> Path:
+def launch(run: Runner, tmp_path: Path, flags: str, recipe: Path | None = None, steps: int = 3) -> Path:
     if recipe is None:
-        (recipe := tmp_path / "rl.toml").write_text(CONFIG)
+        (recipe := tmp_path / "rl.toml").write_text(CONFIG.replace("{reference}", REFERENCE))
     out = tmp_path / "out"
     options = ["--output-dir", out, "--inference.server.port", find_free_port(), *shlex.split(flags)]
     command = run.start("rl", "@", recipe, *options)
     assert command.wait(DEADLINE_S) == 0, f"{command.out}\n{command.err}"
-    assert complete_steps(out / "weights")[-1] == 3
+    assert complete_steps(out / "weights")[-1] == steps
     return out
+
+
+def warm_up(run: Runner, tmp_path: Path) -> str:
+    """A model that answers with a letter of the reward, or with the one that a context names."""
+    chats = [(f"Say {n:b}", "d") for n in range(32)]
+    chats += [(f"Use {letter}.\nSay {n:b}", letter) for n in range(32) for letter in "abyz"]
+    lines = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in chats]
+    (data := tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    options = ["--model.name", "tiny-qwen3", "--model.debug.random-init", "true", "--data.name", data, "--micro-bs", 16]
+    options += ["--data.seq-len", 64, "--data.batch-size", 16, "--optim.lr", 3e-3, "--max-steps", 80]
+    command = run.start("sft", *options, "--output-dir", tmp_path / "sft")
+    assert command.wait(DEADLINE_S) == 0, command.err
+    return str(tmp_path / "sft" / "weights" / "step_80")
 
 
 def trainer_rows(out: Path, key: str) -> list[dict[str, Any]]:
@@ -131,6 +145,22 @@ def test_one_copy_of_the_weights_teaches_its_own_adapter(run: Runner, tmp_path: 
     assert later, "the adapter has sampled"
     gaps = [abs(a - b) for r in later for a, b in zip(r["logprobs"], r["teacher_logprobs"], strict=True)]
     assert max(gaps) > 1e-4, "and the teacher is the model without it"
+
+
+def test_planted_bad_context_triggers_the_alarm(run: Runner, tmp_path: Path) -> None:
+    """A context with a wrong instruction is distilled: log, metrics and page report what the student has lost."""
+    text = CONFIG.replace("Say only a, b, c and d.", "Use z.").replace("{reference}", "")
+    (recipe := tmp_path / "rl.toml").write_text(text)
+    flags = f"--model.name {warm_up(run, tmp_path)} --model.debug.random-init false --max-steps 12 "
+    flags += "--trainer.optim.lr 3e-3 --trainer.loss.adv-tau 0 --trainer.loss.teacher-tau 1 "
+    flags += "--trainer.loss.distill.estimator topk+tail --trainer.loss.distill.direction forward "
+    out = launch(run, tmp_path, flags + "--orchestrator.eval.interval 12", recipe, steps=12)
+    first, last = metric_rows(out, "orchestrator", "distill/world/collapsed")
+    assert (first["distill/world/collapsed"], last["distill/world/collapsed"]) == (0, 1)
+    assert first["distill/world/student/avg"] > 0.9 and last["distill/world/student/avg"] < 0.1
+    alarm = "the context teaches it wrong answers"
+    assert alarm in (out / "logs" / "orchestrator.log").read_text()
+    assert alarm in str(find_alerts(LocalRun(out)))
 
 
 @pytest.mark.slow
