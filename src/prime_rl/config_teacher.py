@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from prime_rl.config_sharing import build_url, find_port, find_server, has_adapter
@@ -19,6 +20,8 @@ from prime_rl.utils.pydantic_config import merge_tables
 TEACHER = "orchestrator.teacher_model"
 TAU = 0.5
 """Default of each of the three loss weights with a teacher (document 001)."""
+CONSTANT_SOURCES = ("context", "context_file")
+MAX_CHECKED_ROWS = 1000
 TEMPLATE_TOKENS = 64
 """Allowance for the tokens that a chat template adds around a context."""
 
@@ -71,7 +74,10 @@ def describe_taus(loss: LossConfig) -> str:
 def check_contexts(
     orchestrator: OrchestratorConfig, inference: InferenceConfig | None, teacher_inference: InferenceConfig | None
 ) -> None:
-    """`ValueError` for a constant context that does not fit the window of the teacher's server, if rl starts it."""
+    """`ValueError` for a context that does not fit the window of the teacher's server, if rl starts that server.
+
+    Contexts from rows are checked on the first `MAX_CHECKED_ROWS` rows, for which the environment is imported.
+    """
     from prime_rl.runtime.tokenizer import check_window
 
     teacher, server = orchestrator.teacher_model, teacher_inference
@@ -80,12 +86,33 @@ def check_contexts(
     if teacher is None or server is None:
         return
     key = f"{'inference' if server is inference else 'teacher_inference'}.model.max_model_len"
-    sections = [("teacher_model", teacher), *((f"env.{i}", env) for i, env in enumerate(orchestrator.env))]
-    for name, section in sections:
+    texts = list[tuple[str, str]]()
+    for name, section in [("teacher_model", teacher), *((f"env.{i}", env) for i, env in enumerate(orchestrator.env))]:
         text = section.context or ""
         if section.context_file is not None and section.context_file.is_file():
             text = section.context_file.read_text(encoding="utf-8")
-        check_window(text, server.model.name, server.model.max_model_len, f"orchestrator.{name}.{section.source}", key)
+        texts.append((f"orchestrator.{name}.{section.source}", text))
+    for what, text in [*texts, *_read_row_contexts(orchestrator, teacher)]:
+        check_window(text, server.model.name, server.model.max_model_len, what, key)
+
+
+def _read_row_contexts(orchestrator: OrchestratorConfig, teacher: TeacherConfig) -> Iterator[tuple[str, str]]:
+    """The longest context of each environment whose contexts depend on the row, with its description."""
+    from prime_rl.orchestrator.distillation.context import ContextProvider, context_text
+    from rollouts.training.environments import load_environment
+
+    contexts = ContextProvider(teacher, orchestrator.env, orchestrator.seed)
+    for env in orchestrator.env:
+        name, source = env.name or env.id, env if env.source is not None else teacher
+        is_known = source.context_from in (None, "row", "answer") and source.source not in (None, *CONSTANT_SOURCES)
+        if env.teacher != "context" or not is_known:
+            continue
+        rows = load_environment(env.id, env.args, score=False).rows("train")[:MAX_CHECKED_ROWS]
+        contexts.check_rows(name, rows)
+        texts = [context_text(contexts.context_for(name, row)) for row in rows]
+        if texts:
+            number = max(range(len(texts)), key=lambda i: len(texts[i]))
+            yield f"the context of row {number} of environment {name}", texts[number]
 
 
 def _fill_self_teacher(tables: ConfigTables) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 import shlex
 import socket
 from pathlib import Path
@@ -297,3 +299,31 @@ def test_context_beyond_the_window_is_refused_before_the_start(tmp_path: Path) -
     )
     with pytest.raises(ValueError, match=message):
         check_contexts(config.orchestrator, config.inference, config.teacher_inference)
+
+
+def build_hints(words: int) -> dict[str, Any]:
+    rows = [{"prompt": "Two?", "answer": "2", "info": {"hint": "word " * (words if i == 2 else 1)}} for i in range(4)]
+    return {"dataset": rows, "rewards": lambda completion: 0.0}
+
+
+def hint_of(example: dict[str, Any], rng: random.Random) -> list[dict[str, str]]:
+    return [{"role": "user", "content": example["info"]["hint"]}]
+
+
+@pytest.mark.parametrize(
+    "context", [{"context_template": "{{example.info.hint}} "}, {"context_fn": "test_rl_teacher:hint_of"}], ids=str
+)
+def test_contexts_of_rows_are_measured_before_the_start(context: dict[str, str]) -> None:
+    [(source, value)] = context.items()
+    keys = ("--model.name", "tiny-qwen3", "--teacher_inference.model.max_model_len", "64")
+    keys += (f"--orchestrator.teacher_model.{source}", value, "--orchestrator.env")
+
+    def check(words: int) -> None:
+        env = {"id": "test_rl_teacher:build_hints", "name": "hints", "args": {"words": words}}
+        config = parse(*keys, json.dumps([env]))
+        check_contexts(config.orchestrator, config.inference, config.teacher_inference)
+
+    check(words=1)
+    message = r"the context of row 2 of environment hints has \d+ tokens and the model's window is 64: shorten the context"
+    with pytest.raises(ValueError, match=message):
+        check(words=200)

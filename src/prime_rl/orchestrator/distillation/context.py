@@ -213,3 +213,10 @@ def content_text(content: Any) -> str:
     if isinstance(content, list):
         return "".join(part if isinstance(part, str) else str(part.get("text", "")) for part in content)
     return str(content or "")
+
+
+def context_text(context: Context | None) -> str:
+    """Text of a context, without the roles of its messages."""
+    if isinstance(context, list):
+        return "\n".join(content_text(message.get("content")) for message in context)
+    return context or ""
