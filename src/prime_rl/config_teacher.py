@@ -26,7 +26,7 @@ TEMPLATE_TOKENS = 64
 """Allowance for the tokens that a chat template adds around a context."""
 
 SELF_TEACHERS: dict[str, dict[str, Any]] = {
-    "sdpo": {"context_from": "sibling", "weights": "ema", "ema_decay": 0.95},
+    "sdpo": {"context_from": "sibling", "weights": "frozen"},  # the paper: an average with a decay of 0.95
     "opsd": {"context_from": "answer", "weights": "frozen"},
     "sdpg": {"context_from": "answer", "weights": "live"},
 }
@@ -123,7 +123,7 @@ def _fill_self_teacher(tables: ConfigTables) -> None:
     given = {name for section in sections for name, value in section.items() if value is not None}
     for name, value in SELF_TEACHERS.get(loss_type, {}).items():
         has_source = name == "context_from" and given & {"context_from", "context", "context_file", "context_fn"}
-        if not has_source and not (name == "ema_decay" and "weights" in given) and name not in given:
+        if not has_source and name not in given:
             tables.set(f"{TEACHER}.{name}", value, f"trainer.loss.type {loss_type}")
 
 
