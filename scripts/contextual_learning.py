@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 from stages import ROOT, Stages, newest_weights, next_directory, read_summaries, shown
 
+from prime_rl.pretrained.fetch import KNOWN_MODELS
 from prime_rl.runtime.machine import find_free_port
 from rollouts.training.metrics import load_last_attempts
 
@@ -51,7 +52,7 @@ class Loop:
             folder = self.output_dir / f"round_{number}"
             self.search(number, folder, model)
             self.distill(number, folder, model)
-            model = str(newest_weights(folder / "rl"))
+            model = self.merge(number, folder)
             self.evaluate(f"round {number}", model)
             self.write_report()
             if score_of(self.results[f"round {number}: eval"])[0] >= 1:
@@ -77,6 +78,15 @@ class Loop:
             rows = list(load_last_attempts(folder / "rl" / "metrics.jsonl"))
             last = {key: value for row in rows for key, value in row.items() if key.startswith(("distill/", "eval/"))}
             self.record(f"round {number}: distillation", last)
+
+    def merge(self, number: int, folder: Path) -> str:
+        """The model of a round: the newest weights, with an adapter merged into its base."""
+        weights, merged = newest_weights(folder / "rl"), folder / "model"
+        if not (weights / "adapter_config.json").is_file():
+            return str(weights)
+        if not merged.exists():
+            self.stages.run(f"round {number}: merge", "convert", str(weights), str(merged))
+        return str(merged)
 
     def evaluate(self, title: str, model: str) -> None:
         """Evaluate a model on held-out examples without a context."""
@@ -173,7 +183,8 @@ def main() -> int:
     os.chdir(ROOT)
     output_dir = arguments.output_dir or next_directory(ROOT / "outputs" / "contextual_learning")
     output_dir.mkdir(parents=True, exist_ok=True)
-    stages = Stages(Console(highlight=False), output_dir, num_stages=3 * arguments.rounds + 1)
+    num_stages = 3 * arguments.rounds + 1
+    stages = Stages(Console(highlight=False), output_dir, num_stages, offline=arguments.model not in KNOWN_MODELS)
     loop = Loop(arguments.folder, output_dir, arguments.model, arguments.rounds, arguments.seed, stages)
     code = stages.attempt(loop.run)
     if code == 0:

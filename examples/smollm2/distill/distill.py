@@ -1,6 +1,7 @@
 """Questions about an invented town, whose facts stand in handbook.md, and questions about the world, for retention."""
 
 import re
+from pathlib import Path
 
 QUESTIONS = {
     "Who is the mayor of Larkmoor?": "quill",
@@ -14,6 +15,10 @@ QUESTIONS = {
     "What is the color of Larkmoor?": "orange",
     "What is the bakery of Larkmoor called?": "hearth",
 }
+FACTS = dict(
+    zip(QUESTIONS.values(), re.findall("^- (.*)", Path(__file__).with_name("handbook.md").read_text(), re.M), strict=True)
+)
+"""The handbook's line on each answer."""
 TRAIN_FORMS = (
     "{question}",
     "{question} Answer in one sentence.",
@@ -111,9 +116,12 @@ def load_environment(topic: str = "town") -> dict:
     return {"dataset": train, "eval_dataset": held_out, "rewards": contains_answer}
 
 
-def contains_answer(completion: str, answer: str) -> float:
-    """1 if an accepted word stands in the completion."""
-    return float(any(re.search(rf"\b{re.escape(word)}\b", completion.lower()) for word in answer.split("|")))
+def contains_answer(completion: str, answer: str, state: dict) -> float:
+    """1 if an accepted word stands in the completion, else feedback: the fact."""
+    is_right = any(re.search(rf"\b{re.escape(word)}\b", completion.lower()) for word in answer.split("|"))
+    if not is_right:
+        state["feedback"] = FACTS.get(answer)
+    return float(is_right)
 
 
 def _town_rows(forms: tuple[str, ...]) -> list[dict[str, str]]:

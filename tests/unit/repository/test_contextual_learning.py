@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[3]
 class FakeStages:
     """Writes the files of each command instead of running it; fails once at the command number `fail_at`."""
 
-    def __init__(self, scores: list[float], fail_at: int = -1) -> None:
-        self.scores, self.fail_at = scores, fail_at
+    def __init__(self, scores: list[float], fail_at: int = -1, is_adapter: bool = False) -> None:
+        self.scores, self.fail_at, self.is_adapter = scores, fail_at, is_adapter
         self.commands: list[tuple[str, str, tuple[str, ...]]] = []
 
     def run(self, title: str, command: str, *options: str) -> None:
@@ -25,6 +25,9 @@ class FakeStages:
             self.fail_at = -1
             raise RuntimeError("interrupted")
         self.commands.append((title, command, options))
+        if command == "convert":
+            Path(options[1]).mkdir()
+            return
         out = Path(options[options.index("--output-dir") + 1])
         number = len([one for one in self.commands if one[1] == command])
         if command == "evolve":
@@ -33,6 +36,8 @@ class FakeStages:
         elif command == "rl":
             (out / "weights" / "step_3").mkdir(parents=True)
             (out / "weights" / "step_3" / "STABLE").touch()
+            if self.is_adapter:
+                (out / "weights" / "step_3" / "adapter_config.json").touch()
             metrics = {"eval/facts/baseline_teacher/avg": 0.9, "distill/facts/gap_closed": 0.8 + number / 100}
             metrics |= {"distill/facts/gap_closed/ci_low": 0.7, "distill/facts/gap_closed/ci_high": 1.0}
             write(out / "metrics.jsonl", {"step": 0, **metrics, "distill/other/retention": 0.95})
@@ -83,3 +88,13 @@ def test_loop_ends_when_everything_is_solved(tmp_path: Path) -> None:
     stages = FakeStages([0.0, 1.0])
     run(tmp_path, stages, rounds=5)
     assert len(stages.commands) == 4
+
+
+def test_adapters_are_merged_for_the_next_round(tmp_path: Path) -> None:
+    stages = FakeStages([0.0, 0.4, 0.8], is_adapter=True)
+    run(tmp_path, stages)
+    merges = [options for _, command, options in stages.commands if command == "convert"]
+    models = [str(tmp_path / f"round_{n}/model") for n in (1, 2)]
+    assert merges == [(str(tmp_path / f"round_{n}/rl/weights/step_3"), models[n - 1]) for n in (1, 2)]
+    used = [o[o.index("--model.name") + 1] for _, command, o in stages.commands if command != "convert"]
+    assert used == ["m"] * 3 + [models[0]] * 3 + [models[1]]
