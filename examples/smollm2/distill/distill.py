@@ -15,9 +15,8 @@ QUESTIONS = {
     "What is the color of Larkmoor?": "orange",
     "What is the bakery of Larkmoor called?": "hearth",
 }
-FACTS = dict(
-    zip(QUESTIONS.values(), re.findall("^- (.*)", Path(__file__).with_name("handbook.md").read_text(), re.M), strict=True)
-)
+HANDBOOK = Path(__file__).with_name("handbook.md").read_text(encoding="utf-8")
+FACTS = dict(zip(QUESTIONS.values(), re.findall("^- (.*)", HANDBOOK, re.M), strict=True))
 """The handbook's line on each answer."""
 TRAIN_FORMS = (
     "{question}",

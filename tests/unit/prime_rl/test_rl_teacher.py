@@ -324,6 +324,6 @@ def test_contexts_of_rows_are_measured_before_the_start(context: dict[str, str])
         check_contexts(config.orchestrator, config.inference, config.teacher_inference)
 
     check(words=1)
-    message = r"the context of row 2 of environment hints has \d+ tokens and the model's window is 64: shorten the context"
+    message = r"the context of row 2 of environment hints has \d+ tokens and the model's window is 64: shorten"
     with pytest.raises(ValueError, match=message):
         check(words=200)
