@@ -2,8 +2,8 @@
 
     python scripts/contextual_learning.py FOLDER --model.name MODEL [--rounds 2] [--seed 0] [--output-dir DIR]
 
-FOLDER has `evolve.toml`, `rl.toml` (a distillation) and `eval.toml`. Round n starts from the weights of round n - 1;
-after the first it starts from the context of the round before, and searches on training examples that the model fails.
+FOLDER has `evolve.toml`, `rl.toml` (a distillation) and `eval.toml`. Round n starts from the weights of round n - 1
+(an adapter is merged into them); after the first it starts from the context of the round before, and searches on training examples that the model fails.
 The same command with the same --output-dir continues an interrupted loop. `report.md` shows what each context gained
 and what of it reached the weights.
 """
@@ -14,6 +14,7 @@ import argparse
 import difflib
 import json
 import os
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -183,7 +184,8 @@ def main() -> int:
     os.chdir(ROOT)
     output_dir = arguments.output_dir or next_directory(ROOT / "outputs" / "contextual_learning")
     output_dir.mkdir(parents=True, exist_ok=True)
-    num_stages = 3 * arguments.rounds + 1
+    has_adapter = "lora" in tomllib.loads((arguments.folder / "rl.toml").read_text())["trainer"].get("model", {})
+    num_stages = (3 + has_adapter) * arguments.rounds + 1
     stages = Stages(Console(highlight=False), output_dir, num_stages, offline=arguments.model not in KNOWN_MODELS)
     loop = Loop(arguments.folder, output_dir, arguments.model, arguments.rounds, arguments.seed, stages)
     code = stages.attempt(loop.run)
