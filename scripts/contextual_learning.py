@@ -2,10 +2,10 @@
 
     python scripts/contextual_learning.py FOLDER --model.name MODEL [--rounds 2] [--seed 0] [--output-dir DIR]
 
-FOLDER has `evolve.toml`, `rl.toml` (a distillation) and `eval.toml`. Round n starts from the weights of round n - 1
-(an adapter is merged into them); after the first it starts from the context of the round before, and searches on training examples that the model fails.
-The same command with the same --output-dir continues an interrupted loop. `report.md` shows what each context gained
-and what of it reached the weights.
+FOLDER has `evolve.toml`, `rl.toml` (a distillation) and `eval.toml`. Round n starts from the weights of round n - 1,
+with its adapter merged if it has one; after the first it starts from the context of the round before, and searches on
+training examples that the model fails. The same command with the same --output-dir continues an interrupted loop.
+`report.md` shows what each context gained and what of it reached the weights.
 """
 
 from __future__ import annotations
