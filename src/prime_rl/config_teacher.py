@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterator
 from typing import Any
 
 from prime_rl.config_sharing import build_url, find_port, find_server, has_adapter
@@ -20,8 +19,6 @@ from prime_rl.utils.pydantic_config import merge_tables
 TEACHER = "orchestrator.teacher_model"
 TAU = 0.5
 """Default of each of the three loss weights with a teacher (document 001)."""
-CONSTANT_SOURCES = ("context", "context_file")
-MAX_CHECKED_ROWS = 1000
 TEMPLATE_TOKENS = 64
 """Allowance for the tokens that a chat template adds around a context."""
 
@@ -56,6 +53,11 @@ def add_teacher(tables: ConfigTables) -> None:
     _set_top_logprobs(tables)
     _require_teacher_weights(tables)
     _choose_server(tables)
+    server = tables.section("teacher_inference" if tables.has("teacher_inference") else "inference")
+    if (window := server.get("model", {}).get("max_model_len")) is not None and not tables.has(
+        f"{TEACHER}.max_model_len"
+    ):
+        tables.set(f"{TEACHER}.max_model_len", window, "the teacher's server")
 
 
 def describe_taus(loss: LossConfig) -> str:
@@ -74,10 +76,7 @@ def describe_taus(loss: LossConfig) -> str:
 def check_contexts(
     orchestrator: OrchestratorConfig, inference: InferenceConfig | None, teacher_inference: InferenceConfig | None
 ) -> None:
-    """`ValueError` for a context that does not fit the window of the teacher's server, if rl starts that server.
-
-    Contexts from rows are checked on the first `MAX_CHECKED_ROWS` rows, for which the environment is imported.
-    """
+    """`ValueError` for a constant context that does not fit the window of the teacher's server, if rl starts it."""
     from prime_rl.runtime.tokenizer import check_window
 
     teacher, server = orchestrator.teacher_model, teacher_inference
@@ -86,33 +85,12 @@ def check_contexts(
     if teacher is None or server is None:
         return
     key = f"{'inference' if server is inference else 'teacher_inference'}.model.max_model_len"
-    texts = list[tuple[str, str]]()
-    for name, section in [("teacher_model", teacher), *((f"env.{i}", env) for i, env in enumerate(orchestrator.env))]:
+    sections = [("teacher_model", teacher), *((f"env.{i}", env) for i, env in enumerate(orchestrator.env))]
+    for name, section in sections:
         text = section.context or ""
         if section.context_file is not None and section.context_file.is_file():
             text = section.context_file.read_text(encoding="utf-8")
-        texts.append((f"orchestrator.{name}.{section.source}", text))
-    for what, text in [*texts, *_read_row_contexts(orchestrator, teacher)]:
-        check_window(text, server.model.name, server.model.max_model_len, what, key)
-
-
-def _read_row_contexts(orchestrator: OrchestratorConfig, teacher: TeacherConfig) -> Iterator[tuple[str, str]]:
-    """The longest context of each environment whose contexts depend on the row, with its description."""
-    from prime_rl.orchestrator.distillation.context import ContextProvider, context_text
-    from rollouts.training.environments import load_environment
-
-    contexts = ContextProvider(teacher, orchestrator.env, orchestrator.seed)
-    for env in orchestrator.env:
-        name, source = env.name or env.id, env if env.source is not None else teacher
-        is_known = source.context_from in (None, "row", "answer") and source.source not in (None, *CONSTANT_SOURCES)
-        if env.teacher != "context" or not is_known:
-            continue
-        rows = load_environment(env.id, env.args, score=False).rows("train")[:MAX_CHECKED_ROWS]
-        contexts.check_rows(name, rows)
-        texts = [context_text(contexts.context_for(name, row)) for row in rows]
-        if texts:
-            number = max(range(len(texts)), key=lambda i: len(texts[i]))
-            yield f"the context of row {number} of environment {name}", texts[number]
+        check_window(text, server.model.name, server.model.max_model_len, f"orchestrator.{name}.{section.source}", key)
 
 
 def _fill_self_teacher(tables: ConfigTables) -> None:

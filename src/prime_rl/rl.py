@@ -84,9 +84,9 @@ def check_inputs(config: RLConfig) -> None:
             advantage.import_custom()
     model_dir = resolve_model_dir(config.model.name)
     check_weights(model_dir, config.model.debug.random_init)
+    check_contexts(config.orchestrator, config.inference, config.teacher_inference)
     environments = [*config.orchestrator.env, *config.orchestrator.eval_envs]
     check_environments(environments)
-    check_contexts(config.orchestrator, config.inference, config.teacher_inference)
     if config.inference is not None:
         if not (has_chat_template(model_dir) or brings_chat_template(config.inference)):
             check_text_prompts(environments)

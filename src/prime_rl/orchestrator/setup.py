@@ -200,7 +200,7 @@ async def open_orchestrator(
         if teacher is not None:
             stack.push_async_callback(teacher.close)
             for name, environment in environments.items():
-                teacher.contexts.check_rows(name, environment.rows("train"))
+                teacher.contexts.check_rows(name, environment.rows("train"), config.model.name)
         monitor = build_monitor(out, "orchestrator", config)
         stack.callback(monitor.finish)
         transport = config.transport

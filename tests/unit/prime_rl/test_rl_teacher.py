@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shlex
 import socket
@@ -16,6 +15,7 @@ from prime_rl.config import RLConfig, teacher_follows_policy
 from prime_rl.config_teacher import check_contexts, describe_taus
 from prime_rl.launcher import gpus
 from prime_rl.orchestrator import orchestrator
+from prime_rl.orchestrator.distillation.context import ContextProvider
 from prime_rl.orchestrator.distillation.teacher import build_teacher
 from prime_rl.runtime.machine import find_free_port
 from prime_rl.trainer.rl.loss import build_objective
@@ -301,11 +301,6 @@ def test_context_beyond_the_window_is_refused_before_the_start(tmp_path: Path) -
         check_contexts(config.orchestrator, config.inference, config.teacher_inference)
 
 
-def build_hints(words: int) -> dict[str, Any]:
-    rows = [{"prompt": "Two?", "answer": "2", "info": {"hint": "word " * (words if i == 2 else 1)}} for i in range(4)]
-    return {"dataset": rows, "rewards": lambda completion: 0.0}
-
-
 def hint_of(example: dict[str, Any], rng: random.Random) -> list[dict[str, str]]:
     return [{"role": "user", "content": example["info"]["hint"]}]
 
@@ -313,17 +308,13 @@ def hint_of(example: dict[str, Any], rng: random.Random) -> list[dict[str, str]]
 @pytest.mark.parametrize(
     "context", [{"context_template": "{{example.info.hint}} "}, {"context_fn": "test_rl_teacher:hint_of"}], ids=str
 )
-def test_contexts_of_rows_are_measured_before_the_start(context: dict[str, str]) -> None:
+def test_contexts_of_rows_are_measured_before_rollouts(context: dict[str, str]) -> None:
     [(source, value)] = context.items()
-    keys = ("--model.name", "tiny-qwen3", "--teacher_inference.model.max_model_len", "64")
-    keys += (f"--orchestrator.teacher_model.{source}", value, "--orchestrator.env")
-
-    def check(words: int) -> None:
-        env = {"id": "test_rl_teacher:build_hints", "name": "hints", "args": {"words": words}}
-        config = parse(*keys, json.dumps([env]))
-        check_contexts(config.orchestrator, config.inference, config.teacher_inference)
-
-    check(words=1)
-    message = r"the context of row 2 of environment hints has \d+ tokens and the model's window is 64: shorten"
-    with pytest.raises(ValueError, match=message):
-        check(words=200)
+    keys = ("--teacher_inference.model.max_model_len", "64", f"--orchestrator.teacher_model.{source}", value)
+    config = parse(*keys).orchestrator
+    assert config.teacher_model is not None and config.teacher_model.max_model_len == 64
+    contexts, name = ContextProvider(config.teacher_model, config.env, config.seed), config.env[0].id
+    rows = [{"prompt": "Two?", "info": {"hint": "word " * (200 * (i == 2) + 1)}} for i in range(4)]
+    contexts.check_rows(name, rows[:2], "tiny-qwen3")
+    with pytest.raises(ValueError, match=r"the context of row 2 of .* has \d+ tokens and the .* is 64: shorten the"):
+        contexts.check_rows(name, rows, "tiny-qwen3")

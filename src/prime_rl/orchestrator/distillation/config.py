@@ -147,6 +147,10 @@ class TeacherConfig(ContextConfig):
     top_logprobs: int = Field(default=0, ge=-1)
     """Top tokens scored in addition to the sampled one; -1: all. rl sets what trainer.loss.distill needs."""
 
+    max_model_len: int | None = Field(default=None, ge=1)
+    """Window of the teacher's server: contexts from rows that do not fit are an error at the start. rl sets it for its
+    servers."""
+
     inspect_context: int | None = Field(default=None, ge=1)
     """Print this many prompts of each environment as student and teacher see them, then exit."""
 

@@ -14,11 +14,13 @@ from prime_rl.configuration.imports import import_function
 from prime_rl.orchestrator.config import TrainEnvConfig
 from prime_rl.orchestrator.distillation.config import ContextConfig, ContextFrom, TeacherConfig
 from prime_rl.orchestrator.distillation.outcomes import RolloutOutcome, Source, build_outcome_source
+from prime_rl.runtime.tokenizer import check_window
 
 SYSTEM_PROBE = "Probe of the system message."
 PROBE_USER: Message = {"role": "user", "content": "a"}
 DEFAULT_SYSTEM_PROBES = ([PROBE_USER], [{"role": "system", "content": SYSTEM_PROBE}, PROBE_USER])
 """Two chats whose renderings show the default system message of a chat template (`read_default_system`)."""
+MAX_CHECKED_ROWS = 1000
 PLACEHOLDER = re.compile(r"\{\{\s*(\w+)((?:\.\w+)*)\s*\}\}")
 
 
@@ -153,8 +155,8 @@ class ContextProvider:
         key = self.teacher.context_key
         return None if key is None else re.sub(r"[^\w.-]", "_", look_up(row, key, "context_key"))
 
-    def check_rows(self, env: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """`ValueError` if the contexts of an environment cannot be built from its rows."""
+    def check_rows(self, env: str, rows: Sequence[Mapping[str, Any]], model: str) -> None:
+        """`ValueError` if the contexts of an environment cannot be built from its rows, or do not fit the window."""
         if self.role(env) != "context" or not rows:
             return
         if self.context_from(env) == "answer" and not any(row.get("answer") not in (None, "") for row in rows):
@@ -162,6 +164,11 @@ class ContextProvider:
         if self.context_from(env) == "row":
             self.context_for(env, rows[0])
         self.label(rows[0])
+        if self.teacher.max_model_len is not None and self.context_from(env) in ("row", "answer"):
+            texts = [context_text(self.context_for(env, row)) for row in rows[:MAX_CHECKED_ROWS]]
+            number = max(range(len(texts)), key=lambda i: len(texts[i]))
+            what, key = f"the context of row {number} of {env}", "max_model_len of the teacher's server"
+            check_window(texts[number], model, self.teacher.max_model_len, what, key)
 
     def position(self, env: str) -> ContextPosition:
         """Position of an environment's context."""

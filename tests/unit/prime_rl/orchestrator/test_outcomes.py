@@ -50,8 +50,8 @@ def test_answer_is_shown_to_every_rollout() -> None:
     provider = build_contexts({"context_from": "answer"})
     assert provider.context_for("world", {"answer": None}) is None
     with pytest.raises(ValueError, match="no row of world has an answer: use another context_from"):
-        provider.check_rows("world", [{"answer": ""}, {}])
-    provider.check_rows("world", [{}, ROW])
+        provider.check_rows("world", [{"answer": ""}, {}], "m")
+    provider.check_rows("world", [{}, ROW], "m")
 
 
 def test_sibling_is_successful_and_never_the_rollout_itself() -> None:
@@ -117,7 +117,7 @@ def test_invalid_contexts_name_the_cure(teacher: dict[str, Any], keys: dict[str,
 def test_unknown_key_of_a_row_is_found_in_the_first_row() -> None:
     provider = build_contexts({"context_template": "{{example.hint}}\n"})
     with pytest.raises(ValueError, match=r"this row has no hint \(available: answer, "):
-        provider.check_rows("world", [ROW])
+        provider.check_rows("world", [ROW], "m")
 
 
 class PromptClient:
