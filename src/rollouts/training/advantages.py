@@ -207,8 +207,8 @@ def read_component(sample: Sample, name: str) -> float:
 def assign_role_advantages(samples: Iterable[Sample], baselines: dict[str, float], decay: float) -> None:
     """Set `advantages` to reward minus a running mean of the rewards of the same environment and seat.
 
-    RAE, SPIRAL, 2506.24119: A = r - b, with b before its update to decay b + (1 - decay) r, from 0. `baselines` is
-    changed. Failed samples are left out.
+    RAE, SPIRAL, 2506.24119: A = r - b, with b before its update to decay b + (1 - decay) r, from 0, as in the authors'
+    code: b does not depend on r. `baselines` is changed. Failed samples are left out.
     """
     for group in split_groups(sample for sample in samples if sample.status != Status.FAILED):
         for rollout in group:
