@@ -115,10 +115,12 @@ def find_largest(stats: TokenStats, name: str, target: float) -> tuple[int, floa
 
 
 @pytest.mark.parametrize(
-    ("name", "num"), [(name, 12) for name in FILTERS] + [pytest.param("all", 1100, marks=pytest.mark.slow)]
+    ("name", "num"),
+    [(name, 12) for name in FILTERS]
+    + [pytest.param(name, 1050, marks=(pytest.mark.slow, pytest.mark.timeout(600))) for name in FILTERS],
 )
 def test_every_ratio_is_exactly_one(backend: Backend, name: str, num: int) -> None:
-    """At learning rate 0; without replay the same samples show the bias."""
+    """At learning rate 0; without replay the same samples show the bias. Slow: 100,800 tokens."""
     samples = build_samples(generate(backend, draw(num, FILTERS[name])))
     sizes = torch.cat([decode_supports(s.sampling_support, len(s.tokens)).sizes for s in samples])
     assert int(sizes.max()) > 1 and len({s.sampling_support for s in samples}) > 1
