@@ -33,6 +33,7 @@ DIAGNOSTICS = (
     "effective sample size by staleness",
     "mismatch by position",
 )
+POSITIONS = ["from token 0\n2.20e-6", "from token 16\n3.74e-5", "from token 128\n0.0002838", "from token 1024\n0.002255"]
 LOG = """\
 12:00:01    INFO Step 1 | Reward: 0.1
 12:00:02 WARNING health check mask: a long message that names a cure, trainer.parallel.dp, and goes on for a while
@@ -130,6 +131,7 @@ def test_every_tab_is_readable(url: str, browser: Any, theme: str, width: int, t
             if section == "curves":
                 for title in DIAGNOSTICS:
                     page.wait_for_selector(f".chart[aria-label='{title}'] .line", state="attached")
+                assert page.locator(".chart[aria-label='mismatch by position'] .key").all_inner_texts() == POSITIONS
             check(section)
         page.goto(f"{url}runs/first/#rollouts?kind=training&step=3&group=301&index=2&view=tokens")
         page.wait_for_selector(".tokens .token")

@@ -43,7 +43,12 @@ function asPoints(data, c) {
   return { ...c, isPoints: true, errors };
 }
 
+// Part of the tokens that a diagnostic is about: its kind and its first age or position.
+const PART = /\/(staleness|from_token)_(\d+)(_or_more)?\//;
+
 function label(name, title) {
+  const part = PART.exec(name);
+  if (part) return `${part[1] === "staleness" ? "age" : "from token"} ${part[2]}${part[3] ? " or more" : ""}`;
   const evaluated = /^eval\/(.+)\/(.+)$/.exec(name);
   if (name === "reward/mean" && title === "reward") return "training, mean";
   if (evaluated) return `${evaluated[1]} held out, ${evaluated[2]}`;
@@ -54,5 +59,7 @@ function matching(data, pattern, drawn) {
   const expression = new RegExp(`^${pattern.replaceAll(/[.+?^${}()|[\]\\]/g, "\\$&").replaceAll("*", ".*")}$`);
   const names = [...new Set(allCurves(data).map((c) => c.name))].filter((name) => expression.test(name) && !drawn.has(name) && !/\/(stderr|ci_low|ci_high|num_\w+)$/.test(name));
   const reward = curve(data, "reward/mean");
+  const first = (name) => Number(PART.exec(name)?.[2] ?? 0);
+  names.sort((a, b) => first(a) - first(b));
   return names.map((name) => curve(data, name)).filter((c) => c.name === "reward/mean" || !reward || String(c.values) !== String(reward.values));
 }
