@@ -33,7 +33,8 @@ DIAGNOSTICS = (
     "effective sample size by staleness",
     "mismatch by position",
 )
-POSITIONS = ["from token 0\n2.20e-6", "from token 16\n3.74e-5", "from token 128\n0.0002838", "from token 1024\n0.002255"]
+MISMATCH = ((0, "2.20e-6"), (16, "3.74e-5"), (128, "0.0002838"), (1024, "0.002255"))
+POSITIONS = [f"from token {first}\n{value}" for first, value in MISMATCH]
 LOG = """\
 12:00:01    INFO Step 1 | Reward: 0.1
 12:00:02 WARNING health check mask: a long message that names a cure, trainer.parallel.dp, and goes on for a while
