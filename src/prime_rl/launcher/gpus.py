@@ -109,7 +109,8 @@ def compute_environment(gpu_ids: Sequence[int] | None, num_compute: int) -> dict
 def describe_assignment(assignment: GpuAssignment) -> str:
     """One line that describes the devices of the processes."""
     if assignment.trainer is None:
-        return f"all processes on the CPU ({num_cores()} cores)"
+        cores = num_cores()
+        return f"all processes on the CPU ({cores} core{'s' if cores > 1 else ''})"
     where = "elsewhere" if assignment.inference is None else f"on GPU {assignment.inference}"
     text = f"trainer on GPU {assignment.trainer}, inference {where}"
     return text if assignment.teacher is None else f"{text}, teacher on GPU {assignment.teacher}"
