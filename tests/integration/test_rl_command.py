@@ -178,7 +178,7 @@ def start_endless(run: Runner, out: Path) -> Command:
     return command
 
 
-@pytest.mark.parametrize("victim", ["trainer", "orchestrator"])
+@pytest.mark.parametrize("victim", ["trainer", pytest.param("orchestrator", marks=pytest.mark.slow)])
 def test_crash_stops_all_processes_and_is_reported(run: Runner, tmp_path: Path, victim: str) -> None:
     command = start_endless(run, tmp_path / "out")
     os.kill(command.find(victim), signal.SIGKILL)
@@ -197,6 +197,7 @@ def test_ctrl_c_stops_everything(run: Runner, tmp_path: Path) -> None:
     assert command.pids() == []
 
 
+@pytest.mark.slow  # test_open_page.py kills a launcher that serves its page as well
 def test_killing_the_launcher_leaves_no_orphan(run: Runner, tmp_path: Path) -> None:
     command = start_endless(run, tmp_path / "out")
     command.process.kill()
