@@ -254,11 +254,11 @@ class Supervisor:
 
     def stop(self) -> None:
         """SIGTERM to every group, SIGKILL after the grace period (or a second Ctrl-C), then the strays."""
+        num_signals = len(self._signals)  # from here on, a Ctrl-C is the second one
         alive = [c for c in self.children.values() if c.code is None]
         for child in alive:
             signal_group(child.process.pid, signal.SIGTERM)
         deadline = time.monotonic() + self.grace_s
-        num_signals = len(self._signals)
         with contextlib.suppress(KeyboardInterrupt):  # the second Ctrl-C, where the caller handles signals
             while any(c.code is None for c in alive) and time.monotonic() < deadline:
                 if len(self._signals) > num_signals:

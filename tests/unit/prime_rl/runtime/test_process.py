@@ -208,6 +208,20 @@ def test_a_second_ctrl_c_does_not_wait_for_the_grace_period(tmp_path: Path) -> N
     assert not any(map(is_alive, pids))
 
 
+def test_a_ctrl_c_while_sigterm_is_being_sent_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Supervisor(tmp_path, handle_signals=False, grace_s=10 * DEADLINE_S) as supervisor:
+
+        def signal_group(pid: int, number: int) -> None:
+            os.killpg(pid, number)
+            supervisor._signals.append(signal.SIGINT)
+
+        monkeypatch.setattr("prime_rl.runtime.process.signal_group", signal_group)
+        child = supervisor.start("stubborn", python(STUBBORN))
+        until(says(tmp_path / "stubborn.log", "ready"), "the child")
+        started = time.monotonic()
+    assert child.code == -signal.SIGKILL and time.monotonic() - started < DEADLINE_S
+
+
 def test_no_process_outlives_a_killed_launcher(tmp_path: Path) -> None:
     launcher, pids = start_launcher(tmp_path)
     launcher.kill()
