@@ -14,7 +14,7 @@ from rollouts.training.environments import Environment, load_environment
 
 PAGE = (Path(__file__).parents[3] / "docs" / "environments.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-NAMES = ("docs_add_up", "docs_own_data", "docs_tools", "docs_higher_lower", "docs_day_after")
+NAMES = ("docs_add_up", "docs_own_data", "docs_tools", "docs_higher_lower", "docs_day_after", "docs_highest")
 
 
 def load(tmp_path: Path, number: int, **args: object) -> Environment:
@@ -78,3 +78,11 @@ def test_plain_python(tmp_path: Path) -> None:
     assert {r.reward for r in play(env, env.rows(), lambda row: lambda _: row["answer"])} == {1.25}
     [wrong] = play(env, env.rows()[:1], lambda _: lambda __: "Monday or so")
     assert wrong.reward == 0.125
+
+
+def test_several_players(tmp_path: Path) -> None:
+    env = load(tmp_path, 5)
+    moves = iter(["7", "3", "no", "2"])
+    won, lost = play(env, env.rows()[:2], lambda _: lambda __: next(moves))
+    assert [won.reward, won.metrics["reward_second"]] == [1.0, 0.0]
+    assert [lost.reward, lost.metrics["reward_second"]] == [0.0, 1.0]
