@@ -14,7 +14,8 @@ from cli_runner import ROOT, runner, until
 from prime_rl.runtime.machine import find_free_port
 
 FOLDERS = [path for path in (ROOT / "environments").iterdir() if (path / "pyproject.toml").is_file()]
-ENVIRONMENTS = sorted(path.name for path in FOLDERS if path.name != "ifeval")  # plain Python, with a file of its own
+IN_PLAIN_PYTHON = ("ifeval", "nim")
+ENVIRONMENTS = sorted(path.name for path in FOLDERS if path.name not in IN_PLAIN_PYTHON)
 SMALL = {
     "wiki_search": "env_args = { num_pages = 20 }\n",
     "sokoban_env": "env_args = { num_train_examples = 10, num_eval_examples = 10 }\n",
