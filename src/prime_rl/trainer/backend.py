@@ -34,7 +34,6 @@ from prime_rl.trainer.model import (
     DeviceConfig,
     build_adapter_spec,
     find_base_name,
-    keep_freed_memory,
     limit_threads,
     load_model,
     resolve_placement,
@@ -341,8 +340,6 @@ def build_backend(config: TrainConfig | SFTConfig) -> Backend:
     placement = resolve_placement(
         config.model, int(environ.get("LOCAL_RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
     )
-    if placement.device.type == "cpu":
-        keep_freed_memory()
     ranks = init_process_group(config.parallel, config.dist_timeout_seconds, placement.device)
     mesh = build_mesh(config.parallel, ranks)
     torch.manual_seed(config.seed + ranks.rank // mesh.tp.size)  # replicated parameters need the same dropout

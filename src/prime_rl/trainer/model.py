@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +20,6 @@ from rollouts.kernels.linear import Linear
 
 FEW_CORES = 4
 """Up to this many cores, use one thread: the processes of a run oversubscribe the cores otherwise."""
-
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Parameters of `mallopt` in glibc's malloc.h."""
-MAX_KEPT_BYTES = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -121,16 +116,3 @@ def limit_threads() -> int:
     )
     torch.set_num_threads(num_threads)
     return num_threads
-
-
-def keep_freed_memory() -> None:
-    """Reuse the memory of freed tensors instead of returning it to the system; in huge pages where there are any.
-
-    A step allocates and frees the same gigabytes again and again, and with glibc's defaults faulting the pages in takes
-    a sixth of its time. No effect with another C library.
-    """
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # read by torch
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(M_TRIM_THRESHOLD, MAX_KEPT_BYTES)
-        mallopt(M_MMAP_THRESHOLD, MAX_KEPT_BYTES // 2)
