@@ -1,16 +1,11 @@
-"""The commands: console scripts, and `python -m prime_rl COMMAND ...` where shells have their own `eval`.
-
-The console scripts are functions of this module, `vf-install` as `vf_install`: Ctrl-C ends a command from here on.
-"""
+"""`python -m prime_rl COMMAND ...`: the commands without the PATH, where shells have their own `eval`."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from functools import partial
 from importlib import import_module
 
-from prime_rl.runtime.interrupts import end_on_signals, report_interrupt, unwind_on_signals
+from prime_rl.runtime.interrupts import end_on_signals
 
 COMMANDS = {
     "rl": ("prime_rl.rl:main", "train by asynchronous RL; `rl init NAME` writes a new environment"),
@@ -29,30 +24,12 @@ COMMANDS = {
     "vf-install": ("prime_rl.envs.vf_install:main", "install an environment of verifiers"),
     "vf-rl": ("prime_rl.envs.vf_rl:main", "verifiers' RL command, or a nanochat run"),
 }
-"""Command -> its function and its purpose."""
-
-
-def __getattr__(name: str) -> Callable[[], None]:
-    """The function of a console script."""
-    command = name.replace("_", "-")
-    if command not in COMMANDS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return partial(run, command)
-
-
-def run(command: str) -> None:
-    """Run a command, which parses `sys.argv`."""
-    end_on_signals()
-    try:
-        with unwind_on_signals():
-            module, _, function = COMMANDS[command][0].partition(":")
-            getattr(import_module(module), function)()
-    except KeyboardInterrupt as stop:
-        raise SystemExit(report_interrupt(stop)) from None
+"""Command -> its function, as in `[project.scripts]` of `pyproject.toml`, and its purpose."""
 
 
 def main() -> None:
     """Run the command named by the first argument."""
+    end_on_signals()
     name, *rest = sys.argv[1:] or ["--help"]
     if name == "--version":
         from prime_rl.configuration.command import show_version
@@ -69,8 +46,9 @@ def main() -> None:
         hint = f"did you mean {near}?" if near else f"commands: {', '.join(COMMANDS)}"
         sys.stderr.write(f"error: unknown command {name!r}\n  {hint}\n")
         raise SystemExit(2)
+    module, _, function = COMMANDS[name][0].partition(":")
     sys.argv = [name, *rest]
-    run(name)
+    getattr(import_module(module), function)()
 
 
 if __name__ == "__main__":

@@ -122,4 +122,4 @@ def test_ours_are_on_the_path(name: str) -> None:
         pytest.skip("this checkout is not installed; cure: make setup")
     command = Path(sys.executable).with_name(name)
     cure = "pip install --force-reinstall --no-deps -e ."
-    assert "from prime_rl" in command.read_text(), f"{command} is that of verifiers: {cure}"
+    assert "prime_rl.envs" in command.read_text(), f"{command} is that of verifiers: {cure}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from prime_rl.configuration.errors import ConfigError
-from prime_rl.runtime.interrupts import report_interrupt, was_interrupted
+from prime_rl.runtime.interrupts import end_on_signals, report_interrupt, unwind_on_signals, was_interrupted
 from prime_rl.runtime.process_tree import TOKEN_VARIABLE
 from prime_rl.runtime.redacted_output import protect_output
 from prime_rl.runtime.redaction import register_config
@@ -79,8 +79,11 @@ def exit_with_errors(run: Callable[[], int | None], *, debug: bool = False) -> N
 
     `debug`: a traceback.
     """
+    if TOKEN_VARIABLE not in os.environ:  # a launcher ends its children itself
+        end_on_signals()
     try:
-        raise SystemExit(run() or 0)
+        with unwind_on_signals():
+            raise SystemExit(run() or 0)
     except KeyboardInterrupt as stop:
         raise SystemExit(report_interrupt(stop)) from None
     except BrokenPipeError:

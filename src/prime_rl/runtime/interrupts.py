@@ -1,8 +1,9 @@
-"""Ctrl-C (SIGINT) and SIGTERM end a command at any instant with one line and exit code 130 or 143.
+"""Ctrl-C (SIGINT) and SIGTERM end a command with one line and exit code 130 or 143, from the moment that it parses
+its arguments.
 
 Python's own handler raises `KeyboardInterrupt` at an arbitrary instruction. While a module is imported, callbacks and C
 extensions lose that exception or wrap it in another one, so the process exits at once instead. Only the standard
-library is imported here: the handlers are installed before anything else.
+library is imported here: `python -m prime_rl` installs the handlers before anything else.
 """
 
 from __future__ import annotations

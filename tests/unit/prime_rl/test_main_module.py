@@ -15,16 +15,7 @@ PYPROJECT = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_te
 
 
 def test_the_commands_are_those_that_pip_installs() -> None:
-    scripts = PYPROJECT["project"]["scripts"]
-    assert {name: where.partition(":")[0] for name, where in scripts.items()} == dict.fromkeys(
-        __main__.COMMANDS, "prime_rl.__main__"
-    )
-    assert all(getattr(__main__, where.partition(":")[2]).args == (name,) for name, where in scripts.items())
-
-
-@pytest.fixture(autouse=True)
-def _keep_signal_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(__main__, "end_on_signals", lambda: None)
+    assert {name: function for name, (function, _) in __main__.COMMANDS.items()} == PYPROJECT["project"]["scripts"]
 
 
 def test_a_command_is_run_by_name() -> None:

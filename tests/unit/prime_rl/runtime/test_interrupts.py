@@ -12,9 +12,9 @@ import pytest
 
 START = """
 import asyncio, os, signal, sys
-from prime_rl.runtime.interrupts import cancel_on_signals, end_on_signals, unwind_on_signals
+from prime_rl.configuration.command import exit_with_errors as command
+from prime_rl.runtime.interrupts import cancel_on_signals, end_on_signals
 
-end_on_signals()
 def stop():
     os.kill(os.getpid(), getattr(signal, sys.argv[1]))
     for _ in range(100):  # the handler runs between two instructions
@@ -22,10 +22,6 @@ def stop():
 def state(path):
     from prime_rl.runtime.run_state import StateRecorder
     return StateRecorder(path, "sft")
-def command(run):
-    from prime_rl.configuration.command import exit_with_errors
-    with unwind_on_signals():
-        exit_with_errors(run)
 """
 SWALLOWS = """
 from __main__ import stop
@@ -52,7 +48,9 @@ def test_an_import_cannot_swallow_a_signal(number: str, tmp_path: Path) -> None:
 
 
 def test_a_signal_before_the_command_ends_the_process(tmp_path: Path) -> None:
-    done = run(tmp_path, "try:\n    stop()\nexcept BaseException:\n    pass\nprint('went on')", "SIGINT")
+    done = run(
+        tmp_path, "end_on_signals()\ntry:\n    stop()\nexcept BaseException:\n    pass\nprint('went on')", "SIGINT"
+    )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "Interrupted\n")
 
 
