@@ -15,6 +15,7 @@ import asyncio, os, signal, sys
 from prime_rl.configuration.command import exit_with_errors as command
 from prime_rl.runtime.interrupts import cancel_on_signals, end_on_signals
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs
 def stop():
     os.kill(os.getpid(), getattr(signal, sys.argv[1]))
     for _ in range(100):  # the handler runs between two instructions
