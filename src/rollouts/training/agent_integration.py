@@ -75,11 +75,14 @@ def completion_text(completion: str | list[Message]) -> str:
 
 
 def rollout_to_samples(rollout: Rollout, *, group_index: int | None = None, index: int | None = None) -> list[Sample]:
-    """Merge turns into samples: a turn whose prompt does not extend the previous tokens starts a new sample.
+    """Merge turns into samples: a turn whose prompt extends the tokens of no sample starts a new one.
 
         turn 1   prompt [1 2]            completion [3 4]
         turn 2   prompt [1 2 3 4 5]      completion [6]      -> tokens [1 2 3 4 5 6], mask [0 0 1 1 0 1]
         turn 3   prompt [1 2 9]          completion [7]      -> a second sample [1 2 9 7], mask [0 0 0 1]
+        turn 4   prompt [1 2 3 4 5 6 8]  completion [2]      -> the first sample goes on
+
+    So branches of a conversation may alternate, and every sampled token has a mask of 1 in exactly one sample.
 
     `metadata["asked"]` is the chat request of the sample's prompt, if the server rendered it. Turns without sampled
     tokens are skipped. Turns of several seats are merged seat by seat, each with the reward of its own. Raises
@@ -87,7 +90,6 @@ def rollout_to_samples(rollout: Rollout, *, group_index: int | None = None, inde
     are then those of the allowed tokens, not those of the trained policy.
     """
     samples: list[Sample] = []
-    last: dict[str | None, Sample] = {}
     for number, turn in enumerate(rollout.turns, start=1):
         if len(turn.logprobs) != len(turn.completion_ids):
             raise ValueError(
@@ -101,10 +103,10 @@ def rollout_to_samples(rollout: Rollout, *, group_index: int | None = None, inde
             )
         if not turn.completion_ids:
             continue
-        sample = last.get(turn.seat)
-        if sample is None or not _extends(turn.prompt_ids, sample.tokens):
-            sample = last[turn.seat] = _open_sample(rollout, group_index, index)
-            samples.append(sample)
+        extended = [s for s in samples if s.seat == turn.seat and _extends(turn.prompt_ids, s.tokens)]
+        sample = max(extended, key=lambda sample: len(sample.tokens), default=None)
+        if sample is None:
+            samples.append(sample := _open_sample(rollout, group_index, index))
             if turn.seat is not None:
                 sample.seat, sample.reward = turn.seat, rollout.seat_rewards.get(turn.seat, 0.0)
             if turn.chat_request is not None:

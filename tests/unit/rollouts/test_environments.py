@@ -300,12 +300,13 @@ def test_turns_interleave_while_the_prefix_extends() -> None:
             Turn([1, 2], [3, 4], [-0.3, -0.4], [(0, 5), (1, 6)]),
             Turn([1, 2, 3, 4, 5], [6], [-0.6], [(0, 6)]),
             Turn([1, 2, 9], [7], [-0.7], [(0, 7)]),
+            Turn([1, 2, 3, 4, 5, 6, 8], [2], [-0.2], [(0, 7)]),
         )
     )
-    assert [s.tokens for s in samples] == [[1, 2, 3, 4, 5, 6], [1, 2, 9, 7]]
-    assert [s.loss_mask for s in samples] == [[0, 0, 1, 1, 0, 1], [0, 0, 0, 1]]
-    assert [s.inference_logprobs for s in samples] == [[0, 0, -0.3, -0.4, 0, -0.6], [0, 0, 0, -0.7]]
-    assert [s.versions for s in samples] == [[(2, 5), (3, 6)], [(3, 7)]]
+    assert [s.tokens for s in samples] == [[1, 2, 3, 4, 5, 6, 8, 2], [1, 2, 9, 7]]
+    assert [s.loss_mask for s in samples] == [[0, 0, 1, 1, 0, 1, 0, 1], [0, 0, 0, 1]]
+    assert [s.inference_logprobs for s in samples] == [[0, 0, -0.3, -0.4, 0, -0.6, 0, -0.2], [0, 0, 0, -0.7]]
+    assert [s.versions for s in samples] == [[(2, 5), (3, 6), (7, 7)], [(3, 7)]]
 
 
 tokens = st.lists(st.integers(0, 3), max_size=4)
