@@ -21,6 +21,7 @@ from typing import Any, TextIO
 
 from prime_rl.runtime.process_tree import (
     TOKEN_VARIABLE,
+    add_token,
     adopt_orphans,
     die_with_parent,
     find_run_processes,
@@ -159,8 +160,7 @@ class Supervisor:
         from prime_rl.runtime.redacted_output import LOG_PIPE_VARIABLE, copy_redacted, describe_log_pipe
 
         log_path = self.logs_dir / f"{name}.log"
-        tokens = ":".join(filter(None, (os.environ.get(TOKEN_VARIABLE), self._token)))
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {}), TOKEN_VARIABLE: tokens}
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {}), TOKEN_VARIABLE: add_token(self._token)}
         log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         offset = os.fstat(log).st_size
         source, sink = os.pipe()

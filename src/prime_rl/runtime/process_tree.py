@@ -27,6 +27,11 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def add_token(token: str) -> str:
+    """The value of TOKEN_VARIABLE for a child: the tokens of this process and `token`."""
+    return ":".join(filter(None, (os.environ.get(TOKEN_VARIABLE), token)))
+
+
 def find_run_processes(token: str) -> Iterator[int]:
     """Ids of other processes with `token` in their environment."""
     for entry in Path("/proc").glob("[0-9]*"):
