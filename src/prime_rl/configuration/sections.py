@@ -183,6 +183,10 @@ class EnvConfig(BaseConfig):
     name: str | None = None
     """Name in metrics; unset: the id."""
 
+    command: list[str] | None = Field(default=None, min_length=1)
+    """Program that runs each rollout: it reads the task on standard input and uses the model through the OpenAI or
+    Anthropic API; unset: the environment's own turns."""
+
     num_workers: int = Field(default=1, ge=0)
     """Worker processes; a crash, hang or leak affects only the rollouts of one worker. 0: run in the caller."""
 

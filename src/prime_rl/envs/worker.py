@@ -20,7 +20,7 @@ import socket
 import struct
 import sys
 from collections.abc import Coroutine, Generator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -28,6 +28,9 @@ from prime_rl.runtime.framing import FrameChannel, receive_frame, send_frame
 from prime_rl.runtime.process_tree import set_parent_death_signal
 from prime_rl.utils.client import InferenceClient, ServerSpec, build_client, prepare_client
 from rollouts.training.agent_integration import Rollout
+
+if TYPE_CHECKING:
+    from rollouts.training.environments.plain import Agent
 
 BEAT_S = 0.1
 _CELLS = struct.Struct("<QQ")
@@ -41,6 +44,7 @@ class Load(msgspec.Struct, tag=True):
     timeout_s: float | None
     score: bool
     sys_path: list[str]
+    command: list[str] | None = None
 
 
 class Loaded(msgspec.Struct, tag=True):
@@ -233,6 +237,16 @@ class Worker:
         self._control.send(reply)
 
 
+def build_agent(command: list[str] | None) -> Agent | None:
+    """The agent that runs `env.command`; None without one. `ValueError` if there is no such program."""
+    if command is None:
+        return None
+    from prime_rl.gateway.program import ProgramAgent, check_command
+
+    check_command(command)
+    return ProgramAgent(command)
+
+
 def quiet_libraries() -> None:
     """Route environment logs through ours: remove their handlers and progress bars."""
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # read when datasets is imported
@@ -257,7 +271,10 @@ def main() -> int:
     from rollouts.training.environments import load_environment
 
     try:
-        environment = load_environment(request.id, request.args, timeout_s=request.timeout_s, score=request.score)
+        agent = build_agent(request.command)
+        environment = load_environment(
+            request.id, request.args, timeout_s=request.timeout_s, score=request.score, agent=agent
+        )
     except Exception as error:
         message = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         send_frame(control, encode(Loaded(error=message)))

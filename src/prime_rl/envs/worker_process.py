@@ -6,6 +6,7 @@ import asyncio
 import mmap
 import os
 import resource
+import secrets
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ import msgspec
 
 from prime_rl.envs.worker import Finished, Heartbeat, Load, Loaded, RowsReply, RowsRequest, decode_finished, encode
 from prime_rl.runtime.framing import FrameChannel, receive_frame, send_frame
+from prime_rl.runtime.process_tree import TOKEN_VARIABLE, add_token, kill_run_processes
 from prime_rl.runtime.redacted_output import copy_redacted
 from rollouts.training.agent_integration import Rollout
 
@@ -50,6 +52,8 @@ class WorkerProcess:
         self.pending: dict[int, asyncio.Future[list[Rollout] | WorkerLoss]] = {}
         self.channel: FrameChannel | None = None
         self._beats, self._beat_seen = -1, time.monotonic()
+        self._token = secrets.token_hex(8)
+        paths = os.pathsep.join(path for path in sys.path if path)
         (self._work, work), (self._control, control) = socket.socketpair(), socket.socketpair()
         (stdout, out), (stderr, err) = os.pipe(), os.pipe()
         # The parent-death signal is tied to the thread that starts the worker, so this must be a long-lived thread.
@@ -68,13 +72,15 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=out_file,
                 stderr=err_file,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                env={**os.environ, "PYTHONPATH": paths, TOKEN_VARIABLE: add_token(self._token)},
                 pass_fds=fds,
                 start_new_session=True,
             )
         self.outputs = [copy_redacted(stdout, os.dup(1)), copy_redacted(stderr, os.dup(2))]
         with suppress(OSError):  # it exited already, which `wait_loaded` reports
-            send_frame(self._control, encode(Load(config.id, config.args, config.timeout, score, sys.path)))
+            send_frame(
+                self._control, encode(Load(config.id, config.args, config.timeout, score, sys.path, config.command))
+            )
 
     def wait_loaded(self) -> None:
         """Wait until the environment is loaded (blocking).
@@ -151,7 +157,8 @@ class WorkerProcess:
         self._control.close()
 
     def kill(self) -> None:
-        """End the process, if it has not exited."""
+        """End the process, if it has not exited, and all processes that it started."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
+        kill_run_processes(self._token)

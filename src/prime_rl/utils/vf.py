@@ -23,6 +23,10 @@ def check_environments(configs: Sequence[EnvConfig]) -> None:
             from prime_rl.envs.install import ensure_installed
 
             ensure_installed(config.id, config.index_url)
+        if config.command is not None:
+            from prime_rl.gateway.program import check_command
+
+            check_command(config.command)
         check_environment(config.id, config.args)
 
 
@@ -43,7 +47,7 @@ def load_environments(configs: Sequence[EnvConfig], *, score: bool = True) -> di
     Without `score` no reward function runs. Environments with `num_workers` > 0 run in worker processes, which
     `close_environments` or the end of this process terminates.
     """
-    from prime_rl.envs.worker import quiet_libraries
+    from prime_rl.envs.worker import build_agent, quiet_libraries
     from prime_rl.envs.worker_pool import EnvironmentWorkers
 
     check_environments(configs)
@@ -55,7 +59,10 @@ def load_environments(configs: Sequence[EnvConfig], *, score: bool = True) -> di
                 environments[config.name or config.id] = EnvironmentWorkers(config, score=score)
         for config in configs:
             if not config.num_workers:
-                environment = load_environment(config.id, config.args, timeout_s=config.timeout, score=score)
+                agent = build_agent(config.command)
+                environment = load_environment(
+                    config.id, config.args, timeout_s=config.timeout, score=score, agent=agent
+                )
                 environments[config.name or config.id] = environment
         quiet_libraries()
         for environment in environments.values():

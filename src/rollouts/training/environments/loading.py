@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollouts.training.environments.plain import PlainEnvironment
+from rollouts.training.environments.plain import Agent, PlainEnvironment, agent_reward
 from rollouts.training.environments.protocol import Environment, locate_error
 from rollouts.training.environments.resolve import EnvSource, Parameters, check_args, check_environment
 from rollouts.training.environments.verifiers_adapter import VerifiersEnvironment, check_verifiers
@@ -25,12 +25,14 @@ def load_environment(
     search_dirs: Sequence[Path] | None = None,
     timeout_s: float | None = None,
     score: bool = True,
+    agent: Agent | None = None,
 ) -> Environment:
     """Load environment `env_id` with its factory `load_environment(**args)`; see `find_environment` for ids.
 
     The factory returns a `verifiers` environment, a `PlainEnvironment` or a dict of its arguments, or an object with
     the `Environment` protocol. `timeout_s` limits an attempt and its scoring; without `score` no reward function runs
-    and every reward is 0. Raises `ValueError`.
+    and every reward is 0. `agent` runs the turns of a plain environment; a dict without rewards then takes the reward
+    that the agent reports. Raises `ValueError`.
     """
     source = check_environment(env_id, args, search_dirs=search_dirs)
     build = _import_factory(source)
@@ -40,18 +42,25 @@ def load_environment(
             made = build(**(args or {}))
         except Exception as error:
             raise ValueError(f"environment {env_id!r} did not load: {locate_error(error)}") from error
-    return _wrap(env_id, made, timeout_s, score)
+    return _wrap(env_id, made, timeout_s, score, agent)
 
 
-def _wrap(env_id: str, made: Any, timeout_s: float | None, score: bool) -> Environment:
+def _wrap(env_id: str, made: Any, timeout_s: float | None, score: bool, agent: Agent | None) -> Environment:
     if isinstance(made, Mapping):
+        if agent is not None:
+            made = {"rewards": agent_reward, **made}
         try:
             made = PlainEnvironment(**made)
         except (TypeError, ValueError) as error:
             raise ValueError(f"environment {env_id!r} did not load: {error}") from error
     if isinstance(made, PlainEnvironment):
-        made.id, made.timeout_s, made.score = made.id or env_id, timeout_s, score
+        made.id, made.timeout_s, made.score, made.agent = made.id or env_id, timeout_s, score, agent
         return made
+    if agent is not None:
+        raise ValueError(
+            f"environment {env_id!r} made a {type(made).__name__}, whose turns a program cannot run: return a dict "
+            "with dataset and rewards, or leave out env.command"
+        )
     if all(hasattr(made, name) for name in ("rollout", "rubric", "get_dataset")):
         check_verifiers()
         return VerifiersEnvironment(env_id, made, timeout_s=timeout_s, score=score)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rollouts.training.agent_integration import Rollout, Turn, completion_text
@@ -24,6 +24,8 @@ from rollouts.training.types import Message, Status
 
 Reward = Callable[..., Any]
 Respond = Callable[..., Any]
+Agent = Callable[[Rollout, Row, dict[str, Any], Any, str, dict[str, Any]], Awaitable[None]]
+"""Runs the turns of one rollout: rollout, row, state, client, model and arguments of a request."""
 
 
 class PlainEnvironment:
@@ -53,6 +55,8 @@ class PlainEnvironment:
         id: str = "",
     ) -> None:
         self.id = id
+        self.agent: Agent | None = None
+        """Runs the turns instead of the loop over `respond`."""
         self.timeout_s: float | None = None
         self.score = True
         self.respond, self.max_turns, self.tools = respond, max_turns, list(tools or [])
@@ -97,7 +101,7 @@ class PlainEnvironment:
     async def _attempt(self, rollout: Rollout, row: Row, client: Any, model: str, args: dict[str, Any]) -> None:
         state: dict[str, Any] = {}
         started = time.perf_counter()
-        await self._run_turns(rollout, row, state, client, model, args)
+        await (self.agent or self._run_turns)(rollout, row, state, client, model, args)
         generated = time.perf_counter()
         if self.score:
             await self._score(rollout, row, state)
@@ -159,6 +163,12 @@ class PlainEnvironment:
             value = check_reward(name, value)
             rollout.metrics = {**rollout.metrics, name: value}
             rollout.reward += weight * value
+
+
+def agent_reward(state: dict[str, Any]) -> float:
+    """The reward that an agent reported itself, else 1 if its program ended with exit code 0."""
+    reported = state.get("reward")
+    return float(state.get("exit_code") == 0) if reported is None else float(reported)
 
 
 def _select_arguments(function: Reward, known: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,141 @@
+"""One rollout of an agent: its requests, answered by the engine and recorded as tokens."""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from prime_rl.gateway.chat import (
+    CONTEXT_LENGTH,
+    ChatRequest,
+    RequestError,
+    encode_exact,
+    encode_loose,
+    normalize_message,
+)
+from rollouts.agents import Turn
+from rollouts.training.environments.plain import build_request, read_message, read_turn
+from rollouts.training.environments.protocol import add_usage, describe_failure
+from rollouts.training.types import Message
+
+PASSED_ON = ("tools", "tool_choice", "response_format", "chat_template_kwargs")
+"""Fields of an agent's request that reach the engine; sampling is that of the run."""
+
+
+class NoAnswer(Exception):
+    """The engine could not answer."""
+
+
+class Session:
+    """The conversation of one rollout with the model, in any number of branches. `client` is of this rollout alone.
+
+    A request that repeats an earlier conversation and its answer is sent as the sampled tokens plus the new messages;
+    any other request is rendered from its messages and starts a branch.
+    """
+
+    def __init__(self, client: Any, model: str, sampling_args: Mapping[str, Any]) -> None:
+        self.key = f"session-{secrets.token_urlsafe(24)}"
+        self.model = model
+        self.turns: list[Turn] = []
+        self.conversations: list[list[Message]] = []
+        """Messages of each request with its answer, in the order of the answers."""
+        self.finish_reason: str | None = None
+        """Of the last answer."""
+        self.num_unmatched = 0
+        """Requests with an assistant message that the engine did not write: the agent has edited its history."""
+        self.num_completion_tokens: int | None = None
+        self.reward: float | None = None
+        """Reward that the agent reported itself."""
+        self.error: Exception | None = None
+        """The first failure of the engine; the rollout fails with it."""
+        self.is_overlong = False
+        """Whether the last request was too long for the model."""
+        self.responses: dict[str, list[Message]] = {}
+        """Messages up to each answer of the Responses API, by its id."""
+        self._client = client
+        self._sampling_args = build_request(sampling_args)
+        self._written: set[bytes] = set()
+        self._written_loosely: dict[bytes, Message] = {}
+        self._answers: dict[bytes, Any] = {}
+        self._repeats: Counter[bytes] = Counter()
+
+    async def complete(self, request: ChatRequest, *, is_retry: bool = False) -> Any:
+        """Answer a request as OpenAI's chat completions do; raises `RequestError` or `NoAnswer`.
+
+        The same request again draws again, except that a retry of a client that lost the answer gets that answer.
+        """
+        request.check()
+        messages = [normalize_message(message) for message in request.messages]
+        body = self._build_body(request)
+        key = encode_exact([messages, body.get("tools")])
+        if is_retry and key in self._answers:
+            return self._answers[key]
+        messages = self._restore(messages)
+        if body.get("seed") is not None:
+            body["seed"] += self._repeats[key]
+        self._repeats[key] += 1
+        try:
+            answer = await self._client.chat.completions.create(model=self.model, messages=messages, **body)
+        except Exception as error:
+            raise self._explain(error) from error
+        self._answers[key] = answer
+        self._record(messages, answer)
+        return answer
+
+    def split_last(self) -> tuple[list[Message], list[Message]]:
+        """The last conversation: the messages before the engine's first one, and the others."""
+        last = self.conversations[-1]
+        start = next(i for i, message in enumerate(last) if self._is_written(message))
+        return last[:start], last[start:]
+
+    def _build_body(self, request: ChatRequest) -> dict[str, Any]:
+        body = dict(self._sampling_args)
+        body |= {name: value for name in PASSED_ON if (value := getattr(request, name))}
+        if stop := [*(body.get("stop") or []), *_as_list(request.stop)]:
+            body["stop"] = stop
+        limits = (body.get("max_completion_tokens"), request.max_completion_tokens, request.max_tokens)
+        if known := [limit for limit in limits if limit is not None]:
+            body["max_completion_tokens"] = min(known)
+        return body
+
+    def _restore(self, messages: list[Message]) -> list[Message]:
+        """The messages, those of the engine as it wrote them; counts a history that the agent has edited."""
+        restored = [
+            self._written_loosely.get(encode_loose(message), message)
+            if message["role"] == "assistant" and not self._is_written(message)
+            else message
+            for message in messages
+        ]
+        self.num_unmatched += any(m["role"] == "assistant" and not self._is_written(m) for m in restored)
+        return restored
+
+    def _is_written(self, message: Message) -> bool:
+        return message["role"] == "assistant" and encode_exact(message) in self._written
+
+    def _explain(self, error: Exception) -> Exception:
+        kind, text = describe_failure(error)
+        self.is_overlong = kind == "OverlongPrompt"
+        if self.is_overlong:
+            self.error = self.error or (None if self.conversations else error)
+            return RequestError(text, CONTEXT_LENGTH)
+        if getattr(error, "status_code", None) == 400:
+            return RequestError(text)
+        self.error = self.error or error
+        return NoAnswer(f"{kind}: {text}")
+
+    def _record(self, messages: list[Message], answer: Any) -> None:
+        choice = answer.choices[0]
+        message = read_message(choice.message)
+        self._written.add(encode_exact(message))
+        self._written_loosely[encode_loose(message)] = message
+        self.conversations.append([*messages, message])
+        self.finish_reason, self.is_overlong = choice.finish_reason, False
+        self.num_completion_tokens = add_usage(self.num_completion_tokens, answer)
+        if (turn := read_turn(answer)) is not None:
+            self.turns.append(turn)
+
+
+def _as_list(value: str | list[str] | None) -> list[str]:
+    return [value] if isinstance(value, str) else value or []

@@ -1,0 +1,263 @@
+"""The APIs of the gateway, with the stock OpenAI client and with Anthropic's wire format."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from recorded_client import CALL, RecordedClient
+
+from prime_rl.gateway.server import Gateway
+from prime_rl.gateway.session import Session
+
+SAMPLING = {"temperature": 0.7, "max_tokens": 50, "seed": 3, "logprobs": True, "extra_body": {"return_token_ids": True}}
+TOOL = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}
+CHAT_TOOL = {"type": "function", "function": TOOL}
+
+
+def serve(client: RecordedClient, work: Callable[[Session, httpx.AsyncClient], Awaitable[Any]]) -> Any:
+    """Run `work` with a session and an HTTP client at its address."""
+
+    async def run() -> Any:
+        gateway, session = Gateway(), Session(client, "policy", SAMPLING)
+        gateway.sessions["s"] = session
+        transport = httpx.ASGITransport(gateway)
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway/sessions/s") as http:
+            return await work(session, http)
+
+    return asyncio.run(run())
+
+
+def stock_openai(session: Session, http: httpx.AsyncClient) -> openai.AsyncOpenAI:
+    base_url = "http://gateway/sessions/s/v1"
+    return openai.AsyncOpenAI(api_key=session.key, base_url=base_url, http_client=http, max_retries=0)
+
+
+def test_the_sampling_of_the_run_replaces_that_of_the_agent() -> None:
+    client = RecordedClient()
+
+    async def work(session: Session, http: httpx.AsyncClient) -> None:
+        stock = stock_openai(session, http)
+        chat = [{"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "short."}]}]
+        answer = await stock.chat.completions.create(model="gpt-5", messages=chat, temperature=0, max_tokens=90, seed=1)
+        assert (answer.model, answer.choices[0].message.content, answer.usage.total_tokens) == ("gpt-5", "Hello.", 5)
+        await stock.chat.completions.create(model="gpt-5", messages=chat, max_completion_tokens=20)
+
+    serve(client, work)
+    first, second = client.requests
+    assert first["messages"] == [{"role": "system", "content": "Be short."}]
+    assert (first["temperature"], first["max_completion_tokens"], first["model"]) == (0.7, 50, "policy")
+    assert second["max_completion_tokens"] == 20
+    assert (first["seed"], second["seed"]) == (3, 4), "the same request again is another draw"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chats_with_tools_pass_the_stock_client(stream: bool) -> None:
+    client = RecordedClient([CALL], "Three.")
+
+    async def ask(stock: openai.AsyncOpenAI, messages: list[Any]) -> Any:
+        options = {"model": "m", "messages": messages, "tools": [CHAT_TOOL]}
+        if not stream:
+            return (await stock.chat.completions.create(**options)).choices[0].message
+        async with stock.chat.completions.stream(**options) as events:
+            return (await events.get_final_completion()).choices[0].message
+
+    async def work(session: Session, http: httpx.AsyncClient) -> Session:
+        stock, messages = stock_openai(session, http), [{"role": "user", "content": "1 + 2?"}]
+        message = await ask(stock, messages)
+        assert message.tool_calls[0].function.arguments == CALL.function.arguments
+        messages += [message.model_dump(), {"role": "tool", "tool_call_id": "call_1", "content": "3"}]
+        assert (await ask(stock, messages)).content == "Three."
+        return session
+
+    session = serve(client, work)
+    assert client.requests[1]["messages"][1] == {"role": "assistant", "content": "", "tool_calls": [CALL.model_dump()]}
+    assert [turn.completion_ids for turn in session.turns] == [[1, 7, 8], [2, 7, 8]]
+    assert session.num_unmatched == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("by_id", [False, True])
+def test_responses_with_tools_pass_the_stock_client(stream: bool, by_id: bool) -> None:
+    client = RecordedClient([CALL], "Three.")
+
+    async def ask(stock: openai.AsyncOpenAI, **options: Any) -> Any:
+        options |= {"model": "m", "instructions": "Add.", "tools": [{"type": "function", "strict": True, **TOOL}]}
+        if not stream:
+            return await stock.responses.create(**options)
+        async with stock.responses.stream(**options) as events:
+            return await events.get_final_response()
+
+    async def work(session: Session, http: httpx.AsyncClient) -> Session:
+        stock = stock_openai(session, http)
+        question = {"role": "user", "content": "1 + 2?"}
+        first = await ask(stock, input=[question])
+        [call] = first.output
+        assert (call.name, call.arguments) == ("add", CALL.function.arguments)
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "3"}
+        history = [] if by_id else [question, call.model_dump(exclude={"parsed_arguments"})]
+        extra = {"previous_response_id": first.id} if by_id else {}
+        assert (await ask(stock, input=[*history, result], **extra)).output_text == "Three."
+        return session
+
+    session = serve(client, work)
+    assert [m["role"] for m in client.requests[1]["messages"]] == ["system", "user", "assistant", "tool"]
+    assert client.requests[1]["messages"][2]["tool_calls"] == [CALL.model_dump()]
+    assert session.num_unmatched == 0
+
+
+def test_anthropic_messages_keep_the_text_of_sampled_calls() -> None:
+    client = RecordedClient([CALL], "Three.")
+
+    async def work(session: Session, http: httpx.AsyncClient) -> Session:
+        headers = {"x-api-key": session.key}
+        tool = {"name": "add", "description": "Adds.", "input_schema": TOOL["parameters"]}
+        body = {"model": "claude", "max_tokens": 30, "system": "Add.", "tools": [tool]}
+        messages: list[Any] = [{"role": "user", "content": "1 + 2?"}]
+        first = (await http.post("/v1/messages", headers=headers, json={**body, "messages": messages})).json()
+        assert (first["stop_reason"], first["usage"]) == ("tool_use", {"input_tokens": 2, "output_tokens": 3})
+        assert first["content"] == [{"type": "tool_use", "id": "call_1", "name": "add", "input": {"a": 1, "b": 2}}]
+        result = {"type": "tool_result", "tool_use_id": "call_1", "content": [{"type": "text", "text": "3"}]}
+        messages += [{"role": "assistant", "content": first["content"]}, {"role": "user", "content": [result]}]
+        second = (await http.post("/v1/messages", headers=headers, json={**body, "messages": messages})).json()
+        assert (second["content"], second["stop_reason"]) == ([{"type": "text", "text": "Three."}], "end_turn")
+        return session
+
+    session = serve(client, work)
+    system, _, assistant, tool = client.requests[1]["messages"]
+    assert (system["content"], tool) == ("Add.", {"role": "tool", "tool_call_id": "call_1", "content": "3"})
+    assert assistant["tool_calls"] == [CALL.model_dump()], "with its own spaces, not those of the agent's JSON"
+    assert session.num_unmatched == 0
+
+
+def test_anthropic_streams_join_to_the_message() -> None:
+    async def work(session: Session, http: httpx.AsyncClient) -> str:
+        body = {"model": "c", "max_tokens": 9, "stream": True, "messages": [{"role": "user", "content": "Hi"}]}
+        return (await http.post("/v1/messages", headers={"x-api-key": session.key}, json=body)).text
+
+    text = serve(RecordedClient(), work)
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+    names = "message_start content_block_start content_block_delta content_block_stop message_delta message_stop"
+    assert [event["type"] for event in events] == names.split()
+    assert events[2]["delta"] == {"type": "text_delta", "text": "Hello."}
+    assert events[4]["delta"]["stop_reason"] == "end_turn"
+
+
+def test_white_space_is_not_an_edit() -> None:
+    client = RecordedClient(" Hello.\n", [CALL], "Three.")
+
+    async def work(session: Session, http: httpx.AsyncClient) -> Session:
+        stock, messages = stock_openai(session, http), [{"role": "user", "content": "Hi"}]
+        await stock.chat.completions.create(model="m", messages=messages)
+        messages += [{"role": "assistant", "content": "Hello."}, {"role": "user", "content": "1 + 2?"}]
+        await stock.chat.completions.create(model="m", messages=messages, tools=[CHAT_TOOL])
+        spaced = {"name": "add", "arguments": '{"a": 1, "b": 2}'}
+        messages += [{"role": "assistant", "tool_calls": [{"id": "call_1", "type": "function", "function": spaced}]}]
+        messages += [{"role": "tool", "tool_call_id": "call_1", "content": "3"}]
+        await stock.chat.completions.create(model="m", messages=messages, tools=[CHAT_TOOL])
+        return session
+
+    session = serve(client, work)
+    _, first, _, second, _ = client.requests[2]["messages"]
+    assert (first["content"], second["tool_calls"]) == (" Hello.\n", [CALL.model_dump()]), "as the engine wrote them"
+    assert session.num_unmatched == 0
+
+
+def test_a_retry_gets_the_answer_that_was_lost() -> None:
+    client = RecordedClient("one", "two", "three")
+
+    async def work(session: Session, http: httpx.AsyncClient) -> list[str]:
+        stock, options = stock_openai(session, http), {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+        retries = ("0", "1", "0", "1")
+        answers = [
+            await stock.chat.completions.create(**options, extra_headers={"x-stainless-retry-count": count})
+            for count in retries
+        ]
+        return [answer.choices[0].message.content for answer in answers]
+
+    assert serve(client, work) == ["one", "one", "two", "two"]
+    assert [request["seed"] for request in client.requests] == [3, 4]
+
+
+def test_a_compacted_history_goes_on_after_an_overlong_one() -> None:
+    response = httpx.Response(400, text="maximum context length is 9", request=httpx.Request("POST", "http://engine"))
+    overlong = openai.BadRequestError("too long", response=response, body=None)
+
+    async def work(session: Session, http: httpx.AsyncClient) -> Session:
+        stock, messages = stock_openai(session, http), [{"role": "user", "content": "Hi"}]
+        await stock.chat.completions.create(model="m", messages=messages)
+        with pytest.raises(openai.BadRequestError) as caught:
+            await stock.chat.completions.create(model="m", messages=[*messages, *messages])
+        assert caught.value.code == "context_length_exceeded" and session.is_overlong
+        await stock.chat.completions.create(model="m", messages=messages)
+        return session
+
+    session = serve(RecordedClient("one", overlong, "two"), work)
+    assert (session.error, session.is_overlong, len(session.turns)) == (None, False, 2)
+
+
+def test_an_edited_history_is_counted() -> None:
+    async def work(session: Session, http: httpx.AsyncClient) -> Session:
+        stock = stock_openai(session, http)
+        for content in ("Hello.", "Hello!"):
+            messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]
+            if content == "Hello.":
+                await stock.chat.completions.create(model="m", messages=messages[:1])
+            await stock.chat.completions.create(model="m", messages=[*messages, {"role": "user", "content": "Go on"}])
+        return session
+
+    session = serve(RecordedClient(), work)
+    assert (len(session.conversations), session.num_unmatched) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({"messages": [], "model": "m"}, "messages is empty"),
+        ({"messages": [{"role": "user", "content": "a"}], "n": 2}, "n must be 1"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "'image_url' is not"),
+        ({"messages": [{"role": "user", "content": "a"}], "logprobs": True}, "logprobs is not supported"),
+        ({"messages": ["a"]}, "Expected `object`, got `str` - at `$.messages[0]`"),
+        ({}, "missing required field `messages`"),
+        ({"messages": [{"content": "a"}]}, "a message must have a role"),
+        ({"messages": [{"role": "user", "content": "a"}], "tools": "add"}, "at `$.tools`"),
+    ],
+)
+def test_requests_that_cannot_be_trained_are_refused(body: dict[str, Any], text: str) -> None:
+    client = RecordedClient()
+
+    async def work(session: Session, http: httpx.AsyncClient) -> httpx.Response:
+        return await http.post("/v1/chat/completions", headers={"authorization": f"Bearer {session.key}"}, json=body)
+
+    reply = serve(client, work)
+    assert (reply.status_code, reply.headers["x-should-retry"]) == (400, "false")
+    assert text in reply.json()["error"]["message"] and not client.requests
+
+
+def test_another_key_or_an_ended_session_is_refused() -> None:
+    async def work(session: Session, http: httpx.AsyncClient) -> list[int]:
+        body = {"messages": [{"role": "user", "content": "a"}]}
+        right = {"authorization": f"Bearer {session.key}"}
+        asked = [("s", {}), ("s", {"x-api-key": "session-x"}), ("t", right), ("s", right)]
+        url = "http://gateway/sessions/{}/v1/chat/completions"
+        return [(await http.post(url.format(name), headers=key, json=body)).status_code for name, key in asked]
+
+    assert serve(RecordedClient(), work) == [401, 401, 404, 200]
+
+
+def test_the_first_failure_of_the_engine_is_kept() -> None:
+    failure = ConnectionError("refused")
+
+    async def work(session: Session, http: httpx.AsyncClient) -> Session:
+        with pytest.raises(openai.InternalServerError, match="ConnectionError: refused"):
+            await stock_openai(session, http).chat.completions.create(
+                model="m", messages=[{"role": "user", "content": "Hi"}]
+            )
+        return session
+
+    assert serve(RecordedClient(failure), work).error is failure
