@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from scripted_client import call_tool, play
 
+from prime_rl.configuration.sections import EnvConfig
 from rollouts.training.environments import Environment, load_environment
 
 PAGE = (Path(__file__).parents[3] / "docs" / "environments.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-NAMES = ("docs_add_up", "docs_own_data", "docs_tools", "docs_higher_lower", "docs_day_after", "docs_highest")
+NAMES = ("docs_add_up", "docs_own_data", "docs_tools", "docs_higher_lower", "docs_day_after", "docs_highest", "agent")
 
 
 def load(tmp_path: Path, number: int, **args: object) -> Environment:
@@ -27,7 +28,8 @@ def load(tmp_path: Path, number: int, **args: object) -> Environment:
 def test_docs_list_the_environments() -> None:
     assert len(SNIPPETS) == len(NAMES)
     assert all(len(snippet.splitlines()) < 60 for snippet in SNIPPETS)
-    [config] = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+    config, agent = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+    EnvConfig(**tomllib.loads(agent)["orchestrator"]["env"][0])
     env = tomllib.loads(config)["orchestrator"]["env"][0]
     assert load_environment(env["id"], env["args"]).rows()
 
