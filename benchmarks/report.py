@@ -35,6 +35,10 @@ ABOUT = {
         "Asynchronous against synchronous RL where one rollout in 32 is slow: seconds to the same reward.",
     ),
     "orchestrator": ("python benchmarks/bench_orchestrator.py", "CPU time of a rollout in client and orchestrator."),
+    "gateway": (
+        "python benchmarks/bench_gateway.py",
+        "CPU time of the gateway for each request of an agent; the client of the engine is not included.",
+    ),
     "fleet": (
         "python benchmarks/bench_fleet.py",
         "Orchestrator work per rollout from 10 to 1,000 engines, in virtual time.",
