@@ -23,7 +23,7 @@ from prime_rl.trainer.config import ModelConfig, SFTConfig, TrainConfig
 from prime_rl.trainer.ema import WeightAverage
 from prime_rl.trainer.forward import (
     ForwardInputs,
-    can_dedup_prefixes,
+    can_share_prefixes,
     count_tokens,
     gather_loss_inputs,
     pad_micro_batch,
@@ -103,7 +103,7 @@ class Backend:
     @functools.cached_property
     def shares_prefixes(self) -> bool:
         """Whether prefixes that samples of a micro-batch share are computed once."""
-        return can_dedup_prefixes(self.model, self.placement, self.mesh)
+        return can_share_prefixes(self.model, self.placement, self.mesh)
 
     @property
     def quadratic_cost(self) -> float:
@@ -127,7 +127,7 @@ class Backend:
         rows = layout.batch.loss_mask.nonzero().squeeze(1)
         pack = layout.pack
         states = self.critic.hidden_states(hidden, pack.input_ids, pack.positions, pack.attend)
-        return replace(inputs, values=self.critic(states[rows if layout.place is None else layout.place[rows]]))
+        return replace(inputs, values=self.critic(states[rows if layout.node is None else layout.node[rows]]))
 
     def run_micros(
         self, micros: Sequence[MicroBatch], finish: Callable[[MicroBatch, LossInputs], Tensor], *, train: bool

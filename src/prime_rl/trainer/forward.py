@@ -12,13 +12,13 @@ from torch import Tensor
 from prime_rl.trainer.model import DeviceConfig
 from prime_rl.trainer.models.attention import AttentionBackend, PackedAttention, RoundedAttention
 from prime_rl.trainer.models.causal_lm import CausalLM
-from prime_rl.trainer.models.prefix_dedup import find_shared_prefixes
 from prime_rl.trainer.parallel.context_parallel import ContextShare, count_slots
 from prime_rl.trainer.parallel.pipeline_parallel import PackedInputs
 from prime_rl.trainer.parallel.tensor_parallel import vocab_part
 from prime_rl.trainer.parallel_dims import Mesh
 from rollouts.training.batching import MicroBatch, TensorBatch
 from rollouts.training.numerics import MIN_TOKENS, pad_rows
+from rollouts.training.prefix_tree import build_prefix_tree
 from rollouts.training.rl_losses import LossInputs, compute_head_logprobs, compute_head_table
 from rollouts.training.sampling_support import Support
 
@@ -26,12 +26,12 @@ from rollouts.training.sampling_support import Support
 @dataclass(frozen=True)
 class ForwardInputs:
     """A micro-batch as tensors, and the tokens that this rank computes: all, its context-parallel `share`, or the
-    deduplicated ones with the `place` of every token among them."""
+    nodes of its prefix tree with the `node` of every token."""
 
     batch: TensorBatch
     pack: PackedInputs
     share: ContextShare | None = None
-    place: Int[Tensor, " tokens"] | None = None
+    node: Int[Tensor, " tokens"] | None = None
 
 
 def pad_micro_batch(micro: MicroBatch, mesh: Mesh, device: torch.device, num_tokens: int = 0) -> TensorBatch:
@@ -39,7 +39,7 @@ def pad_micro_batch(micro: MicroBatch, mesh: Mesh, device: torch.device, num_tok
     return micro.to_tensors(device, max(num_tokens, count_tokens(micro, mesh)))
 
 
-def can_dedup_prefixes(model: CausalLM, placement: DeviceConfig, mesh: Mesh) -> bool:
+def can_share_prefixes(model: CausalLM, placement: DeviceConfig, mesh: Mesh) -> bool:
     """Whether shared prefixes can be computed once: not with cp, tp, pp or ep, with experts (which count tokens), with
     FlashAttention (which takes full sequences), or for models whose tokens interact outside of `attend`."""
     is_whole = mesh.cp.size == mesh.tp.size == mesh.pp.size == mesh.ep.size == 1
@@ -58,15 +58,15 @@ def prepare_forward(
     num, device = len(batch.input_ids), placement.device
     real = None if num_real in (None, num) else torch.arange(num, device=device) < (num_real or 0)
     if mesh.cp.size == 1:
-        shared = find_shared_prefixes(batch.input_ids.tolist(), batch.lengths) if share_prefixes else None
-        attend: AttentionBackend = PackedAttention(batch.lengths, device, placement.attn, shared)
+        tree = build_prefix_tree(batch.lengths, batch.shared) if share_prefixes and batch.shared is not None else None
+        attend: AttentionBackend = PackedAttention(batch.lengths, device, placement.attn, tree, placement.arithmetic)
         if placement.arithmetic != placement.dtype:
             attend = RoundedAttention(attend, placement.dtype)
-        if shared is None:
+        if tree is None:
             return ForwardInputs(batch, PackedInputs(batch.input_ids, batch.positions, attend, real))
-        first = shared.first.to(device)
+        first = tree.first.to(device)
         pack = PackedInputs(batch.input_ids[first], batch.positions[first], attend)
-        return ForwardInputs(batch, pack, place=shared.place.to(device))
+        return ForwardInputs(batch, pack, node=tree.node.to(device))
     share = ContextShare(batch, mesh.cp, mesh.dims.cp_style)
     local = share.local_indices
     pack = PackedInputs(
@@ -95,7 +95,7 @@ def gather_loss_inputs(
 ) -> LossInputs:
     """Compute log-probs and entropies of the loss tokens, and of observed tokens if needed; no other needs logits."""
     batch, share = layout.batch, layout.share
-    hidden = hidden if layout.place is None else hidden[layout.place]
+    hidden = hidden if layout.node is None else hidden[layout.node]
 
     def compute_at(mask: Tensor, temperature: Tensor, support: Support | None = None) -> Iterable[Tensor]:
         if share is None:

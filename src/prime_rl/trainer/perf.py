@@ -15,7 +15,6 @@ from torch import Tensor
 
 from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.models.decoder_config import DecoderConfig
-from prime_rl.trainer.models.prefix_dedup import find_shared_prefixes
 from rollouts.kernels.linear import linear
 from rollouts.training.batching import MicroBatch, Share
 
@@ -62,20 +61,18 @@ class PerfCounter:
         device: torch.device,
         dtype: torch.dtype,
         num_ranks: int = 1,
-        *,
-        shares_prefixes: bool = False,
     ) -> None:
         self.config = model.config
         self.parameters = count_matmul_parameters(model)
         self.peak = find_peak_flops(device, dtype)
         self.device = device
-        self.num_ranks, self.shares_prefixes = num_ranks, shares_prefixes
+        self.num_ranks = num_ranks
         self._window: deque[tuple[int, float, float]] = deque(maxlen=WINDOW_STEPS)
 
     def observe(self, share: Share, seconds: float) -> dict[str, float]:
         """Add a step on this batch and its duration; returns `perf/...` metrics."""
-        in_layers, in_head = count_computed(share.micros, self.shares_prefixes)
-        flops = compute_train_flops(self.config, self.parameters, share.lengths, in_layers, in_head)
+        computed = count_computed(share.micros)
+        flops = compute_train_flops(self.config, self.parameters, share.lengths, *computed)
         self._window.append((sum(share.lengths), share.passes * flops, seconds))
         tokens, flops, seconds = (sum(column) for column in zip(*self._window, strict=True))
         throughput = tokens / max(seconds, 1e-9)
@@ -112,15 +109,17 @@ def count_matmul_parameters(model: CausalLM) -> MatmulParameters:
     return MatmulParameters(count(layers), head.numel(), frozen, 0 if head.requires_grad else head.numel())
 
 
-def count_computed(micros: Sequence[MicroBatch], shares_prefixes: bool) -> tuple[float, float]:
-    """Fractions of the tokens that pass through the layers (shared prefixes once) and the head (with a loss)."""
-    num = distinct = labeled = 0
-    for micro in micros:
-        shared = find_shared_prefixes(micro.input_ids, micro.lengths) if shares_prefixes else None
-        num += micro.num_tokens
-        distinct += micro.num_tokens if shared is None else len(shared.first)
-        labeled += sum(mask > 0 for mask in micro.loss_mask)
-    return (distinct / num, labeled / num) if num else (1.0, 1.0)
+def count_computed(micros: Sequence[MicroBatch]) -> tuple[float, float, float]:
+    """Fractions of the tokens that pass through the layers (shared prefixes once) and the head (with a loss), and of
+    the token pairs that attention computes."""
+    micros = [micro for micro in micros if micro.sample_ids]
+    num = sum(micro.num_tokens for micro in micros)
+    if not num:
+        return 1.0, 1.0, 1.0
+    pairs = sum(n * n for micro in micros for n in micro.lengths)
+    shared_pairs = sum(n * n for micro in micros for n in micro.shared or ())
+    labeled = sum(mask > 0 for micro in micros for mask in micro.loss_mask)
+    return sum(micro.num_computed for micro in micros) / num, labeled / num, 1 - shared_pairs / pairs
 
 
 def compute_train_flops(
@@ -129,16 +128,17 @@ def compute_train_flops(
     lengths: Sequence[int],
     in_layers: float = 1.0,
     in_head: float = 1.0,
+    in_attention: float = 1.0,
 ) -> float:
     """FLOPs of forward and backward: 6 per parameter and token, and 12 L h d per attended token pair (n^2 / 2).
 
     Frozen parameters need no weight gradient: 4 per parameter and token. Of the tokens, the fraction `in_layers` passes
-    through the layers and `in_head` through the head.
+    through the layers and `in_head` through the head; of the pairs, attention computes the fraction `in_attention`.
     """
     width = config.num_hidden_layers * config.num_attention_heads * config.head_dim
     of_layers = 6.0 * parameters.layers - 2.0 * parameters.frozen_layers
     of_head = 6.0 * parameters.head - 2.0 * parameters.frozen_head
-    pairs = sum(n * n / 2 for n in lengths)
+    pairs = in_attention * sum(n * n / 2 for n in lengths)
     return (of_layers * in_layers + of_head * in_head) * sum(lengths) + 12.0 * width * pairs
 
 

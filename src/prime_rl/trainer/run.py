@@ -91,8 +91,15 @@ class TrainerRun:
     def pack(self, samples: Sequence[Sample], seq_len: int) -> Share:
         """Pack this rank's share of the global batch."""
         mesh = self.backend.mesh
-        cost = self.backend.quadratic_cost
-        return pack_share(samples, seq_len, mesh.dp_size, mesh.dp_rank, rows=self.micro_bs, quadratic_cost=cost)
+        return pack_share(
+            samples,
+            seq_len,
+            mesh.dp_size,
+            mesh.dp_rank,
+            rows=self.micro_bs,
+            quadratic_cost=self.backend.quadratic_cost,
+            share_prefixes=self.backend.shares_prefixes,
+        )
 
     def finish_step(
         self,
@@ -188,9 +195,7 @@ def build_run(
         remove_unfinished(out.broadcasts)
         out.begin_attempt(process, first_step - 1)
     monitor = build_monitor(out.root, process, config) if rank == 0 else Monitor(out.root, process, silent=True)
-    perf = PerfCounter(
-        backend.whole, place.device, place.arithmetic, backend.ranks.size, shares_prefixes=backend.shares_prefixes
-    )
+    perf = PerfCounter(backend.whole, place.device, place.arithmetic, backend.ranks.size)
     model_files = read_model_files(backend.model_dir, tokenizer_dir, chat_template)
     run = TrainerRun(
         backend,

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import inf
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from rollouts.training.numerics import MIN_TOKENS, round_up
+from rollouts.training.prefix_tree import order_by_prefix
 from rollouts.training.sampling_support import Support, join_supports
 from rollouts.training.types import Sample, TeacherTable
 
@@ -21,6 +23,15 @@ QUADRATIC_COST = 1 / 12288
 
 UNITS = ("token", "sequence", "observation")
 """Units over which losses average, see `MicroBatch.count`."""
+
+MIN_SHARED_FRACTION = 0.1
+"""Samples and packs that share a smaller fraction of their tokens share none, because indexing costs time."""
+
+MAX_RECOMPUTED = 1 / 4
+"""Maximum cost of the beginning of a part of a prefix tree, of the part's, where a tree is cut to balance ranks."""
+
+SHARED_SIZE = 1 / 8
+"""Memory of a shared token, whose keys and values each sequence gathers, over that of a token that is computed."""
 
 FILLER = 16
 """Maximum length of a padding sequence: many short ones need less attention compute than a long one."""
@@ -59,11 +70,18 @@ class MicroBatch:
     """Name of each sample's objective; None: all have that of the run."""
     sampling_supports: list[bytes] | None = None
     """One entry per sample, see `Sample.sampling_support`; None: nothing in the batch was filtered."""
+    shared: list[int] | None = None
+    """First tokens that each sample shares with the one before, see `prefix_tree`; None: every sample stands alone."""
 
     @property
     def num_tokens(self) -> int:
         """Tokens of real samples."""
         return len(self.input_ids) if self.sample_ids else 0
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens of real samples that pass through the layers: shared ones once."""
+        return self.num_tokens - sum(self.shared or ())
 
     @property
     def loss_count(self) -> float:
@@ -120,6 +138,7 @@ class MicroBatch:
             support=None
             if self.sampling_supports is None
             else join_supports(self.sampling_supports, self.lengths, len(self.input_ids) + pad).to(device),
+            shared=None if self.shared is None else self.shared + [0] * (len(lengths) - len(self.lengths)),
         )
 
     def _join_tables(self, device: torch.device | str) -> tuple[Tensor | None, Tensor]:
@@ -172,6 +191,7 @@ class TensorBatch:
     teacher_table: tuple[Tensor | None, Tensor] | None = None
     objectives: tuple[str | None, ...] | None = None
     support: Support | None = None
+    shared: list[int] | None = None
 
     def find_observed(self) -> Tensor:
         """Mask of the labels that the environment wrote after the first response, see `MicroBatch.num_observed`."""
@@ -208,15 +228,17 @@ def pack_samples(
     *,
     rows: int = 1,
     quadratic_cost: float = QUADRATIC_COST,
+    share_prefixes: bool = False,
 ) -> list[list[MicroBatch]]:
     """Micro-batches per rank, the same number for each, of at most `rows * seq_len` tokens; sequences are not split.
 
     Samples are assigned to ranks greedily, the most expensive first, each to the rank with the least cost so far; each
-    rank packs by length, which minimizes padding. Deterministic. `ValueError` for a sample longer than `seq_len`,
-    without tokens, or with a temperature that is not above 0.
+    rank packs by length, which minimizes padding. With `share_prefixes` samples with a common beginning are packed
+    together, see `_join_units`, and only computed tokens count. Deterministic. `ValueError` for a sample longer than
+    `seq_len`, without tokens, or with a temperature that is not above 0.
     """
-    packs = _plan_packs(samples, seq_len, num_ranks, rows, quadratic_cost)
-    out = [_build_rank(samples, rank) for rank in packs]
+    packs, _ = _plan_packs(samples, seq_len, num_ranks, rows, quadratic_cost, share_prefixes)
+    out = [_build_rank(samples, rank, rows * seq_len if share_prefixes else None) for rank in packs]
     num_tokens = sum(len(sample.tokens) for sample in samples)
     assert sum(micro.num_tokens for rank in out for micro in rank) == num_tokens, "packing changed the number of tokens"
     return out
@@ -230,14 +252,14 @@ def pack_share(
     *,
     rows: int = 1,
     quadratic_cost: float = QUADRATIC_COST,
+    share_prefixes: bool = False,
 ) -> Share:
     """`pack_samples(...)[rank]` without building the micro-batches of other ranks, and load-balance statistics."""
-    packs = _plan_packs(samples, seq_len, num_ranks, rows, quadratic_cost)
+    packs, loads = _plan_packs(samples, seq_len, num_ranks, rows, quadratic_cost, share_prefixes)
     lengths = [len(sample.tokens) for sample in samples]
-    loads = [sum(_cost(lengths[i], quadratic_cost) for pack in packs_of for i in pack) for packs_of in packs]
     num_fillers = sum(not pack for packs_of in packs for pack in packs_of)
     return Share(
-        micros=_build_rank(samples, packs[rank]),
+        micros=_build_rank(samples, packs[rank], rows * seq_len if share_prefixes else None),
         lengths=lengths,
         padding_ratio=num_fillers * MIN_TOKENS / max(1, sum(lengths) + num_fillers * MIN_TOKENS),
         imbalance=max(loads) * num_ranks / sum(loads) - 1 if sum(loads) else 0.0,
@@ -245,32 +267,67 @@ def pack_share(
 
 
 def _plan_packs(
-    samples: Sequence[Sample], seq_len: int, num_ranks: int, rows: int, quadratic_cost: float
-) -> list[list[list[int]]]:
-    """Sample indices per micro-batch per rank, after checking every sample."""
+    samples: Sequence[Sample], seq_len: int, num_ranks: int, rows: int, quadratic_cost: float, share_prefixes: bool
+) -> tuple[list[list[list[int]]], list[float]]:
+    """Sample indices per micro-batch per rank, after checking every sample, and the cost of each rank."""
     if seq_len < 1 or num_ranks < 1 or rows < 1:
         raise ValueError(f"seq_len {seq_len}, num_ranks {num_ranks} and rows {rows} must be at least 1")
     for i, sample in enumerate(samples):
         _check_sample(i, sample, seq_len)
-    lengths = [len(sample.tokens) for sample in samples]
-    shares = assign_ranks(lengths, num_ranks, quadratic_cost)
-    packs = [_pack_by_length(share, lengths, rows * seq_len) for share in shares]
-    _equalize_num_micro_batches(packs, lengths)
-    return packs
+    units = [_Unit([i], n := len(sample.tokens), _cost(n, quadratic_cost)) for i, sample in enumerate(samples)]
+    if share_prefixes:
+        units = _join_units(units, [sample.tokens for sample in samples], rows * seq_len, num_ranks, quadratic_cost)
+    shares = assign_ranks([unit.cost for unit in units], num_ranks)
+    packs = [_pack_units([units[u] for u in share], rows * seq_len) for share in shares]
+    _equalize_num_micro_batches(packs, [len(sample.tokens) for sample in samples])
+    return packs, [sum(units[u].cost for u in share) for share in shares]
 
 
-def assign_ranks(lengths: Sequence[int], num_ranks: int, quadratic_cost: float = QUADRATIC_COST) -> list[list[int]]:
-    """Indices per rank with nearly equal cost, where a sequence of n tokens costs n + quadratic_cost n^2."""
+@dataclass(frozen=True)
+class _Unit:
+    """Samples of one micro-batch, their memory in tokens, and their cost in tokens."""
+
+    samples: list[int]
+    size: float
+    cost: float
+
+
+def _join_units(
+    alone: list[_Unit], tokens: list[list[int]], capacity: int, num_ranks: int, quadratic_cost: float
+) -> list[_Unit]:
+    """Join samples with a common beginning, in the order of their prefix tree, while they fit in a micro-batch.
+
+    A tree that does not fit is cut, and each part computes its beginning again. A tree that costs more than the mean of
+    a rank is cut too, where the beginning costs at most MAX_RECOMPUTED of a part.
+    """
+    order, shared = order_by_prefix(tokens)
+    costs = [alone[i].cost - _cost(common, quadratic_cost) for i, common in zip(order, shared, strict=True)]
+    mean = sum(costs) / num_ranks if num_ranks > 1 else inf
+    units: list[_Unit] = []
+    for i, common, cost in zip(order, shared, costs, strict=True):
+        last, n = units[-1] if units else alone[i], len(tokens[i])
+        size, cost = last.size + n - common * (1 - SHARED_SIZE), last.cost + cost
+        limit = max(mean, _cost(common, quadratic_cost) / MAX_RECOMPUTED)
+        if common and common >= MIN_SHARED_FRACTION * n and size <= capacity and cost <= limit:
+            units[-1] = _Unit([*last.samples, i], size, cost)
+        else:
+            units.append(alone[i])
+    return units
+
+
+def assign_ranks(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
+    """Indices per rank with nearly equal cost."""
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     load = [0.0] * num_ranks
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         rank = min(range(num_ranks), key=lambda r: (load[r], len(shares[r]), r))
         shares[rank].append(i)
-        load[rank] += _cost(lengths[i], quadratic_cost)
+        load[rank] += costs[i]
     return shares
 
 
 def _cost(length: int, quadratic_cost: float) -> float:
+    """Cost of a sequence: matrix products, and attention relative to them."""
     return length + quadratic_cost * length**2
 
 
@@ -294,16 +351,16 @@ def _check_temperature(index: int, sample: Sample) -> None:
         )
 
 
-def _pack_by_length(share: list[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Next-fit packing of indices that are sorted by decreasing length."""
+def _pack_units(units: list[_Unit], capacity: int) -> list[list[int]]:
+    """Next-fit packing by decreasing size; sample indices per micro-batch."""
     packs: list[list[int]] = []
-    remaining = 0
-    for i in share:
-        if not packs or lengths[i] > remaining:
+    remaining = 0.0
+    for unit in sorted(units, key=lambda unit: -unit.size):
+        if not packs or unit.size > remaining:
             packs.append([])
             remaining = capacity
-        packs[-1].append(i)
-        remaining -= lengths[i]
+        packs[-1] += unit.samples
+        remaining -= unit.size
     return packs
 
 
@@ -325,11 +382,15 @@ def _equalize_num_micro_batches(packs: list[list[list[int]]], lengths: Sequence[
             rank[widest : widest + 1] = [pack[: len(pack) // 2], pack[len(pack) // 2 :]]
 
 
-def _build_rank(samples: Sequence[Sample], packs: list[list[int]]) -> list[MicroBatch]:
+def _build_rank(samples: Sequence[Sample], packs: list[list[int]], sharing_from: int | None) -> list[MicroBatch]:
+    """Micro-batches of one rank; those of more than `sharing_from` tokens share beginnings even if few."""
     has_teacher = any(sample.teacher_logprobs is not None or not sample.has_teacher for sample in samples)
     is_partial = has_teacher and any(sample.teacher_logprobs is None for sample in samples)
     has_table = any(sample.teacher_table is not None for sample in samples)
-    micros = [_build(samples, pack, has_teacher) for pack in packs]
+    ordered = [_order_pack(samples, pack, sharing_from) for pack in packs]
+    micros = [_build(samples, pack, has_teacher) for pack, _ in ordered]
+    for micro, (_, shared) in zip(micros, ordered, strict=True):
+        micro.shared = shared
     if any(sample.objective is not None for sample in samples):
         for micro in micros:
             micro.objectives = tuple(samples[i].objective for i in micro.sample_ids)
@@ -344,6 +405,19 @@ def _build_rank(samples: Sequence[Sample], packs: list[list[int]]) -> list[Micro
     for micro in micros if has_support else ():
         micro.sampling_supports = [samples[i].sampling_support for i in micro.sample_ids] or [b""]
     return micros
+
+
+def _order_pack(
+    samples: Sequence[Sample], pack: list[int], sharing_from: int | None
+) -> tuple[list[int], list[int] | None]:
+    """The pack in the order of its prefix tree, and `MicroBatch.shared`."""
+    if sharing_from is None or len(pack) < 2:
+        return pack, None
+    order, shared = order_by_prefix([samples[i].tokens for i in pack])
+    num = sum(len(samples[i].tokens) for i in pack)
+    if num <= sharing_from and sum(shared) < MIN_SHARED_FRACTION * num:
+        return pack, None
+    return [pack[k] for k in order], shared
 
 
 def _spread(micro: MicroBatch, values: list[bool]) -> list[bool]:

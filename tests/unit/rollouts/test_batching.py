@@ -78,8 +78,8 @@ def test_packing_conserves_every_token(lengths: list[int], seq_len: int, num_ran
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=60), st.integers(1, 8))
 def test_ranks_carry_nearly_equal_cost(lengths: list[int], num_ranks: int) -> None:
-    shares = assign_ranks(lengths, num_ranks)
     cost = [n + QUADRATIC_COST * n * n for n in lengths]
+    shares = assign_ranks(cost, num_ranks)
     load = [sum(cost[i] for i in share) for share in shares]
     # Longest-processing-time: no rank exceeds the lightest by more than one item.
     assert max(load) - min(load) <= max(cost) + 1e-6

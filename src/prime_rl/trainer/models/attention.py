@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -17,9 +18,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from prime_rl.trainer.models.decoder_config import AttentionMode
-from prime_rl.trainer.models.prefix_dedup import SharedPrefixes
 from rollouts.kernels import cpu as cpu_kernels
 from rollouts.training.numerics import KEY_BLOCK, padded
+from rollouts.training.prefix_tree import PrefixTree
 
 QUERY_BLOCK = 256
 """Query block size of long sequences; each block attends to the keys up to its end."""
@@ -144,11 +145,56 @@ def bucket_lengths(lengths: list[int]) -> list[list[int]]:
     return buckets
 
 
+def bucket_queries(lengths: list[int], shared: list[int]) -> list[list[int]]:
+    """Group the sequences that have own tokens into buckets of similar numbers of own tokens and of all tokens."""
+    own = [i for i in range(len(lengths)) if shared[i] < lengths[i]]
+    groups = [[own[j] for j in group] for group in bucket_lengths([lengths[i] - shared[i] for i in own])]
+    return [[group[j] for j in bucket] for group in groups for bucket in bucket_lengths([lengths[i] for i in group])]
+
+
+@dataclass(frozen=True)
+class QueryBucket:
+    """Padded rows of sequences: nodes of their keys, and of the queries, from the positions `starts` on.
+
+    `starts` is None if the queries are all tokens; `mask` is the additive mask of torch's fused kernel otherwise.
+    """
+
+    keys: Int[Tensor, "seqs width"]
+    queries: Int[Tensor, "seqs rows"]
+    starts: Int[Tensor, " seqs"] | None
+    mask: Float[Tensor, "seqs one rows width"] | None = None
+
+    def find_positions(self) -> Int[Tensor, "seqs rows"]:
+        """Positions of the queries in their sequences."""
+        rows = torch.arange(self.queries.shape[1])
+        return rows.expand(self.queries.shape) if self.starts is None else self.starts[:, None] + rows
+
+    def to(self, device: torch.device | str, mask_dtype: torch.dtype | None) -> QueryBucket:
+        """Move to a device, with a mask of this type unless it is None."""
+        if self.starts is None:
+            return QueryBucket(keys := self.keys.to(device), keys, None)
+        mask = None
+        if mask_dtype is not None:
+            mask = causal_mask(self.find_positions(), self.keys.shape[1])[:, None].to(device, mask_dtype)
+        return QueryBucket(self.keys.to(device), self.queries.to(device), self.starts.to(device), mask)
+
+
+def build_bucket(sequences: list[Int[Tensor, " tokens"]], num_rows: int, width: int) -> QueryBucket:
+    """Bucket of the last `num_rows` tokens of every sequence as queries."""
+    lengths = [len(nodes) for nodes in sequences]
+    keys, _ = pad_sequences(lengths, torch.cat(sequences), width)
+    if num_rows == width:
+        return QueryBucket(keys, keys, None)
+    starts = (torch.tensor(lengths) - num_rows).clamp(min=0)
+    return QueryBucket(keys, keys.gather(1, starts[:, None] + torch.arange(num_rows)), starts)
+
+
 class PackedAttention:
     """Causal attention within each sequence of a flat pack (block-diagonal).
 
     Sequences of similar length are computed as padded rows, so tokens cannot attend to other sequences. In exact mode
-    results do not depend on the buckets. With `shared` (not for flash), inputs and outputs are the deduplicated tokens.
+    results do not depend on the buckets. With `tree` (not for flash), inputs and outputs are its nodes: a sequence
+    has its own tokens as queries and all of its tokens as keys. `dtype` is that of the queries.
     """
 
     def __init__(
@@ -156,7 +202,8 @@ class PackedAttention:
         lengths: list[int],
         device: torch.device | str = "cpu",
         mode: AttentionMode = "exact",
-        shared: SharedPrefixes | None = None,
+        tree: PrefixTree | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         if not lengths or min(lengths) < 1:
             raise ValueError(f"a pack needs sequences of at least one token, got lengths {lengths}")
@@ -167,17 +214,25 @@ class PackedAttention:
         if mode == "flash":
             self.ends = self.ends.to(device)
             return
-        tokens = torch.arange(sum(lengths)).split(lengths)
-        self.rows: list[Int[Tensor, "seqs width"]] = []
-        inverse, num_slots = torch.empty(sum(lengths), dtype=torch.long), 0
-        for bucket in bucket_lengths(lengths):
-            of_bucket = torch.cat([tokens[i] for i in bucket])
-            width = padded(lengths[bucket[0]]) if mode == "exact" else lengths[bucket[0]]
-            rows, valid = pad_sequences([lengths[i] for i in bucket], of_bucket, width)
-            inverse[of_bucket] = num_slots + valid.flatten().nonzero().squeeze(1)
-            num_slots += rows.numel()
-            self.rows.append((rows if shared is None else shared.place[rows]).to(device))
-        self.inverse: Int[Tensor, " tokens"] = (inverse if shared is None else inverse[shared.first]).to(device)
+        shared = [0] * len(lengths) if tree is None else tree.shared
+        nodes = (torch.arange(sum(lengths)) if tree is None else tree.node).split(lengths)
+        inverse = torch.zeros(sum(lengths) if tree is None else len(tree.first), dtype=torch.long)
+        self.buckets: list[QueryBucket] = []
+        num_slots, width_of = 0, padded if mode == "exact" else int
+        for indices in bucket_queries(lengths, shared):
+            bucket = build_bucket(
+                [nodes[i] for i in indices],
+                num_rows=width_of(max(lengths[i] - shared[i] for i in indices)),
+                width=width_of(max(lengths[i] for i in indices)),
+            )
+            positions = bucket.find_positions()
+            own = (positions >= torch.tensor([[shared[i]] for i in indices])) & (
+                positions < torch.tensor([[lengths[i]] for i in indices])
+            )
+            inverse[bucket.queries[own]] = num_slots + own.flatten().nonzero().squeeze(1)
+            num_slots += own.numel()
+            self.buckets.append(bucket.to(device, dtype if mode == "sdpa" else None))
+        self.inverse: Int[Tensor, " nodes"] = inverse.to(device)
 
     def __call__(
         self,
@@ -191,8 +246,14 @@ class PackedAttention:
             window = None
         if self.mode == "flash":
             return flash_attention(q, k, v, self.ends, self.longest, window)
-        attend = exact_causal_attention if self.mode == "exact" else sdpa_causal_attention
-        outs = [attend(take(q, rows), take(k, rows), take(v, rows), window).flatten(0, 1) for rows in self.rows]
+        outs = []
+        for bucket in self.buckets:
+            rows = take(q, bucket.queries), take(k, bucket.keys), take(v, bucket.keys)
+            if self.mode == "exact":
+                out = exact_causal_attention(*rows, bucket.starts, window)
+            else:
+                out = sdpa_causal_attention(*rows, bucket.starts, window, bucket.mask)
+            outs.append(out.flatten(0, 1))
         return take(torch.cat(outs) if len(outs) > 1 else outs[0], self.inverse)
 
 
@@ -221,25 +282,34 @@ def take(x: Float[Tensor, "tokens heads dim"], rows: Int[Tensor, "*rows"]) -> Fl
 
 
 def exact_causal_attention(
-    q: Float[Tensor, "seqs width heads dim"],
+    q: Float[Tensor, "seqs rows heads dim"],
     k: Float[Tensor, "seqs width kv_heads dim"],
     v: Float[Tensor, "seqs width kv_heads dim"],
+    starts: Int[Tensor, " seqs"] | None = None,
     window: int | None = None,
-) -> Float[Tensor, "seqs width heads dim"]:
-    """Causal `masked_attention` over query blocks that skip later keys; the CPU kernel has the same bits."""
+) -> Float[Tensor, "seqs rows heads dim"]:
+    """Causal `masked_attention` over query blocks that skip later keys; the CPU kernel has the same bits.
+
+    Row r of sequence s is at position `starts[s] + r`, at most width - rows + r; None: at r.
+    """
     if torch.is_grad_enabled() and q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64):
-        out: Tensor = ExactCausalAttention.apply(q, k, v, window)  # type: ignore[no-untyped-call]
+        out: Tensor = ExactCausalAttention.apply(q, k, v, starts, window)  # type: ignore[no-untyped-call]
         return out
     if runs_kernel(q, k, v):
-        return cpu_kernels.causal_attention(q, k, v, torch.zeros(len(q), dtype=torch.long), window)[0]
-    return torch_causal_attention(q, k, v, window)
+        return cpu_kernels.causal_attention(q, k, v, zeros_if_none(starts, len(q)), window)[0]
+    return torch_causal_attention(q, k, v, starts, window)
 
 
-def torch_causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+def zeros_if_none(starts: Int[Tensor, " seqs"] | None, seqs: int) -> Int[Tensor, " seqs"]:
+    """`starts`, or zeros."""
+    return torch.zeros(seqs, dtype=torch.long) if starts is None else starts
+
+
+def torch_causal_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, window: int | None) -> Tensor:
     """`exact_causal_attention` with torch operations."""
     outs = [
         unfold_groups(masked_attention(queries, keys, values, mask), end - start)
-        for start, end, queries, keys, values, mask in query_blocks(q, k, v, window)
+        for start, end, queries, keys, values, mask in query_blocks(q, k, v, starts, window)
     ]
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
@@ -262,20 +332,21 @@ def has_kernel_bits(dim: int) -> bool:
     draw = torch.Generator().manual_seed(dim)
     q, k, v = (torch.randn(1, 2 * KEY_BLOCK + 16, heads, dim, generator=draw) for heads in (4, 2, 2))
     actual, _ = cpu_kernels.causal_attention(q, k, v, torch.zeros(1, dtype=torch.long))
-    return torch.equal(actual, torch_causal_attention(q, k, v, None))
+    return torch.equal(actual, torch_causal_attention(q, k, v, None, None))
 
 
 def query_blocks(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, window: int | None
 ) -> Iterator[tuple[int, int, Tensor, Tensor, Tensor, Tensor]]:
     """Yield start, end, folded queries, visible keys and values, and the causal mask of every query block."""
-    width, kv_heads = q.shape[1], k.shape[2]
+    num_rows, kv_heads = q.shape[1], k.shape[2]
     keys, values = k.transpose(1, 2), v.transpose(1, 2)
-    for start in range(0, width, QUERY_BLOCK):
-        end = min(start + QUERY_BLOCK, width)
+    for start in range(0, num_rows, QUERY_BLOCK):
+        end = min(start + QUERY_BLOCK, num_rows)
         rows = torch.arange(start, end, device=q.device).repeat_interleave(q.shape[2] // kv_heads)
-        mask = causal_mask(rows, end, window)
-        yield start, end, fold_groups(q[:, start:end], kv_heads), keys[:, :, :end], values[:, :, :end], mask
+        visible = k.shape[1] - num_rows + end
+        mask = causal_mask(rows if starts is None else starts[:, None, None] + rows, visible, window)
+        yield start, end, fold_groups(q[:, start:end], kv_heads), keys[:, :, :visible], values[:, :, :visible], mask
 
 
 class ExactCausalAttention(torch.autograd.Function):
@@ -285,17 +356,17 @@ class ExactCausalAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, window: int | None) -> Tensor:
         """See `exact_causal_attention`."""
         seqs, _, heads, _ = q.shape
         kv_heads = k.shape[2]
-        ctx.window = window
+        ctx.starts, ctx.window = starts, window
         if runs_kernel(q, k, v):
-            out, log_sum = cpu_kernels.causal_attention(q, k, v, torch.zeros(seqs, dtype=torch.long), window)
+            out, log_sum = cpu_kernels.causal_attention(q, k, v, zeros_if_none(starts, seqs), window)
             ctx.save_for_backward(q, k, v, out, log_sum)
             return out
         outs, log_sums = [], []
-        for start, end, queries, keys, values, mask in query_blocks(q, k, v, window):
+        for start, end, queries, keys, values, mask in query_blocks(q, k, v, starts, window):
             scores = masked_scores(queries, keys, mask)
             weights = softmax(scores)
             largest, argmax = weights.max(dim=-1, keepdim=True)
@@ -312,27 +383,36 @@ class ExactCausalAttention(torch.autograd.Function):
         q, k, v, out, log_sum = ctx.saved_tensors
         grad, q, k, v, out = (x.transpose(1, 2) for x in (grad_outputs[0], q, k, v, out))
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        mask = window_mask(q, ctx.window)
+        mask = build_mask(q, k, ctx.starts, ctx.window)
         grads = kernel(grad, q, k, v, out, log_sum, 0.0, mask is None, attn_mask=mask)
-        return *(g.transpose(1, 2) for g in grads), None
+        return *(g.transpose(1, 2) for g in grads), None, None
 
 
-def window_mask(q: Float[Tensor, "seqs heads width dim"], window: int | None) -> Float[Tensor, "width width"] | None:
-    """Mask of a sliding window for torch's kernels, which need none for plain causal attention."""
-    if window is None:
+def build_mask(
+    q: Float[Tensor, "seqs heads rows dim"],
+    k: Float[Tensor, "seqs kv_heads width dim"],
+    starts: Int[Tensor, " seqs"] | None,
+    window: int | None,
+) -> Float[Tensor, "*seqs rows width"] | None:
+    """Additive mask for torch's kernels, which need none for plain causal attention of whole sequences."""
+    if starts is None and window is None:
         return None
-    return causal_mask(torch.arange(q.shape[2], device=q.device), q.shape[2], window).to(q.dtype)
+    rows = torch.arange(q.shape[2], device=q.device)
+    return causal_mask(rows if starts is None else starts[:, None, None] + rows, k.shape[2], window).to(q.dtype)
 
 
 def sdpa_causal_attention(
-    q: Float[Tensor, "seqs width heads dim"],
+    q: Float[Tensor, "seqs rows heads dim"],
     k: Float[Tensor, "seqs width kv_heads dim"],
     v: Float[Tensor, "seqs width kv_heads dim"],
+    starts: Int[Tensor, " seqs"] | None = None,
     window: int | None = None,
-) -> Float[Tensor, "seqs width heads dim"]:
-    """Causal attention with torch's fused kernel."""
+    mask: Float[Tensor, "seqs one rows width"] | None = None,
+) -> Float[Tensor, "seqs rows heads dim"]:
+    """Causal attention with torch's fused kernel; `mask` is that of `starts` without a window, if known."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    mask, grouped = window_mask(q, window), q.shape[1] != k.shape[1]
+    grouped = q.shape[1] != k.shape[1]
+    mask = build_mask(q, k, starts, window) if window is not None or mask is None else mask.to(q.dtype)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
     return out.transpose(1, 2)
 

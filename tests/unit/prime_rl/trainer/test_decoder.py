@@ -303,7 +303,7 @@ def test_attention_kernel_equals_fp64_and_torch_bits(heads: int, kv_heads: int, 
     q, k, v = (torch.randn(2, 304, n, dim) for n in (heads, kv_heads, kv_heads))
     out, log_sums = cpu_kernels.causal_attention(q, k, v, torch.zeros(2, dtype=torch.long), window)
     if has_kernel_bits(dim):
-        assert torch.equal(out, torch_causal_attention(q, k, v, window))
+        assert torch.equal(out, torch_causal_attention(q, k, v, None, window))
     later, _ = cpu_kernels.causal_attention(q[:, 201:], k, v, torch.tensor([201, 201]), window)
     assert torch.equal(later, out[:, 201:])
     padded_rows, _ = cpu_kernels.causal_attention(q, k, v, torch.tensor([0, 300]), window)
@@ -345,7 +345,7 @@ def test_flash_attention_equals_the_fused_kernel_on_a_gpu() -> None:
 def test_pack_rejects_empty_sequence() -> None:
     with pytest.raises(ValueError, match="at least one token"):
         PackedAttention([3, 0])
-    assert PackedAttention([3]).rows[0].shape[1] == KEY_MULTIPLE
+    assert PackedAttention([3]).buckets[0].keys.shape[1] == KEY_MULTIPLE
 
 
 @pytest.mark.parametrize("window", [None, 1, 30])

@@ -46,15 +46,18 @@ def test_train_flops_are_6_per_parameter_plus_attention(model: CausalLM) -> None
     assert frozen == flops - 2 * 400 * 30
     half = compute_train_flops(model.config, MatmulParameters(900, 100), [10, 20], in_layers=0.5, in_head=0.1)
     assert half == flops - 6 * (450 + 90) * 30
+    pairs = compute_train_flops(model.config, MatmulParameters(900, 100), [10, 20], in_attention=0.5)
+    assert pairs == flops - 12 * 2 * 128 * 125
     model.requires_grad_(False)
     assert count_matmul_parameters(model) == MatmulParameters(layers, 320 * 128, layers, 320 * 128)
 
 
 def test_shared_prefixes_and_prompts_are_not_counted() -> None:
     group = build_micro([*range(80), 90] * 2, [81, 81], [*[0.0] * 79, 1.0, 0.0] * 2)
-    assert count_computed([group], shares_prefixes=False) == (1.0, 2 / 162)
-    assert count_computed([group], shares_prefixes=True) == (81 / 162, 2 / 162)
-    assert count_computed([], shares_prefixes=True) == (1.0, 1.0)
+    assert count_computed([group]) == (1.0, 2 / 162, 1.0)
+    group.shared = [0, 60]
+    assert count_computed([group]) == (102 / 162, 2 / 162, 1 - 60**2 / (2 * 81**2))
+    assert count_computed([]) == (1.0, 1.0, 1.0)
 
 
 def test_a_window_of_steps_is_averaged(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:

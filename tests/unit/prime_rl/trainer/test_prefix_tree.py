@@ -1,0 +1,221 @@
+"""Prefix trees: shared beginnings are computed once, with identical log-probs and the same gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prime_rl.trainer.backend import Backend, build_backend
+from prime_rl.trainer.config import LossConfig, TrainConfig
+from prime_rl.trainer.forward import can_share_prefixes
+from prime_rl.trainer.rl.loss import build_loss
+from rollouts.training.agent_integration import Rollout, Turn, rollout_to_samples
+from rollouts.training.batching import MicroBatch, pack_samples
+from rollouts.training.numerics import MIN_TOKENS
+from rollouts.training.prefix_tree import build_prefix_tree, order_by_prefix
+from rollouts.training.types import UNFILTERED, Sample
+
+SEQ_LEN = 512
+
+
+def make_backend(directory: Path, **model: Any) -> Backend:
+    settings = {"name": "tiny-qwen3", "seq_len": 96, "debug": {"random_init": True}} | model
+    return build_backend(TrainConfig.model_validate({"model": settings, "output_dir": directory}))
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> Backend:
+    return make_backend(tmp_path_factory.mktemp("exact"), attn="exact")
+
+
+def make_agent_rollout(num_prompt: int = 40, num_given: int = 4, num_drawn: int = 6) -> list[Sample]:
+    """20 turns on 8 branches: 13 turns in a row, and 7 retries of the last ones."""
+    draw = torch.Generator().manual_seed(0)
+
+    def tokens(num: int) -> list[int]:
+        return torch.randint(0, 300, (num,), generator=draw).tolist()
+
+    history, turns, starts = tokens(num_prompt), [], []
+    for number in range(20):
+        starts.append(history) if number < 13 else None
+        prompt = history if number < 13 else starts[12 - (number - 13) % 4]
+        drawn = tokens(num_drawn)
+        turns.append(Turn(prompt_ids=prompt, completion_ids=drawn, logprobs=[-5.0] * num_drawn))
+        history = [*prompt, *drawn, *tokens(num_given)] if number < 13 else history
+    samples = rollout_to_samples(Rollout(prompt="", turns=turns))
+    for number, sample in enumerate(samples):
+        sample.advantages = [0.5 + number] * len(sample.tokens)
+    return samples
+
+
+def pack(samples: Sequence[Sample], *, share: bool, rows: int = 100) -> list[MicroBatch]:
+    [micros] = pack_samples(samples, SEQ_LEN, rows=rows, share_prefixes=share)
+    return micros
+
+
+def find_logprobs(backend: Backend, samples: Sequence[Sample], *, share: bool) -> dict[int, torch.Tensor]:
+    """Log-probs of the loss tokens of every sample."""
+    found = {}
+    for micro in pack(samples, share=share):
+        assert (micro.shared is not None) == share
+        with torch.no_grad():
+            logprobs = backend._compute(backend._prepare(micro)).trainer_logprobs
+        bounds = list(accumulate(micro.lengths, initial=0))
+        counts = [sum(mask > 0 for mask in micro.loss_mask[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+        found |= dict(zip(micro.sample_ids, logprobs.split(counts), strict=True))
+    return dict(sorted(found.items()))
+
+
+def find_gradient(backend: Backend, micros: Sequence[MicroBatch]) -> torch.Tensor:
+    backend.forward_backward(micros, build_loss(LossConfig(type="aipo", entropy_coef=0.1), 96))
+    gradient = torch.cat([p.grad.flatten().clone() for p in backend.parameters.values() if p.grad is not None])
+    backend.stepper.optimizer.zero_grad()
+    return gradient
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+def draw_tree(draw: Any) -> list[Sample]:
+    """Random samples that continue a prefix of an earlier one, with random streams."""
+    samples: list[Sample] = []
+    for _ in range(draw(st.integers(2, 7))):
+        earlier = draw(st.sampled_from(samples)).tokens if samples else []
+        tokens = earlier[: draw(st.integers(0, len(earlier)))]
+        tokens = [*tokens, *draw(st.lists(st.integers(0, 300), min_size=1 if not tokens else 0, max_size=40))]
+        n, floats = len(tokens), st.floats(-2, 2, width=32)
+        mask = draw(st.lists(st.sampled_from([0.0, 1.0]), min_size=n, max_size=n))
+        advantages = draw(st.lists(floats, min_size=n, max_size=n))
+        samples.append(
+            Sample(
+                prompt="",
+                tokens=tokens,
+                loss_mask=[0.0, *mask[1:]],
+                advantages=advantages,
+                inference_logprobs=[-5.0] * n,
+                temperature=draw(st.sampled_from([0.7, 1.0])),
+            )
+        )
+    return samples
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=30))
+def test_nodes_are_the_distinct_prefixes(sequences: list[list[int]]) -> None:
+    order, shared = order_by_prefix(sequences)
+    assert sorted(order) == list(range(len(sequences)))
+    ordered = [sequences[i] for i in order]
+    tree = build_prefix_tree([len(sequence) for sequence in ordered], shared)
+    pasts = [tuple(sequence[: i + 1]) for sequence in ordered for i in range(len(sequence))]
+    assert len(tree.first) == max(len(set(pasts)), MIN_TOKENS)
+    assert [pasts[i] for i in tree.first[tree.node].tolist()] == pasts
+
+
+@pytest.mark.parametrize(("share", "fraction"), [(True, 1.0), (False, 5.0)])
+def test_agent_rollout_computes_a_fifth_of_its_tokens(exact: Backend, share: bool, fraction: float) -> None:
+    """20 turns on 8 branches; every drawn token has loss once, shared or not."""
+    samples = make_agent_rollout()
+    [micro] = pack(samples, share=share)
+    distinct = {tuple(sample.tokens[: i + 1]) for sample in samples for i in range(len(sample.tokens))}
+    assert len(samples) == 8 and micro.loss_count == 20 * 6
+    layout = exact._prepare(micro)
+    assert len(layout.pack.input_ids) >= fraction * len(distinct)
+    attended = sum(bucket.queries.numel() for bucket in layout.pack.attend.buckets)
+    assert (len(layout.pack.input_ids) == len(distinct) and attended < 2 * len(distinct)) == share
+
+
+@pytest.mark.parametrize("attn", ["exact", "sdpa"])
+def test_shared_logprobs_have_the_same_bits_in_exact_mode(tmp_path: Path, attn: str) -> None:
+    samples, backend = make_agent_rollout(), make_backend(tmp_path, attn=attn)
+    shared, alone = (find_logprobs(backend, samples, share=share) for share in (True, False))
+    for mine, expected in zip(shared.values(), alone.values(), strict=True):
+        assert torch.equal(mine, expected) if attn == "exact" else torch.allclose(mine, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{"attn": "exact"}, {"attn": "sdpa"}, {"lora": {"rank": 8}}], ids=str)
+def test_shared_gradient_is_that_of_single_samples(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Sharing changes the gradient no more than another packing does: the order of a sum."""
+    samples, backend = make_agent_rollout(), make_backend(tmp_path, **settings)
+    if "lora" in settings:
+        for name, parameter in backend.parameters.items():
+            torch.nn.init.normal_(parameter.data, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+    expected = find_gradient(backend, pack(samples, share=False))
+    assert relative_error(find_gradient(backend, pack(samples, share=True)), expected) < 1e-6
+    assert 0 < relative_error(find_gradient(backend, pack(samples, share=False, rows=1)), expected) < 1e-6
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.data())
+def test_random_trees_have_the_gradient_of_single_samples(exact: Backend, data: st.DataObject) -> None:
+    samples = draw_tree(data.draw)
+    exact_grads = []
+    for share in (True, False):
+        micros = pack(samples, share=share)
+        exact_grads.append(find_gradient(exact, micros) if any(micro.loss_count for micro in micros) else torch.ones(1))
+    torch.testing.assert_close(*exact_grads, rtol=1e-4, atol=2e-6 * float(exact_grads[1].norm()))
+
+
+def test_streams_stay_with_their_samples() -> None:
+    samples = make_agent_rollout()
+    for number, sample in enumerate(samples):
+        n = len(sample.tokens)
+        sample.teacher_logprobs, sample.temperature = [-float(number)] * n, 1 + number / 10
+        sample.sampling_support, sample.objective = UNFILTERED * n, f"loss {number}"
+    for micro in pack(samples[::-1], share=True):
+        bounds = list(accumulate(micro.lengths, initial=0))
+        assert micro.objectives == tuple(samples[::-1][i].objective for i in micro.sample_ids)
+        assert micro.sampling_supports == [samples[::-1][i].sampling_support for i in micro.sample_ids]
+        for i, start, end in zip(micro.sample_ids, bounds, bounds[1:], strict=False):
+            assert micro.input_ids[start:end] == samples[::-1][i].tokens
+            assert micro.advantages[start : end - 1] == samples[::-1][i].advantages[1:]
+            assert micro.teacher_logprobs is not None
+            assert micro.teacher_logprobs[start : end - 1] == samples[::-1][i].teacher_logprobs[1:]
+            assert set(micro.temperature[start:end]) == {samples[::-1][i].temperature}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(40, 200), st.integers(1, 3))
+def test_a_tree_that_does_not_fit_is_cut(data: st.DataObject, capacity: int, num_ranks: int) -> None:
+    samples = draw_tree(data.draw)
+    longest = max(len(sample.tokens) for sample in samples)
+    capacity = max(capacity, longest)
+    packs = pack_samples(samples, capacity, num_ranks, share_prefixes=True)
+    micros = [micro for rank in packs for micro in rank]
+    assert sorted(i for micro in micros for i in micro.sample_ids) == list(range(len(samples)))
+    assert all(micro.num_computed <= capacity for micro in micros)
+    assert len({len(rank) for rank in packs}) == 1
+
+
+def test_a_whole_tree_fits_where_its_samples_would_not(exact: Backend) -> None:
+    samples = make_agent_rollout()
+    num = sum(len(sample.tokens) for sample in samples)
+    assert num > 2 * SEQ_LEN
+    [micro] = pack(samples, share=True, rows=1)
+    assert len(pack(samples, share=False, rows=1)) == 3 and micro.num_tokens == num
+
+
+def test_ranks_share_trees_by_their_cost() -> None:
+    """Groups stay together, and no rank has much more than the mean."""
+    groups = [[100 * group + number // 50 for number in range(50)] for group in range(8)]
+    sequences = [[*prompt, *[90 + number] * 20] for number in range(2) for prompt in groups]
+    samples = [Sample(prompt="", tokens=tokens, loss_mask=[1.0] * 70) for tokens in sequences]
+    packs = pack_samples(samples, SEQ_LEN, 4, share_prefixes=True)
+    assert [sum(micro.num_computed for micro in rank) for rank in packs] == [2 * (50 + 2 * 20)] * 4
+
+
+def test_flash_attention_shares_no_prefixes(exact: Backend) -> None:
+    assert can_share_prefixes(exact.model, exact.placement, exact.mesh)
+    flash = replace(exact.placement, attn="flash")
+    assert not can_share_prefixes(exact.model, flash, exact.mesh)
+    object.__setattr__(exact.model, "mixes_tokens_only_in_attend", False)
+    assert not can_share_prefixes(exact.model, exact.placement, exact.mesh)
+    object.__delattr__(exact.model, "mixes_tokens_only_in_attend")
