@@ -232,7 +232,8 @@ def run_worker(task_path: Path) -> None:
         rows = max(1, options["micro_tokens"] // task["seq_len"])
 
         def pack(rows: int = rows, backend: Any = backend) -> Any:
-            [micros] = pack_samples(samples, task["seq_len"], rows=rows, quadratic_cost=backend.quadratic_cost)
+            cost, sharing = backend.quadratic_cost, backend.shares_prefixes
+            [micros] = pack_samples(samples, task["seq_len"], rows=rows, quadratic_cost=cost, share_prefixes=sharing)
             return micros
 
         if options.get("logprobs"):

@@ -70,7 +70,8 @@ def train(task: Task) -> None:
 
 def pack(trainer: Backend, samples: Sequence[Sample]) -> Share:
     """One micro-batch."""
-    return pack_share(samples, SEQ_LEN, rows=len(samples), quadratic_cost=trainer.quadratic_cost)
+    cost, sharing = trainer.quadratic_cost, trainer.shares_prefixes
+    return pack_share(samples, SEQ_LEN, rows=len(samples), quadratic_cost=cost, share_prefixes=sharing)
 
 
 def build_config(task: Task) -> TrainConfig:

@@ -29,6 +29,10 @@ ABOUT = {
         "Decoding of the 0.6B shape on a GPU, with and without CUDA graphs, relative to memory bandwidth.",
     ),
     "trainer": ("python benchmarks/bench_trainer.py", "Tokens per CPU-second of a training step against TRL; ratios."),
+    "prefix_tree": (
+        "python benchmarks/bench_prefix_tree.py",
+        "Tokens and CPU time of a training step on samples that share beginnings, alone over shared.",
+    ),
     "grpo": ("python benchmarks/bench_grpo.py", "CPU seconds of RL to a fixed reward against TRL; ratios."),
     "long_tail": (
         "python benchmarks/bench_long_tail.py",

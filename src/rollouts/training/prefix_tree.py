@@ -39,14 +39,14 @@ class PrefixTree:
     shared: list[int]
 
 
-def order_by_prefix(sequences: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+def order_by_prefix(sequences: Sequence[list[int]]) -> tuple[list[int], list[int]]:
     """Indices of the sequences in lexicographic order, and the tokens that each shares with the one before."""
     order = sorted(range(len(sequences)), key=sequences.__getitem__)
     shared = [_count_common(sequences[a], sequences[b]) for a, b in pairwise(order)]
     return order, [0, *shared][: len(order)]
 
 
-def _count_common(a: Sequence[int], b: Sequence[int]) -> int:
+def _count_common(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.config import LossConfig, TrainConfig
 from prime_rl.trainer.forward import can_share_prefixes
+from prime_rl.trainer.models import attention
+from prime_rl.trainer.models.attention import PackedAttention
 from prime_rl.trainer.rl.loss import build_loss
 from rollouts.training.agent_integration import Rollout, Turn, rollout_to_samples
 from rollouts.training.batching import MicroBatch, pack_samples
@@ -69,7 +71,7 @@ def find_logprobs(backend: Backend, samples: Sequence[Sample], *, share: bool) -
         with torch.no_grad():
             logprobs = backend._compute(backend._prepare(micro)).trainer_logprobs
         bounds = list(accumulate(micro.lengths, initial=0))
-        counts = [sum(mask > 0 for mask in micro.loss_mask[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+        counts = [sum(mask > 0 for mask in micro.loss_mask[a:b]) for a, b in pairwise(bounds)]
         found |= dict(zip(micro.sample_ids, logprobs.split(counts), strict=True))
     return dict(sorted(found.items()))
 
@@ -153,6 +155,44 @@ def test_shared_gradient_is_that_of_single_samples(tmp_path: Path, settings: dic
     assert 0 < relative_error(find_gradient(backend, pack(samples, share=False, rows=1)), expected) < 1e-6
 
 
+def test_fp64_gradient_rounds_to_the_same_fp32_bits(tmp_path: Path) -> None:
+    """In fp32 the bits differ, because a sum over samples is taken before a product instead of after."""
+    samples, backend = make_agent_rollout(), make_backend(tmp_path, attn="exact")
+    backend.model.double()
+    parameters, found = [p for p in backend.model.parameters() if p.requires_grad], []
+    for share in (True, False):
+        [micro] = pack(samples, share=share)
+        inputs = backend._compute(backend._prepare(micro))
+        loss = (inputs.trainer_logprobs * inputs.advantages.double()).sum()
+        found.append(torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, parameters)]))
+    assert found[0].dtype == torch.float64 and relative_error(*found) < 1e-14
+    assert torch.equal(found[0].float(), found[1].float())
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("has_kernel", [True, False])
+def test_attention_of_a_tree_equals_that_of_sequences(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, has_kernel: bool
+) -> None:
+    """Bit for bit in exact mode, with own tokens that span query blocks and duplicates that have none."""
+    if not has_kernel:
+        monkeypatch.setattr(attention, "runs_kernel", lambda *_: False)
+    draw = torch.Generator().manual_seed(0)
+    lengths, shared = [330, 340, 330, 620, 30, 9], [0, 300, 330, 310, 17, 0]
+    tree = build_prefix_tree(lengths, shared)
+    leaves = [torch.randn(len(tree.first), heads, 32, generator=draw, requires_grad=True) for heads in (4, 2, 2)]
+    weight = torch.randn(sum(lengths), 4, 32, generator=draw)
+    found = []
+    for mode in ("exact", "sdpa"):
+        out = PackedAttention(lengths, mode=mode, tree=tree)(0, *leaves, window)[tree.node]
+        expected = PackedAttention(lengths, mode=mode)(0, *(x[tree.node] for x in leaves), window)
+        assert torch.equal(out, expected) if mode == "exact" else torch.allclose(out, expected, atol=1e-5)
+        found += [torch.autograd.grad((x * weight).sum(), leaves) for x in (out, expected)]
+    for grads in zip(*found, strict=True):
+        for grad in grads[1:]:
+            torch.testing.assert_close(grad, grads[0], rtol=1e-4, atol=1e-4)
+
+
 @settings(max_examples=12, deadline=None)
 @given(st.data())
 def test_random_trees_have_the_gradient_of_single_samples(exact: Backend, data: st.DataObject) -> None:
@@ -174,7 +214,7 @@ def test_streams_stay_with_their_samples() -> None:
         bounds = list(accumulate(micro.lengths, initial=0))
         assert micro.objectives == tuple(samples[::-1][i].objective for i in micro.sample_ids)
         assert micro.sampling_supports == [samples[::-1][i].sampling_support for i in micro.sample_ids]
-        for i, start, end in zip(micro.sample_ids, bounds, bounds[1:], strict=False):
+        for i, (start, end) in zip(micro.sample_ids, pairwise(bounds), strict=True):
             assert micro.input_ids[start:end] == samples[::-1][i].tokens
             assert micro.advantages[start : end - 1] == samples[::-1][i].advantages[1:]
             assert micro.teacher_logprobs is not None
