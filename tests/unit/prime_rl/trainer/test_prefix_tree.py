@@ -143,10 +143,13 @@ def test_shared_logprobs_have_the_same_bits_in_exact_mode(tmp_path: Path, attn: 
         assert torch.equal(mine, expected) if attn == "exact" else torch.allclose(mine, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("settings", [{"attn": "exact"}, {"attn": "sdpa"}, {"lora": {"rank": 8}}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"attn": "exact"}, {"attn": "sdpa"}, {"lora": {"rank": 8}}, {"impl": "hf"}], ids=str
+)
 def test_shared_gradient_is_that_of_single_samples(tmp_path: Path, settings: dict[str, Any]) -> None:
     """Sharing changes the gradient no more than another packing does: the order of a sum."""
     samples, backend = make_agent_rollout(), make_backend(tmp_path, **settings)
+    assert backend.shares_prefixes
     if "lora" in settings:
         for name, parameter in backend.parameters.items():
             torch.nn.init.normal_(parameter.data, std=0.1, generator=torch.Generator().manual_seed(len(name)))
