@@ -6,6 +6,7 @@ Each check warns when a problem starts, and again only after it was resolved.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -191,11 +192,27 @@ def constant_trouble(samples: Sequence[Sample], num_batches: int) -> str | None:
     """All rewards are equal in several consecutive batches."""
     if num_batches < CONSTANT_BATCHES:
         return None
-    return (
-        f"every rollout of the last {num_batches} batches has reward {samples[0].reward:g}, so there is no learning "
-        "signal. Inspect rollouts (monitor, samples.jsonl): the reward function may fail to parse answers, completions "
-        "may be truncated at max_tokens, or the task is too easy or too hard"
+    text = f"every rollout of the last {num_batches} batches has reward {samples[0].reward:g}, so there is no learning "
+    text += "signal. Inspect rollouts (monitor, samples.jsonl): "
+    missed = [sample for sample in samples if sample.reward <= 0 and _contains_answer(sample)]
+    if not missed:
+        return text + (
+            "the reward function may fail to parse answers, completions may be truncated at max_tokens, or the task is "
+            "too easy or too hard"
+        )
+    kind = type(missed[0].metadata["answer"]).__name__
+    cure = "" if kind == "str" else f"; answers of the rows are {kind}, not text: compare with str(answer)"
+    return text + (
+        f"{len(missed)} of {len(samples)} completions contain the expected answer, so the reward function probably "
+        f"does not find it{cure}"
     )
+
+
+def _contains_answer(sample: Sample) -> bool:
+    """Whether the completion contains the answer of the row as whole words."""
+    answer = sample.metadata.get("answer")
+    text = "" if answer is None else str(answer).strip()
+    return bool(text) and re.search(rf"(?<!\w){re.escape(text)}(?!\w)", sample.response) is not None
 
 
 def ratio_trouble(mean: float | None, unmoved: bool) -> str | None:

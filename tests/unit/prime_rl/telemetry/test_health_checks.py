@@ -70,6 +70,19 @@ def test_turns_that_rewrite_the_history() -> None:
     assert "prefixes: in 16 of 16 conversations" in line and "template" in line
 
 
+@pytest.mark.parametrize(
+    ("answer", "reply", "found", "cure"),
+    [(98, "It is 98.", True, "are int, not text: compare with str(answer)"), ("98", "98", True, "does not find it")]
+    + [(98, "It is 980", False, ""), (None, "None", False, ""), ("", "98", False, "")],
+)
+def test_rewards_of_0_for_right_answers_name_the_cause(answer: Any, reply: str, found: bool, cure: str) -> None:
+    checks = RolloutHealthChecks(2, log=lambda line: None)
+    wrong = batch(reward=0.0, response=reply, metadata={"answer": answer})
+    [line] = [line for _ in range(CONSTANT_BATCHES) for line in checks.check(wrong)]
+    assert ("16 of 16 completions contain the expected answer" in line) == found, line
+    assert cure in line and ("may fail to parse" in line) != found
+
+
 def test_constant_rewards_warn_once() -> None:
     checks = RolloutHealthChecks(2, log=lambda line: None)
     lines = [checks.check(batch(reward=0.0)) for _ in range(CONSTANT_BATCHES + 2)]
