@@ -162,7 +162,8 @@ def describe_end(error: BaseException | None) -> tuple[str, str | None]:
     if isinstance(error, ChildFailed):
         return "failed", ", ".join(f"{child.name}: {child.describe_end()}" for child in error.children)
     first = (str(error).splitlines() or [""])[0]
-    return "failed", f"{type(error).__name__}: {first}"[:MAX_REASON]
+    reason = first if type(error) is ValueError else f"{type(error).__name__}: {first}"  # ours are in the user's words
+    return "failed", reason[:MAX_REASON]
 
 
 def _read(path: Path) -> bytes | None:
