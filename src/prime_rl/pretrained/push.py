@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from prime_rl.configuration.arguments import CommandParser
+from prime_rl.pretrained.fetch import KNOWN_MODELS
 from prime_rl.runtime.run_dir import RunDir
 from prime_rl.transport.weights import ADAPTER_CONFIG_FILE, is_adapter
 from rollouts.training.json_files import read_json_file
@@ -30,8 +31,10 @@ def write_card(directory: Path, repo_id: str) -> str:
     methods = {"trainer": "reinforcement learning", "sft": "supervised fine-tuning"}
     process = next((name for name in methods if run.config(name).is_file()), None)
     base = adapter["base_model_name_or_path"] if adapter else _read_base(run, process)
-    if base is not None and Path(base).exists():
-        base = None  # a directory of this machine
+    if base in KNOWN_MODELS:
+        base = KNOWN_MODELS[base].hub_id
+    if base is not None and (Path(base).exists() or base.count("/") != 1):
+        base = None  # a directory of this machine, or a shipped model: not on the hub
     library, loader = ("peft", "AutoPeftModelForCausalLM") if adapter else ("transformers", "AutoModelForCausalLM")
     data = ModelCardData(base_model=base, library_name=library, pipeline_tag="text-generation", tags=["prime-rl"])
     of = f" of [{base}](https://huggingface.co/{base})" if base else ""

@@ -151,6 +151,18 @@ def test_dry_run_shows_card_and_files(weights: Path, capsys: pytest.CaptureFixtu
     assert "library_name: transformers" in out and "\nmodel.safetensors\n" in out and "STABLE" not in out
 
 
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [("smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"), ("org/base", "org/base"), ("tiny-qwen3", None)],
+)
+def test_the_card_links_only_models_of_the_hub(name: str, base: str | None, tmp_path: Path) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "trainer.toml").write_text(f'[model]\nname = "{name}"\n')
+    card = module.write_card(tmp_path / "weights" / "step_1", "me/model")
+    assert (f"base_model: {base}" in card and f"https://huggingface.co/{base}" in card) == (base is not None)
+    assert ("base_model" in card) == (base is not None)
+
+
 def test_a_refused_token_is_not_shown(
     hub: Hub, weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
