@@ -236,8 +236,9 @@ def list_all(options: argparse.Namespace) -> None:
         facts = [
             f"{name} {series[key][-1][1]:.4g}" for name, key in (("loss", "loss/mean"), progress) if series.get(key)
         ]
-        last = max((points[-1][0] for points in series.values()), default=0)
-        print_text(f"  {run.name}  {find_status(run).text}  step {last}  {'  '.join(facts)}".rstrip())
+        status = find_status(run)
+        at = "" if status.state == "stopped" else f"  step {status.step}"  # its text has the step
+        print_text(f"  {run.name}  {status.text}{at}  {'  '.join(facts)}".rstrip())
     if not (wandb_runs.has_key() or options.project or options.entity):
         print_text("W&B: set WANDB_API_KEY to list its runs")
         return

@@ -194,6 +194,7 @@ def test_list_shows_local_runs_the_newest_first(
     names = [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
     assert code == 0 and [Path(name).name for name in names] == ["new", "middle"]
     assert "WANDB_API_KEY" in out
+    assert all(line.count("step") == 1 for line in out.splitlines() if line.startswith("  ")), out
     old = local_runs.open_run(tmp_path / "old")
     (old.path / "configs" / "trainer.toml").unlink()
     assert find_status(old).text == "stopped at step 3"
