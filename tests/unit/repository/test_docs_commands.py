@@ -37,3 +37,10 @@ def test_a_documented_command_parses(line: str, monkeypatch: pytest.MonkeyPatch)
     module, name = CLASSES[command]
     config, sources = parse_argv(getattr(importlib.import_module(module), name), argv, command, {})
     assert sources and not [note for note in config.notes if note.startswith("warning")]
+
+
+def test_clients_are_shown_with_the_served_model_name() -> None:
+    page = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
+    [served] = re.findall(r"--served-model-name (\S+)", page)
+    requested = re.findall(r"model=\"?(\w+)|-m (\w+)", page)
+    assert len(requested) == 4 and {first or second for first, second in requested} == {served}
