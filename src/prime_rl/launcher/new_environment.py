@@ -25,12 +25,14 @@ def init(argv: Sequence[str]) -> int:
         raise ValueError("rl init takes one name: write `rl init my_task`")
     folder = write_environment(argv[0], Path.cwd())
     name, where = folder.name, folder.relative_to(Path.cwd())
-    sys.stdout.write(
-        f"wrote {', '.join(sorted(file.name for file in folder.iterdir()))} to {where}\n"
-        f"  python -m pytest {where}       test the rewards\n"
-        f"  rl @ {where}/rl.toml           train an untrained model of 0.4M parameters on a CPU\n"
-        f"  monitor outputs/{name} --serve      look at its rollouts\n"
-    )
+    commands = {
+        f"python -m pytest {where}": "test the rewards",
+        f"rl @ {where}/rl.toml": "train an untrained model of 0.4M parameters on a CPU",
+        f"monitor outputs/{name} --open": "look at its curves and rollouts",
+    }
+    width = max(map(len, commands))
+    sys.stdout.write(f"wrote {', '.join(sorted(file.name for file in folder.iterdir()))} to {where}\n")
+    sys.stdout.writelines(f"  {command:<{width}}   {purpose}\n" for command, purpose in commands.items())
     return 0
 
 

@@ -19,7 +19,9 @@ def test_the_written_files_fit_together(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert init(["count-vowels"]) == 0
-    assert "rl @ environments/count_vowels/rl.toml" in capsys.readouterr().out
+    _, *lines = capsys.readouterr().out.splitlines()
+    assert any("rl @ environments/count_vowels/rl.toml" in line for line in lines)
+    assert len({line.rindex("   ") for line in lines}) == 1, "the purposes are aligned"
     folder = tmp_path / "environments" / "count_vowels"
     names = {"count_vowels.py", "pyproject.toml", "rl.toml", "test_count_vowels.py"}
     assert {file.name for file in folder.iterdir()} == names
