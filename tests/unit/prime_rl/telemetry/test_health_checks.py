@@ -72,8 +72,13 @@ def test_turns_that_rewrite_the_history() -> None:
 
 @pytest.mark.parametrize(
     ("answer", "reply", "found", "cure"),
-    [(98, "It is 98.", True, "are int, not text: compare with str(answer)"), ("98", "98", True, "does not find it")]
-    + [(98, "It is 980", False, ""), (None, "None", False, ""), ("", "98", False, "")],
+    [
+        (98, "It is 98.", True, "are int, not text: compare with str(answer)"),
+        ("98", "98", True, "does not find it"),
+        (98, "It is 980", False, ""),
+        (None, "None", False, ""),
+        ("", "98", False, ""),
+    ],
 )
 def test_rewards_of_0_for_right_answers_name_the_cause(answer: Any, reply: str, found: bool, cure: str) -> None:
     checks = RolloutHealthChecks(2, log=lambda line: None)
