@@ -28,9 +28,10 @@ from rollouts.training.types import UNFILTERED, Sample
 SEQ_LEN = 512
 
 
-def make_backend(directory: Path, **model: Any) -> Backend:
+def make_backend(directory: Path, critic: dict[str, Any] | None = None, **model: Any) -> Backend:
     settings = {"name": "tiny-qwen3", "seq_len": 96, "debug": {"random_init": True}} | model
-    return build_backend(TrainConfig.model_validate({"model": settings, "output_dir": directory}))
+    loss = {} if critic is None else {"critic": critic, "loss": {"type": "ppo"}}
+    return build_backend(TrainConfig.model_validate({"model": settings, "output_dir": directory, **loss}))
 
 
 @pytest.fixture(scope="module")
@@ -63,16 +64,18 @@ def pack(samples: Sequence[Sample], *, share: bool, rows: int = 100) -> list[Mic
     return micros
 
 
-def find_logprobs(backend: Backend, samples: Sequence[Sample], *, share: bool) -> dict[int, torch.Tensor]:
-    """Log-probs of the loss tokens of every sample."""
+def find_outputs(
+    backend: Backend, samples: Sequence[Sample], *, share: bool, name: str = "trainer_logprobs"
+) -> dict[int, torch.Tensor]:
+    """Log-probs (or values) of the loss tokens of every sample."""
     found = {}
     for micro in pack(samples, share=share):
         assert (micro.shared is not None) == share
         with torch.no_grad():
-            logprobs = backend._compute(backend._prepare(micro)).trainer_logprobs
+            outputs = getattr(backend._compute(backend._prepare(micro)), name)
         bounds = list(accumulate(micro.lengths, initial=0))
         counts = [sum(mask > 0 for mask in micro.loss_mask[a:b]) for a, b in pairwise(bounds)]
-        found |= dict(zip(micro.sample_ids, logprobs.split(counts), strict=True))
+        found |= dict(zip(micro.sample_ids, outputs.split(counts), strict=True))
     return dict(sorted(found.items()))
 
 
@@ -138,7 +141,7 @@ def test_agent_rollout_computes_a_fifth_of_its_tokens(exact: Backend, share: boo
 @pytest.mark.parametrize("attn", ["exact", "sdpa"])
 def test_shared_logprobs_have_the_same_bits_in_exact_mode(tmp_path: Path, attn: str) -> None:
     samples, backend = make_agent_rollout(), make_backend(tmp_path, attn=attn)
-    shared, alone = (find_logprobs(backend, samples, share=share) for share in (True, False))
+    shared, alone = (find_outputs(backend, samples, share=share) for share in (True, False))
     for mine, expected in zip(shared.values(), alone.values(), strict=True):
         assert torch.equal(mine, expected) if attn == "exact" else torch.allclose(mine, expected, atol=1e-5)
 
@@ -155,7 +158,16 @@ def test_shared_gradient_is_that_of_single_samples(tmp_path: Path, settings: dic
             torch.nn.init.normal_(parameter.data, std=0.1, generator=torch.Generator().manual_seed(len(name)))
     expected = find_gradient(backend, pack(samples, share=False))
     assert relative_error(find_gradient(backend, pack(samples, share=True)), expected) < 1e-6
+    cut = [micro for rank in pack_samples(samples, 250, 2, share_prefixes=True) for micro in rank]
+    assert len(cut) > 1 and any(micro.shared for micro in cut), "each part of the tree shares its own beginnings"
+    assert relative_error(find_gradient(backend, cut), expected) < 1e-6
     assert 0 < relative_error(find_gradient(backend, pack(samples, share=False, rows=1)), expected) < 1e-6
+
+
+def test_values_of_a_critic_have_the_same_bits(tmp_path: Path) -> None:
+    samples, backend = make_agent_rollout(), make_backend(tmp_path, critic={"lr": 1e-3}, attn="exact")
+    shared, alone = (find_outputs(backend, samples, share=share, name="values") for share in (True, False))
+    assert all(torch.equal(mine, expected) for mine, expected in zip(shared.values(), alone.values(), strict=True))
 
 
 def test_fp64_gradient_rounds_to_the_same_fp32_bits(tmp_path: Path) -> None:
