@@ -52,6 +52,7 @@ class StepLogger:
             "time/step": whole,
             "batch/micro_batches": len(share.micros),
             "batch/padding_ratio": share.padding_ratio,
+            "batch/shared_ratio": share.shared_ratio,
             "batch/rank_imbalance": share.imbalance,
             "batch/tokens": sum(share.lengths),
             "batch/samples": len(share.lengths),

@@ -220,6 +220,12 @@ class Share:
     imbalance: float = 0.0
     passes: int = 1
 
+    @property
+    def shared_ratio(self) -> float:
+        """Share of the rank's tokens that are computed in another sample of their micro-batch."""
+        num = sum(micro.num_tokens for micro in self.micros)
+        return 1 - sum(micro.num_computed for micro in self.micros) / num if num else 0.0
+
 
 def pack_samples(
     samples: Sequence[Sample],

@@ -20,7 +20,7 @@ from prime_rl.trainer.models import attention
 from prime_rl.trainer.models.attention import PackedAttention
 from prime_rl.trainer.rl.loss import build_loss
 from rollouts.training.agent_integration import Rollout, Turn, rollout_to_samples
-from rollouts.training.batching import MicroBatch, pack_samples
+from rollouts.training.batching import MicroBatch, pack_samples, pack_share
 from rollouts.training.numerics import MIN_TOKENS
 from rollouts.training.prefix_tree import build_prefix_tree, order_by_prefix
 from rollouts.training.types import UNFILTERED, Sample
@@ -256,6 +256,11 @@ def test_a_whole_tree_fits_where_its_samples_would_not(exact: Backend) -> None:
     assert num > 2 * SEQ_LEN
     [micro] = pack(samples, share=True, rows=1)
     assert len(pack(samples, share=False, rows=1)) == 3 and micro.num_tokens == num
+    whole, cut, alone = (
+        pack_share(samples, seq_len, share_prefixes=share).shared_ratio
+        for seq_len, share in ((SEQ_LEN, True), (250, True), (SEQ_LEN, False))
+    )
+    assert whole == pytest.approx(1 - micro.num_computed / num) and whole > cut > 0.5 and alone == 0
 
 
 def test_ranks_share_trees_by_their_cost() -> None:
