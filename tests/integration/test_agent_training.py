@@ -78,6 +78,8 @@ def test_a_run_trains_what_its_agents_sampled(tmp_path: Path) -> None:
     masked = [(s, zip(s.advantages or [], s.loss_mask, strict=True)) for s in samples]
     advantages = {(s.group_index, s.index, value) for s, pairs in masked for value, is_trained in pairs if is_trained}
     assert len(advantages) == len(rollouts), "one advantage for all branches of a rollout"
+    steps = metric_rows(tmp_path, "trainer", "batch/shared_ratio")
+    assert [row["batch/shared_ratio"] > 0.2 and row["mismatch_kl/max"] == 0 for row in steps] == [True] * 3
     assert all(row["mismatch_kl/max"] == 0 for row in metric_rows(tmp_path, "trainer", "mismatch_kl/mean"))
 
 
