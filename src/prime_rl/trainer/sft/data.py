@@ -213,10 +213,14 @@ def build_sft_batches(config: SFTConfig, vocab_size: int, tokenizer: Tokenizer |
         held_out = [val_samples.sample(i) for i in range(min(len(val_samples), config.val.num_samples))]
     stack = data.pack_function == "stack"
     per_row = 1.0 if stack else max(1.0, data.seq_len * len(samples) / samples.ends[-1])
+    per_step = data.batch_size * per_row
     logger.info(
-        f"A step takes {data.batch_size} rows, each with {'' if stack else 'about '}{per_row:.3g} of the "
-        f"{len(samples):,} samples (data.pack_function {data.pack_function})"
+        f"A step takes {data.batch_size} rows, {'' if stack else 'about '}{per_step:,.0f} samples, of {len(samples):,} "
+        f"(data.pack_function {data.pack_function})"
     )
+    if per_step > len(samples):
+        cure = "lower data.batch_size" + ("" if stack else ', or data.pack_function = "stack" for one sample per row')
+        logger.warning(f"A step trains on every sample {per_step / len(samples):.1f} times: {cure}")
     return SFTBatches(
         samples,
         data.seq_len,

@@ -250,6 +250,22 @@ def test_invalid_settings_are_rejected(options: list[str], words: str) -> None:
         parse_argv(SFTConfig, options, "sft", environ={})
 
 
+@pytest.mark.parametrize(
+    ("batch_size", "pack_function", "warns"), [(40, "stack", False), (50, "stack", True), (40, "cat", True)]
+)
+def test_a_step_of_several_epochs_warns(
+    batch_size: int, pack_function: str, warns: bool, tmp_path: Path, tokenizer: Any
+) -> None:
+    name = str(write(tmp_path / "rows.jsonl", pairs("a", 40)))
+    lines: list[str] = []
+    handler = logger.add(lambda message: lines.append(str(message)))
+    data = {"name": name, "pack_function": pack_function, "batch_size": batch_size}
+    build_sft_batches(make_config(data), 320, tokenizer)
+    logger.remove(handler)
+    assert any("A step trains on every sample" in line for line in lines) == warns
+    assert any(f"A step takes {batch_size} rows" in line and "samples, of 40" in line for line in lines)
+
+
 def test_stack_has_one_conversation_per_row(tmp_path: Path, tokenizer: Any) -> None:
     name = str(write(tmp_path / "rows.jsonl", pairs("a", 40)))
     for pack_function, least, most in (("stack", 4, 4), ("cat", 5, 40)):
