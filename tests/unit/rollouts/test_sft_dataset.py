@@ -56,7 +56,10 @@ def test_bad_input(tmp_path: Path) -> None:
     name = write(tmp_path / "rows.jsonl", [{"text": "plain"}])
     for call, sentence in [
         (lambda: load_sft_dataset(name), "needs a tokenizer"),
-        (lambda: load_sft_dataset(name, tokenizer=tokenizer), "row 0 of the data set has the columns text"),
+        (
+            lambda: load_sft_dataset(name, tokenizer=tokenizer),
+            "row 0 of the data set has the columns text.*`question` and `answer`",
+        ),
         (lambda: load_sft_dataset(name, tokenizer=tokenizer, subset="main"), "no subset 'main'"),
         (lambda: load_sft_dataset(name, tokenizer=tokenizer, max_samples=0), "max_samples 0"),
         (lambda: load_sft_dataset(str(tmp_path / "no.jsonl"), tokenizer=tokenizer), "was not found"),

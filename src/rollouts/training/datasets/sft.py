@@ -144,7 +144,7 @@ def read_conversation(row: Row, index: int, template: str = "") -> Conversation:
     if row.get("prompt") is None or row.get("completion") is None:
         raise ValueError(
             f"row {index} of the data set has the columns {', '.join(sorted(row))}: "
-            "it needs `messages`, or `prompt` and `completion`"
+            "it needs `messages`, `prompt` and `completion`, `question` and `answer`, or `instruction` and `output`"
         )
     prompt = _messages(row["prompt"], "user", "prompt", index, template)
     completion = _messages(row["completion"], ASSISTANT, "completion", index, template)
