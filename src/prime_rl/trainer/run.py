@@ -152,7 +152,7 @@ def summarize(run: RunDir, num_steps: int, *, resumable: bool) -> str:
             f"--output-dir {run.root} --ckpt.resume-step -1, and a higher --max-steps (sft: or --num-epochs)"
         )
     if newest.exists():
-        table |= {"weights": newest, "next": f"env eval @ configs/debug/eval.toml --model.name {newest}"}
+        table |= {"weights": newest, "next": f"inference --model.name {newest}"}
     return "".join(f"  {name:<8} {value}\n" for name, value in table.items())
 
 
