@@ -13,7 +13,7 @@ from cli_runner import THREE_FILES, Command, Runner, read_caught, runner, until
 from prime_rl.runtime.machine import find_free_port
 
 COMMANDS = {
-    "sft": ("@", "configs/debug/sft/train.toml"),
+    "sft": ("@", "configs/debug/sft/train.toml", "--max-steps", 10_000),
     "trainer": ("@", "configs/debug/rl/train.toml"),
     "rl": (*THREE_FILES, "--max-steps", 10_000),
     "orchestrator": ("@", "configs/debug/orch.toml"),
