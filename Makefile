@@ -2,7 +2,7 @@
 # every path below is relative to this file.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help bench docs gpu gpu-bundle setup test test-unit test-integration test-extras test-peers test-lm-eval \
+.PHONY: help bench docs gpu gpu-bundle setup test test-unit test-integration test-extras test-peers test-lm-eval test-tinker \
   test-vllm test-all chaos fuzz demo demo-real distill lint format clean
 
 PY := .venv/bin/python
@@ -105,6 +105,13 @@ test-lm-eval: setup  ## create .venv-lm-eval with lm-evaluation-harness, then ru
 	@[ -x $(LM_EVAL) ] || { $(PY) -m venv --clear .venv-lm-eval && \
 	  .venv-lm-eval/bin/python -m pip install --disable-pip-version-check -q 'lm-eval[api]==0.4.13' transformers; }
 	@$(PY) -m pytest tests/integration/test_lm_eval.py -m slow
+
+TINKER := .venv-tinker/bin/python
+
+test-tinker: setup  ## create .venv-tinker with the tinker client, then run it against serve (minutes)
+	@[ -x $(TINKER) ] || { $(PY) -m venv --clear .venv-tinker && \
+	  $(TINKER) -m pip install --disable-pip-version-check -q tinker==0.38.0 'torch>=2.11,<2.14'; }
+	@$(PY) -m pytest tests/integration/test_tinker.py -m slow
 
 test-all: test-extras $(PEERS_STAMP) $(VLLM_STAMP)  ## install all test dependencies, then run every test (hours; DATA=, SPEC=)
 	@$(PY) dev/install_system.py iproute2 slurm-wlm munge kubernetes-client || true

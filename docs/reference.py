@@ -27,6 +27,7 @@ COMMANDS = {
     "trainer": "prime_rl.trainer.config:TrainConfig",
     "orchestrator": "prime_rl.orchestrator.config:OrchestratorConfig",
     "plan": "prime_rl.plan.config:PlanConfig",
+    "serve": "prime_rl.training_api.config:ServeConfig",
 }
 PACKAGES = ("rollouts.training", "rollouts.kernels", "nanochat")
 

@@ -19,6 +19,7 @@ COMMANDS = {
     "convert": ("prime_rl.pretrained.convert:main", "GGUF files to and from Hugging Face directories"),
     "push": ("prime_rl.pretrained.push:main", "upload weights to the hub, with a model card"),
     "inference": ("prime_rl.inference.server:main", "the inference server alone"),
+    "serve": ("prime_rl.training_api.serve:main", "train and sample for programs of the tinker client"),
     "trainer": ("prime_rl.trainer.rl.train:main", "the RL trainer alone"),
     "orchestrator": ("prime_rl.orchestrator.orchestrator:main", "the orchestrator alone"),
     "vf-install": ("prime_rl.envs.vf_install:main", "install an environment of verifiers"),

@@ -148,13 +148,18 @@ def add_lora(model: CausalLM, spec: LoraSpec, seed: int = 0) -> list[str]:
         base = modules[name]
         assert isinstance(base, nn.Linear)
         layer = LoraLinear(base, spec)
-        bound = 1 / math.sqrt(layer.in_features)
-        digest = hashlib.sha256(f"{seed}:{name}.lora_A.weight".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        values = torch.empty(layer.lora_A.weight.shape).uniform_(-bound, bound, generator=generator)
+        values = init_matrix_a(seed, name, spec.rank, layer.in_features)
         layer.lora_A.weight.copy_(values)
         setattr(modules[parent], child, layer)
     return targets
+
+
+def init_matrix_a(seed: int, module: str, rank: int, inputs: int) -> Float[Tensor, "rank in"]:
+    """Initial A of a module: uniform in +-1/sqrt(in), a pure function of (seed, name)."""
+    bound = 1 / math.sqrt(inputs)
+    digest = hashlib.sha256(f"{seed}:{module}.lora_A.weight".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.empty(rank, inputs).uniform_(-bound, bound, generator=generator)
 
 
 def _unfreeze_saved(model: CausalLM, patterns: Iterable[str], targets: list[str]) -> None:

@@ -338,7 +338,7 @@ ENTRIES = {
     "orchestrator": "prime_rl.orchestrator.orchestrator", "inference": "prime_rl.inference.server",
     "eval": "prime_rl.eval.eval", "synthesize": "prime_rl.synthesize.synthesize",
     "evolve": "prime_rl.evolve.evolve",
-    "plan": "prime_rl.plan.plan",
+    "plan": "prime_rl.plan.plan", "serve": "prime_rl.training_api.serve",
 }  # fmt: skip
 ASK = """
 import sys

@@ -20,10 +20,11 @@ CLASSES = {
     "sft": ("prime_rl.trainer.config", "SFTConfig"),
     "trainer": ("prime_rl.trainer.config", "TrainConfig"),
     "plan": ("prime_rl.plan.config", "PlanConfig"),
+    "serve": ("prime_rl.training_api.config", "ServeConfig"),
 }
 LINES = [
     line.removeprefix("env ")
-    for page in ("evaluation", "synthesis", "trackers", "planning")
+    for page in ("evaluation", "synthesis", "trackers", "planning", "training_api")
     for block in re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / f"{page}.md").read_text(), re.DOTALL)
     for line in block.splitlines()
     if not line.startswith("export ")

@@ -22,6 +22,7 @@ COMMANDS = {
     "evolve": "prime_rl.evolve.config:EvolveConfig",
     "synthesize": "prime_rl.synthesize.config:SynthesizeConfig",
     "plan": "prime_rl.plan.config:PlanConfig",
+    "serve": "prime_rl.training_api.config:ServeConfig",
 }
 MAX_LINES, MAX_WIDTH = 60, 120
 

@@ -1,0 +1,370 @@
+"""Every route of the training API, without the stock client."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+from training_requests import build_pass
+
+from prime_rl.training_api.config import LimitsConfig, ServeConfig, ServedModelConfig
+from prime_rl.training_api.serve import build_app, build_service
+from prime_rl.training_api.service import TrainingService
+from prime_rl.training_api.wire import CLASSES
+
+TOKENS = list(range(5, 25))
+PROTO = {"content-type": "application/x-protobuf"}
+
+
+class Server:
+    """The application, called with a key."""
+
+    def __init__(self, client: TestClient, service: TrainingService) -> None:
+        self.client, self.service = client, service
+        self.session = self.post("create_session", {"tags": []})["session_id"]
+        self.num_models = self.num_samplers = 0
+
+    def call(self, method: str, path: str, key: str = "tml-a", **options: Any) -> Any:
+        headers = {"x-api-key": key, **options.pop("headers", {})}
+        return self.client.request(method, f"/api/v1/{path}", headers=headers, **options)
+
+    def post(self, path: str, body: Any = None, key: str = "tml-a") -> Any:
+        reply = self.call("POST", path, key, json=body or {})
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+    def result(self, promise: dict[str, Any]) -> Any:
+        """The result of a request: a JSON object or protobuf bytes."""
+        reply = self.call("POST", "retrieve_future", json={"request_id": promise["request_id"]})
+        assert reply.status_code == 200, reply.text
+        return reply.content if "protobuf" in reply.headers["content-type"] else reply.json()
+
+    def create_model(self, **lora: Any) -> str:
+        body = {"session_id": self.session, "model_seq_id": self.num_models, "base_model": "tiny-qwen3"}
+        self.num_models += 1
+        found = self.result(self.post("create_model", {**body, "lora_config": {"rank": 4, "seed": 1, **lora}}))
+        return str(found["model_id"])
+
+    def run_pass(self, model_id: str, seq_id: int, tokens: list[int] = TOKENS, **options: Any) -> Any:
+        """Log-probs and loss of a sequence."""
+        body = build_pass(model_id, seq_id, [(tokens[:-1], {"target_tokens": np.array(tokens[1:])})], **options)
+        reply = self.call("POST", "forward_backward", content=body, headers=PROTO)
+        assert reply.status_code == 200, reply.text
+        found = self.result(reply.json())
+        if isinstance(found, dict):
+            return found
+        message = CLASSES["ForwardBackwardOutput"].FromString(found)
+        [record] = message.loss_fn_outputs
+        logprobs = np.frombuffer(record.fields["logprobs"].data, dtype=np.float32)
+        return logprobs, message.metrics["loss:sum"]
+
+    def step(self, model_id: str, seq_id: int) -> Any:
+        body = {"model_id": model_id, "seq_id": seq_id, "adam_params": {"learning_rate": 0.01}}
+        return self.result(self.post("optim_step", body))
+
+    def open_sampler(self, **fields: Any) -> str:
+        body = {"session_id": self.session, "sampling_session_seq_id": 1000 + self.num_samplers, **fields}
+        self.num_samplers += 1
+        return str(self.post("create_sampling_session", body)["sampling_session_id"])
+
+    def sample(self, sampler: str, seq_id: int, params: dict[str, Any], **fields: Any) -> Any:
+        """The promise of a sample."""
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": TOKENS}]}
+        body = {"sampling_session_id": sampler, "seq_id": seq_id, "prompt": prompt, "sampling_params": params}
+        return self.post("asample", {**body, **fields})
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    config = ServeConfig(
+        model=ServedModelConfig(name="tiny-qwen3", served_names=["org/other"], debug={"random_init": True}),  # type: ignore[arg-type]
+        output_dir=tmp_path_factory.mktemp("serve"),
+        limits=LimitsConfig(max_request_mb=1, max_models=20, max_sessions=30),
+        max_loaded_adapters=1,
+    )
+    service = build_service(config)
+    with TestClient(build_app(service), base_url="http://127.0.0.1:8010") as client:
+        yield Server(client, service)
+
+
+def test_service_routes(server: Server) -> None:
+    assert server.call("GET", "healthz").json() == {"status": "ok"}
+    models = server.call("GET", "get_server_capabilities").json()["supported_models"]
+    assert [model["model_name"] for model in models] == ["tiny-qwen3", "org/other"]
+    assert server.post("client/config")["custom_loss_server_side"] is False
+    assert server.post("client/dynamic_config") == {"sample_cancel_enabled": True}
+    assert server.post("telemetry", {"events": []}) == {"status": "accepted"}
+    assert server.post("session_heartbeat", {"session_id": server.session}) == {"type": "session_heartbeat"}
+
+
+def test_sessions_are_listed_and_finished(server: Server) -> None:
+    made = server.post("create_session", {"tags": [], "user_metadata": {"a": "b"}})
+    assert "train_unembed" in made["warning_message"]
+    session = made["session_id"]
+    assert session in server.call("GET", "sessions").json()["sessions"]
+    assert server.call("GET", f"sessions/{session}").json()["user_metadata"] == {"a": "b"}
+    model = {"session_id": session, "model_seq_id": 0, "base_model": "tiny-qwen3", "lora_config": {"rank": 4}}
+    model_id = server.result(server.post("create_model", model))["model_id"]
+    server.post(f"sessions/{session}/finish", {"reason": {"type": "success"}})
+    assert server.call("POST", "get_info", json={"model_id": model_id}).status_code == 404
+    assert model_id not in server.service.trainer.adapters
+
+
+def test_training_lowers_the_loss_and_info_names_the_rank(server: Server) -> None:
+    model_id = server.create_model()
+    losses = []
+    for step in range(4):
+        losses.append(server.run_pass(model_id, 1 + 2 * step)[1])
+        assert server.step(model_id, 2 + 2 * step)["metrics"]["grad_norm"] > 0
+    assert losses[-1] < losses[0]
+    info = server.post("get_info", {"model_id": model_id})
+    assert (info["lora_rank"], info["model_name"], info["is_lora"]) == (4, "tiny-qwen3", True)
+    runs = server.call("GET", "training_runs", params={"limit": 100}).json()["training_runs"]
+    assert model_id in [run["training_run_id"] for run in runs]
+    assert server.call("GET", f"training_runs/{model_id}").json()["lora_rank"] == 4
+
+
+def test_repeated_requests_are_applied_once(server: Server) -> None:
+    model_id = server.create_model()
+    server.run_pass(model_id, 1)
+    body = {"model_id": model_id, "seq_id": 2, "adam_params": {"learning_rate": 0.01}}
+    promises = [server.post("optim_step", body) for _ in range(3)]
+    assert len({promise["request_id"] for promise in promises}) == 1
+    assert server.result(promises[0]) == server.result(promises[2])
+    assert server.service.trainer.adapters[model_id].num_steps == 1
+
+
+def test_requests_run_in_the_order_of_their_numbers(server: Server) -> None:
+    model_id = server.create_model()
+    step = {"model_id": model_id, "seq_id": 2, "adam_params": {"learning_rate": 0.01}}
+    promise = server.post("optim_step", step)  # before its gradient
+    server.run_pass(model_id, 1)
+    assert "metrics" in server.result(promise)
+
+
+def test_sampled_and_trained_logprobs_are_equal_bit_for_bit(server: Server) -> None:
+    model_id = server.create_model()
+    server.run_pass(model_id, 1)
+    server.step(model_id, 2)
+    logprobs, _ = server.run_pass(model_id, 3, forward_only=True)
+    save = {"model_id": model_id, "seq_id": 4, "sampling_session_seq_id": 0}
+    sampler = server.result(server.post("save_weights_for_sampler", save))["sampling_session_id"]
+    fields = {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "topk_sample_logprobs": 3, "num_samples": 2}
+    promise = server.sample(sampler, 0, {"max_tokens": 6, "seed": 5, "stop": []}, **fields)
+    assert len(promise["sample_sequence_ids"]) == 2
+    message = CLASSES["SampleResponse"].FromString(server.result(promise))
+    scored = np.frombuffer(message.prompt_logprobs, dtype=np.float32)
+    assert np.isnan(scored[0]) and scored[1:].tobytes() == logprobs.tobytes()
+    assert (message.topk_prompt_logprobs.length, message.topk_prompt_logprobs.k) == (len(TOKENS), 2)
+    for seq_id, sequence in enumerate(message.sequences):
+        tokens = np.frombuffer(sequence.tokens, dtype=np.int32).tolist()
+        assert len(tokens) == 6 and sequence.stop_reason == 1 and sequence.topk_sampled_logprobs.k == 3
+        trained, _ = server.run_pass(model_id, 5 + seq_id, TOKENS + tokens, forward_only=True)
+        assert trained[-6:].tobytes() == sequence.logprobs
+
+
+def test_samples_repeat_with_their_seed_and_stop(server: Server) -> None:
+    sampler = server.open_sampler(base_model="org/other")
+    params = {"max_tokens": 8, "seed": 3, "stop": []}
+    first, second = (server.result(server.sample(sampler, i, params)) for i in range(2))
+    tokens = np.frombuffer(CLASSES["SampleResponse"].FromString(first).sequences[0].tokens, dtype=np.int32).tolist()
+    assert CLASSES["SampleResponse"].FromString(second).sequences[0].tokens == np.array(tokens, np.int32).tobytes()
+    stopped = server.result(server.sample(sampler, 2, {**params, "stop": [tokens[2]]}))
+    sequence = CLASSES["SampleResponse"].FromString(stopped).sequences[0]
+    assert sequence.stop_reason == 0
+    assert np.frombuffer(sequence.tokens, np.int32).tolist() == tokens[: tokens.index(tokens[2]) + 1]
+    last = server.result(server.sample(sampler, 3, params, prompt_logprobs=True, prompt_logprobs_last_n=4))
+    scored = np.frombuffer(CLASSES["SampleResponse"].FromString(last).prompt_logprobs, dtype=np.float32)
+    assert np.isnan(scored[:-4]).all() and not np.isnan(scored[-4:]).any()
+
+
+def test_polls_report_finished_samples_once(server: Server) -> None:
+    sampler = server.open_sampler(base_model="tiny-qwen3")
+    assert server.post("join_sampling_session", {"sampling_session_id": sampler})["client_counter"] == 1
+    promises = [server.sample(sampler, i, {"max_tokens": 2}) for i in range(3)]
+    target = {"type": "sampling_session", "sampling_session_id": sampler, "cloned_sampler_id": 0}
+    seen: list[str] = []
+    cursor = 0
+    while len(seen) < 3:
+        polled = server.post("retrieve_futures", {"target": target, "prev_cursor": cursor})
+        seen += [completion["request_id"] for completion in polled["completions"]]
+        cursor = polled["cursor"]
+    assert sorted(seen) == sorted(promise["request_id"] for promise in promises)
+    done = {"target": target, "prev_cursor": cursor, "timeout": 0, "retrieved_request_ids": seen}
+    assert server.post("retrieve_futures", done)["completions"] == []
+    assert server.call("POST", "retrieve_future", json={"request_id": seen[0]}).status_code == 410
+
+
+def test_canceled_samples_end(server: Server) -> None:
+    sampler = server.open_sampler(base_model="tiny-qwen3")
+    promise = server.sample(sampler, 0, {"max_tokens": 200, "stop": []}, num_samples=50)
+    server.post("cancel_future", {"request_id": promise["request_id"]})
+    assert server.result(promise) == {"error": "the request was canceled", "category": "user"}
+
+
+def test_checkpoints_are_saved_loaded_and_managed(server: Server) -> None:
+    model_id = server.create_model()
+    server.run_pass(model_id, 1)
+    server.step(model_id, 2)
+    path = server.result(server.post("save_weights", {"model_id": model_id, "seq_id": 3, "path": "one"}))["path"]
+    server.run_pass(model_id, 4)
+    server.step(model_id, 5)
+    expected = server.run_pass(model_id, 6, forward_only=True)[0]
+    load = {"session_id": server.session, "model_seq_id": server.num_models, "path": path, "optimizer": True}
+    server.num_models += 1
+    other = server.result(server.post("load_weights", load))["model_id"]
+    server.run_pass(other, 1)
+    server.step(other, 2)
+    assert server.run_pass(other, 3, forward_only=True)[0].tobytes() == expected.tobytes()
+    server.result(server.post("load_weights", {"model_id": other, "seq_id": 4, "path": path, "optimizer": False}))
+
+    save = {"model_id": model_id, "seq_id": 7, "path": "two", "ttl_seconds": 7200}
+    sampled = server.result(server.post("save_weights_for_sampler", save))["path"]
+    found = server.call("GET", f"training_runs/{model_id}/checkpoints").json()["checkpoints"]
+    assert [(c["tinker_path"], c["checkpoint_type"]) for c in found] == [(path, "training"), (sampled, "sampler")]
+    assert found[0]["expires_at"] is None and found[1]["expires_at"] is not None
+    assert server.post("weights_info", {"tinker_path": path})["lora_rank"] == 4
+    sampler = server.open_sampler(model_path=sampled)
+    assert server.call("GET", f"samplers/{sampler}").json()["model_path"] == sampled
+
+    checkpoint = f"training_runs/{model_id}/checkpoints/sampler_weights/two"
+    info = {"tinker_path": sampled}
+    assert server.call("POST", "weights_info", "tml-b", json=info).status_code == 404
+    assert server.call("POST", f"{checkpoint}/publish").status_code == 204
+    assert server.call("POST", "weights_info", "tml-b", json=info).status_code == 200
+    assert server.call("DELETE", checkpoint, "tml-b").status_code == 404
+    assert server.call("DELETE", f"{checkpoint}/publish").status_code == 204
+    assert server.call("PUT", f"{checkpoint}/ttl", json={"ttl_seconds": 60}).status_code == 422
+    assert server.call("PUT", f"{checkpoint}/ttl", json={"ttl_seconds": None}).status_code == 204
+    assert server.call("DELETE", checkpoint).status_code == 204
+    assert server.call("GET", "checkpoints", params={"limit": 0}).json()["checkpoints"] == []
+    assert sampled not in server.call("GET", "checkpoints").text
+
+
+def test_time_limits_spare_weights_in_use(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_id = server.create_model()
+    paths = []
+    for i, name in enumerate(("used", "unused")):
+        save = {"model_id": model_id, "seq_id": 1 + i, "path": name, "ttl_seconds": 3600}
+        paths.append(server.result(server.post("save_weights_for_sampler", save))["path"])
+    server.open_sampler(model_path=paths[0])
+    later = time.time() + 4000
+    monkeypatch.setattr("prime_rl.training_api.checkpoints.time.time", lambda: later)
+    assert server.service.store.delete_expired(server.service._sampled_paths()) == [paths[1]]
+
+
+def test_unloaded_adapters_are_read_again(server: Server) -> None:
+    model_id = server.create_model()
+    samplers, results = [], []
+    for i in range(3):
+        server.run_pass(model_id, 1 + 3 * i)
+        server.step(model_id, 2 + 3 * i)
+        save = {"model_id": model_id, "seq_id": 3 + 3 * i, "path": f"w{i}"}
+        path = server.result(server.post("save_weights_for_sampler", save))["path"]
+        samplers.append(server.open_sampler(model_path=path))
+    for seq_id in range(2):
+        scores = {"prompt_logprobs": True}
+        found = [server.result(server.sample(s, seq_id, {"max_tokens": 1, "seed": 1}, **scores)) for s in samplers]
+        messages = [CLASSES["SampleResponse"].FromString(content) for content in found]
+        results.append([(m.prompt_logprobs, m.sequences[0].tokens) for m in messages])
+        assert server.service.sampler.num_loaded == 1
+    assert results[0] == results[1] and len(set(results[0])) == 3
+
+
+def test_ids_of_another_key_do_not_exist(server: Server) -> None:
+    model_id = server.create_model()
+    promise = server.post("save_weights", {"model_id": model_id, "seq_id": 1, "path": "mine"})
+    path = server.result(promise)["path"]
+    sampler = server.open_sampler(base_model="tiny-qwen3")
+    body = build_pass(model_id, 2, [([1], {"target_tokens": np.array([2])})])
+    refused = [
+        server.call("POST", "forward_backward", "tml-b", content=body, headers=PROTO),
+        server.call("POST", "optim_step", "tml-b", json={"model_id": model_id, "seq_id": 2, "adam_params": {}}),
+        server.call("POST", "get_info", "tml-b", json={"model_id": model_id}),
+        server.call("POST", "unload_model", "tml-b", json={"model_id": model_id}),
+        server.call("POST", "session_heartbeat", "tml-b", json={"session_id": server.session}),
+        server.call("POST", "load_weights", "tml-b", json={"path": path, "optimizer": False}),
+        server.call("GET", f"samplers/{sampler}", "tml-b"),
+        server.call("DELETE", f"training_runs/{model_id}/checkpoints/weights/mine", "tml-b"),
+    ]
+    assert [reply.status_code for reply in refused] == [404] * len(refused)
+    request = {"request_id": promise["request_id"]}
+    assert server.call("POST", "retrieve_future", "tml-b", json=request).status_code == 410
+    assert server.call("GET", "checkpoints", "tml-b").json()["checkpoints"] == []
+    server.post("unload_model", {"model_id": model_id})
+    assert server.call("POST", "get_info", json={"model_id": model_id}).status_code == 404
+
+
+def test_hostile_requests_get_clear_errors(server: Server) -> None:
+    def status(method: str, path: str, **options: Any) -> tuple[int, str]:
+        reply = server.call(method, path, **options)
+        return reply.status_code, reply.json()["detail"]
+
+    assert server.client.post("/api/v1/create_session", json={}).status_code == 401
+    assert status("POST", "forward_backward", content=b"\xff" * 99, headers=PROTO)[0] == 422
+    assert status("POST", "forward_backward", content=b"x" * 2**21, headers=PROTO)[0] == 413
+    assert status("POST", "forward_backward", content=b"x", headers={**PROTO, "content-encoding": "zstd"})[0] == 422
+    assert "valid JSON" in status("POST", "asample", content=b"{")[1]
+    assert status("POST", "asample", content=b"[" * 100000)[0] == 422
+    assert "not supported by this server" in status("POST", "copy_weights", json={})[1]
+    origin = {"origin": "http://evil.example"}
+    assert status("POST", "create_session", json={}, headers=origin)[0] == 403
+    assert status("POST", "create_session", json={}, headers={"host": "evil.example"})[0] == 403
+    for path in ("tinker://../../etc/weights/x", "tinker://m/weights/..", "/etc/passwd", "tinker://m/other/x"):
+        assert status("POST", "weights_info", json={"tinker_path": path})[0] in (404, 422)
+    model_id = server.create_model()
+    for name in ("../x", "", "a/b", ".hidden", "x" * 200):
+        reply = server.call("POST", "save_weights", json={"model_id": model_id, "seq_id": 1, "path": name or "/"})
+        assert reply.status_code == 422 and "checkpoint name" in reply.json()["detail"]
+    assert not (Path(server.service.store.root).parent / "x").exists()
+    model = {"session_id": server.session, "model_seq_id": 900, "base_model": "tiny-qwen3"}
+    assert "rank" in status("POST", "create_model", json={**model, "lora_config": {"rank": 10**6}})[1]
+    assert "available: tiny-qwen3" in status("POST", "create_model", json={**model, "base_model": "x"})[1]
+    dimuon = {"optimizer_config": {"type": "dimuon"}, "lora_config": {"rank": 4}}
+    assert "use adamw" in status("POST", "create_model", json={**model, **dimuon})[1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sampling_params": {"max_tokens": 0}}, "max_tokens"),
+        ({"sampling_params": {"temperature": -1}}, "temperature"),
+        ({"sampling_params": {"stop": [1, "a"]}}, "stop"),
+        ({"prompt": {"chunks": [{"type": "image"}]}}, "text chunks"),
+        ({"prompt": {"chunks": [{"tokens": [10**7]}]}}, "token ids"),
+        ({"num_samples": 10**6}, "num_samples"),
+        ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k is not supported"),
+        ({"prompt_logprobs_last_n": 2}, "prompt_logprobs_last_n"),
+    ],
+)
+def test_bad_samples_are_refused(server: Server, fields: dict[str, Any], message: str) -> None:
+    body = {"prompt": {"chunks": [{"tokens": TOKENS}]}, "sampling_params": {}, "sampling_session_id": "s", "seq_id": 0}
+    reply = server.call("POST", "asample", json={**body, **fields})
+    assert reply.status_code == 422 and message in reply.json()["detail"]
+
+
+def test_failed_passes_name_the_field(server: Server) -> None:
+    model_id = server.create_model()
+    found = server.run_pass(model_id, 1, loss_fn="ppo")
+    assert found["category"] == "user" and "ppo needs loss_fn_inputs.logprobs" in found["error"]
+    assert server.run_pass(model_id, 2)[1] > 0
+
+
+def test_abandoned_sessions_end_and_free_their_models(server: Server) -> None:
+    service, limit = server.service, server.service.config.limits.max_sessions
+    opened = []
+    while len(service.sessions) < limit:
+        opened.append(server.post("create_session")["session_id"])
+    assert server.call("POST", "create_session", json={}).status_code == 429
+    model = {"session_id": opened[0], "model_seq_id": 0, "base_model": "tiny-qwen3", "lora_config": {"rank": 4}}
+    model_id = server.result(server.post("create_model", model))["model_id"]
+    for session in opened:
+        service.sessions[session].last_seen -= service.config.limits.session_timeout + 1
+    assert server.client.portal is not None
+    server.client.portal.call(service.clean)
+    assert not set(opened) & service.sessions.keys() and model_id not in service.trainer.adapters
