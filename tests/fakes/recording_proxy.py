@@ -20,6 +20,7 @@ from starlette.routing import Route
 from prime_rl.inference.server import bind
 from rollouts.training.types import Sample
 
+ALL = httpx.Limits(max_connections=None)
 COMPLETIONS = ("/chat/completions", "/chat/completions/tokens")
 
 
@@ -30,6 +31,7 @@ class Recorder:
     target: str
     root: str = ""
     drawn: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    http: httpx.AsyncClient = field(default_factory=lambda: httpx.AsyncClient(timeout=600, trust_env=False, limits=ALL))
 
     @property
     def num_tokens(self) -> int:
@@ -42,8 +44,7 @@ class Recorder:
             return Response(status_code=404)
         url = httpx.URL(self.target, path=request.url.path, query=request.url.query.encode())
         headers = {name: value for name, value in request.headers.items() if name == "content-type"}
-        async with httpx.AsyncClient(timeout=600, trust_env=False) as http:
-            answer = await http.request(request.method, url, content=await request.body(), headers=headers)
+        answer = await self.http.request(request.method, url, content=await request.body(), headers=headers)
         if answer.status_code == 200 and request.url.path.removeprefix("/v1") in COMPLETIONS:
             body = msgspec.json.decode(answer.content)
             self.drawn += [(tuple(body["prompt_token_ids"]), tuple(c["token_ids"])) for c in body["choices"]]

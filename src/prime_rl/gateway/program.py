@@ -15,6 +15,7 @@ from typing import Any
 
 import anyio
 
+from prime_rl.client.http import ensure_open_files
 from prime_rl.gateway.server import Gateway
 from prime_rl.gateway.session import Session
 from prime_rl.runtime.process_tree import TOKEN_VARIABLE, add_token, die_with_parent, kill_run_processes, signal_group
@@ -25,6 +26,8 @@ from rollouts.training.types import Status
 MAX_OUTPUT_BYTES = 64 << 10
 """How much of the end of each output is kept."""
 MAX_ERROR_CHARS = 300
+MAX_OPEN_FILES = 16384
+"""Pipes and connections of programs that run at the same time."""
 DRAIN_S = 1.0
 """Time for the rest of the output after the program has ended."""
 HIDDEN_FIELDS = ("answer",)
@@ -47,6 +50,7 @@ class ProgramAgent:
 
     def __init__(self, command: Sequence[str]) -> None:
         self.command = list(command)
+        ensure_open_files(MAX_OPEN_FILES)
         self.gateway = Gateway()
 
     async def __call__(
@@ -80,16 +84,19 @@ async def run_program(command: Sequence[str], task: Mapping[str, Any], environme
         file = Path(directory) / "task.json"
         file.write_text(json.dumps(task, default=str))
         token = Path(directory).name
-        with file.open("rb") as standard_input, await _Output.open() as out, await _Output.open() as err:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=standard_input,
-                stdout=out.sink,
-                stderr=err.sink,
-                env={**environment, "TASK_FILE": str(file), TOKEN_VARIABLE: add_token(token)},
-                start_new_session=True,
-                preexec_fn=die_with_parent(os.getpid()),
-            )
+        with await _Output.open() as out, await _Output.open() as err:
+            with file.open("rb") as standard_input:
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    stdin=standard_input,
+                    stdout=out.sink,
+                    stderr=err.sink,
+                    env={**environment, "TASK_FILE": str(file), TOKEN_VARIABLE: add_token(token)},
+                    start_new_session=True,
+                    preexec_fn=die_with_parent(os.getpid()),
+                )
+            out.close_sink()
+            err.close_sink()
             try:
                 exit_code = await process.wait()
             finally:
@@ -117,16 +124,16 @@ class _Output(contextlib.AbstractContextManager["_Output"]):
 
     async def read_end(self) -> str:
         """The end of the output, once no process has the pipe; "" if one keeps it."""
-        self._close_sink()
         await asyncio.wait([self._reader], timeout=DRAIN_S)
         return self._reader.result() if self._reader.done() else ""
 
     def __exit__(self, *exception: object) -> None:
-        self._close_sink()
+        self.close_sink()
         self._reader.cancel()
         self._transport.close()
 
-    def _close_sink(self) -> None:
+    def close_sink(self) -> None:
+        """Close this process's end for writing."""
         if self.sink >= 0:
             os.close(self.sink)
             self.sink = -1

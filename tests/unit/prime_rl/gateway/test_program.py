@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from recorded_client import RecordedClient
 
-from prime_rl.gateway.program import MAX_OUTPUT_BYTES, ProgramAgent, check_command
+from prime_rl.gateway.program import MAX_OUTPUT_BYTES, ProgramAgent, check_command, run_program
 from rollouts.training.agent_integration import Rollout, rollout_to_samples
 from rollouts.training.environments.plain import PlainEnvironment, agent_reward
 from rollouts.training.types import Status
@@ -129,6 +129,20 @@ def test_long_outputs_are_cut_to_their_end() -> None:
 
     rollout = run("ask(user); print('x' * 3_000_000 + 'end')", rewards=reward)
     assert (rollout.reward, sizes) == (1.0, [MAX_OUTPUT_BYTES])
+
+
+def test_programs_leave_no_open_files() -> None:
+    async def count() -> int:
+        ended = await run_program([sys.executable, "-S", "-c", "print(1)"], {}, dict(os.environ))
+        assert ended == {"exit_code": 0, "stdout": "1\n", "stderr": ""}
+        await asyncio.sleep(0)  # closing a transport takes a turn of the loop
+        return len(os.listdir("/proc/self/fd"))
+
+    async def compare() -> tuple[int, int]:
+        return await count(), await count()
+
+    first, second = asyncio.run(compare())
+    assert second == first
 
 
 def test_keys_of_the_user_are_not_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
