@@ -271,7 +271,20 @@ class RoundedAttention:
         v: Float[Tensor, "tokens kv_heads dim"],
         window: int | None = None,
     ) -> Float[Tensor, "tokens heads dim"]:
-        return self.attend(layer, q, k.to(self.dtype).to(k.dtype), v.to(self.dtype).to(v.dtype), window)
+        k, v = (_Rounding.apply(x, self.dtype) for x in (k, v))  # type: ignore[no-untyped-call]
+        return self.attend(layer, q, k, v, window)
+
+
+class _Rounding(torch.autograd.Function):
+    """Rounding to a data type; the gradient, a sum over all queries, is not rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.to(dtype).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return grad_outputs[0], None
 
 
 def take(x: Float[Tensor, "tokens heads dim"], rows: Int[Tensor, "*rows"]) -> Float[Tensor, "*rows heads dim"]:

@@ -147,7 +147,9 @@ def test_shared_logprobs_have_the_same_bits_in_exact_mode(tmp_path: Path, attn: 
 
 
 @pytest.mark.parametrize(
-    "settings", [{"attn": "exact"}, {"attn": "sdpa"}, {"lora": {"rank": 8}}, {"impl": "hf"}], ids=str
+    "settings",
+    [{"attn": "exact"}, {"attn": "sdpa"}, {"dtype": "bfloat16"}, {"lora": {"rank": 8}}, {"impl": "hf"}],
+    ids=str,
 )
 def test_shared_gradient_is_that_of_single_samples(tmp_path: Path, settings: dict[str, Any]) -> None:
     """Sharing changes the gradient no more than another packing does: the order of a sum."""
