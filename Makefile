@@ -84,7 +84,7 @@ $(EXTRAS_STAMP): $(STAMP)
 	@touch $(EXTRAS_STAMP)
 
 docs: $(EXTRAS_STAMP)  ## build the documentation site: docs/_build/html/index.html
-	@$(PY) -m sphinx -q -W --keep-going -b html docs docs/_build/html
+	@$(PY) -m sphinx -q -E -W --keep-going -b html docs docs/_build/html
 
 test-peers: $(PEERS_STAMP)  ## create .venv-peers with TRL, verl, Liger and Ray, then run loss oracles and cluster tests
 	@echo "==> tests against peers"
