@@ -169,6 +169,9 @@ class TrainerWeightBroadcastConfig(WeightBroadcastConfig):
     """gloo, nccl: seconds without progress before a transfer is aborted."""
 
 
+TASKSET_FACTORY = "prime_rl.envs.tasksets:load_environment"
+
+
 class EnvConfig(BaseConfig):
     """One environment and its worker processes."""
 
@@ -187,6 +190,16 @@ class EnvConfig(BaseConfig):
     """Program that runs each rollout: it reads the task on standard input and uses the model through the OpenAI or
     Anthropic API; unset: the environment's own turns."""
 
+    taskset: dict[str, Any] | None = None
+    """A taskset of verifiers 0.4 instead of an id: {id = ...} and its settings; needs python."""
+
+    harness: dict[str, Any] | None = None
+    """Program that plays the taskset: {id = ...}, its settings and those of its agent, such as runtime; unset: the
+    taskset's own, else null (a chat loop with the taskset's tools)."""
+
+    python: str | None = None
+    """Interpreter of a virtual environment in which verifiers 0.4 and the taskset are installed."""
+
     num_workers: int = Field(default=1, ge=0)
     """Worker processes; a crash, hang or leak affects only the rollouts of one worker. 0: run in the caller."""
 
@@ -204,6 +217,36 @@ class EnvConfig(BaseConfig):
 
     index_url: str = "https://hub.primeintellect.ai/{org}/simple/"
     """Package index of environments; {org} is the part of the id before the slash."""
+
+    @property
+    def factory(self) -> tuple[str, dict[str, Any]]:
+        """Id and arguments of the `load_environment` that makes this environment."""
+        if self.taskset is None:
+            return self.id, self.args
+        return TASKSET_FACTORY, {**self.args, "taskset": self.taskset, "harness": self.harness, "python": self.python}
+
+    @model_validator(mode="after")
+    def _check_taskset(self) -> EnvConfig:
+        if self.taskset is None:
+            if self.harness is not None or self.python is not None:
+                raise ValueError("harness and python belong to a taskset: add taskset = {id = ...}, or remove them")
+            return self
+        name = self.taskset.get("id")
+        if not isinstance(name, str) or not name:
+            raise ValueError("taskset needs an id: write taskset = {id = ...}")
+        if "id" in self.model_fields_set and self.id != name:
+            raise ValueError(f"id = {self.id!r} and taskset.id = {name!r}: keep one of them")
+        if self.install:
+            raise ValueError("install does not install tasksets: install it for env.python, and remove install")
+        if self.command is not None:
+            raise ValueError("command and taskset exclude each other: the program of a taskset is its harness")
+        if self.python is None:
+            raise ValueError(
+                "taskset needs python, an interpreter with verifiers 0.4: python -m venv .venv-v1; "
+                ".venv-v1/bin/pip install verifiers==0.4.0 uv; then python = '.venv-v1/bin/python'"
+            )
+        self.__dict__["id"] = name  # not in model_fields_set: it follows the taskset
+        return self
 
     @model_validator(mode="after")
     def _is_called_by_its_id(self) -> EnvConfig:

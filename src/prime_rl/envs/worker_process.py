@@ -79,7 +79,7 @@ class WorkerProcess:
         self.outputs = [copy_redacted(stdout, os.dup(1)), copy_redacted(stderr, os.dup(2))]
         with suppress(OSError):  # it exited already, which `wait_loaded` reports
             send_frame(
-                self._control, encode(Load(config.id, config.args, config.timeout, score, sys.path, config.command))
+                self._control, encode(Load(*config.factory, config.timeout, score, sys.path, config.command))
             )
 
     def wait_loaded(self) -> None:

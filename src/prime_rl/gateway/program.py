@@ -63,16 +63,12 @@ class ProgramAgent:
                 task = {name: value for name, value in row.items() if name not in HIDDEN_FIELDS}
                 state |= await run_program(self.command, task, _build_environment(url, session.key))
         finally:
-            _record(rollout, session)
+            record_session(rollout, session)
         state |= {"reward": session.reward, "conversations": session.conversations}
         if session.error is not None:
             raise session.error
         if state["exit_code"] < 0 or not session.conversations:
             raise ProgramFailed(_describe_end(state))
-        if session.is_overlong:
-            rollout.status, rollout.stop_reason = Status.TRUNCATED, "prompt_too_long"
-        elif session.finish_reason == "length":
-            rollout.status = Status.TRUNCATED
 
 
 async def run_program(command: Sequence[str], task: Mapping[str, Any], environment: dict[str, str]) -> dict[str, Any]:
@@ -168,14 +164,18 @@ def _build_environment(url: str, key: str) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in HIDDEN_VARIABLES} | own
 
 
-def _record(rollout: Rollout, session: Session) -> None:
-    """Copy the turns of a session, also of one that is being cancelled."""
+def record_session(rollout: Rollout, session: Session) -> None:
+    """Copy the turns of a session, also of one that is being cancelled, and how they ended."""
     rollout.turns, rollout.num_turns = session.turns, len(session.conversations)
     rollout.completion_tokens, rollout.stop_reason = session.num_completion_tokens, session.finish_reason
     rollout.metrics = {"unmatched_requests": float(session.num_unmatched)}
     rollout.completion = []
     if session.conversations:
         rollout.prompt, rollout.completion = session.split_last()
+    if session.is_overlong:
+        rollout.status, rollout.stop_reason = Status.TRUNCATED, "prompt_too_long"
+    elif session.finish_reason == "length":
+        rollout.status = Status.TRUNCATED
 
 
 def _describe_end(state: Mapping[str, Any]) -> str:

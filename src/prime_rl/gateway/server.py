@@ -75,10 +75,10 @@ class Gateway:
         }
 
     @asynccontextmanager
-    async def open(self, session: Session) -> AsyncIterator[str]:
-        """Serve `session` at the address that is returned, until the context is left."""
+    async def open(self, session: Session, name: str | None = None) -> AsyncIterator[str]:
+        """Serve `session` at the address that is returned, until the context is left; `name` is its part of it."""
         self._ensure_started()
-        name = secrets.token_hex(8)
+        name = name or secrets.token_hex(8)
         self.sessions[name] = session
         try:
             yield f"http://{HOST}:{self._port}/sessions/{name}"

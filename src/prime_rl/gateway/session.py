@@ -35,8 +35,8 @@ class Session:
     any other request is rendered from its messages and starts a branch.
     """
 
-    def __init__(self, client: Any, model: str, sampling_args: Mapping[str, Any]) -> None:
-        self.key = f"session-{secrets.token_urlsafe(24)}"
+    def __init__(self, client: Any, model: str, sampling_args: Mapping[str, Any], key: str | None = None) -> None:
+        self.key = key or f"session-{secrets.token_urlsafe(24)}"
         self.model = model
         self.turns: list[Turn] = []
         self.conversations: list[list[Message]] = []

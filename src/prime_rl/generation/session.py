@@ -52,7 +52,7 @@ class GenerationRun:
         return {
             "model": [model, endpoint.version, fingerprint_model(model), served],
             "servers": self.base_urls,
-            "env": [env.id, env.args],
+            "env": list(env.factory),
             "rollouts": config.num_rollouts(env),
             "sampling": config.sampling.model_dump(),
             "seed": config.seed,

@@ -27,7 +27,7 @@ def check_environments(configs: Sequence[EnvConfig]) -> None:
             from prime_rl.gateway.program import check_command
 
             check_command(config.command)
-        check_environment(config.id, config.args)
+        check_environment(*config.factory)
 
 
 def check_text_prompts(configs: Sequence[EnvConfig]) -> None:
@@ -60,9 +60,7 @@ def load_environments(configs: Sequence[EnvConfig], *, score: bool = True) -> di
         for config in configs:
             if not config.num_workers:
                 agent = build_agent(config.command)
-                environment = load_environment(
-                    config.id, config.args, timeout_s=config.timeout, score=score, agent=agent
-                )
+                environment = load_environment(*config.factory, timeout_s=config.timeout, score=score, agent=agent)
                 environments[config.name or config.id] = environment
         quiet_libraries()
         for environment in environments.values():

@@ -54,7 +54,7 @@ def _wrap(env_id: str, made: Any, timeout_s: float | None, score: bool, agent: A
         except (TypeError, ValueError) as error:
             raise ValueError(f"environment {env_id!r} did not load: {error}") from error
     if isinstance(made, PlainEnvironment):
-        made.id, made.timeout_s, made.score, made.agent = made.id or env_id, timeout_s, score, agent
+        made.id, made.timeout_s, made.score, made.agent = made.id or env_id, timeout_s, score, agent or made.agent
         return made
     if agent is not None:
         raise ValueError(

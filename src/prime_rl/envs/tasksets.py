@@ -1,0 +1,188 @@
+"""Tasksets and harnesses of verifiers 0.4: played in the interpreter `env.python`, with the model behind a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from prime_rl.gateway.program import record_session
+from prime_rl.gateway.server import Gateway
+from prime_rl.gateway.session import Session
+from rollouts.training.agent_integration import Rollout
+from rollouts.training.environments import PlainEnvironment
+from rollouts.training.environments.protocol import Row
+
+SCRIPT = Path(__file__).with_name("taskset_runner.py")
+
+
+class TasksetFailed(Exception):
+    """verifiers could not run or score the rollout."""
+
+
+class TasksetEnvironment(PlainEnvironment):
+    """A taskset; its rows are tasks, its turns and rewards those of verifiers."""
+
+    def __init__(self, process: TasksetProcess, name: str) -> None:
+        start = process.start()
+        super().__init__(start["rows"], verifiers_reward, eval_dataset=start["eval_rows"] or None, id=name)
+        self._process = process
+        self.agent = TasksetAgent(process)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.close()
+
+
+def load_environment(
+    taskset: dict[str, Any],
+    python: str,
+    harness: dict[str, Any] | None = None,
+    num_examples: int | None = None,
+    num_eval_examples: int = 100,
+) -> TasksetEnvironment:
+    """A taskset of verifiers 0.4, played by `harness`; see `EnvConfig`.
+
+    `num_eval_examples` tasks, of a small taskset half of them, are held out. `num_examples` bounds the others; unset:
+    all, of an endless taskset 1,000. Raises `ValueError`.
+    """
+    settings = {"taskset": taskset, "harness": harness}
+    limits = {"num_examples": num_examples, "num_eval_examples": num_eval_examples}
+    if (program := shutil.which(python)) is None:
+        raise ValueError(f"env.python: there is no program {python!r}: give the path of an interpreter")
+    # Not resolved: the path of an interpreter is what says which virtual environment it belongs to.
+    path = Path(program).absolute()
+    return TasksetEnvironment(TasksetProcess(path, {**settings, **limits}), taskset["id"])
+
+
+def verifiers_reward(state: Mapping[str, Any]) -> float:
+    """The reward that verifiers gave."""
+    return float(state["reward"])
+
+
+class TasksetAgent:
+    """Has verifiers play one rollout against a session of the gateway; an `Agent` of a `PlainEnvironment`."""
+
+    def __init__(self, process: TasksetProcess) -> None:
+        self._process = process
+        self._gateway = Gateway()
+        self._free: list[tuple[str, str]] = []
+        """Names and keys of addresses that no rollout uses: verifiers keeps a client for each that it has seen."""
+
+    async def __call__(
+        self, rollout: Rollout, row: Row, state: dict[str, Any], client: Any, model: str, args: Mapping[str, Any]
+    ) -> None:
+        """Play the row and record the turns; raises `TasksetFailed`, or the error of the engine."""
+        name, key = self._free.pop() if self._free else (secrets.token_hex(8), secrets.token_urlsafe(24))
+        session = Session(client, model, args, key)
+        try:
+            async with self._gateway.open(session, name) as url:
+                request = {"task": row["task_number"], "base_url": f"{url}/v1", "name": name, "key": key}
+                result = await self._process.run({**request, "model": model})
+        finally:
+            record_session(rollout, session)
+        self._free.append((name, key))  # not after a cancellation, whose last requests may still come
+        if session.error is not None:
+            raise session.error
+        if result["error"] is not None and not session.is_overlong:
+            raise TasksetFailed(result["error"])
+        state["reward"] = result.get("reward", 0.0)
+        rollout.metrics = {**rollout.metrics, **result.get("metrics", {})}
+        rollout.stop_reason = result.get("stop") or rollout.stop_reason
+
+
+class TasksetProcess:
+    """The process that runs the rollouts of a taskset, started again if it has ended."""
+
+    def __init__(self, python: Path, settings: Mapping[str, Any]) -> None:
+        self._command = [str(python), "-P", str(SCRIPT), json.dumps(settings)]
+        self._path = str(python.parent)
+        self._name = settings["taskset"]["id"]
+        self._process: subprocess.Popen[str] | None = None
+        self._numbers = itertools.count()
+        self._waiting: dict[int, Future[dict[str, Any]]] = {}
+        self._lock = threading.Lock()
+
+    def start(self) -> dict[str, Any]:
+        """Start it and wait for its rows (blocking); raises `ValueError` with what it says, `{}` if it runs already."""
+        with self._lock:
+            if self._process is not None and self._process.poll() is None:
+                return {}
+            process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                bufsize=1,
+                env=_build_environment(self._path),
+                start_new_session=True,
+            )
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            reply: dict[str, Any] = json.loads(line) if line else {"error": "its process ended, see above"}
+            if (error := reply.get("error")) is not None:
+                process.kill()
+                raise ValueError(f"taskset {self._name!r} did not load in {self._command[0]}: {error}")
+            threading.Thread(target=self._read_results, args=(process,), daemon=True).start()
+            self._process = process
+            return reply
+
+    async def run(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The result of one rollout; raises `TasksetFailed` if the process ends before."""
+        if self._process is None or self._process.poll() is not None:
+            await asyncio.to_thread(self.start)
+        number, result = next(self._numbers), Future[dict[str, Any]]()
+        self._waiting[number] = result
+        try:
+            self._send({"run": number, **request})
+            return await asyncio.wrap_future(result)
+        except asyncio.CancelledError:
+            self._send({"cancel": number})
+            raise
+        finally:
+            self._waiting.pop(number, None)
+
+    def close(self) -> None:
+        """End the process: its input ends."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            self._process.wait()
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(message) + "\n")
+        except (OSError, ValueError):
+            self._fail_waiting()
+
+    def _read_results(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            result = json.loads(line)
+            waiting = self._waiting.pop(result.pop("run"), None)
+            if waiting is not None and waiting.set_running_or_notify_cancel():
+                waiting.set_result(result)
+        process.wait()
+        self._fail_waiting()
+
+    def _fail_waiting(self) -> None:
+        while self._waiting:
+            _, waiting = self._waiting.popitem()
+            if waiting.set_running_or_notify_cancel():
+                waiting.set_exception(TasksetFailed(f"the process of taskset {self._name!r} ended"))
+
+
+def _build_environment(path: str) -> dict[str, str]:
+    """The variables of this process, with the interpreter's programs first and without this process's import paths."""
+    hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    variables = {name: value for name, value in os.environ.items() if name not in hidden}
+    return {**variables, "PATH": f"{path}{os.pathsep}{variables.get('PATH', '')}"}
