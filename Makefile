@@ -2,8 +2,8 @@
 # every path below is relative to this file.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help bench docs gpu gpu-bundle setup test test-unit test-integration test-extras test-peers test-lm-eval test-tinker \
-  test-vllm test-all chaos fuzz demo demo-real distill lint format clean
+.PHONY: help bench docs gpu gpu-bundle setup test test-unit test-integration test-extras test-peers test-lm-eval \
+  test-tasksets test-tinker test-vllm test-all chaos fuzz demo demo-real distill lint format clean
 
 PY := .venv/bin/python
 STAMP := .venv/.installed
@@ -112,6 +112,13 @@ test-tinker: setup  ## create .venv-tinker with the tinker client, then run it a
 	@[ -x $(TINKER) ] || { $(PY) -m venv --clear .venv-tinker && \
 	  $(TINKER) -m pip install --disable-pip-version-check -q tinker==0.38.0 'torch>=2.11,<2.14'; }
 	@$(PY) -m pytest tests/integration/test_tinker.py -m slow
+
+VERIFIERS_V1 := .venv-v1/bin/python
+
+test-tasksets: setup  ## create .venv-v1 with verifiers 0.4, then compare its tasksets with ours and train on one (minutes)
+	@[ -x $(VERIFIERS_V1) ] || { $(PY) -m venv --clear .venv-v1 && \
+	  $(VERIFIERS_V1) -m pip install --disable-pip-version-check -q 'verifiers[ta]==0.4.0' uv; }
+	@$(PY) -m pytest tests/integration/test_tasksets.py -m slow
 
 test-all: test-extras $(PEERS_STAMP) $(VLLM_STAMP)  ## install all test dependencies, then run every test (hours; DATA=, SPEC=)
 	@$(PY) dev/install_system.py iproute2 slurm-wlm munge kubernetes-client || true

@@ -22,6 +22,7 @@ from rollouts.training.agent_integration import Rollout
 from rollouts.training.environments import PlainEnvironment
 from rollouts.training.environments.protocol import Row
 
+CLOSE_S = 5.0
 SCRIPT = Path(__file__).with_name("taskset_runner.py")
 
 
@@ -57,11 +58,15 @@ def load_environment(
     """
     settings = {"taskset": taskset, "harness": harness}
     limits = {"num_examples": num_examples, "num_eval_examples": num_eval_examples}
+    return TasksetEnvironment(TasksetProcess(find_interpreter(python), {**settings, **limits}), taskset["id"])
+
+
+def find_interpreter(python: str) -> Path:
+    """The path of `env.python`; raises `ValueError` if it does not exist."""
     if (program := shutil.which(python)) is None:
         raise ValueError(f"env.python: there is no program {python!r}: give the path of an interpreter")
     # Not resolved: the path of an interpreter is what says which virtual environment it belongs to.
-    path = Path(program).absolute()
-    return TasksetEnvironment(TasksetProcess(path, {**settings, **limits}), taskset["id"])
+    return Path(program).absolute()
 
 
 def verifiers_reward(state: Mapping[str, Any]) -> float:
@@ -152,10 +157,13 @@ class TasksetProcess:
             self._waiting.pop(number, None)
 
     def close(self) -> None:
-        """End the process: its input ends."""
+        """End the process."""
         if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
-            self._process.wait()
+            self._process.stdin.close()  # it cancels its rollouts, and ends
+            try:
+                self._process.wait(CLOSE_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
 
     def _send(self, message: Mapping[str, Any]) -> None:
         assert self._process is not None and self._process.stdin is not None
@@ -175,9 +183,9 @@ class TasksetProcess:
         self._fail_waiting()
 
     def _fail_waiting(self) -> None:
-        while self._waiting:
-            _, waiting = self._waiting.popitem()
-            if waiting.set_running_or_notify_cancel():
+        for number in list(self._waiting):
+            waiting = self._waiting.pop(number, None)
+            if waiting is not None and waiting.set_running_or_notify_cancel():
                 waiting.set_exception(TasksetFailed(f"the process of taskset {self._name!r} ended"))
 
 

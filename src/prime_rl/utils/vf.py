@@ -27,6 +27,10 @@ def check_environments(configs: Sequence[EnvConfig]) -> None:
             from prime_rl.gateway.program import check_command
 
             check_command(config.command)
+        if config.python is not None:
+            from prime_rl.envs.tasksets import find_interpreter
+
+            find_interpreter(config.python)
         check_environment(*config.factory)
 
 
