@@ -20,7 +20,7 @@ from prime_rl.gateway.server import Gateway
 from prime_rl.gateway.session import Session
 from rollouts.training.agent_integration import Rollout
 from rollouts.training.environments import PlainEnvironment
-from rollouts.training.environments.protocol import Row
+from rollouts.training.environments.protocol import EnvironmentNotLoaded, Row
 
 CLOSE_S = 5.0
 SCRIPT = Path(__file__).with_name("taskset_runner.py")
@@ -118,7 +118,7 @@ class TasksetProcess:
         self._lock = threading.Lock()
 
     def start(self) -> dict[str, Any]:
-        """Start it and wait for its rows (blocking); raises `ValueError` with what it says, `{}` if it runs already."""
+        """Start it and wait for its rows (blocking); raises `ValueError` if it has none, `{}` if it runs already."""
         with self._lock:
             if self._process is not None and self._process.poll() is None:
                 return {}
@@ -136,7 +136,7 @@ class TasksetProcess:
             reply: dict[str, Any] = json.loads(line) if line else {"error": "its process ended, see above"}
             if (error := reply.get("error")) is not None:
                 process.kill()
-                raise ValueError(f"taskset {self._name!r} did not load in {self._command[0]}: {error}")
+                raise EnvironmentNotLoaded(f"taskset {self._name!r} did not load in {self._command[0]}: {error}")
             threading.Thread(target=self._read_results, args=(process,), daemon=True).start()
             self._process = process
             return reply

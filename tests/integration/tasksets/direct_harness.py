@@ -14,6 +14,7 @@ class DirectConfig(vf.HarnessConfig):
 class DirectHarness(vf.Harness[DirectConfig]):
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
+    SUPPORTS_MCP = True  # of tasksets without a tool
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, tool_interception_url=None):
         messages = [

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rollouts.training.environments.plain import Agent, PlainEnvironment, agent_reward
-from rollouts.training.environments.protocol import Environment, locate_error
+from rollouts.training.environments.protocol import Environment, EnvironmentNotLoaded, locate_error
 from rollouts.training.environments.resolve import EnvSource, Parameters, check_args, check_environment
 from rollouts.training.environments.verifiers_adapter import VerifiersEnvironment, check_verifiers
 
@@ -40,6 +40,8 @@ def load_environment(
     with _preserve_signal_handlers():
         try:
             made = build(**(args or {}))
+        except EnvironmentNotLoaded:
+            raise
         except Exception as error:
             raise ValueError(f"environment {env_id!r} did not load: {locate_error(error)}") from error
     return _wrap(env_id, made, timeout_s, score, agent)

@@ -44,6 +44,10 @@ class Environment(Protocol):
         """
 
 
+class EnvironmentNotLoaded(ValueError):
+    """A factory could not make its environment, for a reason that its text explains."""
+
+
 class RolloutTimeout(Exception):
     """An attempt or its scoring exceeded the timeout."""
 

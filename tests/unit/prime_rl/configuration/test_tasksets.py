@@ -27,7 +27,7 @@ def test_other_environments_are_made_by_their_id() -> None:
 
 
 def test_unknown_arguments_of_a_taskset_are_refused() -> None:
-    with pytest.raises(ValueError, match="takes no argument 'rows'.*num_examples, num_eval_examples"):
+    with pytest.raises(ValueError, match=r"takes no argument 'rows'.*num_examples, num_eval_examples"):
         check_environments([EnvConfig(taskset=TASKSET, python="python3", args={"rows": 5})])
 
 
