@@ -17,17 +17,17 @@ import os
 import sys
 from typing import IO, Any
 
-import verifiers.v1 as vf
-from verifiers.v1.configs.agent import agent_config_fields
-from verifiers.v1.utils.loaders import default_harness_id, env_config_type
-
 ENDLESS = 1000
 """Tasks of an endless taskset if `num_examples` is unset."""
 NO_PROMPT = "(the taskset opens the conversation)"
 
 
-def build_environment(taskset: dict[str, Any], harness: dict[str, Any] | None) -> vf.Env:
+def build_environment(taskset: dict[str, Any], harness: dict[str, Any] | None) -> Any:
     """The environment with the policy in its one seat; raises `ValueError`."""
+    import verifiers.v1 as vf
+    from verifiers.v1.configs.agent import agent_config_fields
+    from verifiers.v1.utils.loaders import default_harness_id, env_config_type
+
     config_cls = env_config_type(taskset["id"])
     seats = [name for name, field in config_cls.model_fields.items() if isinstance(field.default, vf.AgentConfig)]
     if len(seats) != 1:
@@ -72,7 +72,7 @@ def describe_task(task: Any, number: int) -> dict[str, Any]:
 class Runner:
     """Runs the rollouts of one taskset."""
 
-    def __init__(self, environment: vf.Env, tasks: list[Any], out: IO[str]) -> None:
+    def __init__(self, environment: Any, tasks: list[Any], out: IO[str]) -> None:
         self._environment, self._tasks, self._out = environment, tasks, out
         self._running: dict[int, asyncio.Task[None]] = {}
 
@@ -103,6 +103,8 @@ class Runner:
         print(json.dumps({"run": number, **result}), file=self._out, flush=True)
 
     async def _play(self, request: dict[str, Any]) -> dict[str, Any]:
+        import verifiers.v1 as vf
+
         variable = f"SESSION_{request['name']}_API_KEY"  # verifiers hides variables of this form from its programs
         os.environ[variable] = request["key"]
         client = vf.EvalClientConfig(base_url=request["base_url"], api_key_var=variable)
