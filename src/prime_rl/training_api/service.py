@@ -159,11 +159,14 @@ class TrainingService:
 
     def open_future(self, request_id: str, owner: str, session_id: str, queue: tuple[str, int] | None = None) -> Future:
         """A new pending future; `TooMany` at the limit."""
-        if self.futures.num_pending >= self.config.limits.max_pending:
-            raise TooMany(f"{self.futures.num_pending} requests are unfinished (limits.max_pending)")
+        self._check_pending()
         future = Future(request_id, owner, session_id, queue)
         self.futures.open(future)
         return future
+
+    def _check_pending(self) -> None:
+        if self.futures.num_pending >= self.config.limits.max_pending:
+            raise TooMany(f"{self.futures.num_pending} requests are unfinished (limits.max_pending)")
 
     def submit(self, model: Model, seq_id: Any, work: Callable[[], Any]) -> Future:
         """Queue a training request; a repeated number is the same request and returns its future."""
@@ -183,6 +186,7 @@ class TrainingService:
             raise TooMany(f"{len(self.models)} models are loaded (limits.max_models): unload one")
         if not 1 <= model.config.rank <= self.config.limits.max_rank:
             raise ValueError(f"lora_config.rank must be from 1 to {self.config.limits.max_rank}: {model.config.rank}")
+        self._check_pending()  # the request that creates it follows, and must not leave an empty model
         self.models[model.model_id] = model
 
     def create_adapter(

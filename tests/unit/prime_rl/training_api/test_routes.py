@@ -355,6 +355,15 @@ def test_failed_passes_name_the_field(server: Server) -> None:
     assert server.run_pass(model_id, 2)[1] > 0
 
 
+def test_a_model_refused_for_load_leaves_nothing(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = server.service
+    before = set(service.models)
+    monkeypatch.setattr(service.futures, "num_pending", service.config.limits.max_pending)
+    body = {"session_id": server.session, "model_seq_id": 77, "base_model": "tiny-qwen3", "lora_config": {"rank": 4}}
+    assert server.call("POST", "create_model", json=body).status_code == 429
+    assert set(service.models) == before
+
+
 def test_abandoned_sessions_end_and_free_their_models(server: Server) -> None:
     service, limit = server.service, server.service.config.limits.max_sessions
     opened = []
