@@ -128,7 +128,7 @@ class GymHandler(BaseHTTPRequestHandler):
 def gym(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """The taskset `nemo-gym` with a resource server."""
     rows = tmp_path_factory.mktemp("gym") / "words.jsonl"
-    words = [first + second for first in "abcdef" for second in "abcdef"] * 5
+    words = [first + second for first in "abcdef" for second in "abcdef"] * 4
     rows.write_text(
         "".join(
             json.dumps({"word": w, "responses_create_params": {"input": [{"role": "user", "content": f"Repeat: {w}"}]}})

@@ -19,6 +19,8 @@ from typing import IO, Any
 
 ENDLESS = 1000
 """Tasks of an endless taskset if `num_examples` is unset."""
+KEY_VARIABLE = "GATEWAY_API_KEY"
+"""verifiers does not pass on variables of this form to the programs of a harness."""
 NO_PROMPT = "(the taskset opens the conversation)"
 
 
@@ -105,9 +107,8 @@ class Runner:
     async def _play(self, request: dict[str, Any]) -> dict[str, Any]:
         import verifiers.v1 as vf
 
-        variable = f"SESSION_{request['name']}_API_KEY"  # verifiers hides variables of this form from its programs
-        os.environ[variable] = request["key"]
-        client = vf.EvalClientConfig(base_url=request["base_url"], api_key_var=variable)
+        os.environ[KEY_VARIABLE] = request["key"]
+        client = vf.EvalClientConfig(base_url=request["base_url"], api_key_var=KEY_VARIABLE)
         context = vf.ModelContext(client=client, model=request["model"], sampling=vf.SamplingConfig())
         (slot,) = self._environment.slots(self._tasks[request["task"]])
         episode = await self._environment.run_slot(slot, context)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl.gateway.program import record_session
-from prime_rl.gateway.server import Gateway
+from prime_rl.gateway.server import BY_MODEL, Gateway
 from prime_rl.gateway.session import Session
 from rollouts.training.agent_integration import Rollout
 from rollouts.training.environments import PlainEnvironment
@@ -80,22 +80,21 @@ class TasksetAgent:
     def __init__(self, process: TasksetProcess) -> None:
         self._process = process
         self._gateway = Gateway()
-        self._free: list[tuple[str, str]] = []
-        """Names and keys of addresses that no rollout uses: verifiers keeps a client for each that it has seen."""
+        self._key = secrets.token_urlsafe(24)
 
     async def __call__(
         self, rollout: Rollout, row: Row, state: dict[str, Any], client: Any, model: str, args: Mapping[str, Any]
     ) -> None:
         """Play the row and record the turns; raises `TasksetFailed`, or the error of the engine."""
-        name, key = self._free.pop() if self._free else (secrets.token_hex(8), secrets.token_urlsafe(24))
-        session = Session(client, model, args, key)
+        session = Session(client, model, args, self._key)
         try:
-            async with self._gateway.open(session, name) as url:
-                request = {"task": row["task_number"], "base_url": f"{url}/v1", "name": name, "key": key}
-                result = await self._process.run({**request, "model": model})
+            async with self._gateway.open(session) as url:
+                # One address for all rollouts: verifiers keeps a client, with its certificates, for each that it sees.
+                sessions, _, name = url.rpartition("/")
+                request = {"base_url": f"{sessions}/{BY_MODEL}/v1", "key": self._key, "model": f"{model}@{name}"}
+                result = await self._process.run({"task": row["task_number"], **request})
         finally:
             record_session(rollout, session)
-        self._free.append((name, key))  # not after a cancellation, whose last requests may still come
         if session.error is not None:
             raise session.error
         if result["error"] is not None and not session.is_overlong:

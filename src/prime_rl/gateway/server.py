@@ -5,6 +5,7 @@
     POST /sessions/ID/v1/messages            Anthropic, messages
     GET  /sessions/ID/v1/models              OpenAI, the model
     POST /sessions/ID/reward                 {"reward": 0.5}: the agent scores itself
+    POST /sessions/by-model/...              the same for a client of many sessions: ID follows "@" in `model`
 
 Every route needs the session's key, as a bearer token or in `x-api-key`. Streams are sent when the answer is complete.
 An answer whose client has gone is dropped: the agent has not seen it, so it is not trained on.
@@ -32,6 +33,7 @@ from prime_rl.gateway.session import NoAnswer, Session
 from rollouts.training.environments.plain import read_message
 
 HOST = "127.0.0.1"
+BY_MODEL = "by-model"
 MAX_REQUEST_BYTES = 32 << 20
 KEEP_ALIVE_S = 3600
 """Agents reuse connections after long pauses; the end of their process closes them."""
@@ -42,6 +44,12 @@ Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Content = tuple[bytes, bytes]
 """Media type and body of an answer."""
+
+
+class _Named(msgspec.Struct):
+    """Any request to a model."""
+
+    model: str
 
 
 class RewardReport(msgspec.Struct):
@@ -75,10 +83,10 @@ class Gateway:
         }
 
     @asynccontextmanager
-    async def open(self, session: Session, name: str | None = None) -> AsyncIterator[str]:
-        """Serve `session` at the address that is returned, until the context is left; `name` is its part of it."""
+    async def open(self, session: Session) -> AsyncIterator[str]:
+        """Serve `session` at the address that is returned, until the context is left."""
         self._ensure_started()
-        name = name or secrets.token_hex(8)
+        name = secrets.token_hex(8)
         self.sessions[name] = session
         try:
             yield f"http://{HOST}:{self._port}/sessions/{name}"
@@ -120,6 +128,11 @@ class Gateway:
     async def _handle(self, scope: Scope, receive: Receive) -> tuple[int, Content | None]:
         """Status and content; None if the client has disconnected."""
         _, _, name, path = (*scope["path"].split("/", 3), "", "", "")[:4]
+        body = None
+        if name == BY_MODEL:
+            if (body := await _read_body(receive)) is None:
+                return 0, None
+            name = _decode(body, _Named).model.rpartition("@")[2]
         session, route = self.sessions.get(name), self._routes.get((scope["method"], path))
         if session is None:
             return 404, _describe_error(scope, 404, "this rollout has ended, so its address no longer exists")
@@ -129,8 +142,7 @@ class Gateway:
             return 401, _describe_error(scope, 401, "the key is not that of this session: use OPENAI_API_KEY")
         if route is None:
             return 404, _describe_error(scope, 404, f"there is no {scope['method']} /{path}")
-        body = await _read_body(receive)
-        if body is None:
+        if body is None and (body := await _read_body(receive)) is None:
             return 0, None
         is_retry = headers.get(b"x-stainless-retry-count", b"0") != b"0"
         return 200, await _run_until_disconnected(route(session, body, is_retry), receive)

@@ -8,9 +8,10 @@ from urllib.parse import urlsplit
 
 import httpx
 import openai
+import pytest
 from recorded_client import RecordedClient
 
-from prime_rl.gateway.server import Gateway
+from prime_rl.gateway.server import BY_MODEL, Gateway
 from prime_rl.gateway.session import Session
 
 HELLO: Any = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
@@ -60,3 +61,19 @@ def test_half_a_request_leaves_the_server_running() -> None:
                 return (await stock.chat.completions.create(**HELLO)).choices[0].message.content
 
     assert asyncio.run(run()) == "Hello."
+
+
+def test_one_address_serves_sessions_named_in_the_model() -> None:
+    async def run() -> list[int]:
+        gateway = Gateway()
+        sessions = [Session(RecordedClient(), "policy", {}, key="shared") for _ in range(2)]
+        async with gateway.open(sessions[0]) as first, gateway.open(sessions[1]) as second:
+            base_url = f"{first.rpartition('/')[0]}/{BY_MODEL}/v1"
+            async with openai.AsyncOpenAI(api_key="shared", base_url=base_url, max_retries=0) as stock:
+                for url in (second, second, first):
+                    await stock.chat.completions.create(**{**HELLO, "model": f"a@b@{url.rpartition('/')[2]}"})
+                with pytest.raises(openai.NotFoundError, match="this rollout has ended"):
+                    await stock.chat.completions.create(**{**HELLO, "model": "a@no-such-session"})
+        return [len(session.turns) for session in sessions]
+
+    assert asyncio.run(run()) == [1, 2]
