@@ -3,7 +3,7 @@
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help bench docs gpu gpu-bundle setup test test-unit test-integration test-extras test-peers test-lm-eval \
-  test-tasksets test-tinker test-vllm test-all chaos fuzz demo demo-real distill lint format clean
+  test-agents test-tasksets test-tinker test-vllm test-all chaos fuzz demo demo-real distill lint format clean
 
 PY := .venv/bin/python
 STAMP := .venv/.installed
@@ -119,6 +119,13 @@ test-tasksets: setup  ## create .venv-v1 with verifiers 0.4, then compare its ta
 	@[ -x $(VERIFIERS_V1) ] || { $(PY) -m venv --clear .venv-v1 && \
 	  $(VERIFIERS_V1) -m pip install --disable-pip-version-check -q 'verifiers[ta]==0.4.0' uv; }
 	@$(PY) -m pytest tests/integration/test_tasksets.py -m slow
+
+AGENTS_PYTHON := .venv-agents/bin/python
+
+test-agents: setup  ## create .venv-agents with the stock clients of model APIs, then train through them (minutes)
+	@[ -x $(AGENTS_PYTHON) ] || { $(PY) -m venv --clear .venv-agents && \
+	  $(AGENTS_PYTHON) -m pip install --disable-pip-version-check -q openai anthropic openai-agents; }
+	@$(PY) -m pytest tests/integration/test_agent_training.py -m slow
 
 test-all: test-extras $(PEERS_STAMP) $(VLLM_STAMP)  ## install all test dependencies, then run every test (hours; DATA=, SPEC=)
 	@$(PY) dev/install_system.py iproute2 slurm-wlm munge kubernetes-client || true

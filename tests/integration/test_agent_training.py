@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,10 @@ from rollouts.training.steps import complete_steps, step_path
 from rollouts.training.types import Sample
 
 AGENTS = ROOT / "tests" / "integration" / "agents"
+EXAMPLE = ROOT / "examples" / "agents"
+PYTHON = Path(os.environ.get("AGENTS_PYTHON") or ROOT / ".venv-agents" / "bin" / "python")
+"""An interpreter with openai, anthropic and openai-agents: `make test-agents` creates it."""
+KINDS = ("openai", "responses", "anthropic", "agents")
 UNTRAINED = ("tiny-qwen3", "--model.debug.random_init", "true")
 
 
@@ -81,6 +86,43 @@ def test_a_run_trains_what_its_agents_sampled(tmp_path: Path) -> None:
     steps = metric_rows(tmp_path, "trainer", "batch/shared_ratio")
     assert [row["batch/shared_ratio"] > 0.2 and row["mismatch_kl/max"] == 0 for row in steps] == [True] * 3
     assert all(row["mismatch_kl/max"] == 0 for row in metric_rows(tmp_path, "trainer", "mismatch_kl/mean"))
+
+
+@pytest.fixture(scope="module")
+def warmed_up(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that calls tools."""
+    out = tmp_path_factory.mktemp("sft")
+    subprocess.run([sys.executable, EXAMPLE / "tasks.py"], cwd=out, check=True)
+    with runner(out / "said") as run:
+        data = out / "outputs" / "agents" / "sft.jsonl"
+        steps = ["--max-steps", 200, "--scheduler.decay-steps", 40]  # the format of calls
+        sft = run.start("sft", "@", EXAMPLE / "sft.toml", "--data.name", data, "--output-dir", out, *steps)
+        assert sft.wait(900) == 0, sft.out + sft.err
+    return out / "weights" / "step_200"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(not PYTHON.exists(), reason="the clients are not installed: make test-agents")
+def test_stock_clients_train_what_the_engine_sampled(tmp_path: Path, warmed_up: Path) -> None:
+    total = calls = 0
+    for kind in KINDS:
+        out, command = tmp_path / kind, [PYTHON, AGENTS / "clients_agent.py", kind]
+        task = ["--orchestrator.env.0.id", EXAMPLE / "tasks.py", "--orchestrator.sampling.max_tokens", 100]
+        options = ["--max-steps", 3, "--seq-len", 512, "--trainer.optim.lr", 1e-4, *task]
+        recorder = train(out, command, *options, model=[warmed_up])
+        samples = read_samples(out)
+        num_tokens, num_different = compare(samples, recorder)
+        rollouts = {(sample.group_index, sample.index) for sample in samples}
+        turns = [sum(map(float.__gt__, s.loss_mask[1:], s.loss_mask[:-1])) for s in samples]
+        unmatched = max(r["metrics/unmatched_requests"] for r in metric_rows(out, "orchestrator", "reward/mean"))
+        sizes = f"{len(rollouts)} rollouts, {len(samples)} samples, {sum(turns)} turns"
+        print(f"{kind}: {sizes}, {num_tokens} tokens, {num_different} different, {unmatched:g} unmatched requests")
+        assert num_different == unmatched == 0 and len(rollouts) >= 45
+        assert len(samples) >= 4 * len(rollouts), "two loops at once, a sub-agent and a compacted history"
+        total, calls = total + num_tokens, calls + sum(turn > 1 for turn in turns)
+    print(f"{total} tokens; >= 100000, 0 different; {calls} samples of several turns")
+    assert total >= 100_000 and calls >= 1000
 
 
 @pytest.mark.slow
