@@ -108,7 +108,10 @@ def test_text_after_the_end_token_belongs_to_the_turn() -> None:
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"text": "a"}, "row 3 .*columns text.*`messages`, or `prompt` and `completion`"),
+        (
+            {"text": "a"},
+            "row 3 .*columns text.*`messages`, `prompt` and `completion`, .* or `instruction` and `output`",
+        ),
         ({"prompt": "a", "completion": 5}, "`completion` is neither text nor a list"),
         ({"messages": [{"content": "a"}]}, "`messages` is neither"),
     ],
