@@ -210,7 +210,7 @@ def test_the_live_page_follows_a_run(served: tuple[Path, str], open_page: Open) 
     opened.wait_counter("4 rollouts")
     assert page.evaluate("window.hacked") is None
     page.keyboard.press("1")
-    assert "6 of 3 steps" in opened.texts(".sentence")[0]
+    opened.wait_until(lambda: "6 of 3 steps" in "".join(opened.texts(".sentence")[:1]), "the first tab")
     assert all(requested.startswith((url, "blob:")) for requested in opened.asked)
 
 
