@@ -164,7 +164,7 @@ def read_rewards_of_theirs(folder: Path) -> dict[int, tuple[float, list[str]]]:
         [trace] = episode["traces"]
         assert episode["ok"], trace["errors"]
         reward = sum(part["score"] * part["weight"] for part in trace["rewards"].values())
-        replies = [node["message"]["content"] for node in trace["nodes"] if node["sampled"]]
+        replies = [node["message"].get("content") or "" for node in trace["nodes"] if node["sampled"]]
         found[episode["task"]["data"]["idx"]] = (reward, replies)
     return found
 
@@ -174,7 +174,7 @@ def read_rewards_of_ours(path: Path) -> dict[int, tuple[float, list[str]]]:
     found = {}
     for line in path.read_text().splitlines():
         row = json.loads(line)
-        replies = [message["content"] for message in row["completion"] if message["role"] == "assistant"]
+        replies = [message.get("content") or "" for message in row["completion"] if message["role"] == "assistant"]
         found[row["example_id"]] = (row["reward"], replies)
     return found
 
