@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +17,8 @@ from cli_runner import Command, Runner, metric_rows, read_command_line, runner, 
 from fake_engine import FakeEngine, serve
 
 from prime_rl.configuration.sections import EnvConfig, SamplingConfig
+from prime_rl.envs.worker import Load, encode
+from prime_rl.runtime.framing import send_frame
 from prime_rl.runtime.machine import find_free_port
 from prime_rl.utils.client import InferenceClient
 from prime_rl.utils.vf import build_sampling_args, open_environments
@@ -72,3 +78,15 @@ def test_a_group_of_environments_in_a_worker() -> None:
 
         rollouts = anyio.run(main)
     assert [(r.reward, r.task, r.error) for r in rollouts] == [(1.0, "a", None)] * 3
+
+
+@pytest.mark.parametrize("environment", ["./tests/integration/letters.py", "missing"])
+def test_a_worker_whose_parent_stops_during_loading_is_silent(environment: str) -> None:
+    (parent, child), heartbeat = socket.socketpair(), os.memfd_create("heartbeat")
+    os.ftruncate(heartbeat, mmap.PAGESIZE)
+    send_frame(parent, encode(Load(environment, {}, 10.0, True, sys.path, None)))
+    parent.close()
+    fds = [child.fileno(), child.fileno(), heartbeat]
+    command = [sys.executable, "-m", "prime_rl.envs.worker", *map(str, fds), str(os.getpid())]
+    done = subprocess.run(command, pass_fds=fds, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -14,7 +14,7 @@ from prime_rl.runtime.machine import find_free_port
 
 COMMANDS = {
     "sft": ("@", "configs/debug/sft/train.toml", "--max-steps", 10_000),
-    "trainer": ("@", "configs/debug/rl/train.toml"),
+    "trainer": ("@", "configs/debug/rl/train.toml", "--max-steps", 10_000),
     "rl": (*THREE_FILES, "--max-steps", 10_000),
     "orchestrator": ("@", "configs/debug/orch.toml"),
     "inference": ("@", "configs/debug/infer.toml"),

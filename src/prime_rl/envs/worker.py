@@ -20,6 +20,7 @@ import socket
 import struct
 import sys
 from collections.abc import Coroutine, Generator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -277,13 +278,17 @@ def main() -> int:
         )
     except Exception as error:
         message = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        send_frame(control, encode(Loaded(error=message)))
+        with suppress(BrokenPipeError):
+            send_frame(control, encode(Loaded(error=message)))
         return 0
     quiet_libraries()
     prepare_client()  # preload before the first group
     gc.freeze()  # exclude loaded libraries from garbage collection
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and closes the connection
-    send_frame(control, encode(Loaded()))
+    try:
+        send_frame(control, encode(Loaded()))
+    except BrokenPipeError:  # the parent was stopped meanwhile
+        return 0
     asyncio.run(Worker(environment, Heartbeat(heartbeat_fd)).serve(socket.socket(fileno=work_fd), control))
     return 0
 
