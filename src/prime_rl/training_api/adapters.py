@@ -239,4 +239,6 @@ class AdapterTrainer:
             if given[name].shape != targets.shape:
                 raise ValueError(f"{where}.{name} has shape {list(given[name].shape)}, not {list(targets.shape)}")
             given[name] = given[name].to(self.model.embedding().dtype)
+        if loss_fn == "gspo" and not given["sequence_ratio_mask"].any():
+            raise ValueError(f"{where}.sequence_ratio_mask has no token other than 0: gspo needs their mean")
         return given

@@ -7,6 +7,10 @@ With log-prob l, the sampler's log-prob s (input `logprobs`), advantage A, ratio
     ppo                    -sum min(r A, clip(r, low, high) A)                   Schulman et al. 2017, 1707.06347
     cispo                  -sum stop_gradient(clip(r, low, high)) A l            MiniMax 2025, 2506.13585
     dro                    -sum (A l - beta / 2 (l - s)^2)                       Richemond et al. 2024, 2405.19107
+    gspo                   -sum min(q A, clip(q, low, high) A)                   Zheng et al. 2025, 2507.18071
+
+where every token of a datum has the value q = exp(mean of l - s over its tokens with `sequence_ratio_mask`) and the
+gradient of its own l (GSPO-token).
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ INPUTS: dict[str, tuple[str, ...]] = {
     name: ("logprobs", "advantages") for name in ("importance_sampling", "ppo", "cispo", "dro")
 }
 INPUTS["cross_entropy"] = ("weights",)
+INPUTS["gspo"] = ("logprobs", "advantages", "sequence_ratio_mask")
 """Loss -> the tensors that it needs beside `target_tokens`, all of its shape."""
 
 DEFAULTS: dict[str, dict[str, float]] = {
@@ -31,6 +36,7 @@ DEFAULTS: dict[str, dict[str, float]] = {
     "ppo": CLIP,
     "cispo": CLIP,
     "dro": {"beta": 0.05},
+    "gspo": {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
 }
 """Loss -> the keys of its `loss_fn_config`, with their defaults."""
 
@@ -40,8 +46,17 @@ def _clip(ratio: Tensor, config: Config) -> Tensor:
 
 
 def _ppo(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
-    ratio, advantages = torch.exp(logprobs - inputs["logprobs"]), inputs["advantages"]
-    return -torch.minimum(ratio * advantages, _clip(ratio, config) * advantages).sum()
+    return _clipped(torch.exp(logprobs - inputs["logprobs"]), inputs, config)
+
+
+def _gspo(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
+    own = logprobs.detach()
+    mean = (own - inputs["logprobs"])[inputs["sequence_ratio_mask"] != 0].mean()
+    return _clipped(torch.exp(mean + logprobs - own), inputs, config)
+
+
+def _clipped(ratio: Tensor, inputs: Inputs, config: Config) -> Tensor:
+    return -torch.minimum(ratio * inputs["advantages"], _clip(ratio, config) * inputs["advantages"]).sum()
 
 
 def _cispo(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
@@ -68,6 +83,7 @@ LOSSES: dict[str, Callable[[Tensor, Inputs, Config], Tensor]] = {
     "ppo": _ppo,
     "cispo": _cispo,
     "dro": _dro,
+    "gspo": _gspo,
 }
 
 

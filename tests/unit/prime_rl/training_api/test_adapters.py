@@ -188,3 +188,11 @@ def test_bad_data_leaves_no_gradient(trainer: AdapterTrainer, change: dict[str, 
     with pytest.raises(ValueError, match=message):
         trainer.run_pass("m", request([*data, Datum(data[0].tokens, inputs)]))
     assert not gradients(adapter)
+
+
+def test_gspo_needs_a_token_for_its_ratio(trainer: AdapterTrainer) -> None:
+    trainer.create("m", CONFIG)
+    [datum] = make_data(0, (9,))
+    datum.inputs["sequence_ratio_mask"] = np.zeros(9)
+    with pytest.raises(ValueError, match="sequence_ratio_mask has no token"):
+        trainer.run_pass("m", request([datum], "gspo"))
