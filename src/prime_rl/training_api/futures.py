@@ -1,4 +1,4 @@
-"""Futures: results that clients fetch by request id, and the order in which a model's requests run."""
+"""Futures: results that clients fetch by request id."""
 
 from __future__ import annotations
 
@@ -119,46 +119,3 @@ class Futures:
             if future.queue is not None:
                 for table in (self._completed, self._cursors, self._arrived):
                     table.pop(future.queue, None)
-
-
-class TrainingQueue:
-    """Runs the requests of every model in the order of their sequence numbers, one at a time, models in turn."""
-
-    def __init__(self, execute: Callable[[Callable[[], Any]], Awaitable[Any]], futures: Futures) -> None:
-        self._execute, self._futures = execute, futures
-        self._waiting: OrderedDict[str, dict[int, tuple[Future, Callable[[], Any]]]] = OrderedDict()
-        self._next: dict[str, int] = {}
-        self._wake = asyncio.Event()
-
-    def check(self, model_id: str, seq_id: int) -> None:
-        """`ValueError` for a number that is already past."""
-        if seq_id < self._next.setdefault(model_id, 0):
-            raise ValueError(f"request {seq_id} of {model_id} has already run, its result is no longer kept")
-
-    def add(self, model_id: str, seq_id: int, future: Future, work: Callable[[], Any]) -> None:
-        """Queue request `seq_id` of a model, after `check`."""
-        self._waiting.setdefault(model_id, {})[seq_id] = (future, work)
-        self._wake.set()
-
-    def remove(self, model_id: str) -> None:
-        """Drop a model's requests; their futures fail."""
-        for future, _ in self._waiting.pop(model_id, {}).values():
-            self._futures.close(future, None, (f"model {model_id} was unloaded", "user"))
-        self._next.pop(model_id, None)
-
-    def describe(self) -> dict[str, int]:
-        """Number of waiting requests by model."""
-        return {model_id: len(waiting) for model_id, waiting in self._waiting.items() if waiting}
-
-    async def run(self) -> None:
-        """Execute requests until canceled."""
-        while True:
-            ready = next((m for m, waiting in self._waiting.items() if self._next[m] in waiting), None)
-            if ready is None:
-                self._wake.clear()
-                await self._wake.wait()
-                continue
-            future, work = self._waiting[ready].pop(self._next[ready])
-            self._next[ready] += 1
-            self._waiting.move_to_end(ready)
-            await self._futures.run(future, lambda work=work: self._execute(work))  # type: ignore[misc]

@@ -16,9 +16,10 @@ from prime_rl.inference.intake import RESERVED, read_body
 from prime_rl.training_api.adapters import AdapterConfig
 from prime_rl.training_api.checkpoints import AdapterCheckpoint, NotFound, check_name, find_expiry, split_path
 from prime_rl.training_api.futures import Future
+from prime_rl.training_api.requests import Kind, Model
 from prime_rl.training_api.sampling import parse_sample
-from prime_rl.training_api.service import Model, TooMany, TrainingService
-from prime_rl.training_api.wire import decode_pass, encode_pass
+from prime_rl.training_api.service import EPHEMERAL, TooMany, TrainingService, check_sampling_number
+from prime_rl.training_api.wire import decode_pass
 
 Json = dict[str, Any]
 Handler = Callable[[TrainingService, str, Request], Awaitable[Response]]
@@ -58,6 +59,10 @@ def field(body: Mapping[str, Any], name: str, kind: type, default: Any = None) -
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ValueError(f"{name} must be a {kind.__name__}, got {value!r}"[:300])
     return value
+
+
+def _submit(service: TrainingService, model: Model, seq_id: Any, kind: Kind, fields: Json) -> Response:
+    return _promise(service.submit(model, seq_id, kind, orjson.dumps(fields)), model_id=model.model_id)
 
 
 def _promise(future: Future, **fields: Any) -> Response:
@@ -182,12 +187,7 @@ async def create_model(service: TrainingService, owner: str, request: Request) -
     if (known := service.find_future(f"{model.model_id}:0", owner)) is not None:
         return _promise(known, model_id=model.model_id)
     service.reserve_model(model)
-
-    def work() -> Json:
-        service.create_adapter(model)
-        return {"type": "create_model", "model_id": model.model_id}
-
-    return _promise(service.submit(model, 0, work), model_id=model.model_id)
+    return _submit(service, model, 0, "create_model", {})
 
 
 async def load_weights(service: TrainingService, owner: str, request: Request) -> Response:
@@ -204,15 +204,7 @@ async def load_weights(service: TrainingService, owner: str, request: Request) -
         if (known := service.find_future(f"{model.model_id}:0", owner)) is not None:
             return _promise(known, model_id=model.model_id)
         service.reserve_model(model)
-
-    def work() -> Json:
-        if model.adapter is None:
-            service.create_adapter(model, checkpoint, optimizer=optimizer)
-        else:
-            service.load_adapter(model, checkpoint, optimizer=optimizer)
-        return {"type": "load_weights", "path": checkpoint.path, "model_id": model.model_id}
-
-    return _promise(service.submit(model, seq_id, work), model_id=model.model_id)
+    return _submit(service, model, seq_id, "load_weights", {"path": checkpoint.path, "optimizer": optimizer})
 
 
 async def forward_backward(service: TrainingService, owner: str, request: Request) -> Response:
@@ -223,12 +215,8 @@ async def forward_backward(service: TrainingService, owner: str, request: Reques
     parsed = await asyncio.to_thread(decode_pass, data)
     request.scope[RESERVED].release()
     model = service.find_model(parsed.model_id, owner)
-
-    def work() -> bytes:
-        result = service.trainer.run_pass(model.model_id, parsed)
-        return encode_pass([{"logprobs": x} for x in result.logprobs], {"loss:sum": result.loss})
-
-    return _promise(service.submit(model, parsed.seq_id, work), model_id=model.model_id)
+    future = service.submit(model, parsed.seq_id, "forward_backward", data)
+    return _promise(future, model_id=model.model_id)
 
 
 ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
@@ -253,12 +241,7 @@ async def optim_step(service: TrainingService, owner: str, request: Request) -> 
     """One AdamW step."""
     body = await read(request)
     model, params = service.find_model(body.get("model_id"), owner), parse_adam(body)
-
-    def work() -> Json:
-        assert model.adapter is not None
-        return {"metrics": model.adapter.step(params)}
-
-    return _promise(service.submit(model, body.get("seq_id"), work), model_id=model.model_id)
+    return _submit(service, model, body.get("seq_id"), "optim_step", params)
 
 
 def _save_fields(body: Json) -> Json:
@@ -271,37 +254,22 @@ async def save_weights(service: TrainingService, owner: str, request: Request) -
     body = await read(request)
     model, fields = service.find_model(body.get("model_id"), owner), _save_fields(body)
     name = check_name(body.get("path") or f"{body.get('seq_id')}")
-    overwrite = field(body, "overwrite", bool, False)
-
-    def work() -> Json:
-        path = service.save(model, "weights", name, overwrite=overwrite, **fields).path
-        return {"type": "save_weights", "path": path}
-
-    return _promise(service.submit(model, body.get("seq_id"), work), model_id=model.model_id)
+    fields |= {"name": name, "overwrite": field(body, "overwrite", bool, False)}
+    return _submit(service, model, body.get("seq_id"), "save_weights", fields)
 
 
 async def save_for_sampler(service: TrainingService, owner: str, request: Request) -> Response:
     """Save weights to sample from, under a name or as a new sampling session."""
     body = await read(request)
     model, fields = service.find_model(body.get("model_id"), owner), _save_fields(body)
-    session, seq_id = service.find_session(model.session_id, owner), body.get("seq_id")
     if field(body, "kind", str, "snapshot") != "snapshot":
         raise ValueError("kind 'inflight' is not supported by this server: use 'snapshot'")
     number, unnamed = body.get("sampling_session_seq_id"), body.get("path") is None
-    name = check_name(f"ephemeral_{number}" if unnamed else body["path"])
-    loop = asyncio.get_running_loop()
-
-    async def open_sampling(checkpoint: AdapterCheckpoint) -> str:
-        return service.open_sampling(session, number, checkpoint, model.base_model).sampling_session_id
-
-    def work() -> Json:
-        saved = service.save(model, "sampler_weights", name, ephemeral=unnamed, **fields)
-        if not unnamed:
-            return {"type": "save_weights_for_sampler", "path": saved.path}
-        opened = asyncio.run_coroutine_threadsafe(open_sampling(saved), loop).result()
-        return {"type": "save_weights_for_sampler", "sampling_session_id": opened}
-
-    return _promise(service.submit(model, seq_id, work), model_id=model.model_id)
+    if unnamed:
+        check_sampling_number(number)
+    name = check_name(f"{EPHEMERAL}{number}" if unnamed else body["path"])
+    fields |= {"name": name, "ephemeral": unnamed}
+    return _submit(service, model, body.get("seq_id"), "save_weights_for_sampler", fields)
 
 
 async def get_info(service: TrainingService, owner: str, request: Request) -> Response:

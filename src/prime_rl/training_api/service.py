@@ -9,20 +9,27 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from loguru import logger
 
 from prime_rl.inference.async_engine import AsyncEngine
-from prime_rl.training_api.adapters import AdapterConfig, AdapterTrainer, TrainedAdapter
+from prime_rl.training_api.adapters import AdapterTrainer
 from prime_rl.training_api.checkpoints import AdapterCheckpoint, AdapterStore, NotFound
 from prime_rl.training_api.config import ServeConfig
-from prime_rl.training_api.futures import Future, Futures, TrainingQueue
+from prime_rl.training_api.execution import Executor, Result
+from prime_rl.training_api.futures import Future, Futures
+from prime_rl.training_api.requests import Kind, Model, TrainingRequest
 from prime_rl.training_api.sampling import Sampler
+from prime_rl.training_api.training_queue import TrainingQueue
 
 T = TypeVar("T")
 MAX_EPHEMERAL = 32
 """Weights that a session keeps for sampling without a name; older ones are deleted when no request uses them."""
+
+EPHEMERAL = "ephemeral_"
+"""Name of unnamed weights, before the number of their sampling session."""
 
 CLEANUP_S = 5.0
 
@@ -44,21 +51,6 @@ class ClientSession:
 
 
 @dataclass
-class Model:
-    """A model in training."""
-
-    model_id: str
-    session_id: str
-    owner: str
-    base_model: str
-    """The name that the client gave."""
-    config: AdapterConfig
-    metadata: dict[str, Any] | None
-    last_request: float
-    adapter: TrainedAdapter | None = None
-
-
-@dataclass
 class SamplingSession:
     """Weights that a client samples from; `checkpoint` None: the base model."""
 
@@ -71,6 +63,12 @@ class SamplingSession:
     num_requests: int = 0
 
 
+def check_sampling_number(seq_id: Any) -> None:
+    """`ValueError` for anything but a number from 0."""
+    if type(seq_id) is not int or seq_id < 0:
+        raise ValueError(f"sampling_session_seq_id must be a number from 0, got {seq_id!r}")
+
+
 class TrainingService:
     """Everything that routes use; only the training thread calls the trainer."""
 
@@ -80,7 +78,8 @@ class TrainingService:
         self.config, self.trainer, self.engine, self.store, self.tokenizer = config, trainer, engine, store, tokenizer
         self.futures = Futures()
         self._thread = ThreadPoolExecutor(1, "training")
-        self.queue = TrainingQueue(self.execute, self.futures)
+        self.queue = TrainingQueue()
+        self.executor = Executor(trainer, store, config.model.name)
         self.sampler = Sampler(engine, store, config.max_loaded_adapters)
         self.sessions: dict[str, ClientSession] = {}
         self.models: dict[str, Model] = {}
@@ -101,7 +100,7 @@ class TrainingService:
     def start(self) -> None:
         """Start engine and background tasks; call inside the event loop."""
         self.engine.start()
-        self._tasks = [asyncio.create_task(self.queue.run()), asyncio.create_task(self._clean())]
+        self._tasks = [asyncio.create_task(self._train()), asyncio.create_task(self._clean())]
 
     async def close(self) -> None:
         """Stop; a running request is finished first."""
@@ -168,17 +167,43 @@ class TrainingService:
         if self.futures.num_pending >= self.config.limits.max_pending:
             raise TooMany(f"{self.futures.num_pending} requests are unfinished (limits.max_pending)")
 
-    def submit(self, model: Model, seq_id: Any, work: Callable[[], Any]) -> Future:
+    def submit(self, model: Model, seq_id: Any, kind: Kind, body: bytes) -> Future:
         """Queue a training request; a repeated number is the same request and returns its future."""
         if type(seq_id) is not int or not 0 <= seq_id < 2**31:
             raise ValueError(f"seq_id must be a number from 0, got {seq_id!r}")
-        request_id = f"{model.model_id}:{seq_id}"
-        if (known := self.find_future(request_id, model.owner)) is not None:
+        request = TrainingRequest(model.model_id, seq_id, kind, body)
+        if (known := self.find_future(request.request_id, model.owner)) is not None:
             return known
         self.queue.check(model.model_id, seq_id)
-        future = self.open_future(request_id, model.owner, model.session_id)
-        self.queue.add(model.model_id, seq_id, future, work)
+        future = self.open_future(request.request_id, model.owner, model.session_id)
+        self.queue.add(request)
         return future
+
+    async def _train(self) -> None:
+        while True:
+            await self.queue.wait()
+            request = self.queue.ready()[0]
+            self.queue.start(request)
+            await self.futures.run(self.futures.by_id[request.request_id], partial(self._run, request))
+
+    async def _run(self, request: TrainingRequest) -> Result:
+        """Execute a request; a model whose creation fails is forgotten."""
+        model = self.models[request.model_id]
+        try:
+            result = await self.execute(lambda: self.executor.run(model, request))
+        finally:
+            if model.adapter is None:
+                self.models.pop(model.model_id, None)
+        if request.kind != "save_weights_for_sampler" or not request.fields()["ephemeral"]:
+            return result
+        assert isinstance(result, dict)
+        session, checkpoint = (
+            self.find_session(model.session_id, model.owner),
+            self.store.find(result["path"], model.owner),
+        )
+        number = int(checkpoint.name.removeprefix(EPHEMERAL))
+        opened = self.open_sampling(session, number, checkpoint, model.base_model)
+        return {"type": request.kind, "sampling_session_id": opened.sampling_session_id}
 
     def reserve_model(self, model: Model) -> None:
         """Register a model that is about to be created; `TooMany` at the limit."""
@@ -189,51 +214,11 @@ class TrainingService:
         self._check_pending()  # the request that creates it follows, and must not leave an empty model
         self.models[model.model_id] = model
 
-    def create_adapter(
-        self, model: Model, checkpoint: AdapterCheckpoint | None = None, *, optimizer: bool = False
-    ) -> None:
-        """Create a model's adapter, from a checkpoint if given; the model is gone if this fails. In the training
-        thread."""
-        try:
-            model.adapter = self.trainer.create(model.model_id, model.config)
-            if checkpoint is not None:
-                self.load_adapter(model, checkpoint, optimizer=optimizer)
-        except ValueError:
-            self.models.pop(model.model_id, None)
-            self.trainer.remove(model.model_id)
-            raise
-
-    def load_adapter(self, model: Model, checkpoint: AdapterCheckpoint, *, optimizer: bool) -> None:
-        """Load a checkpoint into a model, in the training thread."""
-        if optimizer and checkpoint.kind != "weights":
-            raise ValueError(f"{checkpoint.path} has no optimizer state: load a checkpoint of save_state")
-        _, tensors, moments = self.store.read(checkpoint)
-        assert model.adapter is not None
-        model.adapter.load(tensors, moments if optimizer else None)
-        model.adapter.num_steps = checkpoint.num_steps if optimizer else 0
-
-    def save(self, model: Model, kind: str, name: str, *, overwrite: bool = False, **fields: Any) -> AdapterCheckpoint:
-        """Save a model's adapter, in the training thread."""
-        assert model.adapter is not None
-        info = AdapterCheckpoint(
-            model_id=model.model_id,
-            kind=kind,
-            name=name,
-            owner=model.owner,
-            base_model=model.base_model,
-            config={},
-            num_steps=0,
-            created=time.time(),
-            **fields,
-        )
-        return self.store.save(model.adapter, info, self.config.model.name, overwrite=overwrite)
-
     def open_sampling(
         self, session: ClientSession, seq_id: Any, checkpoint: AdapterCheckpoint | None, base_model: str
     ) -> SamplingSession:
         """A sampling session; the same one for a repeated number."""
-        if type(seq_id) is not int or seq_id < 0:
-            raise ValueError(f"sampling_session_seq_id must be a number from 0, got {seq_id!r}")
+        check_sampling_number(seq_id)
         name = f"{session.session_id}:sample:{seq_id}"
         if name not in self.sampling:
             self.sampling[name] = SamplingSession(name, session.session_id, session.owner, base_model, checkpoint)
@@ -244,7 +229,9 @@ class TrainingService:
     async def unload(self, model_id: str) -> None:
         """Forget a model; its waiting requests fail."""
         self.models.pop(model_id, None)
-        self.queue.remove(model_id)
+        for request in self.queue.remove(model_id):
+            future = self.futures.by_id[request.request_id]
+            self.futures.close(future, None, (f"model {model_id} was unloaded", "user"))
         await self.execute(lambda: self.trainer.remove(model_id))
 
     async def end_session(self, session_id: str) -> None:

@@ -1,0 +1,75 @@
+"""Execution of training requests, in the training thread."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from prime_rl.training_api.adapters import AdapterTrainer
+from prime_rl.training_api.checkpoints import AdapterCheckpoint, AdapterStore
+from prime_rl.training_api.requests import Model, TrainingRequest
+from prime_rl.training_api.wire import decode_pass, encode_pass
+
+Result = bytes | dict[str, Any]
+"""Protobuf of a pass, or a JSON object."""
+
+
+class Executor:
+    """Executes requests; a `ValueError` is the client's, and leaves the model as it was."""
+
+    def __init__(self, trainer: AdapterTrainer, store: AdapterStore, base_name: str) -> None:
+        self.trainer, self.store, self.base_name = trainer, store, base_name
+
+    def run(self, model: Model, request: TrainingRequest) -> Result:
+        """Execute one request; `model.adapter` stays None if the creation fails."""
+        try:
+            return self._run(model, request)
+        finally:
+            if model.adapter is None:
+                self.trainer.remove(model.model_id)
+
+    def _run(self, model: Model, request: TrainingRequest) -> Result:
+        if request.kind == "forward_backward":
+            result = self.trainer.run_pass(model.model_id, decode_pass(request.body))
+            return encode_pass([{"logprobs": x} for x in result.logprobs], {"loss:sum": result.loss})
+        fields = request.fields()
+        match request.kind:
+            case "create_model":
+                model.adapter = self.trainer.create(model.model_id, model.config)
+                return {"type": request.kind, "model_id": model.model_id}
+            case "load_weights":
+                self._load(model, **fields)
+                return {"type": request.kind, "path": fields["path"], "model_id": model.model_id}
+            case "optim_step":
+                assert model.adapter is not None
+                return {"metrics": model.adapter.step(fields)}
+            case "save_weights":
+                return {"type": request.kind, "path": self._save(model, "weights", **fields).path}
+            case "save_weights_for_sampler":
+                path = self._save(model, "sampler_weights", **fields).path
+                return {"type": request.kind, "path": path}
+
+    def _load(self, model: Model, path: str, optimizer: bool) -> None:
+        checkpoint = self.store.find(path, model.owner)
+        if optimizer and checkpoint.kind != "weights":
+            raise ValueError(f"{path} has no optimizer state: load a checkpoint of save_state")
+        _, tensors, moments = self.store.read(checkpoint)
+        adapter = model.adapter or self.trainer.create(model.model_id, model.config)
+        adapter.load(tensors, moments if optimizer else None)
+        adapter.num_steps = checkpoint.num_steps if optimizer else 0
+        model.adapter = adapter
+
+    def _save(self, model: Model, kind: str, name: str, overwrite: bool = False, **fields: Any) -> AdapterCheckpoint:
+        assert model.adapter is not None
+        info = AdapterCheckpoint(
+            model_id=model.model_id,
+            kind=kind,
+            name=name,
+            owner=model.owner,
+            base_model=model.base_model,
+            config={},
+            num_steps=0,
+            created=time.time(),
+            **fields,
+        )
+        return self.store.save(model.adapter, info, self.base_name, overwrite=overwrite)

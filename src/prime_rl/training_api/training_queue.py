@@ -1,0 +1,53 @@
+"""The order of training requests: those of a model by sequence number, one at a time; models in turn."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+
+from prime_rl.training_api.requests import TrainingRequest
+
+
+class TrainingQueue:
+    """Training requests that have not started."""
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[str, dict[int, TrainingRequest]] = OrderedDict()
+        self._next: dict[str, int] = {}
+        self._arrived = asyncio.Event()
+
+    def check(self, model_id: str, seq_id: int) -> None:
+        """`ValueError` for a number that is already past."""
+        if seq_id < self._next.setdefault(model_id, 0):
+            raise ValueError(f"request {seq_id} of {model_id} has already run, its result is no longer kept")
+
+    def add(self, request: TrainingRequest) -> None:
+        """Queue a request, after `check`."""
+        self._waiting.setdefault(request.model_id, {})[request.seq_id] = request
+        self._arrived.set()
+
+    def ready(self) -> list[TrainingRequest]:
+        """Requests that may start now, at most one per model; the model that started longest ago comes first."""
+        found = (waiting.get(self._next[model_id]) for model_id, waiting in self._waiting.items())
+        return [request for request in found if request is not None]
+
+    def start(self, request: TrainingRequest) -> None:
+        """Take a ready request out of the queue; the next one of its model becomes ready."""
+        del self._waiting[request.model_id][request.seq_id]
+        self._next[request.model_id] += 1
+        self._waiting.move_to_end(request.model_id)
+
+    async def wait(self) -> None:
+        """Wait until a request is ready."""
+        while not self.ready():
+            self._arrived.clear()
+            await self._arrived.wait()
+
+    def remove(self, model_id: str) -> list[TrainingRequest]:
+        """Drop a model; returns its waiting requests."""
+        self._next.pop(model_id, None)
+        return list(self._waiting.pop(model_id, {}).values())
+
+    def describe(self) -> dict[str, int]:
+        """Number of waiting requests by model."""
+        return {model_id: len(waiting) for model_id, waiting in self._waiting.items() if waiting}
