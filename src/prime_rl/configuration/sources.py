@@ -226,7 +226,7 @@ def _misplaced(builder: ConfigBuilder, word: str, last: Option | None) -> Config
         return fail(f"unexpected word {word!r}", f"--{'.'.join(last.path)} before it takes {takes}")
     name = word.partition("=")[0].strip("-+")
     other = translate_name(tuple(name.split(".")), builder.root)
-    near = other[0] if other else suggest_key(name, builder.root)
+    near = name if name in ("help", "version") else other[0] if other else suggest_key(name, builder.root)
     return fail(f"unexpected word {word!r}", f"did you mean --{near}?" if near else "options look like --key value")
 
 

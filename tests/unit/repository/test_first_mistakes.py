@@ -119,6 +119,7 @@ MISTAKES = {
     "rl --orchestrator.env.5.id x": "next free index is 1",
     "rl --trainer_gpu_ids gpu0": "a whole number",
     "rl --trainer_gpu_ids 0 0": "twice",
+    "rl help": "did you mean --help?",
     "rl --resume maybe": "unexpected word 'maybe'",
     f"rl {OK} --log.level loud": "choose one of",
     f"sft {OK} --log.level verbose": "choose one of",
