@@ -18,14 +18,18 @@ import anyio
 from prime_rl.client.http import ensure_open_files
 from prime_rl.gateway.server import Gateway
 from prime_rl.gateway.session import Session
+from prime_rl.runtime.machine import num_cores
 from prime_rl.runtime.process_tree import TOKEN_VARIABLE, add_token, die_with_parent, kill_run_processes, signal_group
 from rollouts.training.agent_integration import Rollout
-from rollouts.training.environments.protocol import Row
+from rollouts.training.environments.protocol import Row, pause_timeout
 from rollouts.training.types import Status
 
 MAX_OUTPUT_BYTES = 64 << 10
 """How much of the end of each output is kept."""
 MAX_ERROR_CHARS = 300
+STARTS_PER_CORE = 2
+START_S = 10.0
+"""A program has started when it sends its first request, or after this time."""
 MAX_OPEN_FILES = 16384
 """Pipes and connections of programs that run at the same time."""
 DRAIN_S = 1.0
@@ -46,29 +50,44 @@ class ProgramAgent:
     is at OPENAI_BASE_URL or ANTHROPIC_BASE_URL, with OPENAI_API_KEY or ANTHROPIC_API_KEY, under any name. The program
     may POST {"reward": number} to REWARD_URL with the same key. Reward functions see `exit_code`, `stdout`, `stderr`,
     `reward` and `conversations` in `state`. The end of a rollout, a timeout included, kills all of its processes.
+
+    Importing a client takes seconds of CPU time, so few programs per core start at once. Waiting for that does not
+    count for the timeout.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
         self.command = list(command)
         ensure_open_files(MAX_OPEN_FILES)
         self.gateway = Gateway()
+        self._starts = asyncio.Semaphore(STARTS_PER_CORE * num_cores())
 
     async def __call__(
         self, rollout: Rollout, row: Row, state: dict[str, Any], client: Any, model: str, args: Mapping[str, Any]
     ) -> None:
         """Run the program and record its turns; raises `ProgramFailed`, or the error of the engine."""
         session = Session(client, model, args)
+        with pause_timeout():
+            await self._starts.acquire()
+        asyncio.create_task(self._end_start(session))  # noqa: RUF006
         try:
             async with self.gateway.open(session) as url:
                 task = {name: value for name, value in row.items() if name not in HIDDEN_FIELDS}
                 state |= await run_program(self.command, task, _build_environment(url, session.key))
         finally:
+            session.asked.set()
             record_session(rollout, session)
         state |= {"reward": session.reward, "conversations": session.conversations}
         if session.error is not None:
             raise session.error
         if state["exit_code"] < 0 or not session.conversations:
             raise ProgramFailed(_describe_end(state))
+
+    async def _end_start(self, session: Session) -> None:
+        try:
+            with anyio.move_on_after(START_S):
+                await session.asked.wait()
+        finally:
+            self._starts.release()
 
 
 async def run_program(command: Sequence[str], task: Mapping[str, Any], environment: dict[str, str]) -> dict[str, Any]:

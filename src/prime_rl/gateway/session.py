@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections import Counter
 from collections.abc import Mapping
@@ -37,6 +38,8 @@ class Session:
 
     def __init__(self, client: Any, model: str, sampling_args: Mapping[str, Any], key: str | None = None) -> None:
         self.key = key or f"session-{secrets.token_urlsafe(24)}"
+        self.asked = asyncio.Event()
+        """Set by the first request."""
         self.model = model
         self.turns: list[Turn] = []
         self.conversations: list[list[Message]] = []
@@ -66,6 +69,7 @@ class Session:
 
         The same request again draws again, except that a retry of a client that lost the answer gets that answer.
         """
+        self.asked.set()
         request.check()
         messages = [normalize_message(message) for message in request.messages]
         body = self._build_body(request)

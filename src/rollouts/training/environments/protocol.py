@@ -6,7 +6,9 @@ import asyncio
 import math
 import sysconfig
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +26,7 @@ OVERLONG_PHRASES = (
 )
 STDLIB = sysconfig.get_path("stdlib")
 OWN_CODE = str(Path(__file__).parent)
+_timeout: ContextVar[anyio.CancelScope | None] = ContextVar("timeout", default=None)
 
 
 class Environment(Protocol):
@@ -57,11 +60,28 @@ async def run_with_timeout(timeout_s: float | None, what: str, work: Callable[[]
     try:
         if timeout_s is None:
             return await work()
-        with anyio.move_on_after(timeout_s):
-            return await work()
+        with anyio.move_on_after(timeout_s) as scope:
+            token = _timeout.set(scope)
+            try:
+                return await work()
+            finally:
+                _timeout.reset(token)
         return RolloutTimeout(f"{what} took longer than {timeout_s:g} s")
     except Exception as error:
         return error
+
+
+@contextmanager
+def pause_timeout() -> Iterator[None]:
+    """Exclude the time inside from the timeout of `run_with_timeout`."""
+    if (scope := _timeout.get()) is None:
+        yield
+        return
+    left, scope.deadline = scope.deadline - anyio.current_time(), math.inf
+    try:
+        yield
+    finally:
+        scope.deadline = anyio.current_time() + left
 
 
 async def run_attempts(

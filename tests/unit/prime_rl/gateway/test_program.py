@@ -112,6 +112,28 @@ time.sleep(60)
     assert not any(is_running(int(pid)) for pid in pids.read_text().split()), "a process of the program is left"
 
 
+def test_programs_start_in_turn_and_waiting_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prime_rl.gateway.program.num_cores", lambda: 1)
+    monkeypatch.setattr("prime_rl.gateway.program.STARTS_PER_CORE", 1)
+    log = tmp_path / "log"
+    code = f"""
+import time
+def note(text):
+    with open({str(log)!r}, "a") as file:
+        file.write(text)
+note("s")
+time.sleep(0.4)
+note("a")
+ask(user)
+time.sleep(1.0)
+"""
+    env = PlainEnvironment([{"prompt": "Say hi."}], agent_reward)
+    env.agent, env.timeout_s = ProgramAgent([sys.executable, "-S", "-c", ASK + code]), 2.5
+    rollouts = asyncio.run(env.run_group(env.rows()[0], RecordedClient(), "policy", [{"max_tokens": 9}] * 7))
+    assert [rollout.status for rollout in rollouts] == [Status.COMPLETED] * 7
+    assert log.read_text() == "sa" * 7, "a program starts when the one before it has asked"
+
+
 def is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
