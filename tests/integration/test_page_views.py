@@ -75,6 +75,7 @@ def test_a_page_waits_for_a_run_that_has_not_started(tmp_path: Path, open_page: 
         with StateRecorder(run, "rl"):
             opened.wait_until(lambda: opened.texts(".badge") == ["running"], "the start")
             assert "No step is complete yet" in opened.page.locator("main").inner_text()
+            assert opened.texts(".sentence") == ["A run of a model."]
             append_jsonl(run / "metrics.jsonl", [{**row, "timestamp": time.time()} for row in metric_rows(1)])
             opened.wait_until(lambda: ": 1 step." in opened.texts(".sentence")[0], "the first step")
         opened.wait_until(lambda: opened.texts(".badge") == ["finished"], "the end")

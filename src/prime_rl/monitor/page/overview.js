@@ -67,7 +67,7 @@ function sentence(data, source) {
   const { run } = data, loss = curve(data, "loss/mean") || curve(data, "reward/mean");
   const { training, evaluation } = source.facts.kinds, envs = (training ?? evaluation)?.envs.filter((env) => env !== "none") ?? [];
   const steps = loss?.steps.at(-1) ?? 0;
-  const parts = [`${run.kind.title} of `, el("b", {}, shortName(run.model)), envs.length ? ` on ${envs.join(", ")}` : "", ": ",
+  const parts = [`${run.kind.title} of `, el("b", {}, shortName(run.model)), envs.length ? ` on ${envs.join(", ")}` : "", loss || training || evaluation ? ": " : "",
     !loss ? "" : run.max_steps ? `${steps.toLocaleString("en")} of ${count(run.max_steps, "step")}` : count(steps, "step"),
     loss && training ? " and " : "", training || evaluation ? count((source.totals ?? source.facts.kinds)[training ? "training" : "evaluation"].count, "rollout") : "",
     source.live && run.state === "running" || !(run.seconds > 0) ? "" : ` in ${duration(run.seconds)}`, ". "];
