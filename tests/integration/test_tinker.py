@@ -156,14 +156,14 @@ reply = httpx.post(os.environ["TINKER_BASE_URL"] + "/api/v1/get_info", json={"mo
 client = service.create_training_client_from_state_with_optimizer(KNOWN["state"]).result()
 restored = score(client)
 train(client, range(3, 5))
-report(status=reply.status_code, detail=reply.json()["detail"], restored=restored, later=score(client))
+report(status=reply.status_code, restored=restored, later=score(client))
 """
 
 
-def test_killed_server_keeps_checkpoints_and_names_lost_models(server: Server) -> None:
+def test_killed_server_keeps_checkpoints_and_models(server: Server) -> None:
     before = server.run(BEFORE_KILL)
     server.kill()
     server.start()
     after = server.run(AFTER_KILL, state=before["state"], model=before["model"])
-    assert after["status"] == 404 and "the server restarted" in after["detail"]
+    assert after["status"] == 200
     assert after["restored"] == before["expected"] and after["later"] == before["later"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,8 @@ class AdapterCheckpoint:
     """Deleted with its session, and not listed."""
     size_bytes: int = 0
     user_metadata: dict[str, str] | None = None
+    request_id: str | None = None
+    """The request that saved it."""
 
     @property
     def path(self) -> str:
@@ -111,8 +113,6 @@ class AdapterStore:
         root.mkdir(parents=True, exist_ok=True)
         for unfinished in root.glob("*/*/.tmp-*"):
             shutil.rmtree(unfinished, ignore_errors=True)
-        for info in [info for info in self._all() if info.ephemeral]:  # no session survives a restart
-            self.delete(info)
 
     def directory(self, model_id: str, kind: str, name: str) -> Path:
         """Directory of a checkpoint; `NotFound` for a model id that is no file name."""
@@ -124,8 +124,13 @@ class AdapterStore:
     def save(
         self, adapter: TrainedAdapter, info: AdapterCheckpoint, base_name: str, *, overwrite: bool = False
     ) -> AdapterCheckpoint:
-        """Write and publish; `ValueError` if the checkpoint exists, unless `overwrite`."""
+        """Write and publish; `ValueError` if the checkpoint exists, unless `overwrite`.
+
+        A request that is executed again after a restart finds its own checkpoint, which stays.
+        """
         final = self.directory(info.model_id, info.kind, info.name)
+        if final.exists() and (saved := _read_info(final / INFO_FILE)).request_id == info.request_id:
+            return saved
         if final.exists() and not overwrite:
             raise ValueError(f"{info.path} exists: choose another name, or overwrite=True")
         tensors = {PEFT_PREFIX + name: tensor.contiguous() for name, tensor in adapter.adapter.tensors.items()}
@@ -182,19 +187,22 @@ class AdapterStore:
         _write_info(self.directory(info.model_id, info.kind, info.name), replace(info, **fields))
 
     def delete(self, info: AdapterCheckpoint) -> None:
-        """Delete a checkpoint; it disappears at once."""
+        """Delete a checkpoint, if it exists; it disappears at once."""
         directory = self.directory(info.model_id, info.kind, info.name)
+        if not directory.exists():
+            return
         gone = directory.with_name(f".tmp-deleted-{directory.name}-{time.time_ns()}")
         directory.rename(gone)
         shutil.rmtree(gone)
 
-    def delete_expired(self, in_use: Mapping[str, int]) -> list[str]:
-        """Delete checkpoints past their time whose paths are not `in_use`; returns their paths."""
-        expired = [info for info in self._all() if info.expires is not None and info.expires < time.time()]
-        expired = [info for info in expired if not in_use.get(info.path)]
-        for info in expired:
+    def find_expired(self) -> list[AdapterCheckpoint]:
+        """Checkpoints past their time."""
+        return [info for info in self._all() if info.expires is not None and info.expires < time.time()]
+
+    def delete_ephemeral(self, kept: Collection[str]) -> None:
+        """Delete unnamed weights whose path is not in `kept`."""
+        for info in [info for info in self._all() if info.ephemeral and info.path not in kept]:
             self.delete(info)
-        return [info.path for info in expired]
 
     def _all(self) -> Iterator[AdapterCheckpoint]:
         for kind in KINDS:

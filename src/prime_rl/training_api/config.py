@@ -45,6 +45,12 @@ class LimitsConfig(BaseConfig):
     max_pending: int = Field(default=16384, ge=1)
     """Maximum number of unfinished requests; further ones get HTTP 429, and clients repeat them."""
 
+    max_pending_mb: float = Field(default=1024.0, gt=0)
+    """Maximum total size of unfinished requests in megabytes; further ones get HTTP 429."""
+
+    max_results_mb: float = Field(default=1024.0, gt=0)
+    """Maximum total size of kept results in megabytes, on disk; then fetched ones are deleted, then the oldest."""
+
     max_rank: int = Field(default=256, ge=1)
     """Maximum LoRA rank."""
 
@@ -73,7 +79,7 @@ class ServeConfig(BaseConfig):
     """Listen port: clients set TINKER_BASE_URL=http://127.0.0.1:PORT."""
 
     output_dir: Path = Path("outputs/serve")
-    """Directory of checkpoints and logs; a restarted server finds its checkpoints here."""
+    """Directory of checkpoints, logs and the request log; a restarted server continues from it."""
 
     micro_batch_tokens: int = Field(default=4096, ge=1)
     """Maximum tokens of a forward and backward pass; a longer datum has a pass of its own."""
@@ -83,6 +89,9 @@ class ServeConfig(BaseConfig):
 
     max_loaded_adapters: int = Field(default=32, ge=1)
     """Maximum number of adapters kept in memory for sampling; others are read again from disk when they are used."""
+
+    snapshot_interval: float = Field(default=30.0, ge=0)
+    """Seconds of a model's computation after which its state is saved; a restart computes again what came later."""
 
     limits: LimitsConfig = LimitsConfig()
 

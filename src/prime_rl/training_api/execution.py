@@ -8,6 +8,7 @@ from typing import Any
 from prime_rl.training_api.adapters import AdapterTrainer
 from prime_rl.training_api.checkpoints import AdapterCheckpoint, AdapterStore
 from prime_rl.training_api.requests import Model, TrainingRequest
+from prime_rl.training_api.snapshots import SnapshotStore
 from prime_rl.training_api.wire import decode_pass, encode_pass
 
 Result = bytes | dict[str, Any]
@@ -29,11 +30,11 @@ class Executor:
                 self.trainer.remove(model.model_id)
 
     def _run(self, model: Model, request: TrainingRequest) -> Result:
-        if request.kind == "forward_backward":
-            result = self.trainer.run_pass(model.model_id, decode_pass(request.body))
-            return encode_pass([{"logprobs": x} for x in result.logprobs], {"loss:sum": result.loss})
-        fields = request.fields()
+        fields = {} if request.kind in ("forward", "forward_backward") else request.fields()
         match request.kind:
+            case "forward" | "forward_backward":
+                result = self.trainer.run_pass(model.model_id, decode_pass(request.body))
+                return encode_pass([{"logprobs": x} for x in result.logprobs], {"loss:sum": result.loss})
             case "create_model":
                 model.adapter = self.trainer.create(model.model_id, model.config)
                 return {"type": request.kind, "model_id": model.model_id}
@@ -44,10 +45,16 @@ class Executor:
                 assert model.adapter is not None
                 return {"metrics": model.adapter.step(fields)}
             case "save_weights":
-                return {"type": request.kind, "path": self._save(model, "weights", **fields).path}
+                return {"type": request.kind, "path": self._save(model, request, "weights", **fields).path}
             case "save_weights_for_sampler":
-                path = self._save(model, "sampler_weights", **fields).path
-                return {"type": request.kind, "path": path}
+                return {"type": request.kind, "path": self._save(model, request, "sampler_weights", **fields).path}
+
+    def load_snapshot(self, model: Model, snapshots: SnapshotStore) -> None:
+        """Create a model's adapter from its snapshot."""
+        assert model.snapshot is not None
+        adapter = self.trainer.create(model.model_id, model.config)
+        snapshots.load(adapter, model.snapshot)
+        model.adapter = adapter
 
     def _load(self, model: Model, path: str, optimizer: bool) -> None:
         checkpoint = self.store.find(path, model.owner)
@@ -59,7 +66,9 @@ class Executor:
         adapter.num_steps = checkpoint.num_steps if optimizer else 0
         model.adapter = adapter
 
-    def _save(self, model: Model, kind: str, name: str, overwrite: bool = False, **fields: Any) -> AdapterCheckpoint:
+    def _save(
+        self, model: Model, request: TrainingRequest, kind: str, name: str, overwrite: bool = False, **fields: Any
+    ) -> AdapterCheckpoint:
         assert model.adapter is not None
         info = AdapterCheckpoint(
             model_id=model.model_id,
@@ -70,6 +79,7 @@ class Executor:
             config={},
             num_steps=0,
             created=time.time(),
+            request_id=request.request_id,
             **fields,
         )
         return self.store.save(model.adapter, info, self.base_name, overwrite=overwrite)

@@ -1,121 +1,104 @@
-"""Futures: results that clients fetch by request id."""
+"""Futures: requests that clients wait for. Results go to the request log, so that memory holds unfinished ones only."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
+import orjson
 from loguru import logger
 
-MAX_KEPT_BYTES = 256 * 2**20
-"""Results that clients have fetched are kept for repeated requests until all kept results exceed this."""
+from prime_rl.training_api.execution import Result
+from prime_rl.training_api.request_log import ROW_BYTES, RequestLog
+
+CLONE = 1_000_000_000
+"""Clones of a sampling client number their requests from multiples of this."""
 
 
 @dataclass(eq=False)
 class Future:
-    """One request: `payload` is protobuf or a JSON value, `error` a message with the party at fault."""
+    """One unfinished request."""
 
     request_id: str
     owner: str
-    group: str
-    """Session that ends the future when it ends."""
-    queue: tuple[str, int] | None = None
-    """Sampling session and its clone, for polls of many futures."""
-    payload: Any = None
-    error: tuple[str, Literal["user", "server"]] | None = None
-    fetched: bool = False
+    session_id: str
+    target: str
+    """Model or sampling session."""
+    seq_id: int
+    num_bytes: int
+    """Size of the request."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of a protobuf payload."""
-        return len(self.payload) if isinstance(self.payload, bytes) else 256
-
 
 class Futures:
-    """All futures of the server, by request id."""
+    """All unfinished requests of the server, by request id."""
 
-    def __init__(self) -> None:
-        self.by_id: OrderedDict[str, Future] = OrderedDict()
-        self.num_pending = 0
-        self._kept_bytes = 0
-        self._completed: dict[tuple[str, int], deque[tuple[int, Future]]] = {}
-        self._cursors: dict[tuple[str, int], int] = {}
-        self._arrived: dict[tuple[str, int], asyncio.Event] = {}
+    def __init__(self, log: RequestLog) -> None:
+        self.by_id: dict[str, Future] = {}
+        self.num_bytes = 0
+        """Size of the unfinished requests."""
+        self.num_result_bytes = 0
+        """Size of the results since they were last trimmed."""
+        self._log = log
+        self._cursor = log.num_starts << 32
 
     def open(self, future: Future) -> None:
-        """Register a pending future."""
+        """Register a future."""
         assert future.request_id not in self.by_id
         self.by_id[future.request_id] = future
-        self.num_pending += 1
+        self.num_bytes += future.num_bytes
 
-    async def run(self, future: Future, work: Callable[[], Awaitable[Any]]) -> None:
-        """Complete a future with the result of `work`; a `ValueError` is the client's, any other error the server's."""
+    async def run(self, future: Future, work: Callable[[], Awaitable[Result]]) -> None:
+        """Complete a future with the result of `work`."""
         try:
-            self.close(future, await work(), None)
+            self.finish(future, await work())
         except asyncio.CancelledError:
-            self.close(future, None, ("the request was canceled", "user"))
+            self.fail(future, ValueError("the request was canceled"))
             raise
-        except ValueError as error:
-            self.close(future, None, (str(error), "user"))
         except Exception as error:
-            logger.exception(f"{future.request_id} failed")
-            self.close(future, None, (f"{type(error).__name__}: {error}", "server"))
+            self.fail(future, error)
 
-    def close(self, future: Future, payload: Any, error: tuple[str, Literal["user", "server"]] | None) -> None:
-        """Complete a future."""
-        if future.done.is_set():
+    def finish(self, future: Future, result: Result, *, keep_request: bool = False) -> None:
+        """Complete a future; its request is kept if it is replayed after a restart."""
+        is_json = not isinstance(result, bytes)
+        self._close(future, is_json, orjson.dumps(result) if is_json else result, None, None, keep_request)
+
+    def fail(self, future: Future, error: Exception) -> None:
+        """Fail a future: a `ValueError` is the client's, any other error the server's."""
+        if isinstance(error, ValueError):
+            self._close(future, True, None, str(error), "user", False)
+        else:
+            logger.opt(exception=error).error(f"{future.request_id} failed")
+            self._close(future, True, None, f"{type(error).__name__}: {error}", "server", False)
+
+    def _close(self, future: Future, is_json: bool, payload: Any, error: Any, category: Any, keep: bool) -> None:
+        if self.by_id.get(future.request_id) is not future:  # its session has ended
             return
-        future.payload, future.error = payload, error
-        self.num_pending -= 1
-        if future.request_id in self.by_id:
-            self._kept_bytes += future.num_bytes
-        if future.queue is not None:
-            cursor = self._cursors[future.queue] = self._cursors.get(future.queue, 0) + 1
-            self._completed.setdefault(future.queue, deque()).append((cursor, future))
-            self._arrived.setdefault(future.queue, asyncio.Event()).set()
+        self._forget(future)
+        self._cursor += 1
+        self.num_result_bytes += ROW_BYTES + len(payload or b"")
+        self._log.put(
+            "INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?, ?, ?, 0, ?, ?, ?, ?)",
+            future.request_id, future.session_id, future.owner, future.target, future.seq_id // CLONE, self._cursor,
+            is_json, payload, error, category,
+        )  # fmt: skip
+        if not keep:
+            self._log.remove_request(future.request_id)
+
+    def _forget(self, future: Future) -> None:
+        del self.by_id[future.request_id]
+        self.num_bytes -= future.num_bytes
         future.done.set()
 
-    def mark_fetched(self, future: Future) -> None:
-        """Allow a fetched result to be dropped when memory is needed."""
-        future.fetched = True
-        while self._kept_bytes > MAX_KEPT_BYTES:
-            oldest = next((f for f in self.by_id.values() if f.fetched), None)
-            if oldest is None:
-                return
-            self.forget(oldest)
-
-    def forget(self, future: Future) -> None:
-        """Drop a future and its result."""
-        if self.by_id.pop(future.request_id, None) is not None and future.done.is_set():
-            self._kept_bytes -= future.num_bytes
-
-    async def poll(self, queue: tuple[str, int], after: int, timeout_s: float) -> tuple[list[Future], int]:
-        """Futures of a queue that completed after the cursor `after`, and the new cursor; waits for one."""
-        completed = self._completed.setdefault(queue, deque())
-        while completed and completed[0][0] <= after:
-            completed.popleft()
-        if not completed and timeout_s > 0:
-            arrived = self._arrived.setdefault(queue, asyncio.Event())
-            arrived.clear()
-            try:
-                await asyncio.wait_for(arrived.wait(), timeout_s)
-            except TimeoutError:
-                return [], after
-        found = [(cursor, future) for cursor, future in completed if cursor > after]
-        return [future for _, future in found], max((cursor for cursor, _ in found), default=after)
-
-    def end_group(self, group: str) -> None:
-        """Cancel and drop all futures of a session."""
-        for future in [f for f in self.by_id.values() if f.group == group]:
-            if future.task is not None:
-                future.task.cancel()
-            self.close(future, None, ("its session has ended", "user"))
-            self.forget(future)
-            if future.queue is not None:
-                for table in (self._completed, self._cursors, self._arrived):
-                    table.pop(future.queue, None)
+    def end_session(self, session_id: str) -> list[asyncio.Task[None]]:
+        """Cancel and drop all futures of a session; returns the canceled tasks."""
+        ended = [future for future in self.by_id.values() if future.session_id == session_id]
+        tasks = [future.task for future in ended if future.task is not None]
+        for future in ended:
+            self._forget(future)
+        for task in tasks:
+            task.cancel()
+        return tasks

@@ -1,17 +1,70 @@
-"""Training requests as data, so that they can be queued, batched, stored and executed again."""
+"""Sessions, models and training requests as data, which can be queued, stored and executed again."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+import time
+from collections import deque
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import orjson
 
 from prime_rl.training_api.adapters import AdapterConfig, TrainedAdapter
+from prime_rl.training_api.checkpoints import AdapterCheckpoint
 
 Kind = Literal[
-    "create_model", "load_weights", "forward_backward", "optim_step", "save_weights", "save_weights_for_sampler"
+    "create_model",
+    "load_weights",
+    "forward",
+    "forward_backward",
+    "optim_step",
+    "save_weights",
+    "save_weights_for_sampler",
 ]
+REPLAYED = ("create_model", "forward_backward", "optim_step")
+"""Requests that change a model, and only as functions of their content: a restart executes them again."""
+
+
+@dataclass
+class ClientSession:
+    """One client."""
+
+    session_id: str
+    owner: str
+    number: int
+    """Number of this session among those of its key."""
+    metadata: dict[str, Any] | None
+    display_name: str | None
+    last_seen: float = field(default_factory=time.monotonic)
+    ephemeral: deque[AdapterCheckpoint] = field(default_factory=deque)
+
+    def describe(self) -> dict[str, Any]:
+        """What the request log stores."""
+        return _describe(self, "session_id", "owner", "number", "metadata", "display_name")
+
+
+@dataclass
+class SamplingSession:
+    """Weights that a client samples from; `checkpoint` None: the base model."""
+
+    sampling_session_id: str
+    session_id: str
+    owner: str
+    base_model: str
+    checkpoint: AdapterCheckpoint | None
+    num_clients: int = 1
+    completed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set, and replaced, when a sample completes."""
+
+    def describe(self) -> dict[str, Any]:
+        """What the request log stores."""
+        fields = ("sampling_session_id", "session_id", "owner", "base_model", "checkpoint", "num_clients")
+        return _describe(self, *fields)
+
+
+def _describe(record: Any, *fields: str) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in fields}
 
 
 @dataclass
@@ -27,6 +80,15 @@ class Model:
     metadata: dict[str, Any] | None
     last_request: float
     adapter: TrainedAdapter | None = None
+    """None before creation, and until the model is restored after a restart or a failure."""
+    snapshot: int | None = None
+    """Number of the request after which the last snapshot was taken."""
+    unsaved_s: float = 0.0
+    """Computation since then, in seconds."""
+
+    def describe(self) -> dict[str, Any]:
+        """What the request log stores."""
+        return _describe(self, "model_id", "session_id", "owner", "base_model", "config", "metadata", "last_request")
 
 
 @dataclass(frozen=True)

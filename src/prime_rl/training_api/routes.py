@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import orjson
+from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import Response
 
 from prime_rl.inference.intake import RESERVED, read_body
 from prime_rl.training_api.adapters import AdapterConfig
 from prime_rl.training_api.checkpoints import AdapterCheckpoint, NotFound, check_name, find_expiry, split_path
-from prime_rl.training_api.futures import Future
 from prime_rl.training_api.requests import Kind, Model
-from prime_rl.training_api.sampling import parse_sample
 from prime_rl.training_api.service import EPHEMERAL, TooMany, TrainingService, check_sampling_number
 from prime_rl.training_api.wire import decode_pass
 
@@ -26,9 +26,10 @@ Handler = Callable[[TrainingService, str, Request], Awaitable[Response]]
 POLL_S = 25.0
 """Duration of a long poll; the client's own limit is 45 s."""
 
-CLONE = 1_000_000_000
-"""Clones of a sampling client number their requests from multiples of this."""
+MAX_COMPLETIONS = 1000
+"""Finished samples that one poll reports."""
 
+MAX_NUMBER = 2**53
 PROTOBUF = "application/x-protobuf"
 UNEMBED_WARNING = "train_unembed has no effect: this server adapts attention and MLP matrices, not the output head"
 
@@ -65,8 +66,8 @@ def _submit(service: TrainingService, model: Model, seq_id: Any, kind: Kind, fie
     return _promise(service.submit(model, seq_id, kind, orjson.dumps(fields)), model_id=model.model_id)
 
 
-def _promise(future: Future, **fields: Any) -> Response:
-    return reply({"request_id": future.request_id, **fields})
+def _promise(request_id: str, **fields: Any) -> Response:
+    return reply({"request_id": request_id, **fields})
 
 
 async def client_config(service: TrainingService, owner: str, request: Request) -> Response:
@@ -110,7 +111,7 @@ async def create_session(service: TrainingService, owner: str, request: Request)
     """Open a session."""
     body = await read(request)
     metadata, name = field(body, "user_metadata", dict), field(body, "display_name", str)
-    session = service.open_session(owner, metadata, name)
+    session = await service.open_session(owner, metadata, name)
     return reply({"type": "create_session", "session_id": session.session_id, "warning_message": UNEMBED_WARNING})
 
 
@@ -177,16 +178,16 @@ async def create_model(service: TrainingService, owner: str, request: Request) -
     if lora is None:
         raise ValueError("lora_config is missing: this server trains LoRA adapters, not full models")
     seed = field(lora, "seed", int)
+    session = service.find_session(body.get("session_id"), owner)
     config = AdapterConfig(
         rank=field(lora, "rank", int, 0),
-        seed=service.next_seed() if seed is None else seed,
+        seed=service.find_seed(session, f"model:{body.get('model_seq_id')}") if seed is None else seed,
         train_attn=field(lora, "train_attn", bool, True),
         train_mlp=field(lora, "train_mlp", bool, True),
     )
     model = _new_model(service, owner, body, base_model, config)
-    if (known := service.find_future(f"{model.model_id}:0", owner)) is not None:
-        return _promise(known, model_id=model.model_id)
-    service.reserve_model(model)
+    if model.model_id not in service.models:
+        service.reserve_model(model)
     return _submit(service, model, 0, "create_model", {})
 
 
@@ -201,9 +202,8 @@ async def load_weights(service: TrainingService, owner: str, request: Request) -
         model, seq_id = service.find_model(body["model_id"], owner), body.get("seq_id")
     else:
         model, seq_id = _new_model(service, owner, body, base_model, AdapterConfig(**checkpoint.config)), 0
-        if (known := service.find_future(f"{model.model_id}:0", owner)) is not None:
-            return _promise(known, model_id=model.model_id)
-        service.reserve_model(model)
+        if model.model_id not in service.models:
+            service.reserve_model(model)
     return _submit(service, model, seq_id, "load_weights", {"path": checkpoint.path, "optimizer": optimizer})
 
 
@@ -215,8 +215,8 @@ async def forward_backward(service: TrainingService, owner: str, request: Reques
     parsed = await asyncio.to_thread(decode_pass, data)
     request.scope[RESERVED].release()
     model = service.find_model(parsed.model_id, owner)
-    future = service.submit(model, parsed.seq_id, "forward_backward", data)
-    return _promise(future, model_id=model.model_id)
+    kind: Kind = "forward" if parsed.forward_only else "forward_backward"
+    return _promise(service.submit(model, parsed.seq_id, kind, data), model_id=model.model_id)
 
 
 ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
@@ -284,7 +284,7 @@ async def get_info(service: TrainingService, owner: str, request: Request) -> Re
 async def unload_model(service: TrainingService, owner: str, request: Request) -> Response:
     """Forget a model."""
     model = service.find_model((await read(request)).get("model_id"), owner)
-    await service.unload(model.model_id)
+    await service.training.unload(model.model_id)
     return reply({"type": "unload_model", "model_id": model.model_id})
 
 
@@ -306,8 +306,7 @@ async def create_sampling_session(service: TrainingService, owner: str, request:
 async def join_sampling_session(service: TrainingService, owner: str, request: Request) -> Response:
     """Number a further client of a sampling session."""
     found = service.find_sampling((await read(request)).get("sampling_session_id"), owner)
-    found.num_clients += 1
-    return reply({"type": "join_sampling_session", "client_counter": found.num_clients - 1})
+    return reply({"type": "join_sampling_session", "client_counter": service.join_sampling(found)})
 
 
 async def get_sampler(service: TrainingService, owner: str, request: Request) -> Response:
@@ -320,49 +319,39 @@ async def get_sampler(service: TrainingService, owner: str, request: Request) ->
 async def asample(service: TrainingService, owner: str, request: Request) -> Response:
     """Sample completions, and score the prompt."""
     body = await read(request)
-    engine = service.engine.engine
-    parsed = parse_sample(body, service.trainer.max_len, engine.vocab_size, service.next_seed())
     if body.get("sampling_session_id") is None:
         raise ValueError("asample needs a sampling_session_id: call create_sampling_session")
     found = service.find_sampling(body["sampling_session_id"], owner)
     seq_id = field(body, "seq_id", int)
-    if seq_id is None or seq_id < 0:
+    if seq_id is None or not 0 <= seq_id < MAX_NUMBER:
         raise ValueError("asample needs seq_id, a number from 0")
-    request_id = f"{found.sampling_session_id}:{seq_id}"
-    future = service.find_future(request_id, owner)
-    if future is None:
-        queue = (found.sampling_session_id, seq_id // CLONE)
-        future = service.open_future(request_id, owner, found.session_id, queue)
-        work = service.futures.run(future, lambda: service.sampler.sample(parsed, found.checkpoint))
-        future.task = asyncio.create_task(work)
+    parsed = service.parse_sample(found, seq_id, body)
+    request_id = service.submit_sample(found, seq_id, orjson.dumps(body))
     ids = [f"{request_id}:{i}" for i in range(parsed.num_samples)]
-    return _promise(future, sample_sequence_ids=ids)
-
-
-def _answer_future(service: TrainingService, future: Future) -> Response:
-    service.futures.mark_fetched(future)
-    if future.error is not None:
-        message, category = future.error
-        return reply({"error": message, "category": category})
-    if isinstance(future.payload, bytes):
-        return Response(future.payload, media_type=PROTOBUF)
-    return reply(future.payload)
+    return _promise(request_id, sample_sequence_ids=ids)
 
 
 async def retrieve_future(service: TrainingService, owner: str, request: Request) -> Response:
     """The result of a request; waits for it, up to the length of a long poll."""
-    request_id = (await read(request)).get("request_id")
-    future = service.find_future(request_id, owner)
-    if future is None:  # the client repeats a lost sample after 410, and reports a lost training request
-        message = f"there is no request {request_id!r} for this API key: its session ended or the server restarted"
+    request_id = field(await read(request), "request_id", str)
+    if (future := service.find_future(request_id, owner)) is not None:
+        try:
+            await asyncio.wait_for(future.done.wait(), POLL_S)
+        except TimeoutError:
+            return reply({"type": "try_again", "request_id": request_id, "queue_state": "active"})
+    query = "SELECT is_json, payload, error, category FROM results WHERE id = ? AND owner = ?"
+    rows = await service.log.execute(query, request_id, owner)
+    if not rows:  # the client repeats a lost sample after 410, and reports a lost training request
+        message = f"there is no result of {request_id!r} for this API key: its session ended, or it is no longer kept"
         return reply({"detail": message}, 410)
-    if (session := service.sessions.get(future.group)) is not None:
-        session.last_seen = time.monotonic()
-    try:
-        await asyncio.wait_for(future.done.wait(), POLL_S)
-    except TimeoutError:
-        return reply({"type": "try_again", "request_id": future.request_id, "queue_state": "active"})
-    return _answer_future(service, future)
+    [(is_json, payload, error, category)] = rows
+
+    async def mark() -> None:
+        service.log.put("UPDATE results SET fetched = 1 WHERE id = ?", request_id)
+
+    content = payload if error is None else orjson.dumps({"error": error, "category": category})
+    media_type = "application/json" if is_json else PROTOBUF
+    return Response(content, media_type=media_type, background=BackgroundTask(mark))
 
 
 async def retrieve_futures(service: TrainingService, owner: str, request: Request) -> Response:
@@ -370,20 +359,27 @@ async def retrieve_futures(service: TrainingService, owner: str, request: Reques
     body = await read(request)
     target = field(body, "target", dict, {})
     found = service.find_sampling(target.get("sampling_session_id"), owner)
-    for request_id in field(body, "retrieved_request_ids", list, []):
-        if (future := service.find_future(request_id, owner)) is not None and future.done.is_set():
-            service.futures.forget(future)
-    timeout = body.get("timeout")
+    name, clone = found.sampling_session_id, field(target, "cloned_sampler_id", int, 0)
+    after, timeout = field(body, "prev_cursor", int, 0), body.get("timeout")
     if timeout is not None and (type(timeout) not in (int, float) or timeout < 0):
         raise ValueError(f"timeout must be a number of seconds, got {timeout!r}")
-    queue = (found.sampling_session_id, field(target, "cloned_sampler_id", int, 0))
-    wait = POLL_S if timeout is None else min(timeout, POLL_S)
-    finished, cursor = await service.futures.poll(queue, field(body, "prev_cursor", int, 0), wait)
-    completions = [
-        {"state": "finished" if future.error is None else "failed", "request_id": future.request_id}
-        for future in finished
-    ]
-    return reply({"completions": completions, "cursor": cursor})
+    if not (abs(after) < MAX_NUMBER and abs(clone) < MAX_NUMBER):
+        raise ValueError("prev_cursor and cloned_sampler_id must be numbers from 0")
+    if retrieved := field(body, "retrieved_request_ids", list, []):
+        query = "DELETE FROM results WHERE target = ? AND id IN (SELECT value FROM json_each(?))"
+        service.log.put(query, name, orjson.dumps(retrieved).decode())
+    completed = found.completed  # before the query, so that no completion is missed
+    query = (
+        "SELECT id, error IS NULL, cursor FROM results WHERE target = ? AND clone = ? AND cursor > ? "
+        f"ORDER BY cursor LIMIT {MAX_COMPLETIONS}"
+    )
+    rows = await service.log.execute(query, name, clone, after)
+    if not rows and timeout != 0:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(completed.wait(), POLL_S if timeout is None else min(timeout, POLL_S))
+            rows = await service.log.execute(query, name, clone, after)
+    completions = [{"state": "finished" if ok else "failed", "request_id": name} for name, ok, _ in rows]
+    return reply({"completions": completions, "cursor": rows[-1][2] if rows else after})
 
 
 async def cancel_future(service: TrainingService, owner: str, request: Request) -> Response:

@@ -73,7 +73,9 @@ def build_app(service: TrainingService) -> Starlette:
             if not key:
                 return routes.reply({"detail": "the header X-API-Key is missing: set TINKER_API_KEY to any key"}, 401)
             try:
-                return await handler(service, find_owner(key), request)
+                response = await handler(service, find_owner(key), request)
+                await service.log.commit()  # nothing is acknowledged before it is on disk
+                return response
             except ApiError:
                 raise
             except Exception as error:
@@ -118,6 +120,7 @@ def build_service(config: ServeConfig) -> TrainingService:
     from prime_rl.trainer.models.registry import load_causal_lm
     from prime_rl.training_api.adapters import AdapterTrainer
     from prime_rl.training_api.checkpoints import AdapterStore
+    from prime_rl.training_api.request_log import RequestLog
     from prime_rl.training_api.service import TrainingService
 
     limit_threads()
@@ -139,7 +142,14 @@ def build_service(config: ServeConfig) -> TrainingService:
         max_running=config.max_batch_size,
     )
     store = AdapterStore(config.output_dir / "training_runs")
-    return TrainingService(config, trainer, AsyncEngine(engine), store, str(model_dir))
+    settings = {
+        "model.name": config.model.name,
+        "model.debug": debug.model_dump(),
+        "model.max_model_len": max_len,
+        "micro_batch_tokens": config.micro_batch_tokens,
+    }
+    log = RequestLog(config.output_dir / "requests.sqlite", settings)
+    return TrainingService(config, trainer, AsyncEngine(engine), store, log, str(model_dir))
 
 
 def serve(config: ServeConfig) -> int:
@@ -147,6 +157,7 @@ def serve(config: ServeConfig) -> int:
     from prime_rl.inference.server import SWITCH_INTERVAL_S, bind
 
     listener = bind(config.host, config.port)
+    listener.listen(1024)  # clients of a restarted server wait for its start
     import uvicorn
     from loguru import logger
 
@@ -166,12 +177,14 @@ def serve(config: ServeConfig) -> int:
     def stop() -> None:
         server.should_exit = True
 
-    service.engine.on_failure = stop
+    service.engine.on_failure = service.log.on_failure = stop
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     logger.info(f"Serving {config.model.name}: TINKER_BASE_URL=http://{config.host}:{config.port}")
     server.run(sockets=[listener])
     if service.engine.error is not None:
         raise RuntimeError(f"Engine failed: {service.engine.error}") from service.engine.error
+    if service.log.error is not None:
+        raise RuntimeError(f"The request log cannot be written: {service.log.error}") from service.log.error
     return 0
 
 

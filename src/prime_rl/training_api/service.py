@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 import uuid
-from collections import deque
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
+import orjson
 from loguru import logger
 
 from prime_rl.inference.async_engine import AsyncEngine
-from prime_rl.training_api.adapters import AdapterTrainer
+from prime_rl.training_api.adapters import AdapterConfig, AdapterTrainer
 from prime_rl.training_api.checkpoints import AdapterCheckpoint, AdapterStore, NotFound
 from prime_rl.training_api.config import ServeConfig
 from prime_rl.training_api.execution import Executor, Result
 from prime_rl.training_api.futures import Future, Futures
-from prime_rl.training_api.requests import Kind, Model, TrainingRequest
-from prime_rl.training_api.sampling import Sampler
-from prime_rl.training_api.training_queue import TrainingQueue
+from prime_rl.training_api.request_log import RequestLog
+from prime_rl.training_api.requests import ClientSession, Kind, Model, SamplingSession, TrainingRequest
+from prime_rl.training_api.sampling import Sampler, SampleRequest, parse_sample
+from prime_rl.training_api.snapshots import SnapshotStore
+from prime_rl.training_api.training_loop import TrainingLoop
 
-T = TypeVar("T")
 MAX_EPHEMERAL = 32
 """Weights that a session keeps for sampling without a name; older ones are deleted when no request uses them."""
 
@@ -38,31 +36,6 @@ class TooMany(Exception):
     """A limit of the server is reached; the client repeats the request later."""
 
 
-@dataclass
-class ClientSession:
-    """One client."""
-
-    session_id: str
-    owner: str
-    metadata: dict[str, Any] | None
-    display_name: str | None
-    last_seen: float
-    ephemeral: deque[AdapterCheckpoint] = field(default_factory=deque)
-
-
-@dataclass
-class SamplingSession:
-    """Weights that a client samples from; `checkpoint` None: the base model."""
-
-    sampling_session_id: str
-    session_id: str
-    owner: str
-    base_model: str
-    checkpoint: AdapterCheckpoint | None
-    num_clients: int = 1
-    num_requests: int = 0
-
-
 def check_sampling_number(seq_id: Any) -> None:
     """`ValueError` for anything but a number from 0."""
     if type(seq_id) is not int or seq_id < 0:
@@ -73,45 +46,82 @@ class TrainingService:
     """Everything that routes use; only the training thread calls the trainer."""
 
     def __init__(
-        self, config: ServeConfig, trainer: AdapterTrainer, engine: AsyncEngine, store: AdapterStore, tokenizer: str
+        self,
+        config: ServeConfig,
+        trainer: AdapterTrainer,
+        engine: AsyncEngine,
+        store: AdapterStore,
+        log: RequestLog,
+        tokenizer: str,
     ) -> None:
         self.config, self.trainer, self.engine, self.store, self.tokenizer = config, trainer, engine, store, tokenizer
-        self.futures = Futures()
-        self._thread = ThreadPoolExecutor(1, "training")
-        self.queue = TrainingQueue()
-        self.executor = Executor(trainer, store, config.model.name)
+        self.log = log
+        self.futures = Futures(log)
+        executor, snapshots = (
+            Executor(trainer, store, config.model.name),
+            SnapshotStore(config.output_dir / "snapshots"),
+        )
+        self.training = TrainingLoop(
+            executor, log, self.futures, snapshots, config.snapshot_interval, self._open_saved_weights
+        )
+        self.models, self.queue = self.training.models, self.training.queue
         self.sampler = Sampler(engine, store, config.max_loaded_adapters)
         self.sessions: dict[str, ClientSession] = {}
-        self.models: dict[str, Model] = {}
         self.sampling: dict[str, SamplingSession] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self._seeds = 0
 
     @property
     def base_names(self) -> tuple[str, ...]:
         """Names that clients may give."""
         return (self.config.model.name, *self.config.model.served_names)
 
-    def next_seed(self) -> int:
-        """Seed for a request without one."""
-        self._seeds += 1
-        return self.config.seed + self._seeds
+    def find_seed(self, session: ClientSession, name: str) -> int:
+        """Seed for a request without one: that of another session differs, other keys have no effect."""
+        text = f"{self.config.seed}:{session.number}:{name}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
 
     def start(self) -> None:
-        """Start engine and background tasks; call inside the event loop."""
+        """Restore what the request log holds, and start engine and background tasks; call inside the event loop."""
         self.engine.start()
-        self._tasks = [asyncio.create_task(self._train()), asyncio.create_task(self._clean())]
+        self._restore()
+        self._tasks = [asyncio.create_task(work) for work in (self.log.run(), self.training.run(), self._clean())]
+
+    def _restore(self) -> None:
+        for kind, data, next_seq, snapshot in self.log.fetch("SELECT kind, data, next_seq, snapshot FROM records"):
+            fields = orjson.loads(data)
+            if kind == "session":
+                self.sessions[fields["session_id"]] = ClientSession(**fields)
+            elif kind == "model":
+                config = AdapterConfig(**fields.pop("config"))
+                model = Model(**fields, config=config, snapshot=snapshot)
+                self.models[model.model_id] = model
+                self.queue.restore(model.model_id, next_seq)
+            else:
+                saved = fields.pop("checkpoint")
+                found = SamplingSession(**fields, checkpoint=None if saved is None else AdapterCheckpoint(**saved))
+                self.sampling[found.sampling_session_id] = found
+        weights = {s.checkpoint.path: s.checkpoint for s in self.sampling.values() if s.checkpoint is not None}
+        self.store.delete_ephemeral(weights)
+        for checkpoint in sorted(weights.values(), key=lambda c: c.created):
+            session = self.sessions.get(checkpoint.model_id.partition(":")[0])
+            if checkpoint.ephemeral and session is not None:
+                session.ephemeral.append(checkpoint)
+        self.training.snapshots.keep_only(self.models)
+        for target, seq_id, kind, body in self.log.fetch("SELECT target, seq_id, kind, body FROM requests"):
+            if target in self.sampling:
+                self._start_sample(self.sampling[target], seq_id, body)
+            elif self.queue.is_open(target, seq_id):
+                self._start_request(self.models[target], TrainingRequest(target, seq_id, kind, body))
+        if self.sessions:
+            logger.info(f"Restored {len(self.sessions)} sessions, {len(self.futures.by_id)} requests are unfinished")
 
     async def close(self) -> None:
         """Stop; a running request is finished first."""
         for task in self._tasks:
             task.cancel()
-        await asyncio.to_thread(self._thread.shutdown, wait=True, cancel_futures=True)
+        await asyncio.to_thread(self.training.close)
         await asyncio.to_thread(self.engine.close)
-
-    async def execute(self, work: Callable[[], T]) -> T:
-        """Call `work` in the training thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        await asyncio.to_thread(self.log.close)
 
     # Ownership: an id of another key is answered like an id that does not exist.
 
@@ -119,7 +129,7 @@ class TrainingService:
         """A session of `owner`, which is now active; `NotFound` otherwise."""
         session = self.sessions.get(session_id) if isinstance(session_id, str) else None
         if session is None or session.owner != owner:
-            raise NotFound(f"there is no session {session_id!r} for this API key; a restarted server has none")
+            raise NotFound(f"there is no session {session_id!r} for this API key: it was finished, or abandoned")
         session.last_seen = time.monotonic()
         return session
 
@@ -128,8 +138,8 @@ class TrainingService:
         model = self.models.get(model_id) if isinstance(model_id, str) else None
         if model is None or model.owner != owner:
             raise NotFound(
-                f"there is no model {model_id!r} for this API key: it was never created, it was unloaded, or the "
-                "server restarted; create_training_client_from_state continues from a checkpoint"
+                f"there is no model {model_id!r} for this API key: it was never created, it was unloaded, or its "
+                "session ended; create_training_client_from_state continues from a checkpoint"
             )
         self.find_session(model.session_id, owner)
         model.last_request = time.time()
@@ -144,65 +154,97 @@ class TrainingService:
         return found
 
     def find_future(self, request_id: Any, owner: str) -> Future | None:
-        """A future of `owner`; None if there is none, or no longer."""
+        """An unfinished request of `owner`, whose session is now active; None if there is none."""
         future = self.futures.by_id.get(request_id) if isinstance(request_id, str) else None
-        return future if future is not None and future.owner == owner else None
+        if future is None or future.owner != owner:
+            return None
+        if (session := self.sessions.get(future.session_id)) is not None:
+            session.last_seen = time.monotonic()
+        return future
 
-    def open_session(self, owner: str, metadata: Any, display_name: Any) -> ClientSession:
+    async def open_session(self, owner: str, metadata: Any, display_name: Any) -> ClientSession:
         """A new session; `TooMany` at the limit."""
         if len(self.sessions) >= self.config.limits.max_sessions:
             raise TooMany(f"{len(self.sessions)} sessions are open (limits.max_sessions)")
-        session = ClientSession(f"session-{uuid.uuid4()}", owner, metadata, display_name, time.monotonic())
+        [(number,)] = await self.log.execute(
+            "INSERT INTO owners VALUES (?, 1) ON CONFLICT DO UPDATE SET num_sessions = num_sessions + 1 "
+            "RETURNING num_sessions",
+            owner,
+        )
+        session = ClientSession(f"session-{uuid.uuid4()}", owner, number, metadata, display_name)
         self.sessions[session.session_id] = session
+        self.log.add_record(session.session_id, "session", session.session_id, session.describe())
         return session
 
-    def open_future(self, request_id: str, owner: str, session_id: str, queue: tuple[str, int] | None = None) -> Future:
-        """A new pending future; `TooMany` at the limit."""
-        self._check_pending()
-        future = Future(request_id, owner, session_id, queue)
-        self.futures.open(future)
-        return future
+    def _check_pending(self, num_bytes: int = 0) -> None:
+        limits, futures = self.config.limits, self.futures
+        if len(futures.by_id) >= limits.max_pending:
+            raise TooMany(f"{len(futures.by_id)} requests are unfinished (limits.max_pending)")
+        if futures.num_bytes + num_bytes > limits.max_pending_mb * 2**20:
+            raise TooMany(f"unfinished requests have {futures.num_bytes / 2**20:.0f} MB (limits.max_pending_mb)")
 
-    def _check_pending(self) -> None:
-        if self.futures.num_pending >= self.config.limits.max_pending:
-            raise TooMany(f"{self.futures.num_pending} requests are unfinished (limits.max_pending)")
-
-    def submit(self, model: Model, seq_id: Any, kind: Kind, body: bytes) -> Future:
-        """Queue a training request; a repeated number is the same request and returns its future."""
+    def submit(self, model: Model, seq_id: Any, kind: Kind, body: bytes) -> str:
+        """Queue a training request; returns its id. A repeated number is the same request."""
         if type(seq_id) is not int or not 0 <= seq_id < 2**31:
             raise ValueError(f"seq_id must be a number from 0, got {seq_id!r}")
         request = TrainingRequest(model.model_id, seq_id, kind, body)
-        if (known := self.find_future(request.request_id, model.owner)) is not None:
-            return known
-        self.queue.check(model.model_id, seq_id)
-        future = self.open_future(request.request_id, model.owner, model.session_id)
+        if request.request_id not in self.futures.by_id and self.queue.is_open(model.model_id, seq_id):
+            self._check_pending(len(body))
+            self.log.add_request(request.request_id, model.session_id, model.model_id, seq_id, kind, body)
+            self._start_request(model, request)
+        return request.request_id
+
+    def _start_request(self, model: Model, request: TrainingRequest) -> None:
+        name, num_bytes = request.request_id, len(request.body)
+        self.futures.open(Future(name, model.owner, model.session_id, model.model_id, request.seq_id, num_bytes))
         self.queue.add(request)
-        return future
 
-    async def _train(self) -> None:
-        while True:
-            await self.queue.wait()
-            request = self.queue.ready()[0]
-            self.queue.start(request)
-            await self.futures.run(self.futures.by_id[request.request_id], partial(self._run, request))
+    def submit_sample(self, found: SamplingSession, seq_id: int, body: bytes) -> str:
+        """Start a validated sample request; returns its id. A repeated number gives the same result."""
+        request_id = f"{found.sampling_session_id}:{seq_id}"
+        if request_id not in self.futures.by_id:
+            self._check_pending(len(body))
+            name = found.sampling_session_id
+            self.log.add_request(request_id, found.session_id, name, seq_id, "asample", body)
+            self._start_sample(found, seq_id, body)
+        return request_id
 
-    async def _run(self, request: TrainingRequest) -> Result:
-        """Execute a request; a model whose creation fails is forgotten."""
-        model = self.models[request.model_id]
-        try:
-            result = await self.execute(lambda: self.executor.run(model, request))
-        finally:
-            if model.adapter is None:
-                self.models.pop(model.model_id, None)
+    def _start_sample(self, found: SamplingSession, seq_id: int, body: bytes) -> None:
+        name = found.sampling_session_id
+        future = Future(f"{name}:{seq_id}", found.owner, found.session_id, name, seq_id, len(body))
+        self.futures.open(future)
+
+        async def work() -> Result:
+            return await self.sampler.sample(self.parse_sample(found, seq_id, orjson.loads(body)), found.checkpoint)
+
+        async def run() -> None:
+            try:
+                await self.futures.run(future, work)
+            finally:
+                completed, found.completed = found.completed, asyncio.Event()
+                completed.set()
+
+        future.task = asyncio.create_task(run())
+
+    def parse_sample(self, found: SamplingSession, seq_id: int, body: dict[str, Any]) -> SampleRequest:
+        """Validate a sample request; its seed, unless given, follows from its number."""
+        name = found.sampling_session_id.removeprefix(found.session_id)
+        seed = self.find_seed(self.sessions[found.session_id], f"{name}:{seq_id}")
+        return parse_sample(body, self.trainer.max_len, self.engine.engine.vocab_size, seed)
+
+    def _open_saved_weights(self, model: Model, request: TrainingRequest, result: Result) -> Result:
+        """Open the sampling session of weights that were saved without a name."""
         if request.kind != "save_weights_for_sampler" or not request.fields()["ephemeral"]:
             return result
         assert isinstance(result, dict)
-        session, checkpoint = (
-            self.find_session(model.session_id, model.owner),
-            self.store.find(result["path"], model.owner),
-        )
+        checkpoint = self.store.find(result["path"], model.owner)
+        session = self.sessions.get(model.session_id)
+        if session is None:
+            self.store.delete(checkpoint)
+            raise NotFound(f"{model.session_id} has ended")
         number = int(checkpoint.name.removeprefix(EPHEMERAL))
         opened = self.open_sampling(session, number, checkpoint, model.base_model)
+        session.ephemeral.append(checkpoint)
         return {"type": request.kind, "sampling_session_id": opened.sampling_session_id}
 
     def reserve_model(self, model: Model) -> None:
@@ -213,6 +255,7 @@ class TrainingService:
             raise ValueError(f"lora_config.rank must be from 1 to {self.config.limits.max_rank}: {model.config.rank}")
         self._check_pending()  # the request that creates it follows, and must not leave an empty model
         self.models[model.model_id] = model
+        self.log.add_record(model.model_id, "model", model.session_id, model.describe())
 
     def open_sampling(
         self, session: ClientSession, seq_id: Any, checkpoint: AdapterCheckpoint | None, base_model: str
@@ -221,29 +264,32 @@ class TrainingService:
         check_sampling_number(seq_id)
         name = f"{session.session_id}:sample:{seq_id}"
         if name not in self.sampling:
-            self.sampling[name] = SamplingSession(name, session.session_id, session.owner, base_model, checkpoint)
-            if checkpoint is not None and checkpoint.ephemeral:
-                session.ephemeral.append(checkpoint)
+            found = SamplingSession(name, session.session_id, session.owner, base_model, checkpoint)
+            self.sampling[name] = found
+            self.log.add_record(name, "sampling session", session.session_id, found.describe())
         return self.sampling[name]
 
-    async def unload(self, model_id: str) -> None:
-        """Forget a model; its waiting requests fail."""
-        self.models.pop(model_id, None)
-        for request in self.queue.remove(model_id):
-            future = self.futures.by_id[request.request_id]
-            self.futures.close(future, None, (f"model {model_id} was unloaded", "user"))
-        await self.execute(lambda: self.trainer.remove(model_id))
+    def join_sampling(self, found: SamplingSession) -> int:
+        """The number of a further client of a sampling session."""
+        found.num_clients += 1
+        self.log.add_record(found.sampling_session_id, "sampling session", found.session_id, found.describe())
+        return found.num_clients - 1
 
     async def end_session(self, session_id: str) -> None:
-        """Unload a session's models, cancel its samples and delete its unnamed weights."""
+        """Forget a session: unload its models, cancel its samples and delete its unnamed weights."""
         session = self.sessions.pop(session_id, None)
         if session is None:
             return
-        for model in [m for m in self.models.values() if m.session_id == session_id]:
-            await self.unload(model.model_id)
-        self.futures.end_group(session_id)
+        models = [m.model_id for m in self.models.values() if m.session_id == session_id]
+        for model_id in models:
+            self.training.remove(model_id)
+        canceled = self.futures.end_session(session_id)
         for name in [name for name, s in self.sampling.items() if s.session_id == session_id]:
             del self.sampling[name]
+        self.log.remove_session(session_id)
+        await asyncio.gather(*canceled, return_exceptions=True)
+        for model_id in models:
+            await self.training.unload(model_id)
         for checkpoint in session.ephemeral:
             await self.delete(checkpoint)
 
@@ -251,12 +297,13 @@ class TrainingService:
         """Delete a checkpoint; `ValueError` while samples are drawn from it."""
         if self.sampler.in_use.get(checkpoint.path):
             raise ValueError(f"{checkpoint.path} is in use by running samples: delete it later")
+        self.store.delete(checkpoint)
         await self.sampler.unload(checkpoint.path)
-        await asyncio.to_thread(self.store.delete, checkpoint)
 
-    def _sampled_paths(self) -> dict[str, int]:
-        """Checkpoints of open sampling sessions, which a time limit does not delete."""
-        return {s.checkpoint.path: 1 for s in self.sampling.values() if s.checkpoint is not None}
+    def is_used(self, checkpoint: AdapterCheckpoint) -> bool:
+        """Whether an open sampling session or a waiting request needs a checkpoint: a time limit does not delete it."""
+        sampled = (s.checkpoint.path for s in self.sampling.values() if s.checkpoint is not None)
+        return checkpoint.path in sampled or checkpoint.path in self.queue.find_loads()
 
     async def _clean(self) -> None:
         while True:
@@ -272,9 +319,20 @@ class TrainingService:
         for session in [s for s in self.sessions.values() if s.last_seen < oldest]:
             logger.info(f"{session.session_id} has ended: no request or heartbeat")
             await self.end_session(session.session_id)
-        for session in self.sessions.values():
+        for session in list(self.sessions.values()):
             while len(session.ephemeral) > MAX_EPHEMERAL and not self.sampler.in_use.get(session.ephemeral[0].path):
-                await self.delete(session.ephemeral.popleft())
-        for path in await asyncio.to_thread(self.store.delete_expired, self._sampled_paths()):
-            logger.info(f"{path} has expired and was deleted")
-            await self.sampler.unload(path)
+                await self._delete_ephemeral(session.ephemeral.popleft())
+        for checkpoint in await asyncio.to_thread(self.store.find_expired):
+            if not self.is_used(checkpoint):
+                await self.delete(checkpoint)
+                logger.info(f"{checkpoint.path} has expired and was deleted")
+        max_bytes = round(self.config.limits.max_results_mb * 2**20)
+        if self.futures.num_result_bytes > max_bytes / 16:
+            self.futures.num_result_bytes = 0
+            await self.log.trim_results(max_bytes)
+
+    async def _delete_ephemeral(self, checkpoint: AdapterCheckpoint) -> None:
+        """Delete unnamed weights with their sampling session."""
+        for name in [name for name, s in self.sampling.items() if s.checkpoint == checkpoint]:
+            self.log.remove_target(self.sampling.pop(name).sampling_session_id)
+        await self.delete(checkpoint)

@@ -16,13 +16,16 @@ class TrainingQueue:
         self._next: dict[str, int] = {}
         self._arrived = asyncio.Event()
 
-    def check(self, model_id: str, seq_id: int) -> None:
-        """`ValueError` for a number that is already past."""
-        if seq_id < self._next.setdefault(model_id, 0):
-            raise ValueError(f"request {seq_id} of {model_id} has already run, its result is no longer kept")
+    def is_open(self, model_id: str, seq_id: int) -> bool:
+        """Whether a number is not past: its request has not started."""
+        return seq_id >= self._next.setdefault(model_id, 0)
+
+    def restore(self, model_id: str, next_seq: int) -> None:
+        """Continue at a number."""
+        self._next[model_id] = next_seq
 
     def add(self, request: TrainingRequest) -> None:
-        """Queue a request, after `check`."""
+        """Queue a request whose number `is_open`."""
         self._waiting.setdefault(request.model_id, {})[request.seq_id] = request
         self._arrived.set()
 
@@ -47,6 +50,11 @@ class TrainingQueue:
         """Drop a model; returns its waiting requests."""
         self._next.pop(model_id, None)
         return list(self._waiting.pop(model_id, {}).values())
+
+    def find_loads(self) -> set[str]:
+        """Paths of the checkpoints that waiting requests load."""
+        waiting = (request for requests in self._waiting.values() for request in requests.values())
+        return {request.fields()["path"] for request in waiting if request.kind == "load_weights"}
 
     def describe(self) -> dict[str, int]:
         """Number of waiting requests by model."""

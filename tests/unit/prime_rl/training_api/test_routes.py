@@ -10,73 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from starlette.testclient import TestClient
-from training_requests import build_pass
+from training_requests import PROTO, TOKENS, Server, build_pass
 
 from prime_rl.training_api.config import LimitsConfig, ServeConfig, ServedModelConfig
 from prime_rl.training_api.serve import build_app, build_service
-from prime_rl.training_api.service import TrainingService
 from prime_rl.training_api.wire import CLASSES
-
-TOKENS = list(range(5, 25))
-PROTO = {"content-type": "application/x-protobuf"}
-
-
-class Server:
-    """The application, called with a key."""
-
-    def __init__(self, client: TestClient, service: TrainingService) -> None:
-        self.client, self.service = client, service
-        self.session = self.post("create_session", {"tags": []})["session_id"]
-        self.num_models = self.num_samplers = 0
-
-    def call(self, method: str, path: str, key: str = "tml-a", **options: Any) -> Any:
-        headers = {"x-api-key": key, **options.pop("headers", {})}
-        return self.client.request(method, f"/api/v1/{path}", headers=headers, **options)
-
-    def post(self, path: str, body: Any = None, key: str = "tml-a") -> Any:
-        reply = self.call("POST", path, key, json=body or {})
-        assert reply.status_code == 200, reply.text
-        return reply.json()
-
-    def result(self, promise: dict[str, Any]) -> Any:
-        """The result of a request: a JSON object or protobuf bytes."""
-        reply = self.call("POST", "retrieve_future", json={"request_id": promise["request_id"]})
-        assert reply.status_code == 200, reply.text
-        return reply.content if "protobuf" in reply.headers["content-type"] else reply.json()
-
-    def create_model(self, **lora: Any) -> str:
-        body = {"session_id": self.session, "model_seq_id": self.num_models, "base_model": "tiny-qwen3"}
-        self.num_models += 1
-        found = self.result(self.post("create_model", {**body, "lora_config": {"rank": 4, "seed": 1, **lora}}))
-        return str(found["model_id"])
-
-    def run_pass(self, model_id: str, seq_id: int, tokens: list[int] = TOKENS, **options: Any) -> Any:
-        """Log-probs and loss of a sequence."""
-        body = build_pass(model_id, seq_id, [(tokens[:-1], {"target_tokens": np.array(tokens[1:])})], **options)
-        reply = self.call("POST", "forward_backward", content=body, headers=PROTO)
-        assert reply.status_code == 200, reply.text
-        found = self.result(reply.json())
-        if isinstance(found, dict):
-            return found
-        message = CLASSES["ForwardBackwardOutput"].FromString(found)
-        [record] = message.loss_fn_outputs
-        logprobs = np.frombuffer(record.fields["logprobs"].data, dtype=np.float32)
-        return logprobs, message.metrics["loss:sum"]
-
-    def step(self, model_id: str, seq_id: int) -> Any:
-        body = {"model_id": model_id, "seq_id": seq_id, "adam_params": {"learning_rate": 0.01}}
-        return self.result(self.post("optim_step", body))
-
-    def open_sampler(self, **fields: Any) -> str:
-        body = {"session_id": self.session, "sampling_session_seq_id": 1000 + self.num_samplers, **fields}
-        self.num_samplers += 1
-        return str(self.post("create_sampling_session", body)["sampling_session_id"])
-
-    def sample(self, sampler: str, seq_id: int, params: dict[str, Any], **fields: Any) -> Any:
-        """The promise of a sample."""
-        prompt = {"chunks": [{"type": "encoded_text", "tokens": TOKENS}]}
-        body = {"sampling_session_id": sampler, "seq_id": seq_id, "prompt": prompt, "sampling_params": params}
-        return self.post("asample", {**body, **fields})
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +193,10 @@ def test_time_limits_spare_weights_in_use(server: Server, monkeypatch: pytest.Mo
     server.open_sampler(model_path=paths[0])
     later = time.time() + 4000
     monkeypatch.setattr("prime_rl.training_api.checkpoints.time.time", lambda: later)
-    assert server.service.store.delete_expired(server.service._sampled_paths()) == [paths[1]]
+    assert server.client.portal is not None
+    server.client.portal.call(server.service.clean)
+    left = [c["tinker_path"] for c in server.call("GET", f"training_runs/{model_id}/checkpoints").json()["checkpoints"]]
+    assert left == paths[:1]
 
 
 def test_unloaded_adapters_are_read_again(server: Server) -> None:
@@ -343,8 +284,9 @@ def test_hostile_requests_get_clear_errors(server: Server) -> None:
     ],
 )
 def test_bad_samples_are_refused(server: Server, fields: dict[str, Any], message: str) -> None:
-    body = {"prompt": {"chunks": [{"tokens": TOKENS}]}, "sampling_params": {}, "sampling_session_id": "s", "seq_id": 0}
-    reply = server.call("POST", "asample", json={**body, **fields})
+    sampler = server.open_sampler(base_model="tiny-qwen3")
+    body = {"prompt": {"chunks": [{"tokens": TOKENS}]}, "sampling_params": {}, "sampling_session_id": sampler}
+    reply = server.call("POST", "asample", json={**body, "seq_id": 0, **fields})
     assert reply.status_code == 422 and message in reply.json()["detail"]
 
 
@@ -358,7 +300,7 @@ def test_failed_passes_name_the_field(server: Server) -> None:
 def test_a_model_refused_for_load_leaves_nothing(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     service = server.service
     before = set(service.models)
-    monkeypatch.setattr(service.futures, "num_pending", service.config.limits.max_pending)
+    monkeypatch.setattr(service.futures, "num_bytes", 2**40)
     body = {"session_id": server.session, "model_seq_id": 77, "base_model": "tiny-qwen3", "lora_config": {"rank": 4}}
     assert server.call("POST", "create_model", json=body).status_code == 429
     assert set(service.models) == before

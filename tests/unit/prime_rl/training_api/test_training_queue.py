@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 from prime_rl.training_api.requests import TrainingRequest
 from prime_rl.training_api.training_queue import TrainingQueue
 
@@ -16,7 +14,7 @@ def request(model_id: str, seq_id: int) -> TrainingRequest:
 
 def add(queue: TrainingQueue, *names: tuple[str, int]) -> None:
     for model_id, seq_id in names:
-        queue.check(model_id, seq_id)
+        assert queue.is_open(model_id, seq_id)
         queue.add(request(model_id, seq_id))
 
 
@@ -29,8 +27,7 @@ def test_models_take_turns_in_the_order_of_numbers() -> None:
         started.append(found[0].request_id)
     assert started == ["a:0", "b:0", "a:1", "b:1", "a:2"]
     assert queue.describe() == {"c": 1}
-    with pytest.raises(ValueError, match="has already run"):
-        queue.check("b", 1)
+    assert not queue.is_open("b", 1)
 
 
 def test_one_request_of_each_model_is_ready() -> None:

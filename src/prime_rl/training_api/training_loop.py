@@ -1,0 +1,141 @@
+"""Runs queued training requests, takes snapshots of models, and restores models after a restart or a failure."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from loguru import logger
+
+from prime_rl.training_api.execution import Executor, Result
+from prime_rl.training_api.futures import Futures
+from prime_rl.training_api.request_log import RequestLog
+from prime_rl.training_api.requests import REPLAYED, Model, TrainingRequest
+from prime_rl.training_api.snapshots import SnapshotStore
+from prime_rl.training_api.training_queue import TrainingQueue
+
+T = TypeVar("T")
+
+
+class TrainingLoop:
+    """Everything that happens in the training thread, one request after the other."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        log: RequestLog,
+        futures: Futures,
+        snapshots: SnapshotStore,
+        snapshot_interval_s: float,
+        on_saved: Callable[[Model, TrainingRequest, Result], Result],
+    ) -> None:
+        self.executor, self.log, self.futures, self.snapshots = executor, log, futures, snapshots
+        self.snapshot_interval_s, self.on_saved = snapshot_interval_s, on_saved
+        self.models: dict[str, Model] = {}
+        self.queue = TrainingQueue()
+        self._thread = ThreadPoolExecutor(1, "training")
+
+    async def execute(self, work: Callable[[], T]) -> T:
+        """Call `work` in the training thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def close(self) -> None:
+        """Stop; a running request is finished first."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    async def run(self) -> None:
+        """Run requests until canceled."""
+        while True:
+            await self.queue.wait()
+            request = self.queue.ready()[0]
+            self.queue.start(request)
+            future, model = self.futures.by_id[request.request_id], self.models[request.model_id]
+            try:
+                result = await self._run(model, request)
+            except Exception as error:
+                self.futures.fail(future, error)
+                if model.adapter is None and request.seq_id == 0:
+                    self.remove(model.model_id)
+            else:  # with progress and snapshot one transaction
+                self.futures.finish(future, result, keep_request=request.kind in REPLAYED)
+            self.log.set_progress(model.model_id, request.seq_id + 1)
+            if self.models.get(model.model_id) is not model:  # removed in the meantime
+                await self.execute(lambda name=model.model_id: self.executor.trainer.remove(name))  # type: ignore[misc]
+
+    async def _run(self, model: Model, request: TrainingRequest) -> Result:
+        """Execute a request; after an unexpected error, the model is restored before its next request."""
+        try:
+            if model.adapter is None and request.seq_id > 0:
+                await self._restore(model, request.seq_id)
+            result = await self._measure(model, request)
+            if request.kind == "load_weights" or model.unsaved_s >= self.snapshot_interval_s:
+                await self._take_snapshot(model, request.seq_id)
+        except ValueError:
+            raise
+        except Exception:
+            model.adapter = None
+            await self.execute(lambda: self.executor.trainer.remove(model.model_id))
+            raise
+        return self.on_saved(model, request, result)
+
+    async def _measure(self, model: Model, request: TrainingRequest) -> Result:
+        start = time.monotonic()
+        result = await self.execute(lambda: self.executor.run(model, request))
+        if request.kind in REPLAYED:
+            model.unsaved_s += time.monotonic() - start
+        return result
+
+    async def _restore(self, model: Model, seq_id: int) -> None:
+        """Restore a model before request `seq_id`: load its last snapshot, and replay what was executed after it."""
+        start = 0
+        model.unsaved_s = 0.0
+        if model.snapshot is not None:
+            start = model.snapshot + 1
+            await self.execute(lambda: self.executor.load_snapshot(model, self.snapshots))
+        for number in range(start, seq_id):
+            query = (
+                "SELECT kind, body, (SELECT payload FROM results WHERE id = requests.id) FROM requests "
+                "WHERE target = ? AND seq_id = ?"
+            )
+            for kind, body, expected in await self.log.execute(query, model.model_id, number):
+                result = await self._measure(model, TrainingRequest(model.model_id, number, kind, body))
+                if expected is not None and isinstance(result, bytes) and result != expected:
+                    logger.warning(f"{model.model_id}:{number} has another result when it is replayed")
+        if model.adapter is None:
+            raise RuntimeError(f"{model.model_id} cannot be restored")
+        logger.info(f"{model.model_id} is restored before request {seq_id}, replayed from request {start}")
+
+    async def _take_snapshot(self, model: Model, seq_id: int) -> None:
+        """Publish a snapshot after request `seq_id`; the one before the last is deleted."""
+        await self.log.commit()
+        adapter, before = model.adapter, model.snapshot
+        assert adapter is not None
+
+        def save() -> None:
+            if before is not None:
+                self.snapshots.prune(model.model_id, before)
+            self.snapshots.save(adapter, seq_id)
+
+        await self.execute(save)
+        model.snapshot, model.unsaved_s = seq_id, 0.0
+        if model.model_id in self.models:
+            self.log.set_snapshot(model.model_id, seq_id)
+        else:
+            self.snapshots.prune(model.model_id, None)
+
+    def remove(self, model_id: str) -> None:
+        """Forget a model; its waiting requests fail."""
+        self.models.pop(model_id, None)
+        self.log.remove_target(model_id)
+        for request in self.queue.remove(model_id):
+            if (future := self.futures.by_id.get(request.request_id)) is not None:
+                self.futures.fail(future, ValueError(f"model {model_id} was unloaded"))
+        self.snapshots.prune(model_id, None)
+
+    async def unload(self, model_id: str) -> None:
+        """Forget a model and its parameters."""
+        self.remove(model_id)
+        await self.execute(lambda: self.executor.trainer.remove(model_id))

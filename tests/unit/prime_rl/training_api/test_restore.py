@@ -1,0 +1,87 @@
+"""Restarts and failures of the training server, without processes: the state continues with the same bits."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+from training_requests import PROTO, TOKENS, Server, build_pass
+
+from prime_rl.training_api.config import ServeConfig, ServedModelConfig
+from prime_rl.training_api.serve import build_app, build_service
+
+
+def open_server(folder: Path, snapshot_interval: float) -> tuple[TestClient, Server]:
+    model = ServedModelConfig(name="tiny-qwen3", debug={"random_init": True, "num_layers": 1})  # type: ignore[arg-type]
+    config = ServeConfig(model=model, output_dir=folder, snapshot_interval=snapshot_interval)
+    service = build_service(config)
+    client = TestClient(build_app(service), base_url="http://127.0.0.1:8010")
+    client.__enter__()
+    return client, Server(client, service)
+
+
+def finish(server: Server, model_id: str, seq_id: int = 6) -> Any:
+    """What a model computes from its parameters, moments and waiting gradient."""
+    found = [server.step(model_id, seq_id)]
+    for i in (1, 3):
+        logprobs, loss = server.run_pass(model_id, seq_id + i)
+        found += [logprobs.tobytes(), loss, server.step(model_id, seq_id + i + 1)]
+    return found
+
+
+def train(server: Server, seed: int | None) -> str:
+    """A step, and two passes whose gradient waits."""
+    model_id = server.create_model(seed=seed)
+    server.run_pass(model_id, 1)
+    server.step(model_id, 2)
+    server.run_pass(model_id, 3, list(range(30, 60)))
+    server.run_pass(model_id, 4, list(range(7, 19)))
+    server.run_pass(model_id, 5, forward_only=True)
+    return model_id
+
+
+@pytest.mark.parametrize("snapshot_interval", [0.0, 1e9])
+def test_a_copy_of_the_files_continues_with_the_same_bits(tmp_path: Path, snapshot_interval: float) -> None:
+    client, server = open_server(tmp_path / "a", snapshot_interval)
+    model_id = train(server, None)
+    sampler = server.open_sampler(base_model="tiny-qwen3")
+    sampled = server.result(server.sample(sampler, 0, {"max_tokens": 4}))
+    promise = server.post("optim_step", {"model_id": model_id, "seq_id": 99, "adam_params": {}})  # never runs
+    shutil.copytree(tmp_path / "a", tmp_path / "b")  # what a kill leaves
+    expected = finish(server, model_id)
+    client.__exit__(None, None, None)
+
+    client, other = open_server(tmp_path / "b", snapshot_interval)
+    assert promise["request_id"] in other.service.futures.by_id
+    assert finish(other, model_id) == expected
+    assert other.result(other.sample(sampler, 0, {"max_tokens": 4})) == sampled
+    assert other.service.trainer.adapters[model_id].num_steps == 4
+    client.__exit__(None, None, None)
+
+
+def test_a_failed_pass_leaves_no_partial_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, server = open_server(tmp_path, 1e9)
+    healthy, failed = train(server, 1), train(server, 1)
+    expected = finish(server, healthy)
+    trainer = server.service.trainer
+    compute = type(trainer)._compute_logprobs
+    calls: list[int] = []
+
+    def fail_later(*args: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) > 1:
+            raise MemoryError("out of memory between micro-batches")
+        return compute(trainer, *args, **options)
+
+    monkeypatch.setattr(trainer, "micro_batch_tokens", 1)
+    monkeypatch.setattr(trainer, "_compute_logprobs", fail_later)
+    body = build_pass(failed, 6, [(TOKENS[:-1], {"target_tokens": np.array(TOKENS[1:])})] * 2)
+    found = server.result(server.call("POST", "forward_backward", content=body, headers=PROTO).json())
+    assert found["category"] == "server" and "out of memory" in found["error"] and len(calls) == 2
+    monkeypatch.undo()
+    assert finish(server, failed, 7) == expected
+    client.__exit__(None, None, None)
