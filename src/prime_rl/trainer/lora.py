@@ -66,6 +66,7 @@ def lora_delta(
     x: Float[Tensor, "tokens in"], a: Float[Tensor, "rank in"], b: Float[Tensor, "out rank"], scale: float
 ) -> Float[Tensor, "tokens out"]:
     """scale * B (A x). With at least `numerics.min_rows` tokens, bit-identical for any number of tokens."""
+    a, b = a.contiguous(), b.contiguous()  # the engine has views
     if missing := max(MIN_RANK - a.shape[0], 0):  # zero rows do not change the result
         a, b = pad_rows(a, MIN_RANK), F.pad(b, (0, missing))
     # Scale separately: fused into the following addition it would be rounded once instead of twice.

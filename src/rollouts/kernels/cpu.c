@@ -773,6 +773,99 @@ void linear(const float *x, const void *packed, const float *bias, int64_t block
   }
 }
 
+/* LoRA deltas: y += scale B (A x) for the rows of each adapter ------------------------------------------------------ */
+
+enum { DELTA_ROWS = 4, MAX_RANK = 256, VECS = 2 };
+
+typedef struct {
+  int64_t rank, width, block;    /* width: rank in whole vectors; inputs per partial sum of B (A x), see `panel_product` */
+  double scale;
+  const float *const *matrices;  /* per place: A as [inputs][width] and B as [rank][outputs], or NULL */
+} Delta;
+
+/* Rows that have the same adapter; only int64_t, as `deltas.py` writes them. */
+typedef struct {
+  int64_t delta, num, rows[DELTA_ROWS];
+} DeltaRows;
+
+int64_t delta_struct_size(void) { return sizeof(Delta); }
+int64_t max_rank(void) { return MAX_RANK; }
+
+/* sums[r] = inputs of row r times `vecs` vectors of outputs, in the order of sums of `panel_product`. */
+ALWAYS void delta_tile(const float *const *x, const float *w, int64_t size, int64_t width, int64_t block,
+                       vec sums[DELTA_ROWS][VECS], int num, int vecs) {
+  for (int64_t start = 0; start < size; start += block) {
+    int64_t end = size - start < block ? size : start + block;
+    vec part[DELTA_ROWS][VECS];
+    for (int r = 0; r < num; r++)
+      for (int c = 0; c < vecs; c++) part[r][c] = all(0.f);
+    for (int64_t k = start; k < end; k++)
+      for (int c = 0; c < vecs; c++) {
+        vec column = load(w + k * width + c * LANES);
+        for (int r = 0; r < num; r++) part[r][c] = fma_of(all(x[r][k]), column, part[r][c]);
+      }
+    for (int r = 0; r < num; r++)
+      for (int c = 0; c < vecs; c++) sums[r][c] = start ? sums[r][c] + part[r][c] : part[r][c];
+  }
+}
+
+ALWAYS void delta_rows(const Delta *d, const float *a, const float *b, const float *const *x, int64_t inputs,
+                       int64_t block, float *const *y, int64_t outputs, int num) {
+  float low[DELTA_ROWS][MAX_RANK];
+  const float *lows[DELTA_ROWS] = {low[0], low[1], low[2], low[3]};
+  int64_t padded = (outputs + LANES - 1) / LANES * LANES;
+  vec sums[DELTA_ROWS][VECS];
+  for (int64_t i = 0; i < d->width; i += VECS * LANES) {
+    int both = i + VECS * LANES <= d->width;
+    if (both) delta_tile(x, a + i, inputs, d->width, block, sums, num, VECS);
+    else delta_tile(x, a + i, inputs, d->width, block, sums, num, 1);
+    for (int r = 0; r < num; r++)
+      for (int c = 0; c <= both; c++) store(low[r] + i + c * LANES, sums[r][c]);
+  }
+  for (int64_t i = 0; i < padded; i += VECS * LANES) {
+    int both = i + VECS * LANES <= padded;
+    if (both) delta_tile(lows, b + i, d->rank, padded, d->block, sums, num, VECS);
+    else delta_tile(lows, b + i, d->rank, padded, d->block, sums, num, 1);
+    for (int r = 0; r < num; r++)
+      for (int c = 0; c <= both; c++) {
+        int64_t at = i + c * LANES;
+        STORE(y[r], at, outputs, LOAD(y[r], at, outputs) + sums[r][c] * all((float)d->scale));
+      }
+  }
+}
+
+/* Add the deltas of place `place` to `outputs` columns of y, which has `stride` elements per row. `block` is the number
+ * of inputs per partial sum of A x. */
+static void change_rows(const Delta *deltas, const DeltaRows *items, int64_t num_items, int64_t place, const float *x,
+                        int64_t inputs, int64_t block, float *y, int64_t stride, int64_t outputs) {
+  STATIC_FOR
+  for (int64_t i = 0; i < num_items; i++) {
+    const DeltaRows *item = items + i;
+    const Delta *d = deltas + item->delta;
+    const float *a = d->matrices[2 * place], *b = d->matrices[2 * place + 1];
+    const float *from[DELTA_ROWS];
+    float *to[DELTA_ROWS];
+    if (!a) continue;
+    for (int64_t r = 0; r < item->num; r++) from[r] = x + item->rows[r] * inputs, to[r] = y + item->rows[r] * stride;
+    switch (item->num) {
+#define DELTA_CASE(num) \
+  case num: delta_rows(d, a, b, from, inputs, block, to, outputs, num); break;
+      DELTA_CASE(1)
+      DELTA_CASE(2)
+      DELTA_CASE(3)
+      DELTA_CASE(4)
+    }
+  }
+}
+
+void add_deltas(const Delta *deltas, const DeltaRows *items, int64_t num_items, int64_t place, const float *x,
+                int64_t inputs, int64_t block, float *y, int64_t stride, int64_t outputs, int64_t threads) {
+#ifdef _OPENMP
+#pragma omp parallel num_threads(threads) if (threads > 1)
+#endif
+  change_rows(deltas, items, num_items, place, x, inputs, block, y, stride, outputs);
+}
+
 /* causal attention of many queries -------------------------------------------------------------------------------- */
 
 /* Keys (or values) of a sequence and head, `stride` elements apart, in panels for `tiles`: keys [panels][size][PANEL],
@@ -1076,14 +1169,15 @@ static void norm_rows(float *x, const float *added, const float *weight, float e
 void decode(const Shape *s, const Layer *layers, const void *embedding, const float *last_norm, const void *head,
             float eps, const float *cos, const float *sin, const int64_t *tokens, const int64_t *positions,
             void *const *columns, int64_t num_columns, const int32_t *source, float *work, int64_t widest,
-            float *scratch, float *logits, int64_t rows) {
-  float *x = work, *normed = x + rows * s->hidden, *y = normed + rows * s->hidden, *z = y + rows * widest;
+            float *scratch, float *logits, int64_t rows, const Delta *deltas, const DeltaRows *items,
+            int64_t num_items) {
   int64_t hidden = s->hidden, inner = s->inner, width = s->heads * s->size, n = s->scratch_size;
   int narrow = (int)s->narrow, format = (int)s->format;
 #ifdef _OPENMP
 #pragma omp parallel num_threads(s->threads) if (s->threads > 1)
 #endif
   {
+    float *x = work, *normed = x + rows * hidden, *y = normed + rows * hidden, *z = y + rows * widest;
     STATIC_FOR
     for (int64_t r = 0; r < rows; r++) {
       int64_t i = 0;
@@ -1099,15 +1193,32 @@ void decode(const Shape *s, const Layer *layers, const void *embedding, const fl
     for (int64_t l = 0; l < s->layers; l++) {
       const Layer *layer = layers + l;
       void *const *keys = columns + 2 * l * num_columns, *const *values = keys + num_columns;
+      int64_t kv_width = s->kv_heads * s->size, qkv_width = width + 2 * kv_width;
+#define CHANGE(kind, from, inputs, block, to, stride, outputs) \
+  if (num_items) change_rows(deltas, items, num_items, 7 * l + kind, from, inputs, block, to, stride, outputs)
       norm_rows(x, l ? y : NULL, layer->norm, eps, normed, rows, hidden);
-      product(normed, layer->qkv, layer->qkv_bias, s->block_hidden, y, scratch, n, rows,
-              width + 2 * s->kv_heads * s->size, hidden, format, PLAIN);
+      product(normed, layer->qkv, layer->qkv_bias, s->block_hidden, y, scratch, n, rows, qkv_width, hidden, format,
+              PLAIN);
+      CHANGE(0, normed, hidden, s->block_hidden, y, qkv_width, width);
+      CHANGE(1, normed, hidden, s->block_hidden, y + width, qkv_width, kv_width);
+      CHANGE(2, normed, hidden, s->block_hidden, y + width + kv_width, qkv_width, kv_width);
       attend_rows(s, layer, eps, y, cos, sin, positions, keys, values, num_columns, source, z, scratch, rows);
       product(z, layer->out, layer->out_bias, s->block_heads, y, scratch, n, rows, hidden, width, format, PLAIN);
+      CHANGE(3, z, width, s->block_heads, y, hidden, hidden);
       norm_rows(x, y, layer->mlp_norm, eps, normed, rows, hidden);
       product(normed, layer->gate_up, layer->gate_up_bias, s->block_hidden, z, scratch, n, rows, 2 * inner, hidden,
-              format, GATED);
+              format, num_items ? PAIRED : GATED);
+      if (num_items) {
+        CHANGE(4, normed, hidden, s->block_hidden, z, 2 * inner, inner);
+        CHANGE(5, normed, hidden, s->block_hidden, z + inner, 2 * inner, inner);
+        STATIC_FOR
+        for (int64_t r = 0; r < rows; r++)
+          gated_row(z + 2 * r * inner, z + (2 * r + 1) * inner, y + r * inner, inner);
+        float *other = z;
+        z = y, y = other;
+      }
       product(z, layer->down, layer->down_bias, s->block_inner, y, scratch, n, rows, hidden, inner, format, PLAIN);
+      CHANGE(6, z, inner, s->block_inner, y, hidden, hidden);
     }
     norm_rows(x, y, last_norm, eps, normed, rows, hidden);
     product(normed, head, NULL, s->block_hidden, logits, scratch, n, rows, s->vocab, hidden, format, PLAIN);

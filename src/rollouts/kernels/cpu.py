@@ -36,6 +36,10 @@ FLAGS = "-O3 -march=native -ffp-contract=off -fno-math-errno -std=gnu11 -fPIC -W
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
+DELTA_ROWS = 4
+"""As in `cpu.c`: rows of an adapter that are computed at once."""
+
+
 class ShapeStruct(ctypes.Structure):
     """`Shape` of `cpu.c`."""
 
@@ -73,6 +77,12 @@ class CausalStruct(ctypes.Structure):
     ]
 
 
+class DeltaStruct(ctypes.Structure):
+    """`Delta` of `cpu.c`."""
+
+    _fields_ = [("rank", _I), ("width", _I), ("block", _I), ("scale", ctypes.c_double), ("matrices", _P)]
+
+
 SIGNATURES = {
     "rms_norm": [_P, _I, _P, _P, _I, _F, _P, _P, _I, _I, _I],
     "rms_norm_backward": [_P, _P, _I, _P, _P, _P, _P, _I, _I, _I, _I],
@@ -86,12 +96,14 @@ SIGNATURES = {
     "filter_rows": [_P, _P, _P, _P, _I, _I],
     "pack": [_P, _P, _I, _I, _I, _I],
     "linear": [_P, _P, _P, _I, _P, _P, _I, _I, _I, _I, _I, _I, _I],
-    "decode": [_P, _P, _P, _P, _P, _F, _P, _P, _P, _P, _P, _I, _P, _P, _I, _P, _P, _I],
+    "add_deltas": [_P, _P, _I, _I, _P, _I, _I, _P, _I, _I, _I],
+    "decode": [_P, _P, _P, _P, _P, _F, _P, _P, _P, _P, _P, _I, _P, _P, _I, _P, _P, _I, _P, _P, _I],
 }
 STRUCTS = {
     "shape_struct_size": ShapeStruct,
     "layer_struct_size": LayerStruct,
     "causal_struct_size": CausalStruct,
+    "delta_struct_size": DeltaStruct,
 }
 """Functions of `cpu.c` that return the size of a struct, and our declaration of it."""
 PLAIN = (Tensor, nn.Parameter)
@@ -131,6 +143,7 @@ def library() -> ctypes.CDLL | None:
     loaded.packed_size.argtypes, loaded.packed_size.restype = [_I, _I, _I], _I
     loaded.max_panel_parallel_rows.argtypes, loaded.max_panel_parallel_rows.restype = [_I], _I
     loaded.packed_keys_size.argtypes, loaded.packed_keys_size.restype = [_I, _I], _I
+    loaded.max_rank.argtypes, loaded.max_rank.restype = [], _I
     loaded.has_dots.argtypes, loaded.has_dots.restype = [], ctypes.c_int
     return loaded
 
@@ -370,6 +383,12 @@ class PackedWeight:
         settings = (self.format, kind, threads)
         call("linear", x, self.data, bias, self.block, out, scratch, scratch.shape[1], *shape, *settings)
         return out
+
+
+def max_rank() -> int:
+    """Largest rank of a LoRA delta; 0 without kernels."""
+    kernels = library()
+    return 0 if kernels is None else int(kernels.max_rank())
 
 
 def supports_head_dim(size: int) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from jaxtyping import Float, Int
@@ -13,9 +14,54 @@ from torch import Tensor
 from prime_rl.inference.engine import AdapterSpec
 from prime_rl.trainer.lora import Adapter, LoraSpec, lora_delta
 from prime_rl.trainer.models.causal_lm import CausalLM
-from prime_rl.trainer.models.multi_lora import AdapterTable
+from prime_rl.trainer.models.multi_lora import AdapterTable, LoraDelta
 from prime_rl.transport.weights import PEFT_PREFIX, digest_tensor
+from rollouts.kernels import cpu as cpu_kernels
+from rollouts.kernels.deltas import DeltaBatch, PackedDelta
 from rollouts.training.numerics import min_rows, repeat_last
+
+KINDS = tuple(f"self_attn.{kind}_proj" for kind in "qkvo") + tuple(
+    f"mlp.{kind}_proj" for kind in ("gate", "up", "down")
+)
+"""Modules of a layer in the order of the fused kernel's places."""
+
+
+def find_place(module: str) -> int | None:
+    """The kernel's place of a module of a dense layer; None for other modules."""
+    parts = module.removeprefix("model.layers.").split(".", 1)
+    if module == parts[0] or not parts[0].isdigit() or parts[-1] not in KINDS:
+        return None
+    return int(parts[0]) * len(KINDS) + KINDS.index(parts[1])
+
+
+def pack_adapter(changes: Mapping[str, LoraDelta], num_layers: int) -> PackedDelta | None:
+    """An adapter, by module, for the CPU kernel; None if the kernel does not support it or has other bits."""
+    matrices: dict[int, tuple[Tensor, Tensor]] = {}
+    for module, change in changes.items():
+        place, a, b = find_place(module), change.a, change.b
+        if place is None or a is None or b is None or change.parameters or not cpu_kernels.runs_here(a, b):
+            return None
+        if not has_delta_bits(a.shape[1], b.shape[0], a.shape[0]):
+            return None
+        matrices[place] = (a, b)
+    if (
+        len({(change.scale, a.shape[0]) for change, (a, _) in zip(changes.values(), matrices.values(), strict=True)})
+        != 1
+    ):
+        return None
+    return PackedDelta(matrices, next(iter(changes.values())).scale, num_layers * len(KINDS))
+
+
+@cache
+def has_delta_bits(inputs: int, outputs: int, rank: int) -> bool:
+    """Whether the kernel has the bits of `lora_delta` for matrices of these sizes; measured, as `find_block`."""
+    if rank > cpu_kernels.max_rank():
+        return False
+    draw = torch.Generator().manual_seed(inputs)
+    x, a, b = (torch.randn(size, generator=draw) for size in ((33, inputs), (rank, inputs), (outputs, rank)))
+    y = torch.zeros(33, outputs)
+    DeltaBatch([PackedDelta({0: (a, b)}, 0.7, 1)], [range(33)]).add(0, x, y)
+    return torch.equal(y, torch.zeros(33, outputs) + lora_delta(x, a, b, 0.7))
 
 
 @dataclass(frozen=True)
@@ -31,7 +77,9 @@ class Adapters:
 
     def __init__(self, model: CausalLM) -> None:
         self.served: dict[str, LoadedAdapter] = {}
-        self._table = AdapterTable(model)
+        self._table, self._num_layers = AdapterTable(model), model.config.num_hidden_layers
+        self._has_places = type(model) is CausalLM  # other classes run their own forward pass, with hooks
+        self._packed: dict[str, PackedDelta] = {}
         self._loads = 0
 
     def load(self, name: str, tensors: Mapping[str, Tensor], spec: AdapterSpec) -> dict[str, str]:
@@ -43,6 +91,7 @@ class Adapters:
                 f"adapter {name!r} has the full tensor {whole[0]}, which multi-LoRA cannot serve: merge it"
             )
         self._table.put(name, Adapter(LoraSpec(spec.rank, spec.alpha), plain))
+        self._pack(name)
         self._loads += 1
         self.served[name] = LoadedAdapter(spec, (name, self._loads))
         held: dict[str, Tensor | None] = {}
@@ -56,6 +105,17 @@ class Adapters:
             digests[key] = digest_tensor(loaded.to(tensor.dtype))
         return digests
 
+    def _pack(self, name: str) -> None:
+        """Let the kernel hold the matrices of an adapter that it supports."""
+        self._packed.pop(name, None)
+        changes = {module: held[name] for module, held in self._table.changes.items() if name in held}
+        packed = pack_adapter(changes, self._num_layers) if self._has_places else None
+        if packed is not None:
+            self._packed[name] = packed
+            for module, change in changes.items():
+                a, b = packed.matrices(find_place(module) or 0)
+                self._table.changes[module][name] = replace(change, a=a, b=b)
+
     def cache_namespace(self, name: str | None) -> Hashable:
         """Prefix cache namespace of an adapter's requests; None without an adapter."""
         return None if name is None else self.served[name].cache_namespace
@@ -65,6 +125,7 @@ class Adapters:
         if self.served.pop(name, None) is None:
             raise ValueError(f"no adapter {name!r} is loaded")
         self._table.remove(name)
+        self._packed.pop(name, None)
 
     def route(self, names: Sequence[str | None], counts: Sequence[int], device: torch.device) -> LoraRouting | None:
         """Map rows to adapters, where `counts[i]` rows belong to `names[i]`; None if no row has an adapter."""
@@ -75,14 +136,21 @@ class Adapters:
         for name in {name for name in names if name is not None}:
             mine = torch.tensor([other == name for other in names])
             rows[name] = mine[owners].nonzero().squeeze(1).to(device)
-        return LoraRouting(self._table, rows)
+        batch = None
+        if all(name in self._packed for name in rows):
+            batch = DeltaBatch([self._packed[name] for name in rows], [index.tolist() for index in rows.values()])
+        return LoraRouting(self._table, rows, batch)
 
 
 class LoraRouting:
     """Adds LoRA deltas to the rows of each adapter, with the arithmetic of the trainer's layer."""
 
-    def __init__(self, table: AdapterTable, rows: Mapping[str, Int[Tensor, " rows"]]) -> None:
+    def __init__(
+        self, table: AdapterTable, rows: Mapping[str, Int[Tensor, " rows"]], batch: DeltaBatch | None = None
+    ) -> None:
         self._table, self._plain = table, rows
+        self.batch = batch
+        """The same for the CPU kernel, if it supports all of these adapters."""
         self._rows = {name: (repeat_last(index, min_rows()), len(index)) for name, index in rows.items()}
 
     def routed(self) -> AbstractContextManager[None]:
@@ -96,6 +164,10 @@ class LoraRouting:
         for module, start, end in parts:
             changes = self._table.changes.get(module)
             if not changes:
+                continue
+            if self.batch is not None:
+                if (place := find_place(module)) is not None:
+                    self.batch.add(place, x, y[:, start:end])
                 continue
             for name, (index, count) in self._rows.items():
                 change = changes.get(name)

@@ -1,4 +1,4 @@
-"""A decode step as one fused CPU kernel (`rollouts/kernels/cpu.c`): embedding, layers, cache update and head.
+"""A decode step as one fused CPU kernel (`rollouts/kernels/cpu.c`): embedding, layers with adapters, cache, and head.
 
 It computes in fp32; weights and cache may be bf16, and in fast mode also the inputs of products. In fp32 its log-probs
 are bitwise equal to the trainer's (verified by `find_block`): products use oneDNN's summation order, and all other
@@ -22,6 +22,7 @@ from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache, count_slots
 from prime_rl.trainer.models.causal_lm import CausalLM
 from rollouts.kernels import cpu as cpu_kernels
 from rollouts.kernels.cpu import LANES, PackedWeight
+from rollouts.kernels.deltas import DeltaBatch
 
 Rope = Callable[[int], tuple[Tensor, Tensor]]
 """Tables of cos and signed sin for positions below a length, in fp32."""
@@ -56,6 +57,7 @@ class FusedDecoder:
         self.ends = (weight, _wide(model.model.norm.weight), head.data)
         self.eps, self.vocab, self.hidden = config.rms_norm_eps, config.vocab_size, config.hidden_size
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.inner = config.intermediate_size
         self.widest = max((heads + 2 * kv_heads) * config.head_dim, config.intermediate_size, config.hidden_size)
         self.group = heads // kv_heads
         qkv, out, gated, down = layers[0].products
@@ -69,10 +71,13 @@ class FusedDecoder:
 class FusedDecode(DecodeBackend):
     """A batch decoded by the fused kernel, which takes the addresses of the cache blocks and the block tables."""
 
-    def __init__(self, decoder: FusedDecoder, cache: KVCache, metadata: AttentionMetadata) -> None:
+    def __init__(
+        self, decoder: FusedDecoder, cache: KVCache, metadata: AttentionMetadata, changes: DeltaBatch | None = None
+    ) -> None:
         reach = count_slots(metadata.starts + 1)
         super().__init__(cache, metadata, len(reach) * BLOCK, reach)
-        self._decoder, self._num_blocks = decoder, len(reach)
+        self._decoder, self._num_blocks, self._changes = decoder, len(reach), changes
+        self._widest = decoder.widest if changes is None else max(decoder.widest, 2 * decoder.inner)
         self._tables = torch.from_numpy(metadata.block_tables)
         self._shares = metadata.num_shared_blocks > 0
         used = cache.blocks[: len(reach)]
@@ -90,13 +95,14 @@ class FusedDecode(DecodeBackend):
         shape.shared_offset = shape.scratch_size if self._shares else 0
         if self._shares:  # a flag for each block, and its keys as transposed by the kernel
             shape.scratch_size += _in_lanes(self._num_blocks) + self._num_blocks * BLOCK * shape.size
-        work = torch.empty(rows * 2 * (decoder.hidden + decoder.widest))
+        work = torch.empty(rows * 2 * (decoder.hidden + self._widest))
         scratch, logits = torch.empty(shape.threads * shape.scratch_size), torch.empty(rows, decoder.vocab)
         cpu_kernels.call(
             "decode",
             *(ctypes.addressof(shape), ctypes.addressof(decoder.layers), *decoder.ends, decoder.eps),
             *(*decoder.rope(length), tokens, positions.ctypes.data, self._addresses, self._num_blocks, self._tables),
-            *(work, decoder.widest, scratch, logits, rows),
+            *(work, self._widest, scratch, logits, rows),
+            *((None, None, 0) if self._changes is None else self._changes.arguments),
         )
         return logits
 

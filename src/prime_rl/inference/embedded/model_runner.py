@@ -144,18 +144,19 @@ class ModelRunner:
         return sampled
 
     def _select_backend(self, batch: DecodeBatch, running: list[Sequence]) -> DecodeBackend:
-        """CUDA graph, else the fused kernel, else torch operations, which alone support adapters; none with a cache for
+        """CUDA graph (without adapters), else the fused kernel, else torch operations; a backend without a cache for
         models that recompute."""
         cache, decoder = self._blocks.cache, self.decoder
         metadata = decode_metadata(batch.positions, self._blocks.count_shared(running, len(batch.positions)))
         if decoder.model.recomputes:
             return RecomputeDecode(decoder, cache, metadata, running)
-        if batch.changes is None:
-            if self.graphs is not None and (graph := self.graphs.build(metadata, batch.num)) is not None:
-                return graph
-            if decoder.fused is not None:
-                return FusedDecode(decoder.fused, cache, metadata)
-        return EagerDecode(decoder, DecodeAttention(cache, metadata, self._num_heads, self._exact), batch.changes)
+        changes = batch.changes
+        graph = None if changes is not None or self.graphs is None else self.graphs.build(metadata, batch.num)
+        if graph is not None:
+            return graph
+        if decoder.fused is not None and (changes is None or changes.batch is not None):
+            return FusedDecode(decoder.fused, cache, metadata, None if changes is None else changes.batch)
+        return EagerDecode(decoder, DecodeAttention(cache, metadata, self._num_heads, self._exact), changes)
 
     def _route(self, seqs: list[Sequence], counts: list[int]) -> LoraRouting | None:
         """The adapters of `counts[i]` rows of each sequence."""

@@ -156,7 +156,8 @@ def test_adapter_equals_its_trainer(model_name: str) -> None:
     for tensor in adapter_tensors(adapted).values():
         tensor.data.add_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(2)), alpha=0.1)
     engine.load_adapter("a", peft_tensors(adapted), AdapterSpec(4, 8.0, 0))
-    outputs, _ = run(engine, draw_prompts("different", engine), 20, (None, "a"))
+    outputs, backends = run(engine, draw_prompts("different", engine), 20, (None, "a"))
+    assert backends == {EagerDecode if model_name == "gemma3" or cpu_kernels.library() is None else FusedDecode}
     assert {output.request.adapter for output in outputs} == {None, "a"}
     for output in outputs:
         check_trainer(output, adapted if output.request.adapter else model, 0.0)
