@@ -36,7 +36,7 @@ class LimitsConfig(BaseConfig):
     read_timeout: float = Field(default=20.0, gt=0)
     """Timeout in seconds for reading a request (extended while it arrives at 64 KB/s)."""
 
-    max_models: int = Field(default=64, ge=1)
+    max_models: int = Field(default=1024, ge=1)
     """Maximum number of models in training; more are refused until one is unloaded or its session ends."""
 
     max_sessions: int = Field(default=4096, ge=1)
@@ -89,6 +89,9 @@ class ServeConfig(BaseConfig):
 
     max_loaded_adapters: int = Field(default=32, ge=1)
     """Maximum number of adapters kept in memory for sampling; others are read again from disk when they are used."""
+
+    max_trained_adapters: int = Field(default=32, ge=1)
+    """Maximum number of models in training kept in memory; the state of idle ones is read again when they are used."""
 
     snapshot_interval: float = Field(default=30.0, ge=0)
     """Seconds of a model's computation after which its state is saved; a restart computes again what came later."""

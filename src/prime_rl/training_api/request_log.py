@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import orjson
-from loguru import logger
 
 VERSION = 1
 SCHEMA = """
@@ -61,7 +60,6 @@ class RequestLog:
         """Completed with the transaction that is being written."""
         [(self.num_starts,)] = self.fetch("SELECT CAST(value AS INTEGER) FROM settings WHERE name = 'starts'")
         self.error: Exception | None = None
-        self.on_failure: Callable[[], None] = lambda: None
 
     def put(self, sql: str, *values: Any) -> None:
         """Queue a statement."""
@@ -79,9 +77,9 @@ class RequestLog:
             raise LogError(f"the request log cannot be written: {self.error}") from self.error
 
     async def run(self) -> None:
-        """Write queued statements until canceled."""
+        """Write queued statements until canceled; `LogError` if they cannot be written."""
         loop = asyncio.get_running_loop()
-        while self.error is None:
+        while True:
             await self._wake.wait()
             self._wake.clear()
             batch, self._queued = self._queued, []
@@ -90,12 +88,12 @@ class RequestLog:
                 await loop.run_in_executor(self._thread, self._write, batch)
             except Exception as error:
                 self.error = error
-                logger.error(f"The request log cannot be written, the server stops: {error}")
-                self.on_failure()
-            for done in (self._current, self._next if self.error else None):
-                if done is not None:
-                    done.set_result(None)
-            self._current = None
+                raise LogError(f"the request log cannot be written: {error}") from error
+            finally:
+                for done in (self._current, self._next if self.error else None):
+                    if done is not None:
+                        done.set_result(None)
+                self._current = None
 
     async def execute(self, sql: str, *values: Any) -> list[Any]:
         """Execute one statement after all queued ones; returns its rows."""

@@ -80,11 +80,13 @@ class Model:
     metadata: dict[str, Any] | None
     last_request: float
     adapter: TrainedAdapter | None = None
-    """None before creation, and until the model is restored after a restart or a failure."""
+    """None before creation, and until the model is restored after a restart, a failure or an eviction."""
     snapshot: int | None = None
     """Number of the request after which the last snapshot was taken."""
     unsaved_s: float = 0.0
     """Computation since then, in seconds."""
+    last_run: float = 0.0
+    """Time at which its last request finished, in seconds of the monotonic clock."""
 
     def describe(self) -> dict[str, Any]:
         """What the request log stores."""

@@ -29,7 +29,7 @@ POLL_S = 25.0
 MAX_COMPLETIONS = 1000
 """Finished samples that one poll reports."""
 
-MAX_NUMBER = 2**53
+MAX_NUMBER, MAX_LABEL_BYTES = 2**53, 2**16
 PROTOBUF = "application/x-protobuf"
 UNEMBED_WARNING = "train_unembed has no effect: this server adapts attention and MLP matrices, not the output head"
 
@@ -60,6 +60,14 @@ def field(body: Mapping[str, Any], name: str, kind: type, default: Any = None) -
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ValueError(f"{name} must be a {kind.__name__}, got {value!r}"[:300])
     return value
+
+
+def _read_labels(body: Json) -> tuple[Json | None, str | None]:
+    """`user_metadata` and `display_name`, which stay in memory; `ValueError` if they are large."""
+    labels = field(body, "user_metadata", dict), field(body, "display_name", str)
+    if len(orjson.dumps(labels)) > MAX_LABEL_BYTES:
+        raise ValueError(f"user_metadata and display_name may have at most {MAX_LABEL_BYTES} bytes")
+    return labels
 
 
 def _submit(service: TrainingService, model: Model, seq_id: Any, kind: Kind, fields: Json) -> Response:
@@ -109,9 +117,7 @@ async def capabilities(service: TrainingService, owner: str, request: Request) -
 
 async def create_session(service: TrainingService, owner: str, request: Request) -> Response:
     """Open a session."""
-    body = await read(request)
-    metadata, name = field(body, "user_metadata", dict), field(body, "display_name", str)
-    session = await service.open_session(owner, metadata, name)
+    session = await service.open_session(owner, *_read_labels(await read(request)))
     return reply({"type": "create_session", "session_id": session.session_id, "warning_message": UNEMBED_WARNING})
 
 
@@ -165,7 +171,7 @@ def _new_model(service: TrainingService, owner: str, body: Json, base_model: str
     if number is None or number < 0:
         raise ValueError("model_seq_id must be a number from 0")
     model_id = f"{session.session_id}:train:{number}"
-    metadata = field(body, "user_metadata", dict)
+    metadata, _ = _read_labels(body)
     return Model(model_id, session.session_id, owner, base_model, config, metadata, time.time())
 
 
@@ -245,7 +251,7 @@ async def optim_step(service: TrainingService, owner: str, request: Request) -> 
 
 
 def _save_fields(body: Json) -> Json:
-    metadata = field(body, "user_metadata", dict)
+    metadata, _ = _read_labels(body)
     return {"expires": find_expiry(body.get("ttl_seconds")), "user_metadata": metadata}
 
 

@@ -177,14 +177,14 @@ def serve(config: ServeConfig) -> int:
     def stop() -> None:
         server.should_exit = True
 
-    service.engine.on_failure = service.log.on_failure = stop
+    service.engine.on_failure = service.on_failure = stop
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     logger.info(f"Serving {config.model.name}: TINKER_BASE_URL=http://{config.host}:{config.port}")
     server.run(sockets=[listener])
     if service.engine.error is not None:
         raise RuntimeError(f"Engine failed: {service.engine.error}") from service.engine.error
-    if service.log.error is not None:
-        raise RuntimeError(f"The request log cannot be written: {service.log.error}") from service.log.error
+    if service.error is not None:
+        raise RuntimeError(f"The server failed: {service.error}") from service.error
     return 0
 
 

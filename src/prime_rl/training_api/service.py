@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -57,18 +58,22 @@ class TrainingService:
         self.config, self.trainer, self.engine, self.store, self.tokenizer = config, trainer, engine, store, tokenizer
         self.log = log
         self.futures = Futures(log)
-        executor, snapshots = (
-            Executor(trainer, store, config.model.name),
-            SnapshotStore(config.output_dir / "snapshots"),
-        )
         self.training = TrainingLoop(
-            executor, log, self.futures, snapshots, config.snapshot_interval, self._open_saved_weights
+            Executor(trainer, store, config.model.name),
+            log,
+            self.futures,
+            SnapshotStore(config.output_dir / "snapshots"),
+            config.snapshot_interval,
+            config.max_trained_adapters,
+            self._open_saved_weights,
         )
         self.models, self.queue = self.training.models, self.training.queue
         self.sampler = Sampler(engine, store, config.max_loaded_adapters)
         self.sessions: dict[str, ClientSession] = {}
         self.sampling: dict[str, SamplingSession] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        self.error: BaseException | None = None
+        self.on_failure: Callable[[], None] = lambda: None
 
     @property
     def base_names(self) -> tuple[str, ...]:
@@ -85,6 +90,15 @@ class TrainingService:
         self.engine.start()
         self._restore()
         self._tasks = [asyncio.create_task(work) for work in (self.log.run(), self.training.run(), self._clean())]
+        for task in self._tasks:
+            task.add_done_callback(self._check)
+
+    def _check(self, task: asyncio.Task[None]) -> None:
+        """Stop the server when a background task has failed."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.opt(exception=error).error("The server stops")
+            self.error = error
+            self.on_failure()
 
     def _restore(self) -> None:
         for kind, data, next_seq, snapshot in self.log.fetch("SELECT kind, data, next_seq, snapshot FROM records"):

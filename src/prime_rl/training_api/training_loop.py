@@ -30,10 +30,11 @@ class TrainingLoop:
         futures: Futures,
         snapshots: SnapshotStore,
         snapshot_interval_s: float,
+        max_loaded: int,
         on_saved: Callable[[Model, TrainingRequest, Result], Result],
     ) -> None:
         self.executor, self.log, self.futures, self.snapshots = executor, log, futures, snapshots
-        self.snapshot_interval_s, self.on_saved = snapshot_interval_s, on_saved
+        self.snapshot_interval_s, self.max_loaded, self.on_saved = snapshot_interval_s, max_loaded, on_saved
         self.models: dict[str, Model] = {}
         self.queue = TrainingQueue()
         self._thread = ThreadPoolExecutor(1, "training")
@@ -63,7 +64,8 @@ class TrainingLoop:
                 self.futures.finish(future, result, keep_request=request.kind in REPLAYED)
             self.log.set_progress(model.model_id, request.seq_id + 1)
             if self.models.get(model.model_id) is not model:  # removed in the meantime
-                await self.execute(lambda name=model.model_id: self.executor.trainer.remove(name))  # type: ignore[misc]
+                await self._drop(model)
+            await self._evict()
 
     async def _run(self, model: Model, request: TrainingRequest) -> Result:
         """Execute a request; after an unexpected error, the model is restored before its next request."""
@@ -76,16 +78,16 @@ class TrainingLoop:
         except ValueError:
             raise
         except Exception:
-            model.adapter = None
-            await self.execute(lambda: self.executor.trainer.remove(model.model_id))
+            await self._drop(model)
             raise
         return self.on_saved(model, request, result)
 
     async def _measure(self, model: Model, request: TrainingRequest) -> Result:
         start = time.monotonic()
         result = await self.execute(lambda: self.executor.run(model, request))
+        model.last_run = time.monotonic()
         if request.kind in REPLAYED:
-            model.unsaved_s += time.monotonic() - start
+            model.unsaved_s += model.last_run - start
         return result
 
     async def _restore(self, model: Model, seq_id: int) -> None:
@@ -125,6 +127,18 @@ class TrainingLoop:
             self.log.set_snapshot(model.model_id, seq_id)
         else:
             self.snapshots.prune(model.model_id, None)
+
+    async def _evict(self) -> None:
+        """Keep `max_loaded` models in memory: those that ran last. The next request of another one restores it."""
+        loaded = sorted((m for m in self.models.values() if m.adapter is not None), key=lambda m: m.last_run)
+        for model in loaded[: max(len(loaded) - self.max_loaded, 0)]:
+            if model.unsaved_s:
+                await self._take_snapshot(model, self.queue.find_next(model.model_id) - 1)
+            await self._drop(model)
+
+    async def _drop(self, model: Model) -> None:
+        model.adapter = None
+        await self.execute(lambda: self.executor.trainer.remove(model.model_id))
 
     def remove(self, model_id: str) -> None:
         """Forget a model; its waiting requests fail."""

@@ -20,6 +20,10 @@ class TrainingQueue:
         """Whether a number is not past: its request has not started."""
         return seq_id >= self._next.setdefault(model_id, 0)
 
+    def find_next(self, model_id: str) -> int:
+        """The number of a model's next request."""
+        return self._next[model_id]
+
     def restore(self, model_id: str, next_seq: int) -> None:
         """Continue at a number."""
         self._next[model_id] = next_seq

@@ -15,9 +15,10 @@ from prime_rl.training_api.config import ServeConfig, ServedModelConfig
 from prime_rl.training_api.serve import build_app, build_service
 
 
-def open_server(folder: Path, snapshot_interval: float) -> tuple[TestClient, Server]:
+def open_server(folder: Path, snapshot_interval: float, max_trained_adapters: int = 8) -> tuple[TestClient, Server]:
     model = ServedModelConfig(name="tiny-qwen3", debug={"random_init": True, "num_layers": 1})  # type: ignore[arg-type]
-    config = ServeConfig(model=model, output_dir=folder, snapshot_interval=snapshot_interval)
+    limits = {"snapshot_interval": snapshot_interval, "max_trained_adapters": max_trained_adapters}
+    config = ServeConfig(model=model, output_dir=folder, **limits)  # type: ignore[arg-type]
     service = build_service(config)
     client = TestClient(build_app(service), base_url="http://127.0.0.1:8010")
     client.__enter__()
@@ -84,4 +85,34 @@ def test_a_failed_pass_leaves_no_partial_gradient(tmp_path: Path, monkeypatch: p
     assert found["category"] == "server" and "out of memory" in found["error"] and len(calls) == 2
     monkeypatch.undo()
     assert finish(server, failed, 7) == expected
+    client.__exit__(None, None, None)
+
+
+def test_evicted_models_continue_with_the_same_bits(tmp_path: Path) -> None:
+    client, server = open_server(tmp_path, 1e9, max_trained_adapters=1)
+    first = train(server, 1)
+    second = train(server, 1)
+    assert list(server.service.trainer.adapters) == [second]
+    assert finish(server, first) == finish(server, second)
+    assert list(server.service.trainer.adapters) == [second]
+    third = train(server, 1)
+    with_first = [server.step(third, 6), server.run_pass(first, 11, forward_only=True)[0].tobytes()]
+    assert with_first[1] == server.run_pass(second, 11, forward_only=True)[0].tobytes()
+    assert len(server.service.trainer.adapters) == 1
+    client.__exit__(None, None, None)
+
+
+def test_a_log_that_cannot_be_written_stops_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, server = open_server(tmp_path, 1e9)
+    stopped: list[int] = []
+    server.service.on_failure = lambda: stopped.append(1)
+
+    def fail(batch: Any) -> None:
+        raise OSError("no space left on the disk")
+
+    monkeypatch.setattr(server.service.log, "_write", fail)
+    for _ in range(2):
+        reply = server.call("POST", "create_session", json={})
+        assert reply.status_code == 500 and "no space left on the disk" in reply.json()["detail"]
+    assert stopped == [1] and server.service.error is not None
     client.__exit__(None, None, None)

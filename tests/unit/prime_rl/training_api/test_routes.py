@@ -199,6 +199,21 @@ def test_time_limits_spare_weights_in_use(server: Server, monkeypatch: pytest.Mo
     assert left == paths[:1]
 
 
+def test_time_limits_spare_checkpoints_that_wait_to_be_loaded(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_id = server.create_model()
+    save = {"model_id": model_id, "seq_id": 1, "path": "kept", "ttl_seconds": 3600}
+    path = server.result(server.post("save_weights", save))["path"]
+    load = server.post("load_weights", {"model_id": model_id, "seq_id": 3, "path": path, "optimizer": True})
+    later = time.time() + 4000
+    monkeypatch.setattr("prime_rl.training_api.checkpoints.time.time", lambda: later)
+    assert server.client.portal is not None
+    server.client.portal.call(server.service.clean)
+    server.run_pass(model_id, 2, forward_only=True)
+    assert server.result(load)["path"] == path
+    server.client.portal.call(server.service.clean)
+    assert server.call("POST", "weights_info", json={"tinker_path": path}).status_code == 404
+
+
 def test_unloaded_adapters_are_read_again(server: Server) -> None:
     model_id = server.create_model()
     samplers, results = [], []
@@ -253,6 +268,10 @@ def test_hostile_requests_get_clear_errors(server: Server) -> None:
     assert "valid JSON" in status("POST", "asample", content=b"{")[1]
     assert status("POST", "asample", content=b"[" * 100000)[0] == 422
     assert "not supported by this server" in status("POST", "copy_weights", json={})[1]
+    assert "at most 65536 bytes" in status("POST", "create_session", json={"user_metadata": {"a": "x" * 2**17}})[1]
+    huge = {"target": {"sampling_session_id": server.open_sampler(base_model="tiny-qwen3")}, "prev_cursor": 2**62}
+    assert "prev_cursor" in status("POST", "retrieve_futures", json=huge)[1]
+    assert status("POST", "retrieve_future", json={"request_id": ["x"]})[0] == 422
     origin = {"origin": "http://evil.example"}
     assert status("POST", "create_session", json={}, headers=origin)[0] == 403
     assert status("POST", "create_session", json={}, headers={"host": "evil.example"})[0] == 403
