@@ -1,28 +1,23 @@
 """Training of many LoRA adapters over one frozen model.
 
-A request is computed by itself, in micro-batches that only its own data determine, so the bits of a client's results
-and gradients do not depend on other clients. Gradients are sums, accumulated until the optimizer step.
+The data of a request alone determine its micro-batches, and a pack of several requests gives each the bits that it has
+alone (see `passes`). Gradients are sums, accumulated until the optimizer step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from prime_rl.trainer.forward import compute_head
 from prime_rl.trainer.lora import EXPERT_MATRICES, Adapter, LoraSpec, init_matrix_a
-from prime_rl.trainer.models.attention import PackedAttention
 from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.models.multi_lora import AdapterTable
-from prime_rl.trainer.parallel_dims import Mesh
-from prime_rl.training_api.losses import INPUTS, LOSSES, check_loss
-from prime_rl.training_api.wire import Datum, PassRequest
-from rollouts.training.numerics import MIN_TOKENS
-from rollouts.training.rl_losses import compute_head_table
+from prime_rl.training_api.passes import PassResult, RunningPass, compute_pack, start_pass
+from prime_rl.training_api.wire import PassRequest
+from rollouts.kernels.linear import Linear
 
 ALPHA = 32.0
 """LoRA alpha of every adapter, as on the Tinker service; the scale is ALPHA / rank."""
@@ -107,14 +102,6 @@ class TrainedAdapter:
         return {"grad_norm": float(norm)}
 
 
-@dataclass(frozen=True)
-class PassResult:
-    """Log-probs of the targets of every datum, in the shape of its targets, and the loss summed over all tokens."""
-
-    logprobs: list[Tensor]
-    loss: float
-
-
 class AdapterTrainer:
     """Adapters over one model, which nothing else may use; not thread-safe."""
 
@@ -124,6 +111,11 @@ class AdapterTrainer:
         self.model = model.eval().requires_grad_(False)
         self.max_len, self.micro_batch_tokens = max_len, micro_batch_tokens
         self.table = AdapterTable(model)
+        self.mixes = type(model) is CausalLM and not model.config.num_experts
+        """Whether the bits of a row's gradient do not depend on the other rows: not known of other models."""
+        for module in model.modules():
+            if isinstance(module, Linear):
+                module.exact_backward = True
         self.adapters: dict[str, TrainedAdapter] = {}
 
     def create(self, name: str, config: AdapterConfig) -> TrainedAdapter:
@@ -150,95 +142,28 @@ class AdapterTrainer:
         self.adapters.pop(name, None)
         self.table.remove(name)
 
+    def start_pass(self, name: str, request: PassRequest) -> RunningPass:
+        """Validate a pass; `ValueError` for bad data."""
+        return start_pass(name, request, self.model.config.vocab_size, self.max_len, self.micro_batch_tokens)
+
+    def advance(self, passes: Sequence[RunningPass]) -> None:
+        """Compute the next micro-batch of every pass, and its gradient, in one pack."""
+        compute_pack(self.model, self.table, passes)
+
     def run_pass(self, name: str, request: PassRequest) -> PassResult:
         """Forward pass, and backward pass unless `forward_only`; `ValueError`, without any change, for bad data."""
-        config = check_loss(request.loss_fn, request.loss_config)
-        loss_fn, data = LOSSES[request.loss_fn], request.data
-        if not data:
-            raise ValueError("forward_backward needs at least one datum")
-        tensors = [self._check(datum, request.loss_fn, f"data[{i}]") for i, datum in enumerate(data)]
-        logprobs: list[Tensor] = []
-        total = 0.0
-        for part in self._micro_batches(data):
-            with torch.set_grad_enabled(not request.forward_only):
-                computed = self._compute_logprobs(name, [data[i] for i in part], [tensors[i] for i in part])
-                loss = torch.stack([loss_fn(x, tensors[i], config) for x, i in zip(computed, part, strict=True)]).sum()
-            if not request.forward_only:
-                torch.autograd.backward(loss)
-            logprobs += [x.detach() for x in computed]
-            total += float(loss.detach())
-        return PassResult(logprobs, total)
+        running = self.start_pass(name, request)
+        while running.parts:
+            self.advance([running])
+        return running.result
 
-    def _micro_batches(self, data: Sequence[Datum]) -> Iterator[list[int]]:
-        part: list[int] = []
-        size = 0
-        for i, datum in enumerate(data):
-            if part and size + len(datum.tokens) > self.micro_batch_tokens:
-                yield part
-                part, size = [], 0
-            part.append(i)
-            size += len(datum.tokens)
-        yield part
-
-    def _compute_logprobs(self, name: str, data: Sequence[Datum], tensors: Sequence[Mapping[str, Tensor]]) -> list[Any]:
-        """Log-probs of the targets of each datum, of the pack that the data form."""
-        lengths = [len(datum.tokens) for datum in data]
-        ids = [token for datum in data for token in datum.tokens]
-        positions = [i for length in lengths for i in range(length)]
-        missing = max(MIN_TOKENS - len(ids), 0)
-        if missing:  # padding is a sequence of its own
-            ids, positions, lengths = ids + [0] * missing, positions + list(range(missing)), [*lengths, missing]
-        rows = torch.arange(len(ids))
-        attend = PackedAttention(lengths, "cpu", "exact")
-        with self.table.route({name: rows}):
-            hidden = self.model(torch.tensor(ids), torch.tensor(positions), attend)
-        results: list[Tensor | None] = [None] * len(data)
-        starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
-        flat = [i for i in range(len(data)) if tensors[i]["target_tokens"].dim() == 1]
-        if flat:
-            own = torch.cat([rows[starts[i] : starts[i + 1]] for i in flat])
-            labels = torch.zeros(len(ids), dtype=torch.long)
-            labels[own] = torch.cat([tensors[i]["target_tokens"] for i in flat])
-            temperature = torch.ones(len(ids), dtype=hidden.dtype)
-            logprobs, _ = compute_head(hidden, own, labels, temperature, self.model, Mesh())
-            for i, part in zip(flat, logprobs.split([lengths[i] for i in flat]), strict=True):
-                results[i] = part
-        for i in range(len(data)):
-            if results[i] is None:
-                results[i] = self._compute_many(hidden[starts[i] : starts[i + 1]], tensors[i]["target_tokens"])
-        return results
-
-    def _compute_many(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Log-probs of several targets per row, [tokens, k]; 0 for the target -1."""
-        table = compute_head_table(hidden, self.model.lm_head.weight, torch.ones(len(hidden), dtype=hidden.dtype))
-        return table.gather(1, targets.clamp(min=0)).masked_fill(targets < 0, 0.0)
-
-    def _check(self, datum: Datum, loss_fn: str, where: str) -> dict[str, Tensor]:
-        """The tensors of the loss; `ValueError` in the words of the client."""
-        num, vocab = len(datum.tokens), self.model.config.vocab_size
-        if not 1 <= num <= self.max_len:
-            raise ValueError(f"{where}.model_input has {num} tokens; this model takes 1 to {self.max_len}")
-        if not 0 <= min(datum.tokens) <= max(datum.tokens) < vocab:
-            raise ValueError(f"{where}.model_input has a token id outside of the vocabulary of {vocab}")
-        given = {name: torch.from_numpy(array.copy()) for name, array in datum.inputs.items()}
-        targets = given.get("target_tokens")
-        if targets is None or targets.dtype != torch.int64:
-            raise ValueError(f"{where}: loss_fn_inputs needs target_tokens as int64")
-        if targets.dim() not in (1, 2) or len(targets) != num:
-            raise ValueError(f"{where}.target_tokens has shape {list(targets.shape)}, model_input {num} tokens")
-        lowest = 0 if targets.dim() == 1 else -1
-        if targets.numel() and not lowest <= int(targets.min()) <= int(targets.max()) < vocab:
-            raise ValueError(f"{where}.target_tokens has a token id outside of the vocabulary of {vocab}")
-        if unknown := sorted(given.keys() - {"target_tokens", *INPUTS[loss_fn]}):
-            raise ValueError(f"{where}: loss_fn_inputs.{unknown[0]} is not an input of {loss_fn}")
-        if loss_fn == "cross_entropy":
-            given.setdefault("weights", torch.ones(targets.shape))
-        for name in INPUTS[loss_fn]:
-            if name not in given:
-                raise ValueError(f"{where}: {loss_fn} needs loss_fn_inputs.{name}")
-            if given[name].shape != targets.shape:
-                raise ValueError(f"{where}.{name} has shape {list(given[name].shape)}, not {list(targets.shape)}")
-            given[name] = given[name].to(self.model.embedding().dtype)
-        if loss_fn == "gspo" and not given["sequence_ratio_mask"].any():
-            raise ValueError(f"{where}.sequence_ratio_mask has no token other than 0: gspo needs their mean")
-        return given
+    def choose_mix(self, passes: Iterable[RunningPass]) -> list[RunningPass]:
+        """The first pass, and those after it whose next micro-batches fit into one pack with the same bits."""
+        first, *others = passes
+        chosen, size = [first], first.next_size
+        for other in others if self.mixes else ():
+            same = other.request.forward_only == first.request.forward_only
+            if same and size + other.next_size <= self.micro_batch_tokens:
+                chosen.append(other)
+                size += other.next_size
+        return chosen

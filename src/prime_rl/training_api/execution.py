@@ -9,14 +9,13 @@ from prime_rl.training_api.adapters import AdapterTrainer
 from prime_rl.training_api.checkpoints import AdapterCheckpoint, AdapterStore
 from prime_rl.training_api.requests import Model, TrainingRequest
 from prime_rl.training_api.snapshots import SnapshotStore
-from prime_rl.training_api.wire import decode_pass, encode_pass
 
 Result = bytes | dict[str, Any]
 """Protobuf of a pass, or a JSON object."""
 
 
 class Executor:
-    """Executes requests; a `ValueError` is the client's, and leaves the model as it was."""
+    """Executes all requests but passes; a `ValueError` is the client's, and leaves the model as it was."""
 
     def __init__(self, trainer: AdapterTrainer, store: AdapterStore, base_name: str) -> None:
         self.trainer, self.store, self.base_name = trainer, store, base_name
@@ -30,11 +29,10 @@ class Executor:
                 self.trainer.remove(model.model_id)
 
     def _run(self, model: Model, request: TrainingRequest) -> Result:
-        fields = {} if request.kind in ("forward", "forward_backward") else request.fields()
+        fields = request.fields()
         match request.kind:
             case "forward" | "forward_backward":
-                result = self.trainer.run_pass(model.model_id, decode_pass(request.body))
-                return encode_pass([{"logprobs": x} for x in result.logprobs], {"loss:sum": result.loss})
+                raise AssertionError("passes run in `PassScheduler`")
             case "create_model":
                 model.adapter = self.trainer.create(model.model_id, model.config)
                 return {"type": request.kind, "model_id": model.model_id}

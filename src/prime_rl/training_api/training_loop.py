@@ -12,6 +12,7 @@ from loguru import logger
 
 from prime_rl.training_api.execution import Executor, Result
 from prime_rl.training_api.futures import Futures
+from prime_rl.training_api.pass_scheduler import PassScheduler
 from prime_rl.training_api.request_log import RequestLog
 from prime_rl.training_api.requests import REPLAYED, Model, TrainingRequest
 from prime_rl.training_api.snapshots import SnapshotStore
@@ -21,7 +22,7 @@ T = TypeVar("T")
 
 
 class TrainingLoop:
-    """Everything that happens in the training thread, one request after the other."""
+    """Everything that happens in the training thread: requests of a model one after the other, models in turn."""
 
     def __init__(
         self,
@@ -37,6 +38,7 @@ class TrainingLoop:
         self.snapshot_interval_s, self.max_loaded, self.on_saved = snapshot_interval_s, max_loaded, on_saved
         self.models: dict[str, Model] = {}
         self.queue = TrainingQueue()
+        self.passes = PassScheduler(executor.trainer, self.execute)
         self._thread = ThreadPoolExecutor(1, "training")
 
     async def execute(self, work: Callable[[], T]) -> T:
@@ -49,23 +51,28 @@ class TrainingLoop:
 
     async def run(self) -> None:
         """Run requests until canceled."""
-        while True:
-            await self.queue.wait()
-            request = self.queue.ready()[0]
-            self.queue.start(request)
-            future, model = self.futures.by_id[request.request_id], self.models[request.model_id]
-            try:
-                result = await self._run(model, request)
-            except Exception as error:
-                self.futures.fail(future, error)
-                if model.adapter is None and request.seq_id == 0:
-                    self.remove(model.model_id)
-            else:  # with progress and snapshot one transaction
-                self.futures.finish(future, result, keep_request=request.kind in REPLAYED)
-            self.log.set_progress(model.model_id, request.seq_id + 1)
-            if self.models.get(model.model_id) is not model:  # removed in the meantime
-                await self._drop(model)
-            await self._evict()
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                await self.queue.wait()
+                for request in self.queue.ready():
+                    self.queue.start(request)
+                    tasks.create_task(self._process(request))
+
+    async def _process(self, request: TrainingRequest) -> None:
+        future, model = self.futures.by_id[request.request_id], self.models[request.model_id]
+        try:
+            result = await self._run(model, request)
+        except Exception as error:
+            self.futures.fail(future, error)
+            if model.adapter is None and request.seq_id == 0:
+                self.remove(model.model_id)
+        else:  # with progress and snapshot one transaction
+            self.futures.finish(future, result, keep_request=request.kind in REPLAYED)
+        self.log.set_progress(model.model_id, request.seq_id + 1)
+        if self.models.get(model.model_id) is not model:  # removed in the meantime
+            await self._drop(model)
+        self.queue.release(model.model_id)
+        await self._evict()
 
     async def _run(self, model: Model, request: TrainingRequest) -> Result:
         """Execute a request; after an unexpected error, the model is restored before its next request."""
@@ -84,7 +91,10 @@ class TrainingLoop:
 
     async def _measure(self, model: Model, request: TrainingRequest) -> Result:
         start = time.monotonic()
-        result = await self.execute(lambda: self.executor.run(model, request))
+        if request.kind in ("forward", "forward_backward"):
+            result: Result = await self.passes.run(model.model_id, request.body)
+        else:
+            result = await self.execute(lambda: self.executor.run(model, request))
         model.last_run = time.monotonic()
         if request.kind in REPLAYED:
             model.unsaved_s += model.last_run - start
@@ -129,12 +139,16 @@ class TrainingLoop:
             self.snapshots.prune(model.model_id, None)
 
     async def _evict(self) -> None:
-        """Keep `max_loaded` models in memory: those that ran last. The next request of another one restores it."""
+        """Keep `max_loaded` models in memory, and those that run: the ones that ran last. The next request of another
+        one restores it."""
         loaded = sorted((m for m in self.models.values() if m.adapter is not None), key=lambda m: m.last_run)
         for model in loaded[: max(len(loaded) - self.max_loaded, 0)]:
+            if not self.queue.hold(model.model_id):
+                continue
             if model.unsaved_s:
                 await self._take_snapshot(model, self.queue.find_next(model.model_id) - 1)
             await self._drop(model)
+            self.queue.release(model.model_id)
 
     async def _drop(self, model: Model) -> None:
         model.adapter = None
@@ -143,6 +157,7 @@ class TrainingLoop:
     def remove(self, model_id: str) -> None:
         """Forget a model; its waiting requests fail."""
         self.models.pop(model_id, None)
+        self.passes.remove(model_id)
         self.log.remove_target(model_id)
         for request in self.queue.remove(model_id):
             if (future := self.futures.by_id.get(request.request_id)) is not None:

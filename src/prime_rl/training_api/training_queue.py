@@ -14,6 +14,7 @@ class TrainingQueue:
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, dict[int, TrainingRequest]] = OrderedDict()
         self._next: dict[str, int] = {}
+        self._held: set[str] = set()
         self._arrived = asyncio.Event()
 
     def is_open(self, model_id: str, seq_id: int) -> bool:
@@ -35,14 +36,27 @@ class TrainingQueue:
 
     def ready(self) -> list[TrainingRequest]:
         """Requests that may start now, at most one per model; the model that started longest ago comes first."""
-        found = (waiting.get(self._next[model_id]) for model_id, waiting in self._waiting.items())
+        idle = ((name, waiting) for name, waiting in self._waiting.items() if name not in self._held)
+        found = (waiting.get(self._next[name]) for name, waiting in idle)
         return [request for request in found if request is not None]
 
     def start(self, request: TrainingRequest) -> None:
-        """Take a ready request out of the queue; the next one of its model becomes ready."""
+        """Take a ready request out of the queue; its model is held until `release`."""
         del self._waiting[request.model_id][request.seq_id]
         self._next[request.model_id] += 1
+        self._held.add(request.model_id)
         self._waiting.move_to_end(request.model_id)
+
+    def hold(self, model_id: str) -> bool:
+        """Let no request of a model start until `release`; False if it is held, or one is running."""
+        held = model_id in self._held
+        self._held.add(model_id)
+        return not held
+
+    def release(self, model_id: str) -> None:
+        """Let the next request of a model start."""
+        self._held.discard(model_id)
+        self._arrived.set()
 
     async def wait(self) -> None:
         """Wait until a request is ready."""

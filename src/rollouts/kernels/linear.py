@@ -45,22 +45,30 @@ class Linear(nn.Linear):
     """`nn.Linear` through `linear`; without `exact` (no batch invariance needed) through the fastest product."""
 
     exact = True
+    exact_backward = False
+    """Whether the gradient of a row of inputs, too, has the same bits for any number of rows."""
 
     def forward(self, x: Float[Tensor, "*rows inputs"]) -> Float[Tensor, "*rows outputs"]:
         if not self.exact and (torch.compiler.is_compiling() or has_fast_mkl()):  # not traceable
             return F.linear(x, self.weight, self.bias)
-        return linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, self.exact_backward)
 
 
 def linear(
-    x: Float[Tensor, "*rows inputs"], weight: Float[Tensor, "outputs inputs"], bias: Tensor | None = None
+    x: Float[Tensor, "*rows inputs"],
+    weight: Float[Tensor, "outputs inputs"],
+    bias: Tensor | None = None,
+    exact_backward: bool = False,
 ) -> Float[Tensor, "*rows outputs"]:
-    """x weight^T + bias: oneDNN for fp32 on a CPU, else `F.linear` (which is batch-invariant for bf16)."""
+    """x weight^T + bias: oneDNN for fp32 on a CPU, else `F.linear` (which is batch-invariant for bf16).
+
+    `exact_backward`: the gradient of x is a oneDNN product for any number of rows.
+    """
     if torch.compiler.is_compiling() or not uses_onednn(x):
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
         return _product(x, weight, bias)
-    return cast(Tensor, _Product.apply(x, weight, bias))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Product.apply(x, weight, bias, exact_backward))  # type: ignore[no-untyped-call]
 
 
 def uses_onednn(x: Tensor) -> bool:
@@ -104,20 +112,21 @@ class _Product(torch.autograd.Function):
     """`_product` with gradients; the backward pass uses oneDNN products as well."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, exact_backward: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.exact_backward = exact_backward
         return _product(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         grad: Tensor = grads[0]
         flat, rows = grad.flatten(0, -2), x.flatten(0, -2)
         grad_bias = flat.sum(0) if ctx.needs_input_grad[2] else None
-        if len(rows) < BACKWARD_ROWS or has_fast_mkl():
+        if not ctx.exact_backward and (len(rows) < BACKWARD_ROWS or has_fast_mkl()):
             grad_x = torch.mm(flat, weight).view_as(x) if ctx.needs_input_grad[0] else None
-            return grad_x, torch.mm(flat.t(), rows) if ctx.needs_input_grad[1] else None, grad_bias
+            return grad_x, torch.mm(flat.t(), rows) if ctx.needs_input_grad[1] else None, grad_bias, None
         grad_x = packed_linear(flat, weight.t().contiguous()).view_as(x) if ctx.needs_input_grad[0] else None
         flat, rows = (pad_rows(x, round_rows(len(x))) for x in (flat, rows))  # zero rows add nothing to the sum
         grad_weight = packed_linear(flat.t().contiguous(), rows.t().contiguous()) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, grad_bias
+        return grad_x, grad_weight, grad_bias, None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Int
@@ -40,6 +40,37 @@ class LoraDelta:
         return y + lora_delta(x, self.a, self.b, self.scale)
 
 
+class _SliceDeltas(torch.autograd.Function):
+    """y + scale B (A x) for slices of rows. The products of the gradients have the shapes of a slice:
+
+    with dz = scale dy and h = A x:   dB = dz h^T,   dA = (B^T dz) x^T,   dx = A^T B^T dz
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, y: Tensor, slices: tuple[tuple[int, int, float], ...], *matrices: Tensor
+    ) -> Tensor:
+        ctx.slices = slices
+        ctx.save_for_backward(x, *matrices)
+        out = y.clone()
+        for (start, end, scale), a, b in zip(slices, matrices[::2], matrices[1::2], strict=True):
+            out[start:end] += lora_delta(repeat_last(x[start:end], min_rows()), a, b, scale)[: end - start]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        x, *matrices = ctx.saved_tensors
+        grad_x = torch.zeros_like(x) if ctx.needs_input_grad[0] else None
+        of_matrices: list[Tensor] = []
+        for (start, end, scale), a, b in zip(ctx.slices, matrices[::2], matrices[1::2], strict=True):
+            rows, of_delta = x[start:end].clone(), grads[0][start:end] * scale
+            of_low = of_delta @ b
+            of_matrices += [of_low.t() @ rows, of_delta.t() @ (rows @ a.t())]
+            if grad_x is not None:
+                grad_x[start:end] = of_low @ a
+        return grad_x, grads[0], None, *of_matrices
+
+
 class AdapterTable:
     """Loaded adapters of a model; inside `route` each applies to its own rows of every forward pass.
 
@@ -53,6 +84,7 @@ class AdapterTable:
         """Module name -> adapter name -> change."""
         self._handles: dict[str, RemovableHandle] = {}
         self._rows: dict[str, tuple[Int[Tensor, " rows"], int]] = {}
+        self._slices: dict[str, tuple[int, int]] = {}
         self._names: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
@@ -85,6 +117,15 @@ class AdapterTable:
                 del self.changes[module_name]
 
     @contextmanager
+    def route_slices(self, slices: Mapping[str, tuple[int, int]]) -> Iterator[None]:
+        """Like `route` for rows `start .. end`; the gradients of an adapter depend on its own rows only."""
+        self._slices = dict(slices)
+        try:
+            yield
+        finally:
+            self._slices = {}
+
+    @contextmanager
     def route(self, rows: Mapping[str, Int[Tensor, " rows"]]) -> Iterator[None]:
         """Context in which the given rows use these adapters and all other rows the base model.
 
@@ -99,6 +140,10 @@ class AdapterTable:
 
     def _hook(self, changes: dict[str, LoraDelta]) -> Any:
         def change_rows(module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> Tensor | None:
+            if own := [(changes[name], *place) for name, place in self._slices.items() if name in changes]:
+                matrices = [matrix for change, _, _ in own for matrix in (change.a, change.b)]
+                slices = tuple((start, end, change.scale) for change, start, end in own)
+                return cast(Tensor, _SliceDeltas.apply(args[0], y, slices, *matrices))  # type: ignore[no-untyped-call]
             active = [(changes[name], *self._rows[name]) for name in self._rows if name in changes]
             if not active:
                 return None

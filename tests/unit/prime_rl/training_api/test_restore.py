@@ -11,6 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 from training_requests import PROTO, TOKENS, Server, build_pass
 
+from prime_rl.training_api import passes
 from prime_rl.training_api.config import ServeConfig, ServedModelConfig
 from prime_rl.training_api.serve import build_app, build_service
 
@@ -69,17 +70,17 @@ def test_a_failed_pass_leaves_no_partial_gradient(tmp_path: Path, monkeypatch: p
     healthy, failed = train(server, 1), train(server, 1)
     expected = finish(server, healthy)
     trainer = server.service.trainer
-    compute = type(trainer)._compute_logprobs
+    compute = passes._compute_logprobs
     calls: list[int] = []
 
     def fail_later(*args: Any, **options: Any) -> Any:
         calls.append(1)
         if len(calls) > 1:
             raise MemoryError("out of memory between micro-batches")
-        return compute(trainer, *args, **options)
+        return compute(*args, **options)
 
     monkeypatch.setattr(trainer, "micro_batch_tokens", 1)
-    monkeypatch.setattr(trainer, "_compute_logprobs", fail_later)
+    monkeypatch.setattr(passes, "_compute_logprobs", fail_later)
     body = build_pass(failed, 6, [(TOKENS[:-1], {"target_tokens": np.array(TOKENS[1:])})] * 2)
     found = server.result(server.call("POST", "forward_backward", content=body, headers=PROTO).json())
     assert found["category"] == "server" and "out of memory" in found["error"] and len(calls) == 2

@@ -24,6 +24,8 @@ def test_models_take_turns_in_the_order_of_numbers() -> None:
     started = []
     while found := queue.ready():
         queue.start(found[0])
+        assert found[0].model_id not in [r.model_id for r in queue.ready()]
+        queue.release(found[0].model_id)
         started.append(found[0].request_id)
     assert started == ["a:0", "b:0", "a:1", "b:1", "a:2"]
     assert queue.describe() == {"c": 1}

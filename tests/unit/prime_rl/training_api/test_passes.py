@@ -1,0 +1,111 @@
+"""Mixed packs: random mixes of requests give each adapter the bits that it gets alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from prime_rl.runtime.tokenizer import resolve_model_dir
+from prime_rl.trainer.models.registry import load_causal_lm
+from prime_rl.training_api.adapters import AdapterConfig, AdapterTrainer
+from prime_rl.training_api.passes import RunningPass
+from prime_rl.training_api.wire import Datum, PassRequest
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+LOSSES = ("importance_sampling", "cross_entropy", "ppo", "gspo")
+CONFIGS = [
+    AdapterConfig(4, 1),
+    AdapterConfig(8, 2, train_mlp=False),
+    AdapterConfig(3, 3, train_attn=False),
+    AdapterConfig(16, 4),
+]
+Bits = dict[str, list[Tensor]]
+
+
+@pytest.fixture
+def trainer() -> AdapterTrainer:
+    return AdapterTrainer(load_causal_lm(resolve_model_dir("tiny-qwen3"), random_init=True), 256, 96)
+
+
+def draw_request(rng: random.Random, *, forward_only: bool = False) -> PassRequest:
+    numpy, loss_fn = np.random.default_rng(rng.randrange(2**32)), rng.choice(LOSSES)
+    data = []
+    for _ in range(rng.randint(1, 5)):
+        length = rng.choice((1, 2, 7, 30, 65, 90))
+        tokens = numpy.integers(0, 300, length + 1)
+        inputs = {"target_tokens": tokens[1:]}
+        if loss_fn == "cross_entropy" and rng.random() < 0.5:
+            inputs["target_tokens"] = np.stack([tokens[1:], np.full(length, -1)], axis=1)
+        if loss_fn != "cross_entropy":
+            inputs |= {"advantages": numpy.normal(size=length), "logprobs": numpy.normal(size=length) - 5}
+        if loss_fn == "gspo":
+            inputs["sequence_ratio_mask"] = np.ones(length)
+        data.append(Datum(tokens[:-1].tolist(), inputs))
+    return PassRequest("m", 1, data, loss_fn, {}, forward_only)
+
+
+def create(trainer: AdapterTrainer) -> list[str]:
+    names = []
+    for config in CONFIGS:
+        adapter = trainer.create(name := f"m{config.seed}", config)
+        names.append(name)
+        with torch.no_grad():
+            for key, p in adapter.parameters.items():
+                if ".lora_B." in key:
+                    p.uniform_(-0.05, 0.05, generator=torch.Generator().manual_seed(len(key)))
+    return names
+
+
+def collect(trainer: AdapterTrainer, passes: Sequence[RunningPass]) -> Bits:
+    """All bits that a tenant gets: log-probs, loss, gradients."""
+    found: Bits = {}
+    for p in passes:
+        parameters = trainer.adapters[p.name].parameters.values()
+        gradients = [x.grad.clone() for x in parameters if x.grad is not None]
+        found[p.name] = [*p.result.logprobs, torch.tensor(p.result.loss), *gradients]
+        for x in parameters:
+            x.grad = None
+    return found
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 20))])
+def test_random_mixes_give_the_bits_of_each_alone(trainer: AdapterTrainer, seed: int) -> None:
+    rng = random.Random(seed)
+    names, forward_only = create(trainer), seed == 2
+    requests = {name: draw_request(rng, forward_only=forward_only) for name in names}
+    alone = [trainer.start_pass(name, request) for name, request in requests.items()]
+    for p in alone:
+        while p.parts:
+            trainer.advance([p])
+    expected = collect(trainer, alone)
+
+    mixed = [trainer.start_pass(name, request) for name, request in requests.items()]
+    while left := [p for p in mixed if p.parts]:
+        trainer.advance(rng.sample(left, rng.randint(1, len(left))))
+    actual = collect(trainer, mixed)
+    for name in names:
+        assert len(actual[name]) == len(expected[name])
+        assert all(torch.equal(x, y) for x, y in zip(actual[name], expected[name], strict=True)), name
+        assert forward_only or len(actual[name]) > len(requests[name].data) + 1
+
+
+def test_a_mix_has_whole_micro_batches_up_to_the_limit(trainer: AdapterTrainer) -> None:
+    names = create(trainer)
+    datum = Datum(list(range(40)), {"target_tokens": np.arange(40)})
+
+    def start(name: str, num: int, *, forward_only: bool = False) -> RunningPass:
+        return trainer.start_pass(name, PassRequest("m", 1, [datum] * num, "cross_entropy", {}, forward_only))
+
+    big, small, other = start(names[0], 5), start(names[1], 1), start(names[2], 1, forward_only=True)
+    assert [len(part) for part in big.parts] == [2, 2, 1]
+    assert trainer.choose_mix([big, small, other]) == [big]  # 80 of 96 tokens
+    assert trainer.choose_mix([small, other, big]) == [small]
+    assert trainer.choose_mix([small, other, start(names[3], 1)])[1:] != [other]
+    assert len(trainer.choose_mix([small, start(names[3], 1)])) == 2
+    trainer.mixes = False
+    assert trainer.choose_mix([small, start(names[3], 1)]) == [small]
