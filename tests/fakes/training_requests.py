@@ -60,9 +60,9 @@ class Server:
         assert reply.status_code == 200, reply.text
         return reply.json()
 
-    def result(self, promise: dict[str, Any]) -> Any:
+    def result(self, promise: dict[str, Any], key: str = "tml-a") -> Any:
         """The result of a request: a JSON object or protobuf bytes."""
-        reply = self.call("POST", "retrieve_future", json={"request_id": promise["request_id"]})
+        reply = self.call("POST", "retrieve_future", key, json={"request_id": promise["request_id"]})
         assert reply.status_code == 200, reply.text
         return reply.content if "protobuf" in reply.headers["content-type"] else reply.json()
 

@@ -124,7 +124,7 @@ class TrainingService:
         for target, seq_id, kind, body in self.log.fetch("SELECT target, seq_id, kind, body FROM requests"):
             if target in self.sampling:
                 self._start_sample(self.sampling[target], seq_id, body)
-            elif self.queue.is_open(target, seq_id):
+            elif target in self.models and self.queue.is_open(target, seq_id):
                 self._start_request(self.models[target], TrainingRequest(target, seq_id, kind, body))
         if self.sessions:
             logger.info(f"Restored {len(self.sessions)} sessions, {len(self.futures.by_id)} requests are unfinished")
@@ -241,9 +241,15 @@ class TrainingService:
         future.task = asyncio.create_task(run())
 
     def parse_sample(self, found: SamplingSession, seq_id: int, body: dict[str, Any]) -> SampleRequest:
-        """Validate a sample request; its seed, unless given, follows from its number."""
-        name = found.sampling_session_id.removeprefix(found.session_id)
-        seed = self.find_seed(self.sessions[found.session_id], f"{name}:{seq_id}")
+        """Validate a sample request; its seed, unless given, follows from its number.
+
+        The client gives unnamed weights another number when it repeats the request that saves them, so that these
+        are identified by their request.
+        """
+        saved, name = found.checkpoint, found.sampling_session_id
+        if saved is not None and saved.ephemeral and saved.request_id is not None:
+            name = saved.request_id
+        seed = self.find_seed(self.sessions[found.session_id], f"{name.partition(':')[2]}:{seq_id}")
         return parse_sample(body, self.trainer.max_len, self.engine.engine.vocab_size, seed)
 
     def _open_saved_weights(self, model: Model, request: TrainingRequest, result: Result) -> Result:
@@ -305,7 +311,8 @@ class TrainingService:
         for model_id in models:
             await self.training.unload(model_id)
         for checkpoint in session.ephemeral:
-            await self.delete(checkpoint)
+            if not self.sampler.in_use.get(checkpoint.path):  # by another session; a restart deletes it
+                await self.delete(checkpoint)
 
     async def delete(self, checkpoint: AdapterCheckpoint) -> None:
         """Delete a checkpoint; `ValueError` while samples are drawn from it."""

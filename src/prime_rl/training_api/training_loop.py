@@ -11,7 +11,7 @@ from typing import TypeVar
 from loguru import logger
 
 from prime_rl.training_api.execution import Executor, Result
-from prime_rl.training_api.futures import Futures
+from prime_rl.training_api.futures import Future, Futures
 from prime_rl.training_api.pass_scheduler import PassScheduler
 from prime_rl.training_api.request_log import RequestLog
 from prime_rl.training_api.requests import REPLAYED, Model, TrainingRequest
@@ -56,10 +56,10 @@ class TrainingLoop:
                 await self.queue.wait()
                 for request in self.queue.ready():
                     self.queue.start(request)
-                    tasks.create_task(self._process(request))
+                    future, model = self.futures.by_id[request.request_id], self.models[request.model_id]
+                    tasks.create_task(self._process(request, future, model))
 
-    async def _process(self, request: TrainingRequest) -> None:
-        future, model = self.futures.by_id[request.request_id], self.models[request.model_id]
+    async def _process(self, request: TrainingRequest, future: Future, model: Model) -> None:
         try:
             result = await self._run(model, request)
         except Exception as error:
@@ -70,7 +70,7 @@ class TrainingLoop:
             self.futures.finish(future, result, keep_request=request.kind in REPLAYED)
         self.log.set_progress(model.model_id, request.seq_id + 1)
         if self.models.get(model.model_id) is not model:  # removed in the meantime
-            await self._drop(model)
+            await self._drop(model.model_id)
         self.queue.release(model.model_id)
         await self._evict()
 
@@ -85,7 +85,7 @@ class TrainingLoop:
         except ValueError:
             raise
         except Exception:
-            await self._drop(model)
+            await self._drop(model.model_id)
             raise
         return self.on_saved(model, request, result)
 
@@ -124,7 +124,8 @@ class TrainingLoop:
         """Publish a snapshot after request `seq_id`; the one before the last is deleted."""
         await self.log.commit()
         adapter, before = model.adapter, model.snapshot
-        assert adapter is not None
+        if adapter is None or model.model_id not in self.models:
+            return
 
         def save() -> None:
             if before is not None:
@@ -135,8 +136,6 @@ class TrainingLoop:
         model.snapshot, model.unsaved_s = seq_id, 0.0
         if model.model_id in self.models:
             self.log.set_snapshot(model.model_id, seq_id)
-        else:
-            self.snapshots.prune(model.model_id, None)
 
     async def _evict(self) -> None:
         """Keep `max_loaded` models in memory, and those that run: the ones that ran last. The next request of another
@@ -145,14 +144,26 @@ class TrainingLoop:
         for model in loaded[: max(len(loaded) - self.max_loaded, 0)]:
             if not self.queue.hold(model.model_id):
                 continue
-            if model.unsaved_s:
-                await self._take_snapshot(model, self.queue.find_next(model.model_id) - 1)
-            await self._drop(model)
-            self.queue.release(model.model_id)
+            try:
+                if model.unsaved_s and model.model_id in self.models:
+                    await self._take_snapshot(model, self.queue.find_next(model.model_id) - 1)
+                await self._drop(model.model_id)
+            except Exception:
+                logger.exception(f"{model.model_id} cannot be saved; it stays in memory")
+            finally:
+                self.queue.release(model.model_id)
 
-    async def _drop(self, model: Model) -> None:
-        model.adapter = None
-        await self.execute(lambda: self.executor.trainer.remove(model.model_id))
+    async def _drop(self, model_id: str) -> None:
+        """Free a model's parameters, and delete its snapshots unless it is restored later."""
+
+        def drop() -> None:
+            self.executor.trainer.remove(model_id)
+            if (model := self.models.get(model_id)) is not None:
+                model.adapter = None
+            else:
+                self.snapshots.prune(model_id, None)
+
+        await self.execute(drop)
 
     def remove(self, model_id: str) -> None:
         """Forget a model; its waiting requests fail."""
@@ -162,9 +173,8 @@ class TrainingLoop:
         for request in self.queue.remove(model_id):
             if (future := self.futures.by_id.get(request.request_id)) is not None:
                 self.futures.fail(future, ValueError(f"model {model_id} was unloaded"))
-        self.snapshots.prune(model_id, None)
 
     async def unload(self, model_id: str) -> None:
         """Forget a model and its parameters."""
         self.remove(model_id)
-        await self.execute(lambda: self.executor.trainer.remove(model_id))
+        await self._drop(model_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -116,4 +117,25 @@ def test_a_log_that_cannot_be_written_stops_the_server(tmp_path: Path, monkeypat
         reply = server.call("POST", "create_session", json={})
         assert reply.status_code == 500 and "no space left on the disk" in reply.json()["detail"]
     assert stopped == [1] and server.service.error is not None
+    client.__exit__(None, None, None)
+
+
+def test_a_session_may_end_while_its_model_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, server = open_server(tmp_path, 1e9, max_trained_adapters=1)
+    service, ended = server.service, server.session
+    train(server, 1)
+    server.session, server.num_models = server.post("create_session")["session_id"], 0
+    save = service.training.snapshots.save
+
+    def save_late(*args: Any) -> None:
+        assert client.portal is not None
+        client.portal.start_task_soon(service.end_session, ended)
+        time.sleep(0.1)
+        save(*args)
+
+    monkeypatch.setattr(service.training.snapshots, "save", save_late)
+    second = train(server, 1)  # evicts the first
+    assert ended not in service.sessions and service.error is None
+    assert list(service.trainer.adapters) == [second]
+    assert not list((tmp_path / "snapshots").glob("*/step_*"))
     client.__exit__(None, None, None)

@@ -121,6 +121,20 @@ def test_samples_repeat_with_their_seed_and_stop(server: Server) -> None:
     assert np.isnan(scored[:-4]).all() and not np.isnan(scored[-4:]).any()
 
 
+def test_seeds_of_samples_do_not_depend_on_other_keys(server: Server) -> None:
+    found = []
+    for number, key in enumerate(("tml-x", "tml-y")):  # the client repeats a save under another number
+        session = server.post("create_session", key=key)["session_id"]
+        model = {"session_id": session, "model_seq_id": 0, "base_model": "tiny-qwen3", "lora_config": {"rank": 4}}
+        model_id = server.result(server.post("create_model", model, key), key)["model_id"]
+        save = {"model_id": model_id, "seq_id": 1, "sampling_session_seq_id": number}
+        sampler = server.result(server.post("save_weights_for_sampler", save, key), key)["sampling_session_id"]
+        body = {"sampling_session_id": sampler, "prompt": {"chunks": [{"tokens": TOKENS}]}, "sampling_params": {}}
+        promises = [server.post("asample", {**body, "seq_id": i, "num_samples": 1}, key) for i in range(2)]
+        found.append([server.result(promise, key) for promise in promises])
+    assert found[0] == found[1] and found[0][0] != found[0][1]
+
+
 def test_polls_report_finished_samples_once(server: Server) -> None:
     sampler = server.open_sampler(base_model="tiny-qwen3")
     assert server.post("join_sampling_session", {"sampling_session_id": sampler})["client_counter"] == 1
