@@ -85,10 +85,18 @@ def build_page_data(run: LocalRun) -> dict[str, Any]:
         "shares": waiting_shares(lanes),
         "evals": evals,
         "contexts": read_rows(run.files.evolve / "candidates.jsonl")[0] if run.files.evolve.is_dir() else [],
+        "tenants": read_tenants(run.files.tenants),
         "weights": find_weights(run.files.weights),
         "checkpoints": find_checkpoints(run.files.checkpoints),
         "configs": {name: config_rows(text) for name, text in run.configs().items()},
     }
+
+
+def read_tenants(path: Path) -> list[dict[str, Any]]:
+    """The tenants of a training server; empty for other runs."""
+    with suppress(OSError, msgspec.DecodeError):
+        return msgspec.json.decode(path.read_bytes(), type=list[dict[str, Any]])
+    return []
 
 
 def short_name(run: LocalRun) -> str:
@@ -114,7 +122,7 @@ def main_metrics(kind: RunKind) -> tuple[str, ...]:
         return TEACHER_METRICS[:1]
     if kind.kind is Kind.MIXED:
         return ("reward/mean", *TEACHER_METRICS[:1])
-    if kind.kind is Kind.SEARCH:  # a maximum only rises
+    if kind.kind in (Kind.SEARCH, Kind.SERVER):  # a maximum only rises, and the load of a server is no trend
         return ()
     return ("reward/mean",) if kind.trains_on_rewards else ("loss/mean",)
 

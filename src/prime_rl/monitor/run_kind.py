@@ -27,6 +27,7 @@ class Kind(StrEnum):
     SFT = "sft"
     EVALUATION = "evaluation"
     SEARCH = "search"
+    SERVER = "server"
     UNKNOWN = "unknown"
 
 
@@ -60,12 +61,15 @@ class RunKind:
             Kind.SFT: "Supervised fine-tuning",
             Kind.EVALUATION: "Evaluation",
             Kind.SEARCH: "Search of contexts",
+            Kind.SERVER: "Training API",
             Kind.UNKNOWN: "A run",
         }[self.kind]
 
 
 def find_kind(series: Mapping[str, Series], configs: Tables, has_evaluations: bool = False) -> RunKind:
     """The kind of a run from its configuration, else from its metrics (all processes joined)."""
+    if "serve" in configs:
+        return RunKind(Kind.SERVER, scores_rewards=False)
     orchestrator = configs.get("orchestrator", {})
     if not orchestrator and "reward/mean" not in series:
         if "sft" in configs or "loss/mean" in series:

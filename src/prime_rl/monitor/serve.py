@@ -25,6 +25,7 @@ from prime_rl.monitor.page_data import (
     find_evals,
     find_weights,
     metrics_csv,
+    read_tenants,
 )
 from prime_rl.monitor.report import render_page
 from prime_rl.monitor.rollout_detail import rollout_detail
@@ -119,6 +120,7 @@ class LiveRun:
             "evals": find_evals(self.run),
             "weights": find_weights(self.run.files.weights),
             "checkpoints": find_checkpoints(self.run.files.checkpoints),
+            "tenants": read_tenants(self.run.files.tenants),
         }
         findings, status = self._conclusions(), find_status(self.run)
         findings |= {"run": {**findings["run"], "state": status.state, "status": status.text}}

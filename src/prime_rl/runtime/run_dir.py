@@ -72,6 +72,8 @@ class RunDir:
     """The step that each attempt of a process started after."""
     state = _Entry("run_state.json")
     """Which process executes the run, and how it ended."""
+    tenants = _Entry("tenants.json")
+    """Tenants of the training server, with what they use."""
     lock = _Entry(".lock")
     """Locked by the `rl` that uses the directory."""
 

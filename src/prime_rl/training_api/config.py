@@ -96,6 +96,9 @@ class ServeConfig(BaseConfig):
     snapshot_interval: float = Field(default=30.0, ge=0)
     """Seconds of a model's computation after which its state is saved; a restart computes again what came later."""
 
+    metrics_interval: float = Field(default=10.0, gt=0)
+    """Seconds between two rows of metrics.jsonl, which `monitor` shows; an idle server writes none."""
+
     limits: LimitsConfig = LimitsConfig()
 
     seed: int = Field(default=0, ge=0)

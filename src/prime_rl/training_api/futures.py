@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,8 @@ class Future:
     seq_id: int
     num_bytes: int
     """Size of the request."""
+    kind: str = "asample"
+    opened: float = field(default_factory=time.monotonic)
     done: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
@@ -36,13 +39,13 @@ class Future:
 class Futures:
     """All unfinished requests of the server, by request id."""
 
-    def __init__(self, log: RequestLog) -> None:
+    def __init__(self, log: RequestLog, observe: Callable[[Future, bytes | None], None]) -> None:
         self.by_id: dict[str, Future] = {}
         self.num_bytes = 0
         """Size of the unfinished requests."""
         self.num_result_bytes = 0
         """Size of the results since they were last trimmed."""
-        self._log = log
+        self._log, self._observe = log, observe
         self._cursor = log.num_starts << 32
 
     def open(self, future: Future) -> None:
@@ -78,6 +81,7 @@ class Futures:
         if self.by_id.get(future.request_id) is not future:  # its session has ended
             return
         self._forget(future)
+        self._observe(future, payload if error is None else None)
         self._cursor += 1
         self.num_result_bytes += ROW_BYTES + len(payload or b"")
         self._log.put(

@@ -163,6 +163,7 @@ def serve(config: ServeConfig) -> int:
 
     from prime_rl.runtime.http_access import LOOPBACK
     from prime_rl.runtime.run_dir import RunDir
+    from prime_rl.runtime.run_state import StateRecorder
     from prime_rl.utils.logger import setup_logger
 
     setup_logger(config.name, config.log, RunDir(config.output_dir).logs)
@@ -180,7 +181,9 @@ def serve(config: ServeConfig) -> int:
     service.engine.on_failure = service.on_failure = stop
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     logger.info(f"Serving {config.model.name}: TINKER_BASE_URL=http://{config.host}:{config.port}")
-    server.run(sockets=[listener])
+    logger.info(f"Show its tenants, queues and tokens: monitor {config.output_dir} --serve")
+    with StateRecorder(config.output_dir, "serve"):
+        server.run(sockets=[listener])
     if service.engine.error is not None:
         raise RuntimeError(f"Engine failed: {service.engine.error}") from service.engine.error
     if service.error is not None:
@@ -195,6 +198,7 @@ def main() -> None:
         "prime_rl.training_api.config:ServeConfig",
         serve,
         summary="Train LoRA adapters and sample from them, for programs of the tinker client.",
+        record=True,
     )
 
 

@@ -18,6 +18,7 @@ from prime_rl.training_api.checkpoints import AdapterCheckpoint, AdapterStore, N
 from prime_rl.training_api.config import ServeConfig
 from prime_rl.training_api.execution import Executor, Result
 from prime_rl.training_api.futures import Future, Futures
+from prime_rl.training_api.metrics import ServerMetrics
 from prime_rl.training_api.request_log import RequestLog
 from prime_rl.training_api.requests import ClientSession, Kind, Model, SamplingSession, TrainingRequest
 from prime_rl.training_api.sampling import Sampler, SampleRequest, parse_sample
@@ -57,7 +58,8 @@ class TrainingService:
     ) -> None:
         self.config, self.trainer, self.engine, self.store, self.tokenizer = config, trainer, engine, store, tokenizer
         self.log = log
-        self.futures = Futures(log)
+        self.metrics = ServerMetrics(config.output_dir)
+        self.futures = Futures(log, self.metrics.observe)
         self.training = TrainingLoop(
             Executor(trainer, store, config.model.name),
             log,
@@ -89,7 +91,8 @@ class TrainingService:
         """Restore what the request log holds, and start engine and background tasks; call inside the event loop."""
         self.engine.start()
         self._restore()
-        self._tasks = [asyncio.create_task(work) for work in (self.log.run(), self.training.run(), self._clean())]
+        work = (self.log.run(), self.training.run(), self._clean(), self._log_metrics())
+        self._tasks = [asyncio.create_task(task) for task in work]
         for task in self._tasks:
             task.add_done_callback(self._check)
 
@@ -210,7 +213,9 @@ class TrainingService:
 
     def _start_request(self, model: Model, request: TrainingRequest) -> None:
         name, num_bytes = request.request_id, len(request.body)
-        self.futures.open(Future(name, model.owner, model.session_id, model.model_id, request.seq_id, num_bytes))
+        self.futures.open(
+            Future(name, model.owner, model.session_id, model.model_id, request.seq_id, num_bytes, request.kind)
+        )
         self.queue.add(request)
 
     def submit_sample(self, found: SamplingSession, seq_id: int, body: bytes) -> str:
@@ -333,6 +338,33 @@ class TrainingService:
                 await self.clean()
             except Exception:
                 logger.exception("Cleanup failed; it is repeated")
+
+    async def _log_metrics(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.metrics_interval)
+            try:
+                await self.log_metrics()
+            except Exception:
+                logger.exception("Metrics were not written")
+
+    async def log_metrics(self) -> None:
+        """Write a row of metrics, unless the server is idle."""
+        unfinished = [future.kind for future in self.futures.by_id.values()]
+        current: dict[str, dict[str, int]] = {}
+        for name, items in (("sessions", self.sessions), ("models", self.models), ("waiting", self.futures.by_id)):
+            for item in items.values():
+                counts = current.setdefault(item.owner, {"sessions": 0, "models": 0, "waiting": 0})
+                counts[name] += 1
+        gauges = {
+            "queue/training": len(unfinished) - unfinished.count("asample"),
+            "queue/sampling": unfinished.count("asample"),
+            "open/tenants": len(current),
+            "open/sessions": len(self.sessions),
+            "open/models": len(self.models),
+            "open/loaded_adapters": self.sampler.num_loaded,
+        }
+        if (row := self.metrics.read(gauges)) is not None:
+            await asyncio.to_thread(self.metrics.write, row, current)
 
     async def clean(self) -> None:
         """End abandoned sessions, and delete expired checkpoints and old unnamed weights."""

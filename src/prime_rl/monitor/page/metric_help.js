@@ -39,7 +39,7 @@ const MEANING = {
   "is_truncated/mean": "Share of rollouts cut off at the token limit.",
   "perf/throughput": "Tokens per second of the last 10 steps, waiting included.",
   "perf/mfu": "Model FLOPs utilization of the last 10 steps, waiting included, in percent.",
-  "perf/peak_memory": "Peak memory of the trainer, in GiB.",
+  "perf/peak_memory": "Peak memory of the process, in GiB.",
   "time/step": "Seconds from one optimizer step to the next.",
   "time/wait_for_batch": "Seconds the trainer waits for rollouts in each step.",
   "time/forward_backward": "Seconds the trainer computes in each step.",
@@ -52,14 +52,21 @@ const MEANING = {
   "frac_reward_zero_std": "Share of groups with equal rewards; these have no gradient.",
   "batch/solve_all": "Share of prompts that every rollout solves.",
   "batch/solve_none": "Share of prompts that no rollout solves.",
+  "tokens_per_s/trained": "Tokens of forward_backward, and sampled tokens, per second of all tenants.",
+  "queue/training": "Requests that have not finished: of training, which run one after the other, and samples.",
+  "latency/training/p50": "Seconds from the arrival of a training request to its result, waiting included.",
+  "latency/sampling/p50": "Seconds from the arrival of a sample request to its result.",
+  "open/tenants": "API keys with an open session.",
+  "open/models": "Models in training, and adapters that the engine holds for sampling.",
+  "requests/*": "Finished requests per interval by kind.",
   "error/mean": "Share of rollouts that failed for technical reasons.",
 };
 
 // Label of the vertical axis: the first pattern that matches the name of the metric.
 const UNITS = [[/^(reward|val_reward|eval)\/.*std$/, "standard deviation"], [/^(reward|val_reward)\/|\/(avg@\d+|student.*\/avg|teacher_context\/avg)$/, "reward"], [/pass[@^]/, "share solved"],
-  [/^(loss|observation_loss)|nll/, "loss, nats per token"], [/^value_loss/, "squared error"], [/^explained/, "share"], [/entropy_coef/, "coefficient"], [/kl|entropy/i, "nats per token"], [/(seq|prompt|completion)_len/, "tokens"], [/throughput/, "tokens per second"], [/^time\/|latency|_s$|event_loop_lag/, "seconds"],
+  [/^(loss|observation_loss)|nll/, "loss, nats per token"], [/^value_loss/, "squared error"], [/^explained/, "share"], [/entropy_coef/, "coefficient"], [/kl|entropy/i, "nats per token"], [/(seq|prompt|completion)_len/, "tokens"], [/throughput|tokens_per_s/, "tokens per second"], [/^time\/|latency|_s$|event_loop_lag/, "seconds"],
   [/_ms/, "milliseconds"], [/memory/, "GiB"], [/mfu/, "percent"], [/async_level|off_policy/, "policy versions"], [/grad_norm/, "norm"], [/optim\/lr/, "learning rate"], [/\/ess$/, "share of the tokens"], [/first_mismatch/, "tokens"], [/ratio/, "ratio"],
-  [/num_turns/, "turns"], [/is_|error\/mean|solve_|effective_|frac_|gap_closed|retention|coverage|overlong/, "share"], [/^progress\/|tokens|samples|groups\/|evicted|pool\//, "count"]];
+  [/num_turns/, "turns"], [/is_|error\/mean|solve_|effective_|frac_|gap_closed|retention|coverage|overlong/, "share"], [/^progress\/|^queue\/|^open\/|^requests\/|tokens|samples|groups\/|evicted|pool\//, "count"]];
 
 function unitOf(name) {
   return UNITS.find(([pattern]) => pattern.test(name ?? ""))?.[1] ?? "value";
@@ -81,6 +88,16 @@ const CHART_GROUPS = [
     ["groups/in_flight"], ["tokens/trained", "tokens/dropped", "tokens/unscored", "tokens/in_flight"], ["event_loop_lag/max"]]],
 ];
 
+const SERVER_CHARTS = [
+  ["Load", [["tokens_per_s/trained", "tokens_per_s/sampled"], ["queue/training", "queue/sampling"], ["requests/*"], ["requests/failed"]]],
+  ["Latency", [["latency/training/p50", "latency/training/p99"], ["latency/sampling/p50", "latency/sampling/p99"]]],
+  ["State", [["open/tenants", "open/sessions"], ["open/models", "open/loaded_adapters"], ["perf/peak_memory"]]],
+];
+
+const SERVER_TILES = [["tokens_per_s/trained", "Trained tokens per second"], ["tokens_per_s/sampled", "Sampled tokens per second"],
+  ["queue/training", "Unfinished training requests"], ["queue/sampling", "Unfinished samples"], ["latency/training/p99", "Latency of training, p99"],
+  ["latency/sampling/p99", "Latency of samples, p99"], ["open/models", "Models"], ["open/loaded_adapters", "Loaded adapters"], ["perf/peak_memory", "Peak memory"]];
+
 // Titles of charts whose metrics have no common name.
 const CHART_TITLES = { "importance_ratio/staleness_*/p05": "ratios by staleness, 5 %", "importance_ratio/staleness_*/p95": "ratios by staleness, 95 %",
   "importance_ratio/staleness_*/ess": "effective sample size by staleness", "mismatch_kl/from_token_*/mean": "mismatch by position", "tokens/trained": "sampled tokens", "reward/min": "spread of the rewards", "batch/solve_all": "groups of prompts" };
@@ -93,6 +110,7 @@ const TEACHER_CHARTS = ["Student and teacher", [["teacher_kl/mean", "teacher_kl_
 const REWARD_CHARTS = /^(reward\/|val_reward\/|batch\/(solve_|effective_))/;
 
 function chartGroupsOf(kind) {
+  if (kind.name === "server") return SERVER_CHARTS;
   const groups = kind.trains_on_rewards || (kind.scores_rewards && !kind.has_teacher) ? CHART_GROUPS
     : CHART_GROUPS.map(([title, charts]) => [title === "Learning" ? "Other metrics" : title, charts.filter(([name]) => !REWARD_CHARTS.test(name))]);
   return kind.has_teacher ? [TEACHER_CHARTS, ...groups] : groups;

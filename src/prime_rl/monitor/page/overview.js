@@ -9,6 +9,7 @@ function overview(data, source, go) {
     mainChart(data, source, go),
     el("div", { class: "tiles" }, tilesOf(data).map(([name, label]) => tile(data, name, label, go))),
     scoresPanel(data),
+    tenantsPanel(data.tenants ?? []),
     findings(data),
     evaluations(data, source.facts.kinds.evaluation),
     contextTree(data.contexts ?? []),
@@ -19,6 +20,7 @@ function overview(data, source, go) {
 
 // Steps done, the time so far and what remains. Both times advance between two updates while the run is running.
 function progress(run, source) {
+  if (run.kind.name === "server") return null;
   if (run.state === "waiting") return el("p", { class: "lead", role: "status" }, "Nothing has been written yet. The page shows the first step as soon as there is one.");
   const step = Math.max(0, ...["trainer", "sft", "orchestrator"].map((name) => curve(source.data, name === "orchestrator" ? "reward/mean" : "loss/mean", name)?.steps.at(-1) ?? 0));
   const share = run.max_steps ? Math.min(step / run.max_steps, 1) : null;
@@ -56,7 +58,7 @@ function alertsPanel(alerts, total = alerts.length) {
 
 // The curve that shows whether the run learns, with held-out evaluations as points.
 function mainChart(data, source, go) {
-  const { kind } = data.run, names = kind.name === "search" ? ["evolve/best", "evolve/score"] : kind.name === "distillation" ? ["teacher_kl/mean"] : kind.trains_on_rewards ? ["reward/mean", "val_reward/mean", "eval/*/avg@*"] : ["loss/mean", "val/loss", "val_loss"];
+  const { kind } = data.run, names = kind.name === "server" ? ["tokens_per_s/trained", "tokens_per_s/sampled"] : kind.name === "search" ? ["evolve/best", "evolve/score"] : kind.name === "distillation" ? ["teacher_kl/mean"] : kind.trains_on_rewards ? ["reward/mean", "val_reward/mean", "eval/*/avg@*"] : ["loss/mean", "val/loss", "val_loss"];
   const onStep = source.facts.count ? (step) => go(`rollouts?step=${source.facts.steps[nearest(source.facts.steps, step)]}`) : null;
   const chart = figure(data, names, new Set(), onStep, 260);
   return chart && el("div", { class: "main-chart" }, chart);
@@ -64,6 +66,7 @@ function mainChart(data, source, go) {
 
 function sentence(data, source) {
   if (data.run.kind.name === "search") return searchSentence(data);
+  if (data.run.kind.name === "server") return serverSentence(data);
   const { run } = data, loss = curve(data, "loss/mean") || curve(data, "reward/mean");
   const { training, evaluation } = source.facts.kinds, envs = (training ?? evaluation)?.envs.filter((env) => env !== "none") ?? [];
   const steps = loss?.steps.at(-1) ?? 0;
@@ -90,6 +93,23 @@ function searchSentence({ run, contexts }) {
     best ? `, the best one with a mean score of ${number(best.mean, 3)}` : "", ". ", run.state === "stopped" ? `${capitalize(run.status)}.` : ""];
 }
 
+function serverSentence({ run, tenants }) {
+  const now = ["sessions", "models", "waiting"].map((name) => tenants.reduce((sum, row) => sum + row[name], 0));
+  return [`${run.kind.title} of `, el("b", {}, shortName(run.model)), ": ", count(tenants.length, "tenant"), ", ", count(now[0], "open session"), ", ",
+    count(now[1], "model"), " in training, ", count(now[2], "unfinished request"), ". ", run.state === "stopped" ? `${capitalize(run.status)}. ` : ""];
+}
+
+// Each API key is a tenant, named by the start of the digest of the key.
+function tenantsPanel(rows) {
+  if (!rows.length) return null;
+  const columns = ["sessions", "models", "waiting", "requests", "failed", "tokens_trained", "tokens_sampled"];
+  return el("section", { class: "panel" }, el("h2", {}, "Tenants"), el("div", { class: "wide" }, el("table", {},
+    el("thead", {}, el("tr", {}, el("th", {}, "key digest"), columns.map((name) => el("th", { class: "num" }, name.replace("_", " "))), el("th", {}, "last request"))),
+    el("tbody", {}, rows.map((row) => el("tr", {}, el("td", {}, el("code", {}, row.tenant)), columns.map((name) => el("td", { class: "num" }, row[name].toLocaleString("en"))),
+      el("td", {}, row.last_request ? new Date(1000 * row.last_request).toLocaleString("en") : "–")))))),
+  el("p", { class: "lead" }, "Requests and tokens since the server started."));
+}
+
 // The newest evaluation of each environment; the one before training does not count as progress.
 function latestScores(data) {
   return [...new Map(data.scores.filter((row) => row.step > 0).map((row) => [row.env, row])).values()];
@@ -97,6 +117,7 @@ function latestScores(data) {
 
 function tilesOf(data) {
   const { kind } = data.run;
+  if (kind.name === "server") return SERVER_TILES;
   const rewards = kind.trains_on_rewards ? TILES : TILES.filter(([name]) => !/reward/.test(name));
   if (!kind.has_teacher) return kind.scores_rewards ? TILES : rewards;
   const scores = latestScores(data).map((row) => row.retention === null

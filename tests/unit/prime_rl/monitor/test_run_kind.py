@@ -30,8 +30,9 @@ def config(teacher: Any = "None", skip: bool = False, **taus: Any) -> dict[str, 
         (config({}, skip=True, adv_tau=0, student_tau=1.0), RunKind(Kind.DISTILLATION, scores_rewards=False)),
         (config(TEACHER, teacher_tau=0.5), RunKind(Kind.MIXED, has_context=True)),
         (config(TEACHER, kl_coef=0.1), RunKind(Kind.RL)),
+        ({"serve": {}}, RunKind(Kind.SERVER, scores_rewards=False)),
     ],
-    ids=["rl", "distillation", "unverified", "mixed", "reference KL"],
+    ids=["rl", "distillation", "unverified", "mixed", "reference KL", "server"],
 )
 def test_configuration_decides(configs: dict[str, dict[str, Any]], kind: RunKind) -> None:
     assert find_kind({}, configs) == kind, "also before the first metric"
