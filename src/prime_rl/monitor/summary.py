@@ -30,6 +30,19 @@ FURTHER = (
     "batch/async_level",
     "teacher_kl/mean",
 )
+SERVER = tuple(
+    f"{name}/{part}"
+    for name, parts in (
+        ("tokens_per_s", ("trained", "sampled")),
+        ("queue", ("training", "sampling")),
+        ("latency", ("training/p50", "training/p99", "sampling/p50", "sampling/p99")),
+        ("open", ("tenants", "sessions", "models", "loaded_adapters")),
+        ("perf", ("peak_memory",)),
+    )
+    for part in parts
+)
+"""Metrics of a training server."""
+
 REWARDS = ("reward/mean", "val_reward")
 WINDOW = 10
 
@@ -54,7 +67,7 @@ def summarize_metrics(series: Mapping[str, Series], kind: RunKind | None = None)
     """
     kind = kind or RunKind(Kind.UNKNOWN)
     first = TEACHER_METRICS if kind.has_teacher else ()
-    names = dict.fromkeys((*first, *DOCUMENTED, *FURTHER))
+    names = dict.fromkeys(SERVER if kind.kind is Kind.SERVER else (*first, *DOCUMENTED, *FURTHER))
     lines = []
     for name in names:
         if name in REWARDS and not kind.scores_rewards:

@@ -44,7 +44,7 @@ function drawChart(chart, plot, legend, height, unit, yLabel) {
     svg("text", { class: "tick", x: area.x0 - 7, y: y(tick) + 3.5, "text-anchor": "end" }, label)]);
   const axis = ticks(first, last, width / 90).filter(Number.isInteger).map((tick) =>
     svg("text", { class: "tick", x: x(tick), y: area.y0 + 15, "text-anchor": "middle" }, tick));
-  const names = [svg("text", { class: "axis x", x: (area.x0 + area.x1) / 2, y: height - 5, "text-anchor": "middle" }, chart.curves.every((c) => c.name.startsWith("evolve/")) ? "context" : "training step"),
+  const names = [svg("text", { class: "axis x", x: (area.x0 + area.x1) / 2, y: height - 5, "text-anchor": "middle" }, stepName(chart.curves)),
     svg("text", { class: "axis y", x: 0, y: 0, transform: `translate(12 ${(area.y0 + area.y1) / 2}) rotate(-90)`, "text-anchor": "middle" }, yLabel)];
   const lines = chart.curves.map((c, k) => (c.isPoints ? drawPoints : drawCurve)(c, k, x, y));
   chart.cross = svg("g", { class: "cross" });
@@ -143,4 +143,9 @@ function sparkline(c) {
   const d = smooth(c.values, 0.5).map((v, i) => `${i ? "L" : "M"}${x(i).toFixed(1)} ${y(v).toFixed(1)}`).join("");
   return svg("svg", { class: "spark", viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", "aria-hidden": true },
     svg("path", { d: `${d}L${width} ${height}L0 ${height}Z`, class: "under" }), svg("path", { d }));
+}
+
+// What the steps of the curves count: those of a server are the intervals in which it had work.
+function stepName(curves) {
+  return curves.every((c) => c.name.startsWith("evolve/")) ? "context" : curves.every((c) => c.process === "serve") ? "interval" : "training step";
 }

@@ -89,7 +89,7 @@ const CHART_GROUPS = [
 ];
 
 const SERVER_CHARTS = [
-  ["Load", [["tokens_per_s/trained", "tokens_per_s/sampled"], ["queue/training", "queue/sampling"], ["requests/*"], ["requests/failed"]]],
+  ["Load", [["tokens_per_s/trained", "tokens_per_s/sampled"], ["queue/training", "queue/sampling"], ["requests/failed"], ["requests/*"]]],
   ["Latency", [["latency/training/p50", "latency/training/p99"], ["latency/sampling/p50", "latency/sampling/p99"]]],
   ["State", [["open/tenants", "open/sessions"], ["open/models", "open/loaded_adapters"], ["perf/peak_memory"]]],
 ];
@@ -100,7 +100,8 @@ const SERVER_TILES = [["tokens_per_s/trained", "Trained tokens per second"], ["t
 
 // Titles of charts whose metrics have no common name.
 const CHART_TITLES = { "importance_ratio/staleness_*/p05": "ratios by staleness, 5 %", "importance_ratio/staleness_*/p95": "ratios by staleness, 95 %",
-  "importance_ratio/staleness_*/ess": "effective sample size by staleness", "mismatch_kl/from_token_*/mean": "mismatch by position", "tokens/trained": "sampled tokens", "reward/min": "spread of the rewards", "batch/solve_all": "groups of prompts" };
+  "importance_ratio/staleness_*/ess": "effective sample size by staleness", "mismatch_kl/from_token_*/mean": "mismatch by position", "tokens/trained": "sampled tokens", "reward/min": "spread of the rewards", "tokens_per_s/trained": "tokens per second", "queue/training": "unfinished requests", "requests/*": "finished requests",
+  "open/tenants": "tenants and sessions", "open/models": "models and adapters", "batch/solve_all": "groups of prompts" };
 
 // Shown first for runs with a teacher.
 const TEACHER_CHARTS = ["Student and teacher", [["teacher_kl/mean", "teacher_kl_reverse/mean", "teacher_kl_forward/mean"],
