@@ -45,6 +45,8 @@ class Futures:
         """Size of the unfinished requests."""
         self.num_result_bytes = 0
         """Size of the results since they were last trimmed."""
+        self.fetched: list[str] = []
+        """Results that were sent since the last cleanup; after a kill they count as not fetched."""
         self._log, self._observe = log, observe
         self._cursor = log.num_starts << 32
 

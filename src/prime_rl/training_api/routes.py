@@ -353,11 +353,13 @@ async def retrieve_future(service: TrainingService, owner: str, request: Request
     [(is_json, payload, error, category)] = rows
 
     async def mark() -> None:
-        service.log.put("UPDATE results SET fetched = 1 WHERE id = ?", request_id)
+        service.futures.fetched.append(request_id)
 
     content = payload if error is None else orjson.dumps({"error": error, "category": category})
     media_type = "application/json" if is_json else PROTOBUF
-    return Response(content, media_type=media_type, background=BackgroundTask(mark))
+    return Response(
+        content, media_type=media_type, background=BackgroundTask(service.futures.fetched.append, request_id)
+    )
 
 
 async def retrieve_futures(service: TrainingService, owner: str, request: Request) -> Response:

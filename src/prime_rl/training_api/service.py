@@ -379,6 +379,9 @@ class TrainingService:
             if not self.is_used(checkpoint):
                 await self.delete(checkpoint)
                 logger.info(f"{checkpoint.path} has expired and was deleted")
+        fetched, self.futures.fetched = self.futures.fetched, []
+        for name in fetched:
+            self.log.put("UPDATE results SET fetched = 1 WHERE id = ?", name)
         max_bytes = round(self.config.limits.max_results_mb * 2**20)
         if self.futures.num_result_bytes > max_bytes / 16:
             self.futures.num_result_bytes = 0

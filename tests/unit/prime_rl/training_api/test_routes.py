@@ -228,6 +228,21 @@ def test_time_limits_spare_checkpoints_that_wait_to_be_loaded(server: Server, mo
     assert server.call("POST", "weights_info", json={"tinker_path": path}).status_code == 404
 
 
+def test_fetched_results_are_deleted_first(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_id = server.create_model()
+    bodies = [{"model_id": model_id, "seq_id": i, "path": f"n{i}"} for i in (1, 2)]
+    old, new = (server.post("save_weights", body) for body in bodies)
+    server.result(new)
+    assert server.client.portal is not None
+    server.client.portal.call(server.service.clean)
+    log = server.service.log
+    [(kept,)] = server.client.portal.call(log.execute, "SELECT count(*) FROM results WHERE NOT fetched")
+    server.client.portal.call(log.trim_results, kept * 2000)
+    assert server.result(old)["path"].endswith("/n1")
+    server.client.portal.call(log.trim_results, 0)
+    assert server.call("POST", "retrieve_future", json={"request_id": new["request_id"]}).status_code == 410
+
+
 def test_unloaded_adapters_are_read_again(server: Server) -> None:
     model_id = server.create_model()
     samplers, results = [], []
