@@ -202,6 +202,9 @@ def _check_settings(db: sqlite3.Connection, path: Path, settings: Mapping[str, s
     changed = [name for name, value in settings.items() if known.get(name, value) != value]
     if changed and db.execute("SELECT 1 FROM records LIMIT 1").fetchall():
         was = ", ".join(f"{name} was {known[name]}" for name in changed)
-        raise ValueError(f"{path} has open sessions with other settings ({was}): use these, or another output_dir")
+        raise ValueError(
+            f"{path} has open sessions with other settings ({was}): use these or another output_dir, or delete the "
+            "file, which ends the sessions"
+        )
     db.executemany("INSERT OR REPLACE INTO settings VALUES (?, ?)", settings.items())
     db.execute("INSERT INTO settings VALUES ('starts', '1') ON CONFLICT DO UPDATE SET value = value + 1")
