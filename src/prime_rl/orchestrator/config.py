@@ -156,16 +156,15 @@ class AdvantageConfig(BaseConfig):
             without_effect |= {"rewards", "kl_coef"}
         elif self.rewards:
             without_effect |= {"kl_coef"}
-        for name in sorted(self.model_fields_set & without_effect) if chosen else ():
-            if getattr(self, name) or name not in ("rewards", "kl_coef"):
-                raise ValueError(f"{name} has no effect with {chosen}: remove one of them")
+        for name in sorted(self.changed_keys() & without_effect) if chosen else ():
+            raise ValueError(f"{name} has no effect with {chosen}: remove one of them")
         return self
 
     @model_validator(mode="after")
     def _check_role(self) -> AdvantageConfig:
         if self.baseline == "role" and (self.std != "none" or self.kl_coef):
             raise ValueError('baseline "role" compares with other batches: set std to "none" and kl_coef to 0')
-        if self.baseline != "role" and "decay" in self.model_fields_set and self.decay != 0.95:
+        if self.baseline != "role" and "decay" in self.changed_keys():
             raise ValueError('decay has no effect without baseline = "role": remove it')
         return self
 

@@ -302,7 +302,7 @@ class TrainConfig(TrainerConfig):
         for name, loss in self.env_loss.items():
             if loss.type == "custom" or PRESETS[loss.type].teacher_tau:
                 raise ValueError(f"env_loss.{name}.type {loss.type} is possible for whole runs only: set loss.type")
-            if given := sorted(loss.model_fields_set - ENV_LOSS_KEYS):
+            if given := sorted(loss.changed_keys() - ENV_LOSS_KEYS):
                 raise ValueError(f"env_loss.{name}.{given[0]} applies to whole runs only: set loss.{given[0]}")
         return self
 

@@ -57,6 +57,12 @@ class BaseConfig(BaseModel):
         """Messages for the user about values that parsing changed or ignored."""
         return []
 
+    def changed_keys(self) -> set[str]:
+        """Keys whose value is not the default. `model_fields_set` has every key once a file was written and read."""
+        values, fields = dict(self), type(self).model_fields
+        defaults = {k: f.get_default(call_default_factory=True, validated_data=values) for k, f in fields.items()}
+        return {key for key, value in values.items() if value != defaults[key]}
+
     @model_validator(mode="before")
     @classmethod
     def _complete_sections(cls, data: Any) -> Any:

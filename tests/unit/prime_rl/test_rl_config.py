@@ -197,6 +197,24 @@ def test_each_process_can_be_written_and_read_alone(tmp_path: Path) -> None:
     assert parse("@", str(tmp_path / "rl.toml")) == config
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--orchestrator.advantage.import_path", "math:sqrt"),
+        ("--orchestrator.advantage.rewards.correct", "1"),
+        ("--orchestrator.env.0.advantage.import_path", "math:sqrt"),
+        ("--orchestrator.env.0.loss.type", "grpo"),
+        ("--trainer.loss.anneal.margin", "8", "--orchestrator.teacher_model.context", "x"),
+    ],
+)
+def test_written_defaults_do_not_conflict(options: tuple[str, ...], tmp_path: Path) -> None:
+    """A file has every key, so it cannot say which of two exclusive ones was chosen."""
+    config = parse(*options)
+    for name, config_cls in (("orchestrator", OrchestratorConfig), ("trainer", TrainConfig)):
+        write_config(getattr(config, name), tmp_path / name)
+        assert parse_argv(config_cls, ["@", str(tmp_path / name)], name, {})[0] == getattr(config, name)
+
+
 def test_configs_as_objects_are_shared_too() -> None:
     config = RLConfig(trainer=TrainConfig(max_steps=3), max_async_level=1)
     assert config.orchestrator.max_steps == 3 and config.orchestrator.max_async_level == 1

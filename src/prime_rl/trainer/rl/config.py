@@ -137,7 +137,7 @@ class AnnealConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _check_margin_or_factor(self) -> AnnealConfig:
-        if self.margin is not None and "factor" in self.model_fields_set:
+        if self.margin is not None and "factor" in self.changed_keys():
             raise ValueError("factor and margin both set the final taus: remove one of them")
         return self
 
