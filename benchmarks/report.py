@@ -43,6 +43,10 @@ ABOUT = {
         "python benchmarks/bench_gateway.py",
         "CPU time of the gateway for each request of an agent; the client of the engine is not included.",
     ),
+    "training_api": (
+        "python benchmarks/bench_training_api.py",
+        "Eight clients of `serve` at once against one, in an RL loop; latency of samples during training.",
+    ),
     "fleet": (
         "python benchmarks/bench_fleet.py",
         "Orchestrator work per rollout from 10 to 1,000 engines, in virtual time.",

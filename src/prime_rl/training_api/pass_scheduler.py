@@ -7,7 +7,7 @@ small ones.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container
 from typing import Any
 
 from prime_rl.training_api.adapters import AdapterTrainer
@@ -16,10 +16,15 @@ from prime_rl.training_api.wire import decode_pass, encode_pass
 
 
 class PassScheduler:
-    """Runs passes of different models; `execute` calls a function in the training thread."""
+    """Runs passes of different models of `models`; `execute` calls a function in the training thread."""
 
-    def __init__(self, trainer: AdapterTrainer, execute: Callable[[Callable[[], None]], Awaitable[None]]) -> None:
-        self._trainer, self._execute = trainer, execute
+    def __init__(
+        self,
+        trainer: AdapterTrainer,
+        execute: Callable[[Callable[[], None]], Awaitable[None]],
+        models: Container[str],
+    ) -> None:
+        self._trainer, self._execute, self._models = trainer, execute, models
         self._running: dict[RunningPass, asyncio.Future[None]] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -27,6 +32,8 @@ class PassScheduler:
         """Run an encoded pass; `ValueError`, without any change, for bad data."""
         # Beside the training thread, so that requests that arrive during a pack are in the next one.
         started = await asyncio.to_thread(lambda: self._trainer.start_pass(model_id, decode_pass(body)))
+        if model_id not in self._models:
+            raise _unloaded(model_id)
         done = self._running[started] = asyncio.get_running_loop().create_future()
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._advance())
@@ -37,7 +44,7 @@ class PassScheduler:
         """End the pass of a model that is unloaded; a pack that is being computed is finished first."""
         for running, done in list(self._running.items()):
             if running.name == model_id:
-                self._finish(running, done, ValueError(f"model {model_id} was unloaded"))
+                self._finish(running, done, _unloaded(model_id))
 
     async def _advance(self) -> None:
         """Compute packs until all passes have finished."""
@@ -64,3 +71,7 @@ class PassScheduler:
             done.set_result(None)
         else:
             done.set_exception(error)
+
+
+def _unloaded(model_id: str) -> ValueError:
+    return ValueError(f"model {model_id} was unloaded")

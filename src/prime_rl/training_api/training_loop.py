@@ -38,7 +38,7 @@ class TrainingLoop:
         self.snapshot_interval_s, self.max_loaded, self.on_saved = snapshot_interval_s, max_loaded, on_saved
         self.models: dict[str, Model] = {}
         self.queue = TrainingQueue()
-        self.passes = PassScheduler(executor.trainer, self.execute)
+        self.passes = PassScheduler(executor.trainer, self.execute, self.models)
         self._thread = ThreadPoolExecutor(1, "training")
 
     async def execute(self, work: Callable[[], T]) -> T:

@@ -60,7 +60,7 @@ def run(trainer: StubTrainer, work: Callable[[PassScheduler, Any], Any]) -> Any:
             await permits.acquire()
             function()
 
-        return await work(PassScheduler(trainer, execute), permits)  # type: ignore[arg-type]
+        return await work(PassScheduler(trainer, execute, "abcd"), permits)  # type: ignore[arg-type]
 
     return asyncio.run(asyncio.wait_for(main(), 20))
 
@@ -74,14 +74,14 @@ async def start(scheduler: PassScheduler, name: str, *sizes: int) -> asyncio.Tas
 
 def test_small_passes_go_between_the_parts_of_a_big_one(trainer: StubTrainer) -> None:
     async def work(scheduler: PassScheduler, permits: asyncio.Semaphore) -> None:
-        tasks = [await start(scheduler, "big", 100, 100, 100), await start(scheduler, "b", 60)]
+        tasks = [await start(scheduler, "a", 100, 100, 100), await start(scheduler, "b", 60)]
         tasks += [await start(scheduler, "c", 30), await start(scheduler, "d", 50, 50)]
         for _ in range(6):
             permits.release()
         await asyncio.gather(*tasks)
 
     run(trainer, work)
-    assert trainer.packs == [["big"], ["b", "c"], ["d"], ["big"], ["d"], ["big"]]
+    assert trainer.packs == [["a"], ["b", "c"], ["d"], ["a"], ["d"], ["a"]]
 
 
 def test_a_failed_pack_fails_its_passes_only(trainer: StubTrainer) -> None:
@@ -114,3 +114,12 @@ def test_an_unloaded_model_leaves_the_mix(trainer: StubTrainer) -> None:
 
     run(trainer, work)
     assert trainer.packs == [["a"], ["b", "a"], ["b"]]
+
+
+def test_a_pass_of_an_unloaded_model_does_not_start(trainer: StubTrainer) -> None:
+    async def work(scheduler: PassScheduler, permits: asyncio.Semaphore) -> None:
+        with pytest.raises(ValueError, match="x was unloaded"):
+            await scheduler.run("x", (5,))  # type: ignore[arg-type]
+
+    run(trainer, work)
+    assert not trainer.packs
