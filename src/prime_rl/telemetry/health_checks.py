@@ -54,24 +54,37 @@ class RolloutHealthChecks:
         self, max_async_level: int, *, verified: bool = True, log: Callable[[str], object] | None = None
     ) -> None:
         self._level, self._verified, self._warner = max_async_level, verified, OnceWarner(log)
-        self._constant = 0
+        self._constant, self._completions = 0, 0
+        self._unrewarded = Counter[str]()
         self._stalled = deque[tuple[float, float]](maxlen=WINDOW)
 
     def check(self, samples: Sequence[Sample], stalled_s: float = 0.0, step_s: float = 0.0) -> list[str]:
         """Check a batch; generation was stalled for lack of slots for `stalled_s` of the step's `step_s` seconds."""
         if samples:
             same = len({sample.reward for sample in samples}) == 1 and len(samples) > 1 and self._verified
-            self._constant = self._constant + 1 if same else 0
+            self._count(samples, same=same)
         self._stalled.append((stalled_s, step_s))
         return self._warner.update(
             {
                 "mask": mask_trouble(samples),
                 "end of turn": ending_trouble(samples),
                 "prefixes": prefix_trouble(samples),
-                "rewards": constant_trouble(samples, self._constant),
+                "reward function" if self._unrewarded else "rewards": self._constant_trouble(samples),
                 "engine starves": self._starvation(),
             }
         )
+
+    def _count(self, samples: Sequence[Sample], *, same: bool) -> None:
+        """Count consecutive batches of equal rewards, and right answers in them that earned nothing."""
+        self._constant, self._completions = (self._constant + 1, self._completions + len(samples)) if same else (0, 0)
+        right = (sample for sample in samples if sample.reward <= 0 and _contains_answer(sample))
+        kinds = Counter(type(sample.metadata["answer"]).__name__ for sample in right)
+        self._unrewarded = self._unrewarded + kinds if same else Counter()
+
+    def _constant_trouble(self, samples: Sequence[Sample]) -> str | None:
+        if not samples or self._constant < CONSTANT_BATCHES:
+            return None
+        return constant_trouble(samples[0].reward, self._constant, self._unrewarded, self._completions)
 
     def _starvation(self) -> str | None:
         share = _full_share(self._stalled) if self._level else None
@@ -188,23 +201,20 @@ def prefix_trouble(samples: Sequence[Sample]) -> str | None:
     )
 
 
-def constant_trouble(samples: Sequence[Sample], num_batches: int) -> str | None:
-    """All rewards are equal in several consecutive batches."""
-    if num_batches < CONSTANT_BATCHES:
-        return None
-    text = f"every rollout of the last {num_batches} batches has reward {samples[0].reward:g}, so there is no learning "
-    text += "signal. Inspect rollouts (monitor, samples.jsonl): "
-    missed = [sample for sample in samples if sample.reward <= 0 and _contains_answer(sample)]
-    if not missed:
+def constant_trouble(reward: float, num_batches: int, unrewarded: Counter[str], num_completions: int) -> str:
+    """All rewards are equal in several consecutive batches; `unrewarded` right answers, by the type of the expected."""
+    text = f"every rollout of the last {num_batches} batches has reward {reward:g}, so there is no learning signal. "
+    text += "Inspect rollouts (monitor, samples.jsonl): "
+    if not unrewarded:
         return text + (
             "the reward function may fail to parse answers, completions may be truncated at max_tokens, or the task is "
             "too easy or too hard"
         )
-    kind = type(missed[0].metadata["answer"]).__name__
+    kind = next(iter(unrewarded))
     cure = "" if kind == "str" else f"; answers of the rows are {kind}, not text: compare with str(answer)"
     return text + (
-        f"{len(missed)} of {len(samples)} completions contain the expected answer, so the reward function probably "
-        f"does not find it{cure}"
+        f"{unrewarded.total()} of {num_completions} completions contain the expected answer: check whether the reward "
+        f"function finds it{cure}"
     )
 
 

@@ -74,7 +74,7 @@ def test_turns_that_rewrite_the_history() -> None:
     ("answer", "reply", "found", "cure"),
     [
         (98, "It is 98.", True, "are int, not text: compare with str(answer)"),
-        ("98", "98", True, "does not find it"),
+        ("98", "98", True, "finds it"),
         (98, "It is 980", False, ""),
         (None, "None", False, ""),
         ("", "98", False, ""),
@@ -84,8 +84,17 @@ def test_rewards_of_0_for_right_answers_name_the_cause(answer: Any, reply: str, 
     checks = RolloutHealthChecks(2, log=lambda line: None)
     wrong = batch(reward=0.0, response=reply, metadata={"answer": answer})
     [line] = [line for _ in range(CONSTANT_BATCHES) for line in checks.check(wrong)]
-    assert ("16 of 16 completions contain the expected answer" in line) == found, line
+    assert ("48 of 48 completions contain the expected answer" in line) == found, line
     assert cure in line and ("may fail to parse" in line) != found
+
+
+def test_a_right_answer_among_rewards_of_0_warns_later_too() -> None:
+    checks = RolloutHealthChecks(2, log=lambda line: None)
+    wrong, right = ({"reward": 0.0, "response": text, "metadata": {"answer": "98"}} for text in ("7", "98"))
+    lines = [*(checks.check(batch(**wrong)) for _ in range(CONSTANT_BATCHES)), checks.check(batch(**right))]
+    assert [len(new) for new in lines] == [0, 0, 1, 1] and "may fail to parse" in lines[2][0]
+    assert lines[3][0].startswith("health check reward function: ") and "16 of 64 completions contain" in lines[3][0]
+    assert checks.check(batch(**wrong)) == checks.check(batch(**right)) == [], "once"
 
 
 def test_constant_rewards_warn_once() -> None:
