@@ -146,7 +146,9 @@ def _batch_composition(
         rows, seq_len = section.get("micro_bs"), (section.get("model") or {}).get("seq_len")
         rows = None if rows == "auto" else rows  # the number is in the log
         capacity = f" (capacity {rows} x {seq_len} = {rows * seq_len} tokens each)" if rows and seq_len else ""
-        full = tokens / (micros * rows * seq_len) if rows and seq_len else None
+        shared = _mean(trainer, "batch/shared_ratio") or 0.0
+        computed = f", {tokens * (1 - shared):.5g} without shared beginnings," if shared else ""
+        full = tokens * (1 - shared) / (micros * rows * seq_len) if rows and seq_len else None
         advice = None
         if steps < WARM_UP + MIN_EVIDENCE:
             pass  # the first batches may not be typical
@@ -158,8 +160,9 @@ def _batch_composition(
         findings.append(
             Finding(
                 "samples to steps",
-                f"{samples:.4g} samples of {tokens:.5g} tokens in all are packed into {_many(micros, 'micro-batch')} "
-                f"per rank{capacity}, then one optimizer step; {steps} steps so far, {samples * steps:,.0f} samples",
+                f"{samples:.4g} samples of {tokens:.5g} tokens in all{computed} are packed into "
+                f"{_many(micros, 'micro-batch')} per rank{capacity}, then one optimizer step; "
+                f"{steps} steps so far, {samples * steps:,.0f} samples",
                 advice,
             )
         )

@@ -43,6 +43,8 @@ def test_explanations_name_stalls_and_fixes() -> None:
         ("batch/samples", 40.0), ("batch/tokens", 1000.0), ("batch/micro_batches", 5.0)
     )}  # fmt: skip
     assert "micro-batches are 25% full" in findings_text(explain({"trainer": batch}, {}, config))
+    text = findings_text(explain({"trainer": batch | {"batch/shared_ratio": [(8, 0.6)]}}, {}, config))
+    assert "1000 tokens in all, 400 without shared beginnings, are packed" in text and "are 10% full" in text
     assert findings_text([]) == "no complete step yet"
 
 
