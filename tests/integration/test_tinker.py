@@ -1,26 +1,16 @@
-"""The stock `tinker` client against `serve`, and kills of the server.
-
-The client has an environment of its own: `make test-tinker` creates it; TINKER_PYTHON names another interpreter.
-"""
+"""The stock `tinker` client against `serve`, and kills of the server."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
 import subprocess
-import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tinker_server import PYTHON, Server
 
-ROOT = Path(__file__).parents[2]
-PYTHON = Path(os.environ.get("TINKER_PYTHON", ROOT / ".venv-tinker" / "bin" / "python"))
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
@@ -47,54 +37,15 @@ def report(**found):
 """
 
 
-class Server:
-    """A `serve` process with a tiny model."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.process: subprocess.Popen[bytes] | None = None
-        self.start()
-
-    def start(self) -> None:
-        command = [sys.executable, "-m", "prime_rl", "serve", "--model.name", "tiny-qwen3"]
-        command += ["--model.debug.random_init", "true", "--model.served_names", '["Qwen/Qwen3-8B"]']
-        command += ["--port", str(self.port), "--output_dir", str(self.folder / "serve")]
-        with (self.folder / "serve.log").open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
-        for _ in range(600):
-            request = urllib.request.Request(f"http://127.0.0.1:{self.port}/api/v1/healthz", headers={"X-API-Key": "k"})
-            try:
-                with urllib.request.urlopen(request, timeout=5):
-                    return
-            except OSError:
-                assert self.process.poll() is None, (self.folder / "serve.log").read_text()
-                time.sleep(0.1)
-        raise AssertionError("the server did not start")
-
-    def kill(self) -> None:
-        assert self.process is not None
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
-
-    def environment(self, key: str = "tml-a", **known: Any) -> dict[str, str]:
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "COVERAGE"))}
-        offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(self.folder / "hf"), "NO_PROXY": "127.0.0.1"}
-        tinker = {"TINKER_BASE_URL": f"http://127.0.0.1:{self.port}", "TINKER_API_KEY": key}
-        return {**clean, **offline, **tinker, "KNOWN": json.dumps(known)}
-
-    def run(self, script: str, key: str = "tml-a", **known: Any) -> dict[str, Any]:
-        """The report of a program of the stock client."""
-        command = [str(PYTHON), "-W", "ignore", "-c", PRELUDE + script]
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=self.environment(key, **known), timeout=300, check=False
-        )
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-        [line] = [line for line in done.stdout.splitlines() if line.startswith("REPORT")]
-        found: dict[str, Any] = json.loads(line.removeprefix("REPORT"))
-        return found
+def run(server: Server, script: str, key: str = "tml-a", **known: Any) -> dict[str, Any]:
+    """The report of a program of the stock client."""
+    command = [str(PYTHON), "-W", "ignore", "-c", PRELUDE + script]
+    environment = {**server.environment(key), "KNOWN": json.dumps(known)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("REPORT")]
+    found: dict[str, Any] = json.loads(line.removeprefix("REPORT"))
+    return found
 
 
 @pytest.fixture
@@ -131,7 +82,7 @@ service.close("success").result()
 
 
 def test_stock_client_trains_samples_saves_and_loads(server: Server) -> None:
-    found = server.run(SESSION)
+    found = run(server, SESSION)
     assert found["losses"][-1] < found["losses"][0]
     assert found["equal"] and found["exact"] and found["rank"] == 8
     assert all(sequences == found["sampled"][0] for sequences in found["sampled"])
@@ -161,9 +112,9 @@ report(status=reply.status_code, restored=restored, later=score(client))
 
 
 def test_killed_server_keeps_checkpoints_and_models(server: Server) -> None:
-    before = server.run(BEFORE_KILL)
+    before = run(server, BEFORE_KILL)
     server.kill()
     server.start()
-    after = server.run(AFTER_KILL, state=before["state"], model=before["model"])
+    after = run(server, AFTER_KILL, state=before["state"], model=before["model"])
     assert after["status"] == 200
     assert after["restored"] == before["expected"] and after["later"] == before["later"]
