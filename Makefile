@@ -108,10 +108,11 @@ test-lm-eval: setup  ## create .venv-lm-eval with lm-evaluation-harness, then ru
 
 TINKER := .venv-tinker/bin/python
 
-test-tinker: setup  ## create .venv-tinker with the tinker client, then run it against serve (minutes)
-	@[ -x $(TINKER) ] || { $(PY) -m venv --clear .venv-tinker && \
-	  $(TINKER) -m pip install --disable-pip-version-check -q tinker==0.38.0 'torch>=2.11,<2.14'; }
-	@$(PY) -m pytest tests/integration/test_tinker.py -m slow
+test-tinker: setup  ## create .venv-tinker with tinker and its cookbook, then run recipes against serve (minutes)
+	@$(TINKER) -c 'import tinker_cookbook' 2>/dev/null || { $(PY) -m venv --clear .venv-tinker && \
+	  $(TINKER) -m pip install --disable-pip-version-check -q tinker==0.38.0 'tinker-cookbook[math-rl]==0.5.8' \
+	  'torch>=2.11,<2.14'; }
+	@$(PY) -m pytest tests/integration/test_tinker.py tests/integration/test_tinker_recipes.py -m slow
 
 VERIFIERS_V1 := .venv-v1/bin/python
 
