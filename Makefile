@@ -112,7 +112,8 @@ test-tinker: setup  ## create .venv-tinker with tinker and its cookbook, then ru
 	@$(TINKER) -c 'import tinker_cookbook' 2>/dev/null || { $(PY) -m venv --clear .venv-tinker && \
 	  $(TINKER) -m pip install --disable-pip-version-check -q tinker==0.38.0 'tinker-cookbook[math-rl]==0.5.8' \
 	  'torch>=2.11,<2.14'; }
-	@$(PY) -m pytest tests/integration/test_tinker.py tests/integration/test_tinker_recipes.py -m slow
+	@$(PY) -m pytest tests/integration/test_tinker.py tests/integration/test_tinker_restart.py \
+	  tests/integration/test_tinker_recipes.py -m slow
 
 VERIFIERS_V1 := .venv-v1/bin/python
 
