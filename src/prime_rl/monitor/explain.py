@@ -48,7 +48,7 @@ def explain(
         *(_distillation(joined, config) if kind.has_teacher else []),
         *_batch_composition(trainer, orchestrator, config),
         *_stalls(lanes, orchestrator, config),
-        *_symptoms(joined, kind),
+        *find_symptoms(joined, kind),
     ]
 
 
@@ -225,7 +225,7 @@ def _stalls(lanes: Lanes, orchestrator: Mapping[str, Series], config: Mapping[st
     return findings
 
 
-def _symptoms(joined: Mapping[str, Series], kind: RunKind) -> list[Finding]:
+def find_symptoms(joined: Mapping[str, Series], kind: RunKind) -> list[Finding]:
     """Health checks that failed, with advice."""
     return [Finding(check.name, check.text, check.advice) for check in run_checks(joined, kind) if check.advice]
 

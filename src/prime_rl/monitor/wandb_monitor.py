@@ -17,6 +17,7 @@ if __package__ in (None, ""):  # run by path
 from prime_rl.configuration.arguments import CommandParser
 from prime_rl.monitor import local_runs
 from prime_rl.monitor.distillation import count_skipped, read_scores, scores_text, skipped_text
+from prime_rl.monitor.explain import find_symptoms, findings_text
 from prime_rl.monitor.plots import check_matplotlib, save_plots
 from prime_rl.monitor.run_kind import Kind, RunKind, find_kind
 from prime_rl.monitor.run_status import find_status
@@ -140,7 +141,6 @@ def serve_pages(options: argparse.Namespace) -> int:
 def inspect_run(options: argparse.Namespace, run: local_runs.LocalRun) -> int:
     """The report and the explanation of a local run."""
     if options.explain:
-        from prime_rl.monitor.explain import findings_text
         from prime_rl.monitor.page_data import explain_run
 
         print_text(f"{run.name}\n\n{findings_text(explain_run(run))}")
@@ -186,6 +186,8 @@ def show(
     print_text(title if kind.kind is Kind.UNKNOWN else f"{title}\n{kind.title}")
     if not options.samples_only:
         print_text("\n" + summary_text(summarize_metrics(series, kind)))
+        if symptoms := find_symptoms(series, kind):
+            print_text("\n" + findings_text(symptoms))
         if kind.has_teacher:
             show_distillation(series)
         if options.save_dir is not None:

@@ -78,6 +78,14 @@ def test_local_run_is_summed_up_under_the_documented_names(tmp_path: Path, capsy
     assert "(finished)" in out and "question" not in out
 
 
+def test_failed_health_checks_are_part_of_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run")
+    head = {"process": "orchestrator", "timestamp": 2000.0}
+    append_jsonl(run / "metrics.jsonl", [{**head, "step": step, "is_truncated/mean": 0.99} for step in range(1, 31)])
+    code, out, _ = call(capsys, run, "--metrics-only")
+    assert code == 0 and "are cut off at the token limit\n  -> raise orchestrator.sampling.max_tokens" in out
+
+
 def test_failed_samples_are_the_newest_below_the_threshold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = [write_run(tmp_path / "run"), "--samples-only", "--reward-threshold", 0.2, "--max-samples", 3]
     code, out, _ = call(capsys, *argv)
