@@ -19,7 +19,8 @@ from prime_rl.training_api.checkpoints import AdapterCheckpoint, AdapterStore
 from prime_rl.training_api.wire import CLASSES, LENGTH, STOP, fill_topk
 
 MAX_SAMPLES, MAX_TOPK = 4096, 100
-UNSUPPORTED = ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info")
+STABILITY = "record_stability_info"
+UNSUPPORTED = ("target_prompt_logprobs", "prompt_alt_tokens_k", STABILITY)
 """Fields of a sample request that are refused when they are set."""
 
 
@@ -74,7 +75,8 @@ def _parse_stop(stop: Any) -> tuple[tuple[str, ...], tuple[int, ...], bool]:
 def parse_sample(body: Mapping[str, Any], max_len: int, vocab: int, seed: int) -> SampleRequest:
     """Validate a request; `ValueError` names the field. `seed` is used if the request has none."""
     if refused := [name for name in UNSUPPORTED if body.get(name)]:
-        raise ValueError(f"{refused[0]} is not supported by this server: leave it out")
+        cure = "choose another loss_fn than stable_reinforce" if refused[0] == STABILITY else "leave it out"
+        raise ValueError(f"{refused[0]} is not supported by this server: {cure}")
     prompt = parse_prompt(body.get("prompt"))
     if not prompt or not 0 <= min(prompt) <= max(prompt) < vocab:
         raise ValueError(f"prompt needs token ids from 0 to {vocab - 1}")
