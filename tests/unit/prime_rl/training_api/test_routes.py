@@ -328,6 +328,7 @@ def test_hostile_requests_get_clear_errors(server: Server) -> None:
         ({"prompt": {"chunks": [{"tokens": [10**7]}]}}, "token ids"),
         ({"num_samples": 10**6}, "num_samples"),
         ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k is not supported"),
+        ({"record_stability_info": True}, "choose another loss_fn than stable_reinforce"),
         ({"prompt_logprobs_last_n": 2}, "prompt_logprobs_last_n"),
     ],
 )
