@@ -153,7 +153,7 @@ def _choose_server(tables: ConfigTables) -> None:
     """Choose the teacher's server: a running one, the student's, or one that rl starts."""
     url, name, weights = f"{TEACHER}.client.base_url", f"{TEACHER}.model.name", _weights(tables)
     dedicated = [*filter(tables.has, ("teacher_gpu_ids", "teacher_inference"))]
-    if tables.has(url):
+    if tables.has(url) and not _is_own_server(tables):
         if dedicated:
             raise ValueError(
                 f"{tables.show(url)} names a teacher that runs already, {dedicated[0]} is for one that rl starts\n"
@@ -170,6 +170,15 @@ def _choose_server(tables: ConfigTables) -> None:
         tables.set(name, BASE_MODEL, "one copy of the weights")
     else:
         _configure_server(tables)
+
+
+def _is_own_server(tables: ConfigTables) -> bool:
+    """Whether the teacher's address is that of `teacher_inference`, as in a resolved configuration."""
+    server = tables.section("teacher_inference").get("server", {})
+    own = (
+        build_url(str(server.get("host", InferenceConfig().server.host)), server["port"]) if "port" in server else None
+    )
+    return bool(tables.get(f"{TEACHER}.client.base_url") == [own])
 
 
 def _serves_base(tables: ConfigTables) -> bool:

@@ -19,7 +19,7 @@ from prime_rl.orchestrator.distillation.context import ContextProvider
 from prime_rl.orchestrator.distillation.teacher import build_teacher
 from prime_rl.runtime.machine import find_free_port
 from prime_rl.trainer.rl.loss import build_objective
-from prime_rl.utils.pydantic_config import ConfigError, parse_argv
+from prime_rl.utils.pydantic_config import ConfigError, parse_argv, write_config
 
 CONTEXT = ("--orchestrator.teacher_model.context", "Think first.\n")
 LORA = ("--trainer.model.lora.rank", "16", "--inference.backend", "embedded")
@@ -27,6 +27,13 @@ LORA = ("--trainer.model.lora.rank", "16", "--inference.backend", "embedded")
 
 def parse(*argv: str) -> RLConfig:
     return parse_argv(RLConfig, ["--model.name", "tiny-qwen3", *argv], "rl", {})[0]
+
+
+def test_a_resolved_configuration_is_read_back(tmp_path: Path) -> None:
+    config = parse(*CONTEXT, "--teacher_inference.max_batch_size", "9")
+    assert config.teacher_inference is not None
+    write_config(config, tmp_path / "rl.toml")
+    assert parse("@", str(tmp_path / "rl.toml")) == config
 
 
 @pytest.mark.parametrize(
