@@ -15,6 +15,7 @@ from training_requests import PROTO, TOKENS, Server, build_pass
 from prime_rl.training_api import passes
 from prime_rl.training_api.config import ServeConfig, ServedModelConfig
 from prime_rl.training_api.serve import build_app, build_service
+from rollouts.training.tensor_files import save_tensors
 
 
 def open_server(folder: Path, snapshot_interval: float, max_trained_adapters: int = 8) -> tuple[TestClient, Server]:
@@ -125,15 +126,14 @@ def test_a_session_may_end_while_its_model_is_saved(tmp_path: Path, monkeypatch:
     service, ended = server.service, server.session
     train(server, 1)
     server.session, server.num_models = server.post("create_session")["session_id"], 0
-    save = service.training.snapshots.save
 
     def save_late(*args: Any) -> None:
         assert client.portal is not None
         client.portal.start_task_soon(service.end_session, ended)
         time.sleep(0.1)
-        save(*args)
+        save_tensors(*args)
 
-    monkeypatch.setattr(service.training.snapshots, "save", save_late)
+    monkeypatch.setattr("prime_rl.training_api.snapshots.save_tensors", save_late)
     second = train(server, 1)  # evicts the first
     assert ended not in service.sessions and service.error is None
     assert list(service.trainer.adapters) == [second]
