@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rollouts.training.metrics import load_jsonl
+
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 180.0
 MARK = "ROAD_TEST_MARK"
@@ -176,8 +178,8 @@ def read_command_line(pid: int) -> list[str]:
 
 
 def metric_rows(output_dir: Path, process: str, key: str) -> list[dict[str, Any]]:
-    """Rows of a process in metrics.jsonl that contain a key."""
-    rows = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    """Rows of a process in metrics.jsonl that contain a key; a row that is being written is left out."""
+    rows = load_jsonl(output_dir / "metrics.jsonl")
     return [row for row in rows if row["process"] == process and key in row]
 
 

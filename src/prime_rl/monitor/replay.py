@@ -133,10 +133,9 @@ def _train(run: LocalRun, plan: Replay, place: RunDir) -> None:
     try:
         with Supervisor(place.logs, None, grace_s=5) as children:
             children.start(plan.process, argv)
-            # The metrics of a step are written after its weights.
-            children.wait_for(lambda: _has_step(place, plan.step), timeout_s=TIMEOUT_S, what=f"step {plan.step}")
+            children.wait_for(lambda: has_step(place, plan.step), timeout_s=TIMEOUT_S, what=f"step {plan.step}")
     except ChildFailed as error:
-        if not _has_step(place, plan.step):  # the trainer exits after its last step
+        if not has_step(place, plan.step):  # the trainer exits after its last step
             raise RuntimeError(f"the trainer failed: {error}") from error
 
 
@@ -148,9 +147,10 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def _has_step(place: RunDir, step: int) -> bool:
+def has_step(place: RunDir, step: int) -> bool:
+    """Whether metrics and weights of a step are written, in any order: weights are published in the background."""
     rows, _ = read_rows(place.metrics)
-    return any(row.get("step") == step and "loss/mean" in row for row in rows)
+    return step in complete_steps(place.weights) and any(row.get("step") == step and "loss/mean" in row for row in rows)
 
 
 def _manifest(run: LocalRun, step: int) -> dict[str, TensorEntry]:

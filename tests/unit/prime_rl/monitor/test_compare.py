@@ -14,7 +14,8 @@ from page_runs import (
 
 from prime_rl.monitor.compare import compare_runs, differences_text
 from prime_rl.monitor.local_runs import open_run
-from prime_rl.monitor.replay import compare, plan_replay, verdict_text
+from prime_rl.monitor.replay import compare, has_step, plan_replay, verdict_text
+from prime_rl.runtime.run_dir import RunDir
 from rollouts.training.metrics import append_jsonl, load_jsonl
 
 
@@ -94,3 +95,12 @@ def test_replay_detects_differences(tmp_path: Path) -> None:
     verdict = compare(a, b, 4)
     assert (verdict.equal, verdict.tensors, verdict.metrics) == (False, ["b.weight"], [("loss/mean", 0.025, 0.5)])
     assert "1 of 2 tensors" in verdict_text(4, verdict) and "loss/mean was 0.025, is 0.5" in verdict_text(4, verdict)
+
+
+def test_a_step_needs_its_metrics_and_its_weights(tmp_path: Path) -> None:
+    files = RunDir(tmp_path)
+    append_jsonl(files.metrics, [{"step": 3, "process": "trainer", "loss/mean": 0.5}])
+    assert not has_step(files, 3), "weights are published in the background"
+    files.weights.mkdir()
+    write_weights(tmp_path, 3, 5.0)
+    assert has_step(files, 3) and not has_step(files, 2)
