@@ -138,13 +138,17 @@ class Backend:
             self._run_pipeline(self.pipeline, micros, finish, train=train)
             return
         if self.concurrent is not None and train and len(micros) > 1:
-            parameters = [p for p in self.model.parameters() if p.requires_grad]
-            self.concurrent.run(micros, lambda micro: self._compute(self._prepare(micro)), finish, parameters)
+            named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+            masters = [self.parameters[name] for name in named]
+            self.concurrent.run(micros, self._compute_micro, finish, list(named.values()), masters)
             return
         for micro in micros:
-            loss = finish(micro, self._compute(self._prepare(micro)))
+            loss = finish(micro, self._compute_micro(micro))
             if train:
                 torch.autograd.backward(loss)
+
+    def _compute_micro(self, micro: MicroBatch) -> LossInputs:
+        return self._compute(self._prepare(micro))
 
     def _prepare(self, micro: MicroBatch, num_tokens: int = 0) -> ForwardInputs:
         batch = pad_micro_batch(micro, self.mesh, self.placement.device, num_tokens)

@@ -78,10 +78,11 @@ class ConcurrentMicros:
         compute: Callable[[MicroBatch], LossInputs],
         finish: Callable[[MicroBatch, LossInputs], Tensor],
         parameters: Sequence[Tensor],
+        masters: Sequence[Tensor],
     ) -> None:
-        """Add the gradients of all micro-batches to `parameters`; raises what the first failing thread raised.
+        """Add the gradients of `parameters` in all micro-batches to `masters`, which may be `parameters` itself.
 
-        Each busy thread holds the activations and gradients of one micro-batch.
+        Each busy thread holds the activations and gradients of one micro-batch. Raises the first error of any thread.
         """
         numbers, losses, sums = iter(range(len(micros))), _Turns(), _Turns()
         taken, errors = threading.Lock(), list[BaseException]()
@@ -101,7 +102,7 @@ class ConcurrentMicros:
                     loss = finish(micro, inputs)
                 gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
                 with sums.turn(number):
-                    add_gradients(parameters, gradients)
+                    add_gradients(masters, gradients)
             except _Stopped:
                 return False
             except BaseException as error:
@@ -157,7 +158,6 @@ def find_obstacle(config: ModelConfig, placement: DeviceConfig, model: CausalLM,
     has_dropout = config.lora is not None and config.lora.dropout > 0
     reasons = {
         f"device {placement.device.type}": placement.device.type != "cpu",
-        f"dtype {str(placement.dtype).removeprefix('torch.')}": placement.dtype != torch.float32,
         "a run of several ranks": num_ranks > 1,
         "OMP_NUM_THREADS above 1": torch.get_num_threads() > 1,
         "this model class": type(model) is not CausalLM or model.config.num_experts > 0,
@@ -169,11 +169,11 @@ def find_obstacle(config: ModelConfig, placement: DeviceConfig, model: CausalLM,
 
 @torch.no_grad()
 def add_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """Accumulate gradients as the backward pass does: the first as is, the others in place."""
+    """Accumulate gradients, in the precision of `parameters`, as the backward pass does: the first as is."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is None:
             continue
         if parameter.grad is None:
-            parameter.grad = gradient
+            parameter.grad = gradient.to(parameter.dtype)
         else:
             parameter.grad.add_(gradient)

@@ -54,9 +54,10 @@ def resolve_placement(config: ModelConfig, local_rank: int = 0, num_ranks: int =
         raise ValueError(f"model.device is {name!r}, a single GPU for all ranks: use cuda for one GPU per rank")
     is_gpu = device.type == "cuda"
     dtype = getattr(torch, config.dtype) if config.dtype != "auto" else torch.bfloat16 if is_gpu else torch.float32
-    arithmetic = arithmetic_dtype(dtype, device) if num_ranks == 1 else dtype
-    exact = arithmetic != torch.bfloat16 and not is_gpu and not isinstance(config, SFTModelConfig)
-    exact = exact and config.compile is None
+    may_be_exact = not is_gpu and not isinstance(config, SFTModelConfig) and config.compile is None
+    may_be_exact = may_be_exact and config.attn in ("auto", "exact")
+    arithmetic = arithmetic_dtype(dtype, device, may_be_exact) if num_ranks == 1 else dtype
+    exact = may_be_exact and arithmetic != torch.bfloat16
     attn = config.attn if config.attn != "auto" else "exact" if exact else "flash" if has_flash(device) else "sdpa"
     if attn == "flash" and (dtype != torch.bfloat16 or not has_flash(device)):
         raise ValueError("model.attn flash needs bfloat16 on a GPU supported by torch's FlashAttention: use sdpa")

@@ -16,6 +16,7 @@ from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.concurrent_micros import ConcurrentMicros
 from prime_rl.trainer.config import TrainConfig
 from prime_rl.trainer.rl.loss import build_loss
+from rollouts.kernels import cpu as cpu_kernels
 from rollouts.training.batching import pack_samples
 from rollouts.training.types import Sample
 
@@ -44,17 +45,24 @@ def draw_samples(num: int) -> list[Sample]:
     return samples
 
 
-def test_threads_change_no_bit_of_gradients_and_statistics(tmp_path: Path) -> None:
-    backend = build(tmp_path)
+@pytest.mark.parametrize(
+    "model", [{}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "attn": "sdpa"}], ids=["fp32", "bf16 exact", "bf16"]
+)
+def test_threads_change_no_bit_of_gradients_and_statistics(
+    model: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_kernels, "has_bf16_products", lambda: True)
+    backend = build(tmp_path, model=model)
     assert backend.concurrent is None  # the model is small
     loss = build_loss(TrainConfig().loss, 64)
     [micros] = pack_samples(draw_samples(24), 64)
     assert len(micros) > 6
 
     def run() -> tuple[list[Tensor], dict[str, float]]:
-        backend.model.zero_grad()
+        for parameter in backend.parameters.values():
+            parameter.grad = None
         stats = backend.forward_backward(micros, loss)
-        return [p.grad.clone() for p in backend.model.parameters() if p.grad is not None], stats.summary()
+        return [p.grad.clone() for p in backend.parameters.values() if p.grad is not None], stats.summary()
 
     expected, statistics = run()
     for num_threads in (2, 3):
@@ -87,7 +95,7 @@ def run_fake(runner: ConcurrentMicros, failures: dict[int, BaseException]) -> li
         order.append(number)
         return (weight * number).sum()
 
-    runner.run(list(range(12)), compute, finish, [weight])  # type: ignore[arg-type]
+    runner.run(list(range(12)), compute, finish, [weight], [weight])  # type: ignore[arg-type]
     assert weight.grad == sum(range(12))
     return order
 
@@ -106,8 +114,10 @@ def test_an_error_of_any_thread_is_raised(number: int, monkeypatch: pytest.Monke
 
 
 def test_concurrency_that_is_not_supported_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="max_concurrent_micro_batches is 2, which dtype bfloat16 does not support"):
-        build(tmp_path, max_concurrent_micro_batches=2, model={"dtype": "bfloat16"})
+    with pytest.raises(
+        ValueError, match=r"max_concurrent_micro_batches is 2, which model\.ac or model\.compile does not"
+    ):
+        build(tmp_path, max_concurrent_micro_batches=2, model={"ac": {}})
 
 
 def test_only_cores_of_the_affinity_are_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -380,6 +380,22 @@ def test_bfloat16_models_train_with_float32_masters(
         assert torch.equal(parameter.float(), backend.parameters[name].bfloat16().float()) and parameter.grad is None
 
 
+@pytest.mark.parametrize("attn", ["auto", "exact", "sdpa"])
+@pytest.mark.parametrize("has_products", [True, False])
+def test_only_inexact_rl_computes_with_bfloat16_instructions(
+    has_products: bool, attn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_kernels, "has_bf16_unit", lambda: False)
+    monkeypatch.setattr(cpu_kernels, "has_bf16_products", lambda: has_products)
+    model = {"dtype": "bfloat16", "device": "cpu", "attn": attn}
+    placement = resolve_placement(TrainConfig.model_validate({"model": model}).model)
+    assert placement.dtype == torch.bfloat16 and placement.attn == ("sdpa" if attn == "sdpa" else "exact")
+    fast = has_products and attn == "sdpa"
+    assert placement.arithmetic == (torch.bfloat16 if fast else torch.float32)
+    sft = resolve_placement(SFTConfig.model_validate({"model": {"dtype": "bfloat16", "device": "cpu"}}).model)
+    assert sft.arithmetic == (torch.bfloat16 if has_products else torch.float32)
+
+
 def test_masters_accumulate_small_updates() -> None:
     """Updates below the bfloat16 resolution accumulate."""
     model = nn.Linear(1, 1, bias=False)
