@@ -251,10 +251,20 @@ def check_embedded_options(config: InferenceConfig) -> None:
         raise ValueError(f'vllm.{min(config.vllm)} is an option of vLLM: set backend = "vllm", or leave it out')
 
 
+def check_no_delta(config: InferenceConfig) -> None:
+    """`ValueError` for delta weight sync, because other engines load whole model directories."""
+    if config.weight_broadcast.delta:
+        raise ValueError(
+            f'weight_broadcast.delta = true with backend = "{config.backend}": only the embedded engine applies '
+            "deltas; leave it out"
+        )
+
+
 def check_vllm_options(config: InferenceConfig) -> None:
     """`ValueError` for options that only the embedded engine supports."""
     if config.weight_broadcast.type == "nccl":
         raise ValueError('weight_broadcast.type = "nccl" is not supported with vLLM: use "gloo" or "filesystem"')
+    check_no_delta(config)
     if config.exact:
         raise ValueError('exact = true requires the embedded engine: set backend = "embedded", or leave it out')
     if config.model.device != "auto":
@@ -279,6 +289,7 @@ def check_sglang_options(config: InferenceConfig) -> None:
         )
     if not config.sglang.base_url.startswith(("http://", "https://")):
         raise ValueError(f"sglang.base_url = {config.sglang.base_url!r} must begin with http:// or https://")
+    check_no_delta(config)
     if config.weight_broadcast.type != "filesystem":
         raise ValueError(
             f'weight_broadcast.type = "{config.weight_broadcast.type}" with SGLang: it loads weights from directories, '

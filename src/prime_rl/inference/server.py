@@ -126,7 +126,8 @@ def choose_backend(config: InferenceConfig) -> Literal["embedded", "vllm", "sgla
         from prime_rl.runtime.machine import find_gpus
 
         needs_embedded = config.exact or config.model.device != "auto" or config.cache != CacheConfig()
-        needs_embedded |= config.weight_broadcast.type == "nccl" or config.model.impl != "auto"
+        broadcast = config.weight_broadcast
+        needs_embedded |= broadcast.type == "nccl" or broadcast.delta or config.model.impl != "auto"
         chosen = "vllm" if is_installed("vllm") and find_gpus() and not needs_embedded else "embedded"
     if chosen == "embedded":
         check_embedded_options(config)

@@ -294,7 +294,8 @@ def build_engine(
         return build_gateway(config, model_dir, decode)
     from prime_rl.inference.embedded import loading
 
-    return loading.build_engine(config, model_dir, decode, tokenizer), loading.WeightReader(config, model_dir)
+    engine = loading.build_engine(config, model_dir, decode, tokenizer)
+    return engine, loading.WeightReader(config, model_dir, engine)
 
 
 def sampling_defaults(config: InferenceConfig) -> Json:

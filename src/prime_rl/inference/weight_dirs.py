@@ -21,11 +21,15 @@ def parse_directory(body: Json, key: str, config: InferenceConfig) -> Path:
     given = body.get(key)
     if not isinstance(given, str) or not given:
         raise ApiError(f'give {{"{key}": "<directory>"}}', param=key)
-    allowed = [*config.weight_dirs, *filter(None, [config.output_dir])]
     try:
-        return resolve_allowed(given, allowed)
+        return resolve_allowed(given, allowed_dirs(config))
     except PermissionError as error:
         raise ApiError(str(error), status=403, param=key, kind="permission_error") from error
+
+
+def allowed_dirs(config: InferenceConfig) -> list[Path]:
+    """Directories below which weights may be loaded."""
+    return [*config.weight_dirs, *filter(None, [config.output_dir])]
 
 
 def resolve_allowed(weight_dir: str, allowed: list[Path]) -> Path:

@@ -471,9 +471,9 @@ class OrchestratorConfig(TrackersConfig):
 
     @property
     def versions_dir(self) -> Path:
-        """Directory of published versions: weight files, or announcements of broadcasts."""
-        run = RunDir(self.output_dir)
-        return run.weights if self.weight_broadcast.type == "filesystem" else run.broadcasts
+        """Directory of published versions: weight files, or deltas and announcements of broadcasts."""
+        run, broadcast = RunDir(self.output_dir), self.weight_broadcast
+        return run.weights if broadcast.type == "filesystem" and not broadcast.delta else run.broadcasts
 
     @property
     def num_groups(self) -> int:

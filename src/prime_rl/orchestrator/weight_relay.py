@@ -229,6 +229,7 @@ def build_relay(
 ) -> WeightRelay:
     """Build the relay of the trainer's versions."""
     run = RunDir(config.output_dir)
+    alternate_dir = run.broadcasts if config.versions_dir == run.weights else run.weights
     return WeightRelay(
         servers,
         is_received=sender.is_received,
@@ -236,5 +237,5 @@ def build_relay(
         log_timeline=monitor.log_timeline,
         before_load=rollouts.wait_until_idle if config.strict_async_level else None,
         ema_servers=ema_servers,
-        alternate_dir=run.broadcasts if config.weight_broadcast.type == "filesystem" else run.weights,
+        alternate_dir=None if config.weight_broadcast.delta else alternate_dir,  # an anchor precedes its delta
     )

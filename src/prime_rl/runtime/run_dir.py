@@ -37,7 +37,7 @@ class RunDir:
     weights = _Entry("weights")
     """Published versions by step, each a Hugging Face model directory."""
     broadcasts = _Entry("broadcasts")
-    """Announcements by step of versions that servers receive over a process group."""
+    """By step: announcements of versions that servers receive over a process group, or deltas of versions."""
     average = _Entry("average")
     """Published EMA weights by step."""
     checkpoints = _Entry("checkpoints")

@@ -335,6 +335,22 @@ class TrainConfig(TrainerConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_delta(self) -> TrainConfig:
+        if not self.weight_broadcast.delta:
+            return self
+        if self.model.dtype != "bfloat16":
+            raise ValueError(
+                f'weight_broadcast.delta with model.dtype = "{self.model.dtype}": set "bfloat16", since nearly all '
+                "wider weights change in every step"
+            )
+        if self.model.lora is not None and not self.model.lora.merge:
+            raise ValueError(
+                "weight_broadcast.delta has no use for an adapter, which is small: leave it out, or set "
+                "model.lora.merge = true"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_ckpt_skips(self) -> TrainConfig:
         for name in ("skip_progress", "skip_dataloader"):
             if self.ckpt is not None and getattr(self.ckpt, name):

@@ -1,4 +1,4 @@
-"""Publishes model versions to the engines: as files, or over process groups."""
+"""Publishes model versions to the engines: as files, as deltas, or over process groups."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from prime_rl.trainer.config import SFTConfig, TrainConfig
 from prime_rl.transport import weights
 from prime_rl.transport.broadcast import WeightSender, announce, is_taken
 from prime_rl.transport.canary import Canary
+from prime_rl.transport.deltas import DeltaPublisher
 from prime_rl.transport.file_watch import wait_for_blocking
 from rollouts.training.steps import complete_steps, prune_steps, step_path
 
@@ -43,8 +44,9 @@ class Publisher:
 
     `model_files` are the config and tokenizer files of the initial model, with overrides. With `sender`, engines
     receive versions from the memory of rank 0, and `close` waits up to `shutdown_timeout_s` for them to receive the
-    last one. `retention` None: every version is a file and remains. Files are written by a thread, so that the next
-    forward and backward pass can run meanwhile.
+    last one; with `deltas`, they read what changed, and only some versions are complete files. `retention` None: every
+    version is a file and remains. Files are written by a thread, so that the next forward and backward pass can run
+    meanwhile.
     """
 
     run: RunDir
@@ -53,6 +55,7 @@ class Publisher:
     sender: WeightSender | None = None
     retention: Retention | None = None
     shutdown_timeout_s: float = 0.0
+    deltas: DeltaPublisher | None = None
     _writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "publish"), init=False)
     _pending: Future[None] | None = field(default=None, init=False)
 
@@ -68,7 +71,7 @@ class Publisher:
         called before the parameters change.
         """
         self.wait()
-        backend, retention = self.backend, self.retention
+        backend, retention, deltas = self.backend, self.retention, self.deltas
         if backend.average is not None:
             with backend.average.in_place():
                 average = backend.export_state_dict()
@@ -76,12 +79,15 @@ class Publisher:
         canary, tensors = backend.compute_canary(step, texts), backend.export_state_dict()
         if (sender := self.sender) is not None:
             backend.ranks.run_on_rank0(lambda: self._offer(sender, step, canary, tensors))
-        is_file = sender is None or retention is None or retention.is_permanent(step)
+        is_file = (sender or deltas) is None or retention is None or retention.is_permanent(step)
+        is_file |= deltas is not None and deltas.needs_anchor(step)
 
         def finish() -> None:
             if backend.ranks.rank == 0:
                 if is_file:
                     self._write(self.weights_dir, step, canary, tensors)
+                if deltas is not None:
+                    deltas.publish(step, tensors, canary, is_anchor=is_file)
                 self._prune(step)
 
         self._pending = self._writer.submit(finish)
@@ -139,11 +145,14 @@ class Publisher:
     def _prune(self, step: int) -> None:
         if (retention := self.retention) is None:
             return
+        oldest = step - retention.max_async_level - 1  # that an engine may be told to load
+        if self.deltas is not None:  # it starts from the full weights before
+            oldest = max((full for full in complete_steps(self.weights_dir) if full <= oldest), default=0)
         for root in self.run.version_dirs:
             weights.prune_weights(
                 root,
                 step,
-                retention.max_async_level,
+                retention.max_async_level if root == self.run.average else step - oldest - 1,
                 retention.interval,
                 retention.max_steps,
                 retention.start,
@@ -174,4 +183,5 @@ def build_publisher(
         sender,
         Retention(level, config.ckpt.interval if config.ckpt else None, config.max_steps, start),
         0.0 if config.data.fake else MAX_SHUTDOWN_WAIT_S,
+        DeltaPublisher(RunDir(config.output_dir).broadcasts, target.anchor_interval) if target.delta else None,
     )

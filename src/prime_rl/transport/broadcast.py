@@ -27,7 +27,7 @@ from loguru import logger
 
 from prime_rl.runtime.framing import receive_frame, send_frame
 from prime_rl.transport.canary import Canary, write_canary
-from prime_rl.transport.weights import Manifest, build_manifest, verify_tensors, write_manifest
+from prime_rl.transport.weights import Manifest, build_manifest, find_dtype, verify_tensors, write_manifest
 from rollouts.training.steps import publish_step
 
 if TYPE_CHECKING:
@@ -244,7 +244,7 @@ def receive_weights(broadcast: Broadcast, step: int, receiver: str, device: devi
         pair = ProcessGroupPair(connection, 1, broadcast.type, device, broadcast.timeout)
         tensors = {}
         for name, entry in reply.manifest.tensors.items():
-            tensors[name] = torch.empty(entry.shape, dtype=_find_dtype(entry.dtype))
+            tensors[name] = torch.empty(entry.shape, dtype=find_dtype(entry.dtype))
             pair.broadcast(tensors[name])
         send_frame(connection, DONE)
     verify_tensors(tensors, reply.manifest)
@@ -264,15 +264,6 @@ def _connect(broadcast: Broadcast, what: str) -> Iterator[socket.socket]:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _find_dtype(name: str) -> Any:
-    import torch
-
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is not a torch dtype")
-    return dtype
 
 
 def _decode(data: bytes, kind: type[T], what: str, decode: Any = msgspec.msgpack.decode) -> T:

@@ -11,7 +11,7 @@ import msgspec
 import xxhash
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, dtype
 
 SCHEMA = 1
 MANIFEST_FILE = "manifest.json"
@@ -53,6 +53,16 @@ def describe_tensors(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
 def build_manifest(step: int, tensors: Mapping[str, Tensor]) -> Manifest:
     """The manifest of version `step`."""
     return Manifest(SCHEMA, step, describe_tensors(tensors))
+
+
+def find_dtype(name: str) -> dtype:
+    """The torch dtype of a manifest entry; `ValueError` if there is none of this name."""
+    import torch
+
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r} is not a torch dtype")
+    return found
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:

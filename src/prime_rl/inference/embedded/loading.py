@@ -18,10 +18,13 @@ from prime_rl.inference.embedded.cuda_graphs import build_recorder
 from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.engine import AdapterSpec
 from prime_rl.inference.grammar import GrammarCompiler
+from prime_rl.inference.weight_dirs import allowed_dirs, resolve_allowed
+from prime_rl.runtime.run_dir import RunDir
 from prime_rl.runtime.tokenizer import load_tokenizer
 from prime_rl.trainer.models.causal_lm import tensor_names
 from prime_rl.trainer.models.registry import load_causal_lm, load_hf_config, read_files
 from prime_rl.transport.broadcast import Broadcast, ReceivedWeights, receive_weights
+from prime_rl.transport.deltas import is_delta, read_version
 from prime_rl.transport.weights import read_manifest, verify_tensors
 from rollouts.kernels.cpu import arithmetic_dtype
 from rollouts.training.json_files import read_json_file
@@ -36,6 +39,8 @@ class WeightReader:
 
     config: InferenceConfig
     model_dir: Path
+    engine: EmbeddedEngine | None = None
+    """The engine whose weights deltas are applied to; None: to full weights only."""
 
     def read_base(self) -> tuple[dict[str, Tensor], int]:
         """Read the initial weights, as version 0."""
@@ -50,7 +55,7 @@ class WeightReader:
         return tensor_names(model), 0
 
     def read_step(self, directory: Path) -> tuple[dict[str, Tensor], int]:
-        """Read tensors and version of a published directory, verified against its manifest.
+        """Read tensors and version of a published directory, or build them from its delta; verified by its manifest.
 
         `ValueError` if it is incomplete, corrupt, or has no manifest.
         """
@@ -58,9 +63,15 @@ class WeightReader:
             raise ValueError(f"{directory} does not exist")
         if not is_complete(directory):
             raise ValueError(f"{directory} is incomplete: it has no STABLE marker")
+        if is_delta(directory):
+            held = None if self.engine is None else (self.engine.version, tensor_names(self.engine.model))
+            return read_version(directory, held, RunDir(directory.parents[1]).weights, self._read_allowed)
         manifest, tensors = read_manifest(directory), read_files(directory)
         verify_tensors(tensors, manifest)
         return tensors, manifest.step
+
+    def _read_allowed(self, directory: Path) -> dict[str, Tensor]:
+        return read_files(resolve_allowed(str(directory), allowed_dirs(self.config)))
 
     def read_adapter(self, directory: Path, version: int | None = None) -> tuple[dict[str, Tensor], AdapterSpec]:
         """Read tensors and spec of a LoRA adapter; see `read_adapter`."""
