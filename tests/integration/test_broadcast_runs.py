@@ -1,4 +1,4 @@
-"""A complete run with weights over process groups to two servers, compared with the same run over files.
+"""A complete run with weights over process groups to two servers, or as deltas, compared with the same run over files.
 
 pytest -m slow tests/integration/test_broadcast_runs.py
 """
@@ -76,3 +76,23 @@ def test_a_resumed_run_and_one_of_two_ranks(run: Runner, tmp_path: Path) -> None
     ranks = start("ranks", *gloo, "--trainer.parallel.dp", 2)
     assert complete_steps(ranks / "weights") == [2, 4] and complete_steps(ranks / "broadcasts")[-1] == 4
     assert max(row["mismatch_kl/mean"] for row in metric_rows(ranks, "trainer", "mismatch_kl/mean")) == 0
+
+
+def test_deltas_give_the_same_weights_resumed_too(run: Runner, tmp_path: Path) -> None:
+    """The servers of both attempts load every version; full weights are read at the start only."""
+
+    def start(name: str, *more: object) -> Path:
+        own = ("--output-dir", tmp_path / name, "--inference.server.port", find_free_port())
+        run.run_well("rl", "@", LETTERS, *own, "--trainer.model.dtype", "bfloat16", *more)
+        return tmp_path / name
+
+    deltas = ("--weight-broadcast.delta", "--weight-broadcast.anchor-interval", 3)
+    whole = start("whole")
+    start("parts", *deltas, "--max-steps", 2)
+    parts = start("parts", *deltas, "--resume")
+    assert complete_steps(parts / "weights") == [2, 4] and complete_steps(parts / "broadcasts") == [2, 3, 4]
+    for step in (3, 4):
+        assert digests(step_path(whole / "weights", step)) == digests(step_path(parts / "broadcasts", step))
+    assert digests(step_path(whole / "weights", 4)) == digests(step_path(parts / "weights", 4))
+    log = "".join(path.read_text() for path in sorted(parts.rglob("inference.log")))
+    assert all(f"Loaded weights version={step} " in log for step in (1, 2, 3, 4))

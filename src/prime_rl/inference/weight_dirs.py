@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from pathlib import Path
 
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.request_parsing import ApiError, Json
-from prime_rl.runtime.run_dir import RunDir
-from prime_rl.runtime.tokenizer import resolve_model_dir
 from prime_rl.transport.weights import check_directory
-from rollouts.training.steps import is_complete, step_path
+from rollouts.training.steps import is_complete
 
 SHOWN_PATH = 200
 
@@ -76,19 +72,3 @@ def check_step(directory: Path) -> tuple[int, dict[str, str]]:
     if not any(directory.glob("model*.safetensors")):
         raise ValueError(f"{directory} has no model.safetensors")
     return check_directory(directory)
-
-
-def prepare_model_dir(config: InferenceConfig) -> Path:
-    """Directory from which vLLM or SGLang loads; random or truncated debug weights are written to disk first."""
-    model_dir = resolve_model_dir(config.model.name)
-    debug = config.model.debug
-    if not debug.random_init and debug.num_layers is None:
-        return model_dir
-    from prime_rl.inference.embedded.loading import WeightReader
-    from prime_rl.transport.weights import publish_weights
-
-    tensors, version = WeightReader(config, model_dir).read_base()
-    out = config.output_dir
-    root = Path(tempfile.mkdtemp(prefix="prime-rl-")) if out is None else RunDir(out).initial
-    shutil.rmtree(step_path(root, version), ignore_errors=True)
-    return publish_weights(root, version, tensors, model_dir, num_layers=debug.num_layers).resolve()

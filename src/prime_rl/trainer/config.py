@@ -247,6 +247,15 @@ class TrainerConfig(TrackersConfig):
         return self
 
 
+def check_delta_dtype(name: str) -> None:
+    """`ValueError` unless the trainer computes in bfloat16."""
+    if name != "bfloat16":
+        raise ValueError(
+            f"weight_broadcast.delta with {name} weights, nearly all of which change in every step: set model.dtype = "
+            '"bfloat16"'
+        )
+
+
 class TrainConfig(TrainerConfig):
     """The RL trainer."""
 
@@ -336,14 +345,10 @@ class TrainConfig(TrainerConfig):
 
     @model_validator(mode="after")
     def _check_delta(self) -> TrainConfig:
-        if not self.weight_broadcast.delta:
-            return self
-        if self.model.dtype != "bfloat16":
-            raise ValueError(
-                f'weight_broadcast.delta with model.dtype = "{self.model.dtype}": set "bfloat16", since nearly all '
-                "wider weights change in every step"
-            )
-        if self.model.lora is not None and not self.model.lora.merge:
+        lora = self.model.lora
+        if self.weight_broadcast.delta and self.model.dtype != "auto":
+            check_delta_dtype(self.model.dtype)
+        if self.weight_broadcast.delta and lora is not None and not lora.merge:
             raise ValueError(
                 "weight_broadcast.delta has no use for an adapter, which is small: leave it out, or set "
                 "model.lora.merge = true"

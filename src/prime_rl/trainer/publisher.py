@@ -12,7 +12,7 @@ from torch import Tensor
 
 from prime_rl.runtime.run_dir import RunDir
 from prime_rl.trainer.backend import Backend
-from prime_rl.trainer.config import SFTConfig, TrainConfig
+from prime_rl.trainer.config import SFTConfig, TrainConfig, check_delta_dtype
 from prime_rl.transport import weights
 from prime_rl.transport.broadcast import WeightSender, announce, is_taken
 from prime_rl.transport.canary import Canary
@@ -166,6 +166,8 @@ def build_publisher(
     if isinstance(config, SFTConfig):
         return Publisher(RunDir(config.output_dir), backend, model_files)
     level, target, sender = config.max_async_level, config.weight_broadcast, None
+    if target.delta:
+        check_delta_dtype(str(backend.placement.dtype).removeprefix("torch."))
     if target.type != "filesystem":
         sender = WeightSender(
             target.type,

@@ -50,7 +50,7 @@ VALUES = {
     "max_steps": 5, "max_async_level": 0, "seq_len": 99, "seed": 7, "output_dir": Path("elsewhere"),
     "transport.type": "zmq", "transport.host": "far", "transport.port": 6000,
     "weight_broadcast.type": "gloo", "weight_broadcast.host": "far", "weight_broadcast.port": 6001,
-    "weight_broadcast.timeout": 5,
+    "weight_broadcast.timeout": 5, "weight_broadcast.delta": True, "weight_broadcast.anchor_interval": 3,
     "ckpt.interval": 4, "ckpt.resume_step": -1, "ckpt.keep": 2,
     "wandb.enabled": False, "wandb.project": "p", "wandb.entity": "e", "wandb.offline": True, "wandb.group": "g",
     "wandb.tags": ["t"], "wandb.log_extras.samples": False, "wandb.log_extras.distributions": False,

@@ -15,10 +15,11 @@ from prime_rl.inference.adapters import read_adapter
 from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.detokenizer import Decode
 from prime_rl.inference.engine import AdapterSpec
+from prime_rl.inference.initial_weights import prepare_model_dir
 from prime_rl.inference.request_parsing import Json
 from prime_rl.inference.sglang.engine import LoadedWeights, SGLangGateway
 from prime_rl.inference.sglang.protocol import read_top
-from prime_rl.inference.weight_dirs import check_step, prepare_model_dir
+from prime_rl.inference.weight_dirs import check_step
 from prime_rl.transport.broadcast import Broadcast
 from prime_rl.transport.canary import canary_tokens
 from rollouts.training.json_files import read_json_file

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl.inference.config import InferenceConfig
-from prime_rl.inference.weight_dirs import prepare_model_dir
+from prime_rl.inference.initial_weights import prepare_model_dir
 from prime_rl.runtime.machine import find_gpus
 
 CONFIG_VARIABLE = "PRIME_RL_INFERENCE_CONFIG"

@@ -28,7 +28,7 @@ from prime_rl.transport.deltas import DeltaPublisher, apply_changes, encode_chan
 from prime_rl.transport.weights import ModelFiles, publish_weights, read_manifest, verify_tensors
 from rollouts.training import steps
 from rollouts.training.backends.ranks import Ranks
-from rollouts.training.steps import complete_steps, step_path
+from rollouts.training.steps import complete_steps, parse_step, step_path
 
 TINY = resolve_model_dir("tiny-qwen3")
 CANARY = build_canary(0, [], [], "bfloat16", False)
@@ -141,6 +141,9 @@ class Simulation:
     def fail(self) -> None:
         """One version, one fault, one load."""
         self.train()
+        for path in (*self.run.broadcasts.iterdir(), *self.run.weights.iterdir()):
+            if (parse_step(path.name) or 0) < self.step - 30:
+                shutil.rmtree(path)  # without STABLE, which no process removes
         self.rng.choice(self.faults)()
         candidates = complete_steps(self.run.broadcasts) or [self.step]
         self.load(candidates[-1] if self.rng.random() < 0.8 else self.rng.choice(candidates))
@@ -197,8 +200,11 @@ class Simulation:
         self.held = (self.held[0], held)
 
     def restart_trainer(self) -> None:
-        """Continue after an earlier version, on another path."""
-        self.start_trainer(self.rng.randint(max(self.step - 5, 1), self.step))
+        """Continue after an earlier version, on another path; later versions are moved away, as by `rl --resume`."""
+        step = self.rng.randint(max(self.step - 5, 1), self.step)
+        self.run.archive_steps(dict.fromkeys(self.run.step_dirs, step))
+        shutil.rmtree(self.run.attempts, ignore_errors=True)
+        self.start_trainer(step)
 
     def lose_anchors(self) -> None:
         shutil.rmtree(self.run.weights)
@@ -208,6 +214,7 @@ class Simulation:
         self.load(self.step)
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("num_faults", [100, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_no_fault_leads_to_a_wrong_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_faults: int) -> None:
     monkeypatch.setattr(steps, "_fsync", lambda path: None)
@@ -308,7 +315,7 @@ def test_a_run_keeps_chains_and_resumes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"weight_broadcast": {"delta": True}}, 'model.dtype = "auto": set "bfloat16"'),
+        ({"weight_broadcast": {"delta": True}, "model": {"dtype": "float32"}}, "delta with float32 weights"),
         (
             {"weight_broadcast": {"delta": True}, "model": {"dtype": "bfloat16", "lora": {}}},
             "no use for an adapter",
@@ -319,6 +326,13 @@ def test_a_run_keeps_chains_and_resumes(tmp_path: Path) -> None:
 def test_settings_without_use_are_rejected(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TrainConfig.model_validate(given)
+
+
+def test_weights_of_another_dtype_are_rejected(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "auto"})})
+    with pytest.raises(ValueError, match=r'delta with float32 weights.*: set model\.dtype = "bfloat16"'):
+        train(config)
 
 
 @pytest.mark.parametrize("backend", ["vllm", "sglang"])
