@@ -12,7 +12,7 @@ import httpx
 import uvicorn
 
 from prime_rl.inference.config import InferenceConfig
-from prime_rl.inference.server import bind, build_uvicorn_config
+from prime_rl.inference.server import bind, build_app, build_uvicorn_config
 from prime_rl.inference.service import ServerState, build_service
 
 DEADLINE_S = 30
@@ -27,7 +27,8 @@ class RunningServer:
         self.service: ServerState = build_service(self.config)
         self._socket = bind("127.0.0.1", 0)
         self.root = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        self._server = uvicorn.Server(build_uvicorn_config(self.service))
+        app, limits = build_app(self.service), self.config.server
+        self._server = uvicorn.Server(build_uvicorn_config(app, limits.read_timeout, limits.drain_timeout))
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True)
         self._thread.start()
         wait_until(lambda: self._server.started, "the server to start")

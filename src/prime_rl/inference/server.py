@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import uvicorn
     from starlette.applications import Starlette
 
+    from prime_rl.inference.async_engine import AsyncEngine
     from prime_rl.inference.config import InferenceConfig
     from prime_rl.inference.service import ServerState
 
@@ -78,23 +79,39 @@ def build_app(service: ServerState) -> Starlette:
     )
 
 
-def build_uvicorn_config(service: ServerState) -> uvicorn.Config:
+def build_uvicorn_config(app: Starlette, read_timeout_s: float, drain_timeout_s: float) -> uvicorn.Config:
     """Configure the web server: HTTP/1.1 only, with timeouts for slow clients."""
     import uvicorn
 
     from prime_rl.runtime.http_deadlines import build_protocol
 
-    limits = service.config.server
     return uvicorn.Config(
-        build_app(service),
-        http=build_protocol(limits.read_timeout),
+        app,
+        http=build_protocol(read_timeout_s),
         ws="none",
         log_level="warning",
         access_log=False,
-        timeout_graceful_shutdown=max(1, round(limits.drain_timeout)),
+        timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
         timeout_keep_alive=KEEP_ALIVE_S,
         log_config=None,
     )
+
+
+def run_app(settings: uvicorn.Config, listener: socket.socket, engine: AsyncEngine) -> None:
+    """Serve until stopped; `RuntimeError` if the engine fails, which stops the server."""
+    import uvicorn
+
+    server = uvicorn.Server(settings)
+
+    def stop() -> None:
+        server.should_exit = True
+
+    engine.on_failure = stop
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    gc.freeze()  # loaded objects are permanent: exclude them from garbage collection
+    server.run(sockets=[listener])
+    if engine.error is not None:
+        raise RuntimeError(f"Engine failed: {engine.error}") from engine.error
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -150,7 +167,6 @@ def serve(config: InferenceConfig) -> int:
         return serve_vllm(config)
     listener = bind(config.server.host, config.server.port)
     # Imported late: --help and config errors must not wait for torch.
-    import uvicorn
     from loguru import logger
 
     from prime_rl.client.http import ensure_open_files
@@ -165,23 +181,15 @@ def serve(config: InferenceConfig) -> int:
         logger.warning(f"Serving on {config.server.host} without an API key: set server.api_key_var")
     if advice := ensure_open_files(config.max_batch_size + config.server.max_queued_requests):
         logger.debug(advice)
-    server = uvicorn.Server(build_uvicorn_config(service))
-
-    def stop() -> None:
-        server.should_exit = True
-
-    service.engine.on_failure = stop
     if config.output_dir is not None:
         explain_on_signal(config.name, config.output_dir, service.describe_wait)
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    gc.freeze()  # loaded objects are permanent: exclude them from garbage collection
     logger.info(
         f"Serving {config.served_name} on http://{config.server.host}:{config.server.port}/v1 "
         f"(loaded in {time.time() - start:.1f} s)"
     )
-    server.run(sockets=[listener])
-    if service.engine.error is not None:
-        raise RuntimeError(f"Engine failed: {service.engine.error}") from service.engine.error
+    limits = config.server
+    settings = build_uvicorn_config(build_app(service), limits.read_timeout, limits.drain_timeout)
+    run_app(settings, listener, service.engine)
     return 0
 
 

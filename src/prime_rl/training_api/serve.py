@@ -7,7 +7,6 @@ TINKER_BASE_URL=http://127.0.0.1:8010 TINKER_API_KEY=tml-local python my_recipe.
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from prime_rl.training_api.service import TrainingService
 
 PREFIX = "/api/v1"
+DRAIN_TIMEOUT_S = 3.0
 
 
 def find_owner(key: str) -> str:
@@ -154,11 +154,10 @@ def build_service(config: ServeConfig) -> TrainingService:
 
 def serve(config: ServeConfig) -> int:
     """Serve until stopped; returns the exit code."""
-    from prime_rl.inference.server import SWITCH_INTERVAL_S, bind
+    from prime_rl.inference.server import bind, build_uvicorn_config, run_app
 
     listener = bind(config.host, config.port)
     listener.listen(1024)  # clients of a restarted server wait for its start
-    import uvicorn
     from loguru import logger
 
     from prime_rl.runtime.http_access import LOOPBACK
@@ -170,22 +169,11 @@ def serve(config: ServeConfig) -> int:
     service = build_service(config)
     if config.host not in LOOPBACK:
         logger.warning(f"Listening on {config.host}: every machine that reaches it can use it, with any key")
-    settings = uvicorn.Config(
-        build_app(service), http="h11", ws="none", log_level="warning", access_log=False, timeout_graceful_shutdown=3
-    )
-    server = uvicorn.Server(settings)
-
-    def stop() -> None:
-        server.should_exit = True
-
-    service.engine.on_failure = service.on_failure = stop
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    settings = build_uvicorn_config(build_app(service), config.limits.read_timeout, DRAIN_TIMEOUT_S)
     logger.info(f"Serving {config.model.name}: TINKER_BASE_URL=http://{config.host}:{config.port}")
     logger.info(f"Show its tenants, queues and tokens: monitor {config.output_dir} --serve")
     with StateRecorder(config.output_dir, "serve"):
-        server.run(sockets=[listener])
-    if service.engine.error is not None:
-        raise RuntimeError(f"Engine failed: {service.engine.error}") from service.engine.error
+        run_app(settings, listener, service.engine)
     if service.error is not None:
         raise RuntimeError(f"The server failed: {service.error}") from service.error
     return 0

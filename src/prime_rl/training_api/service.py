@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import time
 import uuid
-from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -75,7 +74,6 @@ class TrainingService:
         self.sampling: dict[str, SamplingSession] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self.error: BaseException | None = None
-        self.on_failure: Callable[[], None] = lambda: None
 
     @property
     def base_names(self) -> tuple[str, ...]:
@@ -101,7 +99,7 @@ class TrainingService:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.opt(exception=error).error("The server stops")
             self.error = error
-            self.on_failure()
+            self.engine.on_failure()
 
     def _restore(self) -> None:
         for kind, data, next_seq, snapshot in self.log.fetch("SELECT kind, data, next_seq, snapshot FROM records"):

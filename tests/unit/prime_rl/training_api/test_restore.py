@@ -108,7 +108,7 @@ def test_evicted_models_continue_with_the_same_bits(tmp_path: Path) -> None:
 def test_a_log_that_cannot_be_written_stops_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     client, server = open_server(tmp_path, 1e9)
     stopped: list[int] = []
-    server.service.on_failure = lambda: stopped.append(1)
+    server.service.engine.on_failure = lambda: stopped.append(1)
 
     def fail(batch: Any) -> None:
         raise OSError("no space left on the disk")
