@@ -103,7 +103,7 @@ class TrainedAdapter:
 
 
 class AdapterTrainer:
-    """Adapters over one model, which nothing else may use; not thread-safe."""
+    """Adapters over one model, which nothing else may use; threads may `advance` different adapters."""
 
     def __init__(self, model: CausalLM, max_len: int, micro_batch_tokens: int) -> None:
         if model.recomputes:

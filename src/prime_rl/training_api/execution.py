@@ -1,4 +1,4 @@
-"""Execution of training requests, in the training thread."""
+"""Execution of training requests other than passes."""
 
 from __future__ import annotations
 

@@ -25,6 +25,8 @@ Kind = Literal[
 REPLAYED = ("create_model", "forward_backward", "optim_step")
 """Requests that change a model, and only as functions of their content: a restart executes them again."""
 
+SAVES = ("save_weights", "save_weights_for_sampler")
+
 
 @dataclass
 class ClientSession:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import time
 import uuid
 from typing import Any
 
 import orjson
+import torch
 from loguru import logger
 
 from prime_rl.inference.async_engine import AsyncEngine
@@ -44,7 +46,7 @@ def check_sampling_number(seq_id: Any) -> None:
 
 
 class TrainingService:
-    """Everything that routes use; only the training thread calls the trainer."""
+    """Everything that routes use; only threads of `TrainingLoop` call the trainer."""
 
     def __init__(
         self,
@@ -67,6 +69,7 @@ class TrainingService:
             config.snapshot_interval,
             config.max_trained_adapters,
             self._open_saved_weights,
+            self._count_pass_threads,
         )
         self.models, self.queue = self.training.models, self.training.queue
         self.sampler = Sampler(engine, store, config.max_loaded_adapters)
@@ -79,6 +82,11 @@ class TrainingService:
     def base_names(self) -> tuple[str, ...]:
         """Names that clients may give."""
         return (self.config.model.name, *self.config.model.served_names)
+
+    def _count_pass_threads(self) -> int:
+        """Number of passes that may be computed at the same time: one core is left to samples while there are any."""
+        cores = (os.cpu_count() or 1) // torch.get_num_threads()
+        return max(cores - (self.engine.num_requests > 0), 1)
 
     def find_seed(self, session: ClientSession, name: str) -> int:
         """Seed for a request without one: that of another session differs, other keys have no effect."""

@@ -1,4 +1,8 @@
-"""Runs queued training requests, takes snapshots of models, and restores models after a restart or a failure."""
+"""Runs queued training requests, takes snapshots of models, and restores models after a restart or a failure.
+
+Passes and checkpoints, whose files are synced to disk, have threads of their own; one thread does everything else, so
+that an optimizer step does not wait for the passes of other models.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +18,19 @@ from prime_rl.training_api.execution import Executor, Result
 from prime_rl.training_api.futures import Future, Futures
 from prime_rl.training_api.pass_scheduler import PassScheduler
 from prime_rl.training_api.request_log import RequestLog
-from prime_rl.training_api.requests import REPLAYED, Model, TrainingRequest
+from prime_rl.training_api.requests import REPLAYED, SAVES, Model, TrainingRequest
 from prime_rl.training_api.snapshots import SnapshotStore
 from prime_rl.training_api.training_queue import TrainingQueue
 
 T = TypeVar("T")
+MAX_PACKS = 4
+"""Maximum number of packs at a time, each with the memory of a forward and backward pass."""
+
+NUM_SAVES = 4
 
 
 class TrainingLoop:
-    """Everything that happens in the training thread: requests of a model one after the other, models in turn."""
+    """Executes requests: those of a model one after the other, models in turn."""
 
     def __init__(
         self,
@@ -33,21 +41,30 @@ class TrainingLoop:
         snapshot_interval_s: float,
         max_loaded: int,
         on_saved: Callable[[Model, TrainingRequest, Result], Result],
+        count_threads: Callable[[], int],
     ) -> None:
         self.executor, self.log, self.futures, self.snapshots = executor, log, futures, snapshots
         self.snapshot_interval_s, self.max_loaded, self.on_saved = snapshot_interval_s, max_loaded, on_saved
         self.models: dict[str, Model] = {}
         self.queue = TrainingQueue()
-        self.passes = PassScheduler(executor.trainer, self.execute, self.models)
+        self._pass_threads = ThreadPoolExecutor(MAX_PACKS, "passes")
+        self._save_threads = ThreadPoolExecutor(NUM_SAVES, "checkpoints")
         self._thread = ThreadPoolExecutor(1, "training")
+        self.passes = PassScheduler(
+            executor.trainer,
+            lambda work: self._execute(work, self._pass_threads),
+            self.models,
+            lambda: min(count_threads(), MAX_PACKS),
+        )
 
-    async def execute(self, work: Callable[[], T]) -> T:
-        """Call `work` in the training thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+    async def _execute(self, work: Callable[[], T], threads: ThreadPoolExecutor | None = None) -> T:
+        """Call `work` in one of `threads`, by default in the training thread."""
+        return await asyncio.get_running_loop().run_in_executor(threads or self._thread, work)
 
     def close(self) -> None:
-        """Stop; a running request is finished first."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        """Stop; what is running is finished first."""
+        for threads in (self._pass_threads, self._save_threads, self._thread):
+            threads.shutdown(wait=True, cancel_futures=True)
 
     async def run(self) -> None:
         """Run requests until canceled."""
@@ -94,7 +111,8 @@ class TrainingLoop:
         if request.kind in ("forward", "forward_backward"):
             result: Result = await self.passes.run(model.model_id, request.body)
         else:
-            result = await self.execute(lambda: self.executor.run(model, request))
+            threads = self._save_threads if request.kind in SAVES else self._thread
+            result = await self._execute(lambda: self.executor.run(model, request), threads)
         model.last_run = time.monotonic()
         if request.kind in REPLAYED:
             model.unsaved_s += model.last_run - start
@@ -106,7 +124,7 @@ class TrainingLoop:
         model.unsaved_s = 0.0
         if model.snapshot is not None:
             start = model.snapshot + 1
-            await self.execute(lambda: self.executor.load_snapshot(model, self.snapshots))
+            await self._execute(lambda: self.executor.load_snapshot(model, self.snapshots))
         for number in range(start, seq_id):
             query = (
                 "SELECT kind, body, (SELECT payload FROM results WHERE id = requests.id) FROM requests "
@@ -132,7 +150,7 @@ class TrainingLoop:
                 self.snapshots.prune(model.model_id, before)
             self.snapshots.save(adapter, seq_id)
 
-        await self.execute(save)
+        await self._execute(save)
         model.snapshot, model.unsaved_s = seq_id, 0.0
         if model.model_id in self.models:
             self.log.set_snapshot(model.model_id, seq_id)
@@ -163,7 +181,8 @@ class TrainingLoop:
             else:
                 self.snapshots.prune(model_id, None)
 
-        await self.execute(drop)
+        await self.passes.wait_for_pack(model_id)
+        await self._execute(drop)
 
     def remove(self, model_id: str) -> None:
         """Forget a model; its waiting requests fail."""

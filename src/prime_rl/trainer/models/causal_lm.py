@@ -282,9 +282,10 @@ class CausalLM(nn.Module):
         Precomputed, because vectorized and scalar cos round differently: computed per call, the result would depend on
         the number of tokens.
         """
-        if self._rope is None or self._rope[0].shape[0] < length or self._rope[0].device != device:
-            self._rope = compute_rope_tables(rope_frequencies(self.config), length, device)
-        return self._rope
+        held = self._rope  # several threads may run the model
+        if held is None or held[0].shape[0] < length or held[0].device != device:
+            held = self._rope = compute_rope_tables(rope_frequencies(self.config), length, device)
+        return held
 
     def layers(self) -> list[nn.Module]:
         """The decoder layers, the units of sharding and activation checkpointing."""

@@ -6,6 +6,7 @@ batch-invariant, so the engine matches the trainer bit for bit.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -71,6 +72,13 @@ class _SliceDeltas(torch.autograd.Function):
         return grad_x, grads[0], None, *of_matrices
 
 
+class _Slices(threading.local):
+    """Rows `start .. end` by adapter, of the forward pass of a thread."""
+
+    def __init__(self) -> None:
+        self.slices: dict[str, tuple[int, int]] = {}
+
+
 class AdapterTable:
     """Loaded adapters of a model; inside `route` each applies to its own rows of every forward pass.
 
@@ -84,7 +92,7 @@ class AdapterTable:
         """Module name -> adapter name -> change."""
         self._handles: dict[str, RemovableHandle] = {}
         self._rows: dict[str, tuple[Int[Tensor, " rows"], int]] = {}
-        self._slices: dict[str, tuple[int, int]] = {}
+        self._local = _Slices()
         self._names: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
@@ -118,12 +126,12 @@ class AdapterTable:
 
     @contextmanager
     def route_slices(self, slices: Mapping[str, tuple[int, int]]) -> Iterator[None]:
-        """Like `route` for rows `start .. end`; the gradients of an adapter depend on its own rows only."""
-        self._slices = dict(slices)
+        """Like `route` in this thread, for rows `start .. end`; gradients of an adapter depend on its own rows only."""
+        self._local.slices = dict(slices)
         try:
             yield
         finally:
-            self._slices = {}
+            self._local.slices = {}
 
     @contextmanager
     def route(self, rows: Mapping[str, Int[Tensor, " rows"]]) -> Iterator[None]:
@@ -140,7 +148,7 @@ class AdapterTable:
 
     def _hook(self, changes: dict[str, LoraDelta]) -> Any:
         def change_rows(module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> Tensor | None:
-            if own := [(changes[name], *place) for name, place in self._slices.items() if name in changes]:
+            if own := [(changes[name], *place) for name, place in self._local.slices.items() if name in changes]:
                 matrices = [matrix for change, _, _ in own for matrix in (change.a, change.b)]
                 slices = tuple((start, end, change.scale) for change, start, end in own)
                 return cast(Tensor, _SliceDeltas.apply(args[0], y, slices, *matrices))  # type: ignore[no-untyped-call]

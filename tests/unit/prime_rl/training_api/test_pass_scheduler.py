@@ -50,7 +50,7 @@ def make_request(*sizes: int) -> PassRequest:
     return PassRequest("m", 1, [Datum([0] * size, {}) for size in sizes], "cross_entropy", {}, False)
 
 
-def run(trainer: StubTrainer, work: Callable[[PassScheduler, Any], Any]) -> Any:
+def run(trainer: StubTrainer, work: Callable[[PassScheduler, Any], Any], num_threads: int = 1) -> Any:
     """Call `work` with a scheduler whose packs each wait for a permit."""
 
     async def main() -> Any:
@@ -60,7 +60,7 @@ def run(trainer: StubTrainer, work: Callable[[PassScheduler, Any], Any]) -> Any:
             await permits.acquire()
             function()
 
-        return await work(PassScheduler(trainer, execute, "abcd"), permits)  # type: ignore[arg-type]
+        return await work(PassScheduler(trainer, execute, "abcd", lambda: num_threads), permits)  # type: ignore[arg-type]
 
     return asyncio.run(asyncio.wait_for(main(), 20))
 
