@@ -50,7 +50,9 @@ def make_request(*sizes: int) -> PassRequest:
     return PassRequest("m", 1, [Datum([0] * size, {}) for size in sizes], "cross_entropy", {}, False)
 
 
-def run(trainer: StubTrainer, work: Callable[[PassScheduler, Any], Any], num_threads: int = 1) -> Any:
+def run(
+    trainer: StubTrainer, work: Callable[[PassScheduler, Any], Any], count_threads: Callable[[], int] = lambda: 1
+) -> Any:
     """Call `work` with a scheduler whose packs each wait for a permit."""
 
     async def main() -> Any:
@@ -60,7 +62,7 @@ def run(trainer: StubTrainer, work: Callable[[PassScheduler, Any], Any], num_thr
             await permits.acquire()
             function()
 
-        return await work(PassScheduler(trainer, execute, "abcd", lambda: num_threads), permits)  # type: ignore[arg-type]
+        return await work(PassScheduler(trainer, execute, "abcd", count_threads), permits)  # type: ignore[arg-type]
 
     return asyncio.run(asyncio.wait_for(main(), 20))
 
@@ -82,6 +84,21 @@ def test_small_passes_go_between_the_parts_of_a_big_one(trainer: StubTrainer) ->
 
     run(trainer, work)
     assert trainer.packs == [["a"], ["b", "c"], ["d"], ["a"], ["d"], ["a"]]
+
+
+def test_free_threads_share_what_waits(trainer: StubTrainer) -> None:
+    threads = [1]
+
+    async def work(scheduler: PassScheduler, permits: asyncio.Semaphore) -> None:
+        tasks = [await start(scheduler, "a", 20), await start(scheduler, "b", 20)]
+        tasks += [await start(scheduler, "c", 20, 20), await start(scheduler, "d", 20)]
+        threads[0] = 2
+        for _ in range(4):
+            permits.release()
+        await asyncio.gather(*tasks)
+
+    run(trainer, work, lambda: threads[0])
+    assert trainer.packs == [["a"], ["b", "c"], ["d"], ["c"]]
 
 
 def test_a_failed_pack_fails_its_passes_only(trainer: StubTrainer) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -109,3 +112,27 @@ def test_a_mix_has_whole_micro_batches_up_to_the_limit(trainer: AdapterTrainer) 
     assert len(trainer.choose_mix([small, start(names[3], 1)])) == 2
     trainer.mixes = False
     assert trainer.choose_mix([small, start(names[3], 1)]) == [small]
+
+
+def test_packs_at_the_same_time_have_the_bits_of_one(trainer: AdapterTrainer) -> None:
+    def start() -> list[RunningPass]:
+        rng = random.Random(3)
+        return [trainer.start_pass(name, draw_request(rng)) for name in names]
+
+    names = create(trainer)
+    alone = start()
+    for p in alone:
+        trainer.advance([p])
+    expected = [p._logprobs for p in alone]
+    both = threading.Barrier(2)
+
+    def meet(*_: Any) -> None:
+        both.wait(20)
+
+    hook = trainer.model.model.layers[0].register_forward_pre_hook(meet)  # both threads have chosen their rows
+    passes = start()
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(trainer.advance, (passes[:2], passes[2:])))
+    hook.remove()
+    for p, logprobs in zip(passes, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(p._logprobs, logprobs, strict=True))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,32 @@ def test_evicted_models_continue_with_the_same_bits(tmp_path: Path) -> None:
     with_first = [server.step(third, 6), server.run_pass(first, 11, forward_only=True)[0].tobytes()]
     assert with_first[1] == server.run_pass(second, 11, forward_only=True)[0].tobytes()
     assert len(server.service.trainer.adapters) == 1
+    client.__exit__(None, None, None)
+
+
+def test_a_pass_holds_up_no_other_model_and_keeps_its_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, server = open_server(tmp_path, 1e9)
+    first, second = train(server, 1), train(server, 2)
+    trainer = server.service.trainer
+    started, go_on, advance = threading.Event(), threading.Event(), trainer.advance
+
+    def wait(passes: Any) -> None:
+        started.set()
+        assert go_on.wait(20)
+        advance(passes)
+
+    monkeypatch.setattr(trainer, "advance", wait)
+    body = build_pass(first, 6, [(TOKENS[:-1], {"target_tokens": np.array(TOKENS[1:])})])
+    promise = server.call("POST", "forward_backward", content=body, headers=PROTO).json()
+    assert started.wait(20)
+    assert "grad_norm" in server.step(second, 6)["metrics"]
+    with ThreadPoolExecutor(1) as pool:
+        unloaded = pool.submit(server.post, "unload_model", {"model_id": first})
+        assert "was unloaded" in server.result(promise)["error"]
+        assert first in trainer.adapters and not unloaded.done()
+        go_on.set()
+        unloaded.result(20)
+    assert list(trainer.adapters) == [second]
     client.__exit__(None, None, None)
 
 
