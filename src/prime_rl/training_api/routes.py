@@ -17,6 +17,7 @@ from starlette.responses import Response
 from prime_rl.inference.intake import RESERVED, read_body
 from prime_rl.training_api.adapters import AdapterConfig
 from prime_rl.training_api.checkpoints import AdapterCheckpoint, NotFound, check_name, find_expiry, split_path
+from prime_rl.training_api.compression import ENCODING, decompress, read_size, supports_zstd
 from prime_rl.training_api.requests import Kind, Model
 from prime_rl.training_api.service import EPHEMERAL, TooMany, TrainingService, check_sampling_number
 from prime_rl.training_api.wire import decode_pass
@@ -83,7 +84,7 @@ async def client_config(service: TrainingService, owner: str, request: Request) 
     return reply(
         {
             "parallel_fwdbwd_chunks": False,
-            "proto_compress_fwdbwd": False,
+            "proto_compress_fwdbwd": supports_zstd(),
             "sample_use_retrieve_futures": True,
             "sample_join_sampling_session": True,
             "custom_loss_server_side": False,
@@ -215,9 +216,14 @@ async def load_weights(service: TrainingService, owner: str, request: Request) -
 
 async def forward_backward(service: TrainingService, owner: str, request: Request) -> Response:
     """Forward pass, and backward pass unless the request is forward only."""
-    if request.headers.get("content-encoding") not in (None, "identity"):
-        raise ValueError("send the body without compression: this server's client config asks for it")
+    encoding = request.headers.get("content-encoding", "identity")
+    supported = ("identity", ENCODING) if supports_zstd() else ("identity",)
+    if encoding not in supported:
+        raise ValueError(f"content-encoding {encoding!r} is not supported by this server: {' or '.join(supported)}")
     data = await read_body(request)
+    if encoding == ENCODING:
+        request.scope[RESERVED].grow(read_size(data))  # the limit of bodies holds for both sizes
+        data = await asyncio.to_thread(decompress, data)
     parsed = await asyncio.to_thread(decode_pass, data)
     request.scope[RESERVED].release()
     model = service.find_model(parsed.model_id, owner)

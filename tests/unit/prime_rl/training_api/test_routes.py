@@ -12,6 +12,7 @@ import pytest
 from starlette.testclient import TestClient
 from training_requests import PROTO, TOKENS, Server, build_pass
 
+from prime_rl.training_api import routes
 from prime_rl.training_api.config import LimitsConfig, ServeConfig, ServedModelConfig
 from prime_rl.training_api.serve import build_app, build_service
 from prime_rl.training_api.wire import CLASSES
@@ -316,6 +317,34 @@ def test_hostile_requests_get_clear_errors(server: Server) -> None:
     assert "available: tiny-qwen3" in status("POST", "create_model", json={**model, "base_model": "x"})[1]
     dimuon = {"optimizer_config": {"type": "dimuon"}, "lora_config": {"rank": 4}}
     assert "use adamw" in status("POST", "create_model", json={**model, **dimuon})[1]
+
+
+def test_compressed_passes_give_the_same_bits(server: Server) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    assert server.post("client/config")["proto_compress_fwdbwd"] is True
+    compress, headers = zstandard.ZstdCompressor().compress, {**PROTO, "content-encoding": "zstd"}
+
+    def send(body: bytes) -> Any:
+        return server.call("POST", "forward_backward", content=body, headers=headers)
+
+    model_id = server.create_model()
+    expected = server.run_pass(model_id, 1)
+    body = build_pass(model_id, 2, [(TOKENS[:-1], {"target_tokens": np.array(TOKENS[1:])})])
+    found = CLASSES["ForwardBackwardOutput"].FromString(server.result(send(compress(body)).json()))
+    assert found.loss_fn_outputs[0].fields["logprobs"].data == expected[0].tobytes()
+    bomb, unsized = compress(bytes(2**21)), zstandard.ZstdCompressor(write_content_size=False).compress(body)
+    assert len(bomb) < 1000 and send(bomb).status_code == 413
+    for broken, reason in ((unsized, "size"), (compress(body)[:-4], "damaged"), (compress(body) + b"x", "damaged")):
+        reply = send(broken)
+        assert reply.status_code == 422 and reason in reply.json()["detail"]
+    assert server.run_pass(model_id, 3)[1] == expected[1]
+
+
+def test_compression_needs_its_package(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "supports_zstd", lambda: False)
+    assert server.post("client/config")["proto_compress_fwdbwd"] is False
+    reply = server.call("POST", "forward_backward", content=b"x", headers={**PROTO, "content-encoding": "zstd"})
+    assert reply.status_code == 422 and "'zstd' is not supported" in reply.json()["detail"]
 
 
 @pytest.mark.parametrize(
