@@ -8,7 +8,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,13 @@ class Server:
                 assert self.process.is_alive(), self.read_log()
                 time.sleep(0.05)
         raise AssertionError("the server did not start")
+
+    def __enter__(self) -> Server:
+        self.wait()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
     def find_sessions(self, key: str) -> list[str]:
         reply = httpx.get(self.url + "sessions", headers={"x-api-key": key}, timeout=30, trust_env=False)
@@ -193,22 +200,15 @@ class Killer:
         self._thread.join()
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    running = Server(tmp_path)
-    yield running
-    running.kill()
-
-
-def test_kills_change_no_bit_of_two_sessions(server: Server) -> None:
-    server.wait()
-    expected = run_clients(server, 4, "calm")
-    with Killer(server, ("tml-killed-1", "tml-killed-2"), seed=1, max_kills=4) as killer:
-        found = run_clients(server, 4, "killed")
-    assert killer.num_kills >= 1
-    assert found == expected
-    assert [f["steps"] for f in found] == [{"4.0"}] * 2
-    assert "another result when it is replayed" not in server.read_log()
+def test_kills_change_no_bit_of_two_sessions(tmp_path: Path) -> None:
+    with Server(tmp_path) as server:
+        expected = run_clients(server, 4, "calm")
+        with Killer(server, ("tml-killed-1", "tml-killed-2"), seed=1, max_kills=4) as killer:
+            found = run_clients(server, 4, "killed")
+        assert killer.num_kills >= 1
+        assert found == expected
+        assert [f["steps"] for f in found] == [{"4.0"}] * 2
+        assert "another result when it is replayed" not in server.read_log()
 
 
 def read_rss_mb(server: Server) -> float:

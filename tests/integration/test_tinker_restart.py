@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.numpy import load_file
 from test_serve_restart import Killer, Server
+from tinker_server import PYTHON
 
-ROOT = Path(__file__).parents[2]
-PYTHON = Path(os.environ.get("TINKER_PYTHON", ROOT / ".venv-tinker" / "bin" / "python"))
 NUM_KILLS = int(os.environ.get("SERVE_KILLS", "200"))
 pytestmark = [
     pytest.mark.slow,
@@ -85,26 +83,19 @@ def run_program(server: Server, name: str) -> Any:
     return reports, saved
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    running = Server(tmp_path)
-    yield running
-    running.kill()
-
-
-def test_the_stock_client_does_not_notice_200_kills(server: Server) -> None:
-    server.wait()
-    expected = run_program(server, "calm")
-    assert [saved[0] for saved in expected[1].values()] == [24, 24]
-    num_kills = num_programs = 0
-    while num_kills < NUM_KILLS:
-        name = f"killed-{num_programs}"
-        keys = [f"tml-{name}-{number}" for number in (1, 2)]
-        with Killer(server, keys, num_programs, NUM_KILLS - num_kills) as killer:
-            found = run_program(server, name)
-        num_kills, num_programs = num_kills + killer.num_kills, num_programs + 1
-        print(f"{num_kills} kills, {num_programs} programs", flush=True)
-        for number, received in expected[0].items():
-            assert [i for i, result in enumerate(received) if found[0][number][i] != result] == []
-        assert found[1] == expected[1]
-    assert "another result when it is replayed" not in server.read_log()
+def test_the_stock_client_does_not_notice_200_kills(tmp_path: Path) -> None:
+    with Server(tmp_path) as server:
+        expected = run_program(server, "calm")
+        assert [saved[0] for saved in expected[1].values()] == [24, 24]
+        num_kills = num_programs = 0
+        while num_kills < NUM_KILLS:
+            name = f"killed-{num_programs}"
+            keys = [f"tml-{name}-{number}" for number in (1, 2)]
+            with Killer(server, keys, num_programs, NUM_KILLS - num_kills) as killer:
+                found = run_program(server, name)
+            num_kills, num_programs = num_kills + killer.num_kills, num_programs + 1
+            print(f"{num_kills} kills, {num_programs} programs", flush=True)
+            for number, received in expected[0].items():
+                assert [i for i, result in enumerate(received) if found[0][number][i] != result] == []
+            assert found[1] == expected[1]
+        assert "another result when it is replayed" not in server.read_log()
