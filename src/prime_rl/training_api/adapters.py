@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from prime_rl.trainer.lora import EXPERT_MATRICES, Adapter, LoraSpec, init_matrix_a
 from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.models.multi_lora import AdapterTable
-from prime_rl.training_api.passes import PassResult, RunningPass, compute_pack, start_pass
+from prime_rl.training_api.passes import RunningPass, compute_pack, start_pass
 from prime_rl.training_api.wire import PassRequest
 from rollouts.kernels.linear import Linear
 
@@ -149,13 +149,6 @@ class AdapterTrainer:
     def advance(self, passes: Sequence[RunningPass]) -> None:
         """Compute the next micro-batch of every pass, and its gradient, in one pack."""
         compute_pack(self.model, self.table, passes)
-
-    def run_pass(self, name: str, request: PassRequest) -> PassResult:
-        """Forward pass, and backward pass unless `forward_only`; `ValueError`, without any change, for bad data."""
-        running = self.start_pass(name, request)
-        while running.parts:
-            self.advance([running])
-        return running.result
 
     def choose_mix(self, passes: Iterable[RunningPass]) -> list[RunningPass]:
         """The first pass, and those after it whose next micro-batches fit into one pack with the same bits."""

@@ -17,6 +17,7 @@ from prime_rl.trainer.models.attention import PackedAttention
 from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.models.registry import load_causal_lm
 from prime_rl.training_api.adapters import ALPHA, AdapterConfig, AdapterTrainer, TrainedAdapter
+from prime_rl.training_api.passes import PassResult
 from prime_rl.training_api.wire import Datum, PassRequest
 
 ADAM = {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.1, "grad_clip_norm": 0.5}
@@ -47,6 +48,13 @@ def request(data: list[Datum], loss_fn: str = "importance_sampling", *, forward_
     return PassRequest("m", 1, data, loss_fn, {}, forward_only)
 
 
+def run_pass(trainer: AdapterTrainer, name: str, request: PassRequest) -> PassResult:
+    running = trainer.start_pass(name, request)
+    while running.parts:
+        trainer.advance([running])
+    return running.result
+
+
 def gradients(adapter: TrainedAdapter) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in adapter.parameters.items() if p.grad is not None}
 
@@ -62,7 +70,7 @@ def test_loss_and_gradient_equal_plain_autograd_in_fp64() -> None:
     trainer = AdapterTrainer(load(torch.float64), 256, 64)
     adapter, data = trainer.create("m", CONFIG), make_data(0)
     fill_b(adapter)
-    result = trainer.run_pass("m", request(data))
+    result = run_pass(trainer, "m", request(data))
 
     model = load(torch.float64)
     add_lora(model, LoraSpec(4, ALPHA), seed=7)
@@ -87,9 +95,9 @@ def test_loss_and_gradient_equal_plain_autograd_in_fp64() -> None:
 
 def test_gradients_accumulate_until_the_step(trainer: AdapterTrainer) -> None:
     adapter, data = trainer.create("m", CONFIG), make_data(1)
-    trainer.run_pass("m", request(data))
+    run_pass(trainer, "m", request(data))
     once = gradients(adapter)
-    trainer.run_pass("m", request(data))
+    run_pass(trainer, "m", request(data))
     assert all(torch.allclose(g, 2 * once[name]) for name, g in gradients(adapter).items())
     adapter.step(ADAM)
     assert not gradients(adapter)
@@ -99,7 +107,7 @@ def test_gradients_accumulate_until_the_step(trainer: AdapterTrainer) -> None:
 
 def test_forward_only_leaves_no_gradient(trainer: AdapterTrainer) -> None:
     adapter = trainer.create("m", CONFIG)
-    trainer.run_pass("m", request(make_data(1), forward_only=True))
+    run_pass(trainer, "m", request(make_data(1), forward_only=True))
     assert not gradients(adapter)
 
 
@@ -108,7 +116,7 @@ def test_eight_tenants_get_the_bits_of_one(trainer: AdapterTrainer) -> None:
         adapters = {name: trainer.create(name, AdapterConfig(4, int(name))) for name in names}
         for step in range(2):
             for name in names:
-                trainer.run_pass(name, request(make_data(10 * int(name) + step, (20, 5))))
+                run_pass(trainer, name, request(make_data(10 * int(name) + step, (20, 5))))
             for name in names:
                 adapters[name].step(ADAM)
         tensors = {name: dict(adapters[name].adapter.tensors) for name in names}
@@ -127,7 +135,7 @@ def test_step_equals_torch_adamw(trainer: AdapterTrainer) -> None:
     copies = [p.detach().clone().requires_grad_() for p in adapter.parameters.values()]
     adamw = torch.optim.AdamW(copies, lr=1e-2, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.1)
     for step in range(3):
-        trainer.run_pass("m", request(make_data(step)))
+        run_pass(trainer, "m", request(make_data(step)))
         for copy, p in zip(copies, adapter.parameters.values(), strict=True):
             copy.grad = None if p.grad is None else p.grad.clone()
         norm = torch.nn.utils.clip_grad_norm_(copies, 0.5)
@@ -139,12 +147,12 @@ def test_step_equals_torch_adamw(trainer: AdapterTrainer) -> None:
 
 def test_loaded_state_continues_with_the_same_bits(trainer: AdapterTrainer, tmp_path: Path) -> None:
     first = trainer.create("a", CONFIG)
-    trainer.run_pass("a", request(make_data(0)))
+    run_pass(trainer, "a", request(make_data(0)))
     first.step(ADAM)
     second = trainer.create("b", AdapterConfig(4, 99))
     second.load(first.adapter.tensors, {k: v.clone() for k, v in first.optimizer_tensors().items()})
     for name, adapter in (("a", first), ("b", second)):
-        trainer.run_pass(name, request(make_data(1)))
+        run_pass(trainer, name, request(make_data(1)))
         adapter.step(ADAM)
     assert all(torch.equal(p, second.parameters[name]) for name, p in first.parameters.items())
     with pytest.raises(ValueError, match="other matrices"):
@@ -158,8 +166,8 @@ def test_many_targets_per_token_equal_single_ones(trainer: AdapterTrainer) -> No
     both = np.stack([targets, np.full_like(targets, -1)], axis=1)
     single = Datum(datum.tokens, {"target_tokens": targets})
     double = Datum(datum.tokens, {"target_tokens": both, "weights": np.ones(both.shape, dtype=np.float32)})
-    one = trainer.run_pass("m", request([single], "cross_entropy", forward_only=True))
-    two = trainer.run_pass("m", request([double], "cross_entropy", forward_only=True))
+    one = run_pass(trainer, "m", request([single], "cross_entropy", forward_only=True))
+    two = run_pass(trainer, "m", request([double], "cross_entropy", forward_only=True))
     assert torch.allclose(two.logprobs[0][:, 0], one.logprobs[0], atol=1e-6) and not two.logprobs[0][:, 1].any()
     assert two.loss == pytest.approx(one.loss)
 
@@ -186,7 +194,7 @@ def test_bad_data_leaves_no_gradient(trainer: AdapterTrainer, change: dict[str, 
     adapter, data = trainer.create("m", CONFIG), make_data(0)
     inputs = {name: array for name, array in {**data[0].inputs, **change}.items() if array is not None}
     with pytest.raises(ValueError, match=message):
-        trainer.run_pass("m", request([*data, Datum(data[0].tokens, inputs)]))
+        run_pass(trainer, "m", request([*data, Datum(data[0].tokens, inputs)]))
     assert not gradients(adapter)
 
 
@@ -195,4 +203,4 @@ def test_gspo_needs_a_token_for_its_ratio(trainer: AdapterTrainer) -> None:
     [datum] = make_data(0, (9,))
     datum.inputs["sequence_ratio_mask"] = np.zeros(9)
     with pytest.raises(ValueError, match="sequence_ratio_mask has no token"):
-        trainer.run_pass("m", request([datum], "gspo"))
+        run_pass(trainer, "m", request([datum], "gspo"))
