@@ -55,6 +55,7 @@ typedef float in_memory __attribute__((vector_size(4 * LANES), aligned(4), may_a
 typedef int32_t bits_in_memory __attribute__((aligned(2), may_alias));
 typedef uint16_t hvec __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
+typedef int8_t bvec __attribute__((vector_size(LANES), aligned(1), may_alias));
 typedef float half __attribute__((vector_size(32)));
 typedef float quarter __attribute__((vector_size(16)));
 typedef double dvec __attribute__((vector_size(4 * LANES))); /* half as many doubles as there are floats in `vec` */
@@ -495,7 +496,8 @@ void filter_rows(float *logprobs, const float *log_min_p, const int64_t *top_k, 
 enum {
   FP32,
   BF16, /* widened to fp32 before multiplication */
-  DOTS  /* bf16 in pairs of inputs for AVX512_BF16 dot products; activations are rounded to bf16 as well */
+  DOTS, /* bf16 in pairs of inputs for AVX512_BF16 dot products; activations are rounded to bf16 as well */
+  INT8  /* weights and activations in 8 bits, see `quantize_group` */
 };
 
 /* Whether the CPU has bf16 dot products (AVX512_BF16). */
@@ -516,10 +518,85 @@ ALWAYS vec dots_of(vec sum, vec a, vec b) {
 #endif
 }
 
-/* Activations in the format that the weight needs: x itself, or x rounded to bf16 in `scratch` (DOTS). */
-static const void *in_format(const float *x, float *scratch, int64_t numbers, int format) {
+/* int8: groups of up to GROUP inputs of a row have a common scale. The Hadamard transform of each SPREAD inputs, of
+ * weights and activations alike, leaves their product unchanged and spreads outliers over the group (QuaRot, Ashkboos et
+ * al. 2024). Integer sums are exact and all else has a fixed order, so the bits are the same on every CPU. */
+enum { SPREAD = 64, GROUP = 128 };
+
+ALWAYS int64_t padded_inputs(int64_t inputs) { return (inputs + SPREAD - 1) / SPREAD * SPREAD; }
+ALWAYS int64_t num_groups(int64_t inputs) { return (inputs + GROUP - 1) / GROUP; }
+
+/* Bytes of a quantized row: its numbers, and a scale and a sum per group; a weight has no sums. */
+int64_t quantized_size(int64_t inputs, int64_t is_weight) {
+  return padded_inputs(inputs) + (is_weight ? 4 : 8) * num_groups(inputs);
+}
+
+#if LANES == 16
+#define LANE_NUMBERS 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15
+#define SWAPPED(x, n) \
+  __builtin_shufflevector(x, x, 0 ^ n, 1 ^ n, 2 ^ n, 3 ^ n, 4 ^ n, 5 ^ n, 6 ^ n, 7 ^ n, 8 ^ n, 9 ^ n, 10 ^ n, 11 ^ n, \
+                          12 ^ n, 13 ^ n, 14 ^ n, 15 ^ n)
+#else
+#define LANE_NUMBERS 0, 1, 2, 3, 4, 5, 6, 7
+#define SWAPPED(x, n) __builtin_shufflevector(x, x, 0 ^ n, 1 ^ n, 2 ^ n, 3 ^ n, 4 ^ n, 5 ^ n, 6 ^ n, 7 ^ n)
+#endif
+
+/* Hadamard transform of SPREAD numbers, not normalized. */
+ALWAYS void spread(vec *x) {
+  const ivec lanes = {LANE_NUMBERS};
+#define BUTTERFLY(n) \
+  for (int i = 0; i < SPREAD / LANES; i++) \
+    x[i] = SWAPPED(x[i], n) + (vec)((ivec)x[i] ^ (((lanes & n) != 0) & INT32_MIN));
+  BUTTERFLY(1)
+  BUTTERFLY(2)
+  BUTTERFLY(4)
+#if LANES == 16
+  BUTTERFLY(8)
+#endif
+  for (int step = 1; step < SPREAD / LANES; step *= 2)
+    for (int i = 0; i < SPREAD / LANES; i++)
+      if (!(i & step)) {
+        vec a = x[i], b = x[i + step];
+        x[i] = a + b, x[i + step] = a - b;
+      }
+}
+
+/* Quantize `count` inputs, transformed, as out[i] scale; the scale is NaN if an input is not finite. */
+static void quantize_group(const float *x, int64_t count, int8_t *out, float *scale, int32_t *sum_of) {
+  int num = (int)(padded_inputs(count) / LANES);
+  vec v[GROUP / LANES], high = all(0.f), bad = all(0.f);
+  ivec total = {0};
+  for (int i = 0; i < num; i++) v[i] = i * LANES < count ? LOAD(x, i * LANES, count) : all(0.f);
+  for (int i = 0; i < num; i += SPREAD / LANES) spread(v + i);
+  for (int i = 0; i < num; i++) high = larger(high, (vec)((ivec)v[i] & INT32_MAX)), bad = fma_of(v[i], all(0.f), bad);
+  float most = largest(high);
+  vec inverse = all(most > 1e-30f ? 127.f / most : 0.f);
+  *scale = most / (127.f * 8.f) + sum(bad); /* 8: the transform has length sqrt(SPREAD) */
+  for (int i = 0; i < num; i++) {
+    ivec bits = (ivec)fma_of(v[i], inverse, all(12582912.f)) - 0x4B400000; /* to nearest by 1.5 * 2^23 */
+    *(bvec *)(out + i * LANES) = __builtin_convertvector(bits, bvec);
+    total += bits;
+  }
+  *sum_of = 0;
+  for (int i = 0; i < LANES; i++) *sum_of += total[i];
+}
+
+/* Activations in the format that the weight needs: x itself, or x rounded to bf16 (DOTS) or quantized (INT8) in
+ * `scratch`. */
+static const void *in_format(const float *x, float *scratch, int64_t rows, int64_t inputs, int format) {
+  int64_t numbers = rows * inputs, i = 0, padded = padded_inputs(inputs), groups = num_groups(inputs);
+  if (format == INT8)
+    for (int64_t r = 0; r < rows; r++) {
+      char *row = (char *)scratch + r * quantized_size(inputs, 0);
+      float *scales = (float *)(row + padded);
+      for (int64_t g = 0; g < groups; g++) {
+        int64_t left = inputs - g * GROUP;
+        quantize_group(x + r * inputs + g * GROUP, left < GROUP ? left : GROUP, (int8_t *)row + g * GROUP, scales + g,
+                       (int32_t *)(scales + groups) + g);
+      }
+    }
+  if (format == INT8) return scratch;
   if (format != DOTS) return x;
-  int64_t i = 0;
 #ifdef __AVX512BF16__
   for (; i + LANES <= numbers; i += LANES) {
     __m256bh rounded = _mm512_cvtneps_pbh((__m512)load(x + i));
@@ -587,17 +664,42 @@ ALWAYS void transpose(const void *rows, int64_t at, int64_t size, int64_t place,
 #endif
 }
 
-/* Pack a weight [outputs, inputs] into panels of PANEL outputs, each [inputs][PANEL] (DOTS: [inputs / 2][PANEL][2]),
- * zero-padded after the last output. */
+/* Pack LANES outputs at `place` of a panel, `count` of them present: for each group [inputs / 4][PANEL][4], as numbers
+ * from 0 to 255 with zero at 128, and PANEL scales. */
+static void pack_int8(const float *weight, int64_t inputs, int64_t count, char *panel, int64_t place) {
+  int8_t rows[LANES][GROUP];
+  int32_t unused;
+  vec columns[LANES];
+  memset(rows, 0, sizeof rows);
+  for (int64_t first = 0; first < inputs; first += GROUP) {
+    int64_t size = inputs - first < GROUP ? inputs - first : GROUP, quads = padded_inputs(size) / 4;
+    float *to = (float *)(panel + first / GROUP * (GROUP + 4) * PANEL) + place, *scales = to + quads * PANEL;
+    for (int64_t c = 0; c < LANES; c++)
+      if (c < count) quantize_group(weight + c * inputs + first, size, rows[c], scales + c, &unused);
+      else scales[c] = 0.f;
+    for (int64_t k = 0; k < quads; k += LANES) {
+      transpose(rows, 0, GROUP / 4, k, columns, 0);
+      for (int i = 0; i < LANES; i++) store(to + (k + i) * PANEL, (vec)((ivec)columns[i] ^ (int32_t)0x80808080));
+    }
+  }
+}
+
+/* Pack a weight [outputs, inputs] into panels of PANEL outputs, each [inputs][PANEL] (DOTS: [inputs / 2][PANEL][2];
+ * INT8: see `pack_int8`, from fp32), zero-padded after the last output. */
 void pack(const void *weight, void *packed, int64_t outputs, int64_t inputs, int64_t format, int64_t kind) {
   int64_t beside = format == DOTS ? 2 : 1;
-  int64_t panels = num_panels(outputs, kind), inner = outputs / 2;
+  int64_t panels = num_panels(outputs, kind), inner = outputs / 2, bytes = PANEL * quantized_size(inputs, 1);
   PARALLEL(outputs * inputs > MANY)
   for (int64_t p = 0; p < panels; p++) {
     int64_t first[2] = {p * PANEL, p * PANEL + HALF}, end[2] = {outputs, outputs};
     if (kind != PLAIN) first[0] = p * HALF, first[1] = inner + p * HALF, end[0] = inner;
     for (int64_t place = 0; place < PANEL; place += LANES) {
       int64_t side = place / HALF, output = first[side] + place % HALF, k = 0;
+      if (format == INT8) {
+        pack_int8((const float *)weight + output * inputs, inputs, end[side] - output, (char *)packed + p * bytes,
+                  place);
+        continue;
+      }
       if (format == FP32 && output + LANES <= end[side]) {
         float *to = (float *)packed + p * inputs * PANEL + place;
         vec columns[LANES];
@@ -683,6 +785,82 @@ TILES_OF(fp32, FP32)
 TILES_OF(bf16, BF16)
 TILES_OF(dots, DOTS)
 
+/* sum + the four products of each lane; w has unsigned bytes, x signed ones. */
+ALWAYS ivec dot4(ivec sum, ivec w, ivec x) {
+#if defined(__AVX512VNNI__) && LANES == 16
+  return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
+#elif defined(__AVXVNNI__) && LANES == 8
+  return (ivec)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
+#else
+  ivec even = w & 0x00ff00ff, odd = (ivec)((uvec)w >> 8) & 0x00ff00ff;
+#if defined(__AVX512BW__) && LANES == 16 /* madd: two products of 16 bits per lane */
+  __m512i high = _mm512_srai_epi16((__m512i)x, 8), low = _mm512_srai_epi16(_mm512_slli_epi16((__m512i)x, 8), 8);
+  return sum + (ivec)_mm512_madd_epi16((__m512i)even, low) + (ivec)_mm512_madd_epi16((__m512i)odd, high);
+#elif defined(__AVX2__) && LANES == 8
+  __m256i high = _mm256_srai_epi16((__m256i)x, 8), low = _mm256_srai_epi16(_mm256_slli_epi16((__m256i)x, 8), 8);
+  return sum + (ivec)_mm256_madd_epi16((__m256i)even, low) + (ivec)_mm256_madd_epi16((__m256i)odd, high);
+#else
+  sum += (even & 0xffff) * (x << 24 >> 24) + (odd & 0xffff) * (x << 16 >> 24);
+  return sum + (even >> 16) * (x << 8 >> 24) + (odd >> 16) * (x >> 24);
+#endif
+#endif
+}
+
+/* `tile` for INT8: `num` rows of `in_format` with all inputs of a panel; prefetches `ahead`, `step` bytes per quad. */
+ALWAYS void tile_int8(const char *x, int64_t inputs, const char *panel, float *out, int64_t outputs, int64_t columns,
+                      const char *ahead, int64_t step, int num) {
+  int64_t padded = padded_inputs(inputs), groups = num_groups(inputs), row = quantized_size(inputs, 0);
+  vec totals[TILE][PANEL / LANES];
+  for (int r = 0; r < num; r++)
+    for (int c = 0; c < PANEL / LANES; c++) totals[r][c] = all(0.f);
+  for (int64_t g = 0; g < groups; g++) {
+    int64_t first = g * GROUP, quads = (padded - first < GROUP ? padded - first : GROUP) / 4;
+    const char *weights = panel + g * (GROUP + 4) * PANEL;
+    ivec sums[TILE][PANEL / LANES];
+    for (int r = 0; r < num; r++)
+      for (int c = 0; c < PANEL / LANES; c++)
+        sums[r][c] = -128 * ((const int32_t *)(x + r * row + padded))[groups + g] - (ivec){0};
+    for (int64_t k = 0; k < quads; k++, ahead += step) {
+      ivec w[PANEL / LANES];
+      __builtin_prefetch(ahead, 0, 2);
+      __builtin_prefetch(ahead + step / 2, 0, 2);
+      for (int c = 0; c < PANEL / LANES; c++) w[c] = (ivec)load((const float *)weights + k * PANEL + c * LANES);
+      for (int r = 0; r < num; r++) {
+        ivec four = *(const bits_in_memory *)(x + r * row + first + 4 * k) - (ivec){0};
+        for (int c = 0; c < PANEL / LANES; c++) sums[r][c] = dot4(sums[r][c], w[c], four);
+      }
+    }
+    for (int c = 0; c < PANEL / LANES; c++) {
+      vec scale = load((const float *)weights + quads * PANEL + c * LANES);
+      for (int r = 0; r < num; r++) {
+        vec both = scale * all(((const float *)(x + r * row + padded))[g]);
+        totals[r][c] = fma_of(__builtin_convertvector(sums[r][c], vec), both, totals[r][c]);
+      }
+    }
+  }
+  for (int r = 0; r < num; r++)
+    for (int c = 0; c < PANEL / LANES; c++)
+      if (c * LANES < columns) STORE(out + r * outputs, c * LANES, columns, totals[r][c]);
+}
+
+static void tiles_of_int8(const char *x, int64_t inputs, const char *panel, float *out, int64_t outputs,
+                          int64_t columns, int64_t rows) {
+  int64_t row = quantized_size(inputs, 0), tiles = (rows + TILE - 1) / TILE, quads = padded_inputs(inputs) / 4;
+  const char *ahead = panel + PANEL * quantized_size(inputs, 1);
+  int64_t step = 4 * PANEL / tiles;
+  for (; rows >= TILE; rows -= TILE, x += TILE * row, out += TILE * outputs, ahead += step * quads)
+    tile_int8(x, inputs, panel, out, outputs, columns, ahead, step, TILE);
+  switch (rows) {
+#define INT8_CASE(num) \
+  case num: tile_int8(x, inputs, panel, out, outputs, columns, ahead, step, num); break;
+    INT8_CASE(1)
+    INT8_CASE(2)
+    INT8_CASE(3)
+    INT8_CASE(4)
+    INT8_CASE(5)
+  }
+}
+
 static void add_bias(float *out, int64_t stride, const float *bias, int64_t rows, int64_t columns) {
   for (int64_t r = 0; r < rows; r++)
     ROW(i, columns) {
@@ -703,7 +881,9 @@ static void panel_product(const void *x, const void *packed, const float *bias, 
   float *wide = scratch, *pairs = scratch + (format == BF16 ? inputs * PANEL : 0);
   float *to = kind == PLAIN ? out + first : pairs;
   int64_t stride = kind == PLAIN ? outputs : PANEL, written = kind == PLAIN ? columns : PANEL;
-  for (int64_t start = 0; start < inputs; start += block) {
+  if (format == INT8)
+    tiles_of_int8(x, inputs, (const char *)packed + p * PANEL * quantized_size(inputs, 1), to, stride, written, rows);
+  for (int64_t start = 0; start < inputs && format != INT8; start += block) {
     int64_t size = inputs - start < block ? inputs - start : block, bytes = size * PANEL * item;
     const char *panel = (const char *)packed + (p * inputs + start) * PANEL * item;
     if (widen)
@@ -730,8 +910,9 @@ static void panel_product(const void *x, const void *packed, const float *bias, 
 }
 
 /* Scratch elements that `in_format` needs, rounded up to whole vectors. */
-ALWAYS int64_t rounded_size(int64_t numbers, int format) {
-  return format == DOTS ? (numbers / 2 + LANES - 1) / LANES * LANES : 0;
+ALWAYS int64_t rounded_size(int64_t rows, int64_t inputs, int format) {
+  int64_t size = format == DOTS ? rows * inputs / 2 : format == INT8 ? rows * quantized_size(inputs, 0) / 4 : 0;
+  return (size + LANES - 1) / LANES * LANES;
 }
 
 /* out = x packed^T + bias. The threads of the parallel region share the panels; each has `scratch_size` elements of
@@ -739,8 +920,8 @@ ALWAYS int64_t rounded_size(int64_t numbers, int format) {
 static void product(const float *x, const void *packed, const float *bias, int64_t block, float *out, float *scratch,
                     int64_t scratch_size, int64_t rows, int64_t outputs, int64_t inputs, int format, int kind) {
   float *mine = scratch + THREAD * scratch_size;
-  const void *rounded = in_format(x, mine, rows * inputs, format); /* in every thread: faster than a barrier */
-  mine += rounded_size(rows * inputs, format);
+  const void *rounded = in_format(x, mine, rows, inputs, format); /* in every thread: faster than a barrier */
+  mine += rounded_size(rows, inputs, format);
   STATIC_FOR
   for (int64_t p = 0; p < num_panels(outputs, kind); p++)
     panel_product(rounded, packed, bias, block, out, mine, p, rows, outputs, inputs, format, kind);
@@ -764,8 +945,8 @@ void linear(const float *x, const void *packed, const float *bias, int64_t block
     for (int64_t r = 0; r < rows; r += BATCH) {
       int64_t num = rows - r < BATCH ? rows - r : BATCH;
       float *mine = scratch + THREAD * scratch_size;
-      const void *rounded = in_format(x + r * inputs, mine, num * inputs, (int)format);
-      mine += rounded_size(num * inputs, (int)format);
+      const void *rounded = in_format(x + r * inputs, mine, num, inputs, (int)format);
+      mine += rounded_size(num, inputs, (int)format);
       for (int64_t p = 0; p < num_panels(outputs, kind); p++)
         panel_product(rounded, packed, bias, block, out + r * width, mine, p, num, outputs, inputs, (int)format,
                       (int)kind);

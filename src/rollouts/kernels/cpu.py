@@ -113,7 +113,7 @@ QUERY_ROWS = 96
 """Query rows (positions times heads of a key head) whose scores `causal_attention` holds at once."""
 KEYS, MAX_HEAD_DIM = 128, 256
 """As in `cpu.c`: keys per block of the cache, largest head."""
-FP32, BF16, DOTS = range(3)
+FP32, BF16, DOTS, INT8 = range(4)
 """As in `cpu.c`: element format of a packed weight."""
 ONE_BY_ONE, PAIRED, GATED = range(3)
 """As in `cpu.c` (`ONE_BY_ONE` is its `PLAIN`): layout of the outputs of a packed weight."""
@@ -143,6 +143,7 @@ def library() -> ctypes.CDLL | None:
     loaded.packed_size.argtypes, loaded.packed_size.restype = [_I, _I, _I], _I
     loaded.max_panel_parallel_rows.argtypes, loaded.max_panel_parallel_rows.restype = [_I], _I
     loaded.packed_keys_size.argtypes, loaded.packed_keys_size.restype = [_I, _I], _I
+    loaded.quantized_size.argtypes, loaded.quantized_size.restype = [_I, _I], _I
     loaded.max_rank.argtypes, loaded.max_rank.restype = [], _I
     loaded.has_dots.argtypes, loaded.has_dots.restype = [], ctypes.c_int
     return loaded
@@ -334,11 +335,11 @@ def filter_logprobs_(
 
 
 class PackedWeight:
-    """A weight [outputs, inputs] in fp32 or bf16, packed for the kernels; activations and outputs are fp32.
+    """A weight [outputs, inputs] in fp32, bf16 or int8, packed for the kernels; activations and outputs are fp32.
 
     Sums are blocked by `block` inputs, by default as in oneDNN. A `paired` weight (gate rows, then as many up rows)
     supports `gated`. With `rounded`, activations may be rounded to bf16 for a bf16 weight, which is twice as fast on
-    CPUs with AVX512_BF16; the sum is then not blocked.
+    CPUs with AVX512_BF16; the sum is then not blocked. `quantized` rounds an fp32 weight, and activations, to int8.
     """
 
     def __init__(
@@ -347,24 +348,28 @@ class PackedWeight:
         block: int | None = None,
         paired: bool = False,
         rounded: bool = False,
+        quantized: bool = False,
     ) -> None:
         kernels = library()
         assert kernels is not None and weight.dtype in (torch.float32, torch.bfloat16)
         self.outputs, self.inputs = weight.shape
-        self.format, self.kind = FP32, PAIRED if paired else ONE_BY_ONE
+        self.format, self.kind, self.dtype = INT8 if quantized else FP32, PAIRED if paired else ONE_BY_ONE, weight.dtype
         if weight.dtype == torch.bfloat16:
             self.format = DOTS if rounded and kernels.has_dots() and self.inputs % 2 == 0 else BF16
-        self.block = self.inputs if self.format == DOTS else block or find_block(self.inputs) or self.inputs
-        self.data = torch.empty(kernels.packed_size(*weight.shape, self.kind), dtype=weight.dtype)
+        blocked = self.format in (FP32, BF16)
+        self.block = (block or find_block(self.inputs) or self.inputs) if blocked else self.inputs
+        width = kernels.quantized_size(self.inputs, 1) if quantized else self.inputs
+        dtype = torch.int8 if quantized else weight.dtype
+        self.data = torch.empty(kernels.packed_size(self.outputs, width, self.kind), dtype=dtype)
         self.update(weight)
         panel = kernels.packed_size(1, 1, ONE_BY_ONE)
-        of_row = self.inputs // 2 if self.format == DOTS else 0
+        of_row = {DOTS: self.inputs // 2, INT8: kernels.quantized_size(self.inputs, 0) // 4}.get(self.format, 0)
         self.scratch = (panel * self.inputs if self.format == BF16 else LANES, of_row + (panel if paired else 0))
         """Scratch elements per thread (a widened panel), and per thread and row (rounded activations, paired sums)."""
 
     def update(self, weight: Float[Tensor, "outputs inputs"]) -> None:
         """Pack another weight of this shape and dtype into the same memory."""
-        assert weight.shape == (self.outputs, self.inputs) and weight.dtype == self.data.dtype
+        assert weight.shape == (self.outputs, self.inputs) and weight.dtype == self.dtype
         call("pack", weight.contiguous(), self.data, *weight.shape, self.format, self.kind)
 
     def __call__(
