@@ -23,10 +23,14 @@ __all__ = [
     "InferenceConfig",
     "ModelConfig",
     "ParallelConfig",
+    "Quantization",
     "SGLangConfig",
     "SamplingConfig",
     "ServerConfig",
 ]
+
+
+Quantization = Literal["int8"]
 
 
 class ServerConfig(BaseConfig):
@@ -80,6 +84,10 @@ class ModelConfig(BaseConfig):
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type of weights and KV cache; auto: bfloat16 on a GPU, else float32."""
+
+    quantization: Quantization | None = None
+    """Quantize weights and inputs of matrix products in the embedded engine on a CPU, in fast mode. int8: half the time
+    and memory traffic of bfloat16; log-probs differ more from the trainer's."""
 
     device: str = "auto"
     """Device, such as cpu or cuda:0; auto: a GPU if available."""
@@ -167,7 +175,7 @@ class InferenceConfig(BaseConfig):
     exact: bool | None = None
     """Log-probs are bitwise equal to the trainer's, and running requests are recomputed after a weight update.
 
-    Unset: on for float32 on a CPU, and for bfloat16 on a CPU without bfloat16 support. Off: running requests keep their
+    Unset: on for float32 on a CPU, and for bfloat16 on a CPU without bfloat16 support, unless quantized. Off: running requests keep their
     KV cache across weight updates, and CPUs with bfloat16 support use it; faster."""
 
     enforce_eager: bool = False
@@ -247,6 +255,11 @@ def check_embedded_options(config: InferenceConfig) -> None:
                 f"parallel.{name} = {getattr(config.parallel, name)}: the embedded engine uses one device; leave it "
                 'at 1, start several servers, or set backend = "vllm"'
             )
+    if config.model.quantization is not None and config.exact:
+        raise ValueError(
+            f'model.quantization = "{config.model.quantization}" with exact = true: quantized log-probs differ from '
+            "the trainer's; leave one of them out"
+        )
     if config.vllm:
         raise ValueError(f'vllm.{min(config.vllm)} is an option of vLLM: set backend = "vllm", or leave it out')
 
@@ -273,6 +286,8 @@ def check_vllm_options(config: InferenceConfig) -> None:
         )
     if config.model.impl != "auto":
         raise ValueError(f"model.impl = {config.model.impl!r} is for the embedded engine; vLLM's is --vllm.model-impl")
+    if config.model.quantization is not None:
+        raise ValueError("model.quantization is for the embedded engine; vLLM's is --vllm.quantization")
     for name, value in config.cache.model_dump(exclude_defaults=True).items():
         raise ValueError(
             f"cache.{name} = {value!r} is for the embedded engine: leave it out; vLLM's own options are "
@@ -301,6 +316,7 @@ def check_sglang_options(config: InferenceConfig) -> None:
         "model.device": config.model.device != "auto",
         "model.dtype": config.model.dtype != "auto",
         "model.impl": config.model.impl != "auto",
+        "model.quantization": config.model.quantization is not None,
         "parallel.tp": config.parallel.tp != 1,
         "parallel.dp": config.parallel.dp != 1,
         "enforce_eager": config.enforce_eager,

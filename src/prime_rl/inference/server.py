@@ -145,6 +145,7 @@ def choose_backend(config: InferenceConfig) -> Literal["embedded", "vllm", "sgla
         needs_embedded = config.exact or config.model.device != "auto" or config.cache != CacheConfig()
         broadcast = config.weight_broadcast
         needs_embedded |= broadcast.type == "nccl" or broadcast.delta or config.model.impl != "auto"
+        needs_embedded |= config.model.quantization is not None
         chosen = "vllm" if is_installed("vllm") and find_gpus() and not needs_embedded else "embedded"
     if chosen == "embedded":
         check_embedded_options(config)

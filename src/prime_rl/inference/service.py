@@ -242,8 +242,9 @@ class ServerState:
             if self.monitor is not None:
                 self.monitor.log_timeline("update_weights", paused, end, version)
                 self.monitor.log(self._metrics(end - start, end - paused), version)
-            exact = bool(getattr(self.engine.engine, "exact", False))
-            dtype = str(getattr(self.engine.engine, "dtype", "")).removeprefix("torch.")
+            engine = self.engine.engine
+            exact = bool(getattr(engine, "exact", False))
+            dtype = getattr(engine, "quantization", None) or str(getattr(engine, "dtype", "")).removeprefix("torch.")
             return {"status": "ok", "version": version, "digests": digests, "exact": exact, "dtype": dtype}
 
     def _metrics(self, total_s: float, paused_s: float) -> dict[str, float]:

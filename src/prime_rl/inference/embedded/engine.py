@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from prime_rl.inference.config import Quantization
 from prime_rl.inference.detokenizer import Decode, Detokenizer, StopStringMatcher
 from prime_rl.inference.embedded.adapters import Adapters
 from prime_rl.inference.embedded.block_manager import BlockManager
@@ -69,10 +70,16 @@ class EmbeddedEngine(InProcessEngineMixin):
         layers_kept: int | None = None,
         recorder: GraphCapturer | None = None,
         grammars: GrammarCompiler | None = None,
+        quantization: Quantization | None = None,
     ) -> None:
         self.dtype = model.embedding().dtype
         """Precision to which weights, keys and values are rounded; storage and compute may use a wider dtype."""
-        self.model = model.eval().requires_grad_(False).to(arithmetic_dtype(self.dtype, model.embedding().device))
+        self.quantization = quantization
+        device = model.embedding().device
+        if quantization is not None and (exact or device.type != "cpu"):
+            raise ValueError(f'model.quantization = "{quantization}" needs a CPU and exact = false')
+        compute = arithmetic_dtype(self.dtype, device) if quantization is None else torch.float32
+        self.model = model.eval().requires_grad_(False).to(compute)
         self.version = 0
         self.exact = exact
         self.max_model_len = max_model_len or model.config.max_position_embeddings
@@ -80,8 +87,12 @@ class EmbeddedEngine(InProcessEngineMixin):
         self._decode_text = decode
         self._grammars = grammars
         self._layers_kept = layers_kept
-        decoder = PreparedDecoder(model, exact, self.dtype)
-        self._decoder, device = decoder, decoder.device
+        decoder = PreparedDecoder(model, exact, self.dtype, None if quantization is None else torch.int8)
+        if quantization is not None and decoder.fused is None:
+            raise ValueError(
+                f'model.quantization = "{quantization}" needs a dense decoder with impl = "custom" and a C compiler'
+            )
+        self._decoder = decoder
         smallest = (num_blocks(self.max_model_len + 1) + decoder.min_rows) * BLOCK  # of one sequence
         self.max_cache_tokens = max(max_cache_tokens or self._default_cache_tokens(max_running), smallest)
         cache = KVCache(self._cache_config, self.dtype, device, max_running, self.max_cache_tokens)

@@ -1,7 +1,7 @@
 """A decode step as one fused CPU kernel (`rollouts/kernels/cpu.c`): embedding, layers with adapters, cache, and head.
 
-It computes in fp32; weights and cache may be bf16, and in fast mode also the inputs of products. In fp32 its log-probs
-are bitwise equal to the trainer's (verified by `find_block`): products use oneDNN's summation order, and all other
+It computes in fp32; weights and cache may be bf16, and in fast mode also the inputs of products (or int8, both). In fp32
+its log-probs are bitwise equal to the trainer's (verified by `find_block`): products use oneDNN's summation order, and all other
 operations call the trainer's functions.
 """
 
@@ -43,8 +43,10 @@ class LayerWeights:
 class FusedDecoder:
     """A model's weights in the kernel's layout; rebuild after every weight update."""
 
-    def __init__(self, model: CausalLM, layers: Sequence[LayerWeights], head: PackedWeight, rope: Rope) -> None:
-        config, weight = model.config, model.embedding().detach().to(head.data.dtype)
+    def __init__(
+        self, model: CausalLM, layers: Sequence[LayerWeights], head: PackedWeight, rope: Rope, dtype: torch.dtype
+    ) -> None:
+        config, weight = model.config, model.embedding().detach().to(dtype)
         self.rope = rope
         self.layers = (cpu_kernels.LayerStruct * len(layers))()
         self._kept: list[Tensor] = []  # keeps the tensors alive: the kernel has only their addresses

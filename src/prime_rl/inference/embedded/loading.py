@@ -102,7 +102,7 @@ def build_engine(config: InferenceConfig, model_dir: Path, decode: Decode, token
     if max_len is not None and max_len > model_max_len:
         raise ValueError(f"model.max_model_len is {max_len}, but {config.model.name} supports at most {model_max_len}")
     can_be_exact = arithmetic_dtype(dtype, device) == torch.float32 and device.type == "cpu"
-    exact = can_be_exact if config.exact is None else config.exact
+    exact = can_be_exact and config.model.quantization is None if config.exact is None else config.exact
     eos_ids = load_eos_ids(model_dir)
     if not eos_ids:
         logger.warning(
@@ -123,6 +123,7 @@ def build_engine(config: InferenceConfig, model_dir: Path, decode: Decode, token
         layers_kept=debug.num_layers,
         recorder=build_recorder(device, exact=exact, eager=config.enforce_eager),
         grammars=None if tokenizer is None else GrammarCompiler(tokenizer, model.config.vocab_size, eos_ids),
+        quantization=config.model.quantization,
     )
 
 

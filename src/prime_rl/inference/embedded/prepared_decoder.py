@@ -49,10 +49,13 @@ class PackedLinear:
         if not has_kernel(weight, self._exact):
             self.kernel = None
         elif self.kernel is None:
-            rounded = weight.to(self._dtype)
-            self.kernel = cpu_kernels.PackedWeight(rounded, paired=self._paired, rounded=not self._exact)
+            quantized = self._dtype == torch.int8
+            rounded = weight if quantized else weight.to(self._dtype)
+            self.kernel = cpu_kernels.PackedWeight(
+                rounded, paired=self._paired, rounded=not self._exact, quantized=quantized
+            )
         else:
-            self.kernel.update(weight.to(self._dtype))
+            self.kernel.update(weight.to(self.kernel.dtype))
         self.packed = pack_weight(weight) if self.kernel is None and can_pack(weight) else None
         self.weight = weight if self.kernel is None and self.packed is None else None
 
@@ -216,9 +219,9 @@ def signed_sin(sin: Float[Tensor, "length 1 dim"]) -> Float[Tensor, "length 1 di
 
 
 def build_fused(
-    model: CausalLM, layers: Sequence[PreparedLayer], head: PackedLinear, rope: Rope
+    model: CausalLM, layers: Sequence[PreparedLayer], head: PackedLinear, rope: Rope, dtype: torch.dtype
 ) -> FusedDecoder | None:
-    """Build the fused decode step; None if the kernel does not support the model."""
+    """Build the fused decode step, with embedding and cache in `dtype`; None if the kernel does not support it."""
     held: list[LayerWeights] = []
     for layer in layers:
         products = layer.products
@@ -232,16 +235,19 @@ def build_fused(
         return None
     if any(kernel.format != head.kernel.format for layer in held for kernel in layer.products):
         return None
-    return FusedDecoder(model, held, head.kernel, rope)
+    return FusedDecoder(model, held, head.kernel, rope, dtype)
 
 
 class PreparedDecoder:
     """A model prepared for inference; call `refresh` after every weight update.
 
-    Weights are rounded to `dtype`, the storage dtype of the kernels, and may be stored in a wider one.
+    Weights are rounded to `dtype`, the storage dtype of the kernels, and may be stored in a wider one; those of
+    products to `weight_dtype` (int8: quantized) if it is given.
     """
 
-    def __init__(self, model: CausalLM, exact: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: CausalLM, exact: bool, dtype: torch.dtype, weight_dtype: torch.dtype | None = None
+    ) -> None:
         self.model, self.dtype = model, dtype
         weight = model.embedding()
         self.device = weight.device
@@ -256,10 +262,11 @@ class PreparedDecoder:
         self._addresses: list[int] = []
         if type(model).logits is not CausalLM.logits:
             return
-        self.head = PackedLinear(["lm_head"], [model.lm_head], exact, dtype)
+        weight_dtype = weight_dtype or dtype
+        self.head = PackedLinear(["lm_head"], [model.lm_head], exact, weight_dtype)
         if self.uses_model_forward:
             return
-        self.layers = [PreparedLayer(cast(DecoderLayer, layer), exact, dtype) for layer in model.model.layers]
+        self.layers = [PreparedLayer(cast(DecoderLayer, layer), exact, weight_dtype) for layer in model.model.layers]
         self.next_norms = [*(layer.norms[0] for layer in self.layers[1:]), model.model.norm]
         self._build_fused(self.head)
 
@@ -283,7 +290,7 @@ class PreparedDecoder:
         return [*self._addresses, *(table.data_ptr() for table in self.rope(length, self.model.embedding().dtype))]
 
     def _build_fused(self, head: PackedLinear) -> None:
-        self.fused = build_fused(self.model, self.layers, head, self.rope)
+        self.fused = build_fused(self.model, self.layers, head, self.rope, self.dtype)
         joined = [t for layer in self.layers for p in layer.products for t in (p.weight, p.bias)]
         joined += [layer.qk_weight for layer in self.layers]
         self._addresses = [t.data_ptr() for t in (*self.model.parameters(), *joined) if t is not None]

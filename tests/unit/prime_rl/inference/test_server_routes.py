@@ -276,6 +276,12 @@ def test_which_engine_serves(monkeypatch: pytest.MonkeyPatch) -> None:
         InferenceConfig.model_validate({"backend": "vllm", "exact": True})
     with pytest.raises(ValueError, match=r"cache.max_tokens = 4096 is for the embedded engine"):
         InferenceConfig.model_validate({"backend": "vllm", "cache": {"max_tokens": 4096}})
+    int8 = {"quantization": "int8"}
+    assert chosen(True, [0], model=int8) == "embedded"
+    with pytest.raises(ValueError, match="with exact = true"):
+        chosen(True, [], model=int8, exact=True)
+    with pytest.raises(ValueError, match=r"model.quantization is for the embedded engine"):
+        InferenceConfig.model_validate({"backend": "vllm", "model": int8})
 
 
 def test_engine_validates_before_the_response_starts(server: RunningServer) -> None:

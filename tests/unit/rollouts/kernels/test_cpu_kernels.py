@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from prime_rl.trainer.models import causal_lm
 from prime_rl.trainer.models.attention import PackedAttention, RoundedAttention
 from prime_rl.trainer.models.causal_lm import CausalLM, init_weights
 from prime_rl.trainer.models.decoder_config import DecoderConfig
+from prime_rl.transport.weights import digest_tensor
 from rollouts.kernels import cpu as cpu_kernels
 from rollouts.kernels.linear import linear
 from rollouts.training.sampling import invert_cdf, top_tokens
@@ -145,6 +147,7 @@ def test_nan_propagates() -> None:
         cpu_kernels.softmax_(x.clone()),
         cpu_kernels.PackedWeight(draw(64, 64))(x),
         cpu_kernels.PackedWeight(draw(64, 64).bfloat16(), rounded=True)(x),
+        cpu_kernels.PackedWeight(draw(64, 64), quantized=True)(x),
     ):
         assert out[1].isnan().any()
         assert out[[0, 2, 3]].isfinite().all()
@@ -225,6 +228,68 @@ def test_gated_products(inputs: int, inner: int, dtype: torch.dtype, rounded: bo
             expected = plain(x, b)
             assert torch.equal(paired(x, b), expected)
             assert torch.equal(paired(x, b, gated=True), causal_lm.swiglu(*expected.chunk(2, dim=1)))
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Integers of the Hadamard transform of each 64 inputs, and their scale for every input (groups of 128)."""
+    hadamard = torch.ones(1, 1, dtype=torch.float64)
+    for _ in range(6):
+        hadamard = torch.cat((torch.cat((hadamard, hadamard), 1), torch.cat((hadamard, -hadamard), 1)))
+    x = (F.pad(x, (0, -x.shape[1] % 64)).double().unflatten(1, (-1, 64)) @ hadamard).flatten(1)
+    most = torch.cat([g.abs().amax(1, keepdim=True).expand_as(g) for g in x.split(128, dim=1)], dim=1)
+    return (x * 127 / most).round(), most / (127 * 8)
+
+
+INT8_SHAPES = [(64, 320, False), (99, 70, False), (576, 96, False), (1536, 70, False), (200, 140, True)]
+
+
+@needs_kernels
+@pytest.mark.parametrize(("inputs", "outputs", "paired"), INT8_SHAPES)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_int8_products(inputs: int, outputs: int, paired: bool, threads: int) -> None:
+    """The quantized product, with the same bits in any batch, and after an update."""
+    torch.set_num_threads(threads)
+    weight, bias, x = draw(outputs, inputs), draw(outputs, seed=1), draw(40, inputs, seed=2)
+    x[:, 3] *= 100  # an outlier
+    packed = cpu_kernels.PackedWeight(draw(outputs, inputs, seed=4), paired=paired, quantized=True)
+    address = packed.data.data_ptr()
+    packed.update(weight)
+    assert packed.data.data_ptr() == address and packed.data.dtype == torch.int8
+    whole = packed(x, bias)
+    (a, a_scale), (w, w_scale) = quantize(x), quantize(weight)
+    expected = (a * a_scale) @ (w * w_scale).T + bias
+    assert (whole - expected).abs().max() < 1e-3 * expected.abs().max()
+    right = F.linear(x, weight, bias)
+    assert (whole - right).abs().mean() < 0.015 * right.abs().mean()
+    for rows in (1, 2, 5, 6, 7, 12, 13):
+        assert torch.equal(packed(x[:rows], bias), whole[:rows])
+    many = draw(490, inputs, seed=3)  # more rows than one batch
+    assert torch.equal(packed(many)[470:], packed(many[470:]))
+    if paired:
+        assert torch.equal(packed(x, bias, gated=True), causal_lm.swiglu(*whole.chunk(2, dim=1)))
+
+
+@needs_kernels
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of x86 CPUs")
+@pytest.mark.parametrize("without", ["-mno-avx512vnni", "-mno-avx512f", "-mno-avx2"])
+def test_int8_bits_do_not_depend_on_instructions(without: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The same with AVX-512 VNNI, AVX-512, AVX2 and plain C."""
+
+    def compute() -> list[Tensor]:
+        shapes = [(draw(n, k), paired, draw(13, k, seed=1) * draw(13, 1, seed=2).exp()) for k, n, paired in INT8_SHAPES]
+        return [cpu_kernels.PackedWeight(w, paired=paired, quantized=True)(x) for w, paired, x in shapes]
+
+    expected = compute()
+    flags = ["-O0" if flag == "-O3" else flag for flag in cpu_kernels.FLAGS]
+    monkeypatch.setattr(cpu_kernels, "FLAGS", [*flags, without])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cpu_kernels.library.cache_clear()
+    try:
+        assert cpu_kernels.library() is not None
+        assert all(map(torch.equal, compute(), expected))
+    finally:
+        monkeypatch.undo()
+        cpu_kernels.library.cache_clear()
 
 
 def build(dtype: torch.dtype = torch.float32, **shape: Any) -> CausalLM:
@@ -314,6 +379,48 @@ def test_fast_bf16_decode_is_close_to_trainer(name: str, monkeypatch: pytest.Mon
         torch.testing.assert_close(actual, expected, rtol=0, atol=0.15)
         assert (actual - expected).abs().mean() < 0.02
     assert generate(engine, 1)[0].logprobs == outputs[0].logprobs
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["qwen3", "qwen2, with biases", "long sums"])
+def test_int8_decode_is_close_to_trainer(name: str, dtype: torch.dtype) -> None:
+    """Decoded and prompt log-probs are those of the same products, before and after a weight update."""
+    options: dict[str, Any] = {"exact": False, "max_model_len": 512, "enable_prefix_caching": False}
+    engine = EmbeddedEngine(build(dtype, **SHAPES[name]), quantization="int8", **options)
+    outputs = generate(engine, 7)
+    model = build(dtype, **SHAPES[name])
+    away = [torch.tensor(output.logprobs) - trainer_logprobs(model, output, dtype) for output in outputs]
+    assert 0 < torch.cat(away).abs().mean() < 0.1
+    assert generate(engine, 1)[0].logprobs == outputs[0].logprobs
+    scored = GenerationRequest(
+        [*outputs[0].request.prompt, *outputs[0].token_ids],
+        SamplingParams(max_tokens=0, prompt_logprobs=0, prompt_start=len(outputs[0].request.prompt)),
+    )
+    engine.add(scored)
+    (output,) = (event for event in engine.step() if isinstance(event, Output))
+    assert output.prompt_logprobs is not None
+    torch.testing.assert_close(list(output.prompt_logprobs.logprobs), outputs[0].logprobs, rtol=0, atol=1e-5)
+    tensors = {key: tensor + 0.1 * draw(*tensor.shape) for key, tensor in causal_lm.tensor_names(model).items()}
+    digests = engine.load_weights(tensors, 1)
+    fresh = EmbeddedEngine(build(dtype, **SHAPES[name]), quantization="int8", **options)
+    assert digests == {k: digest_tensor(t.to(dtype).to(t.dtype)) for k, t in tensors.items()}
+    fresh.load_weights(tensors, 1)
+    assert generate(engine, 3)[0].logprobs == generate(fresh, 3)[0].logprobs != outputs[0].logprobs
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("model", "exact", "reason"),
+    [
+        ({}, True, "needs a CPU and exact = false"),
+        ({"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}, False,
+         "needs a dense decoder"),
+    ],
+)  # fmt: skip
+def test_int8_is_refused_with_a_reason(model: dict[str, Any], exact: bool, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        EmbeddedEngine(build(**model), exact=exact, quantization="int8")
 
 
 @needs_kernels
