@@ -193,7 +193,7 @@ def measure_offline(
 ) -> tuple[list[Row], dict[str, Any]]:
     """All engines on one model, taking turns."""
     model_dir = write_model(work / size, size)
-    kinds = ["ours", "ours-exact", "ours-unshared"]
+    kinds = ["ours", "ours-exact", "ours-unshared", *(["ours-int8"] if dtype == "bfloat16" else [])]
     kinds += [kind for kind in arguments.peers if python or kind != "vllm"]
     cases = build_cases(arguments, read_vocab(model_dir))
     with ExitStack() as stack:
@@ -261,6 +261,9 @@ def judge(size: str, dtype: str, cases: list[Case], peers: list[Peer]) -> list[R
             rows.append(Row(f"{name}: best peer", ours / others[best], ">=", must, detail))
         exact = median["ours-exact"]
         rows.append(Row(f"{name}: cost of exactness", ours / exact, "<=", 2.0, f"exact {exact:,.0f} tok/s"))
+        if "ours-int8" in median:
+            int8, must = median["ours-int8"], 1.5 if case.groups * case.group <= 8 else 1.0
+            rows.append(Row(f"{name}: int8", int8 / ours, ">=", must, f"int8 {int8:,.0f} tok/s, bf16 {ours:,.0f}"))
         if case.group > 1:
             alone = median["ours-unshared"]
             rows.append(Row(f"{name}: sharing", ours / alone, ">=", 2.0, f"unshared {alone:,.0f} tok/s"))

@@ -4,7 +4,7 @@
 
 It reads one JSON request per line, `{"prompts": [[id, ...], ...], "new": 128, "seed": 0}`, generates exactly `new`
 tokens for each prompt at temperature 1 with the log-prob of every sampled token, and answers
-`{"seconds": s, "cpu_seconds": c}` (the latter of all its threads). KIND is ours, ours-exact, ours-unshared,
+`{"seconds": s, "cpu_seconds": c}` (the latter of all its threads). KIND is ours, ours-exact, ours-unshared, ours-int8,
 transformers-static, transformers-dynamic or vllm. Only the standard library is imported at the top, because each kind
 runs in its own environment.
 """
@@ -24,7 +24,7 @@ Generate = Callable[[list[list[int]], int, int], int]
 
 
 def build_ours(model_dir: str, dtype: str, kind: str) -> Generate:
-    """The embedded engine in fast mode, in exact mode, or without sharing prefixes."""
+    """The embedded engine in fast mode, quantized or not, in exact mode, or without sharing prefixes."""
     import torch
 
     from prime_rl.inference.embedded.engine import EmbeddedEngine
@@ -32,7 +32,12 @@ def build_ours(model_dir: str, dtype: str, kind: str) -> Generate:
     from prime_rl.trainer.models.registry import load_decoder
 
     model = load_decoder(Path(model_dir), dtype=getattr(torch, dtype))
-    engine = EmbeddedEngine(model, exact=kind == "ours-exact", enable_prefix_caching=kind != "ours-unshared")
+    engine = EmbeddedEngine(
+        model,
+        exact=kind == "ours-exact",
+        enable_prefix_caching=kind != "ours-unshared",
+        quantization="int8" if kind == "ours-int8" else None,
+    )
 
     def generate(prompts: list[list[int]], new: int, seed: int) -> int:
         for i, prompt in enumerate(prompts):

@@ -1,8 +1,8 @@
 """A decode step as one fused CPU kernel (`rollouts/kernels/cpu.c`): embedding, layers with adapters, cache, and head.
 
-It computes in fp32; weights and cache may be bf16, and in fast mode also the inputs of products (or int8, both). In fp32
-its log-probs are bitwise equal to the trainer's (verified by `find_block`): products use oneDNN's summation order, and all other
-operations call the trainer's functions.
+It computes in fp32; weights and cache may be bf16, and in fast mode also the inputs of products; or both int8. In fp32
+its log-probs are bitwise equal to the trainer's (verified by `find_block`): products use oneDNN's summation order, and
+all other operations call the trainer's functions.
 """
 
 from __future__ import annotations
