@@ -233,7 +233,8 @@ class EmbeddedEngine(InProcessEngineMixin):
         A tensor published in another dtype is digested in that dtype, so equal digests imply lossless loading.
         `ValueError` without changes if names or shapes do not match.
         """
-        rounded = {name: tensor.to(self.dtype) for name, tensor in tensors.items()}
+        width = self.dtype.itemsize  # narrower tensors are widened while they are copied, without a copy of all
+        rounded = {n: tensor.to(self.dtype) if tensor.itemsize > width else tensor for n, tensor in tensors.items()}
         fill_weights(self.model, rounded, ignore_layers_from=self._layers_kept, source="the new weights")
         self._decoder.refresh()
         self._change_version(version)
