@@ -113,7 +113,7 @@ def measure_deltas(name: str, root: Path, num_steps: int) -> list[Row]:
     listed = ", ".join(f"{share:.2%}" for share in shares)
     rows = [Row("delta: largest share of the bytes", max(shares), "<=", MAX_DELTA_SHARE, f"by step: {listed}")]
     for what in ("publish", "read"):
-        ratio = f"{medians[f'{what} full'] / medians[f'{what} delta']:.1f} x faster than full"
+        ratio = f"{medians[f'{what} delta'] / medians[f'{what} full']:.1f} x full weights, both in memory"
         rows += [Row(f"{what}: full weights", medians[f"{what} full"], detail="CPU-s")]
         rows += [Row(f"{what}: delta", medians[f"{what} delta"], detail=f"CPU-s, {ratio}")]
     return [*rows, Row("swap into the engine (its pause)", medians["swap"], detail="CPU-s, the same for both")]

@@ -175,7 +175,8 @@ def read_version(
         return _convert(held[1], manifest) if held is not None and held[0] == step else None
 
     def find_full(step: int) -> dict[str, Tensor] | None:
-        return read_full(path) if is_complete(path := step_path(full_dir, step)) else None
+        path = step_path(full_dir, step)
+        return {name: tensor.clone() for name, tensor in read_full(path).items()} if is_complete(path) else None
 
     for find_start in (find_held, find_full):
         step: int | None = manifest.step
@@ -198,17 +199,15 @@ def read_version(
 
 
 def _convert(tensors: Mapping[str, Tensor], manifest: Manifest) -> dict[str, Tensor]:
-    """The tensors of an engine in the dtypes of the manifest, which is exact if the engine's are wider."""
-    known = {name: entry for name, entry in manifest.tensors.items() if name in tensors}
-    return {n: tensors[n].detach().to("cpu", find_dtype(entry.dtype)).contiguous() for n, entry in known.items()}
+    """Copies of an engine's tensors in the dtypes of the manifest, which is exact if the engine's are wider."""
+    dtypes = {name: find_dtype(entry.dtype) for name, entry in manifest.tensors.items() if name in tensors}
+    return {n: tensors[n].detach().to("cpu", dtype, copy=True).contiguous() for n, dtype in dtypes.items()}
 
 
 def _apply(deltas: Sequence[Delta], tensors: dict[str, Tensor]) -> None:
-    """Replace every changed tensor by its new version; the given ones are not written to."""
-    for name in dict.fromkeys(name for delta in deltas for name in delta.changes):
-        if name not in tensors:
-            raise ValueError(f"there is no tensor {name}")
-        tensors[name] = tensors[name].clone()
-        for delta in deltas:
-            if change := delta.changes.get(name):
-                apply_changes(tensors[name], change)
+    """Apply deltas in order and in place."""
+    for delta in deltas:
+        for name, change in delta.changes.items():
+            if name not in tensors:
+                raise ValueError(f"there is no tensor {name}")
+            apply_changes(tensors[name], change)
