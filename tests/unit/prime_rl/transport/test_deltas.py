@@ -291,7 +291,7 @@ def test_a_restarted_engine_starts_from_the_anchor(published: tuple[RunDir, Embe
 def config_of(out: Path, **ckpt: Any) -> TrainConfig:
     model = {"name": "tiny-qwen3", "seq_len": 48, "dtype": "bfloat16", "debug": {"random_init": True}}
     broadcast = {"delta": True, "anchor_interval": 3}
-    given = {"model": model, "data": {"fake": {"batch_size": 8}}, "max_steps": 8, "weight_broadcast": broadcast}
+    given = {"model": model, "data": {"fake": {"batch_size": 2}}, "max_steps": 8, "weight_broadcast": broadcast}
     more = {"output_dir": out, "log": {"file": False}, "max_async_level": 0, "ckpt": {"interval": 5, **ckpt}}
     return TrainConfig.model_validate({**given, **more, "optim": {"lr": 1e-5}})
 
