@@ -126,6 +126,7 @@ class FakeSGLang:
             decode=build_decode(tokenizer),
             max_model_len=self.context_length,
             max_running=32,
+            speculation=False,  # so that a request runs long enough to be paused
         )
         self.decode = build_decode(tokenizer)
         self.engine = AsyncEngine(self.embedded)

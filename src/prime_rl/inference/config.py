@@ -205,6 +205,10 @@ class InferenceConfig(BaseConfig):
 
     cache: CacheConfig = CacheConfig()
 
+    speculation: bool = True
+    """Speculative decoding on a CPU with kernels (embedded engine): drafts copied from the prompt and other completions
+    of it, where that is faster; the tokens and log-probs are the same."""
+
     seed: int = Field(default=0, ge=0)
     """Base seed for requests without a seed."""
 

@@ -156,6 +156,9 @@ class EngineStats:
     """Cached tokens of finished requests."""
     cache_size: int = 0
     """Cache capacity in tokens."""
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    """Drafted tokens that were kept (speculative decoding)."""
 
 
 @dataclass(frozen=True)

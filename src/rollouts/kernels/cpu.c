@@ -1303,15 +1303,15 @@ static void attend_rows(const Shape *s, const Layer *layer, float eps, float *qk
   int32_t *tag = (int32_t *)(scratch + THREAD * s->scratch_size + s->shared_offset);
   float *shared = (float *)tag + (num_columns + LANES - 1) / LANES * LANES;
   if (s->shared_offset) memset(tag, 0, (size_t)num_columns * sizeof *tag); /* left by another layer */
-  STATIC_FOR /* rows that share columns are adjacent, so that these are in the CPU cache */
+  STATIC_FOR /* all keys first: several rows may be of the same sequence */
   for (int64_t item = 0; item < rows * s->kv_heads; item++) {
     int64_t row = item % rows, head = item / rows, position = positions[row], j = position / KEYS;
     const float *c = cos + position * size, *sn = sin + position * size;
     float *q = qkv + (row * all_heads + head * group) * size, *k = qkv + (row * all_heads + s->heads + head) * size;
-    float *v = k + s->kv_heads * size, *scores = scratch + THREAD * s->scratch_size;
+    float *v = k + s->kv_heads * size;
     if (layer->qk_norm) norm_row(k, layer->qk_norm + (s->heads + head) * size, eps, k, size);
     if (layer->has_rope) rotate_row(k, c, sn, 1.f, k, size);
-    int64_t at = ((row * s->kv_heads + head) * KEYS + position % KEYS) * size;
+    int64_t at = find_keys(source, rows, s->kv_heads, size, j, row, head) + position % KEYS * size;
     for (int64_t i = 0; i < size; i += LANES) {
       store_as(keys[j], at + i, load(k + i), narrow);
       store_as(values[j], at + i, load(v + i), narrow);
@@ -1322,6 +1322,11 @@ static void attend_rows(const Shape *s, const Layer *layer, float eps, float *qk
       if (layer->has_rope) rotate_row(one, c, sn, 1.f, one, size);
       for (int64_t i = 0; i < size; i += LANES) store(one + i, load(one + i) * scale);
     }
+  }
+  STATIC_FOR /* rows that share columns are adjacent, so that these are in the CPU cache */
+  for (int64_t item = 0; item < rows * s->kv_heads; item++) {
+    int64_t row = item % rows, head = item / rows, position = positions[row];
+    float *q = qkv + (row * all_heads + head * group) * size, *scores = scratch + THREAD * s->scratch_size;
     float *to = out + (row * s->heads + head * group) * size;
     int last = row + 1 == rows, last_head = head + 1 == s->kv_heads;
     CacheCursor cursor = {(const void *const *)keys, (const void *const *)values, source, rows, s->kv_heads, row, head,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -126,6 +126,10 @@ class Adapters:
             raise ValueError(f"no adapter {name!r} is loaded")
         self._table.remove(name)
         self._packed.pop(name, None)
+
+    def are_packed(self, names: Collection[str | None]) -> bool:
+        """Whether the kernel supports all of these adapters."""
+        return all(name is None or name in self._packed for name in names)
 
     def route(self, names: Sequence[str | None], counts: Sequence[int], device: torch.device) -> LoraRouting | None:
         """Map rows to adapters, where `counts[i]` rows belong to `names[i]`; None if no row has an adapter."""

@@ -111,6 +111,11 @@ class AttentionMetadata:
         """Number of blocks that are read from the slot of another sequence."""
         return int((self.block_tables != self.slots).sum())
 
+    @property
+    def has_drafts(self) -> bool:
+        """Whether a sequence of a decode step has several rows, in descending order of position."""
+        return int(self.slots[-1]) + 1 < len(self.slots)
+
 
 def prefill_metadata(chunks: Iterable[Chunk]) -> AttentionMetadata:
     """Metadata of chunks, each of which reads its own slot."""
@@ -119,11 +124,15 @@ def prefill_metadata(chunks: Iterable[Chunk]) -> AttentionMetadata:
     return AttentionMetadata(slots, starts, lengths, tables)
 
 
-def decode_metadata(positions: NDArray[np.int64], shared: NDArray[np.int64]) -> AttentionMetadata:
-    """Metadata of one token at `positions[i]` for each slot i, which shares its first `shared[i]` blocks with i - 1."""
-    slots = np.arange(len(positions), dtype=np.int64)
+def decode_metadata(
+    positions: NDArray[np.int64], shared: NDArray[np.int64], slots: NDArray[np.int64] | None = None
+) -> AttentionMetadata:
+    """Metadata of a token at `positions[i]` of `slots[i]` (default: i); slot s shares its first `shared[s]` blocks
+    with s - 1."""
+    own = np.arange(len(shared), dtype=np.int64)
+    slots = own if slots is None else slots
     blocks = np.arange(num_blocks(int(positions.max()) + 1))[:, None]
-    tables = np.maximum.accumulate(np.where(shared > blocks, 0, slots), axis=1).astype(np.int32)
+    tables = np.maximum.accumulate(np.where(shared > blocks, 0, own), axis=1).astype(np.int32).take(slots, axis=1)
     return AttentionMetadata(slots, positions, np.ones_like(slots), tables)
 
 

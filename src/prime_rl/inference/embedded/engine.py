@@ -26,6 +26,7 @@ from prime_rl.inference.embedded.prefix_cache import PrefixIndex
 from prime_rl.inference.embedded.prepared_decoder import PreparedDecoder
 from prime_rl.inference.embedded.scheduler import Scheduler
 from prime_rl.inference.embedded.sequence import Sequence
+from prime_rl.inference.embedded.speculation import Drafter
 from prime_rl.inference.engine import (
     FULL,
     AdapterSpec,
@@ -67,6 +68,7 @@ class EmbeddedEngine(InProcessEngineMixin):
         max_prefix_cache_tokens: int | None = None,
         enable_prefix_caching: bool = True,
         exact: bool = True,
+        speculation: bool = True,
         layers_kept: int | None = None,
         recorder: GraphCapturer | None = None,
         grammars: GrammarCompiler | None = None,
@@ -104,8 +106,10 @@ class EmbeddedEngine(InProcessEngineMixin):
             self._default_prefix_tokens() if max_prefix_cache_tokens is None else max_prefix_cache_tokens
         )
         self._blocks = BlockManager(cache, self._prefixes, enable_prefix_caching and not model.recomputes)
-        self._scheduler = Scheduler(self._blocks, max_running, max_num_batched_tokens, decoder.min_rows)
         self._adapters = Adapters(model)
+        can_verify = decoder.fused is not None and graphs is None
+        drafter = Drafter(self._adapters) if speculation and can_verify else None
+        self._scheduler = Scheduler(self._blocks, max_running, max_num_batched_tokens, decoder.min_rows, drafter)
         self._runner = ModelRunner(decoder, self._blocks, self._adapters, exact, graphs)
         self._sequences: dict[GenerationRequest, Sequence] = {}
         self._aborted: list[Event] = []  # returned by the next step
@@ -159,6 +163,7 @@ class EmbeddedEngine(InProcessEngineMixin):
             stop_strings=stop_strings,
             cache_namespace=self._adapters.cache_namespace(request.adapter),
             grammar=self._open_grammar(params),
+            prompt_key=hash(tuple(request.prompt)),
         )
         self._sequences[request] = seq
         self._scheduler.waiting.append(seq)
@@ -211,7 +216,7 @@ class EmbeddedEngine(InProcessEngineMixin):
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
-        """Run one forward pass: prefill if prompts are pending, else one token for every running sequence."""
+        """Run one forward pass: prefill if prompts are pending, else every running sequence by at least one token."""
         if self._aborted:
             aborted, self._aborted = self._aborted, []
             return aborted
@@ -258,6 +263,8 @@ class EmbeddedEngine(InProcessEngineMixin):
             generated_tokens=scheduler.num_generated,
             finished=scheduler.num_finished,
             steps=self._num_steps,
+            drafted_tokens=scheduler.num_drafted,
+            accepted_tokens=scheduler.num_accepted,
         )
 
     def _change_version(self, version: int) -> None:

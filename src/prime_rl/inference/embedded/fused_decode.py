@@ -81,7 +81,7 @@ class FusedDecode(DecodeBackend):
         self._decoder, self._num_blocks, self._changes = decoder, len(reach), changes
         self._widest = decoder.widest if changes is None else max(decoder.widest, 2 * decoder.inner)
         self._tables = torch.from_numpy(metadata.block_tables)
-        self._shares = metadata.num_shared_blocks > 0
+        self._shares = metadata.num_shared_blocks > 0 or metadata.has_drafts
         used = cache.blocks[: len(reach)]
         layers = used[0].shape[1]
         addresses = [[[c[half, i].data_ptr() for c in used] for half in (0, 1)] for i in range(layers)]

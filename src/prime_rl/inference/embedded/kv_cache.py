@@ -124,11 +124,11 @@ class KVCache:
             chosen = new if tokens is None else new[:, :, tokens]
             self.blocks[j].flatten(2, 4).index_copy_(2, rows, chosen.flatten(2, 3))
 
-    def clear_slot(self, slot: int) -> None:
-        """Zero a slot with non-finite values, which a mask would not hide from its next sequence."""
-        for block in self.blocks:
+    def clear_slot(self, slot: int, start: int = 0) -> None:
+        """Zero non-finite values in a slot, from a position on: a mask would not hide them from its next sequence."""
+        for j, block in enumerate(self.blocks):
             if slot < block.shape[2]:
-                block[:, :, slot] = 0
+                block[:, :, slot, :, max(start - j * BLOCK, 0) :] = 0
 
     def _resize(self, target: list[int], used: list[int], longest: int) -> None:
         blocks = []

@@ -120,6 +120,7 @@ def build_engine(config: InferenceConfig, model_dir: Path, decode: Decode, token
         max_prefix_cache_tokens=config.cache.max_prefix_cache_tokens,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         exact=exact,
+        speculation=config.speculation,
         layers_kept=debug.num_layers,
         recorder=build_recorder(device, exact=exact, eager=config.enforce_eager),
         grammars=None if tokenizer is None else GrammarCompiler(tokenizer, model.config.vocab_size, eos_ids),

@@ -30,18 +30,29 @@ from rollouts.training.sampling_support import decode_supports
 
 
 class DecodeBatch:
-    """The running sequences as vectors, reused across steps while the batch is unchanged."""
+    """The running sequences and their drafts as vectors, reused across steps while the batch is unchanged.
 
-    def __init__(
-        self, running: list[Sequence], min_rows: int, changes: LoraRouting | None, device: torch.device, revision: int
-    ) -> None:
-        self.changes, self.revision = changes, revision
-        self.num, rows = len(running), max(len(running), min_rows)  # further rows are unused slots
+    The rows of a sequence are in descending order of position: the first one reads, and transposes, all keys that the
+    others read.
+    """
+
+    def __init__(self, batch: ScheduledBatch, min_rows: int, changes: LoraRouting | None, device: torch.device) -> None:
+        self.changes, self.revision = changes, batch.revision
+        slots: list[int] = []
+        flat: list[int] = []
+        positions: list[int] = []
+        for slot, (seq, draft) in enumerate(zip(batch.sequences, batch.all_drafts, strict=True)):
+            last, num = len(seq.tokens) - 1, len(draft) + 1
+            slots += [slot] * num
+            flat += [*reversed(draft), seq.tokens[-1]]
+            positions += range(last + num - 1, last - 1, -1)
+        self.num, rows = len(slots), max(len(slots), min_rows)  # further rows are unused slots
         self.tokens: Int[Tensor, " rows"] = torch.zeros(rows, dtype=torch.long, device=device)
         self.positions: NDArray[np.int64] = np.zeros(rows, dtype=np.int64)
-        self.tokens[: self.num] = torch.tensor([seq.tokens[-1] for seq in running], device=device)
-        self.positions[: self.num] = [len(seq.tokens) - 1 for seq in running]
-        self.sampling = build_sampling_batch(running, device)
+        self.tokens[: self.num] = torch.tensor(flat, device=device)
+        self.positions[: self.num] = positions
+        self.sampling = build_sampling_batch([batch.sequences[slot] for slot in slots], device)
+        self.slots = np.array([*slots, *range(slots[-1] + 1, slots[-1] + 1 + rows - self.num)], dtype=np.int64)
         self.backend: DecodeBackend | None = None
 
     def advance(self, tokens: Int[Tensor, " num"]) -> None:
@@ -131,10 +142,9 @@ class ModelRunner:
 
     def _decode(self, batch: ScheduledBatch) -> SamplerOutput:
         current = self.batch
-        if current is None or current.revision != batch.revision:
-            running = batch.sequences
-            changes = self._route(running, [1] * len(running))
-            current = DecodeBatch(running, self.decoder.min_rows, changes, self._device, batch.revision)
+        if current is None or current.revision != batch.revision or batch.drafts:
+            changes = self._route(batch.sequences, [1 + len(draft) for draft in batch.all_drafts])
+            current = DecodeBatch(batch, self.decoder.min_rows, changes, self._device)
             self.batch = current
         if current.backend is None or not current.backend.fits(current.positions):
             current.backend = self._select_backend(current, batch.sequences)
@@ -147,7 +157,8 @@ class ModelRunner:
         """CUDA graph (without adapters), else the fused kernel, else torch operations; a backend without a cache for
         models that recompute."""
         cache, decoder = self._blocks.cache, self.decoder
-        metadata = decode_metadata(batch.positions, self._blocks.count_shared(running, len(batch.positions)))
+        shared = self._blocks.count_shared(running, int(batch.slots[-1]) + 1)
+        metadata = decode_metadata(batch.positions, shared, batch.slots)
         if decoder.model.recomputes:
             return RecomputeDecode(decoder, cache, metadata, running)
         changes = batch.changes

@@ -8,6 +8,7 @@ front of the queue and recomputed later.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from prime_rl.inference.embedded.block_manager import BlockManager
 from prime_rl.inference.embedded.kv_cache import BLOCK
 from prime_rl.inference.embedded.sampler import SamplerOutput
 from prime_rl.inference.embedded.sequence import Sequence
+from prime_rl.inference.embedded.speculation import Drafter, Drafts
 from prime_rl.inference.engine import Event, Output, StreamUpdate
 from rollouts.training.numerics import padded
 
@@ -28,13 +30,22 @@ MAX_SCORES = 2048 * 2048
 
 @dataclass(frozen=True)
 class ScheduledBatch:
-    """A forward pass: `chunks[i]` of `sequences[i]`, or one token of every running sequence if there are no chunks."""
+    """A forward pass: `chunks[i]` of `sequences[i]`, or one token of every running sequence if there are no chunks.
+
+    `drafts[i]`, if there are any, are tokens that may follow in `sequences[i]` and are computed as well.
+    """
 
     sequences: list[Sequence]
     chunks: list[Chunk]
     admitted: list[Sequence]
     revision: int
     """Equal for two batches if the same sequences ran in between, each one token further."""
+    drafts: Drafts = field(default_factory=list)
+
+    @property
+    def all_drafts(self) -> Drafts:
+        """The draft of every sequence, possibly empty."""
+        return self.drafts or [[]] * len(self.sequences)
 
     @property
     def completed(self) -> list[int]:
@@ -51,11 +62,14 @@ class Scheduler:
     max_running: int
     max_num_batched_tokens: int
     min_rows: int
+    drafter: Drafter | None = None
     waiting: deque[Sequence] = field(default_factory=deque)
     running: list[Sequence] = field(default_factory=list)
     num_preempted: int = 0
     num_generated: int = 0
     num_finished: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
     _pending: list[Sequence] = field(default_factory=list)  # running, but not fully cached
     _order: Iterator[int] = field(default_factory=itertools.count)
     _revision: int = 0
@@ -68,17 +82,18 @@ class Scheduler:
         self._ensure_capacity()
         chosen = self._next_chunks()
         if not chosen:
-            return ScheduledBatch(self.running, [], admitted, self._revision)
+            drafts = self.drafter.propose(self.running) if self.drafter is not None else []
+            return ScheduledBatch(self.running, [], admitted, self._revision, drafts)
         seqs, chunks = zip(*chosen, strict=True)
         return ScheduledBatch(list(seqs), list(chunks), admitted, self._revision)
 
     def postprocess(self, batch: ScheduledBatch, sampled: SamplerOutput | None) -> list[Event]:
         """Append the sampled tokens and finish completed sequences; returns stream updates, then outputs."""
         if not batch.chunks:
-            for seq in batch.sequences:
-                seq.num_cached += 1
             assert sampled is not None
-            return self._append(batch.sequences, sampled)
+            if batch.drafts:
+                self._change()
+            return self._append(batch.sequences, sampled, batch.drafts)
         for seq, chunk in zip(batch.sequences, batch.chunks, strict=True):
             seq.num_cached = chunk.start + chunk.length
         completed = [batch.sequences[i] for i in batch.completed]
@@ -180,24 +195,32 @@ class Scheduler:
             chosen.append((seq, Chunk(seq.slot, seq.num_cached, length)))
         return chosen
 
-    def _append(self, rows: list[Sequence], sampled: SamplerOutput) -> list[Event]:
-        """Append one token to every row; a row with a non-finite log-prob, usually of overflowed weights, fails."""
+    def _append(self, seqs: list[Sequence], sampled: SamplerOutput, drafts: Drafts | None = None) -> list[Event]:
+        """Append the sampled tokens; a sequence with a non-finite log-prob, usually of overflowed weights, fails."""
         events: list[Event] = []
+        finished: list[tuple[Sequence, Output]] = []
         tokens, logprobs, tops = sampled.tokens.tolist(), sampled.logprobs.tolist(), sampled.top_logprobs()
-        is_finite = np.isfinite(logprobs)
-        failed = [] if is_finite.all() else np.flatnonzero(~is_finite).tolist()
-        finished = [(rows[i], rows[i].output("error", rows[i].describe_failure())) for i in failed]
-        for i, seq in enumerate(rows):
-            if failed and i in failed:
-                continue
-            top = tops[i][: seq.params.top_logprobs] if tops else None
-            output = seq.append(tokens[i], logprobs[i], top, sampled.supports.get(i))
-            if output is not None:
-                finished.append((seq, output))
-            elif seq.request.stream:
-                start = seq.num_generated - 1
-                events.append(StreamUpdate(seq.request, start, [tokens[i]], [logprobs[i]], [top or []]))
-        self.num_generated += len(rows) - len(failed)
+        for seq, accepted in zip(seqs, accepted_rows(drafts or [[]] * len(seqs), tokens), strict=True):
+            for i in accepted:
+                seq.num_cached = len(seq.tokens)
+                if not math.isfinite(logprobs[i]):
+                    finished.append((seq, seq.output("error", seq.describe_failure())))
+                    break
+                top = tops[i][: seq.params.top_logprobs] if tops else None
+                output = seq.append(tokens[i], logprobs[i], top, sampled.supports.get(i))
+                self.num_generated += 1
+                self.num_accepted += i != accepted[0]
+                if output is not None:
+                    finished.append((seq, output))
+                    break
+                if seq.request.stream:
+                    start = seq.num_generated - 1
+                    events.append(StreamUpdate(seq.request, start, [tokens[i]], [logprobs[i]], [top or []]))
+        if drafts:
+            self.num_drafted += len(tokens) - len(seqs)
+            if not np.isfinite(logprobs).all():  # of a rejected draft: later reads would multiply its values by 0
+                for seq in seqs:
+                    self.blocks.cache.clear_slot(seq.slot, seq.num_cached)
         return events + self._finish(finished) if finished else events
 
     def _finish(self, finished: list[tuple[Sequence, Output]]) -> list[Event]:
@@ -207,6 +230,24 @@ class Scheduler:
                 self.blocks.cache.clear_slot(seq.slot)
             else:
                 self.blocks.keep(seq)
+            if self.drafter is not None and seq.num_generated:
+                self.drafter.index(seq, len(seq.tokens))
             self.remove(seq)
         self.num_finished += len(finished)
         return [output for _, output in finished]
+
+
+def accepted_rows(drafts: Drafts, tokens: list[int]) -> Iterator[list[int]]:
+    """For each sequence, the rows of a decode step whose sampled `tokens` follow it, in order of position.
+
+    Its last row is that of its last token; the rows before are those of its draft, in reverse.
+    """
+    end = 0
+    for draft in drafts:
+        end += len(draft) + 1
+        rows = [end - 1]
+        for token in draft:
+            if tokens[rows[-1]] != token:
+                break
+            rows.append(rows[-1] - 1)
+        yield rows

@@ -10,6 +10,8 @@ from prime_rl.inference.embedded.prompt_logprobs import PromptScorer
 from prime_rl.inference.engine import FinishReason, GenerationRequest, Output, SamplingParams, TopLogprobs
 from prime_rl.inference.grammar import GrammarState
 
+FIRST_ACCEPTANCE = 0.3
+
 
 @dataclass(eq=False)
 class Sequence:
@@ -36,6 +38,11 @@ class Sequence:
     supports: list[bytes] = field(default_factory=list)
     scores: PromptScorer | None = None
     grammar: GrammarState | None = None
+    prompt_key: int = 0  # equal for equal prompts
+    source: list[int] = field(default_factory=list)  # tokens that continue this sequence from `source_at` on
+    source_at: int = 0
+    acceptance: float = FIRST_ACCEPTANCE  # smoothed share of tokens that the source predicted
+    num_indexed: int = 0  # tokens available as drafts
 
     @property
     def params(self) -> SamplingParams:
@@ -46,6 +53,13 @@ class Sequence:
     def num_generated(self) -> int:
         """Number of completion tokens so far."""
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether the sampler has no state that a rejected draft would change."""
+        p = self.params
+        penalized = p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty
+        return self.grammar is None and not penalized
 
     @property
     def wants_scores(self) -> bool:

@@ -146,6 +146,8 @@ async def metrics(service: ServerState, request: Request) -> Response:
         ),
         ("generated_tokens_total", "counter", "Generated tokens.", stats.generated_tokens),
         ("engine_steps_total", "counter", "Forward passes.", stats.steps),
+        ("drafted_tokens_total", "counter", "Tokens drafted by speculative decoding.", stats.drafted_tokens),
+        ("accepted_tokens_total", "counter", "Drafted tokens that were kept.", stats.accepted_tokens),
         ("cached_tokens", "gauge", "Tokens in the KV cache.", stats.cached_tokens),
         ("kept_tokens", "gauge", "Cached tokens of finished requests.", stats.kept_tokens),
         ("cache_size_tokens", "gauge", "KV cache capacity in tokens.", stats.cache_size),

@@ -1,0 +1,120 @@
+"""Speculative decoding without a draft model: drafts are copied from earlier text of the same prompt.
+
+A draft is what followed the last `NGRAM` tokens where they occurred before: in the sequence, its prompt, or another
+completion of the prompt, running or finished. A decode step computes all positions of a draft as rows of its batch, and
+every row samples the token that it would sample without drafts; drafted tokens are kept as long as they equal these.
+The result is that of decoding without drafts, token for token, because noise and logits of a row do not depend on the
+batch. So drafts and their lengths may depend on anything.
+"""
+
+from __future__ import annotations
+
+from itertools import repeat
+
+from prime_rl.inference.embedded.adapters import Adapters
+from prime_rl.inference.embedded.kv_cache import BLOCK
+from prime_rl.inference.embedded.sequence import Sequence
+
+NGRAM = 3
+MAX_DRAFT = 16
+MAX_NGRAMS = 1 << 17
+"""N-grams per generation of the index; two are kept, about 200 bytes for each n-gram."""
+
+FREE_ROWS = 6.0
+"""Cost of reading the weights in a decode step, in rows: a step of n rows takes the time of `FREE_ROWS + n`.
+
+Measured on a CPU with AVX-512 and without AMX: 5 to 7 for SmolLM2-135M in fp32 and bf16."""
+MAX_SEQUENCES = 32
+"""No drafts for more sequences: even if all were accepted, a step would gain less than `FREE_ROWS / MAX_SEQUENCES`."""
+
+SMOOTHING = 1 / 8
+
+Drafts = list[list[int]]
+"""For each sequence, tokens that may follow."""
+
+
+class Drafter:
+    """Index of n-grams by prompt, and the choice of drafts that are worth their rows.
+
+    A sequence follows its source while the source predicts its tokens, whether they are drafted or not, which measures
+    `acceptance` at no cost.
+    """
+
+    def __init__(self, adapters: Adapters) -> None:
+        self._adapters = adapters
+        self._recent: dict[int, tuple[list[int], int]] = {}
+        self._older: dict[int, tuple[list[int], int]] = {}
+
+    def propose(self, running: list[Sequence]) -> Drafts:
+        """A draft for each sequence, possibly empty; no list if no draft is worth it.
+
+        A row is added where its token is accepted with a probability above the tokens that the step would otherwise
+        gain per row.
+        """
+        rows, expected = len(running), float(len(running))
+        if rows > MAX_SEQUENCES or not self._adapters.are_packed({seq.request.adapter for seq in running}):
+            return []
+        candidates: list[tuple[float, int]] = []
+        for i, seq in enumerate(running):
+            if seq.can_draft:
+                self._follow(seq)
+                probability = 1.0
+                for _ in range(_max_length(seq)):
+                    probability *= seq.acceptance
+                    if probability * (FREE_ROWS + rows) <= expected:
+                        break
+                    candidates.append((probability, i))
+        lengths = [0] * rows
+        for probability, i in sorted(candidates, reverse=True):
+            if probability * (FREE_ROWS + rows) <= expected:
+                break
+            lengths[i], rows, expected = lengths[i] + 1, rows + 1, expected + probability
+        if rows == len(running):
+            return []
+        return [seq.source[seq.source_at : seq.source_at + n] for seq, n in zip(running, lengths, strict=True)]
+
+    def index(self, seq: Sequence, end: int) -> None:
+        """Make the tokens below `end` available as drafts."""
+        start = max(seq.num_indexed, NGRAM)
+        columns = (seq.tokens[start - NGRAM + i : end - NGRAM + i] for i in range(NGRAM))
+        keys = map(hash, zip(repeat(seq.prompt_key), *columns))  # a collision costs a draft
+        self._recent.update(zip(keys, zip(repeat(seq.tokens), range(start, end))))  # noqa: B905
+        seq.num_indexed = max(seq.num_indexed, end)
+        if len(self._recent) > MAX_NGRAMS:
+            self._older, self._recent = self._recent, {}
+
+    def _follow(self, seq: Sequence) -> None:
+        """Compare new tokens with the source, and find another one where they differ."""
+        if not seq.num_indexed:
+            self._index_prompt(seq)
+        follows = bool(seq.source)
+        for token in seq.tokens[seq.num_indexed :]:
+            if not follows or seq.source_at >= len(seq.source):
+                break
+            follows = seq.source[seq.source_at] == token
+            seq.source_at += 1
+            seq.acceptance += SMOOTHING * (follows - seq.acceptance)
+        self.index(seq, len(seq.tokens))
+        if not follows or seq.source_at >= len(seq.source):
+            seq.source, seq.source_at = self._find(seq, len(seq.tokens)) or ([], 0)
+
+    def _index_prompt(self, seq: Sequence) -> None:
+        """Index a prompt, unless another sequence has done so."""
+        end = seq.num_prompt
+        if _key(seq, end - 1) in self._recent:
+            seq.num_indexed = end
+        self.index(seq, end)
+
+    def _find(self, seq: Sequence, end: int) -> tuple[list[int], int] | None:
+        key = _key(seq, end)
+        return self._recent.get(key) or self._older.get(key)
+
+
+def _key(seq: Sequence, end: int) -> int:
+    return hash((seq.prompt_key, *seq.tokens[max(end - NGRAM, 0) : end]))
+
+
+def _max_length(seq: Sequence) -> int:
+    """Limit by the source, the block in which the next token is stored, and the end of the sequence."""
+    length = len(seq.tokens)
+    return min(len(seq.source) - seq.source_at, MAX_DRAFT, -(length + 1) % BLOCK + 1, seq.max_tokens - length - 1)

@@ -1,0 +1,200 @@
+"""Speculative decoding: the same tokens and log-probs as without it, whatever is drafted."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+import torch
+from test_embedded import DECODE, MODEL_DIR, build_adapter, build_model, check_exact, request, run
+
+from prime_rl.inference.embedded import speculation
+from prime_rl.inference.embedded.engine import EmbeddedEngine
+from prime_rl.inference.embedded.kv_cache import BLOCK
+from prime_rl.inference.embedded.speculation import MAX_SEQUENCES, Drafter
+from prime_rl.inference.engine import AdapterSpec, GenerationRequest, Output, SamplingParams, StreamUpdate
+from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_names
+from prime_rl.trainer.models.decoder_config import DecoderConfig
+from rollouts.kernels import cpu as cpu_kernels
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(cpu_kernels.library() is None, reason="needs the CPU kernels"),
+]
+
+
+@pytest.fixture
+def long_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts as long as possible, also where they are mostly rejected."""
+    monkeypatch.setattr(speculation, "FREE_ROWS", 1e9)
+
+
+def draw_requests(seed: int) -> list[tuple[list[int], dict[str, Any], str | None]]:
+    """Groups with the same prompt and similar samples, with all kinds of settings."""
+    rng = random.Random(seed)
+    requests = []
+    for _ in range(4):
+        prompt = rng.choices(range(256), k=rng.choice([1, 7, 40, BLOCK - 3, 2 * BLOCK - 20]))
+        params: dict[str, Any] = {"temperature": rng.choice([0.0, 0.2, 0.5, 1.0]), "max_tokens": rng.randint(1, 60)}
+        params |= rng.choice(
+            [
+                {"top_p": 0.7, "return_support": True},
+                {"top_k": 3, "top_logprobs": 2},
+                {"min_p": 0.1, "min_tokens": 9, "stop_token_ids": tuple(range(0, 256, 4))},
+                {"stop": ("a", "e ", "7"), "logit_bias": ((5, 2.0),)},
+                {"stop_token_ids": tuple(range(0, 256, 9))},
+                {"repetition_penalty": 1.2, "presence_penalty": 0.3},
+            ]
+        )
+        adapter = rng.choice([None, "a"])
+        requests += [(prompt, {**params, "seed": rng.randrange(3)}, adapter) for _ in range(rng.randint(1, 5))]
+    rng.shuffle(requests)
+    return requests
+
+
+def generate(seed: int, speculate: bool, dtype: torch.dtype, exact: bool) -> tuple[list[Any], EmbeddedEngine]:
+    """Two rounds of the same requests; short memory, so that sequences are preempted and slots move."""
+    engine = EmbeddedEngine(
+        build_model(seed).to(dtype),
+        eos_ids=[1],
+        decode=DECODE,
+        exact=exact,
+        max_running=8,
+        max_model_len=3 * BLOCK,
+        max_cache_tokens=8 * BLOCK,
+        speculation=speculate,
+    )
+    engine.load_adapter("a", build_adapter(1)[1], AdapterSpec(4, 8.0))
+    outputs = []
+    for _ in range(2):
+        drawn = draw_requests(seed)
+        requests = (GenerationRequest(prompt, SamplingParams(**params), adapter=name) for prompt, params, name in drawn)
+        outputs += run(engine, *requests)
+    return [describe(output) for output in outputs], engine
+
+
+def describe(output: Output) -> tuple[Any, ...]:
+    """All that a request determines; beside requests with top log-probs others have empty ones."""
+    tops = output.top_logprobs if output.request.params.top_logprobs else None
+    ends = (output.versions, output.finish_reason, output.stop_reason, output.text)
+    return (output.token_ids, output.logprobs, tops, *ends, output.sampling_support)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "exact", "threads"),
+    [
+        (torch.float32, True, 1),
+        (torch.bfloat16, True, 1),
+        (torch.float32, False, 1),
+        pytest.param(torch.float32, True, 2, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_drafts_change_no_token_and_no_logprob(
+    seed: int, dtype: torch.dtype, exact: bool, threads: int, long_drafts: None
+) -> None:
+    torch.set_num_threads(threads)
+    plain, _ = generate(seed, False, dtype, exact)
+    drafted, engine = generate(seed, True, dtype, exact)
+    assert drafted == plain
+    stats = engine.stats()
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens, "both outcomes were tested"
+
+
+def test_updates_in_flight_stay_exact(long_drafts: None) -> None:
+    models = {version: build_model(version) for version in range(3)}
+    engine = EmbeddedEngine(build_model(0))
+    prompt = list(range(40))
+    requests = [request(prompt, max_tokens=60, temperature=0.3, seed=seed) for seed in (0, 0, 1, 1)]
+    outputs: list[Output] = []
+    for step in range(10**6):
+        if step in (0, 20):  # those of the same seed follow the first ones
+            engine.add(requests.pop())
+            engine.add(requests.pop(0))
+        if step in (25, 30):
+            engine.load_weights(tensor_names(models[engine.version + 1]), engine.version + 1)
+        outputs += [event for event in engine.step() if isinstance(event, Output)]
+        if not engine.has_work():
+            break
+    assert all(len(output.versions) == 3 for output in outputs)
+    assert sum(check_exact(output, models) for output in outputs) == 4 * 60
+    assert engine.stats().accepted_tokens > 0
+
+
+def test_a_repeated_request_takes_few_steps_and_streams_once() -> None:
+    engine = EmbeddedEngine(build_model(0))
+    (first,) = run(engine, request([1, 2, 3, 4], max_tokens=100))
+    steps = engine.stats().steps
+    engine.add(request([1, 2, 3, 4], max_tokens=100, stream=True))
+    events = []
+    while engine.has_work():
+        events += engine.step()
+    *pieces, output = events
+    assert isinstance(output, Output) and output.token_ids == first.token_ids
+    assert [piece.start for piece in pieces if isinstance(piece, StreamUpdate)] == list(range(99))
+    assert [token for piece in pieces for token in piece.token_ids] == output.token_ids[:-1]
+    assert engine.stats().steps - steps < 25
+    assert 75 < engine.stats().accepted_tokens <= engine.stats().drafted_tokens < 110
+
+
+def test_samples_of_a_group_draft_for_each_other() -> None:
+    engine = EmbeddedEngine(build_model(0))
+    leader = request([1, 2, 3, 4], max_tokens=60)
+    engine.add(leader)
+    for _ in range(40):
+        engine.step()
+    assert engine.stats().drafted_tokens == 0
+    run(engine, request([1, 2, 3, 4], max_tokens=30))
+    assert engine.stats().accepted_tokens > 15
+
+
+def test_text_that_does_not_repeat_is_not_drafted_for_long() -> None:
+    engine = EmbeddedEngine(build_model(0))
+    cycle = [5, 6, 7] * 20  # each token seems predictable, and random weights continue otherwise
+    run(engine, *(request([*cycle, seed], max_tokens=100, seed=seed) for seed in range(4)))
+    assert engine.stats().drafted_tokens < 20
+
+
+@pytest.mark.parametrize("params", [{"repetition_penalty": 1.1}, {"frequency_penalty": 0.1}, {"presence_penalty": 0.1}])
+def test_penalties_disable_drafts(params: dict[str, float], long_drafts: None) -> None:
+    engine = EmbeddedEngine(build_model(0))
+    for _ in range(2):
+        run(engine, request([1, 2, 3, 4], max_tokens=20, temperature=0.01, **params))
+    assert engine.stats().drafted_tokens == 0
+
+
+def test_large_batches_have_no_drafts_but_serve_later_ones(long_drafts: None) -> None:
+    engine = EmbeddedEngine(build_model(0))
+    crowd = [request([1, 2, 3, 4], max_tokens=20, seed=seed) for seed in range(MAX_SEQUENCES + 1)]
+    run(engine, *crowd)
+    assert engine.stats().drafted_tokens == 0
+    run(engine, request([1, 2, 3, 4], max_tokens=20, seed=7))
+    assert engine.stats().accepted_tokens > 10
+
+
+def test_index_forgets_the_oldest_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculation, "MAX_NGRAMS", 50)
+    engine = EmbeddedEngine(build_model(0))
+    drafter = engine._scheduler.drafter
+    assert drafter is not None
+    for seed in range(6):
+        run(engine, request([seed] * 5, max_tokens=30, seed=seed))
+        assert len(drafter._recent) <= 50 + 35 and len(drafter._older) <= 50 + 35
+    before = engine.stats().accepted_tokens
+    run(engine, request([0] * 5, max_tokens=30, seed=0))
+    assert engine.stats().accepted_tokens == before
+
+
+def test_rejected_draft_leaves_no_nan_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = json.loads((MODEL_DIR / "config.json").read_text()) | {"tie_word_embeddings": False}
+    model = CausalLM(DecoderConfig.from_hf(config))
+    init_weights(model, 0)
+    with torch.no_grad():
+        model.embedding()[7] = torch.nan
+    engine = EmbeddedEngine(model)
+    monkeypatch.setattr(Drafter, "propose", lambda self, running: [[7]] * len(running))
+    (output,) = run(engine, request([1, 2, 3], max_tokens=5, logit_bias=((7, -1e9),)))
+    assert output.finish_reason == "length" and 7 not in output.token_ids
+    assert all(block.isfinite().all() for block in engine._blocks.cache.blocks)
