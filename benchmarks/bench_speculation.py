@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python benchmarks/bench_speculation.py [--model smollm2] [--repeats 5] [--output FILE]
 
-Repeating answers copy or edit text of their prompt; free answers continue short openings at temperature 1. Both
-engines must return the same tokens and log-probs. Prints medians with their thresholds, writes JSON, and exits with 1
-when one is missed.
+Repeating answers copy or edit text of their prompt, in groups of one prompt; free answers continue short openings at
+temperature 1. Prompts are new in every repeat. Both engines must return the same tokens and log-probs. Prints medians
+with their thresholds, writes JSON, and exits with 1 when one is missed.
 """
 
 from __future__ import annotations
@@ -43,24 +43,27 @@ def {1}(values):
 
 
 def copy_prompt(rng: random.Random) -> str:
-    """Lines of JSON to repeat."""
-    lines = [
-        json.dumps({"id": rng.randrange(1000), "name": name, "city": rng.choice(CITIES), "active": True})
+    """Lines of JSON that are repeated."""
+    lines = "".join(
+        json.dumps({"id": rng.randrange(1000), "name": name, "city": rng.choice(CITIES), "active": True}) + "\n"
         for name in rng.sample(NAMES, 6)
-    ]
-    return "Repeat these lines exactly, and nothing else.\n\n" + "\n".join(lines)
+    )
+    return f"{lines}\n{lines}\n" + lines.split("\n", maxsplit=1)[0] + "\n"
 
 
 def edit_prompt(rng: random.Random) -> str:
-    """Code in which to rename a function."""
-    first, second = (f"{rng.choice(NAMES)}_{rng.choice(CITIES)}".lower() for _ in range(2))
-    code = CODE.format(first, second)
-    return f"Rename the function {first} to average in this code. Answer with the whole code only.\n\n{code}"
+    """Code in which a function was renamed, and other code."""
+    edits = []
+    for _ in range(2):
+        first, second = (f"{rng.choice(NAMES)}_{rng.choice(CITIES)}".lower() for _ in range(2))
+        code = CODE.format(first, second)
+        edits.append(f"{code}\n# {first} renamed to average:\n\n{code.replace(first, 'average')}")
+    return "\n\n".join(edits)[: -len(CODE.format("average", second)) + 4]
 
 
 def free_prompt(rng: random.Random) -> str:
-    """Text without a model to copy."""
-    return f"Write a story about {rng.choice(NAMES)} in {rng.choice(CITIES)}."
+    """Text without anything to copy."""
+    return f"{rng.choice(NAMES)} went to {rng.choice(CITIES)} because"
 
 
 @dataclass(frozen=True)
@@ -80,12 +83,12 @@ def build_cases() -> list[Case]:
     """Groups of up to 8 that copy and edit, and free text."""
     tasks = {"copy": copy_prompt, "edit": edit_prompt}
     cases = [
-        Case(f"{task}, temperature {temperature:g}, {num} at once", prompt, num, num, temperature, 160, 1.3)
+        Case(f"{task}, temperature {temperature:g}, {num} at once", prompt, num, num, temperature, 96, 1.3)
         for task, prompt in tasks.items()
         for temperature in (0.0, 1.0)
         for num in (1, 4, 8)
     ]
-    return cases + [Case(f"free text, {num} at once", free_prompt, num, 1, 1.0, 128, 0.98) for num in (1, 8, 32)]
+    return cases + [Case(f"free text, {num} at once", free_prompt, num, 1, 1.0, 64, 0.98) for num in (1, 8, 32)]
 
 
 def generate(engine: Any, case: Case, prompts: list[list[int]], seed: int) -> tuple[float, list[Any]]:
@@ -127,11 +130,6 @@ def main() -> int:
     model_dir, tokenizer = resolve_model_dir(arguments.model), load_tokenizer(arguments.model)
     eos_ids = load_eos_ids(model_dir)
 
-    def encode(text: str) -> list[int]:
-        chat = [{"role": "user", "content": text}]
-        rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        return tokenizer.encode(rendered, add_special_tokens=False)
-
     engines = {}
     for speculation in (False, True):
         model = load_decoder(model_dir, dtype=getattr(torch, arguments.dtype))
@@ -146,7 +144,7 @@ def main() -> int:
         before = engines[True].stats()
         for seed in range(arguments.repeats + 1):
             rng = random.Random(f"{case.name} {seed}")  # new prompts for every repeat
-            prompts = [encode(case.prompt(rng)) for _ in range(case.num // case.group)]
+            prompts = [tokenizer.encode(case.prompt(rng)) for _ in range(case.num // case.group)]
             seconds, outputs = {}, {}
             for speculation in (False, True) if seed % 2 else (True, False):
                 seconds[speculation], outputs[speculation] = generate(engines[speculation], case, prompts, seed)

@@ -63,7 +63,7 @@ def generate(seed: int, speculate: bool, dtype: torch.dtype, exact: bool) -> tup
         exact=exact,
         max_running=8,
         max_model_len=3 * BLOCK,
-        max_cache_tokens=8 * BLOCK,
+        max_cache_tokens=1,
         speculation=speculate,
     )
     engine.load_adapter("a", build_adapter(1)[1], AdapterSpec(4, 8.0))
