@@ -24,6 +24,7 @@ from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache, num_blocks
 from prime_rl.inference.embedded.model_runner import ModelRunner
 from prime_rl.inference.embedded.prefix_cache import PrefixIndex
 from prime_rl.inference.embedded.prepared_decoder import PreparedDecoder
+from prime_rl.inference.embedded.sampler import has_penalty
 from prime_rl.inference.embedded.scheduler import Scheduler
 from prime_rl.inference.embedded.sequence import Sequence
 from prime_rl.inference.embedded.speculation import Drafter
@@ -163,6 +164,7 @@ class EmbeddedEngine(InProcessEngineMixin):
             stop_strings=stop_strings,
             cache_namespace=self._adapters.cache_namespace(request.adapter),
             grammar=self._open_grammar(params),
+            can_draft=params.grammar is None and not has_penalty(params),
             prompt_key=hash(tuple(request.prompt)),
         )
         self._sequences[request] = seq

@@ -67,15 +67,20 @@ def build_sampling_batch(rows: list[Sequence], device: torch.device) -> Sampling
         temperature=None if bool((temperature == 1).all()) else temperature.to(device),
         greedy=is_greedy.to(device) if bool(is_greedy.any()) else None,
         seeds=np.array([p.seed & _MASK64 for p in params], dtype=np.uint64),
-        adjusted=[i for i, row in enumerate(rows) if row.grammar is not None or _adjusts(row.params)],
+        adjusted=[
+            i
+            for i, row in enumerate(rows)
+            if row.grammar is not None or row.params.logit_bias or has_penalty(row.params)
+        ],
         blocked=_build_blocked(rows),
         filtered=[i for i, p in enumerate(params) if p.temperature and (p.top_p < 1 or p.top_k > 0 or p.min_p > 0)],
         top_logprobs=max((p.top_logprobs for p in params), default=0),
     )
 
 
-def _adjusts(p: SamplingParams) -> bool:
-    return bool(p.repetition_penalty != 1 or p.logit_bias or p.presence_penalty or p.frequency_penalty)
+def has_penalty(p: SamplingParams) -> bool:
+    """Whether logits depend on the tokens before them by a penalty."""
+    return bool(p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty)
 
 
 def _build_blocked(rows: list[Sequence]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:

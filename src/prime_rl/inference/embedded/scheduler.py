@@ -237,12 +237,12 @@ class Scheduler:
         return [output for _, output in finished]
 
 
-def accepted_rows(drafts: Drafts, tokens: list[int]) -> Iterator[list[int]]:
+def accepted_rows(drafts: Drafts, tokens: list[int]) -> list[list[int]]:
     """For each sequence, the rows of a decode step whose sampled `tokens` follow it, in order of position.
 
     Its last row is that of its last token; the rows before are those of its draft, in reverse.
     """
-    end = 0
+    end, found = 0, []
     for draft in drafts:
         end += len(draft) + 1
         rows = [end - 1]
@@ -250,4 +250,5 @@ def accepted_rows(drafts: Drafts, tokens: list[int]) -> Iterator[list[int]]:
             if tokens[rows[-1]] != token:
                 break
             rows.append(rows[-1] - 1)
-        yield rows
+        found.append(rows)
+    return found

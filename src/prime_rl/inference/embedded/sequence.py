@@ -38,6 +38,7 @@ class Sequence:
     supports: list[bytes] = field(default_factory=list)
     scores: PromptScorer | None = None
     grammar: GrammarState | None = None
+    can_draft: bool = True  # not if logits depend on the tokens by a penalty or grammar
     prompt_key: int = 0  # equal for equal prompts
     source: list[int] = field(default_factory=list)  # tokens that continue this sequence from `source_at` on
     source_at: int = 0
@@ -53,13 +54,6 @@ class Sequence:
     def num_generated(self) -> int:
         """Number of completion tokens so far."""
         return len(self.tokens) - self.num_prompt
-
-    @property
-    def can_draft(self) -> bool:
-        """Whether the sampler has no state that a rejected draft would change."""
-        p = self.params
-        penalized = p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty
-        return self.grammar is None and not penalized
 
     @property
     def wants_scores(self) -> bool:

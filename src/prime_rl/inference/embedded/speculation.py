@@ -46,31 +46,29 @@ class Drafter:
         self._older: dict[int, tuple[list[int], int]] = {}
 
     def propose(self, running: list[Sequence]) -> Drafts:
-        """A draft for each sequence, possibly empty; no list if no draft is worth it.
+        """A draft for each sequence, possibly empty; an empty list if none is worth it.
 
         A row is added where its token is accepted with a probability above the tokens that the step would otherwise
         gain per row.
         """
         rows, expected = len(running), float(len(running))
-        if rows > MAX_SEQUENCES or not self._adapters.are_packed({seq.request.adapter for seq in running}):
+        if rows > MAX_SEQUENCES:
             return []
         candidates: list[tuple[float, int]] = []
         for i, seq in enumerate(running):
-            if seq.can_draft:
-                self._follow(seq)
-                probability = 1.0
-                for _ in range(_max_length(seq)):
-                    probability *= seq.acceptance
-                    if probability * (FREE_ROWS + rows) <= expected:
-                        break
-                    candidates.append((probability, i))
+            probability = 1.0
+            for _ in range(self._follow(seq) if seq.can_draft else 0):
+                probability *= seq.acceptance
+                if probability * (FREE_ROWS + rows) <= expected:
+                    break
+                candidates.append((probability, i))
+        if not candidates or not self._adapters.are_packed({seq.request.adapter for seq in running}):
+            return []
         lengths = [0] * rows
         for probability, i in sorted(candidates, reverse=True):
             if probability * (FREE_ROWS + rows) <= expected:
                 break
             lengths[i], rows, expected = lengths[i] + 1, rows + 1, expected + probability
-        if rows == len(running):
-            return []
         return [seq.source[seq.source_at : seq.source_at + n] for seq, n in zip(running, lengths, strict=True)]
 
     def index(self, seq: Sequence, end: int) -> None:
@@ -83,38 +81,27 @@ class Drafter:
         if len(self._recent) > MAX_NGRAMS:
             self._older, self._recent = self._recent, {}
 
-    def _follow(self, seq: Sequence) -> None:
-        """Compare new tokens with the source, and find another one where they differ."""
+    def _follow(self, seq: Sequence) -> int:
+        """Compare new tokens with the source, find another one where they differ, and return how many it can draft.
+
+        The limits are the source, the block in which the next token is stored, and the end of the sequence.
+        """
+        tokens, key = seq.tokens, seq.prompt_key
         if not seq.num_indexed:
-            self._index_prompt(seq)
+            if hash((key, *tokens[: seq.num_prompt][-NGRAM - 1 : -1])) not in self._recent:  # of another sample
+                self.index(seq, seq.num_prompt)
+            seq.num_indexed = seq.num_prompt
         follows = bool(seq.source)
-        for token in seq.tokens[seq.num_indexed :]:
-            if not follows or seq.source_at >= len(seq.source):
-                break
-            follows = seq.source[seq.source_at] == token
-            seq.source_at += 1
-            seq.acceptance += SMOOTHING * (follows - seq.acceptance)
-        self.index(seq, len(seq.tokens))
+        for end in range(seq.num_indexed, len(tokens)):
+            self._recent[hash((key, *tokens[max(end - NGRAM, 0) : end]))] = (tokens, end)
+            follows = follows and seq.source_at < len(seq.source)
+            if follows:
+                follows = seq.source[seq.source_at] == tokens[end]
+                seq.source_at += 1
+                seq.acceptance += SMOOTHING * (follows - seq.acceptance)
+        seq.num_indexed = len(tokens)
         if not follows or seq.source_at >= len(seq.source):
-            seq.source, seq.source_at = self._find(seq, len(seq.tokens)) or ([], 0)
-
-    def _index_prompt(self, seq: Sequence) -> None:
-        """Index a prompt, unless another sequence has done so."""
-        end = seq.num_prompt
-        if _key(seq, end - 1) in self._recent:
-            seq.num_indexed = end
-        self.index(seq, end)
-
-    def _find(self, seq: Sequence, end: int) -> tuple[list[int], int] | None:
-        key = _key(seq, end)
-        return self._recent.get(key) or self._older.get(key)
-
-
-def _key(seq: Sequence, end: int) -> int:
-    return hash((seq.prompt_key, *seq.tokens[max(end - NGRAM, 0) : end]))
-
-
-def _max_length(seq: Sequence) -> int:
-    """Limit by the source, the block in which the next token is stored, and the end of the sequence."""
-    length = len(seq.tokens)
-    return min(len(seq.source) - seq.source_at, MAX_DRAFT, -(length + 1) % BLOCK + 1, seq.max_tokens - length - 1)
+            gram = hash((key, *tokens[-NGRAM:]))
+            seq.source, seq.source_at = self._recent.get(gram) or self._older.get(gram) or ([], 0)
+        left = seq.max_tokens - len(tokens) - 1
+        return min(len(seq.source) - seq.source_at, MAX_DRAFT, -(len(tokens) + 1) % BLOCK + 1, left)
