@@ -19,6 +19,7 @@ from prime_rl.inference.config import InferenceConfig
 from prime_rl.inference.engine import EngineStats, GenerationRequest
 from prime_rl.inference.routes import openai as routes
 from prime_rl.inference.server import choose_backend
+from rollouts.kernels import cpu as cpu_kernels
 
 CHAT: list[Any] = [{"role": "user", "content": "abc"}]
 PROMPT = [97, 98, 99, 100]
@@ -149,6 +150,17 @@ def test_more_requests_that_cannot_be_honoured_are_refused(server: RunningServer
     refused({"lora_name": "x"}, "no adapter 'x' is loaded", "/v1/unload_lora_adapter", 404)
     refused({"lora_name": "tiny-qwen3"}, "a unique name", "/v1/load_lora_adapter")
     refused({"lora_name": "x", "lora_path": "/etc"}, "weight_dirs", "/v1/load_lora_adapter", 403)
+
+
+@pytest.mark.skipif(cpu_kernels.library() is None, reason="needs the CPU kernels")
+def test_metrics_count_drafted_and_accepted_tokens(server: RunningServer) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 60, "seed": 5, "ignore_eos": True}
+    first = server.post("/v1/completions", body).json()["choices"][0]["text"]
+    names = ("accepted_tokens_total", "drafted_tokens_total")
+    before = [server.metric(name) for name in names]
+    assert server.post("/v1/completions", body).json()["choices"][0]["text"] == first
+    accepted, drafted = (server.metric(name) - held for name, held in zip(names, before, strict=True))
+    assert 30 < accepted <= drafted < 80
 
 
 def test_pause_freezes_and_resume_continues(server: RunningServer) -> None:
