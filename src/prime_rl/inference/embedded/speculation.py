@@ -15,17 +15,18 @@ from prime_rl.inference.embedded.adapters import Adapters
 from prime_rl.inference.embedded.kv_cache import BLOCK
 from prime_rl.inference.embedded.sequence import Sequence
 
-NGRAM = 3
+NGRAM = 2
 MAX_DRAFT = 16
 MAX_NGRAMS = 1 << 17
 """N-grams per generation of the index; two are kept, about 200 bytes for each n-gram."""
 
-FREE_ROWS = 6.0
+FREE_ROWS = 3.0
 """Cost of reading the weights in a decode step, in rows: a step of n rows takes the time of `FREE_ROWS + n`.
 
-Measured on a CPU with AVX-512 and without AMX: 5 to 7 for SmolLM2-135M in fp32 and bf16."""
+Half of what was measured on a CPU with AVX-512 and without AMX (5 to 8 for SmolLM2-135M in fp32 and bf16): after a run
+of accepted tokens the next ones are accepted less often than estimated."""
 MAX_SEQUENCES = 32
-"""No drafts for more sequences: even if all were accepted, a step would gain less than `FREE_ROWS / MAX_SEQUENCES`."""
+"""No drafts for more sequences: even if all were accepted, a step would be little faster."""
 
 SMOOTHING = 1 / 8
 
