@@ -519,8 +519,8 @@ ALWAYS vec dots_of(vec sum, vec a, vec b) {
 }
 
 /* int8: groups of up to GROUP inputs of a row have a common scale. The Hadamard transform of each SPREAD inputs, of
- * weights and activations alike, leaves their product unchanged and spreads outliers over the group (QuaRot, Ashkboos et
- * al. 2024). Integer sums are exact and all else has a fixed order, so the bits are the same on every CPU. */
+ * weights and activations alike, leaves their product unchanged and spreads outliers over the group (QuaRot, Ashkboos
+ * et al. 2024). Integer sums are exact and all else has a fixed order, so the bits are the same on every CPU. */
 enum { SPREAD = 64, GROUP = 128 };
 
 ALWAYS int64_t padded_inputs(int64_t inputs) { return (inputs + SPREAD - 1) / SPREAD * SPREAD; }
