@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from starlette.testclient import TestClient
 
+from prime_rl.training_api.config import ServeConfig
+from prime_rl.training_api.serve import build_app, build_service
 from prime_rl.training_api.service import TrainingService
 from prime_rl.training_api.wire import CLASSES, FLOAT32, INT64
 
@@ -99,3 +103,30 @@ class Server:
         prompt = {"chunks": [{"type": "encoded_text", "tokens": TOKENS}]}
         body = {"sampling_session_id": sampler, "seq_id": seq_id, "prompt": prompt, "sampling_params": params}
         return self.post("asample", {**body, **fields})
+
+    def train_sampler(self) -> str:
+        """A sampler of an adapter after two steps."""
+        model_id = self.create_model()
+        for step in range(2):
+            self.run_pass(model_id, 1 + 2 * step)
+            self.step(model_id, 2 + 2 * step)
+        self.num_samplers += 1
+        body = {"model_id": model_id, "seq_id": 5, "sampling_session_seq_id": self.num_samplers}
+        return str(self.result(self.post("save_weights_for_sampler", body))["sampling_session_id"])
+
+    def read_samples(self, sampler: str, seq_id: int, params: dict[str, Any], **fields: Any) -> Any:
+        """The `SampleResponse`, without the cached tokens, which only the engine of this process reports."""
+        found = self.result(self.sample(sampler, seq_id, params, **fields))
+        assert isinstance(found, bytes), found
+        message = CLASSES["SampleResponse"].FromString(found)
+        message.prompt_cache_hit_tokens = 0
+        return message
+
+
+@contextmanager
+def open_server(output_dir: Path, **config: Any) -> Iterator[Server]:
+    """A server of the tiny model with random weights."""
+    model = {"name": "tiny-qwen3", "debug": {"random_init": True}}
+    service = build_service(ServeConfig.model_validate({"model": model, "output_dir": output_dir, **config}))
+    with TestClient(build_app(service), base_url="http://127.0.0.1:8010") as client:
+        yield Server(client, service)

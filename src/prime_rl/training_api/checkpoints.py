@@ -19,7 +19,13 @@ from safetensors.torch import load_file
 
 from prime_rl.trainer.lora import load_adapter
 from prime_rl.training_api.adapters import AdapterConfig, TrainedAdapter
-from prime_rl.transport.weights import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, PEFT_PREFIX
+from prime_rl.transport.weights import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_WEIGHTS_FILE,
+    PEFT_PREFIX,
+    build_manifest,
+    write_manifest,
+)
 from rollouts.training.json_files import read_json_file
 from rollouts.training.steps import publish_dir
 from rollouts.training.tensor_files import save_tensors
@@ -152,6 +158,7 @@ class AdapterStore:
         def write(directory: Path) -> None:
             save_tensors(tensors, directory / ADAPTER_WEIGHTS_FILE)
             (directory / ADAPTER_CONFIG_FILE).write_bytes(orjson.dumps(peft, option=orjson.OPT_INDENT_2))
+            write_manifest(directory, build_manifest(adapter.num_steps, tensors))  # inference servers verify digests
             if info.kind == "weights":
                 save_tensors({k: v.detach().contiguous() for k, v in moments.items()}, directory / OPTIMIZER_FILE)
             _write_info(directory, info)

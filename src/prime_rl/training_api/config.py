@@ -58,6 +58,20 @@ class LimitsConfig(BaseConfig):
     """Seconds without a request or heartbeat after which a session ends; its models are unloaded."""
 
 
+class SamplingServerConfig(BaseConfig):
+    """An inference server that samples instead of this process."""
+
+    url: str | None = None
+    """Address, such as http://127.0.0.1:8000, of `inference` with vLLM or the embedded engine; unset: sample in this
+    process. It needs the same model, `max_lora_rank`, and this `output_dir` in its `weight_dirs`."""
+
+    api_key_var: str | None = None
+    """Environment variable with its API key."""
+
+    timeout: float = Field(default=1200.0, gt=0)
+    """Timeout in seconds of a sample."""
+
+
 class ServeConfig(BaseConfig):
     """A server that trains and samples, for the `tinker` client."""
 
@@ -100,6 +114,8 @@ class ServeConfig(BaseConfig):
     """Seconds between two rows of metrics.jsonl, which `monitor` shows; an idle server writes none."""
 
     limits: LimitsConfig = LimitsConfig()
+
+    sampling: SamplingServerConfig = SamplingServerConfig()
 
     seed: int = Field(default=0, ge=0)
     """Base seed for samples without a seed and adapters without a seed."""

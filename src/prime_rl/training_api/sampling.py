@@ -1,4 +1,4 @@
-"""Samples of the training API: requests to the engine, and adapters loaded into it from checkpoints."""
+"""Samples of the training API: requests to a sampling backend, and adapters loaded into it from checkpoints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -137,20 +137,54 @@ def encode_samples(request: SampleRequest, outputs: Sequence[Output]) -> bytes:
     return bytes(message.SerializeToString())
 
 
-class Sampler:
-    """Samples from the engine; adapters are loaded on demand, and the least recently used ones are unloaded."""
+class SamplingBackend(Protocol):
+    """What samples: the engine of this process, or an inference server. Adapters are named by their client's path."""
 
-    def __init__(self, engine: AsyncEngine, store: AdapterStore, max_adapters: int) -> None:
-        self.engine, self.store, self.max_adapters = engine, store, max_adapters
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Output]:
+        """Sample all requests, in order; they have the same prompt and adapter."""
+
+    async def load_adapter(self, checkpoint: AdapterCheckpoint) -> None:
+        """Load an adapter."""
+
+    async def remove_adapter(self, path: str) -> None:
+        """Unload an adapter."""
+
+
+class EngineSampling:
+    """Samples from the engine of this process."""
+
+    def __init__(self, engine: AsyncEngine, store: AdapterStore) -> None:
+        self.engine, self.store = engine, store
+        self._versions = itertools.count(1)
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Output]:
+        """See `SamplingBackend`."""
+        return await self.engine.generate(list(requests))
+
+    async def load_adapter(self, checkpoint: AdapterCheckpoint) -> None:
+        """See `SamplingBackend`."""
+        _, tensors, _ = await asyncio.to_thread(self.store.read, checkpoint)
+        spec = AdapterSpec(checkpoint.config["rank"], ALPHA, next(self._versions))
+        await self.engine.call(lambda engine: engine.load_adapter(checkpoint.path, tensors, spec))
+
+    async def remove_adapter(self, path: str) -> None:
+        """See `SamplingBackend`."""
+        await self.engine.call(lambda engine: engine.remove_adapter(path))
+
+
+class Sampler:
+    """Samples from a backend; adapters are loaded on demand, and the least recently used ones are unloaded."""
+
+    def __init__(self, backend: SamplingBackend, max_adapters: int) -> None:
+        self.backend, self.max_adapters = backend, max_adapters
         self._loaded: OrderedDict[str, None] = OrderedDict()
         self.in_use: dict[str, int] = {}
         """Checkpoint path -> running requests."""
         self._loading = asyncio.Lock()
-        self._versions = itertools.count(1)
 
     @property
     def num_loaded(self) -> int:
-        """Number of adapters in the engine."""
+        """Number of loaded adapters."""
         return len(self._loaded)
 
     async def sample(self, request: SampleRequest, checkpoint: AdapterCheckpoint | None) -> bytes:
@@ -160,7 +194,7 @@ class Sampler:
                 await self._load(checkpoint)
             adapter = None if checkpoint is None else checkpoint.path
             requests = [self._build(request, i, adapter) for i in range(request.num_samples)]
-            outputs = await self.engine.generate(requests)
+            outputs = await self.backend.generate(requests)
         return encode_samples(request, outputs)
 
     def _build(self, request: SampleRequest, index: int, adapter: str | None) -> GenerationRequest:
@@ -190,9 +224,7 @@ class Sampler:
             if path in self._loaded:
                 self._loaded.move_to_end(path)
                 return
-            _, tensors, _ = await asyncio.to_thread(self.store.read, checkpoint)
-            spec = AdapterSpec(checkpoint.config["rank"], ALPHA, next(self._versions))
-            await self.engine.call(lambda engine: engine.load_adapter(path, tensors, spec))
+            await self.backend.load_adapter(checkpoint)
             self._loaded[path] = None
             idle = [name for name in self._loaded if name not in self.in_use]
             for name in idle[: max(len(self._loaded) - self.max_adapters, 0)]:
@@ -202,4 +234,4 @@ class Sampler:
         """Unload an adapter, if it is loaded."""
         if path in self._loaded:
             del self._loaded[path]
-            await self.engine.call(lambda engine: engine.remove_adapter(path))
+            await self.backend.remove_adapter(path)

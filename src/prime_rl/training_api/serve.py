@@ -7,8 +7,10 @@ TINKER_BASE_URL=http://127.0.0.1:8010 TINKER_API_KEY=tml-local python my_recipe.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prime_rl.configuration.command import run_command
@@ -18,8 +20,10 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from prime_rl.training_api.config import ServeConfig
+    from prime_rl.training_api.checkpoints import AdapterCheckpoint, AdapterStore
+    from prime_rl.training_api.config import SamplingServerConfig, ServeConfig
     from prime_rl.training_api.routes import Handler
+    from prime_rl.training_api.server_sampling import ServerSampling
     from prime_rl.training_api.service import TrainingService
 
 PREFIX = "/api/v1"
@@ -149,7 +153,24 @@ def build_service(config: ServeConfig) -> TrainingService:
         "micro_batch_tokens": config.micro_batch_tokens,
     }
     log = RequestLog(config.output_dir / "requests.sqlite", settings)
-    return TrainingService(config, trainer, AsyncEngine(engine), store, log, str(model_dir))
+    sampling = build_sampling(config.sampling, store)
+    return TrainingService(config, trainer, AsyncEngine(engine), store, log, str(model_dir), sampling)
+
+
+def build_sampling(config: SamplingServerConfig, store: AdapterStore) -> ServerSampling | None:
+    """Build the connection to the inference server; None: this process samples."""
+    from prime_rl.training_api.server_sampling import ServerSampling
+
+    if config.url is None:
+        return None
+    key = os.environ.get(config.api_key_var) if config.api_key_var else None
+    if config.api_key_var and not key:
+        raise ValueError(f"sampling.api_key_var: the environment has no {config.api_key_var}")
+
+    def find_directory(checkpoint: AdapterCheckpoint) -> Path:
+        return store.directory(checkpoint.model_id, checkpoint.kind, checkpoint.name)
+
+    return ServerSampling(config.url, find_directory, key, config.timeout)
 
 
 def serve(config: ServeConfig) -> int:

@@ -22,7 +22,7 @@ from prime_rl.training_api.futures import Future, Futures
 from prime_rl.training_api.metrics import ServerMetrics
 from prime_rl.training_api.request_log import RequestLog
 from prime_rl.training_api.requests import ClientSession, Kind, Model, SamplingSession, TrainingRequest
-from prime_rl.training_api.sampling import Sampler, SampleRequest, parse_sample
+from prime_rl.training_api.sampling import EngineSampling, Sampler, SampleRequest, SamplingBackend, parse_sample
 from prime_rl.training_api.snapshots import SnapshotStore
 from prime_rl.training_api.training_loop import TrainingLoop
 
@@ -56,6 +56,7 @@ class TrainingService:
         store: AdapterStore,
         log: RequestLog,
         tokenizer: str,
+        sampling: SamplingBackend | None = None,
     ) -> None:
         self.config, self.trainer, self.engine, self.store, self.tokenizer = config, trainer, engine, store, tokenizer
         self.log = log
@@ -72,7 +73,7 @@ class TrainingService:
             self._count_pass_threads,
         )
         self.models, self.queue = self.training.models, self.training.queue
-        self.sampler = Sampler(engine, store, config.max_loaded_adapters)
+        self.sampler = Sampler(sampling or EngineSampling(engine, store), config.max_loaded_adapters)
         self.sessions: dict[str, ClientSession] = {}
         self.sampling: dict[str, SamplingSession] = {}
         self._tasks: list[asyncio.Task[None]] = []

@@ -21,6 +21,7 @@ CLASSES = {
     "trainer": ("prime_rl.trainer.config", "TrainConfig"),
     "plan": ("prime_rl.plan.config", "PlanConfig"),
     "serve": ("prime_rl.training_api.config", "ServeConfig"),
+    "inference": ("prime_rl.inference.config", "InferenceConfig"),
 }
 LINES = [
     line.removeprefix("env ")

@@ -1,0 +1,64 @@
+"""Samples of the training API from an inference server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running_server import RunningServer
+from training_requests import Server, open_server
+
+Servers = tuple[Server, Server, RunningServer]
+"""One that samples itself, one that uses an inference server, and the inference server."""
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    root = tmp_path_factory.mktemp("serve")
+    engine = RunningServer(root / "inference", weight_dirs=[root])
+    with open_server(root / "own") as own, open_server(root / "remote", sampling={"url": engine.root}) as remote:
+        yield own, remote, engine
+    engine.stop()
+
+
+REQUESTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"max_tokens": 8, "seed": 3}, {"num_samples": 3}),
+    ({"max_tokens": 8, "seed": -3, "temperature": 0.7, "top_p": 0.9, "top_k": 20}, {"num_samples": 2}),
+    ({"max_tokens": 4, "temperature": 0}, {"topk_sample_logprobs": 3}),
+    ({"max_tokens": 30, "seed": 5, "stop": ["e", "a"]}, {"num_samples": 4}),
+    ({"max_tokens": 30, "seed": 5, "stop": [20, 30, 40, 50, 60]}, {"num_samples": 4}),
+    ({"max_tokens": 1, "seed": 1}, {"prompt_logprobs": True, "topk_prompt_logprobs": 2}),
+    ({"max_tokens": 1, "seed": 1}, {"prompt_logprobs": True, "prompt_logprobs_last_n": 3}),
+]
+
+
+def test_samples_of_an_exact_server_have_the_same_bits(servers: Servers) -> None:
+    own, remote, _ = servers
+    for is_base in (False, True):
+        samplers = [s.open_sampler(base_model="tiny-qwen3") if is_base else s.train_sampler() for s in (own, remote)]
+        for seq_id, (params, fields) in enumerate(REQUESTS):
+            mine, theirs = (
+                server.read_samples(sampler, seq_id, params, **fields)
+                for server, sampler in zip((own, remote), samplers, strict=True)
+            )
+            assert mine.sequences and mine == theirs, (is_base, params, fields)
+
+
+def test_adapters_that_a_restarted_server_lost_are_loaded(servers: Servers) -> None:
+    _, remote, engine = servers
+    sampler = remote.train_sampler()
+    before = remote.read_samples(sampler, 0, {"max_tokens": 5, "seed": 1})
+    for model in engine.http.get("/v1/models").json()["data"]:
+        engine.post("/v1/unload_lora_adapter", {"lora_name": model["id"]})
+    assert remote.read_samples(sampler, 1, {"max_tokens": 5, "seed": 1}) == before
+
+
+def test_errors_of_the_inference_server_are_reported(servers: Servers, tmp_path: Path) -> None:
+    with open_server(tmp_path / "outside", sampling={"url": servers[2].root}) as outside:
+        found = outside.result(outside.sample(outside.train_sampler(), 0, {"max_tokens": 1}))
+        assert "add its parent to weight_dirs" in found["error"] and found["category"] == "server"
+    with open_server(tmp_path / "gone", sampling={"url": "http://127.0.0.1:9"}) as gone:
+        found = gone.result(gone.sample(gone.open_sampler(base_model="tiny-qwen3"), 0, {"max_tokens": 1}))
+        assert "no answer from sampling.url http://127.0.0.1:9" in found["error"]
