@@ -49,7 +49,7 @@ def build_one(root: Path, reference: str) -> Backend:
     config = build_config(root, Way(way.name, way.kind, {}, options, way.loss, way.optim), way.kind)
     with pytest.MonkeyPatch.context() as patch:
         # One rank on a CPU computes a bfloat16 model in float32; several ranks compute in what they exchange.
-        patch.setattr("prime_rl.trainer.model.arithmetic_dtype", lambda dtype, device: dtype)
+        patch.setattr("prime_rl.trainer.model.arithmetic_dtype", lambda dtype, *_: dtype)
         return build_backend(config)
 
 
