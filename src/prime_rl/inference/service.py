@@ -242,10 +242,14 @@ class ServerState:
             if self.monitor is not None:
                 self.monitor.log_timeline("update_weights", paused, end, version)
                 self.monitor.log(self._metrics(end - start, end - paused), version)
-            engine = self.engine.engine
-            exact = bool(getattr(engine, "exact", False))
-            dtype = getattr(engine, "quantization", None) or str(getattr(engine, "dtype", "")).removeprefix("torch.")
-            return {"status": "ok", "version": version, "digests": digests, "exact": exact, "dtype": dtype}
+            return {"status": "ok", "version": version, "digests": digests} | self.numerics
+
+    @property
+    def numerics(self) -> Json:
+        """How log-probs are computed, on which their comparison with the trainer's depends."""
+        engine = self.engine.engine
+        dtype = getattr(engine, "quantization", None) or str(getattr(engine, "dtype", "")).removeprefix("torch.")
+        return {"exact": bool(getattr(engine, "exact", False)), "dtype": dtype}
 
     def _metrics(self, total_s: float, paused_s: float) -> dict[str, float]:
         stats = self.engine.engine.stats()

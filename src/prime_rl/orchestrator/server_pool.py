@@ -209,10 +209,10 @@ class ServerPool:
             logger.success(f"{self.engines[i]} recovered: serves version {self.version.live}")
 
     async def _load_live(self, i: int, health: Health) -> dict[str, Any]:
-        """Load the live version unless the server has it or does not report versions; returns its answer, else {}."""
+        """Load the live version unless the server has it or reports none; returns its answer, else its numerics."""
         version, engine = self.version.live, self.engines[i]
         if health.version is None or (health.version == version and not health.awaits_weights):
-            return {}
+            return {"exact": health.exact, "dtype": health.dtype}
         logger.info(f"Loading version {version} on {engine} (has {health.version})")
         return await (self._load_published(engine, version) if version else engine.reload_weights())
 

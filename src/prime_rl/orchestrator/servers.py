@@ -81,10 +81,12 @@ async def run_concurrently(work: Callable[[int], Awaitable[None]], numbers: Iter
 
 
 class Health(NamedTuple):
-    """Response of /health; no version: the server does not report one."""
+    """Response of /health; no version or dtype: the server does not report one."""
 
     version: int | None = None
     awaits_weights: bool = False
+    exact: bool = False
+    dtype: str = ""
 
 
 async def read_health(client: InferenceClient) -> Health:
@@ -94,7 +96,10 @@ async def read_health(client: InferenceClient) -> Health:
         fields = msgspec.json.decode(await root.request("GET", "/health", timeout_s=5.0, max_retries=0))
     except (msgspec.DecodeError, RecursionError):
         return Health()
-    return Health(fields.get("version"), bool(fields.get("awaits_weights"))) if isinstance(fields, dict) else Health()
+    if not isinstance(fields, dict):
+        return Health()
+    numerics = bool(fields.get("exact")), str(fields.get("dtype", ""))
+    return Health(fields.get("version"), bool(fields.get("awaits_weights")), *numerics)
 
 
 async def wait_until_ready(client: InferenceClient, timeout_s: float) -> Health:

@@ -119,14 +119,13 @@ def _build_cards(service: ServerState) -> list[Json]:
 
 
 async def health(service: ServerState, request: Request) -> Response:
-    """GET /health: 200 with the weight version and whether weights are awaited, 503 if the engine failed."""
+    """GET /health: 200 with the weight version, whether weights are awaited, and numerics; 503 if the engine failed."""
     if service.engine.error is not None:
         raise EngineFailed(f"engine failed: {service.engine.error}")
     if service.engine.engine.problem is not None:
         raise ApiError(service.engine.engine.problem, status=503)
-    return answer(
-        {"status": "ok", "version": service.version} | ({"awaits_weights": True} if service.awaits_weights else {})
-    )
+    waits = {"awaits_weights": True} if service.awaits_weights else {}
+    return answer({"status": "ok", "version": service.version} | service.numerics | waits)
 
 
 async def metrics(service: ServerState, request: Request) -> Response:

@@ -193,7 +193,8 @@ def test_restarted_server_rejects_requests_until_weights_arrive(server: RunningS
     server.service.awaits_weights = True
     reply = server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 2})
     assert reply.status_code == 503 and reply.headers["retry-after"] and "wait_for_weights" in reply.text
-    assert server.http.get("/health").json() == {"status": "ok", "version": 0, "awaits_weights": True}
+    numerics = {"exact": True, "dtype": "float32"}
+    assert server.http.get("/health").json() == {"status": "ok", "version": 0, "awaits_weights": True} | numerics
     assert server.post("/reload_weights", {}).status_code == 200
     assert server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 2}).status_code == 200
     assert "awaits_weights" not in server.http.get("/health").json()

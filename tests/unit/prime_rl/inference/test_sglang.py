@@ -261,7 +261,7 @@ def test_running_requests_finish_before_an_update(fresh: Fleet) -> None:
     assert choice["versions"] == [[0, 0]] and len(choice["token_ids"]) == NUM_LONG
     [after] = fresh.gateway.post("/v1/completions", LONG).json()["choices"]
     assert after["versions"] == [[0, 1]] and after["token_ids"] != choice["token_ids"]
-    assert fresh.gateway.http.get("/health").json() == {"status": "ok", "version": 1}
+    assert fresh.gateway.http.get("/health").json()["version"] == 1
     assert fresh.gateway.metric("policy_version") == 1 and fresh.gateway.metric("weight_updates_total") > 0
 
 
@@ -367,14 +367,14 @@ def test_restarted_server_is_updated(root: Path, monkeypatch: pytest.MonkeyPatch
         [choice] = requested.result().json()["choices"]
     assert choice["token_ids"] == expected["token_ids"] and choice["versions"] == [[0, 1]]
     wait_until(lambda: gateway.http.get("/health").status_code == 200, "the way back")
-    assert gateway.http.get("/health").json() == {"status": "ok", "version": 1}
+    assert gateway.http.get("/health").json()["version"] == 1
     assert gateway.post("/reload_weights", {}).status_code == 200
     assert fleet.update(2, name="adapters").json()["version"] == 2
     expected = score(gateway, PROMPT)
     back.stop()
     again = FakeSGLang("tiny-qwen3", port=fake.port, seed=9).start()  # no request in flight
     assert score(gateway, PROMPT) == pytest.approx(expected, abs=CLOSE)
-    assert gateway.http.get("/health").json() == {"status": "ok", "version": 2}
+    assert gateway.http.get("/health").json()["version"] == 2
     gateway.stop()
     again.stop()
 

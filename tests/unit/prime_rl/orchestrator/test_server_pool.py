@@ -25,6 +25,7 @@ class Server:
         self.root_url = self.base_url = f"http://server{number}"
         self.there, self.version, self.awaits_weights, self.silent = True, 0, False, False
         self.loads: list[int] = []
+        self.numerics: dict[str, Any] = {}
 
     def __str__(self) -> str:
         return self.root_url
@@ -36,7 +37,7 @@ class Server:
         await anyio.lowlevel.checkpoint()
         if not self.there:
             raise ConnectionError("connection refused")
-        return msgspec.json.encode({"version": self.version, "awaits_weights": self.awaits_weights})
+        return msgspec.json.encode({"version": self.version, "awaits_weights": self.awaits_weights} | self.numerics)
 
     async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
         await anyio.lowlevel.checkpoint()
@@ -214,6 +215,20 @@ async def test_run_starts_with_min_servers(tmp_path: Path) -> None:
         late.restart()
         await until(lambda: late.version == 1)
         tasks.cancel_scope.cancel()
+
+
+@pytest.mark.anyio
+async def test_canary_of_a_current_server_has_its_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run, and a check during an update: nothing is loaded, so only /health names the dtype."""
+    fleet, compared = Fleet(tmp_path, 1, None), []
+    fleet.servers[0].numerics = {"exact": False, "dtype": "int8"}
+
+    async def record(path: Path, engine: Any, answer: dict[str, Any]) -> None:
+        compared.append(answer)
+
+    monkeypatch.setattr(fleet.server_pool.canary, "check_restarted", record)
+    await fleet.server_pool.start()
+    assert compared == [{"exact": False, "dtype": "int8"}] and not fleet.servers[0].loads
 
 
 @pytest.mark.anyio
