@@ -193,7 +193,8 @@ def test_models_and_health_tell_the_version(server: RunningServer) -> None:
     with OpenAI(base_url=f"{server.root}/v1", api_key="none", http_client=httpx.Client(trust_env=False)) as client:
         (card,) = client.models.list().data
     assert (card.id, card.model_extra and card.model_extra["max_model_len"]) == ("tiny-qwen3", 2048)
-    assert server.http.get("/health").json() == {"status": "ok", "version": server.service.version}
+    expected = {"status": "ok", "version": server.service.version, "exact": True, "dtype": "float32"}
+    assert server.http.get("/health").json() == expected
 
 
 REFUSALS: list[tuple[dict[str, Any], int, str]] = [
