@@ -19,12 +19,16 @@
 #define PARALLEL(enough) _Pragma(TEXT(omp parallel for schedule(static) if (enough)))
 #define STATIC_FOR _Pragma("omp for schedule(static)")   /* inside a parallel region; barrier at the end */
 #define DYNAMIC_FOR _Pragma("omp for schedule(dynamic)") /* the same with dynamic scheduling */
+#define BARRIER _Pragma("omp barrier")
 #define THREAD omp_get_thread_num()
+#define THREADS omp_get_num_threads()
 #else
 #define PARALLEL(enough)
 #define STATIC_FOR
 #define DYNAMIC_FOR
+#define BARRIER
 #define THREAD 0
+#define THREADS 1
 #endif
 
 #define ALWAYS static inline __attribute__((always_inline))
@@ -45,7 +49,7 @@ enum {
   WIDEN = 12,  /* minimum rows for which widening a bf16 panel once is cheaper */
   MAX_HEAD_DIM = 256,
   SHORT_CONTEXT = 512, /* keys; up to this length the next row's KV data fits into the CPU cache as well */
-  PAIR = 2,    /* queries per pass over the values */
+  PASS = 4,    /* maximum queries per pass over the values */
   MANY = 1 << 14 /* minimum elements for multi-threading */
 };
 
@@ -86,6 +90,10 @@ ALWAYS vec fma_of(vec a, vec b, vec c) {
 /* Load LANES elements from index i of an fp32 array, or of a bf16 array (`narrow`): bf16 is the upper half of fp32. */
 ALWAYS vec load_as(const void *p, int64_t i, int narrow) {
   if (!narrow) return load((const float *)p + i);
+#ifdef __AVX512F__ /* gcc 12 splits the conversion below */
+  __m256i items = _mm256_loadu_si256((const __m256i *)((const uint16_t *)p + i));
+  return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(items), 16);
+#endif
   uvec wide = __builtin_convertvector(*(const hvec *)((const uint16_t *)p + i), uvec) << 16;
   return (vec)wide;
 }
@@ -499,6 +507,12 @@ enum {
   DOTS, /* bf16 in pairs of inputs for AVX512_BF16 dot products; activations are rounded to bf16 as well */
   INT8  /* weights and activations in 8 bits, see `quantize_group` */
 };
+
+/* Bytes of a row of activations, see `in_format`. */
+int64_t quantized_size(int64_t inputs, int64_t is_weight);
+ALWAYS int64_t row_size(int64_t inputs, int format) {
+  return format == INT8 ? quantized_size(inputs, 0) : (format == DOTS ? 2 : 4) * inputs;
+}
 
 /* Whether the CPU has bf16 dot products (AVX512_BF16). */
 int has_dots(void) {
@@ -916,25 +930,33 @@ ALWAYS int64_t rounded_size(int64_t rows, int64_t inputs, int format) {
 }
 
 /* out = x packed^T + bias. The threads of the parallel region share the panels; each has `scratch_size` elements of
- * `scratch`, for `in_format` and for `panel_product`. */
+ * `scratch`, for `in_format` and for `panel_product`. Panels that would leave a thread idle are split by rows. */
 static void product(const float *x, const void *packed, const float *bias, int64_t block, float *out, float *scratch,
                     int64_t scratch_size, int64_t rows, int64_t outputs, int64_t inputs, int format, int kind) {
   float *mine = scratch + THREAD * scratch_size;
   const void *rounded = in_format(x, mine, rows, inputs, format); /* in every thread: faster than a barrier */
   mine += rounded_size(rows, inputs, format);
-  STATIC_FOR
-  for (int64_t p = 0; p < num_panels(outputs, kind); p++)
+  int64_t panels = num_panels(outputs, kind), width = kind == GATED ? outputs / 2 : outputs;
+  int64_t each = rows < 2 * TILE ? (panels + THREADS - 1) / THREADS : panels / THREADS;
+  for (int64_t p = THREAD * each; p < panels && p < (THREAD + 1) * each; p++)
     panel_product(rounded, packed, bias, block, out, mine, p, rows, outputs, inputs, format, kind);
+  int64_t share = (rows + THREADS - 1) / THREADS, first = THREAD * share, num = rows - first < share ? rows - first : share;
+  for (int64_t p = THREADS * each; p < panels && num > 0; p++)
+    panel_product((const char *)rounded + first * row_size(inputs, format), packed, bias, block, out + first * width, mine,
+                  p, num, outputs, inputs, format, kind);
+  BARRIER
 }
 
-/* Up to this many rows, panels are distributed over the threads; beyond it, batches of BATCH rows are distributed
- * dynamically. */
+/* Up to this many rows, panels are distributed over the threads; beyond it, batches of at most BATCH rows are
+ * distributed dynamically. */
 int64_t max_panel_parallel_rows(int64_t threads) { return 2 * BATCH * threads; }
 
 void linear(const float *x, const void *packed, const float *bias, int64_t block, float *out, float *scratch,
             int64_t scratch_size, int64_t rows, int64_t outputs, int64_t inputs, int64_t format, int64_t kind,
             int64_t threads) {
-  int64_t width = kind == GATED ? outputs / 2 : outputs;
+  int64_t width = kind == GATED ? outputs / 2 : outputs, batches = (rows + BATCH - 1) / BATCH;
+  batches = (batches + threads - 1) / threads * threads; /* as many for every thread */
+  int64_t batch = ((rows + batches - 1) / batches + TILE - 1) / TILE * TILE;
 #ifdef _OPENMP
 #pragma omp parallel num_threads(threads) if (threads > 1)
 #endif
@@ -942,8 +964,8 @@ void linear(const float *x, const void *packed, const float *bias, int64_t block
     product(x, packed, bias, block, out, scratch, scratch_size, rows, outputs, inputs, (int)format, (int)kind);
   } else {
     DYNAMIC_FOR
-    for (int64_t r = 0; r < rows; r += BATCH) {
-      int64_t num = rows - r < BATCH ? rows - r : BATCH;
+    for (int64_t r = 0; r < rows; r += batch) {
+      int64_t num = rows - r < batch ? rows - r : batch;
       float *mine = scratch + THREAD * scratch_size;
       const void *rounded = in_format(x + r * inputs, mine, num, inputs, (int)format);
       mine += rounded_size(num, inputs, (int)format);
@@ -1049,16 +1071,36 @@ void add_deltas(const Delta *deltas, const DeltaRows *items, int64_t num_items, 
 
 /* causal attention of many queries -------------------------------------------------------------------------------- */
 
-/* Keys (or values) of a sequence and head, `stride` elements apart, in panels for `tiles`: keys [panels][size][PANEL],
- * values [panels of the head][keys][PANEL]. `num` is a multiple of LANES. */
-static void pack_keys(const float *keys, int64_t stride, float *packed, int64_t num, int64_t size) {
+/* Keys (or values) of a sequence and head, `stride` elements apart, in panels for `tiles`: keys [panels][size][PANEL]
+ * (`dots`: [panels][size / 2][PANEL][2] bf16, half of the memory unused), values [panels of the head][keys][PANEL]. `num`
+ * is a multiple of LANES. */
+static void pack_keys(const float *keys, int64_t stride, float *packed, int64_t num, int64_t size, int64_t dots) {
   for (int64_t t = 0; t < num; t += LANES)
     for (int64_t place = 0; place < size; place += LANES) {
       vec columns[LANES];
       transpose(keys, t * stride, stride, place, columns, 0);
-      float *to = packed + (t / PANEL * size + place) * PANEL + t % PANEL;
-      for (int i = 0; i < LANES; i++) store(to + i * PANEL, columns[i]);
+      float *to = packed + (t / PANEL * size + (dots ? place / 2 : place)) * PANEL + t % PANEL;
+      for (int i = 0; i < LANES && !dots; i++) store(to + i * PANEL, columns[i]);
+      for (int i = 0; i < LANES / 2 && dots; i++) { /* the keys are bf16 values */
+        ivec even = (ivec)((uvec)columns[2 * i] >> 16), odd = (ivec)columns[2 * i + 1] & (int32_t)0xffff0000;
+        store(to + i * PANEL, (vec)(even | odd));
+      }
     }
+}
+
+/* Scale a query and write it in fp32, or (`dots`) rounded to bf16; `out` may alias `x`. */
+ALWAYS void scale_query(const float *x, vec scale, void *out, int64_t size, int64_t dots) {
+  for (int64_t i = 0; i < size; i += LANES) {
+    vec scaled = load(x + i) * scale;
+#ifdef __AVX512BF16__
+    if (dots) {
+      __m256bh rounded = _mm512_cvtneps_pbh((__m512)scaled);
+      memcpy((uint16_t *)out + i, &rounded, sizeof rounded);
+      continue;
+    }
+#endif
+    store((float *)out + i, scaled);
+  }
 }
 
 static void pack_values(const float *values, int64_t stride, float *packed, int64_t num, int64_t size) {
@@ -1076,6 +1118,7 @@ typedef struct {
   int64_t window;                                  /* visible keys of a query, its own included; 0: all */
   int64_t block;                                   /* query positions per item of work */
   int64_t scratch_size, threads;
+  int64_t dots;                                    /* scores by `dots_of`; keys are bf16 values */
 } Causal;
 
 int64_t causal_struct_size(void) { return sizeof(Causal); }
@@ -1093,13 +1136,14 @@ static void attend_block(const Causal *a, const float *q, const float *keys, con
   float *queries = scratch, *sums = queries + rows * size, *scores = sums + rows * size;
   vec scale = all((float)pow((double)size, -0.5)); /* the same rounding as in Python */
   for (int64_t r = 0; r < rows; r++)
-    for (int64_t i = 0; i < size; i += LANES)
-      store(queries + r * size + i, load(q + r / group * width + r % group * size + i) * scale);
+    scale_query(q + r / group * width + r % group * size, scale, queries + r * size / (a->dots ? 2 : 1), size, a->dots);
   for (int64_t t = first; t < end; t += PANEL) {
     const float *panel = keys + t * size;
+    const char *ahead = (const char *)(panel + PANEL * size);
     int64_t columns = end - t < PANEL ? end - t : PANEL;
-    tiles_of_fp32(queries, size, panel, size, scores + t - first, span, columns, 0,
-                  (const char *)(panel + PANEL * size), 4 * PANEL * size, rows);
+    if (a->dots) tiles_of_dots(queries, size, panel, size, scores + t - first, span, columns, 0, ahead,
+                               2 * PANEL * size, rows);
+    else tiles_of_fp32(queries, size, panel, size, scores + t - first, span, columns, 0, ahead, 4 * PANEL * size, rows);
   }
   for (int64_t r = 0; r < rows; r++) {
     float *row = scores + r * span;
@@ -1141,7 +1185,7 @@ void causal_attention(const Causal *a, const float *q, const float *k, const flo
     STATIC_FOR
     for (int64_t pair = 0; pair < pairs; pair++) {
       int64_t from = pair / a->kv_heads * a->seq_stride + pair % a->kv_heads * a->head_stride;
-      pack_keys(k + from, a->key_stride, packed + pair * each, a->keys, a->size);
+      pack_keys(k + from, a->key_stride, packed + pair * each, a->keys, a->size, a->dots);
       pack_values(v + from, a->key_stride, packed + pair * each + of_keys, a->keys, a->size);
     }
     DYNAMIC_FOR
@@ -1163,6 +1207,7 @@ typedef struct {
   int64_t layers, hidden, heads, kv_heads, size, inner, vocab;
   int64_t block_hidden, block_heads, block_inner; /* inputs per partial sum, see `panel_product` */
   int64_t narrow;                                 /* embedding and KV cache are bf16 */
+  int64_t dots;                                   /* scores by `dots_of`, for which queries are rounded to bf16 */
   int64_t format;                                 /* of packed weights */
   int64_t threads, scratch_size;
   int64_t shared_offset; /* offset in a thread's scratch of the block tags and transposed keys of shared blocks; or 0 */
@@ -1208,37 +1253,45 @@ ALWAYS int next_shares(const CacheCursor *p, int64_t j) {
   return p->next_head == p->head && p->next_row != p->row && source[p->next_row] == source[p->row];
 }
 
-/* Prefetch item `item` of `items` for LANES positions from t on. Short contexts (`brief`): keys and values of the next
- * row and head, half of them while this one reads keys and half while it reads values (`weighing`), so that two memory
- * streams are busy. Long contexts: this row's own values, then the keys of the next row. */
-ALWAYS void fetch_some(const CacheCursor *p, int64_t size, int64_t t, int weighing, int64_t item, int64_t items,
-                       int narrow) {
-  int64_t j = t / KEYS, share = LANES * size / items, own = !p->brief && !weighing;
-  if (!own && next_shares(p, j)) return;
+/* What to prefetch while a column of keys or values is read: `count` elements per LANES positions of one or two arrays,
+ * the first from index `at` on. */
+typedef struct {
+  const void *first, *second; /* NULL: nothing */
+  int64_t at, count;
+} Ahead;
+
+/* Short contexts (`brief`): keys and values of the next row and head, half of them while this one reads keys and half
+ * while it reads values (`weighing`), so that two memory streams are busy. Long contexts: this row's own values, then
+ * the keys of the next row. */
+ALWAYS Ahead ahead_of(const CacheCursor *p, int64_t size, int64_t j, int weighing) {
+  int64_t own = !p->brief && !weighing, all = LANES * size;
+  if (!own && next_shares(p, j)) return (Ahead){NULL, NULL, 0, 0};
   int64_t at = find_keys(p->source, p->rows, p->kv_heads, size, j, own ? p->row : p->next_row,
                          own ? p->head : p->next_head);
-  at += t % KEYS / LANES * LANES * size;
-  if (p->brief) {
-    at += (weighing * LANES * size + item * share) / 2;
-    fetch(p->keys[j], at, share / 2, narrow);
-    fetch(p->values[j], at, share / 2, narrow);
-  } else {
-    fetch(weighing ? p->keys[j] : p->values[j], at + item * share, share, narrow);
-  }
+  if (p->brief) return (Ahead){p->keys[j], p->values[j], at + weighing * all / 2, all / 2};
+  return (Ahead){weighing ? p->keys[j] : p->values[j], NULL, at, all};
+}
+
+/* Prefetch item `item` of `items` for LANES positions from t on. */
+ALWAYS void fetch_some(const Ahead *a, int64_t size, int64_t t, int64_t item, int64_t items, int narrow) {
+  int64_t at = a->at + t % KEYS / LANES * LANES * size + item * a->count / items, count = a->count / items;
+  if (a->first) fetch(a->first, at, count, narrow);
+  if (a->second) fetch(a->second, at, count, narrow);
 }
 
 /* out[q] = sum of the values weighted by weights[q], for `num` queries with `width` elements between their weights,
  * cache block by cache block. This is pass `pass` of `passes` over the values. */
 ALWAYS void weigh(const float *weights, int64_t width, const CacheCursor *p, int64_t length, int64_t pass,
                   int64_t passes, float *out, int64_t size, int num, int narrow) {
-  vec sums[PAIR][MAX_HEAD_DIM / LANES], total[PAIR][MAX_HEAD_DIM / LANES];
+  vec sums[PASS][MAX_HEAD_DIM / LANES], total[PASS][MAX_HEAD_DIM / LANES];
   for (int64_t start = 0; start < length; start += KEYS) {
     int64_t j = start / KEYS, count = length - start < KEYS ? length - start : KEYS;
     int64_t at = find_keys(p->source, p->rows, p->kv_heads, size, j, p->row, p->head);
+    Ahead ahead = ahead_of(p, size, j, 1);
     for (int q = 0; q < num; q++)
       for (int64_t i = 0; i < size / LANES; i++) sums[q][i] = all(0.f);
     for (int64_t t = 0; t < count; t++) {
-      fetch_some(p, size, start + t, 1, t % LANES * passes + pass, LANES * passes, narrow);
+      fetch_some(&ahead, size, t, t % LANES * passes + pass, LANES * passes, narrow);
       for (int64_t i = 0; i < size / LANES; i++) {
         vec value = load_as(p->values[j], at + t * size + i * LANES, narrow);
         for (int q = 0; q < num; q++) sums[q][i] = fma_of(all(weights[q * width + start + t]), value, sums[q][i]);
@@ -1252,33 +1305,41 @@ ALWAYS void weigh(const float *weights, int64_t width, const CacheCursor *p, int
 }
 
 /* Attention of the scaled queries [group, size] of one sequence and KV head over `length` keys. `scores` has
- * group x length elements, each row rounded up to whole vectors. */
+ * group x length elements, each row rounded up to whole vectors. `dots`: they are bf16. */
 ALWAYS void attend(const float *queries, int64_t group, const CacheCursor *p, int64_t length, float *scores, float *out,
-                   int64_t size, int narrow) {
-  int64_t width = (length + LANES - 1) / LANES * LANES, passes = (group + PAIR - 1) / PAIR;
+                   int64_t size, int narrow, int dots) {
+  int64_t most = size / LANES <= 4 ? PASS : PASS / 2; /* sums stay in registers */
+  int64_t width = (length + LANES - 1) / LANES * LANES, passes = (group + most - 1) / most;
+  int64_t words = dots ? size / 2 : size; /* per key, of a float or a pair of bf16 */
   int is_cached = 0, is_stored = 0;
+  Ahead ahead = {NULL, NULL, 0, 0};
   for (int64_t t = 0; t < width; t += LANES) {
     int64_t j = t / KEYS;
-    int64_t at = find_keys(p->source, p->rows, p->kv_heads, size, j, p->row, p->head) + t % KEYS * size;
+    int64_t at = find_keys(p->source, p->rows, p->kv_heads, words, j, p->row, p->head) + t % KEYS * words;
+    if (t % KEYS == 0) ahead = ahead_of(p, size, j, 0);
     if (t % KEYS == 0 && p->shared) {
       int32_t tag = (int32_t)(1 + p->source[j * p->rows + p->row] * p->kv_heads + p->head);
       is_cached = p->tag[j] == tag, is_stored = !is_cached && next_shares(p, j);
       if (is_stored) p->tag[j] = tag;
     }
     vec transposed[LANES];
-    for (int64_t place = 0; place < size; place += LANES) {
-      float *shared = is_cached || is_stored ? p->shared + t * size + place * LANES : NULL;
+    for (int64_t place = 0; place < words; place += LANES) {
+      float *shared = is_cached || is_stored ? p->shared + t * words + place * LANES : NULL;
       if (is_cached) {
         for (int i = 0; i < LANES; i++) transposed[i] = load(shared + i * LANES);
       } else {
-        transpose(p->keys[j], at, size, place, transposed, narrow);
+        transpose(p->keys[j], at, words, place, transposed, narrow && !dots);
         if (is_stored)
           for (int i = 0; i < LANES; i++) store(shared + i * LANES, transposed[i]);
       }
       for (int64_t g = 0; g < group; g++) {
-        fetch_some(p, size, t, 0, place / LANES * group + g, size / LANES * group, narrow);
+        const float *query = queries + g * size + place;
+        fetch_some(&ahead, size, t, place / LANES * group + g, words / LANES * group, narrow);
         vec score = place ? load(scores + g * width + t) : all(0.f);
-        for (int i = 0; i < LANES; i++) score = fma_of(all(queries[g * size + place + i]), transposed[i], score);
+        for (int i = 0; i < LANES; i++) {
+          vec both = (vec)(((const bits_in_memory *)query)[i] - (ivec){0});
+          score = dots ? dots_of(score, both, transposed[i]) : fma_of(both, transposed[i], score);
+        }
         store(scores + g * width + t, score);
       }
     }
@@ -1287,9 +1348,12 @@ ALWAYS void attend(const float *queries, int64_t group, const CacheCursor *p, in
     for (int64_t t = length; t < width; t++) scores[g * width + t] = -INFINITY;
     softmax_row(scores + g * width, width);
   }
-  for (int64_t g = 0; g < group; g += PAIR) {
-#define WEIGH(num) weigh(scores + g * width, width, p, length, g / PAIR, passes, out + g * size, size, num, narrow)
-    if (g + PAIR <= group) WEIGH(PAIR);
+  for (int64_t g = 0; g < group; g += most) {
+#define WEIGH(num) weigh(scores + g * width, width, p, length, g / most, passes, out + g * size, size, num, narrow)
+    int64_t left = group - g;
+    if (left >= 4 && most == 4) WEIGH(4);
+    else if (left == 3 && most == 4) WEIGH(3);
+    else if (left >= 2) WEIGH(2);
     else WEIGH(1);
   }
 }
@@ -1298,7 +1362,7 @@ static void attend_rows(const Shape *s, const Layer *layer, float eps, float *qk
                         const int64_t *positions, void *const *keys, void *const *values, int64_t num_columns,
                         const int32_t *source, float *out, float *scratch, int64_t rows) {
   int64_t size = s->size, group = s->heads / s->kv_heads, all_heads = s->heads + 2 * s->kv_heads;
-  int narrow = (int)s->narrow;
+  int narrow = (int)s->narrow, dots = (int)s->dots;
   vec scale = all((float)pow((double)size, -0.5)); /* the same rounding as in Python */
   int32_t *tag = (int32_t *)(scratch + THREAD * s->scratch_size + s->shared_offset);
   float *shared = (float *)tag + (num_columns + LANES - 1) / LANES * LANES;
@@ -1320,7 +1384,7 @@ static void attend_rows(const Shape *s, const Layer *layer, float eps, float *qk
       float *one = q + g * size;
       if (layer->qk_norm) norm_row(one, layer->qk_norm + (head * group + g) * size, eps, one, size);
       if (layer->has_rope) rotate_row(one, c, sn, 1.f, one, size);
-      for (int64_t i = 0; i < size; i += LANES) store(one + i, load(one + i) * scale);
+      scale_query(one, scale, one, size, dots);
     }
   }
   STATIC_FOR /* rows that share columns are adjacent, so that these are in the CPU cache */
@@ -1332,12 +1396,14 @@ static void attend_rows(const Shape *s, const Layer *layer, float eps, float *qk
     CacheCursor cursor = {(const void *const *)keys, (const void *const *)values, source, rows, s->kv_heads, row, head,
                          last ? 0 : row + 1, last && !last_head ? head + 1 : head, position < SHORT_CONTEXT,
                          s->shared_offset ? shared : NULL, tag};
-#define ATTEND(size, narrow) attend(q, group, &cursor, position + 1, scores, to, size, narrow)
-    if (size == 64 && !narrow) ATTEND(64, 0);
-    else if (size == 64) ATTEND(64, 1);
-    else if (size == 128 && !narrow) ATTEND(128, 0);
-    else if (size == 128) ATTEND(128, 1);
-    else ATTEND(size, narrow);
+#define ATTEND(size, narrow, dots) attend(q, group, &cursor, position + 1, scores, to, size, narrow, dots)
+    if (size == 64 && !narrow) ATTEND(64, 0, 0);
+    else if (size == 64 && dots) ATTEND(64, 1, 1);
+    else if (size == 64) ATTEND(64, 1, 0);
+    else if (size == 128 && !narrow) ATTEND(128, 0, 0);
+    else if (size == 128 && dots) ATTEND(128, 1, 1);
+    else if (size == 128) ATTEND(128, 1, 0);
+    else ATTEND(size, narrow, dots);
   }
 }
 

@@ -48,7 +48,7 @@ class ShapeStruct(ctypes.Structure):
         for name in (
             *("layers", "hidden", "heads", "kv_heads", "size", "inner", "vocab"),
             *("block_hidden", "block_heads", "block_inner"),
-            *("narrow", "format", "threads", "scratch_size", "shared_offset"),
+            *("narrow", "dots", "format", "threads", "scratch_size", "shared_offset"),
         )
     ]
 
@@ -72,7 +72,7 @@ class CausalStruct(ctypes.Structure):
         (name, _I)
         for name in (
             *("seqs", "rows", "heads", "kv_heads", "keys", "size"),
-            *("seq_stride", "key_stride", "head_stride", "window", "block", "scratch_size", "threads"),
+            *("seq_stride", "key_stride", "head_stride", "window", "block", "scratch_size", "threads", "dots"),
         )
     ]
 
@@ -286,11 +286,13 @@ def causal_attention(
     v: Float[Tensor, "seqs keys kv_heads dim"],
     starts: Int[Tensor, " seqs"],
     window: int | None = None,
+    rounded: bool = False,
 ) -> tuple[Float[Tensor, "seqs rows heads dim"], Float[Tensor, "seqs heads rows"]]:
     """Attention of row r of sequence s to the keys up to position `starts[s] + r`, and the log-sum-exp of its scores.
 
     The bits of the decode step for every position. `keys` is a multiple of LANES, `dim` as in `supports_head_dim`;
-    k and v have equal strides. Memory is linear in `keys`.
+    k and v have equal strides. Memory is linear in `keys`. `rounded`: queries, scaled, are rounded to bf16, as k already
+    is, for `supports_rounded_queries`.
     """
     kernels = library()
     assert kernels is not None and k.stride() == v.stride() and k.shape[1] % LANES == 0
@@ -300,7 +302,7 @@ def causal_attention(
     scratch = torch.empty(threads, block * group * (2 * dim + keys))
     strides = (k.stride(0), k.stride(1), k.stride(2))
     shape = CausalStruct(
-        seqs, rows, heads, kv_heads, keys, dim, *strides, window or 0, block, scratch.shape[1], threads
+        seqs, rows, heads, kv_heads, keys, dim, *strides, window or 0, block, scratch.shape[1], threads, rounded
     )
     packed = torch.empty(seqs * kv_heads, kernels.packed_keys_size(keys, dim))
     out, log_sums = torch.empty(q.shape), torch.empty(seqs, heads, rows)
@@ -399,6 +401,12 @@ def max_rank() -> int:
 def supports_head_dim(size: int) -> bool:
     """Whether the decode step supports heads of this size."""
     return size % LANES == 0 and size <= MAX_HEAD_DIM
+
+
+def supports_rounded_queries(dim: int) -> bool:
+    """Whether the scores of a bf16 cache can be bf16 dot products."""
+    kernels = library()
+    return kernels is not None and bool(kernels.has_dots()) and dim % (2 * LANES) == 0
 
 
 @cache

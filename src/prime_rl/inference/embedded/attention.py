@@ -285,11 +285,14 @@ def decode_queries(q: Float[Tensor, "rows heads dim"], kv_heads: int) -> Float[T
 class PrefillAttention:
     """Prefill attention: chunks of several sequences, each attending to its cached past and to itself.
 
-    Flat tokens are the concatenated chunks; the last token is repeated up to `min_tokens`.
+    Flat tokens are the concatenated chunks; the last token is repeated up to `min_tokens`. `rounded`: queries are
+    rounded to the bf16 of the cache, as in the fused decode step.
     """
 
-    def __init__(self, cache: KVCache, metadata: AttentionMetadata, heads: int, min_tokens: int) -> None:
-        self.cache = cache
+    def __init__(
+        self, cache: KVCache, metadata: AttentionMetadata, heads: int, min_tokens: int, rounded: bool = False
+    ) -> None:
+        self.cache, self.rounded = cache, rounded
         block = cache.blocks[0]
         device, group = block.device, heads // block.shape[3]
         start, length = torch.from_numpy(metadata.starts), torch.from_numpy(metadata.lengths)
@@ -327,7 +330,7 @@ class PrefillAttention:
         laid_out = q.unflatten(0, (-1, self.rows)) if self.layout is None else take(q, self.layout)
         keys, values = past.transpose(1, 2), context.transpose(1, 2)
         if runs_kernel(laid_out, keys, values):
-            out, _ = cpu_kernels.causal_attention(laid_out, keys, values, self.starts, window)
+            out, _ = cpu_kernels.causal_attention(laid_out, keys, values, self.starts, window, self.rounded)
         else:
             if window not in self.masks:
                 self.masks[window] = causal_mask(self.row_positions, self.width, window)[:, None]

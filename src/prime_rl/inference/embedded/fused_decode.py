@@ -64,10 +64,21 @@ class FusedDecoder:
         self.group = heads // kv_heads
         qkv, out, gated, down = layers[0].products
         self.scratch = [max(each) for each in zip(*(p.scratch for p in (qkv, out, gated, down, head)), strict=True)]
+        narrow = weight.dtype == torch.bfloat16
+        self.rounds_queries = (
+            narrow and qkv.format == cpu_kernels.DOTS and cpu_kernels.supports_rounded_queries(config.head_dim)
+        )
         self.shape = cpu_kernels.ShapeStruct(
             *(len(layers), config.hidden_size, heads, kv_heads, config.head_dim, config.intermediate_size),
-            *(config.vocab_size, qkv.block, out.block, down.block, weight.dtype == torch.bfloat16, qkv.format),
+            *(config.vocab_size, qkv.block, out.block, down.block, narrow, self.rounds_queries, qkv.format),
         )
+        self._logits = torch.empty(0, self.vocab)
+
+    def logits(self, rows: int) -> Float[Tensor, "rows vocab"]:
+        """Memory for the logits of a step, reused: the kernel of the OS clears new pages, 4 % of a step of 128 rows."""
+        if len(self._logits) < rows:
+            self._logits = torch.empty(rows, self.vocab)
+        return self._logits[:rows]
 
 
 class FusedDecode(DecodeBackend):
@@ -88,7 +99,7 @@ class FusedDecode(DecodeBackend):
         self._addresses = torch.tensor(addresses, dtype=torch.int64)
 
     def __call__(self, tokens: Int[Tensor, " rows"], positions: NDArray[np.int64]) -> Float[Tensor, "rows vocab"]:
-        """Decode one step; returns logits and writes the keys and values of `tokens` to the cache."""
+        """Decode one step; returns logits, valid until the next step, and writes keys and values to the cache."""
         decoder, rows = self._decoder, len(positions)
         shape, length = decoder.shape, int(positions.max()) + 1
         shape.threads = torch.get_num_threads()
@@ -98,7 +109,7 @@ class FusedDecode(DecodeBackend):
         if self._shares:  # a flag for each block, and its keys as transposed by the kernel
             shape.scratch_size += _in_lanes(self._num_blocks) + self._num_blocks * BLOCK * shape.size
         work = torch.empty(rows * 2 * (decoder.hidden + self._widest))
-        scratch, logits = torch.empty(shape.threads * shape.scratch_size), torch.empty(rows, decoder.vocab)
+        scratch, logits = torch.empty(shape.threads * shape.scratch_size), decoder.logits(rows)
         cpu_kernels.call(
             "decode",
             *(ctypes.addressof(shape), ctypes.addressof(decoder.layers), *decoder.ends, decoder.eps),

@@ -101,7 +101,9 @@ class ModelRunner:
     def _prefill(self, batch: ScheduledBatch) -> SamplerOutput | None:
         seqs, chunks = batch.sequences, batch.chunks
         metadata = prefill_metadata(chunks)
-        attend = PrefillAttention(self._blocks.cache, metadata, self._num_heads, self.decoder.min_rows)
+        fused = self.decoder.fused
+        rounds_queries = fused is not None and fused.rounds_queries
+        attend = PrefillAttention(self._blocks.cache, metadata, self._num_heads, self.decoder.min_rows, rounds_queries)
         pairs = list(zip(seqs, chunks, strict=True))
         flat = [token for seq, c in pairs for token in seq.tokens[c.start : c.start + c.length]]
         padding = max(self.decoder.min_rows - len(flat), 0)

@@ -377,7 +377,7 @@ def test_fast_bf16_decode_is_close_to_trainer(name: str, monkeypatch: pytest.Mon
     for output in outputs:
         actual, expected = torch.tensor(output.logprobs), trainer_logprobs(model, output, torch.bfloat16)
         torch.testing.assert_close(actual, expected, rtol=0, atol=0.15)
-        assert (actual - expected).abs().mean() < 0.02
+        assert (actual - expected).abs().mean() < 0.03
     assert generate(engine, 1)[0].logprobs == outputs[0].logprobs
 
 
