@@ -379,6 +379,14 @@ def test_fast_bf16_decode_is_close_to_trainer(name: str, monkeypatch: pytest.Mon
         torch.testing.assert_close(actual, expected, rtol=0, atol=0.15)
         assert (actual - expected).abs().mean() < 0.03
     assert generate(engine, 1)[0].logprobs == outputs[0].logprobs
+    for output in outputs[:3]:  # prefill has the bits of decoding
+        prompt, start = [*output.request.prompt, *output.token_ids], len(output.request.prompt)
+        engine.add(GenerationRequest(prompt, SamplingParams(max_tokens=0, prompt_logprobs=0, prompt_start=start)))
+        scored = None
+        while engine.has_work():
+            scored = next((event for event in engine.step() if isinstance(event, Output)), scored)
+        assert scored is not None and scored.prompt_logprobs is not None
+        assert scored.prompt_logprobs.logprobs == list(output.logprobs)
 
 
 @needs_kernels
