@@ -75,7 +75,7 @@ class FusedDecoder:
         self._logits = torch.empty(0, self.vocab)
 
     def logits(self, rows: int) -> Float[Tensor, "rows vocab"]:
-        """Memory for the logits of a step, reused: the kernel of the OS clears new pages, 4 % of a step of 128 rows."""
+        """Memory for the logits of a step, reused: clearing new pages takes 4 % of a step with a real vocabulary."""
         if len(self._logits) < rows:
             self._logits = torch.empty(rows, self.vocab)
         return self._logits[:rows]
@@ -91,6 +91,7 @@ class FusedDecode(DecodeBackend):
         super().__init__(cache, metadata, len(reach) * BLOCK, reach)
         self._decoder, self._num_blocks, self._changes = decoder, len(reach), changes
         self._widest = decoder.widest if changes is None else max(decoder.widest, 2 * decoder.inner)
+        self._logits = decoder.logits(len(metadata.slots))
         self._tables = torch.from_numpy(metadata.block_tables)
         self._shares = metadata.num_shared_blocks > 0 or metadata.has_drafts
         used = cache.blocks[: len(reach)]
@@ -109,7 +110,7 @@ class FusedDecode(DecodeBackend):
         if self._shares:  # a flag for each block, and its keys as transposed by the kernel
             shape.scratch_size += _in_lanes(self._num_blocks) + self._num_blocks * BLOCK * shape.size
         work = torch.empty(rows * 2 * (decoder.hidden + self._widest))
-        scratch, logits = torch.empty(shape.threads * shape.scratch_size), decoder.logits(rows)
+        scratch, logits = torch.empty(shape.threads * shape.scratch_size), self._logits
         cpu_kernels.call(
             "decode",
             *(ctypes.addressof(shape), ctypes.addressof(decoder.layers), *decoder.ends, decoder.eps),
