@@ -289,6 +289,10 @@ class TrainConfig(TrainerConfig):
     """Passes over the minibatches of a batch. A step, with one published version, has num_minibatches * num_epochs
     optimizer steps at one learning rate."""
 
+    skip_zero_advantage: bool = False
+    """Do not compute samples whose advantages are 0 where the loss has no other terms. The gradient stays the same;
+    token metrics (entropy, mismatch) are those of the other samples."""
+
     ema_decay: float | None = Field(default=None, gt=0, lt=1)
     """EMA decay: maintain a moving average of the weights and publish it as average/step_N; set by rl when the teacher
     weights are "ema"."""
@@ -313,6 +317,13 @@ class TrainConfig(TrainerConfig):
                 raise ValueError(f"env_loss.{name}.type {loss.type} is possible for whole runs only: set loss.type")
             if given := sorted(loss.changed_keys() - ENV_LOSS_KEYS):
                 raise ValueError(f"env_loss.{name}.{given[0]} applies to whole runs only: set loss.{given[0]}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_skips(self) -> TrainConfig:
+        other = "critic" if self.critic is not None else "loss.entropy_control" if self.loss.entropy_control else None
+        if self.skip_zero_advantage and other:
+            raise ValueError(f"skip_zero_advantage is not possible with {other}, which needs every sample: remove it")
         return self
 
     @model_validator(mode="after")

@@ -73,7 +73,8 @@ class PerfCounter:
         """Add a step on this batch and its duration; returns `perf/...` metrics."""
         computed = count_computed(share.micros)
         flops = compute_train_flops(self.config, self.parameters, share.lengths, *computed)
-        self._window.append((sum(share.lengths), share.passes * flops, seconds))
+        flops *= share.passes * (1 - share.skipped_ratio)
+        self._window.append((sum(share.lengths), flops, seconds))
         tokens, flops, seconds = (sum(column) for column in zip(*self._window, strict=True))
         throughput = tokens / max(seconds, 1e-9)
         return {

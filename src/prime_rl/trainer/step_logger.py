@@ -53,6 +53,7 @@ class StepLogger:
             "batch/micro_batches": len(share.micros),
             "batch/padding_ratio": share.padding_ratio,
             "batch/shared_ratio": share.shared_ratio,
+            "batch/skipped_ratio": share.skipped_ratio,
             "batch/rank_imbalance": share.imbalance,
             "batch/tokens": sum(share.lengths),
             "batch/samples": len(share.lengths),

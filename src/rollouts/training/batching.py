@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
 from typing import TypeVar
@@ -72,6 +72,8 @@ class MicroBatch:
     """One entry per sample, see `Sample.sampling_support`; None: nothing in the batch was filtered."""
     shared: list[int] | None = None
     """First tokens that each sample shares with the one before, see `prefix_tree`; None: every sample stands alone."""
+    skipped: dict[str, float] = field(default_factory=dict)
+    """Contribution of samples that are not computed to the global count of each unit."""
 
     @property
     def num_tokens(self) -> int:
@@ -104,8 +106,9 @@ class MicroBatch:
     def count(self, unit: str) -> float:
         """Contribution to the global count of a loss that averages over `unit`, one of `UNITS`."""
         if unit == "observation":
-            return self.num_observed
-        return self.num_sequences if unit == "sequence" else self.loss_count
+            return self.num_observed + self.skipped.get(unit, 0.0)
+        num = self.num_sequences if unit == "sequence" else self.loss_count
+        return num + self.skipped.get(unit, 0.0)
 
     def to_tensors(self, device: torch.device | str = "cpu", num_tokens: int = 0) -> TensorBatch:
         """Convert to tensors, padded to `num_tokens` and `MIN_TOKENS` by masked sequences at the end."""
@@ -212,6 +215,7 @@ class Share:
     padding_ratio  share of dummy tokens (which keep ranks in sync) in the tokens of all ranks
     imbalance      cost of the busiest rank over the mean cost of a rank, minus 1
     passes         times that a step trains on the batch
+    skipped_ratio  share of samples without gradient, which are not computed, in the tokens of the batch
     """
 
     micros: list[MicroBatch]
@@ -219,6 +223,7 @@ class Share:
     padding_ratio: float = 0.0
     imbalance: float = 0.0
     passes: int = 1
+    skipped_ratio: float = 0.0
 
     @property
     def shared_ratio(self) -> float:
@@ -496,8 +501,8 @@ def pad_samples(samples: Sequence[Sample], *, pad_id: int = 0, multiple: int = 1
         "attention_mask": rows([[1] * len(s.tokens) for s in samples], 0, torch.int64),
         "position_ids": torch.arange(width).repeat(len(samples), 1),
     }
-    for name, field in (("old_log_probs", "inference_logprobs"), ("advantages", "advantages")):
-        streams = [getattr(sample, field) for sample in samples]
+    for name, source in (("old_log_probs", "inference_logprobs"), ("advantages", "advantages")):
+        streams = [getattr(sample, source) for sample in samples]
         if all(stream is not None for stream in streams):
             batch[name] = rows([_shift_left(stream, 0.0) for stream in streams], 0.0, torch.float32)
     if any(sample.temperature != 1.0 for sample in samples):

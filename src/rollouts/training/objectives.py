@@ -153,6 +153,12 @@ class Objective:
     distill: DistillChoice = DistillChoice()
 
     @property
+    def has_other_terms(self) -> bool:
+        """Whether tokens with zero advantage have a gradient."""
+        coefs = (self.teacher_tau, self.student_tau, self.inference_kl_coef, self.kl_tau, self.kl_coef)
+        return any((*coefs, self.entropy_coef, self.observation_coef))
+
+    @property
     def unit(self) -> Literal["token", "sequence"]:
         """The unit that the loss averages over."""
         return "token" if self.loss_aggregation == "token-mean" else "sequence"

@@ -60,7 +60,10 @@ def train(config: TrainConfig) -> int:
             step_loss, loss_metrics = schedule.loss_for_step(step, samples)
             samples = compute_sequence_kl_advantages(apply_reference_regularization(samples), step_loss.objective)
             parts = split_batch(samples, config.num_minibatches, f"{config.seed}:{step}")
-            minibatches, share = pack_minibatches(samples, parts, lambda part: run.pack(part, config.model.seq_len))
+            has_gradient = step_loss.has_gradient if config.skip_zero_advantage else lambda sample: True
+            minibatches, share = pack_minibatches(
+                samples, parts, lambda part: run.pack(part, config.model.seq_len), has_gradient
+            )
         with timer("forward_backward"), recorder.record(step_loss, step, samples) as recorded_loss:
             first_loss = MeasuredLoss(recorded_loss, samples, step)
             report, stats = run_updates(

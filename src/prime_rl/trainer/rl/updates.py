@@ -11,7 +11,7 @@ from prime_rl.trainer.backend import Backend, Loss
 from prime_rl.trainer.config import CriticConfig
 from prime_rl.trainer.rl.critic import CriticLoss, Streams, compute_targets
 from rollouts.training.backends.step import StepReport
-from rollouts.training.batching import MicroBatch, Share
+from rollouts.training.batching import UNITS, MicroBatch, Share
 from rollouts.training.rl_losses import LossInputs, LossOutput, PolicyLoss, TokenStats
 from rollouts.training.types import Sample
 
@@ -62,19 +62,37 @@ def split_batch(samples: Sequence[Sample], num_minibatches: int, seed: str) -> l
 
 
 def pack_minibatches(
-    samples: Sequence[Sample], parts: Sequence[Sequence[int]], pack: Callable[[Sequence[Sample]], Share]
+    samples: Sequence[Sample],
+    parts: Sequence[Sequence[int]],
+    pack: Callable[[Sequence[Sample]], Share],
+    has_gradient: Callable[[Sample], bool] = lambda sample: True,
 ) -> tuple[list[list[MicroBatch]], Share]:
-    """This rank's micro-batches of each minibatch, and all of them; `sample_ids` refer to `samples`."""
-    shares = [pack([samples[i] for i in part]) for part in parts]
+    """This rank's micro-batches of each minibatch, and all of them; `sample_ids` refer to `samples`.
+
+    Samples without gradient are counted, not computed; if no sample of a minibatch has one, a sample with loss is
+    computed, so that the optimizer takes its step.
+    """
+    kept = [
+        [i for i in part if has_gradient(samples[i])] or [max(part, key=lambda i: any(samples[i].loss_mask[1:]))]
+        for part in parts
+    ]
+    shares = [pack([samples[i] for i in part]) for part in kept]
     minibatches = [
         [replace(micro, sample_ids=[part[i] for i in micro.sample_ids]) for micro in share.micros]
-        for part, share in zip(parts, shares, strict=True)
+        for part, share in zip(kept, shares, strict=True)
     ]
+    lengths, num_computed = [len(sample.tokens) for sample in samples], 0
+    for part, computed, micros in zip(parts, kept, minibatches, strict=True):
+        num_computed += sum(lengths[i] for i in computed)
+        if skipped := [samples[i] for i in sorted(set(part).difference(computed))]:
+            others = pack(skipped).micros
+            micros[0].skipped = {unit: sum(micro.count(unit) for micro in others) for unit in UNITS}
     whole = Share(
         [micro for micros in minibatches for micro in micros],
-        [len(sample.tokens) for sample in samples],
+        lengths,
         fmean(share.padding_ratio for share in shares),
         fmean(share.imbalance for share in shares),
+        skipped_ratio=1 - num_computed / sum(lengths),
     )
     return minibatches, whole
 

@@ -25,6 +25,7 @@ from rollouts.training.rl_losses.trust_region import (
     surrogate_loss,
     weigh_behavior,
 )
+from rollouts.training.types import Sample
 
 Custom = Callable[[LossInputs], Tensor]
 """Per-token losses from the streams, with A' as their `advantages`; must not depend on packing."""
@@ -46,6 +47,12 @@ class PolicyLoss:
     def mean_over(self) -> str:
         """The unit that the loss averages over, and thus its global count: "token" or "sequence"."""
         return self.objective.unit
+
+    def has_gradient(self, sample: Sample) -> bool:
+        """Whether a sample can have a gradient: an advantage is not 0, or the loss has terms without advantages."""
+        objective = self.objective if sample.objective is None else self.others.get(sample.objective, self.objective)
+        is_plain = not (self.custom or sample.anchor or objective.has_other_terms)
+        return not is_plain or sample.advantages is None or any(sample.advantages)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Sum and count of one micro-batch."""

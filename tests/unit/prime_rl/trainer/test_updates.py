@@ -101,6 +101,59 @@ def test_updates_are_the_optimizer_steps_of_the_minibatches(tmp_path: Path) -> N
     assert sum(map(len, stats.values["loss"])) == 2 * num_tokens
 
 
+def with_advantages(samples: list[Sample], values: list[float]) -> list[Sample]:
+    return [
+        msgspec.structs.replace(sample, advantages=[value] * len(sample.tokens))
+        for sample, value in zip(samples, values, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize("advantages", [[0, 1, 0, 0, -0.5, 0, 2, 0], [0] * 8], ids=["some", "none"])
+def test_skipped_samples_do_not_change_the_update(tmp_path: Path, aggregation: str, advantages: list[float]) -> None:
+    config = make_config(tmp_path, loss={"type": "aipo", "loss_aggregation": aggregation})
+    samples = with_advantages(build_batches(config, 320).receive(1), advantages)
+    loss, parts = build_loss(config.loss, 32), [[6, 0, 3, 1], [2, 5, 4, 7]]
+    whole, skipping = build_backend(config), build_backend(config)
+    computed, norms = list[list[list[int]]](), list[float]()
+    for backend, has_gradient in ((whole, lambda _: True), (skipping, loss.has_gradient)):
+        minibatches, share = pack_minibatches(samples, parts, lambda part: pack_share(part, 32), has_gradient)
+        computed.append([sorted(i for micro in micros for i in micro.sample_ids) for micros in minibatches])
+        report, _ = run_updates(backend, minibatches, loss, 1)
+        assert report.skipped is None and (report.grad_norm > 0) == any(advantages)
+        norms.append(report.grad_norm)
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+    assert computed == [[[0, 1, 3, 6], [2, 4, 5, 7]], [[1, 6], [4]] if any(advantages) else [[6], [2]]]
+    used = sum(len(samples[i].tokens) for part in computed[1] for i in part)
+    assert share.skipped_ratio == pytest.approx(1 - used / sum(share.lengths))
+    for name, parameter in whole.parameters.items():
+        torch.testing.assert_close(skipping.parameters[name], parameter, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "has_gradient"),
+    [
+        ({}, {}, False),
+        ({}, {"advantages": [0.0, -1.0]}, True),
+        ({}, {"anchor": 0.5}, True),
+        ({"entropy_coef": 0.01}, {}, True),
+        ({"kl_tau": 0.1}, {}, True),
+        ({"inference_kl_coef": 0.1}, {}, True),
+        ({"teacher_tau": 0.5}, {}, True),
+        ({"observation_coef": 0.5}, {}, True),
+    ],
+)
+def test_samples_with_a_gradient(options: dict[str, Any], changes: dict[str, Any], has_gradient: bool) -> None:
+    loss = build_loss(make_config(Path("x"), loss={"type": "aipo", **options}).loss, 32)
+    plain = Sample(prompt="", tokens=[1, 2], loss_mask=[0.0, 1.0], advantages=[0.0, 0.0])
+    assert loss.has_gradient(msgspec.structs.replace(plain, **changes)) == has_gradient
+
+
+def test_skipping_needs_a_loss_without_a_critic(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not possible with critic"):
+        make_config(tmp_path, critic={}, skip_zero_advantage=True)
+
+
 @pytest.fixture
 def stale(tmp_path: Path) -> tuple[Backend, list[Sample]]:
     """A backend, and samples of another policy: every token was half as likely."""
