@@ -67,7 +67,15 @@ def build_sft(task: dict[str, Any], options: dict[str, Any]) -> transformers.Tra
     )
     model = load_model(task)
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(task["model_dir"])
-    return trl.SFTTrainer(model=model, args=config, train_dataset=data, processing_class=tokenizer)
+    rank = task["lora_rank"]
+    lora = None
+    if rank:
+        import peft
+
+        lora = peft.LoraConfig(
+            r=rank, lora_alpha=2.0 * rank, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
+    return trl.SFTTrainer(model=model, args=config, train_dataset=data, processing_class=tokenizer, peft_config=lora)
 
 
 def labels(sample: dict[str, Any]) -> list[int]:
@@ -130,7 +138,7 @@ def given(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def common(task: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The settings that both sides share: float32, AdamW without decay, clipping at 1, no logging, no recomputation."""
+    """The settings that both sides share: AdamW without decay, clipping at 1, no logging, no recomputation."""
     return {
         "output_dir": task["output_dir"],
         "use_cpu": task["device"] == "cpu",
