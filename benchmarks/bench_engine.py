@@ -245,6 +245,16 @@ def rates(peer: Peer, case: Case) -> list[float]:
     return [case.tokens / seconds for seconds in peer.seconds[case.name]]
 
 
+def find_threshold(size: str, dtype: str, case: Case) -> float:
+    """Least ratio to the best peer."""
+    is_large = case.groups * case.group >= 32
+    if size in SIZES:
+        return 1.5 if is_large else 1.0
+    if dtype == "float32":
+        return 1.3
+    return 1.5 if is_large else 1.2
+
+
 def judge(size: str, dtype: str, cases: list[Case], peers: list[Peer]) -> list[Row]:
     """The ratios of this model with their thresholds."""
     rows = []
@@ -257,7 +267,7 @@ def judge(size: str, dtype: str, cases: list[Case], peers: list[Peer]) -> list[R
         if others:
             best = max(others, key=lambda kind: others[kind])
             detail = f"{ours:,.0f} tok/s, {best} {others[best]:,.0f}"
-            must = 1.5 if case.groups * case.group >= 32 else 1.0
+            must = find_threshold(size, dtype, case)
             rows.append(Row(f"{name}: best peer", ours / others[best], ">=", must, detail))
         exact = median["ours-exact"]
         rows.append(Row(f"{name}: cost of exactness", ours / exact, "<=", 2.0, f"exact {exact:,.0f} tok/s"))
