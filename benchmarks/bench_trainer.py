@@ -4,7 +4,7 @@
 
 For every model: a step of SFT over padded rows, of SFT over packed rows, with and without LoRA, and of RL over given
 completions (what GRPOTrainer does after generation), ours with its default settings, so RL with exact attention in
-float32. In bfloat16 the peer uses autocast over float32 weights, and ours rounds its weights as well. Both sides are real
+float32. In bfloat16 the peer uses autocast over float32 weights, and ours rounds its weights too. Both sides are real
 trainers in processes of their own that step in turn, each with the fastest of several micro-batch sizes; both must
 report the same gradient norm, or the comparison fails. TRL is installed into an environment of its own, `.bench/trl`.
 Prints tokens of real samples per CPU-second with the threshold, writes `.bench/results/trainer.json`, and exits with
@@ -327,7 +327,7 @@ def compare(
         worker.close()
     tolerance = 0.1 if task["lora_rank"] else 2e-3 if dtype == "float32" else 3e-2  # both draw their own adapter
     if abs(norms[0] - norms[1]) > tolerance * norms[1]:
-        raise SystemExit(f"{name}, {task_name}, {dtype}: gradient norms {norms} differ, so the two did not do the same work")
+        raise SystemExit(f"{name}, {task_name}, {dtype}: gradient norms {norms} differ: not the same work")
     mine, theirs = ([row[side]["cpu_seconds"] for row in rows[1:]] for side in (0, 1))
     ratios = [b / a for a, b in zip(mine, theirs, strict=True)]
     wall = [b["seconds"] / a["seconds"] for a, b in rows[1:]]
@@ -409,7 +409,8 @@ def main() -> int:
         for task_name, dtype in itertools.product(arguments.tasks, arguments.dtypes):
             result = compare(name, task_name, dtype, arguments, out, peer_python)
             results.append(result)
-            print(f"{name}: {task_name}, {dtype}: {result.ratio:.2f} of TRL, {result.ours:,.0f} tokens/CPU-s", flush=True)
+            speed = f"{result.ratio:.2f} of TRL, {result.ours:,.0f} tokens/CPU-s"
+            print(f"{name}: {task_name}, {dtype}: {speed}", flush=True)
     rows = [
         Row(
             f"{result.model}: {result.task}" + (f", {result.dtype}" if result.dtype != "float32" else ""),

@@ -291,8 +291,8 @@ def causal_attention(
     """Attention of row r of sequence s to the keys up to position `starts[s] + r`, and the log-sum-exp of its scores.
 
     The bits of the decode step for every position. `keys` is a multiple of LANES, `dim` as in `supports_head_dim`;
-    k and v have equal strides. Memory is linear in `keys`. `rounded`: queries, scaled, are rounded to bf16, as k already
-    is, for `supports_rounded_queries`.
+    k and v have equal strides. Memory is linear in `keys`. `rounded`: queries, scaled, are rounded to bf16, as k is
+    already; see `supports_rounded_queries`.
     """
     kernels = library()
     assert kernels is not None and k.stride() == v.stride() and k.shape[1] % LANES == 0
