@@ -132,7 +132,8 @@ def compare_sampler(context: Context) -> Measured:
     positions = np.arange(rows) + 2
     cpu = torch.device("cpu")
     found, expected = (
-        sample(logits.to(device), build_sampling_batch(states, device), positions) for device in (context.device, cpu)
+        sample(logits.to(device, copy=True), build_sampling_batch(states, device), positions)
+        for device in (context.device, cpu)
     )
     is_equal = found.tokens.cpu() == expected.tokens
     error = (found.logprobs.cpu() - expected.logprobs)[is_equal].abs().max()
