@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from models import write_model
 from results import ROOT, Row, describe_machine, finish
 
 sys.path.insert(0, str(ROOT / "src"))
@@ -78,9 +79,9 @@ DELTA_LR, DELTA_TOKENS, MAX_DELTA_SHARE = 1e-6, 128, 0.05
 
 def measure_deltas(name: str, root: Path, num_steps: int) -> list[Row]:
     """Train `num_steps` steps; every version is published and loaded as a delta and whole, in turns."""
-    model = {"name": name, "dtype": "bfloat16"}
+    model = {"name": str(write_model(name, root / "model")), "dtype": "bfloat16"}
     backend = build_backend(TrainConfig.model_validate({"model": model, "optim": {"lr": DELTA_LR}}))
-    tokens = load_tokenizer(name).encode((ROOT / "README.md").read_text())
+    tokens = load_tokenizer(model["name"]).encode((ROOT / "README.md").read_text())
     engine, run = EmbeddedEngine(load_decoder(backend.model_dir)), RunDir(root)
     reader = WeightReader(InferenceConfig(output_dir=root), backend.model_dir, engine)
     deltas, canary = DeltaPublisher(run.broadcasts, num_steps + 1), build_canary(0, [], [], "bfloat16", False)
@@ -124,7 +125,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Measure how long weights take from trainer to engine.")
     parser.add_argument("--megabytes", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--delta", metavar="MODEL")
+    parser.add_argument("--delta", metavar="MODEL", help="smollm2, a directory, or a shape of `models.py`")
     options = parser.parse_args()
     torch.set_num_threads(1)
     machine = describe_machine(1)

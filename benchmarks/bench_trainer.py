@@ -32,6 +32,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
+from models import SHAPES, write_model  # noqa: E402
 from results import Row, describe_machine, finish  # noqa: E402
 
 PEER = ("trl==1.16.0", "torch==2.13.0", "transformers==5.19.0", "peft==0.21.2")
@@ -41,44 +42,8 @@ LORA_RANK = 16
 SEQ_LEN = 256
 GROUP_SIZE = 4
 LR = 1e-5
-ASSETS = ROOT / "src/prime_rl/assets/tiny-qwen3"
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Size of a Qwen3 model, and how many samples a step of it has."""
-
-    num_samples: int
-    changes: dict[str, int]
-
-
-SHAPES = {
-    "tiny": Shape(64, {}),
-    "3M": Shape(
-        32,
-        {
-            "vocab_size": 512,
-            "hidden_size": 256,
-            "intermediate_size": 768,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 64,
-        },
-    ),
-    "25M": Shape(
-        8,
-        {
-            "vocab_size": 512,
-            "hidden_size": 512,
-            "intermediate_size": 1536,
-            "num_hidden_layers": 8,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 64,
-        },
-    ),
-}
+NUM_SAMPLES = {"tiny": 64, "3M": 32, "25M": 8}
+"""Samples of a step; 8 of other models."""
 TASKS = {
     "sft, padded rows": ("sft", False),
     "sft, packed rows": ("sft", True),
@@ -157,9 +122,9 @@ def build_task(
     name: str, kind: str, packed: bool, dtype: str, arguments: argparse.Namespace, out: Path
 ) -> dict[str, Any]:
     """The samples and settings of one comparison; for RL with the model's own log-probs, so that ratios begin at 1."""
-    shape, rng, seq_len = SHAPES.get(name, Shape(8, {})), random.Random(0), arguments.seq_len
+    rng, seq_len = random.Random(0), arguments.seq_len
     samples = []
-    for i in range(shape.num_samples):
+    for i in range(NUM_SAMPLES.get(name, 8)):
         if i % GROUP_SIZE == 0:
             prompt = [rng.randrange(300) for _ in range(rng.randint(8, 32))]
         typical = rng.lognormvariate(3.9, 0.7) * seq_len / SEQ_LEN
@@ -186,29 +151,6 @@ def build_task(
         "dtype": dtype,
         "threads": arguments.threads,
     }
-
-
-def write_model(name: str, path: Path) -> Path:
-    """A directory that both sides load: random weights of a shape, or the model named."""
-    import torch
-    from safetensors.torch import save_file
-
-    from prime_rl.runtime.tokenizer import resolve_model_dir
-    from prime_rl.trainer.models.causal_lm import tensor_names
-    from prime_rl.trainer.models.registry import load_decoder
-
-    if name not in SHAPES:
-        return resolve_model_dir(name)
-    if path.exists():
-        return path
-    path.mkdir(parents=True)
-    for file in ASSETS.iterdir():
-        (path / file.name).write_bytes(file.read_bytes())
-    config = json.loads((ASSETS / "config.json").read_text()) | SHAPES[name].changes
-    (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
-    model = load_decoder(path, random_init=True, num_layers=None, seed=0, dtype=torch.float32, device="cpu")
-    save_file({k: v.contiguous() for k, v in tensor_names(model).items()}, path / "model.safetensors", {"format": "pt"})
-    return path
 
 
 def run_worker(task_path: Path) -> None:
@@ -386,7 +328,7 @@ def main() -> int:
     """Measure, show, write; returns the exit code."""
     parser = argparse.ArgumentParser(description="Training steps against TRL's, in one run.")
     parser.add_argument(
-        "--models", nargs="+", default=list(SHAPES), help=f"of {', '.join(SHAPES)}, model directories, smollm2"
+        "--models", nargs="+", default=list(NUM_SAMPLES), help=f"of {', '.join(SHAPES)}, model directories, smollm2"
     )
     parser.add_argument("--seq-len", type=int, default=SEQ_LEN, help="tokens of a packed row; samples scale with it")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
