@@ -54,15 +54,29 @@ def build_ours(model_dir: str, dtype: str, kind: str) -> Generate:
 def build_transformers(model_dir: str, dtype: str, kind: str) -> Generate:
     """`generate` over one batch, with its static or its dynamic cache."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype)).eval()
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+    model.eval()
     cache = {"cache_implementation": "static", "disable_compile": True} if kind.endswith("static") else {}
+
+    class Record(LogitsProcessor):  # type: ignore[misc]
+        """Log-probs of the sampled tokens, from the logits of one step at a time: those of all would take gigabytes."""
+
+        def __init__(self) -> None:
+            self.logprobs: list[torch.Tensor] = []
+            self.logits: torch.Tensor | None = None
+
+        def __call__(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+            if self.logits is not None:
+                self.logprobs.append(torch.log_softmax(self.logits.float(), -1).gather(1, ids[:, -1:]))
+            self.logits = logits
+            return logits
 
     @torch.inference_mode()
     def generate(prompts: list[list[int]], new: int, seed: int) -> int:
         torch.manual_seed(seed)
-        ids = torch.tensor(prompts)
+        ids, record = torch.tensor(prompts), Record()
         out = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -73,15 +87,11 @@ def build_transformers(model_dir: str, dtype: str, kind: str) -> Generate:
             max_new_tokens=new,
             eos_token_id=None,
             pad_token_id=0,
-            return_dict_in_generate=True,
-            output_logits=True,
+            logits_processor=LogitsProcessorList([record]),
             **cache,
         )
-        sampled = out.sequences[:, ids.shape[1] :]
-        logprobs = [
-            torch.log_softmax(row.float(), -1).gather(1, sampled[:, i, None]) for i, row in enumerate(out.logits)
-        ]
-        return int(torch.cat(logprobs, dim=1).isfinite().sum())
+        record(out, torch.empty(0))
+        return int(torch.cat(record.logprobs, dim=1).isfinite().sum())
 
     return generate
 
