@@ -5,7 +5,9 @@
 
 Every engine runs in its own process with the same model, prompts, lengths and sampling (temperature 1, log-prob of
 every sampled token); the processes alternate, so that load on the machine affects all of them equally. A peer that is
-less than half as fast as the best one is not measured again. Without `--vllm-python` vLLM is installed into
+less than half as fast as the best one is not measured again. The roofline (`roofline.py`) is measured before they
+start; its share is that of our fast mode, prompts included. `prefill` measures the time to the first token of a long
+prompt, without vLLM; the group case also compares peak memory. Without `--vllm-python` vLLM is installed into
 `.bench/vllm` (minutes, 3 GB). Prints medians and ratios with their thresholds, writes JSON, and exits with 1 when one
 is missed.
 """
@@ -29,16 +31,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
-from results import Row, describe_machine, finish  # noqa: E402
+from models import write_model  # noqa: E402
+from results import Row, describe_machine, finish, read_peak_gb  # noqa: E402
+from roofline import Bound, compute_bound, read_decoder  # noqa: E402
 
-SIZES = {"3M": (256, 4, 4, 2, 768), "25M": (512, 8, 8, 4, 1536)}  # hidden, layers, heads, key heads, inner
-VOCAB, HEAD_DIM = 512, 64
+SIZES = ("3M", "25M")
 PROMPTS = (32, 256)
 """Default prompt tokens: of single requests, and those that a group shares."""
-GEMM_FLOPS = 95e9
-"""fp32 bound of one core of `reference`: what F.linear reaches; the bound of oneDNN is 2.3 times this."""
+PREFILLS = (1024, 4096)
+"""Prompt tokens of the case `prefill`."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +55,22 @@ class Case:
     group: int
     prompt: int
     new: int
-    vocab: int = VOCAB
+    vocab: int
+
+    @property
+    def num(self) -> int:
+        """Requests at once."""
+        return self.groups * self.group
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether only the time to the first token is measured."""
+        return self.new == 1
 
     @property
     def tokens(self) -> int:
-        """Tokens that are generated."""
-        return self.groups * self.group * self.new
+        """Tokens that are generated, or those of the prompt."""
+        return self.num * (self.prompt if self.is_prefill else self.new)
 
     def prompts(self, seed: int) -> list[list[int]]:
         """Random prompts, new for every repeat, so that no prefix cache is hit."""
@@ -72,6 +87,7 @@ class Peer:
     process: subprocess.Popen[str]
     clock: str = "seconds"
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    peak_gb: dict[str, float] = field(default_factory=dict)
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """One request, one answer."""
@@ -94,38 +110,18 @@ class Peer:
         answer = self.ask({"prompts": case.prompts(seed), "new": case.new, "seed": seed})
         self.seconds.setdefault(case.name, []).append(answer[self.clock])
 
+    def reset_peak(self) -> None:
+        """Start to measure the peak memory of a case."""
+        for pid in self._pids():
+            Path(f"/proc/{pid}/clear_refs").write_text("5")
 
-def write_model(directory: Path, size: str) -> Path:
-    """A Hugging Face directory: a random model of a shape of `SIZES` with the shipped tokenizer, or the model named."""
-    import shutil
+    def read_peak(self, case: Case) -> None:
+        """Note the peak memory of the process and of those below it."""
+        self.peak_gb[case.name] = sum(map(read_peak_gb, self._pids()))
 
-    import torch
-    from safetensors.torch import save_file
-
-    from prime_rl.runtime.tokenizer import resolve_model_dir
-    from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_names
-    from prime_rl.trainer.models.decoder_config import DecoderConfig
-
-    if size not in SIZES:
-        return resolve_model_dir(size)
-    shipped = resolve_model_dir("tiny-qwen3")
-    shutil.copytree(shipped, directory, dirs_exist_ok=True)
-    hidden, layers, heads, kv_heads, inner = SIZES[size]
-    config = json.loads((shipped / "config.json").read_text()) | {
-        "vocab_size": VOCAB,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": HEAD_DIM,
-    }
-    (directory / "config.json").write_text(json.dumps(config))
-    with torch.no_grad():
-        model = CausalLM(DecoderConfig.from_hf(config))
-        init_weights(model, 0)
-        save_file({name: t.contiguous() for name, t in tensor_names(model).items()}, directory / "model.safetensors")
-    return directory
+    def _pids(self) -> list[int]:
+        process = psutil.Process(self.process.pid)
+        return [each.pid for each in (process, *process.children(recursive=True))]
 
 
 @contextmanager
@@ -137,7 +133,7 @@ def running_peer(
         "OMP_NUM_THREADS": str(threads),
         "PYTHONPATH": "" if kind == "vllm" else str(ROOT / "src"),
         "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
@@ -167,7 +163,7 @@ def install_vllm() -> str:
     return str(python)
 
 
-CASES = ("1", "8", "32", "128", "groups")
+CASES = ("1", "8", "32", "128", "groups", "prefill")
 PEERS = ("transformers-static", "transformers-dynamic", "vllm")
 
 
@@ -177,10 +173,14 @@ def build_cases(arguments: argparse.Namespace, vocab: int) -> list[Case]:
     single, shared = (arguments.prompt or default for default in PROMPTS)
     groups = Case(f"8 groups of 16, prompt {shared}", 8, 16, shared, new, vocab)
     suffix = "" if single == PROMPTS[0] else f", prompt {single}"
-    return [
-        groups if name == "groups" else Case(f"{name} at once{suffix}", int(name), 1, single, new, vocab)
-        for name in arguments.cases
-    ]
+    cases = {
+        "groups": [groups],
+        "prefill": [Case(f"prefill of {prompt:,}", 1, 1, prompt, 1, vocab) for prompt in PREFILLS],
+    }
+    for name in arguments.cases:
+        if name not in cases:
+            cases[name] = [Case(f"{name} at once{suffix}", int(name), 1, single, new, vocab)]
+    return [case for name in arguments.cases for case in cases[name]]
 
 
 def read_vocab(model_dir: Path) -> int:
@@ -192,10 +192,16 @@ def measure_offline(
     size: str, dtype: str, arguments: argparse.Namespace, python: str | None, work: Path
 ) -> tuple[list[Row], dict[str, Any]]:
     """All engines on one model, taking turns."""
-    model_dir = write_model(work / size, size)
+    model_dir = write_model(size, work / size)
     kinds = ["ours", "ours-exact", "ours-unshared", *(["ours-int8"] if dtype == "bfloat16" else [])]
     kinds += [kind for kind in arguments.peers if python or kind != "vllm"]
     cases = build_cases(arguments, read_vocab(model_dir))
+    cases_of = {kind: found for kind in kinds if (found := [case for case in cases if takes_part(kind, case)])}
+    bounds = {
+        kind: compute_bounds(model_dir, dtype, kind, cases_of[kind], arguments.threads)
+        for kind in ("ours", "ours-int8")
+        if kind in cases_of
+    }
     with ExitStack() as stack:
         peers = [
             stack.enter_context(
@@ -207,24 +213,43 @@ def measure_offline(
                     python if kind == "vllm" and python else sys.executable,
                     arguments.vllm_eager,
                     "cpu_seconds" if arguments.cpu else "seconds",
-                    max(case.prompt + case.new for case in cases) + 1,
+                    max(case.prompt + case.new for case in own) + 1,
                 )
             )
-            for kind in kinds
+            for kind, own in cases_of.items()
         ]
         for case in cases:
+            watched = peers if case.group > 1 and sys.platform == "linux" else []
+            for peer in watched:
+                peer.reset_peak()
             for repeat in range(-1, arguments.repeats):
                 slow = find_slow(case, peers)
                 for peer in peers:
-                    if peer.kind in slow or (peer.kind == "ours-unshared" and case.group == 1):
+                    if peer.kind in slow or case not in cases_of[peer.kind]:
                         continue
                     peer.measure(case, repeat)
                     if repeat < 0:
                         peer.seconds[case.name].clear()  # the first round warms up
                     show(f"{size} {dtype} {case.name}: {peer.kind} {case.tokens / last(peer, case):,.0f} tok/s")
-    return judge(size, dtype, cases, peers), {
+            for peer in watched:
+                peer.read_peak(case)
+    clocks = arguments.threads if arguments.cpu else 1
+    return judge(size, dtype, cases, peers, bounds, clocks), {
         peer.kind: {case.name: rates(peer, case) for case in cases if case.name in peer.seconds} for peer in peers
     }
+
+
+def compute_bounds(model_dir: Path, dtype: str, kind: str, cases: list[Case], threads: int) -> dict[str, Bound]:
+    """The least time of every case on this machine, measured while no engine runs."""
+    decoder = read_decoder(model_dir, dtype, quantized=kind == "ours-int8")
+    return {c.name: compute_bound(decoder, c.groups, c.group, c.prompt, c.new, threads) for c in cases}
+
+
+def takes_part(kind: str, case: Case) -> bool:
+    """Whether a case is run by this engine."""
+    if case.is_prefill:
+        return kind in ("ours", "ours-exact", "transformers-dynamic")
+    return kind != "ours-unshared" or case.group > 1
 
 
 def find_slow(case: Case, peers: list[Peer]) -> set[str]:
@@ -247,7 +272,9 @@ def rates(peer: Peer, case: Case) -> list[float]:
 
 def find_threshold(size: str, dtype: str, case: Case) -> float:
     """Least ratio to the best peer."""
-    is_large = case.groups * case.group >= 32
+    is_large = case.num >= 32
+    if case.is_prefill:
+        return 1.2
     if size in SIZES:
         return 1.5 if is_large else 1.0
     if dtype == "float32":
@@ -255,12 +282,19 @@ def find_threshold(size: str, dtype: str, case: Case) -> float:
     return 1.5 if is_large else 1.2
 
 
-def judge(size: str, dtype: str, cases: list[Case], peers: list[Peer]) -> list[Row]:
-    """The ratios of this model with their thresholds."""
+def judge(
+    size: str, dtype: str, cases: list[Case], peers: list[Peer], bounds: dict[str, dict[str, Bound]], clocks: int
+) -> list[Row]:
+    """The ratios of this model with their thresholds; the seconds measured are those of `clocks` threads."""
     rows = []
     of = {peer.kind: peer for peer in peers}
     for case in cases:
         median = {kind: statistics.median(rates(p, case)) for kind, p in of.items() if case.name in p.seconds}
+        shares = {
+            kind: median[kind] * clocks * found[case.name].seconds / case.tokens
+            for kind, found in bounds.items()
+            if case.name in found
+        }
         others = {kind: value for kind, value in median.items() if not kind.startswith("ours")}
         name = f"{size} {dtype}, {case.name}"
         ours = median["ours"]
@@ -269,14 +303,21 @@ def judge(size: str, dtype: str, cases: list[Case], peers: list[Peer]) -> list[R
             detail = f"{ours:,.0f} tok/s, {best} {others[best]:,.0f}"
             must = find_threshold(size, dtype, case)
             rows.append(Row(f"{name}: best peer", ours / others[best], ">=", must, detail))
+        must = None if size in SIZES or case.is_prefill else 0.7 if case.num <= 8 else 0.5
+        rows.append(Row(f"{name}: share of the roofline", shares["ours"], ">=", must, str(bounds["ours"][case.name])))
         exact = median["ours-exact"]
         rows.append(Row(f"{name}: cost of exactness", ours / exact, "<=", 2.0, f"exact {exact:,.0f} tok/s"))
         if "ours-int8" in median:
-            int8, must = median["ours-int8"], 1.5 if case.groups * case.group <= 8 else 1.0
-            rows.append(Row(f"{name}: int8", int8 / ours, ">=", must, f"int8 {int8:,.0f} tok/s, bf16 {ours:,.0f}"))
+            int8, must = median["ours-int8"], 1.5 if case.num <= 8 else 1.0
+            detail = f"int8 {int8:,.0f} tok/s, {shares['ours-int8']:.0%} of its roofline; bf16 {ours:,.0f}"
+            rows.append(Row(f"{name}: int8", int8 / ours, ">=", must, detail))
         if case.group > 1:
             alone = median["ours-unshared"]
             rows.append(Row(f"{name}: sharing", ours / alone, ">=", 2.0, f"unshared {alone:,.0f} tok/s"))
+        if "vllm" in of and case.name in of["vllm"].peak_gb:
+            mine, theirs = (of[kind].peak_gb[case.name] for kind in SERVERS)
+            detail = f"{mine:.2f} GB, vllm {theirs:.2f} GB"
+            rows.append(Row(f"{name}: peak memory, share of vLLM's", mine / theirs, "<=", 1.0, detail))
     return rows
 
 
@@ -372,7 +413,7 @@ def measure_http(
     """Both servers with 64 clients, taking turns."""
     from prime_rl.runtime.machine import find_free_port
 
-    model_dir = write_model(work / size, size)
+    model_dir = write_model(size, work / size)
     new = arguments.new or (32 if arguments.quick else 128)
     case = Case("HTTP, 64 clients", 128, 1, arguments.prompt or PROMPTS[0], new, read_vocab(model_dir))
     seconds: dict[str, list[float]] = {kind: [] for kind in SERVERS}

@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any
 from urllib.request import Request, urlopen
 
-from results import ROOT, Row, describe_machine, finish
+from results import ROOT, Row, describe_machine, finish, read_peak_gb
 
 sys.path.insert(0, str(ROOT / "src"))
 from prime_rl.runtime.machine import find_free_port, is_healthy
@@ -56,12 +56,6 @@ def read_metric(port: int, name: str) -> float:
     with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:
         lines = response.read().decode().splitlines()
     return next(float(line.split()[1]) for line in lines if line.startswith(f"prime_rl_{name}"))
-
-
-def read_peak_gb(pid: int) -> float:
-    """Peak resident memory of a process."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024 / 1e9
 
 
 def measure(model: str, updates: int, prompts: int, group: int) -> tuple[list[float], float, int]:

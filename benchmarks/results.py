@@ -63,6 +63,12 @@ def describe_machine(threads: int | None = None) -> dict[str, Any]:
     return machine if threads is None else machine | {"threads": threads}
 
 
+def read_peak_gb(pid: int) -> float:
+    """Peak resident memory of a process."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024 / 1e9
+
+
 def given_options(argv: Sequence[str]) -> str:
     """The options of a command that matter to its numbers."""
     kept, skip = [], False

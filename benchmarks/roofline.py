@@ -1,0 +1,144 @@
+"""The least time that generation can take on this machine, from its measured arithmetic peak and memory bandwidth.
+
+A forward pass takes at least the time of its products at the peak, and at least the time to read its weights, keys and
+values. Both are measured here with as many threads as the engine has, each as the best of several ways and repeats.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+ROWS, SIZE = 512, 2048
+"""Rows, inputs and outputs of the products that measure the peak."""
+REPEATS = 5
+
+
+def find_least(work: Callable[[], object], repeats: int = REPEATS) -> float:
+    """Seconds of the fastest repeat, after one that warms up."""
+    seconds = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])
+
+
+@cache
+def measure_flops(dtype: str, threads: int) -> float:
+    """Peak of matrix products, operations per second: the faster of oneDNN's and those of our kernels."""
+    import torch
+
+    from rollouts.kernels import cpu
+    from rollouts.kernels.linear import pack_weight, packed_linear
+
+    torch.set_num_threads(threads)
+    x, weight = torch.randn(ROWS, SIZE), torch.randn(SIZE, SIZE)
+    products: list[Callable[[], object]] = []
+    if dtype != "int8":
+        narrow, packed = x.to(getattr(torch, dtype)), pack_weight(weight.to(getattr(torch, dtype)))
+        products.append(lambda: packed_linear(narrow, packed))
+    if cpu.library() is not None:
+        rounded = weight.bfloat16() if dtype == "bfloat16" else weight
+        kernel = cpu.PackedWeight(rounded, rounded=True, quantized=dtype == "int8")
+        products.append(lambda: kernel(x))
+    with torch.inference_mode():
+        return 2 * ROWS * SIZE * SIZE / min(map(find_least, products))
+
+
+@cache
+def measure_bandwidth(num_bytes: int, threads: int) -> float:
+    """Bytes per second when as many are read again and again: from memory if they are more than the caches hold."""
+    import torch
+
+    torch.set_num_threads(threads)
+    buffer = torch.ones(max(num_bytes // 4, 1))
+    return 4 * len(buffer) / min(find_least(buffer.sum), find_least(buffer.max))
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Sizes of a dense decoder whose products and weights are in `dtype`, keys and values in `cache_dtype`."""
+
+    config: dict[str, Any]
+    dtype: str
+    cache_dtype: str
+
+    @property
+    def num_weights(self) -> int:
+        """Weights of the layers' products."""
+        c = self.config
+        attention = 2 * c["hidden_size"] * c["head_dim"] * (c["num_attention_heads"] + c["num_key_value_heads"])
+        return int(c["num_hidden_layers"] * (attention + 3 * c["hidden_size"] * c["intermediate_size"]))
+
+    @property
+    def num_head_weights(self) -> int:
+        """Weights of the output head."""
+        return int(self.config["vocab_size"] * self.config["hidden_size"])
+
+    def count_attention(self, keys: float) -> float:
+        """Operations of the attention of one query to `keys` keys in all layers."""
+        c = self.config
+        return float(4 * keys * c["num_hidden_layers"] * c["num_attention_heads"] * c["head_dim"])
+
+    def count_operations(self, rows: int, keys: float, sampled: int) -> float:
+        """Operations of `rows` tokens with `keys` keys each, of which `sampled` go through the head."""
+        products = 2.0 * (rows * self.num_weights + sampled * self.num_head_weights)
+        return products + rows * self.count_attention(keys)
+
+    def count_bytes(self, keys: float) -> int:
+        """Bytes of all weights, and of `keys` keys and values."""
+        c = self.config
+        token = 2 * c["num_hidden_layers"] * c["num_key_value_heads"] * c["head_dim"] * WEIGHT_BYTES[self.cache_dtype]
+        weights = (self.num_weights + self.num_head_weights) * WEIGHT_BYTES[self.dtype]
+        return int(weights + keys * token)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Least seconds of the prompts, of the decode steps, and the two bounds of the middle one of these."""
+
+    prefill: float
+    decode: float
+    step_products: float
+    step_reads: float
+
+    @property
+    def seconds(self) -> float:
+        """Least seconds in all."""
+        return self.prefill + self.decode
+
+    def __str__(self) -> str:
+        if not self.decode:
+            return f"at least {self.prefill * 1e3:.0f} ms"
+        parts = f"products {self.step_products * 1e3:.2f}, reads {self.step_reads * 1e3:.2f}"
+        return f"a step at least {max(self.step_products, self.step_reads) * 1e3:.2f} ms: {parts}"
+
+
+def compute_bound(decoder: Decoder, groups: int, group: int, prompt: int, new: int, threads: int) -> Bound:
+    """The bound of `groups` prompts, each computed and read once, with `group` completions of `new` tokens each."""
+    flops = measure_flops(decoder.dtype, threads)
+    rows = groups * group
+    prefill = decoder.count_operations(groups * prompt, (prompt + 1) / 2, groups) / flops
+    written = (new - 1) / 2  # by the middle step; both bounds are linear in it, and one of them is mostly the larger
+    operations = decoder.count_operations(rows, prompt + written, rows)
+    num_bytes = decoder.count_bytes(groups * prompt + rows * written)
+    products, reads = operations / flops, num_bytes / measure_bandwidth(num_bytes, threads)
+    return Bound(prefill, (new - 1) * max(products, reads), products, reads)
+
+
+def read_decoder(model_dir: Path, dtype: str, quantized: bool = False) -> Decoder:
+    """The sizes in a model directory."""
+    config = json.loads((model_dir / "config.json").read_text())
+    config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    return Decoder(config, "int8" if quantized else dtype, dtype)
