@@ -132,7 +132,7 @@ def main() -> int:
     if options.delta:
         with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as root:
             rows = measure_deltas(options.delta, Path(root), options.repeats + 1)
-        return finish(f"sync-{Path(options.delta).name}", rows, machine)
+        return finish(f"sync_delta_{Path(options.delta).name}", rows, machine)
     layers = max(options.megabytes * 10**6 // LAYER_BYTES, 1)
     model = CausalLM(DecoderConfig.from_hf(SHAPE | {"num_hidden_layers": layers}))
     init_weights(model, 0)

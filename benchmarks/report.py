@@ -2,7 +2,7 @@
 
     python benchmarks/report.py [--results DIR] [--output docs/benchmarks.md]
 
-Sections without new results are unchanged.
+Tables without new results are unchanged: those of other benchmarks and of other processors.
 """
 
 from __future__ import annotations
@@ -16,86 +16,80 @@ from results import RESULTS, ROOT, Row
 
 HEAD = """# Benchmarks
 
-Each section is the output of one command with thresholds; peers are measured in the same run, alternating. `make bench`
-runs all of them and writes this page, `make bench BENCH="grpo long_tail"` some. Missed thresholds are included.
+Each section is the output of one command with thresholds, one table per kind of processor; the line above a table lists
+the rows that miss their threshold. Peers are measured in the same run, alternating. `make bench` runs all of them and
+writes this page, `make bench BENCH="grpo long_tail"` some.
 """
 ABOUT = {
-    "engine": (
-        "python benchmarks/bench_engine.py",
-        "Generated tokens per second against vLLM and transformers; ratios.",
-    ),
-    "decode_gpu": (
-        "python benchmarks/bench_decode_gpu.py",
-        "Decoding of the 0.6B shape on a GPU, with and without CUDA graphs, relative to memory bandwidth.",
-    ),
-    "trainer": ("python benchmarks/bench_trainer.py", "Tokens per CPU-second of a training step against TRL; ratios."),
-    "prefix_tree": (
-        "python benchmarks/bench_prefix_tree.py",
-        "Tokens and CPU time of a training step on samples that share beginnings, alone over shared.",
-    ),
-    "grpo": ("python benchmarks/bench_grpo.py", "CPU seconds of RL to a fixed reward against TRL; ratios."),
-    "long_tail": (
-        "python benchmarks/bench_long_tail.py",
-        "Asynchronous against synchronous RL where one rollout in 32 is slow: seconds to the same reward.",
-    ),
-    "orchestrator": ("python benchmarks/bench_orchestrator.py", "CPU time of a rollout in client and orchestrator."),
-    "gateway": (
-        "python benchmarks/bench_gateway.py",
-        "CPU time of the gateway for each request of an agent; the client of the engine is not included.",
-    ),
-    "training_api": (
-        "python benchmarks/bench_training_api.py",
-        "Eight clients of `serve` at once against one, in an RL loop; latency of samples during training.",
-    ),
-    "fleet": (
-        "python benchmarks/bench_fleet.py",
-        "Orchestrator work per rollout from 10 to 1,000 engines, in virtual time.",
-    ),
-    "e2e": ("python benchmarks/bench_e2e.py", "The demo on three seeds: rewards and time."),
-    "examples": ("python benchmarks/bench_examples.py", "The tiny examples on two seeds: reward before and after RL."),
-    "nanochat": (
-        "python benchmarks/bench_nanochat.py",
-        "A nanochat model from random weights on two seeds: accuracy on AQuA-like problems before and after RL.",
-    ),
-    "distill": (
-        "python benchmarks/bench_distill.py",
-        "Context distillation in one process: number of seeds (of three) that pass each row.",
-    ),
-    "exact": ("python benchmarks/bench_exact.py", "Log-probs of the engine compared with the trainer's, bit for bit."),
-    "exact_bfloat16": ("python benchmarks/bench_exact.py --dtype bfloat16", "The same, in bfloat16."),
-    "sync": (
-        "python benchmarks/bench_sync.py",
-        "Weight transfer from trainer to engine, relative to a plain copy of the bytes.",
-    ),
-    "startup": ("python benchmarks/bench_startup.py", "Startup time of commands."),
+    "engine": "Generated tokens per second against vLLM and transformers; ratios.",
+    "speculation": "Speculative decoding of the embedded engine: tokens per second with it over those without it.",
+    "decode_gpu": "Decoding of the 0.6B shape on a GPU, with and without CUDA graphs, relative to memory bandwidth.",
+    "trainer": "Tokens per CPU-second of a training step against TRL; ratios.",
+    "prefix_tree": "Tokens and CPU time of a training step on samples that share beginnings, alone over shared.",
+    "grpo": "CPU seconds of RL to a fixed reward against TRL; ratios.",
+    "long_tail": "Asynchronous against synchronous RL where one rollout in 32 is slow: seconds to the same reward.",
+    "orchestrator": "CPU time of a rollout in client and orchestrator.",
+    "gateway": "CPU time of the gateway for each request of an agent; the client of the engine is not included.",
+    "training_api": "Eight clients of `serve` at once against one, in an RL loop; latency of samples during training.",
+    "fleet": "Orchestrator work per rollout from 10 to 1,000 engines, in virtual time.",
+    "e2e": "The demo on three seeds: rewards and time.",
+    "examples": "The tiny examples on two seeds: reward before and after RL.",
+    "nanochat": "A nanochat model from random weights on two seeds: accuracy on AQuA-like problems, before and after.",
+    "distill": "Context distillation in one process: number of seeds (of three) that pass each row.",
+    "exact": "Log-probs of the engine compared with the trainer's, bit for bit.",
+    "sync": "Weight transfer from trainer to engine, relative to a plain copy of the bytes.",
+    "sync_delta": "Weights published as the difference to the version before, against full weights, on a real model.",
+    "startup": "Startup time of commands.",
 }
+"""Sections in order; `engine_smollm2` is a further one of the kind `engine`."""
 
 
-def section(name: str, report: dict[str, Any]) -> str:
-    """One benchmark as a table."""
-    command, about = ABOUT.get(name, (f"python benchmarks/bench_{name}.py", ""))
-    options, machine = report.get("options", ""), report["machine"]
-    if options and not command.endswith(options):
-        command = f"{command} {options}"
+def find_kind(title: str) -> str:
+    """The name in `ABOUT` that a section's title begins with."""
+    return max((name for name in ABOUT if title.startswith(name)), key=len, default="")
+
+
+def describe_misses(rows: list[Row]) -> str:
+    """A sentence on the thresholds."""
+    bounded, missed = [r for r in rows if r.bound is not None], [r.name.strip() for r in rows if not r.ok]
+    if not bounded:
+        return "No thresholds."
+    if not missed:
+        return f"All {len(bounded)} thresholds hold."
+    return f"Misses {len(missed)} of {len(bounded)} thresholds: {'; '.join(missed)}."
+
+
+def build_table(report: dict[str, Any]) -> tuple[str, str]:
+    """The processor of a result, and its table."""
+    machine = report["machine"]
     rows = [Row(**{key: value for key, value in row.items() if key != "ok"}) for row in report["rows"]]
     lines = [
-        f"## {name}",
-        "",
-        f"{about} `{command}`, {report['date']}, {machine['cores']} x {machine['cpu']}, load {machine['load']:.1f}.",
+        f"`{report['command']}`, {report['date']}, load {machine['load']:.1f}. {describe_misses(rows)}",
         "",
         "| | measured | threshold | | |",
         "|---|---|---|---|---|",
         *(f"| {r.name} | {r.value:.4g} | {r.threshold} | {r.verdict} | {r.detail} |" for r in rows),
     ]
-    return "\n".join(lines)
+    return f"{machine['cores']} x {machine['cpu']}", "\n".join(lines)
 
 
-def merge(page: str, new: dict[str, str]) -> str:
-    """The page with its sections replaced or extended by `new`."""
-    sections = {part.partition("\n")[0]: f"## {part.strip()}" for part in ("\n" + page).split("\n## ")[1:]}
-    sections |= new
-    order = sorted(sections, key=lambda name: (list(ABOUT).index(name) if name in ABOUT else len(ABOUT), name))
-    return "\n\n".join([HEAD.strip(), *(sections[name] for name in order)]) + "\n"
+def parse(text: str, mark: str) -> tuple[str, dict[str, str]]:
+    """What is before the first heading of this level, and the text below each heading."""
+    head, *parts = ("\n" + text).split(f"\n{mark} ")
+    return head.strip(), {title: body.strip() for title, _, body in (part.partition("\n") for part in parts)}
+
+
+def merge(page: str, found: dict[str, dict[str, Any]]) -> str:
+    """The page with the tables of new results; those of other processors and sections stay."""
+    sections = parse(page, "##")[1]
+    for title, report in found.items():
+        head, tables = parse(sections.get(title, ""), "###")
+        processor, table = build_table(report)
+        tables[processor] = table
+        parts = (f"### {name}\n\n{body}" for name, body in tables.items())
+        sections[title] = "\n\n".join([ABOUT.get(find_kind(title), head), *parts]).strip()
+    order = sorted(sections, key=lambda title: ([*ABOUT, ""].index(find_kind(title)), title))
+    return "\n\n".join([HEAD.strip(), *(f"## {title}\n\n{sections[title]}" for title in order)]) + "\n"
 
 
 def main() -> None:
@@ -108,7 +102,7 @@ def main() -> None:
     if not found:
         raise SystemExit(f"error: {options.results} holds no results: run a benchmark first")
     page = options.output.read_text() if options.output.exists() else ""
-    options.output.write_text(merge(page, {name: section(name, report) for name, report in found.items()}))
+    options.output.write_text(merge(page, found))
     print(f"{options.output}: {', '.join(found)}")
 
 

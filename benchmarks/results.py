@@ -69,10 +69,10 @@ def read_peak_gb(pid: int) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024 / 1e9
 
 
-def given_options(argv: Sequence[str]) -> str:
-    """The options of a command that matter to its numbers."""
-    kept, skip = [], False
-    for word in argv:
+def describe_command(argv: Sequence[str]) -> str:
+    """The command, with the options that matter to its numbers."""
+    kept, skip = ["python", f"benchmarks/{Path(argv[0]).name}"], False
+    for word in argv[1:]:
         if not skip and word.partition("=")[0] not in PLACES:
             kept.append(word)
         skip = word in PLACES
@@ -92,7 +92,7 @@ def finish(name: str, rows: Sequence[Row], machine: dict[str, Any], raw: Any = N
     report = {
         "name": name,
         "date": time.strftime("%Y-%m-%d"),
-        "options": given_options(sys.argv[1:]),
+        "command": describe_command(sys.argv),
         "machine": machine | {"load_after": os.getloadavg()[0]},
         "rows": [asdict(row) | {"ok": row.ok} for row in rows],
         "raw": raw,
