@@ -337,6 +337,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--peer-env", type=Path, default=ROOT / ".bench" / "trl", help="environment with TRL")
     parser.add_argument("--output-dir", type=Path, default=None, help="default: a new temporary directory")
+    parser.add_argument("--output", type=Path, default=None, help="default: .bench/results/trainer.json")
     parser.add_argument("--worker", type=Path, default=None, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker is not None:
@@ -364,7 +365,7 @@ def main() -> int:
         )
         for result in results
     ]
-    return finish("trainer", rows, machine, [asdict(result) for result in results])
+    return finish("trainer", rows, machine, [asdict(result) for result in results], arguments.output)
 
 
 if __name__ == "__main__":
