@@ -14,6 +14,8 @@ ratio without supports shows the bias. Writes JSON and exits with 1 on the first
 from __future__ import annotations
 
 import argparse
+import gc
+import os
 import random
 import sys
 import time
@@ -25,7 +27,8 @@ from typing import Any
 
 import torch
 import xxhash
-from results import Row, describe_machine, finish
+from results import Row, describe_machine, finish, read_peak_gb
+from transformers import PreTrainedTokenizerBase
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
@@ -43,6 +46,8 @@ from rollouts.training.numerics import MIN_TOKENS  # noqa: E402
 from rollouts.training.rl_losses import compute_logprobs  # noqa: E402
 from rollouts.training.sampling_support import decode_supports  # noqa: E402
 
+MAX_GB = 6.0
+"""Limit of the peak memory with a pretrained model of the size of SmolLM2-135M."""
 VOCAB, MAX_LEN, NUM_VERSIONS = 320, 768, 3
 SHAPES = {  # hidden, layers, heads, key heads, head dim, inner
     "qwen3, 128 wide": ("qwen3", 128, 2, 4, 2, 32, 384),
@@ -122,7 +127,8 @@ def record_distributions(digests: Digests, limit: int) -> Iterator[None]:
         nonlocal num_recorded
         if num_recorded < limit:
             num_recorded += len(logits)
-            logprobs = torch.log_softmax(logits.float() / batch.temperature, dim=-1)
+            temperature = 1.0 if batch.temperature is None else batch.temperature
+            logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
             keys = ((row.request, int(position)) for row, position in zip(batch.rows, positions, strict=True))
             digests.update(zip(keys, hash_rows(logprobs), strict=True))
         return sample(logits, batch, positions)
@@ -216,55 +222,73 @@ TOPICS = "rivers, old cars, bread, the moon, chess, whales, glass, winter, volca
 ASK = ("Tell me about {}.", "Write a poem on {}.", "What is {} + {}?", "List three facts about {}.", "Why {}?")
 
 
+def draw_chat(
+    tokenizer: PreTrainedTokenizerBase, rng: random.Random, seed: int, new: int, **options: Any
+) -> GenerationRequest:
+    """A request of `new` tokens about random topics."""
+    topics = rng.choices([*TOPICS, *map(str, range(10, 20))], k=2)
+    prompt = render_chat(tokenizer, [{"role": "user", "content": rng.choice(ASK).format(*topics)}])
+    temperature = rng.choice([1.0, 1.0, 0.7, 1.3])
+    params = SamplingParams(max_tokens=new, temperature=temperature, seed=seed, ignore_eos=True, **options)
+    return GenerationRequest(prompt, params)
+
+
 def run_pretrained(
     name: str, dtype: torch.dtype, rng: random.Random, tally: Tally, tokens: int, limit: int, truncated: bool
 ) -> None:
     """Rounds of 128 completions of chats; every other round has a weight update in flight."""
     directory = resolve_model_dir(name)
     tokenizer = load_tokenizer(name)
-    trained = {version: load_decoder(directory).requires_grad_(False) for version in range(2)}
+    trained = {version: load_decoder(directory, dtype=dtype).requires_grad_(False) for version in range(2)}
     noise = torch.Generator().manual_seed(0)
     for parameter in trained[1].parameters():  # an update of about one percent
         parameter.data *= 1 + 0.01 * torch.randn(parameter.shape, generator=noise)
+    arithmetic = arithmetic_dtype(dtype, torch.device("cpu"))
+    trained = {version: model.to(arithmetic) for version, model in trained.items()}
     updates = False
     while tally.tokens < tokens and not tally.differences:
-        served = load_decoder(directory).requires_grad_(False)
+        requests = []
+        for number in range(128):
+            filters: dict[str, Any] = rng.choice(FILTERS) if truncated else {}
+            requests.append(draw_chat(tokenizer, rng, number, 128, return_support=truncated, **filters))
+        updates = not updates
         engine = EmbeddedEngine(
-            served.to(dtype),
+            load_decoder(directory, dtype=dtype),
             max_model_len=512,
             max_running=rng.choice([48, 128]),
             max_num_batched_tokens=rng.choice([512, 2048]),
+            max_cache_tokens=20_000,
+            speculation=tally.distributions >= limit,  # rejected drafts have distributions as well
         )
-        digests: Digests = {}
+        run_chats(engine, requests, trained, dtype, tally, limit, updates)
+        del engine
+        gc.collect()  # its decoder, two copies of the weights, is in a reference cycle
+        counts = f"{tally.tokens:,} tokens, {tally.differences} differ"
+        print(f"{counts}, at most {read_peak_gb(os.getpid()):.1f} GB", file=sys.stderr, flush=True)
 
-        def draw(number: int) -> GenerationRequest:
-            topics = rng.choices([*TOPICS, *map(str, range(10, 20))], k=2)
-            prompt = render_chat(tokenizer, [{"role": "user", "content": rng.choice(ASK).format(*topics)}])
-            temperature = rng.choice([1.0, 1.0, 0.7, 1.3])
-            filters: dict[str, Any] = rng.choice(FILTERS) if truncated else {}
-            params = SamplingParams(
-                max_tokens=128,
-                temperature=temperature,
-                seed=number,
-                ignore_eos=True,
-                return_support=truncated,
-                **filters,
-            )
-            return GenerationRequest(prompt, params)
 
-        for number in range(128):
-            engine.add(draw(number))
-        updates = not updates
-        with record_distributions(digests, limit - tally.distributions):
-            while engine.has_work():
-                if updates and engine.version == 0 and engine.stats().generated_tokens > 4000:
-                    engine.load_weights(tensor_names(trained[1]), 1)
-                    tally.updates += 1
-                for event in engine.step():
-                    if isinstance(event, Output):
-                        compare(event, trained, dtype, tally, digests)
-        assert not digests, "a recorded distribution was not compared"
-        print(f"{tally.tokens:,} tokens, {tally.differences} differ", file=sys.stderr, flush=True)
+def run_chats(
+    engine: EmbeddedEngine,
+    requests: list[GenerationRequest],
+    trained: dict[int, CausalLM],
+    dtype: torch.dtype,
+    tally: Tally,
+    limit: int,
+    updates: bool,
+) -> None:
+    """Sample and compare the completions of all requests; with `updates`, load the second version in between."""
+    digests: Digests = {}
+    for request in requests:
+        engine.add(request)
+    with record_distributions(digests, limit - tally.distributions):
+        while engine.has_work():
+            if updates and engine.version == 0 and engine.stats().generated_tokens > 4000:
+                engine.load_weights(tensor_names(trained[1]), 1)
+                tally.updates += 1
+            for event in engine.step():
+                if isinstance(event, Output):
+                    compare(event, trained, dtype, tally, digests)
+    assert not digests, "a recorded distribution was not compared"
 
 
 def _build_request(
@@ -330,6 +354,7 @@ def main() -> int:
         rows += [
             Row("distributions that differ", different, "==", 0, f"of {tally.distributions:,} with all log-probs"),
             Row("distributions", tally.distributions, ">=", min(arguments.distributions, tally.tokens)),
+            Row("peak memory, GB", read_peak_gb(os.getpid()), "<=", MAX_GB),
         ]
     if arguments.truncated:
         mean_ratio = tally.whole_ratios / max(tally.tokens, 1)
