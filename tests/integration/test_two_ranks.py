@@ -29,7 +29,6 @@ from safetensors.torch import load_file
 
 from prime_rl.trainer.backend import build_backend
 from prime_rl.trainer.ckpt import load_checkpoint, save_checkpoint
-from rollouts.kernels import cpu as cpu_kernels
 
 DEADLINE_S = 300.0
 """Seconds when nothing else runs are 15 to 20; a machine that does many things at once takes several times as long."""
@@ -113,7 +112,7 @@ def test_missing_rank_file_is_reported(two: Path, tmp_path: Path) -> None:
 
 def test_mixed_precision_on_two_ranks_matches_one(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both gather bfloat16, reduce gradients and step in float32; only the summation order differs."""
-    monkeypatch.setattr(cpu_kernels, "has_bf16_unit", lambda: True)
+    monkeypatch.setattr("prime_rl.trainer.model.arithmetic_dtype", lambda dtype, *_: dtype)
     config = narrow_config()
     backend = build_backend(config)
     rows = list(run_rl(backend, config))

@@ -175,9 +175,8 @@ class InferenceConfig(BaseConfig):
     exact: bool | None = None
     """Log-probs are bitwise equal to the trainer's, and running requests are recomputed after a weight update.
 
-    Unset: on for float32 on a CPU, and for bfloat16 on a CPU without bfloat16 support; never for a quantized
-    model. Off: running requests keep their KV cache across weight updates, and CPUs with bfloat16 support use it;
-    faster."""
+    Unset: on for a model on a CPU that is not quantized. Off: running requests keep their KV cache across weight
+    updates, and CPUs with bfloat16 instructions use them; faster."""
 
     enforce_eager: bool = False
     """Disable CUDA graphs: uses less GPU memory, but is slower for small models and small batches."""

@@ -31,7 +31,7 @@ class DeviceConfig:
     """Precision of weights, keys and values."""
     attn: AttentionMode
     arithmetic: torch.dtype
-    """Compute data type: `dtype`, or float32 where the processor would emulate bfloat16."""
+    """Compute data type: `dtype`, or float32 for a bfloat16 model on a CPU, see `arithmetic_dtype`."""
 
 
 def resolve_placement(config: ModelConfig, local_rank: int = 0, num_ranks: int = 1) -> DeviceConfig:

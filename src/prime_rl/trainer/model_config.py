@@ -86,8 +86,8 @@ class ModelConfig(BaseConfig):
 
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Number format of forward and backward; the optimizer uses float32, or float64 for a float64 model. auto: bfloat16
-    on a GPU, else float32. A CPU without native bfloat16 rounds weights, keys and values to it and computes in
-    float32."""
+    on a GPU, else float32. A single rank on a CPU rounds weights, keys and values to bfloat16 and computes in float32,
+    except without exactness on a CPU with bfloat16 instructions."""
 
     device: str = "auto"
     """Device, such as cpu or cuda:0; auto: a GPU if available."""

@@ -410,25 +410,19 @@ def supports_rounded_queries(dim: int) -> bool:
 
 
 @cache
-def has_bf16_unit() -> bool:
-    """Whether the CPU has AMX for bf16, which oneDNN uses and these kernels do not."""
-    return "amx_bf16" in _processor()
-
-
-@cache
 def has_bf16_products() -> bool:
     """Whether oneDNN's bf16 products are faster than those in fp32: measured 2 times with AVX512_BF16."""
-    return has_bf16_unit() or "avx512_bf16" in _processor()
+    return any(name in _processor() for name in ("avx512_bf16", "amx_bf16"))
 
 
 def arithmetic_dtype(dtype: torch.dtype, device: torch.device, exact: bool = True) -> torch.dtype:
-    """Compute dtype for weights stored in `dtype`: fp32 for bf16 on a CPU without bf16 matrix units.
+    """Compute dtype of torch operations for weights stored in `dtype`: on a CPU fp32 for bf16.
 
-    Then weights, keys and values are rounded to bf16, and all arithmetic is in fp32. Without `exact`, instructions for
-    bf16 products are enough to compute in bf16.
+    Then weights, keys and values are rounded to bf16, and all arithmetic is in fp32. Without `exact`, a CPU with
+    instructions for bf16 products computes in bf16.
     """
-    has_fast = has_bf16_unit() if exact else has_bf16_products()
-    return torch.float32 if dtype == torch.bfloat16 and device.type == "cpu" and not has_fast else dtype
+    widens = dtype == torch.bfloat16 and device.type == "cpu" and (exact or not has_bf16_products())
+    return torch.float32 if widens else dtype
 
 
 @cache

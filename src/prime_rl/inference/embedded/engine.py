@@ -81,8 +81,7 @@ class EmbeddedEngine(InProcessEngineMixin):
         device = model.embedding().device
         if quantization is not None and (exact or device.type != "cpu"):
             raise ValueError(f'model.quantization = "{quantization}" needs a CPU and exact = false')
-        compute = arithmetic_dtype(self.dtype, device) if quantization is None else torch.float32
-        self.model = model.eval().requires_grad_(False).to(compute)
+        self.model = model.eval().requires_grad_(False).to(arithmetic_dtype(self.dtype, device))
         self.version = 0
         self.exact = exact
         self.max_model_len = max_model_len or model.config.max_position_embeddings

@@ -26,7 +26,6 @@ from prime_rl.trainer.models.registry import load_causal_lm, load_hf_config, rea
 from prime_rl.transport.broadcast import Broadcast, ReceivedWeights, receive_weights
 from prime_rl.transport.deltas import is_delta, read_version
 from prime_rl.transport.weights import read_manifest, verify_tensors
-from rollouts.kernels.cpu import arithmetic_dtype
 from rollouts.training.json_files import read_json_file
 from rollouts.training.steps import is_complete
 
@@ -101,8 +100,9 @@ def build_engine(config: InferenceConfig, model_dir: Path, decode: Decode, token
     max_len = config.model.max_model_len
     if max_len is not None and max_len > model_max_len:
         raise ValueError(f"model.max_model_len is {max_len}, but {config.model.name} supports at most {model_max_len}")
-    can_be_exact = arithmetic_dtype(dtype, device) == torch.float32 and device.type == "cpu"
-    exact = can_be_exact and config.model.quantization is None if config.exact is None else config.exact
+    exact = config.exact
+    if exact is None:
+        exact = device.type == "cpu" and config.model.quantization is None
     eos_ids = load_eos_ids(model_dir)
     if not eos_ids:
         logger.warning(

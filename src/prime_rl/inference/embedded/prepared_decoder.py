@@ -56,7 +56,7 @@ class PackedLinear:
             )
         else:
             self.kernel.update(weight.to(self.kernel.dtype))
-        self.packed = pack_weight(weight) if self.kernel is None and can_pack(weight) else None
+        self.packed = pack_weight(weight) if self.kernel is None and uses_onednn(weight) else None
         self.weight = weight if self.kernel is None and self.packed is None else None
 
     def __call__(self, x: Float[Tensor, "rows inputs"], changes: LoraRouting | None) -> Float[Tensor, "rows outputs"]:
@@ -86,16 +86,9 @@ def has_kernel(weight: Tensor, exact: bool) -> bool:
     return not exact or cpu_kernels.find_block(weight.shape[1]) is not None
 
 
-def can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN supports this weight; in bf16 a bias would be rounded elsewhere than in the trainer."""
-    return uses_onednn(weight) or (
-        weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
-    )
-
-
 def min_forward_rows(weight: Tensor) -> int:
     """Minimum rows of a forward pass for results bitwise equal to the trainer's."""
-    return ONEDNN_MIN_ROWS if can_pack(weight) else min_rows()
+    return ONEDNN_MIN_ROWS if uses_onednn(weight) else min_rows()
 
 
 class PreparedLayer:

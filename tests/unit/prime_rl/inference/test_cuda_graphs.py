@@ -257,12 +257,12 @@ def test_models_of_every_kind(changes: dict[str, Any]) -> None:
     assert recorder.replayed > 5
 
 
-@pytest.mark.parametrize("unit", [True, False])
-def test_bf16_is_as_near_to_fp32_as_eagerly(unit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The log-probs of tokens decoded over two columns of keys, computed in bf16 or in fp32 from rounded numbers."""
-    monkeypatch.setattr(cpu_kernels, "has_bf16_unit", lambda: unit)
+@pytest.mark.parametrize("arithmetic", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_bf16_is_as_near_to_fp32_as_eagerly(arithmetic: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log-probs of tokens decoded over two columns of keys, computed in bf16 as on a GPU, or as on a CPU."""
     requests = [request([(n * i) % 97 for i in range(150)], temperature=0.0, max_tokens=2) for n in range(1, 17)]
     fp32 = run(build_engine(build_model(0), None), *requests)
+    monkeypatch.setattr("prime_rl.inference.embedded.engine.arithmetic_dtype", lambda *_: arithmetic)
     errors = []
     for recorder in (TapeRecorder(), None):
         outputs = run(build_engine(build_model(0).bfloat16(), recorder), *requests)

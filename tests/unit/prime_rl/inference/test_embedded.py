@@ -43,7 +43,6 @@ from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_nam
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.models.registry import load_decoder
 from prime_rl.transport.weights import digest_tensor
-from rollouts.kernels import cpu as cpu_kernels
 from rollouts.training.sampling import invert_cdf, uniform
 
 MODEL_DIR = resolve_model_dir("tiny-qwen3")
@@ -585,9 +584,8 @@ def test_an_adapter_of_the_output_layer_changes_its_own_rows() -> None:
     assert together[1] != generate(replace(requests[1], adapter=None))[0]
 
 
-def test_bf16_without_hardware_support_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_is_exact() -> None:
     """Weights, keys and values are rounded, nothing else: for experts, adapters, shared prompts and new weights."""
-    monkeypatch.setattr(cpu_kernels, "has_bf16_unit", lambda: False)
     bf16, prompt = torch.bfloat16, list(range(150))
     adapted, adapter = build_adapter(1)
     rounded = {key: tensor.to(bf16) for key, tensor in adapter.items()}

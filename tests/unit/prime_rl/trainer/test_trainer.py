@@ -354,15 +354,16 @@ def test_the_schedule_reaches_the_optimizer() -> None:
     assert lrs == pytest.approx([0.1, 0.05, 0.1 / 3])
 
 
-@pytest.mark.parametrize("has_unit", [True, False])
+@pytest.mark.parametrize(("attn", "dtype"), [("sdpa", torch.bfloat16), ("exact", torch.float32)])
 def test_bfloat16_models_train_with_float32_masters(
-    has_unit: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    attn: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In bfloat16 if supported by the processor, else in float32 rounded to bfloat16."""
-    monkeypatch.setattr(cpu_kernels, "has_bf16_unit", lambda: has_unit)
-    config = make_config(tmp_path, model={"name": "tiny-qwen3", "dtype": "bfloat16", "debug": {"random_init": True}})
+    """In bfloat16 with instructions for it, and exactly in float32 rounded to bfloat16."""
+    monkeypatch.setattr(cpu_kernels, "has_bf16_products", lambda: True)
+    model = {"name": "tiny-qwen3", "dtype": "bfloat16", "attn": attn, "debug": {"random_init": True}}
+    config = make_config(tmp_path, model=model)
     backend = build_backend(config)
-    assert {p.dtype for p in backend.model.parameters()} == {torch.bfloat16 if has_unit else torch.float32}
+    assert {p.dtype for p in backend.model.parameters()} == {dtype}
     assert {p.dtype for p in backend.parameters.values()} == {torch.float32}
     assert backend.model.lm_head.weight is backend.model.model.embed_tokens.weight
     wide = build_backend(make_config(tmp_path))
@@ -385,7 +386,6 @@ def test_bfloat16_models_train_with_float32_masters(
 def test_only_inexact_rl_computes_with_bfloat16_instructions(
     has_products: bool, attn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_kernels, "has_bf16_unit", lambda: False)
     monkeypatch.setattr(cpu_kernels, "has_bf16_products", lambda: has_products)
     model = {"dtype": "bfloat16", "device": "cpu", "attn": attn}
     placement = resolve_placement(TrainConfig.model_validate({"model": model}).model)

@@ -349,11 +349,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SHAPES)
-def test_decode_step_is_bit_identical_to_trainer(
-    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decode_step_is_bit_identical_to_trainer(name: str, dtype: torch.dtype) -> None:
     """Alone and in a batch, over several cache columns, for every model shape."""
-    monkeypatch.setattr(cpu_kernels, "has_bf16_unit", lambda: False)
     model = build(dtype, **SHAPES[name])
     engine = EmbeddedEngine(build(dtype, **SHAPES[name]), max_model_len=512)
     assert engine._decoder.fused is not None
@@ -364,9 +361,8 @@ def test_decode_step_is_bit_identical_to_trainer(
 
 @needs_kernels
 @pytest.mark.parametrize("name", SHAPES)
-def test_fast_bf16_decode_is_close_to_trainer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fast_bf16_decode_is_close_to_trainer(name: str) -> None:
     """Activations may be rounded to bf16; a request still has the same bits in any batch."""
-    monkeypatch.setattr(cpu_kernels, "has_bf16_unit", lambda: False)
     model = build(torch.bfloat16, **SHAPES[name])
     engine = EmbeddedEngine(
         build(torch.bfloat16, **SHAPES[name]), exact=False, max_model_len=512, enable_prefix_caching=False
