@@ -13,6 +13,11 @@
 #include <arm_neon.h>
 #endif
 
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #ifdef _OPENMP
 #include <omp.h>
 #define TEXT(words) #words
@@ -504,14 +509,23 @@ void filter_rows(float *logprobs, const float *log_min_p, const int64_t *top_k, 
 enum {
   FP32,
   BF16, /* widened to fp32 before multiplication */
-  DOTS, /* bf16 in pairs of inputs for AVX512_BF16 dot products; activations are rounded to bf16 as well */
+  DOTS, /* bf16 in pairs of inputs for dot products by AVX512_BF16 or AMX; activations are rounded to bf16 as well */
   INT8  /* weights and activations in 8 bits, see `quantize_group` */
 };
 
-/* Bytes of a row of activations, see `in_format`. */
+enum { STEP = 32 }; /* DOTS: inputs are zero-padded to a multiple, those of a tile of AMX */
+
+ALWAYS int64_t whole_steps(int64_t inputs) { return (inputs + STEP - 1) / STEP * STEP; }
+
+/* Elements (INT8: bytes) of a packed weight per output. */
 int64_t quantized_size(int64_t inputs, int64_t is_weight);
+int64_t packed_inputs(int64_t inputs, int64_t format) {
+  return format == INT8 ? quantized_size(inputs, 1) : format == DOTS ? whole_steps(inputs) : inputs;
+}
+
+/* Bytes of a row of activations, see `in_format`. */
 ALWAYS int64_t row_size(int64_t inputs, int format) {
-  return format == INT8 ? quantized_size(inputs, 0) : (format == DOTS ? 2 : 4) * inputs;
+  return format == INT8 ? quantized_size(inputs, 0) : format == DOTS ? 2 * whole_steps(inputs) : 4 * inputs;
 }
 
 /* Whether the CPU has bf16 dot products (AVX512_BF16). */
@@ -598,7 +612,7 @@ static void quantize_group(const float *x, int64_t count, int8_t *out, float *sc
 /* Activations in the format that the weight needs: x itself, or x rounded to bf16 (DOTS) or quantized (INT8) in
  * `scratch`. */
 static const void *in_format(const float *x, float *scratch, int64_t rows, int64_t inputs, int format) {
-  int64_t numbers = rows * inputs, i = 0, padded = padded_inputs(inputs), groups = num_groups(inputs);
+  int64_t padded = padded_inputs(inputs), groups = num_groups(inputs);
   if (format == INT8)
     for (int64_t r = 0; r < rows; r++) {
       char *row = (char *)scratch + r * quantized_size(inputs, 0);
@@ -612,14 +626,11 @@ static const void *in_format(const float *x, float *scratch, int64_t rows, int64
   if (format == INT8) return scratch;
   if (format != DOTS) return x;
 #ifdef __AVX512BF16__
-  for (; i + LANES <= numbers; i += LANES) {
-    __m256bh rounded = _mm512_cvtneps_pbh((__m512)load(x + i));
-    memcpy((uint16_t *)scratch + i, &rounded, sizeof rounded);
-  }
-  if (i < numbers) {
-    __m256bh rounded = _mm512_cvtneps_pbh((__m512)load_some(x + i, numbers - i));
-    memcpy((uint16_t *)scratch + i, &rounded, 2 * (size_t)(numbers - i));
-  }
+  for (int64_t r = 0; r < rows; r++)
+    ROW(i, whole_steps(inputs)) {
+      __m256bh rounded = _mm512_cvtneps_pbh((__m512)LOAD(x + r * inputs, i, inputs));
+      memcpy((uint16_t *)scratch + r * whole_steps(inputs) + i, &rounded, sizeof rounded);
+    }
 #endif
   return scratch;
 }
@@ -698,11 +709,11 @@ static void pack_int8(const float *weight, int64_t inputs, int64_t count, char *
   }
 }
 
-/* Pack a weight [outputs, inputs] into panels of PANEL outputs, each [inputs][PANEL] (DOTS: [inputs / 2][PANEL][2];
- * INT8: see `pack_int8`, from fp32), zero-padded after the last output. */
+/* Pack a weight [outputs, inputs] into panels of PANEL outputs, each [inputs][PANEL] (DOTS: [inputs / 2][PANEL][2], see
+ * STEP; INT8: see `pack_int8`, from fp32), zero-padded after the last output. */
 void pack(const void *weight, void *packed, int64_t outputs, int64_t inputs, int64_t format, int64_t kind) {
   int64_t beside = format == DOTS ? 2 : 1;
-  int64_t panels = num_panels(outputs, kind), inner = outputs / 2, bytes = PANEL * quantized_size(inputs, 1);
+  int64_t panels = num_panels(outputs, kind), inner = outputs / 2, wide = packed_inputs(inputs, format);
   PARALLEL(outputs * inputs > MANY)
   for (int64_t p = 0; p < panels; p++) {
     int64_t first[2] = {p * PANEL, p * PANEL + HALF}, end[2] = {outputs, outputs};
@@ -710,8 +721,8 @@ void pack(const void *weight, void *packed, int64_t outputs, int64_t inputs, int
     for (int64_t place = 0; place < PANEL; place += LANES) {
       int64_t side = place / HALF, output = first[side] + place % HALF, k = 0;
       if (format == INT8) {
-        pack_int8((const float *)weight + output * inputs, inputs, end[side] - output, (char *)packed + p * bytes,
-                  place);
+        pack_int8((const float *)weight + output * inputs, inputs, end[side] - output,
+                  (char *)packed + p * PANEL * wide, place);
         continue;
       }
       if (format == FP32 && output + LANES <= end[side]) {
@@ -722,10 +733,10 @@ void pack(const void *weight, void *packed, int64_t outputs, int64_t inputs, int
           for (int i = 0; i < LANES; i++) store(to + (k + i) * PANEL, columns[i]);
         }
       }
-      for (; k < inputs; k++)
+      for (; k < wide; k++)
         for (int64_t c = 0; c < LANES; c++) {
-          int64_t from = (output + c) * inputs + k, there = output + c < end[side];
-          int64_t to = (p * inputs + k / beside * beside) * PANEL + (place + c) * beside + k % beside;
+          int64_t from = (output + c) * inputs + k, there = output + c < end[side] && k < inputs;
+          int64_t to = (p * wide + k / beside * beside) * PANEL + (place + c) * beside + k % beside;
           if (format != FP32) ((uint16_t *)packed)[to] = there ? ((const uint16_t *)weight)[from] : 0;
           else ((float *)packed)[to] = there ? ((const float *)weight)[from] : 0.f;
         }
@@ -875,12 +886,178 @@ static void tiles_of_int8(const char *x, int64_t inputs, const char *panel, floa
   }
 }
 
+/* AMX: products by tile registers of 16 rows of 64 bytes. The instructions of a tile compute each of its rows alone and
+ * sum in a fixed order, so they serve any number of rows. */
+#if defined(__linux__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__)
+#define HAS_AMX
+#endif
+
+enum { AMX_ROWS = 16 };
+static int use_amx; /* see `enable_amx` */
+
+#ifdef HAS_AMX
+/* Rows are divided among as few tiles as possible, of one height, so that one configuration serves all. The last tile may
+ * overlap the one before it: rows that are computed twice have the same bits. */
+ALWAYS int64_t amx_tiles(int64_t rows) { return (rows + AMX_ROWS - 1) / AMX_ROWS; }
+ALWAYS int64_t amx_height(int64_t rows) { return (rows + amx_tiles(rows) - 1) / amx_tiles(rows); }
+
+/* Bytes to prefetch per step of `amx_sums`, if each tile of rows takes `steps` of them for the `bytes` of a panel. */
+ALWAYS int64_t amx_ahead(int64_t bytes, int64_t steps, int64_t rows) {
+  return (bytes / (steps * amx_tiles(rows)) + 63) / 64 * 64;
+}
+
+/* Tiles 0 to 3 = sums over `steps` times 64 bytes: 4 x 16 outputs of the rows at x (tile 4), or 2 x 16 outputs of these
+ * and then of the rows at `second` (tile 5). `row`: bytes between rows. Prefetches `ahead`, `share` bytes per step. */
+ALWAYS void amx_sums(const char *x, const char *second, int64_t row, const char *panel, int64_t steps,
+                     const char *ahead, int64_t share, int format) {
+#define AMX_ADD(sum, a, b) \
+  do { \
+    if (format == INT8) _tile_dpbsud(sum, a, b); \
+    else _tile_dpbf16ps(sum, a, b); \
+  } while (0)
+  __asm__ volatile("" ::: "memory"); /* gcc does not know that tiles are loaded from memory */
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t k = 0; k < steps; k++) {
+    const char *weights = panel + k * AMX_ROWS * 4 * PANEL;
+    for (int64_t i = 0; i < share; i += 64) __builtin_prefetch(ahead + k * share + i, 0, 2);
+    _tile_loadd(4, x + 64 * k, row);
+    _tile_loadd(6, weights, 4 * PANEL);
+    _tile_loadd(7, weights + 64, 4 * PANEL);
+    AMX_ADD(0, 4, 6);
+    AMX_ADD(1, 4, 7);
+    if (second) {
+      _tile_loadd(5, second + 64 * k, row);
+      AMX_ADD(2, 5, 6);
+      AMX_ADD(3, 5, 7);
+    } else {
+      _tile_loadd(6, weights + 128, 4 * PANEL);
+      _tile_loadd(7, weights + 192, 4 * PANEL);
+      AMX_ADD(2, 4, 6);
+      AMX_ADD(3, 4, 7);
+    }
+  }
+}
+
+/* `tiles` for DOTS; `inputs` is a multiple of STEP. */
+static void amx_dots(const char *x, int64_t inputs, const char *panel, float *out, int64_t outputs, int64_t columns,
+                     int64_t rows) {
+  int64_t height = amx_height(rows), row = 2 * inputs, steps = inputs / STEP, bytes = row * PANEL;
+  int64_t share = amx_ahead(bytes, steps, rows), width = columns < PANEL ? PANEL : outputs;
+  const char *ahead = panel + bytes;
+  float part[2][AMX_ROWS * PANEL] __attribute__((aligned(64))); /* of a panel with fewer columns */
+  for (int64_t r = 0; r < rows; r += 2 * height) {
+    int64_t last = rows - height, num = r < last ? 2 : 1;
+    int64_t from[] = {r < last ? r : last, r + height < last ? r + height : last};
+    float *to[2];
+    for (int i = 0; i < num; i++) to[i] = columns < PANEL ? part[i] : out + from[i] * outputs;
+    if (num == 1) {
+      amx_sums(x + from[0] * row, NULL, row, panel, steps, ahead, share, DOTS);
+      _tile_stored(0, to[0], 4 * width);
+      _tile_stored(1, to[0] + 16, 4 * width);
+      _tile_stored(2, to[0] + 32, 4 * width);
+      _tile_stored(3, to[0] + 48, 4 * width);
+    }
+    for (int64_t c = 0; c < PANEL && num == 2; c += HALF, ahead += steps * share) {
+      amx_sums(x + from[0] * row, x + from[1] * row, row, panel + 4 * c, steps, ahead, share, DOTS);
+      _tile_stored(0, to[0] + c, 4 * width);
+      _tile_stored(1, to[0] + c + 16, 4 * width);
+      _tile_stored(2, to[1] + c, 4 * width);
+      _tile_stored(3, to[1] + c + 16, 4 * width);
+    }
+    for (int64_t i = 0; i < num * height && columns < PANEL; i++)
+      memcpy(out + (from[i / height] + i % height) * outputs, part[i / height] + i % height * PANEL,
+             sizeof(float) * (size_t)columns);
+  }
+}
+
+/* `tiles_of_int8` with the same bits. */
+static void amx_int8(const char *x, int64_t inputs, const char *panel, float *out, int64_t outputs, int64_t columns,
+                     int64_t rows) {
+  int64_t height = amx_height(rows), row = quantized_size(inputs, 0), padded = padded_inputs(inputs);
+  int64_t groups = num_groups(inputs), bytes = PANEL * quantized_size(inputs, 1);
+  int64_t share = amx_ahead(bytes, padded / 64, rows);
+  const char *ahead = panel + bytes;
+  for (int64_t r = 0; r < rows; r += height) {
+    int64_t from = r < rows - height ? r : rows - height;
+    float sums[AMX_ROWS][PANEL] __attribute__((aligned(64))), totals[AMX_ROWS][PANEL] = {{0}};
+    for (int64_t g = 0; g < groups; g++) {
+      int64_t first = g * GROUP, steps = (padded - first < GROUP ? padded - first : GROUP) / 64;
+      const char *weights = panel + g * (GROUP + 4) * PANEL, *scales = weights + steps * 64 * PANEL;
+      amx_sums(x + from * row + first, NULL, row, weights, steps, ahead, share, INT8);
+      ahead += steps * share;
+      _tile_stored(0, sums[0], 4 * PANEL);
+      _tile_stored(1, sums[0] + 16, 4 * PANEL);
+      _tile_stored(2, sums[0] + 32, 4 * PANEL);
+      _tile_stored(3, sums[0] + 48, 4 * PANEL);
+      for (int64_t i = 0; i < height; i++)
+        ROW(c, PANEL) {
+          const float *own = (const float *)(x + (from + i) * row + padded);
+          ivec sum = (ivec)load(sums[i] + c) - 128 * ((const int32_t *)own)[groups + g];
+          vec scale = load((const float *)scales + c) * all(own[g]);
+          store(totals[i] + c, fma_of(__builtin_convertvector(sum, vec), scale, load(totals[i] + c)));
+        }
+    }
+    for (int64_t i = 0; i < height; i++)
+      memcpy(out + (from + i) * outputs, totals[i], sizeof(float) * (size_t)columns);
+  }
+}
+#endif
+
+/* Use AMX for DOTS and INT8 if `wanted`; returns whether it is used: the CPU must have it, and Linux grant it, which it
+ * does for the whole process. */
+int64_t enable_amx(int64_t wanted) {
+#ifdef HAS_AMX
+  enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
+  use_amx = wanted && !syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA);
+#endif
+  return use_amx;
+}
+
+/* Configure the tiles of this thread for products of `rows` rows; other libraries configure them as well. */
+static void start_amx(int64_t rows, int format) {
+#ifdef HAS_AMX
+  struct {
+    uint8_t palette, start, unused[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+  } config = {.palette = 1};
+  if (!use_amx || (format != DOTS && format != INT8)) return;
+  for (int i = 0; i < 8; i++) config.bytes[i] = 64, config.rows[i] = (uint8_t)(i < 6 ? amx_height(rows) : AMX_ROWS);
+  __asm__ volatile("" : : "r"(&config) : "memory"); /* some versions of gcc take only a part of it for used */
+  _tile_loadconfig(&config);
+#endif
+}
+
+static void stop_amx(int format) {
+#ifdef HAS_AMX
+  if (use_amx && (format == DOTS || format == INT8)) _tile_release();
+#endif
+}
+
 static void add_bias(float *out, int64_t stride, const float *bias, int64_t rows, int64_t columns) {
   for (int64_t r = 0; r < rows; r++)
     ROW(i, columns) {
       float *at = out + r * stride;
       STORE(at, i, columns, LOAD(at, i, columns) + LOAD(bias, i, columns));
     }
+}
+
+/* A panel of DOTS or INT8: sums are not blocked. */
+static void whole_product(const void *x, int64_t inputs, const char *panel, float *out, int64_t outputs,
+                          int64_t columns, int64_t rows, int format) {
+  int64_t wide = whole_steps(inputs), bytes = 2 * PANEL * wide;
+#ifdef HAS_AMX
+  if (use_amx) {
+    if (format == DOTS) amx_dots(x, wide, panel, out, outputs, columns, rows);
+    else amx_int8(x, inputs, panel, out, outputs, columns, rows);
+    return;
+  }
+#endif
+  if (format == DOTS) tiles_of_dots(x, wide, panel, wide, out, outputs, columns, 0, panel + bytes, bytes, rows);
+  else tiles_of_int8(x, inputs, panel, out, outputs, columns, rows);
 }
 
 /* One panel of out = x packed^T + bias; x comes from `in_format`. `scratch` has space for a widened panel (BF16) and
@@ -895,18 +1072,20 @@ static void panel_product(const void *x, const void *packed, const float *bias, 
   float *wide = scratch, *pairs = scratch + (format == BF16 ? inputs * PANEL : 0);
   float *to = kind == PLAIN ? out + first : pairs;
   int64_t stride = kind == PLAIN ? outputs : PANEL, written = kind == PLAIN ? columns : PANEL;
-  if (format == INT8)
-    tiles_of_int8(x, inputs, (const char *)packed + p * PANEL * quantized_size(inputs, 1), to, stride, written, rows);
-  for (int64_t start = 0; start < inputs && format != INT8; start += block) {
+  int is_blocked = format == FP32 || format == BF16;
+  if (!is_blocked) {
+    const char *panel = (const char *)packed + p * PANEL * packed_inputs(inputs, format) * (format == DOTS ? 2 : 1);
+    whole_product(x, inputs, panel, to, stride, written, rows, format);
+  }
+  for (int64_t start = 0; start < inputs && is_blocked; start += block) {
     int64_t size = inputs - start < block ? inputs - start : block, bytes = size * PANEL * item;
     const char *panel = (const char *)packed + (p * inputs + start) * PANEL * item;
     if (widen)
       for (int64_t i = 0; i < size * PANEL; i += LANES) store(wide + i, load_as(panel, i, 1));
 #define TILES(name) \
-  tiles_of_##name(at_item(x, start, format == DOTS ? DOTS : FP32), inputs, widen ? (const char *)wide : panel, size, \
-                  to, stride, written, start > 0, panel + bytes, bytes, rows)
-    if (format == DOTS) TILES(dots);
-    else if (format == FP32 || widen) TILES(fp32);
+  tiles_of_##name((const float *)x + start, inputs, widen ? (const char *)wide : panel, size, to, stride, written, \
+                  start > 0, panel + bytes, bytes, rows)
+    if (format == FP32 || widen) TILES(fp32);
     else TILES(bf16);
   }
   if (bias) add_bias(to, stride, bias + first, rows, columns);
@@ -923,9 +1102,20 @@ static void panel_product(const void *x, const void *packed, const float *bias, 
   }
 }
 
+/* `panel_product` for panels `first` to `end`. */
+static void panel_products(const void *x, const void *packed, const float *bias, int64_t block, float *out,
+                           float *scratch, int64_t first, int64_t end, int64_t rows, int64_t outputs, int64_t inputs,
+                           int format, int kind) {
+  if (first >= end || rows <= 0) return;
+  start_amx(rows, format);
+  for (int64_t p = first; p < end; p++)
+    panel_product(x, packed, bias, block, out, scratch, p, rows, outputs, inputs, format, kind);
+  stop_amx(format);
+}
+
 /* Scratch elements that `in_format` needs, rounded up to whole vectors. */
 ALWAYS int64_t rounded_size(int64_t rows, int64_t inputs, int format) {
-  int64_t size = format == DOTS ? rows * inputs / 2 : format == INT8 ? rows * quantized_size(inputs, 0) / 4 : 0;
+  int64_t size = format == DOTS || format == INT8 ? rows * row_size(inputs, format) / 4 : 0;
   return (size + LANES - 1) / LANES * LANES;
 }
 
@@ -938,12 +1128,11 @@ static void product(const float *x, const void *packed, const float *bias, int64
   mine += rounded_size(rows, inputs, format);
   int64_t panels = num_panels(outputs, kind), width = kind == GATED ? outputs / 2 : outputs;
   int64_t each = rows < 2 * TILE ? (panels + THREADS - 1) / THREADS : panels / THREADS;
-  for (int64_t p = THREAD * each; p < panels && p < (THREAD + 1) * each; p++)
-    panel_product(rounded, packed, bias, block, out, mine, p, rows, outputs, inputs, format, kind);
+  int64_t end = (THREAD + 1) * each < panels ? (THREAD + 1) * each : panels;
+  panel_products(rounded, packed, bias, block, out, mine, THREAD * each, end, rows, outputs, inputs, format, kind);
   int64_t share = (rows + THREADS - 1) / THREADS, first = THREAD * share, num = rows - first < share ? rows - first : share;
-  for (int64_t p = THREADS * each; p < panels && num > 0; p++)
-    panel_product((const char *)rounded + first * row_size(inputs, format), packed, bias, block, out + first * width, mine,
-                  p, num, outputs, inputs, format, kind);
+  panel_products((const char *)rounded + first * row_size(inputs, format), packed, bias, block, out + first * width,
+                 mine, THREADS * each, panels, num, outputs, inputs, format, kind);
   BARRIER
 }
 
@@ -969,9 +1158,8 @@ void linear(const float *x, const void *packed, const float *bias, int64_t block
       float *mine = scratch + THREAD * scratch_size;
       const void *rounded = in_format(x + r * inputs, mine, num, inputs, (int)format);
       mine += rounded_size(num, inputs, (int)format);
-      for (int64_t p = 0; p < num_panels(outputs, kind); p++)
-        panel_product(rounded, packed, bias, block, out + r * width, mine, p, num, outputs, inputs, (int)format,
-                      (int)kind);
+      panel_products(rounded, packed, bias, block, out + r * width, mine, 0, num_panels(outputs, kind), num, outputs,
+                     inputs, (int)format, (int)kind);
     }
   }
 }

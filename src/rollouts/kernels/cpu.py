@@ -143,9 +143,12 @@ def library() -> ctypes.CDLL | None:
     loaded.packed_size.argtypes, loaded.packed_size.restype = [_I, _I, _I], _I
     loaded.max_panel_parallel_rows.argtypes, loaded.max_panel_parallel_rows.restype = [_I], _I
     loaded.packed_keys_size.argtypes, loaded.packed_keys_size.restype = [_I, _I], _I
+    loaded.packed_inputs.argtypes, loaded.packed_inputs.restype = [_I, _I], _I
+    loaded.enable_amx.argtypes, loaded.enable_amx.restype = [_I], _I
     loaded.quantized_size.argtypes, loaded.quantized_size.restype = [_I, _I], _I
     loaded.max_rank.argtypes, loaded.max_rank.restype = [], _I
     loaded.has_dots.argtypes, loaded.has_dots.restype = [], ctypes.c_int
+    _enable_amx(loaded)
     return loaded
 
 
@@ -160,6 +163,36 @@ def _check_struct_sizes(loaded: Any) -> None:
                 f"{declared.__name__} has {expected} bytes in {Path(__file__).name} but {size} in {SOURCE.name}: "
                 "declare the same fields in both"
             )
+
+
+def _enable_amx(loaded: Any) -> None:
+    """Use AMX for bf16 and int8 products if they equal those by other instructions, and do not depend on the batch."""
+    if not loaded.enable_amx(1):
+        if "amx_bf16" in _processor():
+            _logger.info("the system or the compiler does not support AMX: products use AVX-512")
+        return
+    draw = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(37, 200, generator=draw), torch.randn(70, 200, generator=draw)
+    for format, operand in ((DOTS, weight.bfloat16()), (INT8, weight)):
+        found, alone = (_multiply(loaded, rows, operand, format) for rows in (x, x[:5]))
+        loaded.enable_amx(0)
+        expected = _multiply(loaded, x, operand, format)
+        is_right = torch.allclose(found, expected, rtol=0, atol=1e-3) and torch.equal(alone, found[:5])
+        if not is_right or (format == INT8 and not torch.equal(found, expected)):
+            _logger.warning("AMX products of this CPU are wrong, so they are not used: please report this")
+            return
+        loaded.enable_amx(1)
+
+
+def _multiply(loaded: Any, x: Tensor, weight: Tensor, format: int) -> Tensor:
+    """x weight^T by `loaded`, which may not be `library` yet."""
+    (rows, inputs), outputs = x.shape, len(weight)
+    size = loaded.packed_size(outputs, loaded.packed_inputs(inputs, format), ONE_BY_ONE)
+    packed, scratch, out = torch.zeros(size, dtype=torch.int16), torch.zeros(2 * x.numel()), torch.zeros(rows, outputs)
+    loaded.pack(weight.data_ptr(), packed.data_ptr(), outputs, inputs, format, ONE_BY_ONE)
+    tensors = (x.data_ptr(), packed.data_ptr(), None, inputs, out.data_ptr(), scratch.data_ptr())
+    loaded.linear(*tensors, scratch.numel(), rows, outputs, inputs, format, ONE_BY_ONE, 1)
+    return out
 
 
 def _compiled(compiler: list[str]) -> Path:
@@ -357,15 +390,15 @@ class PackedWeight:
         self.outputs, self.inputs = weight.shape
         self.format, self.kind, self.dtype = INT8 if quantized else FP32, PAIRED if paired else ONE_BY_ONE, weight.dtype
         if weight.dtype == torch.bfloat16:
-            self.format = DOTS if rounded and kernels.has_dots() and self.inputs % 2 == 0 else BF16
+            self.format = DOTS if rounded and kernels.has_dots() else BF16
         blocked = self.format in (FP32, BF16)
         self.block = (block or find_block(self.inputs) or self.inputs) if blocked else self.inputs
-        width = kernels.quantized_size(self.inputs, 1) if quantized else self.inputs
+        width = kernels.packed_inputs(self.inputs, self.format)
         dtype = torch.int8 if quantized else weight.dtype
         self.data = torch.empty(kernels.packed_size(self.outputs, width, self.kind), dtype=dtype)
         self.update(weight)
         panel = kernels.packed_size(1, 1, ONE_BY_ONE)
-        of_row = {DOTS: self.inputs // 2, INT8: kernels.quantized_size(self.inputs, 0) // 4}.get(self.format, 0)
+        of_row = {DOTS: width // 2, INT8: kernels.quantized_size(self.inputs, 0) // 4}.get(self.format, 0)
         self.scratch = (panel * self.inputs if self.format == BF16 else LANES, of_row + (panel if paired else 0))
         """Scratch elements per thread (a widened panel), and per thread and row (rounded activations, paired sums)."""
 

@@ -1,0 +1,229 @@
+"""AMX products, by an emulation of the instructions: right, batch-invariant, and checked before they are used."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from prime_rl.inference.embedded.engine import EmbeddedEngine
+from prime_rl.inference.engine import GenerationRequest, Output, SamplingParams
+from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, swiglu
+from prime_rl.trainer.models.decoder_config import DecoderConfig
+from rollouts.kernels import cpu as cpu_kernels
+from rollouts.kernels.cpu import PackedWeight
+
+HEADER = Path(__file__).with_name("emulated_amx.h")
+MACROS = ["-D__AMX_TILE__", "-D__AMX_BF16__", "-D__AMX_INT8__"]
+
+
+def has_dots() -> bool:
+    kernels = cpu_kernels.library()
+    return kernels is not None and bool(kernels.has_dots())
+
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(not has_dots(), reason="CPU without AVX512_BF16, or no C compiler; cure: such a CPU, and gcc"),
+]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The kernels compiled for AMX, which is emulated."""
+    flags = [*("-O0" if flag == "-O3" else flag for flag in cpu_kernels.FLAGS), *MACROS, "-include", str(HEADER)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_kernels, "FLAGS", flags)
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        library = cpu_kernels.library.__wrapped__()
+    assert library is not None and library.enable_amx(1)
+    library.emulation_error.restype = ctypes.c_char_p
+    library.emulated_products.restype = library.configured_threads.restype = ctypes.c_int64
+    library.watch.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    library.emulate.argtypes = [ctypes.c_int64, ctypes.c_int64]
+    return library
+
+
+@pytest.fixture
+def kernels(compiled: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
+    """The emulation as the kernels of this process: a test must use it, and without any invalid access."""
+    monkeypatch.setattr(cpu_kernels, "library", lambda: compiled)
+    monkeypatch.setattr(cpu_kernels, "call", watched(cpu_kernels.call, compiled))
+    compiled.emulate(0, 0)
+    assert compiled.enable_amx(1)
+    before = compiled.emulated_products()
+    yield compiled
+    assert compiled.emulation_error() == b""
+    assert compiled.emulated_products() > before and compiled.configured_threads() == 0
+
+
+def watched(call: Any, library: ctypes.CDLL) -> Any:
+    """`call`, with products that may access no other memory than their tensors, where nothing of use is left."""
+
+    def inner(name: str, *arguments: Any) -> None:
+        tensors = [x for x in arguments if isinstance(x, Tensor)] if name == "linear" else []
+        for out in tensors[-2:]:  # output and scratch
+            out.fill_(float("nan"))
+        for tensor in tensors:
+            library.watch(tensor.data_ptr(), tensor.nbytes)
+        call(name, *arguments)
+        library.watch(None, 0)
+
+    return inner
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+SHAPES = [(32, 64), (64, 320), (100, 96), (99, 70), (576, 16), (7, 130)]
+ROWS = range(1, 71)
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_products_for_any_number_of_rows(kernels: ctypes.CDLL, inputs: int, outputs: int, threads: int) -> None:
+    torch.set_num_threads(threads)
+    weight, bias, x = draw(outputs, inputs).bfloat16(), draw(outputs, seed=1), draw(70, inputs, seed=2)
+    packed = PackedWeight(weight, rounded=True)
+    assert packed.format == cpu_kernels.DOTS
+    whole = packed(x, bias)
+    expected = F.linear(x.bfloat16().double(), weight.double(), bias.double())
+    torch.testing.assert_close(whole.double(), expected, rtol=1e-5, atol=1e-4)
+    for rows in ROWS if threads == 1 else ROWS[::7]:
+        assert torch.equal(packed(x[:rows], bias), whole[:rows])
+
+
+@pytest.mark.parametrize(("inputs", "inner"), [(64, 96), (100, 70), (36, 10)])
+def test_paired_and_gated_products(kernels: ctypes.CDLL, inputs: int, inner: int) -> None:
+    weight, bias, x = draw(2 * inner, inputs).bfloat16(), draw(2 * inner, seed=1), draw(50, inputs, seed=2)
+    plain, paired = (PackedWeight(weight, paired=paired, rounded=True) for paired in (False, True))
+    for rows in (1, 16, 17, 33, 50):
+        expected = plain(x[:rows], bias)
+        assert torch.equal(paired(x[:rows], bias), expected)
+        assert torch.equal(paired(x[:rows], bias, gated=True), swiglu(*expected.chunk(2, dim=1)))
+
+
+def test_long_products_in_batches(kernels: ctypes.CDLL) -> None:
+    packed, x = PackedWeight(draw(70, 64).bfloat16(), rounded=True), draw(490, 64, seed=1)
+    assert torch.equal(packed(x)[470:], packed(x[470:]))
+
+
+@pytest.mark.parametrize(("inputs", "outputs", "paired"), [(64, 320, False), (99, 70, False), (200, 140, True)])
+def test_int8_products_have_the_bits_of_other_instructions(
+    kernels: ctypes.CDLL, inputs: int, outputs: int, paired: bool
+) -> None:
+    packed, x = PackedWeight(draw(outputs, inputs), paired=paired, quantized=True), draw(40, inputs, seed=1)
+    kernels.enable_amx(0)
+    expected = packed(x)
+    kernels.enable_amx(1)
+    for rows in (1, 5, 16, 17, 33, 40):
+        assert torch.equal(packed(x[:rows]), expected[:rows])
+
+
+def test_nan_stays_in_its_row(kernels: ctypes.CDLL) -> None:
+    x = draw(40, 99)
+    x[17, 3] = float("nan")
+    for packed in (
+        PackedWeight(draw(64, 99).bfloat16(), rounded=True),
+        PackedWeight(draw(64, 99), quantized=True),
+    ):
+        is_nan = packed(x).isnan().any(1)
+        assert is_nan.nonzero().flatten().tolist() == [17]
+
+
+def build() -> CausalLM:
+    """A tiny decoder; no size is a multiple of what a tile holds."""
+    config = {
+        "model_type": "qwen3",
+        "vocab_size": 90,
+        "hidden_size": 40,
+        "intermediate_size": 60,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "initializer_range": 0.15,
+    }
+    model = CausalLM(DecoderConfig.from_hf(config))
+    init_weights(model, 0)
+    return model.bfloat16().requires_grad_(False)
+
+
+def generate(engine: EmbeddedEngine, *requests: GenerationRequest) -> list[Output]:
+    for one in requests:
+        engine.add(one)
+    outputs: dict[GenerationRequest, Output] = {}
+    while engine.has_work():
+        outputs |= {event.request: event for event in engine.step() if isinstance(event, Output)}
+    return [outputs[one] for one in requests]
+
+
+def test_decode_steps_and_prefill_agree_in_any_batch(kernels: ctypes.CDLL) -> None:
+    engine = EmbeddedEngine(build(), exact=False, max_model_len=128, enable_prefix_caching=False)
+    assert engine._decoder.fused is not None and engine._decoder.fused.shape.format == cpu_kernels.DOTS
+    requests = [
+        GenerationRequest([3, 1 + i, 4, 1, 5][: 2 + i % 4], SamplingParams(max_tokens=5, seed=i)) for i in range(19)
+    ]
+    outputs = generate(engine, *requests)
+    kernels.enable_amx(0)
+    for output, other in zip(outputs, generate(engine, *requests), strict=True):
+        assert output.token_ids == other.token_ids
+        assert output.logprobs == pytest.approx(other.logprobs, abs=0.03)
+    kernels.enable_amx(1)
+    for output in outputs[::9]:
+        assert generate(engine, output.request)[0].logprobs == output.logprobs
+        prompt, start = [*output.request.prompt, *output.token_ids], len(output.request.prompt)
+        scored = GenerationRequest(prompt, SamplingParams(max_tokens=0, prompt_logprobs=0, prompt_start=start))
+        (found,) = generate(engine, scored)
+        assert found.prompt_logprobs is not None
+        assert list(found.prompt_logprobs.logprobs) == list(output.logprobs)
+
+
+def test_refused_permission_leaves_other_instructions(kernels: ctypes.CDLL) -> None:
+    packed, x = PackedWeight(draw(70, 64).bfloat16(), rounded=True), draw(5, 64, seed=1)
+    expected = packed(x)
+    kernels.emulate(1, 0)
+    cpu_kernels._enable_amx(kernels)
+    before = kernels.emulated_products()
+    torch.testing.assert_close(packed(x), expected, rtol=1e-5, atol=1e-4)
+    assert kernels.emulated_products() == before
+
+
+def test_wrong_products_are_found_and_not_used(kernels: ctypes.CDLL, caplog: pytest.LogCaptureFixture) -> None:
+    packed, x = PackedWeight(draw(70, 64).bfloat16(), rounded=True), draw(5, 64, seed=1)
+    expected = packed(x)
+    with caplog.at_level(logging.WARNING):
+        cpu_kernels._enable_amx(kernels)
+        assert not caplog.records and torch.equal(packed(x), expected)
+        kernels.emulate(0, 1)
+        assert not torch.allclose(packed(x), expected, atol=0.5)
+        cpu_kernels._enable_amx(kernels)
+    assert [record.message for record in caplog.records] == [
+        "AMX products of this CPU are wrong, so they are not used: please report this"
+    ]
+    torch.testing.assert_close(packed(x), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(("which", "error"), [(1, b"load"), (2, b"store"), (3, b"load")])
+def test_emulation_detects_access_beyond_memory(compiled: ctypes.CDLL, which: int, error: bytes) -> None:
+    """Of packed weight, output and rounded rows."""
+    x, weight = draw(5, 64), draw(64, 64).bfloat16()
+    tensors = [x, torch.empty(64 * 64, dtype=torch.bfloat16), torch.empty(5, 64), torch.empty(5 * 64 // 2)]
+    compiled.enable_amx(1)
+    compiled.pack(weight.data_ptr(), tensors[1].data_ptr(), 64, 64, cpu_kernels.DOTS, cpu_kernels.ONE_BY_ONE)
+    for missing in (0, 2):
+        for i, tensor in enumerate(tensors):
+            compiled.watch(tensor.data_ptr(), tensor.nbytes - missing * (i == which))
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        compiled.linear(*addresses[:2], None, 64, *addresses[2:], 160, 5, 64, 64, cpu_kernels.DOTS, 0, 1)
+        compiled.watch(None, 0)
+        found = compiled.emulation_error()
+        assert found.startswith(error) if missing else found == b""
