@@ -35,15 +35,21 @@ pytestmark = [
 ]
 
 
+def compile_with(cache_dir: Path, *flags: str) -> ctypes.CDLL:
+    """The kernels with further flags, without optimization."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_kernels, "FLAGS", ["-O0" if flag == "-O3" else flag for flag in cpu_kernels.FLAGS] + [*flags])
+        patch.setenv("XDG_CACHE_HOME", str(cache_dir))
+        library = cpu_kernels.library.__wrapped__()
+    assert library is not None
+    return library
+
+
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernels compiled for AMX, which is emulated."""
-    flags = [*("-O0" if flag == "-O3" else flag for flag in cpu_kernels.FLAGS), *MACROS, "-include", str(HEADER)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_kernels, "FLAGS", flags)
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        library = cpu_kernels.library.__wrapped__()
-    assert library is not None and library.enable_amx(1)
+    library = compile_with(tmp_path_factory.mktemp("cache"), *MACROS, "-include", str(HEADER))
+    assert library.enable_amx(1)
     library.emulation_error.restype = ctypes.c_char_p
     library.emulated_products.restype = library.configured_threads.restype = ctypes.c_int64
     library.watch.argtypes = [ctypes.c_void_p, ctypes.c_int64]
@@ -185,6 +191,16 @@ def test_decode_steps_and_prefill_agree_in_any_batch(kernels: ctypes.CDLL) -> No
         (found,) = generate(engine, scored)
         assert found.prompt_logprobs is not None
         assert list(found.prompt_logprobs.logprobs) == list(output.logprobs)
+
+
+def test_code_for_amx_runs_where_linux_refuses_it(tmp_path: Path) -> None:
+    """With the compiler's own AMX instructions; other instructions are used on a CPU without AMX."""
+    library = compile_with(tmp_path, "-mamx-tile", "-mamx-bf16", "-mamx-int8")
+    has_amx = "amx_bf16" in cpu_kernels._processor()
+    assert library.enable_amx(1) == has_amx
+    x, weight = draw(5, 64), draw(70, 64, seed=1).bfloat16()
+    found = cpu_kernels._multiply(library, x, weight, cpu_kernels.DOTS)
+    torch.testing.assert_close(found, F.linear(x.bfloat16().float(), weight.float()), rtol=1e-5, atol=1e-4)
 
 
 def test_refused_permission_leaves_other_instructions(kernels: ctypes.CDLL) -> None:
