@@ -1,4 +1,4 @@
-"""Tokens per second of the embedded engine, vLLM on this CPU and transformers' `generate`, in one run.
+"""Tokens per second of the embedded engine, vLLM on this CPU, transformers' `generate` and llama.cpp, in one run.
 
     python benchmarks/bench_engine.py [--quick] [--model smollm2] [--prompt 32] [--vllm-python PATH | --no-vllm]
         [--output FILE]
@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 from models import write_model  # noqa: E402
 from results import Row, describe_machine, finish, read_peak_gb  # noqa: E402
-from roofline import Bound, compute_bound, read_decoder  # noqa: E402
+from roofline import Bound, Resources, compute_bound, read_decoder  # noqa: E402
 
 SIZES = ("3M", "25M")
 PROMPTS = (32, 256)
@@ -131,7 +131,7 @@ def running_peer(
     """Start an engine and wait until it is ready; it ends with the context."""
     environment = os.environ | {
         "OMP_NUM_THREADS": str(threads),
-        "PYTHONPATH": "" if kind == "vllm" else str(ROOT / "src"),
+        "PYTHONPATH": "" if kind in ("vllm", "llama") else str(ROOT / "src"),
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -151,20 +151,22 @@ def running_peer(
         process.wait()
 
 
-def install_vllm() -> str:
-    """The Python of an environment with vLLM, created on the first call."""
-    home = ROOT / ".bench" / "vllm"
+def install_peer(name: str, *command: str) -> str:
+    """The Python of an environment of its own in which `python COMMAND` has installed a peer, on the first call."""
+    home = ROOT / ".bench" / name
     python = home / "bin" / "python"
     if not (home / "installed").exists():
-        print(f"installing vLLM into {home} (minutes)", file=sys.stderr)
+        print(f"installing {name} into {home} (minutes)", file=sys.stderr)
         venv.create(home, with_pip=True, clear=True)
-        subprocess.run([str(python), str(ROOT / "dev" / "install_vllm.py"), "--cpu"], check=True)
+        subprocess.run([str(python), *command], check=True)
         (home / "installed").touch()
     return str(python)
 
 
 CASES = ("1", "8", "32", "128", "groups", "prefill")
-PEERS = ("transformers-static", "transformers-dynamic", "vllm")
+PEERS = ("transformers-static", "transformers-dynamic", "vllm", "llama")
+LLAMA = "llama-cpp-python==0.3.36"
+"""Peer only where it is asked for: it is compiled for a quarter of an hour."""
 
 
 def build_cases(arguments: argparse.Namespace, vocab: int) -> list[Case]:
@@ -189,16 +191,21 @@ def read_vocab(model_dir: Path) -> int:
 
 
 def measure_offline(
-    size: str, dtype: str, arguments: argparse.Namespace, python: str | None, work: Path
+    size: str, dtype: str, arguments: argparse.Namespace, pythons: dict[str, str], work: Path
 ) -> tuple[list[Row], dict[str, Any]]:
     """All engines on one model, taking turns."""
     model_dir = write_model(size, work / size)
+    gguf = work / f"{Path(size).name}-{dtype}.gguf"
+    if "llama" in arguments.peers:
+        from prime_rl.pretrained.gguf_writer import write_gguf
+
+        write_gguf(model_dir, gguf, {"float32": "f32", "bfloat16": "bf16"}[dtype])
     kinds = ["ours", "ours-exact", "ours-unshared", *(["ours-int8"] if dtype == "bfloat16" else [])]
-    kinds += [kind for kind in arguments.peers if python or kind != "vllm"]
+    kinds += [kind for kind in arguments.peers if kind in pythons or kind.startswith("transformers")]
     cases = build_cases(arguments, read_vocab(model_dir))
     cases_of = {kind: found for kind in kinds if (found := [case for case in cases if takes_part(kind, case)])}
     bounds = {
-        kind: compute_bounds(model_dir, dtype, kind, cases_of[kind], arguments.threads)
+        kind: compute_bounds(model_dir, dtype, kind, cases_of[kind], Resources(arguments.threads, arguments.cpu))
         for kind in ("ours", "ours-int8")
         if kind in cases_of
     }
@@ -207,10 +214,10 @@ def measure_offline(
             stack.enter_context(
                 running_peer(
                     kind,
-                    model_dir,
+                    gguf if kind == "llama" else model_dir,
                     dtype,
                     arguments.threads,
-                    python if kind == "vllm" and python else sys.executable,
+                    pythons.get(kind, sys.executable),
                     arguments.vllm_eager,
                     "cpu_seconds" if arguments.cpu else "seconds",
                     max(case.prompt + case.new for case in own) + 1,
@@ -233,23 +240,22 @@ def measure_offline(
                     show(f"{size} {dtype} {case.name}: {peer.kind} {case.tokens / last(peer, case):,.0f} tok/s")
             for peer in watched:
                 peer.read_peak(case)
-    clocks = arguments.threads if arguments.cpu else 1
-    return judge(size, dtype, cases, peers, bounds, clocks), {
+    return judge(size, dtype, cases, peers, bounds), {
         peer.kind: {case.name: rates(peer, case) for case in cases if case.name in peer.seconds} for peer in peers
     }
 
 
-def compute_bounds(model_dir: Path, dtype: str, kind: str, cases: list[Case], threads: int) -> dict[str, Bound]:
+def compute_bounds(model_dir: Path, dtype: str, kind: str, cases: list[Case], resources: Resources) -> dict[str, Bound]:
     """The least time of every case on this machine, measured while no engine runs."""
     decoder = read_decoder(model_dir, dtype, quantized=kind == "ours-int8")
-    return {c.name: compute_bound(decoder, c.groups, c.group, c.prompt, c.new, threads) for c in cases}
+    return {c.name: compute_bound(decoder, c.groups, c.group, c.prompt, c.new, resources) for c in cases}
 
 
 def takes_part(kind: str, case: Case) -> bool:
     """Whether a case is run by this engine."""
     if case.is_prefill:
         return kind in ("ours", "ours-exact", "transformers-dynamic")
-    return kind != "ours-unshared" or case.group > 1
+    return case.group > 1 if kind == "ours-unshared" else case.group == 1 or kind != "llama"
 
 
 def find_slow(case: Case, peers: list[Peer]) -> set[str]:
@@ -283,15 +289,15 @@ def find_threshold(size: str, dtype: str, case: Case) -> float:
 
 
 def judge(
-    size: str, dtype: str, cases: list[Case], peers: list[Peer], bounds: dict[str, dict[str, Bound]], clocks: int
+    size: str, dtype: str, cases: list[Case], peers: list[Peer], bounds: dict[str, dict[str, Bound]]
 ) -> list[Row]:
-    """The ratios of this model with their thresholds; the seconds measured are those of `clocks` threads."""
+    """The ratios of this model with their thresholds."""
     rows = []
     of = {peer.kind: peer for peer in peers}
     for case in cases:
         median = {kind: statistics.median(rates(p, case)) for kind, p in of.items() if case.name in p.seconds}
         shares = {
-            kind: median[kind] * clocks * found[case.name].seconds / case.tokens
+            kind: median[kind] * found[case.name].seconds / case.tokens
             for kind, found in bounds.items()
             if case.name in found
         }
@@ -454,7 +460,7 @@ def main() -> int:
     parser.add_argument(
         "--cases", nargs="+", choices=CASES, default=list(CASES), help="so many requests at once, groups of one prompt"
     )
-    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="offline")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS[:-1]), help="offline")
     parser.add_argument("--repeats", type=int, default=None, help="default: 5, with --quick 2")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--cpu", action="store_true", help="count CPU seconds offline: for a machine that is busy")
@@ -466,7 +472,12 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=None, help="default: .bench/results/engine.json")
     arguments = parser.parse_args()
     arguments.repeats = arguments.repeats or (2 if arguments.quick else 5)
-    python = None if arguments.no_vllm else arguments.vllm_python or install_vllm()
+    pythons = {}
+    if not arguments.no_vllm:
+        installer = str(ROOT / "dev" / "install_vllm.py")
+        pythons["vllm"] = arguments.vllm_python or install_peer("vllm", installer, "--cpu")
+    if "llama" in arguments.peers:
+        pythons["llama"] = install_peer("llama", "-m", "pip", "install", "--quiet", LLAMA)
     machine = describe_machine(arguments.threads)
     rows: list[Row] = []
     raw: dict[str, Any] = {}
@@ -474,10 +485,10 @@ def main() -> int:
         for size in [arguments.model] if arguments.model else arguments.sizes:
             for dtype in arguments.dtypes:
                 if not arguments.no_offline:
-                    new, raw[f"{size} {dtype}"] = measure_offline(size, dtype, arguments, python, Path(work))
+                    new, raw[f"{size} {dtype}"] = measure_offline(size, dtype, arguments, pythons, Path(work))
                     rows += new
-                if python and not arguments.no_http:
-                    new, raw[f"{size} {dtype} http"] = measure_http(size, dtype, arguments, python, Path(work))
+                if "vllm" in pythons and not arguments.no_http:
+                    new, raw[f"{size} {dtype} http"] = measure_http(size, dtype, arguments, pythons["vllm"], Path(work))
                     rows += new
     machine |= {"clock": "CPU seconds" if arguments.cpu else "seconds"}
     return finish("engine", rows, machine, {"tokens_per_second": raw}, arguments.output)

@@ -5,13 +5,14 @@
 It reads one JSON request per line, `{"prompts": [[id, ...], ...], "new": 128, "seed": 0}`, generates exactly `new`
 tokens for each prompt at temperature 1 with the log-prob of every sampled token, and answers
 `{"seconds": s, "cpu_seconds": c}` (the latter of all its threads). KIND is ours, ours-exact, ours-unshared, ours-int8,
-transformers-static, transformers-dynamic or vllm. Only the standard library is imported at the top, because each kind
-runs in its own environment.
+transformers-static, transformers-dynamic, vllm or llama, whose MODEL_DIR is a GGUF file. Only the standard library is
+imported at the top, because each kind runs in its own environment.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -120,10 +121,70 @@ def build_vllm(model_dir: str, dtype: str, kind: str) -> Generate:
     return generate
 
 
+def build_llama(gguf: str, dtype: str, kind: str) -> Generate:
+    """llama.cpp, all sequences in one batch per step; numpy samples and computes log-probs."""
+    import llama_cpp as cpp
+    import numpy as np
+    from llama_cpp._logger import set_verbose
+
+    set_verbose(False)
+    model = cpp.llama_model_load_from_file(gguf.encode(), cpp.llama_model_default_params())
+    vocab = cpp.llama_vocab_n_tokens(cpp.llama_model_get_vocab(model))
+    batch_size = 512
+    batch = cpp.llama_batch_init(batch_size, 0, 1)
+    contexts: dict[tuple[int, int], Any] = {}
+
+    def open_context(num: int, length: int) -> Any:
+        params = cpp.llama_context_default_params()
+        params.n_ctx, params.n_seq_max = num * -(-length // 256) * 256, num  # llama.cpp rounds, too
+        params.n_batch = params.n_ubatch = batch_size
+        params.n_threads = params.n_threads_batch = int(sys.argv[4])
+        params.type_k = params.type_v = cpp.GGML_TYPE_F32 if dtype == "float32" else cpp.GGML_TYPE_F16
+        return cpp.llama_init_from_model(model, params)
+
+    def decode(context: Any, rows: list[tuple[int, int, int, bool]], rng: Any) -> list[tuple[int, float]]:
+        """Compute rows of (token, position, sequence, whether to sample); returns samples with their log-probs."""
+        found: list[tuple[int, float]] = []
+        for start in range(0, len(rows), batch_size):
+            part = rows[start : start + batch_size]
+            batch.n_tokens = len(part)
+            for i, (token, position, sequence, is_sampled) in enumerate(part):
+                batch.token[i], batch.pos[i], batch.logits[i] = token, position, is_sampled
+                batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
+            assert cpp.llama_decode(context, batch) == 0
+            if num := sum(row[3] for row in part):
+                logits = np.ctypeslib.as_array(cpp.llama_get_logits(context), (num, vocab))
+                scores = logits - logits.max(1, keepdims=True)
+                cumulative = np.exp(scores).cumsum(1)
+                drawn = rng.random((num, 1), dtype=np.float32) * cumulative[:, -1:]
+                tokens = np.minimum((cumulative <= drawn).sum(1), vocab - 1)
+                logprobs = scores[np.arange(num), tokens] - np.log(cumulative[:, -1])
+                found += zip(tokens.tolist(), logprobs.tolist(), strict=True)
+        return found
+
+    def generate(prompts: list[list[int]], new: int, seed: int) -> int:
+        num, length, rng = len(prompts), len(prompts[0]), np.random.default_rng(seed % (1 << 32))
+        if (num, length + new) not in contexts:
+            contexts[num, length + new] = open_context(num, length + new)
+        context = contexts[num, length + new]
+        cpp.llama_memory_clear(cpp.llama_get_memory(context), False)
+        samples = decode(
+            context, [(t, i, s, i == length - 1) for s, ids in enumerate(prompts) for i, t in enumerate(ids)], rng
+        )
+        count = sum(math.isfinite(logprob) for _, logprob in samples)
+        for position in range(length, length + new - 1):
+            samples = decode(context, [(token, position, s, True) for s, (token, _) in enumerate(samples)], rng)
+            count += sum(math.isfinite(logprob) for _, logprob in samples)
+        return count
+
+    return generate
+
+
 BUILDERS: dict[str, Callable[[str, str, str], Generate]] = {
     "ours": build_ours,
     "transformers": build_transformers,
     "vllm": build_vllm,
+    "llama": build_llama,
 }
 
 
@@ -144,11 +205,12 @@ def main() -> None:
     kind, model_dir, dtype, threads = sys.argv[1:5]
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print goes to stderr, so that stdout carries answers only
-    import torch
+    if kind != "llama":
+        import torch
 
-    torch.set_num_threads(int(threads))
+        torch.set_num_threads(int(threads))
     generate = BUILDERS[kind.split("-")[0]](model_dir, dtype, kind)
-    print(json.dumps({"ready": True, "torch": torch.__version__}), file=answer, flush=True)
+    print(json.dumps({"ready": True}), file=answer, flush=True)
     serve(generate, answer)
 
 

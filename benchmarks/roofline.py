@@ -24,25 +24,35 @@ ROWS, SIZE = 512, 2048
 REPEATS = 5
 
 
-def find_least(work: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Seconds of the fastest repeat, after one that warms up."""
-    seconds = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds[1:])
+@dataclass(frozen=True)
+class Resources:
+    """Threads, and the clock that counts: wall time, or the CPU time of all threads on a machine that is shared."""
+
+    threads: int
+    counts_cpu: bool = False
+
+    def find_least(self, work: Callable[[], object]) -> float:
+        """Seconds of the fastest repeat, after one that warms up."""
+        import torch
+
+        torch.set_num_threads(self.threads)
+        clock = time.process_time if self.counts_cpu else time.perf_counter
+        seconds = []
+        for _ in range(REPEATS + 1):
+            start = clock()
+            work()
+            seconds.append(clock() - start)
+        return min(seconds[1:])
 
 
 @cache
-def measure_flops(dtype: str, threads: int) -> float:
+def measure_flops(dtype: str, resources: Resources) -> float:
     """Peak of matrix products, operations per second: the faster of oneDNN's and those of our kernels."""
     import torch
 
     from rollouts.kernels import cpu
     from rollouts.kernels.linear import pack_weight, packed_linear
 
-    torch.set_num_threads(threads)
     x, weight = torch.randn(ROWS, SIZE), torch.randn(SIZE, SIZE)
     products: list[Callable[[], object]] = []
     if dtype != "int8":
@@ -53,17 +63,16 @@ def measure_flops(dtype: str, threads: int) -> float:
         kernel = cpu.PackedWeight(rounded, rounded=True, quantized=dtype == "int8")
         products.append(lambda: kernel(x))
     with torch.inference_mode():
-        return 2 * ROWS * SIZE * SIZE / min(map(find_least, products))
+        return 2 * ROWS * SIZE * SIZE / min(map(resources.find_least, products))
 
 
 @cache
-def measure_bandwidth(num_bytes: int, threads: int) -> float:
+def measure_bandwidth(num_bytes: int, resources: Resources) -> float:
     """Bytes per second when as many are read again and again: from memory if they are more than the caches hold."""
     import torch
 
-    torch.set_num_threads(threads)
     buffer = torch.ones(max(num_bytes // 4, 1))
-    return 4 * len(buffer) / min(find_least(buffer.sum), find_least(buffer.max))
+    return 4 * len(buffer) / min(map(resources.find_least, (buffer.sum, buffer.max)))
 
 
 @dataclass(frozen=True)
@@ -125,15 +134,15 @@ class Bound:
         return f"a step at least {max(self.step_products, self.step_reads) * 1e3:.2f} ms: {parts}"
 
 
-def compute_bound(decoder: Decoder, groups: int, group: int, prompt: int, new: int, threads: int) -> Bound:
+def compute_bound(decoder: Decoder, groups: int, group: int, prompt: int, new: int, resources: Resources) -> Bound:
     """The bound of `groups` prompts, each computed and read once, with `group` completions of `new` tokens each."""
-    flops = measure_flops(decoder.dtype, threads)
+    flops = measure_flops(decoder.dtype, resources)
     rows = groups * group
     prefill = decoder.count_operations(groups * prompt, (prompt + 1) / 2, groups) / flops
     written = (new - 1) / 2  # by the middle step; both bounds are linear in it, and one of them is mostly the larger
     operations = decoder.count_operations(rows, prompt + written, rows)
     num_bytes = decoder.count_bytes(groups * prompt + rows * written)
-    products, reads = operations / flops, num_bytes / measure_bandwidth(num_bytes, threads)
+    products, reads = operations / flops, num_bytes / measure_bandwidth(num_bytes, resources)
     return Bound(prefill, (new - 1) * max(products, reads), products, reads)
 
 
