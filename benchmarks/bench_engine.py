@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import statistics
@@ -42,6 +43,8 @@ from roofline import Bound, Resources, compute_bound, read_decoder  # noqa: E402
 SIZES = ("3M", "25M")
 PROMPTS = (32, 256)
 """Default prompt tokens: of single requests, and those that a group shares."""
+VLLM_BLOCK = 128
+"""Tokens of a cache block of vLLM on a CPU."""
 PREFILLS = (1024, 4096)
 """Prompt tokens of the case `prefill`."""
 
@@ -71,6 +74,13 @@ class Case:
     def tokens(self) -> int:
         """Tokens that are generated, or those of the prompt."""
         return self.num * (self.prompt if self.is_prefill else self.new)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the cache in blocks of `VLLM_BLOCK`, those of a prompt once."""
+        shared = self.prompt // VLLM_BLOCK
+        own = -(-(self.prompt + self.new) // VLLM_BLOCK) - shared
+        return VLLM_BLOCK * (self.groups * shared + self.num * own)
 
     def prompts(self, seed: int) -> list[list[int]]:
         """Random prompts, new for every repeat, so that no prefix cache is hit."""
@@ -126,24 +136,28 @@ class Peer:
 
 @contextmanager
 def running_peer(
-    kind: str, model_dir: Path, dtype: str, threads: int, python: str, eager: bool, clock: str, longest: int
+    kind: str, source: Path, dtype: str, token_bytes: int, cases: list[Case], python: str, arguments: argparse.Namespace
 ) -> Iterator[Peer]:
-    """Start an engine and wait until it is ready; it ends with the context."""
+    """Start an engine and wait until it is ready; it ends with the context.
+
+    vLLM takes all memory of its cache at the start: the gigabytes that the cases need, rounded up.
+    """
+    cache_bytes = max(case.cached_tokens for case in cases) * token_bytes
     environment = os.environ | {
-        "OMP_NUM_THREADS": str(threads),
+        "OMP_NUM_THREADS": str(arguments.threads),
         "PYTHONPATH": "" if kind in ("vllm", "llama") else str(ROOT / "src"),
         "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(cache_bytes / 2**30)),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
-        "BENCH_VLLM_EAGER": "1" if eager else "",
-        "BENCH_MAX_LEN": str(longest),
+        "BENCH_VLLM_EAGER": "1" if arguments.vllm_eager else "",
+        "BENCH_MAX_LEN": str(max(case.prompt + case.new for case in cases) + 1),
     }
-    argv = [python, str(ROOT / "benchmarks" / "engine_peers.py"), kind, str(model_dir), dtype, str(threads)]
+    argv = [python, str(ROOT / "benchmarks" / "engine_peers.py"), kind, str(source), dtype, str(arguments.threads)]
     process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     try:
-        peer = Peer(kind, process, clock)
+        peer = Peer(kind, process, "cpu_seconds" if arguments.cpu else "seconds")
         peer.hear()
         yield peer
     finally:
@@ -204,6 +218,7 @@ def measure_offline(
     kinds += [kind for kind in arguments.peers if kind in pythons or kind.startswith("transformers")]
     cases = build_cases(arguments, read_vocab(model_dir))
     cases_of = {kind: found for kind in kinds if (found := [case for case in cases if takes_part(kind, case)])}
+    token_bytes = read_decoder(model_dir, dtype).token_bytes
     bounds = {
         kind: compute_bounds(model_dir, dtype, kind, cases_of[kind], Resources(arguments.threads, arguments.cpu))
         for kind in ("ours", "ours-int8")
@@ -216,11 +231,10 @@ def measure_offline(
                     kind,
                     gguf if kind == "llama" else model_dir,
                     dtype,
-                    arguments.threads,
+                    token_bytes,
+                    own,
                     pythons.get(kind, sys.executable),
-                    arguments.vllm_eager,
-                    "cpu_seconds" if arguments.cpu else "seconds",
-                    max(case.prompt + case.new for case in own) + 1,
+                    arguments,
                 )
             )
             for kind, own in cases_of.items()

@@ -95,6 +95,13 @@ class Decoder:
         """Weights of the output head."""
         return int(self.config["vocab_size"] * self.config["hidden_size"])
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of a token."""
+        c = self.config
+        values = 2 * c["num_hidden_layers"] * c["num_key_value_heads"] * c["head_dim"]
+        return int(values * WEIGHT_BYTES[self.cache_dtype])
+
     def count_attention(self, keys: float) -> float:
         """Operations of the attention of one query to `keys` keys in all layers."""
         c = self.config
@@ -107,10 +114,7 @@ class Decoder:
 
     def count_bytes(self, keys: float) -> int:
         """Bytes of all weights, and of `keys` keys and values."""
-        c = self.config
-        token = 2 * c["num_hidden_layers"] * c["num_key_value_heads"] * c["head_dim"] * WEIGHT_BYTES[self.cache_dtype]
-        weights = (self.num_weights + self.num_head_weights) * WEIGHT_BYTES[self.dtype]
-        return int(weights + keys * token)
+        return int((self.num_weights + self.num_head_weights) * WEIGHT_BYTES[self.dtype] + keys * self.token_bytes)
 
 
 @dataclass(frozen=True)
