@@ -106,6 +106,11 @@ class Backend:
         return can_share_prefixes(self.model, self.placement, self.mesh)
 
     @property
+    def num_threads(self) -> int:
+        """Number of micro-batches that are computed at once."""
+        return 1 if self.concurrent is None else self.concurrent.num_threads
+
+    @property
     def quadratic_cost(self) -> float:
         """Attention cost for load balancing, see `batching.QUADRATIC_COST`."""
         return 1 / (12 * self.model.config.hidden_size)

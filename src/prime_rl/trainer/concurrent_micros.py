@@ -1,9 +1,10 @@
-"""Micro-batches of one rank computed by several threads when cores are free, with the bits of one after another.
+"""Micro-batches of one rank computed by several threads, with the bits of one after another.
 
 Products of one thread and of several round differently, so a trainer cannot change its number of threads during a run.
-Micro-batches are independent: while the processes beside this one leave a core free, a further thread takes the next
-one. Losses are computed and gradients are added in the order of the micro-batches, whichever thread computes them, so
-that no bit depends on the load of the machine.
+Micro-batches are independent: a further thread takes the next one. Losses are computed and gradients are added in the
+order of the micro-batches, whichever thread computes them, so that no bit depends on the load of the machine. While an
+engine computes beside the trainer, the system divides the cores among the threads, and none is idle before the steps
+that only one thread can compute (optimizer, publishing) are reached.
 """
 
 from __future__ import annotations
@@ -15,23 +16,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from prime_rl.runtime.free_cores import FreeCores
+from prime_rl.runtime.core_lease import MIN_PARAMETERS
 from prime_rl.runtime.machine import num_cores
 from prime_rl.trainer.config import ModelConfig
 from prime_rl.trainer.model import DeviceConfig
 from prime_rl.trainer.models.causal_lm import CausalLM
 from rollouts.training.batching import MicroBatch
 from rollouts.training.rl_losses import LossInputs
-
-POLL_S = 0.1
-"""Time over which a helper thread measures how many cores are free."""
-
-ENOUGH = 0.7
-"""Share of a core that must be free for a further thread."""
-
-
-MIN_PARAMETERS = 20_000_000
-"""Below this many parameters a micro-batch takes Python most of its time, which threads cannot share."""
 
 
 class _Stopped(Exception):
@@ -64,13 +55,10 @@ class _Turns:
 
 
 class ConcurrentMicros:
-    """Runs micro-batches in this thread, and in up to `max_threads - 1` others while cores are free."""
+    """Runs micro-batches in this thread and in `num_threads - 1` others."""
 
-    def __init__(self, max_threads: int, free_cores: Callable[[], float] | None = None) -> None:
-        self.max_threads = max_threads
-        self.num_helped = 0
-        """Micro-batches that other threads have computed."""
-        self._free_cores = free_cores
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads = num_threads
 
     def run(
         self,
@@ -86,15 +74,13 @@ class ConcurrentMicros:
         """
         numbers, losses, sums = iter(range(len(micros))), _Turns(), _Turns()
         taken, errors = threading.Lock(), list[BaseException]()
-        num_left, num_threads = len(micros), torch.get_num_threads()
+        num_inner = torch.get_num_threads()
 
         def work_one() -> bool:
-            nonlocal num_left
             with taken:
                 number = next(numbers, None)
-                if number is None or errors:
-                    return False
-                num_left -= 1
+            if number is None or errors:
+                return False
             micro = micros[number]
             try:
                 inputs = compute(micro)
@@ -112,24 +98,19 @@ class ConcurrentMicros:
                 return False
             return True
 
-        done = threading.Event()
-
-        def help_out(place: int) -> None:
-            torch.set_num_threads(num_threads)  # a new thread has the default of the libraries
-            free_cores = self._free_cores or FreeCores()
-            while num_left > 0 and not done.wait(POLL_S):
-                if free_cores() >= place + ENOUGH and work_one():
-                    self.num_helped += 1
+        def help_out() -> None:
+            torch.set_num_threads(num_inner)  # a new thread has the default of the libraries
+            while work_one():
+                pass
 
         helpers = [
-            threading.Thread(target=help_out, args=(i,), name=f"micro-batches-{i}")
-            for i in range(1, min(self.max_threads, len(micros)))
+            threading.Thread(target=help_out, name=f"micro-batches-{i}")
+            for i in range(1, min(self.num_threads, len(micros)))
         ]
         for helper in helpers:
             helper.start()
         while work_one():
             pass
-        done.set()
         for helper in helpers:
             helper.join()
         if errors:

@@ -44,10 +44,9 @@ def measure_num_rows(backend: Backend, seq_len: int) -> int:
         raise ValueError('micro_bs "auto" is not supported with parallel.pp: give a number of rows')
     row_bytes = measure_row_bytes(backend, seq_len)
     state_bytes = STATE_BYTES * sum(tensor.numel() for tensor in backend.parameters.values())
-    device, concurrent = backend.placement.device, backend.concurrent
+    device = backend.placement.device
     free_bytes = find_free_bytes(device) / count_local_ranks(device)
-    num_threads = 1 if concurrent is None else concurrent.max_threads
-    rows = choose_num_rows(row_bytes, free_bytes - state_bytes, seq_len, device.type, num_threads)
+    rows = choose_num_rows(row_bytes, free_bytes - state_bytes, seq_len, device.type, backend.num_threads)
     rows = min(int(data) for data in backend.ranks.gather_bytes(str(rows).encode()))
     logger.info(
         f"micro_bs auto: {rows} rows of {seq_len} tokens; the activations of a row take {row_bytes / 2**20:,.0f} MiB, "

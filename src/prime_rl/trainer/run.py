@@ -99,6 +99,7 @@ class TrainerRun:
             rows=self.micro_bs,
             quadratic_cost=self.backend.quadratic_cost,
             share_prefixes=self.backend.shares_prefixes,
+            num_threads=self.backend.num_threads,
         )
 
     def finish_step(

@@ -264,9 +264,16 @@ def pack_share(
     rows: int = 1,
     quadratic_cost: float = QUADRATIC_COST,
     share_prefixes: bool = False,
+    num_threads: int = 1,
 ) -> Share:
-    """`pack_samples(...)[rank]` without building the micro-batches of other ranks, and load-balance statistics."""
-    packs, loads = _plan_packs(samples, seq_len, num_ranks, rows, quadratic_cost, share_prefixes)
+    """`pack_samples(...)[rank]` without building the micro-batches of other ranks, and load-balance statistics.
+
+    The micro-batches of a single rank are planned for `num_threads`, as if each were a rank, and take turns.
+    """
+    assert num_threads == 1 or num_ranks == 1
+    packs, loads = _plan_packs(samples, seq_len, num_ranks * num_threads, rows, quadratic_cost, share_prefixes)
+    if num_ranks == 1:
+        packs, loads = [[pack for turn in zip(*packs, strict=True) for pack in turn if pack]], [sum(loads)]
     lengths = [len(sample.tokens) for sample in samples]
     num_fillers = sum(not pack for packs_of in packs for pack in packs_of)
     return Share(

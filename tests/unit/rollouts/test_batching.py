@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollouts.training.batching import QUADRATIC_COST, MicroBatch, assign_ranks, pack_samples
+from rollouts.training.batching import QUADRATIC_COST, MicroBatch, assign_ranks, pack_samples, pack_share
 from rollouts.training.types import Sample
 
 
@@ -83,6 +83,19 @@ def test_ranks_carry_nearly_equal_cost(lengths: list[int], num_ranks: int) -> No
     load = [sum(cost[i] for i in share) for share in shares]
     # Longest-processing-time: no rank exceeds the lightest by more than one item.
     assert max(load) - min(load) <= max(cost) + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [([64] * 5, [2, 1, 1, 1]), ([40] * 8, [3, 3, 1, 1]), ([60] * 2, [1, 1]), ([60], [1])],
+)
+def test_threads_carry_nearly_equal_cost(lengths: list[int], expected: list[int]) -> None:
+    """Samples per micro-batch of 128 tokens: as many for each thread, and none without samples."""
+    samples = [make_sample(n) for n in lengths]
+    share = pack_share(samples, 64, rows=2, num_threads=2)
+    assert [len(micro.lengths) for micro in share.micros] == expected
+    assert sorted(i for micro in share.micros for i in micro.sample_ids) == list(range(len(lengths)))
+    assert (share.padding_ratio, share.imbalance) == (0.0, 0.0)
 
 
 def test_counts_are_of_loss_tokens_or_of_sequences_with_loss() -> None:

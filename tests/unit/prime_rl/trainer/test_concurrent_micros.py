@@ -10,8 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from prime_rl.runtime.free_cores import FreeCores
-from prime_rl.trainer import concurrent_micros
 from prime_rl.trainer.backend import Backend, build_backend
 from prime_rl.trainer.concurrent_micros import ConcurrentMicros
 from prime_rl.trainer.config import TrainConfig
@@ -66,26 +64,20 @@ def test_threads_change_no_bit_of_gradients_and_statistics(
 
     expected, statistics = run()
     for num_threads in (2, 3):
-        backend.concurrent = ConcurrentMicros(num_threads, lambda: 8.0)
+        backend.concurrent = ConcurrentMicros(num_threads)
         actual, found = run()
         assert found == statistics and len(actual) == len(expected)
         assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
-def test_no_thread_helps_while_cores_are_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(concurrent_micros, "POLL_S", 1e-4)
-    for free, helps in ((1.2, False), (2.0, True)):
-        runner = ConcurrentMicros(2, lambda free=free: free)
-        run_fake(runner, {})
-        assert (runner.num_helped > 0) == helps
-
-
-def run_fake(runner: ConcurrentMicros, failures: dict[int, BaseException]) -> list[int]:
-    """Micro-batches that wait a little; returns the order of the losses."""
+def run_fake(num_threads: int, failures: dict[int, BaseException]) -> tuple[list[int], set[str]]:
+    """Micro-batches that wait a little; returns the order of the losses, and the threads that computed."""
     order: list[int] = []
+    threads: set[str] = set()
     weight = torch.ones(1, requires_grad=True)
 
     def compute(number: Any) -> Any:
+        threads.add(threading.current_thread().name)
         threading.Event().wait(0.01)
         if number in failures:
             raise failures[number]
@@ -95,21 +87,21 @@ def run_fake(runner: ConcurrentMicros, failures: dict[int, BaseException]) -> li
         order.append(number)
         return (weight * number).sum()
 
-    runner.run(list(range(12)), compute, finish, [weight], [weight])  # type: ignore[arg-type]
+    ConcurrentMicros(num_threads).run(list(range(12)), compute, finish, [weight], [weight])  # type: ignore[arg-type]
     assert weight.grad == sum(range(12))
-    return order
+    return order, threads
 
 
-def test_losses_are_computed_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(concurrent_micros, "POLL_S", 1e-4)
-    assert run_fake(ConcurrentMicros(4, lambda: 8.0), {}) == list(range(12))
+def test_losses_of_all_threads_are_computed_in_order() -> None:
+    for num_threads in (1, 4):
+        order, threads = run_fake(num_threads, {})
+        assert order == list(range(12)) and len(threads) == num_threads
 
 
 @pytest.mark.parametrize("number", [0, 1, 5, 11])
-def test_an_error_of_any_thread_is_raised(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(concurrent_micros, "POLL_S", 1e-4)
+def test_an_error_of_any_thread_is_raised(number: int) -> None:
     with pytest.raises(RuntimeError, match="no memory"):
-        run_fake(ConcurrentMicros(3, lambda: 8.0), {number: RuntimeError("no memory")})
+        run_fake(3, {number: RuntimeError("no memory")})
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("micro-batches")]
 
 
@@ -118,14 +110,3 @@ def test_concurrency_that_is_not_supported_is_rejected(tmp_path: Path) -> None:
         ValueError, match=r"max_concurrent_micro_batches is 2, which model\.ac or model\.compile does not"
     ):
         build(tmp_path, max_concurrent_micro_batches=2, model={"ac": {}})
-
-
-def test_only_cores_of_the_affinity_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    free_cores = FreeCores()
-    threading.Event().wait(0.05)
-    assert 0 <= free_cores() <= len(free_cores.cores)
-    readings = iter([(0.0, 0.0, 0.0), (2.0, 1.0, 1.8)])  # of two cores: one idle half of the time, one ours
-    monkeypatch.setattr(FreeCores, "_read", lambda _: next(readings))
-    both = FreeCores()
-    both.cores = {0, 1}
-    assert both() == pytest.approx(1.4)
