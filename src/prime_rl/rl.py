@@ -6,6 +6,7 @@ config --> configs/{inference,orchestrator,trainer}.toml --> three processes -->
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +23,7 @@ from prime_rl.launcher.gpus import (
 )
 from prime_rl.launcher.output_dir import lock_output_dir, prepare_output_dir, write_configs
 from prime_rl.launcher.summary import describe_stop, summarize
-from prime_rl.runtime.machine import check_port_free
+from prime_rl.runtime.machine import check_port_free, read_cpu_seconds
 from prime_rl.runtime.process import ChildFailed, Supervisor
 from prime_rl.runtime.run_dir import RunDir
 from prime_rl.runtime.run_page import offer_page
@@ -41,7 +42,7 @@ def rl(config: RLConfig) -> int:
         return show_contexts(config)
     if config.deployment.type != "local":
         return submit_deployment(config)
-    started = time.monotonic()
+    started, cpu_started = time.monotonic(), read_cpu_seconds()
     gpus = assign_gpus(config)
     check_inputs(config)
     with lock_output_dir(config.output_dir):
@@ -56,7 +57,7 @@ def rl(config: RLConfig) -> int:
         except SystemExit:  # SIGTERM
             sys.stderr.write(f"{describe_stop(config.output_dir)}\n")
             raise
-    sys.stdout.write(summarize(config, time.monotonic() - started))
+    sys.stdout.write(summarize(config, time.monotonic() - started, read_cpu_seconds() - cpu_started))
     return 0
 
 
@@ -119,19 +120,22 @@ def run_processes(config: RLConfig, config_paths: Mapping[str, Path], gpus: GpuA
     with (
         StateRecorder(out, "rl"),
         show_progress("steps", config.max_steps, lines=False) as bar,
+        tempfile.TemporaryDirectory(prefix="prime-rl-cores-") as leases,
         Supervisor(logs, console=sys.stdout) as run,  # above the progress bar, which replaces sys.stdout
     ):
         run.print(f"{describe_assignment(gpus)}; logs in {logs}; Ctrl-C stops everything")
         if config.orchestrator.teacher_model is not None:
             run.print(describe_taus(config.trainer.loss))
-        start_processes(run, config, config_paths, gpus)
+        start_processes(run, config, config_paths, gpus, Path(leases))
         watchdog = HangWatchdog(out, config.hang_timeout, lambda: run.children, run.find_pids, run.print)
         for _ in run.poll(["trainer", "orchestrator"]):
             bar.set_done(latest_step(config.orchestrator.versions_dir) or 0)
             watchdog.check()
 
 
-def start_processes(run: Supervisor, config: RLConfig, paths: Mapping[str, Path], gpus: GpuAssignment) -> None:
+def start_processes(
+    run: Supervisor, config: RLConfig, paths: Mapping[str, Path], gpus: GpuAssignment, leases: Path
+) -> None:
     """Start all processes at once; trainer and orchestrator load in parallel with the engine and wait for it."""
     from prime_rl.config import teacher_follows_policy
 
@@ -143,12 +147,12 @@ def start_processes(run: Supervisor, config: RLConfig, paths: Mapping[str, Path]
         argv = [sys.executable, "-m", "prime_rl.inference.server", "@", str(paths[name])]
         # A restarted server rejects requests until the orchestrator has updated it to the current version.
         options = ["--server.wait_for_weights", "true"] if name == "inference" or teacher_follows_policy(config) else []
-        env = compute_environment(ids, num_compute)
+        env = compute_environment(ids, num_compute, leases)
         run.start(name, argv, env=env, max_restarts=config.max_restarts, restart_options=options)
     argv = [sys.executable, "-m", "prime_rl.orchestrator.orchestrator", "@", str(paths["orchestrator"])]
     run.start("orchestrator", argv, env={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
     argv = build_trainer_argv(paths["trainer"], num_ranks // config.trainer.parallel.model_ranks)
-    run.start("trainer", argv, env=compute_environment(gpus.trainer, num_compute))
+    run.start("trainer", argv, env=compute_environment(gpus.trainer, num_compute, leases))
 
 
 def build_trainer_argv(config_path: Path, dp: int) -> list[str]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from prime_rl.runtime.core_lease import lease_environment
 from prime_rl.runtime.machine import find_gpus, num_cores
 
 if TYPE_CHECKING:
@@ -98,12 +100,17 @@ def count_trainer_ranks(config: RLConfig, assignment: GpuAssignment) -> int:
     return len(assignment.trainer) if assignment.trainer is not None else config.trainer.parallel.num_ranks
 
 
-def compute_environment(gpu_ids: Sequence[int] | None, num_compute: int) -> dict[str, str]:
-    """Environment variables that assign GPUs, or a share of the cores: oversubscribed threads are far slower."""
+def compute_environment(gpu_ids: Sequence[int] | None, num_compute: int, leases: Path | None = None) -> dict[str, str]:
+    """Environment variables that assign GPUs, or a share of the cores: oversubscribed threads are far slower.
+
+    Without OMP_NUM_THREADS, the share may grow by the cores of processes that wait (`leases`, see `core_lease`).
+    """
     if gpu_ids is not None:
         return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpu_ids))}
-    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, num_cores() // num_compute))
-    return {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": threads}
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        return {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": threads}
+    shared = {} if leases is None else lease_environment(leases)
+    return {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(max(1, num_cores() // num_compute)), **shared}
 
 
 def describe_assignment(assignment: GpuAssignment) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prime_rl.runtime.machine import num_cores
 from prime_rl.runtime.run_dir import CKPT_PARTS, RunDir
 from rollouts.training.steps import complete_steps, step_path
 
@@ -25,8 +26,8 @@ def describe_stop(out: Path) -> str:
     return f"\nStopped after step {max(weights, default=0)}; {how}"
 
 
-def summarize(config: RLConfig, seconds: float) -> str:
-    """Table of steps, time, rewards or distance to the teacher, output paths and the next command."""
+def summarize(config: RLConfig, seconds: float, cpu_seconds: float) -> str:
+    """Table of steps, times, rewards or distance to the teacher, output paths and the next command."""
     from rollouts.training.metrics import load_last_attempts
 
     run, loss = RunDir(config.output_dir), config.trainer.loss
@@ -35,6 +36,8 @@ def summarize(config: RLConfig, seconds: float) -> str:
     newest = step_path(run.weights, steps[-1]) if steps else run.weights
     batches = [row["step"] for row in rows if row.get("process") == "orchestrator" and "reward/mean" in row]
     table: dict[str, object] = {"steps": f"{batches[-1] if batches else 0} in {seconds:.1f} s"}
+    cores = num_cores()
+    table["CPU time"] = f"{cpu_seconds:.0f} s, {100 * cpu_seconds / (seconds * cores):.0f}% of {cores} cores"
     has_teacher = config.orchestrator.teacher_model is not None and bool(loss.teacher_tau or loss.student_tau)
     if has_teacher:
         table |= summarize_distillation(rows)

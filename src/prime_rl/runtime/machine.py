@@ -53,6 +53,12 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def read_cpu_seconds() -> float:
+    """CPU time of this process and of its children that have ended, with theirs."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
 def find_available_memory() -> float:
     """Bytes that this process may allocate: free memory of the machine, at most what its control group leaves.
 

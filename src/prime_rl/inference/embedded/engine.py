@@ -24,8 +24,8 @@ from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache, num_blocks
 from prime_rl.inference.embedded.model_runner import ModelRunner
 from prime_rl.inference.embedded.prefix_cache import PrefixIndex
 from prime_rl.inference.embedded.prepared_decoder import PreparedDecoder
-from prime_rl.inference.embedded.sampler import has_penalty
-from prime_rl.inference.embedded.scheduler import Scheduler
+from prime_rl.inference.embedded.sampler import SamplerOutput, has_penalty
+from prime_rl.inference.embedded.scheduler import ScheduledBatch, Scheduler
 from prime_rl.inference.embedded.sequence import Sequence
 from prime_rl.inference.embedded.speculation import Drafter
 from prime_rl.inference.engine import (
@@ -39,6 +39,7 @@ from prime_rl.inference.engine import (
     SamplingParams,
 )
 from prime_rl.inference.grammar import GrammarCompiler, GrammarState
+from prime_rl.runtime.core_lease import MIN_PARAMETERS, CoreLease
 from prime_rl.trainer.models.causal_lm import CausalLM, tensor_names
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.models.registry import fill_weights
@@ -74,6 +75,7 @@ class EmbeddedEngine(InProcessEngineMixin):
         recorder: GraphCapturer | None = None,
         grammars: GrammarCompiler | None = None,
         quantization: Quantization | None = None,
+        lease: CoreLease | None = None,
     ) -> None:
         self.dtype = model.embedding().dtype
         """Precision to which weights, keys and values are rounded; storage and compute may use a wider dtype."""
@@ -111,6 +113,11 @@ class EmbeddedEngine(InProcessEngineMixin):
         drafter = Drafter(self._adapters) if speculation and can_verify else None
         self._scheduler = Scheduler(self._blocks, max_running, max_num_batched_tokens, decoder.min_rows, drafter)
         self._runner = ModelRunner(decoder, self._blocks, self._adapters, exact, graphs)
+        is_large = sum(p.numel() for p in model.parameters()) >= MIN_PARAMETERS
+        # Bits of the kernels do not depend on the number of threads.
+        can_lease = lease is not None and lease.directory is not None and decoder.fused is not None and is_large
+        self._lease = lease if can_lease else None
+        self._num_threads = torch.get_num_threads()
         self._sequences: dict[GenerationRequest, Sequence] = {}
         self._aborted: list[Event] = []  # returned by the next step
         self._num_prompt_tokens = self._num_steps = 0
@@ -224,7 +231,7 @@ class EmbeddedEngine(InProcessEngineMixin):
         batch = self._scheduler.schedule()
         for seq in batch.admitted:
             seq.mark_version(self._version_of(seq))
-        sampled = self._runner.run(batch)
+        sampled = self._runner.run(batch) if self._lease is None else self._run_leased(self._lease, batch)
         events = self._scheduler.postprocess(batch, sampled)
         for event in events:
             if isinstance(event, Output):
@@ -277,6 +284,13 @@ class EmbeddedEngine(InProcessEngineMixin):
         if self.exact:
             self._scheduler.recompute(running)
         self._scheduler.clear_prefix_cache()
+
+    def _run_leased(self, lease: CoreLease, batch: ScheduledBatch) -> SamplerOutput | None:
+        """Compute with the cores that no other process of the run uses, if all operations are those of the kernels."""
+        with lease.hold():
+            uses_kernels = self._adapters.are_packed({seq.request.adapter for seq in batch.sequences})
+            torch.set_num_threads(lease.count_threads() if uses_kernels else self._num_threads)
+            return self._runner.run(batch)
 
     def _open_grammar(self, params: SamplingParams) -> GrammarState | None:
         """The request's grammar at its start; `ValueError` for an invalid one."""

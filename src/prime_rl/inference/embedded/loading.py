@@ -19,6 +19,7 @@ from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.engine import AdapterSpec
 from prime_rl.inference.grammar import GrammarCompiler
 from prime_rl.inference.weight_dirs import allowed_dirs, resolve_allowed
+from prime_rl.runtime.core_lease import open_core_lease
 from prime_rl.runtime.run_dir import RunDir
 from prime_rl.runtime.tokenizer import load_tokenizer
 from prime_rl.trainer.models.causal_lm import tensor_names
@@ -125,6 +126,7 @@ def build_engine(config: InferenceConfig, model_dir: Path, decode: Decode, token
         recorder=build_recorder(device, exact=exact, eager=config.enforce_eager),
         grammars=None if tokenizer is None else GrammarCompiler(tokenizer, model.config.vocab_size, eos_ids),
         quantization=config.model.quantization,
+        lease=open_core_lease(),
     )
 
 

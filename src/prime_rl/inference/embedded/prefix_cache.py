@@ -1,7 +1,8 @@
 """Prefix cache: maps token prefixes to cached KV entries of running and finished sequences.
 
 Lookup by chained hashes over blocks of `STRIDE` tokens, linear in the prompt length. Entries of finished sequences are
-bounded and evicted oldest first; the cache is cleared after every weight update (`clear`).
+bounded and evicted oldest first; the cache is cleared after every weight update (`clear`). Where no request continues a
+finished sequence (one turn each), the cache stays small: it grows once a request would have found an evicted entry.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from prime_rl.inference.embedded.sequence import Sequence
 
 STRIDE = 8
 """Minimum shared prefix in tokens."""
+
+FIRST_SHARE = 16
+"""The cache takes 1 / FIRST_SHARE of its maximum until an evicted entry is missed."""
 
 
 @dataclass(eq=False)
@@ -38,6 +42,8 @@ class PrefixIndex:
     def __init__(self, max_prefix_cache_tokens: int) -> None:
         self.max_prefix_cache_tokens = max_prefix_cache_tokens
         self.num_kept_tokens = 0
+        self._limit = max_prefix_cache_tokens // FIRST_SHARE
+        self._evicted: set[Hashable] = set()  # last keys of evicted entries, which hold no tokens
         self._owners: dict[Hashable, dict[PrefixOwner, None]] = {}
         self._keys: dict[PrefixOwner, list[Hashable]] = {}
         self._cached: OrderedDict[CachedPrefix, None] = OrderedDict()
@@ -45,11 +51,14 @@ class PrefixIndex:
     def find(self, tokens: list[int], namespace: Hashable) -> tuple[PrefixOwner | None, int]:
         """Return the owner with the longest common prefix and its length; ties go to the first registered."""
         best: dict[PrefixOwner, None] = {}
+        is_best = True
         for key in _chain(tokens, len(tokens), namespace):
+            if key in self._evicted:
+                self._limit = self.max_prefix_cache_tokens
             matches = self._owners.get(key)
-            if not matches:
-                break
-            best = matches
+            is_best = is_best and bool(matches)
+            if is_best and matches:
+                best = matches
         owner = max(best, key=lambda h: h.num_cached, default=None)
         if owner is None:
             return None, 0
@@ -77,9 +86,10 @@ class PrefixIndex:
         self._cached[prefix] = None
         self.num_kept_tokens += prefix.num_cached
         self.register(prefix, prefix.num_cached, prefix.cache_namespace)
-        while self.num_kept_tokens > self.max_prefix_cache_tokens:
+        while self.num_kept_tokens > max(self._limit, prefix.num_cached):
             oldest, _ = self._cached.popitem(last=False)
             self.num_kept_tokens -= oldest.num_cached
+            self._evicted.add(self._keys[oldest][-1])
             self.unregister(oldest)
 
     def clear(self) -> None:
@@ -87,6 +97,7 @@ class PrefixIndex:
         self._owners.clear()
         self._keys.clear()
         self._cached.clear()
+        self._evicted.clear()
         self.num_kept_tokens = 0
 
 

@@ -28,6 +28,7 @@ def train(config: TrainConfig) -> int:
 
     if config.bench:
         return run_bench(config, train)
+    from prime_rl.runtime.core_lease import open_core_lease
     from prime_rl.telemetry.health_checks import TrainerHealthChecks
     from prime_rl.trainer.rl.data import apply_reference_regularization, build_batches, check_batch
     from prime_rl.trainer.rl.logprob_recorder import LogprobRecorder
@@ -42,7 +43,7 @@ def train(config: TrainConfig) -> int:
     ckpt_parts = CKPT_PARTS[: 1 if is_fake else 2]
     backend = start_backend(config, "trainer", ckpt_parts=ckpt_parts, is_fake_data=is_fake)
     run = build_run(config, "trainer", backend, ckpt_parts=ckpt_parts)
-    timer = run.timer
+    timer, cores = run.timer, open_core_lease()
     vocab_size = backend.model.config.vocab_size
     batches = build_batches(config, vocab_size)
     schedule = build_loss_schedule(config.loss, config.model.seq_len, run.progress, config.env_loss)
@@ -53,7 +54,7 @@ def train(config: TrainConfig) -> int:
     health_checks = TrainerHealthChecks(config.max_async_level, adapter=config.model.lora is not None)
 
     for step in run.steps():
-        with timer("wait_for_batch"):
+        with timer("wait_for_batch"), cores.leave():
             samples = batches.receive(step, config.data.timeout_s)  # waits for: the orchestrator
         with timer("load_data"):
             check_batch(samples, config.loss, vocab_size, config.env_loss)

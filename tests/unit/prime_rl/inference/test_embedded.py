@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import queue
@@ -19,10 +20,12 @@ from small_tokenizers import build_smollm2
 from torch import Tensor
 
 from prime_rl.inference.detokenizer import Detokenizer, StopStringMatcher, TokenNames, build_decode
+from prime_rl.inference.embedded import engine as engine_module
 from prime_rl.inference.embedded import loading
 from prime_rl.inference.embedded.attention import decode_metadata, find_runs
 from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.embedded.kv_cache import BLOCK, zeros
+from prime_rl.inference.embedded.prefix_cache import FIRST_SHARE
 from prime_rl.inference.embedded.sampler import build_sampling_batch, filter_logprobs, sample
 from prime_rl.inference.engine import (
     FULL,
@@ -36,6 +39,8 @@ from prime_rl.inference.engine import (
     StreamUpdate,
     derive_seed,
 )
+from prime_rl.runtime import core_lease
+from prime_rl.runtime.core_lease import CoreLease
 from prime_rl.runtime.tokenizer import load_tokenizer, resolve_model_dir
 from prime_rl.trainer.lora import LoraSpec, adapter_tensors, add_lora, peft_tensors
 from prime_rl.trainer.models.attention import PackedAttention, RoundedAttention
@@ -100,6 +105,31 @@ def check_exact(
         held = torch.tensor(output.logprobs[start:end])
         torch.testing.assert_close(held, expected[rows, torch.tensor(ids[start:end])], rtol=0, atol=tolerance)
     return len(ids)
+
+
+def test_cores_that_a_trainer_leaves_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "MIN_PARAMETERS", 0)
+    monkeypatch.setattr(core_lease, "num_cores", lambda: 2)
+    requests = [request([i, *range(30)], max_tokens=6, seed=i) for i in range(5)]
+    expected = run(EmbeddedEngine(build_model(0)), *requests)
+    engine, used = EmbeddedEngine(build_model(0), lease=CoreLease(tmp_path)), list[int]()
+    compute = engine._runner.run
+
+    def record(batch: Any) -> Any:
+        used.append(torch.get_num_threads())
+        return compute(batch)
+
+    monkeypatch.setattr(engine._runner, "run", record)
+    for one in requests:
+        engine.add(one)
+    outputs: dict[GenerationRequest, Output] = {}
+    with (tmp_path / "trainer").open("w") as trainer:
+        while engine.has_work():
+            fcntl.flock(trainer, fcntl.LOCK_UN if len(used) % 2 else fcntl.LOCK_EX)
+            outputs |= {event.request: event for event in engine.step() if isinstance(event, Output)}
+    assert used == [1, 2, 1, 2, 1, 2]
+    for one, output in zip(requests, expected, strict=True):
+        assert (outputs[one].token_ids, outputs[one].logprobs) == (output.token_ids, output.logprobs)
 
 
 @pytest.mark.parametrize(
@@ -310,6 +340,19 @@ def test_what_is_kept_is_bounded_and_can_be_switched_off() -> None:
     alone = EmbeddedEngine(build_model(0), enable_prefix_caching=False)
     outputs = run(alone, *(request(list(range(40)), seed=i) for i in range(4)))
     assert [output.num_cached for output in outputs] == [0] * 4
+
+
+def test_the_prefix_cache_grows_if_conversations_continue() -> None:
+    engine = EmbeddedEngine(build_model(0), max_prefix_cache_tokens=32 * FIRST_SHARE)
+    first, second = (run(engine, request([i] * 20, max_tokens=4))[0] for i in (1, 2))
+    assert engine.stats().kept_tokens == 23, "one conversation is as large as the first part of the cache"
+    (late,) = run(engine, request([1] * 20 + first.token_ids + [9] * 3, max_tokens=4))
+    assert late.num_cached == 0, "it was evicted"
+    for i in range(3, 6):
+        run(engine, request([i] * 20, max_tokens=4))
+    assert engine.stats().kept_tokens >= 4 * 23
+    (late,) = run(engine, request([3] * 20 + [9] * 3, max_tokens=4))
+    assert late.num_cached == 20 and second.num_cached == 0
 
 
 def test_short_memory_sends_requests_back_and_changes_no_answer() -> None:

@@ -9,6 +9,7 @@ import pytest
 from prime_rl.config import RLConfig
 from prime_rl.launcher import gpus
 from prime_rl.rl import build_trainer_argv
+from prime_rl.runtime.core_lease import DIRECTORY_VARIABLE
 from prime_rl.utils.pydantic_config import parse_argv
 
 
@@ -28,10 +29,14 @@ def test_without_gpus_everything_is_on_the_cpu(visible: list[int], monkeypatch: 
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(gpus, "num_cores", lambda: 2)
     assert gpus.compute_environment(None, 2) == {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    shared = gpus.compute_environment(None, 2, Path("leases"))
+    assert shared["OMP_NUM_THREADS"] == "1" and shared[DIRECTORY_VARIABLE] == "leases"
     monkeypatch.setattr(gpus, "num_cores", lambda: 1)
     assert gpus.compute_environment(None, 2)["OMP_NUM_THREADS"] == "1"
     monkeypatch.setattr(gpus, "num_cores", lambda: 16)
     assert gpus.compute_environment(None, 2)["OMP_NUM_THREADS"] == "8"
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert gpus.compute_environment(None, 2, Path("leases")) == {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "3"}
 
 
 def test_gpu_ids_without_a_gpu_are_rejected_by_name(visible: list[int]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from prime_rl.config import RLConfig
 from prime_rl.launcher import summary
 from prime_rl.runtime.run_dir import CKPT_PARTS
@@ -21,13 +23,15 @@ def publish(root: Path, step: int) -> Path:
     return publish_step(root, step, lambda directory: (directory / "file").write_text("x"))
 
 
-def test_the_summary_names_what_to_look_at(tmp_path: Path) -> None:
+def test_the_summary_names_what_to_look_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(summary, "num_cores", lambda: 2)
     for step, reward in ((1, 0.25), (2, 0.75)):
         append_jsonl(tmp_path / "metrics.jsonl", [{"step": step, "process": "orchestrator", "reward/mean": reward}])
     weights = publish(tmp_path / "weights", 2)
-    text = summary.summarize(parse("--output_dir", str(tmp_path)), 12.34)
+    text = summary.summarize(parse("--output_dir", str(tmp_path)), 12.34, 20.0)
     for part in (
         "2 in 12.3 s",
+        "CPU time 20 s, 81% of 2 cores",
         "0.2500 -> 0.7500",
         str(weights),
         "metrics.jsonl",
@@ -51,12 +55,14 @@ def test_summary_of_a_distillation_shows_gap_and_retention(tmp_path: Path) -> No
     rows.append({"step": 2, "process": "orchestrator", **other})
     append_jsonl(tmp_path / "metrics.jsonl", rows)
     teacher = ["--output_dir", str(tmp_path), "--orchestrator.teacher_model.context", "x"]
-    text = summary.summarize(parse(*teacher, "--trainer.loss.adv_tau", "0", "--trainer.loss.teacher_tau", "1"), 9.0)
+    text = summary.summarize(
+        parse(*teacher, "--trainer.loss.adv_tau", "0", "--trainer.loss.teacher_tau", "1"), 9.0, 9.0
+    )
     assert "reward" not in text
     assert "teacher KL 1.5000 -> 0.2500" in text and "2 samples were not scored" in text
     assert re.search(r"facts +gap closed 0.80, 0.50 to 1.10 \(teacher 0.9000, student 0.7000, step 2\)", text)
     assert re.search(r"other +retention 0.95", text)
-    assert "reward" in summary.summarize(parse(*teacher), 9.0), "with adv_tau the reward matters too"
+    assert "reward" in summary.summarize(parse(*teacher), 9.0, 9.0), "with adv_tau the reward matters too"
 
 
 def test_stopped_run_reports_progress_and_how_to_resume(tmp_path: Path) -> None:
