@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from loguru import logger
 from torch import Tensor
 
@@ -45,8 +46,8 @@ class Publisher:
     `model_files` are the config and tokenizer files of the initial model, with overrides. With `sender`, engines
     receive versions from the memory of rank 0, and `close` waits up to `shutdown_timeout_s` for them to receive the
     last one; with `deltas`, they read what changed, and only some versions are complete files. `retention` None: every
-    version is a file and remains. Files are written by a thread, so that the next forward and backward pass can run
-    meanwhile.
+    version is a file and remains. Files are written by a thread, which also computes the canary where micro-batches may
+    run concurrently, so that the next forward and backward pass can run meanwhile.
     """
 
     run: RunDir
@@ -76,18 +77,23 @@ class Publisher:
             with backend.average.in_place():
                 average = backend.export_state_dict()
                 backend.ranks.run_on_rank0(lambda: self._write(self.run.average, step, None, average))
-        canary, tensors = backend.compute_canary(step, texts), backend.export_state_dict()
-        if (sender := self.sender) is not None:
-            backend.ranks.run_on_rank0(lambda: self._offer(sender, step, canary, tensors))
+        tensors, num_threads = backend.export_state_dict(), torch.get_num_threads()
+        is_later = background and self.sender is None and backend.concurrent is not None
+        canary = None if is_later else backend.compute_canary(step, texts)
+        if (sender := self.sender) is not None and canary is not None:
+            offered = canary
+            backend.ranks.run_on_rank0(lambda: self._offer(sender, step, offered, tensors))
         is_file = (sender or deltas) is None or retention is None or retention.is_permanent(step)
         is_file |= deltas is not None and deltas.needs_anchor(step)
 
         def finish() -> None:
+            torch.set_num_threads(num_threads)  # a new thread has the default of the libraries
+            computed = canary or backend.compute_canary(step, texts)
             if backend.ranks.rank == 0:
                 if is_file:
-                    self._write(self.weights_dir, step, canary, tensors)
+                    self._write(self.weights_dir, step, computed, tensors)
                 if deltas is not None:
-                    deltas.publish(step, tensors, canary, is_anchor=is_file)
+                    deltas.publish(step, tensors, computed, is_anchor=is_file)
                 self._prune(step)
 
         self._pending = self._writer.submit(finish)

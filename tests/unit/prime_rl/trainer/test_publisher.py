@@ -14,9 +14,11 @@ from safetensors.torch import load_file
 from prime_rl.runtime.run_dir import RunDir
 from prime_rl.trainer import publisher
 from prime_rl.trainer.backend import Backend, build_backend
+from prime_rl.trainer.concurrent_micros import ConcurrentMicros
 from prime_rl.trainer.config import TrainConfig
 from prime_rl.trainer.publisher import Publisher, Retention
 from prime_rl.transport.broadcast import WeightSender
+from prime_rl.transport.canary import read_canary
 from prime_rl.transport.weights import read_model_files
 from rollouts.training.backends.ranks import Ranks
 from rollouts.training.steps import complete_steps, publish_step
@@ -90,6 +92,27 @@ def test_updates_can_wait_for_files_written_meanwhile(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in written.items())
     ours.publish(2)
     assert complete_steps(ours.weights_dir) == [1, 2], "without `background`, complete on return"
+
+
+def test_canaries_are_computed_meanwhile_where_threads_are_used(
+    trained: tuple[Backend, Publisher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, ours = trained
+    texts, threads, compute = [[1, 2, 3, 4]], [], Backend.compute_canary
+
+    def record(*arguments: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return compute(*arguments)
+
+    monkeypatch.setattr(Backend, "compute_canary", record)
+    ours.publish(1, texts, background=True)
+    ours.wait()
+    backend.concurrent = ConcurrentMicros(2)
+    ours.publish(2, texts, background=True)
+    ours.wait()
+    assert threads[0] == threading.current_thread().name and threads[1].startswith("publish")
+    first, second = (read_canary(ours.weights_dir / f"step_{step}") for step in (1, 2))
+    assert first is not None and second is not None and first.logprobs == second.logprobs
 
 
 def test_errors_of_background_writes_are_raised(
