@@ -249,7 +249,10 @@ def runs_here(x: Tensor, *others: Tensor, narrow: bool = False) -> bool:
             return False
     elif x.dtype != torch.float32:
         return False
-    return all(each.dtype == x.dtype and each.is_cpu and type(each) in PLAIN for each in (x, *others))
+    for tensor in (x, *others):
+        if tensor.dtype != x.dtype or not tensor.is_cpu or type(tensor) not in PLAIN:
+            return False
+    return True
 
 
 def rms_norm(
