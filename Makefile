@@ -178,8 +178,8 @@ distill: setup  ## setup, then context distillation of a tiny model on the CPU: 
 	@echo "==> distill"
 	@$(PY) scripts/distill.py
 
-BENCH ?= startup sync exact orchestrator gateway training_api fleet long_tail e2e examples distill nanochat trainer prefix_tree \
-  grpo speculation engine
+BENCH ?= startup sync exact exact_paths orchestrator gateway training_api fleet long_tail e2e examples distill nanochat trainer \
+  prefix_tree grpo speculation engine
 
 bench: setup  ## setup, then benchmarks against peers, into docs/benchmarks.md (hours; BENCH="grpo long_tail" for some)
 	@for name in $(BENCH); do \
