@@ -44,10 +44,11 @@ def digest_tensor(tensor: Tensor) -> str:
 
 def describe_tensors(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
     """Manifest entries for `tensors`."""
-    return {
-        name: TensorEntry(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), digest_tensor(tensor))
-        for name, tensor in tensors.items()
-    }
+    return {name: _describe(tensors[name]) for name in tensors}
+
+
+def _describe(tensor: Tensor) -> TensorEntry:
+    return TensorEntry(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), digest_tensor(tensor))
 
 
 def build_manifest(step: int, tensors: Mapping[str, Tensor]) -> Manifest:

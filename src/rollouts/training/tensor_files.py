@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,3 +21,27 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[st
     mode = path.stat().st_mode
     save_file(dict(tensors), path, metadata=dict(metadata) if metadata is not None else None)
     path.chmod(mode)
+
+
+class MappedTensors(dict[str, "Tensor"]):
+    """Tensors mapped from a file, which nothing modifies: each leaves the memory when the next one is looked up.
+
+    Reading one that has left the memory reads the file again, from the system's cache.
+    """
+
+    _last: Tensor | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self._last is not None:
+            _release_pages(self._last)
+        self._last = super().__getitem__(name)
+        return self._last
+
+
+def _release_pages(tensor: Tensor) -> None:
+    """Remove the whole pages of a mapped tensor from this process's memory."""
+    if sys.platform == "linux":
+        page, start = mmap.PAGESIZE, tensor.data_ptr()
+        first, end = -(-start // page) * page, (start + tensor.nbytes) // page * page
+        if end > first:
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 
-from rollouts.training.tensor_files import save_tensors
+from rollouts.training.tensor_files import MappedTensors, save_tensors
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
@@ -23,3 +24,24 @@ def test_saved_tensors_have_the_mode_of_the_umask(umask: int, mode: int, tmp_pat
     assert stat.S_IMODE((tmp_path / "x.safetensors").stat().st_mode) == mode
     with safe_open(tmp_path / "x.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"} and torch.equal(file.get_tensor("a"), torch.ones(2))
+
+
+def read_mapped_mb() -> float:
+    """Memory of this process that is mapped from files."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssFile")) / 1024
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_mapped_tensors_leave_the_memory_when_the_next_is_read(tmp_path: Path) -> None:
+    written = {name: torch.full((2**21 + 3,), float(i)) for i, name in enumerate("abcd")}  # 8 MB, not whole pages
+    save_tensors(written, tmp_path / "x.safetensors")
+    with safe_open(tmp_path / "x.safetensors", "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in written}
+    mapped, before = MappedTensors(tensors), read_mapped_mb()
+    for _ in range(2):
+        for name, tensor in written.items():
+            assert torch.equal(mapped[name], tensor)
+            assert read_mapped_mb() - before < 12
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in written.items())
+    assert read_mapped_mb() - before > 28, "all at once"

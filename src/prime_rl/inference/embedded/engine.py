@@ -247,7 +247,9 @@ class EmbeddedEngine(InProcessEngineMixin):
         `ValueError` without changes if names or shapes do not match.
         """
         width = self.dtype.itemsize  # narrower tensors are widened while they are copied, without a copy of all
-        rounded = {n: tensor.to(self.dtype) if tensor.itemsize > width else tensor for n, tensor in tensors.items()}
+        rounded = tensors
+        if any(tensor.itemsize > width for tensor in tensors.values()):
+            rounded = {n: tensor.to(self.dtype) if tensor.itemsize > width else tensor for n, tensor in tensors.items()}
         fill_weights(self.model, rounded, ignore_layers_from=self._layers_kept, source="the new weights")
         self._decoder.refresh()
         self._change_version(version)

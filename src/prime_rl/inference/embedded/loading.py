@@ -29,6 +29,7 @@ from prime_rl.transport.deltas import is_delta, read_version
 from prime_rl.transport.weights import read_manifest, verify_tensors
 from rollouts.training.json_files import read_json_file
 from rollouts.training.steps import is_complete
+from rollouts.training.tensor_files import MappedTensors
 
 FEW_CORES = 4
 
@@ -66,7 +67,7 @@ class WeightReader:
         if is_delta(directory):
             held = None if self.engine is None else (self.engine.version, tensor_names(self.engine.model))
             return read_version(directory, held, RunDir(directory.parents[1]).weights, self._read_allowed)
-        manifest, tensors = read_manifest(directory), read_files(directory)
+        manifest, tensors = read_manifest(directory), MappedTensors(read_files(directory))
         verify_tensors(tensors, manifest)
         return tensors, manifest.step
 

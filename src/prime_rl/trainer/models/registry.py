@@ -21,6 +21,7 @@ from prime_rl.trainer.models.hf_model import HFCausalLM, load_hf_model
 from prime_rl.trainer.models.nanochat import NanochatLM
 from prime_rl.transport.weights import ADAPTER_CONFIG_FILE, read_index
 from rollouts.training.json_files import read_json_file
+from rollouts.training.tensor_files import MappedTensors
 
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
@@ -120,7 +121,7 @@ def fill_weights(
         if given[name].shape != parameter.shape:
             shapes = f"shape {tuple(given[name].shape)}, expected {tuple(parameter.shape)} from config.json"
             raise ValueError(f"{name} of {source} has {shapes}")
-    model.copy_tensors(given)
+    model.copy_tensors(MappedTensors(given) if isinstance(tensors, MappedTensors) else given)
 
 
 def read_tensors(model_dir: Path) -> dict[str, Tensor]:
