@@ -56,7 +56,7 @@ def describe_misses(rows: list[Row]) -> str:
     if not bounded:
         return "No thresholds."
     if not missed:
-        return f"All {len(bounded)} thresholds hold."
+        return f"All thresholds hold ({len(bounded)})."
     return f"Misses {len(missed)} of {len(bounded)} thresholds: {'; '.join(missed)}."
 
 

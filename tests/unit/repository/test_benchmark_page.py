@@ -36,7 +36,7 @@ def test_tables_are_replaced_one_by_one(tmp_path: Path, monkeypatch: pytest.Monk
     write(first, "engine_real", 4.0)
     text = make(monkeypatch, first, page)
     assert text.startswith("# Benchmarks\n") and list_headings(text) == ["## engine_real", "## long_tail"]
-    assert "| speed | 4 | >= 2 | ok |" in text and text.count("All 1 thresholds hold.") == 2
+    assert "| speed | 4 | >= 2 | ok |" in text and text.count("All thresholds hold (1).") == 2
     page.write_text(text.replace("## long_tail\n", "## long_tail\n\nA note by hand.\n"))
     write(second, "engine_real", 1.0)
     write(second, "engine", 5.0)
