@@ -34,6 +34,8 @@ FORMATS = {
     "int8": (torch.bfloat16, {"exact": False, "quantization": "int8"}),
 }
 GROUP, NEW, CACHE_TOKENS = 4, 128, 20_000
+COLD = 0.3
+"""Temperature of every second group: its completions resemble each other, so that drafts are accepted."""
 
 
 def run(engine: EmbeddedEngine, requests: Iterable[GenerationRequest]) -> dict[GenerationRequest, Output]:
@@ -134,8 +136,9 @@ def main() -> int:
     requests: list[GenerationRequest] = []
     while len(requests) * NEW < arguments.tokens:
         first = draw_chat(tokenizer, rng, len(requests), NEW)
-        others = (SamplingParams(**vars(first.params) | {"seed": len(requests) + i}) for i in range(1, GROUP))
-        requests += [first, *(GenerationRequest(first.prompt, params) for params in others)]
+        changes = {"temperature": COLD} if len(requests) % (2 * GROUP) else {}
+        sampling = (SamplingParams(**vars(first.params) | changes | {"seed": len(requests) + i}) for i in range(GROUP))
+        requests += [GenerationRequest(first.prompt, params) for params in sampling]
     for name in arguments.formats:
         rows += check_format(name, resolve_model_dir(arguments.model), requests, rng)
     rows.append(Row("peak memory, GB", read_peak_gb(os.getpid()), "<=", MAX_GB))
