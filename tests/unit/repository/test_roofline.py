@@ -1,0 +1,45 @@
+"""Least time of generation: operations and bytes counted by hand and from a model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+import roofline
+from roofline import Decoder, Resources, compute_bound, read_decoder
+
+from prime_rl.runtime.tokenizer import resolve_model_dir
+from prime_rl.trainer.models.registry import load_decoder
+
+HERE = Resources(threads=1)
+
+
+def test_weights_are_those_of_the_products() -> None:
+    directory = resolve_model_dir("tiny-qwen3")
+    decoder = read_decoder(directory, "bfloat16")
+    named = load_decoder(directory, random_init=True).named_parameters()
+    assert decoder.num_weights == sum(p.numel() for name, p in named if "_proj" in name)
+    assert decoder.count_bytes(0) == 2 * (decoder.num_weights + 320 * 128)
+    assert decoder.token_bytes == 2 * 2 * 2 * 32 * 2  # keys and values, layers, heads, dim, bytes
+    assert read_decoder(directory, "bfloat16", quantized=True).count_bytes(1) == decoder.count_bytes(0) // 2 + 512
+
+
+def test_bound_is_the_larger_of_products_and_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = Decoder(
+        {"num_hidden_layers": 1, "hidden_size": 4, "intermediate_size": 8, "vocab_size": 10, "head_dim": 2}
+        | {"num_attention_heads": 2, "num_key_value_heads": 1},
+        "float32",
+        "float32",
+    )
+    assert (decoder.num_weights, decoder.num_head_weights, decoder.token_bytes) == (48 + 96, 40, 16)
+    monkeypatch.setattr(roofline, "measure_flops", lambda *_: 100.0)
+    for bandwidth in (10.0, 1e6):
+        monkeypatch.setattr(roofline, "measure_bandwidth", lambda *_, bandwidth=bandwidth: bandwidth)
+        bound = compute_bound(decoder, groups=2, group=3, prompt=5, new=9, resources=HERE)
+        assert bound.prefill == pytest.approx((2 * (10 * 144 + 2 * 40) + 10 * 4 * 3 * 4) / 100)  # 3 keys on average
+        assert bound.step_products == pytest.approx((2 * 6 * (144 + 40) + 6 * 4 * 9 * 4) / 100)
+        assert bound.step_reads == pytest.approx((4 * 184 + 16 * (2 * 5 + 6 * 4)) / bandwidth)
+        assert bound.decode == pytest.approx(8 * max(bound.step_products, bound.step_reads))
