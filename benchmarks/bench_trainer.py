@@ -267,7 +267,8 @@ def compare(
     norms = rows[0][0]["grad_norm"], rows[0][1]["grad_norm"]
     for worker in (ours, peer):
         worker.close()
-    tolerance = 0.1 if task["lora_rank"] else 2e-3 if dtype == "float32" else 3e-2  # both draw their own adapter
+    # Both draw their own adapter. In bf16 ours is .3 % from the norm in fp32 in the RL task, the peer's 4.5 %.
+    tolerance = 0.1 if task["lora_rank"] else 2e-3 if dtype == "float32" else 5e-2
     if abs(norms[0] - norms[1]) > tolerance * norms[1]:
         raise SystemExit(f"{name}, {task_name}, {dtype}: gradient norms {norms} differ: not the same work")
     mine, theirs = ([row[side]["cpu_seconds"] for row in rows[1:]] for side in (0, 1))
