@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prime_rl.runtime.machine import keep_freed_memory
 from prime_rl.trainer.activations import recompute_layers
 from prime_rl.trainer.concurrent_micros import ConcurrentMicros, build_concurrent_micros
 from prime_rl.trainer.config import ModelConfig, SFTConfig, TrainConfig
@@ -349,6 +350,8 @@ def build_backend(config: TrainConfig | SFTConfig) -> Backend:
     placement = resolve_placement(
         config.model, int(environ.get("LOCAL_RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
     )
+    if placement.device.type == "cpu":
+        keep_freed_memory()
     ranks = init_process_group(config.parallel, config.dist_timeout_seconds, placement.device)
     mesh = build_mesh(config.parallel, ranks)
     torch.manual_seed(config.seed + ranks.rank // mesh.tp.size)  # replicated parameters need the same dropout

@@ -119,6 +119,7 @@ def build_service(config: ServeConfig) -> TrainingService:
     from prime_rl.inference.detokenizer import build_decode
     from prime_rl.inference.embedded.engine import EmbeddedEngine
     from prime_rl.inference.embedded.loading import load_eos_ids
+    from prime_rl.runtime.machine import keep_freed_memory
     from prime_rl.runtime.tokenizer import load_tokenizer, resolve_model_dir
     from prime_rl.trainer.model import limit_threads
     from prime_rl.trainer.models.registry import load_causal_lm
@@ -128,6 +129,7 @@ def build_service(config: ServeConfig) -> TrainingService:
     from prime_rl.training_api.service import TrainingService
 
     limit_threads()
+    keep_freed_memory()
     model_dir = resolve_model_dir(config.model.name)
     debug = config.model.debug
     model = load_causal_lm(model_dir, random_init=debug.random_init, num_layers=debug.num_layers, seed=debug.seed)

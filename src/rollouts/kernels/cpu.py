@@ -84,11 +84,11 @@ class DeltaStruct(ctypes.Structure):
 
 
 SIGNATURES = {
-    "rms_norm": [_P, _I, _P, _P, _I, _F, _P, _P, _I, _I, _I],
-    "rms_norm_backward": [_P, _P, _I, _P, _P, _P, _P, _I, _I, _I, _I],
-    "rotate": [_P, _I, _P, _P, _F, _P, _I, _I, _I],
-    "swiglu": [_P, _I, _P, _I, _P, _I, _I],
-    "swiglu_backward": [_P, _P, _P, _P, _P, _I, _I],
+    "rms_norm": [_P, _I, _P, _P, _I, _F, _P, _P, _I, _I, _I, _I],
+    "rms_norm_backward": [_P, _P, _I, _P, _P, _P, _P, _I, _I, _I, _I, _I],
+    "rotate": [_P, _I, _P, _P, _F, _P, _I, _I, _I, _I],
+    "swiglu": [_P, _I, _P, _I, _P, _I, _I, _I],
+    "swiglu_backward": [_P, _P, _P, _P, _P, _I, _I, _I],
     "softmax": [_P, _I, _I],
     "causal_attention": [_P] * 9,
     "invert_cdf": [_P, _P, _P, _I, _I],
@@ -237,12 +237,20 @@ def _processor() -> str:
     return next((line for line in cpus.read_text().splitlines() if line.startswith(("flags", "Features"))), "")
 
 
-def runs_here(x: Tensor, *others: Tensor) -> bool:
-    """Whether the kernels support these tensors: plain fp32 on a CPU, outside of `torch.compile`."""
+def runs_here(x: Tensor, *others: Tensor, narrow: bool = False) -> bool:
+    """Whether the kernels support these tensors: plain fp32 on a CPU, outside of `torch.compile`.
+
+    With `narrow`, for the kernels that have it, also bf16 in rows of whole vectors.
+    """
     if torch.compiler.is_compiling() or library() is None:
         return False
+    if narrow and x.dtype == torch.bfloat16:
+        if x.shape[-1] % (2 * LANES):
+            return False
+    elif x.dtype != torch.float32:
+        return False
     for tensor in (x, *others):
-        if tensor.dtype != torch.float32 or not tensor.is_cpu or type(tensor) not in PLAIN:
+        if tensor.dtype != x.dtype or not tensor.is_cpu or type(tensor) not in PLAIN:
             return False
     return True
 
@@ -250,13 +258,13 @@ def runs_here(x: Tensor, *others: Tensor) -> bool:
 def rms_norm(
     x: Float[Tensor, "*rows size"], weight: Float[Tensor, "*heads size"], eps: float, added: Tensor | None = None
 ) -> tuple[Float[Tensor, "*rows size"], Float[Tensor, "*rows 1"]]:
-    """weight x / rms(x), and 1 / rms(x). `weight` may have a row per head. `added` is added to `x` in place first."""
+    """weight x / rms(x), and 1 / rms(x) in fp32. `weight` may have a row per head. `added` is added to `x` in place."""
     x, stride, inner = _flatten_rows(x)
-    out, scales = torch.empty(x.shape), torch.empty((*x.shape[:-1], 1))
+    out, scales = torch.empty(x.shape, dtype=x.dtype), torch.empty((*x.shape[:-1], 1))
     heads = weight.shape[0] if weight.dim() > 1 else 1
     assert added is None or added.is_contiguous()
     shape = (scales.numel(), inner, x.shape[-1])
-    call("rms_norm", x, stride, added, weight, heads, eps, out, scales, *shape)
+    call("rms_norm", x, stride, added, weight.float(), heads, eps, out, scales, *shape, _is_narrow(x))
     return out, scales
 
 
@@ -268,12 +276,13 @@ def rms_norm_backward(
 ) -> tuple[Float[Tensor, "*rows size"], Float[Tensor, " size"]]:
     """The gradients of x and weight."""
     x, stride, inner = _flatten_rows(x)
-    grad, grad_x = grad.contiguous(), torch.empty(x.shape)
+    grad, grad_x = grad.contiguous(), torch.empty(x.shape, dtype=x.dtype)
     parts = min(torch.get_num_threads(), scales.numel())
     grad_weight = torch.empty(parts, x.shape[-1])
     shape = (parts, scales.numel(), inner, x.shape[-1])
-    call("rms_norm_backward", grad, x, stride, weight, scales, grad_x, grad_weight, *shape)
-    return grad_x, grad_weight.sum(0)
+    wide = weight.float()
+    call("rms_norm_backward", grad, x, stride, wide, scales, grad_x, grad_weight, *shape, _is_narrow(x))
+    return grad_x, grad_weight.sum(0).to(weight.dtype)
 
 
 def rotate(
@@ -284,15 +293,16 @@ def rotate(
 ) -> Float[Tensor, "tokens heads dim"]:
     """RoPE of every head by the angles of its token; `back` is the inverse."""
     x, stride, heads = _flatten_rows(x)
-    out = torch.empty(x.shape)
-    call("rotate", x, stride, cos, sin, -1.0 if back else 1.0, out, x.shape[0], heads, x.shape[2])
+    out, cos, sin = torch.empty(x.shape, dtype=x.dtype), cos.float(), sin.float()
+    sign = -1.0 if back else 1.0
+    call("rotate", x, stride, cos, sin, sign, out, x.shape[0], heads, x.shape[2], _is_narrow(x))
     return out
 
 
 def swiglu(gate: Float[Tensor, "rows size"], up: Float[Tensor, "rows size"]) -> Float[Tensor, "rows size"]:
     """silu(gate) up; the inputs may be column slices of a wider matrix."""
-    out = torch.empty(gate.shape)
-    call("swiglu", gate, gate.stride(0), up, up.stride(0), out, *gate.shape)
+    out = torch.empty(gate.shape, dtype=gate.dtype)
+    call("swiglu", gate, gate.stride(0), up, up.stride(0), out, *gate.shape, _is_narrow(gate))
     return out
 
 
@@ -301,9 +311,13 @@ def swiglu_backward(
 ) -> tuple[Float[Tensor, "rows size"], Float[Tensor, "rows size"]]:
     """The gradients of gate and up."""
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
-    grad_gate, grad_up = torch.empty(gate.shape), torch.empty(gate.shape)
-    call("swiglu_backward", grad, gate, up, grad_gate, grad_up, *gate.shape)
+    grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(gate)
+    call("swiglu_backward", grad, gate, up, grad_gate, grad_up, *gate.shape, _is_narrow(gate))
     return grad_gate, grad_up
+
+
+def _is_narrow(x: Tensor) -> bool:
+    return x.dtype == torch.bfloat16
 
 
 def softmax_(scores: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:

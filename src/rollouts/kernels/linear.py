@@ -108,6 +108,27 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return packed_linear(rows, weight, bias).view(*x.shape[:-1], -1)
 
 
+def input_gradient(
+    grad: Float[Tensor, "rows outputs"], weight: Float[Tensor, "outputs inputs"], exact: bool = False
+) -> Float[Tensor, "rows inputs"]:
+    """grad weight: gradient of the inputs of `linear`. `exact`: a oneDNN product for any number of rows."""
+    return packed_linear(grad, weight.t()) if _differentiates_by_onednn(grad, exact) else torch.mm(grad, weight)
+
+
+def weight_gradient(
+    grad: Float[Tensor, "rows outputs"], x: Float[Tensor, "rows inputs"], exact: bool = False
+) -> Float[Tensor, "outputs inputs"]:
+    """grad^T x: gradient of the weight of `linear`."""
+    if not _differentiates_by_onednn(grad, exact):
+        return torch.mm(grad.t(), x)
+    grad, x = (pad_rows(each, round_rows(len(each))) for each in (grad, x))  # zero rows add nothing to the sum
+    return packed_linear(grad.t(), x.t())
+
+
+def _differentiates_by_onednn(grad: Tensor, exact: bool) -> bool:
+    return uses_onednn(grad) and (exact or (len(grad) >= BACKWARD_ROWS and not has_fast_mkl()))
+
+
 class _Product(torch.autograd.Function):
     """`_product` with gradients; the backward pass uses oneDNN products as well."""
 
@@ -122,11 +143,7 @@ class _Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad: Tensor = grads[0]
         flat, rows = grad.flatten(0, -2), x.flatten(0, -2)
-        grad_bias = flat.sum(0) if ctx.needs_input_grad[2] else None
-        if not ctx.exact_backward and (len(rows) < BACKWARD_ROWS or has_fast_mkl()):
-            grad_x = torch.mm(flat, weight).view_as(x) if ctx.needs_input_grad[0] else None
-            return grad_x, torch.mm(flat.t(), rows) if ctx.needs_input_grad[1] else None, grad_bias, None
-        grad_x = packed_linear(flat, weight.t().contiguous()).view_as(x) if ctx.needs_input_grad[0] else None
-        flat, rows = (pad_rows(x, round_rows(len(x))) for x in (flat, rows))  # zero rows add nothing to the sum
-        grad_weight = packed_linear(flat.t().contiguous(), rows.t().contiguous()) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, grad_bias, None
+        exact = ctx.exact_backward
+        grad_x = input_gradient(flat, weight, exact).view_as(x) if ctx.needs_input_grad[0] else None
+        grad_weight = weight_gradient(flat, rows, exact) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, flat.sum(0) if ctx.needs_input_grad[2] else None, None

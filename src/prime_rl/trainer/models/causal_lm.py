@@ -50,7 +50,7 @@ def _norm(
     x: Float[Tensor, "*rows size"], weight: Float[Tensor, "*heads size"], eps: float
 ) -> tuple[Float[Tensor, "*rows size"], Float[Tensor, "*rows 1"]]:
     """Normalized x, and 1 / rms(x) in at least fp32."""
-    if cpu_kernels.runs_here(x, weight):
+    if cpu_kernels.runs_here(x, weight, narrow=True):
         return cpu_kernels.rms_norm(x, weight, eps)
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -72,7 +72,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
-        if cpu_kernels.runs_here(grads[0], x, weight):
+        if cpu_kernels.runs_here(grads[0], x, weight, narrow=True):
             return *cpu_kernels.rms_norm_backward(grads[0], x, weight, scale), None
         unit = x.to(scale.dtype) * scale
         grad_weight = (grads[0] * unit.to(x.dtype)).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
@@ -91,7 +91,7 @@ def apply_rotary_emb(
 
 
 def _apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
-    if cpu_kernels.runs_here(x, cos, sin):
+    if cpu_kernels.runs_here(x, cos, sin, narrow=True):
         return cpu_kernels.rotate(x, cos, sin, inverse)
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-right, left), dim=-1) * (-sin if inverse else sin)
@@ -113,7 +113,7 @@ class _RotaryEmbedding(torch.autograd.Function):
 
 def swiglu(gate: Float[Tensor, "rows size"], up: Float[Tensor, "rows size"]) -> Float[Tensor, "rows size"]:
     """silu(gate) up (Shazeer 2020)."""
-    if not cpu_kernels.runs_here(gate, up):
+    if not cpu_kernels.runs_here(gate, up, narrow=True):
         return F.silu(gate) * up
     if torch.is_grad_enabled():
         return cast(Tensor, _SwiGLU.apply(gate, up))  # type: ignore[no-untyped-call]

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rollouts.kernels.linear import linear
+from rollouts.kernels.linear import input_gradient, linear, weight_gradient
 from rollouts.training.numerics import count_chunks
 from rollouts.training.sampling_support import Support
 
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 LOGITS_PER_CHUNK = 1 << 24
-"""Logits in memory at once in fp32 (64 MiB); more tokens are processed in chunks and recomputed in the backward."""
+"""Logits computed at once in fp32 (64 MiB); more tokens are processed in chunks."""
+
+MAX_SAVED_CHUNKS = 4
+"""Chunks of log-probs stored for the backward pass; of more tokens they are recomputed."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +82,10 @@ def compute_head_logprobs(
     """`compute_logprobs` of `hidden @ weight.T`, both results with gradients, in bounded memory.
 
     With `cap`, logits are first replaced by cap tanh(logits / cap). Forward and backward store about
-    `logits_per_chunk` logits at a time: with several chunks the backward recomputes the logits. The bits do not depend
-    on the number of chunks. If `weight` is a `part` of the head, all ranks of its group pass the same tokens and get
-    the same results; the gradient of `hidden` is summed over the group.
+    `logits_per_chunk` logits at a time, and up to MAX_SAVED_CHUNKS times as many log-probs between them; of more the
+    backward recomputes the logits. The bits do not depend on the number of chunks. If `weight` is a `part` of the head,
+    all ranks of its group pass the same tokens and get the same results; the gradient of `hidden` is summed over the
+    group.
     """
     return _HeadLogprobs.apply(hidden, weight, labels, temperature, logits_per_chunk, cap, part, support)  # type: ignore[no-untyped-call]
 
@@ -202,22 +206,22 @@ class _HeadLogprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.cap = cap
         logprobs, entropies = [], []
-        table = None
+        keeps = cap is None and ctx.num_chunks <= MAX_SAVED_CHUNKS
+        tables: list[Tensor] = []
         supports = _split_support(support, ctx.num_chunks)
         for (h, y, t), chosen in zip(_chunks(ctx.num_chunks, hidden, labels, temperature), supports, strict=True):
             table = _log_softmax(linear(h, weight), t, cap, part, chosen)
+            tables += [table] if keeps else []
             logprobs.append(_of_label(table, y, part))
-            own = -(table.exp() * table).sum(-1)
+            own = -table.exp().mul_(table).sum(-1)
             entropies.append(own if part is None else part.sum(own))
         entropy = torch.cat(entropies)
-        # A single chunk is small enough to save, which avoids recomputing it.
-        saved = table if ctx.num_chunks == 1 and cap is None else None
-        ctx.save_for_backward(hidden, weight, labels, temperature, entropy, saved)
+        ctx.save_for_backward(hidden, weight, labels, temperature, entropy, *tables)
         return torch.cat(logprobs), entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        hidden, weight, labels, temperature, entropy, saved = ctx.saved_tensors
+        hidden, weight, labels, temperature, entropy, *tables = ctx.saved_tensors
         of_logprob, of_entropy = grads
         if of_logprob is None and of_entropy is None:
             return (None,) * 8
@@ -227,7 +231,8 @@ class _HeadLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         # Accumulated over chunks in fp32: bfloat16 would round after every chunk.
         wide = torch.promote_types(weight.dtype, torch.float32)
-        grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        grad_weight: Tensor | None = None
+        kept: list[Tensor] = []
         done = 0
         chunks = _chunks(
             ctx.num_chunks,
@@ -239,28 +244,29 @@ class _HeadLogprobs(torch.autograd.Function):
             zeros if of_entropy is None else of_entropy,
         )
         supports = _split_support(ctx.support, ctx.num_chunks)
-        for (h, y, t, g, e, entropy_grad), chosen in zip(chunks, supports, strict=True):
-            logits = linear(h, weight) if saved is None else None
-            table = saved if logits is None else _log_softmax(logits, t, ctx.cap, part, chosen)
-            p = table.exp()
+        for i, ((h, y, t, g, e, entropy_grad), chosen) in enumerate(zip(chunks, supports, strict=True)):
+            logits = None if tables else linear(h, weight)
+            table = tables[i] if logits is None else _log_softmax(logits, t, ctx.cap, part, chosen)
+            g, entropy_grad = g / t, entropy_grad / t
             scale = -g[:, None] if of_entropy is None else -g[:, None] - entropy_grad[:, None] * (table + e[:, None])
-            of_logits = p.mul_(scale)
+            of_logits = table.exp().mul_(scale)
             if part is not None:
                 y, mine = part.local_rows(y, weight.shape[0])
                 g = torch.where(mine, g, 0.0)
             of_logits.scatter_add_(-1, y[:, None], g[:, None])
-            of_logits = of_logits.div_(t[:, None])
             if ctx.cap is not None and logits is not None:
                 of_logits *= 1 - torch.tanh(_wide(logits) / ctx.cap).square()
             of_logits = of_logits.to(hidden.dtype)
             if grad_hidden is not None:
-                torch.mm(of_logits, weight.to(hidden.dtype), out=grad_hidden[done : done + len(y)])
-            if grad_weight is not None:
-                if grad_weight.dtype == h.dtype:
-                    grad_weight.addmm_(of_logits.T, h)
-                else:
-                    grad_weight += of_logits.T @ h
+                grad_hidden[done : done + len(y)] = input_gradient(of_logits, weight.to(hidden.dtype))
+            if ctx.needs_input_grad[1] and tables:
+                kept.append(of_logits)
+            elif ctx.needs_input_grad[1]:
+                share = weight_gradient(of_logits, h)
+                grad_weight = share.to(wide) if grad_weight is None else grad_weight.add_(share)
             done += len(y)
+        if kept:
+            grad_weight = weight_gradient(torch.cat(kept) if len(kept) > 1 else kept[0], hidden)
         if grad_hidden is not None and part is not None:
             part.sum(grad_hidden)
         of_weight = None if grad_weight is None else grad_weight.to(weight.dtype)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import resource
+import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -37,3 +41,26 @@ def test_health() -> None:
         server.shutdown()
         server.server_close()
     assert not is_healthy(None, server.server_port)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="needs glibc")
+def test_freed_memory_is_used_again() -> None:
+    script = """
+import ctypes, resource, sys
+from prime_rl.runtime.machine import keep_freed_memory
+if sys.argv[1] == "kept":
+    keep_freed_memory()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+size = 64 << 20
+for _ in range(6):
+    place = libc.malloc(ctypes.c_size_t(size))
+    ctypes.memset(place, 1, size)
+    libc.free(place)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+"""
+    kept, default = (
+        int(subprocess.run([sys.executable, "-c", script, how], check=True, capture_output=True, text=True).stdout)
+        for how in ("kept", "default")
+    )
+    assert default - kept > 4 * (64 << 20) / resource.getpagesize()

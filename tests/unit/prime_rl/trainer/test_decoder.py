@@ -293,6 +293,9 @@ def test_blocked_attention_matches_unblocked_bit_for_bit(window: int | None) -> 
         assert torch.equal(out, whole[0, :n])
     fused = PackedAttention(lengths, mode="sdpa")(0, q, k, v, window)
     torch.testing.assert_close(fused, torch.cat(packed), atol=1e-5, rtol=1e-5)
+    narrow = q.bfloat16(), k.bfloat16(), v.bfloat16()
+    in_fp32 = PackedAttention(lengths, mode="sdpa")(0, *(x.float() for x in narrow), window)
+    assert torch.equal(PackedAttention(lengths, mode="sdpa")(0, *narrow, window), in_fp32.bfloat16())
 
 
 @torch.no_grad()

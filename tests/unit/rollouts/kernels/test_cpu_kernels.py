@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import platform
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def gradients(function: Any, *inputs: Tensor) -> list[Tensor]:
     """Output and gradients of the function, for a fixed gradient of its output."""
     leaves = [x.clone().requires_grad_() for x in inputs]
     out = function(*leaves)
-    out.backward(draw(*out.shape, seed=9).to(out.dtype))
+    out.backward(draw(*out.shape, seed=9).bfloat16().to(out.dtype))
     return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
@@ -73,6 +74,30 @@ def test_rotary_embedding_with_gradients() -> None:
         gradients(lambda a: causal_lm.apply_rotary_emb(a, angles.cos(), angles.sin()), x), expected, strict=True
     ):
         torch.testing.assert_close(actual.double(), value, rtol=1e-5, atol=1e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize("threads", [1, 2])
+def test_bf16_is_fp32_rounded_once(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, up = draw(400, 96).bfloat16(), draw(400, 96, seed=2).bfloat16() * 8
+    weight, heads = draw(96, seed=1).bfloat16(), draw(400, 3, 64).bfloat16()
+    angles = draw(400, 1, 32, seed=1).repeat(1, 1, 2)
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    cases: tuple[tuple[Callable[..., Any], tuple[Tensor, ...]], ...] = (
+        (lambda a, w: causal_lm.rms_norm(a, w, 1e-6), (x, weight)),
+        (causal_lm.swiglu, (up, x)),
+        (lambda a: causal_lm.apply_rotary_emb(a, cos.to(a.dtype), sin.to(a.dtype)), (heads,)),
+    )
+    torch.set_num_threads(threads)
+    for function, inputs in cases:
+        expected = gradients(function, *(i.float() for i in inputs))
+        with monkeypatch.context() as patch:  # a wrong turn to torch's operations fails, too
+            patch.setattr(torch, "rsqrt", None)
+            patch.setattr(torch, "cat", None)
+            patch.setattr(F, "silu", None)
+            actual = gradients(function, *inputs)
+        for narrow, wide in zip(actual, expected, strict=True):
+            assert torch.equal(narrow, wide.bfloat16())
 
 
 @needs_kernels
