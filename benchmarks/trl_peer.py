@@ -168,6 +168,25 @@ def load_model(task: dict[str, Any]) -> transformers.PreTrainedModel:
     )
 
 
+def train_plainly(task: dict[str, Any]) -> None:
+    """A torch loop over one row, without TRL; steps on command."""
+    model = load_model(task)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=task["lr"], weight_decay=0.0, fused=True)
+    [sample] = task["samples"]
+    ids, wanted = torch.tensor([sample["tokens"]]), torch.tensor([labels(sample)])
+    model.train()
+    while sys.stdin.readline().strip() == "step":
+        start, cpu = time.perf_counter(), time.process_time()
+        with torch.autocast(task["device"], dtype=torch.bfloat16, enabled=task["dtype"] == "bfloat16"):
+            loss = model(input_ids=ids, labels=wanted).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
+        reply({"seconds": seconds, "cpu_seconds": cpu_seconds, "grad_norm": float(norm)})
+
+
 def main() -> None:
     """Build a trainer for each line of options, then step it on command."""
     task = json.loads(Path(sys.argv[1]).read_text())
@@ -177,6 +196,10 @@ def main() -> None:
         options = json.loads(line)
         if options.get("quit"):
             return
+        if task["kind"] == "plain":
+            reply({"rows": 1})
+            train_plainly(task)
+            continue
         trainer = (build_sft if task["kind"] == "sft" else build_rl)(task, options)
         norms: list[float] = []
         clip = trainer.accelerator.clip_grad_norm_
