@@ -91,6 +91,7 @@ SIGNATURES = {
     "swiglu_backward": [_P, _P, _P, _P, _P, _I, _I, _I],
     "softmax": [_P, _I, _I],
     "causal_attention": [_P] * 9,
+    "causal_attention_backward": [_P] * 12,
     "invert_cdf": [_P, _P, _P, _I, _I],
     "top": [_P, _I, _P, _P, _I, _I],
     "filter_rows": [_P, _P, _P, _P, _I, _I],
@@ -146,6 +147,7 @@ def library() -> ctypes.CDLL | None:
     loaded.packed_inputs.argtypes, loaded.packed_inputs.restype = [_I, _I], _I
     loaded.enable_amx.argtypes, loaded.enable_amx.restype = [_I], _I
     loaded.quantized_size.argtypes, loaded.quantized_size.restype = [_I, _I], _I
+    loaded.backward_scratch_size.argtypes, loaded.backward_scratch_size.restype = [_P], _I
     loaded.max_rank.argtypes, loaded.max_rank.restype = [], _I
     loaded.has_dots.argtypes, loaded.has_dots.restype = [], ctypes.c_int
     _enable_amx(loaded)
@@ -355,6 +357,31 @@ def causal_attention(
     out, log_sums = torch.empty(q.shape), torch.empty(seqs, heads, rows)
     call("causal_attention", ctypes.addressof(shape), q, k, v, starts.contiguous(), packed, scratch, out, log_sums)
     return out, log_sums
+
+
+def causal_attention_backward(
+    grad: Float[Tensor, "seqs rows heads dim"],
+    q: Float[Tensor, "seqs rows heads dim"],
+    k: Float[Tensor, "seqs keys kv_heads dim"],
+    v: Float[Tensor, "seqs keys kv_heads dim"],
+    out: Float[Tensor, "seqs rows heads dim"],
+    log_sums: Float[Tensor, "seqs heads rows"],
+    starts: Int[Tensor, " seqs"],
+    window: int | None = None,
+) -> tuple[Float[Tensor, "seqs rows heads dim"], Float[Tensor, "..."], Float[Tensor, "..."]]:
+    """The gradients of q, k and v of `causal_attention`; memory linear in `keys` (FlashAttention, 2205.14135)."""
+    kernels = library()
+    assert kernels is not None and k.stride() == v.stride()
+    (seqs, rows, heads, dim), (keys, kv_heads) = q.shape, k.shape[1:3]
+    threads, block = torch.get_num_threads(), max(1, QUERY_ROWS // (heads // kv_heads))
+    strides = (k.stride(0), k.stride(1), k.stride(2))
+    shape = CausalStruct(seqs, rows, heads, kv_heads, keys, dim, *strides, window or 0, block, 0, threads, 0)
+    shape.scratch_size = kernels.backward_scratch_size(ctypes.addressof(shape))
+    scratch = torch.empty(threads, shape.scratch_size)
+    dq, dk, dv = torch.empty(q.shape), torch.zeros(k.shape), torch.zeros(v.shape)
+    inputs = (grad.contiguous(), q.contiguous(), k, v, out, log_sums, starts.contiguous())
+    call("causal_attention_backward", ctypes.addressof(shape), *inputs, scratch, dq, dk, dv)
+    return dq, dk, dv
 
 
 def invert_cdf(logprobs: Float[Tensor, "rows vocab"], noise: Float[Tensor, " rows"]) -> Int[Tensor, " rows"]:

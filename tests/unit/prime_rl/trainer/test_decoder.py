@@ -11,11 +11,13 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prime_rl.trainer.models import attention
 from prime_rl.trainer.models.attention import (
     AttentionMode,
     PackedAttention,
     bucket_lengths,
     causal_mask,
+    exact_causal_attention,
     fold_groups,
     has_flash,
     has_kernel_bits,
@@ -280,7 +282,7 @@ def test_buckets_contain_every_sequence_once(lengths: list[int]) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("window", [None, 200])
-def test_blocked_attention_matches_unblocked_bit_for_bit(window: int | None) -> None:
+def test_blocked_attention_matches_unblocked_bit_for_bit(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Query and key blocks and other sequences in the pack do not change the result."""
     q, k, v = torch.randn(900, 4, 32), torch.randn(900, 2, 32), torch.randn(900, 2, 32)
     lengths = [300, 5, 560, 16, 19]
@@ -291,11 +293,45 @@ def test_blocked_attention_matches_unblocked_bit_for_bit(window: int | None) -> 
         keys, values = room[1].transpose(1, 2), room[2].transpose(1, 2)
         whole = unfold_groups(masked_attention(fold_groups(room[0], 2), keys, values, mask), padded(n))
         assert torch.equal(out, whole[0, :n])
-    fused = PackedAttention(lengths, mode="sdpa")(0, q, k, v, window)
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "is_faster_by_kernel", lambda q: False)
+        fused = PackedAttention(lengths, mode="sdpa")(0, q, k, v, window)
     torch.testing.assert_close(fused, torch.cat(packed), atol=1e-5, rtol=1e-5)
     narrow = q.bfloat16(), k.bfloat16(), v.bfloat16()
     in_fp32 = PackedAttention(lengths, mode="sdpa")(0, *(x.float() for x in narrow), window)
     assert torch.equal(PackedAttention(lengths, mode="sdpa")(0, *narrow, window), in_fp32.bfloat16())
+
+
+@pytest.mark.skipif(cpu_kernels.library() is None, reason="no C compiler; cure: apt-get install gcc")
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rows", "keys", "window"),
+    [
+        (6, 2, 64, 144, 144, None),
+        (9, 3, 64, 1104, 1104, None),  # several spans of keys
+        (4, 1, 128, 80, 80, 37),
+        (2, 2, 32, 704, 704, 200),
+        (8, 2, 96, 50, 176, None),  # queries behind keys of their own positions
+    ],
+)
+def test_gradients_of_attention(
+    heads: int, kv_heads: int, dim: int, rows: int, keys: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = torch.Generator().manual_seed(keys)
+    shapes = ((2, rows, heads, dim), (2, keys, kv_heads, dim), (2, keys, kv_heads, dim))
+    leaves = [torch.randn(shape, generator=draw).requires_grad_() for shape in shapes]
+    weight = torch.randn(shapes[0], generator=draw)
+    starts = torch.tensor([keys - rows, (keys - rows) // 3])
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    expected = torch.autograd.grad(torch_causal_attention(*wide, starts, window), wide, weight.double())
+    found = []
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        found.append(torch.autograd.grad(exact_causal_attention(*leaves, starts, window), leaves, weight))
+    for one, two, value in zip(*found, expected, strict=True):
+        assert torch.equal(one, two)
+        assert (one - value).norm() < 2e-6 * value.norm()
 
 
 @torch.no_grad()
