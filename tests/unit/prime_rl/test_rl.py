@@ -45,7 +45,7 @@ def test_commands_that_we_print_can_be_typed_into_a_shell() -> None:
     found = [f"{path.name}: {line}" for path in files for line in path.read_text().splitlines() if bare.search(line)]
     assert found == []
     assert bare.search("next  eval @ x.toml") and not bare.search("env eval @ x.toml")
-    assert "env eval @" in summarize(parse(), 1.0)
+    assert "env eval @" in summarize(parse(), 1.0, cpu_seconds=1.0)
 
 
 @pytest.mark.parametrize(
