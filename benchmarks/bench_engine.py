@@ -251,6 +251,7 @@ def measure_offline(
                     peer.measure(case, repeat)
                     if repeat < 0:
                         peer.seconds[case.name].clear()  # the first round warms up
+                        continue
                     show(f"{size} {dtype} {case.name}: {peer.kind} {case.tokens / last(peer, case):,.0f} tok/s")
             for peer in watched:
                 peer.read_peak(case)
