@@ -809,6 +809,14 @@ void pack(const void *weight, void *packed, int64_t outputs, int64_t inputs, int
   }
 }
 
+/* Prefetch `count` bytes, at most four cache lines. */
+ALWAYS void fetch_lines(const char *from, int64_t count) {
+  __builtin_prefetch(from, 0, 2);
+  if (count > 64) __builtin_prefetch(from + 64, 0, 2);
+  if (count > 128) __builtin_prefetch(from + 128, 0, 2);
+  if (count > 192) __builtin_prefetch(from + 192, 0, 2);
+}
+
 /* Multiply `num` rows of x with `size` inputs of one panel; `more` accumulates into `out`. Prefetches `ahead`, `step`
  * bytes per input. */
 ALWAYS void tile(const void *x, int64_t inputs, const void *panel, int64_t size, float *out, int64_t outputs,
@@ -819,8 +827,7 @@ ALWAYS void tile(const void *x, int64_t inputs, const void *panel, int64_t size,
   if (format == DOTS) {
     for (int64_t k = 0; k < size; k += 2) {
       vec w[PANEL / LANES];
-      __builtin_prefetch(ahead + k * step, 0, 2);
-      __builtin_prefetch(ahead + k * step + step, 0, 2);
+      fetch_lines(ahead + k * step, 2 * step);
       for (int c = 0; c < PANEL / LANES; c++) w[c] = load(at_item(panel, k * PANEL + 2 * c * LANES, DOTS));
       for (int r = 0; r < num; r++) {
         vec both = (vec)(*(const bits_in_memory *)at_item(x, r * inputs + k, DOTS) - (ivec){0});
@@ -830,7 +837,7 @@ ALWAYS void tile(const void *x, int64_t inputs, const void *panel, int64_t size,
   } else {
     for (int64_t k = 0; k < size; k++) {
       vec w[PANEL / LANES];
-      __builtin_prefetch(ahead + k * step, 0, 2);
+      fetch_lines(ahead + k * step, step);
       for (int c = 0; c < PANEL / LANES; c++) w[c] = load_as(panel, k * PANEL + c * LANES, format == BF16);
       for (int r = 0; r < num; r++)
         for (int c = 0; c < PANEL / LANES; c++)
@@ -847,22 +854,36 @@ ALWAYS void tile(const void *x, int64_t inputs, const void *panel, int64_t size,
       }
 }
 
+/* Rows of the first register tile of `rows`. Between one tile and two, both get half of the rows: a tile of few rows
+ * would wait for its weights. */
+ALWAYS int64_t tile_rows(int64_t rows) {
+  return rows <= TILE ? rows : rows < 2 * TILE ? (rows + 1) / 2 : TILE;
+}
+
+/* Calls CASE(num) for each register tile. */
+#define FOR_TILES(rows) \
+  for (int64_t left = (rows); left > 0; left -= tile_rows(left)) \
+    switch (tile_rows(left)) { \
+      CASE(1) \
+      CASE(2) \
+      CASE(3) \
+      CASE(4) \
+      CASE(5) \
+      CASE(6) \
+    }
+
 /* `tile` for all rows; `ahead` has `bytes` bytes to prefetch, as many as these inputs of the panel. */
 ALWAYS void tiles(const void *x, int64_t inputs, const void *panel, int64_t size, float *out, int64_t outputs,
                   int64_t columns, int more, const char *ahead, int64_t bytes, int64_t rows, int format) {
   int64_t step = bytes / size / ((rows + TILE - 1) / TILE);
   int of_x = format == DOTS ? DOTS : FP32;
-  for (; rows >= TILE; rows -= TILE, x = at_item(x, TILE * inputs, of_x), out += TILE * outputs, ahead += step * size)
-    tile(x, inputs, panel, size, out, outputs, columns, more, ahead, step, TILE, format);
-  switch (rows) {
 #define CASE(num) \
-  case num: tile(x, inputs, panel, size, out, outputs, columns, more, ahead, step, num, format); break;
-    CASE(1)
-    CASE(2)
-    CASE(3)
-    CASE(4)
-    CASE(5)
-  }
+  case num: \
+    tile(x, inputs, panel, size, out, outputs, columns, more, ahead, step, num, format); \
+    x = at_item(x, num * inputs, of_x), out += num * outputs, ahead += step * size; \
+    break;
+  FOR_TILES(rows)
+#undef CASE
 }
 
 #define TILES_OF(name, format) \
@@ -912,8 +933,7 @@ ALWAYS void tile_int8(const char *x, int64_t inputs, const char *panel, float *o
         sums[r][c] = -128 * ((const int32_t *)(x + r * row + padded))[groups + g] - (ivec){0};
     for (int64_t k = 0; k < quads; k++, ahead += step) {
       ivec w[PANEL / LANES];
-      __builtin_prefetch(ahead, 0, 2);
-      __builtin_prefetch(ahead + step / 2, 0, 2);
+      fetch_lines(ahead, step);
       for (int c = 0; c < PANEL / LANES; c++) w[c] = (ivec)load((const float *)weights + k * PANEL + c * LANES);
       for (int r = 0; r < num; r++) {
         ivec four = *(const bits_in_memory *)(x + r * row + first + 4 * k) - (ivec){0};
@@ -938,17 +958,13 @@ static void tiles_of_int8(const char *x, int64_t inputs, const char *panel, floa
   int64_t row = quantized_size(inputs, 0), tiles = (rows + TILE - 1) / TILE, quads = padded_inputs(inputs) / 4;
   const char *ahead = panel + PANEL * quantized_size(inputs, 1);
   int64_t step = 4 * PANEL / tiles;
-  for (; rows >= TILE; rows -= TILE, x += TILE * row, out += TILE * outputs, ahead += step * quads)
-    tile_int8(x, inputs, panel, out, outputs, columns, ahead, step, TILE);
-  switch (rows) {
-#define INT8_CASE(num) \
-  case num: tile_int8(x, inputs, panel, out, outputs, columns, ahead, step, num); break;
-    INT8_CASE(1)
-    INT8_CASE(2)
-    INT8_CASE(3)
-    INT8_CASE(4)
-    INT8_CASE(5)
-  }
+#define CASE(num) \
+  case num: \
+    tile_int8(x, inputs, panel, out, outputs, columns, ahead, step, num); \
+    x += num * row, out += num * outputs, ahead += step * quads; \
+    break;
+  FOR_TILES(rows)
+#undef CASE
 }
 
 /* AMX: products by tile registers of 16 rows of 64 bytes. The instructions of a tile compute each of its rows alone and
