@@ -56,11 +56,18 @@ class Row:
 
 def describe_machine(threads: int | None = None) -> dict[str, Any]:
     """Hardware and software versions."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.processor())
-    machine = {"cpu": cpu, "cores": os.cpu_count(), "load": os.getloadavg()[0], "python": platform.python_version()}
+    machine = {"cpu": describe_cpu(Path("/proc/cpuinfo")), "cores": os.cpu_count(), "load": os.getloadavg()[0], "python": platform.python_version()}
     return machine if threads is None else machine | {"threads": threads}
+
+
+def describe_cpu(cpuinfo: Path) -> str:
+    """Name of the CPU, with its family and model: under a hypervisor several generations have the same name."""
+    first = cpuinfo.read_text().partition("\n\n")[0] if cpuinfo.exists() else ""
+    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
+    name = fields.get("model name", platform.processor())
+    if "cpu family" not in fields:
+        return name
+    return f"{name} (family {fields['cpu family']}, model {fields['model']})"
 
 
 def read_peak_gb(pid: int) -> float:

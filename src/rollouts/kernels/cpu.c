@@ -51,6 +51,8 @@ enum {
   TILE = 6,    /* rows per register tile: TILE x PANEL sums stay in registers */
   KEYS = 128,  /* positions per KV cache block */
   BATCH = 96,  /* rows per batch of a long GEMM: they stay in the CPU cache while all panels are read */
+  FEW_TILES = 2, /* so many register tiles take the inputs in turns of TURN bytes of weights, see `tiles` */
+  TURN = 1 << 14,
   WIDEN = 12,  /* minimum rows for which widening a bf16 panel once is cheaper */
   MAX_HEAD_DIM = 256,
   SHORT_CONTEXT = 512, /* keys; up to this length the next row's KV data fits into the CPU cache as well */
@@ -817,13 +819,20 @@ ALWAYS void fetch_lines(const char *from, int64_t count) {
   if (count > 192) __builtin_prefetch(from + 192, 0, 2);
 }
 
+/* Sums of a register tile that `tile` continues: none at the first inputs of a block, and not written to `out` before
+ * the last ones. */
+typedef struct {
+  vec (*sums)[PANEL / LANES];
+  int is_first, is_last;
+} Partial;
+
 /* Multiply `num` rows of x with `size` inputs of one panel; `more` accumulates into `out`. Prefetches `ahead`, `step`
  * bytes per input. */
 ALWAYS void tile(const void *x, int64_t inputs, const void *panel, int64_t size, float *out, int64_t outputs,
-                 int64_t columns, int more, const char *ahead, int64_t step, int num, int format) {
+                 int64_t columns, int more, const char *ahead, int64_t step, Partial part, int num, int format) {
   vec sums[TILE][PANEL / LANES];
   for (int r = 0; r < num; r++)
-    for (int c = 0; c < PANEL / LANES; c++) sums[r][c] = all(0.f);
+    for (int c = 0; c < PANEL / LANES; c++) sums[r][c] = part.is_first ? all(0.f) : part.sums[r][c];
   if (format == DOTS) {
     for (int64_t k = 0; k < size; k += 2) {
       vec w[PANEL / LANES];
@@ -843,6 +852,11 @@ ALWAYS void tile(const void *x, int64_t inputs, const void *panel, int64_t size,
         for (int c = 0; c < PANEL / LANES; c++)
           sums[r][c] = fma_of(all(((const float *)x)[r * inputs + k]), w[c], sums[r][c]);
     }
+  }
+  if (!part.is_last) {
+    for (int r = 0; r < num; r++)
+      for (int c = 0; c < PANEL / LANES; c++) part.sums[r][c] = sums[r][c];
+    return;
   }
   for (int r = 0; r < num; r++)
     for (int c = 0; c < PANEL / LANES; c++)
@@ -872,18 +886,29 @@ ALWAYS int64_t tile_rows(int64_t rows) {
       CASE(6) \
     }
 
+/* Whether the register tiles take the inputs in turns: few of them do, so that the weights are read from memory at an even
+ * pace, not all of them while the first tile waits. */
+ALWAYS int takes_turns(int64_t rows) { return rows > TILE && rows <= FEW_TILES * TILE; }
+
 /* `tile` for all rows; `ahead` has `bytes` bytes to prefetch, as many as these inputs of the panel. */
 ALWAYS void tiles(const void *x, int64_t inputs, const void *panel, int64_t size, float *out, int64_t outputs,
                   int64_t columns, int more, const char *ahead, int64_t bytes, int64_t rows, int format) {
-  int64_t step = bytes / size / ((rows + TILE - 1) / TILE);
-  int of_x = format == DOTS ? DOTS : FP32;
+  int64_t num_tiles = (rows + TILE - 1) / TILE, step = bytes / size / num_tiles;
+  int64_t turn = takes_turns(rows) ? TURN / (PANEL * (format == FP32 ? 4 : 2)) : size;
+  vec sums[FEW_TILES * TILE][PANEL / LANES];
+  for (int64_t start = 0; start < size; start += turn) {
+    int64_t num_inputs = size - start < turn ? size - start : turn, row = 0;
+    const void *weights = at_item(panel, start * PANEL, format);
 #define CASE(num) \
   case num: \
-    tile(x, inputs, panel, size, out, outputs, columns, more, ahead, step, num, format); \
-    x = at_item(x, num * inputs, of_x), out += num * outputs, ahead += step * size; \
+    tile(at_item(x, row * inputs + start, format == DOTS ? DOTS : FP32), inputs, weights, num_inputs, \
+         out + row * outputs, outputs, columns, more, ahead, step, \
+         (Partial){sums + row, start == 0, start + num_inputs == size}, num, format); \
+    row += num, ahead += step * num_inputs; \
     break;
-  FOR_TILES(rows)
+    FOR_TILES(rows)
 #undef CASE
+  }
 }
 
 #define TILES_OF(name, format) \
@@ -917,15 +942,16 @@ ALWAYS ivec dot4(ivec sum, ivec w, ivec x) {
 #endif
 }
 
-/* `tile` for INT8: `num` rows of `in_format` with all inputs of a panel; prefetches `ahead`, `step` bytes per quad. */
-ALWAYS void tile_int8(const char *x, int64_t inputs, const char *panel, float *out, int64_t outputs, int64_t columns,
-                      const char *ahead, int64_t step, int num) {
+/* `tile` for INT8: `num` rows of `in_format` with groups `first` to `end` of a panel; prefetches `ahead`, `step` bytes per
+ * quad. */
+ALWAYS void tile_int8(const char *x, int64_t inputs, const char *panel, int64_t first, int64_t end, float *out,
+                      int64_t outputs, int64_t columns, const char *ahead, int64_t step, Partial part, int num) {
   int64_t padded = padded_inputs(inputs), groups = num_groups(inputs), row = quantized_size(inputs, 0);
   vec totals[TILE][PANEL / LANES];
   for (int r = 0; r < num; r++)
-    for (int c = 0; c < PANEL / LANES; c++) totals[r][c] = all(0.f);
-  for (int64_t g = 0; g < groups; g++) {
-    int64_t first = g * GROUP, quads = (padded - first < GROUP ? padded - first : GROUP) / 4;
+    for (int c = 0; c < PANEL / LANES; c++) totals[r][c] = part.is_first ? all(0.f) : part.sums[r][c];
+  for (int64_t g = first; g < end; g++) {
+    int64_t start = g * GROUP, quads = (padded - start < GROUP ? padded - start : GROUP) / 4;
     const char *weights = panel + g * (GROUP + 4) * PANEL;
     ivec sums[TILE][PANEL / LANES];
     for (int r = 0; r < num; r++)
@@ -936,7 +962,7 @@ ALWAYS void tile_int8(const char *x, int64_t inputs, const char *panel, float *o
       fetch_lines(ahead, step);
       for (int c = 0; c < PANEL / LANES; c++) w[c] = (ivec)load((const float *)weights + k * PANEL + c * LANES);
       for (int r = 0; r < num; r++) {
-        ivec four = *(const bits_in_memory *)(x + r * row + first + 4 * k) - (ivec){0};
+        ivec four = *(const bits_in_memory *)(x + r * row + start + 4 * k) - (ivec){0};
         for (int c = 0; c < PANEL / LANES; c++) sums[r][c] = dot4(sums[r][c], w[c], four);
       }
     }
@@ -950,21 +976,28 @@ ALWAYS void tile_int8(const char *x, int64_t inputs, const char *panel, float *o
   }
   for (int r = 0; r < num; r++)
     for (int c = 0; c < PANEL / LANES; c++)
-      if (c * LANES < columns) STORE(out + r * outputs, c * LANES, columns, totals[r][c]);
+      if (!part.is_last) part.sums[r][c] = totals[r][c];
+      else if (c * LANES < columns) STORE(out + r * outputs, c * LANES, columns, totals[r][c]);
 }
 
 static void tiles_of_int8(const char *x, int64_t inputs, const char *panel, float *out, int64_t outputs,
                           int64_t columns, int64_t rows) {
-  int64_t row = quantized_size(inputs, 0), tiles = (rows + TILE - 1) / TILE, quads = padded_inputs(inputs) / 4;
+  int64_t bytes = quantized_size(inputs, 0), groups = num_groups(inputs), step = 4 * PANEL / ((rows + TILE - 1) / TILE);
+  int64_t turn = takes_turns(rows) ? TURN / (PANEL * GROUP) : groups;
   const char *ahead = panel + PANEL * quantized_size(inputs, 1);
-  int64_t step = 4 * PANEL / tiles;
+  vec sums[FEW_TILES * TILE][PANEL / LANES];
+  for (int64_t first = 0; first < groups; first += turn) {
+    int64_t end = first + turn < groups ? first + turn : groups, row = 0;
+    int64_t quads = ((end == groups ? padded_inputs(inputs) : end * GROUP) - first * GROUP) / 4;
 #define CASE(num) \
   case num: \
-    tile_int8(x, inputs, panel, out, outputs, columns, ahead, step, num); \
-    x += num * row, out += num * outputs, ahead += step * quads; \
+    tile_int8(x + row * bytes, inputs, panel, first, end, out + row * outputs, outputs, columns, ahead, step, \
+              (Partial){sums + row, first == 0, end == groups}, num); \
+    row += num, ahead += step * quads; \
     break;
-  FOR_TILES(rows)
+    FOR_TILES(rows)
 #undef CASE
+  }
 }
 
 /* AMX: products by tile registers of 16 rows of 64 bytes. The instructions of a tile compute each of its rows alone and
