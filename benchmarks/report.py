@@ -38,6 +38,7 @@ ABOUT = {
     "distill": "Context distillation in one process: number of seeds (of three) that pass each row.",
     "exact": "Log-probs of the engine compared with the trainer's, bit for bit.",
     "exact_paths": "Tokens and log-probs of batches, speculation, prefill and the trainer, compared bit for bit.",
+    "memory": "Peak memory of an inference process with weight updates, and their pauses.",
     "sync": "Weight transfer from trainer to engine, relative to a plain copy of the bytes.",
     "sync_delta": "Weights published as the difference to the version before, against full weights, on a real model.",
     "startup": "Startup time of commands.",
