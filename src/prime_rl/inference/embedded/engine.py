@@ -27,7 +27,7 @@ from prime_rl.inference.embedded.prepared_decoder import PreparedDecoder
 from prime_rl.inference.embedded.sampler import SamplerOutput, has_penalty
 from prime_rl.inference.embedded.scheduler import ScheduledBatch, Scheduler
 from prime_rl.inference.embedded.sequence import Sequence
-from prime_rl.inference.embedded.speculation import Drafter
+from prime_rl.inference.embedded.speculation import Drafter, estimate_costs
 from prime_rl.inference.engine import (
     FULL,
     AdapterSpec,
@@ -110,7 +110,8 @@ class EmbeddedEngine(InProcessEngineMixin):
         self._blocks = BlockManager(cache, self._prefixes, enable_prefix_caching and not model.recomputes)
         self._adapters = Adapters(model)
         can_verify = decoder.fused is not None and graphs is None
-        drafter = Drafter(self._adapters) if speculation and can_verify else None
+        head = decoder.head.kernel if decoder.head is not None and can_verify else None
+        drafter = Drafter(self._adapters, estimate_costs(head)) if speculation and head is not None else None
         self._scheduler = Scheduler(self._blocks, max_running, max_num_batched_tokens, decoder.min_rows, drafter)
         self._runner = ModelRunner(decoder, self._blocks, self._adapters, exact, graphs)
         is_large = sum(p.numel() for p in model.parameters()) >= MIN_PARAMETERS

@@ -200,6 +200,7 @@ class Scheduler:
         events: list[Event] = []
         finished: list[tuple[Sequence, Output]] = []
         tokens, logprobs, tops = sampled.tokens.tolist(), sampled.logprobs.tolist(), sampled.top_logprobs()
+        before = self.num_accepted
         for seq, accepted in zip(seqs, accepted_rows(drafts or [[]] * len(seqs), tokens), strict=True):
             for i in accepted:
                 seq.num_cached = len(seq.tokens)
@@ -216,8 +217,9 @@ class Scheduler:
                 if seq.request.stream:
                     start = seq.num_generated - 1
                     events.append(StreamUpdate(seq.request, start, [tokens[i]], [logprobs[i]], [top or []]))
-        if drafts:
+        if drafts and self.drafter is not None:
             self.num_drafted += len(tokens) - len(seqs)
+            self.drafter.learn(self.num_accepted - before)
             if not np.isfinite(logprobs).all():  # of a rejected draft: later reads would multiply its values by 0
                 for seq in seqs:
                     self.blocks.cache.clear_slot(seq.slot, seq.num_cached)

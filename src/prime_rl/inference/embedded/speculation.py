@@ -9,68 +9,117 @@ batch. So drafts and their lengths may depend on anything.
 
 from __future__ import annotations
 
+import time
+from collections import Counter
+from collections.abc import Sequence as Seq
 from itertools import repeat
+
+import numpy as np
+import torch
 
 from prime_rl.inference.embedded.adapters import Adapters
 from prime_rl.inference.embedded.kv_cache import BLOCK
 from prime_rl.inference.embedded.sequence import Sequence
+from rollouts.kernels.cpu import PackedWeight
 
 NGRAM = 2
 MAX_DRAFT = 16
 MAX_NGRAMS = 1 << 17
 """N-grams per generation of the index; two are kept, about 200 bytes for each n-gram."""
 
-FREE_ROWS = 3.0
-"""Cost of reading the weights in a decode step, in rows: a step of n rows takes the time of `FREE_ROWS + n`.
-
-Half of what was measured on a CPU with AVX-512 and without AMX (5 to 8 for SmolLM2-135M in fp32 and bf16): after a run
-of accepted tokens the next ones are accepted less often than estimated."""
 MAX_SEQUENCES = 32
 """No drafts for more sequences: even if all were accepted, a step would be little faster."""
+MAX_ROWS = 48
+"""Maximum rows of a step with drafts."""
+MIN_PROBABILITY = 0.1
+
+FREE_ROWS = 3.0
+"""Where it is not measured, a step of n rows takes the time of `FREE_ROWS + n`."""
+MEASURED_ROWS = (1, 4, 8, 12, 16, 24, 32, MAX_ROWS)
+MEASUREMENTS = 5
+MIN_MEASURED_BYTES = 1 << 24
+"""A smaller output head stays in the CPU's cache, other than the weights of a step."""
+OTHER_COST = 1 / 64
+"""Attention and sampling of a row, as a share of the step of one row."""
 
 SMOOTHING = 1 / 8
+MEMORY = 0.95
+"""Part of the sums of expected and accepted tokens that a step with drafts keeps."""
+IDLE_MEMORY = 0.99
+"""The same of a step without: after some hundred of them, drafts are tried again."""
 
 Drafts = list[list[int]]
 """For each sequence, tokens that may follow."""
 
 
+def estimate_costs(head: PackedWeight) -> list[float]:
+    """Relative time of a decode step of 0 to `MAX_ROWS` rows, from that of the output head, which is measured.
+
+    Few rows take the time in which the weights are read, many the time of their products; where the one becomes the
+    other depends on CPU, number format and threads.
+    """
+    if head.data.nbytes < MIN_MEASURED_BYTES:
+        return [FREE_ROWS + rows for rows in range(MAX_ROWS + 1)]
+    seconds = dict.fromkeys(MEASURED_ROWS, float("inf"))
+    for _ in range(MEASUREMENTS):  # in turns and the least of each: other processes may disturb them
+        for num in MEASURED_ROWS:
+            x, start = torch.ones(num, head.inputs), time.perf_counter()
+            head(x)
+            seconds[num] = min(seconds[num], time.perf_counter() - start)
+    least = np.maximum.accumulate(list(seconds.values()))
+    rows = np.arange(MAX_ROWS + 1)
+    costs: list[float] = (np.interp(rows, MEASURED_ROWS, least) + least[0] * OTHER_COST * rows).tolist()
+    return costs
+
+
 class Drafter:
     """Index of n-grams by prompt, and the choice of drafts that are worth their rows.
 
-    A sequence follows its source while the source predicts its tokens, whether they are drafted or not, which measures
-    `acceptance` at no cost.
+    `costs[n]` is the relative time of a step of n rows. A sequence follows its source while the source predicts its
+    tokens, whether they are drafted or not, which measures `acceptance` at no cost. As drafts begin where these were
+    good, they turn out worse: `trust` corrects the probabilities by how many of the expected tokens were accepted.
     """
 
-    def __init__(self, adapters: Adapters) -> None:
-        self._adapters = adapters
+    def __init__(self, adapters: Adapters, costs: Seq[float]) -> None:
+        self._adapters, self._costs = adapters, costs
+        self._expected = self._accepted = 0.0  # tokens of past drafts, decayed
         self._recent: dict[int, tuple[list[int], int]] = {}
         self._older: dict[int, tuple[list[int], int]] = {}
 
     def propose(self, running: list[Sequence]) -> Drafts:
         """A draft for each sequence, possibly empty; an empty list if none is worth it.
 
-        A row is added where its token is accepted with a probability above the tokens that the step would otherwise
-        gain per row.
+        Drafted tokens are added by their probability to be accepted; of all such steps, the one with the most expected
+        tokens for its cost is taken.
         """
-        rows, expected = len(running), float(len(running))
-        if rows > MAX_SEQUENCES:
+        num = len(running)
+        if num > MAX_SEQUENCES:
             return []
         candidates: list[tuple[float, int]] = []
+        trust = min(1.0, (1 + self._accepted) / (1 + self._expected))
         for i, seq in enumerate(running):
-            probability = 1.0
+            probability = trust
             for _ in range(self._follow(seq) if seq.can_draft else 0):
                 probability *= seq.acceptance
-                if probability * (FREE_ROWS + rows) <= expected:
+                if probability < MIN_PROBABILITY:
                     break
                 candidates.append((probability, i))
-        if not candidates or not self._adapters.are_packed({seq.request.adapter for seq in running}):
+        candidates.sort(reverse=True)
+        expected, most, chosen = float(num), num / self._costs[num], 0
+        for rows, (probability, _) in enumerate(candidates[: MAX_ROWS - num], num + 1):
+            expected += probability
+            if expected / self._costs[rows] > most:
+                most, chosen = expected / self._costs[rows], rows - num
+        if not chosen or not self._adapters.are_packed({seq.request.adapter for seq in running}):
+            self._expected, self._accepted = IDLE_MEMORY * self._expected, IDLE_MEMORY * self._accepted
             return []
-        lengths = [0] * rows
-        for probability, i in sorted(candidates, reverse=True):
-            if probability * (FREE_ROWS + rows) <= expected:
-                break
-            lengths[i], rows, expected = lengths[i] + 1, rows + 1, expected + probability
-        return [seq.source[seq.source_at : seq.source_at + n] for seq, n in zip(running, lengths, strict=True)]
+        lengths = Counter(i for _, i in candidates[:chosen])
+        self._expected = MEMORY * self._expected + sum(probability for probability, _ in candidates[:chosen]) / trust
+        return [seq.source[seq.source_at : seq.source_at + lengths[i]] for i, seq in enumerate(running)]
+
+    def learn(self, accepted: int) -> None:
+        """Count the accepted tokens of the drafts that were proposed last."""
+        self._accepted = MEMORY * self._accepted + accepted
 
     def index(self, seq: Sequence, end: int) -> None:
         """Make the tokens below `end` available as drafts."""

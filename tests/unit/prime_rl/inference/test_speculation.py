@@ -13,7 +13,13 @@ from test_embedded import DECODE, MODEL_DIR, build_adapter, build_model, check_e
 from prime_rl.inference.embedded import speculation
 from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.embedded.kv_cache import BLOCK
-from prime_rl.inference.embedded.speculation import MAX_SEQUENCES, Drafter
+from prime_rl.inference.embedded.speculation import (
+    MAX_ROWS,
+    MAX_SEQUENCES,
+    MIN_MEASURED_BYTES,
+    Drafter,
+    estimate_costs,
+)
 from prime_rl.inference.engine import AdapterSpec, GenerationRequest, Output, SamplingParams, StreamUpdate
 from prime_rl.trainer.models.causal_lm import CausalLM, init_weights, tensor_names
 from prime_rl.trainer.models.decoder_config import DecoderConfig
@@ -158,6 +164,37 @@ def test_text_that_does_not_repeat_is_not_drafted_for_long() -> None:
     cycle = [5, 6, 7] * 20  # each token seems predictable, and random weights continue otherwise
     run(engine, *(request([*cycle, seed], max_tokens=100, seed=seed) for seed in range(4)))
     assert engine.stats().drafted_tokens < 20
+
+
+def test_rejected_drafts_stop_drafting_for_some_hundred_steps() -> None:
+    engine = EmbeddedEngine(build_model(0))
+    drafter = engine._scheduler.drafter
+    assert drafter is not None
+    run(engine, request([1, 2, 3, 4], max_tokens=100))
+    drafter._expected, drafter._accepted = 50.0, 0.0
+    run(engine, request([1, 2, 3, 4], max_tokens=100))
+    assert engine.stats().drafted_tokens < 5
+    for _ in range(400):
+        drafter.propose([])
+    run(engine, request([1, 2, 3, 4], max_tokens=100))
+    assert engine.stats().accepted_tokens > 50
+
+
+def test_costs_of_rows_are_those_of_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Head:
+        inputs, data, seconds = 8, torch.empty(MIN_MEASURED_BYTES, dtype=torch.int8), 0.0
+
+        def __call__(self, x: torch.Tensor) -> None:
+            self.seconds += max(12, len(x))  # reads of the weights, then products
+
+    head = Head()
+    monkeypatch.setattr(speculation.time, "perf_counter", lambda: head.seconds)
+    costs = estimate_costs(head)  # type: ignore[arg-type]
+    assert len(costs) == MAX_ROWS + 1
+    assert costs[12] - costs[1] == pytest.approx(11 * 12 / 64)
+    assert costs[48] - costs[24] == pytest.approx(24 + 24 * 12 / 64)
+    head.data = head.data[1:]
+    assert estimate_costs(head)[:3] == [3, 4, 5]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("params", [{"repetition_penalty": 1.1}, {"frequency_penalty": 0.1}, {"presence_penalty": 0.1}])
