@@ -56,7 +56,12 @@ class Row:
 
 def describe_machine(threads: int | None = None) -> dict[str, Any]:
     """Hardware and software versions."""
-    machine = {"cpu": describe_cpu(Path("/proc/cpuinfo")), "cores": os.cpu_count(), "load": os.getloadavg()[0], "python": platform.python_version()}
+    machine = {
+        "cpu": describe_cpu(Path("/proc/cpuinfo")),
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "python": platform.python_version(),
+    }
     return machine if threads is None else machine | {"threads": threads}
 
 
