@@ -217,7 +217,8 @@ class Scheduler:
                 if seq.request.stream:
                     start = seq.num_generated - 1
                     events.append(StreamUpdate(seq.request, start, [tokens[i]], [logprobs[i]], [top or []]))
-        if drafts and self.drafter is not None:
+        if drafts:
+            assert self.drafter is not None
             self.num_drafted += len(tokens) - len(seqs)
             self.drafter.learn(self.num_accepted - before)
             if not np.isfinite(logprobs).all():  # of a rejected draft: later reads would multiply its values by 0

@@ -32,6 +32,7 @@ MAX_SEQUENCES = 32
 MAX_ROWS = 48
 """Maximum rows of a step with drafts."""
 MIN_PROBABILITY = 0.1
+"""Less likely tokens are not considered, which bounds the work of a proposal."""
 
 FREE_ROWS = 3.0
 """Where it is not measured, a step of n rows takes the time of `FREE_ROWS + n`."""
