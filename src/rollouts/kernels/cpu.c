@@ -819,6 +819,17 @@ ALWAYS void fetch_lines(const char *from, int64_t count) {
   if (count > 192) __builtin_prefetch(from + 192, 0, 2);
 }
 
+/* What to prefetch. */
+typedef struct {
+  const char *from;
+  int64_t bytes;
+} Memory;
+
+/* A panel of floats. */
+ALWAYS Memory wide_panel(const float *panel, int64_t inputs) {
+  return (Memory){(const char *)panel, 4 * PANEL * inputs};
+}
+
 /* Sums of a register tile that `tile` continues: none at the first inputs of a block, and not written to `out` before
  * the last ones. */
 typedef struct {
@@ -890,10 +901,11 @@ ALWAYS int64_t tile_rows(int64_t rows) {
  * pace, not all of them while the first tile waits. */
 ALWAYS int takes_turns(int64_t rows) { return rows > TILE && rows <= FEW_TILES * TILE; }
 
-/* `tile` for all rows; `ahead` has `bytes` bytes to prefetch, as many as these inputs of the panel. */
+/* `tile` for all rows; prefetches `next`, at most as many bytes as these inputs of the panel have. */
 ALWAYS void tiles(const void *x, int64_t inputs, const void *panel, int64_t size, float *out, int64_t outputs,
-                  int64_t columns, int more, const char *ahead, int64_t bytes, int64_t rows, int format) {
-  int64_t num_tiles = (rows + TILE - 1) / TILE, step = bytes / size / num_tiles;
+                  int64_t columns, int more, Memory next, int64_t rows, int format) {
+  int64_t num_tiles = (rows + TILE - 1) / TILE, step = next.bytes / size / num_tiles;
+  const char *ahead = next.from;
   int64_t turn = takes_turns(rows) ? TURN / (PANEL * (format == FP32 ? 4 : 2)) : size;
   vec sums[FEW_TILES * TILE][PANEL / LANES];
   for (int64_t start = 0; start < size; start += turn) {
@@ -913,9 +925,8 @@ ALWAYS void tiles(const void *x, int64_t inputs, const void *panel, int64_t size
 
 #define TILES_OF(name, format) \
   static void tiles_of_##name(const void *x, int64_t inputs, const void *panel, int64_t size, float *out, \
-                              int64_t outputs, int64_t columns, int more, const char *ahead, int64_t bytes, \
-                              int64_t rows) { \
-    tiles(x, inputs, panel, size, out, outputs, columns, more, ahead, bytes, rows, format); \
+                              int64_t outputs, int64_t columns, int more, Memory next, int64_t rows) { \
+    tiles(x, inputs, panel, size, out, outputs, columns, more, next, rows, format); \
   }
 TILES_OF(fp32, FP32)
 TILES_OF(bf16, BF16)
@@ -981,10 +992,11 @@ ALWAYS void tile_int8(const char *x, int64_t inputs, const char *panel, int64_t 
 }
 
 static void tiles_of_int8(const char *x, int64_t inputs, const char *panel, float *out, int64_t outputs,
-                          int64_t columns, int64_t rows) {
-  int64_t bytes = quantized_size(inputs, 0), groups = num_groups(inputs), step = 4 * PANEL / ((rows + TILE - 1) / TILE);
-  int64_t turn = takes_turns(rows) ? TURN / (PANEL * GROUP) : groups;
-  const char *ahead = panel + PANEL * quantized_size(inputs, 1);
+                          int64_t columns, Memory next, int64_t rows) {
+  int64_t bytes = quantized_size(inputs, 0), groups = num_groups(inputs), num_tiles = (rows + TILE - 1) / TILE;
+  int64_t turn = takes_turns(rows) ? TURN / (PANEL * GROUP) : groups, step = 4 * next.bytes / padded_inputs(inputs);
+  const char *ahead = next.from;
+  step = (step < 4 * PANEL ? step : 4 * PANEL) / num_tiles;
   vec sums[FEW_TILES * TILE][PANEL / LANES];
   for (int64_t first = 0; first < groups; first += turn) {
     int64_t end = first + turn < groups ? first + turn : groups, row = 0;
@@ -1015,7 +1027,7 @@ static int use_amx; /* see `enable_amx` */
 ALWAYS int64_t amx_tiles(int64_t rows) { return (rows + AMX_ROWS - 1) / AMX_ROWS; }
 ALWAYS int64_t amx_height(int64_t rows) { return (rows + amx_tiles(rows) - 1) / amx_tiles(rows); }
 
-/* Bytes to prefetch per step of `amx_sums`, if each tile of rows takes `steps` of them for the `bytes` of a panel. */
+/* Bytes to prefetch per step of `amx_sums`, if each tile of rows takes `steps` of them for all `bytes`. */
 ALWAYS int64_t amx_ahead(int64_t bytes, int64_t steps, int64_t rows) {
   return (bytes / (steps * amx_tiles(rows)) + 63) / 64 * 64;
 }
@@ -1057,10 +1069,10 @@ ALWAYS void amx_sums(const char *x, const char *second, int64_t row, const char 
 
 /* `tiles` for DOTS; `inputs` is a multiple of STEP. */
 static void amx_dots(const char *x, int64_t inputs, const char *panel, float *out, int64_t outputs, int64_t columns,
-                     int64_t rows) {
-  int64_t height = amx_height(rows), row = 2 * inputs, steps = inputs / STEP, bytes = row * PANEL;
-  int64_t share = amx_ahead(bytes, steps, rows), width = columns < PANEL ? PANEL : outputs;
-  const char *ahead = panel + bytes;
+                     Memory next, int64_t rows) {
+  int64_t height = amx_height(rows), row = 2 * inputs, steps = inputs / STEP;
+  int64_t share = amx_ahead(next.bytes, steps, rows), width = columns < PANEL ? PANEL : outputs;
+  const char *ahead = next.from;
   float part[2][AMX_ROWS * PANEL] __attribute__((aligned(64))); /* of a panel with fewer columns */
   for (int64_t r = 0; r < rows; r += 2 * height) {
     int64_t last = rows - height, num = r < last ? 2 : 1;
@@ -1089,11 +1101,10 @@ static void amx_dots(const char *x, int64_t inputs, const char *panel, float *ou
 
 /* `tiles_of_int8` with the same bits. */
 static void amx_int8(const char *x, int64_t inputs, const char *panel, float *out, int64_t outputs, int64_t columns,
-                     int64_t rows) {
+                     Memory next, int64_t rows) {
   int64_t height = amx_height(rows), row = quantized_size(inputs, 0), padded = padded_inputs(inputs);
-  int64_t groups = num_groups(inputs), bytes = PANEL * quantized_size(inputs, 1);
-  int64_t share = amx_ahead(bytes, padded / 64, rows);
-  const char *ahead = panel + bytes;
+  int64_t groups = num_groups(inputs), share = amx_ahead(next.bytes, padded / 64, rows);
+  const char *ahead = next.from;
   for (int64_t r = 0; r < rows; r += height) {
     int64_t from = r < rows - height ? r : rows - height;
     float sums[AMX_ROWS][PANEL] __attribute__((aligned(64))), totals[AMX_ROWS][PANEL] = {{0}};
@@ -1159,55 +1170,73 @@ static void add_bias(float *out, int64_t stride, const float *bias, int64_t rows
     }
 }
 
+/* A linear layer. Sums of FP32 and BF16 are blocked: each covers `block` inputs and starts from zero. */
+typedef struct {
+  const void *packed;
+  const float *bias; /* or NULL */
+  int64_t block, outputs, inputs;
+  int format, kind;
+} Linear;
+
+ALWAYS int64_t panel_bytes(const Linear *l) {
+  return PANEL * packed_inputs(l->inputs, l->format) * (l->format == FP32 ? 4 : l->format == INT8 ? 1 : 2);
+}
+
+/* Panel p of a weight. */
+ALWAYS Memory panel_of(const Linear *l, int64_t p) {
+  return (Memory){(const char *)l->packed + p * panel_bytes(l), panel_bytes(l)};
+}
+
 /* A panel of DOTS or INT8: sums are not blocked. */
 static void whole_product(const void *x, int64_t inputs, const char *panel, float *out, int64_t outputs,
-                          int64_t columns, int64_t rows, int format) {
-  int64_t wide = whole_steps(inputs), bytes = 2 * PANEL * wide;
+                          int64_t columns, Memory next, int64_t rows, int format) {
+  int64_t wide = whole_steps(inputs);
 #ifdef HAS_AMX
   if (use_amx) {
-    if (format == DOTS) amx_dots(x, wide, panel, out, outputs, columns, rows);
-    else amx_int8(x, inputs, panel, out, outputs, columns, rows);
+    if (format == DOTS) amx_dots(x, wide, panel, out, outputs, columns, next, rows);
+    else amx_int8(x, inputs, panel, out, outputs, columns, next, rows);
     return;
   }
 #endif
-  if (format == DOTS) tiles_of_dots(x, wide, panel, wide, out, outputs, columns, 0, panel + bytes, bytes, rows);
-  else tiles_of_int8(x, inputs, panel, out, outputs, columns, rows);
+  if (format == DOTS) tiles_of_dots(x, wide, panel, wide, out, outputs, columns, 0, next, rows);
+  else tiles_of_int8(x, inputs, panel, out, outputs, columns, next, rows);
 }
 
-/* One panel of out = x packed^T + bias; x comes from `in_format`. `scratch` has space for a widened panel (BF16) and
- * then for rows x PANEL elements (PAIRED, GATED). Sums are blocked: each covers `block` inputs and starts from zero. */
-static void panel_product(const void *x, const void *packed, const float *bias, int64_t block, float *out,
-                          float *scratch, int64_t p, int64_t rows, int64_t outputs, int64_t inputs, int format,
-                          int kind) {
-  int64_t width = kind == PLAIN ? PANEL : HALF, inner = outputs / 2, first = p * width, item = format == FP32 ? 4 : 2;
-  int64_t columns = (kind == PLAIN ? outputs : inner) - first;
+/* Panel p of a linear layer; x comes from `in_format`. `scratch` has space for a widened panel (BF16) and then for rows
+ * x PANEL elements (PAIRED, GATED). Prefetches `next`. */
+static void panel_product(const Linear *l, const void *x, float *out, float *scratch, int64_t p, Memory next,
+                          int64_t rows) {
+  int64_t outputs = l->outputs, inputs = l->inputs, width = l->kind == PLAIN ? PANEL : HALF, inner = outputs / 2;
+  int64_t first = p * width, columns = (l->kind == PLAIN ? outputs : inner) - first, item = l->format == FP32 ? 4 : 2;
   if (columns > width) columns = width;
-  int widen = format == BF16 && rows >= WIDEN;
-  float *wide = scratch, *pairs = scratch + (format == BF16 ? inputs * PANEL : 0);
-  float *to = kind == PLAIN ? out + first : pairs;
-  int64_t stride = kind == PLAIN ? outputs : PANEL, written = kind == PLAIN ? columns : PANEL;
-  int is_blocked = format == FP32 || format == BF16;
-  if (!is_blocked) {
-    const char *panel = (const char *)packed + p * PANEL * packed_inputs(inputs, format) * (format == DOTS ? 2 : 1);
-    whole_product(x, inputs, panel, to, stride, written, rows, format);
-  }
-  for (int64_t start = 0; start < inputs && is_blocked; start += block) {
-    int64_t size = inputs - start < block ? inputs - start : block, bytes = size * PANEL * item;
-    const char *panel = (const char *)packed + (p * inputs + start) * PANEL * item;
+  if (next.bytes > panel_bytes(l)) next.bytes = panel_bytes(l);
+  int widen = l->format == BF16 && rows >= WIDEN;
+  float *wide = scratch, *pairs = scratch + (l->format == BF16 ? inputs * PANEL : 0);
+  float *to = l->kind == PLAIN ? out + first : pairs;
+  int64_t stride = l->kind == PLAIN ? outputs : PANEL, written = l->kind == PLAIN ? columns : PANEL;
+  int is_blocked = l->format == FP32 || l->format == BF16;
+  const char *panel = panel_of(l, p).from;
+  if (!is_blocked) whole_product(x, inputs, panel, to, stride, written, next, rows, l->format);
+  for (int64_t start = 0; start < inputs && is_blocked; start += l->block) {
+    int64_t size = inputs - start < l->block ? inputs - start : l->block, bytes = size * PANEL * item;
+    const char *weights = panel + start * PANEL * item;
+    Memory ahead = {weights + bytes, bytes};
+    if (start + size == inputs) ahead = (Memory){next.from, next.bytes < bytes ? next.bytes : bytes};
     if (widen)
-      for (int64_t i = 0; i < size * PANEL; i += LANES) store(wide + i, load_as(panel, i, 1));
+      for (int64_t i = 0; i < size * PANEL; i += LANES) store(wide + i, load_as(weights, i, 1));
 #define TILES(name) \
-  tiles_of_##name((const float *)x + start, inputs, widen ? (const char *)wide : panel, size, to, stride, written, \
-                  start > 0, panel + bytes, bytes, rows)
-    if (format == FP32 || widen) TILES(fp32);
+  tiles_of_##name((const float *)x + start, inputs, widen ? (const char *)wide : weights, size, to, stride, written, \
+                  start > 0, ahead, rows)
+    if (l->format == FP32 || widen) TILES(fp32);
     else TILES(bf16);
+#undef TILES
   }
-  if (bias) add_bias(to, stride, bias + first, rows, columns);
-  if (kind == PLAIN) return;
-  if (bias) add_bias(to + HALF, stride, bias + inner + first, rows, columns);
+  if (l->bias) add_bias(to, stride, l->bias + first, rows, columns);
+  if (l->kind == PLAIN) return;
+  if (l->bias) add_bias(to + HALF, stride, l->bias + inner + first, rows, columns);
   for (int64_t r = 0; r < rows; r++) {
     const float *left = pairs + r * PANEL, *right = left + HALF;
-    if (kind == GATED) {
+    if (l->kind == GATED) {
       gated_row(left, right, out + r * inner + first, columns);
     } else {
       memcpy(out + r * outputs + first, left, sizeof(float) * (size_t)columns);
@@ -1216,15 +1245,14 @@ static void panel_product(const void *x, const void *packed, const float *bias, 
   }
 }
 
-/* `panel_product` for panels `first` to `end`. */
-static void panel_products(const void *x, const void *packed, const float *bias, int64_t block, float *out,
-                           float *scratch, int64_t first, int64_t end, int64_t rows, int64_t outputs, int64_t inputs,
-                           int format, int kind) {
+/* `panel_product` for panels `first` to `end`; prefetches `next` at the end. */
+static void panel_products(const Linear *l, const void *x, float *out, float *scratch, int64_t first, int64_t end,
+                           Memory next, int64_t rows) {
   if (first >= end || rows <= 0) return;
-  start_amx(rows, format);
+  start_amx(rows, l->format);
   for (int64_t p = first; p < end; p++)
-    panel_product(x, packed, bias, block, out, scratch, p, rows, outputs, inputs, format, kind);
-  stop_amx(format);
+    panel_product(l, x, out, scratch, p, p + 1 < end ? panel_of(l, p + 1) : next, rows);
+  stop_amx(l->format);
 }
 
 /* Scratch elements that `in_format` needs, rounded up to whole vectors. */
@@ -1233,20 +1261,28 @@ ALWAYS int64_t rounded_size(int64_t rows, int64_t inputs, int format) {
   return (size + LANES - 1) / LANES * LANES;
 }
 
+/* Panels of a thread; those that remain are split by rows, except if there are few rows. */
+ALWAYS int64_t share_panels(const Linear *l, int64_t rows) {
+  int64_t panels = num_panels(l->outputs, l->kind);
+  return rows < 2 * TILE ? (panels + THREADS - 1) / THREADS : panels / THREADS;
+}
+
 /* out = x packed^T + bias. The threads of the parallel region share the panels; each has `scratch_size` elements of
- * `scratch`, for `in_format` and for `panel_product`. Panels that would leave a thread idle are split by rows. */
-static void product(const float *x, const void *packed, const float *bias, int64_t block, float *out, float *scratch,
-                    int64_t scratch_size, int64_t rows, int64_t outputs, int64_t inputs, int format, int kind) {
+ * `scratch`, for `in_format` and for `panel_product`. Panels that would leave a thread idle are split by rows. At the end
+ * a thread prefetches its first panel of `after`, unless that is NULL. */
+static void product(const Linear *l, const Linear *after, const float *x, float *out, float *scratch,
+                    int64_t scratch_size, int64_t rows) {
   float *mine = scratch + THREAD * scratch_size;
-  const void *rounded = in_format(x, mine, rows, inputs, format); /* in every thread: faster than a barrier */
-  mine += rounded_size(rows, inputs, format);
-  int64_t panels = num_panels(outputs, kind), width = kind == GATED ? outputs / 2 : outputs;
-  int64_t each = rows < 2 * TILE ? (panels + THREADS - 1) / THREADS : panels / THREADS;
-  int64_t end = (THREAD + 1) * each < panels ? (THREAD + 1) * each : panels;
-  panel_products(rounded, packed, bias, block, out, mine, THREAD * each, end, rows, outputs, inputs, format, kind);
+  const char *rounded = in_format(x, mine, rows, l->inputs, l->format); /* in every thread: faster than a barrier */
+  mine += rounded_size(rows, l->inputs, l->format);
+  int64_t panels = num_panels(l->outputs, l->kind), width = l->kind == GATED ? l->outputs / 2 : l->outputs;
+  int64_t each = share_panels(l, rows), end = (THREAD + 1) * each < panels ? (THREAD + 1) * each : panels;
   int64_t share = (rows + THREADS - 1) / THREADS, first = THREAD * share, num = rows - first < share ? rows - first : share;
-  panel_products((const char *)rounded + first * row_size(inputs, format), packed, bias, block, out + first * width,
-                 mine, THREADS * each, panels, num, outputs, inputs, format, kind);
+  Memory next = after ? panel_of(after, THREAD * share_panels(after, rows)) : (Memory){l->packed, 0};
+  panel_products(l, rounded, out, mine, THREAD * each, end, THREADS * each < panels ? panel_of(l, THREADS * each) : next,
+                 rows);
+  panel_products(l, rounded + first * row_size(l->inputs, l->format), out + first * width, mine, THREADS * each, panels,
+                 next, num);
   BARRIER
 }
 
@@ -1257,6 +1293,7 @@ int64_t max_panel_parallel_rows(int64_t threads) { return 2 * BATCH * threads; }
 void linear(const float *x, const void *packed, const float *bias, int64_t block, float *out, float *scratch,
             int64_t scratch_size, int64_t rows, int64_t outputs, int64_t inputs, int64_t format, int64_t kind,
             int64_t threads) {
+  Linear l = {packed, bias, block, outputs, inputs, (int)format, (int)kind};
   int64_t width = kind == GATED ? outputs / 2 : outputs, batches = (rows + BATCH - 1) / BATCH;
   batches = (batches + threads - 1) / threads * threads; /* as many for every thread */
   int64_t batch = ((rows + batches - 1) / batches + TILE - 1) / TILE * TILE;
@@ -1264,16 +1301,15 @@ void linear(const float *x, const void *packed, const float *bias, int64_t block
 #pragma omp parallel num_threads(threads) if (threads > 1)
 #endif
   if (rows <= max_panel_parallel_rows(threads)) {
-    product(x, packed, bias, block, out, scratch, scratch_size, rows, outputs, inputs, (int)format, (int)kind);
+    product(&l, NULL, x, out, scratch, scratch_size, rows);
   } else {
     DYNAMIC_FOR
     for (int64_t r = 0; r < rows; r += batch) {
       int64_t num = rows - r < batch ? rows - r : batch;
       float *mine = scratch + THREAD * scratch_size;
-      const void *rounded = in_format(x + r * inputs, mine, num, inputs, (int)format);
-      mine += rounded_size(num, inputs, (int)format);
-      panel_products(rounded, packed, bias, block, out + r * width, mine, 0, num_panels(outputs, kind), num, outputs,
-                     inputs, (int)format, (int)kind);
+      const void *rounded = in_format(x + r * inputs, mine, num, inputs, l.format);
+      mine += rounded_size(num, inputs, l.format);
+      panel_products(&l, rounded, out + r * width, mine, 0, num_panels(outputs, kind), panel_of(&l, 0), num);
     }
   }
 }
@@ -1441,11 +1477,10 @@ static void attend_block(const Causal *a, const float *q, const float *keys, con
     scale_query(q + r / group * width + r % group * size, scale, queries + r * size / (a->dots ? 2 : 1), size, a->dots);
   for (int64_t t = first; t < end; t += PANEL) {
     const float *panel = keys + t * size;
-    const char *ahead = (const char *)(panel + PANEL * size);
+    Memory next = {(const char *)(panel + PANEL * size), (a->dots ? 2 : 4) * PANEL * size};
     int64_t columns = end - t < PANEL ? end - t : PANEL;
-    if (a->dots) tiles_of_dots(queries, size, panel, size, scores + t - first, span, columns, 0, ahead,
-                               2 * PANEL * size, rows);
-    else tiles_of_fp32(queries, size, panel, size, scores + t - first, span, columns, 0, ahead, 4 * PANEL * size, rows);
+    if (a->dots) tiles_of_dots(queries, size, panel, size, scores + t - first, span, columns, 0, next, rows);
+    else tiles_of_fp32(queries, size, panel, size, scores + t - first, span, columns, 0, next, rows);
   }
   for (int64_t r = 0; r < rows; r++) {
     float *row = scores + r * span;
@@ -1463,7 +1498,7 @@ static void attend_block(const Causal *a, const float *q, const float *keys, con
       int64_t count = end - t < KEYS ? end - t : KEYS, columns = size - i < PANEL ? size - i : PANEL;
       const float *panel = values + (i / PANEL * a->keys + t) * PANEL;
       tiles_of_fp32(scores + t - first, span, panel, count, sums + i, size, columns, t > first,
-                    (const char *)(panel + count * PANEL), 4 * count * PANEL, rows);
+                    wide_panel(panel + count * PANEL, count), rows);
     }
   for (int64_t r = 0; r < rows; r++)
     memcpy(out + r / group * width + r % group * size, sums + r * size, sizeof(float) * (size_t)size);
@@ -1528,7 +1563,7 @@ static void add_outer(const float *x, const float *y, int64_t rows, int64_t colu
   for (int64_t i = 0; i < size; i += PANEL) {
     const float *panel = panels + i * rows;
     tiles_of_fp32(turned, rows, panel, rows, total + i, stride, size - i < PANEL ? size - i : PANEL, 1,
-                  (const char *)(panel + rows * PANEL), 4 * rows * PANEL, columns);
+                  wide_panel(panel + rows * PANEL, rows), columns);
   }
 }
 
@@ -1551,11 +1586,11 @@ static void differentiate_span(const Pair *pair, const float *queries, const flo
   float *ds = p + all_rows * span, *rest = ds + all_rows * span;
   const ivec lanes = {LANE_NUMBERS};
   for (int64_t t = first; t < end; t += PANEL) {
-    int64_t columns = end - t < PANEL ? end - t : PANEL, bytes = 4 * PANEL * size;
+    int64_t columns = end - t < PANEL ? end - t : PANEL;
     const float *keys = pair->keys + t * size, *values = pair->values + t * size;
-    tiles_of_fp32(queries, size, keys, size, p + t - first, span, columns, 0, (const char *)values, bytes, rows);
-    tiles_of_fp32(grads, size, values, size, ds + t - first, span, columns, 0, (const char *)(keys + PANEL * size),
-                  bytes, rows);
+    tiles_of_fp32(queries, size, keys, size, p + t - first, span, columns, 0, wide_panel(values, size), rows);
+    tiles_of_fp32(grads, size, values, size, ds + t - first, span, columns, 0, wide_panel(keys + PANEL * size, size),
+                  rows);
   }
   memset(p + rows * span, 0, sizeof(float) * (size_t)((all_rows - rows) * span));
   memset(ds + rows * span, 0, sizeof(float) * (size_t)((all_rows - rows) * span));
@@ -1575,7 +1610,7 @@ static void differentiate_span(const Pair *pair, const float *queries, const flo
   for (int64_t i = 0; i < size; i += PANEL) {
     const float *panel = pair->flat + (i / PANEL * a->keys + first) * PANEL;
     tiles_of_fp32(ds, span, panel, span, sums + i, size, size - i < PANEL ? size - i : PANEL, more,
-                  (const char *)(panel + span * PANEL), 4 * span * PANEL, rows);
+                  wide_panel(panel + span * PANEL, span), rows);
   }
   add_outer(p, grads, all_rows, span, size, pair->dv + first * pair->stride, pair->stride, rest);
   add_outer(ds, queries, all_rows, span, size, pair->dk + first * pair->stride, pair->stride, rest);
@@ -1887,24 +1922,29 @@ void decode(const Shape *s, const Layer *layers, const void *embedding, const fl
         x[r * hidden + i] = narrow ? wide : ((const float *)embedding)[tokens[r] * hidden + i];
       }
     }
+    Linear last = {head, NULL, s->block_hidden, s->vocab, hidden, format, PLAIN};
     for (int64_t l = 0; l < s->layers; l++) {
-      const Layer *layer = layers + l;
+      const Layer *layer = layers + l, *then = layer + 1;
       void *const *keys = columns + 2 * l * num_columns, *const *values = keys + num_columns;
       int64_t kv_width = s->kv_heads * s->size, qkv_width = width + 2 * kv_width;
 #define CHANGE(kind, from, inputs, block, to, stride, outputs) \
   if (num_items) change_rows(deltas, items, num_items, 7 * l + kind, from, inputs, block, to, stride, outputs)
+      Linear qkv = {layer->qkv, layer->qkv_bias, s->block_hidden, qkv_width, hidden, format, PLAIN};
+      Linear out = {layer->out, layer->out_bias, s->block_heads, hidden, width, format, PLAIN};
+      Linear gate_up = {layer->gate_up, layer->gate_up_bias, s->block_hidden, 2 * inner, hidden, format,
+                        num_items ? PAIRED : GATED};
+      Linear down = {layer->down, layer->down_bias, s->block_inner, hidden, inner, format, PLAIN}, next = last;
+      if (l + 1 < s->layers) next = qkv, next.packed = then->qkv;
       norm_rows(x, l ? y : NULL, layer->norm, eps, normed, rows, hidden);
-      product(normed, layer->qkv, layer->qkv_bias, s->block_hidden, y, scratch, n, rows, qkv_width, hidden, format,
-              PLAIN);
+      product(&qkv, &out, normed, y, scratch, n, rows);
       CHANGE(0, normed, hidden, s->block_hidden, y, qkv_width, width);
       CHANGE(1, normed, hidden, s->block_hidden, y + width, qkv_width, kv_width);
       CHANGE(2, normed, hidden, s->block_hidden, y + width + kv_width, qkv_width, kv_width);
       attend_rows(s, layer, eps, y, cos, sin, positions, keys, values, num_columns, source, z, scratch, rows);
-      product(z, layer->out, layer->out_bias, s->block_heads, y, scratch, n, rows, hidden, width, format, PLAIN);
+      product(&out, &gate_up, z, y, scratch, n, rows);
       CHANGE(3, z, width, s->block_heads, y, hidden, hidden);
       norm_rows(x, y, layer->mlp_norm, eps, normed, rows, hidden);
-      product(normed, layer->gate_up, layer->gate_up_bias, s->block_hidden, z, scratch, n, rows, 2 * inner, hidden,
-              format, num_items ? PAIRED : GATED);
+      product(&gate_up, &down, normed, z, scratch, n, rows);
       if (num_items) {
         CHANGE(4, normed, hidden, s->block_hidden, z, 2 * inner, inner);
         CHANGE(5, normed, hidden, s->block_hidden, z + inner, 2 * inner, inner);
@@ -1914,10 +1954,10 @@ void decode(const Shape *s, const Layer *layers, const void *embedding, const fl
         float *other = z;
         z = y, y = other;
       }
-      product(z, layer->down, layer->down_bias, s->block_inner, y, scratch, n, rows, hidden, inner, format, PLAIN);
+      product(&down, &next, z, y, scratch, n, rows);
       CHANGE(6, z, inner, s->block_inner, y, hidden, hidden);
     }
     norm_rows(x, y, last_norm, eps, normed, rows, hidden);
-    product(normed, head, NULL, s->block_hidden, logits, scratch, n, rows, s->vocab, hidden, format, PLAIN);
+    product(&last, NULL, normed, logits, scratch, n, rows);
   }
 }
