@@ -1,6 +1,6 @@
 """Attention over the KV cache: what a forward pass reads (`AttentionMetadata`), and its backends.
 
-`PrefillAttention` computes chunks of prompts. A decode step, one token per sequence, is computed by a `DecodeBackend`:
+`GatheredAttention` computes chunks of prompts. A decode step, one token per sequence, is computed by a `DecodeBackend`:
 a CUDA graph, the fused CPU kernel, or torch operations (`DecodeAttention`). All share the trainer's masks
 (`causal_mask`, `add_mask`) and grouping of query heads (`fold_groups`).
 """
@@ -8,7 +8,6 @@ a CUDA graph, the fused CPU kernel, or torch operations (`DecodeAttention`). All
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,9 +33,8 @@ from rollouts.training.numerics import min_query_rows, padded
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens `start .. start + length` of the sequence in `slot`."""
+    """Tokens `start .. start + length` of a sequence."""
 
-    slot: int
     start: int
     length: int
 
@@ -92,14 +90,16 @@ def find_runs(block_table: NDArray[np.int32]) -> list[tuple[int, int]]:
 class AttentionMetadata:
     """The queries of a forward pass and the cache blocks that they read.
 
-    Sequence i has `lengths[i]` queries from position `starts[i]` on, whose keys and values are written to `slots[i]`.
-    Its block j is read from slot `block_tables[j, i]`: its own, or an earlier one in which block j has the same tokens.
+    Row i has `lengths[i]` queries from position `starts[i]` on, of the sequence in `slots[i]`. Its block j is in page
+    `block_tables[j, i]`, to which new keys and values are written, except those before `first_written[i]` (default:
+    `starts[i]`), which another sequence has computed.
     """
 
     slots: NDArray[np.int64]
     starts: NDArray[np.int64]
     lengths: NDArray[np.int64]
     block_tables: NDArray[np.int32]
+    first_written: NDArray[np.int64] | None = None
 
     @property
     def num_keys(self) -> int:
@@ -108,20 +108,10 @@ class AttentionMetadata:
 
     @property
     def num_shared_blocks(self) -> int:
-        """Number of blocks that are read from the slot of another sequence."""
-        return int((self.block_tables != self.slots).sum())
-
-    @property
-    def has_drafts(self) -> bool:
-        """Whether a sequence of a decode step has several rows, in descending order of position."""
-        return int(self.slots[-1]) + 1 < len(self.slots)
-
-
-def prefill_metadata(chunks: Iterable[Chunk]) -> AttentionMetadata:
-    """Metadata of chunks, each of which reads its own slot."""
-    slots, starts, lengths = np.array([(c.slot, c.start, c.length) for c in chunks], dtype=np.int64).T
-    tables = np.broadcast_to(slots.astype(np.int32), (num_blocks(int((starts + lengths).max())), len(slots)))
-    return AttentionMetadata(slots, starts, lengths, tables)
+        """Number of blocks that a row and the row before it read from the same page."""
+        tables, reach = self.block_tables, -(-(self.starts + self.lengths) // BLOCK)
+        both = np.minimum(reach[1:], reach[:-1]) > np.arange(len(tables))[:, None]
+        return int(((tables[:, 1:] == tables[:, :-1]) & both).sum())
 
 
 def decode_metadata(
@@ -161,7 +151,7 @@ class DecodeBackend(ABC):
 
 
 class DecodeAttention:
-    """Decode attention with torch operations: one new token for each of the first slots.
+    """Decode attention with torch operations: one new token for each of the first slots, whose pages are the slots.
 
     Reads the cache as views, one per block and layer, created once for several steps; `advance` before each.
     """
@@ -282,8 +272,8 @@ def decode_queries(q: Float[Tensor, "rows heads dim"], kv_heads: int) -> Float[T
     return scaled.view(-1, heads // kv_heads, dim)
 
 
-class PrefillAttention:
-    """Prefill attention: chunks of several sequences, each attending to its cached past and to itself.
+class GatheredAttention:
+    """Attention of chunks of several sequences, each to its cached past and to itself, which are gathered from pages.
 
     Flat tokens are the concatenated chunks; the last token is repeated up to `min_tokens`. `rounded`: queries are
     rounded to the bf16 of the cache, as in the fused decode step.
@@ -309,7 +299,9 @@ class PrefillAttention:
         positions = position.flatten()[flat]
         self.positions: Int[Tensor, " tokens"] = positions.to(device)
         self.tables = torch.from_numpy(metadata.block_tables.astype(np.int64)).to(device)
-        self.places = cache.locate(metadata.slots[(flat // rows).numpy()], positions.numpy())
+        chunk, at = (flat // rows).numpy(), positions.numpy()
+        written = None if metadata.first_written is None else at >= metadata.first_written[chunk]
+        self.places = cache.locate(metadata.block_tables[at // BLOCK, chunk], at, written)
         self.layout: Int[Tensor, "chunks rows"] | None = None  # None: chunks of equal length need no gather
         if repeats or not valid.all():
             self.layout = torch.where(valid, first[:, None] + row, 0).to(device)
@@ -343,7 +335,7 @@ class PrefillAttention:
         for j in range(num_blocks(self.width)):
             block = self.cache.blocks[j][half, layer]
             width = min(self.width - j * BLOCK, BLOCK)
-            # Slots beyond the end of a block do not reach it; what they read instead is masked.
-            slots = self.tables[j].clamp(max=block.shape[0] - 1)
-            parts.append(block[:, :, :width].index_select(0, slots))
+            # Rows beyond the end of a block do not reach it; what they read instead is masked.
+            pages = self.tables[j].clamp(max=block.shape[0] - 1)
+            parts.append(block[:, :, :width].index_select(0, pages))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)

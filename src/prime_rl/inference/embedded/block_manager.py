@@ -1,76 +1,73 @@
-"""Block manager: cache memory of the running sequences, and the prefixes that they share."""
+"""Block managers: which pages of the cache a sequence has, and the prefixes that sequences share.
+
+`PagedBlockManager` shares pages between sequences, which needs a kernel that reads scattered pages in place: the fused
+decode step of a CPU. Torch operations and CUDA graphs would have to gather all keys of a batch in every layer and step,
+which doubles the traffic of the largest reads. For them, `SlotBlockManager` keeps the pages of a batch contiguous: page
+i of every block is that of the sequence in slot i.
+"""
 
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 
 import numpy as np
 from numpy.typing import NDArray
 
-from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache
-from prime_rl.inference.embedded.prefix_cache import STRIDE, CachedPrefix, PrefixIndex
+from prime_rl.inference.embedded.attention import AttentionMetadata, Chunk, decode_metadata
+from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache, count_slots, num_blocks
+from prime_rl.inference.embedded.prefix_cache import STRIDE, CachedPrefix, PrefixIndex, PrefixOwner
 from prime_rl.inference.embedded.sequence import Sequence
 
 
-class BlockManager:
-    """Fills, copies and invalidates the cache of sequences; every sequence has the slot of its index in `running`.
-
-    A new sequence copies a prefix that another one has computed. While decoding, equal blocks of adjacent slots are
-    read from one of them (`block_tables` of `AttentionMetadata`).
-    """
+class BlockManager(ABC):
+    """Cache memory of the running sequences: what they share, and what is kept when they finish."""
 
     def __init__(self, cache: KVCache, prefixes: PrefixIndex, enable_prefix_caching: bool) -> None:
         self.cache, self.prefixes, self.enable_prefix_caching = cache, prefixes, enable_prefix_caching
         self.num_shared = 0
-        """Tokens whose keys were copied instead of computed."""
+        """Tokens whose keys were shared instead of computed."""
         self._epoch = 0
 
-    def attach(self, seq: Sequence, slot: int) -> None:
-        """Give an empty slot to a sequence."""
-        seq.slot, seq.epoch = slot, self._epoch
+    @abstractmethod
+    def reserve(self, seqs: Seq[Sequence], rows: int = 0) -> bool:
+        """Reserve memory for one more token of each of these running sequences, and for `rows` rows of a decode step.
 
-    def share_prefix(self, seq: Sequence) -> bool:
-        """Copy a shared prefix; False if another sequence is still computing it.
+        False without changes if it is too short.
+        """
+
+    @abstractmethod
+    def extend(self, running: list[Sequence]) -> None:
+        """Give the running sequences the memory of their next token, which is reserved."""
+
+    def prepare(self, seq: Sequence) -> bool:
+        """Share a prefix with another sequence; False if that one is still computing it.
 
         The last token is always computed, for its logits.
         """
-        if seq.is_registered or not self.enable_prefix_caching:
-            return True
-        if seq.num_cached == 0:
-            owner, shared = self.prefixes.find(seq.tokens, seq.cache_namespace)
-            # Positions that predict scored tokens must be computed.
-            shared = min(shared, len(seq.tokens) - 1, seq.params.prompt_start - 1 if seq.wants_scores else shared)
-            if owner is not None and shared >= STRIDE:
-                if isinstance(owner, Sequence) and owner.num_cached < min(shared, len(owner.tokens) - 1):
-                    return False
-                shared = min(shared, owner.num_cached)
-                if isinstance(owner, CachedPrefix):
-                    self.cache.write(seq.slot, owner.kv, shared)
-                else:
-                    self.cache.move(owner.slot, seq.slot, shared)
-                seq.num_cached, seq.num_shared = shared, min(shared, seq.num_prompt)
-                self.num_shared += shared
-        seq.is_registered = True
-        self.prefixes.register(seq, len(seq.tokens), seq.cache_namespace)
+        if not seq.is_registered and self.enable_prefix_caching:
+            if seq.num_cached == 0 and not self._share(seq):
+                return False
+            seq.is_registered = True
+            self.prefixes.register(seq, len(seq.tokens), seq.cache_namespace)
         return True
 
     def keep(self, seq: Sequence) -> None:
-        """Copy the keys of a finished sequence into the prefix cache."""
+        """Keep the keys of a finished sequence in the prefix cache."""
         if self.enable_prefix_caching and STRIDE <= seq.num_cached <= self.prefixes.max_prefix_cache_tokens:
-            kv = self.cache.read(seq.slot, seq.num_cached)
-            self.prefixes.insert(CachedPrefix(seq.tokens, seq.num_cached, seq.cache_namespace, kv))
+            self.prefixes.insert(self._keep(seq))
 
-    def release(self, seq: Sequence, last: Sequence) -> None:
-        """Free a slot; the sequence of the last slot moves into it, and every block that it has exists there too."""
-        self.prefixes.unregister(seq)
-        seq.is_registered = False
-        if last is not seq:
-            self.cache.move(last.slot, seq.slot, last.num_cached)
-            last.slot = seq.slot
-        seq.slot = -1
+    @abstractmethod
+    def release(self, seq: Sequence, running: list[Sequence]) -> None:
+        """Remove a sequence from `running`, and free its memory and its slot."""
 
-    def invalidate(self, seqs: Iterable[Sequence]) -> None:
+    @abstractmethod
+    def clear(self, seq: Sequence, start: int = 0) -> None:
+        """Zero non-finite keys and values of a sequence from a position on."""
+
+    def invalidate(self, seqs: Seq[Sequence]) -> None:
         """Discard the keys of these running sequences."""
         for seq in seqs:
             seq.discard_keys()
@@ -86,7 +83,102 @@ class BlockManager:
             # Keys of the old weights must not be shared; recomputed ones may be.
             seq.is_registered = seq.num_cached > 0
 
-    def count_shared(self, running: list[Sequence], rows: int) -> NDArray[np.int64]:
+    @abstractmethod
+    def prefill_metadata(self, seqs: Seq[Sequence], chunks: Seq[Chunk]) -> AttentionMetadata:
+        """Metadata of `chunks[i]` of `seqs[i]`."""
+
+    @abstractmethod
+    def decode_metadata(
+        self, running: list[Sequence], positions: NDArray[np.int64], slots: NDArray[np.int64]
+    ) -> AttentionMetadata:
+        """Metadata of a token at `positions[i]` of the sequence in `slots[i]`; slots beyond `running` are padding."""
+
+    def attach(self, seq: Sequence, slot: int) -> None:
+        """Give an empty slot to a sequence."""
+        seq.slot, seq.epoch = slot, self._epoch
+
+    def _share(self, seq: Sequence) -> bool:
+        owner, shared = self.prefixes.find(seq.tokens, seq.cache_namespace)
+        if seq.wants_scores:  # positions that predict scored tokens must be computed
+            shared = min(shared, seq.params.prompt_start - 1)
+        num_cached = min(shared, len(seq.tokens) - 1)
+        if owner is None or num_cached < STRIDE:
+            return True
+        if isinstance(owner, Sequence) and owner.num_cached < min(num_cached, len(owner.tokens) - 1):
+            return False
+        shared = min(shared, owner.num_cached)
+        seq.num_cached = min(num_cached, shared)
+        seq.num_shared = min(seq.num_cached, seq.num_prompt)
+        self.num_shared += seq.num_cached
+        self._read(owner, seq, shared)
+        return True
+
+    @abstractmethod
+    def _read(self, owner: PrefixOwner, seq: Sequence, shared: int) -> None:
+        """Give a sequence without memory the first `seq.num_cached` of the `shared` positions of another one."""
+
+    @abstractmethod
+    def _keep(self, seq: Sequence) -> CachedPrefix: ...
+
+
+class SlotBlockManager(BlockManager):
+    """Page i of every block is that of the sequence in slot i, which copies a prefix that another one has computed.
+
+    Block j has as many pages as the last slot that reaches it needs, so that a decode step reads contiguous memory
+    without copies. Equal blocks of adjacent slots are read from one of them.
+    """
+
+    def reserve(self, seqs: Seq[Sequence], rows: int = 0) -> bool:
+        """As `BlockManager`."""
+        lengths = np.array([len(seq.tokens) + 1 for seq in seqs] + [1] * (rows - len(seqs)))
+        return self.cache.reserve(count_slots(lengths), int(lengths.max(initial=0)))
+
+    def extend(self, running: list[Sequence]) -> None:
+        """As `BlockManager`: slots have all reserved memory."""
+
+    def release(self, seq: Sequence, running: list[Sequence]) -> None:
+        """As `BlockManager`: the sequence of the last slot moves here, and every block that it has exists here too."""
+        self.prefixes.unregister(seq)
+        last = running.pop()
+        if last is not seq:
+            running[seq.slot] = last
+            for j, width in _split(last.num_cached):
+                self.cache.copy_page(j, last.slot, seq.slot, width)
+            last.slot = seq.slot
+        seq.is_registered, seq.slot = False, -1
+
+    def clear(self, seq: Sequence, start: int = 0) -> None:
+        """As `BlockManager`."""
+        for j, num_pages in enumerate(self.cache.num_pages):
+            if seq.slot < num_pages:
+                self.cache.clear_page(j, seq.slot, max(start - j * BLOCK, 0))
+
+    def prefill_metadata(self, seqs: Seq[Sequence], chunks: Seq[Chunk]) -> AttentionMetadata:
+        """As `BlockManager`."""
+        starts, lengths = np.array([(c.start, c.length) for c in chunks], dtype=np.int64).T
+        slots = np.array([seq.slot for seq in seqs])
+        tables = np.broadcast_to(slots.astype(np.int32), (num_blocks(int((starts + lengths).max())), len(slots)))
+        return AttentionMetadata(slots, starts, lengths, tables)
+
+    def decode_metadata(
+        self, running: list[Sequence], positions: NDArray[np.int64], slots: NDArray[np.int64]
+    ) -> AttentionMetadata:
+        """As `BlockManager`."""
+        return decode_metadata(positions, self._count_shared(running, int(slots[-1]) + 1), slots)
+
+    def _read(self, owner: PrefixOwner, seq: Sequence, shared: int) -> None:
+        if isinstance(owner, CachedPrefix):
+            assert owner.kv is not None
+            self.cache.write(seq.slot, owner.kv, seq.num_cached)
+        else:
+            for j, width in _split(seq.num_cached):
+                self.cache.copy_page(j, owner.slot, seq.slot, width)
+
+    def _keep(self, seq: Sequence) -> CachedPrefix:
+        kv = self.cache.read(seq.slot, seq.num_cached)
+        return CachedPrefix(seq.tokens, seq.num_cached, seq.cache_namespace, kv)
+
+    def _count_shared(self, running: list[Sequence], rows: int) -> NDArray[np.int64]:
         """For each of the first `rows` slots, the number of full blocks that it shares with the previous slot."""
         shared = np.zeros(rows, dtype=np.int64)
         if self.enable_prefix_caching:
@@ -95,6 +187,11 @@ class BlockManager:
                     limit = min(before.num_cached, seq.num_cached) // BLOCK
                     shared[seq.slot] = _count_equal(before.tokens, seq.tokens, limit)
         return shared
+
+
+def _split(length: int) -> Iterable[tuple[int, int]]:
+    """The blocks of the first `length` positions, and the number of these in each."""
+    return ((j, min(length - j * BLOCK, BLOCK)) for j in range(num_blocks(length)))
 
 
 def _count_equal(a: list[int], b: list[int], limit: int) -> int:

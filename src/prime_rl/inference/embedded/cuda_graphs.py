@@ -188,9 +188,10 @@ class GraphDecoder:
         Reserves cache for every row in every block, unless that takes more than three quarters of the cache.
         """
         rows, num_blocks = round_up(len(metadata.slots)), len(metadata.block_tables)
+        assert self.cache.max_tokens is not None
         fits = num_blocks <= MAX_BLOCKS and rows * num_blocks * BLOCK <= self.cache.max_tokens * 3 // 4
         fits = fits and metadata.num_shared_blocks <= MAX_SHARED
-        fits = fits and self.cache.reserve(np.full(rows, num_blocks * BLOCK))
+        fits = fits and self.cache.reserve([rows] * num_blocks, num_blocks * BLOCK)
         weights, blocks = find_memory(self.decoder, self.cache, len(self.cache.blocks), self._max_length)
         self.steps = {shape: step for shape, step in self.steps.items() if step.memory == (weights, blocks[: shape[1]])}
         if not fits:

@@ -18,10 +18,11 @@ from torch import Tensor
 from prime_rl.inference.config import Quantization
 from prime_rl.inference.detokenizer import Decode, Detokenizer, StopStringMatcher
 from prime_rl.inference.embedded.adapters import Adapters
-from prime_rl.inference.embedded.block_manager import BlockManager
+from prime_rl.inference.embedded.block_manager import BlockManager, SlotBlockManager
 from prime_rl.inference.embedded.cuda_graphs import GraphCapturer, GraphDecoder
 from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache, num_blocks
 from prime_rl.inference.embedded.model_runner import ModelRunner
+from prime_rl.inference.embedded.paged_blocks import PagedBlockManager
 from prime_rl.inference.embedded.prefix_cache import PrefixIndex
 from prime_rl.inference.embedded.prepared_decoder import PreparedDecoder
 from prime_rl.inference.embedded.sampler import SamplerOutput, has_penalty
@@ -99,15 +100,23 @@ class EmbeddedEngine(InProcessEngineMixin):
         self._decoder = decoder
         smallest = (num_blocks(self.max_model_len + 1) + decoder.min_rows) * BLOCK  # of one sequence
         self.max_cache_tokens = max(max_cache_tokens or self._default_cache_tokens(max_running), smallest)
-        cache = KVCache(self._cache_config, self.dtype, device, max_running, self.max_cache_tokens)
+        records = recorder is not None and decoder.is_static
+        is_paged = decoder.fused is not None and not records
+        max_cached = None if is_paged else self.max_cache_tokens  # pages are limited by their block manager
+        cache = KVCache(self._cache_config, self.dtype, device, max_running, max_cached)
         graphs = None
-        if recorder is not None and decoder.is_static:
+        if recorder is not None and records:
             assert not exact, "CUDA graphs may differ in the last bits"
             graphs = GraphDecoder(decoder, cache, recorder, self.max_model_len + 1)
         self._prefixes = PrefixIndex(
             self._default_prefix_tokens() if max_prefix_cache_tokens is None else max_prefix_cache_tokens
         )
-        self._blocks = BlockManager(cache, self._prefixes, enable_prefix_caching and not model.recomputes)
+        shares = enable_prefix_caching and not model.recomputes
+        self._blocks: BlockManager = (
+            PagedBlockManager(cache, self._prefixes, shares, self.max_cache_tokens)
+            if is_paged
+            else SlotBlockManager(cache, self._prefixes, shares)
+        )
         self._adapters = Adapters(model)
         can_verify = decoder.fused is not None and graphs is None
         head = decoder.head.kernel if decoder.head is not None and can_verify else None

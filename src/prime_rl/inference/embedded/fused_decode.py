@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prime_rl.inference.embedded.attention import AttentionMetadata, DecodeBackend
-from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache, count_slots
+from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache
 from prime_rl.trainer.models.causal_lm import CausalLM
 from rollouts.kernels import cpu as cpu_kernels
 from rollouts.kernels.cpu import LANES, PackedWeight
@@ -87,17 +87,18 @@ class FusedDecode(DecodeBackend):
     def __init__(
         self, decoder: FusedDecoder, cache: KVCache, metadata: AttentionMetadata, changes: DeltaBatch | None = None
     ) -> None:
-        reach = count_slots(metadata.starts + 1)
-        super().__init__(cache, metadata, len(reach) * BLOCK, reach)
-        self._decoder, self._num_blocks, self._changes = decoder, len(reach), changes
+        self._blocks = metadata.starts // BLOCK
+        self._decoder, self._num_blocks, self._changes = decoder, int(self._blocks.max()) + 1, changes
+        super().__init__(cache, metadata, self._num_blocks * BLOCK, reach=None)
         self._widest = decoder.widest if changes is None else max(decoder.widest, 2 * decoder.inner)
         self._logits = decoder.logits(len(metadata.slots))
         self._tables = torch.from_numpy(metadata.block_tables)
-        self._shares = metadata.num_shared_blocks > 0 or metadata.has_drafts
-        used = cache.blocks[: len(reach)]
-        layers = used[0].shape[1]
-        addresses = [[[c[half, i].data_ptr() for c in used] for half in (0, 1)] for i in range(layers)]
-        self._addresses = torch.tensor(addresses, dtype=torch.int64)
+        self._shares = metadata.num_shared_blocks > 0
+        self._addresses = cache.addresses()[:, :, : self._num_blocks].contiguous()
+
+    def fits(self, positions: NDArray[np.int64]) -> bool:
+        """As `DecodeBackend`; also until a sequence reaches its next block, whose page the tables do not hold."""
+        return super().fits(positions) and np.array_equal(positions // BLOCK, self._blocks)
 
     def __call__(self, tokens: Int[Tensor, " rows"], positions: NDArray[np.int64]) -> Float[Tensor, "rows vocab"]:
         """Decode one step; returns logits, valid until the next step, and writes keys and values to the cache."""

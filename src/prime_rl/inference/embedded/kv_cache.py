@@ -1,13 +1,8 @@
-"""KV cache of the running sequences, in blocks of `BLOCK` positions that are allocated as sequences grow.
+"""KV cache: memory for the keys and values of sequences, in blocks of `BLOCK` positions that grow with them.
 
-Sequence i uses slot i; used slots are contiguous from 0. Block j stores positions `j * BLOCK ...` for the first slots
-only, up to the last that reaches it, so a decode step reads contiguous memory without copies, and growth copies little.
-A slot contains garbage beyond its sequence's length, which has no effect: masked keys have weight exactly 0.
-
-Block tables (`AttentionMetadata`) hold the slot from which each block is read; new keys go to the sequence's own slot.
-There is no pool of pages: only a kernel of its own can read scattered pages in place, as the fused CPU kernel could.
-Torch operations and CUDA graphs would have to gather all keys of a batch in every layer and step, which doubles the
-traffic of the largest reads.
+Block j stores positions `j * BLOCK ...`, in one page for each sequence that reaches them. A block manager decides which
+page a sequence has (`block_manager.py`), and block tables (`AttentionMetadata`) hold the page of each block and row. A
+page contains garbage beyond its sequence's length, which has no effect: masked keys have weight exactly 0.
 """
 
 from __future__ import annotations
@@ -18,7 +13,7 @@ import mmap
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -26,7 +21,7 @@ from prime_rl.trainer.models.decoder_config import DecoderConfig
 from rollouts.training.numerics import KEY_BLOCK
 
 BLOCK = KEY_BLOCK
-FIRST_SLOTS = 16
+FIRST_PAGES = 16
 
 
 TokenRows = list[tuple[int, Tensor | None, Tensor]]
@@ -34,18 +29,19 @@ TokenRows = list[tuple[int, Tensor | None, Tensor]]
 
 
 class KVCache:
-    """`blocks[j]` is `[2, layers, slots, kv_heads, BLOCK, head_dim]`: keys, then values.
+    """`blocks[j]` is `[2, layers, pages, kv_heads, BLOCK, head_dim]`: keys, then values.
 
-    All blocks together hold at most `max_tokens` positions.
+    All blocks together hold at most `max_tokens` positions, if that is given.
     """
 
     def __init__(
-        self, config: DecoderConfig, dtype: torch.dtype, device: torch.device, max_slots: int, max_tokens: int
+        self, config: DecoderConfig, dtype: torch.dtype, device: torch.device, max_slots: int, max_tokens: int | None
     ) -> None:
         self.max_slots, self.max_tokens = max_slots, max_tokens
         self.generation = 0
         """Incremented whenever memory is reallocated."""
         self.blocks: list[Tensor] = []
+        self._addresses: Tensor | None = None
         self._rows: list[list[tuple[Tensor, Tensor]]] = []  # views: of every block and layer, keys and values as rows
         self._dtype, self._device = dtype, device
         self._layers, self._heads, self._dim = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
@@ -55,48 +51,73 @@ class KVCache:
         """Number of allocated positions."""
         return sum(block.shape[2] for block in self.blocks) * BLOCK
 
-    def reserve(self, lengths: NDArray[np.int64]) -> bool:
-        """Allocate `lengths[slot]` positions for each slot; False without changes if `max_tokens` is exceeded."""
-        need = count_slots(lengths)
-        have = [block.shape[2] for block in self.blocks]
+    @property
+    def num_pages(self) -> list[int]:
+        """Number of pages of every block."""
+        return [block.shape[2] for block in self.blocks]
+
+    def reserve(self, need: list[int], longest: int) -> bool:
+        """Allocate `need[j]` pages of each block, if the longest sequence has `longest` positions.
+
+        False without changes if `max_tokens` is exceeded. If memory is short, pages beyond `need` are freed.
+        """
+        have = self.num_pages
         if len(need) <= len(have) and all(n <= h for n, h in zip(need, have, strict=False)):
             return True
-        if sum(need) * BLOCK > self.max_tokens:
+        if self.max_tokens is not None and sum(need) * BLOCK > self.max_tokens:
             return False
         have += [0] * (len(need) - len(have))
         # Grow by doubling; if memory is short, allocate exactly what is needed and free unused blocks.
-        target = [h if n <= h else max(n, min(2 * n, self.max_slots), FIRST_SLOTS) for n, h in zip(need, have)]  # noqa: B905
+        target = [h if n <= h else max(n, min(2 * n, self.max_slots), FIRST_PAGES) for n, h in zip(need, have)]  # noqa: B905
         target += have[len(need) :]
-        if sum(target) * BLOCK > self.max_tokens:
+        if self.max_tokens is not None and sum(target) * BLOCK > self.max_tokens:
             target = need
-        self._resize(target, need, int(lengths.max()))
+        self._resize(target, need, longest)
         return True
 
-    def move(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` positions of one slot to another."""
-        for j, block in enumerate(self.blocks[: num_blocks(length)]):
-            width = min(length - j * BLOCK, BLOCK)
-            block[:, :, target, :, :width] = block[:, :, source, :, :width]
-
-    def read(self, slot: int, length: int) -> Tensor:
-        """A copy of the first `length` positions, `[2, layers, kv_heads, length, head_dim]`."""
+    def read(self, page: int, length: int) -> Tensor:
+        """A copy of the first `length` positions in this page of every block, `[2, layers, kv_heads, length, dim]`."""
         parts = [
-            block[:, :, slot, :, : min(length - j * BLOCK, BLOCK)]
+            block[:, :, page, :, : min(length - j * BLOCK, BLOCK)]
             for j, block in enumerate(self.blocks[: num_blocks(length)])
         ]
         return parts[0].clone() if len(parts) == 1 else torch.cat(parts, dim=3)
 
-    def write(self, slot: int, kept: Tensor, length: int) -> None:
+    def write(self, page: int, kept: Tensor, length: int) -> None:
         """Restore the first `length` positions returned by `read`."""
         for j, block in enumerate(self.blocks[: num_blocks(length)]):
             width = min(length - j * BLOCK, BLOCK)
-            block[:, :, slot, :, :width] = kept[:, :, :, j * BLOCK : j * BLOCK + width]
+            block[:, :, page, :, :width] = kept[:, :, :, j * BLOCK : j * BLOCK + width]
 
-    def locate(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> TokenRows:
-        """Where the keys and values of tokens at these slots and positions are stored."""
-        rows = (slots[:, None] * self._heads + np.arange(self._heads)) * BLOCK + (positions % BLOCK)[:, None]
+    def copy_page(self, block: int, source: int, target: int, width: int) -> None:
+        """Copy the first `width` positions of a page."""
+        memory = self.blocks[block]
+        memory[:, :, target, :, :width] = memory[:, :, source, :, :width]
+
+    def clear_page(self, block: int, page: int, start: int = 0) -> None:
+        """Zero a page from a position on: a mask would not hide non-finite values from its next sequence."""
+        self.blocks[block][:, :, page, :, start:] = 0
+
+    def addresses(self) -> Int[Tensor, "layers 2 blocks"]:
+        """Addresses of the keys and values of every layer and block; valid for this `generation`."""
+        if self._addresses is None:
+            table = [[[c[half, i].data_ptr() for c in self.blocks] for half in (0, 1)] for i in range(self._layers)]
+            self._addresses = torch.tensor(table, dtype=torch.int64)
+        return self._addresses
+
+    def locate(
+        self, pages: NDArray[np.integer], positions: NDArray[np.int64], written: NDArray[np.bool_] | None = None
+    ) -> TokenRows:
+        """Where the keys and values of tokens are stored, at these positions and in these pages of their blocks.
+
+        Tokens that are not `written` (default: all are) are left out.
+        """
+        pages = pages.astype(np.int64)
+        rows = (pages[:, None] * self._heads + np.arange(self._heads)) * BLOCK + (positions % BLOCK)[:, None]
         blocks, found = positions // BLOCK, []
-        for j in sorted(set(blocks.tolist())):
+        if written is not None:
+            blocks = np.where(written, blocks, -1)
+        for j in sorted(set(blocks.tolist()) - {-1}):
             here = blocks == j
             tokens = None if here.all() else torch.from_numpy(here.nonzero()[0]).to(self._device)
             found.append((j, tokens, torch.from_numpy(rows[here].reshape(-1)).to(self._device)))
@@ -124,24 +145,18 @@ class KVCache:
             chosen = new if tokens is None else new[:, :, tokens]
             self.blocks[j].flatten(2, 4).index_copy_(2, rows, chosen.flatten(2, 3))
 
-    def clear_slot(self, slot: int, start: int = 0) -> None:
-        """Zero non-finite values in a slot, from a position on: a mask would not hide them from its next sequence."""
-        for j, block in enumerate(self.blocks):
-            if slot < block.shape[2]:
-                block[:, :, slot, :, max(start - j * BLOCK, 0) :] = 0
-
     def _resize(self, target: list[int], used: list[int], longest: int) -> None:
         blocks = []
-        for j, slots in enumerate(target):
+        for j, pages in enumerate(target):
             old = self.blocks[j] if j < len(self.blocks) else None
-            if old is not None and old.shape[2] == slots:
+            if old is not None and old.shape[2] == pages:
                 blocks.append(old)
                 continue
             # Zeros, not empty memory: 0 * NaN would not be 0.
-            shape = (2, self._layers, slots, self._heads, BLOCK, self._dim)
+            shape = (2, self._layers, pages, self._heads, BLOCK, self._dim)
             # Short sequences do not fill the first block; sequences with further blocks are long, and mostly fill them.
             new = zeros(shape, self._dtype, self._device, huge_pages=j > 0)
-            if old is not None and (kept := min(slots, old.shape[2], used[j] if j < len(used) else 0)):
+            if old is not None and (kept := min(pages, old.shape[2], used[j] if j < len(used) else 0)):
                 width = min(longest - j * BLOCK, BLOCK)  # further positions are unused: leave their pages untouched
                 new[:, :, :kept, :, :width] = old[:, :, :kept, :, :width]
             blocks.append(new)
@@ -151,6 +166,7 @@ class KVCache:
         self._rows = [
             [(c[0, i].view(-1, self._dim), c[1, i].view(-1, self._dim)) for i in range(self._layers)] for c in blocks
         ]
+        self._addresses = None
         self.generation += 1
 
 
@@ -176,6 +192,6 @@ def num_blocks(length: int) -> int:
 
 
 def count_slots(lengths: NDArray[np.int64]) -> list[int]:
-    """Number of slots per block: one more than the last slot that reaches it."""
+    """Number of rows per block: one more than the last row that reaches it."""
     blocks = -(-lengths // BLOCK)
     return [int(np.flatnonzero(blocks > j)[-1]) + 1 for j in range(int(blocks.max(initial=0)))]

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from prime_rl.inference.embedded.adapters import Adapters, LoraRouting
 from prime_rl.inference.embedded.attention import (
+    AttentionMetadata,
     Chunk,
     DecodeAttention,
     DecodeBackend,
-    PrefillAttention,
-    decode_metadata,
-    prefill_metadata,
+    GatheredAttention,
 )
 from prime_rl.inference.embedded.block_manager import BlockManager
 from prime_rl.inference.embedded.cuda_graphs import GraphDecoder
 from prime_rl.inference.embedded.fused_decode import FusedDecode
+from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache
 from prime_rl.inference.embedded.prepared_decoder import PreparedDecoder
 from prime_rl.inference.embedded.prompt_logprobs import PromptScorer
 from prime_rl.inference.embedded.recompute import RecomputeDecode, compute_hidden
@@ -64,7 +64,7 @@ class DecodeBatch:
 
 
 class EagerDecode(DecodeBackend):
-    """A batch decoded by torch operations, with adapters or without."""
+    """A batch decoded by torch operations from contiguous memory, with adapters or without."""
 
     def __init__(self, decoder: PreparedDecoder, attention: DecodeAttention, changes: LoraRouting | None) -> None:
         super().__init__(attention.cache, attention.metadata, attention.width, attention.reach)
@@ -76,6 +76,32 @@ class EagerDecode(DecodeBackend):
         self._attention.advance(positions, at)
         hidden = self._decoder(tokens, at, self._attention, int(positions.max()) + 1, self._changes)
         return self._decoder.logits(hidden, self._changes)
+
+
+class GatheredDecode(DecodeBackend):
+    """A batch decoded by torch operations that gather its pages, for adapters that the fused kernel cannot apply."""
+
+    def __init__(
+        self, decoder: PreparedDecoder, cache: KVCache, metadata: AttentionMetadata, changes: LoraRouting | None
+    ) -> None:
+        super().__init__(cache, metadata, len(metadata.block_tables) * BLOCK, reach=None)
+        self._decoder, self._changes = decoder, changes
+
+    def fits(self, positions: NDArray[np.int64]) -> bool:
+        """For one step: its positions are those of the metadata."""
+        return super().fits(positions) and np.array_equal(positions, self.metadata.starts)
+
+    def __call__(self, tokens: Int[Tensor, " rows"], positions: NDArray[np.int64]) -> Float[Tensor, "rows vocab"]:
+        """As `DecodeBackend`."""
+        attend = build_gathered(self._decoder, self.cache, self.metadata)
+        hidden = self._decoder(tokens, attend.positions, attend, self.metadata.num_keys, self._changes)
+        return self._decoder.logits(hidden, self._changes)
+
+
+def build_gathered(decoder: PreparedDecoder, cache: KVCache, metadata: AttentionMetadata) -> GatheredAttention:
+    """The attention of a forward pass, which rounds queries as the fused decode step does."""
+    rounds = decoder.fused is not None and decoder.fused.rounds_queries
+    return GatheredAttention(cache, metadata, decoder.model.config.num_attention_heads, decoder.min_rows, rounds)
 
 
 class ModelRunner:
@@ -100,10 +126,8 @@ class ModelRunner:
 
     def _prefill(self, batch: ScheduledBatch) -> SamplerOutput | None:
         seqs, chunks = batch.sequences, batch.chunks
-        metadata = prefill_metadata(chunks)
-        fused = self.decoder.fused
-        rounds_queries = fused is not None and fused.rounds_queries
-        attend = PrefillAttention(self._blocks.cache, metadata, self._num_heads, self.decoder.min_rows, rounds_queries)
+        metadata = self._blocks.prefill_metadata(seqs, chunks)
+        attend = build_gathered(self.decoder, self._blocks.cache, metadata)
         pairs = list(zip(seqs, chunks, strict=True))
         flat = [token for seq, c in pairs for token in seq.tokens[c.start : c.start + c.length]]
         padding = max(self.decoder.min_rows - len(flat), 0)
@@ -159,8 +183,7 @@ class ModelRunner:
         """CUDA graph (without adapters), else the fused kernel, else torch operations; a backend without a cache for
         models that recompute."""
         cache, decoder = self._blocks.cache, self.decoder
-        shared = self._blocks.count_shared(running, int(batch.slots[-1]) + 1)
-        metadata = decode_metadata(batch.positions, shared, batch.slots)
+        metadata = self._blocks.decode_metadata(running, batch.positions, batch.slots)
         if decoder.model.recomputes:
             return RecomputeDecode(decoder, cache, metadata, running)
         changes = batch.changes
@@ -169,6 +192,8 @@ class ModelRunner:
             return graph
         if decoder.fused is not None and (changes is None or changes.batch is not None):
             return FusedDecode(decoder.fused, cache, metadata, None if changes is None else changes.batch)
+        if decoder.fused is not None:
+            return GatheredDecode(decoder, cache, metadata, changes)
         return EagerDecode(decoder, DecodeAttention(cache, metadata, self._num_heads, self._exact), changes)
 
     def _route(self, seqs: list[Sequence], counts: list[int]) -> LoraRouting | None:

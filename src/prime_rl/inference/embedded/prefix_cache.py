@@ -8,8 +8,8 @@ finished sequence (one turn each), the cache stays small: it grows once a reques
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -24,12 +24,13 @@ FIRST_SHARE = 16
 
 @dataclass(eq=False)
 class CachedPrefix:
-    """KV entries of a finished sequence: `kv` is `[2, layers, kv_heads, num_cached, head_dim]`."""
+    """KV entries of a finished sequence: a copy, `[2, layers, kv_heads, num_cached, head_dim]`, or its pages."""
 
     tokens: list[int]
     num_cached: int
     cache_namespace: Hashable
-    kv: Tensor
+    kv: Tensor | None = None
+    pages: list[int] = field(default_factory=list)
 
 
 PrefixOwner = CachedPrefix | Sequence
@@ -41,6 +42,8 @@ class PrefixIndex:
 
     def __init__(self, max_prefix_cache_tokens: int) -> None:
         self.max_prefix_cache_tokens = max_prefix_cache_tokens
+        self.on_removal: Callable[[CachedPrefix], None] = lambda prefix: None
+        """Called for every entry that is evicted or invalidated."""
         self.num_kept_tokens = 0
         self._limit = max_prefix_cache_tokens // FIRST_SHARE
         self._evicted: set[Hashable] = set()  # last keys of evicted entries, which hold no tokens
@@ -91,9 +94,12 @@ class PrefixIndex:
             self.num_kept_tokens -= oldest.num_cached
             self._evicted.add(self._keys[oldest][-1])
             self.unregister(oldest)
+            self.on_removal(oldest)
 
     def clear(self) -> None:
         """Invalidate the cache after a weight update."""
+        for prefix in self._cached:
+            self.on_removal(prefix)
         self._owners.clear()
         self._keys.clear()
         self._cached.clear()

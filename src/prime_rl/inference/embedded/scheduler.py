@@ -1,8 +1,7 @@
 """Scheduler: selects the sequences of the next forward pass, prefill first, then one decode token each.
 
-waiting -> running -> finished. The slot of a running sequence is its index in `running`; when one finishes, the last
-one moves into its slot, so used slots stay contiguous. When the cache is full, the newest sequence is preempted to the
-front of the queue and recomputed later.
+waiting -> running -> finished. The slot of a running sequence is its index in `running`. When the cache is full, the
+newest sequence is preempted to the front of the queue and recomputed later.
 """
 
 from __future__ import annotations
@@ -107,17 +106,14 @@ class Scheduler:
         return events
 
     def remove(self, seq: Sequence) -> None:
-        """Remove a running or waiting sequence; the last slot fills the gap."""
+        """Remove a running or waiting sequence."""
         if seq.slot < 0:
             self.waiting.remove(seq)
             return
         self._change()
         if seq in self._pending:
             self._pending.remove(seq)
-        last = self.running.pop()
-        if last is not seq:
-            self.running[seq.slot] = last
-        self.blocks.release(seq, last)
+        self.blocks.release(seq, self.running)
 
     def recompute(self, seqs: list[Sequence]) -> None:
         """Invalidate the keys of these running sequences and recompute them."""
@@ -138,14 +134,11 @@ class Scheduler:
         """Admit waiting sequences in FIFO order while slots and memory suffice; returns the admitted ones."""
         if not self.waiting:
             return []
-        reserve = self.blocks.cache.reserve
-        lengths = [len(seq.tokens) + 1 for seq in self.running]
-        coming = itertools.islice(self.waiting, self.max_running - len(self.running))
-        fits = reserve(np.array(lengths + [len(seq.tokens) + 1 for seq in coming]))  # mostly: all at once
+        reserve = self.blocks.reserve
+        fits = reserve([*self.running, *itertools.islice(self.waiting, self.max_running - len(self.running))])
         new: list[Sequence] = []
         while self.waiting and len(self.running) < self.max_running:
-            lengths.append(len(self.waiting[0].tokens) + 1)
-            if not fits and not reserve(np.array(lengths)):
+            if not fits and not reserve([*self.running, self.waiting[0]]):  # mostly all fit at once
                 break
             seq = self.waiting.popleft()
             self.blocks.attach(seq, len(self.running))
@@ -163,11 +156,10 @@ class Scheduler:
         self._headroom -= 1
         if not self.running or (self._headroom >= 0 and cache.generation == self._generation):
             return
-        lengths = [len(seq.tokens) + 1 for seq in self.running]
-        while not cache.reserve(np.array(lengths + [1] * (self.min_rows - len(lengths)))):
+        while not self.blocks.reserve(self.running, self.min_rows):
             self._preempt(max(self.running, key=lambda seq: seq.order))
-            lengths = [len(seq.tokens) + 1 for seq in self.running]
-        self._headroom = min(-length % BLOCK for length in lengths)
+        self.blocks.extend(self.running)
+        self._headroom = min(-(len(seq.tokens) + 1) % BLOCK for seq in self.running)
         self._generation = cache.generation
 
     def _preempt(self, seq: Sequence) -> None:
@@ -183,7 +175,7 @@ class Scheduler:
         chosen: list[tuple[Sequence, Chunk]] = []
         rows = keys = 0
         for seq in self._pending:
-            if not self.blocks.share_prefix(seq):
+            if not self.blocks.prepare(seq):
                 continue
             left = len(seq.tokens) - seq.num_cached
             length = min(left, self.max_num_batched_tokens, max(64, MAX_SCORES // padded(seq.num_cached + left)))
@@ -192,7 +184,7 @@ class Scheduler:
             if chosen and (num_rows > self.max_num_batched_tokens or num_rows * new_keys > MAX_SCORES):
                 break
             rows, keys = new_rows, new_keys
-            chosen.append((seq, Chunk(seq.slot, seq.num_cached, length)))
+            chosen.append((seq, Chunk(seq.num_cached, length)))
         return chosen
 
     def _append(self, seqs: list[Sequence], sampled: SamplerOutput, drafts: Drafts | None = None) -> list[Event]:
@@ -223,14 +215,14 @@ class Scheduler:
             self.drafter.learn(self.num_accepted - before)
             if not np.isfinite(logprobs).all():  # of a rejected draft: later reads would multiply its values by 0
                 for seq in seqs:
-                    self.blocks.cache.clear_slot(seq.slot, seq.num_cached)
+                    self.blocks.clear(seq, seq.num_cached)
         return events + self._finish(finished) if finished else events
 
     def _finish(self, finished: list[tuple[Sequence, Output]]) -> list[Event]:
         # From the last slot down, so that no slot that is about to be freed is moved.
         for seq, output in sorted(finished, key=lambda pair: -pair[0].slot):
             if output.finish_reason == "error":
-                self.blocks.cache.clear_slot(seq.slot)
+                self.blocks.clear(seq)
             else:
                 self.blocks.keep(seq)
             if self.drafter is not None and seq.num_generated:

@@ -26,6 +26,8 @@ class Sequence:
     max_tokens: int  # prompt + completion
     stop_strings: StopStringMatcher | None = None
     slot: int = -1
+    pages: list[int] = field(default_factory=list)  # of the cache, for each block (`PagedBlockManager`)
+    num_shared_blocks: int = 0  # blocks in pages that another sequence has written
     num_cached: int = 0
     order: int = 0  # of admission
     num_shared: int = 0  # prompt tokens read from the prefix cache

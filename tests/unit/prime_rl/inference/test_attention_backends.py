@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from prime_rl.inference.embedded import adapters
 from prime_rl.inference.embedded.attention import DecodeBackend
 from prime_rl.inference.embedded.cuda_graphs import GraphDecode, Step
 from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.embedded.fused_decode import FusedDecode
-from prime_rl.inference.embedded.model_runner import EagerDecode
+from prime_rl.inference.embedded.kv_cache import BLOCK
+from prime_rl.inference.embedded.model_runner import EagerDecode, GatheredDecode
 from prime_rl.inference.engine import AdapterSpec, GenerationRequest, Output, SamplingParams
 from prime_rl.trainer.lora import LoraSpec, adapter_tensors, add_lora, peft_tensors
 from prime_rl.trainer.models.attention import PackedAttention
@@ -66,6 +68,7 @@ def build_paths(backend: type[DecodeBackend]) -> dict[str, Path]:
         "chunked prefill": Path(backend, max_tokens=1, options={"max_num_batched_tokens": 64}),
         "decode over a block's end": Path(backend, max_tokens=150),
         "shared prefixes": Path(backend, prompts="group", least_shared=2 * 270),
+        "shared whole blocks": Path(backend, prompts="aligned group", least_shared=2 * 255),
         "continued prefixes": Path(backend, prompts="continued", least_shared=200),
         "preemption": Path(
             backend, max_tokens=150, least_preempted=1, options={"max_model_len": 512, "max_cache_tokens": 1}
@@ -111,6 +114,8 @@ def draw_prompts(kind: str, engine: EmbeddedEngine) -> list[list[int]]:
     first = rng.choices(range(128), k=280)
     if kind == "group":
         return [first, first, [*first[:270], 7]]
+    if kind == "aligned group":
+        return [first[: 2 * BLOCK]] * 3
     if kind == "continued":
         (output,), _ = run(engine, [first], 4)
         return [[*first, *output.token_ids, 5, 6]]
@@ -155,8 +160,13 @@ INT8 = pytest.param(
 )
 
 
+@pytest.mark.parametrize("packs", [True, False])
 @pytest.mark.parametrize(("model_name", "options"), [*((name, {}) for name in MODELS), INT8])
-def test_adapter_equals_its_trainer(model_name: str, options: dict[str, Any]) -> None:
+def test_adapter_equals_its_trainer(
+    model_name: str, options: dict[str, Any], packs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not packs:  # as if the kernel did not support the adapter
+        monkeypatch.setattr(adapters, "pack_adapter", lambda changes, num_layers: None)
     model, adapted = build_model(model_name), build_model(model_name)
     engine = EmbeddedEngine(build_model(model_name), **options)
     add_lora(adapted, LoraSpec(4, 8.0), 1)
@@ -164,7 +174,12 @@ def test_adapter_equals_its_trainer(model_name: str, options: dict[str, Any]) ->
         tensor.data.add_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(2)), alpha=0.1)
     engine.load_adapter("a", peft_tensors(adapted), AdapterSpec(4, 8.0, 0))
     outputs, backends = run(engine, draw_prompts("different", engine), 20, (None, "a"))
-    assert backends == {EagerDecode if model_name == "gemma3" or cpu_kernels.library() is None else FusedDecode}
+    if model_name == "gemma3" or cpu_kernels.library() is None:
+        assert backends == {EagerDecode}
+    elif packs:
+        assert backends == {FusedDecode}
+    else:  # without rows of the adapter at the end
+        assert backends == {GatheredDecode, FusedDecode} or backends == {GatheredDecode}
     assert {output.request.adapter for output in outputs} == {None, "a"}
     for output in outputs:
         check_trainer(output, adapted if output.request.adapter else model, 0.5 if options else 0.0)

@@ -412,9 +412,9 @@ def test_threads_follow_the_variable_or_the_cores(
 
 def test_memory_is_reserved_for_running_sequences_only(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = EmbeddedEngine(build_model(0), max_running=2)
-    cache, reserved = engine._blocks.cache, []
-    reserve = cache.reserve
-    monkeypatch.setattr(cache, "reserve", lambda lengths: reserved.append(len(lengths)) or reserve(lengths))
+    blocks, reserved = engine._blocks, []
+    reserve = blocks.reserve
+    monkeypatch.setattr(blocks, "reserve", lambda seqs, *rows: reserved.append(len(seqs)) or reserve(seqs, *rows))
     for seed in range(6):
         engine.add(request([1, 2, 3], max_tokens=2 + seed, seed=seed))
     while engine.has_work():

@@ -6,7 +6,6 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -29,7 +28,7 @@ def test_short_sequences_use_memory_of_their_positions() -> None:
     cache = KVCache(config, torch.float32, torch.device("cpu"), max_slots=256, max_tokens=2**16)
     before = resident_bytes()
     for slots in (16, 64, 256):  # two reallocations, which copy what is in use
-        assert cache.reserve(np.full(slots, 16))
+        assert cache.reserve([slots], 16)
         cache.blocks[0][:, :, slots // 4 : slots, :, :16] = slots
     used = 2 * 4 * 256 * 4 * 16 * 64 * 4  # an eighth of the block
     assert resident_bytes() - before < 2 * used

@@ -11,7 +11,7 @@ import torch
 
 from prime_rl.inference.embedded.attention import decode_metadata
 from prime_rl.inference.embedded.fused_decode import FusedDecode
-from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache
+from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache, count_slots
 from prime_rl.inference.embedded.prepared_decoder import PreparedDecoder
 from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.models.decoder_config import DecoderConfig
@@ -48,7 +48,7 @@ def test_shared_columns_do_not_change_bits(threads: int, dtype: torch.dtype, hea
     positions = 2 * BLOCK + np.arange(len(shared), dtype=np.int64) * 17 % BLOCK
     positions[6] = 3 * BLOCK - 1
     cache = KVCache(config, dtype, torch.device("cpu"), len(shared), 10**6)
-    assert cache.reserve(positions + 1)
+    assert cache.reserve(count_slots(positions + 1), int(positions.max()) + 1)
     for column in cache.blocks:
         column.normal_()
     for slot, j in itertools.product(range(1, len(shared)), range(2)):

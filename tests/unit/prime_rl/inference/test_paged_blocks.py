@@ -1,0 +1,153 @@
+"""Pages of the cache: which sequences share them, and when they are free."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prime_rl.inference.embedded.engine import EmbeddedEngine
+from prime_rl.inference.embedded.kv_cache import BLOCK
+from prime_rl.inference.embedded.paged_blocks import PADDING, PagedBlockManager, PagePool
+from prime_rl.inference.engine import GenerationRequest, Output, SamplingParams
+from prime_rl.runtime.tokenizer import resolve_model_dir
+from prime_rl.trainer.models.registry import load_decoder
+from rollouts.kernels import cpu as cpu_kernels
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+needs_kernels = pytest.mark.skipif(cpu_kernels.library() is None, reason="no C compiler; cure: apt-get install gcc")
+
+
+def build_engine(**options: Any) -> tuple[EmbeddedEngine, PagedBlockManager]:
+    model = load_decoder(resolve_model_dir("tiny-qwen3"), random_init=True, seed=0).requires_grad_(False)
+    engine = EmbeddedEngine(model, **options)
+    blocks = engine._blocks
+    assert isinstance(blocks, PagedBlockManager)
+    return engine, blocks
+
+
+def add_group(engine: EmbeddedEngine, prompt: list[int], max_tokens: list[int], **params: Any) -> None:
+    for seed, num in enumerate(max_tokens):
+        engine.add(GenerationRequest(prompt, SamplingParams(max_tokens=num, seed=seed, ignore_eos=True, **params)))
+
+
+def draw_prompt(length: int) -> list[int]:
+    return random.Random(length).choices(range(256), k=length)
+
+
+def run(engine: EmbeddedEngine) -> list[Output]:
+    outputs: list[Output] = []
+    while engine.has_work():
+        outputs += [event for event in engine.step() if isinstance(event, Output)]
+    return outputs
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 40)), max_size=200))
+def test_a_page_is_taken_once_and_free_after_its_last_owner(steps: list[tuple[int, int]]) -> None:
+    """Against a count of users and holders per page: take, use, hold, and both undone."""
+    pool, users, holders = PagePool(), Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+    for block, choice in steps:
+        owned = sorted(+(users + holders))
+        kind = choice % 5
+        mine = [one for one in (users if kind == 2 else holders if kind == 4 else owned) if (users + holders)[one] > 0]
+        mine = [one for one in mine if kind not in (2, 4) or (users if kind == 2 else holders)[one] > 0]
+        if kind == 0 or not mine:
+            new = [0] * block + [1]
+            enough = pool.count_needed(new)[block]
+            page = pool.take(block)
+            free = min(set(range(len(owned) + 1)) - {at for of, at in owned if of == block})
+            assert page == free < enough
+            users[block, page] += 1
+            continue
+        one = mine[choice % len(mine)]
+        (None, pool.use, pool.leave, pool.hold, pool.drop)[kind](*one)  # type: ignore[misc]
+        (users if kind in (1, 2) else holders)[one] += 1 if kind in (1, 3) else -1
+        assert pool.num_used == len(+users)
+    everything = users + holders
+    assert [pool.is_shared(*one) for one in sorted(everything)] == [everything[one] > 1 for one in sorted(everything)]
+
+
+@needs_kernels
+def test_a_group_holds_its_prompt_once() -> None:
+    engine, blocks = build_engine(speculation=False)
+    add_group(engine, draw_prompt(2 * BLOCK), [30] * 6)
+    written: list[int] = []
+    store = blocks.cache.store
+
+    def record(layer: int, places: Any, k: Any, v: Any) -> None:
+        written.append(sum(len(k) if tokens is None else len(tokens) for _, tokens, _ in places) if not layer else 0)
+        store(layer, places, k, v)
+
+    blocks.cache.store = record  # type: ignore[method-assign]
+    while len(seqs := engine._scheduler.running) < 6 or any(seq.num_generated < 2 for seq in seqs):
+        engine.step()
+    assert len({tuple(seq.pages[:2]) for seq in seqs}) == 1, "two pages of the prompt, the last token's included"
+    assert len({seq.pages[2] for seq in seqs}) == 6
+    assert sum(written) == 2 * BLOCK, "the last token of a prompt is computed for every sequence, and stored once"
+    assert blocks._pool.num_used == 1 + 2 + 6
+    run(engine)
+    blocks.start_epoch([])
+    assert blocks._pool.highest()[0] == PADDING + 1 and not any(blocks._pool.highest()[1:]), "all pages are free"
+
+
+@needs_kernels
+def test_what_sequences_share_counts_once_in_their_limit() -> None:
+    """Eight sequences of three blocks, two of them shared, run at once in 13 pages (an arriving one asks for three)."""
+    engine, _ = build_engine(
+        max_model_len=3 * BLOCK - 1, max_cache_tokens=13 * BLOCK, max_prefix_cache_tokens=0, speculation=False
+    )
+    add_group(engine, draw_prompt(2 * BLOCK + 1), [60] * 8)
+    most, outputs = 0, list[Output]()
+    while engine.has_work():
+        outputs += [event for event in engine.step() if isinstance(event, Output)]
+        most = max(most, engine.stats().running)
+    assert most == 8 and engine.stats().preempted == 0
+    assert [len(output.token_ids) for output in outputs] == [60] * 8
+
+
+@needs_kernels
+def test_a_conversation_shares_the_pages_of_its_last_turn() -> None:
+    engine, blocks = build_engine()
+    prompt = draw_prompt(200)
+    add_group(engine, prompt, [100])
+    (first,) = run(engine)
+    (pages,) = (prefix.pages for prefix in blocks.prefixes._cached)
+    add_group(engine, [*prompt, *first.token_ids, 1, 2, 3], [2])
+    engine.step()
+    (seq,) = engine._scheduler.running
+    assert seq.pages[:2] == pages[:2] and seq.pages[2] != pages[2]
+    (second,) = run(engine)
+    assert second.num_cached == 299
+
+
+@needs_kernels
+def test_rows_of_a_group_stay_adjacent_when_others_finish() -> None:
+    engine, _ = build_engine(speculation=False)
+    for length in (140, 150):
+        add_group(engine, draw_prompt(length), [5, 20, 10, 20])
+    firsts: list[list[int]] = []
+    while engine.has_work():
+        engine.step()
+        running = engine._scheduler.running
+        assert [seq.slot for seq in running] == list(range(len(running)))
+        firsts.append([seq.tokens[0] for seq in running])
+    groups = [first for first in firsts if len(set(first)) == 2]
+    assert {len(first) for first in groups} >= {4, 6, 8}
+    assert all(first == sorted(first, key=first.index) for first in groups)
+
+
+@needs_kernels
+def test_failed_sequences_leave_no_nan_in_pages_that_they_shared() -> None:
+    engine, blocks = build_engine()
+    weight = engine.model.embedding()
+    with torch.no_grad():
+        weight[7] = torch.nan
+    engine._decoder.refresh()
+    add_group(engine, [*draw_prompt(150), 7, *draw_prompt(150)], [5] * 3)
+    assert {output.finish_reason for output in run(engine)} == {"error"}
+    assert all(block.isfinite().all() for block in blocks.cache.blocks)
