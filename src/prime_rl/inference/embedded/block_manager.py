@@ -1,8 +1,8 @@
 """Block managers: which pages of the cache a sequence has, and the prefixes that sequences share.
 
-`PagedBlockManager` shares pages between sequences, which needs a kernel that reads scattered pages in place: the fused
+`PagedBlocks` shares pages between sequences, which needs a kernel that reads scattered pages in place: the fused
 decode step of a CPU. Torch operations and CUDA graphs would have to gather all keys of a batch in every layer and step,
-which doubles the traffic of the largest reads. For them, `SlotBlockManager` keeps the pages of a batch contiguous: page
+which doubles the traffic of the largest reads. For them, `SlotBlocks` keeps the pages of a batch contiguous: page
 i of every block is that of the sequence in slot i.
 """
 
@@ -24,6 +24,9 @@ from prime_rl.inference.embedded.sequence import Sequence
 
 class BlockManager(ABC):
     """Cache memory of the running sequences: what they share, and what is kept when they finish."""
+
+    is_contiguous: bool
+    """Whether page i of every block is that of the sequence in slot i."""
 
     def __init__(self, cache: KVCache, prefixes: PrefixIndex, enable_prefix_caching: bool) -> None:
         self.cache, self.prefixes, self.enable_prefix_caching = cache, prefixes, enable_prefix_caching
@@ -121,12 +124,14 @@ class BlockManager(ABC):
     def _keep(self, seq: Sequence) -> CachedPrefix: ...
 
 
-class SlotBlockManager(BlockManager):
+class SlotBlocks(BlockManager):
     """Page i of every block is that of the sequence in slot i, which copies a prefix that another one has computed.
 
     Block j has as many pages as the last slot that reaches it needs, so that a decode step reads contiguous memory
     without copies. Equal blocks of adjacent slots are read from one of them.
     """
+
+    is_contiguous = True
 
     def reserve(self, seqs: Seq[Sequence], rows: int = 0) -> bool:
         """As `BlockManager`."""

@@ -18,11 +18,11 @@ from torch import Tensor
 from prime_rl.inference.config import Quantization
 from prime_rl.inference.detokenizer import Decode, Detokenizer, StopStringMatcher
 from prime_rl.inference.embedded.adapters import Adapters
-from prime_rl.inference.embedded.block_manager import BlockManager, SlotBlockManager
+from prime_rl.inference.embedded.block_manager import BlockManager, SlotBlocks
 from prime_rl.inference.embedded.cuda_graphs import GraphCapturer, GraphDecoder
 from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache, num_blocks
 from prime_rl.inference.embedded.model_runner import ModelRunner
-from prime_rl.inference.embedded.paged_blocks import PagedBlockManager
+from prime_rl.inference.embedded.paged_blocks import PagedBlocks
 from prime_rl.inference.embedded.prefix_cache import PrefixIndex
 from prime_rl.inference.embedded.prepared_decoder import PreparedDecoder
 from prime_rl.inference.embedded.sampler import SamplerOutput, has_penalty
@@ -113,9 +113,9 @@ class EmbeddedEngine(InProcessEngineMixin):
         )
         shares = enable_prefix_caching and not model.recomputes
         self._blocks: BlockManager = (
-            PagedBlockManager(cache, self._prefixes, shares, self.max_cache_tokens)
+            PagedBlocks(cache, self._prefixes, shares, self.max_cache_tokens)
             if is_paged
-            else SlotBlockManager(cache, self._prefixes, shares)
+            else SlotBlocks(cache, self._prefixes, shares)
         )
         self._adapters = Adapters(model)
         can_verify = decoder.fused is not None and graphs is None

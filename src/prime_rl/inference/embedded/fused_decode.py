@@ -87,18 +87,16 @@ class FusedDecode(DecodeBackend):
     def __init__(
         self, decoder: FusedDecoder, cache: KVCache, metadata: AttentionMetadata, changes: DeltaBatch | None = None
     ) -> None:
-        self._blocks = metadata.starts // BLOCK
-        self._decoder, self._num_blocks, self._changes = decoder, int(self._blocks.max()) + 1, changes
-        super().__init__(cache, metadata, self._num_blocks * BLOCK, reach=None)
+        longest = int(metadata.starts.max())
+        # Until a row, all of which move by one position per step, reaches its next block: the tables lack its page.
+        left = BLOCK - int((metadata.starts % BLOCK).max())
+        super().__init__(cache, metadata, longest + left, reach=None)
+        self._decoder, self._num_blocks, self._changes = decoder, longest // BLOCK + 1, changes
         self._widest = decoder.widest if changes is None else max(decoder.widest, 2 * decoder.inner)
         self._logits = decoder.logits(len(metadata.slots))
         self._tables = torch.from_numpy(metadata.block_tables)
         self._shares = metadata.num_shared_blocks > 0
         self._addresses = cache.addresses()[:, :, : self._num_blocks].contiguous()
-
-    def fits(self, positions: NDArray[np.int64]) -> bool:
-        """As `DecodeBackend`; also until a sequence reaches its next block, whose page the tables do not hold."""
-        return super().fits(positions) and np.array_equal(positions // BLOCK, self._blocks)
 
     def __call__(self, tokens: Int[Tensor, " rows"], positions: NDArray[np.int64]) -> Float[Tensor, "rows vocab"]:
         """Decode one step; returns logits, valid until the next step, and writes keys and values to the cache."""

@@ -19,7 +19,7 @@ from prime_rl.inference.embedded.attention import (
 from prime_rl.inference.embedded.block_manager import BlockManager
 from prime_rl.inference.embedded.cuda_graphs import GraphDecoder
 from prime_rl.inference.embedded.fused_decode import FusedDecode
-from prime_rl.inference.embedded.kv_cache import BLOCK, KVCache
+from prime_rl.inference.embedded.kv_cache import KVCache
 from prime_rl.inference.embedded.prepared_decoder import PreparedDecoder
 from prime_rl.inference.embedded.prompt_logprobs import PromptScorer
 from prime_rl.inference.embedded.recompute import RecomputeDecode, compute_hidden
@@ -79,17 +79,13 @@ class EagerDecode(DecodeBackend):
 
 
 class GatheredDecode(DecodeBackend):
-    """A batch decoded by torch operations that gather its pages, for adapters that the fused kernel cannot apply."""
+    """One step by torch operations that gather its pages, for adapters that the fused kernel cannot apply."""
 
     def __init__(
         self, decoder: PreparedDecoder, cache: KVCache, metadata: AttentionMetadata, changes: LoraRouting | None
     ) -> None:
-        super().__init__(cache, metadata, len(metadata.block_tables) * BLOCK, reach=None)
+        super().__init__(cache, metadata, int(metadata.starts.max()) + 1, reach=None)
         self._decoder, self._changes = decoder, changes
-
-    def fits(self, positions: NDArray[np.int64]) -> bool:
-        """For one step: its positions are those of the metadata."""
-        return super().fits(positions) and np.array_equal(positions, self.metadata.starts)
 
     def __call__(self, tokens: Int[Tensor, " rows"], positions: NDArray[np.int64]) -> Float[Tensor, "rows vocab"]:
         """As `DecodeBackend`."""
@@ -192,7 +188,7 @@ class ModelRunner:
             return graph
         if decoder.fused is not None and (changes is None or changes.batch is not None):
             return FusedDecode(decoder.fused, cache, metadata, None if changes is None else changes.batch)
-        if decoder.fused is not None:
+        if not self._blocks.is_contiguous:
             return GatheredDecode(decoder, cache, metadata, changes)
         return EagerDecode(decoder, DecodeAttention(cache, metadata, self._num_heads, self._exact), changes)
 

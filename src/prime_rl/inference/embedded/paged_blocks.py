@@ -83,12 +83,14 @@ class PagePool:
         return self._owners[block][page] > 1
 
 
-class PagedBlockManager(BlockManager):
+class PagedBlocks(BlockManager):
     """`seq.pages[j]` is the page of block j of a sequence, which may be that of other sequences too.
 
     Full blocks of a common prefix are shared, and the positions after them copied. Finished sequences stay in the
     prefix cache without a copy. At most `max_tokens` positions are used by running sequences.
     """
+
+    is_contiguous = False
 
     def __init__(self, cache: KVCache, prefixes: PrefixIndex, enable_prefix_caching: bool, max_tokens: int) -> None:
         super().__init__(cache, prefixes, enable_prefix_caching)

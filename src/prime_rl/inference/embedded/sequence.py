@@ -26,7 +26,7 @@ class Sequence:
     max_tokens: int  # prompt + completion
     stop_strings: StopStringMatcher | None = None
     slot: int = -1
-    pages: list[int] = field(default_factory=list)  # of the cache, for each block (`PagedBlockManager`)
+    pages: list[int] = field(default_factory=list)  # of the cache, for each block (`PagedBlocks`)
     num_shared_blocks: int = 0  # blocks in pages that another sequence has written
     num_cached: int = 0
     order: int = 0  # of admission

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.embedded.kv_cache import BLOCK
-from prime_rl.inference.embedded.paged_blocks import PADDING, PagedBlockManager, PagePool
+from prime_rl.inference.embedded.paged_blocks import PADDING, PagedBlocks, PagePool
 from prime_rl.inference.engine import GenerationRequest, Output, SamplingParams
 from prime_rl.runtime.tokenizer import resolve_model_dir
 from prime_rl.trainer.models.registry import load_decoder
@@ -23,11 +23,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 needs_kernels = pytest.mark.skipif(cpu_kernels.library() is None, reason="no C compiler; cure: apt-get install gcc")
 
 
-def build_engine(**options: Any) -> tuple[EmbeddedEngine, PagedBlockManager]:
+def build_engine(**options: Any) -> tuple[EmbeddedEngine, PagedBlocks]:
     model = load_decoder(resolve_model_dir("tiny-qwen3"), random_init=True, seed=0).requires_grad_(False)
     engine = EmbeddedEngine(model, **options)
     blocks = engine._blocks
-    assert isinstance(blocks, PagedBlockManager)
+    assert isinstance(blocks, PagedBlocks)
     return engine, blocks
 
 
