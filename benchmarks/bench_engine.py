@@ -5,11 +5,11 @@
 
 Every engine runs in its own process with the same model, prompts, lengths and sampling (temperature 1, log-prob of
 every sampled token); the processes alternate, so that load on the machine affects all of them equally. A peer that is
-less than half as fast as the best one is not measured again. The roofline (`roofline.py`) is measured before they
-start; its share is that of our fast mode, prompts included. `prefill` measures the time to the first token of a long
-prompt, without vLLM; the group case also compares peak memory. Without `--vllm-python` vLLM is installed into
-`.bench/vllm` (minutes, 3 GB). Prints medians and ratios with their thresholds, writes JSON, and exits with 1 when one
-is missed.
+less than half as fast as the best one is not measured again. The peak of products (`roofline.py`) is measured before
+they start, the bandwidth before and after each run; the share of this roofline is that of our fast mode, prompts
+included. `prefill` measures the time to the first token of a long prompt, without vLLM; the group case also compares
+peak memory. Without `--vllm-python` vLLM is installed into `.bench/vllm` (minutes, 3 GB). Prints medians and ratios
+with their thresholds, writes JSON, and exits with 1 when one is missed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 from models import write_model  # noqa: E402
 from results import Row, describe_machine, finish, read_peak_gb  # noqa: E402
-from roofline import Bound, Resources, compute_bound, read_decoder  # noqa: E402
+from roofline import BandwidthMeter, Bound, Resources, compute_bound, read_decoder  # noqa: E402
 
 SIZES = ("3M", "25M")
 PROMPTS = (32, 256)
@@ -97,6 +97,7 @@ class Peer:
     process: subprocess.Popen[str]
     clock: str = "seconds"
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    bandwidths: dict[str, list[float]] = field(default_factory=dict)
     peak_gb: dict[str, float] = field(default_factory=dict)
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -119,6 +120,17 @@ class Peer:
         """Run a case once and note its seconds."""
         answer = self.ask({"prompts": case.prompts(seed), "new": case.new, "seed": seed})
         self.seconds.setdefault(case.name, []).append(answer[self.clock])
+
+    def measure_beside(self, meter: BandwidthMeter, num_bytes: int, case: Case, seed: int) -> None:
+        """As `measure`, and note the bandwidth of reads of `num_bytes`: the mean of those before and after."""
+        before = meter.measure(num_bytes)
+        self.measure(case, seed)
+        self.bandwidths.setdefault(case.name, []).append((before + meter.measure(num_bytes)) / 2)
+
+    def find_share(self, case: Case, bound: Bound) -> float:
+        """Median share of the roofline over the runs of a case, each by its own bandwidth."""
+        runs = zip(self.bandwidths[case.name], self.seconds[case.name], strict=True)
+        return statistics.median(bound.seconds(bandwidth) / seconds for bandwidth, seconds in runs)
 
     def reset_peak(self) -> None:
         """Start to measure the peak memory of a case."""
@@ -219,11 +231,13 @@ def measure_offline(
     cases = build_cases(arguments, read_vocab(model_dir))
     cases_of = {kind: found for kind in kinds if (found := [case for case in cases if takes_part(kind, case)])}
     token_bytes = read_decoder(model_dir, dtype).token_bytes
+    resources = Resources(arguments.threads, arguments.cpu)
     bounds = {
-        kind: compute_bounds(model_dir, dtype, kind, cases_of[kind], Resources(arguments.threads, arguments.cpu))
+        kind: compute_bounds(model_dir, dtype, kind, cases_of[kind], resources)
         for kind in ("ours", "ours-int8")
         if kind in cases_of
     }
+    meter = BandwidthMeter(max(each.num_bytes for found in bounds.values() for each in found.values()), resources)
     with ExitStack() as stack:
         peers = [
             stack.enter_context(
@@ -248,9 +262,13 @@ def measure_offline(
                 for peer in peers:
                     if peer.kind in slow or case not in cases_of[peer.kind]:
                         continue
-                    peer.measure(case, repeat)
-                    if repeat < 0:
-                        peer.seconds[case.name].clear()  # the first round warms up
+                    if peer.kind in bounds:
+                        peer.measure_beside(meter, bounds[peer.kind][case.name].num_bytes, case, repeat)
+                    else:
+                        peer.measure(case, repeat)
+                    if repeat < 0:  # the first round warms up
+                        peer.seconds[case.name].clear()
+                        peer.bandwidths.pop(case.name, None)
                         continue
                     show(f"{size} {dtype} {case.name}: {peer.kind} {case.tokens / last(peer, case):,.0f} tok/s")
             for peer in watched:
@@ -312,9 +330,7 @@ def judge(
     for case in cases:
         median = {kind: statistics.median(rates(p, case)) for kind, p in of.items() if case.name in p.seconds}
         shares = {
-            kind: median[kind] * found[case.name].seconds / case.tokens
-            for kind, found in bounds.items()
-            if case.name in found
+            kind: of[kind].find_share(case, found[case.name]) for kind, found in bounds.items() if case.name in found
         }
         others = {kind: value for kind, value in median.items() if not kind.startswith("ours")}
         name = f"{size} {dtype}, {case.name}"
@@ -325,7 +341,8 @@ def judge(
             must = find_threshold(size, dtype, case)
             rows.append(Row(f"{name}: best peer", ours / others[best], ">=", must, detail))
         must = None if size in SIZES or case.is_prefill else 0.7 if case.num <= 8 else 0.5
-        rows.append(Row(f"{name}: share of the roofline", shares["ours"], ">=", must, str(bounds["ours"][case.name])))
+        least = bounds["ours"][case.name].describe(statistics.median(of["ours"].bandwidths[case.name]))
+        rows.append(Row(f"{name}: share of the roofline", shares["ours"], ">=", must, least))
         exact = median["ours-exact"]
         rows.append(Row(f"{name}: cost of exactness", ours / exact, "<=", 2.0, f"exact {exact:,.0f} tok/s"))
         if "ours-int8" in median:

@@ -1,7 +1,8 @@
 """The least time that generation can take on this machine, from its measured arithmetic peak and memory bandwidth.
 
 A forward pass takes at least the time of its products at the peak, and at least the time to read its weights, keys and
-values. Both are measured here with as many threads as the engine has, each as the best of several ways and repeats.
+values. Both are measured here with as many threads as the engine has, each as the best of several ways and repeats. The
+bandwidth of a virtual machine can change from second to second, so it is measured beside every run of the engine.
 """
 
 from __future__ import annotations
@@ -66,13 +67,18 @@ def measure_flops(dtype: str, resources: Resources) -> float:
         return 2 * ROWS * SIZE * SIZE / min(map(resources.find_least, products))
 
 
-@cache
-def measure_bandwidth(num_bytes: int, resources: Resources) -> float:
-    """Bytes per second when as many are read again and again: from memory if they are more than the caches hold."""
-    import torch
+class BandwidthMeter:
+    """Measures the bandwidth of reads of up to `max_bytes` bytes."""
 
-    buffer = torch.ones(max(num_bytes // 4, 1))
-    return 4 * len(buffer) / min(map(resources.find_least, (buffer.sum, buffer.max)))
+    def __init__(self, max_bytes: int, resources: Resources) -> None:
+        import torch
+
+        self._memory, self._resources = torch.ones(max(max_bytes // 4, 1)), resources
+
+    def measure(self, num_bytes: int) -> float:
+        """Bytes per second when as many are read again and again: from memory if they are more than the caches hold."""
+        buffer = self._memory[: max(num_bytes // 4, 1)]
+        return 4 * len(buffer) / min(map(self._resources.find_least, (buffer.sum, buffer.max)))
 
 
 @dataclass(frozen=True)
@@ -119,23 +125,24 @@ class Decoder:
 
 @dataclass(frozen=True)
 class Bound:
-    """Least seconds of the prompts, of the decode steps, and the two bounds of the middle one of these."""
+    """Least seconds of the prompts and of the products of a decode step, and the bytes that this step reads."""
 
     prefill: float
-    decode: float
-    step_products: float
-    step_reads: float
+    steps: int
+    products: float
+    num_bytes: int
 
-    @property
-    def seconds(self) -> float:
-        """Least seconds in all."""
-        return self.prefill + self.decode
+    def seconds(self, bandwidth: float) -> float:
+        """Least seconds in all, with `bandwidth` bytes per second."""
+        return self.prefill + self.steps * max(self.products, self.num_bytes / bandwidth)
 
-    def __str__(self) -> str:
-        if not self.decode:
+    def describe(self, bandwidth: float) -> str:
+        """The least time of a step, or of a prompt."""
+        if not self.steps:
             return f"at least {self.prefill * 1e3:.0f} ms"
-        parts = f"products {self.step_products * 1e3:.2f}, reads {self.step_reads * 1e3:.2f}"
-        return f"a step at least {max(self.step_products, self.step_reads) * 1e3:.2f} ms: {parts}"
+        reads = self.num_bytes / bandwidth
+        parts = f"products {self.products * 1e3:.2f}, reads {reads * 1e3:.2f} at {bandwidth / 1e9:.0f} GB/s"
+        return f"a step at least {max(self.products, reads) * 1e3:.2f} ms: {parts}"
 
 
 def compute_bound(decoder: Decoder, groups: int, group: int, prompt: int, new: int, resources: Resources) -> Bound:
@@ -145,9 +152,7 @@ def compute_bound(decoder: Decoder, groups: int, group: int, prompt: int, new: i
     prefill = decoder.count_operations(groups * prompt, (prompt + 1) / 2, groups) / flops
     written = (new - 1) / 2  # by the middle step; both bounds are linear in it, and one of them is mostly the larger
     operations = decoder.count_operations(rows, prompt + written, rows)
-    num_bytes = decoder.count_bytes(groups * prompt + rows * written)
-    products, reads = operations / flops, num_bytes / measure_bandwidth(num_bytes, resources)
-    return Bound(prefill, (new - 1) * max(products, reads), products, reads)
+    return Bound(prefill, new - 1, operations / flops, decoder.count_bytes(groups * prompt + rows * written))
 
 
 def read_decoder(model_dir: Path, dtype: str, quantized: bool = False) -> Decoder:

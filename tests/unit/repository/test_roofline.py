@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 import roofline
-from roofline import Decoder, Resources, compute_bound, read_decoder
+from roofline import BandwidthMeter, Decoder, Resources, compute_bound, read_decoder
 
 from prime_rl.runtime.tokenizer import resolve_model_dir
 from prime_rl.trainer.models.registry import load_decoder
@@ -36,10 +36,16 @@ def test_bound_is_the_larger_of_products_and_reads(monkeypatch: pytest.MonkeyPat
     )
     assert (decoder.num_weights, decoder.num_head_weights, decoder.token_bytes) == (48 + 96, 40, 16)
     monkeypatch.setattr(roofline, "measure_flops", lambda *_: 100.0)
-    for bandwidth in (10.0, 1e6):
-        monkeypatch.setattr(roofline, "measure_bandwidth", lambda *_, bandwidth=bandwidth: bandwidth)
-        bound = compute_bound(decoder, groups=2, group=3, prompt=5, new=9, resources=HERE)
-        assert bound.prefill == pytest.approx((2 * (10 * 144 + 2 * 40) + 10 * 4 * 3 * 4) / 100)  # 3 keys on average
-        assert bound.step_products == pytest.approx((2 * 6 * (144 + 40) + 6 * 4 * 9 * 4) / 100)
-        assert bound.step_reads == pytest.approx((4 * 184 + 16 * (2 * 5 + 6 * 4)) / bandwidth)
-        assert bound.decode == pytest.approx(8 * max(bound.step_products, bound.step_reads))
+    bound = compute_bound(decoder, groups=2, group=3, prompt=5, new=9, resources=HERE)
+    assert bound.prefill == pytest.approx((2 * (10 * 144 + 2 * 40) + 10 * 4 * 3 * 4) / 100)  # 3 keys on average
+    assert bound.products == pytest.approx((2 * 6 * (144 + 40) + 6 * 4 * 9 * 4) / 100)
+    assert bound.num_bytes == 4 * 184 + 16 * (2 * 5 + 6 * 4)
+    assert bound.seconds(10.0) == pytest.approx(bound.prefill + 8 * bound.num_bytes / 10)
+    assert bound.seconds(1e6) == pytest.approx(bound.prefill + 8 * bound.products)
+
+
+def test_bandwidth_counts_the_bytes_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr(Resources, "find_least", lambda _, work: sizes.append(work.__self__.numel()) or 0.5)
+    assert BandwidthMeter(4000, HERE).measure(2000) == 4000.0
+    assert sizes == [500, 500]
