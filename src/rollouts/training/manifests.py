@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 import xxhash
+
+from rollouts.training.tensor_files import MappedTensors
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -36,19 +38,27 @@ class Manifest(msgspec.Struct, frozen=True):
 
 def digest_tensor(tensor: Tensor) -> str:
     """xxh3_128 in hex over the contiguous bytes of a tensor on any device."""
+    return _digest_pieces([tensor.detach().to("cpu").contiguous().reshape(-1)])
+
+
+def _digest_pieces(pieces: Iterable[Tensor]) -> str:
     import torch
 
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return xxhash.xxh3_128_hexdigest(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
+    digest = xxhash.xxh3_128()
+    for piece in pieces:
+        digest.update(piece.view(torch.uint8).numpy().data if piece.numel() else b"")
+    return digest.hexdigest()
 
 
 def describe_tensors(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
     """Manifest entries for `tensors`."""
-    return {name: _describe(tensors[name]) for name in tensors}
+    return {name: _describe(tensors, name) for name in tensors}
 
 
-def _describe(tensor: Tensor) -> TensorEntry:
-    return TensorEntry(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), digest_tensor(tensor))
+def _describe(tensors: Mapping[str, Tensor], name: str) -> TensorEntry:
+    tensor = tensors[name]
+    digest = _digest_pieces(tensors.pieces(name)) if isinstance(tensors, MappedTensors) else digest_tensor(tensor)
+    return TensorEntry(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), digest)
 
 
 def build_manifest(step: int, tensors: Mapping[str, Tensor]) -> Manifest:

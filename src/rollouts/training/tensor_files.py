@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+PIECE = 1 << 22
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
@@ -36,6 +38,21 @@ class MappedTensors(dict[str, "Tensor"]):
             _release_pages(self._last)
         self._last = super().__getitem__(name)
         return self._last
+
+    def pieces(self, name: str) -> Iterator[Tensor]:
+        """A contiguous tensor in flat pieces of `PIECE` elements; each leaves the memory before the next one."""
+        for piece in self[name].view(-1).split(PIECE):
+            yield piece
+            _release_pages(piece)
+
+
+def copy_tensor(tensors: Mapping[str, Tensor], name: str, target: Tensor) -> None:
+    """Copy a tensor into `target`; one that is mapped takes little memory meanwhile."""
+    if isinstance(tensors, MappedTensors) and target.is_contiguous() and tensors[name].is_contiguous():
+        for piece, part in zip(tensors.pieces(name), target.view(-1).split(PIECE), strict=True):
+            part.copy_(piece)
+    else:
+        target.copy_(tensors[name])
 
 
 def _release_pages(tensor: Tensor) -> None:

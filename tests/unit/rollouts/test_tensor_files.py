@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from rollouts.training.tensor_files import MappedTensors, save_tensors
+from rollouts.training.manifests import describe_tensors, digest_tensor
+from rollouts.training.tensor_files import PIECE, MappedTensors, copy_tensor, save_tensors
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
@@ -45,3 +46,24 @@ def test_mapped_tensors_leave_the_memory_when_the_next_is_read(tmp_path: Path) -
             assert read_mapped_mb() - before < 12
     assert all(torch.equal(tensors[name], tensor) for name, tensor in written.items())
     assert read_mapped_mb() - before > 28, "all at once"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_large_mapped_tensor_is_digested_and_copied_in_pieces(tmp_path: Path) -> None:
+    written = torch.arange(3 * PIECE + 5, dtype=torch.float32)  # 48 MB in pieces of 16
+    save_tensors({"a": written}, tmp_path / "x.safetensors")
+    with safe_open(tmp_path / "x.safetensors", "pt") as file:
+        mapped = MappedTensors({"a": file.get_tensor("a")})
+    before, most = read_mapped_mb(), 0.0
+    for piece in mapped.pieces("a"):
+        assert piece.sum() != 0
+        most = max(most, read_mapped_mb() - before)
+    assert most < 24
+    assert describe_tensors(mapped)["a"].digest == digest_tensor(written)
+    target = torch.empty_like(written)
+    copy_tensor(mapped, "a", target)
+    assert torch.equal(target, written)
+    assert read_mapped_mb() - before < 8
+    turned = torch.empty(2, 3).t()  # not contiguous
+    copy_tensor(MappedTensors({"a": written[:6].view(3, 2)}), "a", turned)
+    assert torch.equal(turned, written[:6].view(3, 2))

@@ -21,6 +21,7 @@ from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.models.moe import SparseMLP, split_experts
 from rollouts.kernels import cpu as cpu_kernels
 from rollouts.kernels.linear import Linear
+from rollouts.training.tensor_files import copy_tensor
 
 
 class RMSNorm(nn.Module):
@@ -303,7 +304,7 @@ class CausalLM(nn.Module):
     def copy_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy `tensors`, by the names of `tensor_names`, into the parameters."""
         for name, tensor in tensor_names(self).items():
-            tensor.copy_(tensors[name])
+            copy_tensor(tensors, name, tensor)
 
     def logits(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens vocab"]:
         return self.lm_head(hidden)
