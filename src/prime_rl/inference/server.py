@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Literal
 
 from prime_rl.configuration.command import run_command
+from prime_rl.runtime.machine import return_freed_memory
 from prime_rl.runtime.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ def run_app(settings: uvicorn.Config, listener: socket.socket, engine: AsyncEngi
 
     engine.on_failure = stop
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    return_freed_memory()  # of loading, 60 MB for a model of 135M
     gc.freeze()  # loaded objects are permanent: exclude them from garbage collection
     server.run(sockets=[listener])
     if engine.error is not None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -64,3 +65,27 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
         for how in ("kept", "default")
     )
     assert default - kept > 4 * (64 << 20) / resource.getpagesize()
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc")
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+def test_memory_that_is_free_below_other_memory_is_returned() -> None:
+    script = """
+import ctypes, os
+from prime_rl.runtime.machine import return_freed_memory
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+size = 100 << 10  # from the heap, not mapped
+places = [libc.malloc(ctypes.c_size_t(size)) for _ in range(640)]
+for place in places:
+    ctypes.memset(place, 1, size)
+for place in places[:-1]:
+    libc.free(place)
+before = resident()
+return_freed_memory()
+print(before - resident())
+"""
+    out = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
+    assert int(out) > 56 << 20
