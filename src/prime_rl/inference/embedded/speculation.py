@@ -31,6 +31,8 @@ MAX_SEQUENCES = 32
 """No drafts for more sequences: even if all were accepted, a step would be little faster."""
 MAX_ROWS = 48
 """Maximum rows of a step with drafts."""
+MIN_GAIN = 1.05
+"""Least expected speedup of a step with drafts: its cost is an estimate, and rejected drafts take time elsewhere too."""
 MIN_PROBABILITY = 0.1
 """Less likely tokens are not considered, which bounds the work of a proposal."""
 
@@ -106,7 +108,7 @@ class Drafter:
                     break
                 candidates.append((probability, i))
         candidates.sort(reverse=True)
-        expected, most, chosen = float(num), num / self._costs[num], 0
+        expected, most, chosen = float(num), MIN_GAIN * num / self._costs[num], 0
         for rows, (probability, _) in enumerate(candidates[: MAX_ROWS - num], num + 1):
             expected += probability
             if expected / self._costs[rows] > most:
