@@ -32,7 +32,7 @@ MAX_SEQUENCES = 32
 MAX_ROWS = 48
 """Maximum rows of a step with drafts."""
 MIN_GAIN = 1.05
-"""Least expected speedup of a step with drafts: its cost is an estimate, and rejected drafts take time elsewhere too."""
+"""Least expected speedup of a step with drafts: costs are estimates, and drafts take time outside the kernel, too."""
 MIN_PROBABILITY = 0.1
 """Less likely tokens are not considered, which bounds the work of a proposal."""
 

@@ -16,6 +16,7 @@ from prime_rl.inference.embedded.kv_cache import BLOCK
 from prime_rl.inference.embedded.paged_blocks import PADDING, PagedBlocks, PagePool
 from prime_rl.inference.engine import GenerationRequest, Output, SamplingParams
 from prime_rl.runtime.tokenizer import resolve_model_dir
+from prime_rl.trainer.models.causal_lm import tensor_names
 from prime_rl.trainer.models.registry import load_decoder
 from rollouts.kernels import cpu as cpu_kernels
 
@@ -151,3 +152,52 @@ def test_failed_sequences_leave_no_nan_in_pages_that_they_shared() -> None:
     add_group(engine, [*draw_prompt(150), 7, *draw_prompt(150)], [5] * 3)
     assert {output.finish_reason for output in run(engine)} == {"error"}
     assert all(block.isfinite().all() for block in blocks.cache.blocks)
+
+
+def check_pages(engine: EmbeddedEngine, blocks: PagedBlocks) -> None:
+    """Every page has as many owners as there are sequences and kept prefixes with it, and none is free."""
+    running = [list(enumerate(seq.pages)) for seq in engine._scheduler.running]
+    kept = [list(enumerate(prefix.pages)) for prefix in blocks.prefixes._cached]
+    users = Counter(page for pages in running for page in pages) + Counter([(0, PADDING)])
+    owners = users + Counter(page for pages in kept for page in pages)
+    assert blocks._pool.num_used == len(users)
+    for j, counts in enumerate(blocks._pool._owners):
+        assert counts == [owners[j, page] for page in range(len(counts))]
+    assert len(owners) == sum(len(counts) - counts.count(0) for counts in blocks._pool._owners)
+    for seq in engine._scheduler.running:
+        assert not seq.num_cached or len(seq.pages) * BLOCK > seq.num_cached
+
+
+@needs_kernels
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_any_order_of_events_keeps_the_pages_consistent(seed: int, exact: bool) -> None:
+    """Requests of a tree of prompts arrive, end, are canceled and preempted while weights change."""
+    rng = random.Random(seed)
+    engine, blocks = build_engine(
+        exact=exact, max_model_len=600, max_running=8, max_cache_tokens=1, max_num_batched_tokens=256
+    )
+    stem = draw_prompt(400)
+    alive: list[GenerationRequest] = []
+    num_done, version = 0, 0
+    for step in range(420):
+        if step < 400 and rng.random() < 0.3:
+            prompt = [*stem[: rng.choice((60, 128, 200, 256, 380))], *draw_prompt(rng.choice((1, 3, 130)))]
+            params = SamplingParams(max_tokens=rng.choice((1, 5, 200)), seed=step, ignore_eos=True)
+            alive.append(GenerationRequest(prompt, params))
+            engine.add(alive[-1])
+        if alive and rng.random() < 0.03:
+            engine.cancel(alive.pop(rng.randrange(len(alive))))
+        if rng.random() < 0.03:
+            version += 1
+            engine.load_weights(tensor_names(engine.model), version)
+        for event in engine.step() if engine.has_work() else []:
+            if isinstance(event, Output):
+                assert event.finish_reason == "length"
+                alive.remove(event.request)
+                num_done += 1
+        check_pages(engine, blocks)
+    num_done += len(run(engine))
+    check_pages(engine, blocks)
+    stats = engine.stats()
+    assert num_done > 30 and stats.shared_prompt_tokens > 1000 and stats.preempted > 0
