@@ -105,8 +105,9 @@ def sample(logits: Float[Tensor, "rows vocab"], batch: SamplingBatch, positions:
     blocked_rows, blocked_tokens, until = batch.blocked
     for row in batch.adjusted:
         adjust_logits(scores[row], batch.rows[row])
-    still = positions[blocked_rows] < until
-    scores[blocked_rows[still], blocked_tokens[still]] = float("-inf")
+    if len(blocked_rows):  # an assignment to no elements would take 1 % of a step of one row
+        still = positions[blocked_rows] < until
+        scores[blocked_rows[still], blocked_tokens[still]] = float("-inf")
     if batch.temperature is not None:  # division by 1 changes no bit
         scores.div_(batch.temperature)
     logprobs = torch.log_softmax(scores, dim=-1, out=scores)
