@@ -109,7 +109,7 @@ class PagedBlocks(BlockManager):
                 new[j] += 1
         if self._pool.num_used + sum(new) > self._max_pages:
             return False
-        self._longest = max(self._longest, *(len(seq.tokens) + 1 for seq in seqs))
+        self._longest = max([self._longest, *(len(seq.tokens) + 1 for seq in seqs)])
         self._reserve(new)
         return True
 

@@ -93,6 +93,7 @@ def test_a_group_holds_its_prompt_once() -> None:
     assert blocks._pool.num_used == 1 + 2 + 6
     run(engine)
     blocks.start_epoch([])
+    assert blocks.reserve([])
     assert blocks._pool.highest()[0] == PADDING + 1 and not any(blocks._pool.highest()[1:]), "all pages are free"
 
 
