@@ -23,6 +23,7 @@ import torch
 from bench_exact import MAX_GB, Tally, compare, draw_chat
 from results import Row, describe_machine, finish, read_peak_gb
 
+from prime_rl.inference.embedded import speculation
 from prime_rl.inference.embedded.engine import EmbeddedEngine
 from prime_rl.inference.engine import GenerationRequest, Output, SamplingParams
 from prime_rl.runtime.tokenizer import load_tokenizer, resolve_model_dir
@@ -66,7 +67,7 @@ def check_format(name: str, model_dir: Path, requests: list[GenerationRequest], 
     """All paths of one number format."""
     dtype, settings = FORMATS[name]
 
-    def build(max_running: int, max_num_batched_tokens: int, speculation: bool) -> EmbeddedEngine:
+    def build(max_running: int, max_num_batched_tokens: int, speculates: bool) -> EmbeddedEngine:
         gc.collect()  # the previous decoder is in a reference cycle
         return EmbeddedEngine(
             load_decoder(model_dir, dtype=dtype),
@@ -74,13 +75,14 @@ def check_format(name: str, model_dir: Path, requests: list[GenerationRequest], 
             max_running=max_running,
             max_num_batched_tokens=max_num_batched_tokens,
             max_cache_tokens=CACHE_TOKENS,
-            speculation=speculation,
+            speculation=speculates,
             **settings,  # type: ignore[arg-type]
         )
 
-    expected = run(build(64, 2048, speculation=False), requests)
+    speculation.MIN_GAIN = 0.0  # drafts wherever they are possible, also where they are too slow
+    expected = run(build(64, 2048, speculates=False), requests)
     show(f"{name}: decoded")
-    engine = build(24, 200, speculation=True)
+    engine = build(24, 200, speculates=True)
     again = run(engine, rng.sample(requests, len(requests)))
     accepted = engine.stats().accepted_tokens
     show(f"{name}: decoded again")
