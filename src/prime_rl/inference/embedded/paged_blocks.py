@@ -172,6 +172,7 @@ class PagedBlocks(BlockManager):
             self.cache.copy_page(full, owner.pages[full], seq.pages[full], rest)
 
     def _keep(self, seq: Sequence) -> CachedPrefix:
+        self._longest = max(self._longest, seq.num_cached)  # it has grown since memory was last reserved
         pages = seq.pages[: num_blocks(seq.num_cached)]
         for j, page in enumerate(pages):
             self._pool.hold(j, page)
