@@ -202,3 +202,21 @@ def test_any_order_of_events_keeps_the_pages_consistent(seed: int, exact: bool) 
     check_pages(engine, blocks)
     stats = engine.stats()
     assert num_done > 30 and stats.shared_prompt_tokens > 1000 and stats.preempted > 0
+
+
+@needs_kernels
+def test_growth_keeps_what_a_finished_sequence_wrote_last() -> None:
+    """It grew within its block after memory was reserved for it, and memory is moved when it is gone."""
+    engine, blocks = build_engine(max_running=40)
+    add_group(engine, draw_prompt(BLOCK + 2), [70])
+    (first,) = run(engine)
+    turn = [*draw_prompt(BLOCK + 2), *first.token_ids]
+    (prefix,) = blocks.prefixes._cached
+    before = blocks.cache.blocks[1][:, :, prefix.pages[1], :, : prefix.num_cached - BLOCK].clone()
+    generation = blocks.cache.generation
+    for seed in range(30):
+        engine.add(GenerationRequest(draw_prompt(BLOCK + 1)[seed:] + [seed] * seed, SamplingParams(max_tokens=1)))
+    engine.step()
+    assert blocks.cache.generation > generation
+    assert torch.equal(blocks.cache.blocks[1][:, :, prefix.pages[1], :, : prefix.num_cached - BLOCK], before)
+    assert prefix.tokens == turn
