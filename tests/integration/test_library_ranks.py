@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,21 @@ from tiny_hf import build_batch, build_tiny_hf
 from rollouts.training.backends import latest_checkpoint
 from rollouts.training.backends.pytorch import PyTorchTrainingBackend
 from rollouts.training.backends.pytorch_factory import create_adamw_optimizer, create_cross_entropy_loss
+
+LATE_RELEASE = """
+import sys, torch, torch.distributed as dist
+from rollouts.training.backends.ranks import Ranks
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+Ranks(0, 2)  # as the backends construct it
+source, gathered = torch.ones(4), [torch.zeros(4)]
+view = gathered[0].numpy()
+sys.setswitchinterval(60)  # no other thread gets the GIL while this one computes
+dist.all_gather(gathered, source, async_op=True)
+while not view[0]:  # the thread of the collective is done, and next waits for the GIL
+    pass
+sum(range(10**7))
+"""
 
 
 def build_backend(path: Path, seed: int = 0, **options: Any) -> PyTorchTrainingBackend:
@@ -62,3 +80,10 @@ def test_two_ranks_equal_one(tmp_path: Path) -> None:
     assert results["bfloat16"]["param_dtype"] == "torch.float32"
     assert results["broadcast"] == ["hello", "hello"]
     assert results["continued"] == [2, 2] and results["num_tensors"] == [len(weights_of(single)), 0]
+
+
+def test_a_collective_that_ends_at_exit_does_not_abort_the_process() -> None:
+    path = os.pathsep.join(sys.path)
+    command = [sys.executable, "-c", LATE_RELEASE]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

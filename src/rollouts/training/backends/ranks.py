@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +16,10 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
+
+
+EXIT_PAUSE_S = 0.1
+"""Of a rank at its exit: the threads of its collectives need a few milliseconds, with other ranks on the same cores."""
 
 
 class OtherRankFailed(RuntimeError):
@@ -31,6 +38,10 @@ class Ranks:
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def __post_init__(self) -> None:
+        if self.size > 1:
+            _pause_at_exit()
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Each value summed over the ranks, in fp64."""
@@ -100,3 +111,13 @@ class Ranks:
             raise error
         if any(failed):
             raise OtherRankFailed(f"rank {failed.index(1.0)} failed, see its log")
+
+
+@cache
+def _pause_at_exit() -> None:
+    """Let the threads of gloo release the tensors of their last collectives before Python is finalized.
+
+    Releasing takes the GIL, and a thread that waits for it during finalization aborts the process
+    (https://github.com/pytorch/pytorch/issues/190489). Destroying the process group does not end these threads.
+    """
+    atexit.register(time.sleep, EXIT_PAUSE_S)
