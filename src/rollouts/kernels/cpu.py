@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from rollouts.kernels import linear
+from rollouts.kernels import huge_pages, linear
 from rollouts.kernels.build_cache import user_cache_dir
 
 SOURCE = Path(__file__).with_suffix(".c")
@@ -436,7 +436,7 @@ class PackedWeight:
         self.block = (block or find_block(self.inputs) or self.inputs) if blocked else self.inputs
         width = kernels.packed_inputs(self.inputs, self.format)
         dtype = torch.int8 if quantized else weight.dtype
-        self.data = torch.empty(kernels.packed_size(self.outputs, width, self.kind), dtype=dtype)
+        self.data = huge_pages.empty(kernels.packed_size(self.outputs, width, self.kind), dtype)
         self.update(weight)
         panel = kernels.packed_size(1, 1, ONE_BY_ONE)
         of_row = {DOTS: width // 2, INT8: kernels.quantized_size(self.inputs, 0) // 4}.get(self.format, 0)

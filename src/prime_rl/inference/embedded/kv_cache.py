@@ -7,9 +7,7 @@ page contains garbage beyond its sequence's length, which has no effect: masked 
 
 from __future__ import annotations
 
-import contextlib
 import math
-import mmap
 
 import numpy as np
 import torch
@@ -18,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prime_rl.trainer.models.decoder_config import DecoderConfig
+from rollouts.kernels.huge_pages import map_memory
 from rollouts.training.numerics import KEY_BLOCK
 
 BLOCK = KEY_BLOCK
@@ -179,11 +178,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, huge
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
-    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)[:size].view(dtype).view(shape)
+    return map_memory(size, huge_pages).view(dtype).view(shape)
 
 
 def num_blocks(length: int) -> int:
