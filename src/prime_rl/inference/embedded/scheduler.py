@@ -81,7 +81,7 @@ class Scheduler:
         self._ensure_capacity()
         chosen = self._next_chunks()
         if not chosen:
-            drafts = self.drafter.propose(self.running) if self.drafter is not None else []
+            drafts = self.drafter.propose(self.running, not self.waiting) if self.drafter is not None else []
             return ScheduledBatch(self.running, [], admitted, self._revision, drafts)
         seqs, chunks = zip(*chosen, strict=True)
         return ScheduledBatch(list(seqs), list(chunks), admitted, self._revision)

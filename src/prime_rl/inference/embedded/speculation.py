@@ -36,6 +36,9 @@ MIN_GAIN = 1.05
 MIN_PROBABILITY = 0.1
 """Less likely tokens are not considered, which bounds the work of a proposal."""
 
+UNCERTAINTY = 1 / 16
+"""Of the number of tokens that a sequence has left, which may also end earlier, as a share of it."""
+
 FREE_ROWS = 3.0
 """Where it is not measured, a step of n rows takes the time of `FREE_ROWS + n`."""
 MEASURED_ROWS = (1, 4, 8, 12, 16, 24, 32, MAX_ROWS)
@@ -89,16 +92,17 @@ class Drafter:
         self._recent: dict[int, tuple[list[int], int]] = {}
         self._older: dict[int, tuple[list[int], int]] = {}
 
-    def propose(self, running: list[Sequence]) -> Drafts:
+    def propose(self, running: list[Sequence], is_last: bool = False) -> Drafts:
         """A draft for each sequence, possibly empty; an empty list if none is worth it.
 
-        Drafted tokens are added by their probability to be accepted; of all such steps, the one with the most expected
-        tokens for its cost is taken.
+        Drafted tokens are added by their expected value; of all such steps, the one with the most value for its cost is
+        taken. `is_last`: no sequence waits for the end of one of these.
         """
         num = len(running)
         if num > MAX_SEQUENCES:
             return []
-        candidates: list[tuple[float, int]] = []
+        candidates: list[tuple[float, float, int]] = []
+        values = self._find_values(running) if is_last and num > 1 else [1.0] * num
         trust = min(1.0, (1 + self._accepted) / (1 + self._expected))
         for i, seq in enumerate(running):
             probability = trust
@@ -106,19 +110,32 @@ class Drafter:
                 probability *= seq.acceptance
                 if probability < MIN_PROBABILITY:
                     break
-                candidates.append((probability, i))
+                candidates.append((probability * values[i], probability, i))
         candidates.sort(reverse=True)
         expected, most, chosen = float(num), MIN_GAIN * num / self._costs[num], 0
-        for rows, (probability, _) in enumerate(candidates[: MAX_ROWS - num], num + 1):
-            expected += probability
+        for rows, (value, _, _) in enumerate(candidates[: MAX_ROWS - num], num + 1):
+            expected += value
             if expected / self._costs[rows] > most:
                 most, chosen = expected / self._costs[rows], rows - num
         if not chosen or not self._adapters.are_packed({seq.request.adapter for seq in running}):
             self._expected, self._accepted = IDLE_MEMORY * self._expected, IDLE_MEMORY * self._accepted
             return []
-        lengths = Counter(i for _, i in candidates[:chosen])
-        self._expected = MEMORY * self._expected + sum(probability for probability, _ in candidates[:chosen]) / trust
+        lengths = Counter(i for _, _, i in candidates[:chosen])
+        self._expected = MEMORY * self._expected + sum(p for _, p, _ in candidates[:chosen]) / trust
         return [seq.source[seq.source_at : seq.source_at + lengths[i]] for i, seq in enumerate(running)]
+
+    def _find_values(self, running: list[Sequence]) -> list[float]:
+        """Value of a token of each sequence, 1 on average: what it saves of the time until all sequences have ended.
+
+        It saves one of the rows of a later step. If the sequence is one of the last to end, it also saves a part of a
+        step.
+        """
+        num = len(running)
+        left = np.array([seq.max_tokens - len(seq.tokens) for seq in running])
+        lasts = np.exp((left - left.max()) / (1 + left.max() * UNCERTAINTY))
+        of_rows = (self._costs[num] - self._costs[1]) * num / (num - 1) / self._costs[num]
+        values: list[float] = (of_rows + (1 - of_rows) * num * lasts / lasts.sum()).tolist()
+        return values
 
     def learn(self, accepted: int) -> None:
         """Count the accepted tokens of the drafts that were proposed last."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -197,6 +198,28 @@ def test_costs_of_rows_are_those_of_the_head(monkeypatch: pytest.MonkeyPatch) ->
     assert estimate_costs(head)[:3] == [3, 4, 5]  # type: ignore[arg-type]
 
 
+def test_only_what_ends_last_is_drafted_unless_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapters: Any = SimpleNamespace(are_packed=lambda names: True)
+    drafter = Drafter(adapters, [3.0 + rows for rows in range(MAX_ROWS + 1)])
+    monkeypatch.setattr(drafter, "_follow", lambda seq: 2)
+    running: list[Any] = [
+        SimpleNamespace(
+            request=request([]),
+            tokens=[0] * num,
+            max_tokens=100,
+            source=[7, 8],
+            source_at=0,
+            acceptance=0.9,
+            can_draft=True,
+        )
+        for num in (20, 20, 60, 60)
+    ]
+    assert drafter.propose(running) == [[7, 8]] * 4
+    drafter.learn(8)
+    assert drafter.propose(running, is_last=True) == [[7, 8], [7, 8], [], []]
+    assert drafter._find_values(running) == pytest.approx([1.43] * 2 + [0.57] * 2, abs=0.01)
+
+
 @pytest.mark.parametrize("params", [{"repetition_penalty": 1.1}, {"frequency_penalty": 0.1}, {"presence_penalty": 0.1}])
 def test_penalties_disable_drafts(params: dict[str, float], long_drafts: None) -> None:
     engine = EmbeddedEngine(build_model(0))
@@ -234,7 +257,7 @@ def test_rejected_draft_leaves_no_nan_in_the_cache(monkeypatch: pytest.MonkeyPat
     with torch.no_grad():
         model.embedding()[7] = torch.nan
     engine = EmbeddedEngine(model)
-    monkeypatch.setattr(Drafter, "propose", lambda self, running: [[7]] * len(running))
+    monkeypatch.setattr(Drafter, "propose", lambda self, running, is_last: [[7]] * len(running))
     (output,) = run(engine, request([1, 2, 3], max_tokens=5, logit_bias=((7, -1e9),)))
     assert output.finish_reason == "length" and 7 not in output.token_ids
     assert all(block.isfinite().all() for block in engine._blocks.cache.blocks)
