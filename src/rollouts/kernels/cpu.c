@@ -51,8 +51,8 @@ enum {
   TILE = 6,    /* rows per register tile: TILE x PANEL sums stay in registers */
   KEYS = 128,  /* positions per KV cache block */
   BATCH = 96,  /* rows per batch of a long GEMM: they stay in the CPU cache while all panels are read */
-  FEW_TILES = 2, /* so many register tiles take the inputs in turns of TURN bytes of weights, see `tiles` */
-  TURN = 1 << 14,
+  FEW_TILES = 2, /* so many register tiles take the inputs in turns, see `tiles` */
+  TURN = 64,     /* inputs */
   WIDEN = 12,  /* minimum rows for which widening a bf16 panel once is cheaper */
   MAX_HEAD_DIM = 256,
   SHORT_CONTEXT = 512, /* keys; up to this length the next row's KV data fits into the CPU cache as well */
@@ -825,9 +825,16 @@ typedef struct {
   int64_t bytes;
 } Memory;
 
-/* A panel of floats. */
-ALWAYS Memory wide_panel(const float *panel, int64_t inputs) {
-  return (Memory){(const char *)panel, 4 * PANEL * inputs};
+/* What to prefetch: with `end`, the memory a TURN ahead of the weights that are read, which goes on with `next` at `end`.
+ * Without it, all of `next`: for many rows, which take longer for their products than the memory for the weights. */
+typedef struct {
+  Memory next;
+  const char *end;
+} Following;
+
+/* A panel of floats that is read next. */
+ALWAYS Following wide_panel(const float *panel, int64_t inputs) {
+  return (Following){{(const char *)panel, 4 * PANEL * inputs}, NULL};
 }
 
 /* Sums of a register tile that `tile` continues: none at the first inputs of a block, and not written to `out` before
@@ -901,16 +908,19 @@ ALWAYS int64_t tile_rows(int64_t rows) {
  * pace, not all of them while the first tile waits. */
 ALWAYS int takes_turns(int64_t rows) { return rows > TILE && rows <= FEW_TILES * TILE; }
 
-/* `tile` for all rows; prefetches `next`, at most as many bytes as these inputs of the panel have. */
+/* `tile` for all rows; prefetches `following`, in its `next` at most as many bytes as these inputs of the panel have. */
 ALWAYS void tiles(const void *x, int64_t inputs, const void *panel, int64_t size, float *out, int64_t outputs,
-                  int64_t columns, int more, Memory next, int64_t rows, int format) {
-  int64_t num_tiles = (rows + TILE - 1) / TILE, step = next.bytes / size / num_tiles;
-  const char *ahead = next.from;
-  int64_t turn = takes_turns(rows) ? TURN / (PANEL * (format == FP32 ? 4 : 2)) : size;
+                  int64_t columns, int more, Following following, int64_t rows, int format) {
+  int64_t num_tiles = (rows + TILE - 1) / TILE, bytes = PANEL * (format == FP32 ? 4 : 2);
+  int64_t step = (following.end ? bytes : following.next.bytes / size) / num_tiles;
+  const char *ahead = following.next.from;
   vec sums[FEW_TILES * TILE][PANEL / LANES];
-  for (int64_t start = 0; start < size; start += turn) {
-    int64_t num_inputs = size - start < turn ? size - start : turn, row = 0;
-    const void *weights = at_item(panel, start * PANEL, format);
+  for (int64_t start = 0, num_inputs; start < size; start += num_inputs) {
+    const char *weights = (const char *)panel + start * bytes;
+    int64_t row = 0, until_next = following.end ? (following.end - weights) / bytes - TURN : 0;
+    num_inputs = takes_turns(rows) ? TURN : until_next > 0 ? until_next : size;
+    if (num_inputs > size - start) num_inputs = size - start;
+    if (following.end) ahead = until_next > 0 ? weights + TURN * bytes : following.next.from - until_next * bytes;
 #define CASE(num) \
   case num: \
     tile(at_item(x, row * inputs + start, format == DOTS ? DOTS : FP32), inputs, weights, num_inputs, \
@@ -925,8 +935,8 @@ ALWAYS void tiles(const void *x, int64_t inputs, const void *panel, int64_t size
 
 #define TILES_OF(name, format) \
   static void tiles_of_##name(const void *x, int64_t inputs, const void *panel, int64_t size, float *out, \
-                              int64_t outputs, int64_t columns, int more, Memory next, int64_t rows) { \
-    tiles(x, inputs, panel, size, out, outputs, columns, more, next, rows, format); \
+                              int64_t outputs, int64_t columns, int more, Following following, int64_t rows) { \
+    tiles(x, inputs, panel, size, out, outputs, columns, more, following, rows, format); \
   }
 TILES_OF(fp32, FP32)
 TILES_OF(bf16, BF16)
@@ -994,7 +1004,7 @@ ALWAYS void tile_int8(const char *x, int64_t inputs, const char *panel, int64_t 
 static void tiles_of_int8(const char *x, int64_t inputs, const char *panel, float *out, int64_t outputs,
                           int64_t columns, Memory next, int64_t rows) {
   int64_t bytes = quantized_size(inputs, 0), groups = num_groups(inputs), num_tiles = (rows + TILE - 1) / TILE;
-  int64_t turn = takes_turns(rows) ? TURN / (PANEL * GROUP) : groups, step = 4 * next.bytes / padded_inputs(inputs);
+  int64_t turn = takes_turns(rows) ? 2 : groups, step = 4 * next.bytes / padded_inputs(inputs);
   const char *ahead = next.from;
   step = (step < 4 * PANEL ? step : 4 * PANEL) / num_tiles;
   vec sums[FEW_TILES * TILE][PANEL / LANES];
@@ -1189,17 +1199,17 @@ ALWAYS Memory panel_of(const Linear *l, int64_t p) {
 
 /* A panel of DOTS or INT8: sums are not blocked. */
 static void whole_product(const void *x, int64_t inputs, const char *panel, float *out, int64_t outputs,
-                          int64_t columns, Memory next, int64_t rows, int format) {
+                          int64_t columns, Following following, int64_t rows, int format) {
   int64_t wide = whole_steps(inputs);
 #ifdef HAS_AMX
   if (use_amx) {
-    if (format == DOTS) amx_dots(x, wide, panel, out, outputs, columns, next, rows);
-    else amx_int8(x, inputs, panel, out, outputs, columns, next, rows);
+    if (format == DOTS) amx_dots(x, wide, panel, out, outputs, columns, following.next, rows);
+    else amx_int8(x, inputs, panel, out, outputs, columns, following.next, rows);
     return;
   }
 #endif
-  if (format == DOTS) tiles_of_dots(x, wide, panel, wide, out, outputs, columns, 0, next, rows);
-  else tiles_of_int8(x, inputs, panel, out, outputs, columns, next, rows);
+  if (format == DOTS) tiles_of_dots(x, wide, panel, wide, out, outputs, columns, 0, following, rows);
+  else tiles_of_int8(x, inputs, panel, out, outputs, columns, following.next, rows);
 }
 
 /* Panel p of a linear layer; x comes from `in_format`. `scratch` has space for a widened panel (BF16) and then for rows
@@ -1216,17 +1226,18 @@ static void panel_product(const Linear *l, const void *x, float *out, float *scr
   int64_t stride = l->kind == PLAIN ? outputs : PANEL, written = l->kind == PLAIN ? columns : PANEL;
   int is_blocked = l->format == FP32 || l->format == BF16;
   const char *panel = panel_of(l, p).from;
-  if (!is_blocked) whole_product(x, inputs, panel, to, stride, written, next, rows, l->format);
+  Following following = {next, rows <= FEW_TILES * TILE && !widen ? panel + panel_bytes(l) : NULL};
+  if (!is_blocked) whole_product(x, inputs, panel, to, stride, written, following, rows, l->format);
   for (int64_t start = 0; start < inputs && is_blocked; start += l->block) {
     int64_t size = inputs - start < l->block ? inputs - start : l->block, bytes = size * PANEL * item;
     const char *weights = panel + start * PANEL * item;
-    Memory ahead = {weights + bytes, bytes};
-    if (start + size == inputs) ahead = (Memory){next.from, next.bytes < bytes ? next.bytes : bytes};
+    if (!following.end) following.next = start + size < inputs ? (Memory){weights + bytes, bytes} : next;
+    if (!following.end && following.next.bytes > bytes) following.next.bytes = bytes;
     if (widen)
       for (int64_t i = 0; i < size * PANEL; i += LANES) store(wide + i, load_as(weights, i, 1));
 #define TILES(name) \
   tiles_of_##name((const float *)x + start, inputs, widen ? (const char *)wide : weights, size, to, stride, written, \
-                  start > 0, ahead, rows)
+                  start > 0, following, rows)
     if (l->format == FP32 || widen) TILES(fp32);
     else TILES(bf16);
 #undef TILES
@@ -1477,7 +1488,7 @@ static void attend_block(const Causal *a, const float *q, const float *keys, con
     scale_query(q + r / group * width + r % group * size, scale, queries + r * size / (a->dots ? 2 : 1), size, a->dots);
   for (int64_t t = first; t < end; t += PANEL) {
     const float *panel = keys + t * size;
-    Memory next = {(const char *)(panel + PANEL * size), (a->dots ? 2 : 4) * PANEL * size};
+    Following next = {{(const char *)(panel + PANEL * size), (a->dots ? 2 : 4) * PANEL * size}, NULL};
     int64_t columns = end - t < PANEL ? end - t : PANEL;
     if (a->dots) tiles_of_dots(queries, size, panel, size, scores + t - first, span, columns, 0, next, rows);
     else tiles_of_fp32(queries, size, panel, size, scores + t - first, span, columns, 0, next, rows);
