@@ -101,8 +101,7 @@ class Drafter:
         num = len(running)
         if num > MAX_SEQUENCES:
             return []
-        candidates: list[tuple[float, float, int]] = []
-        values = self._find_values(running) if is_last and num > 1 else [1.0] * num
+        found: list[tuple[float, int]] = []
         trust = min(1.0, (1 + self._accepted) / (1 + self._expected))
         for i, seq in enumerate(running):
             probability = trust
@@ -110,8 +109,9 @@ class Drafter:
                 probability *= seq.acceptance
                 if probability < MIN_PROBABILITY:
                     break
-                candidates.append((probability * values[i], probability, i))
-        candidates.sort(reverse=True)
+                found.append((probability, i))
+        values = self._find_values(running) if found and is_last and num > 1 else [1.0] * num
+        candidates = sorted(((probability * values[i], probability, i) for probability, i in found), reverse=True)
         expected, most, chosen = float(num), MIN_GAIN * num / self._costs[num], 0
         for rows, (value, _, _) in enumerate(candidates[: MAX_ROWS - num], num + 1):
             expected += value
