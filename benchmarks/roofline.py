@@ -73,7 +73,10 @@ class BandwidthMeter:
     def __init__(self, max_bytes: int, resources: Resources) -> None:
         import torch
 
-        self._memory, self._resources = torch.ones(max(max_bytes // 4, 1)), resources
+        from rollouts.kernels.huge_pages import map_memory
+
+        self._memory = map_memory(max(max_bytes // 4, 1) * 4).view(torch.float32).fill_(1)
+        self._resources = resources
 
     def measure(self, num_bytes: int) -> float:
         """Bytes per second when as many are read again and again: from memory if they are more than the caches hold."""
