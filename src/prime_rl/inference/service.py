@@ -229,8 +229,7 @@ class ServerState:
             start = time.time()
             try:
                 found = await asyncio.to_thread(read)
-                paused = time.time()
-                version, digests = await self.engine.call(lambda engine: swap(engine, found))
+                paused, (version, digests) = await self.engine.call(lambda engine: (time.time(), swap(engine, found)))
             except (ValueError, OSError) as error:
                 logger.warning(f"Weight update failed, version {self.version} stays in service: {error}")
                 status = 503 if isinstance(error, BroadcastFailed | EngineUnavailable) else 400

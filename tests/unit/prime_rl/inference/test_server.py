@@ -317,6 +317,26 @@ def test_an_update_in_flight_drops_nothing_and_marks_the_span(tmp_path: Path) ->
         server.stop()
 
 
+def test_the_step_before_an_update_is_no_part_of_its_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = RunningServer(tmp_path)
+    try:
+        publish(tmp_path, 3)
+        call = server.service.engine.call
+
+        async def call_late(function: Any) -> Any:
+            await asyncio.sleep(0.5)  # the engine's step
+            return await call(function)
+
+        monkeypatch.setattr(server.service.engine, "call", call_late)
+        assert server.post("/update_weights", {"weight_dir": str(tmp_path / "weights/step_3")}).status_code == 200
+        server.service.engine.close()
+        rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        (row,) = [row for row in rows if "time/update_weights" in row]
+        assert 0 < row["time/update_weights_pause"] < row["time/update_weights"] - 0.5
+    finally:
+        server.stop()
+
+
 def test_unverified_weights_are_not_loaded(server: RunningServer, tmp_path: Path) -> None:
     output_dir = server.config.output_dir
     assert output_dir is not None
