@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,11 +55,18 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Exclude imported modules and collected tests from garbage collection: a full one scans them for half a second."""
+    """Exclude imported modules and collected tests from garbage collection: a full one scans them for half a second.
+
+    Then compile the CPU kernels, if they have changed: half a minute beside other tests, whose servers would be late.
+    """
     gc.disable()
     yield
     gc.freeze()
     gc.enable()
+    if "torch" in sys.modules:
+        from rollouts.kernels import cpu
+
+        cpu.library()
 
 
 @pytest.hookimpl(trylast=True)  # after `-m` has deselected
