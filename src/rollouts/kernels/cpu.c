@@ -51,7 +51,7 @@ enum {
   TILE = 6,    /* rows per register tile: TILE x PANEL sums stay in registers */
   KEYS = 128,  /* positions per KV cache block */
   BATCH = 96,  /* rows per batch of a long GEMM: they stay in the CPU cache while all panels are read */
-  FEW_TILES = 2, /* so many register tiles take the inputs in turns, see `tiles` */
+  FEW_TILES = 4, /* so many register tiles of fp32 take the inputs in turns, and half as many of other formats */
   TURN = 64,     /* inputs */
   WIDEN = 12,  /* minimum rows for which widening a bf16 panel once is cheaper */
   MAX_HEAD_DIM = 256,
@@ -904,9 +904,12 @@ ALWAYS int64_t tile_rows(int64_t rows) {
       CASE(6) \
     }
 
+/* Whether the products of these rows take less time than the memory takes for their weights. */
+ALWAYS int are_few(int64_t rows, int format) { return rows <= (format == FP32 ? FEW_TILES : FEW_TILES / 2) * TILE; }
+
 /* Whether the register tiles take the inputs in turns: few of them do, so that the weights are read from memory at an even
  * pace, not all of them while the first tile waits. */
-ALWAYS int takes_turns(int64_t rows) { return rows > TILE && rows <= FEW_TILES * TILE; }
+ALWAYS int takes_turns(int64_t rows, int format) { return rows > TILE && are_few(rows, format); }
 
 /* `tile` for all rows; prefetches `following`, in its `next` at most as many bytes as these inputs of the panel have. */
 ALWAYS void tiles(const void *x, int64_t inputs, const void *panel, int64_t size, float *out, int64_t outputs,
@@ -918,7 +921,7 @@ ALWAYS void tiles(const void *x, int64_t inputs, const void *panel, int64_t size
   for (int64_t start = 0, num_inputs; start < size; start += num_inputs) {
     const char *weights = (const char *)panel + start * bytes;
     int64_t row = 0, until_next = following.end ? (following.end - weights) / bytes - TURN : 0;
-    num_inputs = takes_turns(rows) ? TURN : until_next > 0 ? until_next : size;
+    num_inputs = takes_turns(rows, format) ? TURN : until_next > 0 ? until_next : size;
     if (num_inputs > size - start) num_inputs = size - start;
     if (following.end) ahead = until_next > 0 ? weights + TURN * bytes : following.next.from - until_next * bytes;
 #define CASE(num) \
@@ -1004,7 +1007,7 @@ ALWAYS void tile_int8(const char *x, int64_t inputs, const char *panel, int64_t 
 static void tiles_of_int8(const char *x, int64_t inputs, const char *panel, float *out, int64_t outputs,
                           int64_t columns, Memory next, int64_t rows) {
   int64_t bytes = quantized_size(inputs, 0), groups = num_groups(inputs), num_tiles = (rows + TILE - 1) / TILE;
-  int64_t turn = takes_turns(rows) ? 2 : groups, step = 4 * next.bytes / padded_inputs(inputs);
+  int64_t turn = takes_turns(rows, INT8) ? 2 : groups, step = 4 * next.bytes / padded_inputs(inputs);
   const char *ahead = next.from;
   step = (step < 4 * PANEL ? step : 4 * PANEL) / num_tiles;
   vec sums[FEW_TILES * TILE][PANEL / LANES];
@@ -1226,7 +1229,7 @@ static void panel_product(const Linear *l, const void *x, float *out, float *scr
   int64_t stride = l->kind == PLAIN ? outputs : PANEL, written = l->kind == PLAIN ? columns : PANEL;
   int is_blocked = l->format == FP32 || l->format == BF16;
   const char *panel = panel_of(l, p).from;
-  Following following = {next, rows <= FEW_TILES * TILE && !widen ? panel + panel_bytes(l) : NULL};
+  Following following = {next, are_few(rows, l->format) && !widen ? panel + panel_bytes(l) : NULL};
   if (!is_blocked) whole_product(x, inputs, panel, to, stride, written, following, rows, l->format);
   for (int64_t start = 0; start < inputs && is_blocked; start += l->block) {
     int64_t size = inputs - start < l->block ? inputs - start : l->block, bytes = size * PANEL * item;
