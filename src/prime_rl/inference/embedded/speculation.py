@@ -110,19 +110,27 @@ class Drafter:
                 if probability < MIN_PROBABILITY:
                     break
                 found.append((probability, i))
-        values = self._find_values(running) if found and is_last and num > 1 else [1.0] * num
-        candidates = sorted(((probability * values[i], probability, i) for probability, i in found), reverse=True)
-        expected, most, chosen = float(num), MIN_GAIN * num / self._costs[num], 0
-        for rows, (value, _, _) in enumerate(candidates[: MAX_ROWS - num], num + 1):
-            expected += value
-            if expected / self._costs[rows] > most:
-                most, chosen = expected / self._costs[rows], rows - num
+        chosen = self._choose(running, found, is_last) if found else []
         if not chosen or not self._adapters.are_packed({seq.request.adapter for seq in running}):
             self._expected, self._accepted = IDLE_MEMORY * self._expected, IDLE_MEMORY * self._accepted
             return []
-        lengths = Counter(i for _, _, i in candidates[:chosen])
-        self._expected = MEMORY * self._expected + sum(p for _, p, _ in candidates[:chosen]) / trust
+        lengths = Counter(i for _, i in chosen)
+        self._expected = MEMORY * self._expected + sum(probability for probability, _ in chosen) / trust
         return [seq.source[seq.source_at : seq.source_at + lengths[i]] for i, seq in enumerate(running)]
+
+    def _choose(
+        self, running: list[Sequence], candidates: list[tuple[float, int]], is_last: bool
+    ) -> list[tuple[float, int]]:
+        """Those of the (probability, sequence) that make the step with the most value for its cost."""
+        num = len(running)
+        values = self._find_values(running) if is_last and num > 1 else [1.0] * num
+        ordered = sorted(candidates, key=lambda each: (each[0] * values[each[1]], each), reverse=True)
+        expected, most, chosen = float(num), MIN_GAIN * num / self._costs[num], 0
+        for rows, (probability, i) in enumerate(ordered[: MAX_ROWS - num], num + 1):
+            expected += probability * values[i]
+            if expected / self._costs[rows] > most:
+                most, chosen = expected / self._costs[rows], rows - num
+        return ordered[:chosen]
 
     def _find_values(self, running: list[Sequence]) -> list[float]:
         """Value of a token of each sequence, 1 on average: what it saves of the time until all sequences have ended.
