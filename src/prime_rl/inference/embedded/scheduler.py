@@ -69,6 +69,8 @@ class Scheduler:
     num_finished: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    _num_finished_before: int = 0  # this batch, which has grown from an empty one
+    _is_fed: bool = False  # a sequence has been admitted after another one of the batch ended: more will come
     _pending: list[Sequence] = field(default_factory=list)  # running, but not fully cached
     _order: Iterator[int] = field(default_factory=itertools.count)
     _revision: int = 0
@@ -81,7 +83,8 @@ class Scheduler:
         self._ensure_capacity()
         chosen = self._next_chunks()
         if not chosen:
-            drafts = self.drafter.propose(self.running, not self.waiting) if self.drafter is not None else []
+            is_closed = not self.waiting and not self._is_fed
+            drafts = self.drafter.propose(self.running, is_closed) if self.drafter is not None else []
             return ScheduledBatch(self.running, [], admitted, self._revision, drafts)
         seqs, chunks = zip(*chosen, strict=True)
         return ScheduledBatch(list(seqs), list(chunks), admitted, self._revision)
@@ -148,6 +151,9 @@ class Scheduler:
             new.append(seq)
         if new:
             self._change()
+            if len(new) == len(self.running):
+                self._num_finished_before = self.num_finished
+            self._is_fed = self.num_finished > self._num_finished_before
         return new
 
     def _ensure_capacity(self) -> None:

@@ -37,7 +37,7 @@ MIN_PROBABILITY = 0.1
 """Less likely tokens are not considered, which bounds the work of a proposal."""
 
 UNCERTAINTY = 1 / 16
-"""Of the number of tokens that a sequence has left, which may also end earlier, as a share of it."""
+"""Difference of the tokens left, as a share of them, within which either of two sequences may end last."""
 
 FREE_ROWS = 3.0
 """Where it is not measured, a step of n rows takes the time of `FREE_ROWS + n`."""
@@ -92,11 +92,11 @@ class Drafter:
         self._recent: dict[int, tuple[list[int], int]] = {}
         self._older: dict[int, tuple[list[int], int]] = {}
 
-    def propose(self, running: list[Sequence], is_last: bool = False) -> Drafts:
+    def propose(self, running: list[Sequence], is_closed: bool = False) -> Drafts:
         """A draft for each sequence, possibly empty; an empty list if none is worth it.
 
         Drafted tokens are added by their expected value; of all such steps, the one with the most value for its cost is
-        taken. `is_last`: no sequence waits for the end of one of these.
+        taken. `is_closed`: no sequence is expected to follow these, so that the time until all have ended counts.
         """
         num = len(running)
         if num > MAX_SEQUENCES:
@@ -110,7 +110,7 @@ class Drafter:
                 if probability < MIN_PROBABILITY:
                     break
                 found.append((probability, i))
-        chosen = self._choose(running, found, is_last) if found else []
+        chosen = self._choose(running, found, is_closed) if found else []
         if not chosen or not self._adapters.are_packed({seq.request.adapter for seq in running}):
             self._expected, self._accepted = IDLE_MEMORY * self._expected, IDLE_MEMORY * self._accepted
             return []
@@ -119,11 +119,11 @@ class Drafter:
         return [seq.source[seq.source_at : seq.source_at + lengths[i]] for i, seq in enumerate(running)]
 
     def _choose(
-        self, running: list[Sequence], candidates: list[tuple[float, int]], is_last: bool
+        self, running: list[Sequence], candidates: list[tuple[float, int]], is_closed: bool
     ) -> list[tuple[float, int]]:
         """Those of the (probability, sequence) that make the step with the most value for its cost."""
         num = len(running)
-        values = self._find_values(running) if is_last and num > 1 else [1.0] * num
+        values = self._find_values(running) if is_closed and num > 1 else [1.0] * num
         ordered = sorted(candidates, key=lambda each: (each[0] * values[each[1]], each), reverse=True)
         expected, most, chosen = float(num), MIN_GAIN * num / self._costs[num], 0
         for rows, (probability, i) in enumerate(ordered[: MAX_ROWS - num], num + 1):

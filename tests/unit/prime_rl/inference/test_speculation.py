@@ -198,7 +198,7 @@ def test_costs_of_rows_are_those_of_the_head(monkeypatch: pytest.MonkeyPatch) ->
     assert estimate_costs(head)[:3] == [3, 4, 5]  # type: ignore[arg-type]
 
 
-def test_only_what_ends_last_is_drafted_unless_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_ends_last_is_drafted_in_a_closed_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     adapters: Any = SimpleNamespace(are_packed=lambda names: True)
     drafter = Drafter(adapters, [3.0 + rows for rows in range(MAX_ROWS + 1)])
     monkeypatch.setattr(drafter, "_follow", lambda seq: 2)
@@ -216,8 +216,36 @@ def test_only_what_ends_last_is_drafted_unless_others_wait(monkeypatch: pytest.M
     ]
     assert drafter.propose(running) == [[7, 8]] * 4
     drafter.learn(8)
-    assert drafter.propose(running, is_last=True) == [[7, 8], [7, 8], [], []]
+    assert drafter.propose(running, is_closed=True) == [[7, 8], [7, 8], [], []]
     assert drafter._find_values(running) == pytest.approx([1.43] * 2 + [0.57] * 2, abs=0.01)
+
+
+def test_a_batch_is_closed_until_a_request_follows_one_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[bool] = []
+    monkeypatch.setattr(Drafter, "propose", lambda self, running, is_closed: closed.append(is_closed) or [])
+    engine = EmbeddedEngine(build_model(0), max_running=2)
+
+    def finish(num: int) -> None:
+        while engine.stats().finished < num:
+            engine.step()
+
+    for request_of in (request([1, 2], max_tokens=9), request([3, 4], max_tokens=30)):
+        engine.add(request_of)
+    finish(1)
+    assert closed and all(closed)
+    engine.add(request([5, 6], max_tokens=9))
+    engine.step()  # prefill
+    closed.clear()
+    finish(3)
+    assert closed and not any(closed)
+    closed.clear()
+    run(engine, request([7, 8], max_tokens=9))
+    assert all(closed)
+    closed.clear()
+    for seed in range(3):
+        engine.add(request([seed], max_tokens=9))
+    finish(5)
+    assert not any(closed)
 
 
 @pytest.mark.parametrize("params", [{"repetition_penalty": 1.1}, {"frequency_penalty": 0.1}, {"presence_penalty": 0.1}])
@@ -257,7 +285,7 @@ def test_rejected_draft_leaves_no_nan_in_the_cache(monkeypatch: pytest.MonkeyPat
     with torch.no_grad():
         model.embedding()[7] = torch.nan
     engine = EmbeddedEngine(model)
-    monkeypatch.setattr(Drafter, "propose", lambda self, running, is_last: [[7]] * len(running))
+    monkeypatch.setattr(Drafter, "propose", lambda self, running, is_closed: [[7]] * len(running))
     (output,) = run(engine, request([1, 2, 3], max_tokens=5, logit_bias=((7, -1e9),)))
     assert output.finish_reason == "length" and 7 not in output.token_ids
     assert all(block.isfinite().all() for block in engine._blocks.cache.blocks)
