@@ -71,6 +71,21 @@ def linear(
     return cast(Tensor, _Product.apply(x, weight, bias, exact_backward))  # type: ignore[no-untyped-call]
 
 
+def widens(x: Tensor) -> bool:
+    """Whether `multiply_wide` supports tensors like this."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+
+
+def multiply_wide(
+    x: Float[Tensor, "rows inputs"], weight: Float[Tensor, "outputs inputs"]
+) -> Float[Tensor, "rows outputs"]:
+    """x weight^T in fp32, of factors in half precision on a GPU; without gradients.
+
+    Rounded to bf16, a logit of 16 is off by up to 1/16, and so is its log-prob.
+    """
+    return torch.mm(x, weight.t(), out_dtype=torch.float32)
+
+
 def uses_onednn(x: Tensor) -> bool:
     """Whether oneDNN computes products of this tensor; `torch.backends.mkldnn.enabled = False` disables it."""
     onednn = torch.backends.mkldnn
@@ -92,6 +107,19 @@ def pack_weight(weight: Float[Tensor, "outputs inputs"]) -> Tensor:
     return cast(Tensor, torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()))
 
 
+@cache
+def plain_weights_are_exact() -> bool:
+    """Whether oneDNN computes the same bits with a plain weight as with a packed one; in torch 2.11 it does not."""
+    draw = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(4, 64, generator=draw), torch.randn(320, 64, generator=draw)
+    return torch.equal(packed_linear(x, weight), packed_linear(x, pack_weight(weight)))
+
+
+def prepare_weight(weight: Float[Tensor, "outputs inputs"]) -> Tensor:
+    """The weight as `packed_linear` takes it for a single product: packed only where the bits depend on it."""
+    return weight if plain_weights_are_exact() else pack_weight(weight)
+
+
 def packed_linear(x: Float[Tensor, "rows inputs"], packed: Tensor, bias: Tensor | None = None) -> Tensor:
     """The bits of `linear` for at least `ONEDNN_MIN_ROWS` rows, with a packed weight."""
     rows = x.shape[0]
@@ -104,15 +132,18 @@ def packed_linear(x: Float[Tensor, "rows inputs"], packed: Tensor, bias: Tensor 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
     if len(rows) == 1:  # duplicate the row
-        return packed_linear(rows.expand(ONEDNN_MIN_ROWS, -1), weight, bias)[:1].reshape(*x.shape[:-1], -1)
-    return packed_linear(rows, weight, bias).view(*x.shape[:-1], -1)
+        rows = rows.expand(ONEDNN_MIN_ROWS, -1)
+        return packed_linear(rows, prepare_weight(weight), bias)[:1].reshape(*x.shape[:-1], -1)
+    return packed_linear(rows, prepare_weight(weight), bias).view(*x.shape[:-1], -1)
 
 
 def input_gradient(
     grad: Float[Tensor, "rows outputs"], weight: Float[Tensor, "outputs inputs"], exact: bool = False
 ) -> Float[Tensor, "rows inputs"]:
     """grad weight: gradient of the inputs of `linear`. `exact`: a oneDNN product for any number of rows."""
-    return packed_linear(grad, weight.t()) if _differentiates_by_onednn(grad, exact) else torch.mm(grad, weight)
+    if not _differentiates_by_onednn(grad, exact):
+        return torch.mm(grad, weight)
+    return packed_linear(grad, prepare_weight(weight.t()))
 
 
 def weight_gradient(
@@ -122,7 +153,7 @@ def weight_gradient(
     if not _differentiates_by_onednn(grad, exact):
         return torch.mm(grad.t(), x)
     grad, x = (pad_rows(each, round_rows(len(each))) for each in (grad, x))  # zero rows add nothing to the sum
-    return packed_linear(grad.t(), x.t())
+    return packed_linear(grad.t(), prepare_weight(x.t()))
 
 
 def _differentiates_by_onednn(grad: Tensor, exact: bool) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,13 @@ import torch.nn.functional as F
 
 from prime_rl.trainer.backend import build_backend
 from prime_rl.trainer.config import TrainConfig
+from rollouts.kernels import linear as module
 from rollouts.kernels.linear import Linear, linear, pack_weight, packed_linear, round_rows, uses_onednn
+
+
+def backward_products(x: torch.Tensor, weight: torch.Tensor) -> list[tuple[Any, torch.Tensor]]:
+    return [(module.input_gradient, weight), (module.weight_gradient, x)]
+
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 
@@ -37,6 +44,22 @@ def test_rows_are_batch_invariant(inputs: int, outputs: int, threads: int) -> No
                 assert torch.equal(joined, whole[:rows])
     finally:
         torch.set_num_threads(before)
+
+
+@needs_onednn
+def test_weights_can_be_packed_for_a_single_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with torch 2.11, whose oneDNN computes other bits with a plain weight."""
+    x, weight, grad = torch.randn(70, 64), torch.randn(96, 64), torch.randn(70, 96)
+    found = []
+    for is_exact in (True, False):
+        monkeypatch.setattr(module, "plain_weights_are_exact", lambda is_exact=is_exact: is_exact)
+        found.append(
+            [linear(x, weight), linear(x[:1], weight), *(f(grad, y, True) for f, y in backward_products(x, weight))]
+        )
+    packed = packed_linear(x, pack_weight(weight))
+    assert torch.equal(found[1][0], packed) and torch.equal(found[1][1], packed[:1])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("shape", [(1, 32), (5, 32), (200, 32), (2, 60, 32)])
