@@ -1,1 +1,1 @@
-"""Optional CPU kernels, compiled on first use if there is a C compiler."""
+"""Optional kernels: for CPUs in C, compiled on first use if there is a compiler; for GPUs in Triton."""

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from prime_rl.trainer.models.attention import AttentionBackend
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.trainer.models.moe import SparseMLP, split_experts
-from rollouts.kernels import cpu as cpu_kernels
 from rollouts.kernels.linear import Linear
+from rollouts.kernels.select import Kernels, find_kernels
 from rollouts.training.tensor_files import copy_tensor
 
 
@@ -51,8 +51,8 @@ def _norm(
     x: Float[Tensor, "*rows size"], weight: Float[Tensor, "*heads size"], eps: float
 ) -> tuple[Float[Tensor, "*rows size"], Float[Tensor, "*rows 1"]]:
     """Normalized x, and 1 / rms(x) in at least fp32."""
-    if cpu_kernels.runs_here(x, weight, narrow=True):
-        return cpu_kernels.rms_norm(x, weight, eps)
+    if (kernels := find_kernels(x, weight)) is not None:
+        return kernels.rms_norm(x, weight, eps)
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * (wide * scale).to(x.dtype), scale
@@ -73,8 +73,8 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
-        if cpu_kernels.runs_here(grads[0], x, weight, narrow=True):
-            return *cpu_kernels.rms_norm_backward(grads[0], x, weight, scale), None
+        if (kernels := find_kernels(grads[0], x, weight)) is not None:
+            return *kernels.rms_norm_backward(grads[0], x, weight, scale), None
         unit = x.to(scale.dtype) * scale
         grad_weight = (grads[0] * unit.to(x.dtype)).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         inner = (grads[0] * weight).to(scale.dtype)
@@ -92,8 +92,8 @@ def apply_rotary_emb(
 
 
 def _apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
-    if cpu_kernels.runs_here(x, cos, sin, narrow=True):
-        return cpu_kernels.rotate(x, cos, sin, inverse)
+    if (kernels := find_kernels(x, cos, sin)) is not None:
+        return kernels.rotate(x, cos, sin, inverse)
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-right, left), dim=-1) * (-sin if inverse else sin)
 
@@ -114,24 +114,26 @@ class _RotaryEmbedding(torch.autograd.Function):
 
 def swiglu(gate: Float[Tensor, "rows size"], up: Float[Tensor, "rows size"]) -> Float[Tensor, "rows size"]:
     """silu(gate) up (Shazeer 2020)."""
-    if not cpu_kernels.runs_here(gate, up, narrow=True):
+    kernels = find_kernels(gate, up)
+    if kernels is None:
         return F.silu(gate) * up
     if torch.is_grad_enabled():
-        return cast(Tensor, _SwiGLU.apply(gate, up))  # type: ignore[no-untyped-call]
-    return cpu_kernels.swiglu(gate, up)
+        return cast(Tensor, _SwiGLU.apply(gate, up, kernels))  # type: ignore[no-untyped-call]
+    return kernels.swiglu(gate, up)
 
 
 class _SwiGLU(torch.autograd.Function):
-    """SwiGLU with CPU kernels.   s = 1 / (1 + exp(-g)):   dg = dy u s (1 + g (1 - s)),   du = dy g s"""
+    """SwiGLU with kernels.   s = 1 / (1 + exp(-g)):   dg = dy u s (1 + g (1 - s)),   du = dy g s"""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kernels: Kernels) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return cpu_kernels.swiglu(gate, up)
+        ctx.kernels = kernels
+        return kernels.swiglu(gate, up)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor]:
-        return cpu_kernels.swiglu_backward(grads[0], *ctx.saved_tensors)
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None]:
+        return *ctx.kernels.swiglu_backward(grads[0], *ctx.saved_tensors), None
 
 
 def rope_frequencies(config: DecoderConfig) -> Float[Tensor, " half_dim"]:

@@ -1,0 +1,155 @@
+"""Triton kernels, in Triton's interpreter on a CPU, against torch operations; `make gpu` compares them on a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("no triton; cure: pip install triton (Linux)", allow_module_level=True)
+os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are defined
+
+from prime_rl.trainer.models.causal_lm import apply_rotary_emb, rms_norm, swiglu
+from rollouts.kernels import cpu, gpu
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(autouse=True)
+def _no_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The references are torch operations."""
+    monkeypatch.setattr(cpu, "library", lambda: None)
+
+
+def check(found: Sequence[Tensor], expected: Sequence[Tensor], dtype: torch.dtype) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def differentiate(function: Callable[..., Tensor], grad: Tensor, *inputs: Tensor) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    return list(torch.autograd.grad(function(*leaves), leaves, grad))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", [(7, 96), (1, 576), (5, 3, 64), (33, 2, 128), (3, 2500)])
+def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, weight = torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
+    grad = torch.randn(shape).to(dtype)
+    out, scales = gpu.rms_norm(x, weight, 1e-6)
+    check([out], [rms_norm(x, weight, 1e-6)], dtype)
+    found = gpu.rms_norm_backward(grad, x, weight, scales)
+    expected = differentiate(lambda x, w: rms_norm(x, w, 1e-6), grad.double(), x.double(), weight.double())
+    for mine, theirs in zip(found, expected, strict=True):
+        scale = max(float(theirs.abs().max()), 1.0)
+        check([mine / scale], [(theirs / scale).to(dtype)], dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_rms_norm_of_slices_with_a_weight_per_head(dtype: torch.dtype) -> None:
+    whole, weight = torch.randn(6, 5, 32).to(dtype), torch.randn(3, 32).to(dtype)
+    x = whole[:, 1:4]
+    check([gpu.rms_norm(x, weight, 1e-5)[0]], [rms_norm(x, weight, 1e-5)], dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_rms_norm_adds_the_residual_in_place(dtype: torch.dtype) -> None:
+    x, added, weight = torch.randn(9, 80).to(dtype), torch.randn(9, 80).to(dtype), torch.randn(80).to(dtype)
+    expected = x + added
+    check([gpu.rms_norm(x, weight, 1e-5, added=added)[0], x], [rms_norm(expected, weight, 1e-5), expected], dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("heads", [1, 3])
+def test_rotate(heads: int, dtype: torch.dtype) -> None:
+    x, grad = torch.randn(2, 10, heads, 32).to(dtype)
+    angles = torch.rand(10, 1, 16).repeat(1, 1, 2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    check([gpu.rotate(x, cos, sin)], [apply_rotary_emb(x, cos, sin)], dtype)
+    expected = differentiate(lambda x: apply_rotary_emb(x, cos, sin), grad, x)
+    check([gpu.rotate(grad, cos, sin, True)], expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_swiglu(dtype: torch.dtype) -> None:
+    both, grad = torch.randn(5, 2 * 1500).to(dtype), torch.randn(5, 1500).to(dtype)
+    gate, up = both.chunk(2, dim=1)
+    check([gpu.swiglu(gate, up)], [swiglu(gate, up)], dtype)
+    expected = differentiate(swiglu, grad.double(), gate.double(), up.double())
+    check(gpu.swiglu_backward(grad, gate, up), [x.to(dtype) for x in expected], dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("has_norm", "has_rope"), [(True, True), (True, False), (False, True)])
+def test_norm_and_rotate(has_norm: bool, has_rope: bool, dtype: torch.dtype) -> None:
+    whole, weight = torch.randn(6, 8, 32).to(dtype), torch.randn(5, 32).to(dtype)
+    angles = torch.rand(6, 1, 16).repeat(1, 1, 2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    signed = torch.cat((-sin[..., :16], sin[..., 16:]), dim=-1)
+    expected = whole.clone()
+    qk = expected[:, :5]
+    qk = rms_norm(qk, weight, 1e-6) if has_norm else qk
+    expected[:, :5] = apply_rotary_emb(qk, cos, sin) if has_rope else qk
+    angled = (cos, signed) if has_rope else (None, None)
+    gpu.norm_and_rotate_(whole[:, :5], weight if has_norm else None, 1e-6, *angled)
+    check([whole], [expected], dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter has no products of bf16
+@pytest.mark.parametrize("config", [(16, 16), (32, 16), (64, 16), (128, 32)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 32), (9, 3, 64), (2, 2, 16)])
+def test_attend_step(
+    heads: int, kv_heads: int, dim: int, config: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of no, a few, exactly one block and several blocks of cached keys; the rest of a page is NaN."""
+    monkeypatch.setattr(gpu, "FEW", (*config, 4, 2))
+    keys, lengths = 32, [0, 3, 32, 80, 65, -1]
+    rows, blocks = len(lengths), 3
+    qkv = torch.randn(rows, heads + 2 * kv_heads, dim).to(dtype)
+    q, k, v = qkv.split_with_sizes((heads, kv_heads, kv_heads), 1)
+    cache = [torch.full((2, rows + 1, kv_heads, keys, dim), torch.nan, dtype=dtype) for _ in range(blocks)]
+    tables = torch.stack([torch.randperm(rows + 1)[:rows] for _ in range(blocks)]).int()
+    expected = []
+    for row, length in enumerate(lengths):
+        past = torch.randn(2, kv_heads, max(length, 0), dim).to(dtype)
+        for j in range(blocks):
+            part = past[:, :, j * keys : (j + 1) * keys]
+            cache[j][:, tables[j, row], :, : part.shape[2]] = part
+        k_all, v_all = (torch.cat((p, own[row][:, None]), 1).float() for p, own in zip(past, (k, v), strict=True))
+        k_all, v_all = (x.repeat_interleave(heads // kv_heads, 0) for x in (k_all, v_all))
+        weights = (torch.einsum("hd,hkd->hk", q[row].float(), k_all) * dim**-0.5).softmax(-1)
+        expected.append(torch.einsum("hk,hkd->hd", weights, v_all).to(dtype))
+    stored = [block.clone() for block in cache]
+    for row, length in enumerate(lengths[:-1]):
+        for half, own in enumerate((k, v)):
+            stored[length // keys][half, tables[length // keys, row], :, length % keys] = own[row]
+    addresses = torch.tensor([[c[half].data_ptr() for c in cache] for half in (0, 1)])
+    found = gpu.attend_step(q, k, v, addresses, tables, torch.tensor(lengths), keys)
+    check([found], [torch.stack(expected)], dtype)
+    assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(cache, stored, strict=True))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("inputs", "outputs"), [(1024, 8), (96, 6), (2500, 33)])
+def test_multiply_row(inputs: int, outputs: int, dtype: torch.dtype) -> None:
+    x, weight = torch.randn(1, inputs).to(dtype), (torch.randn(outputs, inputs) * inputs**-0.5).to(dtype)
+    check([gpu.multiply_row(x, weight)], [torch.nn.functional.linear(x, weight)], dtype)
+
+
+def test_rows_do_not_depend_on_the_batch() -> None:
+    x, weight = torch.randn(40, 96), torch.randn(96)
+    assert torch.equal(gpu.rms_norm(x, weight, 1e-6)[0][:3], gpu.rms_norm(x[:3], weight, 1e-6)[0])
+
+
+def test_sizes_that_the_decode_kernel_supports() -> None:
+    sizes: dict[tuple[Any, ...], bool] = {(16, 8, 128, 128): True, (9, 3, 64, 128): True, (2, 2, 8, 128): False}
+    sizes |= {(4, 4, 96, 128): False, (3, 2, 64, 128): False}
+    for arguments, expected in sizes.items():
+        assert gpu.supports_decode(*arguments) == expected
