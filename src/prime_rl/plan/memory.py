@@ -11,7 +11,9 @@ from prime_rl.trainer.config import ParallelDims
 RUNTIME = 1.5 * GiB
 """CUDA context, libraries, communication buffers, fragmentation."""
 LOGITS = 16 * 2**20 * 4 * 3
-"""One chunk of the output layer: logits in fp32, their gradient and a copy."""
+"""One chunk of the output layer on a CPU, or of an engine: logits in fp32, their gradient and a copy."""
+FUSED_CHUNK, PLAIN_CHUNK, SAVED_CHUNKS = 2**27, 2**26, 4
+"""Logits in a chunk of the output layer on a GPU, with and without kernels; chunks kept for the backward pass."""
 GPU_MEMORY_UTILIZATION = 0.9
 """Fraction of GPU memory that an engine uses."""
 
@@ -57,6 +59,20 @@ def count_lora(config: PlanConfig, shape: ModelShape) -> int:
     return lora.rank * shape.layers * sum(sizes.get(name, 0) for name in lora.target_modules)
 
 
+def logits_memory(config: PlanConfig, shape: ModelShape, parallel: ParallelDims) -> float:
+    """Logits of one trainer rank.
+
+    GPU kernels need one chunk in fp32 and its gradient in bf16. A vocabulary-parallel head has no kernels: its
+    log-probs are kept if they are few, and of a chunk there are a gradient and a copy.
+    """
+    tokens = config.count_micro_tokens("cuda") / parallel.cp
+    logits = tokens * shape.vocab / parallel.tp
+    if parallel.tp == 1:
+        return 6.0 * min(logits, FUSED_CHUNK)
+    kept = logits if logits <= SAVED_CHUNKS * PLAIN_CHUNK else 0
+    return 4.0 * (kept + 3 * min(logits, PLAIN_CHUNK))
+
+
 def trainer_memory(config: PlanConfig, shape: ModelShape, parallel: ParallelDims) -> MemoryBreakdown:
     """One rank: sharded fp32 parameters, gradients and moments, gathered bf16 layers, saved activations."""
     model, dims = config.trainer.model, parallel
@@ -84,7 +100,7 @@ def trainer_memory(config: PlanConfig, shape: ModelShape, parallel: ParallelDims
         "moments": optimizer,
         "gathered": 2.0 * gathered,
         "activations": activations,
-        "logits": LOGITS,
+        "logits": logits_memory(config, shape, parallel),
         "runtime": RUNTIME,
     }
     return MemoryBreakdown(parts, config.cluster.spec.memory * GiB)

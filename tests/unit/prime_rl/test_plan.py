@@ -14,7 +14,16 @@ import torch
 
 from prime_rl.plan.config import GiB, PlanConfig
 from prime_rl.plan.cpu import Machine, estimate_cpu, measure_machine
-from prime_rl.plan.memory import cache_tokens, count_lora, trainer_memory
+from prime_rl.plan.memory import (
+    FUSED_CHUNK,
+    LOGITS,
+    PLAIN_CHUNK,
+    SAVED_CHUNKS,
+    cache_tokens,
+    count_lora,
+    logits_memory,
+    trainer_memory,
+)
 from prime_rl.plan.plan import plan
 from prime_rl.plan.report import describe
 from prime_rl.plan.shapes import KNOWN, parse_shape, read_shape
@@ -25,6 +34,7 @@ from prime_rl.trainer.models.attention import PackedAttention
 from prime_rl.trainer.models.causal_lm import CausalLM
 from prime_rl.trainer.models.decoder_config import DecoderConfig
 from prime_rl.utils.pydantic_config import parse_argv
+from rollouts.training.rl_losses import logprobs
 
 SMALL = {
     "model_type": "qwen3", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
@@ -183,6 +193,27 @@ def test_more_of_everything_costs_more() -> None:
     assert seconds("--workload.spread 1").alone > seconds("--workload.spread 0").alone >= usual.steady
     assert seconds("--orchestrator.batch-size 256 --orchestrator.rollouts-per-example 8").steady > usual.steady
     assert cache_tokens(parse("--cluster.gpu h200"), shape) > cache_tokens(parse(), shape)
+
+
+def test_chunks_of_logits_are_those_of_the_trainer() -> None:
+    chunks = (logprobs.FUSED_LOGITS_PER_CHUNK, logprobs.GPU_LOGITS_PER_CHUNK, logprobs.MAX_SAVED_CHUNKS)
+    assert chunks == (FUSED_CHUNK, PLAIN_CHUNK, SAVED_CHUNKS) and 3 * 4 * logprobs.LOGITS_PER_CHUNK == LOGITS
+
+
+@pytest.mark.parametrize(
+    ("line", "size"),
+    {
+        "--seq-len 512": 6 * 512 * 151936,
+        "--seq-len 16384": 6 * FUSED_CHUNK,
+        "--seq-len 2048 --trainer.parallel.cp 4": 6 * 512 * 151936,
+        "--seq-len 2048 --trainer.parallel.tp 2": 4 * 1024 * 151936 + 3 * 4 * PLAIN_CHUNK,
+        "--seq-len 16384 --trainer.parallel.tp 2": 3 * 4 * PLAIN_CHUNK,
+    }.items(),
+)
+def test_memory_of_logits(line: str, size: float) -> None:
+    """There is one chunk; a vocabulary-parallel head has copies, and keeps few log-probs."""
+    config = parse(f"--trainer.micro-bs 1 {line}")
+    assert logits_memory(config, KNOWN["Qwen/Qwen3-4B"], config.trainer.parallel.resolve(4)) == size
 
 
 def test_weights_are_written_once_or_sent_to_each_engine() -> None:

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from rollouts.kernels.linear import input_gradient, linear, weight_gradient
+from rollouts.kernels.linear import input_gradient, linear, multiply_wide, weight_gradient, widens
+from rollouts.kernels.select import HeadKernels, find_head_kernels
 from rollouts.training.numerics import count_chunks
 from rollouts.training.sampling_support import Support
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-LOGITS_PER_CHUNK = 1 << 24
-"""Logits computed at once in fp32 (64 MiB); more tokens are processed in chunks."""
+LOGITS_PER_CHUNK, GPU_LOGITS_PER_CHUNK, FUSED_LOGITS_PER_CHUNK = 1 << 24, 1 << 26, 1 << 27
+"""Logits computed at once in fp32; more tokens are processed in chunks.
+
+64 MiB on a CPU; 256 MiB on a GPU, where products need more rows; 512 MiB with the GPU kernels, which need no copy but
+the gradient in the model's precision.
+"""
 
 MAX_SAVED_CHUNKS = 4
-"""Chunks of log-probs stored for the backward pass; of more tokens they are recomputed."""
+"""Chunks of log-probs stored for the backward pass; of more tokens, and with the GPU kernels, they are recomputed."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,7 @@ def compute_head_logprobs(
     weight: Float[Tensor, "vocab hidden"],
     labels: Int[Tensor, " tokens"],
     temperature: Float[Tensor, " tokens"],
-    logits_per_chunk: int = LOGITS_PER_CHUNK,
+    logits_per_chunk: int | None = None,
     cap: float | None = None,
     part: VocabPart | None = None,
     support: Support | None = None,
@@ -82,12 +89,17 @@ def compute_head_logprobs(
     """`compute_logprobs` of `hidden @ weight.T`, both results with gradients, in bounded memory.
 
     With `cap`, logits are first replaced by cap tanh(logits / cap). Forward and backward store about
-    `logits_per_chunk` logits at a time, and up to MAX_SAVED_CHUNKS times as many log-probs between them; of more the
-    backward recomputes the logits. The bits do not depend on the number of chunks. If `weight` is a `part` of the head,
-    all ranks of its group pass the same tokens and get the same results; the gradient of `hidden` is summed over the
-    group.
+    `logits_per_chunk` logits at a time (None: a number for the device), in fp32 at least, and up to MAX_SAVED_CHUNKS
+    times as many log-probs between them; of more the backward recomputes the logits. On a CPU the bits do not depend on
+    the number of chunks. If `weight` is a `part` of the head, all ranks of its group pass the same tokens and get the
+    same results; the gradient of `hidden` is summed over the group.
     """
-    return _HeadLogprobs.apply(hidden, weight, labels, temperature, logits_per_chunk, cap, part, support)  # type: ignore[no-untyped-call]
+    kernels = find_head_kernels(hidden, weight) if cap is None and part is None and support is None else None
+    if kernels is not None:
+        size = logits_per_chunk or FUSED_LOGITS_PER_CHUNK
+        return _FusedHeadLogprobs.apply(hidden, weight, labels, temperature, size, kernels)  # type: ignore[no-untyped-call]
+    size = logits_per_chunk or _default_chunk(hidden)
+    return _HeadLogprobs.apply(hidden, weight, labels, temperature, size, cap, part, support)  # type: ignore[no-untyped-call]
 
 
 def compute_head_table(
@@ -95,7 +107,7 @@ def compute_head_table(
     weight: Float[Tensor, "vocab hidden"],
     temperature: Float[Tensor, " tokens"],
     ids: Int[Tensor, "tokens k"] | None = None,
-    logits_per_chunk: int = LOGITS_PER_CHUNK,
+    logits_per_chunk: int | None = None,
 ) -> Float[Tensor, "tokens outcomes"]:
     """Log-probs of `hidden @ weight.T` over the vocabulary, with a gradient; in chunks, recomputed for the backward.
 
@@ -104,7 +116,7 @@ def compute_head_table(
     """
     if ids is not None and ids.shape[-1] >= weight.shape[0]:
         raise ValueError(f"{ids.shape[-1]} outcomes of {weight.shape[0]} tokens leave no others: omit ids")
-    num = count_chunks(len(hidden), weight.shape[0], logits_per_chunk)
+    num = count_chunks(len(hidden), weight.shape[0], logits_per_chunk or _default_chunk(hidden))
     rows = zip(*(x.tensor_split(num) for x in (hidden, temperature)), strict=True)
     chosen = [None] * num if ids is None else ids.tensor_split(num)
     parts = [
@@ -139,6 +151,15 @@ def compute_entropy(logits: Float[Tensor, "batch seq vocab"]) -> Float[Tensor, "
     """Entropy of each position's distribution, in nats."""
     logprobs = torch.log_softmax(_wide(logits), dim=-1)
     return -(logprobs.exp() * logprobs).sum(-1)
+
+
+def _multiply(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Logits, on a GPU in fp32 at least."""
+    return multiply_wide(hidden, weight) if widens(hidden) else linear(hidden, weight)
+
+
+def _default_chunk(hidden: Tensor) -> int:
+    return GPU_LOGITS_PER_CHUNK if hidden.is_cuda else LOGITS_PER_CHUNK
 
 
 def _wide(logits: Tensor) -> Tensor:
@@ -210,7 +231,7 @@ class _HeadLogprobs(torch.autograd.Function):
         tables: list[Tensor] = []
         supports = _split_support(support, ctx.num_chunks)
         for (h, y, t), chosen in zip(_chunks(ctx.num_chunks, hidden, labels, temperature), supports, strict=True):
-            table = _log_softmax(linear(h, weight), t, cap, part, chosen)
+            table = _log_softmax(_multiply(h, weight), t, cap, part, chosen)
             tables += [table] if keeps else []
             logprobs.append(_of_label(table, y, part))
             own = -table.exp().mul_(table).sum(-1)
@@ -226,56 +247,106 @@ class _HeadLogprobs(torch.autograd.Function):
         if of_logprob is None and of_entropy is None:
             return (None,) * 8
         part: VocabPart | None = ctx.part
-        zeros = torch.zeros_like(entropy)
-        of_logprob = zeros if of_logprob is None else of_logprob
-        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        # Accumulated over chunks in fp32: bfloat16 would round after every chunk.
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        grad_weight: Tensor | None = None
-        kept: list[Tensor] = []
-        done = 0
-        chunks = _chunks(
-            ctx.num_chunks,
-            hidden,
-            labels,
-            temperature,
-            of_logprob,
-            entropy,
-            zeros if of_entropy is None else of_entropy,
-        )
-        supports = _split_support(ctx.support, ctx.num_chunks)
-        for i, ((h, y, t, g, e, entropy_grad), chosen) in enumerate(zip(chunks, supports, strict=True)):
-            logits = None if tables else linear(h, weight)
-            table = tables[i] if logits is None else _log_softmax(logits, t, ctx.cap, part, chosen)
-            g, entropy_grad = g / t, entropy_grad / t
-            scale = -g[:, None] if of_entropy is None else -g[:, None] - entropy_grad[:, None] * (table + e[:, None])
-            of_logits = table.exp().mul_(scale)
-            if part is not None:
-                y, mine = part.local_rows(y, weight.shape[0])
-                g = torch.where(mine, g, 0.0)
-            of_logits.scatter_add_(-1, y[:, None], g[:, None])
-            if ctx.cap is not None and logits is not None:
-                of_logits *= 1 - torch.tanh(_wide(logits) / ctx.cap).square()
-            of_logits = of_logits.to(hidden.dtype)
-            if grad_hidden is not None:
-                grad_hidden[done : done + len(y)] = input_gradient(of_logits, weight.to(hidden.dtype))
-            if ctx.needs_input_grad[1] and tables:
-                kept.append(of_logits)
-            elif ctx.needs_input_grad[1]:
-                share = weight_gradient(of_logits, h)
-                grad_weight = share.to(wide) if grad_weight is None else grad_weight.add_(share)
-            done += len(y)
-        if kept:
-            grad_weight = weight_gradient(torch.cat(kept) if len(kept) > 1 else kept[0], hidden)
+        of_logprob = torch.zeros_like(entropy) if of_logprob is None else of_logprob
+
+        def differentiate() -> Iterator[Tensor]:
+            """The gradients of the logits."""
+            chunks = _chunks(ctx.num_chunks, hidden, labels, temperature, entropy, of_logprob, of_entropy)
+            supports = _split_support(ctx.support, ctx.num_chunks)
+            for i, ((h, y, t, e, g, entropy_grad), chosen) in enumerate(zip(chunks, supports, strict=True)):
+                logits = None if tables else _multiply(h, weight)
+                table = tables[i] if logits is None else _log_softmax(logits, t, ctx.cap, part, chosen)
+                g = g / t
+                scale = -g[:, None]
+                if entropy_grad is not None:
+                    scale = scale - (entropy_grad / t)[:, None] * (table + e[:, None])
+                of_logits = table.exp().mul_(scale)
+                if part is not None:
+                    y, mine = part.local_rows(y, weight.shape[0])
+                    g = torch.where(mine, g, 0.0)
+                of_logits.scatter_add_(-1, y[:, None], g[:, None])
+                if ctx.cap is not None and logits is not None:
+                    of_logits *= 1 - torch.tanh(_wide(logits) / ctx.cap).square()
+                of_logits = of_logits.to(hidden.dtype)
+                yield of_logits
+
+        grad_hidden, grad_weight = _propagate(differentiate(), hidden, weight, ctx.needs_input_grad, bool(tables))
         if grad_hidden is not None and part is not None:
             part.sum(grad_hidden)
-        of_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, of_weight, *(None,) * 6
+        return grad_hidden, grad_weight, *(None,) * 6
 
 
-def _chunks(num: int, *streams: Tensor) -> Any:
-    """The streams split into `num` nearly equal chunks, zipped."""
-    return zip(*(stream.tensor_split(num) for stream in streams), strict=True)
+class _FusedHeadLogprobs(torch.autograd.Function):
+    """`_HeadLogprobs` of a whole head with kernels that read the logits once, in the forward and the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        temperature: Tensor,
+        logits_per_chunk: int,
+        kernels: HeadKernels,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.num_chunks = count_chunks(len(labels), weight.shape[0], logits_per_chunk)
+        ctx.kernels = kernels
+        ctx.set_materialize_grads(False)
+        results = [
+            kernels.head_forward(_multiply(h, weight), y, t)
+            for h, y, t in _chunks(ctx.num_chunks, hidden, labels, temperature)
+        ]
+        logprobs, entropy, lse = (torch.cat(chunks) for chunks in zip(*results, strict=True))
+        ctx.save_for_backward(hidden, weight, labels, temperature, lse, entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        hidden, weight, labels, temperature, lse, entropy = ctx.saved_tensors
+        of_logprob, of_entropy = grads
+        if of_logprob is None and of_entropy is None:
+            return (None,) * 6
+        of_logprob = torch.zeros_like(entropy) if of_logprob is None else of_logprob
+        of_logits = (
+            ctx.kernels.head_backward(_multiply(h, weight), *rest, hidden.dtype)
+            for h, *rest in _chunks(ctx.num_chunks, hidden, labels, temperature, lse, entropy, of_logprob, of_entropy)
+        )
+        return *_propagate(of_logits, hidden, weight, ctx.needs_input_grad, False), *(None,) * 4
+
+
+def _propagate(
+    of_logits: Iterable[Tensor], hidden: Tensor, weight: Tensor, needs: tuple[bool, ...], joins: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of hidden states and weight, if needed, from those of the logits in chunks.
+
+    `joins`: the chunks are joined for the weight, since they fit in memory together.
+    """
+    grad_hidden = torch.empty_like(hidden) if needs[0] else None
+    grad_weight: Tensor | None = None
+    # Accumulated over chunks in fp32: bfloat16 would round after every chunk.
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    kept: list[Tensor] = []
+    done = 0
+    for chunk in of_logits:
+        rows = slice(done, done + len(chunk))
+        if grad_hidden is not None:
+            grad_hidden[rows] = input_gradient(chunk, weight.to(hidden.dtype))
+        if needs[1] and joins:
+            kept.append(chunk)
+        elif needs[1]:
+            share = weight_gradient(chunk, hidden[rows])
+            grad_weight = share.to(wide) if grad_weight is None else grad_weight.add_(share)
+        done = rows.stop
+        del chunk  # else it would stay in memory while the next one is computed
+    if kept:
+        grad_weight = weight_gradient(torch.cat(kept) if len(kept) > 1 else kept[0], hidden)
+    return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
+
+
+def _chunks(num: int, *streams: Tensor | None) -> Any:
+    """The streams split into `num` nearly equal chunks, zipped; None stays None."""
+    return zip(*([None] * num if stream is None else stream.tensor_split(num) for stream in streams), strict=True)
 
 
 def _split_support(support: Support | None, num: int) -> list[Support] | list[None]:
